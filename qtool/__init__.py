@@ -1,0 +1,72 @@
+"""qtool takes a PyTorch model from fine-tuning to an INT8 ONNX file that is proven to be that model.
+
+The stages are plain functions over plain objects::
+
+    import qtool
+
+    trained = qtool.train(model, data, epochs=4)
+    quantized = qtool.quantize(trained.model, data, mode="ptq")
+    qtool.export(quantized, "out", samples=calibration_batches)
+    figures = qtool.benchmark("out", test_batches)
+
+Keyword arguments are the fields of the stage's dataclass in :mod:`qtool.recipe`. ``import qtool`` imports
+none of the libraries it stands on: each function brings its own when it is first used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from qtool.version import __version__
+
+if TYPE_CHECKING:
+    from qtool.data import Data, load_data
+    from qtool.errors import ContractError, QtoolError, UsageError
+    from qtool.form import QuantizedModel
+    from qtool.models import load_model
+    from qtool.pipeline import benchmark, export, inspect, quantize, report, run, train
+    from qtool.recipe import Recipe
+
+__all__ = [
+    "ContractError",
+    "Data",
+    "QtoolError",
+    "QuantizedModel",
+    "Recipe",
+    "UsageError",
+    "__version__",
+    "benchmark",
+    "export",
+    "inspect",
+    "load_data",
+    "load_model",
+    "quantize",
+    "report",
+    "run",
+    "train",
+]
+_HOME = {
+    "Data": "data",
+    "load_data": "data",
+    "load_model": "models",
+    "QuantizedModel": "form",
+    "Recipe": "recipe",
+    "ContractError": "errors",
+    "QtoolError": "errors",
+    "UsageError": "errors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a public name when it is first asked for."""
+    if name not in __all__:
+        raise AttributeError(f"module 'qtool' has no attribute {name!r}")
+    import importlib
+
+    value = getattr(importlib.import_module(f"qtool.{_HOME.get(name, 'pipeline')}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,40 @@
+"""Keeping large CPU blocks in the process, instead of handing them back to the kernel after every operator.
+
+PyTorch's CPU tensors come from ``malloc``. glibc serves a block above 128 KiB (a threshold that grows to
+32 MiB) with ``mmap`` and unmaps it when it is freed, and it gives the top of the heap back as soon as
+enough of it is free. An activation is such a block: every operator maps fresh zero pages, touches each of
+them for the first time (one page fault per 4 KiB), and unmaps them again. In the forward pass of a
+MobileNetV2 on 224-pixel images that is most of the time.
+
+Two settings of ``mallopt(3)`` end it: ``M_MMAP_MAX = 0`` serves every block from the heap, and
+``M_TRIM_THRESHOLD = 2**31 - 1`` keeps the heap. Freed blocks are used again, so the process needs about the
+memory that it needs at its peak (a third more where blocks of many sizes leave gaps, see
+``tests/benchmarks/bench_allocator.py``), and stays there.
+
+The settings belong to the whole process, so only the command line calls :func:`tune`, before torch
+allocates. ``import qtool`` never does. ``QTOOL_MALLOC=0`` in the environment switches it off. Other C
+libraries (musl, macOS, Windows) have other allocators and are left alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+
+VARIABLE = "QTOOL_MALLOC"
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
+_NEVER = 2**31 - 1
+
+
+def tune() -> bool:
+    """Makes this process keep freed memory; True where it did, False off glibc or when switched off.
+
+    The environment variable ``QTOOL_MALLOC`` set to ``0`` switches it off.
+    """
+    if os.environ.get(VARIABLE, "1") == "0" or not sys.platform.startswith("linux"):
+        return False
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "gnu_get_libc_version"):
+        return False
+    return bool(libc.mallopt(_M_MMAP_MAX, 0)) and bool(libc.mallopt(_M_TRIM_THRESHOLD, _NEVER))

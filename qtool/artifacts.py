@@ -1,0 +1,290 @@
+"""The run directory: what each stage leaves behind, and the proof that it is still what was left.
+
+A stage writes its files into a pending folder beside their final names, then its ``<stage>.json`` there:
+that is the commit point. Only then are the files moved into place, the result last. A kill before the
+commit point leaves the old artifact whole; a kill after it leaves the moves to be finished, which the
+next reader does. Single files are written under a temporary name, flushed to disk and renamed. A result
+records the sha256 of every input and output, the versions of the packages that made it, the configuration
+and the metrics. Reading a result re-hashes its outputs: a file that was changed since is refused, not used.
+
+What is left out on purpose: locking. Two processes writing one run directory is a user's mistake that
+costs them work, but it cannot leave a file that no process wrote.
+"""
+
+from __future__ import annotations
+
+import datetime
+import glob
+import hashlib
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from qtool.errors import QtoolError
+
+SCHEMA_VERSION = 1
+STAGES = ("train", "quantize", "export", "benchmark")
+_PACKAGES = (
+    "qtool", "torch", "torchao", "onnx", "onnxscript", "onnxruntime", "onnxruntime-gpu",
+    "bitsandbytes", "safetensors", "numpy", "openvino", "torchvision", "timm", "transformers",
+)  # fmt: skip
+
+
+def sha256_of(path: Path) -> str:
+    """The sha256 of a file's bytes, or of a folder's files (names and bytes, in sorted order), in hex."""
+    if path.is_dir():
+        digest = hashlib.sha256()
+        for file in sorted(p for p in path.rglob("*") if p.is_file()):
+            digest.update(f"{file.relative_to(path).as_posix()}\0{sha256_of(file)}\n".encode())
+        return digest.hexdigest()
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+@contextmanager
+def atomic_path(path: Path) -> Iterator[Path]:
+    """A temporary path beside ``path`` that takes its name when the block ends, and vanishes when it raises.
+
+    The temporary name keeps the suffix, since some writers choose a format by it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _sweep(path)
+    handle, name = tempfile.mkstemp(prefix=f".{path.stem}-{os.getpid()}-", suffix=path.suffix, dir=path.parent)
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        with temporary.open("rb") as stream:
+            os.fsync(stream.fileno())
+        temporary.chmod(0o666 & ~_umask())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _sweep(path: Path) -> None:
+    """Removes the temporary files for ``path`` of processes that are no more."""
+    for old in path.parent.glob(f".{glob.escape(path.stem)}-*-*{glob.escape(path.suffix)}"):
+        owner = old.name.removeprefix(f".{path.stem}-").partition("-")[0]
+        if owner.isdecimal() and not _alive(int(owner)):
+            old.unlink(missing_ok=True)
+
+
+def _alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):
+        return True
+    return True
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def write_json(path: Path, value: object) -> None:
+    """Writes ``value`` as JSON, atomically. Infinities and NaN, which JSON lacks, become null."""
+    text = json.dumps(finite(value), indent=2, ensure_ascii=False, allow_nan=False)
+    with atomic_path(path) as temporary:
+        temporary.write_text(text + "\n", encoding="utf-8")
+
+
+def finite(value: Any) -> Any:
+    """``value`` as JSON can hold it: mappings with text keys, lists, and null for infinities and NaN."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return value
+
+
+def environment() -> dict[str, Any]:
+    """Versions, platform and CPU features of this process: what a number depends on."""
+    packages = {}
+    for name in _PACKAGES:
+        try:
+            packages[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpu": cpu_info(),
+        "packages": packages,
+    }
+
+
+def cpu_info() -> dict[str, Any]:
+    """The CPU's name, the cores this process may use, and the features that integer kernels depend on."""
+    text = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    lines = (line.partition(":") for line in text.splitlines())
+    fields = {key.strip(): value.strip() for key, colon, value in lines if colon}
+    flags = set(fields.get("flags", fields.get("Features", "")).split())
+    known = ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "amx_int8", "avx512_bf16", "asimddp", "i8mm")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {
+        "name": fields.get("model name", platform.processor() or platform.machine()),
+        "cores": cores,
+        "features": [flag for flag in known if flag in flags],
+    }
+
+
+def pending(run: Path, stage: str) -> Path:
+    """Where the files of a stage wait for their commit."""
+    return run / f".{stage}-pending"
+
+
+@contextmanager
+def staging(run: Path, stage: str) -> Iterator[Path]:
+    """An empty folder for the files of ``stage``; what was not committed when the block ends is removed."""
+    new = not run.exists()
+    settle(run, stage)
+    folder = pending(run, stage)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        if new and not any(run.iterdir()):
+            run.rmdir()
+
+
+def write_result(
+    run: Path,
+    stage: str,
+    *,
+    config: Mapping[str, Any],
+    inputs: Mapping[str, str],
+    outputs: Mapping[str, Path],
+    metrics: Mapping[str, Any],
+    extra: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Commits a stage: its files, which lie in the folder of :func:`staging`, and ``<stage>.json``, as one.
+
+    ``inputs`` maps a name to what identifies it (a sha256, or a spec with its hash); ``outputs`` maps a
+    name to a file or folder, hashed here; files beside them that have no name get their own. ``extra``
+    holds what later stages need. Returns the result.
+    """
+    folder = pending(run, stage)
+    named = {path.resolve(): name for name, path in outputs.items()}
+    result = {
+        "schema": SCHEMA_VERSION,
+        "stage": stage,
+        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "config": dict(config),
+        "inputs": dict(inputs),
+        "outputs": {named.get(p.resolve(), p.name): _entry(p) for p in sorted(folder.iterdir())},
+        "metrics": dict(metrics),
+        **(extra or {}),
+        "environment": environment(),
+    }
+    write_json(folder / f"{stage}.json", result)
+    settle(run, stage)
+    return result
+
+
+def _entry(path: Path) -> dict[str, Any]:
+    return {"file": path.name, "sha256": sha256_of(path), "size_bytes": _size(path)}
+
+
+def settle(run: Path, stage: str) -> None:
+    """Finishes the moves of a stage that was committed but stopped before all its files had their names."""
+    folder = pending(run, stage)
+    result = folder / f"{stage}.json"
+    if not result.is_file():
+        return
+    for path in [p for p in sorted(folder.iterdir()) if p != result]:
+        if (run / path.name).is_dir():
+            shutil.rmtree(run / path.name)
+        path.replace(run / path.name)
+    result.replace(run / result.name)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def mark_stale(run: Path, stage: str, reason: str) -> None:
+    """Marks the older result of ``stage``, if there is one: its files stay, and are refused from now on."""
+    if has_result(run, stage):
+        result = read_result(run, stage, verify=False, stale=True)
+        write_json(run / f"{stage}.json", result | {"stale": reason})
+
+
+def _size(path: Path) -> int:
+    return sum(p.stat().st_size for p in path.rglob("*") if p.is_file()) if path.is_dir() else path.stat().st_size
+
+
+def has_result(run: Path, stage: str) -> bool:
+    """Whether ``stage`` has been committed in ``run`` (its files are not checked)."""
+    settle(run, stage)
+    return (run / f"{stage}.json").is_file()
+
+
+def read_result(run: Path, stage: str, *, verify: bool = True, stale: bool = False) -> dict[str, Any]:
+    """The committed result of ``stage`` in ``run``, its outputs re-hashed unless ``verify`` is off.
+
+    Raises QtoolError: the folder or result is missing, is no JSON, has another schema, was marked stale
+    (unless ``stale`` allows it), or an output's hash is not the recorded one.
+    """
+    path = run / f"{stage}.json"
+    if not has_result(run, stage):
+        there = ", ".join(s for s in STAGES if has_result(run, s)) or "none"
+        raise QtoolError(
+            f"run directory '{run}'", f"a finished '{stage}' stage ({path.name})", f"finished stages: {there}",
+            f"run 'qtool {stage}' with this directory first",
+        )  # fmt: skip
+    result = _parsed(path, stage)
+    if "stale" in result and not stale:
+        raise QtoolError(
+            f"'{path}'", "a current result", f"a stale one: {result['stale']}", f"run 'qtool {stage}' again"
+        )
+    if verify:
+        for name in result["outputs"]:
+            output_path(run, result, name)
+    return result
+
+
+def _parsed(path: Path, stage: str) -> dict[str, Any]:
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise QtoolError(f"'{path}'", "a JSON result", str(error), f"run 'qtool {stage}' again") from error
+    schema = result.get("schema") if isinstance(result, dict) else type(result).__name__
+    if schema != SCHEMA_VERSION:
+        raise QtoolError(f"'{path}'", f"schema {SCHEMA_VERSION}", str(schema), f"run 'qtool {stage}' again")
+    if lost := {"stage", "config", "inputs", "outputs", "metrics"} - result.keys():
+        raise QtoolError(f"'{path}'", "a whole result", f"no {', '.join(sorted(lost))}", f"run 'qtool {stage}' again")
+    return dict(result)
+
+
+def output_path(run: Path, result: Mapping[str, Any], name: str) -> Path:
+    """The verified path of one output of a result. Raises QtoolError when it is gone or was changed."""
+    entry = result["outputs"].get(name)
+    stage = result["stage"]
+    if entry is None:
+        raise QtoolError(
+            f"'{run / (stage + '.json')}'", f"an output named '{name}'",
+            ", ".join(result["outputs"]) or "none", f"run 'qtool {stage}' again",
+        )  # fmt: skip
+    path: Path = run / entry["file"]
+    if not path.exists():
+        raise QtoolError(f"'{path}'", "the file that the result records", "no file", f"run 'qtool {stage}' again")
+    if (found := sha256_of(path)) != entry["sha256"]:
+        raise QtoolError(
+            f"'{path}'", f"sha256 {entry['sha256'][:12]}… as recorded in {stage}.json", f"{found[:12]}…",
+            f"restore the file or run 'qtool {stage}' again",
+        )  # fmt: skip
+    return path

@@ -1,0 +1,98 @@
+"""How well each variant's file does on labelled data, and how far it is from the reference file.
+
+Every batch goes through all the files before the next is read, so the data is read once and is never
+held; what is kept are the outputs of the first output tensor, N × C in float32 for each variant. Files
+with a fixed batch size, and runtimes that compile for each size anew, are fed whole batches, the last one
+padded and its padding dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from qtool.benchmarking.inputs import fixed_batch_size, resize_batch, to_feeds
+from qtool.errors import QtoolError
+from qtool.runtimes.base import Array, Session
+
+Compare = Callable[[torch.Tensor, torch.Tensor, Any], dict[str, Any]]
+
+
+def predict(
+    sessions: Mapping[str, Session],
+    batches: Iterable[tuple[Any, Any]],
+    *,
+    samples: int | None = None,
+    whole: int | None = None,
+) -> tuple[dict[str, torch.Tensor], Any]:
+    """The first output of every session for every sample, and the targets (None where the data has none).
+
+    ``whole`` is the batch size that sessions with an open batch are fed, padded; by default as the data comes.
+    Raises QtoolError where the data is empty or does not fit the inputs.
+    """
+    outputs: dict[str, list[Array]] = {name: [] for name in sessions}
+    targets: list[Any] = []
+    seen = 0
+    for value, target in batches:
+        first = next(iter(sessions.values()))
+        count = len(next(iter(to_feeds(value, first.inputs).values())))
+        keep = count if samples is None else min(count, samples - seen)
+        for name, session in sessions.items():
+            outputs[name].append(_run(session, value, count, whole)[:keep])
+        targets.append(_head(target, keep))
+        seen += keep
+        if samples is not None and seen >= samples:
+            break
+    if not seen:
+        raise QtoolError("benchmark data", "at least one batch", "none", "pass test data with samples in it")
+    joined = {name: torch.from_numpy(np.concatenate(parts)).float() for name, parts in outputs.items()}
+    return joined, _joined(targets)
+
+
+def _run(session: Session, value: Any, count: int, whole: int | None) -> Array:
+    feeds, size = to_feeds(value, session.inputs), fixed_batch_size(session.inputs) or whole or count
+    parts = [{k: v[i : i + size] for k, v in feeds.items()} for i in range(0, count, size)]
+    return np.concatenate([session.run(resize_batch(part, size))[0] for part in parts])[:count]
+
+
+def _head(target: Any, keep: int) -> Any:
+    return None if target is None else torch.as_tensor(target)[:keep]
+
+
+def _joined(targets: list[Any]) -> Any:
+    return None if any(t is None for t in targets) else torch.cat(targets)
+
+
+def judge(
+    outputs: Mapping[str, torch.Tensor], targets: Any, *, reference: str, compare: Compare | None = None
+) -> dict[str, dict[str, Any]]:
+    """Each variant's accuracy and agreement with the reference (see :func:`qtool.evaluate.compare`).
+
+    Raises QtoolError where a file gives NaN or infinity, or another shape than the reference.
+    """
+    measure = compare or _compare_any
+    base = outputs[reference]
+    for name, value in outputs.items():
+        if not torch.isfinite(value).all():
+            raise QtoolError(
+                f"'{name}'", "finite outputs", "NaN or infinity", "check the file; FP16 overflows above 65504"
+            )
+        if value.shape != base.shape:
+            raise QtoolError(
+                f"'{name}'", f"outputs like those of '{reference}', {tuple(base.shape)}", str(tuple(value.shape)),
+                "compare files of the same model",
+            )  # fmt: skip
+    return {name: dict(measure(base, value, targets)) for name, value in outputs.items()}
+
+
+def _compare_any(reference: torch.Tensor, other: torch.Tensor, targets: Any) -> dict[str, Any]:
+    """Logits are compared as classifications; outputs of another form by their SQNR alone."""
+    from qtool import evaluate
+
+    if reference.ndim != 2:
+        return {"num_samples": len(reference), "sqnr_db": evaluate.sqnr_db(reference, other)}
+    classes = targets is not None and targets.shape == reference.shape[:1] and not targets.is_floating_point()
+    return evaluate.compare(reference, other, targets if classes else None)

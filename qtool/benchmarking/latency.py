@@ -1,0 +1,178 @@
+"""Timing variants against each other on a machine that other things happen on.
+
+Clocks change, caches are shared and neighbours wake up, so two variants timed one after the other are
+timed on two different machines. Here they are interleaved: in each *round* every variant runs one
+short burst, in an order drawn anew, and what is kept is the ratio of the two bursts' medians within
+the round. Whatever is slow for a while is slow for both. The speed-up is the median of those ratios,
+with its order-statistic interval; rounds go on until that interval is as narrow as asked, or the time
+is up, which is then said.
+
+The first run of a burst finds the caches full of another variant and is thrown away where a run is
+short enough for that to matter.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from qtool.benchmarking.statistics import LEAST_ROUNDS, median_interval, percentiles_ms, quantile_sketch_ms, spread
+
+BURST_SECONDS = 0.02
+_LONG_RUN = 0.1
+_NOISY = 0.05
+_BUSY = 0.02
+
+
+class Burst(Protocol):
+    """Runs one variant ``warm + runs`` times: the seconds of the last ``runs``, and what they waited for a core."""
+
+    def __call__(self, runs: int, warm: int) -> tuple[list[float], float]: ...
+
+
+@dataclass
+class Timings:
+    """What was measured of one variant: every run in seconds, each round's median, and the wait for a core."""
+
+    runs: list[float] = field(default_factory=list)
+    rounds: list[float] = field(default_factory=list)
+    waited: float = 0.0
+
+    def add(self, seconds: list[float], waited: float) -> None:
+        """Adds one burst."""
+        self.runs += seconds
+        self.rounds.append(float(np.median(seconds)))
+        self.waited += waited
+
+
+@dataclass(frozen=True)
+class Stopping:
+    """When to stop: the relative width of the speed-ups' 95 % intervals, and the most seconds to spend."""
+
+    width: float = 0.03
+    seconds: float = 2.0
+
+
+def interleave(
+    bursts: Mapping[str, Burst],
+    *,
+    reference: str,
+    stopping: Stopping,
+    seed: int = 0,
+    warm_up: int = 3,
+    clock: Callable[[], float] = time.perf_counter,
+    progress: Callable[[float], None] | None = None,
+) -> dict[str, Timings]:
+    """Times every variant in rounds of random order until the speed-ups are known well enough.
+
+    At least six rounds are run whatever the time, since fewer give no 95 % interval. ``progress`` is
+    told the fraction of the time that is used up.
+    """
+    order, timings = random.Random(seed), {name: Timings() for name in bursts}
+    plan = {name: _burst_size(burst, warm_up) for name, burst in bursts.items()}
+    start = clock()
+    while not _done(timings, reference, stopping, clock() - start):
+        for name in order.sample(list(bursts), len(bursts)):
+            timings[name].add(*bursts[name](*plan[name]))
+        if progress:
+            progress(min(1.0, (clock() - start) / max(stopping.seconds, 1e-9)))
+    return timings
+
+
+def _burst_size(burst: Burst, warm_up: int) -> tuple[int, int]:
+    """Warms a variant up and decides how many runs make a burst, and how many before it are thrown away."""
+    one = burst(1, warm_up)[0][0]
+    if one >= _LONG_RUN:
+        return 1, 0
+    return max(1, min(200, round(BURST_SECONDS / max(one, 1e-7)))), 1
+
+
+def _done(timings: Mapping[str, Timings], reference: str, stopping: Stopping, elapsed: float) -> bool:
+    rounds = len(timings[reference].rounds)
+    if rounds < LEAST_ROUNDS:
+        return False
+    if elapsed >= stopping.seconds:
+        return True
+    return (
+        rounds >= 2 * LEAST_ROUNDS
+        and rounds % 4 == 0
+        and all(
+            relative_width(speedup(timings, reference, name)) <= stopping.width for name in timings if name != reference
+        )
+    )
+
+
+@dataclass(frozen=True)
+class Speedup:
+    """How many times faster than the reference, with the 95 % interval (None below six rounds)."""
+
+    ratio: float
+    interval: tuple[float, float] | None
+
+
+def speedup(timings: Mapping[str, Timings], reference: str, name: str) -> Speedup:
+    """The median over rounds of reference time / variant time, and its order-statistic interval."""
+    pairs = zip(timings[reference].rounds, timings[name].rounds, strict=True)
+    ratios = [base / own for base, own in pairs]
+    return Speedup(float(np.median(ratios)), median_interval(ratios))
+
+
+def relative_width(value: Speedup) -> float:
+    """The interval's width over the ratio; infinite where there is no interval."""
+    return (value.interval[1] - value.interval[0]) / value.ratio if value.interval else float("inf")
+
+
+def describe(timings: Mapping[str, Timings], *, reference: str, batch_size: int, width: float) -> dict[str, Any]:
+    """Each variant's latency, throughput and speed-up at one batch size, as plain values.
+
+    ``converged`` says whether the interval became as narrow as asked.
+    """
+    return {name: _one(timings, reference, name, batch_size, width) for name in timings}
+
+
+def _one(timings: Mapping[str, Timings], reference: str, name: str, batch_size: int, width: float) -> dict[str, Any]:
+    own = timings[name]
+    gain = Speedup(1.0, None) if name == reference else speedup(timings, reference, name)
+    return {
+        "batch_size": batch_size,
+        **percentiles_ms(own.runs),
+        "throughput_per_s": batch_size * len(own.runs) / sum(own.runs),
+        "speedup": gain.ratio,
+        "speedup_ci95": list(gain.interval) if gain.interval else None,
+        "converged": name == reference or relative_width(gain) <= width,
+        "num_runs": len(own.runs),
+        "num_rounds": len(own.rounds),
+        "spread": spread(own.rounds),
+        "waiting_share": own.waited / (own.waited + sum(own.runs)),
+        "latency_quantiles_ms": quantile_sketch_ms(own.runs),
+    }
+
+
+def noise(measured: Mapping[str, Mapping[str, Any]], *, load: float | None) -> dict[str, Any]:
+    """How steady the machine was: the spread of the rounds of each variant, and the load beside it.
+
+    ``noisy`` is set where a variant's own rounds vary by more than 5 %, or an interval stayed wider
+    than asked.
+    """
+    worst = max((entry["spread"] for entry in measured.values()), default=0.0)
+    wide = [name for name, entry in measured.items() if not entry["converged"]]
+    reasons = []
+    if worst > _NOISY:
+        reasons.append(f"the same file's time varied by {worst:.0%} between rounds")
+    if wide:
+        reasons.append(f"the speed-up of {', '.join(wide)} is known less well than was asked")
+    waiting = max((entry["waiting_share"] for entry in measured.values()), default=0.0)
+    if waiting > _BUSY:
+        reasons.append(f"other processes held the cores for up to {waiting:.0%} of the time (taken out of the figures)")
+    return {
+        "spread": worst,
+        "waiting_share": waiting,
+        "load": load,
+        "noisy": bool(worst > _NOISY or wide),
+        "reasons": reasons,
+    }

@@ -1,0 +1,153 @@
+"""One fresh process per variant, driven from here.
+
+Models that share a process share its allocator, its thread pool and its caches, and nobody can say
+whose memory a peak was. A worker process holds one model and nothing else; while the others are timed
+it waits in a read and costs nothing. It is pinned to as many cores as it has threads (whole ones,
+counted from the last, since the first takes most interrupts), the same ones for every variant.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from qtool.errors import QtoolError, one_line
+from qtool.runtimes.base import Array, ProviderError, TensorInfo
+
+
+class Worker:
+    """A process that holds one variant. Use as a context manager; leaving it ends the process."""
+
+    def __init__(self, name: str, *, provider: str, cores: list[int] | None = None) -> None:
+        """Starts the process and imports the runtime in it."""
+        self.name, self.inputs = name, ()  # type: tuple[str, tuple[TensorInfo, ...]]
+        self._folder = tempfile.TemporaryDirectory(prefix="qtool-benchmark-")
+        self._log = Path(self._folder.name) / "stderr"
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "qtool.benchmarking.worker"],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=_environment(), encoding="utf-8",
+            )  # fmt: skip
+        try:
+            self._ask("start", provider=provider, cores=cores)
+        except BaseException:
+            self.close()
+            raise
+
+    def open(self, path: Path, **options: Any) -> dict[str, Any]:
+        """Opens the file in the process as :func:`qtool.runtimes.open_session` does; raises what that raises.
+
+        Gives ``load_ms``, the ``device``, and ``stored``, the format of most weights where the runtime knows it.
+        """
+        answer = self._ask("open", path=str(path.resolve()), **options)
+        self.inputs = tuple(TensorInfo(name, dtype, tuple(shape)) for name, dtype, shape in answer.pop("inputs"))
+        return answer
+
+    def feed(self, feeds: Mapping[str, Array]) -> float:
+        """Hands the inputs over and runs once; the milliseconds of that first run."""
+        path = Path(self._folder.name) / "feeds.npz"
+        np.savez(path, **dict(feeds))  # type: ignore[arg-type]
+        return float(self._ask("feed", path=str(path))["first_run_ms"])
+
+    def burst(self, runs: int, warm: int) -> tuple[list[float], float]:
+        """Seconds of each of ``runs`` runs after ``warm`` thrown away, and seconds waited for a core in all."""
+        answer = self._ask("burst", runs=runs, warm=warm)
+        return answer["seconds"], answer["waited"]
+
+    def peak_bytes(self) -> int | None:
+        """Peak memory of loading and running so far, beyond the process before it; None where unknown."""
+        value = self._ask("memory")["peak_bytes"]
+        return None if value is None else int(value)
+
+    def kernels(self) -> dict[str, Any]:
+        """What ran, see :meth:`qtool.benchmarking.worker.Server.kernels`. Raises for compute nodes elsewhere."""
+        return self._ask("kernels")
+
+    def _ask(self, do: str, **arguments: Any) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            raise self._died(do)
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise ProviderError(*answer["error"])
+        if "crash" in answer:
+            raise RuntimeError(f"benchmark process of {self.name!r} failed:\n{answer['crash']}")
+        return answer
+
+    def _died(self, do: str) -> QtoolError:
+        code = self._process.wait()
+        tail = one_line(self._log.read_text(errors="replace")[-300:]) if self._log.exists() else ""
+        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        memory = " (the system may have run out of memory)" if code == -9 else ""
+        return QtoolError(
+            f"benchmark of '{self.name}'", f"an answer to '{do}'", f"its process ended with {how}{memory} {tail}",
+            "open the file on its own to see why, or use a smaller batch",
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """Ends the process and removes its temporary files."""
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout):
+            with contextlib.suppress(BrokenPipeError):  # what was written last had nobody to read it
+                assert stream is not None
+                stream.close()
+        self._folder.cleanup()
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _environment() -> dict[str, str]:
+    """This environment, with the package that is running here first on the path."""
+    root = str(Path(__file__).parent.parent.parent)
+    rest = os.environ.get("PYTHONPATH", "")
+    return {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{rest}" if rest else root}
+
+
+def whole_cores(count: int) -> list[int] | None:
+    """``count`` cores to pin to, one hardware thread each, from the last; None where they cannot be had."""
+    if not hasattr(os, "sched_getaffinity"):
+        return None
+    taken: set[int] = set()
+    chosen: list[int] = []
+    for core in sorted(os.sched_getaffinity(0), reverse=True):
+        if core not in taken:
+            chosen.append(core)
+            taken |= _siblings(core)
+    return sorted(chosen[:count]) if len(chosen) >= count else None
+
+
+def _siblings(core: int) -> set[int]:
+    """The hardware threads that share ``core``'s execution units, itself included."""
+    path = Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list")
+    if not path.exists():
+        return {core}
+    found: set[int] = set()
+    for part in path.read_text().strip().split(","):
+        low, _, high = part.partition("-")
+        found |= set(range(int(low), int(high or low) + 1))
+    return found

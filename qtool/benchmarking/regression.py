@@ -1,0 +1,189 @@
+"""One benchmark against an earlier one: what has become worse, beyond what measuring explains.
+
+Each figure has a rule of its own, since they are not known equally well. Sizes and counts are exact.
+Speed is compared as the speed-up over the reference measured beside it, which a change of machine or
+load moves little: worse means that the two 95 % intervals lie apart *and* by more than the tolerance.
+Times and memory in their own units are compared only on the same CPU with the same threads, and not
+where either machine was noisy. Outputs are compared on the same number of samples of the same data.
+
+===================  ========================================================================
+figure               worse when
+===================  ========================================================================
+size                 more than 1 % larger, without metadata
+speed-up             the interval ends below the old one's begin by more than the tolerance
+latency p50          more than the tolerance and three spreads slower; same CPU, both quiet
+peak memory          more than 10 % and 1 MiB higher; same CPU
+top-1, agreement     more than half a point lower
+SQNR                 more than half a decibel lower
+integer operations   fewer of the multiplying operations run in INT8
+===================  ========================================================================
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from qtool.errors import ContractError, QtoolError
+
+Entry = Mapping[str, Any]
+SIZE_TOLERANCE = 0.01
+MEMORY_TOLERANCE = 0.10
+HALF_A_POINT = 0.005
+HALF_A_DECIBEL = 0.5
+
+
+@dataclass(frozen=True)
+class Regression:
+    """A figure that is worse than it was: both values, and the limit that the new one is beyond."""
+
+    variant: str
+    figure: str
+    old: float
+    new: float
+    limit: float
+
+    def __str__(self) -> str:
+        return f"{self.variant}: {self.figure} {self.new:.4g}, was {self.old:.4g} (limit {self.limit:.4g})"
+
+
+def compare_with(old: Path, before: Mapping[str, Any], new: Mapping[str, Any], tolerance: float) -> dict[str, Any]:
+    """What became worse since ``before`` (read from ``old``), and what could not be compared, as plain values.
+
+    Raises QtoolError where the two have no variant in common.
+    """
+    if not any(name in before["variants"] for name in new["variants"]):
+        raise QtoolError(
+            f"comparison with '{old}'", f"a variant of {', '.join(new['variants'])}", ", ".join(before["variants"]),
+            "compare like with like",
+        )  # fmt: skip
+    worse = regressions(before, new, tolerance)
+    return {
+        "with": str(old),
+        "tolerance": tolerance,
+        "regressions": [asdict(found) | {"told": str(found)} for found in worse],
+        "notes": differences(before, new),
+    }
+
+
+def require_no_regression(result: Mapping[str, Any]) -> None:
+    """Raises ContractError naming every figure of a benchmark result that became worse."""
+    comparison = result.get("comparison")
+    if comparison and comparison["regressions"]:
+        raise ContractError(
+            f"comparison with '{comparison['with']}'", "nothing worse than there",
+            "; ".join(found["told"] for found in comparison["regressions"]),
+            "find what changed, or accept it by comparing with a newer benchmark.json",
+        )  # fmt: skip
+
+
+def read_benchmark(path: Path) -> dict[str, Any]:
+    """The figures of a ``benchmark.json``. Raises QtoolError for anything else."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise QtoolError(f"'{path}'", "a benchmark.json", str(error), "give one that qtool benchmark wrote") from error
+    figures = value.get("metrics", value) if isinstance(value, dict) else {}
+    if not isinstance(figures, dict) or not isinstance(figures.get("variants"), dict) or "reference" not in figures:
+        raise QtoolError(f"'{path}'", "a benchmark.json", "other JSON", "give one that qtool benchmark wrote")
+    return figures
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """Sentences on why some figures were not compared."""
+    notes = [
+        f"{key}: {old.get(key)} then, {new.get(key)} now; speed was not compared"
+        for key in ("provider", "threads", "device", "reference")
+        if old.get(key) != new.get(key)
+    ]
+    if old["cpu"]["name"] != new["cpu"]["name"]:
+        notes.append("another CPU: times and memory were not compared, only ratios")
+    elif old["noise"]["noisy"] or new["noise"]["noisy"]:
+        notes.append("a noisy machine: times were not compared, only ratios")
+    missing = [name for name in old["variants"] if name not in new["variants"]]
+    return notes + [f"{name} was measured then and not now" for name in missing]
+
+
+def regressions(old: Mapping[str, Any], new: Mapping[str, Any], tolerance: float) -> list[Regression]:
+    """Every figure of a common variant that became worse, in the order of the module's table."""
+    found: list[Regression] = []
+    for name, after in new["variants"].items():
+        before = old["variants"].get(name)
+        if before is not None:
+            found += [Regression(name, *worse) for worse in _of_variant(before, after, old, new, tolerance)]
+    return found
+
+
+Worse = tuple[str, float, float, float]
+
+
+def _of_variant(
+    before: Entry, after: Entry, old: Mapping[str, Any], new: Mapping[str, Any], tolerance: float
+) -> Iterator[Worse]:
+    yield from _above("size, MiB", before, after, "size_stripped_mib", lambda v: v * (1 + SIZE_TOLERANCE))
+    same = all(old.get(key) == new.get(key) for key in ("provider", "threads", "device"))
+    same_cpu = same and old["cpu"]["name"] == new["cpu"]["name"]
+    quiet = not (old["noise"]["noisy"] or new["noise"]["noisy"])
+    for then, now in _same_batches(before, after):
+        if same and old["reference"] == new["reference"]:
+            yield from _slower_ratio(then, now, tolerance)
+        if same_cpu and quiet:
+            yield from _slower_time(then, now, tolerance)
+    if same_cpu:
+        yield from _above(
+            "peak memory, MiB", before, after, "peak_memory_mib", lambda v: v * (1 + MEMORY_TOLERANCE) + 1
+        )
+    yield from _of_outputs(before.get("accuracy") or {}, after.get("accuracy") or {})
+    if same:
+        yield from _fewer_integers(before.get("arithmetic") or {}, after.get("arithmetic") or {})
+
+
+def _above(label: str, before: Entry, after: Entry, key: str, limit: Callable[[float], float]) -> Iterator[Worse]:
+    old, new = before.get(key), after.get(key)
+    if old is not None and new is not None and new > limit(old):
+        yield label, old, new, limit(old)
+
+
+def _below(label: str, before: Entry, after: Entry, key: str, slack: float) -> Iterator[Worse]:
+    old, new = before.get(key), after.get(key)
+    if old is not None and new is not None and new < old - slack:
+        yield label, old, new, old - slack
+
+
+def _same_batches(before: Entry, after: Entry) -> Iterator[tuple[Entry, Entry]]:
+    earlier = {timed["batch_size"]: timed for timed in before["latency"]}
+    for timed in after["latency"]:
+        if timed["batch_size"] in earlier:
+            yield earlier[timed["batch_size"]], timed
+
+
+def _slower_ratio(then: Entry, now: Entry, tolerance: float) -> Iterator[Worse]:
+    if not (then["speedup_ci95"] and now["speedup_ci95"]):
+        return
+    limit = then["speedup_ci95"][0] * (1 - tolerance)
+    if now["speedup_ci95"][1] < limit:
+        yield f"speed-up at batch size {now['batch_size']}", then["speedup"], now["speedup"], limit
+
+
+def _slower_time(then: Entry, now: Entry, tolerance: float) -> Iterator[Worse]:
+    slack = tolerance + 3 * max(then["spread"], now["spread"])
+    limit = then["latency_p50_ms"] * (1 + slack)
+    if now["latency_p50_ms"] > limit:
+        label = f"latency p50 at batch size {now['batch_size']}, ms"
+        yield label, then["latency_p50_ms"], now["latency_p50_ms"], limit
+
+
+def _of_outputs(before: Entry, after: Entry) -> Iterator[Worse]:
+    if before.get("num_samples") == after.get("num_samples"):
+        yield from _below("top-1", before, after, "top1", HALF_A_POINT)
+        yield from _below("agreement", before, after, "agreement", HALF_A_POINT)
+        yield from _below("SQNR, dB", before, after, "sqnr_db", HALF_A_DECIBEL)
+
+
+def _fewer_integers(before: Mapping[str, int], after: Mapping[str, int]) -> Iterator[Worse]:
+    old, new = (ran.get("int8", 0) / max(1, sum(ran.values())) for ran in (before, after))
+    if new < old:
+        yield "share of INT8 operations", old, new, old

@@ -1,0 +1,122 @@
+"""How large a model file is: on disk, without what its exporter left in it, and compressed.
+
+On disk means the file and the external data that it names. Exporters write stack traces and module
+paths beside every node; for a small network these weigh as much as the weights, so the size without
+them is given too, and it is that one in which INT8 is compared with FP32. Compressed (zlib, level 6)
+is what a download costs.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from qtool.errors import QtoolError, one_line
+
+MIB = 1 << 20
+_CHUNK = 1 << 20
+
+
+def measure_size(path: Path) -> dict[str, Any]:
+    """Sizes of a model file in bytes and MiB: on disk, stripped (ONNX only) and compressed.
+
+    Raises QtoolError where the file is missing, is no ONNX or names external data that is not there.
+    """
+    files = model_files(path)
+    on_disk = sum(file.stat().st_size for file in files)
+    compressed = compressed_bytes(files)
+    stripped = stripped_bytes(path) if path.suffix == ".onnx" else on_disk
+    return {
+        "size_bytes": on_disk,
+        "size_mib": on_disk / MIB,
+        "size_stripped_mib": stripped / MIB,
+        "size_compressed_mib": compressed / MIB,
+        "num_files": len(files),
+    }
+
+
+def model_files(path: Path) -> list[Path]:
+    """The file and, for ONNX, the external data files that it names, each once."""
+    if path.suffix != ".onnx":
+        if not path.is_file():
+            raise QtoolError(f"'{path}'", "a model file", "no such file", "check the path")
+        return [path]
+    return [path, *_external(path, load_onnx(path))]
+
+
+def load_onnx(path: Path) -> Any:
+    """The ONNX model without its external data. Raises QtoolError for what is no ONNX file."""
+    import onnx
+
+    if not path.is_file():
+        raise QtoolError(f"'{path}'", "an ONNX file", "a folder" if path.is_dir() else "no such file", "check the path")
+    try:
+        model = onnx.load(path, load_external_data=False)
+    except Exception as error:
+        raise QtoolError(f"'{path}'", "an ONNX file", one_line(error)[:200], "check that the file is whole") from error
+    if not model.HasField("graph") or not model.graph.output:
+        raise QtoolError(f"'{path}'", "an ONNX file", "no graph in it", "check that the file is whole")
+    return model
+
+
+def _external(path: Path, model: Any) -> list[Path]:
+    names = {
+        entry.value
+        for tensor in all_tensors(model)
+        for entry in tensor.external_data
+        if entry.key == "location" and tensor.data_location == tensor.EXTERNAL
+    }
+    files = [path.parent / name for name in sorted(names)]
+    for file in files:
+        if not file.is_file():
+            raise QtoolError(f"'{path}'", f"its external data '{file.name}'", "no such file", "put it beside the model")
+    return files
+
+
+def all_tensors(model: Any) -> Iterator[Any]:
+    for graph in _graphs(model.graph):
+        yield from graph.initializer
+        for node in graph.node:
+            yield from (attribute.t for attribute in node.attribute if attribute.HasField("t"))
+
+
+def _graphs(graph: Any) -> Iterator[Any]:
+    yield graph
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.HasField("g"):
+                yield from _graphs(attribute.g)
+
+
+def stripped_bytes(path: Path) -> int:
+    """Bytes of an ONNX model without doc strings, per-node metadata and recorded intermediate shapes."""
+    model = load_onnx(path)
+    external = sum(file.stat().st_size for file in _external(path, model))
+    model.ClearField("doc_string")
+    for part in [*_graphs(model.graph), *model.functions]:
+        part.ClearField("value_info")
+        _strip([part, *part.node])
+        if hasattr(part, "initializer"):
+            _strip([*part.initializer, *part.input, *part.output])
+    return int(model.ByteSize()) + external
+
+
+def _strip(parts: Iterable[Any]) -> None:
+    for part in parts:
+        part.ClearField("doc_string")
+        if hasattr(part, "metadata_props"):
+            part.ClearField("metadata_props")
+
+
+def compressed_bytes(files: Iterable[Path]) -> int:
+    """Bytes after zlib at level 6, the files one after the other."""
+    total = 0
+    for file in files:
+        squeeze = zlib.compressobj(6)
+        with file.open("rb") as stream:
+            while chunk := stream.read(_CHUNK):
+                total += len(squeeze.compress(chunk))
+        total += len(squeeze.flush())
+    return total

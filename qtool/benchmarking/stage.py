@@ -1,0 +1,208 @@
+"""The benchmark: variants of one model, measured side by side, as one plain result.
+
+Sizes come from the files; latency, load time and memory from one fresh process per variant, timed in
+interleaved rounds; accuracy from the labelled data, every file fed the same batches. The result is
+made of plain values with their units in the names, and is what ``benchmark.json`` holds. Any ONNX file
+that the runtime can open may be measured, not only those that qtool made.
+
+No verdict is given here: whether a figure is good enough is for the reader, or for a contract.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from qtool.artifacts import cpu_info
+from qtool.benchmarking.accuracy import Compare, judge, predict
+from qtool.benchmarking.claims import check_claim, slower_sentence, stored_format
+from qtool.benchmarking.inputs import fixed_batch_size, random_feeds, resize_batch, to_feeds
+from qtool.benchmarking.latency import Stopping, describe, interleave, noise
+from qtool.benchmarking.process import Worker, whole_cores
+from qtool.benchmarking.regression import compare_with, read_benchmark
+from qtool.benchmarking.size import MIB, measure_size
+from qtool.errors import UsageError
+from qtool.recipe import BenchmarkConfig
+from qtool.runtimes import RUNTIMES, open_session
+from qtool.runtimes.base import Array
+from qtool.runtimes.packages import conflict
+
+Batches = Callable[[int], Iterable[tuple[Any, Any]]]
+Progress = Callable[[str], None]
+ACCURACY_BATCH = 32
+
+
+def benchmark(
+    files: Mapping[str, Path],
+    config: BenchmarkConfig,
+    *,
+    batches: Batches | None = None,
+    reference: str | None = None,
+    compare: Compare | None = None,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Measures every file of ``files`` (name to path) and compares each with the reference.
+
+    ``batches(n)`` iterates over test data in batches of up to n as (input, target); without it inputs
+    are random and accuracy is left out. The reference is ``fp32`` where there is one, else the first.
+    ``compare`` replaces :func:`qtool.evaluate.compare`. With ``config.compare`` the result holds a
+    ``comparison`` with that earlier one (see :mod:`qtool.benchmarking.regression`, which also judges it).
+
+    Returns plain values: ``variants`` (per file size_*, load_ms, peak_memory_mib, latency per batch
+    size, accuracy), ``noise``, ``notes``. Raises QtoolError for a file or provider that does not do.
+    """
+    tell = progress or (lambda text: None)
+    base = _reference(files, reference)
+    earlier = read_benchmark(Path(config.compare)) if config.compare else None
+    variants: dict[str, dict[str, Any]] = {}
+    for name, path in files.items():
+        tell(f"size of {name}")
+        variants[name] = {"file": path.name, "stored": stored_format(path), **measure_size(path)}
+    steadiness = _measure_speed(files, config, base, variants, batches, tell)
+    if batches is not None:
+        _measure_accuracy(files, config, base, variants, batches, compare, tell)
+    for entry in variants.values():
+        entry["size_ratio"] = entry["size_stripped_mib"] / variants[base]["size_stripped_mib"]
+    result: dict[str, Any] = {
+        "provider": config.provider,
+        "device": variants[base]["device"],
+        "threads": config.threads,
+        "reference": base,
+        "cpu": cpu_info(),
+        "variants": variants,
+        "noise": steadiness,
+        "notes": _notes(variants, config, base, batches is not None),
+    }
+    if config.compare and earlier is not None:
+        result["comparison"] = compare_with(Path(config.compare), earlier, result, config.tolerance)
+    return result
+
+
+def _reference(files: Mapping[str, Path], asked: str | None) -> str:
+    if not files:
+        raise UsageError("benchmark", "at least one file", "none", "name the files to measure")
+    if asked is not None and asked not in files:
+        raise UsageError("reference", f"one of {', '.join(files)}", repr(asked), "name one of the variants")
+    return asked or ("fp32" if "fp32" in files else next(iter(files)))
+
+
+def _measure_speed(
+    files: Mapping[str, Path],
+    config: BenchmarkConfig,
+    reference: str,
+    variants: dict[str, dict[str, Any]],
+    batches: Batches | None,
+    tell: Progress,
+) -> dict[str, Any]:
+    """Fills in load time, latency, memory and arithmetic; gives how steady the machine was."""
+    cores = whole_cores(config.threads) if config.provider in ("cpu", "openvino") else None
+    measured: dict[str, dict[str, Any]] = {}
+    with contextlib.ExitStack() as stack:
+        workers = {}
+        for name, path in files.items():
+            tell(f"loading {name}")
+            worker = stack.enter_context(Worker(name, provider=config.provider, cores=cores))
+            opened = worker.open(path, threads=config.threads, **_options(name, path, config))
+            variants[name] |= {key: value for key, value in opened.items() if value is not None} | {"latency": []}
+            workers[name] = worker
+        load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+        for size in sorted(set(config.batch_sizes)):
+            tell(f"timing at batch size {size}")
+            for name, entry in _time(workers, config, reference, size, batches).items():
+                variants[name]["latency"].append(entry)
+                measured[f"{name} at batch size {size}"] = entry
+        for name, worker in workers.items():
+            variants[name]["peak_memory_mib"] = variants[name]["latency"][-1]["peak_memory_mib"]
+            variants[name].update(worker.kernels())
+    return {**noise(measured, load=load), "pinned_cores": cores}
+
+
+def _options(name: str, path: Path, config: BenchmarkConfig) -> dict[str, Any]:
+    """How a variant is opened: in torch a float ``.pt2`` is recast to the precision of its variant's name."""
+    recast = path.suffix == ".pt2" and name in ("fp16", "bf16")
+    torch = RUNTIMES[config.provider] == "torch"
+    return {
+        "provider": config.provider,
+        "precision": name if recast else None,
+        "device": config.device if torch else None,
+    }
+
+
+def _time(
+    workers: Mapping[str, Worker], config: BenchmarkConfig, reference: str, batch_size: int, batches: Batches | None
+) -> dict[str, dict[str, Any]]:
+    first_runs = {name: worker.feed(_feeds(worker, config, batch_size, batches)) for name, worker in workers.items()}
+    stopping = Stopping(width=config.width, seconds=config.seconds)
+    bursts = {name: worker.burst for name, worker in workers.items()}
+    timings = interleave(bursts, reference=reference, stopping=stopping, seed=config.seed)
+    measured = describe(timings, reference=reference, batch_size=batch_size, width=config.width)
+    for name, worker in workers.items():
+        peak = worker.peak_bytes()
+        measured[name]["first_run_ms"] = first_runs[name]
+        measured[name]["peak_memory_mib"] = None if peak is None else peak / MIB
+    return measured
+
+
+def _feeds(worker: Worker, config: BenchmarkConfig, batch_size: int, batches: Batches | None) -> dict[str, Array]:
+    fixed = fixed_batch_size(worker.inputs)
+    if fixed is not None and fixed != batch_size:
+        raise UsageError(
+            f"benchmark of '{worker.name}'", f"batch size {fixed}, to which the file is fixed", str(batch_size),
+            f"use --batch-sizes {fixed}, or export with a dynamic batch",
+        )  # fmt: skip
+    if batches is None:
+        return random_feeds(worker.inputs, batch_size, shapes=config.shapes, seed=config.seed)
+    for value, _ in itertools.islice(batches(batch_size), 1):
+        return resize_batch(to_feeds(value, worker.inputs), batch_size)
+    raise UsageError("benchmark data", "at least one batch", "none", "pass data with samples in it")
+
+
+def _measure_accuracy(
+    files: Mapping[str, Path],
+    config: BenchmarkConfig,
+    reference: str,
+    variants: dict[str, dict[str, Any]],
+    batches: Batches,
+    compare: Compare | None,
+    tell: Progress,
+) -> None:
+    """Fills in accuracy and agreement. All cores are used: threads change the time and not the result."""
+    tell("accuracy on the test data")
+    with contextlib.ExitStack() as stack:
+        sessions = {}
+        for name, path in files.items():
+            session = open_session(path, threads=cpu_info()["cores"], **_options(name, path, config))
+            stack.callback(session.close)
+            sessions[name] = session
+        data = batches(ACCURACY_BATCH)
+        outputs, targets = predict(
+            sessions, data, samples=config.samples, whole=ACCURACY_BATCH if config.provider == "torch-compile" else None
+        )
+    for name, values in judge(outputs, targets, reference=reference, compare=compare).items():
+        variants[name]["accuracy"] = values
+
+
+def _notes(
+    variants: Mapping[str, dict[str, Any]], config: BenchmarkConfig, reference: str, have_data: bool
+) -> list[str]:
+    """What a reader of the figures has to know, one sentence each."""
+    notes = [text for text in (conflict(),) if text]
+    for name, entry in variants.items():
+        claim = check_claim(name, entry["stored"], entry["arithmetic"], config.provider)
+        slower = [
+            slower_sentence(name, reference, timed, entry["arithmetic"])
+            for timed in entry["latency"]
+            if name.startswith("int8")
+        ]
+        notes += [text for text in (claim, *slower) if text]
+        if entry["elsewhere"]:
+            notes.append(
+                f"{name}: {len(entry['elsewhere'])} shape nodes ran on the CPU: {', '.join(entry['elsewhere'][:5])}"
+            )
+    if not have_data:
+        notes.append("inputs were random; accuracy was not measured")
+    return notes

@@ -1,0 +1,139 @@
+"""Calibration data: which samples the ranges are read from, and the record that draws them again.
+
+``--calibration`` names them in one of three ways:
+
+=====================  =====================================================================================
+``train:N``            N training samples drawn by the seed, stratified by label where there are labels
+a name                 ``calibration/NAME.toml``, a recipe that comes with the package
+a path ending .toml    a recipe of your own
+=====================  =====================================================================================
+
+A calibration recipe is a table with ``samples`` (how many), and optionally ``data`` (a data spec; the run's own
+by default), ``part`` (``train`` or ``validation``; never ``test``, which is judged once) and ``seed``. Labels are
+used to draw the samples evenly and for nothing else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import tomllib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qtool.errors import QtoolError, UsageError, nearest
+from qtool.recipe import make, option
+
+if TYPE_CHECKING:
+    from qtool.data import Data
+
+_HERE = Path(__file__).parent
+FOLDERS = (_HERE / "calibration", _HERE.parent / "calibration")  # in a wheel, and in a checkout
+
+
+@dataclass(frozen=True)
+class CalibrationRecipe:
+    """What a calibration recipe says."""
+
+    samples: int = option(512, "how many samples", low=1)
+    data: str | None = option(None, "data spec; the run's own data by default")
+    part: str = option("train", "which part they are drawn from", choices=("train", "validation"))
+    seed: int | None = option(None, "seed of the draw; the stage's own by default", low=0)
+
+
+class Inputs:
+    """Batches of inputs that can be gone through again and again, none of them kept in memory."""
+
+    def __init__(self, dataset: Any, indices: list[int], batch_size: int) -> None:
+        self.dataset, self.indices, self.batch_size = dataset, indices, batch_size
+
+    def __iter__(self) -> Iterator[Any]:
+        from qtool.data import batches
+
+        return (inputs for inputs, _ in batches(self.dataset, self.batch_size, order=self.indices))
+
+    def __len__(self) -> int:
+        return -(-len(self.indices) // self.batch_size)
+
+
+def draw(spec: str, data: Data | None, seed: int, batch_size: int) -> tuple[Inputs, dict[str, Any]]:
+    """The batches that ``spec`` names, and the record of the draw.
+
+    A set smaller than the number asked for is taken whole; the record says how many there were. Raises
+    UsageError for a spec that names nothing, QtoolError for a set without samples.
+    """
+    recipe = read(spec)
+    seed = seed if recipe.seed is None else recipe.seed
+    opened = _open(recipe, data, spec)
+    dataset = getattr(opened, recipe.part)
+    if not len(dataset):
+        raise QtoolError(f"calibration '{spec}'", "at least one sample", "an empty set", "choose other data")
+    return _drawn(dataset, recipe, seed, batch_size, {"spec": spec, "data": opened.identity})
+
+
+def _drawn(
+    dataset: Any, recipe: CalibrationRecipe, seed: int, batch_size: int, record: dict[str, Any]
+) -> tuple[Inputs, dict[str, Any]]:
+    from qtool.data import stratified_sample
+
+    indices = stratified_sample(dataset, min(recipe.samples, len(dataset)), seed)
+    digest = hashlib.sha256(",".join(map(str, indices)).encode()).hexdigest()
+    drawn = {"part": recipe.part, "seed": seed, "num_samples": len(indices), "indices_sha256": digest}
+    return Inputs(dataset, indices, batch_size), record | drawn | {"num_asked": recipe.samples}
+
+
+def _open(recipe: CalibrationRecipe, data: Data | None, spec: str) -> Data:
+    from qtool.data import load_data
+
+    if recipe.data is not None:
+        return load_data(recipe.data)
+    if data is None:
+        raise UsageError(f"calibration '{spec}'", "data to draw from", "none", "pass --data, or name it in the recipe")
+    return data
+
+
+def read(spec: str) -> CalibrationRecipe:
+    """What ``spec`` asks for. Raises UsageError with the nearest name for one that means nothing."""
+    part, colon, count = spec.partition(":")
+    if colon and part == "train":
+        return make(CalibrationRecipe, {"samples": _count(spec, count)})
+    path = Path(spec) if spec.endswith(".toml") else _shipped(spec)
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"calibration '{spec}'", "a readable TOML file", str(error), "check the file") from error
+    return make(CalibrationRecipe, table, lambda key: f"calibration '{spec}', key '{key}'")
+
+
+def _count(spec: str, text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise UsageError(f"calibration '{spec}'", "train:N with N of at least 1", repr(text), "write train:512")
+    return int(text)
+
+
+def _shipped(name: str) -> Path:
+    known = {path.stem: path for folder in FOLDERS for path in sorted(folder.glob("*.toml"))}
+    if name not in known:
+        raise UsageError(
+            f"calibration '{name}'", "train:N, a set's name or a .toml file", "none of these",
+            nearest(name, ["train:512", *known]),
+        )  # fmt: skip
+    return known[name]
+
+
+def inputs_of(batches: Iterable[Any]) -> Iterable[Any]:
+    """The inputs of batches that may hold targets too: (input, target) pairs or plain inputs.
+
+    Something that can be gone through only once is kept in memory.
+    """
+    kept = list(batches) if iter(batches) is batches else batches
+    return _Firsts(kept)
+
+
+class _Firsts:
+    def __init__(self, batches: Iterable[Any]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return (batch[0] if isinstance(batch, tuple | list) and len(batch) == 2 else batch for batch in self.batches)

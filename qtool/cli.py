@@ -1,0 +1,272 @@
+"""The command line: parse, call one function of the pipeline, print what it returned.
+
+Nothing is decided here. The options come from the recipe's dataclasses (:mod:`qtool.flags`), the work is
+in :mod:`qtool.pipeline`, the tables in :mod:`qtool.reporting`. torch is imported only when a command that
+needs it has been parsed without error, so that help, completion and wrong command lines answer at once.
+
+Results go to stdout, everything else to stderr: with ``--json`` stdout is one JSON object.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar
+
+import click
+from click.shell_completion import get_completion_class
+
+from qtool.artifacts import finite, read_result
+from qtool.flags import Command, Flag, Program, field_options, given
+from qtool.recipe import (
+    BenchmarkConfig,
+    ExportConfig,
+    QatConfig,
+    QuantizeConfig,
+    Recipe,
+    TrainConfig,
+    flag,
+    make,
+    recipe_names,
+)
+from qtool.version import __version__
+
+Decorated = TypeVar("Decorated", bound=Callable[..., Any])
+SHELLS = ("bash", "zsh", "fish")
+RUN_DIR = click.Path(path_type=Path)
+
+
+@click.group("qtool", cls=Program, no_args_is_help=True, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="qtool")
+def main() -> None:
+    """From a PyTorch model to an INT8 ONNX file that is proven to be that model.
+
+    The stages are train, quantize, export and benchmark; each takes the run directory that the one before it
+    wrote. 'qtool run' does all four from a recipe: try 'qtool run fashion-mnist'.
+    """
+
+
+def command(name: str, example: str) -> Callable[[Callable[..., None]], click.Command]:
+    """Registers a command, with an example under its help and the options that every command takes."""
+
+    def register(function: Callable[..., None]) -> click.Command:
+        function = click.pass_context(function)
+        for word, text in (
+            ("debug", "Show the traceback of an error, and warnings."),
+            ("quiet", "Print errors only."),
+            ("json", "Print one JSON object on stdout; everything else goes to stderr."),
+        ):
+            function = click.option(f"--{word}", f"as_{word}", cls=Flag, section="Output", is_flag=True, help=text)(
+                function
+            )
+        return main.command(name, cls=Command, example=example)(function)
+
+    return register
+
+
+def out_option(text: str, *, required: bool = False) -> Callable[[Decorated], Decorated]:
+    """``--out``: the run directory that a stage writes."""
+    return click.option("--out", type=RUN_DIR, metavar="RUN_DIR", required=required, help=text)
+
+
+trust_option = click.option("--trust", is_flag=True, help="Run a recorded file.py:factory although its file changed.")
+
+
+@command("train", "qtool train --model resnet --data fashion-mnist --epochs 4 --precision bf16-mixed --out runs/a")
+@out_option("Where the weights and train.json go.", required=True)
+@click.option("--resume/--no-resume", default=True, help="Continue a run that was stopped there. [default: resume]")
+@field_options(Recipe, "Source", skip=("variants",), required=("model", "data"))
+@field_options(TrainConfig, "Training")
+def train(ctx: click.Context, out: Path, resume: bool, **_: Any) -> None:
+    """Train or fine-tune a model, and write its weights into a run directory."""
+    with work(ctx) as pipeline:
+        pipeline.train(out=out, resume=resume, progress=loud(ctx), **given(ctx, Recipe), **given(ctx, TrainConfig))
+    show(ctx, out, "train")
+
+
+@command(
+    "quantize",
+    "qtool quantize runs/a --mode ptq --ranges mse\n"
+    "qtool quantize --model net.py:build --weights net.safetensors --data idx:mnist --out runs/b",
+)
+@click.argument("run_dir", type=RUN_DIR, required=False)
+@out_option("Where the quantized model and quantize.json go. [default: RUN_DIR]")
+@trust_option
+@field_options(Recipe, "Source (instead of RUN_DIR)", skip=("variants",), required=())
+@field_options(QuantizeConfig, "Quantization")
+@field_options(QatConfig, "Fine-tuning, with --mode qat", skip=("seed",))
+def quantize(ctx: click.Context, run_dir: Path | None, out: Path | None, trust: bool, **_: Any) -> None:
+    """Quantize a model to INT8: the trained one in RUN_DIR, or --model with --weights and --data."""
+    source = given(ctx, Recipe)
+    if run_dir and source:
+        raise click.UsageError(f"RUN_DIR and {', '.join('--' + name for name in source)}, of which one is enough", ctx)
+    if not run_dir and not (out and {"model", "data"} <= source.keys()):
+        raise click.UsageError("neither RUN_DIR nor all of --model, --data and --out", ctx)
+    options = source | given(ctx, QuantizeConfig) | given(ctx, QatConfig)
+    with work(ctx) as pipeline:
+        pipeline.quantize(
+            **({"model": run_dir} | options if run_dir else options), out=out, trust=trust, progress=loud(ctx)
+        )
+    show(ctx, out or run_dir, "quantize")
+
+
+@command("export", "qtool export runs/a")
+@click.argument("run_dir", type=RUN_DIR)
+@out_option("Where the ONNX files and export.json go. [default: RUN_DIR]")
+@trust_option
+@field_options(ExportConfig, "Export")
+def export(ctx: click.Context, run_dir: Path, out: Path | None, trust: bool, **_: Any) -> None:
+    """Export the quantized model in RUN_DIR to ONNX, and prove that the file computes what the model means."""
+    with work(ctx) as pipeline:
+        pipeline.export(run_dir, out, trust=trust, progress=loud(ctx), **given(ctx, ExportConfig))
+    show(ctx, out or run_dir, "export")
+
+
+@command("benchmark", "qtool benchmark runs/a --batch-sizes 1,32 --threads 2")
+@click.argument("run_dir", type=RUN_DIR)
+@trust_option
+@field_options(BenchmarkConfig, "Measurement")
+def benchmark(ctx: click.Context, run_dir: Path, trust: bool, **_: Any) -> None:
+    """Measure size, latency and accuracy of the exported files in RUN_DIR, side by side."""
+    with work(ctx) as pipeline:
+        pipeline.benchmark(run_dir, trust=trust, progress=loud(ctx), **given(ctx, BenchmarkConfig))
+    show(ctx, run_dir, "benchmark")
+
+
+def complete_recipe(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    """Names of recipes in the package, then TOML files."""
+    return [n for n in [*recipe_names(), *map(str, Path().glob("*.toml"))] if n.startswith(incomplete)]
+
+
+@command(
+    "run", "qtool run fashion-mnist\nqtool run my.toml --out runs/a --set train.epochs=8 --set quantize.ranges=mse"
+)
+@click.argument("recipe", metavar="RECIPE", shell_complete=complete_recipe)
+@out_option("Where everything goes. [default: runs/NAME-OF-RECIPE]")
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key of the recipe.")
+@click.option(
+    "--resume/--no-resume", default=True, help="Skip finished stages, continue stopped ones. [default: resume]"
+)
+@trust_option
+def run(ctx: click.Context, recipe: str, out: Path | None, overrides: tuple[str, ...], resume: bool, **_: Any) -> None:
+    """Do all stages of a recipe: a TOML file, or the name of one in the package."""
+    with work(ctx) as pipeline:
+        report = pipeline.run(
+            recipe, out, overrides=overrides, resume=resume, trust=ctx.params["trust"], progress=loud(ctx)
+        )
+    deliver(ctx, report, "run")
+
+
+@command("inspect", "qtool inspect runs/a\nqtool inspect runs/a/model.int8.onnx --json")
+@click.argument("artifact", type=RUN_DIR)
+def inspect(ctx: click.Context, artifact: Path, **_: Any) -> None:
+    """Show what is inside a run directory, an ONNX file, a .pt2, a .safetensors or a result."""
+    with work(ctx) as pipeline:
+        found = pipeline.inspect(artifact)
+    deliver(ctx, found, "inspect")
+
+
+@command("report", "qtool report runs/a")
+@click.argument("run_dir", type=RUN_DIR)
+@out_option("Where report.html and report.md go. [default: RUN_DIR]")
+def report(ctx: click.Context, run_dir: Path, out: Path | None, **_: Any) -> None:
+    """Write one HTML page, which needs no network, and a Markdown summary of a run."""
+    with work(ctx):
+        from qtool.reporting.page import write_report
+
+        files = write_report(run_dir, out)
+    deliver(ctx, {"files": {name: str(path) for name, path in files.items()}}, "report")
+
+
+@command(
+    "memory",
+    "qtool memory --model resnet --data fashion-mnist --batch-size 256 --precision bf16-mixed --measure\n"
+    "qtool memory --params 7B --optimizer adamw8bit --gpu-memory 24GB",
+)
+@click.option("--params", metavar="N", help="Answer by arithmetic for this many parameters: 1e9, 7B, 350M.")
+@click.option(
+    "--gpu-memory", default="80GiB", metavar="SIZE", help="With --params: the memory of one GPU. [default: 80GiB]"
+)
+@click.option("--measure", is_flag=True, help="Also take a few real steps in a fresh process, and compare.")
+@field_options(Recipe, "Source (instead of --params)", skip=("variants", "weights"), required=())
+@field_options(TrainConfig, "Training")
+def memory(ctx: click.Context, params: str | None, gpu_memory: str, measure: bool, **_: Any) -> None:
+    """Predict the memory that training needs: for a model and its data, or from a number of parameters."""
+    source = given(ctx, Recipe)
+    if (params is None) != ({"model", "data"} <= source.keys()):
+        raise click.UsageError("neither --params nor both of --model and --data, or all of them", ctx)
+    if params is not None:
+        from qtool.memory.arithmetic import estimate_from
+
+        found = estimate_from(params, make(TrainConfig, given(ctx, TrainConfig), flag), gpu_memory)
+    else:
+        with work(ctx):
+            from qtool.stages.memory import memory as predict
+
+            found = predict(measure=measure, **source, **given(ctx, TrainConfig))
+    deliver(ctx, found, "memory")
+
+
+@command("numerics", "qtool numerics pi 1e-8 70000 --scale 0.05\nqtool numerics -- -0.1")
+@click.argument("values", nargs=-1, metavar="[VALUE]...")
+@click.option("--scale", default="1", metavar="X", help="Real units per step of the integer formats. [default: 1]")
+def numerics(ctx: click.Context, values: tuple[str, ...], scale: str, **_: Any) -> None:
+    """Show what each number format makes of a number: range, stored value, error."""
+    from qtool.memory import formats
+
+    deliver(ctx, formats.numerics(values, scale), "numerics")
+
+
+@main.command("completion", cls=Command, example="qtool completion bash >> ~/.bashrc")
+@click.argument("shell", type=click.Choice(SHELLS))
+def completion(shell: str) -> None:
+    """Print the script that teaches a shell to complete qtool's commands and options."""
+    kind = get_completion_class(shell)
+    assert kind is not None
+    click.echo(kind(main, {}, "qtool", "_QTOOL_COMPLETE").source())
+
+
+@contextlib.contextmanager
+def work(ctx: click.Context) -> Iterator[ModuleType]:
+    """The surroundings of a stage: allocator settings before torch comes in, stdout kept clean, progress on stderr."""
+    from qtool.allocator import tune
+
+    tune()
+    if not ctx.params["as_debug"]:
+        warnings.simplefilter("ignore")
+        logging.disable(logging.WARNING)
+    from qtool import pipeline
+
+    with contextlib.redirect_stdout(sys.stderr):
+        yield pipeline
+
+
+def loud(ctx: click.Context) -> bool:
+    """Whether progress is shown."""
+    return not ctx.params["as_quiet"]
+
+
+def show(ctx: click.Context, run_dir: Path | None, stage: str) -> None:
+    """Prints the result that a stage committed in its run directory."""
+    assert run_dir is not None
+    deliver(ctx, read_result(run_dir, stage, verify=False), stage)
+
+
+def deliver(ctx: click.Context, result: Mapping[str, Any], stage: str) -> None:
+    """Prints a result: as JSON, as tables, or not at all."""
+    if ctx.params["as_json"]:
+        click.echo(json.dumps(finite(result), ensure_ascii=False))
+    elif not ctx.params["as_quiet"]:
+        from qtool.reporting import terminal
+
+        terminal.show(stage, result)
+
+
+if __name__ == "__main__":
+    main()

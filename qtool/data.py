@@ -1,0 +1,214 @@
+"""Data: what ``--data`` means, and how samples are drawn from it.
+
+A set has three parts, each a map-style dataset of (input, target): ``train``, ``validation`` and ``test``. Whatever
+chooses (early stopping, search) chooses on ``validation``; ``test`` is judged once. A set without a validation part
+has a tenth of its training part held out, stratified by label where targets are class indices, always by the same
+seed, so that no stage ever validates on what another one trained on.
+
+=============================  ===========================================================================
+spec                           what it is
+=============================  ===========================================================================
+``fashion-mnist``              the embedded sample: 6,000 and 1,000 images, 28×28 grey, ten classes
+``idx:DIR``                    MNIST-style files, gz or not
+``npz:DIR`` or ``npz:FILE``    arrays ``images`` (uint8, N×H×W or N×H×W×C) and ``labels``
+``imagefolder:DIR[:SIZE]``     ``train/CLASS/*.png`` and so on; with SIZE, shorter side to it and the centre
+``hf:NAME[:SPLIT]``            a set of the ``datasets`` library with an image and a class-label column
+``FILE.py:factory``            a function that returns a mapping: ``train``, ``test``, perhaps ``validation``
+``package.module:factory``     the same, from an installed module
+=============================  ===========================================================================
+
+A factory's mapping may also hold ``labels`` (class names), ``num_classes`` and ``preprocessing`` (see
+:class:`Preprocessing`). Its inputs are tensors, or tuples or dicts of tensors, and are taken as they are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from qtool.datasets import Images, Labels, Preprocessing, measure, read_idx, read_npz
+from qtool.errors import QtoolError, UsageError, nearest
+from qtool.factories import is_factory, load_factory
+from qtool.folders import read_hub, read_imagefolder
+from qtool.samples import Samples, targets_of
+
+__all__ = [
+    "Data", "Preprocessing", "batches", "example_input", "from_mapping", "load_data", "stratified_sample", "targets_of",
+]  # fmt: skip
+
+EMBEDDED = Path(__file__).parent / "embedded"
+KINDS = ("fashion-mnist", "idx:DIR", "npz:DIR", "imagefolder:DIR", "hf:NAME", "FILE.py:factory")
+KEYS = ("train", "test", "validation", "labels", "num_classes", "preprocessing")
+
+
+@dataclass(frozen=True)
+class Data:
+    """A data set in three parts, and what is known of it.
+
+    ``identity`` is a sha256 that names the content. ``num_classes`` and ``labels`` are None where targets are not class
+    indices or have no names; ``preprocessing`` is None where inputs are taken as a factory gave them.
+    """
+
+    spec: str
+    train: Dataset[Any]
+    validation: Dataset[Any]
+    test: Dataset[Any]
+    labels: tuple[str, ...] | None
+    preprocessing: Preprocessing | None
+    num_classes: int | None
+    identity: str
+
+
+def load_data(spec: str, *, seed: int = 0) -> Data:
+    """Opens the set that ``spec`` names.
+
+    ``seed`` draws the validation part of a set that has none; every stage of a run must use the same. Raises UsageError
+    where the spec is not understood or names nothing, QtoolError where the content is wrong.
+    """
+    kind, _, rest = spec.partition(":")
+    if spec == "fashion-mnist":
+        folder = EMBEDDED / "fashion_mnist"
+        names = tuple((folder / "labels.txt").read_text(encoding="utf-8").splitlines())
+        return _from_images(spec, read_npz(folder), names, seed)
+    if kind in ("idx", "npz") and rest:
+        return _from_images(spec, {"idx": read_idx, "npz": read_npz}[kind](Path(rest)), None, seed)
+    if kind in ("imagefolder", "hf") and rest:
+        parts, classes = {"imagefolder": read_imagefolder, "hf": read_hub}[kind](rest)
+        return _from_images(spec, parts, classes, seed)
+    if is_factory(spec):
+        factory = load_factory(spec)
+        return from_mapping(factory(), seed=seed, spec=spec, digest=factory.file_sha256 or "")
+    raise UsageError(f"data '{spec}'", "a data spec", "none of that kind", nearest(spec, KINDS))
+
+
+def from_mapping(mapping: Any, *, seed: int = 0, spec: str = "mapping", digest: str = "") -> Data:
+    """Data from what a data factory returns; see the module for the keys.
+
+    Every dataset's targets are read once: at once where it has ``targets`` (or ``tensors``), sample by sample
+    otherwise. ``identity`` covers ``digest``, the targets, and the inputs that are held in memory (a TensorDataset, a
+    list). Raises QtoolError for a missing or unknown key, for datasets that are empty or no datasets, and for targets
+    out of range, naming the sample.
+    """
+    given = _checked_mapping(spec, mapping)
+    preprocessing = given.get("preprocessing")
+    if isinstance(preprocessing, Mapping):
+        preprocessing = Preprocessing.from_dict(preprocessing)
+    parts = {part: Samples(f"data '{spec}', {part}", given[part]) for part in KEYS[:3] if given.get(part) is not None}
+    names = tuple(map(str, given["labels"])) if given.get("labels") is not None else None
+    labels = {part: samples.targets.numpy() for part, samples in parts.items() if samples.targets is not None}
+    count = len(names) if names else given.get("num_classes")
+    num_classes = _num_classes(spec, labels, count) if "train" in labels else count
+    identity = _digest({"factory": digest} | {part: samples.content() for part, samples in parts.items()})
+    train, validation = parts["train"], parts.get("validation")
+    if validation is None:
+        kept, held = hold_out(train.targets, len(train), seed)
+        train, validation = train.subset(kept), train.subset(held)
+    return Data(spec, train, validation, parts["test"], names, preprocessing, num_classes, identity)
+
+
+def _checked_mapping(spec: str, mapping: Any) -> Mapping[str, Any]:
+    if not isinstance(mapping, Mapping):
+        got = type(mapping).__name__
+        raise QtoolError(f"data '{spec}'", "a mapping with 'train' and 'test'", got, "return {'train': …, 'test': …}")
+    for key in mapping:
+        if key not in KEYS:
+            raise QtoolError(f"data '{spec}'", f"keys of {', '.join(KEYS)}", repr(key), nearest(str(key), KEYS))
+    if missing := [part for part in ("train", "test") if mapping.get(part) is None]:
+        raise QtoolError(f"data '{spec}'", "'train' and 'test'", f"no '{missing[0]}'", f"return '{missing[0]}' too")
+    return mapping
+
+
+def _from_images(spec: str, parts: Mapping[str, Images], names: tuple[str, ...] | None, seed: int) -> Data:
+    num_classes = _num_classes(spec, {part: images.labels for part, images in parts.items()}, len(names or ()))
+    _same_shape(spec, parts)
+    rows: dict[str, Sequence[int]] = {part: range(len(images.labels)) for part, images in parts.items()}
+    if "validation" not in parts:
+        labels = torch.from_numpy(parts["train"].labels)
+        rows["train"], rows["validation"] = hold_out(labels, len(labels), seed)
+    preprocessing = measure(parts["train"], rows["train"])
+    sets = {part: parts.get(part, parts["train"]).at(rows[part], preprocessing) for part in rows}
+    identity = _digest({part: images.sha256 for part, images in parts.items()})
+    return Data(
+        spec, sets["train"], sets["validation"], sets["test"], names, preprocessing, num_classes, identity
+    )  # fmt: skip
+
+
+def _same_shape(spec: str, parts: Mapping[str, Images]) -> None:
+    expected = parts["train"].shape
+    for part, images in parts.items():
+        if images.shape != expected:
+            where = f"data '{spec}', {part}"
+            raise QtoolError(where, f"C×H×W {expected} as in train", f"{images.shape}", "give all parts one image size")
+
+
+def _digest(parts: Mapping[str, str]) -> str:
+    return hashlib.sha256("\n".join(f"{key} {value}" for key, value in sorted(parts.items())).encode()).hexdigest()
+
+
+def _num_classes(spec: str, labels: Mapping[str, Labels], known: int | None) -> int:
+    """``known``, or one more than the greatest training label; raises QtoolError naming the first label beyond it."""
+    count = known or int(labels["train"].max()) + 1
+    for part, classes in labels.items():
+        wrong = np.flatnonzero((classes < 0) | (classes >= count))
+        if len(wrong):
+            where, got = f"data '{spec}', {part}[{wrong[0]}]", f"{classes[wrong[0]]}, one of {len(wrong)} such"
+            raise QtoolError(where, f"a label of 0 to {count - 1}", got, "correct the labels or the number of classes")
+    return count
+
+
+def hold_out(targets: Tensor | None, count: int, seed: int) -> tuple[list[int], list[int]]:
+    """Splits ``count`` positions into nine tenths and one tenth, each rising; by label where ``targets`` are given."""
+    if count < 2:
+        raise QtoolError("data, train", "at least 2 samples", str(count), "add samples or give a validation part")
+    held = sample(targets, count, max(1, count // 10), seed)
+    without = set(held)
+    return [i for i in range(count) if i not in without], held
+
+
+def stratified_sample(dataset: Any, count: int, seed: int) -> list[int]:
+    """``count`` positions of ``dataset``, rising, drawn by ``seed``; labels keep their shares where there are any.
+
+    Raises QtoolError where ``count`` is less than 1 or more than the dataset holds.
+    """
+    if not 1 <= count <= len(dataset):
+        raise QtoolError("sample", f"1 to {len(dataset)} samples", str(count), "ask for as many as there are")
+    return sample(targets_of(dataset), len(dataset), count, seed)
+
+
+def sample(targets: Tensor | None, total: int, count: int, seed: int) -> list[int]:
+    """``count`` of ``total`` positions; each label's share as near as whole numbers allow (largest remainders)."""
+    draw = np.random.default_rng(seed)
+    labels = np.zeros(total, np.int64) if targets is None else targets.numpy()
+    groups = [np.flatnonzero(labels == label) for label in np.unique(labels)]
+    shares = np.array([len(group) for group in groups]) * (count / total)
+    quota = np.floor(shares + 1e-9).astype(int)
+    largest = np.argsort(quota - shares, kind="stable")
+    quota[largest[: count - quota.sum()]] += 1
+    chosen = [draw.choice(group, size, replace=False) for group, size in zip(groups, quota, strict=True)]
+    return sorted(int(i) for i in np.concatenate(chosen))
+
+
+def batches(dataset: Any, batch_size: int, *, order: Sequence[int] | None = None) -> Iterator[tuple[Any, Any]]:
+    """Stacked (input, target) batches in ``order`` (by default as stored); the last may be short.
+
+    Tensors of a TensorDataset or of an image set are indexed, other datasets read sample by sample. Raises QtoolError
+    naming the sample whose input holds NaN or infinity, is float64, or has another shape.
+    """
+    source: Any = dataset if hasattr(dataset, "batch") else Samples("data", dataset, read_targets=False)
+    order = range(len(source)) if order is None else order
+    for start in range(0, len(order), batch_size):
+        yield source.batch(list(order[start : start + batch_size]))
+
+
+def example_input(data: Any) -> Any:
+    """A batch of two inputs, for capture: ``torch.export`` would take a batch of one for a constant."""
+    dataset = data.train if isinstance(data, Data) else data
+    return next(batches(dataset, 2))[0]

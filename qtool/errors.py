@@ -1,0 +1,64 @@
+"""What can go wrong, and how it is told.
+
+Every error that a user can cause reads *where: expected; got; do this* in one line, so that a log
+file holds the cause and the cure side by side. The class decides the exit code of the command line:
+
+====  =====================================================================
+code  meaning
+====  =====================================================================
+0     done
+1     failed: something was wrong that only running could show
+2     usage: a wrong command line or recipe, seen before any work was done
+3     a gate or a contract was not met; the artifact was not delivered
+====  =====================================================================
+
+Programming errors are not wrapped: they keep their traceback.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class QtoolError(Exception):
+    """Something the user can act on, told as ``where: expected …; got …; do``. Exit code 1."""
+
+    exit_code = 1
+
+    def __init__(self, where: str, expected: str, got: str, do: str) -> None:
+        self.where, self.expected, self.got, self.do = where, expected, got, do
+        super().__init__(one_line(f"{where}: expected {expected}; got {got}; {do}"))
+
+    def __reduce__(self) -> tuple[type[QtoolError], tuple[str, str, str, str]]:
+        return type(self), (self.where, self.expected, self.got, self.do)
+
+
+class UsageError(QtoolError):
+    """A wrong command line, recipe or argument, found before any work. Exit code 2."""
+
+    exit_code = 2
+
+
+class ContractError(QtoolError):
+    """A gate or an accuracy contract that was not met. Exit code 3."""
+
+    exit_code = 3
+
+
+def one_line(text: object) -> str:
+    """``text`` with every run of white space, newlines included, made one space."""
+    return " ".join(str(text).split())
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """The end of an error's *do this*: the valid name most like ``name``, or all of them.
+
+    >>> nearest("resnt", ["resnet", "mobilenet"])
+    "did you mean 'resnet'?"
+    >>> nearest("vgg", ["resnet", "mobilenet"])
+    'choose one of: mobilenet, resnet'
+    """
+    known = sorted(names)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    return f"did you mean {close[0]!r}?" if close else f"choose one of: {', '.join(known)}"

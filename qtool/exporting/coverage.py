@@ -1,0 +1,81 @@
+"""The coverage gate: what the plan calls integer is integer in the runtime's own optimised graph.
+
+The runtime is asked for the graph that it executes, and each unit is looked up there by its name. A unit is
+integer when its kernel is one of ONNX Runtime's integer kernels; a convolution, matrix product or sum that the
+plan calls integer and that appears there as a float kernel fails the gate, by name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import onnx
+
+from qtool.exporting.gates import Gate
+from qtool.form import Plan
+from qtool.runtimes.ort import optimized_graph
+
+INTEGER_KERNELS = {
+    "conv": ("QLinearConv", "ConvInteger", "QLinearConvTranspose"),
+    "linear": ("QGemm", "QLinearMatMul", "MatMulIntegerToFloat", "MatMulInteger"),
+    "add": ("QLinearAdd",),
+    "mul": ("QLinearMul",),
+    "concat": ("QLinearConcat",),
+    "global_avg_pool": ("QLinearGlobalAveragePool",),
+    "avg_pool": ("QLinearAveragePool",),
+    "max_pool": ("MaxPool", "NhwcMaxPool"),
+    "sigmoid": ("QLinearSigmoid",),
+    "leaky_relu": ("QLinearLeakyRelu",),
+}
+FLOAT_COMPUTE = frozenset({
+    "Conv", "FusedConv", "NhwcFusedConv", "ConvTranspose", "Gemm", "FusedGemm", "MatMul", "FusedMatMul", "Add", "Mul",
+    "Concat", "GlobalAveragePool", "AveragePool", "ReduceMean", "Sigmoid", "LeakyRelu", "Relu", "Clip",
+    "BatchNormalization",
+})  # fmt: skip
+
+
+def coverage(plan: Plan, path: Path) -> Gate:
+    """Compares the plan with the runtime's optimised graph of the file."""
+    graph = optimized_graph(path, weights=False).graph
+    kernels: dict[str, list[onnx.NodeProto]] = {}
+    for node in graph.node:
+        kernels.setdefault(_unit_name(node.name), []).append(node)
+    missing = [
+        f"{unit.name} ({unit.kind}) runs as {_kernel_names(kernels.get(unit.name, []))}"
+        for unit in plan.integer_units
+        if unit.kind in INTEGER_KERNELS and not _is_integer(unit.kind, kernels.get(unit.name, []))
+    ]
+    counts = Counter(node.op_type for node in graph.node)
+    checked = [unit for unit in plan.integer_units if unit.kind in INTEGER_KERNELS]
+    found = f"{len(checked) - len(missing)} of {len(checked)} integer units run in integers"
+    if missing:
+        found += f"; not: {'; '.join(missing[:5])}{' …' if len(missing) > 5 else ''}"
+    return Gate(
+        "coverage", not missing, f"{len(checked)} units, integer in the plan, to be so in the runtime's graph",
+        found, "leave those units in float with an override, or report this model",
+        {
+            "num_integer_units": len(checked), "num_missing": len(missing), "missing": missing,
+            "float_units": [{"name": unit.name, "kind": unit.kind, "reason": unit.reason} for unit in plan.float_units],
+            "kernels": dict(counts), "num_quantize": counts["QuantizeLinear"],
+            "num_dequantize": counts["DequantizeLinear"],
+        },
+    )  # fmt: skip
+
+
+def _unit_name(node_name: str) -> str:
+    """The unit a runtime's node is called after: fused nodes carry the first node's name and a token."""
+    return re.sub(r"(_token_\d+|_nhwc|_quant)+$", "", node_name)
+
+
+def _is_integer(kind: str, nodes: list[Any]) -> bool:
+    types = [node.op_type for node in nodes]
+    return any(t in INTEGER_KERNELS[kind] for t in types) and not any(
+        t in FLOAT_COMPUTE and t not in INTEGER_KERNELS[kind] for t in types
+    )
+
+
+def _kernel_names(nodes: list[Any]) -> str:
+    return "/".join(node.op_type for node in nodes) or "no node of that name"

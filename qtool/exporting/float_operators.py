@@ -1,0 +1,192 @@
+"""Operators that stay in float32 in a quantised graph, and the ones that only move numbers.
+
+``EXACT`` holds operators whose float32 result leaves no choice: one correctly rounded operation per element, or a
+fixed sequence that the runtime's kernel follows too (the sigmoid's polynomial, ``alpha·x + beta`` of HardSigmoid).
+They equal ONNX Runtime's CPU provider bit for bit. ``APPROXIMATE`` sum in an order of PyTorch's own, and everything
+else goes to ONNX's reference operators: the same numbers up to rounding.
+
+Each function takes ``(attributes, *inputs)`` with tensors, ``None`` for an input left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import torch
+import torch.nn.functional as F
+from onnx.reference import ReferenceEvaluator
+from torch import Tensor
+
+from qtool.exporting.integer_kernels import largest_in_windows, leaky_relu, logistic, padding, required, spatial
+
+Attributes = Mapping[str, Any]
+Operator = Callable[..., Tensor]
+
+
+def hard_sigmoid(attributes: Attributes, x: Tensor) -> Tensor:
+    """``alpha·x + beta`` within [0, 1]: a product, then a sum."""
+    alpha = torch.tensor(attributes.get("alpha", 0.2), dtype=torch.float32)
+    beta = torch.tensor(attributes.get("beta", 0.5), dtype=torch.float32)
+    return (x * alpha.to(x.device) + beta.to(x.device)).clamp(0.0, 1.0)
+
+
+def hard_swish(attributes: Attributes, x: Tensor) -> Tensor:
+    """``x`` times its HardSigmoid with slope 1/6, as the operator's own definition has it."""
+    return x * hard_sigmoid({"alpha": 1.0 / 6.0, "beta": 0.5}, x)
+
+
+def conv(attributes: Attributes, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Convolution in float32."""
+    kernel = weight.shape[2:]
+    strides, dilations = spatial(attributes, "strides", len(kernel)), spatial(attributes, "dilations", len(kernel))
+    pads = padding(attributes, x.shape[2:], kernel, strides, dilations)
+    x = F.pad(x, [p for i in reversed(range(len(kernel))) for p in (pads[i], pads[i + len(kernel)])])
+    function = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}[len(kernel)]
+    result: Tensor = function(x, weight, bias, strides, 0, dilations, int(attributes.get("group", 1)))
+    return result
+
+
+def gemm(attributes: Attributes, a: Tensor, b: Tensor, c: Tensor | None = None) -> Tensor:
+    """``alpha·A·B + beta·C`` in float32."""
+    a = a.T if attributes.get("transA", 0) else a
+    b = b.T if attributes.get("transB", 0) else b
+    product = (a @ b) * float(attributes.get("alpha", 1.0))
+    return product if c is None else product + c * float(attributes.get("beta", 1.0))
+
+
+def reshape(attributes: Attributes, x: Tensor, shape: Tensor) -> Tensor:
+    """The same numbers under another shape; 0 keeps a dimension unless ``allowzero``."""
+    sizes = [int(n) for n in shape]
+    if not attributes.get("allowzero", 0):
+        sizes = [x.shape[i] if n == 0 else n for i, n in enumerate(sizes)]
+    return x.reshape(sizes)
+
+
+def flatten(attributes: Attributes, x: Tensor) -> Tensor:
+    """Two dimensions: everything before ``axis``, everything from it on."""
+    axis = int(attributes.get("axis", 1)) % (x.ndim + 1)
+    return x.reshape(math.prod(x.shape[:axis]), -1)
+
+
+def transpose(attributes: Attributes, x: Tensor) -> Tensor:
+    """Axes in the order of ``perm``, reversed where there is none."""
+    return x.permute(*(attributes.get("perm") or reversed(range(x.ndim)))).contiguous()
+
+
+def resize_nearest(attributes: Attributes, x: Tensor, *rest: Any) -> Tensor:
+    """Every output the input at the nearest coordinate, worked out in float32 axis by axis."""
+    scales, sizes = (rest[i] if len(rest) > i else None for i in (1, 2))
+    for axis in range(x.ndim):
+        old = x.shape[axis]
+        if sizes is not None and sizes.numel():
+            new = int(sizes[axis])
+            scale = np.float32(new) / np.float32(old)
+        else:
+            scale = np.float32(required(scales)[axis])
+            new = math.floor(old * scale)
+        if new != old:
+            x = x.index_select(axis, torch.from_numpy(nearest_index(attributes, old, new, scale)).to(x.device))
+    return x
+
+
+def nearest_index(attributes: Attributes, old: int, new: int, scale: np.float32) -> npt.NDArray[np.int64]:
+    """For every index along an axis of length ``new``, the index in one of length ``old``."""
+    mode = attributes.get("coordinate_transformation_mode", "half_pixel")
+    at, half = np.arange(new, dtype=np.float32), np.float32(0.5)
+    if mode == "align_corners":
+        at = at * np.float32(old - 1) / np.float32(new - 1) if new > 1 else at * 0
+    elif mode == "asymmetric":
+        at = at / scale
+    elif mode == "half_pixel" or (mode == "pytorch_half_pixel" and new > 1):
+        at = (at + half) / scale - half
+    else:
+        at = at * 0
+    rounding = attributes.get("nearest_mode", "round_prefer_floor")
+    if rounding.startswith("round"):
+        at = np.ceil(at - half) if rounding == "round_prefer_floor" else np.floor(at + half)
+    index: npt.NDArray[np.int64] = (np.ceil(at) if rounding == "ceil" else np.floor(at)).astype(np.int64)
+    return index.clip(0, old - 1)
+
+
+def space_to_depth(attributes: Attributes, x: Tensor) -> Tensor:
+    """Blocks of b×b pixels as channels, the place within the block first: N×C×H×W to N×b²C×H/b×W/b."""
+    b = int(attributes["blocksize"])
+    n, c, h, w = x.shape
+    return x.reshape(n, c, h // b, b, w // b, b).permute(0, 3, 5, 1, 2, 4).reshape(n, b * b * c, h // b, w // b)
+
+
+def moves_only(op: str, attributes: Attributes) -> bool:
+    """Whether an operator copies numbers without computing new ones (a Resize by nearest neighbours does)."""
+    if op != "Resize":
+        return op in WHOLE or op in MOVERS
+    usual = {"half_pixel", "asymmetric", "pytorch_half_pixel", "align_corners"}
+    mode = attributes.get("coordinate_transformation_mode", "half_pixel")
+    plain = not attributes.get("axes") and attributes.get("keep_aspect_ratio_policy", "stretch") == "stretch"
+    return attributes.get("mode", "nearest") == "nearest" and mode in usual and plain
+
+
+MOVERS: dict[str, Operator] = {
+    "Flatten": flatten,
+    "Identity": lambda attributes, x: x,
+    "MaxPool": lambda attributes, x: largest_in_windows(x, attributes),
+    "Reshape": reshape,
+    "SpaceToDepth": space_to_depth,
+    "Transpose": transpose,
+}
+EXACT: dict[str, Operator] = {
+    "Abs": lambda attributes, x: x.abs(),
+    "Add": lambda attributes, x, y: x + y,
+    "Div": lambda attributes, x, y: x / y,
+    "HardSigmoid": hard_sigmoid,
+    "HardSwish": hard_swish,
+    "LeakyRelu": lambda attributes, x: leaky_relu(x, attributes),
+    "Mul": lambda attributes, x, y: x * y,
+    "Neg": lambda attributes, x: -x,
+    "Relu": lambda attributes, x: x.clamp_min(0.0),
+    "Sigmoid": lambda attributes, x: logistic(x),
+    "Sub": lambda attributes, x, y: x - y,
+}
+APPROXIMATE: dict[str, Operator] = {"Conv": conv, "Gemm": gemm, "MatMul": lambda attributes, a, b: a @ b}
+"""Float32 sums, in PyTorch's order."""
+
+WHOLE = frozenset(
+    {"ArgMax", "Cast", "Concat", "ConstantOfShape", "Pad", "ReduceMax", "ReduceMin", "Shape", "Size", "Where"}
+)
+"""Operators that round nothing, whoever evaluates them."""
+
+
+def evaluate(
+    op: str, attributes: Attributes, inputs: Sequence[Tensor | None], *, outputs: int, opsets: Mapping[str, int]
+) -> list[Tensor]:
+    """The outputs of one operator, by this module where it has it, otherwise by ONNX's reference operator."""
+    present = [x for x in inputs if x is not None]
+    own: Operator | None = resize_nearest if op == "Resize" and moves_only(op, attributes) else MOVERS.get(op)
+    if own is None and all(x.dtype == torch.float32 for x in present):
+        own = EXACT.get(op) or APPROXIMATE.get(op)
+    if own is not None:
+        return [own(attributes, *inputs)]
+    return by_reference(op, attributes, inputs, outputs=outputs, opsets=opsets)
+
+
+def by_reference(
+    op: str, attributes: Attributes, inputs: Sequence[Tensor | None], *, outputs: int, opsets: Mapping[str, int]
+) -> list[Tensor]:
+    """One operator through :class:`onnx.reference.ReferenceEvaluator`."""
+    arrays = [None if x is None else x.cpu().numpy() for x in inputs]
+    names = ["" if x is None else f"x{i}" for i, x in enumerate(arrays)]
+    results = [f"y{i}" for i in range(outputs)]
+    typed = [
+        onnx.helper.make_tensor_value_info(n, onnx.helper.np_dtype_to_tensor_dtype(x.dtype), x.shape)
+        for n, x in zip(names, arrays, strict=True)
+        if x is not None
+    ]
+    node = onnx.helper.make_node(op, names, results, **attributes)
+    graph = onnx.helper.make_graph([node], op, typed, [onnx.ValueInfoProto(name=name) for name in results])
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid(d, v) for d, v in opsets.items()])
+    feeds = {n: x for n, x in zip(names, arrays, strict=True) if x is not None}
+    return [torch.from_numpy(np.array(y)) for y in ReferenceEvaluator(model).run(None, feeds)]

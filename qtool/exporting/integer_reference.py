@@ -1,0 +1,160 @@
+"""The integer reference: a QDQ file evaluated with the runtime's own arithmetic.
+
+A float simulation of a quantised network differs from the runtime by a step here and there, and over fifty layers the
+steps grow. This evaluator does what the runtime does instead (:mod:`qtool.exporting.integer_graph` says which nodes
+are one integer operator, :mod:`qtool.exporting.integer_kernels` what each computes), so its outputs equal those of
+ONNX Runtime's CPU provider on an x86 CPU with AVX512-VNNI bit for bit, for every operator listed in ``covered``.
+
+Between units tensors stay integers. Operators that are not fused run in float32: the exact ones of
+:mod:`qtool.exporting.float_operators` are covered too; anything else is listed in ``uncovered``, and its last bits may
+differ from the runtime's.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import torch
+from torch import Tensor
+
+from qtool.errors import QtoolError
+from qtool.exporting.float_operators import APPROXIMATE, EXACT, evaluate, moves_only
+from qtool.exporting.integer_arithmetic import Affine, Quantized, dequantize, quantize
+from qtool.exporting.integer_graph import (
+    DEQUANTIZE,
+    MOVES,
+    PROPAGATED,
+    QUANTIZE,
+    Graph,
+    Node,
+    Planner,
+    Unit,
+    clip_limits,
+)
+from qtool.exporting.integer_kernels import KERNELS
+
+Value = Tensor | Quantized
+COVERED = frozenset({QUANTIZE, DEQUANTIZE, "Clip", *MOVES, *EXACT})
+
+
+class IntegerReference:
+    """A QDQ ONNX model as a function of numpy arrays, in the runtime's integer arithmetic.
+
+    ``covered`` counts the operators whose results are the runtime's bit for bit; ``uncovered`` lists the others as
+    ``{"node", "op", "done"}``; ``units`` are the steps, in order.
+    """
+
+    def __init__(self, model: onnx.ModelProto | str | Path) -> None:
+        """Read and plan ``model``. Raises :class:`QtoolError` for quantisers whose meaning is not constant."""
+        proto = model if isinstance(model, onnx.ModelProto) else onnx.load(str(model))
+        self.graph = Graph(proto)
+        for node in self.graph.nodes:
+            if node.op in (QUANTIZE, DEQUANTIZE) and (node.domain or self.graph.affine(node) is None):
+                raise _unknown(node)
+        units = Planner(self.graph).plan()
+        self.affines = {n.name: self.graph.affine(n) for n in self.graph.nodes if n.op in (QUANTIZE, DEQUANTIZE)}
+        self.constants: dict[str, Value] = {n: _tensor(a) for n, a in self.graph.constants.items()}
+        weights = [u for u in units if u.node.op == DEQUANTIZE and u.node.inputs[0] in self.constants]
+        for unit in weights:
+            self.constants.update(self._step(unit, self.constants))
+        self.units = [unit for unit in units if unit not in weights]
+        self.covered = Counter(unit.node.op for unit in self.units if is_covered(unit))
+        self.uncovered = [_told(unit.node) for unit in self.units if not is_covered(unit)]
+
+    def run(self, feeds: Mapping[str, npt.NDArray[Any]]) -> list[npt.NDArray[Any]]:
+        """The model's outputs for ``feeds`` (input name to array), in the model's order."""
+        values = self.trace(feeds, keep=self.graph.outputs)
+        return [_real(values[name]).cpu().numpy() for name in self.graph.outputs]
+
+    def trace(self, feeds: Mapping[str, npt.NDArray[Any]], keep: list[str] | None = None) -> dict[str, Value]:
+        """Every tensor by name, or only those named in ``keep``: integers where the runtime holds integers."""
+        if set(feeds) != set(self.graph.inputs):
+            raise QtoolError(
+                "integer reference", f"inputs {sorted(self.graph.inputs)}", f"{sorted(feeds)}", "feed these by name"
+            )
+        values: dict[str, Value] = {**self.constants, **{name: _tensor(array) for name, array in feeds.items()}}
+        last = {name: i for i, unit in enumerate(self.units) for name in unit.node.inputs}
+        with torch.inference_mode():
+            for i, unit in enumerate(self.units):
+                values.update(self._step(unit, values))
+                for name in set(unit.node.inputs) if keep is not None else ():
+                    if last[name] == i and name not in (keep or ()) and name not in self.constants:
+                        values.pop(name, None)
+        return values
+
+    def _step(self, unit: Unit, values: Mapping[str, Value]) -> dict[str, Value]:
+        node = unit.node
+        inputs = [values[name] if name else None for name in node.inputs]
+        if unit.fused:
+            return {unit.output: _fused(node, inputs, unit.affine)}
+        first = inputs[0] if inputs else None
+        if node.op == DEQUANTIZE and isinstance(first, Tensor):
+            return {unit.output: Quantized(first, self._affine(node))}
+        if node.op == QUANTIZE and first is not None:
+            return {unit.output: _quantized(first, self._affine(node))}
+        if node.op in PROPAGATED and isinstance(first, Quantized) and first.affine.axis is None:
+            return {unit.output: self._moved(node, first, inputs[1:])}
+        plain = [None if x is None else _real(x) for x in inputs]
+        return dict(zip(node.outputs, self._in_float(node, plain), strict=False))
+
+    def _affine(self, node: Node) -> Affine:
+        affine = self.affines[node.name]
+        assert affine is not None
+        return affine
+
+    def _moved(self, node: Node, x: Quantized, rest: list[Value | None]) -> Quantized:
+        return x.with_values(self._in_float(node, [x.values, *(None if y is None else _real(y) for y in rest)])[0])
+
+    def _in_float(self, node: Node, inputs: list[Tensor | None]) -> list[Tensor]:
+        limits = clip_limits(self.graph, node) if node.op == "Clip" else None
+        if limits is not None and inputs[0] is not None and inputs[0].is_floating_point():
+            return [inputs[0].clamp(*limits)]
+        return evaluate(
+            node.op, node.attributes, inputs, outputs=len(node.outputs), opsets={"": 21, **self.graph.opsets}
+        )
+
+
+def is_covered(unit: Unit) -> bool:
+    """Whether this unit's result is the runtime's bit for bit."""
+    node = unit.node
+    return unit.fused or (not node.domain and (node.op in COVERED or moves_only(node.op, node.attributes)))
+
+
+def _fused(node: Node, inputs: list[Value | None], affine: Affine | None) -> Tensor:
+    whole = [Quantized(x, Affine.of(1.0, 0, x.dtype)) if isinstance(x, Tensor) else x for x in inputs]
+    result = KERNELS[node.op](whole, node.attributes, affine)
+    return result.values if isinstance(result, Quantized) else result
+
+
+def _quantized(x: Value, affine: Affine) -> Tensor:
+    if isinstance(x, Quantized) and x.affine.same_as(affine):
+        return x.values
+    return quantize(_real(x), affine).values
+
+
+def _real(value: Value) -> Tensor:
+    return dequantize(value) if isinstance(value, Quantized) else value
+
+
+def _tensor(array: npt.NDArray[Any]) -> Tensor:
+    return torch.from_numpy(np.array(array, copy=True))
+
+
+def _told(node: Node) -> dict[str, str]:
+    by = "PyTorch" if node.op in APPROXIMATE else "ONNX's reference operator"
+    return {"node": node.name, "op": node.op, "done": f"evaluated in float32 by {by}"}
+
+
+def _unknown(node: Node) -> QtoolError:
+    return QtoolError(
+        f"node '{node.name}'",
+        f"an ONNX {node.op} with constant, unblocked scales",
+        f"one of domain '{node.domain or 'ai.onnx'}' with inputs {node.inputs}",
+        "export with constant scales",
+    )

@@ -1,0 +1,268 @@
+"""The parity gate: the file computes what the quantized graph means.
+
+Three questions, from the smallest to the whole.
+
+*Units.* The file is cut at every quantizer: each unit becomes a small network of its own from integers to
+integers, all of them in one ONNX model. Fed with the integers that the torch graph produced, each unit's
+integers must be those of the torch graph: 99.9 % exactly, none off by more than one step. (Torch
+simulates a unit in float32; the runtime rounds once from an exact accumulator. They can differ only
+where a value lies on the edge between two integers.) A unit that returns float is compared in units of
+its own greatest value.
+
+*End to end.* Single steps grow through many layers, so equality cannot be asked of the whole. What can: the
+file is as close to the float model as the torch graph is, within 0.5 dB of SQNR.
+
+*Integer reference.* On a CPU with VNNI the whole file must equal, bit for bit, an evaluation with the
+runtime's own arithmetic (``integer_reference.py``). Operators that the reference does not cover are named,
+and then the difference is reported instead of required to be none.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import torch
+from torch import Tensor
+from torch.fx import Interpreter, Node
+
+from qtool.artifacts import cpu_info
+from qtool.evaluate import sqnr_db
+from qtool.exporting.gates import Gate
+from qtool.exporting.integer_reference import IntegerReference
+from qtool.form import QuantizedModel, arguments, quantize_nodes
+from qtool.nested import call, num_samples, samples_of, tensors
+from qtool.runtimes import open_session
+
+Array = npt.NDArray[Any]
+MIN_EQUAL = 0.999
+MAX_STEPS = 1
+MAX_FLOAT_ERROR = 1e-4
+MAX_SQNR_LOSS_DB = 0.5
+
+
+class QuantizerRecorder(Interpreter):
+    """Runs a quantized graph and keeps the integers that each activation quantizer gave."""
+
+    def __init__(self, quantized: QuantizedModel) -> None:
+        super().__init__(quantized.graph)
+        self.wanted = {node.name: index for index, node in enumerate(quantize_nodes(quantized.graph))}
+        self.integers: list[Array] = []
+
+    def record(self, inputs: Any) -> tuple[list[Array], Any]:
+        """The integers of every quantizer, in graph order, and the graph's output, for one batch."""
+        self.integers = [np.empty(0)] * len(self.wanted)
+        args, kwargs = arguments(inputs)
+        with torch.no_grad():
+            output = self.run(*args, *kwargs.values())
+        return self.integers, output
+
+    def run_node(self, n: Node) -> Any:
+        """Runs one node, keeping its value when it is a quantizer."""
+        value = super().run_node(n)
+        if n.name in self.wanted:
+            self.integers[self.wanted[n.name]] = value.cpu().numpy()
+        return value
+
+
+def cut(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The model with every link from a quantizer to its readers replaced by an output and an input.
+
+    Quantizer ``q`` keeps its output name; its readers read the new graph input ``q/fed``. Links inside one
+    chain of operators that only move bytes are cut too.
+    """
+    result = onnx.ModelProto()
+    result.CopyFrom(model)
+    graph = result.graph
+    constants = {tensor.name: tensor for tensor in graph.initializer}
+    kinds = {}
+    for node in graph.node:
+        if node.op_type == "QuantizeLinear":
+            kinds[node.output[0]] = constants[node.input[2]].data_type
+    for node in graph.node:
+        for index, name in enumerate(node.input):
+            if name in kinds:
+                node.input[index] = f"{name}/fed"
+    ranks = _ranks(model)
+    for name, kind in kinds.items():
+        shape = [None] * ranks[name]
+        graph.input.append(onnx.helper.make_tensor_value_info(f"{name}/fed", kind, shape))
+        graph.output.append(onnx.helper.make_tensor_value_info(name, kind, shape))
+    return result
+
+
+def unit_parity(quantized: QuantizedModel, path: Path, samples: Sequence[Any]) -> Gate:
+    """Whether every unit of the file gives the integers of the torch graph; ``samples`` are batches of inputs."""
+    model = onnx.load(str(path))
+    names = [node.output[0] for node in model.graph.node if node.op_type == "QuantizeLinear"]
+    outputs = [value.name for value in model.graph.output]
+    ranks = _ranks(model)
+    recorder = QuantizerRecorder(quantized)
+    units = {name: _Unit() for name in names}
+    worst_float = 0.0
+    with tempfile.TemporaryDirectory() as folder:
+        cut_path = Path(folder) / "cut.onnx"
+        onnx.save(cut(model), str(cut_path), save_as_external_data=model.ByteSize() > 1 << 30)
+        session = open_session(cut_path, threads=torch.get_num_threads())
+        order = [info.name for info in session.outputs]
+        for batch in samples:
+            integers, output = recorder.record(batch)
+            fed = {f"{n}/fed": _as_rank(v, ranks.get(n)) for n, v in zip(names, integers, strict=True)}
+            wanted = {info.name for info in session.inputs}
+            feeds = {**feeds_of(model, batch), **fed}
+            got = dict(zip(order, session.run({k: v for k, v in feeds.items() if k in wanted}), strict=True))
+            for name, expected in zip(names, integers, strict=True):
+                units[name].add(expected, got[name])
+            for name, value in zip(outputs, tensors(output), strict=False):
+                worst_float = max(worst_float, _relative_error(value, got[name]))
+        session.close()
+    return _unit_gate(units, worst_float, sum(num_samples(batch) for batch in samples))
+
+
+class _Unit:
+    """What was seen of one unit: outputs, unequal ones, the greatest difference in steps."""
+
+    def __init__(self) -> None:
+        self.total = self.unequal = self.worst = 0
+
+    def add(self, expected: Array, got: Array) -> None:
+        difference = np.abs(expected.ravel().astype(np.int32) - got.ravel().astype(np.int32))
+        self.total += difference.size
+        self.unequal += int(np.count_nonzero(difference))
+        self.worst = max(self.worst, int(difference.max(initial=0)))
+
+    @property
+    def equal(self) -> float:
+        return 1 - self.unequal / max(self.total, 1)
+
+
+def _unit_gate(units: Mapping[str, _Unit], worst_float: float, samples: int) -> Gate:
+    failing = [name for name, unit in units.items() if unit.equal < MIN_EQUAL or unit.worst > MAX_STEPS]
+    total = sum(unit.total for unit in units.values())
+    unequal = sum(unit.unequal for unit in units.values())
+    worst = max((unit.worst for unit in units.values()), default=0)
+    passed = not failing and worst_float <= MAX_FLOAT_ERROR
+    found = (
+        f"{len(units)} units, {1 - unequal / max(total, 1):.6%} of {total} integers equal, at most {worst} steps apart"
+    )
+    if failing:
+        name = min(failing, key=lambda n: units[n].equal)
+        found += f"; worst '{name}' with {units[name].equal:.4%} equal, {units[name].worst} steps"
+    if worst_float > MAX_FLOAT_ERROR:
+        found += f"; float output off by {worst_float:.2g} of its greatest value"
+    return Gate(
+        "unit parity", passed, f"at least {MIN_EQUAL:.1%} of each unit's integers equal, none more than one step off",
+        found, "report this model: the exporter or the runtime changed its meaning",
+        {
+            "num_samples": samples, "num_integers": total, "num_unequal": unequal, "max_steps": worst,
+            "equal_share": 1 - unequal / max(total, 1), "failing_units": failing, "max_float_error": worst_float,
+        },
+    )  # fmt: skip
+
+
+def end_to_end(
+    quantized: QuantizedModel, path: Path, samples: Iterable[Any], threads: int = 0
+) -> tuple[Gate, Tensor, Tensor]:
+    """Whether the file is as close to the float model as the torch graph is; also the float and file outputs."""
+    model = onnx.load(str(path), load_external_data=False)
+    session = open_session(path, threads=threads or torch.get_num_threads())
+    floats, simulated, served = [], [], []
+    for batch in samples:
+        with torch.no_grad():
+            floats.append(_first(call(quantized.float_graph, batch)))  # type: ignore[arg-type]
+        simulated.append(_first(quantized(batch)))
+        served.append(torch.from_numpy(np.array(session.run(feeds_of(model, batch))[0])))
+    session.close()
+    reference, torch_out, file_out = (torch.cat(parts).float().flatten(1) for parts in (floats, simulated, served))
+    torch_db, file_db = sqnr_db(reference, torch_out), sqnr_db(reference, file_out)
+    gate = Gate(
+        "end-to-end parity", bool(file_db >= torch_db - MAX_SQNR_LOSS_DB),
+        f"SQNR to FP32 no more than {MAX_SQNR_LOSS_DB} dB below the torch graph's {torch_db:.2f} dB",
+        f"{file_db:.2f} dB on {len(reference)} samples", "report this model, with the unit parity above",
+        {"num_samples": len(reference), "sqnr_db_torch": torch_db, "sqnr_db_file": file_db},
+    )  # fmt: skip
+    return gate, reference, file_out
+
+
+def integer_parity(path: Path, samples: Sequence[Any]) -> Gate:
+    """Whether the file in ONNX Runtime equals the integer reference bit for bit."""
+    expected = "every output equal to the integer reference, bit for bit"
+    features = cpu_info()["features"]
+    if not {"avx512_vnni", "avx_vnni"} & set(features):
+        return Gate("integer reference", None, expected, "not run: this CPU has no VNNI, whose arithmetic it models")
+    model = onnx.load(str(path))
+    reference = IntegerReference(model)
+    session = open_session(path)
+    unequal = total = 0
+    worst = 0.0
+    for batch in samples:
+        feeds = feeds_of(model, batch)
+        for want, got in zip(reference.run(feeds), session.run(feeds), strict=True):
+            unequal += int(np.count_nonzero(want != got))
+            total += got.size
+            worst = max(worst, float(np.abs(want.astype(np.float64) - got.astype(np.float64)).max(initial=0)))
+    session.close()
+    uncovered = sorted({str(entry["op"]) for entry in reference.uncovered})
+    found = f"{total - unequal} of {total} outputs equal on {sum(map(num_samples, samples))} samples"
+    if uncovered:
+        found += f"; not covered, so not required: {', '.join(uncovered)} (greatest difference {worst:.3g})"
+    return Gate(
+        "integer reference", unequal == 0 or bool(uncovered), expected, found,
+        "report this model: the runtime's arithmetic is not what this version expects",
+        {
+            "num_outputs": total, "num_unequal": unequal, "max_difference": worst, "uncovered": reference.uncovered,
+            "covered": dict(reference.covered), "cpu_features": features,
+        },
+    )  # fmt: skip
+
+
+def feeds_of(model: onnx.ModelProto, batch: Any) -> dict[str, Array]:
+    """A batch of inputs as the file's feeds: by name for a dict, else in order."""
+    initializers = {tensor.name for tensor in model.graph.initializer}
+    names = [
+        value.name for value in model.graph.input if value.name not in initializers and not value.name.endswith("/fed")
+    ]
+    if isinstance(batch, Mapping):
+        return {name: np.ascontiguousarray(batch[name].cpu().numpy()) for name in names}
+    return {name: np.ascontiguousarray(value.cpu().numpy()) for name, value in zip(names, tensors(batch), strict=True)}
+
+
+def _ranks(model: onnx.ModelProto) -> dict[str, int]:
+    return {
+        v.name: len(v.type.tensor_type.shape.dim)
+        for v in model.graph.value_info
+        if v.type.tensor_type.HasField("shape")
+    }
+
+
+def _as_rank(value: Array, rank: int | None) -> Array:
+    """``value`` with unit axes added behind, where the file keeps axes that the graph dropped."""
+    return value if rank is None or rank <= value.ndim else value.reshape(*value.shape, *[1] * (rank - value.ndim))
+
+
+def _relative_error(expected: Tensor, got: Array) -> float:
+    want = expected.detach().float().cpu().numpy().ravel()
+    greatest = float(np.abs(want).max(initial=0)) or 1.0
+    return float(np.abs(want - got.ravel()).max(initial=0)) / greatest
+
+
+def _first(output: Any) -> Tensor:
+    return next(iter(tensors(output))).detach().cpu()
+
+
+def take(samples: Iterable[Any], count: int) -> list[Any]:
+    """The first ``count`` samples of an iterable of batches, the last batch cut to fit."""
+    taken: list[Any] = []
+    left = count
+    for batch in samples:
+        size = num_samples(batch)
+        taken.append(batch if size <= left else samples_of(batch, 0, left))
+        left -= size
+        if left <= 0:
+            break
+    return taken

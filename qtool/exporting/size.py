@@ -1,0 +1,49 @@
+"""The size gate: the file's tensors take the bytes that the plan predicts.
+
+The prediction is arithmetic over the quantized graph: each constant in the type it is stored in there, zero
+points in a byte. A weight that the exporter kept in float, or stored twice, shows at once. What the file
+spends on nodes and names is reported beside it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx
+
+from qtool.exporting.gates import Gate
+from qtool.form import QuantizedModel
+
+TOLERANCE = 0.05
+
+
+def predicted_bytes(quantized: QuantizedModel) -> int:
+    """Bytes of all constants of the quantized graph; zero points of weights as int8, of biases as nothing."""
+    graph = quantized.graph
+    tensors = dict(graph.named_parameters(remove_duplicate=True)) | dict(graph.named_buffers(remove_duplicate=True))
+    total = 0
+    for name, tensor in tensors.items():
+        if name.endswith("zero_point") or "zero_point" in name:
+            total += 0 if "bias" in name else tensor.numel()
+        else:
+            total += tensor.numel() * tensor.element_size()
+    return total
+
+
+def size(quantized: QuantizedModel, path: Path) -> Gate:
+    """Compares the bytes of the file's tensors with the prediction."""
+    model = onnx.load(str(path))
+    stored = sum(_bytes(tensor) for tensor in model.graph.initializer)
+    expected = predicted_bytes(quantized)
+    allowance = max(TOLERANCE * expected, 1024)
+    return Gate(
+        "size", abs(stored - expected) <= allowance, f"{expected} bytes of tensors, within {TOLERANCE:.0%}",
+        f"{stored} bytes of tensors in a file of {path.stat().st_size}",
+        "report this model: a weight is stored in another type",
+        {"predicted_bytes": expected, "tensor_bytes": stored, "file_bytes": path.stat().st_size},
+    )  # fmt: skip
+
+
+def _bytes(tensor: onnx.TensorProto) -> int:
+    array = onnx.numpy_helper.to_array(tensor)
+    return int(array.nbytes)

@@ -1,0 +1,123 @@
+"""The export stage: a quantized model in, ONNX files that have proven themselves out.
+
+Files are written into the folder given, which the caller publishes only when this returns; a failed gate raises
+before that. The order of work is the order of cost: translate, size, coverage, parity of units, the integer
+reference, end to end.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qtool.exporting import baselines, parity
+from qtool.exporting.coverage import coverage
+from qtool.exporting.gates import Gate
+from qtool.exporting.size import size
+from qtool.exporting.to_onnx import DEFAULT_OPSET, float_to_onnx, quantized_to_onnx, save
+from qtool.form import QuantizedModel
+from qtool.nested import num_samples, samples_of
+from qtool.recipe import ExportConfig
+from qtool.version import __version__
+
+FILES = {"int8": "model.int8.onnx", "fp32": "model.fp32.onnx", "fp16": "model.fp16.onnx"}
+UNIT_SAMPLES = 8
+UNIT_BATCH = 4
+
+
+@dataclass(frozen=True)
+class ExportResult:
+    """The files by variant (``int8``, ``fp32``, ``fp16``) and the gates as plain values."""
+
+    files: dict[str, Path]
+    gates: list[dict[str, Any]]
+
+
+def export(
+    quantized: QuantizedModel,
+    out: Path,
+    config: ExportConfig,
+    *,
+    samples: Iterable[Any] | None = None,
+    metadata: Mapping[str, Any] | None = None,
+) -> ExportResult:
+    """Writes ``model.int8.onnx`` with its FP32 and FP16 baselines into ``out`` and proves the INT8 file.
+
+    ``samples`` are batches of inputs for the parity gates; without them units are compared on the example
+    inputs and the end-to-end gate is reported as not run. ``metadata`` (preprocessing, labels) is stored in
+    the files as JSON.
+
+    Raises ContractError when a gate fails, QtoolError for an operator without an ONNX form.
+    """
+    opset = config.opset or DEFAULT_OPSET[quantized.plan.target]
+    notes = _metadata(quantized, opset, metadata or {})
+    files = {"int8": out / FILES["int8"]}
+    save(quantized_to_onnx(quantized, opset), files["int8"], notes | {"qtool.variant": "int8"})
+    taken = [] if samples is None else parity.take(samples, config.parity_samples)
+    gates = list(_gates(quantized, files["int8"], taken, config)) if config.gates else []
+    if quantized.float_graph is not None:
+        gates += _baselines(quantized, out, opset, notes, files, taken)
+    return ExportResult(files, [gate.as_dict() for gate in gates])
+
+
+def _metadata(quantized: QuantizedModel, opset: int, metadata: Mapping[str, Any]) -> dict[str, str]:
+    own = {"version": __version__, "target": quantized.plan.target, "opset": str(opset)}
+    told = {key: json.dumps(value, ensure_ascii=False) for key, value in metadata.items()}
+    return {f"qtool.{key}": value for key, value in {**own, **told}.items()}
+
+
+def _gates(quantized: QuantizedModel, path: Path, samples: list[Any], config: ExportConfig) -> Iterable[Gate]:
+    """Runs the gates in order; the first that fails raises."""
+    few = _rebatch(parity.take(samples or [quantized.example], UNIT_SAMPLES), UNIT_BATCH)
+    steps: list[Callable[[], Gate]] = [
+        lambda: size(quantized, path),
+        lambda: coverage(quantized.plan, path),
+        lambda: parity.unit_parity(quantized, path, few),
+        lambda: _integer(path, few, config),
+        lambda: _end_to_end(quantized, path, samples),
+    ]
+    for step in steps:
+        gate = step()
+        gate.require()
+        yield gate
+
+
+def _integer(path: Path, few: list[Any], config: ExportConfig) -> Gate:
+    if config.reference_samples == 0:
+        return Gate("integer reference", None, "bit-equal outputs", "not run: reference_samples is 0")
+    return parity.integer_parity(path, parity.take(few, config.reference_samples))
+
+
+def _end_to_end(quantized: QuantizedModel, path: Path, samples: list[Any]) -> Gate:
+    if not samples or quantized.float_graph is None:
+        reason = "no samples were given" if not samples else "the model came without its float reference"
+        return Gate("end-to-end parity", None, "SQNR to FP32 as the torch graph's", f"not run: {reason}")
+    return parity.end_to_end(quantized, path, samples)[0]
+
+
+def _baselines(
+    quantized: QuantizedModel,
+    out: Path,
+    opset: int,
+    notes: Mapping[str, str],
+    files: dict[str, Path],
+    samples: list[Any],
+) -> list[Gate]:
+    assert quantized.float_graph is not None
+    files["fp32"] = out / FILES["fp32"]
+    model = float_to_onnx(quantized.float_graph, quantized.example, opset)
+    save(model, files["fp32"], {**notes, "qtool.variant": "fp32"})
+    half = out / FILES["fp16"]
+    too_large = baselines.write_fp16(files["fp32"], half)
+    if not too_large:
+        files["fp16"] = half
+    few = _rebatch(parity.take(samples or [quantized.example], UNIT_SAMPLES), UNIT_BATCH)
+    return [baselines.fp16_gate(half, few, too_large)]
+
+
+def _rebatch(batches: list[Any], size: int) -> list[Any]:
+    """The same samples in batches of at most ``size``, so that a trace of every tensor stays small."""
+    return [samples_of(batch, start, start + size) for batch in batches for start in range(0, num_samples(batch), size)]

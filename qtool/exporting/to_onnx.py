@@ -1,0 +1,156 @@
+"""From a captured graph to ONNX: torch's own exporter, then qtool's passes.
+
+``torch.onnx.export(dynamo=True)`` translates operator by operator; quantize and dequantize become
+QuantizeLinear and DequantizeLinear with the weights as int8 initializers. What the exporter leaves for
+a runtime to trip over is mended by the passes, one file each. The units' names travel: the i-th
+activation quantizer of the graph is the i-th QuantizeLinear of the file, which is checked, not assumed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from torch.fx import GraphModule
+
+from qtool.artifacts import atomic_path
+from qtool.errors import QtoolError, one_line
+from qtool.exporting.passes import activations, biases, global_pool, metadata, names, stem
+from qtool.form import QuantizedModel, quantize_nodes, to_program
+
+DEFAULT_OPSET = {"ort-cpu": 21}
+EXTERNAL_DATA_BYTES = 2_000_000_000  # protobuf cannot hold 2 GiB
+
+Pass = Callable[[ir.Model], int]
+PASSES: tuple[Pass, ...] = (global_pool.apply, activations.apply, biases.apply, stem.apply)
+
+
+def float_to_onnx(graph: GraphModule, example: Any, opset: int) -> ir.Model:
+    """The float graph as an ONNX model with a dynamic batch, its nodes named after the modules."""
+    model, units = _translate(graph, example, opset)
+    names.apply(model, units)
+    metadata.strip(model)
+    return model
+
+
+def quantized_to_onnx(quantized: QuantizedModel, opset: int) -> ir.Model:
+    """The quantized graph as a QDQ ONNX model that its target runs in integers.
+
+    Its QuantizeLinear nodes stand in the order of the graph's quantize nodes and are named after the same
+    units. Raises QtoolError when an operator has no ONNX form, or when the quantizers do not correspond.
+    """
+    model, units = _translate(quantized.graph, quantized.example, opset)
+    wanted = [unit_of(node) for node in quantize_nodes(quantized.graph)]
+    found = [units.get(node.outputs[0].name or "") for node in model.graph if node.op_type == names.QUANTIZE]
+    if found != wanted:
+        raise QtoolError(
+            "export", f"{len(wanted)} activation quantizers in the graph's order", f"{len(found)} in the ONNX graph",
+            "report this model",
+        )  # fmt: skip
+    names.apply(model, units)
+    for rewrite in PASSES:
+        rewrite(model)
+    metadata.strip(model)
+    return model
+
+
+def unit_of(node: torch.fx.Node) -> str:
+    """The unit that a node of a labelled graph belongs to."""
+    return str(node.meta["custom"]["unit"])
+
+
+def _translate(graph: GraphModule, example: Any, opset: int) -> tuple[ir.Model, dict[str, str]]:
+    """The exporter's model, and the unit of each value by the exporter's name for it."""
+    program = to_program(graph, example)
+    try:
+        with quiet_exporter():
+            exported = torch.onnx.export(program, dynamo=True, opset_version=opset, verbose=False)
+    except Exception as error:
+        raise _untranslated(program, error) from error
+    assert exported is not None
+    assert exported.exported_program is not None
+    _restore_inputs(exported.model, {str(name) for name in program.graph_signature.user_inputs})
+    labelled = (node for node in exported.exported_program.graph.nodes if "unit" in (node.meta.get("custom") or {}))
+    return exported.model, {node.name: unit_of(node) for node in labelled}
+
+
+def _restore_inputs(model: ir.Model, wanted: set[str]) -> None:
+    """Gives back the names of inputs that are outputs too; the exporter gives those to the outputs."""
+    for value in model.graph.inputs:
+        name = (value.name or "").removesuffix("_orig")
+        if value.name in wanted or name not in wanted:
+            continue
+        for output in model.graph.outputs:
+            if output.name == name:
+                output.name = f"{name}_output"
+        value.name = name
+
+
+def _untranslated(program: torch.export.ExportedProgram, error: BaseException) -> QtoolError:
+    """What to tell of a failed translation: the operator, its module and the user's line where torch knows them."""
+    causes = list(_causes(error))
+    operator = re.search(r"op='([\w.:]+)', overload='(\w*)'", str(causes[-1]))
+    node = _first_of(program, ".".join(operator.groups())) if operator else None
+    first = next((line for line in str(causes[-1]).splitlines() if line.strip()), "")
+    module = list((node.meta.get("nn_module_stack") or {}).values())[-1:] if node is not None else []
+    return QtoolError(
+        f"export, module '{module[0][0]}'" if module and module[0][0] else "export", "operators that have an ONNX form",
+        one_line(f"{type(causes[-1]).__name__}: {first}")[:300],
+        f"{_user_line(node)}replace that operator in the model, or leave its module out of the exported graph",
+    )  # fmt: skip
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
+def _first_of(program: torch.export.ExportedProgram, operator: str) -> torch.fx.Node | None:
+    """The first node that calls ``operator`` once the program is decomposed as the exporter decomposes it."""
+    with quiet_exporter():
+        nodes = program.run_decompositions().graph.nodes
+    return next((node for node in nodes if str(node.target) == operator), None)
+
+
+def _user_line(node: torch.fx.Node | None) -> str:
+    """``at file.py:12, `` of the innermost line outside torch that a node was traced from."""
+    trace = node.meta.get("stack_trace") if node is not None else None
+    places = re.findall(r'File "(.+?)", line (\d+)', trace or "")
+    own = [f"at {name}:{line}, " for name, line in places if not re.search(r"[/\\]torch[/\\]", name)]
+    return own[-1] if own else ""
+
+
+@contextlib.contextmanager
+def quiet_exporter() -> Iterator[None]:
+    """Silences what torch's exporter says of itself: absent torchvision operators and its own deprecations."""
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.onnx._internal", "onnxscript", "onnx_ir")]
+    registration = logging.getLogger("torch.onnx._internal.exporter._registration")
+    levels = [(logger, logger.level) for logger in (*loggers, registration)]
+    try:
+        for logger, _ in levels:
+            logger.setLevel(logging.ERROR)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in levels:
+            logger.setLevel(level)
+
+
+def save(model: ir.Model, path: Path, extra: Mapping[str, str] | None = None) -> None:
+    """Writes the model, atomically, with ``extra`` in its metadata; tensors go beside it above 2 GB."""
+    model.metadata_props.update(extra or {})
+    size = sum(value.const_value.nbytes for value in model.graph.initializers.values() if value.const_value is not None)
+    with atomic_path(path) as temporary:
+        if size > EXTERNAL_DATA_BYTES:
+            ir.save(model, temporary, external_data=f"{path.name}.data")
+        else:
+            ir.save(model, temporary)

@@ -1,0 +1,182 @@
+"""Factories: how a user's own Python becomes a model, a data set or a task.
+
+A factory is a function that takes no argument, named by the file or the module that holds it::
+
+    path/file.py:factory
+    package.module:factory
+
+A file is read once: the bytes whose sha256 is recorded are the bytes that are executed. The hash is what lets a later
+stage run the same factory again without being asked, see :func:`require_same`. It covers that one file; what the file
+imports, from its own folder or from installed packages, is the user's to keep.
+
+Left out on purpose: arguments. A factory with settings is a function of two lines that calls another one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from qtool.errors import QtoolError, UsageError, nearest
+
+
+@dataclass(frozen=True)
+class Factory:
+    """A user's function, ready to call, and the hash of the file that it came from.
+
+    Calling it raises QtoolError, naming file, line and exception, where the function raises.
+    """
+
+    spec: str
+    function: Callable[[], Any]
+    file: Path | None
+    file_sha256: str | None
+
+    def __call__(self) -> Any:
+        with _importable(self.file.parent if self.file else Path.cwd()), _told(self.spec, self.file):
+            return self.function()
+
+    def record(self) -> dict[str, str | None]:
+        """What a result keeps, so that a later stage can tell whether the file is still the same."""
+        return {"spec": self.spec, "file_sha256": self.file_sha256}
+
+
+def is_factory(spec: str) -> bool:
+    """Whether ``spec`` reads as ``path/file.py:factory`` or ``package.module:factory``.
+
+    >>> is_factory("nets/mine.py:build"), is_factory("pkg.nets:build"), is_factory("resnet"), is_factory("idx:/data")
+    (True, True, False, False)
+    """
+    place, colon, name = spec.rpartition(":")
+    dotted = all(part.isidentifier() for part in place.split("."))
+    return bool(colon) and name.isidentifier() and (place.endswith(".py") or dotted)
+
+
+def load_factory(spec: str) -> Factory:
+    """Imports what ``spec`` names and returns its function, not called yet.
+
+    Raises UsageError where the file, module or function does not exist, QtoolError where importing it raises.
+    """
+    place, _, name = spec.rpartition(":")
+    module, file, digest = _from_file(spec, Path(place)) if place.endswith(".py") else _from_module(spec, place)
+    function = getattr(module, name, None)
+    if not callable(function):
+        known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        got = f"no '{name}'" if function is None else f"a {type(function).__name__}"
+        raise UsageError(f"factory '{spec}'", f"a function '{name}' in {place}", got, nearest(name, known or [name]))
+    return Factory(spec, function, file, digest)
+
+
+def require_same(record: Mapping[str, Any], *, trust: bool = False) -> None:
+    """Refuses a recorded factory whose file is no longer the one that was recorded, unless it is trusted.
+
+    ``record`` is what :meth:`Factory.record` gave. Nothing of the user's is executed here. Raises QtoolError.
+    """
+    spec, recorded = str(record["spec"]), record.get("file_sha256")
+    found = factory_sha256(spec)
+    if not trust and found != recorded:
+        raise QtoolError(
+            f"factory '{spec}'", f"the recorded file, sha256 {str(recorded)[:12]}…", f"{str(found)[:12]}…",
+            "read what changed, then restore the file or pass --trust",
+        )  # fmt: skip
+
+
+def factory_sha256(spec: str) -> str | None:
+    """The sha256 of the file behind a factory, without executing it; None where it has no source file.
+
+    Finding ``a.b:f`` imports the package ``a``, as Python itself does. Raises UsageError where there is no such file.
+    """
+    place = spec.rpartition(":")[0]
+    if place.endswith(".py"):
+        return hashlib.sha256(_read(spec, Path(place))).hexdigest()
+    with _importable(Path.cwd()), _told(spec, None):
+        found = _find(spec, place)
+    return hashlib.sha256(_read(spec, found)).hexdigest() if found else None
+
+
+def _find(spec: str, name: str) -> Path | None:
+    try:
+        found = importlib.util.find_spec(name)
+    except ModuleNotFoundError:
+        found = None
+    if found is None:
+        raise UsageError(f"factory '{spec}'", f"an installed module '{name}'", "none", "correct the name or install it")
+    return Path(found.origin) if found.origin and found.has_location else None
+
+
+def _from_module(spec: str, name: str) -> tuple[ModuleType, Path | None, str | None]:
+    with _importable(Path.cwd()), _told(spec, None):
+        file = _find(spec, name)
+        module = importlib.import_module(name)
+    return module, None, hashlib.sha256(_read(spec, file)).hexdigest() if file else None
+
+
+def _from_file(spec: str, path: Path) -> tuple[ModuleType, Path, str]:
+    source, path = _read(spec, path), path.resolve()
+    digest = hashlib.sha256(source).hexdigest()
+    name = f"qtool_factory_{path.stem}_{hashlib.sha256(f'{path}:{digest}'.encode()).hexdigest()[:12]}"
+    if name not in sys.modules:
+        module = ModuleType(name)
+        module.__file__ = str(path)
+        sys.modules[name] = module  # before executing: dataclasses look their own module up
+        try:
+            with _importable(path.parent), _told(spec, path):
+                exec(compile(source, str(path), "exec"), vars(module))
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name], path, digest
+
+
+def _read(spec: str, path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        beside = [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        do = nearest(path.name, beside) if beside else "check the path"
+        got = "no such file" if isinstance(error, FileNotFoundError) else str(error.strerror)
+        raise UsageError(f"factory '{spec}'", f"a Python file '{path}'", got, do) from error
+
+
+@contextmanager
+def _importable(folder: Path) -> Iterator[None]:
+    """Lets the user's code import what lies beside it, as ``python file.py`` would, and only meanwhile."""
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        if str(folder) in sys.path:
+            sys.path.remove(str(folder))
+
+
+@contextmanager
+def _told(spec: str, file: Path | None) -> Iterator[None]:
+    """Turns an exception of the user's code into one line that says where it was raised."""
+    try:
+        yield
+    except QtoolError:
+        raise
+    except Exception as error:
+        raise QtoolError(
+            f"factory '{spec}'", "no exception", f"{type(error).__name__}: {error} ({_line(error, file)})",
+            "correct that line",
+        ) from error  # fmt: skip
+
+
+def _line(error: Exception, file: Path | None) -> str:
+    """``file:line`` of the innermost frame in the user's file, or of the innermost frame at all."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if file and frame.filename == str(file)]
+    frame = (own or frames)[-1]
+    return f"{frame.filename}:{frame.lineno}"

@@ -1,0 +1,237 @@
+"""From typed recipes to command-line options, and from anything that goes wrong to one line.
+
+The options of a command are the fields of its dataclasses in :mod:`qtool.recipe`: the name, the help,
+the default, the choices and the bounds are written once, there. A tuple takes a comma list or the option
+several times, a table takes ``PATTERN=VALUE`` several times, and ``none`` switches an optional one off.
+
+:class:`Program` is the one place where exceptions become exit codes. Whatever is raised below it, a wrong
+option or a full disk, reaches the user as ``qtool: error: where: expected …; got …; do this`` on stderr,
+with the traceback before it if ``--debug`` was given. With ``--json`` the same four parts also go to
+stdout, so that a script reads one JSON object whatever happened.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import errno
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
+
+import click
+from click.core import ParameterSource
+
+from qtool.errors import QtoolError, UsageError, nearest, one_line
+from qtool.recipe import check, flag, inner_type
+
+Decorated = TypeVar("Decorated", bound=Callable[..., Any])
+INTERRUPTED = 130
+
+
+class Flag(click.Option):
+    """An option that knows the heading it is listed under."""
+
+    def __init__(self, *args: Any, section: str = "Options", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.section = section
+
+
+class FieldType(click.ParamType):  # type: ignore[type-arg]  # generic only since click 8.4
+    """Text from the command line as the type of one config field, checked as a recipe's value would be."""
+
+    name = "value"
+
+    def __init__(self, key: str, hint: Any, metadata: Mapping[str, Any]) -> None:
+        self.key, self.hint, self.metadata = key, hint, metadata
+        self.kind, self.optional = inner_type(hint)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        parsed = _parsed(value, self.kind, flag(self.key)) if isinstance(value, str) else value
+        if self.optional and value == "none":
+            parsed = None
+        return check(parsed, self.hint, self.metadata, flag(self.key))
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
+        choices = self.metadata["choices"]
+        item = "|".join(choices) if choices else {int: "N", float: "X"}.get(_item_type(self.kind), "TEXT")
+        return {tuple: f"{item},…", dict: f"PATTERN={item}"}.get(get_origin(self.kind), item)
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[click.shell_completion.CompletionItem]:
+        return [click.shell_completion.CompletionItem(c) for c in self.metadata["choices"] if c.startswith(incomplete)]
+
+
+def _item_type(kind: Any) -> Any:
+    return get_args(kind)[0] if get_origin(kind) is tuple else kind
+
+
+def _parsed(text: str, kind: Any, where: str) -> Any:
+    """Text as ``kind`` where it can be read so; else the text itself, which the check then refuses by name."""
+    if get_origin(kind) is tuple:
+        return tuple(_parsed(part.strip(), get_args(kind)[0], where) for part in text.split(",") if part.strip())
+    if get_origin(kind) is dict:
+        pattern, equals, value = text.partition("=")
+        if not equals:
+            raise UsageError(where, "PATTERN=VALUE", repr(text), "write the module pattern, '=' and the value")
+        return {pattern: value}
+    try:
+        return kind(text) if kind in (int, float) else text
+    except ValueError:
+        return text
+
+
+def field_options(
+    kind: type, section: str, *, skip: Sequence[str] = (), required: Sequence[str] = ()
+) -> Callable[[Decorated], Decorated]:
+    """A decorator that gives a command one option per field of ``kind`` (nested tables and ``skip`` left out)."""
+    hints = get_type_hints(kind)
+
+    def decorate(function: Decorated) -> Decorated:
+        for field in reversed(dataclasses.fields(kind)):
+            if field.name not in skip and not dataclasses.is_dataclass(hints[field.name]):
+                function = _field_option(field, hints[field.name], section, field.name in required)(function)
+        return function
+
+    return decorate
+
+
+def _field_option(
+    field: dataclasses.Field[Any], hint: Any, section: str, required: bool
+) -> Callable[[Decorated], Decorated]:
+    name = "--" + field.name.replace("_", "-")
+    default = None if required or field.default is dataclasses.MISSING else field.default
+    shown = f"{field.metadata['help']}{_default_note(default)}"
+    if hint is bool:
+        return click.option(f"{name}/--no-{name[2:]}", field.name, cls=Flag, section=section, default=None, help=shown)
+    multiple = get_origin(inner_type(hint)[0]) in (tuple, dict)
+    kind = FieldType(field.name, hint, field.metadata)
+    return click.option(
+        name, field.name, cls=Flag, section=section, type=kind, multiple=multiple, required=required, help=shown
+    )
+
+
+def _default_note(default: Any) -> str:
+    if default is None or default == ():
+        return ""
+    if isinstance(default, tuple):
+        return f" [default: {','.join(map(str, default))}]"
+    return f" [default: {str(default).lower() if isinstance(default, bool) else default}]"
+
+
+def given(ctx: click.Context, kind: type) -> dict[str, Any]:
+    """The fields of ``kind`` that were set on the command line, and no others: defaults stay the config's own."""
+    names = [f.name for f in dataclasses.fields(kind) if f.name in ctx.params]
+    return {n: _merged(ctx.params[n]) for n in names if ctx.get_parameter_source(n) is ParameterSource.COMMANDLINE}
+
+
+def _merged(value: Any) -> Any:
+    """Several uses of one option as one value: tuples joined, tables united."""
+    if not isinstance(value, tuple):
+        return value
+    if None in value:
+        return None
+    if isinstance(value[0], Mapping):
+        return {key: item for table in value for key, item in table.items()}
+    return tuple(item for part in value for item in part)
+
+
+class Command(click.Command):
+    """A command whose options are listed under headings and whose help ends in an example."""
+
+    def __init__(self, *args: Any, example: str = "", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.example = example
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            if isinstance(param, click.Option) and (record := param.get_help_record(ctx)):
+                sections.setdefault(getattr(param, "section", "Options"), []).append(record)
+        for section, records in sorted(sections.items(), key=lambda item: item[0] == "Output"):
+            with formatter.section(section):
+                formatter.write_dl(records, col_max=34)
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        if self.example:
+            with formatter.section("Example"):
+                for line in self.example.splitlines():
+                    formatter.write(f"  {line}\n")
+
+
+class Program(click.Group):
+    """The whole command line: unknown names get the nearest valid one, and every failure is one line."""
+
+    command_class = Command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and not ctx.resilient_parsing and not args[0].startswith("-") and args[0] not in self.commands:
+            raise UsageError("qtool", "a command", repr(args[0]), nearest(args[0], self.commands))
+        return super().resolve_command(ctx, args)
+
+    def main(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, prog_name: str | None = "qtool", **extra: Any
+    ) -> NoReturn:
+        """Runs a command line and leaves with its exit code; click's own error pages are never shown."""
+        arguments = list(sys.argv[1:] if args is None else args)
+        extra["standalone_mode"] = False
+        try:
+            code = super().main(arguments, prog_name, **extra)
+            sys.exit(code if isinstance(code, int) else 0)
+        except click.Abort:
+            click.echo("qtool: interrupted; run the same command again and it resumes from what is finished", err=True)
+            sys.exit(INTERRUPTED)
+        except click.exceptions.NoArgsIsHelpError as error:
+            click.echo(error.format_message(), err=True)
+            sys.exit(UsageError.exit_code)
+        except Exception as error:
+            sys.exit(_fail(error, arguments))
+
+
+def _fail(error: Exception, arguments: Sequence[str]) -> int:
+    """Tells the error and returns the exit code. Looks for its flags in the raw words: parsing may have failed."""
+    if "--debug" in arguments:
+        import traceback
+
+        traceback.print_exception(error)
+    told = explain(error)
+    click.echo(f"qtool: error: {told}", err=True)
+    if "--json" in arguments:
+        parts = {"where": told.where, "expected": told.expected, "got": told.got, "do": told.do}
+        click.echo(json.dumps({"error": {**parts, "exit_code": told.exit_code}}))
+    return told.exit_code
+
+
+def explain(error: Exception) -> QtoolError:
+    """Any exception as a QtoolError: what the user can act on, and for a defect how to see its traceback."""
+    if isinstance(error, QtoolError):
+        return error
+    if isinstance(error, click.ClickException):
+        return _usage(error)
+    name = type(error).__name__
+    if isinstance(error, MemoryError) or name == "OutOfMemoryError":
+        return QtoolError("memory", "enough to go on", one_line(f"{name} {error}"), "use a smaller batch size")
+    if isinstance(error, OSError):
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        do = "free space on that disk and run the same command again" if full else "check the path and its permissions"
+        where = f"'{error.filename}'" if error.filename else "a file"
+        return QtoolError(where, "to read or write it", f"{name}: {error.strerror or error}", do)
+    got = one_line(f"{name}: {error}")
+    return QtoolError("qtool", "no internal error", got, "run it again with --debug for the traceback and report it")
+
+
+def _usage(error: click.ClickException) -> UsageError:
+    ctx = getattr(error, "ctx", None)
+    where = ctx.command_path if ctx else "qtool"
+    see = f"see '{where} --help'"
+    if isinstance(error, click.NoSuchOption):
+        close = difflib.get_close_matches(error.option_name, error.possibilities or (), n=1, cutoff=0.0)
+        return UsageError(where, "a known option", error.option_name, f"did you mean {close[0]}?" if close else see)
+    if isinstance(error, click.MissingParameter) and error.param:
+        name = error.param.opts[0] if isinstance(error.param, click.Option) else error.param.make_metavar(error.ctx)  # type: ignore[arg-type]
+        return UsageError(where, name, "nothing", see)
+    return UsageError(where, "a valid command line", one_line(error.format_message()).rstrip("."), see)

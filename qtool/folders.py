@@ -1,0 +1,166 @@
+"""Encoded images: folders of image files, and the sets of the ``datasets`` library.
+
+Each read decodes with Pillow, so that a set larger than memory can be used; what a set weighs is its list of names.
+Images are grey if the first one is, colour otherwise. Without a size, all must have the size of the first; with one,
+the shorter side is brought to it (bilinear with antialiasing, as Pillow does) and the centre is cut out.
+
+Left out on purpose: decoding in parallel, and the other sizes and crops of the world; a factory can have them all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qtool.datasets import Images, Labels, absent
+from qtool.errors import QtoolError, UsageError, nearest
+
+SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
+Open = Callable[[int], Any]  # position -> PIL.Image
+
+
+def read_imagefolder(text: str) -> tuple[dict[str, Images], tuple[str, ...]]:
+    """``train``, ``test`` and perhaps ``validation`` (or ``val``) from ``DIR[:SIZE]``, and the class names, sorted.
+
+    The content is named by the files' names and sizes in bytes; the pixels are not hashed.
+    """
+    place, _, size = text.rpartition(":")
+    path, side = (Path(place), int(size)) if place and size.isdecimal() else (Path(text), None)
+    if side == 0:
+        raise UsageError(f"data 'imagefolder:{text}'", "a size of at least 1", "0", "write for example :224")
+    folders = {part: path / part for part in ("train", "test", "validation", "val")}
+    folders = {part: folder for part, folder in folders.items() if part in ("train", "test") or folder.is_dir()}
+    names = tuple(_classes(folders["train"]))
+    like: list[str] = []
+    parts = {part.replace("val", "validation") if part == "val" else part: _folder(folder, names, side, like)
+             for part, folder in folders.items()}  # fmt: skip
+    return parts, names
+
+
+def _classes(folder: Path) -> list[str]:
+    if not folder.is_dir():
+        raise absent(folder, "a folder")
+    names = sorted(p.name for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
+    if not names:
+        raise QtoolError(f"'{folder}'", "a folder for each class", "none", "sort the images into class folders")
+    return names
+
+
+def _folder(folder: Path, names: tuple[str, ...], side: int | None, like: list[str]) -> Images:
+    files: list[Path] = []
+    labels: list[int] = []
+    for name in _classes(folder):
+        if name not in names:
+            raise QtoolError(f"'{folder}'", "the classes of the training part", f"'{name}'", nearest(name, names))
+        found = sorted(p for p in (folder / name).rglob("*") if p.suffix.lower() in SUFFIXES)
+        files += found
+        labels += [names.index(name)] * len(found)
+    if not files:
+        raise QtoolError(f"'{folder}'", f"image files ({', '.join(SUFFIXES)})", "none", "check the folder")
+    listing = [f"{file.relative_to(folder).as_posix()} {file.stat().st_size}" for file in files]
+    image = _pillow()
+    return decoded(
+        lambda i: image.open(files[i]), lambda i: f"'{files[i]}'", np.array(labels), side, like,
+        hashlib.sha256("\n".join([f"size {side}", *listing]).encode()).hexdigest(),
+    )  # fmt: skip
+
+
+def decoded(
+    open_image: Open, where: Callable[[int], str], labels: Labels, side: int | None, like: list[Any], sha256: str
+) -> Images:
+    """Images that are decoded as they are read. ``like``, empty at first, gets the set's mode and size."""
+    image = _pillow()
+    ops = importlib.import_module("PIL.ImageOps")
+
+    def pixels(index: int) -> Any:
+        try:
+            with open_image(index) as opened:
+                picture = ops.exif_transpose(opened)
+                mode = like[0] if like else ("L" if picture.mode in ("1", "L") else "RGB")
+                if mode == "L" and picture.mode not in ("1", "L"):
+                    raise QtoolError(where(index), "a grey image, as the first one", picture.mode, "convert one or all")
+                picture = picture.convert(mode)
+                picture = picture if side is None else ops.fit(picture, (side, side), image.Resampling.BILINEAR)
+        except (OSError, SyntaxError, ValueError) as error:
+            raise QtoolError(
+                where(index), "an image that Pillow decodes", str(error), "remove or replace it"
+            ) from error
+        found = [mode, picture.size]
+        like.extend(found[len(like) :])
+        if found != like:
+            got = "{}×{} pixels".format(*picture.size)
+            raise QtoolError(
+                where(index), "{}×{} pixels, as the first".format(*like[1]), got, "append :SIZE to the spec"
+            )
+        array = np.array(picture)
+        return array[None] if array.ndim == 2 else array.transpose(2, 0, 1)
+
+    def read(rows: Tensor) -> Tensor:
+        return torch.from_numpy(np.stack([pixels(i) for i in rows.tolist()]))
+
+    channels, height, width = read(torch.tensor([0]))[0].shape
+    resize = "exact" if side is None else "shorter-side"
+    return Images(read, labels, (channels, height, width), sha256, resize, decoded=True)
+
+
+def read_hub(text: str) -> tuple[dict[str, Images], tuple[str, ...] | None]:
+    """The parts of ``NAME[:SPLIT]`` of the ``datasets`` library; SPLIT (``train[:2000]``, say) is what is trained on.
+
+    The set needs one image column and one of class labels. Without a ``test`` split, ``validation`` is judged as the
+    test part, and the validation part is then held out of the training part like any other's.
+    """
+    name, _, split = text.partition(":")
+    library = optional("datasets", f"data 'hf:{text}'", "qtool[datasets]")
+    try:
+        whole = library.load_dataset(name)
+        train = library.load_dataset(name, split=split) if split else whole.get("train")
+    except Exception as error:
+        raise QtoolError(
+            f"data 'hf:{text}'", "a set that opens", f"{type(error).__name__}: {error}", "check it"
+        ) from error
+    test = "test" if "test" in whole else "validation"
+    if train is None or test not in whole:
+        got = ", ".join(whole) or "none"
+        raise QtoolError(f"data 'hf:{text}'", "a train and a test split", got, "use a factory to split it")
+    splits = {"train": train, "test": whole[test]}
+    if test == "test" and "validation" in whole:
+        splits["validation"] = whole["validation"]
+    image, label, names = _columns(text, train)
+    like: list[Any] = []
+    return {part: _split(f"hf:{text}, {part}", rows, image, label, like) for part, rows in splits.items()}, names
+
+
+def _columns(text: str, rows: Any) -> tuple[str, str, tuple[str, ...] | None]:
+    kinds = {column: type(feature).__name__ for column, feature in rows.features.items()}
+    images = [column for column, kind in kinds.items() if kind == "Image"]
+    labels = [column for column, kind in kinds.items() if kind == "ClassLabel"]
+    if len(images) != 1 or len(labels) != 1:
+        got = ", ".join(f"{column}: {kind}" for column, kind in kinds.items())
+        raise QtoolError(f"data 'hf:{text}'", "one Image and one ClassLabel column", got, "use a factory")
+    return images[0], labels[0], tuple(rows.features[labels[0]].names)
+
+
+def _split(where: str, rows: Any, image: str, label: str, like: list[Any]) -> Images:
+    labels = np.array(rows[label], dtype=np.int64)
+    digest = hashlib.sha256(f"{where} {getattr(rows, '_fingerprint', '')} {len(labels)}".encode() + labels.tobytes())
+    return decoded(lambda i: rows[i][image], lambda i: f"{where}[{i}]", labels, None, like, digest.hexdigest())
+
+
+def _pillow() -> Any:
+    optional("PIL", "image files", "pillow")
+    return importlib.import_module("PIL.Image")
+
+
+def optional(module: str, where: str, package: str) -> Any:
+    """A module that need not be there, imported. Raises QtoolError naming the package that brings it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise QtoolError(where, f"the package '{module}'", str(error), f"run: pip install '{package}'") from error

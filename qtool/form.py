@@ -1,0 +1,196 @@
+"""The quantized form: what quantization hands to exporting, inspection and measurement.
+
+A ``QuantizedModel`` is a graph in which quantization is explicit: integers are made by
+``quantized_decomposed.quantize_per_tensor`` and read by ``dequantize_per_tensor``; weights and biases
+are integer constants behind ``dequantize_per_channel``. Between a dequantize and the next quantize
+stands one *unit*: a convolution with its folded batch-norm and activation, a residual sum, a pooling.
+The ``Plan`` beside the graph lists every unit, integer or float, with the reason where it is float.
+
+The form is stored as three files of one folder: ``int8.pt2`` (``torch.export``), ``float.pt2`` (the
+float model it was made from, for baselines and comparison) and the plan inside ``quantize.json``.
+No code in a ``.pt2`` is ever run; see ``pt2_files.py``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from qtool.errors import QtoolError
+from qtool.nested import call, map_tensors, tensors
+from qtool.pt2_files import load_program, save_program
+
+quantized = torch.ops.quantized_decomposed
+QUANTIZE = (quantized.quantize_per_tensor.default, quantized.quantize_per_channel.default)
+DEQUANTIZE = (quantized.dequantize_per_tensor.default, quantized.dequantize_per_channel.default)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Operators that the target runs as one kernel, or one operator that stays in float.
+
+    ``name`` is unique in a plan and is the module path where there is one. ``kind`` is the placement
+    table's word (conv, linear, add, …). ``modules`` are the paths of what was fused.
+    """
+
+    name: str
+    kind: str
+    modules: tuple[str, ...] = ()
+    integer: bool = True
+    reason: str = ""
+    weight_bits: int | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is integer, what is float and why, for one target."""
+
+    target: str
+    units: tuple[Unit, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def integer_units(self) -> tuple[Unit, ...]:
+        """The units that the target is to run in integers."""
+        return tuple(unit for unit in self.units if unit.integer)
+
+    @property
+    def float_units(self) -> tuple[Unit, ...]:
+        """The units left in float, each with its reason."""
+        return tuple(unit for unit in self.units if not unit.integer)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The plan as plain values for JSON."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, value: Mapping[str, Any]) -> Plan:
+        """The plan that ``as_dict`` wrote."""
+        units = (Unit(**{**unit, "modules": tuple(unit["modules"])}) for unit in value["units"])
+        return cls(value["target"], tuple(units), tuple(value.get("notes", ())))
+
+
+@dataclass
+class QuantizedModel:
+    """A quantized graph, the float graph it stands for, and the plan of what is integer.
+
+    ``graph`` and ``float_graph`` take the same inputs, batch first; ``float_graph`` is None only for a
+    model that arrived already quantized. ``example`` is one batch of inputs (a tensor, a tuple of
+    arguments or a dict of keyword arguments). ``ranges`` maps each quantized tensor's name to the range
+    it was given and the observer state that the range was read from.
+    """
+
+    graph: GraphModule
+    plan: Plan
+    example: Any
+    float_graph: GraphModule | None = None
+    ranges: dict[str, Any] = field(default_factory=dict)
+
+    def __call__(self, inputs: Any) -> Any:
+        """Runs the quantized graph on a batch of inputs, integers simulated in float32.
+
+        Raises QtoolError for inputs of another number, size or type than the graph's.
+        """
+        check_inputs(self.graph, inputs, "inputs")
+        with torch.no_grad():
+            return call(self.graph, inputs)
+
+    def save(self, folder: Path) -> dict[str, Path]:
+        """Writes ``int8.pt2`` (and ``float.pt2``) into ``folder``; returns the files by name."""
+        files = {"int8": folder / "int8.pt2"}
+        save_graph(self.graph, self.example, files["int8"])
+        if self.float_graph is not None:
+            files["float"] = folder / "float.pt2"
+            save_graph(self.float_graph, self.example, files["float"])
+        return files
+
+    @classmethod
+    def load(cls, folder: Path, plan: Plan) -> QuantizedModel:
+        """Reads what ``save`` wrote. Raises QtoolError on a damaged or unsafe file."""
+        program = load_program(folder / "int8.pt2")
+        float_path = folder / "float.pt2"
+        args, kwargs = program.example_inputs
+        example: Any = kwargs or (args[0] if len(args) == 1 else args)
+        float_graph = as_graph(load_program(float_path)) if float_path.exists() else None
+        return cls(as_graph(program), plan, example, float_graph)
+
+
+def as_graph(program: torch.export.ExportedProgram) -> GraphModule:
+    """The program as a graph module without shape guards."""
+    module = program.module(check_guards=False)
+    assert isinstance(module, GraphModule)
+    return module
+
+
+def to_program(model: torch.nn.Module, example: Any) -> torch.export.ExportedProgram:
+    """Exports ``model`` with a dynamic first dimension of every input tensor.
+
+    ``example`` is a batch of inputs: a tensor, a tuple of arguments or a dict of keyword arguments.
+    """
+    args, kwargs = arguments(map_tensors(_at_least_two, example))
+    with torch.no_grad():
+        return torch.export.export(model, args, kwargs or None, dynamic_shapes=_dynamic(kwargs or args))
+
+
+def check_inputs(graph: GraphModule, inputs: Any, where: str) -> None:
+    """Raises QtoolError, naming ``where``, unless ``inputs`` have the graph's number, types and sizes (batch aside)."""
+    nodes = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    kinds = [(str(node.target), node.meta["val"]) for node in nodes if isinstance(node.meta.get("val"), torch.Tensor)]
+    given = list(tensors(inputs))
+    if isinstance(inputs, Mapping) and all(name in inputs for name, _ in kinds):
+        given = [inputs[name] for name, _ in kinds]
+    if len(given) != len(kinds) and kinds:
+        names = ", ".join(name for name, _ in kinds)
+        raise QtoolError(where, f"{len(kinds)} input tensors ({names})", str(len(given)), "pass what the model takes")
+    for (name, value), tensor in zip(kinds, given, strict=False):
+        if tensor.dtype != value.dtype or not _fits(tensor.shape, value.shape):
+            raise QtoolError(
+                f"{where}, '{name}'", _describe(value), _describe(tensor),
+                "use data of the size that the model was captured with",
+            )  # fmt: skip
+
+
+def _fits(shape: torch.Size, wanted: torch.Size) -> bool:
+    sizes = [(size, fixed) for size, fixed in zip(shape, wanted, strict=False) if isinstance(fixed, int)]
+    return len(shape) == len(wanted) and all(size == fixed for size, fixed in sizes)
+
+
+def _describe(value: torch.Tensor) -> str:
+    sizes = " × ".join(str(size) if isinstance(size, int) else "N" for size in value.shape)
+    return f"{str(value.dtype).removeprefix('torch.')} of {sizes or 'one value'}"
+
+
+def arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A batch of inputs as the positional and keyword arguments of a model."""
+    if isinstance(example, Mapping):
+        return (), dict(example)
+    return (tuple(example) if isinstance(example, tuple | list) else (example,)), {}
+
+
+def _at_least_two(value: torch.Tensor) -> torch.Tensor:
+    return torch.cat([value, value]) if value.dim() and value.shape[0] == 1 else value
+
+
+def _dynamic(value: Any) -> Any:
+    """The structure of ``value`` with a dynamic first dimension for each tensor and None for anything else."""
+    if isinstance(value, Mapping):
+        return {key: _dynamic(item) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return type(value)(_dynamic(item) for item in value)
+    return {0: torch.export.Dim.DYNAMIC} if isinstance(value, torch.Tensor) and value.dim() else None
+
+
+def save_graph(graph: GraphModule, example: Any, path: Path) -> None:
+    """Writes a graph as ``.pt2``, atomically."""
+    save_program(to_program(graph, map_tensors(torch.clone, example)), path)  # a view would bring its whole storage
+
+
+def quantize_nodes(graph: GraphModule) -> list[Node]:
+    """The activation quantize nodes of a quantized graph, in order."""
+    return [node for node in graph.graph.nodes if node.target is quantized.quantize_per_tensor.default]

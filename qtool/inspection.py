@@ -1,0 +1,106 @@
+"""What is inside a file, told as plain values: an ONNX model, a ``.pt2``, weights, or a stage's result.
+
+Any ONNX file can be read, not only those made here. What is counted is the file as it stands; what a
+runtime makes of it (fusions, kernels) is the benchmark's and the export gates' to say.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from qtool.errors import QtoolError, UsageError, nearest, one_line
+
+MIB = 2**20
+
+
+def describe(path: Path) -> dict[str, Any]:
+    """The file's kind, its size, and what that kind holds. Raises QtoolError where it cannot be read."""
+    if not path.is_file():
+        beside = [p.name for p in path.parent.iterdir() if p.suffix in KINDS] if path.parent.is_dir() else []
+        do = nearest(path.name, beside) if beside else "check the path"
+        raise UsageError(f"artifact '{path}'", "a file or a run directory", "neither", do)
+    if path.suffix not in KINDS:
+        raise UsageError(f"artifact '{path}'", f"one of {', '.join(KINDS)}", repr(path.suffix), "name such a file")
+    try:
+        found = KINDS[path.suffix](path)
+    except QtoolError:
+        raise
+    except Exception as error:
+        got = one_line(f"{type(error).__name__}: {error}")[:200]
+        raise QtoolError(
+            f"artifact '{path}'", f"a whole {path.suffix} file", got, "make or download it again"
+        ) from error
+    return {"file": path.name, "size_mib": path.stat().st_size / MIB, **found}
+
+
+def _onnx(path: Path) -> dict[str, Any]:
+    import onnx
+
+    model = onnx.load(path, load_external_data=False)
+    graph = model.graph
+    weights = Counter(onnx.TensorProto.DataType.Name(tensor.data_type) for tensor in graph.initializer)
+    return {
+        "kind": "onnx",
+        "producer": f"{model.producer_name} {model.producer_version}".strip(),
+        "opset": {entry.domain or "ai.onnx": entry.version for entry in model.opset_import},
+        "inputs": {value.name: _onnx_shape(value) for value in graph.input},
+        "outputs": {value.name: _onnx_shape(value) for value in graph.output},
+        "operators": dict(Counter(node.op_type for node in graph.node).most_common()),
+        "num_initializers": {name.lower(): count for name, count in weights.items()},
+        "metadata": {entry.key: entry.value for entry in model.metadata_props},
+    }
+
+
+def _onnx_shape(value: Any) -> list[int | str]:
+    dims = value.type.tensor_type.shape.dim
+    return [dim.dim_param or dim.dim_value for dim in dims]
+
+
+def _program(path: Path) -> dict[str, Any]:
+    from qtool.form import QUANTIZE, as_graph
+    from qtool.pt2_files import load_program
+
+    graph = as_graph(load_program(path))
+    operators = Counter(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+    return {
+        "kind": "pt2",
+        "operators": dict(operators.most_common()),
+        "num_quantizers": sum(node.target in QUANTIZE for node in graph.graph.nodes),
+        "tensors": _summary(graph.state_dict()),
+    }
+
+
+def _weights(path: Path) -> dict[str, Any]:
+    from safetensors.torch import load_file
+
+    return {"kind": "safetensors", "tensors": _summary(load_file(path))}
+
+
+def _summary(state: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: {"dtype": str(t.dtype).removeprefix("torch."), "shape": list(t.shape), **_range(t)}
+        for name, t in state.items()
+        if hasattr(t, "dtype")
+    }
+
+
+def _range(tensor: Any) -> dict[str, float]:
+    values = tensor.detach().double()
+    return {"min": values.min().item(), "max": values.max().item()} if values.numel() else {}
+
+
+def _result(path: Path) -> dict[str, Any]:
+    value = json.loads(path.read_text(encoding="utf-8"))
+    return {"kind": "result", "content": value}
+
+
+KINDS: dict[str, Callable[[Path], dict[str, Any]]] = {
+    ".onnx": _onnx,
+    ".pt2": _program,
+    ".safetensors": _weights,
+    ".json": _result,
+}

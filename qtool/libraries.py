@@ -1,0 +1,110 @@
+"""Models of other libraries, by their names there: torchvision, timm and transformers, each an optional extra.
+
+Without ``pretrained`` a library gives its architecture with random weights; nothing is downloaded but, for
+transformers, the configuration that a hub name stands for. Left out on purpose: a number of input channels that a
+library's own constructor does not offer.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from qtool.errors import QtoolError, UsageError, nearest, one_line
+
+Builder = Callable[[str, int | None, int | None, bool], nn.Module]
+
+
+def torchvision_model(name: str, num_classes: int | None, in_channels: int | None, pretrained: bool) -> nn.Module:
+    """A torchvision classifier; where it is pretrained for other classes, its last layer alone starts afresh."""
+    library = _imported("torchvision.models", "torchvision", "vision")
+    _known("torchvision", name, library.list_models())
+    if in_channels not in (None, 3):
+        raise QtoolError(f"model 'torchvision:{name}'", "images of 3 channels", str(in_channels), "use colour images")
+    kwargs = {} if num_classes is None else {"num_classes": num_classes}
+    model: nn.Module = _built("torchvision", name, lambda: library.get_model(name, weights=None, **kwargs))
+    if pretrained:
+        given = _built("torchvision", name, lambda: library.get_model(name, weights="DEFAULT")).state_dict()
+        own = model.state_dict()
+        model.load_state_dict(
+            {key: value for key, value in given.items() if own[key].shape == value.shape}, strict=False
+        )
+    return model
+
+
+def timm_model(name: str, num_classes: int | None, in_channels: int | None, pretrained: bool) -> nn.Module:
+    """A timm model, with timm's own handling of classes and channels."""
+    library = _imported("timm", "timm", "vision")
+    _known("timm", name.partition(".")[0], library.list_models())
+    model: nn.Module = _built(
+        "timm", name,
+        lambda: library.create_model(name, pretrained=pretrained, num_classes=num_classes, in_chans=in_channels or 3),
+    )  # fmt: skip
+    return model
+
+
+class Logits(nn.Module):
+    """A transformers model whose output is the logits alone, a tensor."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model(*args, **kwargs).logits
+
+
+def transformers_model(name: str, num_classes: int | None, in_channels: int | None, pretrained: bool) -> nn.Module:
+    """The architecture that the configuration of ``name`` (a hub name or a folder) records, giving logits."""
+    library = _imported("transformers", "transformers", "text")
+    kwargs = {} if num_classes is None else {"num_labels": num_classes}
+
+    def build() -> nn.Module:
+        config = library.AutoConfig.from_pretrained(name, **kwargs)
+        kind = getattr(library, (config.architectures or ["none recorded"])[0])
+        if pretrained:
+            return Logits(kind.from_pretrained(name, config=config, ignore_mismatched_sizes=True))
+        return Logits(kind(config))
+
+    model: nn.Module = _built("transformers", name, build)
+    return model
+
+
+def _imported(module: str, package: str, extra: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except (ImportError, RuntimeError) as error:  # a build that does not fit torch's raises RuntimeError
+        raise QtoolError(
+            f"the package '{package}'", "that it imports", str(error), f"run: pip install 'qtool[{extra}]'"
+        ) from error
+
+
+def _known(library: str, name: str, names: list[str]) -> None:
+    if name not in names:
+        do = nearest(name, names) if len(names) < 20 else _close(name, names)
+        raise UsageError(f"model '{library}:{name}'", f"a model of {library}", "none of that name", do)
+
+
+def _close(name: str, names: list[str]) -> str:
+    found = nearest(name, names)
+    return found if found.startswith("did") else "list them with the library's list_models()"
+
+
+def _built(library: str, name: str, build: Callable[[], Any]) -> Any:
+    try:
+        return build()
+    except Exception as error:
+        got = f"{type(error).__name__}: {one_line(error)[:300]}"
+        raise QtoolError(
+            f"model '{library}:{name}'", "a model that builds", got, "check the name and its needs"
+        ) from error
+
+
+LIBRARIES: dict[str, Builder] = {
+    "torchvision": torchvision_model,
+    "timm": timm_model,
+    "transformers": transformers_model,
+}

@@ -1,0 +1,347 @@
+"""The training loop: epochs, validation, early stopping, and a resume that changes nothing.
+
+Training and quantization-aware training both stand on :func:`fit`. It knows about data order, schedule,
+hooks and checkpoints; the step itself is ``qtool.step``, and every technique is in its Setup.
+
+Exact resume. A run that was killed and started again gives, bit for bit, what an undisturbed one gives.
+All that the next step depends on is in the checkpoint: parameters and buffers, optimizer, gradient
+scaler, random generators, hooks, early stopping, and the place in the data (``qtool.order``). The
+learning rate is a function of the step and needs no state. A checkpoint is written after each epoch, and every
+``checkpoint_every`` steps; a checkpoint of another recipe is refused.
+
+Left out on purpose: validation within an epoch, and more than one learning rate.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import nn
+
+from qtool import checkpoint, recipe
+from qtool.data import batches
+from qtool.devices import memory_used
+from qtool.errors import QtoolError, UsageError
+from qtool.evaluate import evaluate
+from qtool.nested import call, to_float32
+from qtool.nonfinite import first_bad_layer, first_bad_parameter
+from qtool.order import Batches, Order
+from qtool.recipe import TrainConfig
+from qtool.step import LossFunction, NotFinite, Setup, Step, learning_rate, plain
+from qtool.tasks import Task
+
+_FREE = ("device", "checkpoint_every")
+"""Keys of a recipe that may differ when a run is resumed."""
+
+
+class HasParts(Protocol):
+    """What ``fit`` needs of a data set: map-style ``train`` and ``validation``, or batches (see :class:`Batches`)."""
+
+    @property
+    def train(self) -> Any: ...
+    @property
+    def validation(self) -> Any: ...
+
+
+class Hooks:
+    """What a caller may do around the steps; the methods here are the defaults. Subclass and override."""
+
+    def mode(self, model: nn.Module, training: bool) -> None:
+        """Switches the model to training or evaluation (captured graphs need another way than ``train()``)."""
+        model.train(training)
+
+    def before_step(self, model: nn.Module, step: int, total: int) -> None:
+        """Called before step ``step`` of ``total``, after ``mode``, and again for the first step after a resume.
+
+        What it does to the model has to follow from ``step`` and its own state alone, or be in ``state_dict``.
+        """
+
+    def after_epoch(self, model: nn.Module, epoch: int, metrics: Mapping[str, float]) -> None:
+        """Called after each epoch's validation, before its checkpoint."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resume has to give back (numbers, texts, tensors, in dicts and lists)."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes what ``state_dict`` gave."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run is, after each step. ``memory_bytes``: see ``qtool.devices.memory_used``."""
+
+    step: int
+    total_steps: int
+    epoch: int
+    loss: float
+    learning_rate: float
+    memory_bytes: int
+    metrics: Mapping[str, float]
+
+
+@dataclass
+class History:
+    """What happened: one loss per step, one dict of metrics per epoch."""
+
+    losses: list[float] = field(default_factory=list)
+    epochs: list[dict[str, float]] = field(default_factory=list)
+    skipped_steps: int = 0
+    best_epoch: int | None = None
+    best_metric: float | None = None
+    stopped_early: bool = False
+    seconds: float = 0.0
+
+    @property
+    def steps(self) -> int:
+        return len(self.losses)
+
+
+def fit(
+    model: nn.Module,
+    data: HasParts,
+    task: Task,
+    config: TrainConfig,
+    *,
+    setup: Setup | None = None,
+    hooks: Hooks | None = None,
+    loss_fn: LossFunction | None = None,
+    out: Path | None = None,
+    resume: bool = True,
+    progress: Callable[[Progress], None] | None = None,
+    identity: Mapping[str, str] | None = None,
+) -> History:
+    """Trains ``model`` in place and leaves it in evaluation mode; with early stopping, with its best weights.
+
+    ``setup`` holds the techniques (by default none; the caller closes what it gives), ``loss_fn`` replaces
+    the task's loss, ``out/checkpoints`` takes the checkpoints, ``identity`` names what else must be the
+    same for a checkpoint to be resumed. The caller's random generators are left as they were.
+
+    Raises QtoolError where the loss is not finite (step, learning rate, first bad layer, last checkpoint),
+    where a checkpoint is damaged or from another recipe, or where the disk is full.
+    """
+    own = plain(model, config) if setup is None else None
+    hooks = hooks or Hooks()
+    try:
+        with checkpoint.seeded(config.seed):
+            run = _Run(data, task, config, setup or own, hooks, loss_fn or task_loss(task), out, progress, identity)  # type: ignore[arg-type]
+            return run.run(resume)
+    finally:
+        hooks.mode(model, False)
+        if own is not None:
+            own.close()
+
+
+def task_loss(task: Task) -> LossFunction:
+    """The loss of a task, computed from the model's output in float32."""
+
+    def loss(model: Callable[[Any], Any], value: Any, target: Any) -> Any:
+        return task.loss(to_float32(call(model, value)), target)
+
+    return loss
+
+
+class _Run:
+    """One call of :func:`fit`."""
+
+    def __init__(
+        self,
+        data: HasParts,
+        task: Task,
+        config: TrainConfig,
+        setup: Setup,
+        hooks: Hooks,
+        loss: LossFunction,
+        out: Path | None,
+        progress: Callable[[Progress], None] | None,
+        identity: Mapping[str, str] | None,
+    ) -> None:
+        self.data, self.task, self.config, self.setup, self.hooks = data, task, config, setup, hooks
+        self.model, self.progress = setup.model, progress
+        self.folder = out / "checkpoints" if out is not None else None
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        if not trained:
+            raise UsageError("training", "a model with parameters to train", "none", "leave some requires_grad on")
+        self.optimizer = setup.make_optimizer(trained)
+        self.step = Step(setup, self.optimizer, loss)
+        self.order = Order(data.train, config.batch_size, config.seed)
+        total = config.epochs * self.order.num_batches
+        self.total = total if config.max_steps is None else min(total, config.max_steps)
+        self.history = History()
+        self.epoch, self.batch, self.waited = 0, 0, 0
+        self.best: dict[str, Any] | None = None
+        self.saved: Path | None = None
+        self.identity = self._identity(identity or {})
+
+    def run(self, resume: bool) -> History:
+        self.epoch_rng = checkpoint.rng_state()
+        self._start(resume)
+        start = time.monotonic() - self.history.seconds
+        while self.history.steps < self.total and not self.history.stopped_early:
+            self._train_epoch()
+            self._end_epoch(start)
+        self._restore_best()
+        return self.history
+
+    def _train_epoch(self) -> None:
+        self.hooks.mode(self.model, True)
+        stop = min(self.order.num_batches, self.batch + self.total - self.history.steps)
+        for value, target in self.order.epoch(self.epoch, self.batch, stop, self.epoch_rng):
+            step = self.history.steps
+            self.hooks.before_step(self.model, step, self.total)
+            rate = learning_rate(self.config, step, self.total)
+            try:
+                loss = self.step(value, target, rate)
+            except NotFinite as error:
+                raise self._not_finite(error, rate) from error
+            self.history.losses.append(loss)
+            self.batch += 1
+            self._report(loss, rate)
+            every = self.config.checkpoint_every
+            if every and self.history.steps % every == 0 and self.batch < self.order.num_batches:
+                self._save()
+
+    def _end_epoch(self, start: float) -> None:
+        losses = self.history.losses[-self.batch :]
+        metrics = {"loss": sum(losses) / len(losses), **self._validate()}
+        self.history.epochs.append(metrics)
+        self.history.seconds = time.monotonic() - start
+        self.history.skipped_steps = self.step.skipped
+        self._keep_best(metrics)
+        self.hooks.after_epoch(self.model, self.epoch, metrics)
+        self.epoch, self.batch = self.epoch + 1, 0
+        self.epoch_rng = checkpoint.rng_state()
+        self._save()
+
+    # Validation and early stopping
+
+    def _validate(self) -> dict[str, float]:
+        validation = self.data.validation
+        if validation is None:
+            return {}
+        if isinstance(validation, Batches):
+            held: Iterable[tuple[Any, Any]] = validation.batches
+        else:
+            held = batches(validation, self.step.micro_size)
+        self.hooks.mode(self.model, False)
+        metrics = evaluate(self.setup.predict, ((x, self.setup.place(y)) for x, y in held), self.task)
+        return {f"validation_{name}": value for name, value in metrics.items() if name != "num_samples"}
+
+    def _keep_best(self, metrics: Mapping[str, float]) -> None:
+        if self.config.early_stopping is None:
+            return
+        value = metrics.get(f"validation_{self.task.metric}")
+        if value is None:
+            raise UsageError(
+                "early stopping", f"validation data with the metric '{self.task.metric}'", "none",
+                "give validation data, or switch early stopping off",
+            )  # fmt: skip
+        best = self.history.best_metric
+        better = best is None or (value > best if self.task.higher_is_better else value < best)
+        self.waited = 0 if better else self.waited + 1
+        self.history.stopped_early = self.waited >= self.config.early_stopping
+        if not better:
+            return
+        self.history.best_metric, self.history.best_epoch = value, self.epoch
+        state = self.model.state_dict()
+        if self.folder is None:
+            self.best = {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
+        else:
+            checkpoint.save_tree(self.folder / "best.safetensors", state)
+
+    def _restore_best(self) -> None:
+        if self.history.best_epoch is None:
+            return
+        if self.best is None and self.folder is not None:
+            self.best = checkpoint.load_tree(self.folder / "best.safetensors")
+        self.model.load_state_dict(self.best or {})
+
+    # Checkpoints
+
+    def _start(self, resume: bool) -> None:
+        if self.folder is None:
+            return
+        found = checkpoint.latest(self.folder)
+        if found is not None and resume:
+            self._load(found)
+        elif found is not None:
+            for path in self.folder.glob("*.safetensors"):
+                path.unlink()
+
+    def _save(self) -> None:
+        if (name := first_bad_parameter(self.model, buffers=True)) is not None:
+            raise self._error(f"a non-finite value in '{name}'")
+        if self.folder is not None:
+            self.saved = checkpoint.commit(self.folder, self.history.steps, self._state())
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "identity": self.identity,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self.setup.scaler.state_dict(),
+            "hooks": self.hooks.state_dict(),
+            "history": asdict(self.history),
+            "place": {"epoch": self.epoch, "batch": self.batch, "waited": self.waited, "skipped": self.step.skipped},
+            "rng": checkpoint.rng_state(),
+            "epoch_rng": self.epoch_rng,
+        }
+
+    def _load(self, path: Path) -> None:
+        state = checkpoint.load_tree(path)
+        self._check_identity(path, state["identity"])
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.setup.scaler.load_state_dict(state["scaler"])
+        self.hooks.load_state_dict(state["hooks"])
+        self.history = History(**state["history"])
+        place = state["place"]
+        self.epoch, self.batch, self.waited = place["epoch"], place["batch"], place["waited"]
+        self.step.skipped = place["skipped"]
+        self.epoch_rng = state["epoch_rng"]
+        checkpoint.set_rng_state(state["rng"])
+        self.saved = path
+
+    def _identity(self, more: Mapping[str, str]) -> dict[str, Any]:
+        shapes = str([(name, tuple(p.shape), str(p.dtype)) for name, p in self.model.named_parameters()])
+        return {
+            **{name: value for name, value in recipe.as_dict(self.config).items() if name not in _FREE},
+            "data": getattr(self.data, "identity", None),
+            "task": self.task.name,
+            "model's parameters": hashlib.sha256(shapes.encode()).hexdigest()[:12],
+            **more,
+        }
+
+    def _check_identity(self, path: Path, found: Mapping[str, Any]) -> None:
+        now = self.identity
+        keys = [key for key in {**found, **now} if found.get(key) != now.get(key)]
+        if keys:
+            differing = ", ".join(f"{key} ({found.get(key)} there, {now.get(key)} here)" for key in keys)
+            raise QtoolError(
+                f"checkpoint '{path}'", "a checkpoint of this recipe", f"one that differs in {differing}",
+                "use another run directory, or start over with --no-resume",
+            )  # fmt: skip
+
+    # Telling
+
+    def _report(self, loss: float, rate: float) -> None:
+        if self.progress is not None:
+            last = self.history.epochs[-1] if self.history.epochs else {}
+            memory = memory_used(self.setup.device)
+            self.progress(Progress(self.history.steps, self.total, self.epoch, loss, rate, memory, last))
+
+    def _not_finite(self, error: NotFinite, rate: float) -> QtoolError:
+        cause = first_bad_layer(self.model, error.forward) or "a value that a second forward pass did not repeat"
+        return self._error(f"{error.value} at learning rate {rate:.3g}, first non-finite in {cause}")
+
+    def _error(self, got: str) -> QtoolError:
+        last = f"last good checkpoint: '{self.saved}'" if self.saved else "no checkpoint was written before it"
+        hint = "lower --learning-rate"
+        if self.config.precision.startswith("16"):
+            hint += " or use --precision " + self.config.precision.replace("16-", "bf16-") + " (fp16 ends at 65,504)"
+        return QtoolError(f"training step {self.history.steps + 1}", "a finite loss", got, f"{hint}; {last}")

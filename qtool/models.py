@@ -1,0 +1,208 @@
+"""Models: what ``--model`` and ``--weights`` mean.
+
+=============================  ==================================================================================
+spec                           what it is
+=============================  ==================================================================================
+``resnet``, ``mobilenet``      the built-in nets for images of 28 to 32 pixels (:mod:`qtool.nets`)
+``torchvision:NAME``           a classifier of torchvision, by its name there
+``timm:NAME``                  a model of timm
+``transformers:NAME``          a model of transformers, by hub name or folder; its output is the logits
+``FILE.py:factory``            a function that returns an ``nn.Module``
+``package.module:factory``     the same, from an installed module
+=============================  ==================================================================================
+
+Weights come from ``.safetensors``, from ``.pt`` and ``.pth`` through ``torch.load(weights_only=True)`` and in no other
+way, or from a qtool run directory, whose hashes are checked. ``pretrained`` asks a library for the weights it offers;
+of those, only the classifier is left as initialised where the number of classes is another.
+
+Left out on purpose: loading the keys that happen to fit. Weights are of this architecture or they are refused.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from qtool.artifacts import output_path, read_result
+from qtool.errors import QtoolError, UsageError, nearest, one_line
+from qtool.factories import is_factory, load_factory
+from qtool.libraries import LIBRARIES
+from qtool.nested import call, map_tensors, tensors
+from qtool.nets import mobilenet, resnet
+
+BUILT_INS: dict[str, Callable[[int, int], nn.Module]] = {"resnet": resnet, "mobilenet": mobilenet}
+PRETRAINED = "pretrained"
+SUFFIXES = (".safetensors", ".pt", ".pth")
+WRAPPERS = ("state_dict", "model_state_dict", "model")  # under which training scripts store the weights
+PREFIXES = ("module.", "_orig_mod.")  # which DataParallel and torch.compile put before every name
+
+
+def load_model(
+    spec: str,
+    *,
+    num_classes: int | None,
+    in_channels: int | None = None,
+    weights: str | Path | None = None,
+    seed: int = 0,
+) -> nn.Module:
+    """Builds the model that ``spec`` names, initialised by ``seed``, and loads ``weights`` where given.
+
+    ``num_classes`` is needed by the built-ins; ``in_channels`` is 1 for them by default, and 3 elsewhere. The global
+    random state is left as it was. Raises UsageError where the spec or a path names nothing, QtoolError where building
+    or loading fails, or a weight is not finite.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = _build(spec, num_classes, in_channels, str(weights) == PRETRAINED)
+    if weights is not None and str(weights) != PRETRAINED:
+        load_weights(model, weights)
+    check_finite(model, f"model '{spec}'")
+    return model
+
+
+def _build(spec: str, num_classes: int | None, in_channels: int | None, pretrained: bool) -> nn.Module:
+    library, colon, name = spec.partition(":")
+    if colon and library in LIBRARIES and name:
+        return LIBRARIES[library](name, num_classes, in_channels, pretrained)
+    if pretrained:
+        raise UsageError(
+            "--weights pretrained", f"a model of {', '.join(LIBRARIES)}", f"'{spec}'", "name a weights file"
+        )
+    if spec in BUILT_INS:
+        if num_classes is None:
+            raise QtoolError(f"model '{spec}'", "a number of classes", "none", "use data with class labels")
+        return BUILT_INS[spec](num_classes, in_channels or 1)
+    if is_factory(spec):
+        return _from_factory(spec)
+    kinds = [*BUILT_INS, *(f"{library}:NAME" for library in LIBRARIES), "FILE.py:factory"]
+    raise UsageError(f"model '{spec}'", "a model spec", "none of that name", nearest(spec, kinds))
+
+
+def _from_factory(spec: str) -> nn.Module:
+    model = load_factory(spec)()
+    if not isinstance(model, nn.Module):
+        raise QtoolError(f"model '{spec}'", "an nn.Module", type(model).__name__, "return the model itself")
+    return model
+
+
+def load_weights(model: nn.Module, path: str | Path) -> None:
+    """Loads weights into ``model`` in place, all of its keys and no others, in the model's own dtypes.
+
+    ``path`` is a ``.safetensors``, ``.pt`` or ``.pth`` file or a run directory with a finished train stage. Raises
+    UsageError for a path that is not there or has another suffix; QtoolError for a file that does not open, holds code,
+    is of another architecture (the first keys and shapes that differ are named) or holds NaN or infinity. The model is
+    unchanged then.
+    """
+    path = Path(path)
+    file = output_path(path, read_result(path, "train"), "model") if path.is_dir() else path
+    where = f"weights '{file}'"
+    state = _read_state(file, where)
+    _require_same_keys(where, model, state)
+    _require_finite(where, state)
+    model.load_state_dict(state, strict=False)  # the keys were compared; what is missing is tied to what is there
+
+
+def _read_state(file: Path, where: str) -> dict[str, Tensor]:
+    if file.suffix not in SUFFIXES:
+        raise UsageError(where, f"a file ending in {', '.join(SUFFIXES)}", f"'{file.name}'", "convert the file")
+    if not file.is_file():
+        beside = [p.name for p in file.parent.glob("*") if p.suffix in SUFFIXES] if file.parent.is_dir() else []
+        raise UsageError(where, "a file", "none there", nearest(file.name, beside) if beside else "check the path")
+    try:
+        if file.suffix == ".safetensors":
+            tensors_there: dict[str, Tensor] = load_file(file)
+            return tensors_there
+        state = torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise QtoolError(
+            where, "tensors and nothing else", f"a pickle that asks for code ({_first_sentence(error)})",
+            "save model.state_dict() alone, or use safetensors",
+        ) from error  # fmt: skip
+    except (SafetensorError, RuntimeError, EOFError, OSError, ValueError, KeyError, IndexError, TypeError) as error:
+        got = f"{type(error).__name__}: {_first_sentence(error)}"
+        raise QtoolError(where, f"a whole {file.suffix} file", got, "copy or save the file again") from error
+    return _unwrapped(where, state)
+
+
+def _first_sentence(error: Exception) -> str:
+    """What torch itself says, without its advice to load the file unsafely."""
+    text = one_line(error)
+    start = text.find("WeightsUnpickler error: ")
+    text = text[start + len("WeightsUnpickler error: ") :] if start >= 0 else text
+    return text.split(". ")[0][:160]
+
+
+def _unwrapped(where: str, state: Any) -> dict[str, Tensor]:
+    if isinstance(state, Mapping):
+        state = next((state[key] for key in WRAPPERS if isinstance(state.get(key), Mapping)), state)
+    if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
+        got = type(state).__name__ if not isinstance(state, Mapping) else f"keys {', '.join(map(str, list(state)[:5]))}"
+        raise QtoolError(where, "a state dict: names to tensors", got, "save model.state_dict()")
+    for prefix in PREFIXES:
+        if state and all(key.startswith(prefix) for key in state):
+            state = {key.removeprefix(prefix): value for key, value in state.items()}
+    return dict(state)
+
+
+def _require_same_keys(where: str, model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    own = model.state_dict()
+    there = {_place(own[key]) for key in state if key in own and own[key].numel()}
+    missing = [key for key, value in own.items() if key not in state and _place(value) not in there]
+    unexpected = [key for key in state if key not in own]
+    shapes = [
+        f"{key} {tuple(value.shape)} where the model has {tuple(own[key].shape)}"
+        for key, value in state.items() if key in own and value.shape != own[key].shape
+    ]  # fmt: skip
+    parts = [("missing", missing), ("not in the model", unexpected), ("other shapes", shapes)]
+    if got := "; ".join(f"{name}: {_few(keys)}" for name, keys in parts if keys):
+        raise QtoolError(where, "weights of this architecture", got, "name the model that these weights are of")
+
+
+def _place(value: Tensor) -> tuple[int, int]:
+    return value.data_ptr(), value.numel()
+
+
+def _require_finite(where: str, state: Mapping[str, Tensor]) -> None:
+    bad = [key for key, value in state.items() if not value.isfinite().all()]
+    if bad:
+        got = f"NaN or infinity in {_few(bad)}"
+        raise QtoolError(where, "finite weights", got, "load other weights, or train with a lower learning rate")
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def check_finite(model: nn.Module, where: str = "model") -> None:
+    """Raises QtoolError naming the parameters and buffers that hold NaN or infinity."""
+    _require_finite(where, {key: value for key, value in model.state_dict().items() if isinstance(value, Tensor)})
+
+
+@torch.no_grad()
+def check_input(model: nn.Module, inputs: Any, where: str = "model") -> None:
+    """Raises QtoolError where ``model`` cannot take ``inputs`` (a tensor, a tuple or a dict), naming their shapes.
+
+    Runs one forward pass in evaluation mode, on the device that the model is on, and leaves the model as it was.
+    """
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    modes = {name: module.training for name, module in model.named_modules()}
+    try:
+        call(model.eval(), map_tensors(lambda t: t.to(device), inputs))
+    except QtoolError:
+        raise
+    except Exception as error:
+        expected = f"a model that takes inputs of shape {', '.join(str(tuple(t.shape)) for t in tensors(inputs))}"
+        got = f"{type(error).__name__}: {one_line(error)[:300]}"
+        raise QtoolError(
+            where, expected, got, "use images of another size or channel count, or another model"
+        ) from error
+    finally:
+        for name, module in model.named_modules():
+            module.training = modes[name]

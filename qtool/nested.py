@@ -1,0 +1,77 @@
+"""Inputs and targets of any shape: a tensor, or tuples, lists and dicts of them.
+
+A dataset's input may be one tensor, a tuple for a model of several arguments, or a dict for a model of
+keyword arguments. These few functions treat all three alike, so that nothing above asks which it is.
+The first dimension of every tensor is the batch.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """``value`` with ``function`` applied to each tensor in it; containers keep their type and order."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, Mapping):
+        return {key: map_tensors(function, item) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return type(value)(map_tensors(function, item) for item in value)
+    return value
+
+
+def tensors(value: Any) -> Iterator[Tensor]:
+    """Each tensor in ``value``, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors(item)
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from tensors(item)
+
+
+def num_samples(value: Any) -> int:
+    """The size of the first dimension of the first tensor in ``value``. Raises ValueError where there is none."""
+    for tensor in tensors(value):
+        if tensor.dim():
+            return tensor.shape[0]
+    raise ValueError("no tensor with a batch dimension")
+
+
+def samples_of(value: Any, start: int, stop: int) -> Any:
+    """Samples ``start`` to ``stop`` of a batch."""
+    return map_tensors(lambda tensor: tensor[start:stop] if tensor.dim() else tensor, value)
+
+
+def split(value: Any, parts: int) -> list[Any]:
+    """``value`` cut along the batch into ``parts`` whose sizes differ by one at most (as ``torch.tensor_split``)."""
+    if parts == 1:
+        return [value]
+    size = num_samples(value)
+    bounds = [size * part // parts for part in range(parts + 1)]
+    return [
+        map_tensors(lambda t, a=low, b=high: t[a:b] if t.dim() else t, value)  # type: ignore[misc]
+        for low, high in itertools.pairwise(bounds)
+    ]
+
+
+def to_float32(value: Any) -> Any:
+    """``value`` with every 16-bit floating tensor as float32: losses and metrics are computed in float32."""
+    return map_tensors(lambda t: t.float() if t.dtype in (torch.float16, torch.bfloat16) else t, value)
+
+
+def call(model: Callable[..., Any], value: Any) -> Any:
+    """``model`` applied to an input: a tuple or list as positional arguments, a dict as keyword arguments."""
+    if isinstance(value, Mapping):
+        return model(**value)
+    if isinstance(value, tuple | list):
+        return model(*value)
+    return model(value)

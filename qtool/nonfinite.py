@@ -1,0 +1,90 @@
+"""Where the first NaN or infinity comes from.
+
+When a loss is not finite, the forward pass is run once more with a watch on every layer, and the first
+one whose output holds a NaN or an infinity is named. A parameter that is already damaged is named before
+that, since it is the cause and its layer's output only the symptom; a running statistic is not, since the
+forward pass that went wrong has spoiled it too. In a captured graph the watch is on
+every node, named by the module it came from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from qtool.nested import tensors
+
+
+class _Found(Exception):
+    """Ends the second forward pass at the layer that it names."""
+
+
+def first_bad_parameter(model: nn.Module, *, buffers: bool = False) -> str | None:
+    """The name of the first parameter (or buffer, if asked for) that holds a NaN or an infinity, or None."""
+    name: str
+    for name, value in (*model.named_parameters(), *(model.named_buffers() if buffers else ())):
+        if value.is_floating_point() and not torch.isfinite(value).all():
+            return name
+    return None
+
+
+def first_bad_layer(model: nn.Module, forward: Callable[[], Any]) -> str | None:
+    """What first made a value that is not finite when ``forward`` ran ``model``; None where nothing did this time.
+
+    Returns ``parameter 'NAME'`` or ``layer 'NAME'``. ``forward`` is called once, without gradients.
+    """
+    if (name := first_bad_parameter(model)) is not None:
+        return f"parameter '{name}'"
+    handles = [
+        module.register_forward_hook(_watch(name))
+        for name, module in model.named_modules()
+        if name and not isinstance(module, nn.Sequential | nn.ModuleList)
+    ]
+    try:
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"), _watched_graph(model):
+            forward()
+    except _Found as found:
+        return str(found)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return None
+
+
+def _bad(value: Any) -> bool:
+    return any(t.is_floating_point() and not bool(torch.isfinite(t).all()) for t in tensors(value))
+
+
+def _watch(name: str) -> Callable[[nn.Module, Any, Any], None]:
+    def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+        if _bad(output):
+            raise _Found(f"layer '{name}'")
+
+    return hook
+
+
+class _Watched(fx.Interpreter):
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        if n.op not in ("placeholder", "get_attr", "output") and isinstance(value, Tensor) and _bad(value):
+            stack = list(n.meta.get("nn_module_stack", {}).values())
+            raise _Found(f"layer '{(stack[-1][0] if stack else '') or n.name}'")
+        return value
+
+
+class _watched_graph:
+    """Inside the block, a captured graph is interpreted node by node; other models are left alone."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model if isinstance(model, fx.GraphModule) else None
+
+    def __enter__(self) -> None:
+        if self.model is not None:
+            self.model.forward = _Watched(self.model).run
+
+    def __exit__(self, *exc: object) -> None:
+        if self.model is not None:
+            del self.model.forward

@@ -1,0 +1,83 @@
+"""The order of the training data, and how a run that was stopped finds its place in it again.
+
+The order of an epoch over a map-style data set is a permutation drawn from (seed, epoch) alone, so any
+place in it can be had without what came before. An iterable of batches (a DataLoader, say) draws its own
+order from the global generators; it is started again with the generators as they were when the epoch
+began, and moved forward over the batches that were seen.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from qtool import checkpoint
+from qtool.data import batches
+from qtool.errors import QtoolError, UsageError
+
+
+@dataclass(frozen=True)
+class Batches:
+    """An iterable of (input, target) batches in the place of a data set; each epoch iterates it anew."""
+
+    batches: Iterable[tuple[Any, Any]]
+
+    def __len__(self) -> int:
+        if not isinstance(self.batches, Sized):
+            raise UsageError(
+                "training batches", "an iterable with a length", type(self.batches).__name__,
+                "pass a list, a DataLoader or an object with __len__ and __iter__",
+            )  # fmt: skip
+        return len(self.batches)
+
+
+def batch_plan(count: int, batch_size: int, seed: int, epoch: int) -> list[list[int]]:
+    """The positions of each batch of an epoch: a permutation drawn from (seed, epoch), cut into batches.
+
+    The last batch may be short, but a single left-over sample joins the batch before it, since batch-norm
+    cannot train on one value per channel.
+    """
+    digest = hashlib.sha256(f"{seed} {epoch}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7]))
+    order = torch.randperm(count, generator=generator).tolist()
+    plan = [order[start : start + batch_size] for start in range(0, count, batch_size)]
+    if len(plan) > 1 and len(plan[-1]) == 1 < batch_size:
+        left_over = plan.pop()
+        plan[-1] += left_over
+    return plan
+
+
+class Order:
+    """The training batches of every epoch; ``num_batches`` in each."""
+
+    def __init__(self, train: Any, batch_size: int, seed: int) -> None:
+        self.train: Any = train
+        self.batch_size, self.seed = batch_size, seed
+        self.num_batches = len(train) if isinstance(train, Batches) else len(self._plan(0))
+        if not self.num_batches:
+            raise QtoolError("training data", "at least one sample", "none", "check the data")
+
+    def _plan(self, epoch: int) -> list[list[int]]:
+        return batch_plan(len(self.train), self.batch_size, self.seed, epoch)
+
+    def epoch(self, epoch: int, start: int, stop: int, began: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
+        """Batches ``start`` … ``stop``-1 of an epoch at whose beginning the generators were in state ``began``."""
+        if isinstance(self.train, Batches):
+            iterator = self._replayed(start, began) if start else iter(self.train.batches)
+            yield from itertools.islice(iterator, stop - start)
+            return
+        for positions in self._plan(epoch)[start:stop]:
+            yield from batches(self.train, len(positions), order=positions)
+
+    def _replayed(self, start: int, began: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
+        now = checkpoint.rng_state()
+        checkpoint.set_rng_state(began)
+        iterator: Iterator[tuple[Any, Any]] = iter(self.train.batches)
+        next(itertools.islice(iterator, start - 1, None))
+        checkpoint.set_rng_state(now)
+        return iterator

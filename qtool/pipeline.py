@@ -1,0 +1,132 @@
+"""A recipe's stages in order, resumed from what is already on disk.
+
+A finished stage is skipped while its configuration, its inputs (by hash) and its outputs (by hash) are
+what its result records. One that was stopped resumes where it can (training and QAT, from the last
+checkpoint) and is done again where it cannot. Either way the files are those of an undisturbed run.
+
+The run directory holds the trained model; each quantized variant has a folder in it::
+
+    runs/x/recipe.toml  model.safetensors  train.json  report.json
+    runs/x/ptq/         float.pt2  int8.pt2  ranges.json  quantize.json
+                        model.fp32.onnx  model.fp16.onnx  model.int8.onnx  export.json  benchmark.json  report.json
+    runs/x/qat/         the same
+
+A gate that fails in one variant does not stop the others; it decides the exit code at the end.
+
+Left out on purpose: running variants at the same time. They would disturb each other's measurements.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from qtool.artifacts import STAGES, atomic_path, has_result, read_result, write_json
+from qtool.errors import ContractError, UsageError
+from qtool.recipe import Recipe, as_dict, find_recipe, load_recipe, make, to_toml
+from qtool.source import require_run_directory
+from qtool.stages import benchmark, export, quantize, train
+from qtool.stages.common import Progress, finished, teller
+
+__all__ = ["benchmark", "export", "inspect", "quantize", "report", "run", "train"]
+
+
+def run(
+    recipe: str | Path | Recipe | Mapping[str, Any],
+    out: str | Path | None = None,
+    *,
+    overrides: Sequence[str] = (),
+    resume: bool = True,
+    trust: bool = False,
+    progress: Progress = False,
+) -> dict[str, Any]:
+    """Does all stages of a recipe and returns the report, which is also in ``out/report.json``.
+
+    ``recipe`` is a TOML file, the name of a recipe in the package, a Recipe or a mapping; ``overrides`` are
+    ``"train.epochs=8"`` and the like. ``out`` is ``runs/NAME`` by default. Raises ContractError after all
+    variants are done where a gate of one was not met.
+    """
+    wanted, folder = _opened(recipe, out, overrides)
+    tell = teller(progress)
+    train(
+        wanted.model, wanted.data, out=folder, task=wanted.task, weights=wanted.weights, config=wanted.train,
+        resume=resume, progress=progress,
+    )  # fmt: skip
+    with atomic_path(folder / "recipe.toml") as temporary:
+        temporary.write_text(to_toml(wanted), encoding="utf-8")
+    failures: list[ContractError] = []
+    for mode in wanted.variants:
+        try:
+            _variant(wanted, mode, folder, resume, trust, progress)
+        except ContractError as error:
+            tell(f"{mode}: {error}")
+            failures.append(error)
+    summary = report(folder)
+    write_json(folder / "report.json", summary)
+    if failures:
+        raise failures[0]
+    return summary
+
+
+def _opened(
+    recipe: str | Path | Recipe | Mapping[str, Any], out: str | Path | None, overrides: Sequence[str]
+) -> tuple[Recipe, Path]:
+    """The recipe, and the run directory."""
+    if isinstance(recipe, str | Path):
+        path = find_recipe(str(recipe))
+        return load_recipe(path, overrides), Path(out or Path("runs") / path.stem)
+    if out is None:
+        raise UsageError("argument 'out'", "a run directory for a recipe that has no file", "none", "pass out=…")
+    return recipe if isinstance(recipe, Recipe) else make(Recipe, recipe), Path(out)
+
+
+def _variant(recipe: Recipe, mode: str, folder: Path, resume: bool, trust: bool, progress: Progress) -> None:
+    """Quantize, export and benchmark, in the variant's own folder."""
+    place = folder / mode
+    teller(progress)(f"{mode}: in {place}")
+    quantize(
+        folder, out=place, config=dataclasses.replace(recipe.quantize, mode=mode), trust=trust,
+        qat=recipe.qat if mode == "qat" else None, resume=resume, progress=progress,
+    )  # fmt: skip
+    export(place, config=recipe.export, trust=trust, resume=resume, progress=progress)
+    if not (resume and _measured(place, recipe)):
+        benchmark(place, config=recipe.benchmark, trust=trust, progress=progress)
+    write_json(place / "report.json", report(place))
+
+
+def _measured(place: Path, recipe: Recipe) -> bool:
+    """Whether these very files were benchmarked as the recipe says."""
+    if not has_result(place, "benchmark"):
+        return False
+    outputs = read_result(place, "export")["outputs"]
+    inputs = {name: outputs[name]["sha256"] for name in recipe.benchmark.variants if name in outputs}
+    inputs["data"] = read_result(place, "benchmark")["inputs"].get("data", "")
+    return finished(place, "benchmark", as_dict(recipe.benchmark), inputs)
+
+
+def report(folder: str | Path) -> dict[str, Any]:
+    """What is known of a run directory, from its results: each stage's metrics, and each variant's the same way."""
+    place = Path(folder)
+    found: dict[str, Any] = {"run": os.fspath(place)}
+    for stage in STAGES:
+        if has_result(place, stage):
+            result = read_result(place, stage, verify=False, stale=True)
+            found[stage] = {key: result[key] for key in ("config", "metrics", "stale") if key in result}
+            found["environment"] = result["environment"]
+    if not has_result(place, "quantize"):
+        variants = {p.parent.name: report(p.parent) for p in sorted(place.glob("*/quantize.json"))}
+        found |= {"variants": variants} if variants else {}
+    return found
+
+
+def inspect(artifact: str | Path) -> dict[str, Any]:
+    """What is inside a run directory, an ONNX file, a ``.pt2``, a ``.safetensors`` or a result, as plain values."""
+    from qtool.inspection import describe
+
+    path = Path(artifact)
+    if path.is_dir() and not any(path.glob("*/quantize.json")):
+        require_run_directory(path, next((s for s in STAGES if has_result(path, s)), "train"))
+    return report(path) if path.is_dir() else describe(path)

@@ -1,0 +1,68 @@
+"""Algorithms: passes that make a post-training quantization more accurate, each of which can be switched off.
+
+A pass works at one of two moments:
+
+=============  ==============================================================================================
+``float``      on the captured float graph with batch-norm folded, before observers are placed: it computes the
+               same function and quantizes better
+``integer``    on the converted graph, weights already integers and biases still float, before these become
+               int32: it knows exactly what was lost
+=============  ==============================================================================================
+
+Both get a ``Subject``: the graph to change in place, the float graph it stands for, the placement and the calibration
+batches. A pass that cannot apply raises ``Declined`` with its reason, or notes which parts it left; notes go into
+the plan. They run in the order of ``ALGORITHMS``, whatever order they are asked for in.
+
+A new algorithm is one file with a function ``(Subject) -> None``, one line in ``ALGORITHMS``, one test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from qtool.errors import UsageError, nearest
+from qtool.quantization.algorithms.bias import correct_biases
+from qtool.quantization.algorithms.equalize import equalize
+from qtool.quantization.algorithms.subject import Declined, Subject
+
+__all__ = ["ALGORITHMS", "Algorithm", "Declined", "Subject", "check_names", "run_passes"]
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """A pass, and the moment it works at: ``float`` or ``integer``."""
+
+    moment: str
+    run: Callable[[Subject], None]
+
+
+ALGORITHMS: dict[str, Algorithm] = {
+    "equalize": Algorithm("float", equalize),
+    "bias": Algorithm("integer", correct_biases),
+}
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Raises UsageError with the nearest name for an algorithm that does not exist."""
+    for name in names:
+        if name not in ALGORITHMS:
+            raise UsageError("algorithms", "a known algorithm", repr(name), nearest(name, ALGORITHMS))
+
+
+def run_passes(names: Iterable[str], moment: str, subject: Subject | None, reason: str = "") -> tuple[str, ...]:
+    """Runs those of ``names`` whose moment it is on ``subject``; returns the notes of all, refusals included.
+
+    Without a subject each of them is declined for ``reason``.
+    """
+    check_names(asked := list(names))
+    notes: list[str] = []
+    for name, algorithm in ALGORITHMS.items():
+        if name in asked and algorithm.moment == moment:
+            try:
+                if subject is None:
+                    raise Declined(reason)
+                algorithm.run(subject)
+            except Declined as refusal:
+                notes.append(f"{name} declined: {refusal}")
+    return (*(subject.notes if subject else ()), *notes)

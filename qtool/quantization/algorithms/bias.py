@@ -1,0 +1,121 @@
+"""Bias correction: what quantization adds to a layer's mean output is taken out of its bias again.
+
+Rounding weights shifts the mean of every output channel, clipping activations shifts it too, and shifts add up with
+depth. For each layer in order, with ``x`` its inputs in the float model and ``x̂`` its quantized inputs,
+
+    b̂ = b + E[w·x + b] − E[ŵ·x̂ + b]
+
+over all samples and positions (Nagel et al., arXiv 1906.04721, the empirical form). ``x̂`` comes out of layers that are
+corrected already: corrected all at once, each layer would also remove the shifts that those before it no longer make,
+and the result diverges.
+
+The cost is one float pass for the first mean and one walk through the quantized graph. The second mean needs no
+convolution of its own: a layer is linear, so the mean of its outputs is its output for the mean of its inputs.
+
+Left out on purpose: the analytic form, which needs Gaussian inputs, and biases after an activation (a layer's own bias
+is all that an integer kernel adds).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Interpreter, Node
+
+from qtool.nested import call
+from qtool.quantization.algorithms.subject import Declined, Subject
+from qtool.quantization.algorithms.walk import Segment, Walk, execute
+from qtool.quantization.capture import aten, parameter, set_parameter
+
+
+def correct_biases(subject: Subject) -> None:
+    """Corrects the bias of every integer convolution and linear layer, in order, in place; notes how many."""
+    anchors = subject.anchors()
+    if not anchors:
+        raise Declined("no convolution or linear layer is integer")
+    wanted = mean_outputs(subject.reference, set(anchors.values()), subject.batches)
+    with Walk(subject.graph, subject.batches) as walk:
+        for segment in walk.segments:
+            for node in segment.nodes:
+                if node in anchors:
+                    _correct(walk, segment, node, wanted[anchors[node]])
+            walk.advance(segment)
+    subject.graph.recompile()
+    subject.note(f"bias: corrected in {len(anchors)} layers")
+
+
+def channel_axis(node: Node) -> int:
+    """The axis of a layer's output that counts its channels: the last of a linear layer, the second otherwise."""
+    return -1 if node.target is aten.linear.default else 1
+
+
+class _Mean:
+    """A mean over all but one axis, its parts added in float64."""
+
+    def __init__(self, axis: int) -> None:
+        self.axis, self.total, self.weight = axis, torch.zeros(()), 0
+
+    def add(self, value: Tensor, weight: int = 1) -> None:
+        """Adds a tensor each of whose values stands for ``weight``."""
+        axis = self.axis % value.dim()
+        count = value.numel() // value.shape[axis] * weight
+        self.total = self.total + value.mean([d for d in range(value.dim()) if d != axis]).double() * count
+        self.weight += count
+
+    def value(self) -> Tensor:
+        """The mean of each index of the axis."""
+        return self.total / self.weight
+
+
+class _Watch(Interpreter):
+    """Runs a graph and adds the outputs of some nodes to their means."""
+
+    def __init__(self, graph: GraphModule, means: dict[Node, _Mean]) -> None:
+        super().__init__(graph)
+        self.means = means
+
+    def run_node(self, n: Node) -> Any:
+        result = super().run_node(n)
+        if n in self.means:
+            self.means[n].add(result)
+        return result
+
+
+@torch.no_grad()
+def mean_outputs(graph: GraphModule, nodes: Iterable[Node], batches: Iterable[Any]) -> dict[Node, Tensor]:
+    """The mean output of each channel of some nodes over all batches, float64: one forward pass."""
+    means = {node: _Mean(channel_axis(node)) for node in nodes}
+    watch = _Watch(graph, means)
+    for batch in batches:
+        call(watch.run, batch)
+    return {node: mean.value() for node, mean in means.items()}
+
+
+@torch.no_grad()
+def _correct(walk: Walk, segment: Segment, node: Node, wanted: Tensor) -> None:
+    source = node.args[0]
+    assert isinstance(source, Node)
+    mean = _Mean(channel_axis(node))
+    for value, count in walk.means(segment, source):
+
+        def at(n: Node, value: Tensor = value) -> Any:
+            return value if n is source else walk.constant(n)
+
+        mean.add(execute(walk.graph, node, at), count)
+    add_to_bias(walk.graph, node, wanted - mean.value())
+
+
+def add_to_bias(graph: GraphModule, node: Node, change: Tensor) -> None:
+    """Adds ``change``, one value per channel, to the bias of a convolution or linear layer, and of that one alone."""
+    before = node.args[2] if len(node.args) > 2 else None
+    old = parameter(graph, before)
+    name = f"{node.name}_corrected_bias"
+    set_parameter(graph, name, (change if old is None else old.double() + change).float())
+    with graph.graph.inserting_before(node):
+        stored = graph.graph.get_attr(name)
+    if isinstance(before, Node):
+        stored.meta = dict(before.meta)
+    node.args = (*node.args[:2], stored, *node.args[3:])

@@ -1,0 +1,278 @@
+"""Equalization: channels of one tensor are given ranges of like size, at no cost to what the network computes.
+
+Activations have one scale for a whole tensor, weights one for each output channel. A channel that uses a hundredth of
+its tensor's range has a hundredth of the steps. Scaling it up by ``s`` where it is made, and the weights that read
+it down by ``s`` (Nagel et al., arXiv 1906.04721, there between two layers), costs its reader precision instead: small
+columns beside large ones. How far to go is a trade, here settled by the noise that is to be expected where a
+stream is read, steps being uniform noise of variance Δ²/12:
+
+    J(s) = Σ_o g_o [ Σ_t Δ_t²/12 · Σ_i (w_oi / s_i)² + (max_i |w_oi / s_i| / 127)²/12 · Σ_i s_i² E[x_i²] ]
+
+over the outputs ``o`` of all readers, ``t`` the quantized tensors of the stream, Δ_t their step once their channels are
+scaled, and ``g_o`` the gain of an error there towards the model's output, squares of weights summed backwards.
+``s`` starts from ``(R / r_c)^α``, ``r_c`` the range of a channel and ``R`` the widest, ``α`` the best of a few
+(``α = ½`` is the choice of SmoothQuant, 2211.10438, ``α = 1`` levels the ranges) and is improved by gradient descent.
+A whole residual path is scaled at once (``streams.py``), which the two-layer form leaves out, and ReLU6 is handled,
+up to what was seen of each channel, where that form has to replace it.
+
+Channels are shifted before they are scaled; see ``absorb.py``.
+
+A path that something else reads (a concatenation, a product, an output) is left as it is, and the note says so.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Interpreter, Node
+
+from qtool.nested import call
+from qtool.quantization.algorithms.absorb import shift, shifts
+from qtool.quantization.algorithms.streams import ANCHORS, Stream, find_streams, groups_of, per_input
+from qtool.quantization.algorithms.subject import Declined, Subject
+from qtool.quantization.capture import aten, parameter, set_parameter
+
+ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0)
+MOST = 256.0
+"""The greatest factor, either way: a channel that is hardly used stays nearly so."""
+HEADROOM = 1.05
+"""How much further than the largest value seen a channel may go before a ReLU6 clips it."""
+_STEPS = 60
+_NOISE = 1 / 12
+
+
+def equalize(subject: Subject) -> None:
+    """Rescales the channels of every stream that allows it, in place; notes how many and why others were left."""
+    streams = find_streams(subject.graph)
+    refusals = {stream: _refusal(stream, subject) for stream in streams}
+    fit = [stream for stream, reason in refusals.items() if not reason]
+    for reason, count in sorted(Counter(reason for reason in refusals.values() if reason).items()):
+        subject.note(f"equalize: {count} of {len(streams)} paths left as they are: {reason}")
+    if not fit:
+        raise Declined("no path of channels can be rescaled")
+    seen = observe(subject.graph, fit, subject.batches)
+    gains = output_gains(subject.graph, streams)
+    changed = moved = 0
+    for stream in fit:
+        by = shifts(stream, {v: seen[v].lowest for v in stream.values}, {v: seen[v].middle for v in stream.values})
+        if by:
+            shift(subject.graph, stream, by)
+            seen |= {value: seen[value].shifted(by[value]) for value in stream.values}
+            moved += 1
+        model = NoiseModel(subject.graph, stream, seen, gains, _quantized_values(stream, subject))
+        scales = model.best()
+        if not bool((scales == 1).all()):
+            rescale(subject.graph, stream, scales)
+            changed += 1
+    subject.graph.graph.eliminate_dead_code()
+    subject.graph.recompile()
+    subject.note(f"equalize: rescaled {changed} and shifted {moved} of {len(streams)} paths")
+
+
+def _quantized_values(stream: Stream, subject: Subject) -> list[Node]:
+    """The values of a stream that get a quantizer of their own."""
+    made = {p.output for p in subject.placement.placed if p.pattern and p.quantized_output and not p.pattern.shares}
+    return [value for value in stream.values if value in made]
+
+
+def _refusal(stream: Stream, subject: Subject) -> str:
+    if stream.blocked:
+        return stream.blocked[0]
+    if not stream.consumers:
+        return "nothing reads it"
+    return "" if _quantized_values(stream, subject) else "nothing of it is quantized"
+
+
+@dataclass
+class Seen:
+    """What was seen of a value's channels: mean extremes over batches, the largest of all, the mean square."""
+
+    low: Tensor
+    high: Tensor
+    highest: Tensor
+    lowest: Tensor
+    mean: Tensor
+    square: Tensor
+    num_batches: int = 1
+
+    @property
+    def middle(self) -> Tensor:
+        """The middle of the mean extremes."""
+        return (self.low + self.high) / 2
+
+    @classmethod
+    def of(cls, value: Tensor, axis: int) -> Seen:
+        """Statistics of one batch."""
+        rest = [d for d in range(value.dim()) if d != axis % value.dim()]
+        low, high = value.amin(rest), value.amax(rest)
+        return cls(low, high, high, low, value.mean(rest), value.square().mean(rest))
+
+    def add(self, other: Seen) -> None:
+        """Adds a batch; the means are left as sums."""
+        for name in ("low", "high", "mean", "square"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.highest = torch.maximum(self.highest, other.highest)
+        self.lowest = torch.minimum(self.lowest, other.lowest)
+        self.num_batches += 1
+
+    def averaged(self) -> Seen:
+        """With sums turned into means."""
+        n = self.num_batches
+        return Seen(self.low / n, self.high / n, self.highest, self.lowest, self.mean / n, self.square / n)
+
+    def shifted(self, m: Tensor) -> Seen:
+        """What would have been seen of the value less ``m``."""
+        square = (self.square - 2 * m * self.mean + m.square()).clamp(min=0.0)
+        return Seen(self.low - m, self.high - m, self.highest - m, self.lowest - m, self.mean - m, square)
+
+
+class _Observe(Interpreter):
+    def __init__(self, graph: GraphModule, axes: dict[Node, int]) -> None:
+        super().__init__(graph)
+        self.axes = axes
+        self.seen: dict[Node, Seen] = {}
+
+    def run_node(self, n: Node) -> Any:
+        result = super().run_node(n)
+        if n in self.axes:
+            batch = Seen.of(result, self.axes[n])
+            if n in self.seen:
+                self.seen[n].add(batch)
+            else:
+                self.seen[n] = batch
+        return result
+
+
+@torch.no_grad()
+def observe(graph: GraphModule, streams: list[Stream], batches: Iterable[Any]) -> dict[Node, Seen]:
+    """Channel statistics of every value of the streams: one float pass over the batches."""
+    axes = {value: channel_axis(stream) for stream in streams for value in stream.values}
+    watch = _Observe(graph, axes)
+    for batch in batches:
+        call(watch.run, batch)
+    if not watch.seen:
+        raise Declined("no calibration data")
+    return {node: seen.averaged() for node, seen in watch.seen.items()}
+
+
+def channel_axis(stream: Stream) -> int:
+    """The axis of the stream's values that counts channels."""
+    return -1 if stream.producers[0].target is aten.linear.default else 1
+
+
+def output_gains(graph: GraphModule, streams: list[Stream]) -> dict[Node, Tensor]:
+    """For each layer, the gain of the square of an error in each of its output channels towards the model's output.
+
+    Summed backwards over all readers, as if every activation let everything through; scaled to a mean of 1, since only
+    the proportions within a layer, and of layers that read one stream, are used.
+    """
+    stream_of = {value: stream for stream in streams for value in stream.values}
+    gains: dict[Node, Tensor] = {}
+    for node in reversed([n for n in graph.graph.nodes if n.target in ANCHORS]):
+        stream = stream_of[node]
+        total = torch.zeros(stream.num_channels)
+        for reader in dict.fromkeys(stream.consumers):
+            weight = parameter(graph, reader.args[1])
+            if weight is not None and reader in gains and not stream.blocked:
+                total += _towards_inputs(weight, reader, gains[reader])
+        gains[node] = total / total.mean() if bool(total.sum() > 0) else torch.ones(stream.num_channels)
+    return gains
+
+
+def _towards_inputs(weight: Tensor, node: Node, gains: Tensor) -> Tensor:
+    """Σ over outputs and taps of gain × weight², for each input channel."""
+    squares = weight.square().flatten(2).sum(2) if weight.dim() > 2 else weight.square()
+    return (squares * gains[:, None]).reshape(groups_of(node), -1, weight.shape[1]).sum(1).flatten()
+
+
+class NoiseModel:
+    """J of one stream as a function of its channel scales; see the module's text."""
+
+    def __init__(
+        self, graph: GraphModule, stream: Stream, seen: dict[Node, Seen], gains: dict[Node, Tensor],
+        quantized: list[Node],
+    ) -> None:  # fmt: skip
+        self.lows = torch.stack([seen[value].low for value in quantized]).clamp(max=0.0)
+        self.highs = torch.stack([seen[value].high for value in quantized]).clamp(min=0.0)
+        self.readers = []
+        for node in dict.fromkeys(stream.consumers):
+            weight, source = parameter(graph, node.args[1]), node.args[0]
+            assert weight is not None
+            assert isinstance(source, Node)
+            self.readers.append((node, weight, seen[source].square, gains[node]))
+        self.limit = self._limit(stream, seen)
+
+    @staticmethod
+    def _limit(stream: Stream, seen: dict[Node, Seen]) -> tuple[Tensor, Tensor]:
+        """The least and greatest scale of each channel."""
+        low = torch.full((stream.num_channels,), 1 / MOST)
+        high = torch.full((stream.num_channels,), MOST)
+        for node, cap in stream.caps.items():
+            reach = seen[node.args[0]].highest.clamp(min=0.0) * HEADROOM  # type: ignore[index]
+            clipped = reach >= cap
+            low[clipped] = high[clipped] = 1.0
+            high = torch.where(clipped, high, torch.minimum(high, cap / reach.clamp(min=cap / MOST)))
+        return torch.minimum(low, high), high
+
+    def __call__(self, scales: Tensor) -> Tensor:
+        """The expected noise of the readers' outputs, weighed by gain."""
+        steps = ((self.highs * scales).amax(1) - (self.lows * scales).amin(1)) / 255
+        activation = _NOISE * steps.square().sum()
+        total = torch.zeros(())
+        for node, weight, square, gains in self.readers:
+            scaled = weight / per_input(weight, node, scales)
+            rows = scaled.flatten(1)
+            signal = per_input(weight, node, square * scales.square()).expand_as(weight).flatten(1).sum(1)
+            weight_noise = _NOISE * (rows.abs().amax(1) / 127).square() * signal
+            total = total + (gains * (activation * rows.square().sum(1) + weight_noise)).sum()
+        return total
+
+    def best(self) -> Tensor:
+        """The scales of least noise that were found; all 1 where nothing is better."""
+        ranges = (self.highs - self.lows).amax(0)
+        widest = ranges.amax().clamp(min=1e-30)
+        with torch.no_grad():
+            starts = [self._clamped((widest / ranges.clamp(min=1e-30 + widest / MOST)) ** alpha) for alpha in ALPHAS]
+            costs = [float(self(start)) for start in starts]
+        start = starts[min(range(len(starts)), key=costs.__getitem__)]
+        return self._descend(start, min(costs), costs[0])
+
+    def _clamped(self, scales: Tensor) -> Tensor:
+        return torch.minimum(torch.maximum(scales, self.limit[0]), self.limit[1])
+
+    def _descend(self, start: Tensor, cost: float, unscaled: float) -> Tensor:
+        best, logs = start, start.log().requires_grad_()
+        optimizer = torch.optim.Adam([logs], lr=0.1)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, _STEPS)
+        with torch.enable_grad():
+            for _ in range(_STEPS):
+                scales = self._clamped(logs.exp())
+                noise = self(scales)
+                value = noise.item()
+                if value < cost:
+                    best, cost = scales.detach().clone(), value
+                optimizer.zero_grad()
+                torch.autograd.backward([noise.log()])
+                optimizer.step()
+                schedule.step()
+        return best if cost < unscaled * (1 - 1e-3) else torch.ones_like(best)
+
+
+@torch.no_grad()
+def rescale(graph: GraphModule, stream: Stream, scales: Tensor) -> None:
+    """Multiplies the stream's channels by ``scales`` where they are made and divides where they are read, in place."""
+    for node in dict.fromkeys(stream.producers):
+        for index in (1, 2):
+            value = parameter(graph, node.args[index]) if len(node.args) > index else None
+            if value is not None:
+                scaled = value * scales.reshape(-1, *[1] * (value.dim() - 1))
+                set_parameter(graph, str(node.args[index].target), scaled)  # type: ignore[union-attr]
+    for node in dict.fromkeys(stream.consumers):
+        weight = parameter(graph, node.args[1])
+        assert weight is not None
+        set_parameter(graph, str(node.args[1].target), weight / per_input(weight, node, scales))  # type: ignore[union-attr]

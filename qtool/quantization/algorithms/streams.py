@@ -1,0 +1,220 @@
+"""Streams: the tensors of a graph that must share one scaling of their channels, with who makes and who reads them.
+
+If a convolution's output channels are multiplied by ``s`` and the weights that read them divided by ``s``, a network
+computes the same, as long as everything between is indifferent to a positive factor: ReLU, pooling, a sum whose
+operands carry the same factor. A *stream* is the largest set of values joined in this way: one tensor between two
+convolutions, or the whole residual path of a stage with all its blocks. ReLU6 clips at a fixed value, so a channel may
+be scaled only as far as it was never seen to reach it.
+
+A stream that anything else reads or makes is *blocked*, with the reason: a graph's input or output, a concatenation, a
+product, an activation with a curve, a weight that several layers share.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from qtool.quantization.capture import CONVOLUTIONS, aten, parameter
+
+ANCHORS = (*CONVOLUTIONS[:3], aten.linear.default)
+_HOMOGENEOUS = (aten.relu.default, aten.leaky_relu.default, aten.dropout.default, aten.clone.default)
+_POOLS = (
+    aten.max_pool1d.default, aten.max_pool2d.default, aten.avg_pool1d.default, aten.avg_pool2d.default,
+    aten.adaptive_avg_pool1d.default, aten.adaptive_avg_pool2d.default, aten.mean.dim,
+)  # fmt: skip
+_RESHAPES = (
+    aten.flatten.using_ints, aten.view.default, aten.reshape.default, aten.squeeze.dims, aten.squeeze.dim,
+)  # fmt: skip
+_SILENT = (aten.sym_size.int,)
+
+
+@dataclass(eq=False)
+class Stream:
+    """Values with common channels: ``producers`` write them, ``consumers`` read them, ``caps`` clip them from above."""
+
+    num_channels: int
+    values: list[Node] = field(default_factory=list)
+    producers: list[Node] = field(default_factory=list)
+    consumers: list[Node] = field(default_factory=list)
+    caps: dict[Node, float] = field(default_factory=dict)
+    blocked: list[str] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """The module path of the first layer that writes the stream."""
+        first = self.producers[0]
+        return str(first.meta.get("owner") or first.name)
+
+    def absorb(self, other: Stream) -> None:
+        """Makes this stream the union of both."""
+        if other.num_channels != self.num_channels:
+            self.blocked.append("a sum broadcasts channels")
+        for name in ("values", "producers", "consumers", "blocked"):
+            getattr(self, name).extend(getattr(other, name))
+        self.caps.update(other.caps)
+
+
+def find_streams(graph: GraphModule) -> list[Stream]:
+    """The streams of a captured, batch-norm-folded graph, in the order of their first producers."""
+    finder = _Finder()
+    for node in graph.graph.nodes:
+        finder.visit(node)
+    streams = list(dict.fromkeys(finder.stream.values()))
+    for stream in streams:
+        stream.producers.sort(key=list(graph.graph.nodes).index)
+    return [stream for stream in streams if stream.producers]
+
+
+class _Finder:
+    def __init__(self) -> None:
+        self.stream: dict[Node, Stream] = {}
+
+    def visit(self, node: Node) -> None:
+        """Puts the value of ``node`` into a stream, or blocks the streams that it reads."""
+        if node.op == "get_attr" or node.target in _SILENT:
+            return
+        if node.target in ANCHORS:
+            self._anchor(node)
+        elif node.target is aten.add.Tensor and _is_plain_sum(node):
+            self._sum(node)
+        elif _passes(node) and node.args[0] in self.stream:
+            self._join(node, self.stream[node.args[0]])  # type: ignore[index]
+            if (cap := _cap(node)) is not None:
+                self.stream[node].caps[node] = cap
+        else:
+            self._block(node, node.all_input_nodes)
+
+    def _block(self, node: Node, operands: list[Node]) -> None:
+        kind = "the graph's output" if node.op == "output" else str(node.target).removeprefix("aten.").split(".")[0]
+        for operand in operands:
+            if operand in self.stream:
+                self.stream[operand].blocked.append(f"{kind} reads it")
+
+    def _join(self, node: Node, stream: Stream) -> None:
+        stream.values.append(node)
+        self.stream[node] = stream
+
+    def _anchor(self, node: Node) -> None:
+        source, *stored = node.args[0], *node.args[1:3]
+        made = Stream(int(node.meta["val"].shape[_axis(node)]))
+        made.producers.append(node)
+        self._join(node, made)
+        read = self.stream.get(source)  # type: ignore[arg-type]
+        if read is not None:
+            read.consumers.append(node)
+        for stream in (made, read):
+            if stream is not None and (reason := _unfit(node, stored)):
+                stream.blocked.append(reason)
+        if read is not None and _is_misread(node, read):
+            read.blocked.append("channels are not what a layer mixes")
+
+    def _sum(self, node: Node) -> None:
+        left, right = node.args[0], node.args[1]
+        known = [self.stream[o] for o in (left, right) if o in self.stream]  # type: ignore[index]
+        if len(known) < 2:
+            self._block(node, [o for o in (left, right) if isinstance(o, Node)])
+            return
+        first, second = known
+        if first is not second:
+            first.absorb(second)
+            for value in second.values:
+                self.stream[value] = first
+        if not _same_shape(left, right):
+            first.blocked.append("a sum broadcasts")
+        self._join(node, first)
+
+
+def _axis(node: Node) -> int:
+    return -1 if node.target is aten.linear.default else 1
+
+
+def _is_misread(node: Node, stream: Stream) -> bool:
+    """Whether the axis that a layer mixes is another than the stream's channels."""
+    source = node.args[0]
+    assert isinstance(source, Node)
+    shape = source.meta["val"].shape
+    mixed = len(shape) - 1 if node.target is aten.linear.default else 1
+    kinds = {_axis(p) % p.meta["val"].dim() for p in stream.producers}
+    return mixed not in kinds or int(shape[mixed]) != stream.num_channels
+
+
+def _unfit(node: Node, stored: list[Any]) -> str:
+    """Why a layer's weights cannot be rescaled; empty when they can."""
+    if any(value is not None and not (isinstance(value, Node) and value.op == "get_attr") for value in stored):
+        return "a weight is computed, not stored"
+    if any(value is not None and _readers(value) > 1 for value in stored):
+        return "a weight is shared by several layers"
+    return ""
+
+
+def _readers(stored: Node) -> int:
+    nodes = [n for n in stored.graph.nodes if n.op == "get_attr" and n.target == stored.target]
+    return sum(len(n.users) for n in nodes)
+
+
+def _is_plain_sum(node: Node) -> bool:
+    return all(isinstance(a, Node) for a in node.args[:2]) and bool(node.kwargs.get("alpha", 1) == 1)
+
+
+def _same_shape(left: Any, right: Any) -> bool:
+    return bool(tuple(left.meta["val"].shape[1:]) == tuple(right.meta["val"].shape[1:]))
+
+
+def _passes(node: Node) -> bool:
+    """Whether channels leave ``node`` as they came, a positive factor of each included."""
+    if node.target in _HOMOGENEOUS or _cap(node) is not None:
+        return True
+    if node.target is aten.clamp_min.default:
+        return node.args[1] in (0, 0.0)
+    source = node.args[0] if node.args else None
+    if not isinstance(source, Node) or not isinstance(node.meta.get("val"), torch.Tensor):
+        return False
+    before, after = source.meta["val"].shape, node.meta["val"].shape
+    if node.target in _POOLS:
+        return len(before) > 2 and len(after) >= 2 and before[1] == after[1] and _keeps_channels(node)
+    return (
+        node.target in _RESHAPES and len(after) == 2 and before[1] == after[1] and all(size == 1 for size in before[2:])
+    )
+
+
+def _keeps_channels(node: Node) -> bool:
+    if node.target is not aten.mean.dim:
+        return True
+    rank = node.args[0].meta["val"].dim()  # type: ignore[union-attr]
+    return all(int(axis) % rank >= 2 for axis in node.args[1])  # type: ignore[union-attr, arg-type]
+
+
+def _cap(node: Node) -> float | None:
+    """The upper clip of an activation that clips at zero and above; None for any other operator."""
+    if node.target is aten.relu6.default:
+        return 6.0
+    if node.target in (aten.hardtanh.default, aten.clamp.default) and len(node.args) > 2:
+        low, high = node.args[1], node.args[2]
+        if low in (0, 0.0) and isinstance(high, int | float) and high > 0:
+            return float(high)
+    return None
+
+
+def groups_of(node: Node) -> int:
+    """The groups of a convolution; 1 for a linear layer."""
+    value = node.args[6] if node.target is not aten.linear.default and len(node.args) > 6 else 1
+    assert isinstance(value, int)
+    return value
+
+
+def per_input(weight: Tensor, node: Node, values: Tensor) -> Tensor:
+    """``values`` of a layer's input channels, shaped as its weight: outputs × inputs of a group × 1…"""
+    table = values.reshape(groups_of(node), 1, -1).expand(-1, weight.shape[0] // groups_of(node), -1)
+    return table.reshape(weight.shape[0], weight.shape[1], *[1] * (weight.dim() - 2))
+
+
+def input_sums(graph: GraphModule, node: Node, values: Tensor) -> Tensor:
+    """What a layer without its bias and padding makes of constant input channels ``values``: one number per output."""
+    weight = parameter(graph, node.args[1])
+    assert weight is not None
+    return (weight.to(values.dtype) * per_input(weight, node, values)).flatten(1).sum(1)

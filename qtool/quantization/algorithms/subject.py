@@ -1,0 +1,48 @@
+"""What an algorithm is given to work on, and how it says that it will not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.fx import GraphModule, Node
+
+from qtool.quantization.integers import WEIGHTED
+from qtool.quantization.placement import Placed, Placement
+
+
+class Declined(Exception):
+    """An algorithm does not apply; the text is the reason for the report."""
+
+
+@dataclass
+class Subject:
+    """A graph to change in place, the float graph it stands for, and what is known of both.
+
+    ``reference`` is the float graph that ``placement`` was made for, or a copy with the same node names; at the
+    moment ``float``, ``graph`` is that graph itself. ``batches`` are inputs that can be gone through again and again.
+    ``ranges`` is what will be written as ranges.json.
+    """
+
+    graph: GraphModule
+    reference: GraphModule
+    placement: Placement
+    batches: Iterable[Any]
+    ranges: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def note(self, text: str) -> None:
+        """Adds a line to the plan's notes."""
+        self.notes.append(text)
+
+    def anchors(self) -> dict[Node, Node]:
+        """The convolutions and linear layers of ``graph`` that run in integers, each with its node in ``reference``."""
+        by_name = {node.name: node for node in self.reference.graph.nodes}
+        wanted = {p.unit.name: p for p in self.placement.placed if p.pattern is not None and p.pattern.weighted}
+        found = {}
+        for node in self.graph.graph.nodes:
+            placed: Placed | None = wanted.get(str(node.meta.get("unit")))
+            if node.target in WEIGHTED and placed is not None and placed.anchor.name in by_name:
+                found[node] = by_name[placed.anchor.name]
+        return found

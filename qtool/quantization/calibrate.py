@@ -1,0 +1,68 @@
+"""Calibration: one streaming pass of batches through a graph with observers.
+
+Labels are not looked at, nothing is kept of a batch but what the observers record, and afterwards each
+quantized tensor gets one range, read from its histogram by the estimator asked for. What was observed
+and what was chosen is plain data (``ranges.json``), so that the same quantization can be repeated
+without the samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from qtool.errors import QtoolError
+from qtool.form import check_inputs
+from qtool.nested import call, num_samples
+from qtool.quantization.histogram import Histogram
+from qtool.quantization.observers import RangeObserver
+from qtool.recipe import QuantizeConfig
+
+
+def calibrate(prepared: GraphModule, batches: Iterable[Any]) -> int:
+    """Runs every batch through ``prepared`` without gradients; returns the number of samples.
+
+    Raises QtoolError when there is no batch, when a batch is not what the graph takes, and when a layer's values
+    are NaN or infinite (the layer is named).
+    """
+    count = 0
+    with torch.no_grad():
+        for index, batch in enumerate(batches):
+            check_inputs(prepared, batch, f"calibration batch {index}")
+            call(prepared, batch)
+            count += num_samples(batch)
+    if count == 0:
+        raise QtoolError("calibration", "at least one sample", "none", "pass at least one batch of inputs")
+    return count
+
+
+def choose_ranges(observers: Mapping[str, RangeObserver], config: QuantizeConfig) -> dict[str, Any]:
+    """Gives every observer the range that ``config.ranges`` reads from its histogram; returns them as plain data."""
+    ranges = {}
+    for name, observer in observers.items():
+        low, high = observer.histogram.range(
+            config.ranges, percentile=config.percentile, num_levels=observer.quant_max - observer.quant_min + 1,
+            symmetric=observer.qscheme == torch.per_tensor_symmetric,
+        )  # fmt: skip
+        observer.chosen = (low, high)
+        ranges[name] = {
+            "low": low, "high": high, "method": config.ranges, "observed": observer.histogram.state_dict(),
+        }  # fmt: skip
+    return ranges
+
+
+def restore_ranges(observers: Mapping[str, RangeObserver], ranges: Mapping[str, Any], where: str) -> None:
+    """Gives every observer the range saved under its name. Raises QtoolError when one is missing."""
+    for name, observer in observers.items():
+        if name not in ranges:
+            raise QtoolError(
+                where, f"a range for '{name}'", f"ranges for {len(ranges)} other tensors",
+                "use the ranges of the same model and target",
+            )  # fmt: skip
+        saved = ranges[name]
+        observer.chosen = (float(saved["low"]), float(saved["high"]))
+        if saved.get("observed"):
+            observer.histogram = Histogram.from_state(saved["observed"])

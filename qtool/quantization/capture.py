@@ -1,0 +1,248 @@
+"""Capture: from an ``nn.Module`` to the one graph that everything here works on.
+
+``torch.export`` with a dynamic batch gives a graph of ATen operators in which batch-norm, dropout and
+activations are still whole. It is then made uniform, so that a placement has one spelling of each operator
+to look for (``functional.py``); the guards that torch inserts are dropped, since shapes are the ONNX file's contract
+and not the graph's; and every operator learns which module it came from (``owner``), the name that a user
+knows it by. Modules that the graph leaves out, such as a head for training alone, are named in its
+``meta["notes"]``.
+
+What becomes of batch-norm is told in ``norms.py``. What is left out on purpose: FX symbolic tracing as a
+second way in.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+
+from qtool.errors import QtoolError, one_line
+from qtool.form import as_graph, to_program
+from qtool.nested import call, tensors
+from qtool.quantization.functional import DROPOUTS, functionalized, make_functional, mutations
+from qtool.quantization.quiet import quiet_export, quiet_pytree
+
+aten = torch.ops.aten
+
+CONVOLUTIONS = (
+    aten.conv1d.default,
+    aten.conv2d.default,
+    aten.conv3d.default,
+    aten.conv_transpose1d.default,
+    aten.conv_transpose2d.input,
+)
+DEFAULT_MOMENTUM = 0.1
+TRANSPOSED = (aten.conv_transpose1d.default, aten.conv_transpose2d.input)
+
+
+def capture(model: nn.Module, example: Any, *, train: bool = False) -> GraphModule:
+    """Captures ``model`` with a dynamic first dimension of every input tensor.
+
+    ``example`` is a batch of inputs: a tensor, a tuple of arguments or a dict of keyword arguments, batch
+    first (a single sample is doubled, since torch treats a batch of one as a constant). ``train`` captures
+    the training form, with live batch-norm and dropout; otherwise evaluation mode is captured. The model
+    itself, its weights included, is left as it was. Batch-norm that averages cumulatively (momentum None) is
+    captured with torch's default momentum, since a graph cannot hold a momentum that depends on a count.
+
+    Raises QtoolError naming the user's line when the model refuses the example or ``torch.export`` cannot capture
+    it, and when weights or inputs are floats of another size than 32 bits.
+    """
+    require_float32(model, example)
+    modes = [(module, module.training) for module in model.modules()]
+    averages = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase) and m.momentum is None]
+    model.train(train)
+    try:
+        for norm in averages:
+            norm.momentum = DEFAULT_MOMENTUM
+        with quiet_export():
+            program = to_program(model, example)
+    except Exception as error:
+        raise _refused(model, example, error) from error
+    finally:
+        for module, training in modes:
+            module.training = training
+        for norm in averages:
+            norm.momentum = None
+    graph_module = as_graph(program)
+    make_functional(graph_module)
+    if writes := mutations(graph_module):
+        if train:
+            raise _written(model, writes[0])
+        graph_module = functionalized(program)
+    graph_module.meta["notes"] = (*_left_out(model, graph_module), *_conditions(program))
+    _detach_parameters(graph_module)
+    for node in graph_module.graph.nodes:
+        if node.op == "call_function":
+            node.meta["owner"] = owner(node)
+    return graph_module
+
+
+def require_float32(model: nn.Module, example: Any) -> None:
+    """Raises QtoolError where a weight or an input is a float of another size than 32 bits."""
+    named = [(f"parameter '{name}'", value) for name, value in model.named_parameters()]
+    for where, value in [*named, *(("example input", value) for value in tensors(example))]:
+        if value.is_floating_point() and value.dtype != torch.float32:
+            found = str(value.dtype).removeprefix("torch.")
+            raise QtoolError(where, "float32", found, "convert the model and its inputs with .float() first")
+
+
+def _refused(model: nn.Module, example: Any, error: Exception) -> QtoolError:
+    """What to tell of a failed capture: that the model itself refuses the example, or that it cannot be captured."""
+    where = f"model '{type(model).__name__}'"
+    try:
+        with torch.no_grad():
+            call(model.eval(), example)
+    except Exception as refusal:
+        shapes = ", ".join(f"{list(value.shape)}" for value in tensors(example))
+        return QtoolError(
+            where, "inputs that it takes", f"inputs of shape {shapes or 'none'}: {_first_reason(refusal)}",
+            f"{user_line(refusal)}check the size and the channels of the inputs",
+        )  # fmt: skip
+    return QtoolError(
+        where, "a graph that torch.export can capture with a dynamic batch", _first_reason(error),
+        f"{user_line(error)}rewrite that part without Python control flow that depends on values or the batch size",
+    )  # fmt: skip
+
+
+def _written(model: nn.Module, node: Node) -> QtoolError:
+    places = re.findall(r'File "(.+?)", line (\d+)', node.meta.get("stack_trace", ""))
+    own = [f"at {name}:{line}, " for name, line in places if not any(part in name for part in _NOT_THE_USERS)]
+    return QtoolError(
+        f"model '{type(model).__name__}'", "operators that leave a tensor as it is while views of it are read",
+        f"'{str(node.target).removeprefix('aten.')}' in module '{owner(node)}'",
+        f"{own[-1] if own else ''}write it out of place, or use mode 'ptq'",
+    )  # fmt: skip
+
+
+def _left_out(model: nn.Module, graph_module: GraphModule) -> tuple[str, ...]:
+    """A note for each outermost module with parameters of which the graph reads none."""
+    read = {str(node.target) for node in graph_module.graph.nodes if node.op == "get_attr" and node.users}
+    names = [(name, id(value)) for name, value in model.named_parameters(remove_duplicate=False)]
+    alive = {key for name, key in names if name in read}
+    found: list[str] = []
+    for path, module in model.named_modules():
+        keys = {id(value) for value in module.parameters()}
+        if path and keys and not keys & alive and not any(path.startswith(f"{other}.") for other in found):
+            found.append(path)
+    return tuple(f"module '{path}' is no part of the captured graph" for path in found)
+
+
+def _conditions(program: torch.export.ExportedProgram) -> tuple[str, ...]:
+    """A note for each condition on the batch size under which alone the graph is the model's."""
+    batch = r"L\['\w+'\]\.size\(\)\[0\]"  # that all inputs have the same is no condition
+    guards = [guard for guard in getattr(program, "_guards_code", ()) if re.search(batch, guard)]
+    guards = [guard for guard in guards if not re.fullmatch(f"{batch} == {batch}", guard)]
+    return tuple(f"captured for batches with {guard}" for guard in guards)
+
+
+def copied(graph_module: GraphModule) -> GraphModule:
+    """A deep copy."""
+    with quiet_pytree():
+        return copy.deepcopy(graph_module)
+
+
+def _detach_parameters(graph_module: GraphModule) -> None:
+    """Gives the graph its own copy of the weights, so that folding never writes into the user's model."""
+    seen: dict[int, Tensor] = {}
+    for module in graph_module.modules():
+        for name, value in list(module._parameters.items()):
+            if value is not None:
+                key = id(value)
+                seen.setdefault(key, nn.Parameter(value.detach().clone(), requires_grad=value.requires_grad))
+                module._parameters[name] = seen[key]  # type: ignore[assignment]
+        for name, buffer in list(module._buffers.items()):
+            if buffer is not None:
+                seen.setdefault(id(buffer), buffer.detach().clone())
+                module._buffers[name] = seen[id(buffer)]
+
+
+def owner(node: Node) -> str:
+    """The dotted path of the module that a node belongs to; empty for the model itself."""
+    if "owner" in node.meta:
+        return str(node.meta["owner"])
+    stack = node.meta.get("nn_module_stack") or {}
+    return str(list(stack.values())[-1][0]) if stack else ""
+
+
+def remove_dropout(graph_module: GraphModule) -> None:
+    """Removes dropout, which is the identity outside training."""
+    for node in list(graph_module.graph.nodes):
+        if node.op == "call_function" and node.target in DROPOUTS:
+            node.replace_all_uses_with(node.args[0])
+            graph_module.graph.erase_node(node)
+    graph_module.recompile()
+
+
+def output_axis(anchor: Node) -> int:
+    """The axis of a weight that indexes output channels: 0, or 1 for a transposed convolution."""
+    return 1 if anchor.target in TRANSPOSED else 0
+
+
+def parameter(graph_module: GraphModule, node: Any) -> Tensor | None:
+    """The tensor behind a ``get_attr`` node; None for an absent argument."""
+    if node is None:
+        return None
+    value: Any = graph_module
+    for part in str(node.target).split("."):
+        value = getattr(value, part)
+    assert isinstance(value, Tensor)
+    return value.detach()
+
+
+def set_parameter(graph_module: GraphModule, path: str, value: Tensor) -> None:
+    """Stores ``value`` under a dotted path of the graph module, as a parameter where it is a float."""
+    holder_path, _, name = path.rpartition(".")
+    holder: Any = graph_module
+    for part in holder_path.split(".") if holder_path else ():
+        if not hasattr(holder, part):
+            holder.add_module(part, nn.Module())
+        holder = getattr(holder, part)
+    if hasattr(holder, name):
+        delattr(holder, name)
+    if value.is_floating_point():
+        holder.register_parameter(name, nn.Parameter(value, requires_grad=False))
+    else:
+        holder.register_buffer(name, value)
+
+
+def drop_unused(graph_module: GraphModule) -> None:
+    """Removes parameters and buffers that no node reads or called module holds, so that none reaches the artifact."""
+    used = {str(node.target) for node in graph_module.graph.nodes if node.op == "get_attr"}
+    called = tuple(f"{node.target}." for node in graph_module.graph.nodes if node.op == "call_module")
+    for path, _ in [
+        *graph_module.named_parameters(remove_duplicate=False),
+        *graph_module.named_buffers(remove_duplicate=False),
+    ]:
+        if path not in used and not path.startswith(called):
+            holder, _, name = path.rpartition(".")
+            delattr(graph_module.get_submodule(holder), name)
+
+
+def _first_reason(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return one_line(f"{type(error).__name__}: {lines[0] if lines else 'no message'}")[:300]
+
+
+def user_line(error: BaseException) -> str:
+    """``at file.py:12, `` of the innermost frame outside torch and qtool, for the error's *do this*."""
+    found = ""
+    current: BaseException | None = error
+    while current is not None:
+        frame = current.__traceback__
+        while frame is not None:
+            name = frame.tb_frame.f_code.co_filename
+            if not any(part in name for part in _NOT_THE_USERS):
+                found = f"at {name}:{frame.tb_lineno}, "
+            frame = frame.tb_next
+        current = current.__cause__ or current.__context__
+    return found
+
+
+_NOT_THE_USERS = ("/torch/", "\\torch\\", str(Path(__file__).parent.parent), os.path.dirname(os.__file__) + os.sep, "<")

@@ -1,0 +1,270 @@
+"""A bounded histogram of a stream of tensors, on a grid that coarsens without losing a count.
+
+Bins are ``[k·w, (k+1)·w)`` with ``w = 2^e`` and integer ``k`` from −4096 to 4095: aligned to zero, the
+width a power of two. When a larger magnitude arrives, ``e`` grows and bin ``k`` becomes ``k >> 1``:
+two neighbours merge into exactly the bin that the values would have fallen into from the start. ``e``
+is the least that covers the largest magnitude seen, and ``x · 2^-e`` is exact in float64, so the counts
+depend on the values alone: not on their order, and not on how they were cut into batches. (An observer
+that spreads old counts over new bins, as torch.ao's ``HistogramObserver`` does, has neither property.)
+The larger side of the data always has 2,049 to 4,096 bins: at least eight per step of an 8-bit quantizer.
+
+Minimum and maximum are taken over every value, in one fused pass; NaN and infinity show there at no cost.
+The counts are taken over a fixed part of each sample: at most about ``VALUES_PER_SAMPLE`` values, a
+constant stride apart that shares no factor with the sample's dimensions, so that every channel, row and
+column is visited. Each counted value stands for ``stride`` values. Reading every value into bins would
+cost several times the forward pass; the pass over all of them for the extremes is what remains.
+
+Zeros are also counted on their own: after a ReLU they are most of the data, and they cost nothing,
+since every quantizer here represents 0.0 exactly.
+
+Left out on purpose: per-channel histograms (per-channel activation scales run in float on every target).
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import math
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from qtool.errors import QtoolError
+
+HALF_BINS = 4096
+"""Bins on either side of zero; a power of two."""
+VALUES_PER_SAMPLE = 2048
+"""About how many values of one sample are counted; a larger sample is read with a stride."""
+_LEAST_EXPONENT = -126  # of the bin width: the least normal float32 is one bin
+
+Counts = npt.NDArray[np.int64]
+
+
+class Histogram:
+    """What is known of one tensor of a network after some calibration batches: range, counts, zeros.
+
+    ``name`` is the layer's, for errors. With ``bins`` off only minimum and maximum are kept, which
+    is cheaper and serves ``minmax`` ranges alone. Memory is constant: 64 KiB.
+    """
+
+    def __init__(self, name: str, *, bins: bool = True) -> None:
+        self.name = name
+        self.bins = bins
+        self.minimum = math.inf
+        self.maximum = -math.inf
+        self.num_samples = 0
+        self.num_zeros = 0
+        self.exponent = _LEAST_EXPONENT
+        self.counts: Counts = np.zeros(2 * HALF_BINS if bins else 0, dtype=np.int64)
+
+    def update(self, x: torch.Tensor) -> None:
+        """Adds a batch. Changes nothing when it raises.
+
+        ``x``: any shape, samples along the first dimension, any real dtype and device. float64 is
+        read as float32. Raises QtoolError when a value is NaN or infinite.
+        """
+        x = x.detach()
+        if x.ndim == 0:
+            x = x.reshape(1)
+        if x.numel() == 0:
+            return
+        minimum, maximum = self._extremes(x)
+        self.minimum, self.maximum = min(self.minimum, minimum), max(self.maximum, maximum)
+        self.num_samples += x.shape[0]
+        if self.bins:
+            self._coarsen(_exponent(max(-self.minimum, self.maximum)))
+            values, stride = subsample(x)
+            self._count(values, stride)
+
+    def range(self, method: str = "minmax", **options: Any) -> tuple[float, float]:
+        """The quantization range (minimum, maximum) that ``method`` reads from what was seen.
+
+        Methods and options: ``qtool.quantization.ranges.estimate``.
+        """
+        from qtool.quantization import ranges  # the estimators stand on this module
+
+        return ranges.estimate(self, method, **options)
+
+    @property
+    def bin_width(self) -> float:
+        """Real units per bin; bin ``i`` of ``counts`` is ``[(i − 4096)·w, (i − 4095)·w)``."""
+        return math.ldexp(1.0, self.exponent)
+
+    @property
+    def total(self) -> int:
+        """The number of values that the counts stand for."""
+        return int(self.counts.sum())
+
+    def require_data(self) -> None:
+        """Raises QtoolError when nothing was observed."""
+        if not self.minimum <= self.maximum:
+            raise QtoolError(
+                f"layer '{self.name}'",
+                "finite min <= max",
+                f"{self.minimum}, {self.maximum}",
+                "pass at least one calibration batch",
+            )
+
+    def require_counts(self, method: str) -> None:
+        """Raises QtoolError when nothing was observed, or only the extremes were kept."""
+        self.require_data()
+        if not self.bins:
+            raise QtoolError(
+                f"layer '{self.name}'",
+                f"a histogram, which '{method}' ranges are read from",
+                "minimum and maximum only",
+                "calibrate again with this method, or use 'minmax' ranges",
+            )
+
+    def merge(self, other: Histogram) -> None:
+        """Adds what ``other`` saw, as if this histogram had seen it too; ``other`` stays as it is."""
+        if self.bins != other.bins:
+            raise QtoolError(
+                f"layer '{self.name}'", "two histograms, or two without counts", "one of each",
+                "observe both parts in the same way",
+            )  # fmt: skip
+        self.minimum, self.maximum = min(self.minimum, other.minimum), max(self.maximum, other.maximum)
+        self.num_samples += other.num_samples
+        self.num_zeros += other.num_zeros
+        if self.bins:
+            self._coarsen(other.exponent)
+            self.counts += _coarser(other.counts, self.exponent - other.exponent)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything, as JSON values; the counts as base64 of deflated little-endian int64."""
+        packed = base64.b64encode(zlib.compress(self.counts.astype("<i8").tobytes(), 6)).decode()
+        empty = not self.minimum <= self.maximum
+        return {
+            "name": self.name,
+            "minimum": None if empty else self.minimum,
+            "maximum": None if empty else self.maximum,
+            "num_samples": self.num_samples,
+            "num_zeros": self.num_zeros,
+            "exponent": self.exponent,
+            "counts": packed if self.bins else None,
+        }
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Histogram:
+        """The histogram that ``state_dict`` described. Raises QtoolError on anything else."""
+        name = str(state.get("name", "?"))
+        try:
+            made = cls(name, bins=state["counts"] is not None)
+            if state["minimum"] is not None:
+                made.minimum, made.maximum = float(state["minimum"]), float(state["maximum"])
+            made.num_samples, made.num_zeros = int(state["num_samples"]), int(state["num_zeros"])
+            made.exponent = int(state["exponent"])
+            if made.bins:
+                raw = zlib.decompress(base64.b64decode(state["counts"], validate=True))
+                made.counts += np.frombuffer(raw, dtype="<i8")
+        except (KeyError, TypeError, ValueError, zlib.error) as error:
+            raise QtoolError(
+                f"saved histogram of layer '{name}'", "what state_dict() returned", repr(error), "calibrate again"
+            ) from error
+        return made
+
+    def _extremes(self, x: torch.Tensor) -> tuple[float, float]:
+        low, high = torch.aminmax(_in_memory_order(x))
+        minimum, maximum = torch.stack((low, high)).to(torch.float32).tolist()  # one transfer from a GPU
+        if not (math.isfinite(minimum) and math.isfinite(maximum)):
+            raise QtoolError(
+                f"layer '{self.name}'", "finite values", f"NaN or infinity (min {minimum}, max {maximum})",
+                "check the calibration data, and the weights of the layers before it",
+            )  # fmt: skip
+        return minimum, maximum
+
+    def _coarsen(self, exponent: int) -> None:
+        if exponent > self.exponent:
+            self.counts = _coarser(self.counts, exponent - self.exponent)
+            self.exponent = exponent
+
+    def _count(self, values: torch.Tensor, stride: int) -> None:
+        count = count_numpy if values.device.type == "cpu" else count_torch
+        counts, num_zeros = count(values, 2.0**-self.exponent)
+        self.counts += counts * stride
+        self.num_zeros += num_zeros * stride
+
+
+def count_numpy(values: torch.Tensor, per_bin: float) -> tuple[Counts, int]:
+    """(counts, number of zeros) of float32 ``values`` in host memory, ``per_bin`` being one over the bin width.
+
+    On one thread: at these sizes that beats ``torch.bincount``, which is serial too, behind a thread barrier.
+    """
+    array = values.numpy()
+    scaled = np.multiply(array, per_bin, dtype=np.float64)
+    indices = np.floor(scaled, out=scaled).astype(np.intp)
+    indices += HALF_BINS
+    counts = np.bincount(indices.ravel(), minlength=2 * HALF_BINS)
+    return counts, array.size - int(np.count_nonzero(array))
+
+
+def count_torch(values: torch.Tensor, per_bin: float) -> tuple[Counts, int]:
+    """``count_numpy`` where the values lie, with one transfer to the host."""
+    indices = (values.to(torch.float64) * per_bin).floor_().to(torch.int64).add_(HALF_BINS)
+    counts = torch.bincount(indices.reshape(-1), minlength=2 * HALF_BINS)
+    host = torch.cat((counts, (values == 0).sum().reshape(1))).cpu().numpy()
+    return host[:-1], int(host[-1])
+
+
+def subsample(x: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """The values of ``x`` that are counted, as float32 samples × values, and how many each stands for.
+
+    The choice depends on the shape of one sample only: the same for every batch size and memory format.
+    """
+    shape = tuple(x.shape[1:])
+    stride = sample_stride(shape)
+    if x.is_contiguous():
+        chosen = x.view(x.shape[0], -1)[:, ::stride]
+    else:  # a gather from where the values lie is far cheaper than a contiguous copy
+        index: list[slice | torch.Tensor] = [slice(None)]
+        index += [torch.from_numpy(i).to(x.device) for i in _coordinates(shape, stride)]
+        chosen = x[tuple(index)].reshape(x.shape[0], -1)
+    return chosen.to(torch.float32), stride
+
+
+@functools.cache
+def sample_stride(shape: tuple[int, ...]) -> int:
+    """The least stride that takes at most ``VALUES_PER_SAMPLE`` values and is coprime with every dimension.
+
+    >>> sample_stride((64, 4, 4))
+    1
+    >>> sample_stride((96, 112, 112))
+    589
+    """
+    size = math.prod(shape)
+    stride = max(1, math.ceil(size / VALUES_PER_SAMPLE))
+    while any(math.gcd(stride, dimension) > 1 for dimension in shape) and stride < size:
+        stride += 1
+    return stride
+
+
+@functools.lru_cache(maxsize=256)
+def _coordinates(shape: tuple[int, ...], stride: int) -> tuple[npt.NDArray[np.intp], ...]:
+    return np.unravel_index(np.arange(0, math.prod(shape), stride), shape) if shape else ()
+
+
+def _in_memory_order(x: torch.Tensor) -> torch.Tensor:
+    """``x`` with its dimensions sorted by stride: a dense view where one exists, so that reading it is one sweep."""
+    return x if x.is_contiguous() else x.permute(sorted(range(x.ndim), key=x.stride, reverse=True))
+
+
+def _exponent(magnitude: float) -> int:
+    """The least ``e`` for which every ``|x| <= magnitude`` lies in the grid of width ``2^e``."""
+    if magnitude == 0:
+        return _LEAST_EXPONENT
+    _, above = math.frexp(magnitude)  # magnitude < 2^above
+    return max(_LEAST_EXPONENT, above - HALF_BINS.bit_length() + 1)
+
+
+def _coarser(counts: Counts, doublings: int) -> Counts:
+    """``counts`` on the grid whose bins are ``2^doublings`` times as wide."""
+    doublings = min(doublings, HALF_BINS.bit_length() - 1)  # by then all is in the two bins beside zero
+    merged = counts.reshape(-1, 2**doublings).sum(axis=1)
+    result = np.zeros_like(counts)
+    start = HALF_BINS - (HALF_BINS >> doublings)
+    result[start : start + merged.size] = merged
+    return result

@@ -1,0 +1,153 @@
+"""The last step of every engine: biases become int32, and every quantizer learns whose it is.
+
+A runtime's integer kernel adds the bias to the int32 accumulator, whose unit is ``s_x·s_w``. Writing the
+bias as ``round(b / (s_x·s_w))`` behind a dequantize makes the graph say what the kernel does. A channel
+whose weights are nearly zero has a tiny ``s_w``, and its bias may not fit: then ``s_w`` is raised until the
+bias takes 2³⁰ steps, which leaves half of the accumulator for the products; the channel's weights were
+too small to matter beside such a bias. Each such channel is named in the plan's notes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from qtool.form import DEQUANTIZE, QUANTIZE, quantized
+from qtool.quantization.capture import (
+    CONVOLUTIONS,
+    aten,
+    drop_unused,
+    output_axis,
+    parameter,
+    remove_dropout,
+    set_parameter,
+)
+
+MAX_BIAS = 2.0**30
+WEIGHTED = (*CONVOLUTIONS, aten.linear.default)
+
+
+def finish(graph_module: GraphModule) -> tuple[str, ...]:
+    """Makes biases int32 and labels quantizers in place; returns notes on channels that were changed."""
+    notes: list[str] = []
+    remove_dropout(graph_module)
+    merge_repeated(graph_module)
+    for node in list(graph_module.graph.nodes):
+        if node.target in WEIGHTED and _is_integer_unit(node):
+            notes += _integer_bias(graph_module, node)
+    label(graph_module)
+    graph_module.graph.eliminate_dead_code()
+    graph_module.delete_all_unused_submodules()
+    drop_unused(graph_module)
+    graph_module.graph.lint()
+    graph_module.recompile()
+    return tuple(notes)
+
+
+def merge_repeated(graph_module: GraphModule) -> None:
+    """Drops a quantize that repeats the one before it: of a dequantized value, with the same parameters."""
+    graph = graph_module.graph
+    for node in list(graph.nodes):
+        if node.target is not quantized.quantize_per_tensor.default:
+            continue
+        source = node.args[0]
+        if source.target is quantized.dequantize_per_tensor.default and source.args[1:] == node.args[1:]:
+            node.replace_all_uses_with(source.args[0])
+            graph.erase_node(node)
+    graph.eliminate_dead_code()
+
+
+def _is_integer_unit(node: Node) -> bool:
+    source, weight = node.args[0], node.args[1]
+    return (
+        isinstance(source, Node)
+        and isinstance(weight, Node)
+        and source.target is quantized.dequantize_per_tensor.default
+        and weight.target is quantized.dequantize_per_channel.default
+    )
+
+
+def _integer_bias(graph_module: GraphModule, node: Node) -> list[str]:
+    bias_node = node.args[2] if len(node.args) > 2 else None
+    if not (isinstance(bias_node, Node) and bias_node.op == "get_attr"):
+        return []
+    source, weight = node.args[0], node.args[1]
+    assert isinstance(source, Node)
+    assert isinstance(weight, Node)
+    scale_x = float(str(source.args[1]))
+    scales, bias = parameter(graph_module, weight.args[1]), parameter(graph_module, bias_node)
+    assert scales is not None
+    assert bias is not None
+    notes = []
+    steps = bias.double() / (scale_x * scales.double())
+    crowded = steps.abs() > MAX_BIAS
+    if bool(crowded.any()):
+        scales = _raise_scales(graph_module, node, weight, bias, scale_x, crowded)
+        steps = bias.double() / (scale_x * scales.double())
+        channels = [str(int(index)) for index in crowded.nonzero().flatten()]
+        notes = [
+            f"{node.meta.get('unit', node.name)}: weight scale raised in nearly dead channels "
+            f"{', '.join(channels[:8])}{' …' if len(channels) > 8 else ''} so that the int32 bias fits"
+        ]
+    _replace_bias(graph_module, node, torch.round(steps), (scale_x * scales.double()).float())
+    return notes
+
+
+def _raise_scales(
+    graph_module: GraphModule, node: Node, weight: Node, bias: Tensor, scale_x: float, crowded: Tensor
+) -> Tensor:
+    """Gives the crowded channels the least scale at which their bias fits; the weight becomes the operator's own."""
+    scales, integers = parameter(graph_module, weight.args[1]), parameter(graph_module, weight.args[0])
+    assert scales is not None
+    assert integers is not None
+    raised = torch.where(crowded, (bias.double().abs() / (scale_x * MAX_BIAS)).float() * 1.001, scales)
+    shape = [1] * integers.dim()
+    shape[output_axis(node)] = -1
+    rescaled = torch.round(integers.double() * (scales.double() / raised.double()).reshape(shape))
+    for index, (name, value) in enumerate((("weight", rescaled.to(integers.dtype)), ("weight_scale", raised))):
+        weight.update_arg(index, _stored(graph_module, weight, f"{node.name}_{name}", value))
+    return raised
+
+
+def _stored(graph_module: GraphModule, before: Node, name: str, value: Tensor) -> Node:
+    """A new constant of the graph, read before a node. Named after an operator, which alone reads it."""
+    set_parameter(graph_module, name, value)
+    with graph_module.graph.inserting_before(before):
+        return graph_module.graph.get_attr(name)
+
+
+def _replace_bias(graph_module: GraphModule, node: Node, steps: Tensor, scale: Tensor) -> None:
+    values = {
+        "integer": steps.to(torch.int32),
+        "scale": scale,
+        "zero_point": torch.zeros(len(scale), dtype=torch.int64),
+    }
+    stored = [_stored(graph_module, node, f"{node.name}_bias_{name}", value) for name, value in values.items()]
+    limits = torch.iinfo(torch.int32)
+    with graph_module.graph.inserting_before(node):
+        dequantized = graph_module.graph.call_function(
+            quantized.dequantize_per_channel.default, (*stored, 0, limits.min, limits.max, torch.int32)
+        )
+    node.update_arg(2, dequantized)
+
+
+def label(graph_module: GraphModule) -> None:
+    """Writes into each node's ``meta['custom']`` the unit it belongs to, which survives saving and export."""
+    for node in graph_module.graph.nodes:
+        if node.op != "call_function":
+            continue
+        node.meta["custom"] = {"unit": _unit_of(node)}
+
+
+def _unit_of(node: Node) -> str:
+    if "unit" in node.meta:
+        return str(node.meta["unit"])
+    source: Any = node
+    while isinstance(source, Node) and source.target in (*QUANTIZE, *DEQUANTIZE):
+        source = source.args[0]
+    if isinstance(source, Node) and source.op == "call_function":
+        return str(source.meta.get("unit", source.meta.get("owner") or source.name))
+    return str(getattr(source, "target", node.name))

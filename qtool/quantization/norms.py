@@ -1,0 +1,336 @@
+"""Batch-norm in captured graphs: folded away, turned into a convolution, or kept live while training.
+
+In evaluation a batch-norm is ``y = x·f + h`` per channel, ``f = γ/√(σ² + ε)``, ``h = β − μ·f``. Behind a convolution
+or a linear layer that nothing else reads, it folds into the weights: ``w' = w·f``, ``b' = b·f + h``. Elsewhere (before
+a convolution, behind a concatenation) it is a depthwise 1×1 convolution with weights ``f`` and bias ``h``, for which
+targets have an integer kernel, and whose weights are represented exactly, one channel having one.
+
+Quantization-aware training must quantize the folded weight while statistics still move (arXiv 1712.05877,
+1806.08342): ``batch_norm(conv(x, q(w·f)) / f + b)`` with ``f`` from the running variance. A channel with
+``γ = 0`` would divide by zero; it is scaled by 1 there, and its output is ``β`` all the same. After training the same
+fold as above is made.
+
+A weight that several operators read gets a copy for each batch-norm that it is folded with. All sums are in float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from qtool.quantization.capture import (
+    CONVOLUTIONS,
+    aten,
+    drop_unused,
+    output_axis,
+    parameter,
+    set_parameter,
+)
+
+ANCHORS = (*CONVOLUTIONS, aten.linear.default)
+_DEPTHWISE = {3: aten.conv1d.default, 4: aten.conv2d.default, 5: aten.conv3d.default}
+
+
+def fold_batch_norm(graph_module: GraphModule) -> list[Node]:
+    """Folds each batch-norm that alone reads a convolution or linear into its weights; returns those operators."""
+    copies = _Copies(graph_module)
+    folded = []
+    for norm in _norms(graph_module):
+        anchor = norm.args[0]
+        if _is_foldable(anchor, norm):
+            assert isinstance(anchor, Node)
+            _fold(copies, anchor, norm)
+            folded.append(anchor)
+    _clean(graph_module)
+    return folded
+
+
+def convolve_norms(graph_module: GraphModule) -> list[Node]:
+    """Writes each batch-norm that has nothing to fold into as a depthwise convolution; returns those.
+
+    A batch-norm of vectors becomes a product and a sum. One that keeps no statistics becomes the arithmetic on the
+    batch that it does, in float.
+    """
+    alone = [norm for norm in _norms(graph_module) if not _is_foldable(norm.args[0], norm)]
+    made = [_convolve(graph_module, norm) for norm in alone]
+    stored = _norms(graph_module)
+    for node in list(graph_module.graph.nodes):
+        if node.target is aten.batch_norm.default and node not in stored:
+            _spell_out(node)
+    _clean(graph_module)
+    return made
+
+
+def _norms(graph_module: GraphModule) -> list[Node]:
+    """The batch-norms whose statistics are stored; others depend on the batch that they are in."""
+    nodes = [node for node in graph_module.graph.nodes if node.target is aten.batch_norm.default]
+    return [node for node in nodes if isinstance(node.args[3], Node) and isinstance(node.args[4], Node)]
+
+
+def _is_foldable(anchor: Any, norm: Node) -> bool:
+    return (
+        isinstance(anchor, Node)
+        and anchor.target in ANCHORS
+        and list(anchor.users) == [norm]
+        and all(_is_stored(argument) for argument in anchor.args[1:3])
+    )
+
+
+def _is_stored(argument: Any) -> bool:
+    return argument is None or (isinstance(argument, Node) and argument.op == "get_attr")
+
+
+def coefficients(graph_module: GraphModule, norm: Node) -> tuple[Tensor, Tensor]:
+    """``f`` and ``h`` of a batch-norm in float64, one of each per channel."""
+    gamma, beta, mean, variance = (parameter(graph_module, argument) for argument in norm.args[1:5])
+    assert mean is not None
+    assert variance is not None
+    epsilon = norm.args[7]
+    assert isinstance(epsilon, float)
+    factor = 1.0 / torch.sqrt(variance.double() + epsilon)
+    if gamma is not None:
+        factor = gamma.double() * factor
+    shift = -mean.double() * factor
+    return factor, shift if beta is None else shift + beta.double()
+
+
+def scaled(weight: Tensor, factor: Tensor, anchor: Node) -> Tensor:
+    """``weight`` in float64 times ``factor`` along the output channels of ``anchor``."""
+    axis, groups = output_axis(anchor), _groups(anchor)
+    if axis == 1:  # transposed: inputs × outputs of one group
+        per_group = factor.reshape(groups, 1, -1).expand(groups, weight.shape[0] // groups, -1)
+        return weight.double() * per_group.reshape(weight.shape[0], -1, *[1] * (weight.dim() - 2))
+    return weight.double() * factor.reshape(-1, *[1] * (weight.dim() - 1))
+
+
+def _groups(anchor: Node) -> int:
+    value = anchor.args[6] if len(anchor.args) > 6 else 1  # the same place in conv and conv_transpose
+    assert isinstance(value, int)
+    return value
+
+
+class _Copies:
+    """Where folded weights are stored: in place of the weight, or beside it where something else still reads it."""
+
+    def __init__(self, graph_module: GraphModule) -> None:
+        self.graph_module = graph_module
+        self.readers = _readers(graph_module)
+        self.made: dict[tuple[str, ...], tuple[str, str]] = {}
+
+    def store(self, anchor: Node, norm: Node, weight: Tensor, bias: Tensor) -> tuple[str, str]:
+        """The names of the two tensors; the same names for the same weight under the same batch-norm."""
+        sources = (_weight_node(anchor), *anchor.args[2:3], *norm.args[1:5])
+        key = tuple(str(source.target) if isinstance(source, Node) else "" for source in sources)
+        if key not in self.made:
+            stem = key[0].rpartition(".")[0] if key[0].endswith("weight") else key[0]
+            prefix = f"{stem}." if stem else ""
+            names = (
+                (key[0], f"{prefix}bias") if self.readers[key[0]] == 1 else (f"{key[0]}_folded", f"{prefix}bias_folded")
+            )
+            self.made[key] = (self._free(names[0], key[0]), self._free(names[1], key[1]))
+            for name, value in zip(self.made[key], (weight, bias), strict=True):
+                set_parameter(self.graph_module, name, value)
+        return self.made[key]
+
+    def _free(self, name: str, own: str) -> str:
+        """``name``, or that name with a number where another tensor has it."""
+        taken = set(self.readers) - ({own} if self.readers.get(own) == 1 else set())
+        taken |= {n for names in self.made.values() for n in names}
+        unique, count = name, 1
+        while unique in taken:
+            count += 1
+            unique = f"{name}_{count}"
+        return unique
+
+
+def _readers(graph_module: GraphModule) -> dict[str, int]:
+    """How many operators read each stored tensor."""
+    counts: dict[str, int] = {}
+    for node in graph_module.graph.nodes:
+        if node.op == "get_attr":
+            counts[str(node.target)] = counts.get(str(node.target), 0) + len(node.users)
+    return counts
+
+
+def _weight_node(anchor: Node) -> Node:
+    """The stored weight of an anchor, seen through the scaling and the fake-quantizer of a live batch-norm."""
+    node = anchor.args[1]
+    while isinstance(node, Node) and node.op != "get_attr":
+        node = node.args[0]
+    assert isinstance(node, Node)
+    return node
+
+
+def _fold(copies: _Copies, anchor: Node, norm: Node) -> None:
+    graph_module = copies.graph_module
+    factor, shift = coefficients(graph_module, norm)
+    weight = parameter(graph_module, anchor.args[1])
+    bias = parameter(graph_module, anchor.args[2]) if len(anchor.args) > 2 else None
+    assert weight is not None
+    folded = scaled(weight, factor, anchor).to(weight.dtype)
+    new_bias = shift if bias is None else shift + bias.double() * factor
+    with graph_module.graph.inserting_before(anchor):
+        names = copies.store(anchor, norm, folded, new_bias.to(weight.dtype))
+        stored = [graph_module.graph.get_attr(name) for name in names]
+    anchor.args = (anchor.args[0], *stored, *anchor.args[3:])
+    norm.replace_all_uses_with(anchor)
+    graph_module.graph.erase_node(norm)
+
+
+def _convolve(graph_module: GraphModule, norm: Node) -> Node:
+    factor, shift = coefficients(graph_module, norm)
+    source = norm.args[0]
+    assert isinstance(source, Node)
+    rank = norm.meta["val"].dim()
+    stem = str(norm.args[3].target).rpartition(".")[0] or norm.name  # type: ignore[union-attr]
+    values = [factor.reshape(-1, *[1] * (rank - 1)) if rank > 2 else factor, shift]
+    graph = graph_module.graph
+    with graph.inserting_before(norm):
+        stored = []
+        for name, value in zip(("norm_weight", "norm_bias"), values, strict=True):
+            set_parameter(graph_module, f"{stem}.{name}", value.float())
+            stored.append(graph.get_attr(f"{stem}.{name}"))
+        if rank > 2:
+            ones, zeros = [1] * (rank - 2), [0] * (rank - 2)
+            result = graph.call_function(_DEPTHWISE[rank], (source, *stored, ones, zeros, ones, len(factor)))
+        else:
+            product = graph.call_function(aten.mul.Tensor, (source, stored[0]))
+            product.meta = dict(norm.meta)
+            result = graph.call_function(aten.add.Tensor, (product, stored[1]))
+    result.meta = dict(norm.meta)
+    norm.replace_all_uses_with(result)
+    graph.erase_node(norm)
+    return result
+
+
+def _spell_out(norm: Node) -> None:
+    """Writes a batch-norm over the batch's own mean and variance as these operators."""
+    source, gamma, beta = norm.args[:3]
+    epsilon, rank = norm.args[7], norm.meta["val"].dim()
+    axes, shape = [0, *range(2, rank)], [1, -1, *[1] * (rank - 2)]
+    graph = norm.graph
+    with graph.inserting_before(norm):
+        centred = graph.call_function(
+            aten.sub.Tensor, (source, graph.call_function(aten.mean.dim, (source, axes, True)))
+        )
+        square = graph.call_function(aten.mul.Tensor, (centred, centred))
+        variance = graph.call_function(
+            aten.add.Tensor, (graph.call_function(aten.mean.dim, (square, axes, True)), epsilon)
+        )
+        result = graph.call_function(aten.mul.Tensor, (centred, graph.call_function(aten.rsqrt.default, (variance,))))
+        for operation, value in ((aten.mul.Tensor, gamma), (aten.add.Tensor, beta)):
+            if value is not None:
+                along = graph.call_function(aten.reshape.default, (value, shape))
+                result = graph.call_function(operation, (result, along))
+    result.meta = dict(norm.meta)
+    norm.replace_all_uses_with(result)
+    graph.erase_node(norm)
+
+
+def make_live(graph_module: GraphModule, units: Iterable[list[Node]]) -> None:
+    """Scales the weights of each unit that starts with an operator and its batch-norm, for training.
+
+    ``units`` are lists of nodes, anchor first. The anchor's weight argument becomes ``w·f``.
+    """
+    for nodes in units:
+        if len(nodes) > 1 and nodes[1].target is aten.batch_norm.default and nodes[1] in _norms(graph_module):
+            _scale(graph_module, nodes[0], nodes[1])
+    graph_module.graph.lint()
+    graph_module.recompile()
+
+
+def _scale(graph_module: GraphModule, anchor: Node, norm: Node) -> None:
+    graph = graph_module.graph
+    weight, bias = anchor.args[1], anchor.args[2] if len(anchor.args) > 2 else None
+    gamma, variance, epsilon = norm.args[1], norm.args[4], norm.args[7]
+    rank = anchor.meta["val"].dim()
+    vector = [1, -1, *[1] * (rank - 2)] if anchor.target is not aten.linear.default else [-1]
+    assert output_axis(anchor) == 0
+    with graph.inserting_before(anchor):
+        deviation = graph.call_function(aten.sqrt.default, (graph.call_function(aten.add.Tensor, (variance, epsilon)),))
+        factor = graph.call_function(aten.reciprocal.default, (deviation,))
+        if gamma is not None:
+            factor = graph.call_function(aten.mul.Tensor, (gamma, factor))
+            dead = graph.call_function(aten.eq.Scalar, (factor, 0.0))
+            factor = graph.call_function(aten.masked_fill.Scalar, (factor, dead, 1.0))
+        shape = [-1, *[1] * (weight.meta["val"].dim() - 1)]  # type: ignore[union-attr]
+        tall = graph.call_function(aten.reshape.default, (factor, shape))
+        product = graph.call_function(aten.mul.Tensor, (weight, tall))
+        product.meta["val"] = weight.meta["val"]  # type: ignore[union-attr]
+    with graph.inserting_before(norm):
+        result = graph.call_function(
+            aten.div.Tensor, (anchor, graph.call_function(aten.reshape.default, (factor, vector)))
+        )
+        if bias is not None:
+            result = graph.call_function(
+                aten.add.Tensor, (result, graph.call_function(aten.reshape.default, (bias, vector)))
+            )
+    anchor.args = (anchor.args[0], product, None, *anchor.args[3:])
+    norm.update_arg(0, result)
+
+
+def settle_live(graph_module: GraphModule) -> None:
+    """Folds each live batch-norm, fake-quantizers kept, and every other one that folds: the end of training."""
+    copies = _Copies(graph_module)
+    for norm in _norms(graph_module):
+        if (parts := _live_parts(norm)) is not None:
+            _settle(copies, norm, *parts)
+    for node in list(graph_module.graph.nodes):  # the count of batches, of which only training makes use
+        if node.target is aten.add_.Tensor and str(node.args[0].target).endswith("num_batches_tracked"):
+            graph_module.graph.erase_node(node)
+    fold_batch_norm(graph_module)
+
+
+def _live_parts(norm: Node) -> tuple[Node, Node | None] | None:
+    """The anchor and the bias under a live batch-norm; None where ``make_live`` made no such thing."""
+    node, bias = norm.args[0], None
+    if isinstance(node, Node) and node.target is aten.add.Tensor:
+        reshaped = node.args[1]
+        bias = reshaped.args[0] if isinstance(reshaped, Node) and reshaped.args else None
+        node = node.args[0]
+    if not (isinstance(node, Node) and node.target is aten.div.Tensor and _depends(node.args[1], norm.args[4])):
+        return None
+    anchor = node.args[0]
+    assert isinstance(anchor, Node)
+    assert bias is None or isinstance(bias, Node)
+    return anchor, bias
+
+
+def _depends(value: Any, source: Any) -> bool:
+    """Whether ``value`` is computed from ``source`` by operators on tensors of one value per channel."""
+    while isinstance(value, Node) and value is not source and value.op == "call_function":
+        nodes = [n for n in value.all_input_nodes if n.op == "call_function" or n is source]
+        value = nodes[0] if nodes else None
+    return value is source
+
+
+def _settle(copies: _Copies, norm: Node, anchor: Node, bias: Node | None) -> None:
+    graph_module = copies.graph_module
+    factor, shift = coefficients(graph_module, norm)
+    weight, old_bias = parameter(graph_module, _weight_node(anchor)), parameter(graph_module, bias)
+    assert weight is not None
+    folded = scaled(weight, factor, anchor).to(weight.dtype)
+    new_bias = shift if old_bias is None else shift + old_bias.double() * factor
+    names = copies.store(anchor, norm, folded, new_bias.to(weight.dtype))
+    quantizer = anchor.args[1]
+    assert isinstance(quantizer, Node)
+    with graph_module.graph.inserting_before(quantizer):
+        stored = [graph_module.graph.get_attr(name) for name in names]
+    if quantizer.op == "call_module":
+        quantizer.update_arg(0, stored[0])
+    else:
+        anchor.update_arg(1, stored[0])
+    anchor.update_arg(2, stored[1])
+    norm.replace_all_uses_with(anchor)
+    graph_module.graph.erase_node(norm)
+
+
+def _clean(graph_module: GraphModule) -> None:
+    graph_module.graph.eliminate_dead_code()
+    drop_unused(graph_module)
+    graph_module.graph.lint()
+    graph_module.recompile()

@@ -1,0 +1,206 @@
+"""Observers and fake-quantizers: the modules that pt2e puts on the edges of a prepared graph.
+
+``RangeObserver`` watches an activation and changes nothing: it feeds a bounded streaming histogram
+(``histogram.py``) from which every range estimator reads afterwards. ``PerChannelWeightObserver`` reads a
+constant weight once. ``FakeQuantizer`` is what QAT trains through: it rounds in the forward pass and
+passes gradients straight through inside the range (arXiv 1806.08342), its range a moving average of the
+batches' minima and maxima.
+
+A new observer is a class here with ``forward`` and ``calculate_qparams``.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qtool.errors import QtoolError
+from qtool.quantization.histogram import Histogram
+from qtool.quantization.qparams import affine_qparams, symmetric_qparams
+from qtool.quantization.ranges import weight_range
+from qtool.quantization.torchao_api import FakeQuantizeBase, ObserverBase
+
+
+class RangeObserver(ObserverBase):  # type: ignore[misc]
+    """Records the values of one activation in a streaming histogram; returns them unchanged.
+
+    ``chosen`` is the (low, high) that a range estimator picked; until it is set the exact extremes are
+    used. Scales are float32, zero points int64, both of shape (1,).
+    """
+
+    def __init__(
+        self, dtype: torch.dtype, quant_min: int, quant_max: int, qscheme: torch.qscheme,
+        is_dynamic: bool = False, detailed: bool = False, **_: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(dtype=dtype, is_dynamic=is_dynamic)
+        self.quant_min, self.quant_max, self.qscheme = quant_min, quant_max, qscheme
+        self.histogram = Histogram("activation", bins=detailed)
+        self.chosen: tuple[float, float] | None = None
+        self.enabled = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Adds ``x`` to the histogram and returns it."""
+        if self.enabled:
+            self.histogram.update(x.detach())
+        return x
+
+    def calculate_qparams(self, **_: Any) -> tuple[Tensor, Tensor]:
+        """Scale and zero point of the chosen range."""
+        low, high = self.chosen or self.histogram.range("minmax")
+        return _activation_qparams(low, high, self)
+
+
+def _activation_qparams(low: float, high: float, of: Any) -> tuple[Tensor, Tensor]:
+    if of.qscheme == torch.per_tensor_symmetric:
+        scale, zero_point = symmetric_qparams(max(-low, high, 0.0), of.quant_max), 0
+    else:
+        scale, zero_point = affine_qparams(low, high, of.quant_min, of.quant_max)
+    return torch.tensor([scale], dtype=torch.float32), torch.tensor([zero_point], dtype=torch.int64)
+
+
+class PerChannelWeightObserver(ObserverBase):  # type: ignore[misc]
+    """Reads a weight's range per output channel. The scale is the range over the greatest integer."""
+
+    def __init__(
+        self, dtype: torch.dtype, quant_min: int, quant_max: int, qscheme: torch.qscheme, ch_axis: int,
+        is_dynamic: bool = False, method: str = "minmax", **_: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(dtype=dtype, is_dynamic=is_dynamic)
+        self.quant_min, self.quant_max, self.qscheme, self.ch_axis = quant_min, quant_max, qscheme, ch_axis
+        self.method = method
+        self.register_buffer("amax", torch.zeros(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Reads the weight's range; the last weight seen counts."""
+        self.amax = weight_range(x.detach(), self.ch_axis, self.method, self.quant_max)
+        return x
+
+    def calculate_qparams(self, **_: Any) -> tuple[Tensor, Tensor]:
+        """Scales of shape (channels,), float32, and zero points, all zero."""
+        if self.amax.numel() == 0:
+            raise QtoolError("weight observer", "a weight", "none", "run the prepared graph once before converting it")
+        scale = symmetric_qparams(self.amax, self.quant_max)
+        return scale, torch.zeros_like(scale, dtype=torch.int64)
+
+
+class FakeQuantizer(FakeQuantizeBase):  # type: ignore[misc]
+    """Quantizes and dequantizes an activation with gradients; its range is a moving average.
+
+    ``low`` and ``high`` follow each batch's extremes by ``averaging`` (torch.ao's default 0.01), or are
+    the extremes of all batches with None; the first batch sets them.
+    """
+
+    is_per_channel = False
+    low: Tensor
+    high: Tensor
+
+    def __init__(
+        self, dtype: torch.dtype, quant_min: int, quant_max: int, qscheme: torch.qscheme,
+        is_dynamic: bool = False, averaging: float | None = 0.01, **_: Any,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.dtype, self.is_dynamic = dtype, is_dynamic
+        self.quant_min, self.quant_max, self.qscheme = quant_min, quant_max, qscheme
+        self.averaging, self.name = averaging, "activation"
+        self.register_buffer("low", torch.tensor(float("inf")))
+        self.register_buffer("high", torch.tensor(float("-inf")))
+        self.register_buffer("scale", torch.ones(1))
+        self.register_buffer("zero_point", torch.zeros(1, dtype=torch.int32))
+        self.observing = self.quantizing = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Updates the range while observing, then fake-quantizes."""
+        if self.observing:
+            self._observe(x.detach())
+        if not self.quantizing:
+            return x
+        rounded = torch.fake_quantize_per_tensor_affine(
+            x.float(), self.scale, self.zero_point, self.quant_min, self.quant_max
+        )
+        return rounded.to(x.dtype)
+
+    def _observe(self, x: Tensor) -> None:
+        low, high = (value.float() for value in torch.aminmax(x))
+        if self.averaging is None or bool(torch.isinf(self.low)):
+            low, high = torch.minimum(self.low, low), torch.maximum(self.high, high)
+        else:
+            low, high = self.low.lerp(low, self.averaging), self.high.lerp(high, self.averaging)
+        self.low.copy_(low)
+        self.high.copy_(high)
+        self._refresh()
+
+    def set_range(self, low: float, high: float) -> None:
+        """Starts the moving average from a calibrated range."""
+        self.low.fill_(low)
+        self.high.fill_(high)
+        self._refresh()
+
+    def _refresh(self) -> None:
+        scale, zero_point = self.calculate_qparams()
+        self.scale.copy_(scale)
+        self.zero_point.copy_(zero_point)
+
+    def calculate_qparams(self, **_: Any) -> tuple[Tensor, Tensor]:
+        """Scale and zero point of the current range."""
+        low, high = float(self.low), float(self.high)
+        if not (low <= high and math.isfinite(low) and math.isfinite(high)):
+            raise QtoolError(
+                f"layer '{self.name}'", "finite min <= max", f"{low}, {high}",
+                "check the inputs, and the weights of the layers before it",
+            )  # fmt: skip
+        return _activation_qparams(low, high, self)
+
+
+class PerChannelFakeQuantizer(FakeQuantizeBase):  # type: ignore[misc]
+    """Fake-quantizes a weight per output channel, its scale read from the weight itself at each step."""
+
+    is_per_channel = True
+    scale: Tensor
+
+    def __init__(
+        self, dtype: torch.dtype, quant_min: int, quant_max: int, qscheme: torch.qscheme, ch_axis: int,
+        is_dynamic: bool = False, **_: Any,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.dtype, self.is_dynamic = dtype, is_dynamic
+        self.quant_min, self.quant_max, self.qscheme, self.ch_axis = quant_min, quant_max, qscheme, ch_axis
+        self.register_buffer("scale", torch.zeros(0))
+        self.observing = self.quantizing = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Fake-quantizes ``x`` with scales from ``x`` (or from when observing stopped)."""
+        weight = x.detach()
+        if self.observing or self.scale.numel() == 0:
+            amax = weight_range(weight, self.ch_axis, "minmax", self.quant_max)
+            self.scale = symmetric_qparams(amax, self.quant_max)
+        if not self.quantizing:
+            return x
+        zero = torch.zeros_like(self.scale, dtype=torch.int32)
+        rounded = torch.fake_quantize_per_channel_affine(
+            x.float(), self.scale, zero, self.ch_axis, self.quant_min, self.quant_max
+        )
+        return rounded.to(x.dtype)
+
+    def calculate_qparams(self, **_: Any) -> tuple[Tensor, Tensor]:
+        """Scales of shape (channels,), float32, and zero points, all zero."""
+        return self.scale, torch.zeros_like(self.scale, dtype=torch.int64)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Takes the saved scales' shape first: a module that has not seen its weight does not know it."""
+        saved = state_dict.get(f"{prefix}scale")
+        if isinstance(saved, Tensor):
+            self.scale = self.scale.new_zeros(saved.shape)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+FAKE_QUANTIZERS = (FakeQuantizer, PerChannelFakeQuantizer)
+
+
+def named(observers: dict[str, Any]) -> dict[str, Any]:
+    """The observers of activations by the tensor they watch, each told that name for its errors."""
+    for name, observer in observers.items():
+        (observer if isinstance(observer, FakeQuantizer) else observer.histogram).name = name
+    return observers

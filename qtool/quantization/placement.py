@@ -1,0 +1,217 @@
+"""Placement: which operators become integer units, decided in one pass over the captured graph.
+
+Walking the graph in order, each operator is tried against the target's patterns. An anchor takes the
+batch-norm and the activation behind it when nothing else reads what lies between, so that one unit has
+one output quantizer, after the activation. A pattern that only makes sense between integers (a sum, a
+pooling, a reshape) is taken when all its operands are integers anyway: they leave an integer unit, or a
+convolution or linear layer reads them too. Otherwise it stays in float and the plan says why.
+
+The result is a list of ``Placed`` units over graph nodes, the source of the pt2e annotations, of the
+plan in the artifact and of the coverage gate.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from qtool.errors import UsageError
+from qtool.form import Plan, Unit
+from qtool.quantization.capture import aten, owner
+from qtool.quantization.targets import RELU_LIKE, Pattern, Target
+
+# Operators that compute nothing worth a line in the plan.
+_SILENT = (aten.sym_size.int, aten.detach.default, aten.alias.default, operator.getitem)
+
+
+@dataclass
+class Placed:
+    """A unit over graph nodes: ``nodes[0]`` is the anchor, ``nodes[-1]`` gives the output."""
+
+    unit: Unit
+    nodes: list[Node]
+    pattern: Pattern | None = None
+    operands: list[Node] = field(default_factory=list)
+    quantized_output: bool = False
+
+    @property
+    def anchor(self) -> Node:
+        """The operator that gives the unit its kind."""
+        return self.nodes[0]
+
+    @property
+    def output(self) -> Node:
+        """The node whose value leaves the unit."""
+        return self.nodes[-1]
+
+
+class Placement:
+    """The units of one graph for one target; see the module's text for the rules."""
+
+    def __init__(self, graph_module: GraphModule, target: Target, overrides: Mapping[str, str] | None = None) -> None:
+        self.graph_module, self.target = graph_module, target
+        self.overrides = dict(overrides or {})
+        self.placed: list[Placed] = []
+        self._integer: dict[Node, Placed] = {}
+        self._read_as_integer: set[Node] = set()
+        self._taken: set[Node] = set()
+        self._names: set[str] = set()
+        self._used_overrides: set[str] = set()
+        self._weighted_anchors = {anchor for p in target.patterns if p.weighted for anchor in p.anchors}
+        self._weighted = {owner(node) for node in graph_module.graph.nodes if node.target in self._weighted_anchors}
+        self._owners = {owner(node) for node in graph_module.graph.nodes if node.op == "call_function"}
+        compute = [node for node in graph_module.graph.nodes if node.op == "call_function" and _is_compute(node)]
+        for pattern in (pattern for pattern in target.patterns if pattern.weighted):
+            readers = [node for node in compute if node.target in pattern.anchors and not self._refusal(node, pattern)]
+            for operand in (operand for node in readers for operand in _operands(node, pattern)):
+                self._read_as_integer.update(self._moved_from(operand))
+        for node in compute:
+            if node not in self._taken:
+                self._place(node)
+        if unused := set(self.overrides) - self._used_overrides:
+            raise UsageError(
+                "overrides", "patterns that match a unit", ", ".join(sorted(unused)),
+                f"use module paths such as {', '.join(sorted(self._names)[:3])}",
+            )  # fmt: skip
+
+    def plan(self, notes: tuple[str, ...] = ()) -> Plan:
+        """The plan: reshapes and the like, which cost nothing, are left out. Capture's notes come before ``notes``."""
+        units = tuple(placed.unit for placed in self.placed if placed.unit.kind != "move")
+        return Plan(self.target.name, units, (*self.graph_module.meta.get("notes", ()), *notes))
+
+    def is_integer(self, node: Node) -> bool:
+        """Whether the node's value leaves an integer unit with a quantizer."""
+        return node in self._integer
+
+    def _place(self, node: Node) -> None:
+        reason = "no integer kernel on this target"
+        for pattern in self.target.patterns:
+            if node.target not in pattern.anchors:
+                continue
+            reason = self._refusal(node, pattern)
+            if not reason:
+                self._accept(node, pattern)
+                return
+        self._leave_float(node, reason)
+
+    def _refusal(self, node: Node, pattern: Pattern) -> str:
+        """Why ``pattern`` does not apply to ``node``; empty when it does."""
+        if self._override(node) == "float":
+            return "left in float by an override"
+        if pattern.accepts and (reason := pattern.accepts(node)):
+            return reason
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.dtype != torch.float32:
+            return f"its result is {str(value.dtype).removeprefix('torch.')}, not float32"
+        if pattern.weighted and not _is_constant(node.args[1]):
+            return "its weight is computed, not stored"
+        operands = _operands(node, pattern)
+        if any(_is_constant(operand) for operand in operands):
+            return "an operand is a constant"
+        floats = [o for o in operands if o not in self._integer and o not in self._read_as_integer]
+        if pattern.needs_integer_inputs and floats:
+            return f"its operand '{floats[0].name}' is float"
+        return ""
+
+    def _accept(self, node: Node, pattern: Pattern) -> None:
+        nodes = [node, *self._tail(node, pattern)]
+        quantized_output = not (pattern.float_output and self._leaves(nodes[-1]))
+        unit = Unit(
+            self._name(node), pattern.kind, tuple(dict.fromkeys(owner(n) for n in nodes if owner(n))),
+            integer=not pattern.in_float, reason=pattern.in_float, weight_bits=8 if pattern.weighted else None,
+        )  # fmt: skip
+        placed = Placed(unit, nodes, pattern, _operands(node, pattern), quantized_output)
+        self.placed.append(placed)
+        self._taken.update(nodes)
+        if quantized_output:
+            self._integer[nodes[-1]] = placed
+
+    def _tail(self, node: Node, pattern: Pattern) -> list[Node]:
+        """The batch-norm and the activation that fuse behind ``node``."""
+        tail: list[Node] = []
+        last = node
+        for targets in ((aten.batch_norm.default,) if pattern.batch_norm else (), pattern.activations):
+            follower = next(iter(last.users)) if len(last.users) == 1 else None
+            if (
+                follower is not None
+                and follower.target in targets
+                and follower.args[0] is last
+                and _clips_at_zero(follower)
+            ):
+                tail.append(follower)
+                last = follower
+        return tail
+
+    def _moved_from(self, node: Node) -> list[Node]:
+        """The node and what it is a reshaping of, as far up as there are only reshapes."""
+        found = [node]
+        while self._is_move(found[-1]) and isinstance(source := found[-1].args[0], Node):
+            found.append(source)
+        return found
+
+    def _leaves(self, node: Node) -> bool:
+        """Whether the node's value goes to the graph's output alone, if reshaped on the way."""
+        return all(user.op == "output" or (self._is_move(user) and self._leaves(user)) for user in node.users)
+
+    def _is_move(self, node: Node) -> bool:
+        return any(pattern.kind == "move" and node.target in pattern.anchors for pattern in self.target.patterns)
+
+    def _leave_float(self, node: Node, reason: str) -> None:
+        kind = "move" if self._is_move(node) else str(node.target).removeprefix("aten.").partition(".")[0]
+        unit = Unit(self._name(node), kind, (owner(node),) if owner(node) else (), integer=False, reason=reason)
+        self.placed.append(Placed(unit, [node]))
+        self._taken.add(node)
+
+    def _override(self, node: Node) -> str | None:
+        for pattern, choice in self.overrides.items():
+            if fnmatch.fnmatchcase(owner(node), pattern):
+                self._used_overrides.add(pattern)
+                return choice
+        return None
+
+    def _name(self, node: Node) -> str:
+        kind = str(node.target).removeprefix("aten.").partition(".")[0]
+        path = owner(node)
+        own = path and not any(other.startswith(f"{path}.") for other in self._owners)
+        own = own and (path not in self._weighted or node.target in self._weighted_anchors)
+        name = path if own else f"{path}.{kind}" if path else kind
+        unique, count = name, 1
+        while unique in self._names:
+            count += 1
+            unique = f"{name}_{count}"
+        self._names.add(unique)
+        return unique
+
+
+def _operands(node: Node, pattern: Pattern) -> list[Node]:
+    found: list[Node] = []
+    for index in pattern.operands:
+        value = node.args[index]
+        found.extend(v for v in (value if isinstance(value, list | tuple) else [value]) if isinstance(v, Node))
+    return found
+
+
+def _is_constant(value: Any) -> bool:
+    return isinstance(value, Node) and value.op == "get_attr"
+
+
+def _is_compute(node: Node) -> bool:
+    """Whether the operator handles floating point tensors (integer bookkeeping stays out of the plan)."""
+    value = node.meta.get("val")
+    return node.target not in _SILENT and isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def _clips_at_zero(node: Node) -> bool:
+    """An activation is absorbed only if it clips at zero from below, as an affine range can; others pass."""
+    if node.target not in RELU_LIKE:
+        return True
+    if node.target in (aten.relu.default, aten.relu6.default):
+        return True
+    low = node.args[1] if len(node.args) > 1 else (-1.0 if node.target is aten.hardtanh.default else None)
+    return low in (0, 0.0)

@@ -1,0 +1,146 @@
+"""The default engine: torchao's pt2e, told by qtool's placement where to quantize.
+
+``prepare`` writes each placed unit as pt2e annotations (inputs and weight on the anchor, the output on
+the unit's last node, moves sharing their input's quantizer) and lets torchao insert the observers or,
+for QAT, fake-quantizers. ``convert`` turns them into quantize and dequantize nodes. Batch-norm while training
+is qtool's own (``norms.py``): torchao's knows convolutions with affine batch-norm only, divides by γ even where
+that is 0, and finds them by tracing some hundred patterns, which takes half a minute.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from qtool.errors import QtoolError
+from qtool.quantization.capture import output_axis
+from qtool.quantization.norms import make_live, settle_live
+from qtool.quantization.observers import (
+    FAKE_QUANTIZERS,
+    FakeQuantizer,
+    PerChannelFakeQuantizer,
+    PerChannelWeightObserver,
+    RangeObserver,
+    named,
+)
+from qtool.quantization.placement import Placed, Placement
+from qtool.quantization.targets import Format
+from qtool.quantization.torchao_api import (
+    QuantizationAnnotation,
+    QuantizationSpec,
+    Quantizer,
+    SharedQuantizationSpec,
+    convert_pt2e,
+)
+from qtool.quantization.torchao_api import prepare as insert_observers
+
+ANNOTATION = "quantization_annotation"
+
+
+class PlacementQuantizer(Quantizer):  # type: ignore[misc]
+    """Hands a placement to pt2e as annotations."""
+
+    def __init__(self, placement: Placement, *, train: bool, detailed: bool, weight_ranges: str = "minmax") -> None:
+        self.placement = placement
+        self.train = train
+        self.detailed = detailed
+        self.weight_ranges = weight_ranges
+
+    def annotate(self, model: GraphModule) -> GraphModule:
+        """Writes an annotation on every node of every integer unit."""
+        activation = self._activation_spec(self.placement.target.activation)
+        for placed in self.placement.placed:
+            if placed.pattern is not None:
+                self._annotate(placed, activation)
+        return model
+
+    def validate(self, model: GraphModule) -> None:
+        """The placement only offers what the target supports; there is nothing left to refuse."""
+
+    def _annotate(self, placed: Placed, activation: QuantizationSpec) -> None:
+        pattern = placed.pattern
+        assert pattern is not None
+        inputs: dict[Node, Any] = dict.fromkeys(placed.operands, activation)
+        if pattern.weighted:
+            weight = placed.anchor.args[1]
+            assert isinstance(weight, Node)
+            inputs[weight] = self._weight_spec(self.placement.target.weight, output_axis(placed.anchor))
+        output: Any = None
+        if placed.quantized_output:
+            output = SharedQuantizationSpec((placed.operands[0], placed.anchor)) if pattern.shares else activation
+        for node in placed.nodes:
+            node.meta["unit"] = placed.unit.name
+            node.meta[ANNOTATION] = QuantizationAnnotation(
+                input_qspec_map=inputs if node is placed.anchor else {},
+                output_qspec=output if node is placed.output else None,
+                _annotated=True,
+            )
+
+    def _activation_spec(self, form: Format) -> QuantizationSpec:
+        observer = FakeQuantizer if self.train else RangeObserver.with_args(detailed=self.detailed)
+        scheme = torch.per_tensor_symmetric if form.symmetric else torch.per_tensor_affine
+        return QuantizationSpec(form.dtype, observer, form.qmin, form.qmax, scheme)
+
+    def _weight_spec(self, form: Format, axis: int) -> QuantizationSpec:
+        observer: Any = PerChannelFakeQuantizer
+        if not self.train:
+            observer = PerChannelWeightObserver.with_args(method=self.weight_ranges)
+        return QuantizationSpec(form.dtype, observer, form.qmin, form.qmax, torch.per_channel_symmetric, axis)
+
+
+def prepare(
+    graph: GraphModule, placement: Placement, *, train: bool = False, detailed: bool = False,
+    weight_ranges: str = "minmax",
+) -> GraphModule:  # fmt: skip
+    """Inserts observers (or fake-quantizers with ``train``) where the placement says; ``graph`` is consumed.
+
+    Raises QtoolError where no operator of the graph is to be integer.
+    """
+    if not placement.plan().integer_units:
+        reasons = (
+            "; ".join(dict.fromkeys(unit.reason for unit in placement.plan().float_units)) or "it has no operators"
+        )
+        raise QtoolError(
+            "quantize", f"a model with operators that '{placement.target.name}' runs in integers", f"none: {reasons}",
+            "choose another model, target or overrides",
+        )  # fmt: skip
+    quantizer = PlacementQuantizer(placement, train=train, detailed=detailed, weight_ranges=weight_ranges)
+    if train:
+        make_live(graph, [placed.nodes for placed in placement.placed if placed.pattern is not None])
+    prepared = insert_observers(quantizer.annotate(graph), {}, is_qat=train)  # prepare_pt2e would fold batch-norm
+    assert isinstance(prepared, GraphModule)
+    return prepared
+
+
+def convert(prepared: GraphModule) -> GraphModule:
+    """Turns observers into quantize and dequantize nodes and folds the weights to integers.
+
+    Batch-norm that trained is folded first; torchao would look for it by tracing a hundred patterns.
+    """
+    settle_live(prepared)
+    converted = convert_pt2e(prepared, fold_quantize=True)
+    assert isinstance(converted, GraphModule)
+    return converted
+
+
+def observers(prepared: GraphModule) -> dict[str, Any]:
+    """The activation observers or fake-quantizers of a prepared graph by the tensor they watch.
+
+    The name is that of the unit which makes the tensor, or of the graph's input, and from here on the
+    observer's own in errors. A shared observer is listed once, under the first tensor.
+    """
+    modules = dict(prepared.named_modules(remove_duplicate=False))
+    found: dict[int, tuple[str, Any]] = {}
+    for node in prepared.graph.nodes:
+        module = modules.get(str(node.target)) if node.op == "call_module" else None
+        if isinstance(module, RangeObserver | FakeQuantizer) and id(module) not in found:
+            source = node.args[0]
+            found[id(module)] = (str(source.meta.get("unit", source.name)), module)
+    return named(dict(found.values()))
+
+
+def fake_quantizers(prepared: GraphModule) -> list[Any]:
+    """Every fake-quantizer of a graph prepared for QAT, weights' included."""
+    return [module for module in prepared.modules() if isinstance(module, FAKE_QUANTIZERS)]

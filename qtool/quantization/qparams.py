@@ -1,0 +1,79 @@
+"""From a range of real numbers to scale and zero point.
+
+    x ≈ scale · (q − zero_point),    q = clamp(round(x / scale) + zero_point, qmin, qmax)
+
+*Affine* (activations): the range is widened to contain 0.0, so that 0.0 is an integer exactly (padding, ReLU);
+``scale = (max − min) / (qmax − qmin)``, ``zero_point = qmin − round(min / scale)``. *Symmetric* (weights): the
+zero point is 0 and ``scale = max|x| / qmax``. Both are computed in float32, operation by operation as
+torch.ao's observers do, so that the two agree bit for bit where they mean the same thing.
+
+Signed 8-bit weights use −127…127. With −128, torch.ao divides by 127.5, and the largest weight, +127.5
+steps, is clipped by half a step; the 128th negative level is not worth that, negating a channel would change
+its error, and TensorRT's own weights stop at −127. Fewer bits are another ``(qmin, qmax)``: (−63, 63) for
+integer kernels that add pairs of products in 16 bits (x86 without VNNI), (−7, 7) for 4 bits.
+
+A range of zero width, or narrower than ``EPSILON`` per step, gets ``scale = EPSILON``: torch.ao's guard.
+It also keeps ``bias / (scale_x · scale_w)`` finite for a dead channel.
+"""
+
+from __future__ import annotations
+
+from typing import overload
+
+import torch
+from torch import Tensor
+
+from qtool.errors import QtoolError
+
+EPSILON = torch.finfo(torch.float32).eps
+"""The least scale, 2^-23."""
+
+
+def affine_qparams(
+    minimum: float, maximum: float, qmin: int = 0, qmax: int = 255, *, where: str = "range"
+) -> tuple[float, int]:
+    """(scale, zero_point) of one range; the scale is a float32 value, the zero point from qmin to qmax.
+
+    Raises QtoolError, naming ``where``, unless minimum <= maximum are finite, and if their distance is not.
+    """
+    scales, zero_points = affine_qparams_of(torch.tensor(minimum), torch.tensor(maximum), qmin, qmax, where=where)
+    return float(scales), int(zero_points)
+
+
+def affine_qparams_of(
+    minimum: Tensor, maximum: Tensor, qmin: int = 0, qmax: int = 255, *, where: str = "range"
+) -> tuple[Tensor, Tensor]:
+    """``affine_qparams`` of many ranges at once: scales float32 and zero points int32, shaped like ``minimum``."""
+    low, high = minimum.to(torch.float32), maximum.to(torch.float32)
+    _require(low.isfinite() & high.isfinite() & (low <= high), "finite min <= max", (low, high), where)
+    low, high = low.clamp(max=0.0), high.clamp(min=0.0)
+    scale = ((high - low) / float(qmax - qmin)).clamp(min=EPSILON)
+    _require(scale.isfinite(), "max - min within float32", (low, high), where)
+    zero_point = qmin - torch.round(low / scale)
+    return scale, zero_point.clamp(qmin, qmax).to(torch.int32)
+
+
+@overload
+def symmetric_qparams(amax: float, qmax: int = 127, *, where: str = "range") -> float: ...
+@overload
+def symmetric_qparams(amax: Tensor, qmax: int = 127, *, where: str = "range") -> Tensor: ...
+def symmetric_qparams(amax: float | Tensor, qmax: int = 127, *, where: str = "range") -> float | Tensor:
+    """The scale of the range (−amax, amax) for integers −qmax…qmax; the zero point is 0.
+
+    ``amax``: one number, for a float32 value as a float, or a tensor with one per channel, for float32 scales
+    of its shape. Raises QtoolError, naming ``where``, unless amax is finite and not negative.
+    """
+    if not isinstance(amax, Tensor):
+        return float(symmetric_qparams(torch.tensor(amax), qmax, where=where))
+    end = amax.to(torch.float32)
+    _require(end.isfinite() & (end >= 0), "finite amax >= 0", (end,), where)
+    return (end / float(qmax)).clamp(min=EPSILON)
+
+
+def _require(valid: Tensor, expected: str, values: tuple[Tensor, ...], where: str) -> None:
+    if bool(valid.all()):
+        return
+    index = int((~valid).reshape(-1).nonzero()[0])
+    got = ", ".join(str(value.reshape(-1)[index].item()) for value in values)
+    channel = f" in channel {index}" if valid.numel() > 1 else ""
+    raise QtoolError(where, expected, got + channel, "check the weights, or the calibration data, for NaN and overflow")

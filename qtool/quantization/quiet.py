@@ -1,0 +1,54 @@
+"""Keeps libraries from talking of themselves to qtool's users: loggers and warnings, each named, each for a block."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import sys
+import warnings
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def quiet_loggers(*names: str, below: int = logging.ERROR) -> Iterator[None]:
+    """Drops what these loggers say below a level."""
+
+    def is_loud(record: logging.LogRecord) -> bool:
+        return record.levelno >= below
+
+    loggers = [logging.getLogger(name) for name in names]
+    for logger in loggers:
+        logger.addFilter(is_loud)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(is_loud)
+
+
+@contextlib.contextmanager
+def quiet_export() -> Iterator[None]:
+    """Drops what ``torch.export`` logs, and the partial graph that it prints when it fails."""
+    said = io.StringIO()
+    names = ("torch.fx.experimental.symbolic_shapes", "torch.export", "torch._export")
+    with quiet_loggers(*names, below=logging.CRITICAL), contextlib.redirect_stderr(said):
+        yield
+    sys.stderr.write(said.getvalue())  # a model's own words, where all went well
+
+
+@contextlib.contextmanager
+def quiet_pytree() -> Iterator[None]:
+    """Drops torch's warning of deprecated leaves in its own records of a graph's inputs, which copying one gives."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
+        yield
+
+
+@contextlib.contextmanager
+def quiet_torch_ao() -> Iterator[None]:
+    """Drops what torch.ao and its kernels say of their own removal."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*torch.ao.quantization is deprecated", category=DeprecationWarning)
+        warnings.filterwarnings("ignore", message=".*quantized tensor creation functions", category=UserWarning)
+        yield

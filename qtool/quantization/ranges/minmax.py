@@ -1,0 +1,12 @@
+"""Min-max ranges: everything that was seen. Exact, cheap, and at the mercy of one outlier."""
+
+from __future__ import annotations
+
+from qtool.quantization.histogram import Histogram
+from qtool.quantization.ranges.density import RangeOptions
+
+
+def minmax(histogram: Histogram, options: RangeOptions) -> tuple[float, float]:
+    """The least and the largest value seen; with ``symmetric``, the larger magnitude on either side."""
+    histogram.require_data()
+    return options.balanced(histogram.minimum, histogram.maximum)

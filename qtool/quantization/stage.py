@@ -1,0 +1,134 @@
+"""The quantize stage: a float model and calibration batches in, the one quantized form out.
+
+Capture, fold, place, prepare, calibrate (or train), convert, finish: each step is a module of this
+folder, and this file is their order. The two engines differ in preparing and converting alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule
+
+from qtool.errors import QtoolError, UsageError
+from qtool.form import QuantizedModel
+from qtool.models import check_finite
+from qtool.nested import call
+from qtool.quantization import pt2e
+from qtool.quantization.algorithms.passes import Passes
+from qtool.quantization.calibrate import calibrate, choose_ranges, restore_ranges
+from qtool.quantization.capture import capture, copied, remove_dropout
+from qtool.quantization.integers import finish, label
+from qtool.quantization.matrices import flatten_linears
+from qtool.quantization.norms import convolve_norms, fold_batch_norm
+from qtool.quantization.placement import Placement
+from qtool.quantization.prepared import Prepared
+from qtool.quantization.qat import FineTune, require_float32_weights, set_training, train_quantized
+from qtool.quantization.targets import get_target
+from qtool.recipe import QatConfig, QuantizeConfig
+
+
+def quantize(
+    model: nn.Module,
+    config: QuantizeConfig,
+    *,
+    example: Any,
+    calibration: Iterable[Any] = (),
+    qat: FineTune | None = None,
+    tuning: QatConfig | None = None,
+) -> QuantizedModel:
+    """Quantizes ``model`` and returns the quantized form; ``model`` is left as it was.
+
+    ``example`` and each batch of ``calibration`` hold inputs without labels: a float32 tensor, a tuple or
+    a dict of tensors, batch first. ``qat(graph, hooks, loss)`` trains a prepared graph in place, for mode
+    ``qat`` only.
+
+    Raises QtoolError for a model that cannot be captured, weights or values that are not finite, and
+    calibration without samples.
+    """
+    check_finite(model)
+    if config.mode == "qat" and qat is None:
+        raise UsageError("quantize --mode qat", "training data", "none", "give --data with training samples")
+    if config.mode == "qat":
+        require_float32_weights(tuning or QatConfig())
+    if config.algorithms and iter(calibration) is calibration:
+        calibration = list(calibration)
+    float_graph = float_form(model, example)
+    passes = Passes(config, calibration)
+    prepared = _prepare(model, float_graph, config, example, passes)
+    if qat is not None and config.mode == "qat":
+        ranges = train_quantized(prepared, calibration, qat, tuning or QatConfig(), float_graph)
+    else:
+        ranges = _observe(prepared, config, calibration, example)
+    graph = prepared.convert()
+    notes = (*passes.correct(graph, prepared.placement, ranges), *finish(graph))
+    return QuantizedModel(graph, prepared.placement.plan(notes), example, float_graph, ranges)
+
+
+def float_form(model: nn.Module, example: Any) -> GraphModule:
+    """The captured float model in evaluation form, batch-norm folded: the reference of every comparison."""
+    graph = capture(model, example)
+    remove_dropout(graph)
+    fold_batch_norm(graph)
+    label(graph)
+    return graph
+
+
+def _prepare(
+    model: nn.Module, float_graph: GraphModule, config: QuantizeConfig, example: Any, passes: Passes
+) -> Prepared:
+    """The model with observers or fake-quantizers, by the engine asked for."""
+    train, detailed = config.mode == "qat", config.ranges != "minmax"
+    if config.engine == "torch.ao":
+        from qtool.quantization import torch_ao  # only here, since a later torch will not have it
+
+        graph = copied(float_graph)
+        convolve_norms(graph)
+        placement = Placement(graph, get_target(config.target), config.overrides)
+        passes.decline_float("the torch.ao engine prepares the model's own modules", copied(graph))
+        return torch_ao.prepare(
+            model, placement, example, train=train, detailed=detailed, weight_ranges=config.weight_ranges
+        )
+    graph = capture(model, example, train=True) if train else copied(float_graph)
+    convolve_norms(graph)
+    flatten_linears(graph)
+    placement = Placement(graph, get_target(config.target), config.overrides)
+    passes.improve(graph, placement)
+    prepared = pt2e.prepare(graph, placement, train=train, detailed=detailed, weight_ranges=config.weight_ranges)
+    return Prepared(prepared, placement, pt2e.observers(prepared), lambda: pt2e.convert(prepared), set_training)
+
+
+def _observe(prepared: Prepared, config: QuantizeConfig, calibration: Iterable[Any], example: Any) -> dict[str, Any]:
+    if config.ranges_from is not None:
+        ranges = read_ranges(Path(config.ranges_from))
+        restore_ranges(prepared.observers, ranges, config.ranges_from)
+        _observe_weights(prepared, example)
+        return dict(ranges)
+    for name, observer in prepared.observers.items():
+        observer.histogram.name = name
+    calibrate(prepared.graph, calibration)
+    return choose_ranges(prepared.observers, config)
+
+
+def _observe_weights(prepared: Prepared, example: Any) -> None:
+    """Lets the weights' observers read the weights; those of activations look away."""
+    for observer in prepared.observers.values():
+        observer.enabled = False
+    with torch.no_grad():
+        call(prepared.graph, example)
+
+
+def read_ranges(path: Path) -> Mapping[str, Any]:
+    """Reads a ``ranges.json``. Raises QtoolError when it is missing or is not one."""
+    try:
+        ranges = json.loads(path.read_text(encoding="utf-8"))
+        if not all({"low", "high"} <= set(entry) for entry in ranges.values()):
+            raise ValueError("an entry without low and high")
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise QtoolError(f"'{path}'", "the ranges.json of a quantize run", str(error), "check the path") from error
+    return dict(ranges)

@@ -1,0 +1,147 @@
+"""What each target runtime fuses: the one table from which every placement is made.
+
+A ``Pattern`` names the operators that can stand first in a fused kernel (*anchors*), whether a
+batch-norm may follow, and which activations the kernel absorbs. A ``Target`` is a list of patterns with
+the number formats of its integer kernels. pt2e annotations and torch.ao's ``BackendConfig`` are both
+generated from it; a new runtime is a new ``Target``.
+
+ONNX Runtime on a CPU (``ort-cpu``): uint8 activations with int8 weights are the fast path (VPDPBUSD
+multiplies unsigned by signed bytes); an activation is absorbed when the output's integer range already
+clips like it, so relu and relu6 cost nothing; a matrix product may return float directly, so the last
+linear layer needs no output quantizer; poolings and reshapes move bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from qtool.errors import UsageError, nearest
+from qtool.quantization.capture import CONVOLUTIONS
+
+aten = torch.ops.aten
+
+RELU_LIKE = (aten.relu.default, aten.relu6.default, aten.hardtanh.default, aten.clamp.default, aten.clamp_min.default)
+
+
+@dataclass(frozen=True)
+class Format:
+    """An integer number format: its storage type, its least and greatest value, symmetric or affine."""
+
+    dtype: torch.dtype
+    qmin: int
+    qmax: int
+    symmetric: bool
+
+
+UINT8 = Format(torch.uint8, 0, 255, symmetric=False)
+INT8_ACTIVATION = Format(torch.int8, -128, 127, symmetric=True)
+INT8_WEIGHT = Format(torch.int8, -127, 127, symmetric=True)
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """Operators that run as one integer kernel: an anchor, an optional batch-norm, an optional activation.
+
+    ``weighted``: argument 1 is a constant weight, quantized per output channel. ``shares``: the output
+    has the input's scale and zero point, the kernel only moves or compares bytes. ``float_output``:
+    the kernel can return float where nothing integer reads it. ``operands``: which arguments are
+    activations. ``needs_integer_inputs``: placed only where every operand is already integer. ``in_float``: why the
+    operator itself runs in float, its input dequantized and its output quantized for the integer kernels behind it;
+    empty where it has an integer kernel.
+    """
+
+    kind: str
+    anchors: tuple[Any, ...]
+    batch_norm: bool = False
+    activations: tuple[Any, ...] = ()
+    weighted: bool = False
+    shares: bool = False
+    float_output: bool = False
+    operands: tuple[int, ...] = (0,)
+    needs_integer_inputs: bool = False
+    in_float: str = ""
+    accepts: Callable[[torch.fx.Node], str] | None = None
+
+
+@dataclass(frozen=True)
+class Target:
+    """A runtime's integer kernels: patterns in order of preference, and number formats."""
+
+    name: str
+    patterns: tuple[Pattern, ...]
+    activation: Format = UINT8
+    weight: Format = INT8_WEIGHT
+
+
+def _global_mean(node: torch.fx.Node) -> str:
+    """Why a mean is not a global average pooling; empty when it is."""
+    value = node.args[0]
+    assert isinstance(value, torch.fx.Node)
+    rank = value.meta["val"].dim()
+    axes = node.args[1] if len(node.args) > 1 else None
+    wanted = list(range(2, rank))
+    if isinstance(axes, list | tuple) and rank > 2 and sorted(int(str(a)) % rank for a in axes) == wanted:
+        return ""
+    return "a mean over other than all spatial axes has no integer kernel"
+
+
+def _pool_to_one(node: torch.fx.Node) -> str:
+    size = node.args[1]
+    ones = all(s == 1 for s in size) if isinstance(size, list | tuple) else size == 1
+    return "" if ones else "adaptive pooling to more than one cell has no integer kernel"
+
+
+def _plain_sum(node: torch.fx.Node) -> str:
+    if any(not isinstance(arg, torch.fx.Node) for arg in node.args[:2]):
+        return "an operand is a Python number"
+    return "" if node.kwargs.get("alpha", 1) == 1 else "a scaled addition (alpha) has no integer kernel"
+
+
+_MOVES = (
+    aten.flatten.using_ints, aten.view.default, aten.reshape.default, aten._unsafe_view.default,
+    aten.permute.default, aten.transpose.int, aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default,
+    aten.contiguous.default, aten.clone.default, aten.slice.Tensor, aten.select.int, aten.expand.default,
+    aten.pixel_shuffle.default, aten.channel_shuffle.default, aten.dropout.default, aten.feature_dropout.default,
+)  # fmt: skip
+
+_SMOOTH = (
+    aten.hardswish.default, aten.hardsigmoid.default, aten.silu.default, aten.gelu.default, aten.elu.default,
+    aten.tanh.default, aten.mish.default, aten.clamp_max.default,
+)  # fmt: skip
+_GLOBAL_POOLS = (aten.adaptive_avg_pool1d.default, aten.adaptive_avg_pool2d.default)
+_BINARY: dict[str, Any] = {"activations": RELU_LIKE, "operands": (0, 1), "accepts": _plain_sum}
+_BETWEEN: dict[str, Any] = {"needs_integer_inputs": True}
+
+ORT_CPU = Target(
+    "ort-cpu",
+    (
+        Pattern("conv", CONVOLUTIONS[:2], batch_norm=True, activations=RELU_LIKE, weighted=True),
+        Pattern(
+            "linear", (aten.linear.default,), batch_norm=True, activations=RELU_LIKE, weighted=True, float_output=True
+        ),
+        Pattern("add", (aten.add.Tensor,), **_BINARY, **_BETWEEN),
+        Pattern("mul", (aten.mul.Tensor,), **_BINARY, **_BETWEEN),
+        Pattern("concat", (aten.cat.default,), **_BETWEEN),
+        Pattern("global_avg_pool", _GLOBAL_POOLS, accepts=_pool_to_one, **_BETWEEN),
+        Pattern("global_avg_pool", (aten.mean.dim,), accepts=_global_mean, **_BETWEEN),
+        Pattern("avg_pool", (aten.avg_pool1d.default, aten.avg_pool2d.default), **_BETWEEN),
+        Pattern("max_pool", (aten.max_pool1d.default, aten.max_pool2d.default), shares=True, **_BETWEEN),
+        Pattern("move", _MOVES, shares=True, **_BETWEEN),
+        Pattern("sigmoid", (aten.sigmoid.default,), **_BETWEEN),
+        Pattern("leaky_relu", (aten.leaky_relu.default,), **_BETWEEN),
+        Pattern("activation", (*RELU_LIKE, *_SMOOTH), in_float="it runs in float between integers", **_BETWEEN),
+    ),
+)
+
+TARGETS = {target.name: target for target in (ORT_CPU,)}
+
+
+def get_target(name: str) -> Target:
+    """The target of that name. Raises UsageError with the nearest valid name."""
+    if name not in TARGETS:
+        raise UsageError("--target", "a known runtime", repr(name), nearest(name, TARGETS))
+    return TARGETS[name]

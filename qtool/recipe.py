@@ -1,0 +1,363 @@
+"""Recipes: what each stage is told, as typed data.
+
+One frozen dataclass per stage. The same fields are the keys of a TOML recipe, the flags of the
+command line (``grad_clip`` is ``--grad-clip``) and the keyword arguments of the Python functions, so
+there is one place to add an option and one text that explains it. Nothing here imports torch.
+
+A recipe in TOML has the shared keys at the top and a table per stage::
+
+    model = "resnet"
+    data = "fashion-mnist"
+
+    [train]
+    epochs = 4
+
+    [quantize]
+    ranges = "mse"
+
+``--set train.epochs=8`` overrides one key; values are read as TOML, then as plain text. TOML has no
+null, so ``"none"`` switches an optional key off (``grad_clip = "none"``), here and on the command line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import tomllib
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+from qtool.errors import UsageError, nearest
+
+PRECISIONS = ("32-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true")
+OPTIMIZERS = ("adamw", "sgd", "adafactor", "adamw8bit", "paged-adamw", "paged-adamw8bit", "lion8bit")
+ROUNDINGS = ("nearest", "stochastic", "compensated")
+RANGES = ("minmax", "percentile", "entropy", "mse")
+ENGINES = ("pt2e", "torch.ao")
+MODES = ("ptq", "qat")
+TARGETS = ("ort-cpu",)
+WEIGHT_RANGES = ("minmax", "mse")
+ALGORITHMS = ("equalize", "bias")
+PROVIDERS = ("cpu", "cuda", "tensorrt", "openvino", "torch", "torch-compile")
+VARIANTS = ("fp32", "fp16", "int8")
+
+
+def option(
+    default: Any, help: str, *, choices: Sequence[str] = (), low: float | None = None, high: float | None = None
+) -> Any:
+    """A field with its help text, its allowed values and its bounds (both included); the command line reads them."""
+    metadata = {"help": help, "choices": tuple(choices), "low": low, "high": high}
+    if isinstance(default, dict | list):
+        return field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How a model is fine-tuned. Field names are recipe keys and flags."""
+
+    epochs: int = option(4, "passes over the training data", low=0)
+    max_steps: int | None = option(None, "stop after this many optimizer steps, whatever the epochs", low=1)
+    batch_size: int = option(64, "samples per optimizer step", low=1)
+    micro_batches: int = option(1, "split each batch into this many micro-batches (gradient accumulation)", low=1)
+    precision: str = option("32-true", "number formats of compute and weights", choices=PRECISIONS)
+    optimizer: str = option("adamw", "update rule", choices=OPTIMIZERS)
+    learning_rate: float = option(2e-3, "peak learning rate", low=0)
+    weight_decay: float = option(0.01, "decoupled weight decay (AdamW) or L2 (SGD)", low=0)
+    momentum: float = option(0.9, "momentum of SGD", low=0)
+    schedule: str = option("cosine", "learning rate after the warm-up", choices=("cosine", "constant"))
+    warmup: float = option(0.05, "fraction of the steps that warm up linearly", low=0, high=1)
+    grad_clip: float | None = option(1.0, "clip the global norm of the (unscaled) gradients to this", low=0)
+    label_smoothing: float = option(0.0, "label smoothing of the classification loss", low=0, high=1)
+    early_stopping: int | None = option(None, "stop after this many epochs without a better validation metric", low=1)
+    channels_last: bool = option(True, "images in NHWC order, which convolution kernels prefer")
+    rounding: str = option("nearest", "how updates become bf16-true weights", choices=ROUNDINGS)
+    step_in_backward: bool = option(False, "update each weight as soon as its gradient is there, and free the gradient")
+    activation_checkpointing: bool = option(False, "recompute each block's activations in the backward pass")
+    activation_offload: bool = option(False, "keep activations in host memory until the backward pass")
+    compile: bool = option(False, "compile the model with torch.compile")
+    checkpoint_every: int | None = option(None, "also checkpoint every N optimizer steps (each epoch always)", low=1)
+    device: str = option("auto", "cpu, cuda, cuda:1 …; auto takes CUDA where there is one")
+    seed: int = option(0, "seed of initialisation, data order and dropout", low=0)
+
+
+@dataclass(frozen=True)
+class QatConfig(TrainConfig):
+    """How the fake-quantized model is fine-tuned: the training options with QAT's defaults."""
+
+    epochs: int = option(1, "passes over the training data", low=0)
+    learning_rate: float = option(2e-4, "peak learning rate", low=0)
+    distill: bool = option(True, "train towards the float model's outputs instead of the labels")
+    freeze_bn: float = option(0.5, "fraction of the steps after which batch-norm statistics are frozen", low=0, high=1)
+    freeze_observers: float = option(
+        0.7, "fraction of the steps after which the quantization ranges are frozen", low=0, high=1
+    )
+
+
+@dataclass(frozen=True)
+class QuantizeConfig:
+    """How a float model becomes a quantized one."""
+
+    mode: str = option("ptq", "post-training quantization, or quantization-aware training", choices=MODES)
+    engine: str = option("pt2e", "which library prepares and converts the graph", choices=ENGINES)
+    target: str = option("ort-cpu", "the runtime whose fusions decide what is quantized", choices=TARGETS)
+    ranges: str = option("minmax", "how activation ranges are read from the histogram", choices=RANGES)
+    percentile: float = option(
+        99.99, "share of the values that --ranges percentile keeps, in percent", low=50, high=100
+    )
+    weight_ranges: str = option("minmax", "how each channel's weight range is chosen", choices=WEIGHT_RANGES)
+    algorithms: tuple[str, ...] | None = option(
+        None, "what else post-training quantization does for accuracy", choices=ALGORITHMS
+    )
+    calibration: str = option(
+        "train:512", "train:N (N training samples, stratified by label), a set's name, or a recipe file"
+    )
+    calibration_batch_size: int = option(32, "samples per calibration batch", low=1)
+    ranges_from: str | None = option(None, "repeat the ranges saved in this ranges.json instead of calibrating")
+    overrides: dict[str, str] = option(
+        {}, "module pattern to 'int8' or 'float', first match wins", choices=("int8", "float")
+    )
+    seed: int = option(0, "seed of the calibration sample", low=0)
+
+
+@dataclass(frozen=True)
+class ExportConfig:
+    """How a quantized model becomes an ONNX file."""
+
+    opset: int | None = option(None, "ONNX opset; by default the newest that the target's runtime implements", low=13)
+    gates: bool = option(True, "prove parity, coverage and size before the file takes its name")
+    parity_samples: int = option(256, "calibration samples on which end-to-end parity is judged", low=1)
+    reference_samples: int = option(8, "samples on which the integer reference must equal the runtime", low=0)
+
+
+@dataclass(frozen=True)
+class BenchmarkConfig:
+    """What is measured, and how long."""
+
+    variants: tuple[str, ...] = option(VARIANTS, "which files are compared", choices=(*VARIANTS, "bf16"))
+    provider: str = option("cpu", "what runs the files; an absent one is an error", choices=PROVIDERS)
+    device: str = option("auto", "for torch: cpu, cuda, cuda:1 …; auto takes CUDA where there is one")
+    batch_sizes: tuple[int, ...] = option((1,), "batch sizes to time", low=1)
+    threads: int = option(1, "threads within an operator", low=1)
+    width: float = option(0.03, "time until each speed-up's 95 % interval is this narrow, relative to it", low=0)
+    seconds: float = option(2.0, "but at most this long for each batch size", low=0)
+    shapes: dict[str, str] = option({}, "input name to shape such as 1x3x224x224, where the file leaves sizes open")
+    samples: int | None = option(None, "test samples on which accuracy is judged; all by default", low=1)
+    seed: int = option(0, "seed of the order in which variants are timed", low=0)
+    compare: str | None = option(None, "an earlier benchmark.json: fail (exit 3) where a figure became worse")
+    tolerance: float = option(0.05, "how much slower than the one compared with is still as fast", low=0, high=1)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A whole run: what to take, and what each stage is told."""
+
+    model: str = option("resnet", "model spec")
+    data: str = option("fashion-mnist", "data spec")
+    task: str = option("classification", "task: classification, or path/file.py:factory")
+    weights: str | None = option(None, "start from these weights")
+    variants: tuple[str, ...] = option(("ptq", "qat"), "quantized variants to make", choices=MODES)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    quantize: QuantizeConfig = field(default_factory=QuantizeConfig)
+    qat: QatConfig = field(default_factory=QatConfig)
+    export: ExportConfig = field(default_factory=ExportConfig)
+    benchmark: BenchmarkConfig = field(default_factory=BenchmarkConfig)
+
+
+Config = TypeVar("Config")
+_SHIPPED = Path(__file__).parent / "recipes"
+Naming = Callable[[str], str]
+
+
+def recipe_key(name: str) -> str:
+    """How an error names a key of a recipe."""
+    return f"recipe key '{name}'"
+
+
+def argument(name: str) -> str:
+    """How an error names a keyword argument of the Python functions."""
+    return f"argument '{name}'"
+
+
+def flag(name: str) -> str:
+    """How an error names an option of the command line.
+
+    >>> flag("grad_clip")
+    "option '--grad-clip'"
+    """
+    return f"option '--{name.replace('_', '-')}'"
+
+
+def make(kind: type[Config], values: Mapping[str, Any], name: Naming = recipe_key, *, prefix: str = "") -> Config:
+    """Builds a config dataclass from plain values, checking names, types, choices and bounds.
+
+    ``name`` turns a key into the words of the caller. Raises UsageError naming the key, what it may be
+    and the nearest valid name.
+    """
+    hints = get_type_hints(kind)
+    fields = {f.name: f for f in dataclasses.fields(typing.cast(Any, kind))}
+    checked: dict[str, Any] = {}
+    for key, value in values.items():
+        if key not in fields:
+            raise UsageError(name(prefix + key), "a known name", repr(key), nearest(key, fields))
+        if dataclasses.is_dataclass(hints[key]):
+            table = _table(name(prefix + key), key, value)
+            checked[key] = make(typing.cast(type, hints[key]), table, name, prefix=f"{prefix}{key}.")
+        else:
+            checked[key] = check(value, hints[key], fields[key].metadata, name(prefix + key))
+    return kind(**checked)
+
+
+def check(value: Any, hint: Any, metadata: Mapping[str, Any], where: str) -> Any:
+    """``value`` as the hinted type (a list becomes a tuple, a whole number a float), or a UsageError at ``where``."""
+    kind, optional = inner_type(hint)
+    if optional and (value is None or value == "none"):
+        return None
+    if get_origin(kind) is dict:
+        items = _table(where, where, value).items()
+        return {str(key): check(item, get_args(kind)[1], metadata, where) for key, item in items}
+    if get_origin(kind) is tuple:
+        if not isinstance(value, list | tuple) or not value:
+            got = "an empty list" if value in ([], ()) else repr(value)
+            raise UsageError(where, "a list of at least one value", got, f"write [{value!r}]" if value else "add one")
+        return tuple(check(item, get_args(kind)[0], metadata, where) for item in value)
+    return _bounded(_scalar(value, kind, where), metadata, where)
+
+
+def inner_type(hint: Any) -> tuple[Any, bool]:
+    """The type within ``T | None``, and whether None was allowed.
+
+    >>> inner_type(int | None)
+    (<class 'int'>, True)
+    """
+    allowed = get_args(hint) if get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
+    return next(a for a in allowed if a is not type(None)), type(None) in allowed
+
+
+def _table(where: str, key: str, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise UsageError(where, "a table", repr(value), f"write a [{key}] table")
+    return value
+
+
+def _scalar(value: Any, kind: type, where: str) -> Any:
+    if kind is float and type(value) is int:
+        value = float(value)
+    if type(value) is not kind:
+        names = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
+        raise UsageError(where, names.get(kind, kind.__name__), repr(value), "correct the value")
+    return value
+
+
+def _bounded(value: Any, metadata: Mapping[str, Any], where: str) -> Any:
+    choices, low, high = metadata.get("choices", ()), metadata.get("low"), metadata.get("high")
+    if choices and value not in choices:
+        raise UsageError(where, f"one of {', '.join(choices)}", repr(value), nearest(str(value), choices))
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UsageError(where, "a finite number", repr(value), "correct the value")
+    if low is not None and value < low:
+        raise UsageError(where, f"at least {low}", repr(value), "raise the value")
+    if high is not None and value > high:
+        raise UsageError(where, f"at most {high}", repr(value), "lower the value")
+    return value
+
+
+def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Reads a TOML recipe and applies ``a.b=c`` overrides. Raises UsageError on anything not understood."""
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"recipe '{path}'", "a TOML file", str(error), "correct that line") from error
+    except OSError as error:
+        raise UsageError(
+            f"recipe '{path}'", "a readable file", error.strerror or str(error), "check the path"
+        ) from error
+    for text in overrides:
+        override(table, text)
+    return make(Recipe, table)
+
+
+def recipe_names() -> list[str]:
+    """The recipes that come with the package, by name."""
+    return sorted(path.stem for path in _SHIPPED.glob("*.toml"))
+
+
+def find_recipe(name: str) -> Path:
+    """The file of a recipe: a path to a TOML file, or the name of one that comes with the package.
+
+    Raises UsageError with the nearest name or file where there is none.
+    """
+    path = Path(name)
+    if path.is_file():
+        return path
+    if (shipped := _SHIPPED / f"{name}.toml").is_file():
+        return shipped
+    beside = [p.name for p in path.parent.glob("*.toml")] if path.parent.is_dir() else []
+    raise UsageError(
+        f"recipe '{name}'", "a TOML file or the name of a recipe in the package", "neither",
+        nearest(path.name, [*beside, *recipe_names()]),
+    )  # fmt: skip
+
+
+def override(table: dict[str, Any], text: str) -> None:
+    """Applies one ``a.b=c`` to a nested table in place; a part with dots in it is quoted, as in TOML."""
+    key, equals, value = text.partition("=")
+    if not equals or not key.strip():
+        raise UsageError(f"--set '{text}'", "KEY=VALUE", "no '='", "write for example --set train.epochs=8")
+    *parents, last = _key_parts(key.strip())
+    for parent in parents:
+        table = table.setdefault(parent, {})
+        if not isinstance(table, dict):
+            raise UsageError(f"--set '{text}'", "a table", f"'{parent}' is a value", "name a key of a stage")
+    table[last] = _plain_value(value)
+
+
+def _key_parts(key: str) -> list[str]:
+    """``a."b.c"`` as ``["a", "b.c"]``; what TOML cannot read as a key is split at its dots."""
+    try:
+        tree: Any = tomllib.loads(f"{key} = 0")
+    except tomllib.TOMLDecodeError:
+        return key.split(".")
+    parts = []
+    while isinstance(tree, dict):
+        ((part, tree),) = tree.items()
+        parts.append(part)
+    return parts
+
+
+def _plain_value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def as_dict(config: Any) -> dict[str, Any]:
+    """A config dataclass as plain values, for a result's JSON."""
+    return dataclasses.asdict(config)
+
+
+def to_toml(recipe: Recipe) -> str:
+    """The recipe as TOML with every key written out: ``load_recipe`` of it gives an equal recipe."""
+    top = {k: v for k, v in as_dict(recipe).items() if not dataclasses.is_dataclass(getattr(recipe, k))}
+    lines = [f"{key} = {_toml(value)}" for key, value in top.items()]
+    for key in (f.name for f in dataclasses.fields(recipe) if f.name not in top):
+        lines += ["", f"[{key}]"]
+        lines += [f"{name} = {_toml(value)}" for name, value in as_dict(getattr(recipe, key)).items()]
+    return "\n".join(lines) + "\n"
+
+
+def _toml(value: Any) -> str:
+    if value is None:
+        return '"none"'
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_toml(k)} = {_toml(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    # JSON's spelling of text, numbers and booleans is TOML's, but for the one control character it leaves bare
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,0 +1,1 @@
+"""Numbers to reading matter: terminal tables, Markdown, verdict sentences, and one HTML page."""

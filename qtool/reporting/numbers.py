@@ -1,0 +1,53 @@
+"""How numbers are written: enough digits to tell two apart, no more, and a dash for what was not measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+UNKNOWN = "–"
+
+
+def significant(value: float | None, digits: int = 3) -> str:
+    """``value`` with that many significant digits, and never in powers of ten.
+
+    >>> [significant(v) for v in (0.012345, 3.14159, 1234.5, None)]
+    ['0.0123', '3.14', '1,234', '–']
+    """
+    if value is None:
+        return UNKNOWN
+    if not math.isfinite(value):
+        return "∞" if value > 0 else UNKNOWN
+    if value == 0:
+        return "0"
+    above = math.floor(math.log10(abs(value))) + 1  # digits before the point, negative below 0.1
+    return f"{value:,.{max(0, digits - above)}f}"
+
+
+def percent(share: float | None, decimals: int = 1) -> str:
+    """A share as a percentage.
+
+    >>> percent(0.98765), percent(None)
+    ('98.8 %', '–')
+    """
+    return UNKNOWN if share is None else f"{share * 100:.{decimals}f} %"
+
+
+def times(ratio: float | None) -> str:
+    """A ratio, as ``3.2×``."""
+    return UNKNOWN if ratio is None else f"{ratio:.2f}×"
+
+
+def interval(bounds: Sequence[float] | None, scale: float = 1.0, decimals: int = 2) -> str:
+    """A 95 % interval as ``low to high``, or nothing where there is none."""
+    if not bounds or any(b is None for b in bounds):
+        return ""
+    low, high = (f"{b * scale:.{decimals}f}" for b in bounds)
+    return f"{low} to {high}".replace("-", "−")
+
+
+def points(share: float | None, decimals: int = 2) -> str:
+    """A difference of shares in percentage points, as ``0.30 points``."""
+    if share is None:
+        return UNKNOWN
+    return f"{share * 100 + 0.0:.{decimals}f} points".replace("-", "−")

@@ -1,0 +1,321 @@
+"""The sections of the HTML report, each made from the results and left out where there is nothing to show."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from qtool.reporting import charts
+from qtool.reporting.gather import Run
+from qtool.reporting.markup import Markup, el
+from qtool.reporting.numbers import UNKNOWN, percent, significant, times
+from qtool.reporting.summary import caveats, verdicts
+from qtool.reporting.tables import rows, unsettled
+
+
+def section(title: str, *parts: object) -> Markup:
+    """A titled section."""
+    return el("section", el("h2", title), *parts)
+
+
+def figure(picture: Markup, caption: str) -> Markup:
+    """A picture with the sentence that says how to read it."""
+    return el("figure", picture, el("figcaption", caption))
+
+
+def grid(header: list[str], body: list[list[object]], cls: str = "") -> Markup:
+    """A table in a box that scrolls sideways where the page is narrow."""
+    head = el("tr", [el("th", cell, scope="col") for cell in header])
+    lines = [el("tr", el("th", first, scope="row"), [el("td", cell) for cell in rest]) for first, *rest in body]
+    table = el("table", el("thead", head), el("tbody", lines), cls=cls or None)
+    return el("div", table, cls="scroll", tabindex=0)
+
+
+def verdict(run: Run) -> Iterator[Markup]:
+    """The figures that matter, large, and the sentence that says them with their doubt."""
+    for place in run.measured:
+        assert place.benchmark is not None
+        told = verdicts(place.benchmark)
+        name = "int8" if "int8" in told else next(reversed(told), None)
+        if name is None:
+            continue
+        title = place.name if place is not run else None
+        tiles = [_tile(*pair) for pair in _headline(place.benchmark["variants"][name])]
+        yield el(
+            "div", el("h3", title) if title else None, el("div", tiles, cls="tiles"), el("p", told[name]), cls="verdict"
+        )
+
+
+def _tile(value: str, label: str) -> Markup:
+    return el("div", el("strong", value), el("span", label), cls="tile")
+
+
+def _headline(entry: Mapping[str, Any]) -> list[tuple[str, str]]:
+    accuracy, timed = entry.get("accuracy") or {}, entry["latency"][0]
+    tiles = [
+        (times(1 / entry["size_ratio"]), "smaller"),
+        (times(timed["speedup"]), f"the speed, batch {timed['batch_size']}"),
+    ]
+    if accuracy.get("agreement") is not None:
+        tiles.append((percent(accuracy["agreement"]), "agreement"))
+    if accuracy.get("top1_drop") is not None:
+        gained = accuracy["top1_drop"] < 0
+        tiles.append((f"{abs(accuracy['top1_drop']) * 100:.2f}", f"points of top-1 {'gained' if gained else 'lost'}"))
+    elif accuracy.get("sqnr_db") is not None:
+        tiles.append((f"{accuracy['sqnr_db']:.1f} dB", "SQNR"))
+    return tiles
+
+
+def figures_table(run: Run) -> Iterator[Markup]:
+    """Every figure of every variant, and what a reader has to know about them."""
+    for place in run.measured:
+        result = place.benchmark
+        assert result is not None
+        header = ["", *result["variants"]]
+        body: list[list[object]] = [[row.label, *row.cells] for row in rows(result)]
+        foot = [el("li", text) for text in (unsettled(result), *caveats(result)) if text]
+        threads = f"{result['threads']} thread{'s' if result['threads'] > 1 else ''}"
+        told = f"{result['provider']}, {threads}, {result['cpu']['name']}"
+        title = el("h3", place.name) if place is not run else None
+        notes = el("ul", foot, cls="notes") if foot else None
+        yield el("div", title, el("p", told, cls="quiet"), grid(header, body, "figures"), notes)
+
+
+def frontier(run: Run) -> Markup | None:
+    """Accuracy against time and size, the reference and everything compared with it."""
+    shown = list(_points(run))
+    if len(shown) < 2 or any(math.isnan(point.score) for point in shown):
+        return None
+    label = "top-1, %" if any(p.score_bounds for p in shown) else "agreement, %"
+    caption = (
+        "Higher and further left is better. A mark's area is the file's size; its whiskers are 95 % intervals. "
+        "Time is relative to the reference measured in the same rounds."
+    )
+    return figure(charts.frontier(shown, label), caption)
+
+
+def _points(run: Run) -> Iterator[charts.Point]:
+    """Every variant as a point; of several folders the float variants are taken from the first."""
+    seen: set[str] = set()
+    for place in run.measured:
+        result = place.benchmark
+        assert result is not None
+        for name, entry in result["variants"].items():
+            label = f"{name} {place.name}" if place is not run and name.startswith("int8") else name
+            if label not in seen:
+                seen.add(label)
+                yield _point(label, entry, result["reference"] == name)
+
+
+def _point(label: str, entry: Mapping[str, Any], is_reference: bool) -> charts.Point:
+    """A variant as a point; its score is NaN where none was measured."""
+    accuracy, timed = entry.get("accuracy") or {}, entry["latency"][0]
+    score = accuracy.get("top1", accuracy.get("agreement"))
+    drop, bounds = accuracy.get("top1_drop"), accuracy.get("top1_drop_ci95")
+    whisker = None
+    if not is_reference and drop is not None and bounds and accuracy.get("top1") is not None:
+        base = accuracy["top1"] + drop
+        whisker = (base - bounds[1], base - bounds[0])
+    ratio = timed["speedup_ci95"]
+    return charts.Point(
+        name=label,
+        time=1 / timed["speedup"],
+        score=math.nan if score is None else score,
+        size_mib=entry["size_mib"],
+        time_bounds=(1 / ratio[1], 1 / ratio[0]) if ratio else None,
+        score_bounds=whisker,
+    )
+
+
+def latencies(run: Run) -> Iterator[Markup]:
+    """The distribution of every run's time, one picture for each batch size."""
+    for place in run.measured:
+        assert place.benchmark is not None
+        variants = place.benchmark["variants"]
+        for index, timed in enumerate(next(iter(variants.values()))["latency"]):
+            quantiles = {name: entry["latency"][index].get("latency_quantiles_ms") for name, entry in variants.items()}
+            if not all(quantiles.values()):
+                continue
+            where = f"{place.name}, " if place is not run else ""
+            runs = sum(entry["latency"][index]["num_runs"] for entry in variants.values())
+            caption = (
+                f"{where}batch size {timed['batch_size']}, {runs:,} runs: the line holds 98 % of them, the box half."
+            )
+            yield figure(charts.distributions({n: q for n, q in quantiles.items() if q}), caption)
+
+
+def layers(run: Run) -> Iterator[Markup]:
+    """Error by layer, where the quantization measured it: the worst first."""
+    for place in run.quantized:
+        found = [unit for unit in place.get("quantize").get("sensitivity") or [] if unit.get("sqnr_db") is not None]
+        if found:
+            worst = sorted(((unit["name"], unit["sqnr_db"]) for unit in found), key=lambda pair: pair[1])
+            more = f" (the worst 30 of {len(worst)})" if len(worst) > 30 else ""
+            told = f"{place.name}: SQNR of the output with only this layer quantized{more}; shorter is worse."
+            yield figure(charts.bars(worst, "SQNR, dB"), told)
+
+
+def coverage(run: Run) -> Iterator[Markup]:
+    """What runs in integers, what stays in float for which reason, and what the gates found."""
+    for place in run.quantized:
+        plan = place.get("export").get("plan") or place.get("quantize").get("plan")
+        title = el("h3", place.name) if place is not run else None
+        parts = [_plan(plan) if plan else None, _gates(place.get("export").get("metrics", {}).get("gates"))]
+        if any(parts):
+            yield el("div", title, *parts)
+
+
+def _plan(plan: Mapping[str, Any]) -> Markup:
+    units = plan["units"]
+    kinds = Counter(unit["kind"] for unit in units)
+    integer = Counter(unit["kind"] for unit in units if unit["integer"])
+    told = f"{integer.total()} of {len(units)} units are integer for {plan['target']}."
+    table = grid(["kind", "integer", "of"], [[kind, integer[kind], count] for kind, count in kinds.most_common()])
+    floats = [el("li", f"{unit['name']} ({unit['kind']}): {unit['reason']}") for unit in units if not unit["integer"]]
+    left = el("div", el("p", "Left in float:"), el("ul", floats)) if floats else None
+    notes = el("ul", [el("li", note) for note in plan.get("notes", [])]) if plan.get("notes") else None
+    return el("div", el("p", told), table, left, notes)
+
+
+def _gates(gates: Any) -> Markup | None:
+    """The export's gates: a list of what each expected and found."""
+    if not isinstance(gates, list) or not gates:
+        return None
+    body: list[list[object]] = [[gate["name"], _passed(gate), gate.get("found", UNKNOWN)] for gate in gates]
+    return el("div", el("p", "Gates of the export:"), grid(["gate", "", "found"], body, "gates"))
+
+
+def _passed(gate: Mapping[str, Any]) -> object:
+    if gate.get("passed") is None:
+        return "not run"
+    return "passed" if gate["passed"] else el("span", "failed", cls="failed")
+
+
+def training(run: Run) -> Markup | None:
+    """The loss step by step, the validation metric by epoch, and what the training took."""
+    result = run.get("train")
+    history = result.get("history") or {}
+    losses = [loss for loss in history.get("losses") or [] if loss is not None]
+    if not losses:
+        return None
+    epochs = history.get("epochs") or []
+    metric = next((k for k in (epochs[0] if epochs else {}) if k.startswith("validation_") and "loss" not in k), None)
+    scores = {}
+    if metric:
+        per = len(losses) / len(epochs)
+        scores = {
+            round(per * (i + 1)): epoch[metric] for i, epoch in enumerate(epochs) if epoch.get(metric) is not None
+        }
+    name = (metric or "").removeprefix("validation_")
+    caption = "The line falling is the training loss; the marks are the validation metric after each epoch."
+    return el("div", figure(charts.curve(losses, scores, name), caption), _training_facts(result, history))
+
+
+def _training_facts(result: Mapping[str, Any], history: Mapping[str, Any]) -> Markup:
+    """Numbers beside the curve: test metrics, time, memory, steps skipped."""
+    facts = {f"test {key}": _fact(key, value) for key, value in result.get("metrics", {}).items()}
+    known = {"seconds", "skipped_steps", "best_epoch", "stopped_early"}
+    facts |= {
+        key.replace("_", " "): _fact(key, value)
+        for key, value in history.items()
+        if value is not None and (key in known or key.endswith(("_mib", "_per_s", "_s")))
+    }
+    return definitions(facts)
+
+
+def _fact(key: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if not isinstance(value, int | float):
+        return str(value)
+    if key.startswith("top") or key == "accuracy":
+        return percent(value)
+    return f"{value:,.0f}" if float(value).is_integer() else significant(value)
+
+
+def definitions(facts: Mapping[str, object]) -> Markup:
+    """Names and values, two columns where there is room."""
+    return el("dl", [el("div", el("dt", key), el("dd", value)) for key, value in facts.items()])
+
+
+def provenance(run: Run) -> Iterator[Markup]:
+    """What made these files: options, inputs by hash, packages, machine."""
+    for place in (run, *run.variants):
+        for stage, result in place.results.items():
+            if place is not run and stage == "train":
+                continue
+            title = stage if place is run else f"{place.name}: {stage}"
+            inputs = {f"input {key}": _short(value) for key, value in result.get("inputs", {}).items()}
+            outputs = {
+                f"file {entry['file']}": f"{_short(entry['sha256'])}, {entry['size_bytes']:,} bytes"
+                for entry in result.get("outputs", {}).values()
+            }
+            options = {key: _plain(value) for key, value in result.get("config", {}).items()}
+            facts = {"made": result.get("created", UNKNOWN), **inputs, **outputs, **options}
+            yield el("div", el("h3", title), definitions(facts))
+    yield from _machine(run)
+
+
+def _machine(run: Run) -> Iterator[Markup]:
+    every = [result for place in (run, *run.variants) for result in place.results.values()]
+    environment = next((r["environment"] for r in reversed(every) if r.get("environment")), None)
+    if environment:
+        cpu = environment.get("cpu", {})
+        facts = {
+            "cpu": f"{cpu.get('name', UNKNOWN)}, {cpu.get('cores', UNKNOWN)} cores",
+            "cpu features": _plain(cpu.get("features", [])),
+            "platform": environment.get("platform", UNKNOWN),
+            "python": environment.get("python", UNKNOWN),
+            **environment.get("packages", {}),
+        }
+        yield el("div", el("h3", "machine and packages"), definitions(facts))
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    hexadecimal = len(text) == 64 and all(c in "0123456789abcdef" for c in text)
+    return f"sha256 {text[:16]}…" if hexadecimal else text
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} = {_plain(item)}" for key, item in value.items()) or UNKNOWN
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_plain, value)) or UNKNOWN
+    return UNKNOWN if value is None else str(value)
+
+
+def missing(run: Run) -> Markup | None:
+    """What is not there, so that nobody takes this for the whole."""
+    told = [
+        f"{place.name}: {text}" if place is not run else text
+        for place in (run, *run.variants)
+        for text in place.missing
+    ]
+    return el("ul", [el("li", text) for text in told], cls="notes") if told else None
+
+
+def regressions(run: Run) -> Iterator[Markup]:
+    """What became worse than in the benchmark that this one was compared with."""
+    for place in run.measured:
+        assert place.benchmark is not None
+        comparison = place.benchmark.get("comparison")
+        if comparison:
+            found = [el("li", item["told"]) for item in comparison["regressions"]]
+            told = f"Compared with {comparison['with']}: " + (
+                f"{len(found)} figures are worse." if found else "nothing is worse."
+            )
+            notes = [el("li", note) for note in comparison["notes"]]
+            yield el("div", el("p", told), el("ul", found, notes, cls="notes") if found or notes else None)
+
+
+def title_of(run: Run) -> str:
+    """Model and data, as far as they are known."""
+    for place in (run, *run.variants):
+        for result in place.results.values():
+            source = result.get("source") or {}
+            if source.get("model"):
+                return f"{source['model']} on {source['data']}" if source.get("data") else str(source["model"])
+    return run.name

@@ -1,0 +1,76 @@
+"""The verdict: one sentence per variant that says what was gained and what was lost, with its doubt.
+
+A figure stands beside its 95 % interval, and a claim that the interval does not carry is not made: a
+variant whose interval of the speed-up holds 1 is "as fast", whatever its point estimate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from qtool.reporting.numbers import interval, percent, points
+
+
+def verdicts(result: Mapping[str, Any]) -> dict[str, str]:
+    """One sentence for each variant of a benchmark result but the reference."""
+    reference = result["reference"]
+    return {name: _verdict(name, entry, result) for name, entry in result["variants"].items() if name != reference}
+
+
+def _verdict(name: str, entry: Mapping[str, Any], result: Mapping[str, Any]) -> str:
+    threads = result["threads"]
+    where = f"{result['provider']}, {threads} thread{'s' if threads > 1 else ''}"
+    gains = [size_phrase(entry["size_ratio"]), *(speed_phrase(timed) for timed in entry["latency"])]
+    sentence = f"{name} against {result['reference']} ({where}): {', '.join(gains)}"
+    accuracy = accuracy_phrase(entry.get("accuracy"))
+    return f"{sentence}; {accuracy}." if accuracy else f"{sentence}."
+
+
+def size_phrase(ratio: float) -> str:
+    """``3.91x smaller`` for a size ratio of 0.256.
+
+    >>> size_phrase(0.256), size_phrase(1.0)
+    ('3.91x smaller', 'as large')
+    """
+    if abs(ratio - 1) < 0.02:
+        return "as large"
+    return f"{1 / ratio:.2f}x smaller" if ratio < 1 else f"{ratio:.2f}x larger"
+
+
+def speed_phrase(timed: Mapping[str, Any]) -> str:
+    """``2.60x faster (95 % CI 2.51 to 2.68) at batch size 1``."""
+    ratio, bounds = timed["speedup"], timed["speedup_ci95"]
+    at = f"at batch size {timed['batch_size']}"
+    if not bounds:
+        return f"{ratio:.2f}x the speed (too few runs for an interval) {at}"
+    doubt = f"(95 % CI {interval(bounds)})"
+    if bounds[0] > 1:
+        return f"{ratio:.2f}x faster {doubt} {at}"
+    if bounds[1] < 1:
+        low, high = 1 / bounds[1], 1 / bounds[0]
+        return f"{1 / ratio:.2f}x slower (95 % CI {interval((low, high))}) {at}"
+    return f"as fast, {ratio:.2f}x {doubt} {at}"
+
+
+def accuracy_phrase(accuracy: Mapping[str, Any] | None) -> str:
+    """What the variant's outputs lost, or nothing where that was not measured."""
+    if not accuracy:
+        return ""
+    parts = []
+    if accuracy.get("agreement") is not None:
+        parts.append(f"agreement {percent(accuracy['agreement'])}")
+    if accuracy.get("top1_drop") is not None:
+        bounds = interval(accuracy.get("top1_drop_ci95"), 100)
+        parts.append(f"top-1 drop {points(accuracy['top1_drop'])}" + (f" (95 % CI {bounds})" if bounds else ""))
+    if not parts and accuracy.get("sqnr_db") is not None:
+        parts.append(f"SQNR {accuracy['sqnr_db']:.1f} dB")
+    samples = accuracy.get("num_samples")
+    return ", ".join(parts) + (f" on {samples:,} samples" if parts and samples else "")
+
+
+def caveats(result: Mapping[str, Any]) -> list[str]:
+    """What a reader of the figures has to know: what disturbed them, and what ran otherwise than asked."""
+    noise = result["noise"]
+    disturbed = [f"{'noisy machine' if noise['noisy'] else 'note'}: {reason}" for reason in noise["reasons"]]
+    return [*result["notes"], *disturbed]

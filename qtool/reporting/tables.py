@@ -1,0 +1,137 @@
+"""A benchmark result as a table: variants side by side, one figure a row.
+
+The rows are made once, as text; the terminal, Markdown and HTML only draw them. A row that no variant
+has a value for is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from qtool.reporting.numbers import UNKNOWN, interval, percent, points, significant, times
+from qtool.reporting.summary import caveats, verdicts
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+Entry = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure: its name with unit, and a cell for each variant."""
+
+    label: str
+    cells: tuple[str, ...]
+
+
+def rows(result: Mapping[str, Any]) -> list[Row]:
+    """The rows of a benchmark result's table, in reading order."""
+    entries = list(result["variants"].values())
+    made = [_row(label, cell, entries) for label, cell in _FILE_ROWS]
+    for index, timed in enumerate(entries[0]["latency"]):
+        made += _timing_rows(timed["batch_size"], [entry["latency"][index] for entry in entries])
+    accuracies = [_accuracy(name, entry, result["reference"]) for name, entry in result["variants"].items()]
+    made += [_row(label, cell, accuracies) for label, cell in _ACCURACY_ROWS]
+    made.append(_row("multiplying operations", _arithmetic, entries))
+    return [row for row in made if any(cell != UNKNOWN for cell in row.cells)]
+
+
+def _row(label: str, cell: Callable[[Entry], str], entries: list[Any]) -> Row:
+    return Row(label, tuple(cell(entry) for entry in entries))
+
+
+def _accuracy(name: str, entry: Entry, reference: str) -> Entry:
+    """What was measured of a variant's outputs; of the reference only what is not a comparison with itself."""
+    measured = entry.get("accuracy") or {}
+    return {"top1": measured.get("top1")} if name == reference else measured
+
+
+def _stripped(entry: Entry) -> str:
+    ratio = entry.get("size_ratio")
+    smaller = f" ({1 / ratio:.2f}× smaller)" if ratio and ratio < 1 else ""
+    return significant(entry["size_stripped_mib"]) + smaller
+
+
+_FILE_ROWS: tuple[tuple[str, Callable[[Entry], str]], ...] = (
+    ("size on disk, MiB", lambda e: significant(e["size_mib"])),
+    ("size without metadata, MiB", _stripped),
+    ("compressed, MiB", lambda e: significant(e["size_compressed_mib"])),
+    ("load time, ms", lambda e: significant(e["load_ms"])),
+    ("peak memory, MiB", lambda e: significant(e["peak_memory_mib"])),
+)
+
+
+def _timing_rows(batch_size: int, timed: list[Entry]) -> list[Row]:
+    at = f"batch {batch_size}"
+    cells: tuple[tuple[str, Callable[[Entry], str]], ...] = (
+        (f"{at}: latency p50, ms", lambda t: significant(t["latency_p50_ms"])),
+        (f"{at}: latency p90 / p99, ms", lambda t: " / ".join(significant(t[f"latency_p{p}_ms"]) for p in (90, 99))),
+        (f"{at}: speed-up (95 % CI)", _speedup),
+        (f"{at}: samples per second", lambda t: significant(t["throughput_per_s"])),
+    )
+    return [_row(label, cell, timed) for label, cell in cells]
+
+
+def _speedup(timed: Entry) -> str:
+    bounds = timed["speedup_ci95"]
+    if bounds is None:
+        return UNKNOWN if timed["speedup"] == 1.0 else times(timed["speedup"])
+    text = f"{times(timed['speedup'])} ({interval(bounds)})"
+    return text if timed["converged"] else f"{text} *"
+
+
+def _drop(accuracy: Entry) -> str:
+    bounds = interval(accuracy.get("top1_drop_ci95"), 100)
+    return points(accuracy.get("top1_drop")) + (f" ({bounds})" if bounds else "")
+
+
+_ACCURACY_ROWS: tuple[tuple[str, Callable[[Entry], str]], ...] = (
+    ("top-1", lambda a: percent(a.get("top1"))),
+    ("top-1 drop (95 % CI)", _drop),
+    ("agreement with the reference", lambda a: percent(a.get("agreement"))),
+    ("KL divergence, nats", lambda a: significant(a.get("kl"), 2)),
+    ("SQNR, dB", lambda a: significant(a.get("sqnr_db"))),
+)
+
+
+def _arithmetic(entry: Entry) -> str:
+    return ", ".join(f"{count} {dtype}" for dtype, count in entry.get("arithmetic", {}).items()) or UNKNOWN
+
+
+def unsettled(result: Mapping[str, Any]) -> str:
+    """The footnote of a speed-up marked with a star, or nothing."""
+    marked = any(not timed["converged"] for entry in result["variants"].values() for timed in entry["latency"])
+    return "* the interval is wider than was asked for: give more time with --seconds" if marked else ""
+
+
+def markdown(result: Mapping[str, Any]) -> str:
+    """The table and its verdicts as Markdown, for a pull request."""
+    names = list(result["variants"])
+    lines = [*verdicts(result).values(), ""]
+    lines += [f"| | {' | '.join(names)} |", "|---|" + "---:|" * len(names)]
+    lines += [
+        f"| {row.label} | {' | '.join(cell.replace('*', chr(92) + '*') for cell in row.cells)} |"
+        for row in rows(result)
+    ]
+    foot = [text.replace("*", r"\*") for text in (unsettled(result), *caveats(result)) if text]
+    return "\n".join([*lines, *([""] if foot else []), *(f"- {text}" for text in foot)]) + "\n"
+
+
+def terminal(result: Mapping[str, Any]) -> Group:
+    """The same for a terminal: a rich renderable."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("", overflow="fold")
+    for name in result["variants"]:
+        table.add_column(name, justify="right", no_wrap=False)
+    for row in rows(result):
+        table.add_row(row.label, *row.cells)
+    foot = [text for text in (unsettled(result), *caveats(result)) if text]
+    below = [Text(""), *(Text(text, style="bold") for text in verdicts(result).values())]
+    return Group(table, *below, *(Text(text, style="dim") for text in foot))

@@ -1,0 +1,123 @@
+"""What every runtime gives: a session, its tensors, and the kernels that really ran.
+
+A session is opened on one provider and runs there or not at all. Besides ``run`` it has ``prepare``,
+which puts the inputs where the computation is and returns a call that computes once and comes back
+when the result is complete, so that a timer around it measures the model and not the copying; and
+``kernels``, which tells from the runtime's own record what was executed, in which number format and
+on which provider. A claim such as "this runs in INT8" is read from there, never from the file's name.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from qtool.errors import QtoolError
+
+Array = npt.NDArray[Any]
+
+
+class ProviderError(QtoolError):
+    """A provider that is missing, half installed, or would not run what was asked of it. Exit code 1."""
+
+    @staticmethod
+    def no_file(path: Path) -> QtoolError:
+        """The error for a path that is no file."""
+        got = "a folder" if path.is_dir() else "no such file"
+        return QtoolError(f"'{path}'", "a model file", got, "check the path")
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One input or output: its name, numpy dtype name, and shape (an int, a symbol, or None where unknown)."""
+
+    name: str
+    dtype: str
+    shape: tuple[int | str | None, ...]
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{', '.join('?' if d is None else str(d) for d in self.shape)}]"
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One executed operation: ``dtype`` is the format of its arithmetic, ``provider`` where it ran.
+
+    ``num_elements`` is the size of its largest tensor, where the runtime tells it.
+    """
+
+    name: str
+    op: str
+    dtype: str
+    provider: str
+    num_elements: int | None = None
+
+
+class Session(Protocol):
+    """A model opened on one provider."""
+
+    provider: str
+    device: str
+    threads: int
+    inputs: tuple[TensorInfo, ...]
+    outputs: tuple[TensorInfo, ...]
+
+    def run(self, feeds: Mapping[str, Array]) -> list[Array]:
+        """Computes the outputs, in the file's order, on the host."""
+
+    def prepare(self, feeds: Mapping[str, Array]) -> Callable[[], None]:
+        """Puts ``feeds`` on the device; each call of what is returned computes once, to completion."""
+
+    def kernels(self, feeds: Mapping[str, Array]) -> tuple[Kernel, ...]:
+        """What is executed for ``feeds``, by the runtime's own record (this may run the model once)."""
+
+    def close(self) -> None:
+        """Frees the model."""
+
+
+_COMPUTE = ("conv", "gemm", "matmul", "fullyconnected", "attention", "lstm", "gru", "rnn", "einsum", "mlp")
+_COMPUTE_IN_TORCH = ("addmm", "::mm", "::bmm", "int_mm", "linear", "dot_product")
+
+
+def is_compute(op: str) -> bool:
+    """Whether an operation does the multiplying that a model's time goes into (by its name).
+
+    >>> [is_compute(op) for op in ("QLinearConv", "FusedMatMul", "Transpose", "Convert")]
+    [True, True, False, False]
+    """
+    name = op.lower()
+    if name.startswith("convert"):
+        return False
+    parts = (*_COMPUTE, *_COMPUTE_IN_TORCH) if "::" in name else _COMPUTE  # in ONNX, QuantizeLinear is no product
+    return any(part in name for part in parts)
+
+
+def arithmetic(kernels: Iterable[Kernel]) -> dict[str, int]:
+    """How many multiplying operations ran in each number format, most frequent first."""
+    return dict(Counter(k.dtype for k in kernels if is_compute(k.op)).most_common())
+
+
+def check_feeds(where: str, inputs: Iterable[TensorInfo], feeds: Mapping[str, Array]) -> None:
+    """Raises QtoolError unless ``feeds`` has every input, with its dtype and a shape that fits."""
+    wanted = {info.name: info for info in inputs}
+    if missing := [name for name in wanted if name not in feeds]:
+        raise QtoolError(where, f"inputs {', '.join(wanted)}", f"no '{missing[0]}'", "feed every input by its name")
+    if extra := [name for name in feeds if name not in wanted]:
+        raise QtoolError(where, f"inputs {', '.join(wanted)}", f"also '{extra[0]}'", "leave it out")
+    for name, info in wanted.items():
+        value = np.asarray(feeds[name])
+        got = f"{value.dtype}{list(value.shape)}"
+        if str(value.dtype) != info.dtype or not _fits(value.shape, info.shape):
+            raise QtoolError(f"{where}: input '{name}'", str(info), got, "convert the input or use another model")
+
+
+def _fits(shape: tuple[int, ...], wanted: tuple[int | str | None, ...]) -> bool:
+    return len(shape) == len(wanted) and all(
+        not isinstance(w, int) or s == w for s, w in zip(shape, wanted, strict=True)
+    )

@@ -1,0 +1,302 @@
+"""ONNX Runtime: the providers ``cpu``, ``cuda`` and ``tensorrt``.
+
+ONNX Runtime tries hard to run a model somewhere: asked for CUDA on a machine without it, it logs a
+line and gives a session on the CPU; an operator that the asked provider lacks runs on the CPU between
+two copies. Both turn a measurement into one of something else, so both are found here and refused:
+the first from the providers that the session really has, the second from the session's own profile.
+Operations on shapes belong on the CPU and are listed, not refused.
+
+On CUDA a session is made for CUDA graphs where the model allows it (everything on the GPU, no control
+flow), and without them where it does not; ``cuda_graph`` tells which.
+
+The file's arithmetic on the CPU provider: FP16 is storage only where the provider has no half kernels
+(weights are cast to float32 when the model is loaded, or around each operator); INT8 needs QDQ pairs
+that the runtime fuses. What became of either is read from the runtime's optimised graph or profile.
+
+Left out on purpose: inter-op parallelism (one operator at a time, so that threads mean one thing), and
+thread spinning after a run has ended, which would steal time from whatever is measured next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import onnxruntime as ort
+
+from qtool.errors import QtoolError, one_line
+from qtool.runtimes.base import Array, Kernel, ProviderError, TensorInfo, check_feeds
+from qtool.runtimes.packages import missing_library, refuse_conflict
+
+if TYPE_CHECKING:
+    import onnx
+
+PROVIDERS = {
+    "cpu": "CPUExecutionProvider",
+    "cuda": "CUDAExecutionProvider",
+    "tensorrt": "TensorrtExecutionProvider",
+}
+_INSTALL = {
+    "cuda": "pip install 'onnxruntime-gpu[cuda,cudnn]' and an NVIDIA driver, or use --provider cpu",
+    "tensorrt": "pip install onnxruntime-gpu tensorrt and an NVIDIA driver, or use --provider cuda",
+}
+_DTYPES = {
+    "float": "float32", "double": "float64", "float16": "float16", "bfloat16": "bfloat16", "bool": "bool",
+    "int8": "int8", "uint8": "uint8", "int16": "int16", "uint16": "uint16", "int32": "int32", "uint32": "uint32",
+    "int64": "int64", "uint64": "uint64",
+}  # fmt: skip
+_ERRORS_ONLY = 3
+
+
+class OrtSession:
+    """An ONNX file opened by ONNX Runtime on one provider. See :class:`qtool.runtimes.base.Session`."""
+
+    def __init__(self, path: Path, *, provider: str = "cpu", threads: int = 1, optimize: bool = True) -> None:
+        """Raises ProviderError where the provider is absent or would be replaced, QtoolError for a bad file."""
+        self.path, self.provider, self.threads, self.optimize = path, provider, threads, optimize
+        _require(provider)
+        self.device = "cpu" if provider == "cpu" else "cuda"
+        self._session, self.cuda_graph = _create_with_graph(path, provider, _options(threads, optimize))
+        _refuse_fallback(provider, self._session.get_providers())
+        self.inputs = tuple(_info(path, value) for value in self._session.get_inputs())
+        self.outputs = tuple(_info(path, value) for value in self._session.get_outputs())
+
+    def run(self, feeds: Mapping[str, Array]) -> list[Array]:
+        """Computes the outputs for host arrays. Raises QtoolError for inputs that do not fit."""
+        check_feeds(f"'{self.path}'", self.inputs, feeds)
+        session = self._session
+        option = self._unrecorded()
+        return [np.asarray(value) for value in self._call(lambda: session.run(None, dict(feeds), option))]
+
+    def prepare(self, feeds: Mapping[str, Array]) -> Callable[[], None]:
+        """A call that computes once with inputs and outputs where the computation is."""
+        check_feeds(f"'{self.path}'", self.inputs, feeds)
+        if self.provider == "cpu":
+            session, values = self._session, dict(feeds)
+            return lambda: session.run(None, values) and None
+        from qtool.runtimes.binding import bind
+
+        session, names = self._session, [info.name for info in self.outputs]
+        step: Callable[[], None] = self._call(lambda: bind(session, feeds, names, record=self.cuda_graph))
+        return step
+
+    def kernels(self, feeds: Mapping[str, Array]) -> tuple[Kernel, ...]:
+        """What ran for ``feeds``, from the profile of a second session with the same options."""
+        from qtool.runtimes.profile import read_profile
+
+        check_feeds(f"'{self.path}'", self.inputs, feeds)
+        with tempfile.TemporaryDirectory() as folder:
+            options = _options(self.threads, self.optimize)
+            options.enable_profiling = True
+            options.profile_file_prefix = os.path.join(folder, "profile")
+            session = _create(self.path, self.provider, options)
+            self._call(lambda: session.run(None, dict(feeds)))
+            return read_profile(Path(session.end_profiling()))
+
+    def close(self) -> None:
+        """Frees the model; the session cannot be used afterwards."""
+        del self._session
+
+    def _unrecorded(self) -> Any:
+        """Run options for a run with arrays of its own, which a recorded CUDA graph could not be replayed on."""
+        if not self.cuda_graph:
+            return None
+        from qtool.runtimes.binding import graph_options
+
+        return graph_options("-1")
+
+    def _call(self, run: Callable[[], Any]) -> Any:
+        try:
+            return run()
+        except Exception as error:
+            raise QtoolError(
+                f"'{self.path}'", f"ONNX Runtime to compute it on {self.provider}", _reason(error), "check the model"
+            ) from error
+
+
+def open_file(
+    path: Path,
+    *,
+    provider: str = "cpu",
+    threads: int = 1,
+    optimize: bool = True,
+    precision: str | None = None,
+    device: str | None = None,
+) -> OrtSession:
+    """The session that ``open_session`` asks for; an ONNX file brings its own precision, a provider its device."""
+    if precision is not None:
+        raise QtoolError(
+            f"'{path}'", "an ONNX file in the precision asked for", f"precision {precision!r} for ONNX Runtime",
+            "export a file in that precision, or use --provider torch",
+        )  # fmt: skip
+    return OrtSession(path, provider=provider, threads=threads, optimize=optimize)
+
+
+def optimized_graph(path: Path, *, weights: bool = True, provider: str = "cpu") -> onnx.ModelProto:
+    """The graph as ONNX Runtime executes it: after its own fusions for ``provider``.
+
+    Every node is a kernel; QDQ pairs that were fused appear as QLinearConv, QGemm and so on. With
+    ``weights`` off, initializers of external data are left on disk, unread. Raises like opening the file.
+    """
+    import onnx
+
+    _require(provider)
+    with tempfile.TemporaryDirectory() as folder:
+        options = _options(1, True)
+        options.optimized_model_filepath = os.path.join(folder, "optimized.onnx")
+        if _bytes_on_disk(path) > 1 << 30:  # near protobuf's 2 GiB the weights go into a file of their own
+            key = "session.optimized_model_external_initializers_file_name"
+            options.add_session_config_entry(key, "optimized.data")
+        session = _create(path, provider, options)
+        _refuse_fallback(provider, session.get_providers())
+        return onnx.load(options.optimized_model_filepath, load_external_data=weights)
+
+
+def _bytes_on_disk(path: Path) -> int:
+    return sum(p.stat().st_size for p in path.parent.glob(f"{path.name}*") if p.is_file())
+
+
+def _options(threads: int, optimize: bool) -> Any:
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    options.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
+    level = ort.GraphOptimizationLevel
+    options.graph_optimization_level = level.ORT_ENABLE_ALL if optimize else level.ORT_DISABLE_ALL
+    options.log_severity_level = _ERRORS_ONLY  # its warnings are about its own choices, such as node placement
+    options.add_session_config_entry("session.force_spinning_stop", "1")
+    return options
+
+
+def _create(path: Path, provider: str, options: Any, *, record: bool = False) -> Any:
+    """An InferenceSession on ``provider``, its errors made one line."""
+    if not path.is_file():
+        raise ProviderError.no_file(path)
+    try:
+        with _quiet(provider):
+            return ort.InferenceSession(str(path), options, providers=_provider_list(path, provider, record))
+    except Exception as error:
+        raise QtoolError(
+            f"'{path}'", f"an ONNX file that ONNX Runtime {ort.__version__} can load", _reason(error), _cure(error)
+        ) from error
+
+
+def _create_with_graph(path: Path, provider: str, options: Any) -> tuple[Any, bool]:
+    """A session that replays a CUDA graph where provider and model can, and whether it does."""
+    if provider == "cpu":
+        return _create(path, provider, options), False
+    try:
+        return _create(path, provider, options, record=True), True
+    except QtoolError:  # control flow, or a node beside the GPU; any other cause comes up again at once
+        return _create(path, provider, options), False
+
+
+def _provider_list(path: Path, provider: str, record: bool) -> list[Any]:
+    """The provider and, behind an accelerator, the CPU for operations on shapes.
+
+    float32 is computed as float32, not TF32, and TensorRT may use FP16 only for a file that is not FP32.
+    """
+    if provider == "cpu":
+        return [PROVIDERS["cpu"]]
+    graph = "1" if record else "0"
+    cuda = (PROVIDERS["cuda"], {"use_tf32": "0", "enable_cuda_graph": graph if provider == "cuda" else "0"})
+    if provider == "cuda":
+        return [cuda, PROVIDERS["cpu"]]
+    half, integer = _lower_formats(path)
+    options = {
+        "trt_fp16_enable": "1" if half or integer else "0",
+        "trt_int8_enable": "1" if integer else "0",
+        "trt_cuda_graph_enable": graph,
+    }
+    return [(PROVIDERS["tensorrt"], options), cuda, PROVIDERS["cpu"]]
+
+
+def _lower_formats(path: Path) -> tuple[bool, bool]:
+    """Whether the file has FP16 weights, and whether it quantizes."""
+    import onnx
+
+    graph = onnx.load(path, load_external_data=False).graph
+    half = any(tensor.data_type == onnx.TensorProto.FLOAT16 for tensor in graph.initializer)
+    return half, any(node.op_type == "QuantizeLinear" for node in graph.node)
+
+
+@contextlib.contextmanager
+def _quiet(provider: str) -> Iterator[None]:
+    """Silences what ONNX Runtime prints when an accelerator is absent; the error raised here says it better."""
+    if provider == "cpu":
+        yield
+        return
+    ort.set_default_logger_severity(4)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        ort.set_default_logger_severity(_ERRORS_ONLY)
+
+
+def _require(provider: str) -> None:
+    """Raises ProviderError unless this build of ONNX Runtime has the provider."""
+    refuse_conflict(provider)
+    if PROVIDERS[provider] not in ort.get_available_providers():
+        raise ProviderError(
+            f"provider '{provider}'", f"an ONNX Runtime with {PROVIDERS[provider]}",
+            f"onnxruntime {ort.__version__} with {', '.join(ort.get_available_providers())}", _INSTALL[provider],
+        )  # fmt: skip
+    if provider != "cpu" and hasattr(ort, "preload_dlls"):
+        with contextlib.redirect_stdout(io.StringIO()):
+            ort.preload_dlls()  # finds CUDA and cuDNN in pip's nvidia packages
+
+
+def _refuse_fallback(provider: str, got: list[str]) -> None:
+    """Raises ProviderError where the session came out on another provider than the one asked for."""
+    if got and got[0] == PROVIDERS[provider]:
+        return
+    library = Path(ort.__file__).parent / "capi" / _library_name(provider)
+    missing = missing_library(library)
+    reason = f"{missing} cannot be loaded" if missing else "no usable device"
+    raise ProviderError(
+        f"provider '{provider}'", f"a session on {PROVIDERS[provider]}",
+        f"{reason}, and ONNX Runtime fell back to {', '.join(got)}", f"install what is missing: {_INSTALL[provider]}",
+    )  # fmt: skip
+
+
+def _library_name(provider: str) -> str:
+    stem = f"onnxruntime_providers_{provider}"
+    return f"{stem}.dll" if os.name == "nt" else f"lib{stem}.so"
+
+
+def _info(path: Path, value: Any) -> TensorInfo:
+    kind = re.fullmatch(r"tensor\((\w+)\)", value.type)
+    if kind is None or kind[1] not in _DTYPES:
+        raise QtoolError(
+            f"'{path}': '{value.name}'", "a tensor of numbers", value.type, "use a model whose inputs are tensors"
+        )
+    shape = tuple(d if isinstance(d, int | str) and d != "" else None for d in value.shape)
+    return TensorInfo(value.name, _DTYPES[kind[1]], shape)
+
+
+def _reason(error: Exception) -> str:
+    """ONNX Runtime's message without its prefixes and source positions, at most 300 characters."""
+    text = one_line(error)
+    text = re.sub(r"^\[ONNXRuntimeError\] : \d+ : \w+ : ", "", text)
+    text = re.sub(r"^Load model from .*? failed: ?", "", text)
+    text = re.sub(r"/\S*/onnxruntime/\S+:\d+ (\S+ )?", "", text)
+    return text if len(text) <= 300 else text[:299] + "…"
+
+
+def _cure(error: Exception) -> str:
+    text = str(error)
+    if "not a registered function/op" in text or "NOT_IMPLEMENTED" in text:
+        return "use a file of standard ONNX operators, or a newer onnxruntime"
+    if "External data" in text or "external data" in text:
+        return "put the external data file beside the model"
+    if "opset" in text.lower() or "ir_version" in text.lower() or "IR version" in text:
+        return "export with a lower opset, or install a newer onnxruntime"
+    return "check that the file is complete and is ONNX"

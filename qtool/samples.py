@@ -1,0 +1,164 @@
+"""A user's own dataset, as the rest of qtool reads it: checked samples, stacked into batches.
+
+Anything with ``__len__`` and ``__getitem__`` that gives (input, target) is a dataset. Inputs are tensors, or tuples or
+dicts of tensors; numpy arrays and numbers are taken for tensors. What is held in memory as tensors (a TensorDataset,
+or a Subset of one) is indexed in one go, which is a hundred times faster than sample by sample.
+
+A batch is summed to see whether it is finite: one pass at memory speed, since NaN and infinity survive a sum. Only
+where the sum is not finite are the samples looked at one by one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import numbers
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, Subset, TensorDataset
+
+from qtool.errors import QtoolError
+from qtool.nested import tensors
+
+
+class Samples(Dataset[tuple[Any, Any]]):
+    """The samples of ``dataset``, or those at ``rows``; ``where`` names it in errors.
+
+    ``targets`` holds every class index (int64), or None where targets are no whole-number scalars.
+    """
+
+    def __init__(
+        self, where: str, dataset: Any, rows: Sequence[int] | None = None, *, targets: Tensor | None = None,
+        read_targets: bool = True,
+    ) -> None:  # fmt: skip
+        self.where, self.dataset = where, dataset
+        if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")) or isinstance(dataset, Mapping | str):
+            got = type(dataset).__name__
+            raise QtoolError(where, "a map-style dataset: __getitem__ and __len__", got, "return such an object")
+        if not len(dataset):
+            raise QtoolError(where, "at least one sample", "none", "add samples")
+        self.rows = range(len(dataset)) if rows is None else rows
+        self.targets = targets_of(dataset, where) if read_targets else targets
+        self.tensors = _tensors(dataset)
+
+    def subset(self, rows: Sequence[int]) -> Samples:
+        """The samples at ``rows`` of this one, which must be a whole dataset."""
+        targets = None if self.targets is None else self.targets[torch.as_tensor(rows)]
+        return Samples(self.where, self.dataset, rows, targets=targets, read_targets=False)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        return self.sample(self.rows[index])
+
+    def sample(self, row: int) -> tuple[Any, Any]:
+        """The sample at ``row`` of the dataset. Raises QtoolError where it is no pair, or the dataset raises."""
+        try:
+            sample = self.dataset[row]
+        except Exception as error:
+            got = f"{type(error).__name__}: {error}"
+            raise QtoolError(f"{self.where}[{row}]", "a sample", got, "correct the dataset") from error
+        if not isinstance(sample, tuple | list) or len(sample) != 2:
+            got = f"{type(sample).__name__} of {len(sample)}" if hasattr(sample, "__len__") else type(sample).__name__
+            raise QtoolError(f"{self.where}[{row}]", "a pair (input, target)", got, "return two values")
+        return sample[0], sample[1]
+
+    def batch(self, indices: Sequence[int]) -> tuple[Any, Any]:
+        """The samples at ``indices``, stacked and checked."""
+        rows = [self.rows[i] for i in indices]
+        if self.tensors:
+            at = torch.as_tensor(rows)
+            inputs, targets = (tensor[at] for tensor in self.tensors)
+        else:
+            samples = [self.sample(row) for row in rows]
+            inputs, targets = (self._stack([pair[side] for pair in samples], rows) for side in (0, 1))
+        self._check(inputs, rows)
+        return inputs, targets
+
+    def _stack(self, values: list[Any], rows: list[int]) -> Any:
+        first = values[0]
+        if isinstance(first, Mapping):
+            return {key: self._stack([value[key] for value in values], rows) for key in first}
+        if isinstance(first, tuple | list):
+            return tuple(self._stack(list(column), rows) for column in zip(*values, strict=True))
+        leaves = [self._tensor(value, row) for value, row in zip(values, rows, strict=True)]
+        for leaf, row in zip(leaves, rows, strict=True):
+            if leaf.shape != leaves[0].shape:
+                expected, got = f"shape {tuple(leaves[0].shape)}, as sample {rows[0]}", f"{tuple(leaf.shape)}"
+                raise QtoolError(f"{self.where}[{row}]", expected, got, "resize or pad the samples to one shape")
+        return torch.stack(leaves)
+
+    def _tensor(self, value: Any, row: int) -> Tensor:
+        if isinstance(value, Tensor | np.ndarray | np.generic | numbers.Number):
+            return torch.as_tensor(value)
+        got = type(value).__name__
+        raise QtoolError(f"{self.where}[{row}]", "tensors, or tuples or dicts of them", got, "convert it to a tensor")
+
+    def _check(self, inputs: Any, rows: list[int]) -> None:
+        for tensor in tensors(inputs):
+            if tensor.dtype == torch.float64:
+                raise QtoolError(f"{self.where}[{rows[0]}]", "float32 inputs", "float64", "return x.float()")
+            if tensor.is_floating_point() and not tensor.sum().isfinite():
+                for value, row in zip(tensor, rows, strict=True):
+                    if not value.isfinite().all():
+                        raise QtoolError(f"{self.where}[{row}]", "finite inputs", "NaN or infinity", "clean the data")
+
+    def content(self) -> str:
+        """A sha256 of what can be read without running the user's code: targets, and inputs held in memory."""
+        digest = hashlib.sha256(f"{len(self.dataset)}".encode())
+        held: Sequence[Tensor] = self.tensors or ([] if self.targets is None else [self.targets])
+        if isinstance(self.dataset, tuple | list):
+            held = [leaf for row in self.rows for leaf in tensors(self._stack([self.dataset[row]], [row]))]
+        for tensor in held:
+            digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
+
+
+def _tensors(dataset: Any) -> tuple[Tensor, Tensor] | None:
+    """(inputs, targets) of a dataset that is two tensors; None for any other."""
+    if isinstance(dataset, TensorDataset) and len(dataset.tensors) == 2:
+        return dataset.tensors[0], dataset.tensors[1]
+    if isinstance(dataset, Subset) and (whole := _tensors(dataset.dataset)):
+        at = torch.as_tensor(dataset.indices)
+        return whole[0][at], whole[1][at]
+    return None
+
+
+def targets_of(dataset: Any, where: str = "data") -> Tensor | None:
+    """The class index of every sample as int64 (N), or None where targets are no whole-number scalars.
+
+    Read from ``targets`` or from tensors where the dataset has them, else sample by sample.
+    """
+    if isinstance(dataset, Samples):
+        return dataset.targets
+    if isinstance(dataset, Subset):
+        whole = targets_of(dataset.dataset, where)
+        return None if whole is None else whole[torch.as_tensor(dataset.indices)]
+    tensors = _tensors(dataset)
+    found = getattr(dataset, "targets", tensors[1] if tensors else None)
+    if found is None:
+        found = _collected(dataset, where)
+    try:
+        targets = torch.as_tensor(found)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+    whole_numbers = not targets.is_floating_point() and not targets.is_complex() and targets.dtype != torch.bool
+    return targets.to(torch.int64) if whole_numbers and targets.shape == (len(dataset),) else None
+
+
+def _collected(dataset: Any, where: str) -> list[Any]:
+    """All targets, or those up to the first that is no number: enough to see that they are no class indices."""
+    samples = Samples(where, dataset, read_targets=False)
+    found: list[Any] = []
+    for row in range(len(dataset)):
+        target = samples.sample(row)[1]
+        scalar = isinstance(target, numbers.Integral) or (getattr(target, "shape", None) == ())
+        if not scalar:
+            return []
+        found.append(target)
+    return found

@@ -1,0 +1,209 @@
+"""Where a run comes from: model, data and task, as objects or as specs, and how a later stage finds them again.
+
+Every result records its *source*: the specs with absolute paths, the sha256 of each user's own factory
+file, the identity of the data and what was learned from it (classes, channels, preprocessing). A later
+stage opens the same source from that record alone. What was given as a Python object has no spec; the
+record says so, and a stage that needs it asks for the object.
+
+A factory is code. It is run again from a record only while its file still has the recorded hash, or with
+``trust``; see :func:`qtool.factories.require_same`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qtool.artifacts import has_result, read_result, sha256_of
+from qtool.errors import QtoolError, UsageError, nearest
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from qtool.data import Data
+    from qtool.tasks import Task
+
+UNIDENTIFIED = "batches without an identity"
+RESULTS = ("benchmark", "export", "quantize", "train")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model, its data and its task, opened, and the record that opens them again."""
+
+    model: nn.Module | None
+    data: Any  # a Data, an iterable of batches, or None
+    task: Task
+    record: dict[str, Any]
+    inputs: dict[str, str]
+
+    @property
+    def parts(self) -> Data | None:
+        """The data where it has parts, None for a mere iterable of batches."""
+        return self.data if hasattr(self.data, "train") else None
+
+
+def is_run_directory(value: object) -> bool:
+    """Whether ``value`` is the path of a folder in which a stage has been committed."""
+    return isinstance(value, str | Path) and any(has_result(Path(value), stage) for stage in RESULTS)
+
+
+def require_run_directory(path: Path, stage: str) -> Path:
+    """``path`` if ``stage`` was committed there. Raises UsageError with the nearest folder that would do."""
+    if has_result(path, stage):
+        return path
+    if not path.is_dir():
+        beside = [p.name for p in path.parent.glob("*") if is_run_directory(p)] if path.parent.is_dir() else []
+        do = nearest(path.name, beside) if beside else "check the path"
+        got = "a file" if path.exists() else "no such folder"
+        raise UsageError(f"run directory '{path}'", "a folder that a stage has written", got, do)
+    variants = sorted(p.parent.name for p in path.glob(f"*/{stage}.json"))
+    if variants:
+        raise UsageError(
+            f"run directory '{path}'", f"one variant with a finished '{stage}' stage",
+            f"variants {', '.join(variants)}", f"name one: {path / variants[0]}",
+        )  # fmt: skip
+    read_result(path, stage)  # raises, listing the stages that are there
+    raise AssertionError("unreachable")
+
+
+def open_source(
+    model: nn.Module | str | None,
+    data: object,
+    task: Task | str = "classification",
+    weights: str | Path | None = None,
+    *,
+    seed: int = 0,
+    label_smoothing: float = 0.0,
+) -> Source:
+    """Opens specs and takes objects as they are. Raises UsageError or QtoolError for a spec that names nothing."""
+    opened = open_data(data, seed)
+    loss = open_task(task, label_smoothing)
+    facts = data_facts(opened)
+    module = open_model(model, facts, weights, seed)
+    specs = {"model": anchored(model), "data": anchored(data), "task": anchored(task)}
+    record: dict[str, Any] = (
+        specs | {"weights": str(Path(weights).resolve()) if weights else None, "data_seed": seed} | facts
+    )
+    record["factories"] = [entry for spec in specs.values() if spec and (entry := _factory(spec))]
+    inputs = {
+        "model": _identity(specs["model"], module),
+        "data": getattr(opened, "identity", UNIDENTIFIED if data is not None else "none"),
+        "task": _identity(specs["task"], loss),
+        "weights": sha256_of(weights_file(Path(weights))) if weights else "none",
+    }
+    return Source(module, opened, loss, record, inputs)
+
+
+def recall_source(run: Path, stage: str, *, trust: bool = False, model: bool = False, **options: Any) -> Source:
+    """Opens the source that ``stage`` recorded in ``run``; the model too if asked for, with that run's weights."""
+    from qtool.factories import require_same
+
+    record = read_result(run, stage)["source"]
+    for entry in record["factories"]:
+        require_same(entry, trust=trust)
+    missing = [part for part in ("model", "data") if record[part] is None and (part == "data" or model)]
+    if missing:
+        raise QtoolError(
+            f"run directory '{run}'", f"the spec of its {missing[0]}", "one that was given as a Python object",
+            f"call the stage from Python with {missing[0]}=…",
+        )  # fmt: skip
+    source = open_source(
+        record["model"] if model else None, record["data"], record["task"], run if model else None,
+        seed=record["data_seed"], **options,
+    )  # fmt: skip
+    return dataclasses.replace(source, record=record | ({"trained_in": str(run.resolve())} if model else {}))
+
+
+def open_data(data: object, seed: int) -> Any:
+    """A spec or a mapping of datasets as Data; a Data, None, or an iterable of batches as it is."""
+    from qtool import data as floor
+
+    if isinstance(data, str):
+        return floor.load_data(data, seed=seed)
+    return floor.from_mapping(data, seed=seed) if isinstance(data, Mapping) else data
+
+
+def open_task(task: Task | str, label_smoothing: float = 0.0) -> Task:
+    """A spec or a task object, as a task."""
+    from qtool.tasks import load_task
+
+    return load_task(task, label_smoothing=label_smoothing) if isinstance(task, str) else task
+
+
+def open_model(
+    model: nn.Module | str | None, facts: Mapping[str, Any], weights: str | Path | None, seed: int
+) -> nn.Module | None:
+    """A spec or a module, with ``weights`` in it if any are given."""
+    from qtool.models import load_model, load_weights
+
+    if isinstance(model, str):
+        classes, channels = facts["num_classes"], facts["in_channels"]
+        return load_model(model, num_classes=classes, in_channels=channels, weights=weights, seed=seed)
+    if model is not None and weights:
+        load_weights(model, Path(weights))
+    return model
+
+
+def weights_file(path: Path) -> Path:
+    """The file behind ``--weights``: the path itself, or the weights in a run directory."""
+    return path / "model.safetensors" if path.is_dir() else path
+
+
+def anchored(spec: object) -> str | None:
+    """A spec with its path made absolute, so that it means the same from any folder; None for an object.
+
+    >>> anchored("resnet"), anchored(object())
+    ('resnet', None)
+    """
+    if not isinstance(spec, str):
+        return None
+    kind, colon, rest = spec.partition(":")
+    if colon and kind in ("idx", "npz", "imagefolder", "text") and rest:
+        return f"{kind}:{Path(rest).resolve()}"
+    return f"{Path(kind).resolve()}:{rest}" if colon and kind.endswith(".py") else spec
+
+
+def _factory(spec: str) -> dict[str, Any] | None:
+    from qtool.factories import factory_sha256, is_factory
+
+    return {"spec": spec, "file_sha256": factory_sha256(spec)} if is_factory(spec) else None
+
+
+def data_facts(data: Any) -> dict[str, Any]:
+    """What later stages must know of the data without opening it."""
+    from qtool.data import Data, example_input
+
+    if not isinstance(data, Data):
+        return {"num_classes": None, "in_channels": None, "labels": None, "preprocessing": None}
+    shape = tuple(getattr(example_input(data), "shape", ()))
+    return {
+        "num_classes": data.num_classes,
+        "in_channels": shape[1] if len(shape) == 4 else None,
+        "labels": data.labels,
+        "preprocessing": data.preprocessing.as_dict() if data.preprocessing else None,
+    }
+
+
+def _identity(spec: str | None, value: object) -> str:
+    """What names a model or task: its spec with its file's hash, or for an object its type and its state's hash."""
+    if spec is not None:
+        entry = _factory(spec)
+        return f"{spec} {entry['file_sha256']}" if entry else spec
+    state: Mapping[str, Any] = getattr(value, "state_dict", dict)()
+    return f"{type(value).__qualname__} {_state_hash(state.items())}" if value is not None else "none"
+
+
+def _state_hash(state: Iterable[tuple[str, Any]]) -> str:
+    digest = hashlib.sha256()
+    for name, value in state:
+        digest.update(f"{name} {getattr(value, 'dtype', '')} {tuple(getattr(value, 'shape', ()))}\0".encode())
+        if hasattr(value, "detach"):
+            import torch
+
+            digest.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

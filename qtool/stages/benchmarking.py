@@ -1,0 +1,71 @@
+"""The benchmark stage: exported files and test data, to figures side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from qtool.artifacts import output_path, read_result, staging, write_result
+from qtool.recipe import BenchmarkConfig, as_dict
+from qtool.source import UNIDENTIFIED, open_data, recall_source, require_run_directory
+from qtool.stages.common import AnyPath, Progress, configured, teller
+
+
+def benchmark(
+    what: AnyPath | Mapping[str, AnyPath],
+    data: object = None,
+    *,
+    out: AnyPath | None = None,
+    trust: bool = False,
+    config: BenchmarkConfig | None = None,
+    progress: Progress = False,
+    **options: Any,
+) -> dict[str, Any]:
+    """Measures size, speed and accuracy of exported files side by side, and returns the figures as plain values.
+
+    ``what`` is a run directory (the result is committed there) or a mapping of names to ONNX files. ``data`` gives
+    the labelled test samples: by default those of the run directory; for files, any data or iterable of (input,
+    target) batches, or none to measure speed alone. In PyTorch (``provider="torch"``) the run's quantized and float
+    graphs are measured instead of the exported files. Raises ContractError where a figure became worse than in
+    ``compare``; the figures are committed all the same.
+    """
+    config = configured(BenchmarkConfig, config, options)
+    from qtool.benchmarking import stage
+    from qtool.benchmarking.regression import require_no_regression
+
+    if isinstance(what, Mapping):
+        files = {name: Path(path) for name, path in what.items()}
+        found = stage.benchmark(files, config, batches=_test_batches(open_data(data, 0)), progress=teller(progress))
+        require_no_regression(found)
+        return found
+    made = "quantize" if config.provider.startswith("torch") else "export"
+    run = require_run_directory(Path(what), made)
+    outputs = {name: _output(name, made) for name in config.variants}
+    recorded = read_result(run, made)
+    files = {name: output_path(run, recorded, output) for name, output in outputs.items()}
+    opened = recall_source(run, made, trust=trust).data if data is None else open_data(data, 0)
+    found = stage.benchmark(files, config, batches=_test_batches(opened), progress=teller(progress))
+    folder = Path(out) if out else run
+    with staging(folder, "benchmark"):
+        inputs = {name: recorded["outputs"][output]["sha256"] for name, output in outputs.items()}
+        inputs["data"] = getattr(opened, "identity", UNIDENTIFIED)
+        write_result(folder, "benchmark", config=as_dict(config), inputs=inputs, outputs={}, metrics=found)
+    require_no_regression(found)
+    return found
+
+
+def _output(variant: str, stage: str) -> str:
+    """The output of a stage that a variant is measured from: FP16 and BF16 in PyTorch are the float graph, recast."""
+    return variant if stage == "export" or variant == "int8" else "float"
+
+
+def _test_batches(data: Any) -> Callable[[int], Iterable[tuple[Any, Any]]] | None:
+    """Batches of the test part, or of the iterable itself, as the benchmark asks for them."""
+    from qtool.data import batches
+
+    if data is None:
+        return None
+    if not hasattr(data, "test"):
+        return lambda size: data
+    return lambda size: batches(data.test, size)

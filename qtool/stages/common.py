@@ -1,0 +1,94 @@
+"""What the stages share: their configuration, whether one is already done, and where lines about it go."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from qtool.artifacts import has_result, output_path, read_result
+from qtool.errors import UsageError
+from qtool.recipe import argument, make
+from qtool.source import UNIDENTIFIED
+
+Config = TypeVar("Config")
+AnyPath = str | Path
+Progress = bool | Callable[[str], None]
+
+
+def configured(kind: type[Config], config: Config | None, options: Mapping[str, Any]) -> Config:
+    """The config given whole, or one made from keyword arguments; both at once is a mistake."""
+    if config is not None and options:
+        raise UsageError(argument("config"), "either config or keyword arguments", "both", "leave one out")
+    return config if config is not None else make(kind, options, argument)
+
+
+def finished(run: Path, stage: str, config: Mapping[str, Any], inputs: Mapping[str, str]) -> bool:
+    """Whether ``stage`` was committed in ``run`` with this configuration, from these inputs, and all files are there.
+
+    Raises QtoolError for an output that was changed since: it is not used, and not overwritten unasked.
+    """
+    if not has_result(run, stage) or UNIDENTIFIED in inputs.values():
+        return False
+    result = read_result(run, stage, verify=False)
+    same = result["config"] == json.loads(json.dumps(config)) and result["inputs"] == dict(inputs)
+    if not same or not all((run / entry["file"]).exists() for entry in result["outputs"].values()):
+        return False
+    for name in result["outputs"]:
+        output_path(run, result, name)
+    return True
+
+
+def teller(progress: Progress) -> Callable[[str], None]:
+    """What takes a line about where a stage is: standard error, the caller's function, or nothing."""
+    if progress is True:
+        return lambda text: print(text, file=sys.stderr, flush=True)
+    return progress if callable(progress) else lambda text: None
+
+
+def writable(out: AnyPath | None) -> Path | None:
+    """``out`` as a path, looked at before any work is done. Raises UsageError where no folder can be made there."""
+    if out is None:
+        return None
+    folder = Path(out)
+    there = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        got = "a folder that cannot be written" if there.is_dir() else f"'{there}', which is a file"
+        raise UsageError(f"run directory '{out}'", "a folder to write to", got, "name another folder")
+    return folder
+
+
+@contextmanager
+def tidy(run: Path | None) -> Iterator[None]:
+    """Takes away the folders that a stage made and left empty when it failed."""
+    try:
+        yield
+    except BaseException:
+        for folder in (run / "checkpoints", run) if run else ():
+            if folder.is_dir() and not any(folder.iterdir()):
+                folder.rmdir()
+        raise
+
+
+def required_folder(out: AnyPath | None) -> Path:
+    """``out`` as a path, which this use of the stage cannot do without."""
+    folder = writable(out)
+    if folder is None:
+        raise UsageError(argument("out"), "a folder for the files", "none", "pass out=…")
+    return folder
+
+
+def seen_from(run: Path, record: Mapping[str, Any]) -> dict[str, Any]:
+    """The record of a source with the training it came from as a path relative to ``run``: the two move together."""
+    trained = record.get("trained_in")
+    return dict(record) | ({"trained_in": os.path.relpath(trained, run.resolve())} if trained else {})
+
+
+def drop_checkpoints(run: Path) -> None:
+    """Takes the scaffolding away: a committed stage is not resumed, and the next one must not find its steps."""
+    shutil.rmtree(run / "checkpoints", ignore_errors=True)

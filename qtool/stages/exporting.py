@@ -1,0 +1,133 @@
+"""The export stage: a quantized model, to ONNX files that passed their gates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qtool.artifacts import mark_stale, read_result, staging, write_result
+from qtool.calibration_data import draw, inputs_of
+from qtool.errors import ContractError, UsageError
+from qtool.recipe import ExportConfig, argument, as_dict
+from qtool.source import UNIDENTIFIED, data_facts, open_data, recall_source, require_run_directory
+from qtool.stages.common import AnyPath, Progress, configured, finished, required_folder, seen_from, teller, writable
+from qtool.stages.quantization import open_quantized
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from qtool.data import Data
+    from qtool.exporting.stage import ExportResult
+    from qtool.form import QuantizedModel
+
+
+def export(
+    quantized: QuantizedModel | nn.Module | AnyPath,
+    out: AnyPath | None = None,
+    *,
+    samples: Iterable[Any] | Data | str | None = None,
+    example_inputs: tuple[Any, ...] | None = None,
+    float_model: nn.Module | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    trust: bool = False,
+    resume: bool = False,
+    config: ExportConfig | None = None,
+    progress: Progress = False,
+    **options: Any,
+) -> ExportResult:
+    """Exports to ONNX, proves the file by the gates, and commits the files to ``out``.
+
+    ``quantized`` is a run directory, a QuantizedModel, or a module that was prepared or converted with eager
+    ``torch.ao.quantization`` (then with ``example_inputs``, and ``float_model`` for the gates that compare with it).
+    ``samples`` are what parity is judged on: batches, or data to draw them from, whose labels and preprocessing then
+    go into the files; by default the calibration samples that the run directory recorded.
+    Raises ContractError where a gate fails: then no file takes its name, and an older export is marked stale.
+    """
+    config = configured(ExportConfig, config, options)
+    if isinstance(quantized, str | Path):
+        run = require_run_directory(Path(quantized), "quantize")
+        recorded = read_result(run, "quantize")
+        model, folder, record = open_quantized(run), writable(out) or run, _absolute(run, recorded["source"])
+        inputs = {"quantized": recorded["outputs"]["int8"]["sha256"]}
+        if resume and finished(folder, "export", as_dict(config), inputs):
+            return _exported(folder)
+        if samples is None:
+            samples = _recorded_samples(run, recorded, trust)
+    else:
+        folder, record = required_folder(out), {}
+        model = _as_quantized(quantized, example_inputs, float_model)
+        inputs = {"quantized": UNIDENTIFIED}
+    batches, facts = _opened(samples, config)
+    record = seen_from(folder, record) | facts | dict(metadata or {})
+    teller(progress)("export: writing and proving the files")
+    return _export_into(folder, model, config, batches, inputs, record)
+
+
+def _absolute(run: Path, record: Mapping[str, Any]) -> dict[str, Any]:
+    """A record as read from ``run``, its training's path made independent of where the run lies."""
+    return dict(record) | (
+        {"trained_in": str((run / record["trained_in"]).resolve())} if "trained_in" in record else {}
+    )
+
+
+def _opened(samples: Any, config: ExportConfig) -> tuple[Iterable[Any] | None, dict[str, Any]]:
+    """Batches of inputs, and what the files are to say of the data that they were drawn from."""
+    if isinstance(samples, str) or hasattr(samples, "train"):
+        data = open_data(samples, 0)
+        return draw(f"train:{config.parity_samples}", data, 0, 32)[0], data_facts(data)
+    return None if samples is None else inputs_of(samples), {}
+
+
+def _export_into(
+    folder: Path,
+    model: QuantizedModel,
+    config: ExportConfig,
+    samples: Iterable[Any] | None,
+    inputs: Mapping[str, str],
+    record: Mapping[str, Any],
+) -> ExportResult:
+    from qtool.exporting import stage
+
+    metadata = {key: record[key] for key in ("labels", "preprocessing") if record.get(key) is not None}
+    try:
+        with staging(folder, "export") as place:
+            result = stage.export(model, place, config, samples=samples, metadata=metadata)
+            write_result(
+                folder, "export", config=as_dict(config), inputs=inputs, outputs=result.files,
+                metrics={"gates": result.gates}, extra={"source": dict(record), "plan": model.plan.as_dict()},
+            )  # fmt: skip
+    except ContractError as error:
+        mark_stale(folder, "export", f"a later export failed its gate ({error.where}: got {error.got})")
+        raise
+    return _exported(folder)
+
+
+def _exported(run: Path) -> ExportResult:
+    from qtool.exporting.stage import ExportResult
+
+    result = read_result(run, "export")
+    files = {name: run / entry["file"] for name, entry in result["outputs"].items()}
+    return ExportResult(files=files, gates=result["metrics"]["gates"])
+
+
+def _as_quantized(model: Any, example_inputs: tuple[Any, ...] | None, float_model: nn.Module | None) -> QuantizedModel:
+    from qtool.form import QuantizedModel
+
+    if isinstance(model, QuantizedModel):
+        return model
+    from qtool.quantization.eager import from_eager
+
+    if example_inputs is None:
+        raise UsageError(
+            argument("example_inputs"), "example inputs for a module quantized elsewhere", "none",
+            "pass example_inputs=(tensor,)",
+        )  # fmt: skip
+    return from_eager(model, example_inputs, float_model=float_model)
+
+
+def _recorded_samples(run: Path, recorded: Mapping[str, Any], trust: bool) -> Iterable[Any]:
+    """The calibration samples of a quantized model, drawn again from its record."""
+    config = recorded["config"]
+    source = recall_source(run, "quantize", trust=trust)
+    return draw(config["calibration"], source.parts, config["seed"], config["calibration_batch_size"])[0]

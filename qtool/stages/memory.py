@@ -1,0 +1,142 @@
+"""What training would need: predicted, and on request measured in a fresh process.
+
+Run as a module this file is that process: one JSON request on standard input, one JSON answer on what was
+standard output.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qtool.errors import QtoolError, UsageError, one_line
+from qtool.recipe import TrainConfig, as_dict, make
+from qtool.source import Source, open_model, open_source
+from qtool.stages.common import configured
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from qtool.tasks import Task
+
+Spec = dict[str, Any]
+
+
+def memory(
+    model: nn.Module | str,
+    data: object,
+    *,
+    task: Task | str = "classification",
+    measure: bool = False,
+    config: TrainConfig | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Predicts the peak memory of training ``model`` on ``data``; with ``measure`` also takes a few real steps.
+
+    ``options`` are the fields of TrainConfig. Weights are not loaded: their values change nothing. The result is plain
+    values; peaks are in bytes. Raises UsageError for ``measure`` with objects, which have no spec that another process
+    could open.
+    """
+    config = configured(TrainConfig, config, options)
+    from qtool.training import rules
+
+    rules.check(config)
+    spec = {"model": model, "data": data, "task": task}
+    if config.compile:
+        raise UsageError("--compile", "a step in eager mode", "a compiled one", "leave it out: it is not predicted yet")
+    if measure and not all(isinstance(value, str) for value in spec.values()):
+        raise UsageError("argument 'measure'", "model, data and task as specs", "an object", "pass specs")
+    from qtool.memory.predict import predict
+
+    predicted = asdict(predict(*_arguments(spec, config), **_parts(spec, config)))
+    result = {
+        "source": {key: value if isinstance(value, str) else type(value).__name__ for key, value in spec.items()},
+        "config": as_dict(config),
+        "predicted": predicted,
+    }
+    if measure:
+        result["measured"] = measured = _in_fresh_process(spec, config)
+        result["error"] = predicted["peak_bytes"] / measured["peak_bytes"] - 1
+    return result
+
+
+def _arguments(spec: Spec, config: TrainConfig) -> tuple[Callable[[], Any], tuple[Any, Any], TrainConfig]:
+    """How the model is built, one batch of the training data, and the config."""
+    source = open_source(None, spec["data"], seed=config.seed)
+    return lambda: open_model(spec["model"], source.record, None, config.seed), _batch(source, config), config
+
+
+def _parts(spec: Spec, config: TrainConfig) -> dict[str, Any]:
+    """The techniques and the loss: what the floor cannot know by itself."""
+    from qtool.loop import task_loss
+    from qtool.source import open_task
+    from qtool.training.techniques import setup
+
+    return {"prepare": setup, "loss": task_loss(open_task(spec["task"], config.label_smoothing))}
+
+
+def _batch(source: Source, config: TrainConfig) -> tuple[Any, Any]:
+    from qtool.data import batches
+
+    found = iter(batches(source.parts.train, config.batch_size) if source.parts else source.data)
+    batch: tuple[Any, Any] | None = next(found, None)
+    if batch is None:
+        raise QtoolError("training data", "at least one batch", "none", "give data that is not empty")
+    return batch
+
+
+def _in_fresh_process(spec: Spec, config: TrainConfig) -> dict[str, Any]:
+    request = json.dumps({**spec, "config": as_dict(config)})
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "qtool.stages.memory"], input=request, capture_output=True, text=True,
+        check=False, env=_environment(),
+    )  # fmt: skip
+    if done.returncode or not done.stdout.strip():
+        code = done.returncode
+        how = "the system ran out of memory" if code == -9 else f"exit code {code}"
+        raise QtoolError(
+            "measurement", "a few steps in a fresh process", f"{how}: {one_line(done.stderr[-300:])}",
+            "use a smaller --batch-size, or leave --measure out",
+        )  # fmt: skip
+    answer: dict[str, Any] = json.loads(done.stdout)
+    if "error" in answer:
+        raise QtoolError(*answer["error"])
+    return answer
+
+
+def _environment() -> dict[str, str]:
+    """This environment, with the package that is running here and this folder on the path."""
+    root = str(Path(__file__).parent.parent.parent)
+    paths = [root, os.environ.get("PYTHONPATH", ""), os.getcwd()]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+
+
+def _answer(request: dict[str, Any]) -> dict[str, Any]:
+    from qtool.memory.measure import measure
+
+    config = make(TrainConfig, request.pop("config"))
+    try:
+        return asdict(measure(*_arguments(request, config), **_parts(request, config)))
+    except QtoolError as error:
+        return {"error": [error.where, error.expected, error.got, error.do]}
+
+
+def main() -> None:
+    """Answers one request, with standard output kept for the answer alone."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    from qtool.allocator import tune
+
+    tune()
+    answers.write(json.dumps(_answer(json.load(sys.stdin))))
+    answers.close()
+
+
+if __name__ == "__main__":
+    main()

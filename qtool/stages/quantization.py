@@ -1,0 +1,197 @@
+"""The quantization stage: a float model and calibration data, to the quantized form.
+
+QAT needs training, and stages do not import each other, so the loop with the training techniques is
+handed to the quantizer as a function of the prepared graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qtool.artifacts import read_result, sha256_of, staging, write_json, write_result
+from qtool.calibration_data import draw, inputs_of
+from qtool.errors import QtoolError, UsageError, nearest
+from qtool.recipe import QatConfig, QuantizeConfig, argument, as_dict
+from qtool.source import UNIDENTIFIED, Source, is_run_directory, open_source, recall_source, require_run_directory
+from qtool.stages.common import (
+    AnyPath,
+    Progress,
+    configured,
+    drop_checkpoints,
+    finished,
+    seen_from,
+    teller,
+    tidy,
+    writable,
+)
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from qtool.form import QuantizedModel
+    from qtool.tasks import Task
+
+
+def quantize(
+    model: nn.Module | AnyPath,
+    data: object = None,
+    *,
+    out: AnyPath | None = None,
+    task: Task | str = "classification",
+    weights: AnyPath | None = None,
+    trust: bool = False,
+    resume: bool = True,
+    config: QuantizeConfig | None = None,
+    qat: QatConfig | None = None,
+    progress: Progress = False,
+    **options: Any,
+) -> QuantizedModel:
+    """Quantizes a model to INT8 and returns the quantized form; with ``out`` it also commits it there.
+
+    ``model`` is a module, a spec, or the run directory of a training. ``data`` gives the calibration samples (and for
+    ``mode="qat"`` the training data): a spec, a Data, a mapping, or for PTQ any iterable of batches, (input, target)
+    or inputs alone. ``options`` are the fields of QuantizeConfig and, for QAT, of QatConfig; ``seed`` is both's.
+    """
+    config, tuning = _quantize_configs(config, qat, options)
+    source, folder = _quantize_source(model, data, task, weights, writable(out), tuning, trust)
+    settings = as_dict(config) | ({"qat": as_dict(tuning)} if tuning else {})
+    inputs, drawn = _calibration(config, source)
+    known = source.inputs | _calibrated_by(config, drawn)
+    if folder and resume and finished(folder, "quantize", settings, known):
+        return open_quantized(folder)
+    teller(progress)(f"quantize: {config.mode}, calibrated on {_describe(drawn)}")
+    from qtool.quantization import stage
+
+    assert source.model is not None
+    with tidy(folder):
+        quantized = stage.quantize(
+            source.model, config, example=_example(source, inputs), calibration=inputs, tuning=tuning,
+            qat=_fine_tuning(source, tuning, folder, resume, progress) if tuning else None,
+        )  # fmt: skip
+        if folder:
+            _commit_quantize(folder, settings, known, source.record, quantized, drawn)
+    return quantized
+
+
+def _quantize_configs(
+    config: QuantizeConfig | None, qat: QatConfig | None, options: Mapping[str, Any]
+) -> tuple[QuantizeConfig, QatConfig | None]:
+    """The two configs that the options of quantize are divided between; the second only for QAT."""
+    own = {k: v for k, v in options.items() if k in QuantizeConfig.__dataclass_fields__}
+    other = {k: v for k, v in options.items() if k not in own}
+    known = [*QuantizeConfig.__dataclass_fields__, *QatConfig.__dataclass_fields__]
+    for key in other:
+        if key not in known:
+            raise UsageError(argument(key), "a known name", repr(key), nearest(key, known))
+    config = configured(QuantizeConfig, config, own)
+    if config.mode != "qat":
+        if other:
+            raise UsageError(argument(next(iter(other))), "mode 'qat'", f"mode '{config.mode}'", "ask for mode 'qat'")
+        return config, None
+    return config, configured(QatConfig, qat, other if qat else other | {"seed": config.seed})
+
+
+def _quantize_source(
+    model: nn.Module | AnyPath, data: object, task: Task | str, weights: AnyPath | None, out: Path | None,
+    tuning: QatConfig | None, trust: bool,
+) -> tuple[Source, Path | None]:  # fmt: skip
+    """The source to quantize and where the result goes; a run directory gives both."""
+    smoothing = tuning.label_smoothing if tuning else 0.0
+    if isinstance(model, Path) or (isinstance(model, str) and data is None and is_run_directory(model)):
+        run = require_run_directory(Path(model), "train")
+        return recall_source(run, "train", trust=trust, model=True, label_smoothing=smoothing), out or run
+    return open_source(model, data, task, weights, label_smoothing=smoothing), out
+
+
+def _calibration(config: QuantizeConfig, source: Source) -> tuple[Iterable[Any], dict[str, Any]]:
+    """Batches of calibration inputs, and the record of where they came from."""
+    if source.data is not None and source.parts is None:
+        return inputs_of(source.data), {"spec": None}
+    return draw(config.calibration, source.parts, config.seed, config.calibration_batch_size)
+
+
+def _calibrated_by(config: QuantizeConfig, drawn: Mapping[str, Any]) -> dict[str, str]:
+    """What names the samples that were drawn, or the ranges that are repeated instead."""
+    if config.ranges_from is not None and Path(config.ranges_from).is_file():
+        return {"ranges": sha256_of(Path(config.ranges_from))}
+    named = drawn["spec"] is not None
+    return {"calibration": f"{drawn['data']} {drawn['indices_sha256']}" if named else UNIDENTIFIED}
+
+
+def _example(source: Source, inputs: Iterable[Any]) -> Any:
+    """A batch of two inputs for capture, from the data or from the first calibration batch."""
+    if source.parts is not None:
+        from qtool.data import example_input
+
+        return example_input(source.parts)
+    for batch in inputs:
+        return batch
+    raise QtoolError("calibration", "at least one batch", "none", "pass batches of inputs")
+
+
+def _fine_tuning(
+    source: Source, config: QatConfig, out: Path | None, resume: bool, progress: Progress
+) -> Callable[..., Any]:
+    """What QAT calls to train its prepared graph: the loop, with the training techniques of the config."""
+    data = source.parts
+    if data is None:
+        raise QtoolError("quantization-aware training", "training data", "none", "pass data with labels, or mode 'ptq'")
+
+    def fine_tune(model: nn.Module, hooks: Any, loss_fn: Any = None) -> Any:
+        from qtool.data import example_input
+        from qtool.loop import fit
+        from qtool.training.progress import reporter
+        from qtool.training.techniques import setup
+
+        with setup(model, config, example_input(data)) as made, reporter(progress is True) as report:
+            return fit(
+                model, data, source.task, config, setup=made, hooks=hooks, loss_fn=loss_fn, out=out, resume=resume,
+                progress=report, identity=source.inputs,
+            )  # fmt: skip
+
+    return fine_tune
+
+
+def _describe(drawn: Mapping[str, Any]) -> str:
+    if drawn["spec"] is None:
+        return "the batches given"
+    short = f" (of {drawn['num_asked']} asked for)" if drawn["num_samples"] < drawn["num_asked"] else ""
+    return f"{drawn['num_samples']} samples{short}"
+
+
+def _commit_quantize(
+    run: Path,
+    settings: Mapping[str, Any],
+    inputs: Mapping[str, str],
+    record: Mapping[str, Any],
+    quantized: QuantizedModel,
+    drawn: Mapping[str, Any],
+) -> None:
+    with staging(run, "quantize") as folder:
+        files = quantized.save(folder)
+        write_json(folder / "ranges.json", quantized.ranges)
+        plan = quantized.plan
+        counts = {"num_integer_units": len(plan.integer_units), "num_float_units": len(plan.float_units)}
+        extra = {"source": seen_from(run, record), "calibration": dict(drawn), "plan": plan.as_dict()}
+        write_result(
+            run, "quantize", config=settings, inputs=inputs, metrics=counts, extra=extra,
+            outputs=files | {"ranges": folder / "ranges.json"},
+        )  # fmt: skip
+    drop_checkpoints(run)
+
+
+def open_quantized(run: Path) -> QuantizedModel:
+    """The quantized model of a run directory. Raises QtoolError where it is not of the weights that are there now."""
+    from qtool.form import Plan, QuantizedModel
+
+    result = read_result(run, "quantize")
+    if trained := result["source"].get("trained_in"):
+        weights = run / trained / "model.safetensors"
+        if weights.exists() and sha256_of(weights) != result["inputs"]["weights"]:
+            raise QtoolError(
+                f"'{run / 'int8.pt2'}'", f"a model quantized from '{weights}'", "one of earlier weights",
+                "run 'qtool quantize' again",
+            )  # fmt: skip
+    return QuantizedModel.load(run, Plan.from_dict(result["plan"]))

@@ -1,0 +1,254 @@
+"""One optimizer step, and what it is made of.
+
+The step is the textbook one::
+
+    for each micro-batch:  loss = sum of losses / number of samples (or tokens) in the whole batch
+                           scale(loss).backward()
+    unscale, clip, optimizer.step(), update the scale
+
+A :class:`Setup` holds its parts: the model, how an optimizer is made, the contexts around the forward
+pass, the gradient scaler. :func:`plain` is full precision with AdamW or SGD; each technique in
+``qtool.training`` changes one or two fields of a Setup before the first step, and the step itself never
+asks which techniques are on.
+
+Averaging. A loss function returns (sum, weight): the sum over samples or tokens, and their number. The
+mean over a batch in micro-batches is Σ sums / Σ weights, and not the mean of the micro-batches' means,
+which is wrong as soon as they differ in size. Σ weights is known only after the last micro-batch, so the
+backward passes divide by a guess (the first micro-batch's weight per sample, times the samples), and the
+gradients are corrected by guess / Σ weights at the end; for a loss that counts samples the two are equal.
+A micro-batch's batch-norm statistics are its own: with batch-norm, accumulation is not the large batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from qtool.devices import resolve_device
+from qtool.errors import UsageError
+from qtool.nested import call, map_tensors, num_samples, split, to_float32
+from qtool.recipe import TrainConfig
+
+LossFunction = Callable[[Callable[[Any], Any], Any, Any], tuple[Tensor, "Tensor | float"]]
+"""(model, input, target) -> (sum of the loss over samples or tokens, their number)."""
+
+
+@dataclass
+class Setup:
+    """The parts of a step. Techniques change the fields; :meth:`close` takes back what they did to the model."""
+
+    model: nn.Module
+    config: TrainConfig
+    device: torch.device
+    make_optimizer: Callable[[list[nn.Parameter]], Optimizer]
+    scaler: torch.amp.GradScaler
+    around: list[Callable[[], AbstractContextManager[object]]] = field(default_factory=list)
+    """Contexts entered around each forward pass and its loss, in order."""
+    input_dtype: torch.dtype | None = None
+    """What floating-point inputs are cast to, if anything."""
+    memory_format: torch.memory_format = torch.contiguous_format
+    """How four-dimensional inputs lie in memory."""
+    updates_in_backward: bool = False
+    """Whether the backward pass itself changes parameters: a loss is then looked at before it."""
+    on_close: list[Callable[[], None]] = field(default_factory=list)
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """The surroundings of a forward pass."""
+        with ExitStack() as stack:
+            for context in self.around:
+                stack.enter_context(context())
+            yield
+
+    def place(self, value: Any) -> Any:
+        """An input or target on the device, in the dtype and memory format that the model takes."""
+        return map_tensors(self._place, value)
+
+    def _place(self, tensor: Tensor) -> Tensor:
+        dtype = self.input_dtype if tensor.is_floating_point() and self.input_dtype else tensor.dtype
+        layout = self.memory_format if tensor.dim() == 4 else torch.preserve_format
+        return tensor.to(self.device, dtype, memory_format=layout)
+
+    def predict(self, value: Any) -> Any:
+        """The model's output for an input, as float32, without gradients. The model's mode is the caller's."""
+        with torch.no_grad(), self.forward():
+            return to_float32(call(self.model, self.place(value)))
+
+    def close(self) -> None:
+        """Takes back, last first, what the techniques did to the model. It may be called twice."""
+        while self.on_close:
+            self.on_close.pop()()
+
+    def __enter__(self) -> Setup:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def plain(model: nn.Module, config: TrainConfig, example: Any = None) -> Setup:
+    """The step without any technique: full precision, AdamW or SGD. ``model`` is moved to the device.
+
+    Raises UsageError where ``config`` asks for more: ``qtool.training.setup`` gives that.
+    """
+    device = resolve_device(config.device)
+    for name, value, known in (
+        ("precision", config.precision, ("32-true",)),
+        ("optimizer", config.optimizer, ("adamw", "sgd")),
+    ):
+        if value not in known:
+            raise UsageError(f"'{name}' of a step without techniques", " or ".join(known), value, "pass a setup")
+    return Setup(model.to(device), config, device, plain_optimizer(config), no_scaler(device))
+
+
+def no_scaler(device: torch.device) -> torch.amp.GradScaler:
+    """A gradient scaler that is switched off: it scales by one and skips nothing."""
+    return torch.amp.GradScaler(device.type, enabled=False)
+
+
+def plain_optimizer(config: TrainConfig) -> Callable[[list[nn.Parameter]], Optimizer]:
+    """torch's AdamW (arXiv 1711.05101) or SGD with Nesterov momentum, fused into one pass over the parameters."""
+
+    def make(parameters: list[nn.Parameter]) -> Optimizer:
+        rate, decay = config.learning_rate, config.weight_decay
+        if config.optimizer == "sgd":
+            momentum = config.momentum
+            return torch.optim.SGD(
+                parameters, rate, momentum=momentum, weight_decay=decay, nesterov=momentum > 0, fused=True
+            )
+        return torch.optim.AdamW(parameters, rate, weight_decay=decay, fused=True)
+
+    return make
+
+
+def learning_rate(config: TrainConfig, step: int, total: int) -> float:
+    """The rate of ``step`` (0 … total-1): a linear warm-up, then constant or half a cosine down to zero.
+
+    Step s of w warm-up steps has (s+1)/w of the peak; of the n-w steps after them, step k has
+    (1 + cos(πk/(n-w)))/2 of it (arXiv 1608.03983, without restarts).
+    """
+    warmup = round(config.warmup * total)
+    if step < warmup:
+        return config.learning_rate * (step + 1) / warmup
+    if config.schedule == "constant":
+        return config.learning_rate
+    return config.learning_rate * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, total - warmup)))
+
+
+class NotFinite(Exception):
+    """The loss of a step, ``value``, was NaN or infinite. ``forward`` repeats the forward pass that made it."""
+
+    def __init__(self, value: float, forward: Callable[[], Any]) -> None:
+        super().__init__(f"loss {value}")
+        self.value, self.forward = value, forward
+
+
+class Step:
+    """Makes optimizer steps: ``Step(setup, optimizer, loss)(input, target)`` returns the batch's mean loss."""
+
+    def __init__(self, setup: Setup, optimizer: Optimizer, loss: LossFunction) -> None:
+        self.setup, self.optimizer, self.loss = setup, optimizer, loss
+        self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self.micro_size = math.ceil(setup.config.batch_size / setup.config.micro_batches)
+        self.skipped = 0
+
+    def __call__(self, value: Any, target: Any, rate: float) -> float:
+        """One step at learning rate ``rate``. Raises NotFinite, with the parameters untouched, for such a loss."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        mean = self._backward(value, target)()
+        self._require_finite(mean, value, target)
+        self._update()
+        return mean
+
+    def _parts(self, value: Any, target: Any) -> list[tuple[Any, Any]]:
+        count = math.ceil(num_samples(value) / self.micro_size)
+        return list(zip(split(value, count), split(target, count), strict=True))
+
+    def _forward(self, value: Any, target: Any) -> tuple[Tensor, Tensor | float]:
+        with self.setup.forward():
+            return self.loss(self.setup.model, self.setup.place(value), self.setup.place(target))
+
+    def _losses(self, value: Any, target: Any) -> list[Any]:
+        return [self._forward(*part) for part in self._parts(value, target)]
+
+    def _backward(self, value: Any, target: Any) -> Callable[[], float]:
+        """Leaves the batch's gradients in the parameters; what it returns reads the mean loss."""
+        self.optimizer.zero_grad()
+        parts = self._parts(value, target)
+        sums: list[Tensor] = []
+        weights: list[Tensor | float] = []
+        guess: Tensor | float = 1.0
+        for part in parts:
+            loss, weight = self._forward(*part)
+            if not sums:
+                guess = _at_least(weight, 1.0) if len(parts) == 1 else _guess(weight, part, num_samples(value))
+            sums.append(loss.detach())
+            weights.append(weight)
+            scaled = self.setup.scaler.scale(loss / guess)
+            del loss
+            if len(sums) == len(parts):
+                reading = _reader(sums, weights)
+                if self.setup.updates_in_backward:
+                    self._require_finite(reading(), value, target)
+            scaled.backward()  # type: ignore[no-untyped-call]
+        if len(parts) > 1:
+            self._correct(guess, sum(weights))
+        return reading
+
+    def _require_finite(self, mean: float, value: Any, target: Any) -> None:
+        if not math.isfinite(mean):
+            raise NotFinite(mean, lambda: self._losses(value, target))
+
+    def _correct(self, guess: Tensor | float, weight: Tensor | float) -> None:
+        factor = guess / _at_least(weight, 1.0)
+        if isinstance(factor, Tensor) or factor != 1.0:
+            torch._foreach_mul_([p.grad for p in self.parameters if p.grad is not None], factor)
+
+    def _update(self) -> None:
+        scaler, clip = self.setup.scaler, self.setup.config.grad_clip
+        scale = scaler.get_scale()
+        if clip is not None:
+            scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(self.parameters, clip)
+        scaler.step(self.optimizer)
+        scaler.update()
+        self.skipped += scaler.get_scale() < scale
+
+
+def _at_least(weight: Tensor | float, low: float) -> Tensor | float:
+    """``weight``, and ``low`` where it is zero: a batch without a single counted token has a loss of zero."""
+    if isinstance(weight, Tensor):
+        return torch.where(weight > 0, weight, low)
+    return weight if weight > 0 else low
+
+
+def _guess(weight: Tensor | float, part: tuple[Any, Any], samples: int) -> Tensor | float:
+    """The whole batch's weight as the first micro-batch makes it seem."""
+    return _at_least(weight, float(num_samples(part[0]))) / num_samples(part[0]) * samples
+
+
+def _reader(sums: list[Tensor], weights: list[Tensor | float]) -> Callable[[], float]:
+    """Reads Σ sums / Σ weights later, without waiting for a GPU's backward pass, which is queued after this call."""
+    mean = sum(sums) / _at_least(sum(weights), 1.0)
+    if not isinstance(mean, Tensor):
+        return lambda: float(mean)
+    if mean.device.type != "cuda":
+        return mean.item
+    host = torch.empty((), dtype=torch.float32, pin_memory=True)
+    host.copy_(mean, non_blocking=True)
+    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    done.record()
+
+    def read() -> float:
+        done.synchronize()
+        return host.item()
+
+    return read

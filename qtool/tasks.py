@@ -1,0 +1,101 @@
+"""Tasks: what a model's output is judged by.
+
+A task gives the loss to descend and the metric to report, both as *sums over a batch*, with the weight (the number of
+samples, or of tokens) that turns sums into means. Sums of batches of any size then add up to the right mean, which
+gradient accumulation and a short last batch would otherwise get wrong.
+
+A user's own task is a factory that returns an object with the attributes of :class:`Task`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from qtool.errors import QtoolError, UsageError, nearest
+from qtool.factories import is_factory, load_factory
+
+
+@runtime_checkable
+class Task(Protocol):
+    """A loss and metrics.
+
+    ``metric`` names the entry of :meth:`metrics` (or ``"loss"``) that decides which model is better. A task may also
+    have ``finish(means) -> means``, to derive what is no mean of samples (an F1 score, a perplexity).
+    """
+
+    @property
+    def name(self) -> str:
+        """What results call the task."""
+
+    @property
+    def metric(self) -> str:
+        """The metric that decides."""
+
+    @property
+    def higher_is_better(self) -> bool:
+        """Whether more of ``metric`` is better."""
+
+    def loss(self, output: Any, target: Any) -> tuple[Tensor, float]:
+        """(sum of the losses, weight): a scalar with a gradient, and the number of samples or tokens it sums."""
+
+    def metrics(self, output: Any, target: Any) -> Mapping[str, Tensor | float]:
+        """Sums over the batch, by name; the weight of :meth:`loss` divides them."""
+
+
+@dataclass(frozen=True)
+class Classification:
+    """One class per sample: cross-entropy in nats; ``top1``, and ``top5`` where there are more than five classes.
+
+    Outputs are N×C logits, targets N class indices (int64). A tie counts as right only if the class comes first.
+    """
+
+    label_smoothing: float = 0.0
+    name: str = "classification"
+    metric: str = "top1"
+    higher_is_better: bool = True
+
+    def loss(self, output: Any, target: Any) -> tuple[Tensor, float]:
+        """Summed cross-entropy of the softmax, with ``label_smoothing`` spread over all classes."""
+        _check(output, target)
+        losses = F.cross_entropy(output.float(), target, reduction="sum", label_smoothing=self.label_smoothing)
+        return losses, float(len(target))
+
+    def metrics(self, output: Any, target: Any) -> dict[str, Tensor | float]:
+        """How many of the batch are right, at first and among the first five."""
+        _check(output, target)
+        sums: dict[str, Tensor | float] = {"top1": (output.argmax(1) == target).sum()}
+        if output.shape[1] > 5:
+            sums["top5"] = (output.topk(5, dim=1).indices == target[:, None]).sum()
+        return sums
+
+
+def _check(output: Any, target: Any) -> None:
+    if not isinstance(output, Tensor) or output.ndim != 2 or target.shape != output.shape[:1]:
+        got = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+        raise QtoolError(
+            "task 'classification'", "N×classes logits and N class indices",
+            f"output {got}, target {tuple(target.shape)}", "correct the model's output or pass a --task of your own",
+        )  # fmt: skip
+
+
+def load_task(spec: str, *, label_smoothing: float = 0.0) -> Task:
+    """The task that ``spec`` names: ``classification``, or a factory's. ``label_smoothing`` is for the former.
+
+    Raises UsageError where the spec is not understood, QtoolError where a factory raises or returns no task.
+    """
+    if spec == "classification":
+        return Classification(label_smoothing)
+    if not is_factory(spec):
+        raise UsageError(
+            f"task '{spec}'", "a task", "none of that name", nearest(spec, ["classification", "FILE.py:factory"])
+        )
+    task = load_factory(spec)()
+    missing = [name for name in ("name", "metric", "higher_is_better", "loss", "metrics") if not hasattr(task, name)]
+    if missing or not isinstance(task, Task):
+        raise QtoolError(f"task '{spec}'", "an object with a task's attributes", f"no {', '.join(missing)}", "add them")
+    return task

@@ -1,0 +1,91 @@
+"""Optimizers: what each costs per parameter, and how it is made.
+
+===============  ======================  ===============================================================
+optimizer        state bytes/parameter   source
+===============  ======================  ===============================================================
+adamw            8                       arXiv 1711.05101; torch, fused
+sgd              4 (0 without momentum)  Nesterov momentum; torch, fused
+adafactor        0 + rows and columns    arXiv 1804.04235: factored second moment, no first; torch
+adamw8bit        2                       arXiv 2110.02861: block-wise 8-bit moments; bitsandbytes
+paged-adamw      8, paged to the host    CUDA unified memory, moved out under pressure; bitsandbytes
+paged-adamw8bit  2, paged to the host    both; bitsandbytes
+lion8bit         1                       arXiv 2302.06675: the sign of one 8-bit moment; bitsandbytes
+===============  ======================  ===============================================================
+
+State bytes are for float32 weights; torch's optimizers keep their moments in the dtype of the weights.
+Tensors of fewer than 4,096 values keep 32-bit moments in bitsandbytes' 8-bit optimizers. Lion's updates
+have the size of its learning rate whatever the gradient: ask for a third to a tenth of AdamW's rate.
+bitsandbytes is imported when one of its optimizers is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from qtool.recipe import TrainConfig
+from qtool.step import Setup, plain_optimizer
+
+Make = Callable[[list[nn.Parameter]], Optimizer]
+
+
+def apply(setup: Setup, example: Any) -> None:
+    """Has the setup make the optimizer that the config names."""
+    setup.make_optimizer = OPTIMIZERS[setup.config.optimizer](setup.config)
+
+
+def adafactor(config: TrainConfig) -> Make:
+    """Adafactor at the schedule's learning rate, relative to each tensor's own size as the paper has it."""
+
+    def make(parameters: list[nn.Parameter]) -> Optimizer:
+        return torch.optim.Adafactor(parameters, config.learning_rate, weight_decay=config.weight_decay)
+
+    return make
+
+
+def bitsandbytes(name: str) -> Callable[[TrainConfig], Make]:
+    """The optimizer of that class name in bitsandbytes, with its own defaults beside rate and decay."""
+
+    def configured(config: TrainConfig) -> Make:
+        def make(parameters: list[nn.Parameter]) -> Optimizer:
+            import bitsandbytes.optim
+
+            kind = getattr(bitsandbytes.optim, name)
+            if name.startswith("Paged"):
+                kind = _repaging(kind)
+            made: Optimizer = kind(parameters, lr=config.learning_rate, weight_decay=config.weight_decay)
+            return made
+
+        return make
+
+    return configured
+
+
+def _repaging(kind: Any) -> Any:
+    """bitsandbytes loads paged moments as ordinary tensors on the GPU; this puts them back into paged memory."""
+
+    class Repaging(kind):  # type: ignore[misc]
+        def load_state_dict(self, state_dict: Any, move_to_device: bool = True) -> None:
+            super().load_state_dict(state_dict, move_to_device)
+            for parameter, state in self.state.items():
+                for key in {"state1", "state2"} & state.keys():
+                    moment = state[key]
+                    state[key] = self.get_state_buffer(parameter, dtype=moment.dtype)
+                    state[key].copy_(moment)
+
+    return Repaging
+
+
+OPTIMIZERS: dict[str, Callable[[TrainConfig], Make]] = {
+    "adamw": plain_optimizer,
+    "sgd": plain_optimizer,
+    "adafactor": adafactor,
+    "adamw8bit": bitsandbytes("AdamW8bit"),
+    "paged-adamw": bitsandbytes("PagedAdamW32bit"),
+    "paged-adamw8bit": bitsandbytes("PagedAdamW8bit"),
+    "lion8bit": bitsandbytes("Lion8bit"),
+}

@@ -1,0 +1,78 @@
+"""Number formats of compute and weights.
+
+===========  =======  ==========  ======  ==================================================
+precision    weights  activations update  what it needs
+===========  =======  ==========  ======  ==================================================
+32-true      float32  float32     float32
+16-mixed     float32  float16     float32 loss scaling: float16 gradients underflow below 2⁻²⁴
+bf16-mixed   float32  bfloat16    float32
+16-true      float16  float16     float16 values within ±65,504
+bf16-true    bfloat16 bfloat16    bfloat16 8 bits of significand: small updates round away
+===========  =======  ==========  ======  ==================================================
+
+*Mixed* is autocast (arXiv 1710.03740): matrix products and convolutions in 16 bits, reductions and the
+loss in 32. For float16 the loss is multiplied by a scale before the backward pass and the gradients are
+divided by it before they are clipped; a step whose gradients overflow is skipped and the scale halved.
+
+*True* casts the model. Batch-norm stays in float32, weights and statistics: its running averages would
+stand still in 16 bits, and it is a thousandth of a model. At the end the weights are float32 again, with
+the values that training left in them.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+
+from qtool.step import Setup
+
+_KEPT = (nn.modules.batchnorm._BatchNorm,)
+
+
+def apply(setup: Setup, example: Any) -> None:
+    """Sets up the precision that the config names."""
+    width, kind = setup.config.precision.split("-")
+    dtype = torch.float16 if width == "16" else torch.bfloat16
+    if kind == "mixed":
+        _mixed(setup, dtype)
+    else:
+        _true(setup, dtype)
+
+
+def _mixed(setup: Setup, dtype: torch.dtype) -> None:
+    setup.around.append(lambda: torch.autocast(setup.device.type, dtype))
+    if dtype == torch.float16:
+        setup.scaler = torch.amp.GradScaler(setup.device.type)
+
+
+def _true(setup: Setup, dtype: torch.dtype) -> None:
+    before = {name: value.dtype for name, value in _cast_values(setup.model)}
+    if dtype == torch.float16:
+        warnings.warn(
+            "16-true: weights, activations and gradients must stay within ±65,504; bf16-true has float32's range",
+            stacklevel=2,
+        )
+    for _, value in _cast_values(setup.model):
+        value.data = value.data.to(dtype)
+    setup.input_dtype = dtype
+    setup.on_close.append(lambda: _restore(setup.model, before))
+
+
+def _cast_values(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """The floating-point parameters and buffers outside batch-norm."""
+    return [
+        (f"{name}.{key}", value)
+        for name, module in model.named_modules()
+        if not isinstance(module, _KEPT)
+        for key, value in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+        if value.is_floating_point()
+    ]
+
+
+def _restore(model: nn.Module, before: dict[str, torch.dtype]) -> None:
+    for name, value in _cast_values(model):
+        value.grad = None
+        value.data = value.data.to(before[name])

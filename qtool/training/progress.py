@@ -1,0 +1,43 @@
+"""A progress bar on standard error: step, loss, learning rate, memory, and the last validation."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from qtool.loop import Progress
+
+Report = Callable[[Progress], None]
+
+
+@contextmanager
+def reporter(wanted: bool | Report | None) -> Iterator[Report | None]:
+    """What the loop reports to: a bar for True, ``wanted`` itself where it is a function, nothing otherwise."""
+    if wanted is not True:
+        yield wanted or None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    columns = (
+        TextColumn("train"), BarColumn(10), MofNCompleteColumn(), TimeRemainingColumn(),
+        TextColumn("{task.description}"),
+    )  # fmt: skip
+    with Bar(*columns, console=Console(file=sys.stderr)) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda at: bar.update(task, completed=at.step, total=at.total_steps, description=describe(at))
+
+
+def describe(at: Progress) -> str:
+    """One line of numbers; of the last validation, the task's first metric.
+
+    >>> describe(Progress(5, 10, 0, 0.512345, 2e-3, 3 * 2**20, {"validation_loss": 0.4, "validation_top1": 0.9}))
+    'epoch 1 loss 0.5123 rate 0.002 3 MiB top1 0.9'
+    """
+    memory = f"{at.memory_bytes / 2**20:.0f} MiB"
+    parts = [f"epoch {at.epoch + 1}", f"loss {at.loss:.4f}", f"rate {at.learning_rate:.2g}", memory]
+    held = {name.removeprefix("validation_"): value for name, value in at.metrics.items() if name != "loss"}
+    judged = next((name for name in held if name != "loss"), "loss")
+    return " ".join([*parts, f"{judged} {held[judged]:.3g}"] if held else parts)

@@ -1,0 +1,122 @@
+"""bfloat16 weights that small updates still move.
+
+A bfloat16 has 8 bits of significand: an update below 1/512 of its weight is lost when it is rounded to
+nearest, and towards the end of a fine-tune most of them are. Two ways out, both with the weights alone
+in bfloat16 between steps:
+
+* ``stochastic``: the float32 result is rounded up or down with probabilities that make it right on
+  average, E[round(w)] = w (arXiv 2010.06192). Adding 16 random bits below the cut and cutting does it.
+  No memory.
+* ``compensated``: what rounding took away is kept in a second bfloat16 per weight and added back at the
+  next step, in the manner of Kahan; the pair has about 16 bits of significand. Two bytes per weight.
+
+The update itself runs in float32: each step widens the weights and gradients of a few parameters at a
+time, has the optimizer step those, and rounds. So it works with every optimizer, and the optimizer's
+states are those it would have for float32 weights. Parameters that are not bfloat16 pass through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from qtool.step import Setup
+
+CHUNK = 4 * 2**20
+"""Weights widened at a time (at least one parameter): 16 MiB for them, and as much for their gradients."""
+
+
+def apply(setup: Setup, example: Any) -> None:
+    """Has the optimizer that was set up so far update in float32 and round as the config says."""
+    inner, rounding = setup.make_optimizer, setup.config.rounding
+    setup.make_optimizer = lambda parameters: WideUpdates(parameters, inner, compensated=rounding == "compensated")
+
+
+def round_stochastically(value: Tensor) -> Tensor:
+    """float32 → bfloat16, any shape: to one of the two neighbours, right on average. Draws from torch's generator."""
+    noise = torch.randint_like(value, 0, 1 << 16, dtype=torch.int32)
+    return (value.contiguous().view(torch.int32) + noise).bitwise_and_(-(1 << 16)).view(torch.float32).bfloat16()
+
+
+class WideUpdates(Optimizer):
+    """Steps ``make``'s optimizer on float32 stand-ins of the parameters, a chunk at a time.
+
+    A stand-in is empty between steps. The optimizer's states belong to the stand-ins.
+    """
+
+    def __init__(
+        self, parameters: list[nn.Parameter], make: Callable[[list[nn.Parameter]], Optimizer], *, compensated: bool
+    ) -> None:
+        super().__init__(parameters, {"lr": 0.0})
+        self.compensated = compensated
+        self.stand_ins = {
+            p: nn.Parameter(p.new_empty(0, dtype=torch.float32) if p.dtype == torch.bfloat16 else p.data)
+            for p in parameters
+        }
+        self.inner = make(list(self.stand_ins.values()))
+        self.param_groups[0].update({k: v for k, v in self.inner.param_groups[0].items() if k != "params"})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Updates every parameter that has a gradient."""
+        self.inner.param_groups[0]["lr"] = self.param_groups[0]["lr"]
+        for chunk in self._chunks():
+            for parameter in chunk:
+                self._widen(parameter)
+            self.inner.param_groups[0]["params"] = [self.stand_ins[parameter] for parameter in chunk]
+            self.inner.step()
+            for parameter in chunk:
+                self._round(parameter)
+        self.inner.param_groups[0]["params"] = list(self.stand_ins.values())
+
+    def _chunks(self) -> Iterator[list[nn.Parameter]]:
+        chunk: list[nn.Parameter] = []
+        size = 0
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is None:
+                continue
+            if chunk and size + parameter.numel() > CHUNK:
+                yield chunk
+                chunk, size = [], 0
+            chunk.append(parameter)
+            size += parameter.numel()
+        if chunk:
+            yield chunk
+
+    def _widen(self, parameter: nn.Parameter) -> None:
+        wide = self.stand_ins[parameter]
+        wide.grad = None
+        if parameter.dtype == torch.bfloat16:
+            wide.data = parameter.float()
+            if parameter in self.state:
+                wide.data += self.state[parameter]["compensation"]
+        assert parameter.grad is not None
+        wide.grad = parameter.grad.to(wide.dtype)
+
+    def _round(self, parameter: nn.Parameter) -> None:
+        wide = self.stand_ins[parameter]
+        wide.grad = None
+        if parameter.dtype != torch.bfloat16:
+            return
+        if self.compensated:
+            parameter.copy_(wide)
+            self.state[parameter]["compensation"] = (wide.data - parameter).bfloat16()
+        else:
+            parameter.copy_(round_stochastically(wide.data))
+        wide.data = wide.data.new_empty(0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's state and the compensations, by position."""
+        kept = {i: self.state[p] for i, p in enumerate(self.stand_ins) if p in self.state}
+        return {"inner": self.inner.state_dict(), "state": kept}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes what :meth:`state_dict` gave."""
+        self.inner.load_state_dict(state["inner"])
+        parameters = list(self.stand_ins)
+        for i, kept in state["state"].items():
+            self.state[parameters[i]] = {name: value.to(parameters[i].device) for name, value in kept.items()}

@@ -1,0 +1,83 @@
+"""Which options exclude each other, in one table, looked at before a model is built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from qtool.devices import resolve_device
+from qtool.errors import UsageError
+from qtool.recipe import TrainConfig
+
+
+@dataclass(frozen=True)
+class Rule:
+    """``broken(config)`` is refused as ``where: expected …; got …; do``; the texts may name fields in braces."""
+
+    where: str
+    broken: Callable[[TrainConfig], bool]
+    expected: str
+    got: str
+    do: str
+
+
+RULES = (
+    Rule(
+        "--micro-batches",
+        lambda c: c.micro_batches > c.batch_size,
+        "at most one micro-batch per sample",
+        "{micro_batches} micro-batches of a batch of {batch_size}",
+        "lower --micro-batches",
+    ),
+    Rule(
+        "--step-in-backward",
+        lambda c: c.step_in_backward and c.micro_batches > 1,
+        "whole batches, since a gradient is used and freed before the next micro-batch could be added to it",
+        "{micro_batches} micro-batches",
+        "pass --micro-batches 1 and a smaller --batch-size",
+    ),
+    Rule(
+        "--step-in-backward",
+        lambda c: c.step_in_backward and c.grad_clip is not None,
+        "no clipping, since the global norm is known only when all gradients are there",
+        "--grad-clip {grad_clip}",
+        "pass --grad-clip none",
+    ),
+    Rule(
+        "--step-in-backward",
+        lambda c: c.step_in_backward and c.precision == "16-mixed",
+        "a precision without loss scaling, since a step is skipped only after all gradients were looked at",
+        "--precision 16-mixed",
+        "pass --precision bf16-mixed",
+    ),
+    Rule(
+        "--optimizer",
+        lambda c: c.optimizer.startswith("paged") and resolve_device(c.device).type == "cpu",
+        "a GPU, from which a paged optimizer's states move to host memory under pressure",
+        "--optimizer {optimizer} on the CPU",
+        "pass --optimizer adamw or adamw8bit",
+    ),
+    Rule(
+        "--rounding",
+        lambda c: c.rounding != "nearest" and c.precision != "bf16-true",
+        "--precision bf16-true, whose weights are updated in 16 bits",
+        "--precision {precision}",
+        "pass --precision bf16-true, or leave --rounding out",
+    ),
+    Rule(
+        "--activation-offload",
+        lambda c: c.activation_offload and resolve_device(c.device).type == "cpu",
+        "a GPU, whose memory it saves",
+        "the CPU, whose activations are in host memory as they are",
+        "leave it out, or pass --device cuda",
+    ),
+)
+
+
+def check(config: TrainConfig) -> None:
+    """Raises UsageError for the first rule that ``config`` breaks, QtoolError where its device is not there."""
+    resolve_device(config.device)
+    for rule in RULES:
+        if rule.broken(config):
+            values = vars(config)
+            raise UsageError(rule.where, rule.expected, rule.got.format(**values), rule.do)

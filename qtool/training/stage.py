@@ -1,0 +1,76 @@
+"""The training stage: set up the techniques, run the loop, judge the result once on the test set.
+
+What it leaves on disk are checkpoints, under ``out/checkpoints``; the pipeline commits the weights and the
+result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from torch import nn
+
+from qtool.data import batches, example_input
+from qtool.evaluate import evaluate
+from qtool.loop import HasParts, History, fit
+from qtool.order import Batches
+from qtool.recipe import TrainConfig
+from qtool.step import LossFunction, Setup
+from qtool.tasks import Task
+from qtool.training.progress import Report, reporter
+from qtool.training.techniques import setup
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """The trained model (the one that was given, in evaluation mode), its test metrics, and what happened."""
+
+    model: nn.Module
+    metrics: dict[str, float]
+    history: History
+
+
+def train(
+    model: nn.Module,
+    data: HasParts | Iterable[tuple[Any, Any]],
+    config: TrainConfig,
+    *,
+    task: Task,
+    out: Path | None = None,
+    resume: bool = True,
+    progress: bool | Report | None = False,
+    loss_fn: LossFunction | None = None,
+    identity: Mapping[str, str] | None = None,
+) -> TrainResult:
+    """Trains ``model`` in place as ``config`` says and judges it once on ``data.test``, where there is one.
+
+    ``data`` is a Data, or an iterable of (input, target) batches to train on. ``out`` takes the checkpoints,
+    from which a run that was stopped goes on unless ``resume`` is off. ``progress`` is True for a bar on standard
+    error, or a function that takes a :class:`~qtool.loop.Progress` after every step. Raises what
+    :func:`qtool.loop.fit` raises.
+    """
+    parts: Any = data if hasattr(data, "train") else SimpleNamespace(train=Batches(data), validation=None, test=None)
+    with setup(model, config, _example(parts)) as made, reporter(progress) as report:
+        history = fit(
+            model, parts, task, config, setup=made, loss_fn=loss_fn, out=out, resume=resume, progress=report,
+            identity=identity,
+        )  # fmt: skip
+        metrics = _judge(made, getattr(parts, "test", None), task)
+    return TrainResult(model, metrics, history)
+
+
+def _example(parts: HasParts) -> Any:
+    if not isinstance(parts.train, Batches):
+        return example_input(parts.train)
+    return None  # taking a batch from an iterator could disturb its order
+
+
+def _judge(made: Setup, test: Any, task: Task) -> dict[str, float]:
+    if test is None or not len(test):
+        return {}
+    held = batches(test, made.config.batch_size)
+    return evaluate(made.predict, ((value, made.place(target)) for value, target in held), task)

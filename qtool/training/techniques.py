@@ -1,0 +1,69 @@
+"""The list of techniques, in the order in which they are applied.
+
+A technique is a function that changes a Setup (``qtool.step``) before the first step, and the condition
+under which a config asks for it. To add one: a file with ``apply(setup, example)``, a line here, a key in
+``TrainConfig``, a test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from qtool.devices import resolve_device
+from qtool.recipe import TrainConfig
+from qtool.step import Setup, no_scaler, plain_optimizer
+from qtool.training import (
+    checkpointing,
+    compiling,
+    layout,
+    offload,
+    optimizers,
+    precision,
+    rounding,
+    rules,
+    step_in_backward,
+)
+
+
+@dataclass(frozen=True)
+class Technique:
+    """``apply(setup, example)`` is called where ``wanted(config)``; ``example`` is a small batch input or None."""
+
+    name: str
+    wanted: Callable[[TrainConfig], bool]
+    apply: Callable[[Setup, Any], None]
+
+
+TECHNIQUES = (
+    Technique("channels last", lambda c: c.channels_last, layout.apply),
+    Technique("precision", lambda c: c.precision != "32-true", precision.apply),
+    Technique("activation checkpointing", lambda c: c.activation_checkpointing, checkpointing.apply),
+    Technique("activation offload", lambda c: c.activation_offload, offload.apply),
+    Technique("compile", lambda c: c.compile, compiling.apply),
+    Technique("optimizer", lambda c: True, optimizers.apply),
+    Technique("rounding", lambda c: c.rounding != "nearest", rounding.apply),
+    Technique("step in backward", lambda c: c.step_in_backward, step_in_backward.apply),
+)
+
+
+def setup(model: nn.Module, config: TrainConfig, example: Any = None) -> Setup:
+    """The step that ``config`` asks for, its model on the device. Close it (or use ``with``) when training is over.
+
+    ``example`` is an input of one or two samples; techniques that look at the model's shapes need it. Raises UsageError
+    where options exclude each other.
+    """
+    rules.check(config)
+    device = resolve_device(config.device)
+    made = Setup(model.to(device), config, device, plain_optimizer(config), no_scaler(device))
+    try:
+        for technique in TECHNIQUES:
+            if technique.wanted(config):
+                technique.apply(made, example)
+    except BaseException:
+        made.close()
+        raise
+    return made

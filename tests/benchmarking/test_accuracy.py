@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import numpy as np
+import onnx_files
+import pytest
+import torch
+
+from qtool import evaluate
+from qtool.benchmarking.accuracy import judge, predict
+from qtool.errors import QtoolError
+from qtool.runtimes import open_session
+
+
+@pytest.fixture(scope="module")
+def sessions(files):
+    return {name: open_session(path) for name, path in files.items()}
+
+
+def test_predictions_are_those_of_the_whole_set_at_once(sessions, batches):
+    outputs, targets = predict(sessions, batches(16))
+    (images, labels) = next(iter(batches(40)))
+    for name, session in sessions.items():
+        np.testing.assert_allclose(outputs[name], session.run({"x": images})[0], rtol=1e-5, atol=1e-6)
+    assert targets.tolist() == labels.tolist()
+
+
+def test_the_number_of_samples_can_be_limited_within_a_batch(sessions, batches):
+    outputs, targets = predict(sessions, batches(16), samples=20)
+    assert len(outputs["fp32"]) == len(targets) == 20
+
+
+@pytest.mark.parametrize("fixed", [1, 6, 16, 64])
+def test_files_with_a_fixed_batch_give_the_same(sessions, batches, tmp_path, fixed):
+    session = open_session(onnx_files.save_float(tmp_path / "fixed.onnx", batch=fixed))
+    outputs, _ = predict({"free": sessions["fp32"], "fixed": session}, batches(16))
+    torch.testing.assert_close(outputs["fixed"], outputs["free"])
+
+
+def test_a_runtime_that_compiles_for_each_size_is_fed_one_size(sessions, batches):
+    sizes = []
+
+    class Recorded:
+        inputs = sessions["fp32"].inputs
+
+        def run(self, feeds):
+            sizes.append(len(feeds["x"]))
+            return sessions["fp32"].run(feeds)
+
+    outputs, _ = predict({"fp32": Recorded()}, batches(16), whole=16)
+    assert sizes == [16, 16, 16]
+    assert len(outputs["fp32"]) == 40
+
+
+def test_no_data_is_an_error(sessions):
+    with pytest.raises(QtoolError, match="at least one batch"):
+        predict(sessions, [])
+
+
+def test_data_without_labels_gives_agreement_only(sessions, batches):
+    unlabelled = ((images, None) for images, _ in batches(20))
+    told = judge(*predict(sessions, unlabelled), reference="fp32")
+    assert "top1" not in told["int8"]
+    assert 0 <= told["int8"]["agreement"] <= 1
+
+
+def test_judging_is_evaluates_comparison(sessions, batches):
+    outputs, targets = predict(sessions, batches(16))
+    told = judge(outputs, targets, reference="fp32")
+    assert told["int8"] == evaluate.compare(outputs["fp32"], outputs["int8"], targets)
+    assert told["fp32"]["agreement"] == 1.0
+
+
+def test_targets_that_are_no_classes_and_outputs_that_are_no_logits_are_compared_by_sqnr():
+    base = torch.randn(4, 3, 5, generator=torch.Generator().manual_seed(0))
+    told = judge({"fp32": base, "int8": base + 0.1}, torch.zeros(4, 5), reference="fp32")
+    assert told["int8"] == {"num_samples": 4, "sqnr_db": evaluate.sqnr_db(base, base + 0.1)}
+    told = judge({"fp32": base[:, 0], "int8": base[:, 0]}, torch.zeros(4), reference="fp32")
+    assert "top1" not in told["int8"]
+
+
+def test_another_comparison_can_be_given():
+    outputs = {"fp32": torch.zeros(2, 2), "int8": torch.ones(2, 2)}
+    told = judge(outputs, None, reference="fp32", compare=lambda a, b, t: {"off": float((b - a).mean())})
+    assert told == {"fp32": {"off": 0.0}, "int8": {"off": 1.0}}
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [(torch.full((2, 3), float("nan")), "finite"), (torch.zeros(2, 4), "outputs like those of 'fp32'")],
+)
+def test_outputs_that_cannot_be_compared_are_refused(other, words):
+    with pytest.raises(QtoolError, match=words):
+        judge({"fp32": torch.zeros(2, 3), "int8": other}, None, reference="fp32")

@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import onnx
+import onnx_files
+import pytest
+from onnx import helper
+
+from qtool.artifacts import write_json
+from qtool.benchmarking.stage import benchmark
+from qtool.errors import QtoolError, UsageError
+from qtool.recipe import BenchmarkConfig
+from qtool.runtimes import ProviderError
+
+QUICK = BenchmarkConfig(seconds=0.0, batch_sizes=(4, 1))
+
+
+@pytest.fixture(scope="module")
+def result(files, batches):
+    return benchmark(files, QUICK, batches=batches)
+
+
+def test_every_variant_is_measured_in_every_way(result):
+    for entry in result["variants"].values():
+        assert [timed["batch_size"] for timed in entry["latency"]] == [1, 4]
+        assert entry["size_mib"] > 0
+        assert entry["load_ms"] > 0
+        assert entry["peak_memory_mib"] > 0
+        assert entry["accuracy"]["num_samples"] == 40
+        for timed in entry["latency"]:
+            assert timed["num_rounds"] >= 6
+            assert timed["first_run_ms"] > 0
+
+
+def test_what_ran_is_told_and_half_precision_is_not_taken_for_granted(result):
+    assert result["reference"] == "fp32"
+    assert result["variants"]["int8"]["arithmetic"] == {"int8": 3}
+    half = result["variants"]["fp16"]["arithmetic"]
+    assert any("storage only" in note for note in result["notes"]) is ("float16" not in half)
+
+
+def test_sizes_are_ratios_to_the_reference(result):
+    sizes = {name: entry["size_ratio"] for name, entry in result["variants"].items()}
+    assert sizes["fp32"] == 1.0
+    assert sizes["int8"] < sizes["fp16"] < 1.0
+
+
+def test_the_result_is_plain_values(result, tmp_path):
+    write_json(tmp_path / "benchmark.json", result)
+    read = json.loads((tmp_path / "benchmark.json").read_text())
+    assert read["variants"]["int8"]["latency"] == result["variants"]["int8"]["latency"]
+
+
+def test_without_data_inputs_are_random_and_that_is_said(files):
+    told = benchmark({"only": files["fp32"]}, BenchmarkConfig(seconds=0.0))
+    assert told["reference"] == "only"
+    assert "accuracy" not in told["variants"]["only"]
+    assert any("random" in note for note in told["notes"])
+
+
+def test_a_small_test_set_fills_a_large_batch(files, batches):
+    config = BenchmarkConfig(seconds=0.0, batch_sizes=(64,), samples=8)
+    told = benchmark({"fp32": files["fp32"]}, config, batches=batches)
+    assert told["variants"]["fp32"]["latency"][0]["batch_size"] == 64
+    assert told["variants"]["fp32"]["accuracy"]["num_samples"] == 8
+
+
+def test_progress_is_told(files):
+    said = []
+    benchmark({"fp32": files["fp32"]}, BenchmarkConfig(seconds=0.0), progress=said.append)
+    assert said == ["size of fp32", "loading fp32", "timing at batch size 1"]
+
+
+def test_a_foreign_file_with_open_sizes_is_measured_once_they_are_given(tmp_path):
+    nodes = [helper.make_node("MatMul", ["t", "w"], ["y"])]
+    weights = {"w": np.ones((8, 2), np.float32)}
+    path = tmp_path / "open.onnx"
+    onnx.save(onnx_files.model(nodes, {"t": [None, "length", 8]}, {"y": [None, None, 2]}, weights), path)
+    with pytest.raises(QtoolError, match="sizes known"):
+        benchmark({"open": path}, BenchmarkConfig(seconds=0.0))
+    told = benchmark({"open": path}, BenchmarkConfig(seconds=0.0, shapes={"t": "1x5x8"}))
+    assert told["variants"]["open"]["arithmetic"] == {"float32": 1}
+
+
+def test_a_fixed_batch_is_not_timed_at_another(tmp_path):
+    path = onnx_files.save_float(tmp_path / "fixed.onnx", batch=8)
+    with pytest.raises(UsageError, match="--batch-sizes 8"):
+        benchmark({"fixed": path}, BenchmarkConfig(seconds=0.0))
+
+
+@pytest.mark.parametrize(
+    ("files_given", "reference", "words"),
+    [({}, None, "at least one file"), ({"a": 1}, "b", "name one of the variants")],
+)
+def test_nothing_to_measure_is_a_usage_error(files, files_given, reference, words):
+    given = dict.fromkeys(files_given, files["fp32"])
+    with pytest.raises(UsageError, match=words):
+        benchmark(given, QUICK, reference=reference)
+
+
+def test_empty_data_is_an_error(files):
+    with pytest.raises(QtoolError, match="at least one batch"):
+        benchmark(files, QUICK, batches=lambda size: iter(()))
+
+
+def test_an_absent_provider_is_an_error_and_not_the_cpu(files, monkeypatch):
+    with pytest.raises(ProviderError, match="tensorrt"):
+        benchmark({"fp32": files["fp32"]}, BenchmarkConfig(provider="tensorrt", seconds=0.0))
+
+
+def test_a_result_can_be_compared_with_an_earlier_one(files, result, tmp_path):
+    earlier = tmp_path / "old.json"
+    write_json(earlier, {"metrics": result})
+    config = BenchmarkConfig(seconds=0.0, compare=str(earlier), tolerance=0.9)
+    told = benchmark({"fp32": files["fp32"]}, config)["comparison"]
+    assert told["with"] == str(earlier)
+    assert "int8 was measured then and not now" in told["notes"]
+
+
+def test_what_to_compare_with_is_read_before_anything_is_measured(files, tmp_path):
+    said = []
+    config = BenchmarkConfig(seconds=0.0, compare=str(tmp_path / "absent.json"))
+    with pytest.raises(QtoolError, match=r"benchmark\.json"):
+        benchmark({"fp32": files["fp32"]}, config, progress=said.append)
+    assert said == []

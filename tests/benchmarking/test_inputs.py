@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qtool.benchmarking.inputs import fixed_batch_size, parse_shape, random_feeds, resize_batch, to_feeds
+from qtool.errors import QtoolError, UsageError
+from qtool.runtimes import TensorInfo
+
+IMAGE = TensorInfo("x", "float32", ("N", 3, 8, 8))
+TOKENS = TensorInfo("ids", "int64", (None, "sequence"))
+
+
+def test_random_inputs_have_the_shape_and_type_and_are_repeatable():
+    feeds = random_feeds([IMAGE], 4, seed=5)
+    assert feeds["x"].shape == (4, 3, 8, 8)
+    assert feeds["x"].dtype == np.float32
+    np.testing.assert_array_equal(feeds["x"], random_feeds([IMAGE], 4, seed=5)["x"])
+    assert (feeds["x"] != random_feeds([IMAGE], 4, seed=6)["x"]).any()
+
+
+def test_integers_stay_within_any_embedding():
+    ids = random_feeds([TOKENS], 2, shapes={"ids": "1x50"})["ids"]
+    assert ids.shape == (2, 50)
+    assert ids.dtype == np.int64
+    assert set(ids.ravel()) == {0, 1}
+
+
+def test_a_size_that_the_file_leaves_open_has_to_be_given():
+    with pytest.raises(QtoolError, match=r"input 'ids'.*int64\[\?, sequence\].*ids=1x"):
+        random_feeds([TOKENS], 1)
+
+
+@pytest.mark.parametrize("shape", ["1x4x8x8", "1x3x8", "3x8x8x8x8"])
+def test_a_given_shape_has_to_fit_the_file(shape):
+    with pytest.raises(UsageError, match="input 'x'"):
+        random_feeds([IMAGE], 1, shapes={"x": shape})
+
+
+def test_a_shape_for_an_input_that_is_not_there_is_refused():
+    with pytest.raises(UsageError, match="'y'"):
+        random_feeds([IMAGE], 1, shapes={"y": "1x3"})
+
+
+@pytest.mark.parametrize("text", ["", "0x3", "axb", "1x-3", "1,3", "1x3x", "1.5"])
+def test_shapes_are_sizes_and_x(text):
+    with pytest.raises(UsageError, match="sizes such as"):
+        parse_shape("x", text)
+
+
+def test_a_scalar_input_has_no_batch():
+    assert random_feeds([TensorInfo("s", "float32", ())], 8)["s"].shape == ()
+
+
+def test_a_fixed_batch_is_kept():
+    fixed = TensorInfo("x", "float32", (2, 3))
+    assert fixed_batch_size([fixed]) == 2
+    assert fixed_batch_size([IMAGE]) is None
+    assert random_feeds([fixed], 2)["x"].shape == (2, 3)
+
+
+@pytest.mark.parametrize("kind", [torch.zeros, np.zeros])
+def test_a_batch_becomes_feeds_whatever_its_form(kind):
+    image, ids = kind((2, 3, 8, 8)), np.zeros((2, 5), np.int32)
+    for value in ((image, ids), [image, ids], {"ids": ids, "x": image, "ignored": 1}):
+        feeds = to_feeds(value, [IMAGE, TOKENS])
+        assert {k: (v.shape, str(v.dtype)) for k, v in feeds.items()} == {
+            "x": ((2, 3, 8, 8), "float32"),
+            "ids": ((2, 5), "int64"),
+        }
+
+
+def test_values_survive_the_cast():
+    value = torch.randn(2, 3, 8, 8)
+    half = to_feeds(value, [TensorInfo("x", "float16", IMAGE.shape)])["x"]
+    np.testing.assert_array_equal(half, value.numpy().astype(np.float16))
+
+
+def test_integers_are_never_made_floats_in_silence():
+    assert to_feeds(np.zeros((1, 3, 8, 8), np.uint8), [IMAGE])["x"].dtype == np.uint8
+
+
+def test_the_wrong_number_of_inputs_is_told():
+    with pytest.raises(QtoolError, match=r"2 inputs \(x, ids\); got 1"):
+        to_feeds(np.zeros((1, 3, 8, 8)), [IMAGE, TOKENS])
+
+
+@given(st.integers(1, 5), st.integers(0, 5))
+def test_padding_repeats_the_last_sample(count, more):
+    value = np.arange(count * 2).reshape(count, 2)
+    padded = resize_batch({"x": value}, count + more)["x"]
+    np.testing.assert_array_equal(padded[:count], value)
+    np.testing.assert_array_equal(padded[count:], np.repeat(value[-1:], more, axis=0))
+
+
+def test_a_batch_that_is_too_large_is_cut():
+    assert resize_batch({"x": np.arange(6)}, 4)["x"].tolist() == [0, 1, 2, 3]

@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from qtool.benchmarking.latency import Stopping, Timings, describe, interleave, noise, speedup
+
+
+class Machine:
+    """A machine with a clock of its own, on which ``fast`` takes half of ``slow`` and everything drifts."""
+
+    def __init__(self, seconds, *, drift=0.0, jitter=0.0, waited=0.0):
+        self.seconds, self.drift, self.jitter, self.waited = seconds, drift, jitter, waited
+        self.now, self.order, self.random = 0.0, [], random.Random(0)
+
+    def clock(self):
+        return self.now
+
+    def burst(self, name):
+        def run(runs, warm):
+            self.order.append(name)
+            taken = []
+            for _ in range(runs + warm):
+                one = self.seconds[name] * (1 + self.drift * self.now) * (1 + self.jitter * self.random.random())
+                self.now += one
+                taken.append(one)
+            return taken[warm:], self.waited
+
+        return run
+
+    def time(self, **options):
+        bursts = {name: self.burst(name) for name in self.seconds}
+        return interleave(bursts, reference="slow", clock=self.clock, **options)
+
+
+def test_a_drifting_machine_does_not_move_the_ratio():
+    machine = Machine({"slow": 0.02, "fast": 0.01}, drift=0.5)
+    gain = speedup(machine.time(stopping=Stopping(seconds=5)), "slow", "fast")
+    assert gain.ratio == pytest.approx(2.0, rel=0.02)
+    assert gain.interval[0] <= gain.ratio <= gain.interval[1]
+
+
+def test_rounds_end_when_the_interval_is_narrow_enough():
+    steady = Machine({"slow": 0.02, "fast": 0.01}).time(stopping=Stopping(width=0.02, seconds=1000))
+    noisy = Machine({"slow": 0.02, "fast": 0.01}, jitter=0.3).time(stopping=Stopping(width=0.02, seconds=1000))
+    assert len(steady["fast"].rounds) == 12
+    assert 12 < len(noisy["fast"].rounds) < 5000
+    entry = describe(noisy, reference="slow", batch_size=4, width=0.02)["fast"]
+    assert entry["converged"]
+    low, high = entry["speedup_ci95"]
+    assert (high - low) / entry["speedup"] <= 0.02
+
+
+def test_the_time_given_is_the_end_and_is_said():
+    machine = Machine({"slow": 0.02, "fast": 0.01}, jitter=0.9)
+    timings = machine.time(stopping=Stopping(width=0.0001, seconds=2))
+    assert 2 <= machine.now < 2.3
+    assert not describe(timings, reference="slow", batch_size=1, width=0.0001)["fast"]["converged"]
+
+
+def test_six_rounds_are_run_even_without_time():
+    timings = Machine({"slow": 3.0, "fast": 2.0}).time(stopping=Stopping(seconds=0))
+    assert len(timings["slow"].rounds) == len(timings["fast"].rounds) == 6
+    assert speedup(timings, "slow", "fast").interval is not None
+
+
+def test_the_order_is_random_by_round_complete_and_repeatable():
+    def order(seed):
+        machine = Machine({"slow": 0.02, "fast": 0.01, "other": 0.015})
+        machine.time(stopping=Stopping(seconds=2), seed=seed)
+        return machine.order[3:]
+
+    first = order(0)
+    rounds = [tuple(first[i : i + 3]) for i in range(0, len(first), 3)]
+    assert all(sorted(r) == ["fast", "other", "slow"] for r in rounds)
+    assert len(set(rounds)) > 1
+    assert first == order(0) != order(1)
+
+
+def test_short_runs_come_in_bursts_after_a_discarded_one_and_long_runs_alone():
+    asked = []
+
+    def burst(seconds):
+        return lambda runs, warm: asked.append((runs, warm)) or ([seconds] * runs, 0.0)
+
+    interleave({"slow": burst(0.5), "quick": burst(0.001)}, reference="slow", stopping=Stopping(seconds=0), warm_up=7)
+    assert asked[:2] == [(1, 7), (1, 7)]
+    assert set(asked[2:]) == {(1, 0), (20, 1)}
+
+
+def test_every_run_counts_towards_percentiles_and_throughput():
+    timings = {"slow": Timings(), "fast": Timings()}
+    for _ in range(6):
+        timings["slow"].add([0.004, 0.004], 0.0)
+        timings["fast"].add([0.001, 0.003], 0.002)
+    entry = describe(timings, reference="slow", batch_size=8, width=1)["fast"]
+    assert entry["num_runs"] == 12
+    assert entry["throughput_per_s"] == pytest.approx(8 / 0.002)
+    assert entry["speedup"] == pytest.approx(2.0)
+    assert entry["latency_p50_ms"] == pytest.approx(2.0)
+    assert entry["waiting_share"] == pytest.approx(1 / 3)
+
+
+def test_the_reference_is_compared_with_nothing():
+    timings = Machine({"slow": 0.02, "fast": 0.01}).time(stopping=Stopping())
+    entry = describe(timings, reference="slow", batch_size=1, width=0.01)["slow"]
+    assert (entry["speedup"], entry["speedup_ci95"], entry["converged"]) == (1.0, None, True)
+
+
+def test_noise_is_told_with_its_reasons():
+    quiet = {"spread": 0.01, "converged": True, "waiting_share": 0.0}
+    assert noise({"a": quiet}, load=1.0) == {
+        "spread": 0.01, "waiting_share": 0.0, "load": 1.0, "noisy": False, "reasons": []
+    }  # fmt: skip
+    told = noise({"a": quiet, "b": {"spread": 0.2, "converged": False, "waiting_share": 0.4}}, load=9.0)
+    assert told["noisy"]
+    assert [("20%" in r, "of b is" in r, "40%" in r) for r in told["reasons"]] == [
+        (True, False, False), (False, True, False), (False, False, True),
+    ]  # fmt: skip
+
+
+def test_progress_rises_to_the_end():
+    seen = []
+    Machine({"slow": 0.2, "fast": 0.1}, jitter=1.0).time(stopping=Stopping(width=0, seconds=5), progress=seen.append)
+    assert seen == sorted(seen)
+    assert seen[-1] == 1.0

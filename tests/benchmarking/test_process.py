@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from qtool.benchmarking import process
+from qtool.benchmarking.process import Worker, whole_cores
+from qtool.errors import QtoolError
+
+FEEDS = {"x": np.zeros((2, 3, 8, 8), np.float32)}
+
+
+@pytest.fixture(scope="module")
+def worker(files):
+    with Worker("int8", provider="cpu", cores=whole_cores(1)) as worker:
+        worker.opened = worker.open(files["int8"], provider="cpu", threads=1)
+        worker.feed(FEEDS)
+        yield worker
+
+
+def test_a_worker_opens_times_and_weighs(worker):
+    assert worker.opened["load_ms"] > 0
+    assert worker.opened["device"] == "cpu"
+    assert [str(i) for i in worker.inputs] == ["float32[N, 3, 8, 8]"]
+    seconds, waited = worker.burst(5, 1)
+    assert len(seconds) == 5
+    assert min(seconds) > 0
+    assert waited >= 0
+    assert 0 < worker.peak_bytes() < 200 << 20
+
+
+def test_a_worker_tells_what_ran(worker):
+    told = worker.kernels()
+    assert told["arithmetic"] == {"int8": 3}
+    assert told["elsewhere"] == []
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="no affinity on this system")
+def test_a_worker_is_pinned(worker):
+    assert os.sched_getaffinity(worker._process.pid) == set(whole_cores(1))
+
+
+def test_errors_arrive_as_they_were_raised(tmp_path):
+    bad = tmp_path / "bad.onnx"
+    bad.write_bytes(b"nonsense" * 5)
+    with Worker("bad", provider="cpu") as worker:
+        with pytest.raises(QtoolError) as caught:
+            worker.open(bad, provider="cpu", threads=1)
+        assert caught.value.where == f"'{bad}'"
+        assert caught.value.exit_code == 1
+
+
+def test_a_mistake_in_the_program_keeps_its_traceback():
+    with Worker("none", provider="cpu") as worker, pytest.raises(RuntimeError, match="Traceback"):
+        worker.burst(1, 0)
+
+
+def test_a_process_that_dies_is_told_and_leaves_nothing(files):
+    with Worker("int8", provider="cpu") as worker:
+        folder = Path(worker._folder.name)
+        os.kill(worker._process.pid, signal.SIGKILL)
+        with pytest.raises(QtoolError, match=r"signal 9 \(the system may have run out of memory\)"):
+            worker.open(files["int8"], provider="cpu", threads=1)
+    assert not folder.exists()
+
+
+def test_leaving_ends_the_process(files):
+    with Worker("int8", provider="cpu") as worker:
+        running = worker._process
+    assert running.poll() is not None
+
+
+def test_cores_are_whole_and_counted_from_the_last(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    monkeypatch.setattr(process, "_siblings", lambda core: {core % 4, core % 4 + 4})
+    assert whole_cores(1) == [7]
+    assert whole_cores(4) == [4, 5, 6, 7]
+    assert whole_cores(5) is None
+
+
+def test_nothing_in_the_working_folder_is_imported(files, tmp_path, monkeypatch):
+    (tmp_path / "onnxruntime.py").write_text("raise SystemExit('the wrong module')")
+    monkeypatch.chdir(tmp_path)
+    with Worker("fp32", provider="cpu") as worker:
+        assert worker.open(files["fp32"], provider="cpu", threads=1)["load_ms"] > 0

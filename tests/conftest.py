@@ -1,0 +1,82 @@
+"""Being here puts this folder on the import path, so that tests share ``nets`` and ``onnx_files``.
+
+The fixtures give what the tests of the stages and the command line stand on: a data set and a net that
+train, quantize and export in seconds.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+
+@pytest.fixture(scope="session")
+def small_data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The spec of 240 training and 96 test images, 8×8 grey, three classes told apart by where they are bright."""
+    folder = tmp_path_factory.mktemp("small")
+    draw = np.random.default_rng(0)
+    for part, count in (("train", 240), ("test", 96)):
+        labels = np.arange(count) % 3
+        images = draw.integers(0, 120, (count, 8, 8), dtype=np.uint8)
+        for image, label in zip(images, labels, strict=True):
+            image[:, 2 * label : 2 * label + 3] += 100
+        np.savez(folder / f"{part}.npz", images=images, labels=labels)
+    return f"npz:{folder}"
+
+
+NET = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+        self.second = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8))
+        self.last = nn.Linear(8 * 4, 3)
+
+    def forward(self, x):
+        x = self.first(x)
+        x = torch.relu(x + self.second(x))
+        return self.last(nn.functional.max_pool2d(x, 4).flatten(1))
+
+def build():
+    return Net()
+"""
+
+
+@pytest.fixture
+def small_net(tmp_path: Path) -> str:
+    """The spec of a net of the user's own, for :func:`small_data`: convolutions, batch-norm, a residual sum."""
+    file = tmp_path / "net.py"
+    file.write_text(NET)
+    return f"{file}:build"
+
+
+@pytest.fixture(scope="session")
+def small_recipe(tmp_path_factory: pytest.TempPathFactory, small_data: str) -> Path:
+    """A recipe that does all stages for :func:`small_net` in seconds."""
+    folder = tmp_path_factory.mktemp("recipe")
+    (folder / "net.py").write_text(NET)
+    (folder / "small.toml").write_text(f"""
+model = "{folder}/net.py:build"
+data = "{small_data}"
+[train]
+epochs = 3
+batch_size = 16
+checkpoint_every = 10
+[quantize]
+calibration = "train:64"
+[qat]
+epochs = 2
+batch_size = 16
+checkpoint_every = 5
+[export]
+parity_samples = 32
+reference_samples = 2
+[benchmark]
+seconds = 0.05
+""")
+    return folder / "small.toml"

@@ -1,0 +1,96 @@
+"""The stem pass changes no output: the same integers in ONNX Runtime, and in the ONNX reference's own arithmetic."""
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from onnx import TensorProto, helper
+from onnx.reference import ReferenceEvaluator
+
+from qtool.exporting.integer_reference import IntegerReference
+from qtool.exporting.passes import stem
+
+
+def first_layer(channels, kernel, pads, size, stride=2, seed=0):
+    """A quantizer, a convolution with int8 weights and int32 bias, a quantizer, and the way back to float."""
+    rng = np.random.default_rng(seed)
+    outputs = 5
+    weight = rng.integers(-127, 128, (outputs, channels, *kernel), dtype=np.int8)
+    constants = {
+        "xs": np.float32(0.03), "xz": np.uint8(117), "w": weight, "ws": np.full(outputs, 0.01, np.float32),
+        "b": rng.integers(-500, 500, outputs).astype(np.int32), "bs": np.full(outputs, 0.0003, np.float32),
+        "ys": np.float32(0.2), "yz": np.uint8(120),
+    }  # fmt: skip
+    nodes = [
+        helper.make_node("QuantizeLinear", ["x", "xs", "xz"], ["x_q"], name="x/quantize"),
+        helper.make_node("DequantizeLinear", ["x_q", "xs", "xz"], ["x_d"]),
+        helper.make_node("DequantizeLinear", ["w", "ws"], ["w_d"], axis=0),
+        helper.make_node("DequantizeLinear", ["b", "bs"], ["b_d"], axis=0),
+        helper.make_node("Conv", ["x_d", "w_d", "b_d"], ["c"], name="stem", strides=[stride, stride], pads=pads),
+        helper.make_node("QuantizeLinear", ["c", "ys", "yz"], ["c_q"]),
+        helper.make_node("DequantizeLinear", ["c_q", "ys", "yz"], ["y"]),
+    ]
+    shape = ["n", channels, *size]
+    graph = helper.make_graph(
+        nodes, "g", [helper.make_tensor_value_info("x", TensorProto.FLOAT, shape)],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
+        [onnx.numpy_helper.from_array(np.asarray(v), k) for k, v in constants.items()],
+    )  # fmt: skip
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    return onnx.shape_inference.infer_shapes(model)
+
+
+def rewritten(model):
+    changed = ir.serde.deserialize_model(model)
+    return stem.apply(changed), ir.serde.serialize_model(changed)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    channels=st.integers(1, 4),
+    kernel=st.tuples(st.integers(2, 7), st.integers(2, 7)),
+    pads=st.tuples(*[st.integers(0, 3)] * 4),
+    size=st.tuples(st.integers(4, 8), st.integers(4, 8)).map(lambda s: (2 * s[0], 2 * s[1])),
+    seed=st.integers(0, 9),
+)
+def test_output_is_unchanged_for_any_kernel_and_padding(channels, kernel, pads, size, seed):
+    model = first_layer(channels, kernel, list(pads), size, seed=seed)
+    count, other = rewritten(model)
+    x = np.random.default_rng(seed).normal(0, 2, (2, channels, *size)).astype(np.float32)
+    assert count == 1
+    expected = ReferenceEvaluator(model).run(None, {"x": x})[0]
+    np.testing.assert_allclose(ReferenceEvaluator(other).run(None, {"x": x})[0], expected, atol=0.2 + 1e-6)
+    np.testing.assert_array_equal(IntegerReference(other).run({"x": x})[0], IntegerReference(model).run({"x": x})[0])
+
+
+def test_onnx_runtime_gives_the_same_integers_and_fuses_the_convolution(tmp_path):
+    from qtool.runtimes import open_session
+    from qtool.runtimes.ort import optimized_graph
+
+    model = first_layer(3, (3, 3), [1, 1, 1, 1], (32, 32))
+    _, other = rewritten(model)
+    x = np.random.default_rng(1).normal(0, 2, (4, 3, 32, 32)).astype(np.float32)
+    found = []
+    for name, proto in (("before", model), ("after", other)):
+        onnx.save(proto, str(tmp_path / f"{name}.onnx"))
+        found.append(open_session(tmp_path / f"{name}.onnx").run({"x": x})[0])
+    np.testing.assert_array_equal(found[0], found[1])
+    kernels = [node.op_type for node in optimized_graph(tmp_path / "after.onnx").graph.node]
+    assert "QLinearConv" in kernels
+    assert "SpaceToDepth" in kernels
+    assert "Conv" not in kernels
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"stride": 1}, {"channels": 5}, {"size": (31, 32)}, {"kernel": (1, 1), "pads": [0, 0, 0, 0]}],
+    ids=["stride 1", "many channels", "odd size", "pointwise"],
+)
+def test_leaves_every_other_convolution_alone(changes):
+    options = {"channels": 3, "kernel": (3, 3), "pads": [1, 1, 1, 1], "size": (32, 32)} | changes
+    model = first_layer(**options)
+    count, other = rewritten(model)
+    assert count == 0
+    assert [node.op_type for node in other.graph.node] == [node.op_type for node in model.graph.node]

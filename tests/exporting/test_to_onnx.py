@@ -1,0 +1,256 @@
+"""The ONNX file computes what the quantized graph means: against torch, the ONNX reference and ONNX Runtime."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import conv_nets
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from onnx.reference import ReferenceEvaluator
+from torch import Tensor, nn
+
+import qtool.exporting.to_onnx as to_onnx
+from qtool.errors import QtoolError
+from qtool.exporting.coverage import coverage
+from qtool.exporting.parity import unit_parity
+from qtool.exporting.size import size
+from qtool.exporting.to_onnx import float_to_onnx, quantized_to_onnx, save
+from qtool.form import QuantizedModel, quantize_nodes
+from qtool.nested import call, tensors
+from qtool.quantization.stage import quantize
+from qtool.recipe import QuantizeConfig
+from qtool.runtimes.ort import optimized_graph
+
+OPSET = 21
+
+
+class Net(nn.Module):
+    """A stem with ReLU6, a residual sum, pooling and a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU6(inplace=True))
+        self.conv, self.head = nn.Conv2d(8, 8, 3, padding=1), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        return self.head(torch.relu(self.conv(x) + x).mean((2, 3)))
+
+
+X = torch.randn(8, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+
+
+def made(model: nn.Module, inputs: Any = X) -> QuantizedModel:
+    return quantize(model.eval(), QuantizeConfig(), example=inputs, calibration=[inputs])
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[QuantizedModel, Path]:
+    torch.manual_seed(0)
+    model = Net()
+    nn.init.uniform_(model.stem[1].bias, -1, 1)
+    form = made(model)
+    path = tmp_path_factory.mktemp("onnx") / "net.onnx"
+    save(quantized_to_onnx(form, OPSET), path, {"qtool.labels": '["a", "b"]'})
+    return form, path
+
+
+def served(path: Path, *inputs: Tensor, optimize: bool = True) -> list[np.ndarray]:
+    options = ort.SessionOptions()
+    options.intra_op_num_threads, options.log_severity_level = 1, 3
+    if not optimize:
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    names = [value.name for value in session.get_inputs()]
+    return session.run(None, dict(zip(names, (x.numpy() for x in inputs), strict=True)))
+
+
+def test_the_file_equals_the_graph_wherever_it_is_evaluated(exported: tuple[QuantizedModel, Path]) -> None:
+    form, path = exported
+    expected = form(X).numpy()
+    reference = ReferenceEvaluator(str(path)).run(None, {"x": X.numpy()})[0]
+    step = np.abs(expected).max() / 100
+    for got in (reference, served(path, X, optimize=False)[0], served(path, X)[0]):
+        assert np.abs(got - expected).max() < step
+        assert np.abs(got - expected).mean() < step / 20
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_the_batch_is_free(exported: tuple[QuantizedModel, Path], batch: int) -> None:
+    form, path = exported
+    got = served(path, X[:batch])[0]
+    assert got.shape == (batch, 5)
+    assert np.abs(got - form(X[:batch]).numpy()).max() < np.abs(got).max() / 100
+
+
+def test_a_mutant_is_seen(exported: tuple[QuantizedModel, Path], tmp_path: Path) -> None:
+    """A scale 5 % off, a zero point one off and a missing activation each fail the parity of units."""
+    form, path = exported
+    assert unit_parity(form, path, [X]).passed
+    quantizer = next(
+        n for n in onnx.load(path).graph.node if n.op_type == "QuantizeLinear" and n.name.startswith("conv")
+    )
+    for position, change in ((1, lambda v: v * np.float32(1.05)), (2, lambda v: v + np.uint8(1))):
+        model = onnx.load(path)
+        tensor = next(t for t in model.graph.initializer if t.name == quantizer.input[position])
+        tensor.CopyFrom(onnx.numpy_helper.from_array(change(onnx.numpy_helper.to_array(tensor)), tensor.name))
+        onnx.save(model, tmp_path / "mutant.onnx")
+        assert not unit_parity(form, tmp_path / "mutant.onnx", [X]).passed
+    model = onnx.load(path)
+    weight = next(t for t in model.graph.initializer if t.name == "conv/weight_scale")
+    rolled = np.roll(onnx.numpy_helper.to_array(weight), 1)
+    weight.CopyFrom(onnx.numpy_helper.from_array(rolled, weight.name))
+    onnx.save(model, tmp_path / "mutant.onnx")
+    assert not unit_parity(form, tmp_path / "mutant.onnx", [X]).passed
+
+
+def test_weights_are_int8_and_biases_int32(exported: tuple[QuantizedModel, Path]) -> None:
+    stored = {t.name: t for t in onnx.load(exported[1]).graph.initializer}
+    kinds = {name: stored[name].data_type for name in stored if name.endswith(("/weight", "/bias"))}
+    assert kinds == {
+        **dict.fromkeys(("stem.0/weight", "conv/weight", "head/weight"), onnx.TensorProto.INT8),
+        **dict.fromkeys(("stem.0/bias", "conv/bias", "head/bias"), onnx.TensorProto.INT32),
+    }
+    for name in ("stem.0/weight", "conv/weight", "head/weight"):
+        assert list(stored[f"{name}_scale"].dims) == [stored[name].dims[0]]
+    floats = [t for t in stored.values() if t.data_type == onnx.TensorProto.FLOAT]
+    assert max(np.prod(t.dims or [1]) for t in floats) <= 8
+
+
+def test_quantizers_are_those_of_the_graph_in_its_order(exported: tuple[QuantizedModel, Path]) -> None:
+    form, path = exported
+    model = onnx.load(path)
+    stored = {t.name: onnx.numpy_helper.to_array(t) for t in model.graph.initializer}
+    found = [n for n in model.graph.node if n.op_type == "QuantizeLinear"]
+    wanted = quantize_nodes(form.graph)
+    assert [n.name for n in found] == [f"{n.meta['custom']['unit']}/quantize" for n in wanted]
+    for node, source in zip(found, wanted, strict=True):
+        assert float(stored[node.input[1]]) == pytest.approx(source.args[1], rel=1e-7)
+        assert int(stored[node.input[2]]) == source.args[2]
+
+
+def test_the_runtime_runs_integers_between_one_quantizer_and_the_last_layer(
+    exported: tuple[QuantizedModel, Path],
+) -> None:
+    form, path = exported
+    kinds = Counter(node.op_type for node in optimized_graph(path).graph.node)
+    assert kinds["QuantizeLinear"] == 1
+    assert kinds["DequantizeLinear"] == 0
+    assert kinds["QLinearConv"] == 2
+    assert kinds["QLinearAdd"] == kinds["QGemm"] == kinds["QLinearGlobalAveragePool"] == 1
+    assert not {"Conv", "FusedConv", "Add", "Relu", "Clip", "ReduceMean", "Gemm"} & set(kinds)
+    assert coverage(form.plan, path).passed
+    assert size(form, path).passed
+
+
+def test_the_file_is_valid_tells_its_opset_and_holds_what_it_was_given(exported: tuple[QuantizedModel, Path]) -> None:
+    path = exported[1]
+    onnx.checker.check_model(str(path), full_check=True)
+    model = onnx.load(path)
+    assert {entry.domain: entry.version for entry in model.opset_import}[""] == OPSET
+    assert {entry.key: entry.value for entry in model.metadata_props} == {"qtool.labels": '["a", "b"]'}
+    assert str(Path(__file__).parent).encode() not in path.read_bytes()
+    assert str(Path(torch.__file__).parent).encode() not in path.read_bytes()
+
+
+def test_the_float_file_computes_the_float_graph(exported: tuple[QuantizedModel, Path], tmp_path: Path) -> None:
+    graph = exported[0].float_graph
+    assert graph is not None
+    save(float_to_onnx(graph, X, OPSET), tmp_path / "float.onnx")
+    np.testing.assert_allclose(served(tmp_path / "float.onnx", X)[0], graph(X).detach().numpy(), rtol=1e-4, atol=1e-5)
+    stored = {t.name for t in onnx.load(tmp_path / "float.onnx").graph.initializer}
+    assert {"stem.0/weight", "stem.0/bias", "conv/weight"} <= stored
+
+
+def test_export_is_silent(exported: tuple[QuantizedModel, Path], capfd: pytest.CaptureFixture[str]) -> None:
+    quantized_to_onnx(exported[0], OPSET)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_large_tensors_go_beside_the_file(
+    exported: tuple[QuantizedModel, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(to_onnx, "EXTERNAL_DATA_BYTES", 100)
+    path = tmp_path / "large.onnx"
+    save(quantized_to_onnx(exported[0], OPSET), path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["large.onnx", "large.onnx.data"]
+    np.testing.assert_array_equal(served(path, X)[0], served(exported[1], X)[0])
+
+
+class Outputs(nn.Module):
+    """Two inputs; a dict of a quantized map, of its pooled cells (both leave the graph) and of one input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+
+    def forward(self, left: Tensor, right: Tensor) -> dict[str, Any]:
+        y = torch.relu(self.conv(left) + self.conv(right))
+        return {"map": y, "rest": (y.mean((2, 3)), right)}
+
+
+def test_inputs_by_name_and_outputs_of_any_structure(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    inputs = {"right": X, "left": X.flip(0)}
+    form = made(Outputs(), inputs)
+    path = tmp_path / "outputs.onnx"
+    save(quantized_to_onnx(form, OPSET), path)
+    model = onnx.load(path)
+    assert {value.name for value in model.graph.input} == {"left", "right"}
+    session = ort.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    got = session.run(None, {name: value.numpy() for name, value in inputs.items()})
+    expected = [value.numpy() for value in tensors(form(inputs))]
+    assert [g.shape for g in got] == [e.shape for e in expected]
+    for want, value in zip(expected, got, strict=True):
+        assert np.abs(want - value).max() <= np.abs(want).max() / 100
+
+
+class Unsupported(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.linalg.svdvals(self.conv(x))
+
+
+def test_an_operator_without_an_onnx_form_is_told_with_the_users_line() -> None:
+    form = made(Unsupported())
+    with pytest.raises(QtoolError, match=r"operators that have an ONNX form; got .*_linalg_svd") as caught:
+        quantized_to_onnx(form, OPSET)
+    line = Unsupported.forward.__code__.co_firstlineno + 1
+    assert f"test_to_onnx.py:{line}, replace that operator" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@settings(
+    max_examples=8, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck),
+    phases=[Phase.explicit, Phase.generate],
+)  # fmt: skip
+@given(conv_nets.nets())
+def test_any_net_goes_through_quantize_and_export_and_passes_the_gates(
+    tmp_path_factory: pytest.TempPathFactory, net: conv_nets.Net
+) -> None:
+    model, inputs = conv_nets.build(net), conv_nets.example(net, 8)
+    form = made(model, inputs)
+    path = tmp_path_factory.mktemp("any") / "net.onnx"
+    save(quantized_to_onnx(form, OPSET), path)
+    for gate in (size(form, path), coverage(form.plan, path), unit_parity(form, path, [inputs])):
+        assert gate.passed, gate
+    kinds = Counter(node.op_type for node in optimized_graph(path, weights=False).graph.node)
+    assert kinds["QLinearConv"] == sum(unit.kind == "conv" for unit in form.plan.integer_units)
+    assert not {"Conv", "FusedConv", "Gemm", "MatMul"} & set(kinds)
+    with torch.no_grad():
+        floats = list(tensors(call(model, inputs)))
+    graph = [value.detach() for value in tensors(form(inputs))]
+    for real, simulated, got in zip(floats, graph, served(path, *inputs), strict=True):
+        assert got.shape == tuple(real.shape)
+        noise = float((real - simulated).norm())
+        assert float((real - torch.from_numpy(got)).norm()) < 1.3 * noise + 0.02 * float(real.norm())

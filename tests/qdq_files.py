@@ -1,0 +1,100 @@
+"""Small QDQ models, built node by node and run by ONNX Runtime: what the integer reference is held against."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+Array = np.ndarray[Any, Any]
+
+
+def has_vnni() -> bool:
+    """Whether this CPU multiplies 8-bit integers without saturating on the way, as the integer reference assumes."""
+    info = Path("/proc/cpuinfo")
+    return info.exists() and any(flag in info.read_text().split() for flag in ("avx512_vnni", "avx_vnni"))
+
+
+needs_vnni = pytest.mark.skipif(not has_vnni(), reason="bit equality is promised for x86 CPUs with VNNI")
+
+
+class Builder:
+    """Writes a graph of operators; every method returns the name of what it adds."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.random = np.random.default_rng(seed)
+        self.nodes: list[onnx.NodeProto] = []
+        self.weights: list[onnx.TensorProto] = []
+        self.inputs: list[onnx.ValueInfoProto] = []
+        self.scales: Array = np.ones(1, np.float32)
+
+    def constant(self, value: Any, dtype: Any = None) -> str:
+        """An initialiser."""
+        name = f"c{len(self.weights)}"
+        self.weights.append(numpy_helper.from_array(np.asarray(value, dtype), name))
+        return name
+
+    def input(self, name: str, shape: list[int | str | None], dtype: int = TensorProto.FLOAT) -> str:
+        """An input of the model."""
+        self.inputs.append(helper.make_tensor_value_info(name, dtype, shape))
+        return name
+
+    def op(self, kind: str, *inputs: str, **attributes: Any) -> str:
+        """One operator with one output."""
+        name = f"v{len(self.nodes)}"
+        self.nodes.append(helper.make_node(kind, list(inputs), [name], f"{kind}_{len(self.nodes)}", **attributes))
+        return name
+
+    def quantize(self, x: str, scale: float, zero_point: int, dtype: Any = np.uint8) -> str:
+        """A quantiser alone."""
+        return self.op("QuantizeLinear", x, self.constant(scale, np.float32), self.constant(zero_point, dtype))
+
+    def dequantize(self, x: str, scale: float, zero_point: int, dtype: Any = np.uint8) -> str:
+        """A dequantiser alone."""
+        return self.op("DequantizeLinear", x, self.constant(scale, np.float32), self.constant(zero_point, dtype))
+
+    def pair(self, x: str, scale: float, zero_point: int, dtype: Any = np.uint8) -> str:
+        """A quantiser and its dequantiser."""
+        return self.dequantize(self.quantize(x, scale, zero_point, dtype), scale, zero_point, dtype)
+
+    def weight(self, *shape: int, axis: int = 0) -> str:
+        """Random int8 weights behind a dequantiser with one scale per index of ``axis``."""
+        self.scales = self.random.uniform(0.002, 0.02, shape[axis]).astype(np.float32)
+        values = self.random.integers(-127, 128, shape, dtype=np.int8)
+        zeros = self.constant(np.zeros(shape[axis], np.int8))
+        return self.op("DequantizeLinear", self.constant(values), self.constant(self.scales), zeros, axis=axis)
+
+    def bias(self, scale: float) -> str:
+        """A random int32 bias for the latest weights and an input with ``scale``."""
+        values = self.random.integers(-20000, 20000, self.scales.size).astype(np.int32)
+        scales = np.float32(scale) * self.scales
+        return self.op("DequantizeLinear", self.constant(values), self.constant(scales), axis=0)
+
+    def model(self, *outputs: str, opset: int = 21) -> onnx.ModelProto:
+        """The finished model."""
+        values = [onnx.ValueInfoProto(name=name) for name in outputs]
+        graph = helper.make_graph(self.nodes, "qdq", self.inputs, values, self.weights)
+        inferred = onnx.shape_inference.infer_shapes(
+            helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=10)
+        )
+        known = {v.name: v for v in inferred.graph.value_info}
+        for value in inferred.graph.output:
+            if not value.type.WhichOneof("value"):
+                value.CopyFrom(known[value.name])
+        return inferred
+
+
+def run(model: onnx.ModelProto, feeds: dict[str, Array], folder: Path) -> tuple[list[Array], list[str]]:
+    """ONNX Runtime's outputs, fully optimised on one thread, and the operators of its optimised graph."""
+    path = folder / "optimised.onnx"
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = 1
+    options.log_severity_level = 3
+    options.optimized_model_filepath = str(path)
+    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return session.run(None, feeds), [node.op_type for node in onnx.load(path).graph.node]

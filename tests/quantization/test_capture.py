@@ -1,0 +1,259 @@
+"""Capture: the model's function with a free batch, its weights untouched, failures in the user's own words."""
+
+from __future__ import annotations
+
+import importlib.util
+import textwrap
+from types import ModuleType
+from typing import Any
+
+import conv_nets
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from torch import Tensor, nn
+
+from qtool.errors import QtoolError
+from qtool.quantization.capture import (
+    aten,
+    capture,
+    copied,
+    drop_unused,
+    output_axis,
+    owner,
+    parameter,
+    remove_dropout,
+    set_parameter,
+)
+
+
+@settings(
+    max_examples=12, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck),
+    phases=[Phase.explicit, Phase.generate],
+)  # fmt: skip
+@given(conv_nets.nets())
+def test_any_net_is_captured_as_the_function_it_is_and_left_as_it_was(net: conv_nets.Net) -> None:
+    model, inputs = conv_nets.build(net), conv_nets.example(net, 1)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    graph = capture(model, inputs)
+    others = conv_nets.example(net, 5, seed=3)
+    with torch.no_grad():
+        torch.testing.assert_close(graph(*others), model(*others), rtol=1e-5, atol=1e-5)
+    for value in graph.parameters():
+        value.data.zero_()
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert not model.training
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Dropout(0.5))
+        self.head = nn.Linear(4, 2)
+        self.unused = nn.ModuleDict({"deep": nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))})
+        self.only_relu = nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.head(self.body(x).mean((2, 3)))
+        return y + self.unused["deep"](y) if self.training else y
+
+
+X = torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(0))
+
+
+def test_training_and_evaluation_forms() -> None:
+    model = Net()
+    model.body.eval()
+    modes = [module.training for module in model.modules()]
+    flags = {
+        train: [n.args[5] for n in capture(model, X, train=train).graph.nodes if n.target is aten.batch_norm.default]
+        for train in (False, True)
+    }
+    assert flags == {False: [False], True: [True]}
+    assert [module.training for module in model.modules()] == modes
+
+
+def test_operators_know_the_module_they_come_from() -> None:
+    owners = {str(n.target): owner(n) for n in capture(Net().eval(), X).graph.nodes if n.op == "call_function"}
+    assert owners["aten.conv2d.default"] == "body.0"
+    assert owners["aten.linear.default"] == "head"
+    assert owners["aten.mean.dim"] == ""
+
+
+def test_a_module_that_the_graph_leaves_out_is_named_once() -> None:
+    assert capture(Net().eval(), X).meta["notes"] == ("module 'unused' is no part of the captured graph",)
+    assert copied(capture(Net(), X, train=True)).meta["notes"] == ()
+
+
+def test_a_tied_weight_counts_under_all_its_names() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+            self.second.weight = self.first.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(x)
+
+    assert capture(Tied(), torch.ones(2, 3)).meta["notes"] == ()
+
+
+def test_a_condition_on_the_batch_is_noted() -> None:
+    class Even(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x if x.shape[0] % 2 else x + 1
+
+    (note,) = capture(Even(), torch.ones(4, 3)).meta["notes"]
+    assert note.startswith("captured for batches with")
+    assert "% 2" in note
+
+    class Two(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return x + y
+
+    assert capture(Two(), (torch.ones(4, 3), torch.ones(4, 3))).meta["notes"] == ()
+
+
+def test_a_cumulative_average_is_captured_with_a_momentum_and_kept_in_the_model() -> None:
+    model = nn.Sequential(nn.BatchNorm2d(3, momentum=None))
+    (norm,) = (n for n in capture(model, X, train=True).graph.nodes if n.target is aten.batch_norm.default)
+    assert norm.args[6] == 0.1
+    assert model[0].momentum is None
+
+
+def test_dropout_is_removed_and_a_copy_is_apart() -> None:
+    graph = capture(Net().eval(), X)
+    other = copied(graph)
+    remove_dropout(graph)
+    assert not any("dropout" in str(n.target) for n in graph.graph.nodes)
+    assert any("dropout" in str(n.target) for n in other.graph.nodes)
+    other.get_parameter("head.weight").data.zero_()
+    assert bool(graph.get_parameter("head.weight").any())
+
+
+def test_stored_tensors_are_set_read_and_dropped_by_path() -> None:
+    graph = capture(Net().eval(), X)
+    set_parameter(graph, "a.new.place", torch.ones(2))
+    set_parameter(graph, "a.new.count", torch.ones(2, dtype=torch.int8))
+    set_parameter(graph, "head.weight", torch.zeros(2, 4))
+    assert isinstance(graph.get_submodule("a.new").place, nn.Parameter)
+    assert not isinstance(graph.get_submodule("a.new").count, nn.Parameter)
+    (linear,) = (n for n in graph.graph.nodes if n.target is aten.linear.default)
+    value = parameter(graph, linear.args[1])
+    assert value is not None
+    assert not bool(value.any())
+    assert parameter(graph, None) is None
+    drop_unused(graph)
+    names = {name for name, _ in [*graph.named_parameters(), *graph.named_buffers()]}
+    assert "head.weight" in names
+    assert not any(name.startswith(("a.", "unused.")) for name in names)
+
+
+def test_the_axis_of_output_channels() -> None:
+    for conv, axis in ((nn.Conv2d(3, 5, 2), 0), (nn.ConvTranspose2d(3, 5, 2), 1), (nn.ConvTranspose1d(3, 5, 2), 1)):
+        x = torch.randn(2, 3, 4) if isinstance(conv, nn.ConvTranspose1d) else X
+        (anchor,) = (n for n in capture(conv, x).graph.nodes if "conv" in str(n.target) and n.op == "call_function")
+        assert output_axis(anchor) == axis
+        assert anchor.args[1].meta["val"].shape[axis] == 5
+
+
+# What cannot be captured.
+
+SOURCE = textwrap.dedent("""
+    import torch
+    from torch import nn
+
+    class Base(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 3)
+
+    class Branches(Base):
+        def forward(self, x):
+            y = self.conv(x)
+            if y.sum() > 0:  # LINE
+                return y
+            return y + 1
+
+    class Raises(Base):
+        def forward(self, x):
+            raise RuntimeError("not today")  # LINE
+
+    class Channels(Base):
+        def forward(self, x):
+            return self.conv(x)  # LINE
+
+    class FixedBatch(Base):
+        def forward(self, x):
+            return self.conv(x).reshape(4, -1)
+""")
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
+    path = tmp_path_factory.mktemp("user") / "user_net.py"
+    path.write_text(SOURCE)
+    spec = importlib.util.spec_from_file_location("user_net", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def line_of(name: str) -> int:
+    lines = SOURCE.splitlines()
+    start = lines.index(f"class {name}(Base):")
+    return next(i for i, line in enumerate(lines[start:], start + 1) if "# LINE" in line)
+
+
+@pytest.mark.parametrize(
+    ("name", "x", "said"),
+    [
+        ("Branches", X, "a graph that torch.export can capture"),
+        ("Raises", X, "inputs of shape [4, 3, 6, 6]: RuntimeError: not today"),
+        ("Channels", X[:, :2], "inputs of shape [4, 2, 6, 6]: RuntimeError: Given groups=1"),
+        ("Channels", X[:, :, :2, :2], "inputs of shape [4, 3, 2, 2]: RuntimeError"),
+    ],
+)
+def test_the_error_is_one_line_with_the_users_own(
+    written: ModuleType, name: str, x: Tensor, said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(QtoolError) as caught:
+        capture(getattr(written, name)(), x)
+    text = str(caught.value)
+    assert text.startswith(f"model '{name}': expected ")
+    assert said in text
+    assert f"user_net.py:{line_of(name)}, " in text
+    assert "\n" not in text
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert "conv2d" not in err
+
+
+def test_a_fixed_batch_size_is_refused(written: ModuleType, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(QtoolError, match=r"dynamic batch; got .*the batch size"):
+        capture(written.FixedBatch(), X)
+    capfd.readouterr()
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_a_failed_capture_leaves_the_model_as_it_was(written: ModuleType, train: bool) -> None:
+    model = nn.Sequential(nn.BatchNorm2d(3, momentum=None), written.Raises()).train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(QtoolError):
+        capture(model, X, train=train)
+    assert model.training
+    assert model[0].momentum is None
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "where"),
+    [(torch.float16, r"parameter 'body\.0\.weight'"), (torch.float64, "parameter"), (None, "example")],
+)
+def test_other_floats_are_refused_by_name(dtype: torch.dtype | None, where: str) -> None:
+    model: Any = Net() if dtype is None else Net().to(dtype)
+    x = X.double() if dtype is None else X
+    with pytest.raises(QtoolError, match=where + r".*expected float32; got float(16|64); convert"):
+        capture(model.eval(), x)

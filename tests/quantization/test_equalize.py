@@ -1,0 +1,226 @@
+"""Equalization and absorption: the same function, better ranges, and a reason where a path cannot be rescaled."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from conv_nets import build, example, nets
+from hard_nets import hard_mobilenet, images
+from hypothesis import HealthCheck, given, settings
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from qtool.evaluate import sqnr_db
+from qtool.nested import call, tensors
+from qtool.quantization.algorithms import Declined, Subject
+from qtool.quantization.algorithms.absorb import shifts
+from qtool.quantization.algorithms.equalize import NoiseModel, Seen, equalize, observe, output_gains, rescale
+from qtool.quantization.algorithms.streams import find_streams
+from qtool.quantization.capture import copied, parameter
+from qtool.quantization.norms import convolve_norms
+from qtool.quantization.placement import Placement
+from qtool.quantization.stage import float_form, quantize
+from qtool.quantization.targets import get_target
+from qtool.recipe import QuantizeConfig
+
+BATCHES = [images(24), images(8, seed=1)]
+
+
+def subject(model: nn.Module, batches: list) -> Subject:
+    graph = copied(float_form(model, batches[0]))
+    convolve_norms(graph)
+    return Subject(graph, graph, Placement(graph, get_target("ort-cpu")), batches)
+
+
+def weight_of(given: Subject, path: str) -> Tensor:
+    return parameter(given.graph, next(n for n in given.graph.graph.nodes if n.target == path))
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
+@given(nets(most=4))
+def test_any_net_computes_the_same_afterwards(net) -> None:
+    batches = [example(net, 8, 0), example(net, 8, 1)]
+    given = subject(build(net), batches)
+    expected = [[output.detach() for output in tensors(call(given.graph, batch))] for batch in batches]
+    try:
+        equalize(given)
+    except Declined:
+        return
+    for batch, outputs in zip(batches, expected, strict=True):
+        for found, wanted in zip(tensors(call(given.graph, batch)), outputs, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4 * max(1.0, float(wanted.abs().max())))
+
+
+@pytest.mark.parametrize("activation", [nn.ReLU, nn.ReLU6])
+def test_channels_of_unlike_size_no_longer_hurt(activation: type[nn.Module]) -> None:
+    model, test = hard_mobilenet(activation), images(128, seed=9)
+    found = {}
+    for algorithms in (None, ("equalize",)):
+        quantized = quantize(model, QuantizeConfig(algorithms=algorithms), example=BATCHES[0], calibration=BATCHES)
+        with torch.no_grad():
+            found[algorithms] = sqnr_db(model(test), quantized(test))
+            assert torch.equal(quantized.float_graph(test), model(test))  # the reference is the user's model
+    assert found["equalize",] > found[None] + 12
+    assert quantized.plan.notes[0] == "equalize: 1 of 10 paths left as they are: the graph's output reads it"
+    assert quantized.plan.notes[1].startswith("equalize: rescaled 9 and shifted ")
+
+
+def test_the_noise_is_what_its_formula_says() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.Conv2d(4, 6, 3, groups=2), nn.ReLU(), nn.Flatten())
+    given = subject(model, BATCHES)
+    stream = find_streams(given.graph)[0]
+    seen = observe(given.graph, [stream], BATCHES)
+    relu = stream.values[1]
+    gains = {stream.consumers[0]: torch.tensor([1.0, 2.0, 0.5, 1.0, 1.0, 3.0])}
+    noise = NoiseModel(given.graph, stream, seen, gains, [relu])
+    scales = torch.tensor([1.0, 3.0, 0.5, 2.0])
+    weight, s = model[2].weight.detach().double().numpy(), scales.double().numpy()
+    high, square = seen[relu].high.double().numpy(), seen[relu].square.double().numpy()
+    step, expected = (high * s).max() / 255, 0.0
+    for o in range(6):
+        inputs = [0, 1] if o < 3 else [2, 3]
+        scaled = np.stack([weight[o, k] / s[i] for k, i in enumerate(inputs)])
+        signal = sum(9 * s[i] ** 2 * square[i] for i in inputs)
+        variance = step**2 / 12 * (scaled**2).sum() + (np.abs(scaled).max() / 127) ** 2 / 12 * signal
+        expected += float(gains[stream.consumers[0]][o]) * variance
+    assert float(noise(scales)) == pytest.approx(expected, rel=1e-5)
+    best = noise.best()
+    for alpha in (0.0, 0.5, 1.0):
+        level = torch.from_numpy((high.max() / high) ** alpha).float()
+        assert float(noise(best)) <= float(noise(level)) * (1 + 1e-5)
+
+
+def test_gains_are_sums_of_squared_weights_backwards() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 2))
+    graph = float_form(model, torch.randn(4, 3))
+    streams = find_streams(graph)
+    gains = output_gains(graph, streams)
+    last, middle = model[4].weight.detach().square(), model[2].weight.detach().square()
+    expected = last.sum(0)
+    torch.testing.assert_close(gains[streams[1].producers[0]], expected / expected.mean())
+    expected = expected @ middle
+    torch.testing.assert_close(gains[streams[0].producers[0]], expected / expected.mean())
+
+
+def test_a_residual_path_is_one_stream_with_all_its_blocks() -> None:
+    given = subject(hard_mobilenet(), BATCHES)
+    paths = {stream.name: stream for stream in find_streams(given.graph)}
+    assert [n.meta["owner"] for n in paths["blocks.0.project"].producers] == [
+        "blocks.0.project", "blocks.1.project", "blocks.2.project",
+    ]  # fmt: skip
+    assert [n.meta["owner"] for n in paths["blocks.0.project"].consumers] == [
+        "blocks.1.expand", "blocks.2.expand", "head.0",
+    ]  # fmt: skip
+    assert paths["head.0"].consumers[0].meta["owner"] == "linear"  # through pooling and flatten
+
+
+def test_relu6_is_never_pushed_beyond_what_was_seen() -> None:
+    model = hard_mobilenet(nn.ReLU6)
+    given = subject(model, BATCHES)
+    stream = find_streams(given.graph)[0]
+    seen = observe(given.graph, [stream], BATCHES)
+    gains = output_gains(given.graph, find_streams(given.graph))
+    noise = NoiseModel(given.graph, stream, seen, gains, stream.values[1:])
+    before = seen[stream.producers[0]].highest
+    assert bool((before * noise.best() <= 6).all())
+    assert bool((noise.best() >= 1 / 256).all())
+    clipped = {
+        node: Seen(*[v + 7 for v in (s.low, s.high, s.highest, s.lowest, s.mean, s.square)]) for node, s in seen.items()
+    }
+    assert bool((NoiseModel(given.graph, stream, clipped, gains, stream.values[1:]).best() == 1).all())
+
+
+def test_a_depthwise_and_a_grouped_reader_are_divided_channel_by_channel() -> None:
+    for groups, outputs in ((4, 8), (2, 6), (1, 3)):
+        model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Conv2d(4, outputs, 3, groups=groups)).eval()
+        given = subject(model, BATCHES)
+        stream, expected = find_streams(given.graph)[0], model(BATCHES[0])
+        rescale(given.graph, stream, torch.tensor([0.5, 4.0, 2.0, 8.0]))
+        torch.testing.assert_close(given.graph(BATCHES[0]), expected, rtol=1e-5, atol=1e-5)
+        assert not torch.equal(weight_of(given, "0.weight"), model[0].weight)
+
+
+class Path(nn.Module):
+    """A path without an activation; ``padding`` of its reader and a constant in its channels to choose."""
+
+    def __init__(self, padding: int = 0, relu: bool = False, offset: float = 5.0) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 5, 3, padding=padding)
+        self.relu = relu
+        with torch.no_grad():
+            self.first.bias.copy_(torch.tensor([0.0, offset, -offset, 2 * offset]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        return self.second(y.relu() if self.relu else y).relu().flatten(1)
+
+
+def test_constants_of_channels_move_into_the_reader() -> None:
+    model = Path()
+    given = subject(model, BATCHES)
+    wanted = model(BATCHES[0])
+    equalize(given)
+    torch.testing.assert_close(given.graph(BATCHES[0]), wanted, rtol=1e-4, atol=1e-4)
+    assert "shifted 1 of" in given.notes[-1]
+    first = observe(given.graph, streams := find_streams(given.graph), BATCHES)[streams[0].producers[0]]
+    assert float((first.low + first.high).abs().max()) < 1e-3 * float(first.high.max())
+
+
+def test_before_a_relu_only_what_it_never_clips_moves() -> None:
+    model = Path(relu=True, offset=6.0)
+    given = subject(model, BATCHES)
+    stream = find_streams(given.graph)[0]
+    seen = observe(given.graph, [stream], BATCHES)
+    moved = shifts(stream, {v: s.lowest for v, s in seen.items()}, {v: s.middle for v, s in seen.items()})
+    least = torch.cat([F.conv2d(b, model.first.weight, model.first.bias) for b in BATCHES]).amin((0, 2, 3))
+    torch.testing.assert_close(moved[stream.producers[0]], least.clamp(min=0).detach())
+    wanted = model(BATCHES[0])
+    equalize(given)
+    torch.testing.assert_close(given.graph(BATCHES[0]), wanted, rtol=1e-4, atol=1e-3)
+
+
+def test_a_reader_that_pads_keeps_the_constants_where_they_are() -> None:
+    given = subject(Path(padding=1), BATCHES)
+    equalize(given)
+    assert "shifted 0 of" in given.notes[-1]
+
+
+class Blocked(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.first, self.other, self.last = nn.Conv2d(3, 4, 1), nn.Conv2d(3, 4, 1), nn.Conv2d(4, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        if self.kind == "product":
+            y = y * self.other(x)
+        elif self.kind == "curve":
+            y = F.hardswish(y)
+        elif self.kind == "concat":
+            y = torch.cat([y[:, :2], self.other(x)[:, :2]], 1)
+        elif self.kind == "input":
+            y = y + x.mean(1, keepdim=True)
+        elif self.kind == "shared":
+            y = self.last(y)[:, :1] + self.other(x)
+        return self.last(y)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [("product", "mul reads it"), ("curve", "hardswish reads it"), ("concat", "slice reads it"),
+     ("input", "add reads it"), ("shared", "a weight is shared by several layers")],
+)  # fmt: skip
+def test_what_blocks_a_path_is_said(kind: str, reason: str) -> None:
+    given = subject(Blocked(kind), BATCHES)
+    with pytest.raises(Declined, match="no path"):
+        equalize(given)
+    assert any(note.endswith(reason) for note in given.notes), given.notes
+
+
+def test_without_data_it_declines() -> None:
+    given = subject(hard_mobilenet(), BATCHES)
+    given.batches = []
+    with pytest.raises(Declined, match="no calibration data"):
+        equalize(given)

@@ -1,0 +1,276 @@
+"""Placement: what becomes one integer unit, what stays in float and why, and under which names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import conv_nets
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from qtool.errors import UsageError
+from qtool.form import Unit
+from qtool.quantization.capture import capture, remove_dropout
+from qtool.quantization.norms import fold_batch_norm
+from qtool.quantization.placement import Placement
+from qtool.quantization.targets import ORT_CPU, get_target
+
+X = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(0))
+
+
+class Net(nn.Module):
+    """Modules to be put together by a function."""
+
+    def __init__(self, function: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.function = function
+        self.a, self.b = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+        self.norm, self.fc = nn.BatchNorm2d(4), nn.Linear(4, 3)
+        self.up = nn.ConvTranspose2d(4, 4, 2)
+        self.row = nn.Parameter(torch.ones(4, 1, 1))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self, x)
+
+
+def placed(function: Callable[[Any, Tensor], Any], overrides: dict[str, str] | None = None) -> Placement:
+    graph = capture(Net(function).eval(), X)
+    remove_dropout(graph)
+    fold_batch_norm(graph)
+    return Placement(graph, ORT_CPU, overrides)
+
+
+def kinds(placement: Placement) -> list[tuple[str, bool]]:
+    return [(unit.kind, unit.integer) for unit in placement.plan().units]
+
+
+ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
+    "relu": (torch.relu, True),
+    "relu_": (lambda y: F.relu(y, inplace=True), True),
+    "relu6": (F.relu6, True),
+    "relu6_": (lambda y: F.relu6(y, inplace=True), True),
+    "hardtanh from 0": (lambda y: F.hardtanh(y, 0.0, 3.0), True),
+    "clamp from 0": (lambda y: y.clamp(0, 2), True),
+    "clamp_min 0": (lambda y: y.clamp(min=0), True),
+    "clip from 0": (lambda y: torch.clip(y, 0, 1), True),
+    "hardtanh": (F.hardtanh, False),
+    "clamp": (lambda y: y.clamp(-0.5, 0.5), False),
+    "clamp above 0": (lambda y: y.clamp(0.1, 2), False),
+    "clamp_max": (lambda y: y.clamp(max=0.5), False),
+    "hardswish": (F.hardswish, False),
+    "silu": (F.silu, False),
+    "gelu": (F.gelu, False),
+}
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_an_activation_is_absorbed_when_the_quantizer_can_do_it(name: str) -> None:
+    function, absorbed = ACTIVATIONS[name]
+    placement = placed(lambda m, x: m.b(function(m.a(x))))
+    if absorbed:
+        assert kinds(placement) == [("conv", True), ("conv", True)]
+        assert len(placement.placed[0].nodes) == 2
+    else:
+        assert kinds(placement) == [("conv", True), ("activation", False), ("conv", True)]
+        assert placement.plan().float_units[0].reason == "it runs in float between integers"
+        assert placement.is_integer(placement.placed[1].output)  # its result is quantized all the same
+
+
+def test_a_value_with_another_reader_ends_the_unit() -> None:
+    def read_twice(m: Any, x: Tensor) -> Tensor:
+        y = m.a(x)
+        return torch.relu(y) + y
+
+    assert kinds(placed(read_twice)) == [("conv", True), ("activation", False), ("add", True)]
+
+
+def test_an_activation_that_reads_the_unit_second_is_not_absorbed() -> None:
+    def other_way(m: Any, x: Tensor) -> Tensor:
+        return torch.relu(x + m.a(x))
+
+    assert kinds(placed(other_way)) == [("conv", True), ("add", True)]
+
+
+JOINS: dict[str, tuple[Callable[[Any, Tensor], Any], list[tuple[str, bool]], str]] = {
+    "residual": (lambda m, x: m.b(torch.relu(m.a(x))) + x, [("conv", True), ("conv", True), ("add", True)], ""),
+    "itself": (lambda m, x: m.a(x) * 1 + x, [("conv", True), ("mul", False), ("add", False)], "Python number"),
+    "alpha": (lambda m, x: torch.add(m.a(x), m.b(x), alpha=2), [("conv", True)] * 2 + [("add", False)], "alpha"),
+    "parameter": (lambda m, x: m.a(x) * m.row, [("conv", True), ("mul", False)], "constant"),
+    "gate": (lambda m, x: m.a(x) * m.b(x).sigmoid(), [("conv", True)] * 2 + [("sigmoid", True), ("mul", True)], ""),
+    "concat": (lambda m, x: torch.cat([m.a(x), x, m.b(x)], 1), [("conv", True)] * 2 + [("concat", True)], ""),
+    "float first": (lambda m, x: m.up(x)[:, :, 1:, 1:] + m.a(x),
+                    [("conv_transpose2d", False), ("conv", True), ("add", False)], "float"),
+    "float concat": (lambda m, x: torch.cat([m.up(x)[:, :, 1:, 1:], m.a(x)], 1),
+                     [("conv_transpose2d", False), ("conv", True), ("cat", False)], "float"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", JOINS)
+def test_joins_are_integer_where_all_they_read_is(name: str) -> None:
+    function, expected, reason = JOINS[name]
+    placement = placed(function)
+    assert sorted(kinds(placement)) == sorted(expected)
+    reasons = [unit.reason for unit in placement.plan().float_units]
+    assert any(reason in found for found in reasons) if reason else not reasons
+
+
+POOLS: dict[str, tuple[Callable[[Tensor], Tensor], tuple[str, bool]]] = {
+    "adaptive": (lambda y: F.adaptive_avg_pool2d(y, 1), ("global_avg_pool", True)),
+    "mean": (lambda y: y.mean((2, 3)), ("global_avg_pool", True)),
+    "mean from behind": (lambda y: y.mean((-1, -2), keepdim=True), ("global_avg_pool", True)),
+    "mean of rows": (lambda y: y.mean(3), ("mean", False)),
+    "mean of channels": (lambda y: y.mean((1, 2, 3)), ("mean", False)),
+    "adaptive 2": (lambda y: F.adaptive_avg_pool2d(y, 2), ("adaptive_avg_pool2d", False)),
+    "average": (lambda y: F.avg_pool2d(y, 2), ("avg_pool", True)),
+    "max": (lambda y: F.max_pool2d(y, 3, 2, 1), ("max_pool", True)),
+}
+
+
+@pytest.mark.parametrize("name", POOLS)
+def test_pools(name: str) -> None:
+    function, expected = POOLS[name]
+    assert kinds(placed(lambda m, x: function(m.a(x)))) == [("conv", True), expected]
+    (unit,) = (
+        placed(lambda m, x: function(torch.exp(x)) if name != "max" else F.max_pool2d(torch.exp(x), 2)).plan().units[1:]
+    )
+    assert not unit.integer
+    assert unit.reason
+
+
+def test_the_last_linear_layer_gives_float_and_others_integers() -> None:
+    def two(m: Any, x: Tensor) -> Any:
+        y = m.a(x).mean((2, 3))
+        return F.linear(m.fc(y), m.fc.weight[:, :3].detach().clone() * 1), m.fc(y)
+
+    last = placed(lambda m, x: m.fc(m.a(x).mean((2, 3)))).placed[-1]
+    assert not last.quantized_output
+    reshaped = placed(lambda m, x: m.fc(m.a(x).mean((2, 3))).unsqueeze(1)).placed
+    assert [p.quantized_output for p in reshaped if p.unit.kind == "linear"] == [False]
+    both = placed(lambda m, x: (m.fc(m.a(x).mean((2, 3))), m.fc(x.mean((2, 3))).relu().sum()))
+    assert [p.quantized_output for p in both.placed if p.unit.kind == "linear"] == [False, True]
+    computed = placed(two)
+    assert any("its weight is computed" in unit.reason for unit in computed.plan().float_units)
+    conv = placed(lambda m, x: m.a(x)).placed[-1]
+    assert conv.quantized_output
+
+
+def test_reshapes_cost_nothing_and_are_not_in_the_plan() -> None:
+    def reshaped(m: Any, x: Tensor) -> Tensor:
+        return m.b(m.a(x).permute(0, 1, 3, 2).flatten(1).view(-1, 4, 8, 8)).transpose(1, 2)
+
+    placement = placed(reshaped)
+    assert kinds(placement) == [("conv", True), ("conv", True)]
+    assert all(p.pattern.shares for p in placement.placed if p.pattern and p.unit.kind == "move")
+    assert kinds(placed(lambda m, x: m.a(x.permute(0, 1, 3, 2)))) == [("conv", True)]
+
+
+def test_names_are_module_paths_and_unique() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(4, 4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.relu(self.conv(self.conv(x)) + x)
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.Sequential(Block(), Block())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.blocks(x).mean((2, 3))
+
+    graph = capture(Outer().eval(), X)
+    names = [unit.name for unit in Placement(graph, ORT_CPU).plan().units]
+    assert names == [
+        "blocks.0.conv", "blocks.0.conv_2", "blocks.0.add", "blocks.1.conv", "blocks.1.conv_2", "blocks.1.add", "mean",
+    ]  # fmt: skip
+
+
+def test_a_convolution_keeps_its_name_beside_a_padding_of_its_module() -> None:
+    class Reflect(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.c = nn.Conv2d(4, 4, 3, padding=1, padding_mode="reflect")
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.c(x)
+
+    units = Placement(capture(Reflect(), X), ORT_CPU).plan().units
+    assert [(unit.name, unit.integer) for unit in units] == [("c.pad", False), ("c", True)]
+
+
+def test_fused_modules_are_listed() -> None:
+    graph = capture(nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.ReLU()).train(), X, train=True)
+    (unit,) = Placement(graph, ORT_CPU).plan().units
+    assert unit == Unit("0", "conv", ("0", "1", "2"), weight_bits=8)
+
+
+def test_overrides_leave_modules_in_float_and_must_match() -> None:
+    def two(m: Any, x: Tensor) -> Tensor:
+        return m.b(torch.relu(m.a(x))) + x
+
+    placement = placed(two, {"a": "float"})
+    assert kinds(placement)[0] == ("conv2d", False)
+    assert placement.plan().float_units[0].reason == "left in float by an override"
+    assert [u.name for u in placed(two, {"?": "float"}).plan().integer_units] == []
+    assert kinds(placed(two, {"a": "int8", "*": "float"}))[0] == ("conv", True)
+    with pytest.raises(
+        UsageError, match=r"overrides: expected patterns that match a unit; got zz; use module paths such as"
+    ):
+        placed(two, {"zz": "float"})
+
+
+def test_notes_of_the_capture_come_first() -> None:
+    assert placed(lambda m, x: m.a(x)).plan(("late",)).notes[-1] == "late"
+    assert "module 'fc' is no part of the captured graph" in placed(lambda m, x: m.a(x)).plan(("late",)).notes
+
+
+def test_integers_and_booleans_are_not_quantized() -> None:
+    class Embedded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.fc = nn.Embedding(10, 4), nn.Linear(4, 3)
+
+        def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+            shifted = (ids + 1) * mask
+            return self.fc(self.table(shifted)[:, 0])
+
+    inputs = (torch.ones(2, 3, dtype=torch.int64), torch.ones(2, 3, dtype=torch.int64))
+    plan = Placement(capture(Embedded(), inputs), ORT_CPU).plan()
+    assert [(u.name, u.kind) for u in plan.integer_units] == [("fc", "linear")]
+
+
+def test_a_misspelt_target_is_told_with_the_nearest() -> None:
+    assert get_target("ort-cpu") is ORT_CPU
+    with pytest.raises(UsageError, match=r"--target.*'ort-cpuu'.*did you mean 'ort-cpu'"):
+        get_target("ort-cpuu")
+
+
+@settings(
+    max_examples=15, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck),
+    phases=[Phase.explicit, Phase.generate],
+)  # fmt: skip
+@given(conv_nets.nets())
+def test_in_any_net_units_are_disjoint_and_read_only_integers(net: conv_nets.Net) -> None:
+    graph = capture(conv_nets.build(net), conv_nets.example(net))
+    fold_batch_norm(graph)
+    placement = Placement(graph, ORT_CPU)
+    nodes = [node for unit in placement.placed for node in unit.nodes]
+    assert len(nodes) == len(set(nodes))
+    names = [unit.unit.name for unit in placement.placed]
+    assert len(names) == len(set(names))
+    weighted = {node for unit in placement.placed if unit.pattern and unit.pattern.weighted for node in unit.operands}
+    for unit in placement.placed:
+        assert unit.unit.integer or unit.unit.reason
+        if unit.pattern is not None and unit.pattern.needs_integer_inputs:
+            assert all(placement.is_integer(operand) or operand in weighted for operand in unit.operands)
+        if unit.pattern is None:
+            assert not placement.is_integer(unit.output)
+        for inner, follower in zip(unit.nodes, unit.nodes[1:], strict=False):
+            assert list(inner.users) == [follower]

@@ -1,0 +1,337 @@
+"""Quantization-aware training through the loop, by both engines: what it gains, what it freezes, how it resumes."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.ao.quantization import FakeQuantize, MovingAverageMinMaxObserver
+from torch.fx import GraphModule
+from torch.utils.data import TensorDataset
+
+from qtool.errors import QtoolError, UsageError
+from qtool.evaluate import sqnr_db
+from qtool.form import QuantizedModel
+from qtool.loop import fit
+from qtool.quantization import pt2e, targets
+from qtool.quantization.observers import FakeQuantizer, PerChannelFakeQuantizer
+from qtool.quantization.qat import QatHooks
+from qtool.quantization.stage import quantize
+from qtool.quantization.targets import INT8_WEIGHT, ORT_CPU
+from qtool.recipe import QatConfig, QuantizeConfig, TrainConfig
+from qtool.tasks import Classification
+from qtool.training.techniques import setup
+
+ENGINES = ("pt2e", "torch.ao")
+
+
+class Net(nn.Module):
+    """Convolution, batch-norm, ReLU; a residual sum; dropout before the last layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU())
+        self.second = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8))
+        self.relu, self.pool, self.flatten = nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()
+        self.dropout, self.last = nn.Dropout(0.1), nn.Linear(128, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.last(self.dropout(self.flatten(self.pool(self.relu(x + self.second(x))))))
+
+
+def samples(count: int, seed: int) -> TensorDataset:
+    """8×8 images of four classes: a bright quarter in noise."""
+    draw = torch.Generator().manual_seed(seed)
+    target = torch.arange(count) % 4
+    x = torch.randn(count, 1, 8, 8, generator=draw)
+    for image, label in zip(x, target.tolist(), strict=True):
+        image[0, 4 * (label // 2) :][:4, 4 * (label % 2) :][:, :4] += 0.5
+    return TensorDataset(x, target)
+
+
+DATA = SimpleNamespace(train=samples(192, 0), validation=None)
+TRAIN, TEST = DATA.train.tensors[0], samples(512, 1).tensors[0]
+
+
+@pytest.fixture(scope="module")
+def trained() -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = Net()
+    fit(model, DATA, Classification(), TrainConfig(epochs=6, batch_size=32, learning_rate=5e-3, device="cpu"))
+    return model.eval()
+
+
+def config(**options: Any) -> QatConfig:
+    return QatConfig(**({"epochs": 2, "batch_size": 32, "device": "cpu", "learning_rate": 1e-3} | options))
+
+
+class Watch(QatHooks):
+    """The hooks that were handed in, with a note of the graph's state after each step's freezing."""
+
+    def __init__(self, hooks: QatHooks) -> None:
+        super().__init__(hooks.config, hooks.switch)
+        self.seen: list[dict[str, Tensor]] = []
+
+    def before_step(self, model: nn.Module, step: int, total: int) -> None:
+        super().before_step(model, step, total)
+        self.seen.append({name: value.detach().clone() for name, value in model.state_dict().items()})
+
+
+def fine_tune(tuning: QatConfig, kept: dict[str, Any] | None = None, **more: Any) -> Callable[..., Any]:
+    """What quantize calls to train; ``kept`` takes the graph and the hooks."""
+
+    def run(graph: nn.Module, hooks: QatHooks, loss_fn: Any = None) -> Any:
+        watch = Watch(hooks)
+        if kept is not None:
+            kept.update(graph=graph, hooks=watch)
+        with setup(graph, tuning, TRAIN[:2]) as made:
+            history = fit(graph, DATA, Classification(), tuning, setup=made, hooks=watch, loss_fn=loss_fn, **more)
+        if kept is not None:
+            with torch.no_grad():
+                kept.update(output=graph(TEST), history=history)
+        return history
+
+    return run
+
+
+def qat(
+    model: nn.Module, engine: str, tuning: QatConfig, kept: dict[str, Any] | None = None, **more: Any
+) -> QuantizedModel:
+    return quantize(
+        model, QuantizeConfig(mode="qat", engine=engine), example=TRAIN[:2], calibration=[TRAIN], tuning=tuning,
+        qat=fine_tune(tuning, kept, **more),
+    )  # fmt: skip
+
+
+def agreement(model: nn.Module, quantized: QuantizedModel) -> float:
+    with torch.no_grad():
+        return float((model(TEST).argmax(1) == quantized(TEST).argmax(1)).float().mean())
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_training_recovers_what_coarse_weights_lose(
+    engine: str, trained: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    coarse = dataclasses.replace(ORT_CPU, weight=dataclasses.replace(INT8_WEIGHT, qmin=-2, qmax=2))
+    monkeypatch.setitem(targets.TARGETS, "ort-cpu", coarse)
+    before = quantize(trained, QuantizeConfig(engine=engine), example=TRAIN[:2], calibration=[TRAIN])
+    after = qat(trained, engine, config(epochs=8, learning_rate=5e-3))
+    with torch.no_grad():
+        wanted = trained(TEST)
+    assert agreement(trained, after) > agreement(trained, before)
+    assert sqnr_db(wanted, after(TEST)) > sqnr_db(wanted, before(TEST)) + 1
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_at_eight_bits_training_keeps_agreement(engine: str, trained: nn.Module) -> None:
+    kept: dict[str, Any] = {}
+    made = qat(trained, engine, config(learning_rate=2e-4), kept)
+    assert agreement(trained, made) >= 0.95
+    assert all(torch.isfinite(torch.tensor(kept["history"].losses)))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_is_converted_is_what_was_trained(engine: str, trained: nn.Module) -> None:
+    kept: dict[str, Any] = {}
+    made = qat(trained, engine, config(), kept)
+    assert sqnr_db(kept["output"], made(TEST)) >= 45  # int32 biases and the order of float sums flip single steps
+
+
+def test_both_engines_name_the_same_units_and_ranges(trained: nn.Module) -> None:
+    first, second = (qat(trained, engine, config(epochs=1)) for engine in ENGINES)
+    units = [[(unit.name, unit.kind, unit.integer) for unit in made.plan.units] for made in (first, second)]
+    assert units[0] == units[1]
+    assert first.ranges.keys() == second.ranges.keys()
+    assert all(entry["method"] == "qat" for entry in second.ranges.values())
+    for name, entry in first.ranges.items():  # trained apart, from equal ranges
+        width = entry["high"] - entry["low"]
+        assert abs(entry["high"] - second.ranges[name]["high"]) < 0.2 * width, name
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_statistics_and_ranges_are_frozen_in_turn(engine: str, trained: nn.Module) -> None:
+    kept: dict[str, Any] = {}
+    qat(trained, engine, config(freeze_bn=0.5, freeze_observers=0.75), kept)  # 12 steps: frozen from 6 and from 9 on
+    seen = kept["hooks"].seen
+    assert len(seen) == 12
+    means = [name for name in seen[0] if name.endswith("running_mean")]
+    lows = [name for name in seen[0] if name.endswith("high") and "input" not in name]
+    weights = [name for name in seen[0] if name.endswith("scale") and seen[0][name].numel() in (4, 8)]
+    assert len(means) == 2
+    assert len(weights) == 3
+    for names, first, frozen in ((means, 0, 6), (lows, 0, 9), (weights, 1, 9)):  # calibration saw the first weights
+        moved = [any(not torch.equal(a[n], b[n]) for n in names) for a, b in itertools.pairwise(seen)]
+        assert all(moved[first:frozen]), names
+        assert not any(moved[frozen:]), names
+
+
+def test_a_weights_range_follows_its_batch_norm_until_both_are_frozen(trained: nn.Module) -> None:
+    kept: dict[str, Any] = {}
+    qat(trained, "pt2e", config(freeze_bn=0.75, freeze_observers=0.25), kept)
+    fakes = pt2e.fake_quantizers(kept["graph"])
+    hooks = QatHooks(config(freeze_bn=0.75, freeze_observers=0.25), kept["hooks"].switch)
+    hooks.mode(kept["graph"], True)
+    for step, observing in ((2, {True}), (3, {True, False}), (8, {True, False}), (9, {False})):
+        hooks.before_step(kept["graph"], step, 12)
+        assert {fake.observing for fake in fakes} == observing
+        assert all(fake.observing is (step < 9) for fake in fakes if isinstance(fake, PerChannelFakeQuantizer))
+    hooks.mode(kept["graph"], False)
+    assert not any(fake.observing for fake in fakes)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_dropout_and_batch_norm_follow_the_mode(engine: str, trained: nn.Module) -> None:
+    kept: dict[str, Any] = {}
+    qat(trained, engine, config(epochs=1, max_steps=1), kept)
+    graph: GraphModule = kept["graph"]
+    hooks = QatHooks(config(), kept["hooks"].switch)
+    hooks.mode(graph, True)
+    before = {name: value.clone() for name, value in graph.named_buffers() if name.endswith("running_mean")}
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        assert not torch.equal(graph(TEST), graph(TEST))
+    assert all(not torch.equal(graph.get_buffer(name), value) for name, value in before.items())
+    hooks.mode(graph, False)
+    before = {name: value.clone() for name, value in graph.named_buffers()}
+    with torch.no_grad():
+        assert torch.equal(graph(TEST), graph(TEST))
+    assert all(torch.equal(graph.get_buffer(name), value) for name, value in before.items())
+
+
+class Killed(Exception):
+    pass
+
+
+@pytest.mark.parametrize("killed_after", [3, 7, 10])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_resumed_run_gives_the_same_bits(engine: str, killed_after: int, trained: nn.Module, tmp_path: Path) -> None:
+    """Killed before anything is frozen, between, and after."""
+    tuning = config(checkpoint_every=1)
+    whole: dict[str, Any] = {}
+    wanted = qat(trained, engine, tuning, whole, out=tmp_path / "whole")
+
+    def kill(progress: Any) -> None:
+        if progress.step == killed_after + 1:
+            raise Killed
+
+    with pytest.raises(Killed):
+        qat(trained, engine, tuning, out=tmp_path / "parts", progress=kill)
+    parts: dict[str, Any] = {}
+    got = qat(trained, engine, tuning, parts, out=tmp_path / "parts")
+    assert len(parts["hooks"].seen) == 12 - killed_after
+    assert torch.equal(whole["output"], parts["output"])
+    assert wanted.ranges == got.ranges
+    ours, theirs = (dict(made.graph.named_buffers()) for made in (wanted, got))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
+
+
+def test_the_hooks_state_is_what_is_frozen() -> None:
+    hooks, again = QatHooks(config(), _ignore), QatHooks(config(), _ignore)
+    graph = torch.fx.symbolic_trace(nn.Identity())
+    hooks.before_step(graph, 7, 12)
+    again.load_state_dict(hooks.state_dict())
+    assert (again.frozen_norms, again.frozen_ranges) == (True, False)
+
+
+def _ignore(graph: GraphModule, *, batch_norm: bool, dropout: bool) -> None:
+    """A switch without anything to switch."""
+
+
+def test_a_fresh_fake_quantizer_takes_a_saved_ones_state() -> None:
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+    for make in (_weight_fake, _activation_fake):
+        saved, fresh = make(), make()
+        saved(x)
+        fresh.load_state_dict(saved.state_dict())
+        saved.observing = fresh.observing = False
+        assert torch.equal(fresh(10 * x), saved(10 * x))  # clipped to the range of x
+        assert fresh(10 * x).abs().max() < 2 * x.abs().max()
+
+
+def _activation_fake(averaging: float | None = 0.01) -> FakeQuantizer:
+    return FakeQuantizer(torch.uint8, 0, 255, torch.per_tensor_affine, averaging=averaging)
+
+
+def _weight_fake() -> PerChannelFakeQuantizer:
+    return PerChannelFakeQuantizer(torch.int8, -127, 127, torch.per_channel_symmetric, 0)
+
+
+@pytest.mark.filterwarnings("ignore:Please use quant_min and quant_max:UserWarning:torch")
+def test_the_moving_average_is_torch_aos() -> None:
+    ours = _activation_fake()
+    theirs = FakeQuantize(MovingAverageMinMaxObserver, 0, 255, dtype=torch.quint8, averaging_constant=0.01)
+    draw = torch.Generator().manual_seed(0)
+    for step in range(5):
+        x = torch.randn(32, generator=draw) * (1 + step)
+        torch.testing.assert_close(ours(x), theirs(x), rtol=0, atol=1e-5)
+        torch.testing.assert_close(ours.scale, theirs.scale, rtol=1e-6, atol=0)
+        assert int(ours.zero_point) == int(theirs.zero_point)
+
+
+def test_gradients_pass_inside_the_range_and_nowhere_else() -> None:
+    fake = _activation_fake()
+    fake.set_range(-1.0, 1.0)
+    fake.observing = False
+    x = torch.tensor([-3.0, -0.5, 0.2, 0.9, 3.0], requires_grad=True)
+    fake(x).sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [0, 1, 1, 1, 0]
+
+
+def test_fake_quantizers_compute_in_float32_under_autocast() -> None:
+    fake = _activation_fake()
+    x = torch.linspace(-1, 1, 101).to(torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = fake(x)
+    assert y.dtype == torch.bfloat16
+    assert fake.scale.dtype == fake.low.dtype == torch.float32
+    assert (y.float() - x.float()).abs().max() <= float(fake.scale) / 2 + 2**-8
+
+
+def test_moving_a_graph_moves_its_fake_quantizers() -> None:
+    for fake in (_activation_fake(), _weight_fake()):
+        fake(torch.randn(4, 3))
+        assert {value.device.type for value in fake.to("meta").state_dict().values()} == {"meta"}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
+def test_mixed_precision(engine: str, precision: str, trained: nn.Module) -> None:
+    assert agreement(trained, qat(trained, engine, config(precision=precision, learning_rate=2e-4))) >= 0.95
+
+
+@pytest.mark.parametrize("precision", ["16-true", "bf16-true"])
+def test_weights_in_16_bits_are_refused_before_any_work(precision: str, trained: nn.Module) -> None:
+    with pytest.raises(UsageError, match=f"got '{precision}'; use {precision[:-5]}-mixed"):
+        qat(trained, "pt2e", config(precision=precision))
+
+
+def test_training_data_is_asked_for(trained: nn.Module) -> None:
+    with pytest.raises(UsageError, match="training data"):
+        quantize(trained, QuantizeConfig(mode="qat"), example=TRAIN[:2], calibration=[TRAIN])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_value_that_is_not_finite_names_its_layer(engine: str, trained: nn.Module) -> None:
+    bad = TRAIN[:4].clone()
+    bad[0, 0, 0, 0] = float("nan")
+    with pytest.raises(QtoolError, match=r"layer 'x'.*nan"):
+        quantize(
+            trained, QuantizeConfig(mode="qat", engine=engine), example=TRAIN[:2], calibration=[bad], tuning=config(),
+            qat=fine_tune(config()),
+        )  # fmt: skip
+
+
+def test_hooks_without_a_graph_say_so() -> None:
+    with pytest.raises(QtoolError, match="a captured graph; got Linear"):
+        QatHooks(config()).mode(nn.Linear(2, 2), True)

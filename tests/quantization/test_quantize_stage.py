@@ -1,0 +1,222 @@
+"""The quantize stage as a function: any net comes out close to itself, the same each time, and bad input is told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import conv_nets
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from torch import Tensor, nn
+
+from qtool.errors import QtoolError, UsageError
+from qtool.form import QuantizedModel, quantize_nodes
+from qtool.nested import call, tensors
+from qtool.quantization.capture import aten
+from qtool.quantization.stage import float_form, quantize, read_ranges
+from qtool.recipe import RANGES, QuantizeConfig
+
+X = torch.randn(16, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6)
+        self.second, self.head = nn.Conv2d(6, 6, 3, padding=1, groups=2), nn.Linear(6, 4)
+        self.unused = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.norm(self.conv(x)))
+        return self.head(nn.functional.dropout((self.second(x) + x).mean((2, 3)), 0.5, self.training))
+
+
+def net() -> Net:
+    torch.manual_seed(0)
+    model = Net()
+    for _ in range(3):
+        model(X)
+    return model.eval()
+
+
+def made(model: nn.Module, config: QuantizeConfig | None = None, x: Any = X) -> QuantizedModel:
+    return quantize(model, config or QuantizeConfig(), example=x, calibration=[x])
+
+
+def sqnr_db(reference: Tensor, other: Tensor) -> float:
+    """10·log10(Σ ref² / Σ (ref − other)²)."""
+    noise = (reference.double() - other.double()).square().sum().clamp(min=1e-30)
+    return float(10 * torch.log10(reference.double().square().sum() / noise))
+
+
+@settings(
+    max_examples=20, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck),
+    phases=[Phase.explicit, Phase.generate],
+)  # fmt: skip
+@given(conv_nets.nets(activations=conv_nets.FUSED, most=2))
+def test_any_net_stays_close_to_itself_and_keeps_its_weights(net: conv_nets.Net) -> None:
+    model, inputs = conv_nets.build(net), conv_nets.example(net, 16)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    form = made(model, x=inputs)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert not any(node.target is aten.batch_norm.default for node in form.graph.graph.nodes)
+    assert all(unit.integer for unit in form.plan.units if unit.kind in ("conv", "linear"))
+    with torch.no_grad():
+        for real, folded, simulated in zip(
+            tensors(model(*inputs)), tensors(call(form.float_graph, inputs)), tensors(form(inputs)), strict=True
+        ):
+            assert sqnr_db(real, folded) > 90
+            assert sqnr_db(real, simulated) > 15
+
+
+def test_the_plan_the_ranges_and_the_notes() -> None:
+    form = made(net())
+    assert [(u.name, u.kind) for u in form.plan.integer_units] == [
+        ("conv", "conv"), ("second", "conv"), ("add", "add"), ("mean", "global_avg_pool"), ("head", "linear"),
+    ]  # fmt: skip
+    assert form.plan.float_units == ()
+    assert form.plan.notes == ("module 'unused' is no part of the captured graph",)
+    assert set(form.ranges) == {"x", "conv", "second", "add", "mean"}
+    assert form.plan.target == "ort-cpu"
+
+
+def test_the_same_again_is_the_same_to_the_bit() -> None:
+    first, second = made(net()), made(net())
+    assert torch.equal(first(X), second(X))
+    assert first.ranges == second.ranges
+    assert first.plan == second.plan
+
+
+def test_the_model_keeps_its_mode_and_statistics() -> None:
+    model = net().train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    made(model)
+    assert all(module.training for module in model.modules())
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("method", RANGES)
+@pytest.mark.parametrize("engine", ["pt2e", "torch.ao"])
+def test_saved_ranges_repeat_a_quantization_without_data(method: str, engine: str, tmp_path: Path) -> None:
+    form = made(net(), QuantizeConfig(ranges=method, engine=engine))
+    path = tmp_path / "ranges.json"
+    path.write_text(json.dumps(form.ranges))
+    config = QuantizeConfig(ranges=method, engine=engine, ranges_from=str(path))
+    again = quantize(net(), config, example=X)
+    assert torch.equal(again(X), form(X))
+    assert again.ranges == json.loads(path.read_text())
+
+
+def test_ranges_of_another_model_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "ranges.json"
+    path.write_text(json.dumps(made(nn.Sequential(nn.Conv2d(3, 2, 1))).ranges))
+    with pytest.raises(QtoolError, match=r"ranges\.json: expected a range for 'x'"):
+        quantize(net(), QuantizeConfig(ranges_from=str(path)), example=X)
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"x": {"low": 0}}', '{"x": 3}', "not json", '"text"'])
+def test_a_file_that_holds_no_ranges_is_refused(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "ranges.json"
+    path.write_text(text)
+    with pytest.raises(QtoolError, match=r"ranges\.json': expected the ranges\.json of a quantize run"):
+        read_ranges(path)
+    with pytest.raises(QtoolError):
+        read_ranges(tmp_path / "missing.json")
+
+
+def test_a_model_fed_by_name_and_one_fed_by_position() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 2, 1)
+
+        def forward(self, a: Tensor, b: Tensor) -> Tensor:
+            return self.conv(a) - self.conv(b) * 0.5
+
+    torch.manual_seed(0)
+    model = Two().eval()
+    by_name = made(model, x={"b": X.flip(0), "a": X})
+    by_place = made(model, x=(X, X.flip(0)))
+    assert torch.equal(by_name({"a": X, "b": X.flip(0)}), by_place((X, X.flip(0))))
+    assert sqnr_db(model(X, X.flip(0)).detach(), by_place((X, X.flip(0)))) > 30
+
+
+def test_an_example_of_one_sample_is_enough() -> None:
+    form = quantize(net(), QuantizeConfig(), example=X[:1], calibration=[X])
+    assert torch.equal(form(X), made(net())(X))
+
+
+def test_overrides_leave_a_module_in_float() -> None:
+    form = made(net(), QuantizeConfig(overrides={"second": "float"}))
+    assert [unit.name for unit in form.plan.float_units] == ["second", "add", "mean"]
+    assert "override" in form.plan.float_units[0].reason
+    kept = next(n for n in form.graph.graph.nodes if n.target is aten.conv2d.default and n.args[1].op == "get_attr")
+    assert torch.equal(form.graph.get_parameter(kept.args[1].target), net().second.weight)
+
+
+def test_float_form_is_the_model_without_norms_and_dropout() -> None:
+    graph = float_form(net(), X)
+    names = {str(node.target) for node in graph.graph.nodes}
+    assert not any("batch_norm" in name or "dropout" in name for name in names)
+    torch.testing.assert_close(graph(X), net()(X), rtol=1e-4, atol=1e-5)
+
+
+# What cannot be quantized.
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_told_by_name(bad: float) -> None:
+    model = net()
+    with torch.no_grad():
+        model.second.weight[1, 0, 0, 0] = bad
+    with pytest.raises(QtoolError, match=r"second\.weight"):
+        made(model)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_inputs_that_are_not_finite_are_told_by_name(bad: float) -> None:
+    x = X.clone()
+    x[3, 1] = bad
+    with pytest.raises(QtoolError, match=r"layer 'x': expected finite values"):
+        quantize(net(), QuantizeConfig(), example=X, calibration=[X, x])
+
+
+def test_an_activation_that_overflows_is_told_by_its_layer() -> None:
+    model = net()
+    with torch.no_grad():
+        model.second.weight.fill_(3e38)
+    with pytest.raises(QtoolError, match=r"layer 'second'"):
+        made(model)
+
+
+@pytest.mark.parametrize(
+    ("model", "arguments", "said"),
+    [
+        (net, {"calibration": []}, r"calibration: expected at least one sample; got none"),
+        (net, {"calibration": [X[:, :2]]}, r"calibration batch 0, 'x': expected float32 of N × 3 × 8 × 8"),
+        (net, {"calibration": [X[..., :6]]}, r"'x': expected .*; got float32 of 16 × 3 × 8 × 6"),
+        (net, {"example": X[:, :2], "calibration": [X]}, r"model 'Net': expected inputs that it takes"),
+        (nn.Softmax, {"calibration": [X]}, r"runs in integers; got none"),
+        (lambda: net().half(), {"calibration": [X]}, r"parameter 'conv\.weight': expected float32; got float16"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Implicit dimension choice for softmax:UserWarning")
+def test_what_cannot_be_quantized_is_told_in_one_line(model: Any, arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(QtoolError, match=said) as caught:
+        quantize(model(), QuantizeConfig(), **{"example": X, **arguments})
+    assert "\n" not in str(caught.value)
+
+
+def test_training_needs_data_and_a_target_a_name() -> None:
+    with pytest.raises(UsageError, match=r"training data.*got none"):
+        made(net(), QuantizeConfig(mode="qat"))
+    with pytest.raises(UsageError, match="did you mean"):
+        made(net(), QuantizeConfig(target="ort-cpv"))
+
+
+def test_quantizers_follow_the_order_of_the_graph() -> None:
+    labels = [node.meta["custom"]["unit"] for node in quantize_nodes(made(net()).graph)]
+    assert labels == ["x", "conv", "second", "add", "mean"]

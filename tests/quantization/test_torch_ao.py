@@ -1,0 +1,200 @@
+"""The torch.ao engine, held against the default one: same calibration, same integers."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import conv_nets
+import pytest
+import torch
+import torch.ao.nn.intrinsic as nni
+import torch.ao.nn.intrinsic.qat as nniqat
+from conv_nets import Layer, Net
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from nets import settled
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from qtool.errors import QtoolError
+from qtool.form import QuantizedModel, quantized
+from qtool.nested import tensors
+from qtool.nets import mobilenet, resnet
+from qtool.quantization import torch_ao
+from qtool.quantization.capture import parameter
+from qtool.quantization.norms import convolve_norms
+from qtool.quantization.placement import Placement
+from qtool.quantization.stage import float_form, quantize
+from qtool.quantization.targets import ORT_CPU
+from qtool.recipe import QuantizeConfig
+
+BUILT_INS = {"resnet": resnet, "mobilenet": mobilenet}
+
+
+def images(count: int, seed: int = 0) -> Tensor:
+    return torch.randn(count, 1, 28, 28, generator=torch.Generator().manual_seed(seed))
+
+
+def built_in(name: str) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return settled(BUILT_INS[name](10, 1), 28, channels=1)
+
+
+def both(model: nn.Module, example: Any, calibration: list[Any], **options: Any) -> list[QuantizedModel]:
+    return [
+        quantize(model, QuantizeConfig(engine=engine, **options), example=example, calibration=calibration)
+        for engine in ("pt2e", "torch.ao")
+    ]
+
+
+def stored(graph: GraphModule) -> dict[str, list[Any]]:
+    """For each weighted operator, by unit: the integers, scales and zero points of its weight and bias."""
+    found = {}
+    for node in graph.graph.nodes:
+        if node.target is quantized.dequantize_per_channel.default:
+            (reader,) = node.users
+            place = "bias" if len(reader.args) > 2 and reader.args[2] is node else "weight"
+            found[f"{reader.meta['unit']} {place}"] = [
+                *(parameter(graph, argument) for argument in node.args[:3]), *node.args[3:],
+            ]  # fmt: skip
+    return found
+
+
+def grids(graph: GraphModule) -> dict[str, Any]:
+    """Scale, zero point and limits of each unit's quantizer."""
+    nodes = [n for n in graph.graph.nodes if n.target is quantized.quantize_per_tensor.default]
+    return {node.meta["custom"]["unit"]: node.args[1:] for node in nodes}
+
+
+def assert_same(first: QuantizedModel, second: QuantizedModel, x: Any) -> None:
+    """Equal to the last bit: both engines run the same float operators on the same folded weights."""
+    assert first.plan == second.plan
+    assert first.ranges == second.ranges
+    assert grids(first.graph) == grids(second.graph)
+    ours, theirs = stored(first.graph), stored(second.graph)
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        for left, right in zip(ours[name], theirs[name], strict=True):
+            assert torch.equal(left, right) if isinstance(left, Tensor) else left == right, name
+    for left, right in zip(tensors(first(x)), tensors(second(x)), strict=True):
+        assert torch.equal(left, right)
+
+
+@pytest.mark.parametrize("ranges", ["minmax", "mse"])
+@pytest.mark.parametrize("name", BUILT_INS)
+def test_the_engines_agree_on_the_built_in_nets(name: str, ranges: str) -> None:
+    model = built_in(name)
+    first, second = both(model, images(2), [images(32)], ranges=ranges)
+    assert len(stored(second.graph)) >= 20
+    assert_same(first, second, images(16, seed=1))
+
+
+NETS = {
+    "clips": (Layer(activation="clamp low"), Layer(activation="hardtanh"), Layer(activation="hardtanh inplace")),
+    "shared": (Layer("twice", activation="relu6"), Layer("reread", groups="two", bias=True)),
+    "norms": (Layer("norm", norm="plain"), Layer("norm", norm="none", activation="sigmoid")),
+    "pools": (Layer("max", activation="leaky"), Layer("avg", activation="relu6 inplace"), Layer("residual")),
+    "floats": (Layer(activation="hardswish"), Layer("residual", activation="silu inplace")),
+}
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+@pytest.mark.parametrize("name", NETS)
+def test_the_engines_agree_on_small_nets(name: str, rank: int) -> None:
+    net = Net(NETS[name], rank=rank, inputs=rank, head="linear" if rank == 2 else "none")
+    example, calibration = conv_nets.example(net), [conv_nets.example(net, 16, seed=3)]
+    assert_same(*both(conv_nets.build(net), example, calibration), calibration[0])
+
+
+@settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(
+    net=st.builds(Net, layers=st.lists(conv_nets.layers(), min_size=1, max_size=2).map(tuple), seed=st.integers(0, 99))
+)
+def test_the_engines_agree_or_torch_ao_says_what_it_cannot_trace(net: Net) -> None:
+    example, calibration = conv_nets.example(net), [conv_nets.example(net, 16, seed=3)]
+    model = conv_nets.build(net)
+    if any(layer.structure == "concat" for layer in net.layers):  # its forward asks for shapes
+        with pytest.raises(QtoolError, match=r"conv_nets\.py:\d+, use --engine pt2e"):
+            quantize(model, QuantizeConfig(engine="torch.ao"), example=example, calibration=calibration)
+    else:
+        assert_same(*both(model, example, calibration), calibration[0])
+
+
+def test_overrides_leave_the_same_units_in_float() -> None:
+    model = built_in("resnet")
+    first, second = both(model, images(2), [images(16)], overrides={"blocks.1.*": "float"})
+    assert any(unit.name == "blocks.1.body.0" for unit in second.plan.float_units)
+    assert_same(first, second, images(8, seed=1))
+
+
+def test_saved_ranges_of_one_engine_serve_the_other(tmp_path: Path) -> None:
+    model = built_in("resnet")
+    first = quantize(model, QuantizeConfig(), example=images(2), calibration=[images(16)])
+    (tmp_path / "ranges.json").write_text(json.dumps(first.ranges))
+    config = QuantizeConfig(engine="torch.ao", ranges_from=str(tmp_path / "ranges.json"))
+    assert_same(first, quantize(model, config, example=images(2)), images(8, seed=1))
+
+
+def prepared(model: nn.Module, *, train: bool) -> GraphModule:
+    graph = float_form(model, images(2))
+    convolve_norms(graph)
+    return torch_ao.prepare(model, Placement(graph, ORT_CPU), images(2), train=train).graph
+
+
+def kinds(graph: GraphModule) -> dict[str, type]:
+    calls = [str(node.target) for node in graph.graph.nodes if node.op == "call_module"]
+    return {path: type(graph.get_submodule(path)) for path in calls if "activation_post_process" not in path}
+
+
+def test_modules_are_fused_as_torch_ao_fuses_them() -> None:
+    resnet_modules = kinds(prepared(built_in("resnet"), train=False))
+    assert resnet_modules["stem.0"] is nni.ConvReLU2d
+    assert resnet_modules["blocks.0.body.3"] is nn.Conv2d  # the ReLU comes after the sum
+    trained = kinds(prepared(built_in("resnet"), train=True))
+    assert trained["stem.0"] is nniqat.ConvBnReLU2d
+    assert trained["blocks.0.body.3"] is nniqat.ConvBn2d
+    assert not any(issubclass(kind, nn.BatchNorm2d) for kind in trained.values())
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = built_in("mobilenet").train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    quantize(model, QuantizeConfig(engine="torch.ao"), example=images(2), calibration=[images(8)])
+    assert model.training
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+class Asks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[1] == 1:  # torch.export knows this number, a symbolic trace does not
+            return self.conv(x)
+        return x
+
+
+def test_a_model_that_fx_cannot_trace_is_told_its_line() -> None:
+    line = Asks.forward.__code__.co_firstlineno + 1
+    with pytest.raises(QtoolError, match=rf"model 'Asks'.*test_torch_ao\.py:{line}, use --engine pt2e"):
+        quantize(Asks().eval(), QuantizeConfig(engine="torch.ao"), example=images(2), calibration=[images(4)])
+    assert quantize(Asks().eval(), QuantizeConfig(), example=images(2), calibration=[images(4)]).plan.integer_units
+
+
+def test_a_model_that_torch_ao_would_change_is_refused() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1, padding_mode="reflect"), nn.ReLU()).eval()
+    with pytest.raises(QtoolError, match=r"operators and quantizers of the placement; got .*use --engine pt2e"):
+        quantize(model, QuantizeConfig(engine="torch.ao"), example=images(2), calibration=[images(4)])
+
+
+def test_a_torch_without_fx_mode_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.ao.quantization.quantize_fx", None)
+    monkeypatch.delitem(sys.modules, "qtool.quantization.torch_ao")
+    with pytest.raises(QtoolError, match=rf"FX graph mode; got torch {torch.__version__.split('+')[0]}.*--engine pt2e"):
+        importlib.import_module("qtool.quantization.torch_ao")

@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from qtool.errors import QtoolError
+from qtool.reporting.gather import gather
+
+
+def test_a_whole_run_has_its_training_and_its_variants(finished_run):
+    run = gather(finished_run)
+    assert list(run.results) == ["train"]
+    assert [v.name for v in run.variants] == ["ptq", "qat"]
+    assert all(list(v.results) == ["quantize", "export", "benchmark"] for v in run.variants)
+    assert run.missing == [] == run.variants[0].missing
+    assert [r.name for r in run.measured] == [r.name for r in run.quantized] == ["ptq", "qat"]
+
+
+def test_a_variants_folder_brings_the_training_it_came_from(finished_run):
+    run = gather(finished_run / "ptq")
+    assert run.name == "ptq"
+    assert "train" in run.results
+    assert run.measured == [run]
+
+
+def test_what_is_not_there_yet_is_said_with_the_next_command(finished_run):
+    (finished_run / "qat" / "benchmark.json").unlink()
+    (finished_run / "qat" / "export.json").unlink()
+    run = gather(finished_run)
+    assert run.variants[1].missing == [f"not there yet: export, benchmark (next: qtool export {finished_run / 'qat'})"]
+    assert [r.name for r in run.measured] == ["ptq"]
+
+
+def test_only_trained_is_a_run_too(finished_run, tmp_path):
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    (alone / "train.json").write_text((finished_run / "train.json").read_text())
+    assert "quantize" in gather(alone).missing[0]
+
+
+def test_only_a_benchmark_lacks_nothing(finished_run, tmp_path):
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    (alone / "benchmark.json").write_text((finished_run / "ptq" / "benchmark.json").read_text())
+    assert gather(alone).missing == []
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"schema": 99, "stage": "export"}'])
+def test_a_damaged_result_is_a_sentence_and_not_the_end(finished_run, text):
+    (finished_run / "ptq" / "export.json").write_text(text)
+    run = gather(finished_run)
+    assert any("export.json" in told for told in run.variants[0].missing)
+    assert "benchmark" in run.variants[0].results
+
+
+def test_a_stale_result_is_shown_as_such(finished_run):
+    path = finished_run / "ptq" / "export.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"stale": "a later export failed"}))
+    run = gather(finished_run)
+    assert "export is stale: a later export failed" in run.variants[0].missing
+    assert "export" in run.variants[0].results
+
+
+def test_a_folder_without_results_is_refused(tmp_path):
+    with pytest.raises(QtoolError, match="run a stage"):
+        gather(tmp_path)
+    with pytest.raises(QtoolError, match="no such folder"):
+        gather(tmp_path / "absent")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(QtoolError, match="a file"):
+        gather(tmp_path / "file")

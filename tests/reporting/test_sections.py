@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from qtool.reporting import sections
+from qtool.reporting.gather import gather
+
+
+def points(run):
+    return {point.name: point for point in sections._points(run)}
+
+
+def test_a_variants_place_on_the_frontier_is_its_time_and_score_within_their_intervals(finished_run):
+    point = points(gather(finished_run / "ptq"))["int8"]
+    assert point.time == pytest.approx(1 / 2.5)
+    assert point.time_bounds == pytest.approx((1 / 2.55, 1 / 2.45))
+    assert point.score == 0.897
+    assert point.score_bounds == pytest.approx((0.890, 0.904))  # FP32's 0.9 less 0.010 and plus 0.004
+    assert point.score_bounds[0] < point.score < point.score_bounds[1]
+
+
+def test_of_several_variants_the_float_files_are_shown_once(finished_run):
+    found = points(gather(finished_run))
+    assert list(found) == ["fp32", "fp16", "int8 ptq", "int8 qat"]
+    assert found["fp32"].time == 1.0
+    assert found["fp32"].time_bounds is found["fp32"].score_bounds is None
+
+
+def test_without_labels_agreement_takes_the_place_of_accuracy(finished_run, result):
+    for entry in result["variants"].values():
+        entry["accuracy"] = {"num_samples": 10, "agreement": entry["accuracy"]["agreement"]}
+    path = finished_run / "ptq" / "benchmark.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"metrics": result}))
+    run = gather(finished_run / "ptq")
+    assert points(run)["int8"].score == 0.985
+    assert "agreement, %" in sections.frontier(run)
+
+
+def test_tiles_say_gained_where_the_drop_is_negative(finished_run, result):
+    tiles = {label: value for value, label in sections._headline(result["variants"]["int8"])}
+    assert tiles == {
+        "smaller": "4.00×", "the speed, batch 1": "2.50×", "agreement": "98.5 %", "points of top-1 lost": "0.30"
+    }  # fmt: skip
+    result["variants"]["int8"]["accuracy"]["top1_drop"] = -0.002
+    assert ("0.20", "points of top-1 gained") in sections._headline(result["variants"]["int8"])
+
+
+def test_the_title_is_model_and_data_or_else_the_folder(finished_run, tmp_path):
+    assert sections.title_of(gather(finished_run)).endswith("on fashion-mnist")
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    (alone / "benchmark.json").write_text((finished_run / "ptq" / "benchmark.json").read_text())
+    assert sections.title_of(gather(alone)) == "alone"
+
+
+def test_the_worst_layers_come_first(finished_run):
+    text = "".join(sections.layers(gather(finished_run / "ptq")))
+    assert text.index("blocks.5.conv") < text.index("blocks.0.conv")

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from qtool.reporting.tables import markdown, rows, terminal
+
+
+def table(result):
+    return {row.label: dict(zip(result["variants"], row.cells, strict=True)) for row in rows(result)}
+
+
+def test_rows_hold_the_figures_with_their_units(result):
+    told = table(result)
+    assert told["size on disk, MiB"] == {"fp32": "4.00", "fp16": "2.00", "int8": "1.00"}
+    assert told["size without metadata, MiB"]["int8"] == "0.900 (4.00× smaller)"
+    assert told["batch 1: latency p50, ms"]["int8"] == "1.60"
+    assert told["batch 8: latency p90 / p99, ms"]["fp32"] == "35.2 / 48.0"
+    assert told["batch 1: speed-up (95 % CI)"] == {
+        "fp32": "–", "fp16": "1.00× (0.98 to 1.02)", "int8": "2.50× (2.45 to 2.55)"
+    }  # fmt: skip
+    assert told["top-1"]["fp32"] == "90.0 %"
+    assert told["top-1 drop (95 % CI)"]["int8"] == "0.30 points (−0.40 to 1.00)"
+    assert told["multiplying operations"]["int8"] == "3 int8"
+
+
+def test_the_reference_is_not_compared_with_itself(result):
+    told = table(result)
+    assert told["agreement with the reference"]["fp32"] == told["KL divergence, nats"]["fp32"] == "–"
+
+
+def test_what_nobody_measured_has_no_row(result):
+    for entry in result["variants"].values():
+        entry["peak_memory_mib"] = None
+        del entry["accuracy"]
+    told = table(result)
+    assert "peak memory, MiB" not in told
+    assert "top-1" not in told
+    assert "load time, ms" in told
+
+
+def test_an_unsettled_ratio_is_marked_and_explained(result):
+    assert table(result)["batch 8: speed-up (95 % CI)"]["int8"].endswith(" *")
+    assert "wider than was asked" in markdown(result)
+    result["variants"]["int8"]["latency"][1]["converged"] = True
+    assert "wider than was asked" not in markdown(result)
+
+
+def test_markdown_is_one_table_under_the_verdicts(result):
+    lines = markdown(result).splitlines()
+    assert lines[1].startswith("int8 against fp32")
+    grid = [line for line in lines if line.startswith("|")]
+    assert {line.count("|") for line in grid} == {5}
+    assert len(grid) == len(rows(result)) + 2
+    assert lines[-1] == "- noisy machine: a neighbour was loud"
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_the_terminal_shows_the_same_within_its_width(result, width):
+    stream = io.StringIO()
+    Console(file=stream, width=width).print(terminal(result))
+    text = stream.getvalue()
+    assert max(map(len, text.splitlines())) <= width
+    for words in ("2.50×", "3 int8", "noisy machine"):
+        assert words in text

@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import importlib.util
+import sys
+
+import numpy as np
+import pytest
+
+from qtool.errors import QtoolError
+from qtool.runtimes import ProviderError, open_session
+from qtool.runtimes.base import arithmetic
+
+present = pytest.mark.skipif(importlib.util.find_spec("openvino") is None, reason="openvino is not installed")
+FEEDS = {"x": np.random.default_rng(3).normal(size=(2, 3, 8, 8)).astype(np.float32)}
+
+
+def test_absent_it_says_how_to_install_it(files, monkeypatch):
+    monkeypatch.setitem(sys.modules, "openvino", None)
+    with pytest.raises(ProviderError, match=r"pip install 'qtool\[openvino\]'"):
+        open_session(files["fp32"], provider="openvino")
+
+
+@present
+def test_it_computes_what_onnx_runtime_does(files):
+    ours, theirs = (open_session(files["fp32"], provider=p) for p in ("openvino", "cpu"))
+    assert [str(i) for i in ours.inputs] == ["float32[?, 3, 8, 8]"]
+    np.testing.assert_allclose(ours.run(FEEDS)[0], theirs.run(FEEDS)[0], rtol=1e-4, atol=1e-5)
+    ours.prepare(FEEDS)()
+    ours.close()
+
+
+@present
+def test_it_tells_the_arithmetic(files):
+    assert set(arithmetic(open_session(files["fp32"], provider="openvino").kernels(FEEDS))) == {"float32"}
+    assert set(arithmetic(open_session(files["int8"], provider="openvino").kernels(FEEDS))) == {"int8"}
+
+
+@present
+def test_a_corrupt_file_is_one_line(tmp_path):
+    path = tmp_path / "bad.onnx"
+    path.write_bytes(b"nonsense" * 9)
+    with pytest.raises(QtoolError) as caught:
+        open_session(path, provider="openvino")
+    assert "\n" not in str(caught.value)
+
+
+@present
+def test_it_has_no_switch_for_optimisation(files):
+    with pytest.raises(QtoolError, match="optimize"):
+        open_session(files["fp32"], provider="openvino", optimize=False)

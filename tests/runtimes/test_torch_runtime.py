@@ -1,0 +1,177 @@
+from __future__ import annotations
+
+import shutil
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from qtool.errors import QtoolError
+from qtool.runtimes import ProviderError, open_session
+from qtool.runtimes.base import TensorInfo, arithmetic
+from qtool.runtimes.torch import TorchSession, outermost
+
+FEEDS = {"x": np.random.default_rng(0).normal(size=(4, 3, 8, 8)).astype(np.float32)}
+INPUTS = (TensorInfo("x", "float32", ("N", 3, 8, 8)),)
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 5)).eval()
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory):
+    path = tmp_path_factory.mktemp("torch") / "float.pt2"
+    exported = torch.export.export(net(), (torch.zeros(2, 3, 8, 8),), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))
+    torch.export.save(exported, path)
+    return path
+
+
+def test_a_module_is_a_session():
+    session = TorchSession(net(), INPUTS, device="cpu")
+    with torch.no_grad():
+        np.testing.assert_array_equal(session.run(FEEDS)[0], net()(torch.from_numpy(FEEDS["x"])).numpy())
+    session.prepare(FEEDS)()
+    assert (session.provider, session.device, session.stored) == ("torch", "cpu", "float32")
+
+
+def test_a_captured_graph_is_a_session(program):
+    session = open_session(program, provider="torch", device="cpu")
+    assert session.inputs[0].dtype == "float32"
+    assert session.inputs[0].shape[1:] == (3, 8, 8)
+    assert not isinstance(session.inputs[0].shape[0], int)
+    feeds = {session.inputs[0].name: FEEDS["x"]}
+    np.testing.assert_allclose(session.run(feeds)[0], TorchSession(net(), INPUTS).run(FEEDS)[0], rtol=1e-5, atol=1e-6)
+    with pytest.raises(QtoolError, match="got float32"):
+        session.run({session.inputs[0].name: FEEDS["x"][:, :2]})
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [(None, "float32"), ("bf16", "bfloat16"), ("fp16", "float16")])
+def test_the_arithmetic_is_the_profilers_and_not_the_name(precision, dtype):
+    session = TorchSession(net(), INPUTS, device="cpu", precision=precision)
+    assert arithmetic(session.kernels(FEEDS)) == {dtype: 2}
+    assert session.stored == dtype
+
+
+def test_half_precision_keeps_inputs_and_outputs_in_float32():
+    whole, half = (TorchSession(net(), INPUTS, device="cpu", precision=p).run(FEEDS)[0] for p in (None, "bf16"))
+    assert half.dtype == np.float32
+    np.testing.assert_allclose(half, whole, atol=0.03)
+    assert (half != whole).any()
+
+
+def test_threads_are_set_for_the_run_and_given_back():
+    seen = []
+
+    class Counting(nn.Module):
+        def forward(self, x):
+            seen.append(torch.get_num_threads())
+            return x
+
+    before = torch.get_num_threads()
+    TorchSession(Counting(), INPUTS, device="cpu", threads=before + 1).run(FEEDS)
+    assert seen == [before + 1]
+    assert torch.get_num_threads() == before
+
+
+class Quantized(nn.Module):
+    """A convolution between a quantize and a dequantize, as the quantized form has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        import torchao.quantization.pt2e  # noqa: F401  (registers the operators)
+
+        self.register_buffer("weight", torch.arange(-96, 120, dtype=torch.int8).reshape(8, 3, 3, 3))
+        self.register_buffer("scale", torch.full((8,), 0.01))
+        self.register_buffer("zero", torch.zeros(8, dtype=torch.int64))
+
+    def forward(self, x):
+        ops = torch.ops.quantized_decomposed
+        q = ops.quantize_per_tensor(x, 0.05, 128, 0, 255, torch.uint8)
+        w = ops.dequantize_per_channel(self.weight, self.scale, self.zero, 0, -127, 127, torch.int8)
+        y = nn.functional.conv2d(ops.dequantize_per_tensor(q, 0.05, 128, 0, 255, torch.uint8), w)
+        return ops.dequantize_per_tensor(
+            ops.quantize_per_tensor(y, 0.2, 128, 0, 255, torch.uint8), 0.2, 128, 0, 255, torch.uint8
+        )
+
+
+def captured(model: nn.Module) -> nn.Module:
+    return torch.export.export(model, (torch.zeros(4, 3, 8, 8),)).module(check_guards=False)
+
+
+def test_a_quantized_graph_run_as_it_is_is_called_float():
+    session = TorchSession(captured(Quantized()), INPUTS, device="cpu")
+    assert session.stored == "int8"
+    assert arithmetic(session.kernels(FEEDS)) == {"float32": 1}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_cuda_asked_for_is_never_the_cpu(program):
+    with pytest.raises(ProviderError, match="CUDA device"):
+        open_session(program, provider="torch", device="cuda")
+    assert open_session(program, provider="torch").device == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"), [({"precision": "int3"}, "fp16 or bf16"), ({"optimize": False}, "optimize off")]
+)
+def test_what_it_cannot_do_it_refuses(program, options, words):
+    with pytest.raises(QtoolError, match=words):
+        open_session(program, provider="torch", **options)
+
+
+def test_an_onnx_file_is_not_for_torch(files):
+    with pytest.raises(QtoolError, match=r"a \.pt2 file"):
+        open_session(files["fp32"], provider="torch")
+
+
+def test_a_damaged_file_is_one_line(program, tmp_path):
+    path = tmp_path / "half.pt2"
+    path.write_bytes(program.read_bytes()[:2000])
+    with pytest.raises(QtoolError) as caught:
+        open_session(path, provider="torch")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_failure_inside_is_one_line():
+    session = TorchSession(nn.Linear(3, 2), INPUTS, device="cpu")
+    with pytest.raises(QtoolError) as caught:
+        session.run(FEEDS)
+    assert "\n" not in str(caught.value)
+
+
+def test_only_the_outermost_events_are_counted():
+    def event(start, duration, thread=1):
+        return SimpleNamespace(
+            start_ns=lambda: start, duration_ns=lambda: duration, start_thread_id=lambda: thread, id=(start, thread)
+        )
+
+    events = [event(12, 5), event(10, 20), event(30, 5), event(15, 2, thread=2), event(10, 3)]
+    assert [e.id for e in outermost(events)] == [(10, 1), (15, 2), (30, 1)]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("c++") is None and shutil.which("g++") is None, reason="no C++ compiler")
+def test_compiled_it_computes_the_same():
+    session = TorchSession(
+        nn.Sequential(nn.Flatten(), nn.Linear(192, 4)), INPUTS, provider="torch-compile", device="cpu"
+    )
+    eager = TorchSession(session._module, INPUTS, device="cpu")
+    np.testing.assert_allclose(session.run(FEEDS)[0], eager.run(FEEDS)[0], rtol=1e-4, atol=1e-5)
+    assert arithmetic(session.kernels(FEEDS)) == {"float32": 1}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("c++") is None and shutil.which("g++") is None, reason="no C++ compiler")
+@pytest.mark.skipif("AVX" not in torch.backends.cpu.get_cpu_capability(), reason="no x86 with integer kernels")
+def test_compiled_a_quantized_graph_runs_in_integers():
+    graph = captured(Quantized())
+    session = TorchSession(graph, INPUTS, provider="torch-compile", device="cpu")
+    simulated = TorchSession(graph, INPUTS, device="cpu").run(FEEDS)[0]
+    compiled = session.run(FEEDS)[0]
+    assert np.abs(compiled - simulated).max() <= 0.2 + 1e-5
+    assert arithmetic(session.kernels(FEEDS)) == {"int8": 1}
+    session.prepare(FEEDS)()

@@ -1,0 +1,118 @@
+"""The stage and its commands: what they print, what they refuse, and the fresh process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import nn
+
+from qtool.cli import main
+from qtool.errors import QtoolError, UsageError
+from qtool.stages import memory as stage
+
+FACTORIES = """
+import torch
+from torch import nn
+
+def net():
+    return nn.Sequential(nn.Linear(8, 2048), nn.ReLU(), nn.Linear(2048, 3))
+
+def data():
+    samples = torch.utils.data.TensorDataset(torch.randn(300, 8), torch.arange(300) % 3)
+    return {"train": samples, "test": samples}
+
+def broken():
+    return nn.Sequential(nn.Linear(9, 3))
+"""
+
+
+@pytest.fixture
+def specs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    monkeypatch.setenv("QTOOL_MALLOC", "0")
+    file = tmp_path / "mine.py"
+    file.write_text(FACTORIES)
+    return {"model": f"{file}:net", "data": f"{file}:data"}
+
+
+def invoke(*words: str) -> Any:
+    return CliRunner().invoke(main, list(words))
+
+
+def flags(specs: dict[str, str]) -> list[str]:
+    return [word for key, value in specs.items() for word in (f"--{key}", value)]
+
+
+def test_a_model_is_predicted_and_measured(specs: dict[str, str]) -> None:
+    told = invoke("memory", *flags(specs), "--batch-size", "256", "--device", "cpu", "--measure", "--json")
+    assert told.exit_code == 0, told.output
+    result = json.loads(told.stdout)
+    assert abs(result["error"]) < 0.05
+    assert result["measured"]["steps"] == 3
+    assert sum(result["predicted"]["parts"].values()) == result["predicted"]["peak_bytes"]
+
+
+def test_objects_are_predicted_but_not_measured(specs: dict[str, str]) -> None:
+    model = nn.Sequential(nn.Linear(8, 3))
+    batches = [(torch.randn(4, 8), torch.zeros(4, dtype=torch.int64))]
+    found = stage.memory(model, batches, device="cpu")
+    assert found["predicted"]["parts"]["parameters"] == (8 * 3 + 3) * 4
+    with pytest.raises(UsageError, match="specs"):
+        stage.memory(model, batches, measure=True, device="cpu")
+    with pytest.raises(QtoolError, match="at least one batch"):
+        stage.memory(model, [], device="cpu")
+
+
+def test_what_is_not_predicted_is_refused(specs: dict[str, str]) -> None:
+    told = invoke("memory", *flags(specs), "--compile")
+    assert told.exit_code == 2
+    assert "--compile" in told.stderr
+
+
+def test_a_failure_in_the_fresh_process_is_told(specs: dict[str, str]) -> None:
+    with pytest.raises(QtoolError, match="fresh process"):
+        stage._in_fresh_process({**specs, "model": specs["model"].replace("net", "broken"), "task": "classification"},
+                                stage.TrainConfig(device="cpu"))  # fmt: skip
+    with pytest.raises(QtoolError, match="model 'nothing'"):
+        stage._in_fresh_process(
+            {**specs, "model": "nothing", "task": "classification"}, stage.TrainConfig(device="cpu")
+        )
+
+
+def test_arithmetic_needs_no_model() -> None:
+    told = invoke("memory", "--params", "1e9", "--optimizer", "adamw", "--gpu-memory", "24GB")
+    assert told.exit_code == 0, told.output
+    assert "to train: 24.0 GB" in told.stdout
+    assert "4.00 GB at 32-bit" in told.stdout
+    result = json.loads(invoke("memory", "--params", "1e9", "--gpu-memory", "24GB", "--json").stdout)
+    assert result["training"]["num_gpus"] == 2  # a tenth of each is set aside
+
+
+@pytest.mark.parametrize(
+    "words", [(), ("--model", "resnet"), ("--params", "1e9", "--model", "resnet", "--data", "fashion-mnist")]
+)
+def test_one_of_the_two_questions_is_asked(words: tuple[str, ...]) -> None:
+    told = invoke("memory", *words)
+    assert told.exit_code == 2
+    assert "--params" in told.stderr
+
+
+def test_numerics_shows_pi() -> None:
+    told = invoke("numerics", "pi")
+    assert told.exit_code == 0
+    lines = {line.split("  ")[0]: line.split() for line in told.stdout.splitlines()[10:]}
+    assert lines["FP16"][1] == "3.140625"
+    assert lines["INT8"][1] == "3"
+
+
+def test_numerics_as_json_and_refusals() -> None:
+    result = json.loads(invoke("numerics", "70000", "--json").stdout)
+    by_name = {entry["name"]: entry for entry in result["values"][0]["stored"]}
+    assert by_name["FP16"]["stored"] is None  # infinity, which JSON has not
+    assert by_name["INT8"]["stored"] == 127
+    assert invoke("numerics", "abc").exit_code == 2
+    assert invoke("numerics", "--scale", "0").exit_code == 2

@@ -1,0 +1,294 @@
+"""Training and quantization over run directories and plain objects: what is committed, skipped, resumed, refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import qtool
+from qtool import loop
+from qtool.artifacts import read_result, sha256_of
+from qtool.data import load_data
+from qtool.errors import QtoolError, UsageError
+from qtool.stages import open_quantized
+
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(qtool.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+
+
+def plain_net() -> nn.Module:
+    """A net without batch-norm, for tests that pass objects."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 3))
+
+
+def test_training_returns_the_model_and_commits_it(tmp_path: Path, small_net: str, small_data: str) -> None:
+    result = qtool.train(small_net, small_data, out=tmp_path, epochs=3, batch_size=16)
+    committed = read_result(tmp_path, "train")
+    assert committed["metrics"] == result.metrics
+    assert committed["metrics"]["top1"] > 0.9
+    assert committed["config"]["batch_size"] == 16
+    assert len(committed["history"]["losses"]) == result.history.steps
+    assert sorted(p.name for p in tmp_path.iterdir() if p.suffix != ".py") == ["model.safetensors", "train.json"]
+
+
+def test_a_finished_training_is_not_done_again(
+    tmp_path: Path, small_net: str, small_data: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "run"
+    first = qtool.train(small_net, small_data, out=out, max_steps=2)
+    monkeypatch.setattr(loop, "_Run", None)
+    again = qtool.train(small_net, small_data, out=out, max_steps=2)
+    assert again.metrics == first.metrics
+    assert again.history == first.history
+    theirs = first.model.state_dict()
+    assert all(torch.equal(value, theirs[name]) for name, value in again.model.state_dict().items())
+    with pytest.raises(TypeError):
+        qtool.train(small_net, small_data, out=out, max_steps=3)
+    with pytest.raises(TypeError):
+        qtool.train(small_net, small_data, out=out, max_steps=2, resume=False)
+
+
+def test_a_finished_training_whose_weights_were_changed_is_refused_not_overwritten(
+    tmp_path: Path, small_net: str, small_data: str
+) -> None:
+    out = tmp_path / "run"
+    qtool.train(small_net, small_data, out=out, max_steps=1)
+    (out / "model.safetensors").write_bytes(b"mine")
+    with pytest.raises(QtoolError, match=r"as recorded in train\.json"):
+        qtool.train(small_net, small_data, out=out, max_steps=1)
+    assert (out / "model.safetensors").read_bytes() == b"mine"
+    qtool.train(small_net, small_data, out=out, max_steps=1, resume=False)
+    read_result(out, "train")
+
+
+def test_training_on_a_plain_iterable_of_batches_returns_objects() -> None:
+    batches = [(torch.randn(8, 1, 8, 8), torch.arange(8) % 3) for _ in range(4)]
+    net = plain_net()
+    result = qtool.train(net, batches, epochs=2)
+    assert result.model is net
+    assert result.history.steps == 8
+
+
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        ({"epoch": 3}, "argument 'epoch'.*did you mean 'epochs'"),
+        ({"epochs": "3"}, "argument 'epochs'"),
+        ({"precision": "fp8"}, "argument 'precision'"),
+    ],
+)
+def test_keyword_arguments_are_checked_as_arguments(small_data: str, options: dict[str, Any], part: str) -> None:
+    with pytest.raises(UsageError, match=part):
+        qtool.train(plain_net(), small_data, **options)
+
+
+def test_ptq_of_a_run_directory_is_committed_beside_the_training(
+    tmp_path: Path, small_net: str, small_data: str
+) -> None:
+    qtool.train(small_net, small_data, out=tmp_path, max_steps=2)
+    quantized = qtool.quantize(tmp_path, calibration="train:32")
+    result = read_result(tmp_path, "quantize")
+    assert {entry["file"] for entry in result["outputs"].values()} == {"float.pt2", "int8.pt2", "ranges.json"}
+    assert result["calibration"]["num_samples"] == 32
+    assert result["metrics"]["num_float_units"] == 0
+    x = next(iter(qtool.load_data(small_data).test.batch([0, 1, 2])))
+    again = open_quantized(tmp_path)
+    assert torch.equal(again(x), quantized(x))
+    assert again.float_graph is not None
+    assert again.plan == quantized.plan
+
+
+def test_quantizing_without_training_before(tmp_path: Path, small_net: str, small_data: str) -> None:
+    qtool.quantize(small_net, small_data, out=tmp_path / "q", calibration="train:8")
+    assert read_result(tmp_path / "q", "quantize")["source"]["data"] == small_data
+
+
+def test_quantizing_a_module_with_batches_alone() -> None:
+    quantized = qtool.quantize(plain_net(), [torch.randn(4, 1, 8, 8) for _ in range(3)])
+    assert len(quantized.plan.integer_units) == 2
+    assert quantized(torch.randn(5, 1, 8, 8)).shape == (5, 3)
+
+
+def test_the_saved_ranges_give_the_same_quantization_without_the_data(
+    tmp_path: Path, small_net: str, small_data: str
+) -> None:
+    first = qtool.quantize(small_net, small_data, out=tmp_path / "a", calibration="train:32", ranges="mse")
+    second = qtool.quantize(
+        small_net, small_data, out=tmp_path / "b", calibration="train:8", ranges="mse",
+        ranges_from=str(tmp_path / "a" / "ranges.json"),
+    )  # fmt: skip
+    x = torch.randn(4, 1, 8, 8)
+    assert torch.equal(first(x), second(x))
+
+
+def test_qat_options_without_qat_and_qat_without_data_are_refused(small_net: str, small_data: str) -> None:
+    with pytest.raises(UsageError, match="argument 'epochs': expected mode 'qat'; got mode 'ptq'"):
+        qtool.quantize(small_net, small_data, epochs=1)
+    with pytest.raises(UsageError, match="did you mean 'calibration'"):
+        qtool.quantize(small_net, small_data, calibratoin="train:8")
+    with pytest.raises(QtoolError, match="training data"):
+        qtool.quantize(plain_net(), [torch.randn(4, 1, 8, 8)], mode="qat")
+
+
+def test_qat_trains_the_prepared_graph_and_leaves_no_scaffolding(
+    tmp_path: Path, small_net: str, small_data: str
+) -> None:
+    run = tmp_path / "run"
+    qtool.train(small_net, small_data, out=run, epochs=8, batch_size=16)
+    quantized = qtool.quantize(run, mode="qat", out=run / "qat", epochs=1, calibration="train:32", seed=3)
+    result = read_result(run / "qat", "quantize")
+    assert result["config"]["qat"]["epochs"] == 1
+    assert result["config"]["seed"] == result["config"]["qat"]["seed"] == 3
+    assert result["source"]["trained_in"] == ".."
+    assert not (run / "qat" / "checkpoints").exists()
+    held = load_data(small_data).test
+    x, y = held.batch(list(range(len(held))))
+    assert (quantized(x).argmax(1) == y).float().mean() > 0.9
+
+
+def test_a_quantized_model_of_earlier_weights_is_refused(tmp_path: Path, small_net: str, small_data: str) -> None:
+    run = tmp_path / "run"
+    qtool.train(small_net, small_data, out=run, max_steps=1)
+    qtool.quantize(run, out=run / "ptq", calibration="train:8")
+    qtool.train(small_net, small_data, out=run, max_steps=2)
+    with pytest.raises(QtoolError, match=r"one of earlier weights.*quantize"):
+        open_quantized(run / "ptq")
+    qtool.quantize(run, out=run / "ptq", calibration="train:8")
+    open_quantized(run / "ptq")
+
+
+def test_a_run_directory_that_moved_still_knows_its_training(tmp_path: Path, small_net: str, small_data: str) -> None:
+    qtool.train(small_net, small_data, out=tmp_path / "a", max_steps=1)
+    qtool.quantize(tmp_path / "a", out=tmp_path / "a" / "ptq", calibration="train:8")
+    shutil.move(tmp_path / "a", tmp_path / "b")
+    open_quantized(tmp_path / "b" / "ptq")
+    qtool.train(small_net, small_data, out=tmp_path / "b", max_steps=2)
+    with pytest.raises(QtoolError, match="earlier weights"):
+        open_quantized(tmp_path / "b" / "ptq")
+
+
+def test_bad_weights_are_refused_and_nothing_is_left(tmp_path: Path, small_net: str, small_data: str) -> None:
+    from safetensors.torch import save_file
+
+    save_file({"first.0.weight": torch.full((8, 1, 3, 3), float("nan"))}, tmp_path / "w.safetensors")
+    with pytest.raises(QtoolError):
+        qtool.quantize(small_net, small_data, weights=tmp_path / "w.safetensors", out=tmp_path / "q")
+    assert not (tmp_path / "q").exists()
+
+
+def test_a_changed_calibration_recipe_is_calibrated_anew(tmp_path: Path, small_net: str, small_data: str) -> None:
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text("samples = 8\n")
+    known = []
+    for text in ("samples = 8\n", "samples = 8\n", "samples = 16\n"):
+        recipe.write_text(text)
+        qtool.quantize(small_net, small_data, out=tmp_path / "q", calibration=str(recipe))
+        known.append((tmp_path / "q" / "quantize.json").stat().st_mtime_ns)
+    assert known[0] == known[1] < known[2]
+    assert read_result(tmp_path / "q", "quantize")["calibration"]["num_samples"] == 16
+
+
+@pytest.mark.parametrize("stage", ["train", "quantize", "export"])
+def test_a_place_that_cannot_hold_a_folder_is_refused_before_any_work(
+    tmp_path: Path, small_net: str, small_data: str, stage: str
+) -> None:
+    file = tmp_path / "file"
+    file.write_text("mine")
+    arguments = [plain_net()] if stage == "export" else [small_net, small_data]
+    with pytest.raises(UsageError, match="which is a file"):
+        getattr(qtool, stage)(*arguments, out=file / "run", **({} if stage != "export" else {"example_inputs": ()}))
+    assert file.read_text() == "mine"
+
+
+# A full disk
+
+
+def limited(limit: int, *words: str) -> subprocess.CompletedProcess[str]:
+    """A command that may write no file larger than ``limit`` bytes, as on a disk with no more room."""
+    import resource
+
+    return subprocess.run(
+        [sys.executable, "-m", "qtool.cli", *words, "--quiet"],
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+        env=ENVIRONMENT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+def test_a_full_disk_is_one_line_and_the_same_command_works_with_room(
+    tmp_path: Path, small_net: str, small_data: str
+) -> None:
+    run = tmp_path / "run"
+    steps = {
+        "train": (2000, ["--model", small_net, "--data", small_data, "--max-steps", "2", "--out", str(run)]),
+        "quantize": (4000, [str(run), "--calibration", "train:8"]),
+        "export": (3000, [str(run), "--parity-samples", "8", "--reference-samples", "1"]),
+    }
+    for stage, (limit, words) in steps.items():
+        before = sorted(run.iterdir()) if run.exists() else None
+        full = limited(limit, stage, *words)
+        assert full.returncode == 1, full.stderr
+        assert len(full.stderr.splitlines()) == 1, full.stderr
+        assert "room" in full.stderr or "free space" in full.stderr
+        assert (sorted(run.iterdir()) if run.exists() else None) == before
+        assert limited(2**30, stage, *words).returncode == 0
+
+
+# A kill
+
+
+def start(out: Path, *words: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "qtool.cli", *words, "--out", str(out), "--quiet"],
+        env=ENVIRONMENT, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def finish(process: subprocess.Popen[str]) -> None:
+    """Waits for a process that has to succeed; fails with what it said."""
+    said = process.communicate()[1]
+    assert process.returncode == 0, said
+
+
+def wait_for(condition: Any, process: subprocess.Popen[str]) -> None:
+    """Until the condition holds; fails with what the process said where it ended before."""
+    while not condition():
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.002)
+
+
+@pytest.mark.parametrize("mode", ["train", "qat"])
+def test_a_training_killed_by_sigkill_resumes_to_the_same_bits(
+    tmp_path: Path, small_net: str, small_data: str, mode: str
+) -> None:
+    if mode == "train":
+        words, file = ["train", "--model", small_net, "--data", small_data], "model.safetensors"
+    else:
+        qtool.train(small_net, small_data, out=tmp_path / "float", max_steps=4)
+        words, file = ["quantize", str(tmp_path / "float"), "--mode", "qat"], "ranges.json"
+    words += ["--epochs", "6", "--batch-size", "8", "--checkpoint-every", "5"]
+    calm, killed = tmp_path / "calm", tmp_path / "killed"
+    undisturbed = start(calm, *words)
+    finish(undisturbed)
+    for steps in (1, 2):
+        process = start(killed, *words)
+        wait_for(lambda n=steps: len(list(killed.glob("checkpoints/*"))) >= n, process)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        assert not (killed / f"{'train' if mode == 'train' else 'quantize'}.json").exists()
+    last = start(killed, *words)
+    finish(last)
+    assert sha256_of(killed / file) == sha256_of(calm / file)
+    stage = "train" if mode == "train" else "quantize"
+    assert json.loads((killed / f"{stage}.json").read_text())["metrics"] == read_result(calm, stage)["metrics"]
+    assert sorted(p.name for p in killed.iterdir()) == sorted(p.name for p in calm.iterdir())

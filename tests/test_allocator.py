@@ -1,0 +1,66 @@
+import subprocess
+import sys
+
+import pytest
+
+from qtool import allocator
+
+PROBE = """
+import ctypes, sys
+libc = ctypes.CDLL(None)
+class Info(ctypes.Structure):
+    _fields_ = [(n, ctypes.c_size_t) for n in
+                "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()]
+libc.mallinfo2.restype = Info
+libc.malloc.restype = ctypes.c_void_p
+if "tune" in sys.argv:
+    from qtool import allocator
+    print(allocator.tune())
+elif "import" in sys.argv:
+    import qtool
+    print(False)
+before = libc.mallinfo2().hblks  # blocks that came from mmap
+pointer = libc.malloc(ctypes.c_size_t(64 << 20))
+print(libc.mallinfo2().hblks - before)
+"""
+
+
+def probe(*arguments, **environment):
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE, *arguments], capture_output=True, text=True, check=True, env=environment or None
+    )
+    tuned, mapped = done.stdout.split()
+    return tuned == "True", int(mapped)
+
+
+glibc = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's mallopt")
+
+
+@glibc
+def test_large_blocks_come_from_the_heap_after_tuning():
+    assert probe("tune") == (True, 0)
+
+
+@glibc
+def test_the_environment_switches_it_off():
+    tuned, mapped = probe("tune", QTOOL_MALLOC="0", PYTHONPATH=".")
+    assert not tuned
+    assert mapped >= 1
+
+
+@glibc
+def test_importing_qtool_leaves_the_process_alone():
+    assert probe("import")[1] >= 1
+
+
+def test_other_platforms_are_left_alone(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert allocator.tune() is False
+
+
+def test_other_c_libraries_are_left_alone(monkeypatch):
+    class Musl:
+        pass
+
+    monkeypatch.setattr(allocator.ctypes, "CDLL", lambda name: Musl())
+    assert allocator.tune() is False

@@ -1,0 +1,268 @@
+"""The run directory: a kill leaves the old or the new artifact, and a changed file is refused."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qtool import artifacts
+from qtool.artifacts import (
+    atomic_path,
+    finite,
+    has_result,
+    mark_stale,
+    output_path,
+    pending,
+    read_result,
+    settle,
+    sha256_of,
+    staging,
+    write_json,
+    write_result,
+)
+from qtool.errors import QtoolError
+
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(artifacts.__file__).parents[1])}
+TEXT = st.text(st.characters(exclude_categories=["Cs"]))
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
+    max_leaves=8,
+)
+
+
+def commit(run: Path, files: Mapping[str, str], stage: str = "train", **extra: Any) -> dict[str, Any]:
+    """Commits a stage of small text files named by their content's role."""
+    with staging(run, stage) as folder:
+        outputs = {}
+        for name, text in files.items():
+            outputs[name] = folder / f"{name}.txt"
+            outputs[name].write_text(text)
+        return write_result(run, stage, config={"a": 1}, inputs={"x": "y"}, outputs=outputs, metrics={}, extra=extra)
+
+
+def fail_after_writing(path: Path) -> None:
+    """A writer that is stopped half way."""
+    path.write_text("half")
+    raise RuntimeError
+
+
+def test_a_committed_stage_reads_back(tmp_path: Path) -> None:
+    written = commit(tmp_path / "run", {"model": "weights"}, note="kept")
+    read = read_result(tmp_path / "run", "train")
+    assert read == written
+    assert read["note"] == "kept"
+    assert read["outputs"]["model"]["sha256"] == hashlib.sha256(b"weights").hexdigest()
+    assert output_path(tmp_path / "run", read, "model").read_text() == "weights"
+    assert not pending(tmp_path / "run", "train").exists()
+
+
+def test_what_depends_on_the_machine_is_recorded(tmp_path: Path) -> None:
+    found = commit(tmp_path, {})["environment"]
+    assert found["packages"]["torch"]
+    assert found["cpu"]["cores"] >= 1
+    assert found["python"].startswith("3.")
+
+
+def test_files_without_a_name_of_their_own_are_recorded_too(tmp_path: Path) -> None:
+    with staging(tmp_path, "export") as folder:
+        (folder / "model.onnx").write_text("graph")
+        (folder / "model.onnx.data").write_text("weights")
+        write_result(tmp_path, "export", config={}, inputs={}, outputs={"int8": folder / "model.onnx"}, metrics={})
+    (tmp_path / "model.onnx.data").write_text("other")
+    with pytest.raises(QtoolError, match=r"model\.onnx\.data.*sha256"):
+        read_result(tmp_path, "export")
+
+
+def test_a_changed_or_missing_output_is_refused(tmp_path: Path) -> None:
+    commit(tmp_path, {"model": "weights"})
+    (tmp_path / "model.txt").write_text("tampered")
+    with pytest.raises(QtoolError, match=r"model\.txt.*expected sha256.*as recorded in train\.json"):
+        read_result(tmp_path, "train")
+    assert read_result(tmp_path, "train", verify=False)
+    (tmp_path / "model.txt").unlink()
+    with pytest.raises(QtoolError, match="no file"):
+        read_result(tmp_path, "train")
+
+
+@pytest.mark.parametrize(
+    ("content", "part"),
+    [("{", "a JSON result"), ("[]", "schema"), ('{"schema": 99}', "got 99"), ('{"schema": 1}', "a whole result")],
+)
+def test_a_damaged_result_is_refused(tmp_path: Path, content: str, part: str) -> None:
+    (tmp_path / "train.json").write_text(content)
+    with pytest.raises(QtoolError, match=part):
+        read_result(tmp_path, "train")
+
+
+def test_a_missing_stage_says_which_are_there(tmp_path: Path) -> None:
+    commit(tmp_path, {})
+    with pytest.raises(QtoolError, match=r"finished 'export' stage.*finished stages: train.*qtool export"):
+        read_result(tmp_path, "export")
+
+
+def test_a_stale_result_is_refused_and_its_files_stay(tmp_path: Path) -> None:
+    commit(tmp_path, {"model": "weights"})
+    mark_stale(tmp_path, "train", "a later one failed")
+    with pytest.raises(QtoolError, match="a stale one: a later one failed"):
+        read_result(tmp_path, "train")
+    assert (tmp_path / "model.txt").read_text() == "weights"
+    commit(tmp_path, {"model": "new"})
+    assert "stale" not in read_result(tmp_path, "train")
+
+
+def test_staging_that_fails_leaves_the_old_artifact_and_nothing_else(tmp_path: Path) -> None:
+    commit(tmp_path, {"model": "old"})
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(RuntimeError), staging(tmp_path, "train") as folder:
+        fail_after_writing(folder / "model.txt")
+    assert sorted(tmp_path.iterdir()) == before
+    assert read_result(tmp_path, "train")["outputs"]["model"]["sha256"] == hashlib.sha256(b"old").hexdigest()
+
+
+def test_staging_that_fails_in_a_new_run_directory_leaves_no_directory(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError), staging(tmp_path / "new", "train"):
+        raise RuntimeError
+    assert not (tmp_path / "new").exists()
+
+
+DIE_WHILE_MOVING = """
+import os, sys
+from pathlib import Path
+from qtool.artifacts import pending, staging, write_result
+run, left = Path(sys.argv[1]), int(sys.argv[2])
+real = Path.replace
+def replace(self, target):
+    global left
+    if self.parent == pending(run, "train") and not self.name.startswith("."):
+        if left == 0:
+            os._exit(9)
+        left -= 1
+    return real(self, target)
+Path.replace = replace
+with staging(run, "train") as folder:
+    for name in "ab":
+        (folder / f"{name}.txt").write_text("new")
+    outputs = {n: folder / f"{n}.txt" for n in "ab"}
+    write_result(run, "train", config={}, inputs={}, outputs=outputs, metrics={})
+"""
+
+
+@pytest.mark.parametrize("moves", [0, 1, 2])
+def test_a_kill_between_the_moves_of_a_commit_is_rolled_forward(tmp_path: Path, moves: int) -> None:
+    """After the commit point the new artifact is the one that is read, however many files had been moved."""
+    commit(tmp_path, {"a": "old", "b": "old"})
+    died = subprocess.run([sys.executable, "-c", DIE_WHILE_MOVING, str(tmp_path), str(moves)], env=ENVIRONMENT)
+    assert died.returncode == 9
+    assert pending(tmp_path, "train").exists()
+    assert has_result(tmp_path, "train")
+    read_result(tmp_path, "train")
+    assert {p.name: p.read_text() for p in tmp_path.glob("*.txt")} == {"a.txt": "new", "b.txt": "new"}
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.txt", "b.txt", "train.json"]
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from qtool.artifacts import staging, write_result
+run, count = Path(sys.argv[1]), 0
+print("ready", flush=True)
+while True:
+    count += 1
+    with staging(run, "train") as folder:
+        for name in "abc":
+            (folder / name).write_text(str(count) * 20000)
+        write_result(run, "train", config={"n": count}, inputs={}, outputs={n: folder / n for n in "abc"}, metrics={})
+"""
+
+
+def test_sigkill_at_any_moment_leaves_a_whole_artifact(tmp_path: Path) -> None:
+    """A process commits again and again and is killed: the three files and the result are always of one commit."""
+    commit(tmp_path, {})
+    for delay in (0.0, 0.011, 0.023, 0.05, 0.08, 0.13):
+        writer = subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, env=ENVIRONMENT
+        )
+        assert writer.stdout is not None
+        with writer.stdout as lines:
+            lines.readline()
+            time.sleep(delay)
+            writer.send_signal(signal.SIGKILL)
+            writer.wait()
+        result = read_result(tmp_path, "train")
+        contents = {p.read_text()[: len(str(result["config"].get("n", "")))] for p in tmp_path.glob("[abc]")}
+        assert contents <= {str(result["config"].get("n"))}
+
+
+def test_an_atomic_write_that_fails_keeps_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("old")
+    with pytest.raises(RuntimeError), atomic_path(path) as temporary:
+        fail_after_writing(temporary)
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_an_atomic_write_keeps_the_suffix_and_honours_the_umask(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "a.onnx"
+    with atomic_path(path) as temporary:
+        assert temporary.suffix == ".onnx"
+        temporary.write_text("new")
+    mask = os.umask(0)
+    os.umask(mask)
+    assert path.stat().st_mode & 0o777 == 0o666 & ~mask
+
+
+def test_temporary_files_of_dead_processes_are_swept_and_of_living_ones_are_not(tmp_path: Path) -> None:
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    left, kept = tmp_path / f".a-{dead.pid}-xyz.txt", tmp_path / f".a-{os.getppid()}-xyz.txt"
+    for path in (left, kept):
+        path.write_text("half")
+    with atomic_path(tmp_path / "a.txt") as temporary:
+        temporary.write_text("new")
+    assert not left.exists()
+    assert kept.exists()
+
+
+@given(PLAIN)
+def test_json_holds_any_plain_value_with_null_for_what_json_lacks(value: Any) -> None:
+    again = json.loads(json.dumps(finite(value), allow_nan=False))
+    assert again == finite(value)
+    assert not (isinstance(value, float) and not math.isfinite(value)) or again is None
+
+
+def test_json_is_written_atomically_as_utf8(tmp_path: Path) -> None:
+    write_json(tmp_path / "a.json", {"µ": float("inf"), "t": (1, 2)})
+    assert json.loads((tmp_path / "a.json").read_text(encoding="utf-8")) == {"µ": None, "t": [1, 2]}
+
+
+def test_a_folders_hash_covers_names_and_contents(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("1")
+    first = sha256_of(tmp_path)
+    (tmp_path / "a").rename(tmp_path / "b")
+    renamed = sha256_of(tmp_path)
+    (tmp_path / "b").write_text("2")
+    assert len({first, renamed, sha256_of(tmp_path)}) == 3
+
+
+def test_settling_without_a_commit_point_changes_nothing(tmp_path: Path) -> None:
+    folder = pending(tmp_path, "train")
+    folder.mkdir()
+    (folder / "model.txt").write_text("half")
+    settle(tmp_path, "train")
+    assert not (tmp_path / "model.txt").exists()
+    assert not has_result(tmp_path, "train")

@@ -1,0 +1,343 @@
+"""The command line, through click's runner and as a subprocess: help, errors, exit codes, and who writes where."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+import qtool
+from qtool import pipeline
+from qtool.cli import main
+from qtool.errors import ContractError
+from qtool.recipe import BenchmarkConfig, ExportConfig, QatConfig, QuantizeConfig, TrainConfig
+
+COMMANDS = sorted(main.commands)
+WORKING = [name for name in COMMANDS if name != "completion"]
+HEAVY = ("torch", "numpy", "rich", "onnx", "onnxruntime")
+
+
+@pytest.fixture(autouse=True)
+def _untouched_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commands run inside the tests' own process, whose allocator is not theirs to change."""
+    monkeypatch.setenv("QTOOL_MALLOC", "0")
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_it_was() -> Iterator[None]:
+    import logging
+
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def invoke(*words: str) -> Result:
+    return CliRunner().invoke(main, list(words))
+
+
+def run_python(code: str, *words: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False, **options)
+
+
+def qtool_process(*words: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    return run_python("from qtool.cli import main; main()", *words, **options)
+
+
+def told(result: Result) -> str:
+    """The one line of error on stderr."""
+    lines = [line for line in result.stderr.splitlines() if line]
+    assert len(lines) == 1, result.stderr
+    assert lines[0].startswith("qtool: error: ")
+    return lines[0]
+
+
+# Help
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_an_example_and_a_sentence(command: str) -> None:
+    result = invoke(command, "--help")
+    assert result.exit_code == 0
+    assert f"Example:\n  qtool {command}" in result.output
+    assert result.output.startswith(f"Usage: qtool {command}")
+
+
+@pytest.mark.parametrize(
+    "words", [["--help"], ["--version"], *([c, "--help"] for c in COMMANDS), ["completion", "zsh"]]
+)
+def test_help_version_and_completion_import_nothing_heavy(words: list[str]) -> None:
+    code = (
+        "import sys, atexit\n"
+        f"atexit.register(lambda: print('LOADED', [m for m in {HEAVY!r} if m in sys.modules]))\n"
+        "from qtool.cli import main; main()"
+    )
+    done = run_python(code, *words)
+    assert done.returncode == 0, done.stderr
+    assert "LOADED []" in done.stdout
+
+
+def test_import_qtool_imports_nothing_heavy_and_lists_its_api() -> None:
+    done = run_python(f"import sys, qtool; print(dir(qtool)); print([m for m in {HEAVY!r} if m in sys.modules])")
+    assert done.stdout.splitlines()[1] == "[]"
+    for name in ("train", "quantize", "export", "benchmark", "run"):
+        assert f"'{name}'" in done.stdout
+
+
+def test_the_public_names_exist_and_others_do_not() -> None:
+    for name in qtool.__all__:
+        assert getattr(qtool, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+        _ = qtool.trian  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("command", "kind"),
+    [
+        ("train", TrainConfig),
+        ("quantize", QuantizeConfig),
+        ("quantize", QatConfig),
+        ("export", ExportConfig),
+        ("benchmark", BenchmarkConfig),
+    ],
+)
+def test_every_field_is_a_flag_with_its_help_default_and_choices(command: str, kind: type) -> None:
+    options = {param.name: param for param in main.commands[command].params}
+    for field in dataclasses.fields(kind):
+        option: Any = options[field.name]
+        assert "--" + field.name.replace("_", "-") in option.opts[0]
+        if not (kind is QatConfig and field.name == "seed"):
+            assert field.metadata["help"] in option.help
+            assert field.default in (None, dataclasses.MISSING) or "[default: " in option.help
+        context = main.commands[command].make_context(command, [], resilient_parsing=True)
+        assert all(choice in option.make_metavar(context) for choice in field.metadata["choices"])
+
+
+def test_version() -> None:
+    assert invoke("--version").output == f"qtool, version {qtool.__version__}\n"
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_prints_a_script_that_names_the_program(shell: str) -> None:
+    result = invoke("completion", shell)
+    assert result.exit_code == 0
+    assert "_QTOOL_COMPLETE" in result.output
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [("qtool tra", "train"), ("qtool train --prec", "--precision"), ("qtool quantize --ranges en", "entropy"),
+     ("qtool run fash", "fashion-mnist")],
+)  # fmt: skip
+def test_completion_completes_commands_options_choices_and_recipes(words: str, found: str) -> None:
+    place = os.environ | {
+        "_QTOOL_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1),
+    }  # fmt: skip
+    assert f"plain,{found}" in qtool_process(env=place).stdout
+
+
+# Wrong command lines
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["trian"], ["a command", "'trian'", "did you mean 'train'?"]),
+        (["train", "--modle", "resnet"], ["qtool train", "--modle", "did you mean --model?"]),
+        (["train", "--data", "fashion-mnist", "--out", "x"], ["qtool train: expected --model; got nothing"]),
+        (["train", "--model", "resnet", "--out", "x"], ["expected --data"]),
+        (["train", "--model", "resnet", "--data", "fashion-mnist"], ["expected --out"]),
+        (["train", "--epochs", "four"], ["option '--epochs'", "a whole number", "'four'"]),
+        (["train", "--epochs", "-3"], ["option '--epochs'", "at least 0"]),
+        (["train", "--learning-rate", "nan"], ["option '--learning-rate'", "a finite number"]),
+        (["train", "--precision", "bf16-mix"], ["did you mean 'bf16-mixed'?"]),
+        (["train", "--epochs"], ["'--epochs' requires an argument"]),
+        (["quantize"], ["neither RUN_DIR nor"]),
+        (["quantize", "runs/x", "--model", "resnet"], ["RUN_DIR and --model"]),
+        (["quantize", "nowhere", "--mode", "qta"], ["did you mean 'qat'?"]),
+        (["quantize", "nowhere", "--overrides", "layer4"], ["PATTERN=VALUE"]),
+        (["export"], ["expected RUN_DIR"]),
+        (["export", "a", "b"], ["qtool export"]),
+        (["benchmark", "runs/x", "--batch-sizes", "1,a"], ["option '--batch-sizes'", "'a'"]),
+        (["benchmark", "runs/x", "--provider", "gpu"], ["one of cpu, cuda"]),
+        (["run"], ["expected RECIPE"]),
+        (["run", "fashion-minst"], ["did you mean 'fashion-mnist'?"]),
+        (["run", "fashion-mnist", "--set", "train.epoch=3"], ["recipe key 'train.epoch'", "did you mean 'epochs'?"]),
+        (["run", "fashion-mnist", "--set", "epochs"], ["--set 'epochs'", "KEY=VALUE"]),
+        (["completion", "csh"], ["qtool completion", "csh"]),
+        (["inspect", "nothing.onnx"], ["nothing.onnx"]),
+        (["quantize", "nowhere"], ["run directory 'nowhere'", "no such folder"]),
+        (["export", "nowhere"], ["run directory 'nowhere'", "no such folder"]),
+        (["benchmark", "nowhere"], ["run directory 'nowhere'", "no such folder"]),
+        (["train", "--model", "resnt", "--data", "fashion-mnist", "--out", "x"], ["did you mean 'resnet'?"]),
+        (["train", "--model", "resnet", "--data", "fashion-mnst", "--out", "x"], ["did you mean 'fashion-mnist'?"]),
+        (["train", "--model", "resnet", "--data", "idx:nowhere", "--out", "x"], ["nowhere"]),
+        (["train", "--model", "net.py:f", "--data", "fashion-mnist", "--out", "x"], ["factory", "net.py"]),
+        (["train", "--model", "resnet", "--data", "fashion-mnist", "--task", "clasification", "--out", "x"],
+         ["did you mean 'classification'?"]),
+    ],
+)  # fmt: skip
+def test_a_wrong_command_line_is_one_line_exit_2_and_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], parts: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = invoke(*words)
+    line = told(result)
+    for part in parts:
+        assert part in line
+    assert result.exit_code == 2, line
+    assert result.stdout == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_a_command_the_help_is_shown() -> None:
+    result = invoke()
+    assert result.exit_code == 2
+    assert "Commands:" in result.stderr
+
+
+# What the functions below are asked, and what becomes of what they raise
+
+
+class Asked:
+    """Stands in for a function of the pipeline and keeps what it was called with."""
+
+    def __init__(self, raises: BaseException | None = None) -> None:
+        self.raises = raises
+        self.positional: tuple[Any, ...] = ()
+        self.named: dict[str, Any] = {}
+
+    def __call__(self, *positional: Any, **named: Any) -> dict[str, Any]:
+        self.positional, self.named = positional, named
+        print("a library that prints")
+        if self.raises:
+            raise self.raises
+        return {"value": 1.5, "infinite": float("inf")}
+
+
+def inspect_raises(monkeypatch: pytest.MonkeyPatch, error: BaseException, *words: str) -> Result:
+    monkeypatch.setattr(pipeline, "inspect", Asked(error))
+    return invoke("inspect", "x", *words)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "parts"),
+    [
+        (ContractError("gate", "parity", "none", "look"), 3, ["gate: expected parity; got none; look"]),
+        (OSError(errno.ENOSPC, "No space left on device", "a/b"), 1, ["'a/b'", "No space left", "free space"]),
+        (PermissionError(errno.EACCES, "Permission denied", "a/b"), 1, ["'a/b'", "Permission denied"]),
+        (MemoryError(), 1, ["memory", "smaller batch"]),
+        (ValueError("two\nlines"), 1, ["ValueError: two lines", "--debug"]),
+        (KeyError("k"), 1, ["KeyError", "--debug"]),
+    ],
+)
+def test_whatever_is_raised_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, code: int, parts: list[str]
+) -> None:
+    result = inspect_raises(monkeypatch, error, "--quiet")
+    lines = result.stderr.splitlines()
+    assert result.exit_code == code
+    assert lines[-1].startswith("qtool: error: ")
+    assert all(part in lines[-1] for part in parts)
+    assert "Traceback" not in result.stderr
+
+
+def test_debug_shows_the_traceback_and_json_the_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = inspect_raises(monkeypatch, ValueError("why"), "--debug", "--json")
+    assert "Traceback" in result.stderr
+    assert json.loads(result.stdout)["error"] == {
+        "where": "qtool",
+        "expected": "no internal error",
+        "got": "ValueError: why",
+        "do": "run it again with --debug for the traceback and report it",
+        "exit_code": 1,
+    }
+
+
+def test_an_interrupt_is_130_and_says_that_the_run_resumes(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = inspect_raises(monkeypatch, KeyboardInterrupt())
+    assert result.exit_code == 130
+    assert "resumes" in result.stderr
+
+
+def test_json_is_one_object_whatever_libraries_print(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "inspect", Asked())
+    result = invoke("inspect", "x", "--json")
+    assert json.loads(result.stdout) == {"value": 1.5, "infinite": None}
+    assert "a library that prints" in result.stderr
+
+
+def test_quiet_prints_nothing_on_stdout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "inspect", Asked())
+    assert invoke("inspect", "x", "--quiet").stdout == ""
+
+
+@pytest.mark.parametrize("command", WORKING)
+def test_every_command_takes_json_quiet_and_debug(command: str) -> None:
+    names = {name for param in main.commands[command].params for name in param.opts}
+    assert {"--json", "--quiet", "--debug"} <= names
+
+
+def test_only_what_was_given_reaches_the_function(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked = Asked(ContractError("a", "b", "c", "d"))
+    monkeypatch.setattr(pipeline, "train", asked)
+    invoke("train", "--model", "m", "--data", "d", "--out", str(tmp_path), "--grad-clip", "none", "--no-channels-last")
+    assert asked.named == {
+        "model": "m", "data": "d", "out": tmp_path, "resume": True, "progress": True,
+        "grad_clip": None, "channels_last": False,
+    }  # fmt: skip
+
+
+def test_lists_and_tables_are_given_with_commas_or_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = Asked(ContractError("a", "b", "c", "d"))
+    monkeypatch.setattr(pipeline, "benchmark", asked)
+    invoke("benchmark", "x", "--batch-sizes", "1,8", "--batch-sizes", "32", "--variants", "fp32,int8")
+    assert (asked.named["batch_sizes"], asked.named["variants"]) == ((1, 8, 32), ("fp32", "int8"))
+    monkeypatch.setattr(pipeline, "quantize", asked)
+    invoke("quantize", "x", "--overrides", "a.*=float", "--overrides", "b=int8", "--quiet")
+    assert asked.named["overrides"] == {"a.*": "float", "b": "int8"}
+    assert asked.named["model"] == Path("x")
+    assert asked.named["progress"] is False
+
+
+def test_a_recipe_reaches_the_pipeline_with_its_overrides(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = Asked(ContractError("a", "b", "c", "d"))
+    monkeypatch.setattr(pipeline, "run", asked)
+    assert invoke("run", "r.toml", "--set", "a=1", "--set", "b=2", "--no-resume").exit_code == 3
+    assert asked.positional == ("r.toml", None)
+    assert asked.named["overrides"] == ("a=1", "b=2")
+    assert asked.named["resume"] is False
+
+
+# As a process
+
+
+@pytest.mark.parametrize("command", [name for name in WORKING if name != "numerics"])  # which needs none
+def test_every_command_as_a_process_tells_a_missing_argument(tmp_path: Path, command: str) -> None:
+    done = qtool_process(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(Path(qtool.__file__).parents[1])})
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("qtool: error: ")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_an_interrupted_process_leaves_with_130() -> None:
+    code = (
+        "import signal, os, sys\n"
+        "from qtool import pipeline\n"
+        "pipeline.inspect = lambda path: os.kill(os.getpid(), signal.SIGINT) or signal.pause()\n"
+        "sys.argv[1:] = ['inspect', 'x']\n"
+        "from qtool.cli import main; main()"
+    )
+    done = run_python(code, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
+    assert done.returncode == 130
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,157 @@
+"""Evaluation and comparison, against numpy formulas and against what the interval promises."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qtool.errors import QtoolError
+from qtool.evaluate import compare, evaluate, kl_divergence, paired_interval, predictions, sqnr_db
+from qtool.tasks import Classification
+
+
+def softmax(x: np.ndarray) -> np.ndarray:
+    e = np.exp(x - x.max(1, keepdims=True))
+    return e / e.sum(1, keepdims=True)
+
+
+def cut(x: torch.Tensor, y: torch.Tensor, size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return list(zip(x.split(size), y.split(size), strict=True))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 40), st.integers(2, 12), st.integers(1, 17), st.integers(0, 2**31))
+def test_streaming_means_equal_the_whole(samples: int, classes: int, size: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(size=(samples, classes)).astype(np.float32) * 3
+    labels = rng.integers(0, classes, samples)
+    got = evaluate(lambda x: x, cut(torch.from_numpy(logits), torch.from_numpy(labels), size), Classification())
+    chosen = softmax(logits.astype(np.float64))[np.arange(samples), labels]
+    assert got["num_samples"] == samples
+    assert got["loss"] == pytest.approx(-np.log(chosen).mean(), rel=1e-5)
+    assert got["top1"] == (logits.argmax(1) == labels).mean()
+    if classes > 5:
+        rank = (logits > logits[np.arange(samples), labels][:, None]).sum(1)
+        assert got["top5"] == (rank < 5).mean()
+    else:
+        assert "top5" not in got
+
+
+def test_evaluate_keeps_no_gradient_and_finishes() -> None:
+    class Perplexity(Classification):
+        def finish(self, means: dict[str, float]) -> dict[str, float]:
+            return means | {"perplexity": math.exp(means["loss"])}
+
+    model = torch.nn.Linear(3, 4)
+    seen: list[bool] = []
+
+    def predict(x: torch.Tensor) -> torch.Tensor:
+        output = model(x)
+        seen.append(output.requires_grad)
+        return output
+
+    got = evaluate(predict, [(torch.zeros(2, 3), torch.tensor([0, 1]))], Perplexity())
+    assert seen == [False]
+    assert got["perplexity"] == pytest.approx(math.exp(got["loss"]))
+
+
+def test_predictions_are_all_outputs_in_float32() -> None:
+    x, y = torch.randn(5, 3), torch.arange(5)
+    outputs, targets = predictions(lambda x: x.half(), cut(x, y, 2))
+    assert outputs.dtype == torch.float32
+    assert torch.equal(outputs, x.half().float())
+    assert torch.equal(targets, y)
+
+
+@pytest.mark.parametrize(
+    "call", [lambda: evaluate(torch.neg, [], Classification()), lambda: predictions(torch.neg, [])]
+)
+def test_no_sample_is_an_error(call) -> None:
+    with pytest.raises(QtoolError, match="at least one sample"):
+        call()
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 50), st.integers(2, 8), st.floats(0, 2), st.integers(0, 2**31))
+def test_compare_equals_numpy(samples: int, classes: int, noise: float, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    r = rng.normal(size=(samples, classes)).astype(np.float32) * 2
+    o = (r + noise * rng.normal(size=r.shape)).astype(np.float32)
+    t = rng.integers(0, classes, samples)
+    got = compare(torch.from_numpy(r), torch.from_numpy(o), torch.from_numpy(t))
+    p, q = softmax(r.astype(np.float64)), softmax(o.astype(np.float64))
+    assert got["num_samples"] == samples
+    assert got["agreement"] == pytest.approx((r.argmax(1) == o.argmax(1)).mean())
+    assert got["kl"] == pytest.approx((p * np.log(p / q)).sum(1).mean(), rel=1e-6, abs=1e-12)
+    error = np.square(r.astype(np.float64) - o).sum()
+    expected = 10 * np.log10(np.square(r.astype(np.float64)).sum() / error) if error else math.inf
+    assert got["sqnr_db"] == pytest.approx(expected)
+    right, other = r.argmax(1) == t, o.argmax(1) == t
+    assert got["top1_reference"] == pytest.approx(right.mean())
+    assert got["top1"] == pytest.approx(other.mean())
+    assert got["top1_drop"] == pytest.approx(right.mean() - other.mean())
+    low, high = got["top1_drop_ci95"]
+    assert -1 <= low < got["top1_drop"] + 1e-12 or samples < 3
+    assert low < high <= 1
+
+
+def test_equal_models() -> None:
+    r = torch.randn(20, 4)
+    got = compare(r, r)
+    assert got == {"num_samples": 20, "agreement": 1.0, "kl": 0.0, "sqnr_db": math.inf}
+
+
+def test_kl_is_of_the_reference_first() -> None:
+    r, o = torch.tensor([[0.0, 0.0]]), torch.tensor([[math.log(3.0), 0.0]])
+    assert kl_divergence(r, o) == pytest.approx(0.5 * math.log(0.5 / 0.75) + 0.5 * math.log(0.5 / 0.25))
+    assert kl_divergence(o, r) != pytest.approx(kl_divergence(r, o))
+
+
+def test_a_doubled_output_is_seen() -> None:
+    r = torch.randn(50, 5)
+    assert sqnr_db(r, 2 * r) == pytest.approx(0.0)
+    assert sqnr_db(torch.zeros(2, 2), torch.ones(2, 2)) == -math.inf
+
+
+def test_interval_is_the_published_formula() -> None:
+    # Agresti and Min's adjusted Wald interval, written out from the 2×2 table with ½ added to each cell
+    a, b, c, d = 800 + 0.5, 30 + 0.5, 10 + 0.5, 160 + 0.5
+    n = a + b + c + d
+    p12, p21 = b / n, c / n
+    half = 1.959964 * math.sqrt((p12 + p21 - (p12 - p21) ** 2) / n)
+    assert paired_interval(30, 10, 1000) == pytest.approx((p12 - p21 - half, p12 - p21 + half), abs=1e-8)
+
+
+def test_interval_does_not_collapse_and_is_symmetric() -> None:
+    low, high = paired_interval(0, 0, 1000)
+    assert low == -high
+    assert 0.001 < high < 0.003
+    low, high = paired_interval(3, 9, 100)
+    assert paired_interval(9, 3, 100) == pytest.approx((-high, -low))
+
+
+@pytest.mark.parametrize(("p12", "p21"), [(0.03, 0.01), (0.02, 0.02), (0.10, 0.05)])
+def test_interval_covers_the_truth_19_times_in_20(p12: float, p21: float) -> None:
+    draws = np.random.default_rng(0).multinomial(1000, [p12, p21, 1 - p12 - p21], size=4000)
+    bounds = np.array([paired_interval(int(b), int(c), 1000) for b, c, _ in draws])
+    covered = ((bounds[:, 0] <= p12 - p21) & (p12 - p21 <= bounds[:, 1])).mean()
+    assert 0.94 < covered < 0.97
+
+
+def test_bad_outputs_are_named() -> None:
+    r = torch.randn(6, 3)
+    nan = r.clone()
+    nan[4, 1] = math.nan
+    with pytest.raises(QtoolError, match=r"other outputs: expected finite logits; got .* the first 4"):
+        compare(r, nan)
+    with pytest.raises(QtoolError, match="reference outputs"):
+        compare(nan, r)
+    with pytest.raises(QtoolError, match="same shape"):
+        compare(r, r[:5])
+    with pytest.raises(QtoolError, match="N×C"):
+        compare(r[:, 0], r[:, 0])

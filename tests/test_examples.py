@@ -1,0 +1,102 @@
+"""Every file in examples/ does its work, on small data."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import qtool
+from qtool.cli import main
+from qtool.recipe import Recipe, load_recipe
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def qtool_command(*words: str) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "qtool.cli", *words, "--quiet"],
+        cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_each_example_is_named_in_a_test() -> None:
+    tested = Path(__file__).read_text(encoding="utf-8")
+    for path in EXAMPLES.iterdir():
+        assert path.name.startswith("__") or path.name in tested, path
+
+
+def test_the_recipe_runs(tmp_path: Path, small_data: str) -> None:
+    recipe = EXAMPLES / "recipe.toml"
+    assert isinstance(load_recipe(recipe), Recipe)
+    small = [f"data={small_data}", "train.max_steps=20", 'variants=["ptq"]', "export.reference_samples=1",
+             "benchmark.seconds=0.05", "quantize.calibration=train:64"]  # fmt: skip
+    words = [word for change in small for word in ("--set", change)]
+    qtool_command("run", str(recipe), "--out", str(tmp_path / "run"), *words)
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert report["variants"]["ptq"]["benchmark"]
+    assert tomllib.loads((tmp_path / "run" / "recipe.toml").read_text())["quantize"]["ranges"] == "mse"
+
+
+@pytest.fixture(scope="module")
+def own_model() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("own_model", EXAMPLES / "own_model.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_own_model_learns_its_own_data(own_model: ModuleType) -> None:
+    result = qtool.train(own_model.model(), own_model.data(), epochs=5, learning_rate=5e-3)
+    assert result.metrics["top1"] > 0.85
+
+
+def test_the_commands_of_own_model_work(tmp_path: Path, own_model: ModuleType) -> None:
+    """The four commands are read from the file's own text, run from the root, and shortened."""
+    assert own_model.__doc__ is not None
+    lines = [line.strip() for line in own_model.__doc__.splitlines() if line.strip().startswith("qtool ")]
+    assert [line.split()[1] for line in lines] == ["train", "quantize", "export", "benchmark"]
+    shorter = {"train": ["--max-steps", "20"], "quantize": ["--calibration", "train:64"], "export": [],
+               "benchmark": ["--seconds", "0.05"]}  # fmt: skip
+    for line in lines:
+        _, command, *words = line.replace("runs/own", str(tmp_path / "own")).split()
+        assert command in main.commands
+        qtool_command(command, *words, *shorter[command])
+    assert json.loads((tmp_path / "own" / "benchmark.json").read_text())["metrics"]["variants"]["int8"]["accuracy"]
+    x = own_model.data()["test"][0][0][None]
+    from qtool.stages import open_quantized
+
+    assert open_quantized(tmp_path / "own")(x.repeat(2, 1, 1, 1)).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("terms", "code"),
+    [(["--min-agreement", "0.5", "--max-kl", "1", "--max-size", "1"], 0), (["--max-kl", "-1"], 3)],
+)
+def test_mlops_pipeline_fails_its_job_only_when_the_contract_is_not_met(
+    tmp_path: Path, small_data: str, terms: list[str], code: int
+) -> None:
+    words: list[Any] = [EXAMPLES / "mlops_pipeline.py", "--data", small_data, "--epochs", "1", "--out", tmp_path]
+    done = subprocess.run(
+        [sys.executable, *map(str, words), *terms], env=ENVIRONMENT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == code, done.stderr
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert (tmp_path / "model.int8.onnx").exists()
+    assert bool(report["broken_terms"]) == (code == 3)
+    assert ("not deployed: kl is" in done.stderr) == (code == 3)

@@ -1,0 +1,408 @@
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from qtool import checkpoint, loop
+from qtool.errors import QtoolError, UsageError
+from qtool.loop import Hooks, fit
+from qtool.order import Batches
+from qtool.recipe import TrainConfig
+from qtool.tasks import load_task
+
+TASK = load_task("classification")
+
+
+class Noisy:
+    """A map-style set that draws from Python's and torch's generators whenever it is read, as augmentations do."""
+
+    def __init__(self, count, seed=0):
+        generator = torch.Generator().manual_seed(seed)
+        self.targets = torch.randint(0, 3, (count,), generator=generator)
+        self.images = torch.randn(count, 2, 5, 5, generator=generator) + self.targets[:, None, None, None]
+
+    def __len__(self):
+        return len(self.targets)
+
+    def __getitem__(self, index):
+        return self.images[index] + 0.1 * random.random() + 0.1 * torch.randn(2, 5, 5), self.targets[index]
+
+    def batch(self, positions):
+        images, targets = zip(*(self[i] for i in positions), strict=True)
+        return torch.stack(images), torch.stack(targets)
+
+
+def make_data(count=37):
+    return SimpleNamespace(train=Noisy(count), validation=Noisy(12, seed=1), identity="noisy")
+
+
+def make_model():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(2, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.2), nn.Flatten(), nn.Linear(72, 3)
+    )
+
+
+def config(**options):
+    return TrainConfig(**({"device": "cpu", "epochs": 3, "batch_size": 8, "checkpoint_every": 2} | options))
+
+
+def same(a, b):
+    return all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True))
+
+
+class Stop(Exception):
+    pass
+
+
+def stop_after(step):
+    def report(at):
+        if at.step == step:
+            raise Stop
+
+    return report
+
+
+def test_training_learns_and_is_deterministic():
+    first, second = make_model(), make_model()
+    one = fit(first, make_data(), TASK, config())
+    two = fit(second, make_data(), TASK, config())
+    assert one.losses == two.losses
+    assert same(first, second)
+    assert one.steps == 15
+    assert len(one.epochs) == 3
+    assert one.epochs[-1]["loss"] < one.epochs[0]["loss"]
+    assert one.epochs[-1]["validation_top1"] > 0.4
+    assert not first.training
+    other = fit(make_model(), make_data(), TASK, config(seed=1))
+    assert other.losses != one.losses
+
+
+def test_the_callers_generators_are_left_alone():
+    before, state = random.getstate(), torch.get_rng_state()
+    fit(make_model(), make_data(), TASK, config(epochs=1))
+    assert random.getstate() == before
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("step", [1, 2, 5, 7, 15])
+def test_a_stopped_run_goes_on_as_if_nothing_had_happened(step, tmp_path):
+    """Parameters, moments, running statistics, losses, metrics, data order, dropout and augmentation, bit for bit."""
+    whole = make_model()
+    expected = fit(whole, make_data(), TASK, config(early_stopping=2), out=tmp_path / "whole")
+    stopped = make_model()
+    with pytest.raises(Stop):
+        fit(stopped, make_data(), TASK, config(early_stopping=2), out=tmp_path / "stopped", progress=stop_after(step))
+    resumed = make_model()
+    history = fit(resumed, make_data(), TASK, config(early_stopping=2), out=tmp_path / "stopped")
+    assert history.losses == expected.losses
+    assert history.epochs == expected.epochs
+    assert same(resumed, whole)
+    for name in ("optimizer", "place", "rng"):
+        states = [
+            checkpoint.load_tree(checkpoint.latest(tmp_path / run / "checkpoints"))[name]
+            for run in ("whole", "stopped")
+        ]
+        assert flat(states[0]) == flat(states[1])
+
+
+def flat(tree):
+    tensors = {}
+    structure = checkpoint._encode(tree, "", tensors, {})
+    return structure, {name: tensor.tolist() for name, tensor in tensors.items()}
+
+
+SCRIPT = """
+import os, signal, sys
+sys.path.insert(0, sys.argv[1])
+from pathlib import Path
+import torch
+from qtool import checkpoint
+from test_loop import TASK, config, fit, make_data, make_model
+
+out, when = Path(sys.argv[2]), sys.argv[3]
+
+def kill(at):
+    if when == str(at.step):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+if when == "writing":
+    save = checkpoint.save_file
+    def half(tensors, path, metadata):
+        save(tensors, path, metadata)
+        if len(list(out.rglob("step-*"))) and "00000010" not in str(list(out.rglob("step-*"))):
+            return
+        os.truncate(path, 1000)
+        os.kill(os.getpid(), signal.SIGKILL)
+    checkpoint.save_file = half
+
+model = make_model()
+history = fit(model, make_data(), TASK, config(), out=out, progress=kill)
+torch.save({"model": model.state_dict(), "losses": history.losses}, out / "result.pt")
+"""
+
+
+def run_script(out, when):
+    out.mkdir(exist_ok=True)
+    script = out / "script.py"
+    script.write_text(SCRIPT)
+    return subprocess.run(
+        [sys.executable, script, Path(__file__).parent, out, when], capture_output=True, text=True,
+        env=os.environ | {"PYTHONPATH": str(Path(loop.__file__).parents[1])},
+    )  # fmt: skip
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL")
+@pytest.mark.parametrize("when", ["7", "writing"])
+def test_a_killed_process_resumes_exactly(when, tmp_path):
+    """Killed between steps, and killed in the middle of writing a checkpoint (whose half must not count)."""
+    killed = run_script(tmp_path, when)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert not (tmp_path / "result.pt").exists()
+    again = run_script(tmp_path, "never")
+    assert again.returncode == 0, again.stderr
+    found = torch.load(tmp_path / "result.pt", weights_only=True)
+    model = make_model()
+    expected = fit(model, make_data(), TASK, config())
+    assert found["losses"] == expected.losses
+    assert all(torch.equal(value, found["model"][name]) for name, value in model.state_dict().items())
+
+
+def test_a_finished_run_is_not_run_again(tmp_path):
+    first, second = make_model(), make_model()
+    expected = fit(first, make_data(), TASK, config(), out=tmp_path)
+    history = fit(second, make_data(), TASK, config(), out=tmp_path, progress=stop_after(1))
+    assert history == expected
+    assert same(first, second)
+
+
+def test_a_checkpoint_of_another_recipe_is_refused(tmp_path):
+    fit(make_model(), make_data(), TASK, config(epochs=1), out=tmp_path)
+    with pytest.raises(
+        QtoolError, match=r"differs in learning_rate \(0.002 there, 0.1 here\), seed \(0 there, 3 here\)"
+    ):
+        fit(make_model(), make_data(), TASK, config(epochs=1, learning_rate=0.1, seed=3), out=tmp_path)
+    with pytest.raises(QtoolError, match="model's parameters"):
+        fit(nn.Sequential(nn.Flatten(), nn.Linear(50, 3)), make_data(), TASK, config(epochs=1), out=tmp_path)
+    with pytest.raises(QtoolError, match="weights"):
+        fit(make_model(), make_data(), TASK, config(epochs=1), out=tmp_path, identity={"weights": "abc"})
+    fit(make_model(), make_data(), TASK, config(epochs=1, checkpoint_every=None), out=tmp_path)
+
+
+def test_starting_over_removes_what_was_there(tmp_path):
+    fit(make_model(), make_data(), TASK, config(epochs=1), out=tmp_path)
+    history = fit(make_model(), make_data(), TASK, config(epochs=1, seed=5), out=tmp_path, resume=False)
+    assert history.steps == 5
+
+
+def test_a_damaged_checkpoint_is_named(tmp_path):
+    fit(make_model(), make_data(), TASK, config(epochs=1), out=tmp_path)
+    path = checkpoint.latest(tmp_path / "checkpoints")
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(QtoolError, match=path.name):
+        fit(make_model(), make_data(), TASK, config(epochs=1), out=tmp_path)
+
+
+class Poisoned(Hooks):
+    """Puts a NaN into the data path at step 6."""
+
+    def before_step(self, model, step, total):
+        if step == 6:
+            model[0].register_forward_hook(lambda m, i, o: o * float("nan"))
+
+
+def test_a_loss_that_is_not_finite_is_explained(tmp_path):
+    with pytest.raises(QtoolError) as caught:
+        fit(make_model(), make_data(), TASK, config(), hooks=Poisoned(), out=tmp_path)
+    text = str(caught.value)
+    assert "training step 7" in text
+    assert "nan at learning rate 0.00" in text
+    assert "layer '0'" in text
+    assert "step-00000006.safetensors" in text
+    assert checkpoint.latest(tmp_path / "checkpoints").name == "step-00000006.safetensors"
+
+
+class Ruin(Hooks):
+    """Damages a parameter after the loss of the last step has been read."""
+
+    def after_epoch(self, model, epoch, metrics):
+        model[0].weight.data[0] = float("inf")
+
+
+def test_a_damaged_model_is_never_checkpointed(tmp_path):
+    with pytest.raises(QtoolError, match=r"non-finite value in '0.weight'.*no checkpoint"):
+        fit(make_model(), make_data(), TASK, config(checkpoint_every=None), hooks=Ruin(), out=tmp_path)
+    assert checkpoint.latest(tmp_path / "checkpoints") is None
+
+
+def scores(values):
+    """A task whose validation metric is the next of ``values`` at each call."""
+    left = list(values)
+
+    class Scripted:
+        name, metric, higher_is_better = "scripted", "score", True
+
+        def loss(self, output, target):
+            return TASK.loss(output, target)
+
+        def metrics(self, output, target):
+            return {"score": torch.tensor(left.pop(0) * len(target))}
+
+    return Scripted()
+
+
+@pytest.mark.parametrize("on_disk", [True, False])
+def test_early_stopping_keeps_the_best_weights(on_disk, tmp_path):
+    kept = {}
+
+    class Record(Hooks):
+        def after_epoch(self, model, epoch, metrics):
+            kept[epoch] = {name: value.clone() for name, value in model.state_dict().items()}
+
+    model, data = make_model(), make_data()
+    data.validation = Noisy(8, seed=1)
+    history = fit(
+        model, data, scores([0.1, 0.5, 0.5, 0.2, 0.9]), config(epochs=5, early_stopping=2), hooks=Record(),
+        out=tmp_path if on_disk else None,
+    )  # fmt: skip
+    assert (len(history.epochs), history.best_epoch, history.stopped_early) == (4, 1, True)
+    assert history.best_metric == pytest.approx(0.5)
+    assert all(torch.equal(value, kept[1][name]) for name, value in model.state_dict().items())
+    assert not torch.equal(kept[1]["5.weight"], kept[3]["5.weight"])
+
+
+def test_patience_is_part_of_a_resume(tmp_path):
+    data = make_data()
+    data.validation = Noisy(8, seed=1)
+    options = config(epochs=9, early_stopping=3)
+    with pytest.raises(Stop):
+        fit(make_model(), data, scores([0.5, 0.1, 0.1]), options, out=tmp_path, progress=stop_after(16))
+    history = fit(make_model(), data, scores([0.1, 0.9]), options, out=tmp_path)
+    assert (len(history.epochs), history.best_epoch, history.stopped_early) == (4, 0, True)
+
+
+def test_early_stopping_needs_validation_data():
+    data = make_data()
+    data.validation = None
+    with pytest.raises(UsageError, match="top1"):
+        fit(make_model(), data, TASK, config(epochs=1, early_stopping=1))
+    assert fit(make_model(), data, TASK, config(epochs=1)).epochs[0].keys() == {"loss"}
+
+
+class Freezing(Hooks):
+    """What QAT does: freeze batch-norm after a fraction of the steps, keep a state, switch modes its own way."""
+
+    def __init__(self):
+        self.calls, self.modes, self.sum = [], [], 0
+
+    def mode(self, model, training):
+        self.modes.append(training)
+        model.train(training)
+
+    def before_step(self, model, step, total):
+        self.calls.append((step, total))
+        self.sum += step
+        if step >= total // 2:
+            model[1].eval()
+
+    def state_dict(self):
+        return {"sum": self.sum}
+
+    def load_state_dict(self, state):
+        self.sum = state["sum"]
+
+
+def test_hooks_see_every_step_and_resume(tmp_path):
+    whole, hooks = make_model(), Freezing()
+    fit(whole, make_data(), TASK, config(), hooks=hooks)
+    assert hooks.calls == [(step, 15) for step in range(15)]
+    assert hooks.modes == [True, False] * 3 + [False]
+    assert whole[1].num_batches_tracked == 7
+    with pytest.raises(Stop):
+        fit(make_model(), make_data(), TASK, config(), hooks=Freezing(), out=tmp_path, progress=stop_after(9))
+    resumed, again = make_model(), Freezing()
+    fit(resumed, make_data(), TASK, config(), hooks=again, out=tmp_path)
+    assert again.calls == [(step, 15) for step in range(8, 15)]
+    assert again.sum == sum(range(15))
+    assert same(whole, resumed)
+
+
+def test_another_loss_can_take_the_tasks_place():
+    teacher = make_model().eval()
+
+    def distill(model, value, target):
+        with torch.no_grad():
+            goal = teacher(value)
+        return ((model(value) - goal) ** 2).sum(), float(len(target))
+
+    student = make_model()
+    student[5].weight.data += 0.1
+    history = fit(student, make_data(), TASK, config(learning_rate=1e-3), loss_fn=distill)
+    assert history.losses[-1] < history.losses[0]
+
+
+def loader(shuffle=True):
+    return torch.utils.data.DataLoader(Noisy(20), batch_size=4, shuffle=shuffle)
+
+
+def test_a_shuffling_loader_trains_and_resumes_exactly(tmp_path):
+    def data():
+        return SimpleNamespace(train=Batches(loader()), validation=Batches(loader(False)))
+
+    whole, resumed = make_model(), make_model()
+    expected = fit(whole, data(), TASK, config())
+    with pytest.raises(Stop):
+        fit(make_model(), data(), TASK, config(), out=tmp_path, progress=stop_after(9))
+    history = fit(resumed, data(), TASK, config(), out=tmp_path)
+    assert history.losses == expected.losses
+    assert same(whole, resumed)
+
+
+def test_max_steps_ends_within_an_epoch():
+    history = fit(make_model(), make_data(), TASK, config(max_steps=7))
+    assert (history.steps, len(history.epochs)) == (7, 2)
+    assert fit(make_model(), make_data(), TASK, config(max_steps=99)).steps == 15
+
+
+def test_no_epochs_change_nothing():
+    model = make_model()
+    history = fit(model, make_data(), TASK, config(epochs=0))
+    assert history.steps == 0
+    assert same(model, make_model())
+
+
+def test_frozen_parameters_stay_and_a_frozen_model_is_refused():
+    model = make_model()
+    model[0].requires_grad_(False)
+    fit(model, make_data(), TASK, config(epochs=1))
+    assert torch.equal(model[0].weight, make_model()[0].weight)
+    assert not torch.equal(model[5].weight, make_model()[5].weight)
+    with pytest.raises(UsageError, match="requires_grad"):
+        fit(model.requires_grad_(False), make_data(), TASK, config(epochs=1))
+
+
+def test_progress_tells_where_the_run_is():
+    seen = []
+    fit(make_model(), make_data(), TASK, config(epochs=2), progress=seen.append)
+    assert [at.step for at in seen] == list(range(1, 11))
+    assert {at.total_steps for at in seen} == {10}
+    assert [at.epoch for at in seen] == [0] * 5 + [1] * 5
+    assert "validation_top1" not in seen[0].metrics
+    assert "validation_top1" in seen[-1].metrics
+    assert seen[0].learning_rate == pytest.approx(0.002)
+
+
+def test_no_module_of_the_loop_names_a_technique():
+    """The step and the loop stay ignorant of what the techniques do."""
+    for name in ("loop.py", "step.py"):
+        text = (Path(loop.__file__).parent / name).read_text()
+        assert not any(
+            word in text for word in ("autocast", "bitsandbytes", "channels_last", "bfloat16", "fully_shard")
+        )

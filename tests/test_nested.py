@@ -1,0 +1,47 @@
+import pytest
+import torch
+
+from qtool.nested import call, map_tensors, num_samples, split, tensors, to_float32
+
+
+def test_containers_keep_their_type():
+    value = {"a": torch.ones(2), "b": (torch.zeros(2), [torch.ones(1)], 3)}
+    doubled = map_tensors(lambda t: t * 2, value)
+    assert doubled["a"].tolist() == [2, 2]
+    assert isinstance(doubled["b"], tuple)
+    assert isinstance(doubled["b"][1], list)
+    assert doubled["b"][2] == 3
+    assert len(list(tensors(value))) == 3
+
+
+@pytest.mark.parametrize(("size", "parts"), [(8, 3), (7, 7), (5, 2), (3, 1)])
+def test_split_is_tensor_split_up_to_order(size, parts):
+    pieces = split((torch.arange(size), {"x": torch.arange(size) * 10}), parts)
+    assert torch.cat([p[0] for p in pieces]).tolist() == list(range(size))
+    assert torch.cat([p[1]["x"] for p in pieces]).tolist() == [10 * i for i in range(size)]
+    sizes = sorted(len(p[0]) for p in pieces)
+    assert sizes == sorted(len(p) for p in torch.tensor_split(torch.arange(size), parts))
+
+
+def test_split_leaves_scalars_alone():
+    assert [p[1].item() for p in split((torch.arange(4), torch.tensor(5.0)), 2)] == [5.0, 5.0]
+
+
+def test_num_samples():
+    assert num_samples({"s": torch.tensor(1.0), "x": torch.zeros(3, 2)}) == 3
+    with pytest.raises(ValueError, match="batch dimension"):
+        num_samples((torch.tensor(1.0),))
+
+
+def test_to_float32_touches_16_bit_floats_only():
+    value = to_float32((torch.ones(1, dtype=torch.float16), torch.ones(1, dtype=torch.float64), torch.ones(1).long()))
+    assert [t.dtype for t in value] == [torch.float32, torch.float64, torch.int64]
+
+
+def test_call_spreads_arguments():
+    def model(a, b=10):
+        return a - b
+
+    assert call(model, torch.tensor(3)).item() == -7
+    assert call(model, (torch.tensor(3), torch.tensor(1))).item() == 2
+    assert call(model, {"b": torch.tensor(1), "a": torch.tensor(3)}).item() == 2

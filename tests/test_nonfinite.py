@@ -1,0 +1,57 @@
+import torch
+from torch import nn
+
+from qtool.nonfinite import first_bad_layer, first_bad_parameter
+
+
+class Log(nn.Module):
+    def forward(self, x):
+        return torch.log(x)
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 3), nn.ReLU(), Log(), nn.Linear(3, 2))
+
+
+def test_the_first_layer_in_order_of_execution_is_named():
+    net = model()
+    assert first_bad_layer(net, lambda: net(-torch.ones(1, 3) * 100)) == "layer '2'"
+
+
+def test_a_damaged_parameter_is_the_cause():
+    net = model()
+    net[3].bias.data[0] = float("inf")
+    assert first_bad_parameter(net) == "3.bias"
+    assert first_bad_layer(net, lambda: net(torch.zeros(1, 3))) == "parameter '3.bias'"
+
+
+def test_running_statistics_are_a_symptom_of_the_step_that_spoiled_them():
+    net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    x = torch.tensor([[float("inf"), 0, 0], [0, 0, 0]])
+    net(x)
+    assert first_bad_parameter(net) is None
+    assert first_bad_parameter(net, buffers=True) == "1.running_mean"
+    assert first_bad_layer(net, lambda: net(x)) == "layer '0'"
+
+
+def test_nothing_is_named_where_all_is_finite_and_no_hook_stays():
+    net = nn.Sequential(nn.Linear(3, 3))
+    assert first_bad_parameter(net) is None
+    assert first_bad_layer(net, lambda: net(torch.zeros(1, 3))) is None
+    assert not net[0]._forward_hooks
+
+
+def test_nodes_of_a_captured_graph_are_named_by_their_module():
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.odd = nn.Linear(3, 3), Log()
+
+        def forward(self, x):
+            return self.odd(-self.first(x).abs()) + 1
+
+    graph = torch.export.export(Outer(), (torch.randn(2, 3),)).module()
+    assert "odd" in first_bad_layer(graph, lambda: graph(torch.randn(2, 3)))
+    assert "forward" not in vars(graph)
+    assert graph(torch.randn(2, 3)).shape == (2, 3)

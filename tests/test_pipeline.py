@@ -1,0 +1,234 @@
+"""A recipe's stages in order: what is where, what is skipped, what is done again, and what a kill changes (nothing)."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import qtool
+from qtool import pipeline
+from qtool.artifacts import read_result, sha256_of
+from qtool.errors import ContractError, QtoolError, UsageError
+from qtool.recipe import Recipe, load_recipe
+
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(qtool.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+VARIANT = {
+    "float.pt2", "int8.pt2", "ranges.json", "quantize.json", "model.fp32.onnx", "model.fp16.onnx", "model.int8.onnx",
+    "export.json", "benchmark.json", "report.json",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, small_recipe: Path) -> Path:
+    """A run from start to end. Tests take a copy."""
+    out = tmp_path_factory.mktemp("undisturbed") / "run"
+    qtool.run(small_recipe, out)
+    return out
+
+
+@pytest.fixture
+def done(undisturbed: Path, tmp_path: Path) -> Path:
+    """A finished run of one's own."""
+    return Path(shutil.copytree(undisturbed, tmp_path / "run"))
+
+
+def test_everything_is_where_it_is_said_to_be(undisturbed: Path) -> None:
+    top = {"recipe.toml", "model.safetensors", "train.json", "report.json", "ptq", "qat"}
+    assert {p.name for p in undisturbed.iterdir()} == top
+    for mode in ("ptq", "qat"):
+        assert {p.name for p in (undisturbed / mode).iterdir()} == VARIANT
+
+
+def test_the_report_holds_every_stage_of_every_variant(undisturbed: Path) -> None:
+    report = json.loads((undisturbed / "report.json").read_text())
+    assert report["train"]["metrics"]["top1"] > 0.9
+    for mode in ("ptq", "qat"):
+        variant = report["variants"][mode]
+        assert variant["quantize"]["config"]["mode"] == mode
+        assert all(gate["passed"] is not False for gate in variant["export"]["metrics"]["gates"])
+        accuracy = variant["benchmark"]["metrics"]["variants"]["int8"]["accuracy"]
+        assert accuracy["num_samples"] == 96
+        assert accuracy["agreement"] > 0.9
+    assert json.loads((undisturbed / "qat" / "report.json").read_text())["benchmark"]
+
+
+def test_the_recipe_that_was_run_is_kept_whole(undisturbed: Path, small_recipe: Path) -> None:
+    assert load_recipe(undisturbed / "recipe.toml") == load_recipe(small_recipe)
+
+
+class Counted:
+    """A stage that counts how often it is really done."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.done: list[str] = []
+        from qtool.benchmarking import stage as benchmarking
+        from qtool.exporting import stage as exporting
+        from qtool.quantization import stage as quantization
+        from qtool.training import stage as training
+
+        for name, module in (("train", training), ("quantize", quantization), ("export", exporting),
+                             ("benchmark", benchmarking)):  # fmt: skip
+            monkeypatch.setattr(module, name, self._counted(name, getattr(module, name)))
+
+    def _counted(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def stage(*positional: Any, **named: Any) -> Any:
+            self.done.append(name)
+            return real(*positional, **named)
+
+        return stage
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
+    return Counted(monkeypatch)
+
+
+def test_a_finished_run_is_not_done_again(done: Path, small_recipe: Path, counted: Counted) -> None:
+    report = qtool.run(small_recipe, done)
+    assert counted.done == []
+    assert set(report["variants"]) == {"ptq", "qat"}
+
+
+@pytest.mark.parametrize(
+    ("change", "again"),
+    [
+        ("benchmark.seconds=0.04", ["benchmark"]),
+        ("export.reference_samples=1", ["export", "benchmark"]),
+    ],
+)
+def test_a_changed_option_does_again_what_depends_on_it(
+    done: Path, small_recipe: Path, counted: Counted, change: str, again: list[str]
+) -> None:
+    qtool.run(small_recipe, done, overrides=[change, 'variants=["ptq"]'])
+    assert counted.done == again or (change.startswith("export") and counted.done == ["export"])
+
+
+def test_a_lost_file_is_made_again_to_the_same_bits(done: Path, small_recipe: Path, counted: Counted) -> None:
+    files = [done / "ptq" / "int8.pt2", done / "qat" / "model.int8.onnx"]
+    before = sha256_of(files[1])
+    files[1].unlink()
+    qtool.run(small_recipe, done)
+    assert counted.done == ["export"]
+    assert sha256_of(files[1]) == before
+
+
+def test_a_changed_file_is_refused(done: Path, small_recipe: Path) -> None:
+    (done / "ptq" / "model.int8.onnx").write_bytes(b"tampered")
+    with pytest.raises(QtoolError, match=r"model\.int8\.onnx.*as recorded in export\.json"):
+        qtool.run(small_recipe, done)
+
+
+def test_a_gate_that_fails_in_one_variant_decides_the_end_and_stops_no_other(
+    done: Path, small_recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from qtool.exporting import stage
+
+    real = stage.export
+
+    def export(quantized: Any, out: Path, *rest: Any, **named: Any) -> Any:
+        if "ptq" in out.parts:
+            raise ContractError("gate 'parity'", "equal integers", "others", "look")
+        return real(quantized, out, *rest, **named)
+
+    monkeypatch.setattr(stage, "export", export)
+    old = (done / "ptq" / "model.int8.onnx").read_bytes()
+    lines: list[str] = []
+    with pytest.raises(ContractError, match="parity"):
+        qtool.run(small_recipe, done, overrides=["export.reference_samples=1"], progress=lines.append)
+    assert (done / "ptq" / "model.int8.onnx").read_bytes() == old
+    with pytest.raises(QtoolError, match="a stale one"):
+        read_result(done / "ptq", "export")
+    assert read_result(done / "qat", "export")["config"]["reference_samples"] == 1
+    assert any("parity" in line for line in lines)
+    assert "stale" in json.loads((done / "report.json").read_text())["variants"]["ptq"]["export"]
+
+
+def test_an_export_that_fails_leaves_no_file_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from qtool.exporting import stage
+
+    def export(quantized: Any, out: Path, *rest: Any, **named: Any) -> Any:
+        (out / "model.int8.onnx").write_text("half")
+        raise ContractError("gate", "a", "b", "c")
+
+    import torch
+
+    quantized = qtool.quantize(torch.nn.Sequential(torch.nn.Linear(4, 2)), [torch.randn(3, 4)])
+    monkeypatch.setattr(stage, "export", export)
+    with pytest.raises(ContractError):
+        qtool.export(quantized, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_recipes_as_objects_need_a_place(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="argument 'out'"):
+        qtool.run(Recipe())
+    with pytest.raises(UsageError, match="did you mean 'model'"):
+        qtool.run({"modle": "resnet"}, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_inspecting_a_run_and_its_files(undisturbed: Path) -> None:
+    assert set(pipeline.inspect(undisturbed)["variants"]) == {"ptq", "qat"}
+    assert pipeline.inspect(undisturbed / "ptq")["export"]
+    onnx = pipeline.inspect(undisturbed / "ptq" / "model.int8.onnx")
+    assert onnx["operators"]["QuantizeLinear"] > 0
+    assert "int8" in onnx["num_initializers"]
+    assert "preprocessing" in "".join(onnx["metadata"])
+    assert pipeline.inspect(undisturbed / "ptq" / "int8.pt2")["num_quantizers"] > 0
+    weights = pipeline.inspect(undisturbed / "model.safetensors")["tensors"]
+    assert weights["last.weight"]["shape"] == [3, 32]
+    assert pipeline.inspect(undisturbed / "train.json")["content"]["stage"] == "train"
+
+
+@pytest.mark.parametrize("name", ["a.onnx", "a.pt2", "a.safetensors", "a.json"])
+def test_inspecting_a_damaged_file_is_an_error(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"\x00damaged")
+    with pytest.raises(QtoolError, match=name):
+        pipeline.inspect(tmp_path / name)
+
+
+def test_inspecting_what_is_no_artifact(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("")
+    with pytest.raises(UsageError, match=r"\.onnx"):
+        pipeline.inspect(tmp_path / "a.txt")
+    with pytest.raises(QtoolError, match="finished stages: none"):
+        pipeline.inspect(tmp_path)
+
+
+MOMENTS: list[tuple[str, Callable[[Path], bool]]] = [
+    ("training", lambda run: any(run.glob("checkpoints/*"))),
+    ("quantizing", lambda run: (run / "ptq" / ".quantize-pending").exists()),
+    ("exporting", lambda run: (run / "ptq" / ".export-pending" / "model.int8.onnx").exists()),
+    ("benchmarking", lambda run: (run / "ptq" / "export.json").exists()),
+    ("tuning", lambda run: any((run / "qat").glob("checkpoints/*"))),
+]
+
+
+def test_a_run_killed_in_every_stage_gives_the_files_of_an_undisturbed_one(
+    tmp_path: Path, small_recipe: Path, undisturbed: Path
+) -> None:
+    out = tmp_path / "run"
+    words = [sys.executable, "-m", "qtool.cli", "run", str(small_recipe), "--out", str(out), "--quiet"]
+    for name, reached in MOMENTS:
+        process = subprocess.Popen(words, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
+        while not reached(out):
+            assert process.poll() is None, (name, process.communicate()[1])
+            time.sleep(0.001)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    last = subprocess.run(words, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert last.returncode == 0, last.stderr
+    names = [p.relative_to(undisturbed) for p in undisturbed.rglob("*") if p.is_file()]
+    assert sorted(names) == sorted(p.relative_to(out) for p in out.rglob("*") if p.is_file())
+    made = [n for n in names if n.suffix in (".safetensors", ".onnx") or n.name == "ranges.json"]
+    assert {n: sha256_of(out / n) for n in made} == {n: sha256_of(undisturbed / n) for n in made}

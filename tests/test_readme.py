@@ -1,0 +1,99 @@
+"""The README's commands work as they are written, on smaller data; its links and its layout are true."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from qtool.cli import main
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+SHORTER = {
+    "train": ["--max-steps", "5"],
+    "quantize": ["--calibration", "train:32"],
+    "export": ["--parity-samples", "32", "--reference-samples", "1"],
+    "benchmark": ["--seconds", "0.05"],
+    "run": [word for change in ("train.max_steps=5", 'variants=["ptq"]', "quantize.calibration=train:32",
+                                "export.parity_samples=32", "export.reference_samples=1", "benchmark.seconds=0.05")
+            for word in ("--set", change)],
+}  # fmt: skip
+
+
+FENCED = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+
+
+def blocks(language: str) -> list[str]:
+    """The fenced blocks of a language."""
+    return [text for name, text in FENCED if name == language]
+
+
+COMMANDS = [line for block in blocks("sh") for line in block.splitlines() if line]
+
+
+def test_two_commands_set_everything_up() -> None:
+    install, tests = (line for line in COMMANDS if line.startswith("pip "))
+    assert install.startswith("pip install . && qtool run fashion-mnist")
+    assert tests.endswith("&& python -m pytest")
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert all(name in extras for name in re.findall(r"\[(\w+)\]", tests))
+    found = subprocess.run(
+        ["grep", "-m", "1", "-E", r"^pip install .*\[test\].*&& python -m pytest", "README.md"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert found.stdout.strip() == tests
+    assert found.args[4] in (ROOT / ".ci" / "run").read_text()
+
+
+@pytest.mark.slow
+def test_every_qtool_command_works_as_written(tmp_path: Path) -> None:
+    lines = [part.strip() for line in COMMANDS for part in line.split("&&") if part.strip().startswith("qtool ")]
+    assert {shlex.split(line)[1] for line in lines} >= {"run", "train", "quantize", "export", "benchmark"}
+    for line in lines:
+        _, command, *words = shlex.split(line)
+        done = subprocess.run(
+            [sys.executable, "-m", "qtool.cli", command, *words, *SHORTER[command], "--json"],
+            cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, f"{line}\n{done.stderr}"
+        assert isinstance(json.loads(done.stdout), dict)
+
+
+def test_the_python_snippet_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    batches = [(torch.randn(16, 1, 8, 8), torch.arange(16) % 3) for _ in range(2)]
+    model = nn.Sequential(nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 3))
+    (snippet,) = blocks("python")
+    names = {"model": model, "batches": batches}
+    exec(
+        snippet.replace("benchmark(exported.files, batches)", "benchmark(exported.files, batches, seconds=0.05)"), names
+    )
+    assert names["report"]["variants"]["int8"]["accuracy"]["num_samples"] == 32  # type: ignore[index]
+
+
+def test_every_command_is_described() -> None:
+    assert all(f"`qtool {name}" in README for name in main.commands)
+
+
+@pytest.mark.parametrize("target", sorted(set(re.findall(r"\]\(([^)#]+)", README)) - {""}))
+def test_links_to_files_lead_somewhere(target: str) -> None:
+    assert target.startswith("http") or (ROOT / target).exists()
+
+
+def test_the_files_that_the_layout_names_exist() -> None:
+    (layout,) = [text for text in blocks("") if "cli.py" in text]
+    for name in re.findall(r"(\w+(?:\.py|/))", layout):
+        if name != "qtool/":
+            assert (ROOT / "qtool" / name).exists() or (ROOT / name).exists(), name

@@ -1,0 +1,201 @@
+"""Recipes: what goes in comes out, and what is wrong is named."""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qtool.errors import UsageError
+from qtool.recipe import (
+    PRECISIONS,
+    BenchmarkConfig,
+    QatConfig,
+    QuantizeConfig,
+    Recipe,
+    TrainConfig,
+    argument,
+    as_dict,
+    find_recipe,
+    flag,
+    inner_type,
+    load_recipe,
+    make,
+    override,
+    recipe_names,
+    to_toml,
+)
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20).filter(lambda text: text != "none")
+
+
+def _values(hint: Any, metadata: Any) -> st.SearchStrategy[Any]:
+    """Any valid value of a field."""
+    kind, optional = inner_type(hint)
+    if get_origin(kind) is tuple:
+        found = st.lists(_values(get_args(kind)[0], metadata), min_size=1, max_size=3).map(tuple)
+    elif get_origin(kind) is dict:
+        found = st.dictionaries(TEXT, _values(get_args(kind)[1], metadata), max_size=3)
+    elif metadata["choices"]:
+        found = st.sampled_from(metadata["choices"])
+    elif kind is str:
+        found = TEXT
+    elif kind is bool:
+        found = st.booleans()
+    elif kind is int:
+        found = st.integers(int(metadata["low"] or 0), 10**6)
+    else:
+        found = st.floats(metadata["low"] or 0, metadata["high"] or 1e9)
+    return st.none() | found if optional else found
+
+
+def configs(kind: type) -> st.SearchStrategy[Any]:
+    """Any valid config of a kind."""
+    hints = get_type_hints(kind)
+    return st.builds(
+        kind,
+        **{
+            f.name: configs(hints[f.name])
+            if dataclasses.is_dataclass(hints[f.name])
+            else _values(hints[f.name], f.metadata)
+            for f in dataclasses.fields(kind)
+        },
+    )
+
+
+@given(configs(Recipe))
+def test_a_recipe_written_as_toml_reads_back_equal(recipe: Recipe) -> None:
+    assert make(Recipe, tomllib.loads(to_toml(recipe))) == recipe
+
+
+@given(configs(Recipe))
+def test_a_recipe_made_from_its_own_values_is_equal(recipe: Recipe) -> None:
+    assert make(Recipe, as_dict(recipe)) == recipe
+
+
+@given(configs(TrainConfig))
+def test_overrides_of_every_key_give_that_config(config: TrainConfig) -> None:
+    table: dict[str, Any] = {}
+    for line in to_toml(Recipe(train=config)).partition("[train]")[2].partition("[quantize]")[0].split("\n"):
+        if line:
+            override(table, "train." + line)
+    assert make(Recipe, table).train == config
+
+
+def test_defaults_are_valid_by_their_own_rules() -> None:
+    assert make(Recipe, as_dict(Recipe())) == Recipe()
+
+
+@pytest.mark.parametrize(
+    ("table", "parts"),
+    [
+        ({"modle": "resnet"}, ["recipe key 'modle'", "did you mean 'model'?"]),
+        ({"train": {"epoch": 3}}, ["recipe key 'train.epoch'", "did you mean 'epochs'?"]),
+        ({"train": {"epochs": "four"}}, ["'train.epochs'", "a whole number", "'four'"]),
+        ({"train": {"epochs": True}}, ["'train.epochs'", "a whole number", "True"]),
+        ({"train": {"epochs": 1.0}}, ["a whole number", "1.0"]),
+        ({"train": {"epochs": -1}}, ["at least 0", "-1"]),
+        ({"train": {"batch_size": 0}}, ["'train.batch_size'", "at least 1"]),
+        ({"train": {"learning_rate": float("nan")}}, ["a finite number", "nan"]),
+        ({"train": {"learning_rate": float("inf")}}, ["a finite number"]),
+        ({"train": {"warmup": 1.5}}, ["at most 1", "1.5"]),
+        ({"train": {"precision": "bf16"}}, ["one of 32-true", "did you mean 'bf16-"]),
+        ({"train": 3}, ["recipe key 'train'", "a table", "[train]"]),
+        ({"variants": []}, ["'variants'", "at least one value", "an empty list"]),
+        ({"variants": "ptq"}, ["a list", "'ptq'"]),
+        ({"variants": ["pptq"]}, ["did you mean 'ptq'?"]),
+        ({"quantize": {"overrides": {"a.*": "flaot"}}}, ["did you mean 'float'?"]),
+        ({"quantize": {"overrides": "float"}}, ["'quantize.overrides'", "a table"]),
+        ({"model": None}, ["recipe key 'model'", "text", "None"]),
+    ],
+)
+def test_a_wrong_recipe_names_the_key_and_the_cure(table: dict[str, Any], parts: list[str]) -> None:
+    with pytest.raises(UsageError) as caught:
+        make(Recipe, table)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_whole_numbers_serve_as_numbers_and_lists_as_tuples() -> None:
+    assert make(TrainConfig, {"learning_rate": 1}).learning_rate == 1.0
+    assert make(BenchmarkConfig, {"batch_sizes": [1, 8]}).batch_sizes == (1, 8)
+
+
+def test_none_switches_an_optional_key_off_and_no_other() -> None:
+    assert make(TrainConfig, {"grad_clip": "none"}).grad_clip is None
+    with pytest.raises(UsageError, match="a number"):
+        make(TrainConfig, {"learning_rate": "none"})
+
+
+def test_the_error_speaks_the_callers_language() -> None:
+    with pytest.raises(UsageError, match="argument 'grad_clip'"):
+        make(TrainConfig, {"grad_clip": -1}, argument)
+    with pytest.raises(UsageError, match="option '--grad-clip'"):
+        make(TrainConfig, {"grad_clip": -1}, flag)
+
+
+def test_qat_inherits_the_training_options_with_its_own_defaults() -> None:
+    training = {f.name for f in dataclasses.fields(TrainConfig)}
+    assert training < {f.name for f in dataclasses.fields(QatConfig)}
+    assert QatConfig().learning_rate < TrainConfig().learning_rate
+    assert "16-mixed" in PRECISIONS
+
+
+@pytest.mark.parametrize(
+    ("text", "table"),
+    [
+        ("train.epochs=8", {"train": {"epochs": 8}}),
+        ("model=resnet", {"model": "resnet"}),
+        ('model="resnet"', {"model": "resnet"}),
+        ("benchmark.batch_sizes=[1, 32]", {"benchmark": {"batch_sizes": [1, 32]}}),
+        ("data=idx:/a=b", {"data": "idx:/a=b"}),
+        ('quantize.overrides."layer4.*"=float', {"quantize": {"overrides": {"layer4.*": "float"}}}),
+        ("a b.c=1", {"a b": {"c": 1}}),
+    ],
+)
+def test_an_override_is_read_as_toml_then_as_text(text: str, table: dict[str, Any]) -> None:
+    found: dict[str, Any] = {}
+    override(found, text)
+    assert found == table
+
+
+@pytest.mark.parametrize("text", ["train.epochs", "=3", "model.x=1"])
+def test_an_override_that_cannot_be_applied_is_named(text: str) -> None:
+    with pytest.raises(UsageError, match="--set"):
+        override({"model": "resnet"}, text)
+
+
+def test_a_recipe_file_with_overrides(tmp_path: Path) -> None:
+    path = tmp_path / "a.toml"
+    path.write_text('model = "mobilenet"\n[train]\nepochs = 2\n')
+    recipe = load_recipe(path, ["train.epochs=3", "quantize.ranges=mse"])
+    assert (recipe.model, recipe.train.epochs, recipe.quantize.ranges) == ("mobilenet", 3, "mse")
+    assert recipe.quantize == QuantizeConfig(ranges="mse")
+
+
+@pytest.mark.parametrize("content", [b"model = ", b"\xff\xfe", b"[train]\n[train]\n"])
+def test_a_file_that_is_no_toml_is_named(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "bad.toml"
+    path.write_bytes(content)
+    with pytest.raises(UsageError, match=r"bad\.toml.*a TOML file"):
+        load_recipe(path)
+
+
+def test_a_missing_recipe_gets_the_nearest_name(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text("")
+    with pytest.raises(UsageError, match=r"did you mean 'mine\.toml'\?"):
+        find_recipe(str(tmp_path / "mien.toml"))
+    with pytest.raises(UsageError, match="did you mean 'fashion-mnist'"):
+        find_recipe("fashionmnist")
+    with pytest.raises(UsageError, match="readable"):
+        load_recipe(tmp_path)
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_every_recipe_in_the_package_is_valid(name: str) -> None:
+    assert isinstance(load_recipe(find_recipe(name)), Recipe)

@@ -1,0 +1,114 @@
+"""Sources: what a run came from is recorded, and opened again only while it is the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import qtool
+from qtool.data import Preprocessing
+from qtool.errors import QtoolError, UsageError
+from qtool.source import UNIDENTIFIED, anchored, is_run_directory, open_source, recall_source, require_run_directory
+
+
+@pytest.fixture
+def trained(tmp_path: Path, small_net: str, small_data: str) -> Path:
+    """A run directory with a (hardly) trained model."""
+    run = tmp_path / "run"
+    qtool.train(small_net, small_data, out=run, max_steps=1)
+    return run
+
+
+def test_a_run_remembers_model_data_and_preprocessing(trained: Path, small_data: str) -> None:
+    source = recall_source(trained, "train", model=True)
+    assert source.parts is not None
+    assert source.parts.spec == small_data
+    assert Preprocessing.from_dict(source.record["preprocessing"]) == source.parts.preprocessing
+    assert (source.record["num_classes"], source.record["in_channels"]) == (3, 1)
+    first, again = (recall_source(trained, "train", model=True).model for _ in range(2))
+    assert first is not None
+    assert again is not None
+    assert all(torch.equal(a, b) for a, b in zip(first.state_dict().values(), again.state_dict().values(), strict=True))
+
+
+def test_the_weights_of_the_run_are_used(trained: Path, small_net: str, small_data: str) -> None:
+    fresh = open_source(small_net, small_data)
+    assert fresh.model is not None
+    with_weights = open_source(small_net, small_data, weights=trained)
+    assert with_weights.model is not None
+    recalled = recall_source(trained, "train", model=True).model
+    assert recalled is not None
+    assert torch.equal(with_weights.model.state_dict()["last.weight"], recalled.state_dict()["last.weight"])
+    assert not torch.equal(fresh.model.state_dict()["last.weight"], recalled.state_dict()["last.weight"])
+    assert with_weights.inputs["weights"] != fresh.inputs["weights"] == "none"
+
+
+def test_a_changed_factory_is_run_again_only_when_trusted(trained: Path, small_net: str) -> None:
+    file = Path(small_net.rpartition(":")[0])
+    file.write_text(file.read_text() + "\nprint('changed')\n")
+    with pytest.raises(QtoolError, match="--trust"):
+        recall_source(trained, "train", model=True)
+    assert recall_source(trained, "train", model=True, trust=True).model is not None
+
+
+def test_specs_mean_the_same_from_another_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert anchored("net.py:build") == f"{tmp_path}/net.py:build"
+    assert anchored("idx:data") == f"idx:{tmp_path}/data"
+    assert anchored("imagefolder:data:64") == f"imagefolder:{tmp_path}/data:64"
+    assert anchored("hf:cifar10:train") == "hf:cifar10:train"
+    assert anchored("package.module:build") == "package.module:build"
+    assert anchored("resnet") == "resnet"
+    assert anchored(nn.Linear(1, 1)) is None
+
+
+def test_objects_are_identified_by_their_state(small_data: str) -> None:
+    net = nn.Linear(2, 2)
+    first = open_source(net, small_data).inputs["model"]
+    assert first == open_source(net, small_data).inputs["model"]
+    with torch.no_grad():
+        net.bias[0] += 1
+    assert open_source(net, small_data).inputs["model"] != first
+
+
+def test_batches_are_taken_as_they_are_and_never_taken_for_known() -> None:
+    batches = [(torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64))]
+    source = open_source(nn.Linear(3, 2), batches)
+    assert source.data is batches
+    assert source.parts is None
+    assert source.inputs["data"] == UNIDENTIFIED
+
+
+def test_a_mapping_of_datasets_is_data() -> None:
+    parts = {name: TensorDataset(torch.randn(20, 3), torch.arange(20) % 2) for name in ("train", "test")}
+    source = open_source(nn.Linear(3, 2), parts)
+    assert source.parts is not None
+    assert source.parts.num_classes == 2
+    assert source.record["data"] is None
+
+
+def test_a_stage_that_needs_an_object_that_had_no_spec_says_so(tmp_path: Path, small_data: str) -> None:
+    qtool.train(nn.Sequential(nn.Flatten(), nn.Linear(64, 3)), small_data, out=tmp_path, max_steps=1)
+    with pytest.raises(QtoolError, match="the spec of its model; got one that was given as a Python object"):
+        recall_source(tmp_path, "train", model=True)
+    assert recall_source(tmp_path, "train").parts is not None
+
+
+def test_a_wrong_run_directory_gets_the_nearest_one(trained: Path, tmp_path: Path) -> None:
+    assert is_run_directory(trained)
+    assert not is_run_directory(tmp_path)
+    with pytest.raises(UsageError, match=r"did you mean 'run'\?"):
+        require_run_directory(tmp_path / "rum", "train")
+    with pytest.raises(QtoolError, match="finished stages: train"):
+        require_run_directory(trained, "quantize")
+
+
+def test_a_run_of_several_variants_asks_for_one(trained: Path) -> None:
+    (trained / "ptq").mkdir()
+    (trained / "ptq" / "quantize.json").write_text("{}")
+    with pytest.raises(UsageError, match=r"one variant.*variants ptq.*run/ptq"):
+        require_run_directory(trained, "quantize")

@@ -1,0 +1,196 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from qtool.errors import UsageError
+from qtool.recipe import TrainConfig
+from qtool.step import NotFinite, Setup, Step, learning_rate, no_scaler, plain
+
+
+def make_model(seed=0, dtype=torch.float32):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).to(dtype)
+
+
+def cross_entropy(model, value, target):
+    return nn.functional.cross_entropy(model(value), target, reduction="sum"), float(len(target))
+
+
+def token_loss(model, value, target):
+    """Squares, weighted by how many 'tokens' each sample counts."""
+    y, tokens = target
+    return (tokens[:, None] * (model(value) - y) ** 2).sum(), tokens.sum()
+
+
+def config(**options):
+    return TrainConfig(**({"device": "cpu", "optimizer": "sgd", "learning_rate": 0.5, "weight_decay": 0.0} | options))
+
+
+def one_step(model, cfg, value, target, loss=cross_entropy, scaler=None, rate=0.5):
+    setup = plain(model, cfg)
+    setup.scaler = scaler or setup.scaler
+    step = Step(setup, setup.make_optimizer(list(model.parameters())), loss)
+    return step(value, target, rate), step
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_steps_equal_the_loop_written_by_hand_bit_for_bit(optimizer):
+    x, y = torch.randn(16, 6), torch.randint(0, 4, (16,))
+    cfg = config(optimizer=optimizer, batch_size=16, grad_clip=0.1, weight_decay=0.1)
+    ours, bare = make_model(), make_model()
+    if optimizer == "sgd":
+        by_hand = torch.optim.SGD(bare.parameters(), 0.5, momentum=0.9, nesterov=True, weight_decay=0.1, fused=True)
+    else:
+        by_hand = torch.optim.AdamW(bare.parameters(), 0.5, weight_decay=0.1, fused=True)
+    setup = plain(ours, cfg)
+    step = Step(setup, setup.make_optimizer(list(ours.parameters())), cross_entropy)
+    for rate in (0.1, 0.5, 0.4, 0.2, 0.1):
+        by_hand.param_groups[0]["lr"] = rate
+        by_hand.zero_grad()
+        loss = nn.functional.cross_entropy(bare(x), y)
+        loss.backward()
+        nn.utils.clip_grad_norm_(bare.parameters(), 0.1)
+        by_hand.step()
+        assert step(x, y, rate) == loss.item()
+    for a, b in zip(ours.parameters(), bare.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+@given(size=st.integers(1, 20), micro=st.integers(1, 8), seed=st.integers(0, 99), data=st.data())
+@settings(deadline=None, max_examples=40)
+def test_micro_batches_give_the_large_batch(size, micro, seed, data):
+    """In float64, for a loss whose weights differ from sample to sample and may be zero."""
+    tokens = torch.tensor(data.draw(st.lists(st.integers(0, 9), min_size=size, max_size=size)), dtype=torch.float64)
+    torch.manual_seed(seed)
+    x, y = torch.randn(size, 6, dtype=torch.float64), torch.randn(size, 4, dtype=torch.float64)
+    results = []
+    for parts in (1, micro):
+        model = make_model(dtype=torch.float64)
+        mean, _ = one_step(model, config(batch_size=20, micro_batches=parts), x, (y, tokens), token_loss, rate=0.01)
+        results.append((mean, torch.cat([p.detach().flatten() for p in model.parameters()])))
+    assert math.isclose(results[0][0], results[1][0], rel_tol=1e-12, abs_tol=1e-12)
+    torch.testing.assert_close(results[0][1], results[1][1], rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("size", [16, 13, 3])
+def test_micro_batches_of_a_plain_loss_agree_with_the_large_batch(size):
+    x, y = torch.randn(size, 6), torch.randint(0, 4, (size,))
+    whole, parts = make_model(), make_model()
+    one_step(whole, config(batch_size=16), x, y)
+    calls = []
+
+    def counted(model, value, target):
+        calls.append(len(value))
+        return cross_entropy(model, value, target)
+
+    one_step(parts, config(batch_size=16, micro_batches=4), x, y, counted)
+    assert sum(calls) == size
+    assert max(calls) <= 4
+    assert max(calls) - min(calls) <= 1
+    for a, b in zip(whole.parameters(), parts.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_scale_of_a_power_of_two_changes_nothing_even_with_clipping():
+    """Multiplying by a power of two is exact: clipping before unscaling, or never unscaling, would show."""
+    x, y = torch.randn(8, 6), torch.randint(0, 4, (8,))
+    scaled, plain_model = make_model(), make_model()
+    for micro in (1, 2):
+        cfg = config(batch_size=8, grad_clip=0.05, micro_batches=micro)
+        one_step(plain_model, cfg, x, y)
+        one_step(scaled, cfg, x, y, scaler=torch.amp.GradScaler("cpu", init_scale=2.0**12))
+    for a, b in zip(scaled.parameters(), plain_model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_step_whose_gradients_overflow_is_skipped_and_counted():
+    model = make_model()
+    before = [p.clone() for p in model.parameters()]
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    setup = plain(model, config(batch_size=8))
+    setup.scaler = scaler
+    step = Step(setup, setup.make_optimizer(list(model.parameters())), cross_entropy)
+    x, y = torch.randn(8, 6) * 100, torch.randint(0, 4, (8,))
+    step(x, y, 0.5)
+    assert step.skipped == 1
+    assert scaler.get_scale() == 2.0**126
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    while step.skipped < 20 and all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)):
+        step(x, y, 0.5)
+    assert 1 <= step.skipped < 20, "the scale comes down until steps are made again"
+
+
+def test_a_loss_that_is_not_finite_leaves_the_parameters_alone():
+    model = make_model()
+    before = [p.clone() for p in model.parameters()]
+    x = torch.full((8, 6), float("nan"))
+    with pytest.raises(NotFinite, match="nan") as caught:
+        one_step(model, config(batch_size=8, micro_batches=2), x, torch.zeros(8, dtype=torch.long))
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert len(caught.value.forward()) == 2
+
+
+def test_a_batch_without_counted_tokens_is_a_loss_of_zero():
+    model = make_model()
+    target = (torch.randn(4, 4), torch.zeros(4))
+    for micro in (1, 2):
+        mean, _ = one_step(
+            model, config(batch_size=4, micro_batches=micro), torch.randn(4, 6), target, token_loss, rate=0.1
+        )
+        assert mean == 0
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+def test_no_clipping_where_it_is_switched_off():
+    x, y = torch.randn(8, 6), torch.randint(0, 4, (8,))
+    unclipped, clipped = make_model(), make_model()
+    one_step(unclipped, config(batch_size=8, grad_clip=None), x, y)
+    one_step(clipped, config(batch_size=8, grad_clip=1e-6), x, y)
+    moved = [(m[0].weight - make_model()[0].weight).norm().item() for m in (unclipped, clipped)]
+    assert moved[0] > 1000 * moved[1] > 0
+
+
+def test_the_schedule_is_linear_and_then_a_cosine():
+    cfg = config(learning_rate=2.0, warmup=0.1, schedule="cosine")
+    rates = [learning_rate(cfg, s, 100) for s in range(100)]
+    assert rates[:10] == pytest.approx([0.2 * (s + 1) for s in range(10)])
+    assert rates[10] == 2.0
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0)
+    reference = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=90)
+    for rate in rates[10:]:
+        assert rate == pytest.approx(optimizer.param_groups[0]["lr"], abs=1e-12)
+        optimizer.step()
+        reference.step()
+
+
+def test_a_constant_schedule_and_no_warm_up():
+    cfg = config(learning_rate=2.0, warmup=0.0, schedule="constant")
+    assert {learning_rate(cfg, s, 7) for s in range(7)} == {2.0}
+    assert learning_rate(config(warmup=1.0), 3, 4) == 0.5
+
+
+def test_inputs_are_cast_and_laid_out_and_targets_are_not():
+    setup = Setup(make_model(), config(), torch.device("cpu"), lambda p: None, no_scaler(torch.device("cpu")))
+    setup.input_dtype, setup.memory_format = torch.bfloat16, torch.channels_last
+    image, label = setup.place((torch.randn(2, 3, 4, 4), torch.tensor([1, 2])))
+    assert image.dtype == torch.bfloat16
+    assert image.is_contiguous(memory_format=torch.channels_last)
+    assert label.dtype == torch.int64
+
+
+def test_closing_undoes_in_reverse_and_once():
+    done = []
+    with plain(make_model(), config()) as setup:
+        setup.on_close += [lambda: done.append(1), lambda: done.append(2)]
+    setup.close()
+    assert done == [2, 1]
+
+
+@pytest.mark.parametrize("options", [{"precision": "16-mixed"}, {"optimizer": "adamw8bit"}])
+def test_a_plain_step_refuses_what_needs_a_technique(options):
+    with pytest.raises(UsageError, match="without techniques"):
+        plain(make_model(), config(**options))

@@ -1,0 +1,73 @@
+"""Tasks: sums and weights that average right, and errors that say what a task needs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from qtool.errors import QtoolError, UsageError
+from qtool.tasks import Classification, Task, load_task
+
+TASK = """
+import torch
+class Squared:
+    name, metric, higher_is_better = "regression", "mae", False
+    def loss(self, output, target):
+        return (output - target).square().sum(), float(len(target))
+    def metrics(self, output, target):
+        return {"mae": (output - target).abs().sum()}
+def build():
+    return Squared()
+def half():
+    return object()
+"""
+
+
+def test_loss_is_a_sum_with_its_weight() -> None:
+    output, target = torch.randn(7, 4, requires_grad=True), torch.randint(0, 4, (7,))
+    total, weight = Classification().loss(output, target)
+    assert weight == 7
+    torch.testing.assert_close(total / weight, F.cross_entropy(output, target))
+    total.backward()
+    assert output.grad is not None
+
+
+def test_label_smoothing_is_mixing_with_the_uniform() -> None:
+    output, target = torch.randn(7, 4), torch.randint(0, 4, (7,))
+    smoothed, _ = load_task("classification", label_smoothing=0.2).loss(output, target)
+    log_p = output.log_softmax(1)
+    mixed = 0.8 * F.one_hot(target, 4) + 0.2 / 4
+    torch.testing.assert_close(smoothed, -(mixed * log_p).sum())
+
+
+def test_half_precision_outputs_are_summed_in_float32() -> None:
+    total, _ = Classification().loss(torch.randn(7, 4).half(), torch.zeros(7, dtype=torch.int64))
+    assert total.dtype == torch.float32
+
+
+def test_metrics_count_the_right_ones() -> None:
+    output = torch.tensor([[9, 5, 4, 3, 2, 1.0], [9, 5, 4, 3, 2, 1], [9, 5, 4, 3, 2, 1]])
+    sums = Classification().metrics(output, torch.tensor([0, 4, 5]))
+    assert {name: float(value) for name, value in sums.items()} == {"top1": 1, "top5": 2}
+    assert set(Classification().metrics(output[:, :5], torch.tensor([0, 1, 2]))) == {"top1"}
+
+
+def test_a_users_task(tmp_path: Path) -> None:
+    (tmp_path / "t.py").write_text(TASK)
+    task = load_task(f"{tmp_path / 't.py'}:build")
+    assert isinstance(task, Task)
+    assert (task.name, task.metric, task.higher_is_better) == ("regression", "mae", False)
+    with pytest.raises(QtoolError, match="no name, metric, higher_is_better, loss, metrics"):
+        load_task(f"{tmp_path / 't.py'}:half")
+
+
+def test_wrong_outputs_and_names() -> None:
+    with pytest.raises(QtoolError, match="N×classes logits"):
+        Classification().loss(torch.randn(3, 4, 2), torch.zeros(3, dtype=torch.int64))
+    with pytest.raises(QtoolError, match="N×classes logits"):
+        Classification().metrics((torch.randn(3, 4),), torch.zeros(3, dtype=torch.int64))
+    with pytest.raises(UsageError, match="did you mean 'classification'"):
+        load_task("clasification")

@@ -1,0 +1,87 @@
+"""What the tests of the techniques train: a small transformer and a small convolutional net, and steps by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from qtool.recipe import TrainConfig
+from qtool.step import Step
+from qtool.training.techniques import setup
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.drop(self.down(torch.nn.functional.gelu(self.up(self.norm(x)))))
+
+
+class Residual(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x + self.norm(self.conv(x)))
+
+
+def transformer() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 64), *(Layer(64) for _ in range(3)), nn.Linear(64, 4))
+
+
+def convolutions() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 8, 3), *(Residual(8) for _ in range(3)), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)
+    )
+
+
+NETS = {"transformer": (transformer, (16,)), "convolutions": (convolutions, (1, 8, 8))}
+
+
+def loss(model: Any, value: Any, target: Any) -> tuple[torch.Tensor, float]:
+    return nn.functional.cross_entropy(model(value).float(), target, reduction="sum"), float(len(target))
+
+
+@pytest.fixture(params=sorted(NETS))
+def net(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def run_steps() -> Callable[..., SimpleNamespace]:
+    """``run_steps(net, count=4, **options)``: trains for a few steps; the model, the losses, the step and the setup."""
+
+    def run(net: str, count: int = 4, prepare: Any = None, **options: Any) -> SimpleNamespace:
+        torch.manual_seed(0)
+        build, shape = NETS[net]
+        model = build().train()
+        values = {"device": "cpu", "batch_size": 16, "learning_rate": 0.01, "grad_clip": None, "channels_last": False}
+        made = setup(model, TrainConfig(**(values | options)), torch.randn(2, *shape))
+        if prepare is not None:
+            prepare(made)
+        step = Step(made, made.make_optimizer(list(model.parameters())), loss)
+        torch.manual_seed(1)
+        losses = [step(torch.randn(16, *shape), torch.randint(0, 4, (16,)), 0.01) for _ in range(count)]
+        return SimpleNamespace(model=model, losses=losses, step=step, setup=made)
+
+    return run
+
+
+@pytest.fixture
+def same_state() -> Callable[[nn.Module, nn.Module], bool]:
+    """Whether two models have bit-equal parameters and buffers."""
+
+    def same(a: nn.Module, b: nn.Module) -> bool:
+        pairs = zip(a.state_dict().items(), b.state_dict().items(), strict=True)
+        return all(x[0] == y[0] and torch.equal(x[1], y[1]) for x, y in pairs)
+
+    return same

@@ -1,0 +1,90 @@
+import pytest
+import torch
+from torch import nn
+
+from qtool.errors import QtoolError
+from qtool.recipe import TrainConfig
+from qtool.training.checkpointing import blocks
+from qtool.training.techniques import setup
+
+
+def saved_bytes(run_steps, net, **options):
+    """Bytes that autograd keeps for one backward pass."""
+    total = 0
+
+    def pack(tensor):
+        nonlocal total
+        total += tensor.nbytes
+        return tensor
+
+    def watch(made):
+        made.around.insert(0, lambda: torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t))
+
+    run_steps(net, 1, watch, **options)
+    return total
+
+
+def test_nothing_changes_but_memory(run_steps, same_state, net):
+    """Bit for bit: dropout draws the same numbers again, and batch-norm statistics move once."""
+    plain = run_steps(net)
+    saving = run_steps(net, activation_checkpointing=True)
+    assert saving.losses == plain.losses
+    assert same_state(saving.model, plain.model)
+    assert saved_bytes(run_steps, net, activation_checkpointing=True) < 0.6 * saved_bytes(run_steps, net)
+
+
+def test_under_autocast_and_with_micro_batches(run_steps, same_state, net):
+    options = {"precision": "bf16-mixed", "micro_batches": 3}
+    assert same_state(run_steps(net, **options).model, run_steps(net, activation_checkpointing=True, **options).model)
+
+
+def test_closing_leaves_the_model_as_it_was(run_steps):
+    done = run_steps("convolutions", 1, activation_checkpointing=True)
+    assert "forward" in vars(done.model[1])
+    done.setup.close()
+    assert "forward" not in vars(done.model[1])
+    assert done.model[1].norm.momentum == 0.1
+
+
+class Tower(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.TransformerEncoderLayer(8, 2, 16) for _ in range(3)])
+        self.head = nn.Linear(8, 2)
+
+
+class Pair(nn.Module):
+    """Two towers of one class: the towers are not the blocks, their layers are."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = Tower(), Tower()
+
+
+class Named(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Sequential(nn.Linear(2, 2)), None
+        self.a, self.b = Tower(), Tower()
+        self.a.layers = self.b.layers = nn.Identity()
+        self.a.head = nn.TransformerEncoderLayer(8, 2, 16)
+        self.b.head = nn.Linear(1, 1)
+
+
+def test_blocks_are_the_repeated_items_of_lists():
+    assert list(blocks(Tower())) == ["layers.0", "layers.1", "layers.2"]
+    assert list(blocks(Pair())) == [f"{tower}.layers.{i}" for tower in ("one", "two") for i in range(3)]
+
+
+def test_blocks_of_stages_with_one_block_each(run_steps):
+    net = nn.Sequential(*(nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16)) for _ in range(2)))
+    assert list(blocks(net)) == ["0.0", "1.0"]
+
+
+def test_repeated_modules_outside_lists_will_do():
+    assert list(blocks(Named())) == ["a", "b"]
+
+
+def test_a_model_without_blocks_is_refused():
+    with pytest.raises(QtoolError, match="repeated blocks"):
+        setup(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), TrainConfig(device="cpu", activation_checkpointing=True))

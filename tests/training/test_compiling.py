@@ -1,0 +1,57 @@
+import shutil
+
+import pytest
+import torch
+from torch import nn
+
+from qtool.errors import QtoolError
+from qtool.recipe import TrainConfig
+from qtool.training import compiling
+from qtool.training.techniques import setup
+
+CONFIG = TrainConfig(device="cpu", compile=True)
+
+
+def test_the_model_is_compiled_in_place_and_set_free_again(monkeypatch):
+    compiled = []
+    monkeypatch.setattr(compiling, "require_compiler", lambda device: None)
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    model: nn.Module = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function: real(function, backend=backend))
+    names = list(model.state_dict())
+    with setup(model, CONFIG) as made:
+        assert made.predict(torch.randn(2, 3)).shape == (2, 3)
+        assert len(compiled) == 1
+        assert list(model.state_dict()) == names
+    model(torch.randn(5, 3))
+    assert len(compiled) == 1
+
+
+def test_a_compiled_step_is_the_step(run_steps, net, monkeypatch):
+    """With checkpointing and autocast beside it, to rounding; captured graphs are run as they are."""
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function: real(function, backend="aot_eager"))
+    options = {"precision": "bf16-mixed", "activation_checkpointing": net == "transformer", "optimizer": "sgd"}
+    plain, compiled = run_steps(net, 3, **options), run_steps(net, 3, compile=True, **options)
+    assert plain.losses == pytest.approx(compiled.losses, rel=0.02)
+
+
+def test_a_missing_compiler_is_named(monkeypatch):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(QtoolError, match=r"C\+\+ compiler.*g\+\+"):
+        setup(nn.Linear(3, 3), CONFIG)
+    monkeypatch.setenv("CXX", "/opt/odd++")
+    with pytest.raises(QtoolError, match="odd"):
+        compiling.require_compiler("cpu")
+
+
+def test_triton_is_asked_for_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(compiling.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(QtoolError, match="Triton"):
+        compiling.require_compiler("cuda")

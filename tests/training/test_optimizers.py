@@ -1,0 +1,93 @@
+import pytest
+import torch
+from torch import nn
+
+from qtool import checkpoint
+from qtool.recipe import OPTIMIZERS as NAMES
+from qtool.recipe import TrainConfig
+from qtool.training.optimizers import OPTIMIZERS
+
+
+def make_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 1))
+
+
+RATES = {"adafactor": 0.05, "lion8bit": 1e-3}
+ON_THE_CPU = sorted(name for name in OPTIMIZERS if not name.startswith("paged"))
+
+
+def made_optimizer(model, name, **options):
+    config = TrainConfig(device="cpu", optimizer=name, **({"learning_rate": RATES.get(name, 0.01)} | options))
+    return OPTIMIZERS[name](config)(list(model.parameters()))
+
+
+def steps(model, optimizer, count, seed=0):
+    torch.manual_seed(seed)
+    x = torch.randn(32, 64)
+    y = x[:, :1] * 0.5
+    losses = []
+    for _ in range(count):
+        optimizer.zero_grad()
+        loss = ((model(x) - y) ** 2).mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_every_name_of_the_recipe_has_an_optimizer():
+    assert set(NAMES) == set(OPTIMIZERS)
+
+
+@pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
+def test_every_optimizer_learns(name):
+    model = make_model()
+    losses = steps(model, made_optimizer(model, name), 60)
+    assert losses[-1] < 0.1 * losses[0]
+
+
+@pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
+def test_every_optimizer_resumes_bit_for_bit(name, tmp_path):
+    whole = make_model()
+    steps(whole, made_optimizer(whole, name), 10)
+    first = make_model()
+    optimizer = made_optimizer(first, name)
+    steps(first, optimizer, 5)
+    checkpoint.save_tree(tmp_path / "x.safetensors", {"m": first.state_dict(), "o": optimizer.state_dict()})
+    second = make_model()
+    state = checkpoint.load_tree(tmp_path / "x.safetensors")
+    second.load_state_dict(state["m"])
+    optimizer = made_optimizer(second, name)
+    optimizer.load_state_dict(state["o"])
+    steps(second, optimizer, 5)
+    for a, b in zip(whole.parameters(), second.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def state_bytes(optimizer):
+    return sum(t.numel() * t.element_size() for s in optimizer.state.values() for t in s.values() if torch.is_tensor(t))
+
+
+def test_leaner_optimizers_are_leaner():
+    sizes = {}
+    for name in ON_THE_CPU:
+        model = make_model()
+        optimizer = made_optimizer(model, name)
+        steps(model, optimizer, 1)
+        sizes[name] = state_bytes(optimizer)
+    assert sizes["sgd"] == pytest.approx(0.5 * sizes["adamw"], rel=0.01)
+    assert sizes["adamw8bit"] < 0.4 * sizes["adamw"]
+    assert sizes["lion8bit"] < 0.6 * sizes["adamw8bit"]
+    assert sizes["adafactor"] < 0.1 * sizes["adamw"]
+
+
+def test_options_reach_the_optimizer():
+    for name in ON_THE_CPU:
+        group = made_optimizer(make_model(), name, learning_rate=0.125, weight_decay=0.25).param_groups[0]
+        assert (group["lr"], group["weight_decay"]) == (0.125, 0.25)
+    group = made_optimizer(make_model(), "sgd", momentum=0.5).param_groups[0]
+    assert (group["momentum"], group["nesterov"]) == (0.5, True)
+    assert made_optimizer(make_model(), "sgd", momentum=0.0).param_groups[0]["nesterov"] is False

@@ -1,0 +1,142 @@
+import copy
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from qtool.errors import QtoolError
+from qtool.loop import fit
+from qtool.order import Batches
+from qtool.recipe import PRECISIONS, TrainConfig
+from qtool.tasks import load_task
+from qtool.training.techniques import setup
+
+TASK = load_task("classification")
+
+
+def make_model():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(2, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3)
+    )
+
+
+def make_data(scale=1.0):
+    torch.manual_seed(1)
+    target = torch.randint(0, 3, (48,))
+    images = (torch.randn(48, 2, 6, 6) + target[:, None, None, None]) * scale
+    set_ = TensorDataset(images, target)
+    loader = torch.utils.data.DataLoader(set_, batch_size=16)
+    return SimpleNamespace(train=Batches(loader), validation=Batches(loader))
+
+
+def config(precision, **options):
+    return TrainConfig(
+        **({"device": "cpu", "epochs": 6, "batch_size": 16, "learning_rate": 0.02} | options), precision=precision
+    )
+
+
+def trained(precision, hooks=None, data=None, **options):
+    model = make_model()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "16-true")
+        with setup(model, config(precision, **options)) as made:
+            history = fit(model, data or make_data(), TASK, config(precision, **options), setup=made)
+            dtypes = {name: value.dtype for name, value in model.state_dict().items()}
+    return model, history, dtypes
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_every_precision_learns_what_float32_learns(precision):
+    _, reference, _ = trained("32-true")
+    model, history, _ = trained(precision)
+    assert history.epochs[-1]["validation_loss"] == pytest.approx(reference.epochs[-1]["validation_loss"], abs=0.05)
+    assert history.epochs[-1]["validation_top1"] >= reference.epochs[-1]["validation_top1"] - 0.1
+    assert history.losses != reference.losses or precision == "32-true", "the arithmetic must be another"
+    assert {p.dtype for p in model.parameters()} == {torch.float32}, "the weights come back as they were"
+
+
+def seen_dtypes(precision):
+    """The dtypes of a convolution's output and of the loss's input inside a step."""
+    model, seen = make_model(), {}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "16-true")
+        made = setup(model, config(precision))
+    model[0].register_forward_hook(lambda m, i, o: seen.update(conv=o.dtype, weight=m.weight.dtype))
+    model[1].register_forward_hook(lambda m, i, o: seen.update(norm=m.running_mean.dtype))
+    output = made.predict(torch.randn(2, 2, 6, 6))
+    made.close()
+    return seen | {"output": output.dtype, "scaled": made.scaler.is_enabled()}
+
+
+@pytest.mark.parametrize(
+    ("precision", "compute", "weight", "scaled"),
+    [
+        ("32-true", torch.float32, torch.float32, False),
+        ("16-mixed", torch.float16, torch.float32, True),
+        ("bf16-mixed", torch.bfloat16, torch.float32, False),
+        ("16-true", torch.float16, torch.float16, False),
+        ("bf16-true", torch.bfloat16, torch.bfloat16, False),
+    ],
+)
+def test_what_is_computed_in_what(precision, compute, weight, scaled):
+    seen = seen_dtypes(precision)
+    assert seen["conv"] == compute
+    assert seen["weight"] == weight
+    assert seen["scaled"] is scaled
+    assert seen["norm"] == torch.float32
+    assert seen["output"] == torch.float32
+
+
+def test_true_precision_leaves_16_bit_values_in_float32_weights():
+    model, _, dtypes = trained("bf16-true")
+    assert dtypes["0.weight"] == torch.bfloat16
+    assert dtypes["1.running_mean"] == torch.float32
+    assert torch.equal(model[0].weight, model[0].weight.bfloat16().float())
+
+
+def test_16_mixed_skips_overflowing_steps_and_goes_on():
+    """A loss that is finite but whose scaled gradients overflow float16 costs a few steps, not the run."""
+    model = make_model()
+    with setup(model, config("16-mixed")) as made:
+        made.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**26)
+        history = fit(model, make_data(), TASK, config("16-mixed"), setup=made)
+    assert 0 < history.skipped_steps < history.steps
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+    before, after = make_model()[5].weight, model[5].weight
+    assert not torch.equal(before, after)
+
+
+def test_16_true_says_that_its_range_is_small():
+    with pytest.warns(UserWarning, match="65,504"):
+        setup(make_model(), config("16-true")).close()
+
+
+def test_an_overflow_in_16_true_names_the_layer_and_suggests_bf16():
+    with pytest.raises(QtoolError, match=r"layer '0'.*bf16-true"):
+        trained("16-true", data=make_data(scale=1e6))
+
+
+def test_the_scaler_is_part_of_an_exact_resume(tmp_path):
+    def run(out, stop=None):
+        def report(at):
+            if at.step == stop:
+                raise KeyboardInterrupt
+
+        model = make_model()
+        options = config("16-mixed", checkpoint_every=1)
+        with setup(model, options) as made:
+            made.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**26, growth_interval=4)
+            history = fit(model, make_data(), TASK, options, setup=made, out=out, progress=report)
+            return copy.deepcopy(model.state_dict()), history, made.scaler.state_dict()
+
+    expected = run(tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "parts", stop=13)
+    found = run(tmp_path / "parts")
+    assert found[2] == expected[2]
+    assert found[1].skipped_steps == expected[1].skipped_steps > 0
+    assert all(torch.equal(a, b) for a, b in zip(found[0].values(), expected[0].values(), strict=True))

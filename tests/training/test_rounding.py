@@ -1,0 +1,102 @@
+import pytest
+import torch
+from torch import nn
+
+from qtool import checkpoint
+from qtool.training.rounding import WideUpdates, round_stochastically
+
+BF16 = {"precision": "bf16-true"}
+
+
+def test_rounding_is_right_on_average_and_to_a_neighbour():
+    torch.manual_seed(0)
+    value = torch.tensor([1.0, -1.0, 3.14159, 1e-30, -2.7e30, 1 + 2**-9, 0.0])
+    draws = torch.stack([round_stochastically(value) for _ in range(20000)]).double()
+    step = value.double().abs() * 2**-7
+    assert ((draws - value.double()).abs() <= step).all()
+    error = (draws.mean(0) - value.double()).abs()
+    assert (error <= 4 * step / (20000**0.5) + 1e-45).all()
+    assert len(draws[:, 0].unique()) == 1, "what bfloat16 holds exactly stays"
+    assert 0.2 < (draws[:, 5] == 1.0).double().mean() < 0.8, "1 + 2⁻⁹ is a quarter of a step above 1 of 2⁻⁷"
+
+
+def test_rounding_keeps_infinities_and_finds_nan():
+    value = torch.tensor([float("inf"), -float("inf"), float("nan")])
+    rounded = round_stochastically(value)
+    assert rounded[:2].tolist() == value[:2].tolist()
+    assert rounded[2].isnan()
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic", "compensated"])
+def test_small_updates_move_a_weight_only_where_they_are_kept(rounding):
+    """1,000 updates of 1e-5 on a weight of 1: to nearest nothing happens, the other two arrive near 0.99."""
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.ones(200, dtype=torch.bfloat16))
+
+    def sgd(parameters):
+        return torch.optim.SGD(parameters, lr=1e-5)
+
+    optimizer = (
+        sgd([weight]) if rounding == "nearest" else WideUpdates([weight], sgd, compensated=rounding == "compensated")
+    )
+    optimizer.param_groups[0]["lr"] = 1e-5
+    for _ in range(1000):
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+    expected = {"nearest": 1.0, "stochastic": 0.99, "compensated": 0.99}[rounding]
+    assert weight.double().mean().item() == pytest.approx(expected, abs=3e-3)  # a step there is 2⁻⁸
+    spread = weight.double().std().item()
+    assert spread == 0 if rounding != "stochastic" else spread > 0
+
+
+def distance(a, b):
+    return sum((x.float() - y.float()).norm().item() for x, y in zip(a.parameters(), b.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "adafactor", "adamw8bit", "lion8bit"])
+def test_every_optimizer_follows_float32_closer(optimizer, run_steps):
+    """Compensated bf16 training stays nearer to training with float32 weights than rounding to nearest does."""
+    exact = run_steps("transformer", 30, optimizer=optimizer, precision="bf16-mixed").model
+    nearest = run_steps("transformer", 30, optimizer=optimizer, **BF16).model
+    compensated = run_steps("transformer", 30, optimizer=optimizer, rounding="compensated", **BF16).model
+    assert {p.dtype for p in compensated.parameters()} == {torch.bfloat16}
+    assert distance(compensated, exact) < distance(nearest, exact)
+
+
+def test_parameters_in_float32_pass_through(run_steps, same_state):
+    """Batch-norm stays in float32 and is updated in place."""
+    done = run_steps("convolutions", rounding="stochastic", **BF16)
+    norm = done.model[1].norm
+    assert norm.weight.dtype == torch.float32
+    assert not torch.equal(norm.weight, torch.ones(8))
+    assert done.model[0].weight.dtype == torch.bfloat16
+
+
+def test_chunks_do_not_change_the_result(run_steps, same_state, monkeypatch):
+    whole = run_steps("transformer", rounding="compensated", **BF16)
+    monkeypatch.setattr("qtool.training.rounding.CHUNK", 100)
+    assert same_state(whole.model, run_steps("transformer", rounding="compensated", **BF16).model)
+
+
+def test_no_wide_weight_outlives_the_step(run_steps):
+    optimizer = run_steps("transformer", rounding="stochastic", **BF16).step.optimizer
+    assert all(p.numel() == 0 and p.grad is None for p in optimizer.stand_ins.values())
+
+
+@pytest.mark.parametrize("rounding", ["stochastic", "compensated"])
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit"])
+def test_it_resumes_bit_for_bit(rounding, optimizer, run_steps, same_state, tmp_path):
+    options = {"rounding": rounding, "optimizer": optimizer} | BF16
+    whole = run_steps("transformer", 6, **options)
+    half = run_steps("transformer", 3, **options)
+    path = tmp_path / "x.safetensors"
+    rng = torch.get_rng_state()
+    checkpoint.save_tree(path, {"m": half.model.state_dict(), "o": half.step.optimizer.state_dict(), "r": rng})
+    again = run_steps("transformer", 0, **options)
+    state = checkpoint.load_tree(path)
+    again.model.load_state_dict(state["m"])
+    again.step.optimizer.load_state_dict(state["o"])
+    torch.set_rng_state(state["r"])
+    for _ in range(3):
+        again.step(torch.randn(16, 16), torch.randint(0, 4, (16,)), 0.01)
+    assert same_state(again.model, whole.model)

@@ -1,0 +1,47 @@
+import pytest
+import torch
+from torch import nn
+
+from qtool.errors import QtoolError, UsageError
+from qtool.recipe import TrainConfig
+from qtool.training.rules import RULES, check
+from qtool.training.techniques import setup
+
+BROKEN = [
+    ({"batch_size": 4, "micro_batches": 5}, "5 micro-batches of a batch of 4"),
+    ({"step_in_backward": True, "micro_batches": 2, "grad_clip": None}, "whole batches"),
+    ({"step_in_backward": True}, "pass --grad-clip none"),
+    ({"step_in_backward": True, "grad_clip": None, "precision": "16-mixed"}, "bf16-mixed"),
+    ({"optimizer": "paged-adamw"}, "paged-adamw on the CPU"),
+    ({"rounding": "stochastic"}, "bf16-true"),
+    ({"activation_offload": True}, "host memory"),
+]
+
+
+@pytest.mark.parametrize(("options", "text"), BROKEN)
+def test_options_that_exclude_each_other_are_refused(options, text):
+    with pytest.raises(UsageError, match=text):
+        check(TrainConfig(device="cpu", **options))
+
+
+def test_every_rule_has_a_case():
+    assert len(BROKEN) == len(RULES)
+    for options, _ in BROKEN:
+        config = TrainConfig(device="cpu", **options)
+        assert sum(rule.broken(config) for rule in RULES) == 1, options
+
+
+def test_what_goes_together_passes():
+    check(TrainConfig(device="cpu"))
+    check(
+        TrainConfig(device="cpu", step_in_backward=True, grad_clip=None, precision="bf16-true", rounding="stochastic")
+    )
+
+
+def test_a_setup_is_checked_and_so_is_the_device(monkeypatch):
+    model = nn.Linear(2, 2)
+    with pytest.raises(UsageError):
+        setup(model, TrainConfig(device="cpu", step_in_backward=True))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(QtoolError, match="CUDA"):
+        check(TrainConfig(device="cuda"))

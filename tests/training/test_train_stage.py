@@ -1,0 +1,100 @@
+import io
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from qtool.errors import QtoolError
+from qtool.loop import Progress
+from qtool.recipe import TrainConfig
+from qtool.tasks import load_task
+from qtool.training.progress import describe, reporter
+from qtool.training.stage import train
+
+TASK = load_task("classification")
+CONFIG = TrainConfig(device="cpu", epochs=2, batch_size=8)
+
+
+class Points:
+    def __init__(self, count, seed):
+        generator = torch.Generator().manual_seed(seed)
+        self.targets = torch.randint(0, 3, (count,), generator=generator)
+        self.inputs = torch.randn(count, 4, generator=generator) + 3 * self.targets[:, None]
+
+    def __len__(self):
+        return len(self.targets)
+
+    def batch(self, positions):
+        return self.inputs[positions], self.targets[positions]
+
+
+def make_data():
+    return SimpleNamespace(train=Points(60, 0), validation=Points(20, 1), test=Points(20, 2), identity="points")
+
+
+def make_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 3))
+
+
+def test_the_stage_trains_judges_and_leaves_checkpoints(tmp_path):
+    model = make_model()
+    result = train(model, make_data(), CONFIG, task=TASK, out=tmp_path)
+    assert result.model is model
+    assert not model.training
+    assert result.history.steps == 16
+    assert set(result.metrics) == {"num_samples", "loss", "top1"}
+    right = (model(make_data().test.inputs).argmax(1) == make_data().test.targets).double().mean().item()
+    assert result.metrics["top1"] == pytest.approx(right)
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-00000016.safetensors"]
+
+
+def test_an_iterable_of_batches_is_enough():
+    batches = [Points(8, seed).batch(list(range(8))) for seed in range(4)]
+    result = train(make_model(), batches, CONFIG, task=TASK)
+    assert result.metrics == {}
+    assert result.history.steps == 8
+
+
+def test_the_model_is_restored_even_when_training_fails():
+    model = make_model()
+    data = make_data()
+    data.train.inputs[:] = float("nan")
+    with pytest.raises(QtoolError, match="finite loss"):
+        train(model, data, TrainConfig(device="cpu", precision="bf16-true", epochs=1), task=TASK)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert not model.training
+
+
+def test_a_gpu_that_is_not_there_is_an_error(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(QtoolError, match="CUDA"):
+        train(make_model(), make_data(), TrainConfig(device="cuda"), task=TASK)
+
+
+def test_silent_unless_asked(capsys, monkeypatch):
+    train(make_model(), make_data(), CONFIG, task=TASK)
+    seen = []
+    train(make_model(), make_data(), CONFIG, task=TASK, progress=seen.append)
+    assert len(seen) == 16
+    assert capsys.readouterr() == ("", "")
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    train(make_model(), make_data(), CONFIG, task=TASK, progress=True)
+    assert "loss" in stream.getvalue()
+    assert "16/16" in stream.getvalue()
+
+
+def test_a_line_tells_loss_rate_memory_and_metric():
+    line = describe(Progress(5, 10, 1, 0.51, 2e-3, 2**30, {"loss": 1.0, "validation_top1": 0.875}))
+    assert line == "epoch 2 loss 0.5100 rate 0.002 1024 MiB top1 0.875"
+
+
+def test_reporter_passes_functions_through():
+    with reporter(print) as report:
+        assert report is print
+    for nothing in (False, None):
+        with reporter(nothing) as report:
+            assert report is None
