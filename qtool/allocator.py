@@ -7,9 +7,11 @@ them for the first time (one page fault per 4 KiB), and unmaps them again. In th
 MobileNetV2 on 224-pixel images that is most of the time.
 
 Two settings of ``mallopt(3)`` end it: ``M_MMAP_MAX = 0`` serves every block from the heap, and
-``M_TRIM_THRESHOLD = 2**31 - 1`` keeps the heap. Freed blocks are used again, so the process needs about the
-memory that it needs at its peak (a third more where blocks of many sizes leave gaps, see
-``tests/benchmarks/bench_allocator.py``), and stays there.
+``M_TRIM_THRESHOLD = 2**31 - 1`` keeps the heap. A third, ``THP_MEM_ALLOC_ENABLE=1`` in the environment, is torch's
+own: blocks of 2 MiB and more are aligned to that size and offered to the kernel as huge pages. First touches cost a
+512th of the faults, and since such a block no longer begins a few bytes into a gap, the heap reaches its size
+within the first batches and stays there (``tests/benchmarks/bench_allocator.py`` and ``bench_calibration.py --memory``
+show time and peak; gaps between blocks of many sizes cost about a third more memory).
 
 The settings belong to the whole process, so only the command line calls :func:`tune`, before torch
 allocates. ``import qtool`` never does. ``QTOOL_MALLOC=0`` in the environment switches it off. Other C
@@ -23,6 +25,7 @@ import os
 import sys
 
 VARIABLE = "QTOOL_MALLOC"
+_HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"  # read once by torch, at its first allocation
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
 _NEVER = 2**31 - 1
 
@@ -37,4 +40,5 @@ def tune() -> bool:
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "gnu_get_libc_version"):
         return False
+    os.environ.setdefault(_HUGE_PAGES, "1")
     return bool(libc.mallopt(_M_MMAP_MAX, 0)) and bool(libc.mallopt(_M_TRIM_THRESHOLD, _NEVER))

@@ -16,8 +16,11 @@ libc.malloc.restype = ctypes.c_void_p
 if "tune" in sys.argv:
     from qtool import allocator
     print(allocator.tune())
+    import os
+    assert os.environ.get("THP_MEM_ALLOC_ENABLE") == (None if os.environ.get("QTOOL_MALLOC") == "0" else "1")
 elif "import" in sys.argv:
-    import qtool
+    import os, qtool
+    assert "THP_MEM_ALLOC_ENABLE" not in os.environ
     print(False)
 before = libc.mallinfo2().hblks  # blocks that came from mmap
 pointer = libc.malloc(ctypes.c_size_t(64 << 20))
