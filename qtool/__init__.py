@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from qtool.errors import ContractError, QtoolError, UsageError
     from qtool.form import QuantizedModel
     from qtool.models import load_model
-    from qtool.pipeline import benchmark, export, inspect, quantize, report, run, train
+    from qtool.pipeline import benchmark, export, inspect, quantize, report, run, sensitivity, train
     from qtool.recipe import Recipe
 
 __all__ = [
@@ -43,6 +43,7 @@ __all__ = [
     "quantize",
     "report",
     "run",
+    "sensitivity",
     "train",
 ]
 _HOME = {

@@ -122,6 +122,19 @@ def _shipped(name: str) -> Path:
     return known[name]
 
 
+def sample_hashes(batches: Iterable[Any]) -> Iterator[str]:
+    """The sha256 of every sample's bytes, over all tensors of its input, in order."""
+    from qtool.nested import num_samples, samples_of, tensors
+
+    for batch in batches:
+        for index in range(num_samples(batch)):
+            digest = hashlib.sha256()
+            for tensor in tensors(samples_of(batch, index, index + 1)):
+                value = tensor.detach().cpu().contiguous().numpy()
+                digest.update(f"{value.dtype} {value.shape}".encode() + value.tobytes())
+            yield digest.hexdigest()
+
+
 def inputs_of(batches: Iterable[Any]) -> Iterable[Any]:
     """The inputs of batches that may hold targets too: (input, target) pairs or plain inputs.
 

@@ -116,6 +116,28 @@ def quantize(ctx: click.Context, run_dir: Path | None, out: Path | None, trust: 
     show(ctx, out or run_dir, "quantize")
 
 
+@command("sensitivity", "qtool sensitivity runs/a\nqtool sensitivity runs/a/ptq --samples 256 --json")
+@click.argument("run_dir", type=RUN_DIR, required=False)
+@out_option("Where sensitivity.json goes. [default: RUN_DIR]")
+@trust_option
+@click.option("--samples", type=click.IntRange(min=1), metavar="N", help="Calibration samples used. [default: 128]")
+@click.option("--resume/--no-resume", default=True, help="Use what was measured there before. [default: resume]")
+@field_options(Recipe, "Source (instead of RUN_DIR)", skip=("variants",), required=())
+@field_options(QuantizeConfig, "Quantization", skip=("mode",))
+def sensitivity(ctx: click.Context, run_dir: Path | None, out: Path | None, **_: Any) -> None:
+    """Measure what each quantized unit alone does to the model's output, the most harmful first."""
+    source = given(ctx, Recipe)
+    if (run_dir is None) != ({"model", "data"} <= source.keys()):
+        raise click.UsageError("neither RUN_DIR nor both of --model and --data, or all of them", ctx)
+    options = source | given(ctx, QuantizeConfig) | ({"model": run_dir} if run_dir else {})
+    options |= {"samples": ctx.params["samples"]} if ctx.params["samples"] else {}
+    with work(ctx) as pipeline:
+        found = pipeline.sensitivity(
+            **options, out=out, trust=ctx.params["trust"], resume=ctx.params["resume"], progress=loud(ctx)
+        )
+    deliver(ctx, found, "sensitivity")
+
+
 @command("export", "qtool export runs/a")
 @click.argument("run_dir", type=RUN_DIR)
 @out_option("Where the ONNX files and export.json go. [default: RUN_DIR]")

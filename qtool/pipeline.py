@@ -28,10 +28,10 @@ from qtool.artifacts import STAGES, atomic_path, has_result, read_result, write_
 from qtool.errors import ContractError, UsageError
 from qtool.recipe import Recipe, as_dict, find_recipe, load_recipe, make, to_toml
 from qtool.source import require_run_directory
-from qtool.stages import benchmark, export, quantize, train
+from qtool.stages import benchmark, export, quantize, sensitivity, train
 from qtool.stages.common import Progress, finished, teller
 
-__all__ = ["benchmark", "export", "inspect", "quantize", "report", "run", "train"]
+__all__ = ["benchmark", "export", "inspect", "quantize", "report", "run", "sensitivity", "train"]
 
 
 def run(

@@ -195,10 +195,11 @@ def _identity(spec: str | None, value: object) -> str:
         entry = _factory(spec)
         return f"{spec} {entry['file_sha256']}" if entry else spec
     state: Mapping[str, Any] = getattr(value, "state_dict", dict)()
-    return f"{type(value).__qualname__} {_state_hash(state.items())}" if value is not None else "none"
+    return f"{type(value).__qualname__} {state_hash(state.items())}" if value is not None else "none"
 
 
-def _state_hash(state: Iterable[tuple[str, Any]]) -> str:
+def state_hash(state: Iterable[tuple[str, Any]]) -> str:
+    """The sha256 of named values: names, types, shapes and, of tensors, the bytes."""
     digest = hashlib.sha256()
     for name, value in state:
         digest.update(f"{name} {getattr(value, 'dtype', '')} {tuple(getattr(value, 'shape', ()))}\0".encode())

@@ -6,6 +6,9 @@ one output quantizer, after the activation. A pattern that only makes sense betw
 pooling, a reshape) is taken when all its operands are integers anyway: they leave an integer unit, or a
 convolution or linear layer reads them too. Otherwise it stays in float and the plan says why.
 
+Overrides are patterns (``layer4.*``) of module paths or of unit names, the first that matches an anchor decides. What
+reads an integer unit's output still finds it quantized, whether or not it is an integer unit itself.
+
 The result is a list of ``Placed`` units over graph nodes, the source of the pt2e annotations, of the
 plan in the artifact and of the coverage gate.
 """
@@ -169,13 +172,20 @@ class Placement:
         self._taken.add(node)
 
     def _override(self, node: Node) -> str | None:
+        names = (owner(node), self._free_name(node))
         for pattern, choice in self.overrides.items():
-            if fnmatch.fnmatchcase(owner(node), pattern):
+            if any(fnmatch.fnmatchcase(name, pattern) for name in names):
                 self._used_overrides.add(pattern)
                 return choice
         return None
 
     def _name(self, node: Node) -> str:
+        name = self._free_name(node)
+        self._names.add(name)
+        return name
+
+    def _free_name(self, node: Node) -> str:
+        """The name that a unit with this anchor gets, or would if it were the next: unlike all names so far."""
         kind = str(node.target).removeprefix("aten.").partition(".")[0]
         path = owner(node)
         own = path and not any(other.startswith(f"{path}.") for other in self._owners)
@@ -185,7 +195,6 @@ class Placement:
         while unique in self._names:
             count += 1
             unique = f"{name}_{count}"
-        self._names.add(unique)
         return unique
 
 

@@ -6,8 +6,10 @@ folder, and this file is their order. The two engines differ in preparing and co
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from qtool.quantization.norms import convolve_norms, fold_batch_norm
 from qtool.quantization.placement import Placement
 from qtool.quantization.prepared import Prepared
 from qtool.quantization.qat import FineTune, require_float32_weights, set_training, train_quantized
+from qtool.quantization.sensitivity import Sensitivities
 from qtool.quantization.targets import get_target
 from qtool.recipe import QatConfig, QuantizeConfig
 
@@ -51,23 +54,72 @@ def quantize(
     Raises QtoolError for a model that cannot be captured, weights or values that are not finite, and
     calibration without samples.
     """
+    made = convert(model, config, example=example, calibration=calibration, qat=qat, tuning=tuning)
+    notes = (*made.notes, *finish(made.graph))
+    return QuantizedModel(made.graph, made.placement.plan(notes), example, made.float_graph, made.ranges)
+
+
+@dataclass(frozen=True)
+class Converted:
+    """A quantized graph whose biases are not integers yet, beside what it was made of.
+
+    ``reference`` is the float graph with the node names of the placement's graph, after passes over it; None for QAT.
+    """
+
+    graph: GraphModule
+    placement: Placement
+    float_graph: GraphModule
+    reference: GraphModule | None
+    ranges: dict[str, Any]
+    notes: tuple[str, ...]
+
+
+def convert(
+    model: nn.Module,
+    config: QuantizeConfig,
+    *,
+    example: Any,
+    calibration: Iterable[Any] = (),
+    qat: FineTune | None = None,
+    tuning: QatConfig | None = None,
+    keep: bool = False,
+) -> Converted:
+    """All of ``quantize`` but the last step; with ``keep`` the reference is kept although no pass asks for it."""
     check_finite(model)
     if config.mode == "qat" and qat is None:
         raise UsageError("quantize --mode qat", "training data", "none", "give --data with training samples")
     if config.mode == "qat":
         require_float32_weights(tuning or QatConfig())
-    if config.algorithms and iter(calibration) is calibration:
+    if (config.algorithms or keep) and iter(calibration) is calibration:
         calibration = list(calibration)
     float_graph = float_form(model, example)
-    passes = Passes(config, calibration)
+    passes = Passes(config, calibration, keep=keep)
     prepared = _prepare(model, float_graph, config, example, passes)
     if qat is not None and config.mode == "qat":
         ranges = train_quantized(prepared, calibration, qat, tuning or QatConfig(), float_graph)
     else:
         ranges = _observe(prepared, config, calibration, example)
     graph = prepared.convert()
-    notes = (*passes.correct(graph, prepared.placement, ranges), *finish(graph))
-    return QuantizedModel(graph, prepared.placement.plan(notes), example, float_graph, ranges)
+    notes = passes.correct(graph, prepared.placement, ranges)
+    return Converted(graph, prepared.placement, float_graph, passes.reference, ranges, notes)
+
+
+def sensitivities(
+    model: nn.Module, config: QuantizeConfig, *, example: Any, calibration: Iterable[Any],
+    state: Mapping[str, Any] | None = None,
+) -> Sensitivities:  # fmt: skip
+    """Quantizes ``model`` and returns what measures each unit's effect alone; ``state`` is an earlier measurement's.
+
+    Bias correction is left out: a bias corrected for what comes before it is wrong where that is in float. Raises
+    UsageError for mode ``qat``, whose weights are no longer those of the float model.
+    """
+    if config.mode == "qat":
+        raise UsageError("sensitivity", "mode 'ptq'", "mode 'qat'", "measure before training")
+    names = tuple(name for name in config.algorithms or () if name != "bias")
+    config = dataclasses.replace(config, algorithms=names or None)
+    made = convert(model, config, example=example, calibration=calibration, keep=True)
+    assert made.reference is not None
+    return Sensitivities(made.graph, made.reference, made.placement, state)
 
 
 def float_form(model: nn.Module, example: Any) -> GraphModule:

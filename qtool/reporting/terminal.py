@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from qtool.reporting.memory import memory_lines, numerics_lines
-from qtool.reporting.numbers import interval, percent, points, significant
+from qtool.reporting.numbers import UNKNOWN, interval, percent, points, significant
 from qtool.reporting.tables import terminal
 
 Result = Mapping[str, Any]
@@ -60,6 +60,22 @@ def quantize_lines(result: Result) -> Iterator[Any]:
     for reason, count in Counter(unit["reason"] for unit in floats).items():
         yield f"  {count} in float: {reason}"
     yield from (f"  note: {note}" for note in result["plan"]["notes"])
+
+
+def sensitivity_lines(result: Result) -> Iterator[Any]:
+    """A table of units, the most harmful first: SQNR, KL divergence and agreement with only that unit quantized."""
+    from rich.table import Table
+
+    yield f"sensitivity: {len(result['units'])} units, each quantized alone, on {result['num_samples']} samples"
+    table = Table("unit", "kind", box=None, pad_edge=False)
+    for name in ("SQNR, dB", "KL, nats", "agreement"):
+        table.add_column(name, justify="right")
+    for unit in result["units"]:
+        noise = "none" if unit["sqnr_db"] is None else f"{unit['sqnr_db']:.1f}"
+        kl = UNKNOWN if unit["kl"] is None else significant(unit["kl"], 2)
+        agreement = UNKNOWN if unit["agreement"] is None else percent(unit["agreement"])
+        table.add_row(unit["name"], unit["kind"], noise, kl, agreement)
+    yield table
 
 
 def export_lines(result: Result) -> Iterator[Any]:
@@ -141,6 +157,7 @@ def _inline(value: Any) -> str:
 STAGES: dict[str, Callable[[Result], Iterator[Any]]] = {
     "train": train_lines,
     "quantize": quantize_lines,
+    "sensitivity": sensitivity_lines,
     "export": export_lines,
     "benchmark": benchmark_lines,
     "run": run_lines,

@@ -57,7 +57,7 @@ def quantize(
     config, tuning = _quantize_configs(config, qat, options)
     source, folder = _quantize_source(model, data, task, weights, writable(out), tuning, trust)
     settings = as_dict(config) | ({"qat": as_dict(tuning)} if tuning else {})
-    inputs, drawn = _calibration(config, source)
+    inputs, drawn = calibration_of(config, source)
     known = source.inputs | _calibrated_by(config, drawn)
     if folder and resume and finished(folder, "quantize", settings, known):
         return open_quantized(folder)
@@ -67,7 +67,7 @@ def quantize(
     assert source.model is not None
     with tidy(folder):
         quantized = stage.quantize(
-            source.model, config, example=_example(source, inputs), calibration=inputs, tuning=tuning,
+            source.model, config, example=example_of(source, inputs), calibration=inputs, tuning=tuning,
             qat=_fine_tuning(source, tuning, folder, resume, progress) if tuning else None,
         )  # fmt: skip
         if folder:
@@ -105,7 +105,7 @@ def _quantize_source(
     return open_source(model, data, task, weights, label_smoothing=smoothing), out
 
 
-def _calibration(config: QuantizeConfig, source: Source) -> tuple[Iterable[Any], dict[str, Any]]:
+def calibration_of(config: QuantizeConfig, source: Source) -> tuple[Iterable[Any], dict[str, Any]]:
     """Batches of calibration inputs, and the record of where they came from."""
     if source.data is not None and source.parts is None:
         return inputs_of(source.data), {"spec": None}
@@ -120,7 +120,7 @@ def _calibrated_by(config: QuantizeConfig, drawn: Mapping[str, Any]) -> dict[str
     return {"calibration": f"{drawn['data']} {drawn['indices_sha256']}" if named else UNIDENTIFIED}
 
 
-def _example(source: Source, inputs: Iterable[Any]) -> Any:
+def example_of(source: Source, inputs: Iterable[Any]) -> Any:
     """A batch of two inputs for capture, from the data or from the first calibration batch."""
     if source.parts is not None:
         from qtool.data import example_input

@@ -226,6 +226,14 @@ def test_overrides_leave_modules_in_float_and_must_match() -> None:
         placed(two, {"zz": "float"})
 
 
+def test_an_override_may_name_a_unit_that_is_no_module() -> None:
+    def two_sums(m: Any, x: Tensor) -> Tensor:
+        return m.b(m.a(x) + x) + x
+
+    units = {u.name: u.integer for u in placed(two_sums, {"add_2": "float"}).plan().units}
+    assert units == {"a": True, "add": True, "b": True, "add_2": False}
+
+
 def test_notes_of_the_capture_come_first() -> None:
     assert placed(lambda m, x: m.a(x)).plan(("late",)).notes[-1] == "late"
     assert "module 'fc' is no part of the captured graph" in placed(lambda m, x: m.a(x)).plan(("late",)).notes

@@ -15,33 +15,39 @@ from qtool.recipe import QuantizeConfig
 
 
 class Passes:
-    """What ``config.algorithms`` asks for, over calibration ``batches`` that can be gone through again and again."""
+    """What ``config.algorithms`` asks for, over calibration ``batches`` that can be gone through again and again.
 
-    def __init__(self, config: QuantizeConfig, batches: Iterable[Any]) -> None:
+    ``reference`` is the float graph as the passes over it left it, where one of them or ``keep`` asks for it.
+    """
+
+    def __init__(self, config: QuantizeConfig, batches: Iterable[Any], *, keep: bool = False) -> None:
         self.names, self.batches = tuple(config.algorithms or ()), batches
         check_names(self.names)
         self.notes: list[str] = []
         self._declined = f"mode '{config.mode}' trains weights and ranges instead" if config.mode == "qat" else ""
-        self._reference: GraphModule | None = None
+        self.reference: GraphModule | None = None
+        self._keep = keep
 
     def improve(self, graph: GraphModule, placement: Placement) -> None:
         """Runs the passes over the float graph in place, and remembers what it then computes."""
         if self.names and not self._declined:
             self._run("float", Subject(graph, graph, placement, self.batches))
-            self._reference = copied(graph)
+        if (self.names or self._keep) and not self._declined:
+            self.reference = copied(graph)
 
     def decline_float(self, reason: str, reference: GraphModule) -> None:
         """Says that the float graph is not what will be quantized; ``reference`` is what the placement is over."""
         if self.names and not self._declined:
             self.notes += run_passes(self.names, "float", None, reason)
-            self._reference = reference
+        if (self.names or self._keep) and not self._declined:
+            self.reference = reference
 
     def correct(self, graph: GraphModule, placement: Placement, ranges: dict[str, Any]) -> tuple[str, ...]:
         """Runs the passes over the converted graph in place; returns the notes of all."""
         if self._declined and self.names:
             return tuple(f"{name} declined: {self._declined}" for name in self.names)
-        if self._reference is not None:
-            self._run("integer", Subject(graph, self._reference, placement, self.batches, ranges))
+        if self.names and self.reference is not None:
+            self._run("integer", Subject(graph, self.reference, placement, self.batches, ranges))
         return tuple(self.notes)
 
     def _run(self, moment: str, subject: Subject) -> None:

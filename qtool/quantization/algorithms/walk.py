@@ -77,7 +77,7 @@ class Walk:
         names = [node for node in self.graph.graph.nodes if node.op == "placeholder"]
         count = 0
         for count, batch in enumerate(batches, 1):
-            for node, value in zip(names, _arranged(batch, names), strict=True):
+            for node, value in zip(names, arranged(batch, names), strict=True):
                 if node in self._last:
                     self._store.put(node, count - 1, value)
         if not count:
@@ -235,7 +235,7 @@ def _mean_of_integers(x: Tensor) -> Tensor:
     return torch.from_numpy(x.numpy().sum(0, dtype=np.uint16).astype(np.float32))[None] / len(x)
 
 
-def _arranged(batch: Any, names: list[Node]) -> list[Any]:
+def arranged(batch: Any, names: list[Node]) -> list[Any]:
     """The tensors of a batch in the order of the graph's inputs."""
     if isinstance(batch, Mapping) and all(node.target in batch for node in names):
         return [batch[node.target] for node in names]

@@ -1,0 +1,196 @@
+"""The sensitivity stage: each quantized unit's effect on the output, measured once and kept.
+
+``sensitivity.json`` names the model by its weights and the calibration set by its samples, both by hash, so that the
+search for a contract can use it again, and a measurement of another model is refused instead of believed. What is
+measured is saved as it grows (``sensitivity.part.json``): a stopped measurement goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qtool.artifacts import finite, has_result, read_result, write_json
+from qtool.calibration_data import sample_hashes
+from qtool.errors import QtoolError, UsageError
+from qtool.recipe import QuantizeConfig, as_dict, make
+from qtool.source import Source, is_run_directory, open_source, recall_source, require_run_directory, state_hash
+from qtool.stages.common import AnyPath, Progress, configured, teller, tidy, writable
+from qtool.stages.quantization import calibration_of, example_of
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from qtool.tasks import Task
+
+FILE = "sensitivity.json"
+PART = "sensitivity.part.json"
+SCHEMA = 1
+SAVE_SECONDS = 1.0
+SAMPLES = 128
+
+
+def sensitivity(
+    model: nn.Module | AnyPath,
+    data: object = None,
+    *,
+    out: AnyPath | None = None,
+    task: Task | str = "classification",
+    weights: AnyPath | None = None,
+    samples: int = SAMPLES,
+    trust: bool = False,
+    resume: bool = True,
+    config: QuantizeConfig | None = None,
+    progress: Progress = False,
+    **options: Any,
+) -> dict[str, Any]:
+    """Measures what each quantized unit alone does to the output, on the first ``samples`` calibration samples.
+
+    ``model`` is a module, a spec, or a run directory (of a training, or of a quantization, whose options are then the
+    defaults). ``options`` are the fields of QuantizeConfig. The result is plain values, ``units`` the most harmful
+    first; it is also written to ``sensitivity.json`` in ``out`` (by default the run directory) and into a
+    ``quantize.json`` there, where the report finds it. Raises QtoolError where ``sensitivity.json`` is of another
+    model or other samples, unless ``resume`` is off.
+    """
+    source, folder, recorded = _source(model, data, task, weights, writable(out), trust)
+    config = configured(QuantizeConfig, config, options) if config or not recorded else _updated(recorded, options)
+    if samples < 1:
+        raise UsageError("argument 'samples'", "at least 1", repr(samples), "raise the value")
+    inputs, _ = calibration_of(config, source)
+    measuring = Measurement(source, config, inputs, samples)
+    with tidy(folder):
+        result = measuring.run(folder, resume=resume, tell=teller(progress))
+    if folder and has_result(folder, "quantize"):
+        quantized = read_result(folder, "quantize", verify=False, stale=True)
+        write_json(folder / "quantize.json", quantized | {"sensitivity": result["units"]})
+    return result
+
+
+def _updated(recorded: Mapping[str, Any], options: Mapping[str, Any]) -> QuantizeConfig:
+    known = {key: value for key, value in recorded.items() if key in QuantizeConfig.__dataclass_fields__}
+    return make(QuantizeConfig, known | {"mode": "ptq"} | dict(options))
+
+
+def _source(
+    model: nn.Module | AnyPath, data: object, task: Task | str, weights: AnyPath | None, out: Path | None, trust: bool
+) -> tuple[Source, Path | None, dict[str, Any]]:
+    """The source, where the result goes, and the options of the quantization that is there."""
+    if not (isinstance(model, Path) or (isinstance(model, str) and data is None and is_run_directory(model))):
+        return open_source(model, data, task, weights), out, {}
+    run, recorded = Path(model), {}
+    if not has_result(run, "train") and has_result(run, "quantize"):
+        result = read_result(run, "quantize", verify=False)
+        recorded, trained = result["config"], result["source"].get("trained_in")
+        if trained is None:
+            return recall_source(run, "quantize", trust=trust, model=True), out or run, recorded
+        return recall_source(run / trained, "train", trust=trust, model=True), out or run, recorded
+    require_run_directory(run, "train")
+    return recall_source(run, "train", trust=trust, model=True), out or run, recorded
+
+
+@dataclasses.dataclass
+class Measurement:
+    """One measurement: of ``source``'s model, quantized as ``config`` says, on ``samples`` of ``inputs``."""
+
+    source: Source
+    config: QuantizeConfig
+    inputs: Iterable[Any]
+    samples: int = SAMPLES
+
+    def __post_init__(self) -> None:
+        if iter(self.inputs) is self.inputs:
+            self.inputs = list(self.inputs)
+        assert self.source.model is not None
+        hashes = "".join(sample_hashes(self.inputs))
+        self.identity = {
+            "model": state_hash(self.source.model.state_dict().items()),
+            "calibration": hashlib.sha256(hashes.encode()).hexdigest(),
+        }
+        asked = {key: value for key, value in as_dict(self.config).items() if key not in CONTRACT_KEYS}
+        self.asked = json.loads(json.dumps(asked)) | {"samples": self.samples}
+
+    def cached(self, folder: Path | None) -> dict[str, Any] | None:
+        """The result in ``folder``, whatever its options were. Raises QtoolError for one of another model or data."""
+        path = folder / FILE if folder else None
+        if path is None or not path.exists():
+            return None
+        result = read_sensitivity(path)
+        for part, told in (("model", "this model's weights"), ("calibration", "these calibration samples")):
+            if result["identity"].get(part) != self.identity[part]:
+                raise QtoolError(
+                    f"'{path}'", f"a measurement with {told}", f"one of another {part} ({_short(result, part)})",
+                    "delete it, or measure again with qtool sensitivity --no-resume",
+                )  # fmt: skip
+        return result
+
+    def run(self, folder: Path | None, *, resume: bool, tell: Callable[[str], None]) -> dict[str, Any]:
+        """Measures, or returns what was measured with these options; see ``sensitivity``."""
+        found = self.cached(folder) if resume else None
+        if found is not None and found["config"] == self.asked:
+            return found
+        from qtool.quantization.stage import sensitivities
+
+        assert self.source.model is not None
+        state = self._part(folder) if resume else None
+        measured = sensitivities(
+            self.source.model, self.config, example=example_of(self.source, self.inputs), calibration=self.inputs,
+            state=state,
+        )  # fmt: skip
+        measured.measure(self.inputs, samples=self.samples, after=_Saver(self, folder, tell))
+        result = self._told() | {"num_samples": measured.state["num_samples"], "units": measured.results()}
+        if folder:
+            write_json(folder / FILE, result)
+            (folder / PART).unlink(missing_ok=True)
+        return dict(finite(result))
+
+    def _told(self) -> dict[str, Any]:
+        return {"schema": SCHEMA, "identity": self.identity, "config": self.asked}
+
+    def _part(self, folder: Path | None) -> dict[str, Any] | None:
+        """What a stopped measurement of the very same left."""
+        if folder is None or not (folder / PART).exists():
+            return None
+        with contextlib.suppress(ValueError, KeyError, OSError):
+            part = json.loads((folder / PART).read_text(encoding="utf-8"))
+            if {key: part[key] for key in self._told()} == self._told():
+                return dict(part["state"])
+        return None
+
+
+class _Saver:
+    """Tells and saves a measurement's state, once a second at most."""
+
+    def __init__(self, measurement: Measurement, folder: Path | None, tell: Callable[[str], None]) -> None:
+        self.measurement, self.folder, self.tell, self.last = measurement, folder, tell, time.monotonic()
+
+    def __call__(self, state: dict[str, Any]) -> None:
+        if time.monotonic() - self.last < SAVE_SECONDS:
+            return
+        self.tell(f"sensitivity: {state['num_samples']} samples, {len(state['units'])} units")
+        if self.folder:
+            write_json(self.folder / PART, self.measurement._told() | {"state": state})
+        self.last = time.monotonic()
+
+
+def read_sensitivity(path: Path) -> dict[str, Any]:
+    """Reads a ``sensitivity.json``. Raises QtoolError where it is missing or is not one."""
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+        if result["schema"] != SCHEMA or not {"identity", "config", "units", "num_samples"} <= set(result):
+            raise ValueError("no schema, identity, config or units")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise QtoolError(f"'{path}'", "what 'qtool sensitivity' wrote", str(error), "delete it") from error
+    return dict(result)
+
+
+def _short(result: Mapping[str, Any], part: str) -> str:
+    return f"sha256 {str(result['identity'].get(part))[:12]}…"
+
+
+CONTRACT_KEYS: tuple[str, ...] = ()

@@ -1,0 +1,116 @@
+"""Sensitivity: each unit's effect is that of a model in which an override leaves everything else in float."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import nets
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from qtool.errors import QtoolError, UsageError
+from qtool.form import QuantizedModel
+from qtool.quantization.sensitivity import Sensitivities
+from qtool.quantization.stage import quantize, sensitivities
+from qtool.recipe import QuantizeConfig
+
+X = torch.randn(20, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module")
+def net() -> nn.Module:
+    return nets.settled(nets.small_mobilenet(), 16)
+
+
+def measured(model: nn.Module, x: Any = X, **options: Any) -> Sensitivities:
+    found = sensitivities(model, QuantizeConfig(**options), example=x, calibration=[x])
+    found.measure([x])
+    return found
+
+
+def alone(model: nn.Module, *names: str, **options: Any) -> QuantizedModel:
+    """The model with only the units of these names quantized, by overrides."""
+    config = QuantizeConfig(overrides=dict.fromkeys(names, "int8") | {"*": "float"}, **options)
+    return quantize(model, config, example=X, calibration=[X])
+
+
+def errors(reference: Tensor, other: Tensor) -> tuple[float, float]:
+    """SQNR in dB and KL in nats, in numpy."""
+    z, y = reference.double().numpy(), other.double().numpy()
+    p, q = (np.exp(v) / np.exp(v).sum(1, keepdims=True) for v in (z, y))
+    return 10 * np.log10((z**2).sum() / ((z - y) ** 2).sum()), (p * np.log(p / q)).sum(1).mean()
+
+
+@pytest.mark.parametrize("options", [{}, {"engine": "torch.ao"}, {"weight_ranges": "mse", "ranges": "mse"}])
+def test_each_layer_is_as_if_everything_else_were_left_in_float(net: nn.Module, options: dict[str, Any]) -> None:
+    found = {entry["name"]: entry for entry in measured(net, **options).results()}
+    for name in ("0.0", "3.body.2.0", "7"):
+        one = alone(net, name, **options)
+        assert [unit.name for unit in one.plan.integer_units] == [name]
+        with torch.no_grad():
+            sqnr_db, kl = errors(net(X), one(X))
+        assert found[name]["sqnr_db"] == pytest.approx(sqnr_db, abs=0.15)  # the bias is an integer there
+        assert found[name]["kl"] == pytest.approx(kl, rel=0.05)
+
+
+def test_a_sum_rounds_both_operands_and_its_result(net: nn.Module) -> None:
+    """The residual sum of block 2, by hand: y = Q(Q(x) + Q(body(x)))."""
+    form = quantize(net, QuantizeConfig(), example=X, calibration=[X])
+
+    def rounded(value: Tensor, name: str) -> Tensor:
+        low, high = min(form.ranges[name]["low"], 0.0), max(form.ranges[name]["high"], 0.0)
+        scale = np.float32((high - low) / 255)
+        zero = int(-np.round(low / scale))
+        return torch.fake_quantize_per_tensor_affine(value, float(scale), zero, 0, 255)
+
+    with torch.no_grad():
+        x = net[1](net[0](X))
+        y = rounded(rounded(x, "0.0") + rounded(net[2].body(x), "2.body.2.0"), "2.add")
+        sqnr_db, _ = errors(net(X), net[3:](y))
+    found = {entry["name"]: entry["sqnr_db"] for entry in measured(net).results()}
+    assert found["2.add"] == pytest.approx(sqnr_db, abs=0.02)
+
+
+def test_the_worst_comes_first_and_every_integer_unit_is_there(net: nn.Module) -> None:
+    results = measured(net).results()
+    plan = quantize(net, QuantizeConfig(), example=X, calibration=[X]).plan
+    assert {entry["name"] for entry in results} == {unit.name for unit in plan.integer_units}
+    assert [e["sqnr_db"] for e in results] == sorted(e["sqnr_db"] for e in results)
+
+
+def test_a_stopped_measurement_goes_on_to_the_same_bits(net: nn.Module) -> None:
+    whole, states = measured(net), []
+    config = QuantizeConfig()
+    first = sensitivities(net, config, example=X, calibration=[X])
+    first.measure([X], samples=8, after=lambda state: states.append(json.dumps(state)))
+    again = sensitivities(net, config, example=X, calibration=[X], state=json.loads(states[0]))
+    again.measure([X])
+    assert json.loads(states[0])["num_samples"] == 8
+    assert again.state == whole.state
+
+
+def test_any_number_of_inputs_and_outputs_that_are_no_logits() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 3)
+
+        def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+            return self.conv(a), self.conv(b).relu()
+
+    results = measured(Two().eval(), (X, X.flip(0))).results()
+    assert len(results) == 2
+    assert all(20 < entry["sqnr_db"] < 60 and entry["kl"] is None for entry in results)
+
+
+def test_what_cannot_be_measured_is_refused(net: nn.Module) -> None:
+    with pytest.raises(UsageError, match="sensitivity: expected mode 'ptq'"):
+        sensitivities(net, QuantizeConfig(mode="qat"), example=X, calibration=[X])
+    found = sensitivities(net, QuantizeConfig(), example=X, calibration=[X])
+    with pytest.raises(QtoolError, match="at least one sample"):
+        found.measure([])
+    with pytest.raises(QtoolError, match="a measurement of these units; got one of others"):
+        sensitivities(net, QuantizeConfig(), example=X, calibration=[X], state={"units": {"x": {}}})

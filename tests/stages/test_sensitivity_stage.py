@@ -1,0 +1,102 @@
+"""``qtool sensitivity``: measured once, found again, gone on with after a kill, refused for another model."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import qtool
+from qtool.artifacts import read_result
+from qtool.errors import QtoolError, UsageError
+from qtool.reporting.page import write_report
+from qtool.stages.sensitivity import PART
+
+OPTIONS = {"calibration": "train:64", "samples": 32}
+
+
+@pytest.fixture
+def trained(tmp_path: Path, small_net: str, small_data: str) -> Path:
+    qtool.train(small_net, small_data, out=tmp_path / "run", epochs=1, batch_size=16)
+    return tmp_path / "run"
+
+
+def test_it_is_written_found_again_and_shown_in_the_report(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    qtool.quantize(trained, out=trained / "ptq", calibration="train:64")
+    first = qtool.sensitivity(trained / "ptq", samples=32)
+    assert first["config"]["calibration"] == "train:64"  # the options of the quantization that is there
+    assert first["num_samples"] == 32
+    assert read_result(trained / "ptq", "quantize")["sensitivity"] == first["units"]
+    html = write_report(trained)["html"].read_text(encoding="utf-8")
+    assert "SQNR of the output with only this layer quantized" in html
+    monkeypatch.setattr("qtool.quantization.stage.sensitivities", None)  # nothing is measured again
+    assert qtool.sensitivity(trained / "ptq", samples=32) == first
+
+
+def test_other_options_are_measured_anew(trained: Path) -> None:
+    first = qtool.sensitivity(trained, **OPTIONS)
+    second = qtool.sensitivity(trained, **OPTIONS, ranges="mse")
+    assert first["config"]["ranges"] != second["config"]["ranges"]
+    assert json.loads((trained / "sensitivity.json").read_text())["config"]["ranges"] == "mse"
+
+
+def test_a_measurement_of_another_model_or_other_samples_is_refused(
+    trained: Path, small_net: str, small_data: str
+) -> None:
+    qtool.sensitivity(trained, **OPTIONS)
+    with pytest.raises(QtoolError, match="these calibration samples; got one of another calibration"):
+        qtool.sensitivity(trained, **OPTIONS, seed=1)
+    qtool.train(small_net, small_data, out=trained, epochs=1, batch_size=16, seed=1)
+    with pytest.raises(QtoolError, match="this model's weights; got one of another model"):
+        qtool.sensitivity(trained, **OPTIONS)
+    assert qtool.sensitivity(trained, **OPTIONS, resume=False)["num_samples"] == 32
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema": 7}'])
+def test_a_damaged_file_is_named(text: str, trained: Path) -> None:
+    (trained / "sensitivity.json").write_text(text)
+    with pytest.raises(QtoolError, match=r"sensitivity\.json': expected what 'qtool sensitivity' wrote"):
+        qtool.sensitivity(trained, **OPTIONS)
+
+
+def test_wrong_numbers_and_places_are_usage_errors(trained: Path) -> None:
+    with pytest.raises(UsageError, match="argument 'samples': expected at least 1"):
+        qtool.sensitivity(trained, samples=0)
+    with pytest.raises(UsageError, match="a folder that a stage has written"):
+        qtool.sensitivity(trained / "nowhere")
+
+
+SLOW = """
+import importlib, sys, time
+module = importlib.import_module("qtool.stages.sensitivity")
+from qtool.quantization.sensitivity import Sensitivities
+module.SAVE_SECONDS = 0.0
+add = Sensitivities._add
+def slow(self, piece):
+    time.sleep(float(sys.argv[2]))
+    add(self, piece)
+Sensitivities._add = slow
+module.sensitivity(sys.argv[1], samples=32, calibration="train:64")
+"""
+
+
+def test_killed_by_sigkill_it_goes_on(trained: Path, tmp_path: Path) -> None:
+    calm = qtool.sensitivity(trained, out=tmp_path / "calm", **OPTIONS)
+    command = [sys.executable, "-W", "ignore", "-c", SLOW, str(trained)]
+    process = subprocess.Popen([*command, "0.5"])
+    part = trained / PART
+    end = time.monotonic() + 60
+    while not part.exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert 0 < json.loads(part.read_text())["state"]["num_samples"] < 32
+    assert not (trained / "sensitivity.json").exists()
+    assert qtool.sensitivity(trained, **OPTIONS) == calm
+    assert not part.exists()
