@@ -6,7 +6,12 @@ train, quantize and export in seconds.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+
+# One thread everywhere, before torch is imported: a sum split over threads has other last bits, and tests compare
+# runs in this process with runs in processes of their own, which inherit it.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import numpy as np
 import pytest

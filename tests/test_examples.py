@@ -21,7 +21,7 @@ from qtool.recipe import Recipe, load_recipe
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
-ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
 
 
 def qtool_command(*words: str) -> subprocess.CompletedProcess[str]:

@@ -21,7 +21,7 @@ from qtool.artifacts import read_result, sha256_of
 from qtool.errors import ContractError, QtoolError, UsageError
 from qtool.recipe import Recipe, load_recipe
 
-ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(qtool.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(qtool.__file__).parents[1])}
 VARIANT = {
     "float.pt2", "int8.pt2", "ranges.json", "quantize.json", "model.fp32.onnx", "model.fp16.onnx", "model.int8.onnx",
     "export.json", "benchmark.json", "report.json",

@@ -19,7 +19,7 @@ from qtool.cli import main
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
 SHORTER = {
     "train": ["--max-steps", "5"],
     "quantize": ["--calibration", "train:32"],

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from onnx.reference import ReferenceEvaluator
 from torch import Tensor
 
+from qtool.errors import QtoolError
 from qtool.exporting.integer_kernels import largest_in_windows, leaky_relu, logistic, padding, required, spatial
 
 Attributes = Mapping[str, Any]
@@ -49,6 +50,21 @@ def conv(attributes: Attributes, x: Tensor, weight: Tensor, bias: Tensor | None 
     function = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}[len(kernel)]
     result: Tensor = function(x, weight, bias, strides, 0, dilations, int(attributes.get("group", 1)))
     return result
+
+
+def conv_transpose(attributes: Attributes, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Transposed convolution in float32: the whole of it, less the padding at both ends of each axis."""
+    axes = weight.ndim - 2
+    if attributes.get("output_shape") or attributes.get("auto_pad", "NOTSET") not in ("NOTSET", "VALID"):
+        raise QtoolError("ConvTranspose", "padding given as numbers", "an output_shape or auto_pad", "give its pads")
+    strides, dilations = spatial(attributes, "strides", axes), spatial(attributes, "dilations", axes)
+    added = list(attributes.get("output_padding") or [0] * axes)
+    pads = list(attributes.get("pads") or [0] * 2 * axes)
+    function = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}[axes]
+    whole: Tensor = function(x, weight, bias, strides, 0, added, int(attributes.get("group", 1)), dilations)
+    for axis, (begin, end) in enumerate(zip(pads[:axes], pads[axes:], strict=True)):
+        whole = whole.narrow(axis + 2, begin, whole.shape[axis + 2] - begin - end)
+    return whole
 
 
 def gemm(attributes: Attributes, a: Tensor, b: Tensor, c: Tensor | None = None) -> Tensor:
@@ -151,7 +167,9 @@ EXACT: dict[str, Operator] = {
     "Sigmoid": lambda attributes, x: logistic(x),
     "Sub": lambda attributes, x, y: x - y,
 }
-APPROXIMATE: dict[str, Operator] = {"Conv": conv, "Gemm": gemm, "MatMul": lambda attributes, a, b: a @ b}
+APPROXIMATE: dict[str, Operator] = {
+    "Conv": conv, "ConvTranspose": conv_transpose, "Gemm": gemm, "MatMul": lambda attributes, a, b: a @ b
+}  # fmt: skip
 """Float32 sums, in PyTorch's order."""
 
 WHOLE = frozenset(

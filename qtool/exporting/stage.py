@@ -95,7 +95,7 @@ def _end_to_end(quantized: QuantizedModel, path: Path, samples: list[Any]) -> Ga
     if not samples or quantized.float_graph is None:
         reason = "no samples were given" if not samples else "the model came without its float reference"
         return Gate("end-to-end parity", None, "SQNR to FP32 as the torch graph's", f"not run: {reason}")
-    return parity.end_to_end(quantized, path, samples)[0]
+    return parity.end_to_end(quantized, path, samples)
 
 
 def _baselines(

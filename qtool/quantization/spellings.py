@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.fx import Graph
 from torch.nn import functional as F
 
 from qtool.quantization.capture import aten
@@ -68,3 +69,12 @@ RESPELT: dict[Any, tuple[Any, ...]] = {
     aten.relu.default: (*WRITTEN[aten.clamp.default], *WRITTEN[aten.clamp_min.default]),
     aten.mean.dim: WRITTEN[aten.adaptive_avg_pool1d.default],
 }
+
+_PARTS = (torch.chunk, torch.split, torch.tensor_split, torch.unbind, "chunk", "split", "tensor_split", "unbind")
+
+
+def refuse_parts(graph: Graph) -> None:
+    """Raises TypeError for an operator that gives several tensors: graph mode would observe them as one."""
+    for node in graph.nodes:
+        if node.op in ("call_function", "call_method") and node.target in _PARTS:
+            raise TypeError(f"'{getattr(node.target, '__name__', node.target)}' gives several tensors")

@@ -40,7 +40,7 @@ from qtool.quantization.observers import FakeQuantizer, RangeObserver, named
 from qtool.quantization.placement import Placed, Placement
 from qtool.quantization.prepared import Prepared
 from qtool.quantization.quiet import quiet_torch_ao
-from qtool.quantization.spellings import RESPELT, WRITTEN
+from qtool.quantization.spellings import RESPELT, WRITTEN, refuse_parts
 from qtool.quantization.targets import Format, Pattern, Target
 
 try:
@@ -257,6 +257,7 @@ def _trace(model: nn.Module, train: bool) -> tuple[GraphModule, list[tuple[Node,
     """
     tracer = QuantizationTracer([], [])
     graph = GraphModule(model, tracer.trace(model))
+    refuse_parts(graph.graph)
     modules = dict(graph.named_modules())
     for node in list(graph.graph.nodes):
         if _is_identity(node, modules, train):

@@ -43,9 +43,13 @@ def benchmark(
     run = require_run_directory(Path(what), made)
     outputs = {name: _output(name, made) for name in config.variants}
     recorded = read_result(run, made)
+    impossible = _overflown(recorded) if "fp16" in outputs.values() else ""
+    if impossible and len(outputs) > 1:
+        del outputs["fp16"]
     files = {name: output_path(run, recorded, output) for name, output in outputs.items()}
     opened = recall_source(run, made, trust=trust).data if data is None else open_data(data, 0)
     found = stage.benchmark(files, config, batches=_test_batches(opened), progress=teller(progress))
+    found["notes"] += [f"fp16 was not measured: {impossible}"] if impossible else []
     folder = Path(out) if out else run
     with staging(folder, "benchmark"):
         inputs = {name: recorded["outputs"][output]["sha256"] for name, output in outputs.items()}
@@ -58,6 +62,12 @@ def benchmark(
 def _output(variant: str, stage: str) -> str:
     """The output of a stage that a variant is measured from: FP16 and BF16 in PyTorch are the float graph, recast."""
     return variant if stage == "export" or variant == "int8" else "float"
+
+
+def _overflown(recorded: Mapping[str, Any]) -> str:
+    """Why the export made no FP16 file; empty where it made one."""
+    gates = recorded["metrics"].get("gates", ())
+    return "" if "fp16" in recorded["outputs"] else next((g["found"] for g in gates if g["name"] == "fp16 range"), "")
 
 
 def _test_batches(data: Any) -> Callable[[int], Iterable[tuple[Any, Any]]] | None:

@@ -13,7 +13,7 @@ import torch
 from onnx import TensorProto
 from qdq_files import Array, Builder, needs_vnni, run
 
-from qtool.exporting.float_operators import EXACT
+from qtool.exporting.float_operators import EXACT, conv_transpose
 from qtool.exporting.integer_arithmetic import Affine, Quantized
 from qtool.exporting.integer_kernels import KERNELS, logistic, padding, repeats_along_rows
 
@@ -277,6 +277,21 @@ def test_float_operators_are_the_runtimes_bit_for_bit(op: str, tmp_path: Path) -
     model = builder.model(builder.op(op, builder.input("x", [50, 1003]), **attributes))
     expected = run(model, {"x": x}, tmp_path)[0][0]
     assert np.array_equal(EXACT[op](attributes, torch.from_numpy(x)).numpy(), expected)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("rank", [1, 2])
+def test_transposed_convolution_is_the_runtimes(rank: int, groups: int, tmp_path: Path) -> None:
+    rng, builder = np.random.default_rng(0), Builder()
+    x = rng.normal(size=(2, 4, *[5] * rank)).astype(np.float32)
+    weight = rng.normal(size=(4, 6 // groups, *[3] * rank)).astype(np.float32)
+    attributes = {
+        "strides": [2] * rank, "pads": [1, 0][:rank] + [2, 1][:rank], "output_padding": [1] * rank, "group": groups,
+    }  # fmt: skip
+    y = builder.op("ConvTranspose", builder.input("x", list(x.shape)), builder.constant(weight), **attributes)
+    expected = run(builder.model(y), {"x": x}, tmp_path)[0][0]
+    got = conv_transpose(attributes, torch.from_numpy(x), torch.from_numpy(weight))
+    np.testing.assert_allclose(got.numpy(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_logistic_is_a_sigmoid() -> None:

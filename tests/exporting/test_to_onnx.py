@@ -9,6 +9,7 @@ from typing import Any
 import conv_nets
 import numpy as np
 import onnx
+import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 import qtool.exporting.to_onnx as to_onnx
 from qtool.errors import QtoolError
 from qtool.exporting.coverage import coverage
-from qtool.exporting.parity import unit_parity
+from qtool.exporting.parity import end_to_end, unit_parity
 from qtool.exporting.size import size
 from qtool.exporting.to_onnx import float_to_onnx, quantized_to_onnx, save
 from qtool.form import QuantizedModel, quantize_nodes
@@ -210,6 +211,50 @@ def test_inputs_by_name_and_outputs_of_any_structure(tmp_path: Path) -> None:
     assert [g.shape for g in got] == [e.shape for e in expected]
     for want, value in zip(expected, got, strict=True):
         assert np.abs(want - value).max() <= np.abs(want).max() / 100
+    for backwards in (inputs, dict(reversed(inputs.items()))):  # by name, whatever their order
+        assert unit_parity(form, path, [backwards]).passed
+    gate = end_to_end(form, path, [inputs])
+    assert gate.passed
+    assert gate.details["num_outputs"] == 3
+
+
+def test_the_worst_of_several_outputs_decides(tmp_path: Path) -> None:
+    form = made(Outputs(), {"left": X, "right": X.flip(0)})
+    model = quantized_to_onnx(form, OPSET)
+    noisy = next(node for node in model.graph if node.outputs[0].name == model.graph.outputs[1].name)
+    twice = ir.node("Add", [noisy.outputs[0], noisy.outputs[0]])
+    model.graph.insert_after(noisy, twice)
+    twice.outputs[0].name, noisy.outputs[0].name = noisy.outputs[0].name, "half"
+    twice.outputs[0].shape, twice.outputs[0].dtype = noisy.outputs[0].shape, noisy.outputs[0].dtype
+    model.graph.outputs[1] = twice.outputs[0]
+    save(model, tmp_path / "wrong.onnx")
+    gate = end_to_end(form, tmp_path / "wrong.onnx", [form.example])
+    assert gate.passed is False
+    assert gate.details["sqnr_db_file"] < 1
+
+
+def test_an_input_may_be_called_as_a_layer_is(tmp_path: Path) -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 3)
+
+        def forward(self, conv: Tensor) -> Tensor:
+            return torch.relu(self.conv(conv))
+
+    form = made(Named())
+    save(quantized_to_onnx(form, OPSET), tmp_path / "named.onnx")
+    assert coverage(form.plan, tmp_path / "named.onnx").passed
+
+
+@pytest.mark.parametrize("layer", ["conv", "head"])
+def test_a_layer_left_in_float_between_integers_is_float(tmp_path: Path, layer: str) -> None:
+    form = quantize(Net().eval(), QuantizeConfig(overrides={layer: "float"}), example=X, calibration=[X])
+    save(quantized_to_onnx(form, OPSET), tmp_path / "mixed.onnx")
+    kinds = Counter(node.op_type for node in optimized_graph(tmp_path / "mixed.onnx").graph.node)
+    assert kinds["QLinearConv"] + kinds["QGemm"] == 2
+    for gate in (coverage(form.plan, tmp_path / "mixed.onnx"), unit_parity(form, tmp_path / "mixed.onnx", [X])):
+        assert gate.passed, gate
 
 
 class Unsupported(nn.Module):

@@ -187,6 +187,21 @@ def test_a_model_that_fx_cannot_trace_is_told_its_line() -> None:
     assert quantize(Asks().eval(), QuantizeConfig(), example=images(2), calibration=[images(4)]).plan.integer_units
 
 
+class Parts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = self.conv(x).chunk(2, 1)
+        return a + b
+
+
+def test_an_operator_that_gives_several_tensors_is_told() -> None:
+    with pytest.raises(QtoolError, match="'chunk' gives several tensors; use --engine pt2e"):
+        quantize(Parts().eval(), QuantizeConfig(engine="torch.ao"), example=images(2), calibration=[images(4)])
+
+
 def test_a_model_that_torch_ao_would_change_is_refused() -> None:
     model = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1, padding_mode="reflect"), nn.ReLU()).eval()
     with pytest.raises(QtoolError, match=r"operators and quantizers of the placement; got .*use --engine pt2e"):

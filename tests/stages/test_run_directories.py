@@ -23,7 +23,7 @@ from qtool.data import load_data
 from qtool.errors import QtoolError, UsageError
 from qtool.stages import open_quantized
 
-ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(qtool.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(qtool.__file__).parents[1])}
 
 
 def plain_net() -> nn.Module:
@@ -292,3 +292,21 @@ def test_a_training_killed_by_sigkill_resumes_to_the_same_bits(
     stage = "train" if mode == "train" else "quantize"
     assert json.loads((killed / f"{stage}.json").read_text())["metrics"] == read_result(calm, stage)["metrics"]
     assert sorted(p.name for p in killed.iterdir()) == sorted(p.name for p in calm.iterdir())
+
+
+def test_a_model_that_half_precision_cannot_hold_is_measured_without_it(tmp_path: Path, small_data: str) -> None:
+    (tmp_path / "large.py").write_text(
+        "from torch import nn\n"
+        "def build():\n"
+        "    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 3))\n"
+        "    nn.init.constant_(model[1].weight, 1e5)\n"
+        "    return model\n"
+    )
+    run = tmp_path / "run"
+    qtool.quantize(f"{tmp_path}/large.py:build", small_data, out=run, calibration="train:32")
+    qtool.export(run, parity_samples=16)
+    found = qtool.benchmark(run, seconds=0.01)
+    assert set(found["variants"]) == {"fp32", "int8"}
+    assert any(note.startswith("fp16 was not measured: no FP16 file: ") for note in found["notes"])
+    with pytest.raises(QtoolError, match="an output named 'fp16'"):
+        qtool.benchmark(run, variants=("fp16",))

@@ -20,13 +20,14 @@ _SUFFIXES = ("", "_scale", "_zero_point")
 def apply(model: ir.Model, units: Mapping[str, str]) -> int:
     """Renames in place; ``units`` maps the exporter's name of a value to its unit. Returns the nodes renamed."""
     taken = {value.name for value in model.graph.inputs if value.name}
+    nodes: set[str] = set()
     renamed = 0
     _name_outputs(model, units, taken)
     for node in model.graph:
         unit = units.get(node.outputs[0].metadata_props.pop("unit", node.outputs[0].name or ""))
         if unit is None or _reads_constant(node):
             continue
-        _name_node(node, unit, taken)
+        _name_node(node, unit, taken, nodes)
         renamed += 1
     for node in model.graph:
         if node.op_type in WEIGHTED:
@@ -45,16 +46,18 @@ def _name_outputs(model: ir.Model, units: Mapping[str, str], taken: set[str]) ->
         value.name = _unique("output" if len(outputs) == 1 else f"output_{index}", taken)
 
 
-def _name_node(node: ir.Node, unit: str, taken: set[str]) -> None:
+def _name_node(node: ir.Node, unit: str, taken: set[str], nodes: set[str]) -> None:
+    """Nodes and values have names of their own: an input may be called as a unit is."""
     if node.op_type == QUANTIZE:
         base, value = f"{unit}/quantize", f"{unit}/quantized"
     elif node.op_type == DEQUANTIZE:
         base, value = f"{unit}/dequantize", f"{unit}/dequantized"
     else:
-        base = value = unit if unit not in taken else f"{unit}/{node.op_type.lower()}"
-    node.name = _unique(base, taken)
+        base = unit if unit not in nodes else f"{unit}/{node.op_type.lower()}"
+        value = base if base not in taken else f"{base}/output"
+    node.name = _unique(base, nodes)
     if not node.outputs[0].is_graph_output():
-        node.outputs[0].name = node.name if value == base else _unique(value, taken)
+        node.outputs[0].name = _unique(value, taken)
 
 
 def _reads_constant(node: ir.Node) -> bool:
@@ -73,7 +76,7 @@ def _name_parameters(node: ir.Node, taken: set[str]) -> None:
         if producer is None:
             _name_constant(value, stem, taken)
         elif _reads_constant(producer):
-            producer.name = _unique(f"{stem}/dequantize", taken)
+            producer.name = f"{stem}/dequantize"  # one reader, so as unique as the reader's own name
             value.name = _unique(f"{stem}/dequantized", taken)
             for constant, suffix in zip(producer.inputs, _SUFFIXES, strict=False):
                 if constant is not None:
