@@ -10,6 +10,8 @@ spec                           what it is
 =============================  ===========================================================================
 ``fashion-mnist``              the embedded sample: 6,000 and 1,000 images, 28×28 grey, ten classes
 ``idx:DIR``                    MNIST-style files, gz or not
+``alice[:LENGTH]``             the embedded text, *Alice's Adventures in Wonderland*, as bytes
+``text:FILE[:LENGTH][:JSON]``  a text, or a folder of ``*.txt``, as bytes or by a ``tokenizer.json``
 ``npz:DIR`` or ``npz:FILE``    arrays ``images`` (uint8, N×H×W or N×H×W×C) and ``labels``
 ``imagefolder:DIR[:SIZE]``     ``train/CLASS/*.png`` and so on; with SIZE, shorter side to it and the centre
 ``hf:NAME[:SPLIT]``            a set of the ``datasets`` library with an image and a class-label column
@@ -39,13 +41,14 @@ from qtool.errors import QtoolError, UsageError, nearest
 from qtool.factories import is_factory, load_factory
 from qtool.folders import read_hub, read_imagefolder
 from qtool.samples import Samples, targets_of
+from qtool.text import LENGTH, read_text
 
 __all__ = [
     "Data", "Preprocessing", "batches", "example_input", "from_mapping", "load_data", "stratified_sample", "targets_of",
 ]  # fmt: skip
 
 EMBEDDED = Path(__file__).parent / "embedded"
-KINDS = ("fashion-mnist", "idx:DIR", "npz:DIR", "imagefolder:DIR", "hf:NAME", "FILE.py:factory")
+KINDS = ("fashion-mnist", "alice", "text:FILE", "idx:DIR", "npz:DIR", "imagefolder:DIR", "hf:NAME", "FILE.py:factory")
 KEYS = ("train", "test", "validation", "labels", "num_classes", "preprocessing")
 
 
@@ -78,6 +81,10 @@ def load_data(spec: str, *, seed: int = 0) -> Data:
         folder = EMBEDDED / "fashion_mnist"
         names = tuple((folder / "labels.txt").read_text(encoding="utf-8").splitlines())
         return _from_images(spec, read_npz(folder), names, seed)
+    if kind == "alice":
+        return _from_text(spec, f"{EMBEDDED / 'alice' / 'alice.txt'}:{rest or LENGTH}")
+    if kind == "text" and rest:
+        return _from_text(spec, rest)
     if kind in ("idx", "npz") and rest:
         return _from_images(spec, {"idx": read_idx, "npz": read_npz}[kind](Path(rest)), None, seed)
     if kind in ("imagefolder", "hf") and rest:
@@ -138,6 +145,15 @@ def _from_images(spec: str, parts: Mapping[str, Images], names: tuple[str, ...] 
     identity = _digest({part: images.sha256 for part, images in parts.items()})
     return Data(
         spec, sets["train"], sets["validation"], sets["test"], names, preprocessing, num_classes, identity
+    )  # fmt: skip
+
+
+def _from_text(spec: str, text: str) -> Data:
+    """The classes of a text are the tokens of its vocabulary."""
+    found = read_text(text)
+    parts = found.parts
+    return Data(
+        spec, parts["train"], parts["validation"], parts["test"], None, None, found.vocabulary, found.sha256
     )  # fmt: skip
 
 

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from qtool.errors import QtoolError
 from qtool.tasks import Task
+from qtool.text import IGNORED
 
 Predict = Callable[[Any], Any]
 Z95 = 1.959963984540054  # the normal distribution's 97.5 % point
@@ -69,10 +70,14 @@ def predictions(predict: Predict, batches: Iterable[tuple[Any, Any]]) -> tuple[T
 def compare(reference: Tensor, other: Tensor, targets: Tensor | None = None) -> dict[str, Any]:
     """How far ``other`` is from ``reference``, two N×C logit tensors of the same samples; with N targets if known.
 
+    Logits of sequences, N×T×C with N×T targets, are compared token by token, those without a target left out.
+
     Returns ``num_samples``, ``agreement``, ``kl`` (nats), ``sqnr_db`` and, with targets, ``top1``, ``top1_reference``,
     ``top1_drop`` (shares) and ``top1_drop_ci95`` (low, high); the module says how each is defined. Raises QtoolError
     where shapes differ or a logit is not finite.
     """
+    if reference.ndim == 3 and reference.shape == other.shape:
+        reference, other, targets = _tokens(reference, other, targets)
     reference, other = _checked("reference", reference), _checked("other", other)
     if reference.shape != other.shape:
         got = f"{tuple(reference.shape)} and {tuple(other.shape)}"
@@ -87,6 +92,14 @@ def compare(reference: Tensor, other: Tensor, targets: Tensor | None = None) -> 
         right, wrong = (scores.argmax(1) == targets for scores in (reference, other))
         result |= _drop(right, wrong)
     return result
+
+
+def _tokens(reference: Tensor, other: Tensor, targets: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    reference, other = reference.flatten(0, 1), other.flatten(0, 1)
+    if targets is None:
+        return reference, other, None
+    counted = targets.flatten() != IGNORED
+    return reference[counted], other[counted], targets.flatten()[counted]
 
 
 def _checked(name: str, outputs: Tensor) -> Tensor:

@@ -64,13 +64,35 @@ def transformers_model(name: str, num_classes: int | None, in_channels: int | No
 
     def build() -> nn.Module:
         config = library.AutoConfig.from_pretrained(name, **kwargs)
-        kind = getattr(library, (config.architectures or ["none recorded"])[0])
+        config.use_cache = False  # keys and values are kept for generating, which nothing here does
+        kind = _architecture(library, name, config)
+        _require_vocabulary(name, config, kind, num_classes)
         if pretrained:
             return Logits(kind.from_pretrained(name, config=config, ignore_mismatched_sizes=True))
         return Logits(kind(config))
 
     model: nn.Module = _built("transformers", name, build)
     return model
+
+
+def _architecture(library: Any, name: str, config: Any) -> Any:
+    recorded = (config.architectures or [""])[0]
+    if not hasattr(library, recorded or "none"):
+        raise QtoolError(
+            f"model 'transformers:{name}'", "'architectures' in its config.json", recorded or "none recorded",
+            'add for example "architectures": ["GPT2LMHeadModel"]',
+        )  # fmt: skip
+    return getattr(library, recorded)
+
+
+def _require_vocabulary(name: str, config: Any, kind: Any, needed: int | None) -> None:
+    """A causal language model has an output for each token of its vocabulary, whatever the data's classes are."""
+    size = getattr(config, "vocab_size", None)
+    if needed and size and kind.__name__.endswith(("LMHeadModel", "ForCausalLM")) and size < needed:
+        raise QtoolError(
+            f"model 'transformers:{name}'", f"a vocabulary of at least the data's {needed} tokens", str(size),
+            "use the model's own tokenizer.json: --data text:FILE:128:tokenizer.json",
+        )  # fmt: skip
 
 
 def _imported(module: str, package: str, extra: str) -> Any:
@@ -96,6 +118,8 @@ def _close(name: str, names: list[str]) -> str:
 def _built(library: str, name: str, build: Callable[[], Any]) -> Any:
     try:
         return build()
+    except QtoolError:
+        raise
     except Exception as error:
         got = f"{type(error).__name__}: {one_line(error)[:300]}"
         raise QtoolError(

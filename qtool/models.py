@@ -4,9 +4,10 @@
 spec                           what it is
 =============================  ==================================================================================
 ``resnet``, ``mobilenet``      the built-in nets for images of 28 to 32 pixels (:mod:`qtool.nets`)
+``gpt2``, ``gpt2-mini``        language models of GPT-2's shape, for any vocabulary (:mod:`qtool.gpt`)
 ``torchvision:NAME``           a classifier of torchvision, by its name there
 ``timm:NAME``                  a model of timm
-``transformers:NAME``          a model of transformers, by hub name or folder; its output is the logits
+``transformers:NAME``          a model of transformers, by hub name, folder or ``config.json``; its output is the logits
 ``FILE.py:factory``            a function that returns an ``nn.Module``
 ``package.module:factory``     the same, from an installed module
 =============================  ==================================================================================
@@ -33,11 +34,17 @@ from torch import Tensor, nn
 from qtool.artifacts import output_path, read_result
 from qtool.errors import QtoolError, UsageError, nearest, one_line
 from qtool.factories import is_factory, load_factory
+from qtool.gpt import gpt2, gpt2_mini
 from qtool.libraries import LIBRARIES
 from qtool.nested import call, map_tensors, tensors
 from qtool.nets import mobilenet, resnet
 
-BUILT_INS: dict[str, Callable[[int, int], nn.Module]] = {"resnet": resnet, "mobilenet": mobilenet}
+BUILT_INS: dict[str, Callable[[int, int], nn.Module]] = {
+    "resnet": resnet,
+    "mobilenet": mobilenet,
+    "gpt2": gpt2,
+    "gpt2-mini": gpt2_mini,
+}
 PRETRAINED = "pretrained"
 SUFFIXES = (".safetensors", ".pt", ".pth")
 WRAPPERS = ("state_dict", "model_state_dict", "model")  # under which training scripts store the weights
@@ -77,7 +84,7 @@ def _build(spec: str, num_classes: int | None, in_channels: int | None, pretrain
         )
     if spec in BUILT_INS:
         if num_classes is None:
-            raise QtoolError(f"model '{spec}'", "a number of classes", "none", "use data with class labels")
+            raise QtoolError(f"model '{spec}'", "a number of classes", "none", "use data with class labels, or text")
         return BUILT_INS[spec](num_classes, in_channels or 1)
     if is_factory(spec):
         return _from_factory(spec)

@@ -73,7 +73,7 @@ class TrainConfig:
     schedule: str = option("cosine", "learning rate after the warm-up", choices=("cosine", "constant"))
     warmup: float = option(0.05, "fraction of the steps that warm up linearly", low=0, high=1)
     grad_clip: float | None = option(1.0, "clip the global norm of the (unscaled) gradients to this", low=0)
-    label_smoothing: float = option(0.0, "label smoothing of the classification loss", low=0, high=1)
+    label_smoothing: float = option(0.0, "label smoothing of the cross-entropy", low=0, high=1)
     early_stopping: int | None = option(None, "stop after this many epochs without a better validation metric", low=1)
     channels_last: bool = option(True, "images in NHWC order, which convolution kernels prefer")
     rounding: str = option("nearest", "how updates become bf16-true weights", choices=ROUNDINGS)
@@ -159,7 +159,7 @@ class Recipe:
 
     model: str = option("resnet", "model spec")
     data: str = option("fashion-mnist", "data spec")
-    task: str = option("classification", "task: classification, or path/file.py:factory")
+    task: str = option("classification", "task: classification, language-modelling, or path/file.py:factory")
     weights: str | None = option(None, "start from these weights")
     variants: tuple[str, ...] = option(("ptq", "qat"), "quantized variants to make", choices=MODES)
     train: TrainConfig = field(default_factory=TrainConfig)

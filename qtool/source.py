@@ -163,9 +163,17 @@ def anchored(spec: object) -> str | None:
     if not isinstance(spec, str):
         return None
     kind, colon, rest = spec.partition(":")
-    if colon and kind in ("idx", "npz", "imagefolder", "text") and rest:
+    if kind == "text" and rest:
+        return f"text:{':'.join(_anchored_part(part) for part in rest.split(':'))}"
+    if kind == "transformers" and Path(rest).exists():
+        return f"transformers:{Path(rest).resolve()}"
+    if colon and kind in ("idx", "npz", "imagefolder") and rest:
         return f"{kind}:{Path(rest).resolve()}"
     return f"{Path(kind).resolve()}:{rest}" if colon and kind.endswith(".py") else spec
+
+
+def _anchored_part(part: str) -> str:
+    return part if part.isdecimal() else str(Path(part).resolve())
 
 
 def _factory(spec: str) -> dict[str, Any] | None:

@@ -9,7 +9,8 @@ A user's own task is a factory that returns an object with the attributes of :cl
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -18,6 +19,7 @@ from torch.nn import functional as F
 
 from qtool.errors import QtoolError, UsageError, nearest
 from qtool.factories import is_factory, load_factory
+from qtool.text import IGNORED
 
 
 @runtime_checkable
@@ -40,8 +42,11 @@ class Task(Protocol):
     def higher_is_better(self) -> bool:
         """Whether more of ``metric`` is better."""
 
-    def loss(self, output: Any, target: Any) -> tuple[Tensor, float]:
-        """(sum of the losses, weight): a scalar with a gradient, and the number of samples or tokens it sums."""
+    def loss(self, output: Any, target: Any) -> tuple[Tensor, Tensor | float]:
+        """(sum of the losses, weight): a scalar with a gradient, and the number of samples or tokens it sums.
+
+        The weight is a number, or a scalar tensor on the target's device.
+        """
 
     def metrics(self, output: Any, target: Any) -> Mapping[str, Tensor | float]:
         """Sums over the batch, by name; the weight of :meth:`loss` divides them."""
@@ -79,20 +84,73 @@ def _check(output: Any, target: Any) -> None:
         got = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
         raise QtoolError(
             "task 'classification'", "N×classes logits and N class indices",
-            f"output {got}, target {tuple(target.shape)}", "correct the model's output or pass a --task of your own",
+            f"output {got}, target {tuple(target.shape)}",
+            "correct the model's output, or pass --task language-modelling or one of your own",
         )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class LanguageModelling:
+    """The next token at every place: cross-entropy in nats per token; ``top1`` of the tokens, and ``perplexity``.
+
+    Outputs are N×T×V logits, targets N×T token indices (int64). A target of −100 is not counted, so windows weigh as
+    many tokens as they have, and means are over tokens. Perplexity is exp(mean loss), without label smoothing's part.
+    """
+
+    label_smoothing: float = 0.0
+    name: str = "language-modelling"
+    metric: str = "perplexity"
+    higher_is_better: bool = False
+
+    def loss(self, output: Any, target: Any) -> tuple[Tensor, Tensor]:
+        """Summed cross-entropy over the counted tokens, and their number."""
+        _check_tokens(output, target)
+        logits = output.float().flatten(0, 1)
+        losses = F.cross_entropy(logits, target.flatten(), reduction="sum", label_smoothing=self.label_smoothing)
+        return losses, (target != IGNORED).sum()
+
+    def metrics(self, output: Any, target: Any) -> dict[str, Tensor | float]:
+        """How many counted tokens are right; the plain negative log-likelihood, where smoothing hides it."""
+        _check_tokens(output, target)
+        sums: dict[str, Tensor | float] = {"top1": (output.argmax(-1) == target).sum()}
+        if self.label_smoothing:
+            sums["nll"] = F.cross_entropy(output.float().flatten(0, 1), target.flatten(), reduction="sum")
+        return sums
+
+    def finish(self, means: dict[str, float]) -> dict[str, float]:
+        """Adds the perplexity."""
+        return means | {"perplexity": _exp(means.get("nll", means["loss"]))}
+
+
+def _exp(value: float) -> float:
+    return math.exp(value) if value < 700 else math.inf
+
+
+def _check_tokens(output: Any, target: Any) -> None:
+    if not isinstance(output, Tensor) or output.ndim != 3 or target.shape != output.shape[:2]:
+        got = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+        raise QtoolError(
+            "task 'language-modelling'", "N×T×vocabulary logits and N×T token indices",
+            f"output {got}, target {tuple(target.shape)}", "use a language model with --data text:FILE",
+        )  # fmt: skip
+
+
+BUILT_INS: dict[str, Callable[[float], Task]] = {
+    "classification": Classification,
+    "language-modelling": LanguageModelling,
+}
+
+
 def load_task(spec: str, *, label_smoothing: float = 0.0) -> Task:
-    """The task that ``spec`` names: ``classification``, or a factory's. ``label_smoothing`` is for the former.
+    """The task that ``spec`` names: a built-in one, or a factory's. ``label_smoothing`` is for the former.
 
     Raises UsageError where the spec is not understood, QtoolError where a factory raises or returns no task.
     """
-    if spec == "classification":
-        return Classification(label_smoothing)
+    if spec in BUILT_INS:
+        return BUILT_INS[spec](label_smoothing)
     if not is_factory(spec):
         raise UsageError(
-            f"task '{spec}'", "a task", "none of that name", nearest(spec, ["classification", "FILE.py:factory"])
+            f"task '{spec}'", "a task", "none of that name", nearest(spec, [*BUILT_INS, "FILE.py:factory"])
         )
     task = load_factory(spec)()
     missing = [name for name in ("name", "metric", "higher_is_better", "loss", "metrics") if not hasattr(task, name)]

@@ -9,7 +9,8 @@ import torch
 from torch.nn import functional as F
 
 from qtool.errors import QtoolError, UsageError
-from qtool.tasks import Classification, Task, load_task
+from qtool.evaluate import evaluate
+from qtool.tasks import Classification, LanguageModelling, Task, load_task
 
 TASK = """
 import torch
@@ -71,3 +72,27 @@ def test_wrong_outputs_and_names() -> None:
         Classification().metrics((torch.randn(3, 4),), torch.zeros(3, dtype=torch.int64))
     with pytest.raises(UsageError, match="did you mean 'classification'"):
         load_task("clasification")
+
+
+def test_language_modelling_counts_tokens() -> None:
+    output, target = torch.randn(3, 5, 7), torch.randint(0, 7, (3, 5))
+    target[0, 2:] = target[2, 0] = -100
+    for smoothing in (0.0, 0.1):
+        task = load_task("language-modelling", label_smoothing=smoothing)
+        loss, weight = task.loss(output, target)
+        mean = F.cross_entropy(output.flatten(0, 1), target.flatten(), label_smoothing=smoothing)
+        assert float(weight) == 11
+        assert float(loss) / 11 == pytest.approx(mean.item(), rel=1e-5)
+        counted = target != -100
+        assert task.metrics(output, target)["top1"] == (output.argmax(-1) == target)[counted].sum()
+        found = evaluate(lambda x: x, [(output[:1], target[:1]), (output[1:], target[1:])], task)
+        plain = F.cross_entropy(output.flatten(0, 1), target.flatten()).exp().item()
+        assert found["perplexity"] == pytest.approx(plain, rel=1e-5)
+        assert found["num_samples"] == 11
+    assert isinstance(task, Task)
+    assert LanguageModelling().finish({"loss": 1e4})["perplexity"] == float("inf")
+
+
+def test_language_modelling_wants_sequences() -> None:
+    with pytest.raises(QtoolError, match=r"got output \(3, 7\), target \(3,\); use a language model"):
+        LanguageModelling().loss(torch.randn(3, 7), torch.zeros(3, dtype=torch.int64))

@@ -1,0 +1,90 @@
+"""Language models through the stages: token weights, perplexity, resume, transformers from a config."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+import qtool
+from qtool.data import batches, load_data
+from qtool.errors import QtoolError
+from qtool.gpt import GPT
+from qtool.source import anchored
+
+OPTIONS = {
+    "task": "language-modelling", "batch_size": 6, "device": "cpu", "learning_rate": 3e-3, "max_steps": 4, "epochs": 9,
+}  # fmt: skip
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> str:
+    """Six documents of a few words: windows of 24 count 19 to 24 tokens each."""
+    for i in range(6):
+        (tmp_path / f"{i}.txt").write_text(f"document {i} says: " + "and so on, " * (5 + i))
+    return f"text:{tmp_path}:24"
+
+
+def small() -> GPT:
+    torch.manual_seed(0)
+    return GPT(256, layers=2, width=16, heads=2, context=32)
+
+
+def test_micro_batches_weigh_tokens(text: str) -> None:
+    whole, parts = small(), small()
+    first = qtool.train(whole, text, **OPTIONS)
+    second = qtool.train(parts, text, **OPTIONS, micro_batches=4)
+    assert first.history.losses == pytest.approx(second.history.losses, rel=1e-5)
+    for a, b in zip(whole.parameters(), parts.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+
+
+def test_perplexity_is_that_of_all_counted_tokens(text: str) -> None:
+    result = qtool.train(small(), text, **OPTIONS)
+    test = load_data(text).test
+    nats, count = 0.0, 0
+    for tokens, targets in batches(test, 1):
+        found = torch.log_softmax(result.model(tokens), -1)
+        for place, target in enumerate(targets[0].tolist()):
+            if target >= 0:
+                nats, count = nats - found[0, place, target].item(), count + 1
+    assert result.metrics["num_samples"] == count
+    assert result.metrics["perplexity"] == pytest.approx(math.exp(nats / count), rel=1e-4)
+
+
+def test_the_wrong_task_names_the_right_one(text: str) -> None:
+    with pytest.raises(QtoolError, match="--task language-modelling"):
+        qtool.train(small(), text, **(OPTIONS | {"task": "classification"}))
+
+
+def test_specs_mean_the_same_from_any_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.json").touch()
+    assert anchored("text:a.txt:64:tok.json") == f"text:{tmp_path / 'a.txt'}:64:{tmp_path / 'tok.json'}"
+    assert anchored("transformers:config.json") == f"transformers:{tmp_path / 'config.json'}"
+    assert anchored("transformers:gpt2") == "transformers:gpt2"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_transformers_models_come_from_a_config(text: str, tmp_path: Path) -> None:
+    try:
+        from transformers import GPT2Config, GPT2LMHeadModel
+    except (ImportError, RuntimeError) as error:
+        pytest.skip(f"transformers does not import: {error}")
+    config = GPT2Config(vocab_size=256, n_positions=32, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "model")
+    for spec in (tmp_path / "model", tmp_path / "model" / "config.json"):
+        model = qtool.load_model(f"transformers:{spec}", num_classes=256)
+        assert model(torch.zeros(2, 24, dtype=torch.int64)).shape == (2, 24, 256)
+    run = qtool.train(f"transformers:{tmp_path / 'model'}", text, out=tmp_path / "run", **OPTIONS)
+    again = qtool.train(f"transformers:{tmp_path / 'model'}", text, out=tmp_path / "run", **OPTIONS)
+    assert again.metrics == run.metrics
+    with pytest.raises(QtoolError, match="a vocabulary of at least the data's 300 tokens; got 256"):
+        qtool.load_model(f"transformers:{tmp_path / 'model'}", num_classes=300)
+    found = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps(found | {"architectures": None}))
+    with pytest.raises(QtoolError, match=r"'architectures' in its config\.json; got none recorded"):
+        qtool.load_model(f"transformers:{tmp_path / 'model'}", num_classes=256)
