@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from qtool.artifacts import atomic_path
 from qtool.errors import QtoolError
@@ -147,6 +147,16 @@ def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
         return _SUBCLASSES[kind].__tensor_unflatten__(parts, _decode(context, tensors), shape, stride)  # type: ignore[attr-defined]
     order = value["order"]
     return tensors[value["tensor"]].permute([order.index(d) for d in range(len(order))])
+
+
+def learned(model: nn.Module) -> dict[str, Any]:
+    """What training changes of a model: its state without frozen parameters, whose values it began with."""
+    kept = model.state_dict(keep_vars=True)
+    return {
+        name: value.detach() if isinstance(value, Tensor) else value
+        for name, value in kept.items()
+        if not isinstance(value, nn.Parameter) or value.requires_grad
+    }
 
 
 def rng_state() -> dict[str, Any]:

@@ -248,7 +248,7 @@ class _Run:
         if not better:
             return
         self.history.best_metric, self.history.best_epoch = value, self.epoch
-        state = self.model.state_dict()
+        state = checkpoint.learned(self.model)
         if self.folder is None:
             self.best = {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
         else:
@@ -259,7 +259,7 @@ class _Run:
             return
         if self.best is None and self.folder is not None:
             self.best = checkpoint.load_tree(self.folder / "best.safetensors")
-        self.model.load_state_dict(self.best or {})
+        self.model.load_state_dict(self.best or {}, strict=False)
 
     # Checkpoints
 
@@ -282,7 +282,7 @@ class _Run:
     def _state(self) -> dict[str, Any]:
         return {
             "identity": self.identity,
-            "model": self.model.state_dict(),
+            "model": checkpoint.learned(self.model),
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.setup.scaler.state_dict(),
             "hooks": self.hooks.state_dict(),
@@ -295,7 +295,7 @@ class _Run:
     def _load(self, path: Path) -> None:
         state = checkpoint.load_tree(path)
         self._check_identity(path, state["identity"])
-        self.model.load_state_dict(state["model"])
+        self.model.load_state_dict(state["model"], strict=False)  # frozen parameters are not stored
         self.optimizer.load_state_dict(state["optimizer"])
         self.setup.scaler.load_state_dict(state["scaler"])
         self.hooks.load_state_dict(state["hooks"])

@@ -37,6 +37,7 @@ from qtool.errors import UsageError, nearest
 PRECISIONS = ("32-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true")
 OPTIMIZERS = ("adamw", "sgd", "adafactor", "adamw8bit", "paged-adamw", "paged-adamw8bit", "lion8bit")
 ROUNDINGS = ("nearest", "stochastic", "compensated")
+LORA_BASES = ("full", "nf4")
 RANGES = ("minmax", "percentile", "entropy", "mse")
 ENGINES = ("pt2e", "torch.ao")
 MODES = ("ptq", "qat")
@@ -80,6 +81,13 @@ class TrainConfig:
     step_in_backward: bool = option(False, "update each weight as soon as its gradient is there, and free the gradient")
     activation_checkpointing: bool = option(False, "recompute each block's activations in the backward pass")
     activation_offload: bool = option(False, "keep activations in host memory until the backward pass")
+    lora: int | None = option(None, "train adapters of this rank instead of the weights (LoRA)", low=1)
+    lora_alpha: float = option(16.0, "the adapters' correction is scaled by this over their rank", low=0)
+    lora_dropout: float = option(0.0, "dropout before the adapters", low=0, high=1)
+    lora_targets: tuple[str, ...] | None = option(
+        None, "ends of the names of the layers to adapt; by default all linear"
+    )
+    lora_base: str = option("full", "format of the frozen weights below the adapters", choices=LORA_BASES)
     compile: bool = option(False, "compile the model with torch.compile")
     checkpoint_every: int | None = option(None, "also checkpoint every N optimizer steps (each epoch always)", low=1)
     device: str = option("auto", "cpu, cuda, cuda:1 …; auto takes CUDA where there is one")

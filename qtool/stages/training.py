@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qtool.artifacts import atomic_path, read_result, staging, write_result
+from qtool.artifacts import atomic_path, read_result, staging, write_json, write_result
 from qtool.recipe import TrainConfig, as_dict
 from qtool.source import Source, open_source
 from qtool.stages.common import AnyPath, Progress, configured, drop_checkpoints, finished, tidy, writable
@@ -56,6 +56,19 @@ def train(
     return result
 
 
+def _write_adapter(folder: Path, result: TrainResult) -> dict[str, Path]:
+    """The adapters alone, under the names that peft's ``from_pretrained`` of a folder looks for."""
+    from safetensors.torch import save_file
+
+    if result.adapter is None:
+        return {}
+    files = {"adapter": folder / "adapter_model.safetensors", "adapter_config": folder / "adapter_config.json"}
+    with atomic_path(files["adapter"]) as temporary:
+        save_file(result.adapter.tensors, str(temporary))
+    write_json(files["adapter_config"], result.adapter.config)
+    return files
+
+
 def _trained(run: Path, source: Source) -> TrainResult:
     """The result of a finished training, with its weights in the model."""
     from qtool.loop import History
@@ -76,7 +89,8 @@ def _commit_train(run: Path, config: TrainConfig, source: Source, result: TrainR
         with atomic_path(weights) as temporary:
             save_model(result.model, str(temporary))
         write_result(
-            run, "train", config=as_dict(config), inputs=source.inputs, outputs={"model": weights},
+            run, "train", config=as_dict(config), inputs=source.inputs,
+            outputs={"model": weights, **_write_adapter(folder, result)},
             metrics=result.metrics, extra={"source": source.record, "history": as_dict(result.history)},
         )  # fmt: skip
     drop_checkpoints(run)

@@ -15,7 +15,7 @@ loss in 32. For float16 the loss is multiplied by a scale before the backward pa
 divided by it before they are clipped; a step whose gradients overflow is skipped and the scale halved.
 
 *True* casts the model. Batch-norm stays in float32, weights and statistics: its running averages would
-stand still in 16 bits, and it is a thousandth of a model. At the end the weights are float32 again, with
+stand still in 16 bits, and it is a thousandth of a model. So do the scales of 4-bit weights. At the end the weights are float32 again, with
 the values that training left in them.
 """
 
@@ -28,8 +28,9 @@ import torch
 from torch import nn
 
 from qtool.step import Setup
+from qtool.training.nf4 import NF4Linear
 
-_KEPT = (nn.modules.batchnorm._BatchNorm,)
+_KEPT = (nn.modules.batchnorm._BatchNorm, NF4Linear)
 
 
 def apply(setup: Setup, example: Any) -> None:

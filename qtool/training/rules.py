@@ -65,6 +65,13 @@ RULES = (
         "pass --precision bf16-true, or leave --rounding out",
     ),
     Rule(
+        "--lora-base",
+        lambda c: c.lora is None and (c.lora_base != "full" or c.lora_targets is not None),
+        "adapters, which are all that is trained above frozen weights",
+        "--lora-base {lora_base}, --lora-targets {lora_targets} and no --lora",
+        "pass for example --lora 8",
+    ),
+    Rule(
         "--activation-offload",
         lambda c: c.activation_offload and resolve_device(c.device).type == "cpu",
         "a GPU, whose memory it saves",

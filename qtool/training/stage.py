@@ -21,6 +21,7 @@ from qtool.order import Batches
 from qtool.recipe import TrainConfig
 from qtool.step import LossFunction, Setup
 from qtool.tasks import Task
+from qtool.training.lora import Adapter, adapter
 from qtool.training.progress import Report, reporter
 from qtool.training.techniques import setup
 
@@ -32,6 +33,8 @@ class TrainResult:
     model: nn.Module
     metrics: dict[str, float]
     history: History
+    adapter: Adapter | None = None
+    """The adapters alone, where the training was LoRA's; in the model they are merged."""
 
 
 def train(
@@ -60,7 +63,8 @@ def train(
             identity=identity,
         )  # fmt: skip
         metrics = _judge(made, getattr(parts, "test", None), task)
-    return TrainResult(model, metrics, history)
+        found = adapter(model)
+    return TrainResult(model, metrics, history, found)
 
 
 def _example(parts: HasParts) -> Any:

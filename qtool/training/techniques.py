@@ -20,6 +20,7 @@ from qtool.training import (
     checkpointing,
     compiling,
     layout,
+    lora,
     offload,
     optimizers,
     precision,
@@ -40,6 +41,7 @@ class Technique:
 
 TECHNIQUES = (
     Technique("channels last", lambda c: c.channels_last, layout.apply),
+    Technique("lora", lambda c: c.lora is not None, lora.apply),
     Technique("precision", lambda c: c.precision != "32-true", precision.apply),
     Technique("activation checkpointing", lambda c: c.activation_checkpointing, checkpointing.apply),
     Technique("activation offload", lambda c: c.activation_offload, offload.apply),

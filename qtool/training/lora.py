@@ -1,0 +1,179 @@
+"""Low-rank adapters: the weights stay as they are, and each chosen layer learns a small correction to its own.
+
+For a layer y = Wx the adapter adds (alpha / r) B A x, A of r rows and B of r columns (arXiv 2106.09685): r (in + out)
+numbers to train instead of in × out, and gradients and optimizer states for those alone. B begins at zero, so training
+begins at the base model. peft makes the adapters. At the end they are merged, W ← W + (alpha / r) B A, and the model is
+the one that came in, for quantization and export; beside it the adapters are stored alone, as peft reads them.
+
+QLoRA (arXiv 2305.14314) keeps the frozen weights in 4 bits: see ``nf4``. What it merges into is what it trained with,
+the base rounded to NF4.
+
+Chosen by default is every linear layer within the model's repeated blocks, and where there are none every one but the
+last. Two kinds are no targets: a head that shares its matrix with the embedding, whose merge would change both; and
+layers inside ``nn.MultiheadAttention``, which takes their weights without calling them.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qtool.errors import QtoolError, UsageError, nearest
+from qtool.recipe import TrainConfig
+from qtool.step import Setup
+from qtool.training import nf4
+from qtool.training.checkpointing import blocks
+
+_NAME = "default"
+_PREFIX = "base_model.model."
+"""What peft's own wrapper puts before a module's name."""
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """The adapters alone, under peft's names, on the CPU, and peft's configuration of them as plain values."""
+
+    tensors: dict[str, Tensor]
+    config: dict[str, Any]
+
+
+def apply(setup: Setup, example: Any) -> None:
+    """Freezes the model and puts adapters to its layers. Raises UsageError for a target that is no such layer."""
+    model, config = setup.model, setup.config
+    possible = layers(model)
+    chosen = targets(model, config.lora_targets, possible)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    for parameter in trained:
+        parameter.requires_grad_(False)
+    peft = _peft()
+    peft.inject_adapter_in_model(_config(peft, config, chosen), model)
+    setup.on_close.append(lambda: _merge(model, trained))
+    if config.lora_base == "nf4":
+        _quantize(model, {*chosen, *_default(model, possible)})
+
+
+def layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The layers that can take an adapter, by name: linear ones, transformers' ``Conv1D``, ungrouped convolutions."""
+    shared = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    inside = {id(m) for a in model.modules() if isinstance(a, nn.MultiheadAttention) for m in a.modules()}
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if _fits(module) and id(module.weight) not in shared and id(module) not in inside
+    }
+
+
+def _fits(module: nn.Module) -> bool:
+    if isinstance(module, nn.Conv2d):
+        return module.groups == 1
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+
+
+def targets(model: nn.Module, wanted: tuple[str, ...] | None, possible: dict[str, nn.Module]) -> list[str]:
+    """The names of the layers to adapt: those that end in one of ``wanted``, or the default ones.
+
+    Raises UsageError naming the first of ``wanted`` that no layer ends in, and the names most like it.
+    """
+    if wanted is None:
+        return _default(model, possible)
+    found: list[str] = []
+    for target in wanted:
+        matching = [name for name in possible if f".{name}".endswith(f".{target}")]
+        if not matching:
+            ends = {name.rpartition(".")[2] for name in possible} | set(possible)
+            raise UsageError(
+                "--lora-targets", "the end of the name of a linear layer or convolution", repr(target),
+                nearest(target, ends if len(ends) < 40 else {name.rpartition(".")[2] for name in possible}),
+            )  # fmt: skip
+        found += [name for name in matching if name not in found]
+    return found
+
+
+def _default(model: nn.Module, possible: dict[str, nn.Module]) -> list[str]:
+    linear = [name for name, module in possible.items() if not isinstance(module, nn.Conv2d)]
+    repeated = tuple(f"{name}." for name in blocks(model))
+    chosen = [name for name in linear if name.startswith(repeated)] if repeated else linear[:-1]
+    if not chosen:
+        raise UsageError(
+            "--lora", "a model with linear layers in repeated blocks", f"a {type(model).__name__} without any",
+            "name layers with --lora-targets, or train all of it",
+        )  # fmt: skip
+    return chosen
+
+
+def adapter(model: nn.Module) -> Adapter | None:
+    """The adapters that are in ``model`` now, or None."""
+    found = dict(_adapted(model))
+    if not found:
+        return None
+    tensors = {
+        f"{_PREFIX}{name}.{part}.weight": getattr(layer, part)[_NAME].weight.detach().float().cpu().clone()
+        for name, layer in found.items() for part in ("lora_A", "lora_B")
+    }  # fmt: skip
+    first = next(iter(found.values()))
+    config = {
+        "peft_type": "LORA", "r": first.r[_NAME], "lora_alpha": first.lora_alpha[_NAME],
+        "lora_dropout": float(getattr(first.lora_dropout[_NAME], "p", 0.0)), "target_modules": list(found),
+        "fan_in_fan_out": any(layer.fan_in_fan_out for layer in found.values()), "bias": "none",
+        "base_model_name_or_path": None,
+    }  # fmt: skip
+    return Adapter(tensors, config)
+
+
+def _config(peft: Any, config: TrainConfig, chosen: list[str]) -> Any:
+    return peft.LoraConfig(
+        r=config.lora, lora_alpha=config.lora_alpha, lora_dropout=config.lora_dropout, target_modules=chosen
+    )
+
+
+def _adapted(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    return ((name, module) for name, module in model.named_modules() if hasattr(module, "lora_A"))
+
+
+def _quantize(model: nn.Module, names: set[str]) -> None:
+    """The layers of those names in 4 bits, below their adapters or where they have none."""
+    for name in names:
+        layer: Any = model.get_submodule(name)
+        base = layer.base_layer if hasattr(layer, "lora_A") else layer
+        if isinstance(base, nn.Conv2d):
+            continue
+        small = nf4.quantized(base)
+        if base is layer:
+            _replace(model, name, small)
+        else:
+            layer.base_layer = small
+
+
+@torch.no_grad()
+def _merge(model: nn.Module, trained: list[nn.Parameter]) -> None:
+    """Puts the layers back where the adapters were, their corrections added, and lets them be trained again."""
+    for name, layer in list(_adapted(model)):
+        delta = layer.get_delta_weight(_NAME)
+        base = _restored(layer.base_layer)
+        base.weight.add_(delta.to(base.weight.dtype))
+        _replace(model, name, base)
+    for name, layer in [(n, m) for n, m in model.named_modules() if isinstance(m, nf4.NF4Linear)]:
+        _replace(model, name, layer.restored())
+    for parameter in trained:
+        parameter.requires_grad_(True)
+
+
+def _restored(base: Any) -> Any:
+    return base.restored() if isinstance(base, nf4.NF4Linear) else base
+
+
+def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, last = name.rpartition(".")
+    setattr(model.get_submodule(parent), last, module)
+
+
+def _peft() -> Any:
+    try:
+        return importlib.import_module("peft")
+    except (ImportError, RuntimeError) as error:  # a torchvision that does not fit torch raises RuntimeError
+        raise QtoolError("--lora", "the package 'peft'", str(error), "run: pip install 'qtool[lora]'") from error

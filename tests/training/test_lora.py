@@ -1,0 +1,158 @@
+"""Adapters: what is trained, what is merged, what is stored, what is refused; and the same above 4-bit weights."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import qtool
+from qtool.errors import UsageError
+from qtool.gpt import GPT
+from qtool.recipe import TrainConfig
+from qtool.training import nf4
+from qtool.training.lora import layers, targets
+from qtool.training.techniques import setup
+
+OPTIONS = {
+    "task": "language-modelling", "batch_size": 8, "device": "cpu", "learning_rate": 1e-2, "max_steps": 6, "lora": 4,
+    "epochs": 9, "checkpoint_every": 2,
+}  # fmt: skip
+TEXT = "alice:32"
+FILTERS = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture
+def peft() -> Any:
+    """peft, where it imports (a torchvision that does not fit torch stops it)."""
+    try:
+        import peft
+    except (ImportError, RuntimeError) as error:
+        pytest.skip(f"peft does not import: {error}")
+    return peft
+
+
+def small(width: int = 32) -> GPT:
+    torch.manual_seed(0)
+    return GPT(256, layers=2, width=width, heads=2, context=32)
+
+
+def tokens() -> torch.Tensor:
+    return torch.randint(0, 256, (3, 32))
+
+
+@FILTERS
+@pytest.mark.parametrize("base", ["full", "nf4"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+def test_adapters_learn_and_are_merged(peft: Any, base: str, precision: str) -> None:
+    model, before = small(), small()
+    x = tokens()
+    made = setup(model, TrainConfig(device="cpu", lora=4, lora_base=base, precision=precision))
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert all("lora_" in name for name in trained)
+    assert len(trained) == 2 * 2 * 4  # two matrices for each of four layers of two blocks
+    for name, p in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(p, std=0.1)
+    adapted = made.predict(x)
+    made.close()
+    assert list(model.state_dict()) == list(before.state_dict())
+    assert all(p.requires_grad and p.dtype == torch.float32 for p in model.parameters())
+    torch.testing.assert_close(model(x), adapted, rtol=0.02, atol=1e-4 if precision == "32-true" else 0.1)
+    assert (adapted - before(x)).abs().mean() > 0.1
+    assert torch.equal(model.transformer["wte"].weight, before.transformer["wte"].weight) == (precision != "bf16-true")
+
+
+@FILTERS
+def test_training_stores_the_adapters_alone_as_peft_reads_them(peft: Any, tmp_path: Path) -> None:
+    result = qtool.train(small(), TEXT, out=tmp_path, **OPTIONS)
+    assert result.history.losses[-1] < result.history.losses[0]
+    stored = load_file(tmp_path / "adapter_model.safetensors")
+    assert len(stored) == 16
+    assert sum(t.numel() for t in stored.values()) == sum(
+        4 * (m.in_features + m.out_features) for n, m in small().named_modules() if type(m) is nn.Linear and "h." in n
+    )
+    again = peft.PeftModel.from_pretrained(small(), str(tmp_path)).eval()
+    x = tokens()
+    torch.testing.assert_close(again(x), result.model(x), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(load_file(tmp_path / "model.safetensors")["transformer.h.0.mlp.c_fc.weight"],
+                               result.model.state_dict()["transformer.h.0.mlp.c_fc.weight"])  # fmt: skip
+
+
+@FILTERS
+@pytest.mark.parametrize("base", ["full", "nf4"])
+def test_a_resumed_run_is_the_undisturbed_one(peft: Any, tmp_path: Path, base: str) -> None:
+    options = OPTIONS | {"lora_base": base, "lora_dropout": 0.1}
+    whole = qtool.train(small(), TEXT, **options)
+
+    def stop(at: Any) -> None:
+        if at.step == 5:
+            raise KeyboardInterrupt
+
+    from qtool.data import load_data
+    from qtool.tasks import load_task
+    from qtool.training import stage
+
+    config = TrainConfig(**{k: v for k, v in options.items() if k != "task"})
+    parts = {"data": load_data(TEXT), "config": config, "task": load_task("language-modelling"), "out": tmp_path}
+    with pytest.raises(KeyboardInterrupt):
+        stage.train(small(), progress=stop, **parts)
+    (stored,) = (tmp_path / "checkpoints").glob("step-*")
+    assert not any("base_layer.weight" in name for name in load_file(stored))
+    resumed = stage.train(small(), **parts)
+    assert resumed.history.losses == whole.history.losses
+    for a, b in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_targets_are_ends_of_names() -> None:
+    model = small()
+    possible = layers(model)
+    assert "lm_head" not in possible  # it is the embedding
+    assert targets(model, ("attn.c_attn",), possible) == [f"transformer.h.{i}.attn.c_attn" for i in (0, 1)]
+    assert len(targets(model, None, possible)) == 8
+    with pytest.raises(UsageError, match=r"--lora-targets: .* got 'c_atn'; did you mean 'c_attn'\?"):
+        targets(model, ("c_fc", "c_atn"), possible)
+    with pytest.raises(UsageError, match="linear layers in repeated blocks"):
+        targets(nn.ReLU(), None, {})
+    attention = nn.Sequential(nn.MultiheadAttention(8, 2), nn.Linear(8, 8))
+    assert list(layers(attention)) == ["1"]
+
+
+def test_a_wrong_target_stops_the_run_before_training(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="did you mean 'c_proj'"):
+        qtool.train(small(), TEXT, out=tmp_path / "run", **OPTIONS, lora_targets=["c_prj"])
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(UsageError, match="pass for example --lora 8"):
+        qtool.train(small(), TEXT, **(OPTIONS | {"lora": None, "lora_base": "nf4"}))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_nf4_multiplies_with_what_it_restores(bias: bool) -> None:
+    """The reference rounds each block of 64 to the nearest of NF4's 16 levels by itself."""
+    layer = nn.Linear(64, 48, bias=bias)
+    levels = torch.tensor(
+        [-1.0, -0.6961928, -0.52507305, -0.39491749, -0.28444138, -0.18477343, -0.09105004, 0.0, 0.0795803, 0.1609302,
+         0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0]
+    )  # fmt: skip
+    blocks = layer.weight.detach().reshape(-1, 64)
+    scale = blocks.abs().amax(1, keepdim=True)
+    expected = (levels[(blocks[..., None] / scale[..., None] - levels).abs().argmin(-1)] * scale).reshape(48, 64)
+    original = copy.deepcopy(layer)
+    small = nf4.quantized(layer)
+    assert sum(b.nbytes for b in small.buffers()) == 48 * 64 // 2 + 48 * 4
+    x = torch.randn(5, 64, requires_grad=True)
+    y = small(x)
+    reference = nn.functional.linear(x, expected, original.bias)
+    torch.testing.assert_close(y, reference, rtol=1e-4, atol=1e-4)
+    gradient = torch.randn_like(y)
+    found, wanted = (torch.autograd.grad(v, x, gradient)[0] for v in (y, reference))
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    restored = small.restored()
+    torch.testing.assert_close(restored.weight, expected, rtol=1e-4, atol=1e-5)
+    assert restored is layer
