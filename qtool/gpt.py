@@ -86,12 +86,17 @@ class GPT(nn.Module):
         self._initialise(layers)
 
     def _initialise(self, layers: int) -> None:
-        """Normal weights of 0.02, and less by √(2 layers) where a block adds to the residual stream."""
+        """Normal weights of 0.02, and less by √(2 layers) where a block adds to the residual stream.
+
+        Embeddings have 0.02 · 768 / width: the head's logits, at most width · 0.02 on GPT-2's own, reach as far at any.
+        """
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
                 nn.init.normal_(parameter, std=_STD / (math.sqrt(2 * layers) if "c_proj" in name else 1))
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
+        width = self.lm_head.in_features
+        nn.init.normal_(self.lm_head.weight, std=_STD * 768 / width)
 
     def forward(self, tokens: Tensor) -> Tensor:
         if tokens.shape[1] > self.context:

@@ -58,7 +58,7 @@ def run(
     with atomic_path(folder / "recipe.toml") as temporary:
         temporary.write_text(to_toml(wanted), encoding="utf-8")
     failures: list[ContractError] = []
-    for mode in wanted.variants:
+    for mode in wanted.variants or ():
         try:
             _variant(wanted, mode, folder, resume, trust, progress)
         except ContractError as error:

@@ -169,7 +169,9 @@ class Recipe:
     data: str = option("fashion-mnist", "data spec")
     task: str = option("classification", "task: classification, language-modelling, or path/file.py:factory")
     weights: str | None = option(None, "start from these weights")
-    variants: tuple[str, ...] = option(("ptq", "qat"), "quantized variants to make", choices=MODES)
+    variants: tuple[str, ...] | None = option(
+        ("ptq", "qat"), "quantized variants to make; none to train alone", choices=MODES
+    )
     train: TrainConfig = field(default_factory=TrainConfig)
     quantize: QuantizeConfig = field(default_factory=QuantizeConfig)
     qat: QatConfig = field(default_factory=QatConfig)

@@ -51,6 +51,18 @@ def test_the_recipe_runs(tmp_path: Path, small_data: str) -> None:
     assert tomllib.loads((tmp_path / "run" / "recipe.toml").read_text())["quantize"]["ranges"] == "mse"
 
 
+def test_gpt2_learns_by_adapters(tmp_path: Path) -> None:
+    """gpt2_lora.toml, fewer steps of shorter windows."""
+    if subprocess.run([sys.executable, "-c", "import peft"], capture_output=True, check=False).returncode:
+        pytest.skip("peft does not import")
+    small = ["train.max_steps=12", "train.epochs=1", "data=alice:32"]
+    words = [word for change in small for word in ("--set", change)]
+    qtool_command("run", str(EXAMPLES / "gpt2_lora.toml"), "--out", str(tmp_path), *words)
+    report = json.loads((tmp_path / "report.json").read_text())["train"]
+    assert report["metrics"]["perplexity"] < 250
+    assert (tmp_path / "adapter_model.safetensors").stat().st_size < (tmp_path / "model.safetensors").stat().st_size / 4
+
+
 @pytest.fixture(scope="module")
 def own_model() -> ModuleType:
     spec = importlib.util.spec_from_file_location("own_model", EXAMPLES / "own_model.py")

@@ -18,15 +18,19 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from qtool.devices import resolve_device
@@ -37,6 +41,7 @@ from qtool.step import LossFunction, Setup, Step, no_scaler
 Prepare = Callable[[nn.Module, TrainConfig, Any], Setup]
 """(model, config, example input) -> the step that the config asks for."""
 STEPS = 2
+_NO_HOOKS: Any = (RemovableHandle(OrderedDict()), RemovableHandle(OrderedDict()))
 PARTS = {
     "Parameter": "parameters",
     "Gradient": "gradients",
@@ -77,9 +82,10 @@ def predict(
     start = time.monotonic()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with torch.random.fork_rng(devices=[]), mode, Scalars():
-        model = _fake(build(), resolve_device(config.device))
+        device = resolve_device(config.device)
+        model = _fake(build(), device)
         value, target = (map_tensors(mode.from_tensor, part) for part in batch)
-        with prepare(model, config, _first(value)) as setup:
+        with _in_place(device), prepare(model, config, _first(value)) as setup:
             return _predicted(setup, (value, target), loss, start)
 
 
@@ -90,10 +96,14 @@ def _fake(model: nn.Module, device: torch.device) -> nn.Module:
         empty = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
         is_parameter = isinstance(tensor, nn.Parameter)
         memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
-    made = copy.deepcopy(model, memo).train()
-    # It is there already, and torch swaps fake parameters on a move, which fails now and then ("has weakref")
-    made.__dict__["to"] = lambda *args, **kwargs: made
-    return made
+    return copy.deepcopy(model, memo).train()
+
+
+@contextmanager
+def _in_place(device: torch.device) -> Iterator[None]:
+    """Modules are made on ``device`` and not moved: torch swaps fake parameters on a move, which then fails."""
+    with mock.patch.object(nn.Module, "to", lambda module, *args, **kwargs: module), device:
+        yield
 
 
 def _first(value: Any) -> Any:
@@ -131,6 +141,12 @@ class Tracker(MemTracker):
         if now > self.highest:
             self.highest, self.at = now, (self._moment(), self._innermost())
         return result
+
+    def _track_module_params_and_buffers(self, module: nn.Module, install_grad_hooks: bool = True) -> tuple[int, int]:
+        for parameter in module.parameters():
+            if not parameter.requires_grad:  # MemTracker would ask it for its gradient, which it does not have
+                self._param_to_grad_hook_handles[parameter] = _NO_HOOKS
+        return super()._track_module_params_and_buffers(module, install_grad_hooks)
 
     def _moment(self) -> str:
         if self._in_opt:

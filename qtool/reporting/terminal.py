@@ -30,8 +30,9 @@ def show(kind: str, result: Result) -> None:
 def train_lines(result: Result) -> Iterator[Any]:
     """How well the trained model does, and what it took."""
     metrics, history = result["metrics"], result.get("history")
+    unit = "tokens" if "perplexity" in metrics else "samples"
     if metrics:
-        yield f"train: {scores(metrics)} on {metrics['num_samples']:,.0f} test samples"
+        yield f"train: {scores(metrics)} on {metrics['num_samples']:,.0f} test {unit}"
     if history:
         early = ", stopped early" if history["stopped_early"] else ""
         skipped = f", {history['skipped_steps']} skipped" if history["skipped_steps"] else ""

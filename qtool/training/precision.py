@@ -15,8 +15,8 @@ loss in 32. For float16 the loss is multiplied by a scale before the backward pa
 divided by it before they are clipped; a step whose gradients overflow is skipped and the scale halved.
 
 *True* casts the model. Batch-norm stays in float32, weights and statistics: its running averages would
-stand still in 16 bits, and it is a thousandth of a model. So do the scales of 4-bit weights. At the end the weights are float32 again, with
-the values that training left in them.
+stand still in 16 bits, and it is a thousandth of a model; so do the scales of 4-bit weights. At the
+end the weights are float32 again, with the values that training left in them.
 """
 
 from __future__ import annotations

@@ -12,10 +12,15 @@ from safetensors.torch import load_file
 from torch import nn
 
 import qtool
+from qtool.data import load_data
 from qtool.errors import UsageError
 from qtool.gpt import GPT
+from qtool.loop import task_loss
+from qtool.memory.measure import measure
+from qtool.memory.predict import predict
 from qtool.recipe import TrainConfig
-from qtool.training import nf4
+from qtool.tasks import load_task
+from qtool.training import nf4, stage
 from qtool.training.lora import layers, targets
 from qtool.training.techniques import setup
 
@@ -94,10 +99,6 @@ def test_a_resumed_run_is_the_undisturbed_one(peft: Any, tmp_path: Path, base: s
         if at.step == 5:
             raise KeyboardInterrupt
 
-    from qtool.data import load_data
-    from qtool.tasks import load_task
-    from qtool.training import stage
-
     config = TrainConfig(**{k: v for k, v in options.items() if k != "task"})
     parts = {"data": load_data(TEXT), "config": config, "task": load_task("language-modelling"), "out": tmp_path}
     with pytest.raises(KeyboardInterrupt):
@@ -156,3 +157,14 @@ def test_nf4_multiplies_with_what_it_restores(bias: bool) -> None:
     restored = small.restored()
     torch.testing.assert_close(restored.weight, expected, rtol=1e-4, atol=1e-5)
     assert restored is layer
+
+
+@FILTERS
+@pytest.mark.parametrize("base", ["full", "nf4"])
+def test_the_memory_of_adapters_is_predicted(peft: Any, base: str) -> None:
+    batch = torch.randint(0, 256, (8, 32)), torch.randint(0, 256, (8, 32))
+    config = TrainConfig(device="cpu", batch_size=8, lora=4, lora_base=base)
+    parts = {"prepare": setup, "loss": task_loss(load_task("language-modelling"))}
+    predicted = predict(lambda: small(64), batch, config, **parts)
+    measured = measure(lambda: small(64), batch, config, **parts)
+    assert predicted.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.01)
