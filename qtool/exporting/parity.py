@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import onnx
+import onnxruntime
 import torch
 from torch import Tensor
 from torch.fx import Interpreter, Node
@@ -45,6 +46,7 @@ MIN_EQUAL = 0.999
 MAX_STEPS = 1
 MAX_FLOAT_ERROR = 1e-4
 MAX_SQNR_LOSS_DB = 0.5
+MODELLED_RUNTIME = "1.31"  # the ONNX Runtime whose fusions and kernels the integer reference repeats
 
 
 class QuantizerRecorder(Interpreter):
@@ -224,8 +226,12 @@ def integer_parity(path: Path, samples: Sequence[Any]) -> Gate:
     found = f"{total - unequal} of {total} outputs equal on {sum(map(num_samples, samples))} samples"
     if uncovered:
         found += f"; not covered, so not required: {', '.join(uncovered)} (greatest difference {worst:.3g})"
+    passed: bool | None = unequal == 0 or bool(uncovered)
+    if not passed and not onnxruntime.__version__.startswith(f"{MODELLED_RUNTIME}."):
+        passed = None
+        found += f"; not required: this is ONNX Runtime {onnxruntime.__version__}, modelled is {MODELLED_RUNTIME}"
     return Gate(
-        "integer reference", unequal == 0 or bool(uncovered), expected, found,
+        "integer reference", passed, expected, found,
         "report this model: the runtime's arithmetic is not what this version expects",
         {
             "num_outputs": total, "num_unequal": unequal, "max_difference": worst, "uncovered": reference.uncovered,

@@ -15,12 +15,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from onnx.reference import ReferenceEvaluator
+from qdq_files import has_vnni
 from torch import Tensor, nn
 
 import qtool.exporting.to_onnx as to_onnx
 from qtool.errors import QtoolError
+from qtool.exporting import parity
 from qtool.exporting.coverage import coverage
-from qtool.exporting.parity import end_to_end, unit_parity
+from qtool.exporting.parity import end_to_end, integer_parity, unit_parity
 from qtool.exporting.size import size
 from qtool.exporting.to_onnx import float_to_onnx, quantized_to_onnx, save
 from qtool.form import QuantizedModel, quantize_nodes
@@ -81,6 +83,22 @@ def test_the_file_equals_the_graph_wherever_it_is_evaluated(exported: tuple[Quan
     for got in (reference, served(path, X, optimize=False)[0], served(path, X)[0]):
         assert np.abs(got - expected).max() < step
         assert np.abs(got - expected).mean() < step / 20
+
+
+@pytest.mark.skipif(not has_vnni(), reason="the reference models a CPU with VNNI")
+def test_a_file_that_differs_from_the_integer_reference_fails_on_the_modelled_runtime(
+    exported: tuple[QuantizedModel, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert integer_parity(exported[1], [X]).passed
+    run = parity.IntegerReference.run
+    monkeypatch.setattr(parity.IntegerReference, "run", lambda self, feeds: [y * 1.01 for y in run(self, feeds)])
+    gate = integer_parity(exported[1], [X])
+    assert gate.passed is False
+    assert gate.details["num_unequal"] > 0
+    monkeypatch.setattr(parity, "MODELLED_RUNTIME", "0.0")
+    gate = integer_parity(exported[1], [X])
+    assert gate.passed is None
+    assert "modelled is 0.0" in gate.found
 
 
 @pytest.mark.parametrize("batch", [1, 3])
