@@ -4,8 +4,9 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
-from onnx import TensorProto, helper
+from onnx import TensorProto
 from onnx.reference import ReferenceEvaluator
+from qdq_files import Builder
 
 from qtool.exporting.passes import float_units
 from qtool.runtimes.ort import optimized_graph
@@ -15,34 +16,15 @@ OUTPUTS = {"Conv": (6, 1, 1, 1), "ConvTranspose": (1, 6, 1, 1), "Gemm": (1, 6)}
 
 
 def between_quantizers(op, *activations):
-    """A quantizer, a float layer, activations, a quantizer, and the way back to float."""
-    rng = np.random.default_rng(0)
-    constants = {
-        "s": np.float32(0.02), "z": np.uint8(128), "low": np.float32(-1), "high": np.float32(1),
-        "w": rng.normal(size=SHAPES[op]).astype(np.float32) * np.geomspace(0.001, 1, 6).reshape(OUTPUTS[op]),
-        "b": rng.normal(size=6).astype(np.float32),
-    }  # fmt: skip
-    constants["w"] = constants["w"].astype(np.float32)
-    nodes = [
-        helper.make_node("QuantizeLinear", ["x", "s", "z"], ["x_q"]),
-        helper.make_node("DequantizeLinear", ["x_q", "s", "z"], ["x_d"]),
-        helper.make_node(op, ["x_d", "w", "b"], ["y0"], name="layer"),
-    ]
-    for i, activation in enumerate(activations):
-        extra = ["low", "high"] if activation == "Clip" else []
-        nodes.append(helper.make_node(activation, [f"y{i}", *extra], [f"y{i + 1}"]))
-    nodes += [
-        helper.make_node("QuantizeLinear", [f"y{len(activations)}", "s", "z"], ["y_q"]),
-        helper.make_node("DequantizeLinear", ["y_q", "s", "z"], ["y"]),
-    ]
-    shape = [2, 4] if op == "Gemm" else [2, 4, 5, 5]
-    graph = helper.make_graph(
-        nodes, "g", [helper.make_tensor_value_info("x", TensorProto.FLOAT, shape)],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
-        [onnx.numpy_helper.from_array(np.asarray(v), k) for k, v in constants.items()],
-    )  # fmt: skip
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
-    return onnx.shape_inference.infer_shapes(model)
+    """A quantizer, a float layer with badly scaled channels, activations, a quantizer, and the way back to float."""
+    builder, rng = Builder(), np.random.default_rng(0)
+    weight = (rng.normal(size=SHAPES[op]) * np.geomspace(0.001, 1, 6).reshape(OUTPUTS[op])).astype(np.float32)
+    x = builder.pair(builder.input("x", [2, 4] if op == "Gemm" else [2, 4, 5, 5]), 0.02, 128)
+    y = builder.op(op, x, builder.constant(weight), builder.constant(rng.normal(size=6).astype(np.float32)))
+    for activation in activations:
+        limits = [builder.constant(np.float32(limit)) for limit in ((-1, 1) if activation == "Clip" else ())]
+        y = builder.op(activation, y, *limits)
+    return builder.model(builder.pair(y, 0.02, 128))
 
 
 def guarded(model):
@@ -82,6 +64,7 @@ def test_layers_in_no_danger_are_left_alone():
     for activation in ("Sigmoid", "HardSwish"):
         assert guarded(between_quantizers("Conv", activation))[0] == 0
     to_float = between_quantizers("Conv")
-    del to_float.graph.node[3:]
-    to_float.graph.output[0].name = "y0"
+    layer = next(node for node in to_float.graph.node if node.op_type == "Conv")
+    del to_float.graph.node[list(to_float.graph.node).index(layer) + 1 :]
+    to_float.graph.output[0].name = layer.output[0]
     assert guarded(to_float)[0] == 0
