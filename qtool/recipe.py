@@ -43,7 +43,7 @@ ENGINES = ("pt2e", "torch.ao")
 MODES = ("ptq", "qat")
 TARGETS = ("ort-cpu",)
 WEIGHT_RANGES = ("minmax", "mse")
-ALGORITHMS = ("equalize", "bias")
+ALGORITHMS = ("equalize", "gptq", "bias")
 PROVIDERS = ("cpu", "cuda", "tensorrt", "openvino", "torch", "torch-compile")
 VARIANTS = ("fp32", "fp16", "int8")
 

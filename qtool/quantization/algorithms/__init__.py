@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from qtool.errors import UsageError, nearest
 from qtool.quantization.algorithms.bias import correct_biases
 from qtool.quantization.algorithms.equalize import equalize
+from qtool.quantization.algorithms.gptq import gptq
 from qtool.quantization.algorithms.subject import Declined, Subject
 
 __all__ = ["ALGORITHMS", "Algorithm", "Declined", "Subject", "check_names", "run_passes"]
@@ -39,6 +40,7 @@ class Algorithm:
 
 ALGORITHMS: dict[str, Algorithm] = {
     "equalize": Algorithm("float", equalize),
+    "gptq": Algorithm("integer", gptq),
     "bias": Algorithm("integer", correct_biases),
 }
 

@@ -53,17 +53,21 @@ class Walk:
 
     ``batches`` are inputs: tensors, tuples or dicts of them, gone through once. Use it as a context: for each
     of its ``segments`` look at ``values(segment, node)``, change constants of the graph, then ``advance(segment)``.
+    The values of ``held`` nodes are kept beyond their last reader, until they are released.
     """
 
-    def __init__(self, graph: GraphModule, batches: Iterable[Any], *, budget: int = BUDGET) -> None:
-        self.graph = graph
+    def __init__(
+        self, graph: GraphModule, batches: Iterable[Any], *, budget: int = BUDGET, held: Iterable[Node] = ()
+    ) -> None:
+        self.graph, self._held = graph, set(held)
         self._constant_nodes = constant_nodes(graph)
-        self.segments = cut(graph)
+        self.segments = cut(graph, self._held)
         self._store = Store(budget)
         self._last = {node: index for index, segment in enumerate(self.segments) for node in segment.reads}
         results = next(node for node in graph.graph.nodes if node.op == "output").all_input_nodes
         self._last |= dict.fromkeys(results, len(self.segments))
         self._constants: dict[Node, Any] = {}
+        self._position = -1
         self.num_batches = self._take(batches)
 
     def __enter__(self) -> Walk:
@@ -78,7 +82,7 @@ class Walk:
         count = 0
         for count, batch in enumerate(batches, 1):
             for node, value in zip(names, arranged(batch, names), strict=True):
-                if node in self._last:
+                if node in self._last or node in self._held:
                     self._store.put(node, count - 1, value)
         if not count:
             raise QtoolError("calibration", "at least one sample", "none", "pass at least one batch of inputs")
@@ -107,11 +111,21 @@ class Walk:
         """Runs the segment on every batch, keeps its output and drops what nothing later reads."""
         for index in range(self.num_batches):
             self._store.put(segment.output, index, self._run(segment, segment.nodes, index)[segment.output])
-        position = self.segments.index(segment)
+        self._position = self.segments.index(segment)
         for node in segment.reads:
-            if self._last[node] == position:
+            if self._last[node] == self._position and node not in self._held:
                 self._store.drop(node)
         self._constants.clear()
+
+    def held(self, node: Node) -> Iterator[Any]:
+        """The value of a held node for each batch in turn, once a segment made it."""
+        return (self._store.get(node, index) for index in range(self.num_batches))
+
+    def release(self, node: Node) -> None:
+        """Lets the value of a held node go with its last reader, at once where that was advanced."""
+        self._held.discard(node)
+        if self._last.get(node, -1) <= self._position:
+            self._store.drop(node)
 
     def output(self) -> Iterator[Any]:
         """What the graph's output node reads, for each batch, once every segment was advanced."""
@@ -144,12 +158,12 @@ class Walk:
         self._constants.clear()
 
 
-def cut(graph: GraphModule) -> list[Segment]:
-    """The segments of a graph, in order: up to each quantizer, each value read twice, and each result."""
+def cut(graph: GraphModule, also: Iterable[Node] = ()) -> list[Segment]:
+    """The segments of a graph, in order: up to each quantizer, each value read twice, each result, and ``also``."""
     constant = constant_nodes(graph)
     nodes = [n for n in graph.graph.nodes if n.op not in ("get_attr", "output") and n not in constant]
     results = next(node for node in graph.graph.nodes if node.op == "output").all_input_nodes
-    kept = {n for n in nodes if n.op == "placeholder" or _is_kept(n) or n in results}
+    kept = {n for n in nodes if n.op == "placeholder" or _is_kept(n) or n in results} | set(also)
     return [_closure(node, kept, constant) for node in nodes if node in kept and node.op != "placeholder"]
 
 

@@ -1,0 +1,135 @@
+"""GPTQ against the definition of each of its parts, and what it is for: an output nearer to the float model's."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hard_nets import hard_mobilenet, images
+from test_bias import BATCHES, subject
+from torch import Tensor, nn
+
+from qtool.evaluate import sqnr_db
+from qtool.quantization.algorithms.gptq import Moments, fitted, gptq, output_error, rounded
+from qtool.quantization.algorithms.rows import reason, rows
+from qtool.quantization.capture import capture, parameter
+from qtool.quantization.stage import quantize
+from qtool.recipe import QuantizeConfig
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (nn.Conv2d(4, 6, 3, stride=2, padding=1, groups=2), (4, 9, 7)),
+        (nn.Conv2d(6, 6, (3, 1), padding=(2, 0), dilation=(2, 1), groups=6), (6, 8, 5)),
+        (nn.Conv1d(4, 6, 5, stride=2, padding=2, groups=2), (4, 11)),
+        (nn.Linear(5, 3), (4, 5)),
+    ],
+    ids=["grouped", "depthwise", "1d", "linear"],
+)
+def test_weights_times_rows_are_the_layers_outputs(layer: nn.Module, shape: tuple[int, ...]) -> None:
+    x = torch.randn(3, *shape)
+    node = next(n for n in capture(layer.eval(), x).graph.nodes if "conv" in n.name or "linear" in n.name)
+    assert reason(node) == ""
+    groups = getattr(layer, "groups", 1)
+    found = rows(node, layer.weight.detach(), x, 10**6, torch.Generator())
+    outputs = found @ layer.weight.detach().flatten(1).reshape(groups, -1, found.shape[2]).mT  # G × N × O/G
+    outputs = outputs.permute(1, 0, 2).flatten(1) + layer.bias
+    wanted = layer(x).detach()
+    wanted = wanted if isinstance(layer, nn.Linear) else wanted.movedim(1, -1)
+    torch.testing.assert_close(outputs, wanted.reshape(-1, wanted.shape[-1]))
+    few = rows(node, layer.weight.detach(), x, 2, torch.Generator().manual_seed(0))
+    assert few.shape == (groups, 6, found.shape[2])
+    assert all(bool((found == row[:, None]).all(2).any(1).all()) for row in few.transpose(0, 1))
+
+
+def test_a_transposed_convolution_is_named() -> None:
+    graph = capture(nn.ConvTranspose2d(2, 2, 2).eval(), torch.randn(2, 2, 4, 4))
+    node = next(n for n in graph.graph.nodes if "conv" in n.name)
+    assert reason(node) == "no rows of conv_transpose2d"
+
+
+def two_inputs(groups: int, count: int, size: int) -> tuple[Tensor, Tensor]:
+    x = torch.randn(groups, count, size) @ torch.randn(groups, size, size) + 3.0
+    return x, x + 0.3 * torch.randn(groups, count, size)
+
+
+def test_the_error_from_moments_is_the_error_of_the_outputs() -> None:
+    torch.manual_seed(0)
+    x, q = two_inputs(2, 50, 4)
+    real, made = torch.randn(2, 3, 4).double(), torch.randn(2, 3, 4).double()
+    moments = Moments.of(x[:, :20], q[:, :20]) + Moments.of(x[:, 20:], q[:, 20:])
+    gap = x.double() @ real.mT - q.double() @ made.mT
+    wanted = gap.var(1, correction=0).sum()
+    assert output_error(real, made, moments) == pytest.approx(float(wanted), rel=1e-5)
+
+
+def test_the_fitted_weights_are_those_of_ridge_regression() -> None:
+    torch.manual_seed(0)
+    x, q = two_inputs(1, 60, 5)
+    real = torch.randn(1, 2, 5).double()
+    found, _ = fitted(real, Moments.of(x, q), 0.1)
+    x0, q0 = ((v[0] - v[0].mean(0)).double().numpy() for v in (x, q))
+    ridge = np.sqrt(0.1 * (q0**2).mean(0).mean() * 60)
+    stacked = np.concatenate((q0, ridge * np.eye(5)))
+    wanted = np.concatenate((x0 @ real[0].numpy().T, ridge * real[0].numpy().T))
+    np.testing.assert_allclose(found[0].numpy().T, np.linalg.lstsq(stacked, wanted, rcond=None)[0], rtol=1e-4)
+
+
+def by_elimination(weight: np.ndarray, hessian: np.ndarray, scale: np.ndarray, qmax: int) -> np.ndarray:
+    """Rounding column by column, each column then eliminated from the inverse Hessian: optimal brain quantization."""
+    weight, inverse = weight.copy(), np.linalg.inv(hessian)
+    made = np.zeros_like(weight)
+    for column in range(weight.shape[1]):
+        made[:, column] = np.clip(np.round(weight[:, column] / scale), -qmax, qmax)
+        error = (weight[:, column] - made[:, column] * scale) / inverse[column, column]
+        weight -= error[:, None] * inverse[column]
+        inverse = inverse - np.outer(inverse[:, column], inverse[column]) / inverse[column, column]
+    return made
+
+
+def test_rounding_is_that_of_optimal_brain_quantization_and_beats_rounding_to_nearest() -> None:
+    torch.manual_seed(0)
+    _, q = two_inputs(1, 900, 150)
+    real = torch.randn(1, 8, 150).double()
+    moments = Moments.of(q, q)
+    weight, damped = fitted(real, moments, 0.01)
+    scale = real.abs().amax(2, keepdim=True) / 7
+    made = rounded(weight, damped, scale, 7)
+    wanted = by_elimination(weight[0].numpy(), damped[0].numpy(), scale[0, :, 0].numpy(), 7)
+    assert (made[0].numpy() == wanted).mean() > 0.99
+    nearest = (real / scale).round()
+    assert output_error(real, made * scale, moments) < 0.5 * output_error(real, nearest * scale, moments)
+
+
+def test_each_layers_mean_output_is_the_float_models_and_integers_stay_integers() -> None:
+    given = subject(hard_mobilenet(), BATCHES)
+    names = {node.name: str(node.meta["unit"]) for node in given.anchors()}
+    gptq(given)
+    assert len(names) == 12
+    for node in given.graph.graph.nodes:
+        if node.name in names:
+            integers = parameter(given.graph, node.args[1].args[0])
+            assert integers.dtype == torch.int8
+            assert int(integers.abs().max()) <= 127
+    assert given.notes[0].startswith("gptq: refitted")
+
+
+def test_the_output_comes_nearer_than_by_bias_correction_alone() -> None:
+    model, test = hard_mobilenet(), images(128, seed=9)
+    found = {}
+    for algorithms in (("bias",), ("gptq",)):
+        config = QuantizeConfig(algorithms=algorithms)
+        quantized = quantize(model, config, example=BATCHES[0], calibration=BATCHES)
+        with torch.no_grad():
+            found[algorithms] = sqnr_db(model(test), quantized(test))
+    assert found["gptq",] > found["bias",] + 0.5
+
+
+def test_with_one_batch_there_is_nothing_to_judge_a_fit_by_and_weights_stay() -> None:
+    given = subject(hard_mobilenet(), BATCHES[:1])
+    before = {n.name: parameter(given.graph, n.args[1].args[0]).clone() for n in given.anchors()}
+    gptq(given)
+    for node in given.anchors():
+        assert torch.equal(parameter(given.graph, node.args[1].args[0]), before[node.name])
+    assert "gptq: refitted 0 layers" in given.notes
