@@ -25,6 +25,7 @@ from click.shell_completion import get_completion_class
 from qtool.artifacts import finite, read_result
 from qtool.flags import Command, Flag, Program, field_options, given
 from qtool.recipe import (
+    CONTRACT_FIELDS,
     BenchmarkConfig,
     ExportConfig,
     QatConfig,
@@ -123,7 +124,7 @@ def quantize(ctx: click.Context, run_dir: Path | None, out: Path | None, trust: 
 @click.option("--samples", type=click.IntRange(min=1), metavar="N", help="Calibration samples used. [default: 128]")
 @click.option("--resume/--no-resume", default=True, help="Use what was measured there before. [default: resume]")
 @field_options(Recipe, "Source (instead of RUN_DIR)", skip=("variants",), required=())
-@field_options(QuantizeConfig, "Quantization", skip=("mode",))
+@field_options(QuantizeConfig, "Quantization", skip=("mode", *CONTRACT_FIELDS))
 def sensitivity(ctx: click.Context, run_dir: Path | None, out: Path | None, **_: Any) -> None:
     """Measure what each quantized unit alone does to the model's output, the most harmful first."""
     source = given(ctx, Recipe)

@@ -18,7 +18,8 @@ Programming errors are not wrapped: they keep their traceback.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 
 class QtoolError(Exception):
@@ -41,9 +42,10 @@ class UsageError(QtoolError):
 
 
 class ContractError(QtoolError):
-    """A gate or an accuracy contract that was not met. Exit code 3."""
+    """A gate or an accuracy contract that was not met; ``details`` is what was found, plain values. Exit code 3."""
 
     exit_code = 3
+    details: Mapping[str, Any] | None = None
 
 
 def one_line(text: object) -> str:

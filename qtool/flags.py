@@ -23,7 +23,8 @@ from typing import Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 import click
 from click.core import ParameterSource
 
-from qtool.errors import QtoolError, UsageError, nearest, one_line
+from qtool.artifacts import finite
+from qtool.errors import ContractError, QtoolError, UsageError, nearest, one_line
 from qtool.recipe import check, flag, inner_type
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
@@ -202,7 +203,8 @@ def _fail(error: Exception, arguments: Sequence[str]) -> int:
     click.echo(f"qtool: error: {told}", err=True)
     if "--json" in arguments:
         parts = {"where": told.where, "expected": told.expected, "got": told.got, "do": told.do}
-        click.echo(json.dumps({"error": {**parts, "exit_code": told.exit_code}}))
+        details = {"details": finite(told.details)} if isinstance(told, ContractError) and told.details else {}
+        click.echo(json.dumps({"error": {**parts, "exit_code": told.exit_code, **details}}))
     return told.exit_code
 
 

@@ -89,7 +89,7 @@ def _variant(recipe: Recipe, mode: str, folder: Path, resume: bool, trust: bool,
     teller(progress)(f"{mode}: in {place}")
     quantize(
         folder, out=place, config=dataclasses.replace(recipe.quantize, mode=mode), trust=trust,
-        qat=recipe.qat if mode == "qat" else None, resume=resume, progress=progress,
+        qat=recipe.qat if mode == "qat" or recipe.quantize.has_contract else None, resume=resume, progress=progress,
     )  # fmt: skip
     export(place, config=recipe.export, trust=trust, resume=resume, progress=progress)
     if not (resume and _measured(place, recipe)):

@@ -41,6 +41,7 @@ LORA_BASES = ("full", "nf4")
 RANGES = ("minmax", "percentile", "entropy", "mse")
 ENGINES = ("pt2e", "torch.ao")
 MODES = ("ptq", "qat")
+METHODS = ("auto", "ptq", "given")
 TARGETS = ("ort-cpu",)
 WEIGHT_RANGES = ("minmax", "mse")
 ALGORITHMS = ("equalize", "gptq", "bias")
@@ -131,6 +132,29 @@ class QuantizeConfig:
         {}, "module or unit pattern to 'int8' or 'float', first match wins", choices=("int8", "float")
     )
     seed: int = option(0, "seed of the calibration sample", low=0)
+    max_drop: float | None = option(
+        None, "contract: at most this many points (hundredths) of the metric are lost, with 95 % confidence", low=0
+    )
+    metric: str | None = option(None, "the metric of --max-drop; by default the one that decides in the task")
+    max_kl: float | None = option(
+        None, "contract: at most this KL divergence from FP32, in nats; needs no labels", low=0
+    )
+    min_agreement: float | None = option(
+        None, "contract: at least this share of answers as FP32's, in percent; needs no labels", low=1, high=100
+    )
+    method: str = option(
+        "auto", "what a contract may try: everything, nothing that trains, or these options only", choices=METHODS
+    )
+    validation_samples: int | None = option(None, "validation samples a contract is judged on; all by default", low=1)
+    time_budget: float | None = option(None, "seconds after which a contract's search begins nothing new", low=0)
+
+    @property
+    def has_contract(self) -> bool:
+        """Whether an accuracy was promised."""
+        return any(value is not None for value in (self.max_drop, self.max_kl, self.min_agreement))
+
+
+CONTRACT_FIELDS = ("max_drop", "metric", "max_kl", "min_agreement", "method", "validation_samples", "time_budget")
 
 
 @dataclass(frozen=True)

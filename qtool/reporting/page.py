@@ -115,6 +115,7 @@ def _sections(run: Run) -> list[Markup]:
         ("Accuracy, time and size", [sections.frontier(run)]),
         ("Figures", list(sections.figures_table(run))),
         ("Latency", list(sections.latencies(run))),
+        ("Contract", list(sections.contracts(run))),
         ("Error by layer", list(sections.layers(run))),
         ("Coverage and gates", list(sections.coverage(run))),
         ("Training", [sections.training(run)]),

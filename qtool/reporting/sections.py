@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from qtool.reporting import charts
+from qtool.reporting.contracts import contract_sentence, contract_table
 from qtool.reporting.gather import Run
 from qtool.reporting.markup import Markup, el
 from qtool.reporting.numbers import UNKNOWN, percent, significant, times
@@ -155,6 +156,15 @@ def layers(run: Run) -> Iterator[Markup]:
             more = f" (the worst 30 of {len(worst)})" if len(worst) > 30 else ""
             told = f"{place.name}: SQNR of the output with only this layer quantized{more}; shorter is worse."
             yield figure(charts.bars(worst, "SQNR, dB"), told)
+
+
+def contracts(run: Run) -> Iterator[Markup]:
+    """What was promised, what keeps it, and every candidate that was judged."""
+    for place in run.quantized:
+        outcome = place.get("quantize").get("contract")
+        if outcome:
+            title = el("h3", place.name) if place is not run else None
+            yield el("div", title, el("p", contract_sentence(outcome)), grid(*contract_table(outcome)))
 
 
 def coverage(run: Run) -> Iterator[Markup]:

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from qtool.reporting.contracts import contract_sentence
 from qtool.reporting.memory import memory_lines, numerics_lines
 from qtool.reporting.numbers import UNKNOWN, interval, percent, points, significant
 from qtool.reporting.tables import terminal
@@ -61,6 +62,8 @@ def quantize_lines(result: Result) -> Iterator[Any]:
     for reason, count in Counter(unit["reason"] for unit in floats).items():
         yield f"  {count} in float: {reason}"
     yield from (f"  note: {note}" for note in result["plan"]["notes"])
+    if outcome := result.get("contract"):
+        yield f"  {contract_sentence(outcome)}"
 
 
 def sensitivity_lines(result: Result) -> Iterator[Any]:

@@ -6,15 +6,16 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 from qtool.artifacts import has_result, output_path, read_result
-from qtool.errors import UsageError
-from qtool.recipe import argument, make
-from qtool.source import UNIDENTIFIED
+from qtool.calibration_data import draw, inputs_of
+from qtool.errors import QtoolError, UsageError
+from qtool.recipe import QuantizeConfig, argument, make
+from qtool.source import UNIDENTIFIED, Source
 
 Config = TypeVar("Config")
 AnyPath = str | Path
@@ -35,8 +36,12 @@ def finished(run: Path, stage: str, config: Mapping[str, Any], inputs: Mapping[s
     """
     if not has_result(run, stage) or UNIDENTIFIED in inputs.values():
         return False
-    result = read_result(run, stage, verify=False)
-    same = result["config"] == json.loads(json.dumps(config)) and result["inputs"] == dict(inputs)
+    result = read_result(run, stage, verify=False, stale=True)
+    same = (
+        "stale" not in result
+        and result["config"] == json.loads(json.dumps(config))
+        and result["inputs"] == dict(inputs)
+    )
     if not same or not all((run / entry["file"]).exists() for entry in result["outputs"].values()):
         return False
     for name in result["outputs"]:
@@ -92,3 +97,21 @@ def seen_from(run: Path, record: Mapping[str, Any]) -> dict[str, Any]:
 def drop_checkpoints(run: Path) -> None:
     """Takes the scaffolding away: a committed stage is not resumed, and the next one must not find its steps."""
     shutil.rmtree(run / "checkpoints", ignore_errors=True)
+
+
+def calibration_of(config: QuantizeConfig, source: Source) -> tuple[Iterable[Any], dict[str, Any]]:
+    """Batches of calibration inputs, and the record of where they came from."""
+    if source.data is not None and source.parts is None:
+        return inputs_of(source.data), {"spec": None}
+    return draw(config.calibration, source.parts, config.seed, config.calibration_batch_size)
+
+
+def example_of(source: Source, inputs: Iterable[Any]) -> Any:
+    """A batch of two inputs for capture, from the data or from the first calibration batch."""
+    if source.parts is not None:
+        from qtool.data import example_input
+
+        return example_input(source.parts)
+    for batch in inputs:
+        return batch
+    raise QtoolError("calibration", "at least one batch", "none", "pass batches of inputs")

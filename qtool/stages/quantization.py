@@ -11,21 +11,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qtool.artifacts import read_result, sha256_of, staging, write_json, write_result
-from qtool.calibration_data import draw, inputs_of
 from qtool.errors import QtoolError, UsageError, nearest
 from qtool.recipe import QatConfig, QuantizeConfig, argument, as_dict
 from qtool.source import UNIDENTIFIED, Source, is_run_directory, open_source, recall_source, require_run_directory
 from qtool.stages.common import (
     AnyPath,
     Progress,
+    calibration_of,
     configured,
     drop_checkpoints,
+    example_of,
     finished,
     seen_from,
     teller,
     tidy,
     writable,
 )
+from qtool.stages.contract import forget, fulfil
 
 if TYPE_CHECKING:
     from torch import nn
@@ -45,6 +47,7 @@ def quantize(
     resume: bool = True,
     config: QuantizeConfig | None = None,
     qat: QatConfig | None = None,
+    validation: Iterable[Any] | None = None,
     progress: Progress = False,
     **options: Any,
 ) -> QuantizedModel:
@@ -53,26 +56,51 @@ def quantize(
     ``model`` is a module, a spec, or the run directory of a training. ``data`` gives the calibration samples (and for
     ``mode="qat"`` the training data): a spec, a Data, a mapping, or for PTQ any iterable of batches, (input, target)
     or inputs alone. ``options`` are the fields of QuantizeConfig and, for QAT, of QatConfig; ``seed`` is both's.
+
+    With ``max_drop``, ``max_kl`` or ``min_agreement`` the cheapest quantization is searched that keeps to it on the
+    validation part, or on ``validation``: batches of (input, target) or of inputs alone. Raises ContractError, its
+    ``details`` the outcome, where none does.
     """
     config, tuning = _quantize_configs(config, qat, options)
     source, folder = _quantize_source(model, data, task, weights, writable(out), tuning, trust)
     settings = as_dict(config) | ({"qat": as_dict(tuning)} if tuning else {})
     inputs, drawn = calibration_of(config, source)
-    known = source.inputs | _calibrated_by(config, drawn)
+    known = source.inputs | _calibrated_by(config, drawn) | ({"validation": UNIDENTIFIED} if validation else {})
     if folder and resume and finished(folder, "quantize", settings, known):
         return open_quantized(folder)
-    teller(progress)(f"quantize: {config.mode}, calibrated on {_describe(drawn)}")
-    from qtool.quantization import stage
-
-    assert source.model is not None
+    tell = teller(progress)
+    tell(f"quantize: {config.mode}, calibrated on {_describe(drawn)}")
+    make = _maker(source, tuning, inputs, folder, resume, progress)
     with tidy(folder):
-        quantized = stage.quantize(
-            source.model, config, example=example_of(source, inputs), calibration=inputs, tuning=tuning,
-            qat=_fine_tuning(source, tuning, folder, resume, progress) if tuning else None,
-        )  # fmt: skip
+        if config.has_contract:
+            if folder and not resume:
+                forget(folder)
+            found = fulfil(source, config, inputs, validation, make, folder=folder, tell=tell, tuning=tuning)
+            quantized, more = found[0], {"contract": found[1], "sensitivity": found[1]["harmful"]}
+        else:
+            quantized, more = make(config), {}
         if folder:
-            _commit_quantize(folder, settings, known, source.record, quantized, drawn)
+            _commit_quantize(folder, settings, known, source.record, quantized, drawn, more)
     return quantized
+
+
+def _maker(
+    source: Source, tuning: QatConfig | None, inputs: Iterable[Any], folder: Path | None, resume: bool,
+    progress: Progress,
+) -> Callable[[QuantizeConfig], QuantizedModel]:  # fmt: skip
+    """What quantizes the source's model as it is told; checkpoints of a training go into ``folder``."""
+
+    def make(config: QuantizeConfig) -> QuantizedModel:
+        from qtool.quantization import stage
+
+        assert source.model is not None
+        trains = tuning is not None and config.mode == "qat"
+        return stage.quantize(
+            source.model, config, example=example_of(source, inputs), calibration=inputs, tuning=tuning,
+            qat=_fine_tuning(source, tuning, folder, resume, progress) if trains and tuning else None,
+        )  # fmt: skip
+
+    return make
 
 
 def _quantize_configs(
@@ -86,7 +114,8 @@ def _quantize_configs(
         if key not in known:
             raise UsageError(argument(key), "a known name", repr(key), nearest(key, known))
     config = configured(QuantizeConfig, config, own)
-    if config.mode != "qat":
+    trains = config.mode == "qat" or (config.has_contract and config.method == "auto")
+    if not trains:
         if other:
             raise UsageError(argument(next(iter(other))), "mode 'qat'", f"mode '{config.mode}'", "ask for mode 'qat'")
         return config, None
@@ -105,30 +134,12 @@ def _quantize_source(
     return open_source(model, data, task, weights, label_smoothing=smoothing), out
 
 
-def calibration_of(config: QuantizeConfig, source: Source) -> tuple[Iterable[Any], dict[str, Any]]:
-    """Batches of calibration inputs, and the record of where they came from."""
-    if source.data is not None and source.parts is None:
-        return inputs_of(source.data), {"spec": None}
-    return draw(config.calibration, source.parts, config.seed, config.calibration_batch_size)
-
-
 def _calibrated_by(config: QuantizeConfig, drawn: Mapping[str, Any]) -> dict[str, str]:
     """What names the samples that were drawn, or the ranges that are repeated instead."""
     if config.ranges_from is not None and Path(config.ranges_from).is_file():
         return {"ranges": sha256_of(Path(config.ranges_from))}
     named = drawn["spec"] is not None
     return {"calibration": f"{drawn['data']} {drawn['indices_sha256']}" if named else UNIDENTIFIED}
-
-
-def example_of(source: Source, inputs: Iterable[Any]) -> Any:
-    """A batch of two inputs for capture, from the data or from the first calibration batch."""
-    if source.parts is not None:
-        from qtool.data import example_input
-
-        return example_input(source.parts)
-    for batch in inputs:
-        return batch
-    raise QtoolError("calibration", "at least one batch", "none", "pass batches of inputs")
 
 
 def _fine_tuning(
@@ -168,18 +179,20 @@ def _commit_quantize(
     record: Mapping[str, Any],
     quantized: QuantizedModel,
     drawn: Mapping[str, Any],
+    more: Mapping[str, Any],
 ) -> None:
     with staging(run, "quantize") as folder:
         files = quantized.save(folder)
         write_json(folder / "ranges.json", quantized.ranges)
         plan = quantized.plan
         counts = {"num_integer_units": len(plan.integer_units), "num_float_units": len(plan.float_units)}
-        extra = {"source": seen_from(run, record), "calibration": dict(drawn), "plan": plan.as_dict()}
+        extra = {"source": seen_from(run, record), "calibration": dict(drawn), "plan": plan.as_dict(), **more}
         write_result(
             run, "quantize", config=settings, inputs=inputs, metrics=counts, extra=extra,
             outputs=files | {"ranges": folder / "ranges.json"},
         )  # fmt: skip
     drop_checkpoints(run)
+    forget(run)
 
 
 def open_quantized(run: Path) -> QuantizedModel:

@@ -19,10 +19,9 @@ from typing import TYPE_CHECKING, Any
 from qtool.artifacts import finite, has_result, read_result, write_json
 from qtool.calibration_data import sample_hashes
 from qtool.errors import QtoolError, UsageError
-from qtool.recipe import QuantizeConfig, as_dict, make
+from qtool.recipe import CONTRACT_FIELDS, QuantizeConfig, as_dict, make
 from qtool.source import Source, is_run_directory, open_source, recall_source, require_run_directory, state_hash
-from qtool.stages.common import AnyPath, Progress, configured, teller, tidy, writable
-from qtool.stages.quantization import calibration_of, example_of
+from qtool.stages.common import AnyPath, Progress, calibration_of, configured, example_of, teller, tidy, writable
 
 if TYPE_CHECKING:
     from torch import nn
@@ -112,7 +111,7 @@ class Measurement:
             "model": state_hash(self.source.model.state_dict().items()),
             "calibration": hashlib.sha256(hashes.encode()).hexdigest(),
         }
-        asked = {key: value for key, value in as_dict(self.config).items() if key not in CONTRACT_KEYS}
+        asked = {key: value for key, value in as_dict(self.config).items() if key not in CONTRACT_FIELDS}
         self.asked = json.loads(json.dumps(asked)) | {"samples": self.samples}
 
     def cached(self, folder: Path | None) -> dict[str, Any] | None:
@@ -191,6 +190,3 @@ def read_sensitivity(path: Path) -> dict[str, Any]:
 
 def _short(result: Mapping[str, Any], part: str) -> str:
     return f"sha256 {str(result['identity'].get(part))[:12]}…"
-
-
-CONTRACT_KEYS: tuple[str, ...] = ()

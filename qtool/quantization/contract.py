@@ -1,0 +1,315 @@
+"""The contract: how much accuracy may be lost, and whether a quantized model keeps to it, beyond noise.
+
+Every candidate answers the same validation samples as the float model, so what is compared is paired: samples that both
+get right say nothing about the difference. A criterion is *met* when the whole 95 % interval lies on the right side of
+its limit, so that a lucky draw is not taken for a kept promise, *broken* when the whole interval lies on the wrong
+side, and otherwise there are too few samples to tell, and it is said how many would do.
+
+=============  ==============================================  =====================================================
+criterion      value                                           interval
+=============  ==============================================  =====================================================
+max_drop       metric of the float model less the candidate's  Agresti and Min's for paired proportions where samples
+                                                               are right or wrong; d ± 1.96 s/√N of the paired
+                                                               differences for other means; the paired bootstrap
+                                                               (1,000 draws) for what is no mean of samples
+max_kl         mean KL(float ‖ candidate) in nats              mean ± 1.96 s/√N
+min_agreement  share of samples with the same argmax           Wilson's for a proportion
+=============  ==============================================  =====================================================
+
+Two candidates are compared in the same way, by the mean of their paired differences in divergence (KL for logits, the
+squared error otherwise), which is far less noisy than a count of right answers. Left out on purpose: a correction
+for looking many times; the search stops at the first candidate that is met, and each look is at its own candidate.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qtool.errors import QtoolError, UsageError, nearest
+from qtool.evaluate import Z95, paired_interval
+from qtool.nested import samples_of, tensors
+from qtool.recipe import QuantizeConfig
+from qtool.tasks import Task
+
+DRAWS = 1000
+Batches = Iterable[tuple[Any, Any]]
+Sums = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Criterion:
+    """One promise and what was found. ``met`` is None where the samples are too few to tell; ``needed`` says how many
+    would tell if the true value were the one measured (None where it is beyond the limit). Drops are in points,
+    agreement in percent, KL in nats."""
+
+    name: str
+    limit: float
+    value: float
+    ci95: tuple[float, float]
+    met: bool | None
+    needed: int | None = None
+
+    @property
+    def excess(self) -> float:
+        """How far the value is beyond its limit, relative to the limit; negative within it."""
+        sign = -1.0 if self.name == "agreement" else 1.0
+        return sign * (self.value - self.limit) / (self.limit or 1.0)
+
+    def __str__(self) -> str:
+        low, high = self.ci95
+        return f"{self.name} {self.value:.3g} ({low:.3g} to {high:.3g}; limit {self.limit:g})"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Every criterion of a contract for one candidate."""
+
+    criteria: tuple[Criterion, ...]
+
+    @property
+    def met(self) -> bool:
+        """Whether every criterion is met beyond noise."""
+        return all(criterion.met for criterion in self.criteria)
+
+    @property
+    def within(self) -> bool:
+        """Whether every measured value is within its limit, noise or not."""
+        return all(c.met or c.needed is not None for c in self.criteria)
+
+    @property
+    def excess(self) -> float:
+        """That of the worst criterion."""
+        return max(c.excess for c in self.criteria)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return {"met": self.met, "criteria": [asdict(criterion) for criterion in self.criteria]}
+
+
+@dataclass
+class Scores:
+    """What one candidate made of each of N validation samples: ``divergence`` from the float outputs (float64),
+    ``agree`` (bool, None without logits) and the task's sums by name (float64)."""
+
+    divergence: Tensor
+    agree: Tensor | None
+    sums: Sums
+
+
+class Judge:
+    """The validation set, the float model's answers to it, and the contract that candidates are held to.
+
+    ``batches`` are (inputs, targets) that can be gone through again and again, targets None where there are no labels.
+    The float outputs are kept in memory. Raises UsageError for a metric that the task does not have, for labels that
+    are not there, and for fewer samples than could ever show the contract to be kept.
+    """
+
+    def __init__(
+        self, config: QuantizeConfig, batches: Batches, reference: Callable[[Any], Any], task: Task | None
+    ) -> None:
+        self.config, self.batches, self.task = config, batches, task
+        self.outputs: list[Tensor] = []
+        self.metric = config.metric or (task.metric if task else "")
+        parts, weights = [], []
+        for inputs, targets in batches:
+            self.outputs.append(_first(reference(inputs)))
+            sums, weight = self._task_sums(self.outputs[-1], targets)
+            parts.append(sums)
+            weights.append(weight)
+        if not self.outputs:
+            raise QtoolError("contract", "validation samples", "none", "give validation data")
+        self.num_samples = sum(len(output) for output in self.outputs)
+        self.sums, self.weights = _joined(parts), torch.cat(weights)
+        self._check()
+
+    @property
+    def has_logits(self) -> bool:
+        """Whether outputs are rows of logits, for which KL and agreement mean something."""
+        return self.outputs[0].dim() == 2 and self.outputs[0].shape[1] > 1
+
+    def score(self, predict: Callable[[Any], Any]) -> Scores:
+        """Runs a candidate on every validation sample."""
+        divergence, agree, parts = [], [], []
+        for wanted, (inputs, targets) in zip(self.outputs, self.batches, strict=True):
+            given = _first(predict(inputs))
+            divergence.append(_divergence(wanted, given, self.has_logits))
+            if self.has_logits:
+                agree.append(wanted.argmax(1) == given.argmax(1))
+            parts.append(self._task_sums(given, targets)[0])
+        return Scores(torch.cat(divergence), torch.cat(agree) if agree else None, _joined(parts))
+
+    def verdict(self, scores: Scores) -> Verdict:
+        """What the contract says of a candidate."""
+        config, found = self.config, []
+        if config.max_drop is not None:
+            found.append(self._drop(scores, config.max_drop))
+        if config.max_kl is not None:
+            found.append(_kl(scores.divergence, config.max_kl))
+        if config.min_agreement is not None:
+            assert scores.agree is not None
+            found.append(_agreement(int(scores.agree.sum()), len(scores.agree), config.min_agreement))
+        return Verdict(tuple(found))
+
+    def better(self, one: Scores, other: Scores) -> bool:
+        """Whether ``one`` is closer to the float model than ``other``, by more than noise."""
+        low, _ = mean_interval(other.divergence - one.divergence)
+        return low > 0
+
+    def _task_sums(self, output: Tensor, targets: Any) -> tuple[Sums, Tensor]:
+        """The task's sums and weight of every sample alone; nothing where no drop is asked for."""
+        if self.config.max_drop is None:
+            return {}, torch.ones(len(output), dtype=torch.float64)
+        if targets is None or self.task is None:
+            raise UsageError(
+                "--max-drop", "labels to measure the metric with", "none", "use --max-kl or --min-agreement"
+            )
+        rows, weights = [], []
+        for index in range(len(output)):
+            one, target = samples_of(output, index, index + 1), samples_of(targets, index, index + 1)
+            loss, weight = self.task.loss(one, target)
+            rows.append({"loss": float(loss), **{k: float(v) for k, v in self.task.metrics(one, target).items()}})
+            weights.append(float(weight))
+        columns = {name: torch.tensor([row[name] for row in rows], dtype=torch.float64) for name in rows[0]}
+        return columns, torch.tensor(weights, dtype=torch.float64)
+
+    def _value(self, sums: Sums, rows: Tensor | None = None) -> dict[str, float]:
+        """The task's metrics over all samples, or over ``rows`` of them."""
+        rows = torch.arange(self.num_samples) if rows is None else rows
+        total = float(self.weights[rows].sum())
+        means = {name: float(column[rows].sum()) / total for name, column in sums.items()}
+        finish = getattr(self.task, "finish", None)
+        return {**means, **(finish(means) if finish else {})}
+
+    def _check(self) -> None:
+        config = self.config
+        if config.max_drop is not None and self.metric not in (known := self._value(self.sums)):
+            name = self.task.name if self.task else "none"
+            raise UsageError("--metric", f"a metric of task '{name}'", repr(self.metric), nearest(self.metric, known))
+        if config.max_drop is None and config.metric is not None:
+            raise UsageError("--metric", "--max-drop beside it", "none", "say how much of the metric may be lost")
+        if (config.max_kl is not None or config.min_agreement is not None) and not self.has_logits:
+            shape = tuple(self.outputs[0].shape)
+            raise UsageError("contract", "N×C logits for KL or agreement", str(shape), "use --max-drop with a metric")
+        for needed, flag in ((self._least_for_drop(), "--max-drop"), (self._least_for_agreement(), "--min-agreement")):
+            if needed > self.num_samples:
+                least = f"at least {needed:,.0f}" if math.isfinite(needed) else "more than any number of"
+                raise UsageError(
+                    f"contract {flag}", f"{least} validation samples to tell it from noise, even where none differs",
+                    f"{self.num_samples:,}", "give more validation data, or promise less",
+                )  # fmt: skip
+
+    def _least_for_drop(self) -> float:
+        """The fewest samples on which equal answers would show the drop to be within its limit."""
+        if self.config.max_drop is None or not self._is_counted():
+            return 0
+        return math.ceil(100 * Z95 / self.config.max_drop - 2) if self.config.max_drop else math.inf
+
+    def _least_for_agreement(self) -> float:
+        if self.config.min_agreement is None:
+            return 0
+        share = self.config.min_agreement / 100
+        return math.ceil(Z95**2 * share / (1 - share)) if share < 1 else math.inf
+
+    def _is_counted(self) -> bool:
+        """Whether each sample is simply right or wrong."""
+        column = self.sums.get(self.metric)
+        return column is not None and bool(((column == 0) | (column == 1)).all() and (self.weights == 1).all())
+
+    def _drop(self, scores: Scores, limit: float) -> Criterion:
+        sign = 1.0 if self._is_higher_better() else -1.0
+        value = 100 * sign * (self._value(self.sums)[self.metric] - self._value(scores.sums)[self.metric])
+        if self.metric not in self.sums:
+            low, high = self._bootstrap(scores, sign)
+            spread = ((high - low) / 2 / Z95) ** 2 * self.num_samples
+            return _judged("drop", limit, value, (low, high), spread)
+        change = 100 * sign * (self.sums[self.metric] - scores.sums[self.metric])
+        residual = (change - value * self.weights) / self.weights.mean()
+        if self._is_counted():
+            counts = int((change * sign > 0).sum()), int((change * sign < 0).sum())
+            first, second = counts if sign > 0 else counts[::-1]
+            low, high = (100 * end for end in paired_interval(first, second, self.num_samples))
+        else:
+            half = Z95 * float(residual.std()) / math.sqrt(self.num_samples)
+            low, high = value - half, value + half
+        return _judged("drop", limit, value, (low, high), float(residual.var()))
+
+    def _bootstrap(self, scores: Scores, sign: float) -> tuple[float, float]:
+        """The 2.5 and 97.5 % points of the drop over draws of samples with replacement, by a fixed seed."""
+        draw = torch.Generator().manual_seed(0)
+        found = []
+        for _ in range(DRAWS):
+            rows = torch.randint(self.num_samples, (self.num_samples,), generator=draw)
+            found.append(self._value(self.sums, rows)[self.metric] - self._value(scores.sums, rows)[self.metric])
+        ends = torch.tensor(found, dtype=torch.float64).mul(100 * sign).quantile(torch.tensor([0.025, 0.975]).double())
+        return float(ends[0]), float(ends[1])
+
+    def _is_higher_better(self) -> bool:
+        if self.task is not None and self.metric == self.task.metric:
+            return self.task.higher_is_better
+        return self.metric != "loss"
+
+
+def mean_interval(values: Tensor) -> tuple[float, float]:
+    """The 95 % interval of the mean of N independent values; infinitely wide for a single one."""
+    if len(values) < 2:
+        return -math.inf, math.inf
+    half = Z95 * float(values.std()) / math.sqrt(len(values))
+    middle = float(values.mean())
+    return middle - half, middle + half
+
+
+def wilson_interval(count: int, total: int) -> tuple[float, float]:
+    """Wilson's 95 % interval of a proportion: ``count`` of ``total``, as shares."""
+    share, z2 = count / total, Z95**2
+    middle = (share + z2 / (2 * total)) / (1 + z2 / total)
+    half = Z95 * math.sqrt(share * (1 - share) / total + z2 / (4 * total**2)) / (1 + z2 / total)
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def _kl(divergence: Tensor, limit: float) -> Criterion:
+    return _judged("KL", limit, float(divergence.mean()), mean_interval(divergence), float(divergence.var()))
+
+
+def _agreement(count: int, total: int, limit: float) -> Criterion:
+    low, high = (100 * end for end in wilson_interval(count, total))
+    value = 100 * count / total
+    flipped = _judged("agreement", -limit, -value, (-high, -low), value * (100 - value))
+    return Criterion("agreement", limit, value, (low, high), flipped.met, flipped.needed)
+
+
+def _judged(name: str, limit: float, value: float, ci95: tuple[float, float], variance: float) -> Criterion:
+    """A criterion whose value is to be at most ``limit``; ``variance`` is that of one sample."""
+    met = True if ci95[1] <= limit else False if ci95[0] > limit else None
+    needed = None
+    if met is None and value < limit:
+        needed = max(2, math.ceil(variance * Z95**2 / (limit - value) ** 2))
+    return Criterion(name, limit, value, ci95, met, needed)
+
+
+def _divergence(wanted: Tensor, given: Tensor, logits: bool) -> Tensor:
+    """How far each sample's output is from the wanted one, float64."""
+    if not given.isfinite().all():
+        return torch.full((len(given),), math.inf, dtype=torch.float64)
+    if not logits:
+        return (wanted.double() - given.double()).square().flatten(1).mean(1)
+    log_p, log_q = wanted.double().log_softmax(1), given.double().log_softmax(1)
+    return (log_p.exp() * (log_p - log_q)).sum(1)
+
+
+def _first(output: Any) -> Tensor:
+    return next(iter(tensors(output))).detach().cpu()
+
+
+def _joined(parts: list[Sums]) -> Sums:
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def as_scores(stored: Mapping[str, Any]) -> Scores:
+    """What ``vars`` of a Scores gave."""
+    return Scores(stored["divergence"], stored["agree"], dict(stored["sums"]))

@@ -1,0 +1,195 @@
+"""The search for the cheapest quantization that keeps a contract.
+
+The rungs of a ladder, in the order of what they cost whoever runs the model, then of what they cost here:
+
+1. *as asked*: the options as they were given (by default min-max ranges);
+2. *ranges*: the other ways to read ranges from the same observations, for activations, then for weights;
+3. *corrections*: bias correction, equalization, both;
+4. *rounding*: every further algorithm that is registered;
+5. *mixed*: the units that hurt most, alone, left in float: 1, 2, 4, … of them, then as few as will do;
+6. *training*: quantization-aware training, where there is data to train on.
+
+A rung stands on the best options so far, and "best" means closer to the float model by more than noise on the same
+validation samples: otherwise the earlier, cheaper options stay. The first candidate that is met ends the search.
+
+Candidates are made and judged by a function handed in, which may know them already: a search that was killed goes
+through the same candidates again and finds their results.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import glob
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from qtool.quantization.contract import Judge, Scores, Verdict
+from qtool.recipe import ALGORITHMS, RANGES, WEIGHT_RANGES, QuantizeConfig
+
+MOST_FLOAT = 0.5
+"""The greatest share of the units that the search leaves in float."""
+CORRECTIONS = (("bias",), ("equalize",), ("equalize", "bias"))
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One candidate: its options, what it made of the validation samples, and plain ``facts`` (size, time, …)."""
+
+    name: str
+    config: QuantizeConfig
+    scores: Scores
+    verdict: Verdict
+    facts: Mapping[str, Any]
+
+
+class OutOfTime(Exception):
+    """The time budget is used up."""
+
+
+Attempt = Callable[[str, QuantizeConfig], Trial]
+Units = Callable[[QuantizeConfig], list[dict[str, Any]]]
+
+
+class Search:
+    """Climbs the ladder from ``config``.
+
+    ``attempt(name, config)`` makes and judges a candidate, or raises OutOfTime; ``units(config)`` are the integer
+    units, the most harmful first. ``can_train`` says whether there is data for the last rung.
+    """
+
+    def __init__(self, config: QuantizeConfig, judge: Judge, attempt: Attempt, units: Units, can_train: bool) -> None:
+        self.config, self.judge, self._attempt, self.units, self.can_train = config, judge, attempt, units, can_train
+        self.trials: list[Trial] = []
+        self.out_of_time = False
+
+    def run(self) -> Trial | None:
+        """The first candidate that keeps the contract, or None."""
+        try:
+            for rung in self._ladder():
+                if (met := rung(self)) is not None:
+                    return met
+        except OutOfTime:
+            self.out_of_time = True
+        return None
+
+    def _ladder(self) -> tuple[Callable[[Search], Trial | None], ...]:
+        if self.config.method == "given" or self.config.mode == "qat":
+            return RUNGS[:1]
+        return RUNGS if self.config.method == "auto" and self.can_train else RUNGS[:-1]
+
+    @property
+    def base(self) -> Trial:
+        """The trial whose options the next rung stands on."""
+        best = self.trials[0]
+        for trial in self.trials[1:]:
+            if trial.config.overrides == self.config.overrides and trial.config.mode == "ptq":
+                best = trial if self.judge.better(trial.scores, best.scores) else best
+        return best
+
+    @property
+    def closest(self) -> Trial:
+        """The trial that is nearest to the contract; of equals, the first."""
+        return min(self.trials, key=lambda trial: trial.verdict.excess)
+
+    def attempt(self, name: str, **changes: Any) -> Trial:
+        """Makes and judges the base's options with ``changes``."""
+        base = self.base.config if self.trials else self.config
+        trial = self._attempt(name, dataclasses.replace(base, **changes))
+        self.trials.append(trial)
+        return trial
+
+
+def as_asked(search: Search) -> Trial | None:
+    """The options as they were given."""
+    trial = search.attempt(f"{search.config.mode}, {search.config.ranges}")
+    return trial if trial.verdict.met else None
+
+
+def better_ranges(search: Search) -> Trial | None:
+    """Other estimators of activation ranges, then of weight ranges; not where ranges are given."""
+    if search.config.ranges_from is not None:
+        return None
+    for field, choices in (("ranges", RANGES), ("weight_ranges", WEIGHT_RANGES)):
+        for choice in choices:
+            if choice != getattr(search.config, field):
+                trial = search.attempt(f"{field.replace('_', ' ')} {choice}", **{field: choice})
+                if trial.verdict.met:
+                    return trial
+    return None
+
+
+def corrections(search: Search) -> Trial | None:
+    """Equalization and bias correction."""
+    return _algorithms(search, CORRECTIONS)
+
+
+def rounding(search: Search) -> Trial | None:
+    """Each further algorithm, on top of what helped."""
+    known = {name for names in CORRECTIONS for name in names}
+    return _algorithms(search, tuple((name,) for name in ALGORITHMS if name not in known))
+
+
+def _algorithms(search: Search, groups: tuple[tuple[str, ...], ...]) -> Trial | None:
+    for names in groups:
+        wanted = tuple(n for n in ALGORITHMS if n in (*(search.base.config.algorithms or ()), *names))
+        if all(trial.config.algorithms != wanted for trial in search.trials):
+            trial = search.attempt(" + ".join(wanted), algorithms=wanted)
+            if trial.verdict.met:
+                return trial
+    return None
+
+
+def mixed(search: Search) -> Trial | None:
+    """The most harmful units in float: twice as many each time, then as few as are needed."""
+    base = search.base.config
+    order = [unit["name"] for unit in search.units(base)]
+    count, most = 1, max(1, int(len(order) * MOST_FLOAT))
+    while True:
+        trial = _leave(search, base, order[:count])
+        if trial.verdict.met:
+            return _as_few(search, base, order, count, trial)
+        if count == most:
+            return None
+        count = min(2 * count, most)
+
+
+def _leave(search: Search, base: QuantizeConfig, names: list[str]) -> Trial:
+    overrides = {glob.escape(name): "float" for name in names} | base.overrides
+    return search.attempt(f"{len(names)} unit{'s' if len(names) > 1 else ''} in float", overrides=overrides)
+
+
+def _as_few(search: Search, base: QuantizeConfig, order: list[str], count: int, met: Trial) -> Trial:
+    """The least number of the most harmful units between half of ``count``, which is too few, and ``count``."""
+    low = count // 2
+    while count - low > 1:
+        middle = (low + count) // 2
+        try:
+            trial = _leave(search, base, order[:middle])
+        except OutOfTime:
+            return met
+        if trial.verdict.met:
+            count, met = middle, trial
+        else:
+            low = middle
+    return met
+
+
+def training(search: Search) -> Trial | None:
+    """Quantization-aware training of the options as they were given."""
+    trial = search.attempt("qat", mode="qat", algorithms=None)
+    return trial if trial.verdict.met else None
+
+
+RUNGS: tuple[Callable[[Search], Trial | None], ...] = (
+    as_asked, better_ranges, corrections, rounding, mixed, training,
+)  # fmt: skip
+
+
+def frontier(trials: list[Trial]) -> list[Trial]:
+    """The trials than which none is both smaller and closer to the contract, the smallest first."""
+    found: list[Trial] = []
+    for trial in sorted(trials, key=lambda t: (t.facts["size_bytes"], t.verdict.excess)):
+        if not found or trial.verdict.excess < found[-1].verdict.excess:
+            found.append(trial)
+    return found

@@ -1,0 +1,295 @@
+"""Quantizing under a contract: the search over real candidates, kept on disk as it goes, and its outcome.
+
+Candidates are made from the calibration samples and judged on the validation part, which must not share a sample with
+them; the test part is not looked at. What each candidate made of every validation sample is kept in ``search/``, named
+by a hash of its options, the model and both sets of samples, so that a search that was killed goes on, and one with
+another limit starts from what is known. A contract that is met leaves the artifact and removes ``search/``; one that is
+not leaves ``contract.json`` and the closest candidate in ``search/closest``, and no artifact of the final name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qtool.artifacts import mark_stale, write_json
+from qtool.calibration_data import sample_hashes
+from qtool.errors import ContractError, QtoolError, UsageError
+from qtool.recipe import CONTRACT_FIELDS, QatConfig, QuantizeConfig, as_dict
+from qtool.source import Source
+from qtool.stages.common import example_of
+from qtool.stages.cost import Cost
+from qtool.stages.sensitivity import Measurement
+
+if TYPE_CHECKING:
+    from qtool.form import QuantizedModel
+    from qtool.quantization.contract import Scores
+    from qtool.quantization.search import Search, Trial
+
+FOLDER = "search"
+OUTCOME = "contract.json"
+Make = Callable[[QuantizeConfig], "QuantizedModel"]
+
+
+class Pairs:
+    """(inputs, targets) of validation samples, again and again; targets are None where there are none."""
+
+    def __init__(self, source: Source, given: Iterable[Any] | None, config: QuantizeConfig) -> None:
+        if given is None and source.parts is None:
+            raise UsageError(
+                "contract", "validation samples", "batches to calibrate with only", "pass validation=… too"
+            )
+        kept = list(given) if given is not None and iter(given) is given else given
+        self.source, self.given, self.config = source, kept, config
+
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        from qtool.nested import num_samples, samples_of
+
+        left = self.config.validation_samples
+        for inputs, targets in self._all():
+            size = num_samples(inputs)
+            if left is not None and size > left:
+                inputs, targets, size = samples_of(inputs, 0, left), samples_of(targets, 0, left), left
+            if size:
+                yield inputs, targets
+            left = None if left is None else left - size
+
+    def _all(self) -> Iterator[tuple[Any, Any]]:
+        if self.given is not None:
+            for batch in self.given:
+                yield tuple(batch) if isinstance(batch, tuple | list) and len(batch) == 2 else (batch, None)
+        else:
+            from qtool.data import batches
+
+            parts = self.source.parts
+            assert parts is not None
+            yield from batches(parts.validation, self.config.calibration_batch_size)
+
+
+class Candidates:
+    """Makes, judges and remembers the candidates for one contract."""
+
+    def __init__(
+        self, source: Source, config: QuantizeConfig, inputs: Iterable[Any], pairs: Pairs, make: Make,
+        folder: Path | None, tell: Callable[[str], None], tuning: QatConfig | None,
+    ) -> None:  # fmt: skip
+        self.source, self.config, self.make, self.tell, self.tuning = source, config, make, tell, tuning
+        self.run_folder, self.folder = folder, folder / FOLDER if folder else None
+        self.measurement = Measurement(source, config, inputs)
+        self.identity = self.measurement.identity | {"validation": _apart(self.measurement.inputs, pairs)}
+        self.measurement.cached(folder)  # one of another model is refused before any work
+        self.cost, self.seconds = Cost(), 0.0
+        self.kept: tuple[Trial, QuantizedModel] | None = None
+        self.units: list[dict[str, Any]] = []
+        self.judge = _judge(source, config, self.measurement.inputs, pairs)
+
+    def attempt(self, name: str, config: QuantizeConfig) -> Trial:
+        """A candidate with these options: remembered, or made and judged. Raises OutOfTime before a new one."""
+        from qtool.quantization.search import OutOfTime, Trial
+
+        found, model = self._remembered(config), None
+        if found is None:
+            budget = self.config.time_budget
+            if budget is not None and self.seconds >= budget:
+                raise OutOfTime
+            self.tell(f"contract: trying {name}")
+            model, found = self._made(config)
+        scores, facts = found
+        self.seconds += facts["seconds"]
+        trial = Trial(name, config, scores, self.judge.verdict(scores), facts)
+        self.tell(f"contract: {name}: {'; '.join(map(str, trial.verdict.criteria))}")
+        if model is not None and (self.kept is None or _rank(trial) < _rank(self.kept[0])):
+            self.kept = trial, model
+        return trial
+
+    def _made(self, config: QuantizeConfig) -> tuple[QuantizedModel, tuple[Scores, dict[str, Any]]]:
+        start = time.monotonic()
+        model = self.make(config)
+        scores = self.judge.score(model)
+        facts = {
+            "size_bytes": self.cost.size_bytes(model), "num_float_units": len(model.plan.float_units),
+            "speedup": None if self.judge.verdict(scores).met else self.cost.speedup(model),
+        }  # fmt: skip
+        found = scores, facts | {"seconds": time.monotonic() - start}
+        if self.folder:
+            from qtool.checkpoint import save_tree
+
+            self.folder.mkdir(parents=True, exist_ok=True)
+            save_tree(self._path(config), {"scores": vars(scores), "facts": found[1]})
+        return model, found
+
+    def _remembered(self, config: QuantizeConfig) -> tuple[Scores, dict[str, Any]] | None:
+        if self.folder is None or not self._path(config).exists():
+            return None
+        from qtool.checkpoint import load_tree
+        from qtool.quantization.contract import as_scores
+
+        tree = load_tree(self._path(config))
+        return as_scores(tree["scores"]), tree["facts"]
+
+    def _path(self, config: QuantizeConfig) -> Path:
+        """Where a candidate's scores are: named by all that they depend on."""
+        assert self.folder is not None
+        options = {key: value for key, value in as_dict(config).items() if key not in CONTRACT_FIELDS}
+        asked = [options, self.identity, self.config.max_drop is not None]
+        if config.mode == "qat" and self.tuning:
+            asked.append(as_dict(self.tuning))
+        digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
+        return self.folder / f"{digest[:24]}.safetensors"
+
+    def model_of(self, trial: Trial) -> QuantizedModel:
+        """The quantized model of a trial, made again where it is not at hand."""
+        if self.kept is not None and self.kept[0].config == trial.config:
+            return self.kept[1]
+        return self.make(trial.config)
+
+    def save(self, trial: Trial, place: Path) -> None:
+        """Writes a trial's model into a folder, unless it is there; the file that names it comes last."""
+        name = self._path(trial.config).stem
+        if (place / name).exists():
+            return
+        shutil.rmtree(place, ignore_errors=True)
+        place.mkdir(parents=True)
+        model = self.model_of(trial)
+        model.save(place)
+        write_json(place / "ranges.json", model.ranges)
+        (place / name).touch()
+
+    def harmful(self, config: QuantizeConfig) -> list[dict[str, Any]]:
+        """The integer units, the most harmful first: measured with these options, or before for this model."""
+        if not self.units:
+            start = time.monotonic()
+            found = self.measurement.cached(self.run_folder)
+            if found is None:
+                asked = dataclasses.replace(config, mode="ptq")
+                found = dataclasses.replace(self.measurement, config=asked).run(
+                    self.run_folder, resume=True, tell=self.tell
+                )
+            self.units = found["units"]
+            self.seconds += time.monotonic() - start
+        return self.units
+
+
+def _rank(trial: Trial) -> tuple[bool, float]:
+    return not trial.verdict.met, trial.verdict.excess
+
+
+def _judge(source: Source, config: QuantizeConfig, inputs: Iterable[Any], pairs: Pairs) -> Any:
+    from qtool.nested import call
+    from qtool.quantization.contract import Judge
+    from qtool.quantization.stage import float_form
+
+    assert source.model is not None
+    graph = float_form(source.model, example_of(source, inputs))
+    import torch
+
+    with torch.no_grad():
+        return Judge(config, pairs, lambda inputs: call(graph, inputs), source.task)
+
+
+def _apart(inputs: Iterable[Any], pairs: Pairs) -> str:
+    """The hash of the validation samples. Raises QtoolError where one of them is a calibration sample."""
+    calibrated = set(sample_hashes(inputs))
+    held = list(sample_hashes(value for value, _ in pairs))
+    if shared := sum(digest in calibrated for digest in held):
+        raise QtoolError(
+            "contract", "validation samples that are not among the calibration samples",
+            f"{shared} of {len(held)} that are (equal bytes)", "calibrate on the training part, or hold out others",
+        )  # fmt: skip
+    return hashlib.sha256("".join(held).encode()).hexdigest()
+
+
+def fulfil(
+    source: Source, config: QuantizeConfig, inputs: Iterable[Any], validation: Iterable[Any] | None, make: Make, *,
+    folder: Path | None, tell: Callable[[str], None], tuning: QatConfig | None,
+) -> tuple[QuantizedModel, dict[str, Any]]:  # fmt: skip
+    """The cheapest quantization found that keeps the contract in ``config``, and the outcome as plain values.
+
+    Raises ContractError, with the outcome as its ``details``, where none does; QtoolError or UsageError before any
+    candidate is made where the contract cannot be judged.
+    """
+    from qtool.quantization.search import Search, frontier
+
+    candidates = Candidates(source, config, inputs, Pairs(source, validation, config), make, folder, tell, tuning)
+    can_train = tuning is not None and source.parts is not None
+    with candidates.cost:
+        search = Search(config, candidates.judge, candidates.attempt, candidates.harmful, can_train)
+        met = search.run()
+        if met is None and not search.out_of_time:
+            candidates.harmful(search.base.config)
+        if not search.trials:
+            raise ContractError("contract", "time for one candidate", "a time budget of 0", "raise --time-budget")
+        outcome = _outcome(search, met, candidates)
+        if met is None:
+            for trial in frontier(search.trials):
+                tell(f"contract: frontier: {_line(trial)}")
+            raise _refused(search, candidates, outcome)
+        return candidates.model_of(met), outcome
+
+
+def _outcome(search: Search, met: Trial | None, candidates: Candidates) -> dict[str, Any]:
+    from qtool.quantization.search import frontier
+
+    chosen = met or search.closest
+    asked = as_dict(search.config)
+    return {
+        "met": met is not None,
+        "chosen": chosen.name,
+        "options": {key: value for key, value in as_dict(chosen.config).items() if value != asked[key]},
+        "criteria": chosen.verdict.as_dict()["criteria"],
+        "num_samples": candidates.judge.num_samples,
+        "trials": [_told(trial) for trial in search.trials],
+        "frontier": [trial.name for trial in frontier(search.trials)],
+        "harmful": candidates.units,
+        "seconds": candidates.seconds,
+        "out_of_time": search.out_of_time,
+    }
+
+
+def _line(trial: Trial) -> str:
+    speed = f", {trial.facts['speedup']:.2f}x FP32's speed" if trial.facts["speedup"] else ""
+    size = trial.facts["size_bytes"] / 2**20
+    return f"{trial.name}: {'; '.join(map(str, trial.verdict.criteria))}, {size:.3f} MiB{speed}"
+
+
+def _told(trial: Trial) -> dict[str, Any]:
+    return {"name": trial.name, **trial.verdict.as_dict(), **trial.facts}
+
+
+def _refused(search: Search, candidates: Candidates, outcome: dict[str, Any]) -> ContractError:
+    """The error that ends a search in vain; leaves the outcome and the closest candidate."""
+    closest = search.closest
+    wanted = ", ".join(
+        f"{c.name} {'≥' if c.name == 'agreement' else '≤'} {c.limit:g}" for c in closest.verdict.criteria
+    )
+    worst = ", ".join(unit["name"] for unit in candidates.units[:3])
+    found = f"'{closest.name}' is closest: {'; '.join(map(str, closest.verdict.criteria))}"
+    needed = max((c.needed or 0 for c in closest.verdict.criteria), default=0)
+    if search.out_of_time:
+        do = "give more time: the search goes on where it stopped"
+    elif closest.verdict.within:
+        do = f"too few samples to tell it from noise: give about {needed:,} validation samples"
+    else:
+        do = "promise less, give training data, or look at those units"
+    error = ContractError(
+        "contract", f"{wanted}, with 95 % confidence",
+        f"{found}, on {candidates.judge.num_samples:,} samples{'; units that hurt: ' + worst if worst else ''}", do,
+    )  # fmt: skip
+    if (folder := candidates.run_folder) is not None and candidates.folder is not None:
+        candidates.save(closest, candidates.folder / "closest")
+        write_json(folder / OUTCOME, outcome)
+        mark_stale(folder, "quantize", f"a later quantization did not keep its contract ({found})")
+    error.details = outcome
+    return error
+
+
+def forget(folder: Path) -> None:
+    """Removes what the search kept: the contract is met."""
+    shutil.rmtree(folder / FOLDER, ignore_errors=True)
+    (folder / OUTCOME).unlink(missing_ok=True)

@@ -1,0 +1,146 @@
+"""The contract's statistics against their textbook forms, and what it refuses to judge."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from qtool.errors import QtoolError, UsageError
+from qtool.quantization.contract import Judge, mean_interval, wilson_interval
+from qtool.recipe import QuantizeConfig
+from qtool.tasks import Classification
+
+N = 1000
+LOGITS = torch.randn(N, 5, generator=torch.Generator().manual_seed(0)) * 3
+TARGETS = LOGITS.argmax(1)
+
+
+def judge(task: Any = None, targets: Tensor | None = TARGETS, logits: Tensor = LOGITS, **options: Any) -> Judge:
+    """A judge for whom inputs are the float model's logits themselves."""
+    parts = zip(logits.split(300), targets.split(300) if targets is not None else [None] * 4, strict=True)
+    return Judge(QuantizeConfig(**options), list(parts), lambda inputs: inputs, task or Classification())
+
+
+def wrong(count: int) -> Any:
+    """A candidate that answers otherwise for the first ``count`` samples."""
+    other = LOGITS.clone()
+    other[:count] = -LOGITS[:count]
+    seen = iter(other.split(300))
+    return lambda _: next(seen)
+
+
+def test_the_drop_and_its_interval() -> None:
+    held = judge(max_drop=2.0)
+    criterion = held.verdict(held.score(wrong(10))).criteria[0]
+    assert criterion.value == pytest.approx(1.0)
+    b, c, n = 10.5, 0.5, N + 2
+    half = 1.959964 * math.sqrt(b + c - (b - c) ** 2 / n) / n
+    assert criterion.ci95 == pytest.approx((100 * ((b - c) / n - half), 100 * ((b - c) / n + half)))
+    assert criterion.met is True
+    assert judge(max_drop=0.3).verdict(held.score(wrong(10))).criteria[0].met is False
+    assert judge(max_drop=1.5).verdict(held.score(wrong(10))).criteria[0].met is None
+
+
+def test_how_many_samples_would_tell() -> None:
+    """At a drop of 1.0 and a limit of 1.5 points, with one sample in a hundred that differs."""
+    held = judge(max_drop=1.5)
+    criterion = held.verdict(held.score(wrong(10))).criteria[0]
+    assert criterion.needed == pytest.approx((1.959964 / 0.5) ** 2 * 100 * (1 - 0.01), rel=0.01)
+    assert held.verdict(held.score(wrong(10))).within
+    assert not held.verdict(held.score(wrong(18))).within
+
+
+def test_kl_and_agreement() -> None:
+    held = judge(max_kl=1.0, min_agreement=98.0)
+    kl, agreement = held.verdict(held.score(wrong(5))).criteria
+    p, q = (torch.softmax(v.double(), 1).numpy() for v in (LOGITS[:5], -LOGITS[:5]))
+    each = np.zeros(N)
+    each[:5] = (p * np.log(p / q)).sum(1)
+    assert kl.value == pytest.approx(each.mean())
+    half = 1.959964 * each.std(ddof=1) / math.sqrt(N)
+    assert kl.ci95 == pytest.approx((each.mean() - half, each.mean() + half))
+    assert agreement.value == pytest.approx(99.5)
+    z2, share = 1.959964**2, 0.995
+    root = math.sqrt(share * (1 - share) / N + z2 / (4 * N * N))
+    low = (share + z2 / (2 * N) - 1.959964 * root) / (1 + z2 / N)
+    assert agreement.ci95[0] == pytest.approx(100 * low)
+    assert agreement.met is True
+    assert judge(min_agreement=99.6).verdict(held.score(wrong(5))).criteria[0].met is None
+
+
+def test_a_loss_is_better_when_lower_and_its_interval_is_that_of_paired_differences() -> None:
+    held = judge(max_drop=400.0, metric="loss")
+    criterion = held.verdict(held.score(wrong(20))).criteria[0]
+    losses = [
+        torch.nn.functional.cross_entropy(v, TARGETS, reduction="none").double() for v in (LOGITS, LOGITS.clone())
+    ]
+    losses[1][:20] = torch.nn.functional.cross_entropy(-LOGITS[:20], TARGETS[:20], reduction="none").double()
+    change = 100 * (losses[1] - losses[0])
+    assert criterion.value == pytest.approx(float(change.mean()), rel=1e-5)
+    assert criterion.ci95 == pytest.approx(mean_interval(change), rel=1e-3)
+
+
+class SquareRoot(Classification):
+    """A task whose metric is no mean: the root of top-1."""
+
+    def finish(self, means: dict[str, float]) -> dict[str, float]:
+        return {**means, "root": math.sqrt(means["top1"])}
+
+
+def test_a_metric_that_is_no_mean_is_bootstrapped() -> None:
+    held = judge(SquareRoot(), max_drop=3.0, metric="root")
+    criterion = held.verdict(held.score(wrong(40))).criteria[0]
+    assert criterion.value == pytest.approx(100 * (1 - math.sqrt(0.96)))
+    spread = 100 * 0.5 / math.sqrt(0.96) * math.sqrt(0.04 * 0.96 / N)  # the delta method
+    assert criterion.ci95 == pytest.approx((criterion.value - 1.96 * spread, criterion.value + 1.96 * spread), rel=0.12)
+
+
+def test_better_means_by_more_than_noise() -> None:
+    held = judge(max_kl=1.0)
+    near, nearer = held.score(wrong(100)), held.score(wrong(90))
+    assert held.better(nearer, near)
+    assert not held.better(near, nearer)
+    assert not held.better(held.score(wrong(1)), held.score(wrong(2)))  # one sample is no evidence
+
+
+def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
+    draw = np.random.default_rng(0)
+    held = [wilson_interval(int(count), 500) for count in draw.binomial(500, 0.99, 2000)]
+    assert np.mean([low <= 0.99 <= high for low, high in held]) == pytest.approx(0.95, abs=0.025)
+    values = torch.from_numpy(draw.normal(1.0, 2.0, (1000, 60)))
+    assert np.mean([low <= 1.0 <= high for low, high in map(mean_interval, values)]) == pytest.approx(0.95, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        ({"max_drop": 1.0, "metric": "f1"}, "--metric: expected a metric of task 'classification'; got 'f1'"),
+        ({"max_kl": 1.0, "metric": "top1"}, "--max-drop beside it"),
+        ({"max_drop": 0.1}, r"--max-drop: expected at least 1,958 validation samples .*; got 1,000"),
+        ({"min_agreement": 99.9}, r"--min-agreement: expected at least 3,838 validation samples"),
+        ({"min_agreement": 100.0}, "more than any number of validation samples"),
+        ({"max_drop": 0.0}, "more than any number of validation samples"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_judged_is_refused(options: dict[str, Any], part: str) -> None:
+    with pytest.raises(UsageError, match=part):
+        judge(**options)
+
+
+def test_labels_and_logits_and_samples_are_needed() -> None:
+    with pytest.raises(UsageError, match="labels to measure the metric with"):
+        judge(targets=None, max_drop=1.0)
+    with pytest.raises(UsageError, match="N×C logits"):
+        judge(targets=None, logits=LOGITS[:, :1], max_kl=1.0)
+    with pytest.raises(QtoolError, match="expected validation samples; got none"):
+        Judge(QuantizeConfig(max_kl=1.0), [], lambda inputs: inputs, None)
+
+
+def test_values_that_are_not_finite_never_keep_a_contract() -> None:
+    held = judge(max_kl=1.0)
+    assert not held.verdict(held.score(lambda x: x / 0)).met

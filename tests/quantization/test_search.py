@@ -1,0 +1,131 @@
+"""The search: cheapest first, stopped at the first that is met, and no step taken for a gain that is noise."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from qtool.quantization.contract import Judge, Scores
+from qtool.quantization.search import OutOfTime, Search, Trial, frontier
+from qtool.recipe import QuantizeConfig
+
+N = 400
+NOISE = torch.rand(N, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+UNITS = [{"name": f"unit[{i}]"} for i in range(20)]
+
+
+class World:
+    """Candidates whose mean KL is written down in ``error``; everything else is the real search."""
+
+    def __init__(self, limit: float, method: str = "auto", budget: int = 100) -> None:
+        logits = torch.randn(N, 3, generator=torch.Generator().manual_seed(1))
+        self.config = QuantizeConfig(max_kl=limit, method=method)
+        self.judge = Judge(self.config, [(logits, None)], lambda x: x, None)
+        self.budget, self.tried = budget, []
+        self.search = Search(self.config, self.judge, self.attempt, lambda _: UNITS, can_train=True)
+
+    def attempt(self, name: str, config: QuantizeConfig) -> Trial:
+        if len(self.tried) == self.budget:
+            raise OutOfTime
+        self.tried.append(name)
+        scores = Scores(NOISE / NOISE.mean() * self.error(config), None, {})
+        facts = {"size_bytes": 100 + len(config.overrides)}
+        return Trial(name, config, scores, self.judge.verdict(scores), facts)
+
+    def error(self, config: QuantizeConfig) -> float:
+        error = {"minmax": 1.0, "percentile": 0.8, "entropy": 0.8001, "mse": 0.8}.get(config.ranges, 0.9)
+        error *= 0.9 if "bias" in (config.algorithms or ()) else 1.0
+        error *= 1.2 if "equalize" in (config.algorithms or ()) else 1.0
+        error *= max(0.3, 1 - 0.1 * len(config.overrides))
+        return 0.05 if config.mode == "qat" else error
+
+
+def test_the_first_that_is_met_ends_it() -> None:
+    world = World(2.0)
+    met = world.search.run()
+    assert met is not None
+    assert world.tried == ["ptq, minmax"] == [met.name]
+
+
+def test_ranges_then_corrections_stand_on_what_helped() -> None:
+    world = World(0.78)
+    met = world.search.run()
+    assert met is not None
+    assert met.name == "bias"
+    assert met.config.ranges == "percentile"  # mse is as good, which is no gain
+    assert world.tried[:2] == ["ptq, minmax", "ranges percentile"]
+
+
+def test_as_few_units_as_will_do_are_left_in_float() -> None:
+    world = World(0.4)
+    met = world.search.run()
+    assert met is not None
+    assert len(met.config.overrides) == 5  # 0.72 · (1 − 0.1 k) + noise ≤ 0.4
+    assert next(iter(met.config.overrides)) == "unit[[]0]"
+    assert [name for name in world.tried if "float" in name] == [
+        f"{k} unit{'s' if k > 1 else ''} in float" for k in (1, 2, 4, 8, 6, 5)
+    ]
+
+
+def test_training_comes_last_and_only_where_it_may() -> None:
+    assert (met := World(0.06).search.run()) is not None
+    assert met.config.mode == "qat"
+    assert met.config.overrides == {}
+    untrained = World(0.06, "ptq")
+    assert untrained.search.run() is None
+    assert "qat" not in untrained.tried
+    given = World(0.06, "given")
+    assert given.search.run() is None
+    assert given.tried == ["ptq, minmax"]
+
+
+def test_the_half_of_the_units_is_the_most() -> None:
+    world = World(1e-9, "ptq")
+    world.error = lambda config: 1.0  # type: ignore[method-assign]
+    assert world.search.run() is None
+    assert world.tried[-1] == "10 units in float"
+    assert world.search.closest.name == "ptq, minmax"
+
+
+def test_out_of_time_keeps_what_was_found() -> None:
+    world = World(0.06, budget=3)
+    assert world.search.run() is None
+    assert world.search.out_of_time
+    assert len(world.search.trials) == 3
+    whole = World(0.4)
+    whole.search.run()
+    late = World(0.4, budget=len(whole.tried) - 1)  # before the last, smaller one
+    met = late.search.run()
+    assert met is not None
+    assert len(met.config.overrides) == 6
+
+
+def test_the_frontier_is_what_nothing_beats() -> None:
+    world = World(1e-9)
+    world.search.run()
+    shown = frontier(world.search.trials)
+    for trial in world.search.trials:
+        beaten = [
+            s for s in shown
+            if s.facts["size_bytes"] <= trial.facts["size_bytes"] and s.verdict.excess <= trial.verdict.excess
+        ]  # fmt: skip
+        assert beaten
+    sizes: list[Any] = [trial.facts["size_bytes"] for trial in shown]
+    assert sizes == sorted(set(sizes))
+
+
+def test_ranges_that_are_given_are_not_searched() -> None:
+    world = World(0.01, "ptq")
+    world.search.config = dataclasses.replace(world.config, ranges_from="ranges.json")
+    world.search.run()
+    assert not any("ranges" in name for name in world.tried)
+
+
+@pytest.mark.parametrize("limit", [0.95, 0.75, 0.5, 0.2])
+def test_what_is_returned_is_met(limit: float) -> None:
+    met = World(limit).search.run()
+    assert met is not None
+    assert met.verdict.met

@@ -1,0 +1,224 @@
+"""Quantizing under a contract: what is left when it is kept, what when it is not, after a kill, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import qtool
+from qtool import cli
+from qtool.artifacts import has_result, read_result
+from qtool.errors import ContractError, QtoolError, UsageError
+from qtool.quantization import search
+from qtool.reporting.page import write_report
+from qtool.stages import cost
+
+OPTIONS = {"calibration": "train:64"}
+
+
+@pytest.fixture(scope="module")
+def held_out_data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """As ``small_data``, with 300 validation images."""
+    folder = tmp_path_factory.mktemp("held")
+    draw = np.random.default_rng(0)
+    for part, count in (("train", 240), ("validation", 300), ("test", 30)):
+        labels = np.arange(count) % 3
+        images = draw.integers(0, 160, (count, 8, 8), dtype=np.uint8)
+        for image, label in zip(images, labels, strict=True):
+            image[:, 2 * label : 2 * label + 3] += 60
+        np.savez(folder / f"{part}.npz", images=images, labels=labels)
+    return f"npz:{folder}"
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer kinds of candidates, timed for a moment only."""
+    monkeypatch.setattr(cost, "SECONDS", 0.0)
+    monkeypatch.setattr(search, "RUNGS", (search.as_asked, search.mixed, search.training))
+
+
+@pytest.fixture
+def trained(tmp_path: Path, small_net: str, held_out_data: str) -> Path:
+    qtool.train(small_net, held_out_data, out=tmp_path / "run", epochs=2, batch_size=16)
+    return tmp_path / "run"
+
+
+def test_a_contract_that_is_kept(trained: Path) -> None:
+    quantized = qtool.quantize(trained, max_drop=5.0, **OPTIONS)
+    outcome = read_result(trained, "quantize")["contract"]
+    assert outcome["met"]
+    assert outcome["num_samples"] == 300
+    assert [trial["name"] for trial in outcome["trials"]] == ["ptq, minmax"]
+    assert outcome["options"] == {}
+    assert not (trained / "search").exists()
+    torch.testing.assert_close(
+        quantized(torch.zeros(2, 1, 8, 8)), qtool.quantize(trained, **OPTIONS)(torch.zeros(2, 1, 8, 8))
+    )
+
+
+def test_one_that_is_not_kept_leaves_no_artifact(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    qtool.quantize(trained, **OPTIONS)
+    told: list[str] = []
+    with pytest.raises(
+        ContractError, match=r"KL ≤ 1e-09.* is closest: KL .* on 300 samples; units that hurt: "
+    ) as caught:
+        qtool.quantize(trained, max_kl=1e-9, method="ptq", progress=told.append, **OPTIONS)
+    outcome = caught.value.details
+    assert json.loads(json.dumps(outcome)) == json.loads((trained / "contract.json").read_text())
+    assert {"stale"} <= read_result(trained, "quantize", stale=True).keys()
+    assert (trained / "search" / "closest" / "int8.pt2").exists()
+    assert {unit["name"] for unit in outcome["harmful"]} >= {"first.0", "second.0"}
+    floats = [trial for trial in outcome["trials"] if "in float" in trial["name"]]
+    assert floats
+    assert all(trial["speedup"] > 0 and trial["size_bytes"] > 0 for trial in outcome["trials"])
+    assert set(outcome["frontier"]) <= {trial["name"] for trial in outcome["trials"]}
+    assert [line for line in told if line.startswith("contract: frontier: ")]
+    monkeypatch.setattr("qtool.quantization.stage.quantize", None)  # everything is known by now
+    with pytest.raises(ContractError):
+        qtool.quantize(trained, max_kl=1e-9, method="ptq", **OPTIONS)
+
+
+def test_the_command_line_exits_with_3_and_tells_all(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["quantize", str(trained), "--calibration", "train:64", "--max-kl", "1e-9", "--method", "given", "--json"]
+    with pytest.raises(SystemExit) as left:
+        cli.main.main(words)
+    assert left.value.code == 3
+    told = json.loads(capsys.readouterr().out)["error"]
+    assert told["exit_code"] == 3
+    assert told["details"]["met"] is False
+    assert not has_result(trained, "quantize")
+
+
+def test_mixed_precision_passes_the_gates(trained: Path) -> None:
+    """The contract is set where leaving units in float is what keeps it."""
+    with pytest.raises(ContractError) as caught:
+        qtool.quantize(trained, max_kl=1e-9, method="ptq", **OPTIONS)
+    kl = {t["name"]: t["criteria"][0] for t in caught.value.details["trials"]}
+    best = min(entry["value"] for name, entry in kl.items() if "float" not in name)
+    limit = (min(entry["ci95"][1] for entry in kl.values()) + best) / 2
+    qtool.quantize(trained, max_kl=limit, method="ptq", **OPTIONS)
+    result = read_result(trained, "quantize")
+    assert "in float" in result["contract"]["chosen"]
+    floats = [unit["name"] for unit in result["plan"]["units"] if unit["reason"] == "left in float by an override"]
+    assert floats
+    exported = qtool.export(trained, parity_samples=32, reference_samples=2)
+    coverage = next(gate for gate in exported.gates if gate["name"] == "coverage")
+    assert coverage["passed"]
+    assert {unit["name"] for unit in coverage["details"]["float_units"]} >= set(floats)
+    html = write_report(trained)["html"].read_text(encoding="utf-8")
+    assert "contract kept by" in html
+    assert "SQNR of the output with only this layer quantized" in html
+
+
+def test_training_is_the_last_resort(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "RUNGS", (search.as_asked, search.training))
+    with pytest.raises(ContractError) as caught:
+        qtool.quantize(trained, max_kl=1e-9, epochs=1, batch_size=16, **OPTIONS)
+    assert [trial["name"] for trial in caught.value.details["trials"]] == ["ptq, minmax", "qat"]
+
+
+def test_batches_need_validation_batches_of_their_own() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 3)).eval()
+    calibration, held = torch.randn(32, 1, 8, 8), torch.randn(300, 1, 8, 8)
+    quantized = qtool.quantize(model, [calibration], validation=held.split(100), max_kl=0.01)
+    assert len(quantized.plan.integer_units) == 2
+    labelled = [(held, model(held).argmax(1))]
+    assert qtool.quantize(model, [calibration], validation=labelled, max_drop=5.0, min_agreement=90)
+    with pytest.raises(UsageError, match="contract: expected validation samples; got batches to calibrate with only"):
+        qtool.quantize(model, [calibration], max_kl=0.01)
+    with pytest.raises(UsageError, match="labels to measure the metric with"):
+        qtool.quantize(model, [calibration], validation=[held], max_drop=5.0)
+    with pytest.raises(QtoolError, match=r"got 3 of 300 that are \(equal bytes\)"):
+        qtool.quantize(model, [torch.cat([calibration, held[5:8]])], validation=[held], max_kl=0.01)
+
+
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        ({"max_drop": 0.1}, "at least 1,958 validation samples"),
+        ({"max_drop": 5.0, "metric": "mAP"}, "a metric of task 'classification'; got 'mAP'"),
+        ({"max_drop": 5.0, "validation_samples": 20}, "at least 38 validation samples"),
+        ({"max_drop": -1.0}, "argument 'max_drop': expected at least 0"),
+        ({"max_drop": 5.0, "method": "magic"}, "argument 'method': expected one of auto, ptq, given"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_promised_is_refused_before_any_work(options: dict[str, Any], part: str, trained: Path) -> None:
+    with pytest.raises(UsageError, match=part):
+        qtool.quantize(trained, **OPTIONS, **options)
+    assert not has_result(trained, "quantize")
+
+
+def test_a_sensitivity_of_another_model_is_refused(trained: Path) -> None:
+    found = qtool.sensitivity(trained, samples=16, **OPTIONS)
+    found["identity"]["model"] = "0" * 64
+    (trained / "sensitivity.json").write_text(json.dumps(found))
+    with pytest.raises(QtoolError, match="this model's weights; got one of another model"):
+        qtool.quantize(trained, max_kl=0.01, **OPTIONS)
+
+
+def test_no_time_at_all_is_told(trained: Path) -> None:
+    with pytest.raises(ContractError, match="got a time budget of 0"):
+        qtool.quantize(trained, max_kl=0.01, time_budget=0.0, **OPTIONS)
+    with pytest.raises(ContractError, match="give more time: the search goes on where it stopped"):
+        qtool.quantize(trained, max_kl=1e-9, time_budget=0.01, **OPTIONS)
+
+
+def test_a_recipe_holds_a_contract_for_each_variant(tmp_path: Path, small_net: str, held_out_data: str) -> None:
+    recipe = {
+        "model": small_net, "data": held_out_data, "variants": ["ptq"], "train": {"epochs": 1, "batch_size": 16},
+        "quantize": {"calibration": "train:64", "max_kl": 1e-9, "method": "given"},
+    }  # fmt: skip
+    with pytest.raises(ContractError, match="KL ≤ 1e-09"):
+        qtool.run(recipe, tmp_path / "out")
+    assert not has_result(tmp_path / "out" / "ptq", "quantize")
+    assert (tmp_path / "out" / "ptq" / "contract.json").exists()
+
+
+SLOW = """
+import sys, time
+from qtool.quantization import search
+from qtool.stages import contract, cost
+import qtool
+cost.SECONDS = 0.0
+search.RUNGS = (search.as_asked, search.mixed, search.training)
+made = contract.Candidates._made
+def slow(self, config):
+    found = made(self, config)
+    print("made", flush=True)
+    time.sleep(float(sys.argv[2]))
+    return found
+contract.Candidates._made = slow
+qtool.quantize(sys.argv[1], max_kl=1e-9, method="ptq", calibration="train:64")
+"""
+
+
+@pytest.mark.slow
+def test_a_search_killed_by_sigkill_goes_on(trained: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", SLOW, str(trained), "0.5"], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    for _ in range(2):
+        assert process.stdout.readline() == "made\n"
+    time.sleep(0.1)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    known = {path.name: path.stat().st_mtime_ns for path in (trained / "search").glob("*.safetensors")}
+    assert len(known) == 2
+    with pytest.raises(ContractError):
+        qtool.quantize(trained, max_kl=1e-9, method="ptq", **OPTIONS)
+    now = {path.name: path.stat().st_mtime_ns for path in (trained / "search").glob("*.safetensors")}
+    assert {name: now[name] for name in known} == known
+    assert len(now) > 2
