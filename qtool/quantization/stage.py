@@ -22,6 +22,7 @@ from qtool.form import QuantizedModel
 from qtool.models import check_finite
 from qtool.nested import call
 from qtool.quantization import pt2e
+from qtool.quantization.algorithms import ALGORITHMS
 from qtool.quantization.algorithms.passes import Passes
 from qtool.quantization.calibrate import calibrate, choose_ranges, restore_ranges
 from qtool.quantization.capture import capture, copied, remove_dropout
@@ -110,12 +111,12 @@ def sensitivities(
 ) -> Sensitivities:  # fmt: skip
     """Quantizes ``model`` and returns what measures each unit's effect alone; ``state`` is an earlier measurement's.
 
-    Bias correction is left out: a bias corrected for what comes before it is wrong where that is in float. Raises
+    Passes over the converted graph are left out: what they fit to quantized inputs is wrong for float ones. Raises
     UsageError for mode ``qat``, whose weights are no longer those of the float model.
     """
     if config.mode == "qat":
         raise UsageError("sensitivity", "mode 'ptq'", "mode 'qat'", "measure before training")
-    names = tuple(name for name in config.algorithms or () if name != "bias")
+    names = tuple(name for name in config.algorithms or () if ALGORITHMS[name].moment == "float")
     config = dataclasses.replace(config, algorithms=names or None)
     made = convert(model, config, example=example, calibration=calibration, keep=True)
     assert made.reference is not None
