@@ -29,6 +29,8 @@ ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "clamp high": lambda: Function(lambda x: x.clamp(max=0.5)),
     "leaky": lambda: nn.LeakyReLU(0.1),
     "sigmoid": nn.Sigmoid,
+    "gelu": nn.GELU,
+    "tanh": nn.Tanh,
     "hardswish": nn.Hardswish,
     "silu inplace": lambda: nn.SiLU(inplace=True),
 }

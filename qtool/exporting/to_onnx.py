@@ -22,14 +22,26 @@ from torch.fx import GraphModule
 
 from qtool.artifacts import atomic_path
 from qtool.errors import QtoolError, one_line
-from qtool.exporting.passes import activations, biases, float_units, global_pool, metadata, names, stem
+from qtool.exporting.passes import (
+    activations,
+    biases,
+    float_units,
+    global_pool,
+    hard_sigmoid,
+    metadata,
+    names,
+    pads,
+    stem,
+)
 from qtool.form import QuantizedModel, quantize_nodes, to_program
 
 DEFAULT_OPSET = {"ort-cpu": 21}
 EXTERNAL_DATA_BYTES = 2_000_000_000  # protobuf cannot hold 2 GiB
 
 Pass = Callable[[ir.Model], int]
-PASSES: tuple[Pass, ...] = (global_pool.apply, activations.apply, biases.apply, float_units.apply, stem.apply)
+PASSES: tuple[Pass, ...] = (
+    global_pool.apply, activations.apply, hard_sigmoid.apply, pads.apply, biases.apply, float_units.apply, stem.apply,
+)  # fmt: skip
 
 
 def float_to_onnx(graph: GraphModule, example: Any, opset: int) -> ir.Model:

@@ -47,9 +47,10 @@ def choose_ranges(observers: Mapping[str, RangeObserver], config: QuantizeConfig
             config.ranges, percentile=config.percentile, num_levels=observer.quant_max - observer.quant_min + 1,
             symmetric=observer.qscheme == torch.per_tensor_symmetric,
         )  # fmt: skip
-        observer.chosen = (low, high)
+        method = config.ranges if observer.fixed is None else "fixed"
+        low, high = observer.chosen = observer.fixed or (low, high)
         ranges[name] = {
-            "low": low, "high": high, "method": config.ranges, "observed": observer.histogram.state_dict(),
+            "low": low, "high": high, "method": method, "observed": observer.histogram.state_dict(),
         }  # fmt: skip
     return ranges
 

@@ -39,6 +39,8 @@ class RangeObserver(ObserverBase):  # type: ignore[misc]
         self.quant_min, self.quant_max, self.qscheme = quant_min, quant_max, qscheme
         self.histogram = Histogram("activation", bins=detailed)
         self.chosen: tuple[float, float] | None = None
+        self.fixed: tuple[float, float] | None = None
+        self.limits: tuple[float, float] | None = None
         self.enabled = True
 
     def forward(self, x: Tensor) -> Tensor:
@@ -47,13 +49,32 @@ class RangeObserver(ObserverBase):  # type: ignore[misc]
             self.histogram.update(x.detach())
         return x
 
+    def fix(self, low: float, high: float) -> None:
+        """Takes a range that the operator alone decides, whatever the data; they are still looked at."""
+        self.fixed = low, high
+
     def calculate_qparams(self, **_: Any) -> tuple[Tensor, Tensor]:
         """Scale and zero point of the chosen range."""
-        low, high = self.chosen or self.histogram.range("minmax")
+        low, high = self.fixed or self.chosen or self.histogram.range("minmax")
         return _activation_qparams(low, high, self)
 
 
 def _activation_qparams(low: float, high: float, of: Any) -> tuple[Tensor, Tensor]:
+    """Scale and zero point of a range; a little less of it where rounding would let the activation's limits slip."""
+    found = _range_qparams(low, high, of)
+    if of.limits is None or clips_at(*found, of.limits, of.quant_min, of.quant_max):
+        return found
+    levels = of.quant_max - of.quant_min
+    return _range_qparams(low * levels / (levels + 0.5), high * levels / (levels + 0.5), of)
+
+
+def clips_at(scale: Tensor, zero_point: Tensor, limits: tuple[float, float], qmin: int, qmax: int) -> bool:
+    """Whether everything beyond ``limits`` becomes the least or the greatest integer, whoever else clips."""
+    low, high = ((torch.tensor(limits, dtype=torch.float32) / scale).round() + zero_point).tolist()
+    return bool(low <= qmin and high >= qmax)
+
+
+def _range_qparams(low: float, high: float, of: Any) -> tuple[Tensor, Tensor]:
     if of.qscheme == torch.per_tensor_symmetric:
         scale, zero_point = symmetric_qparams(max(-low, high, 0.0), of.quant_max), 0
     else:
@@ -105,6 +126,7 @@ class FakeQuantizer(FakeQuantizeBase):  # type: ignore[misc]
         self.dtype, self.is_dynamic = dtype, is_dynamic
         self.quant_min, self.quant_max, self.qscheme = quant_min, quant_max, qscheme
         self.averaging, self.name = averaging, "activation"
+        self.fixed, self.limits = False, None  # type: bool, tuple[float, float] | None
         self.register_buffer("low", torch.tensor(float("inf")))
         self.register_buffer("high", torch.tensor(float("-inf")))
         self.register_buffer("scale", torch.ones(1))
@@ -123,6 +145,8 @@ class FakeQuantizer(FakeQuantizeBase):  # type: ignore[misc]
         return rounded.to(x.dtype)
 
     def _observe(self, x: Tensor) -> None:
+        if self.fixed:
+            return
         low, high = (value.float() for value in torch.aminmax(x))
         if self.averaging is None or bool(torch.isinf(self.low)):
             low, high = torch.minimum(self.low, low), torch.maximum(self.high, high)
@@ -133,10 +157,17 @@ class FakeQuantizer(FakeQuantizeBase):  # type: ignore[misc]
         self._refresh()
 
     def set_range(self, low: float, high: float) -> None:
-        """Starts the moving average from a calibrated range."""
+        """Starts the moving average from a calibrated range; a fixed one stays."""
+        if self.fixed:
+            return
         self.low.fill_(low)
         self.high.fill_(high)
         self._refresh()
+
+    def fix(self, low: float, high: float) -> None:
+        """Takes a range that the operator alone decides, for good."""
+        self.set_range(low, high)
+        self.fixed = True
 
     def _refresh(self) -> None:
         scale, zero_point = self.calculate_qparams()

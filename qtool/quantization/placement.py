@@ -16,6 +16,7 @@ plan in the artifact and of the coverage gate.
 from __future__ import annotations
 
 import fnmatch
+import math
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -29,6 +30,8 @@ from qtool.form import Plan, Unit
 from qtool.quantization.capture import aten, owner
 from qtool.quantization.targets import RELU_LIKE, Pattern, Target
 
+# Operators whose output holds copies of their input's numbers (and zeros) only.
+_COPIES = ("move", "pad", "upsample")
 # Operators that compute nothing worth a line in the plan.
 _SILENT = (aten.sym_size.int, aten.detach.default, aten.alias.default, operator.getitem)
 
@@ -47,6 +50,12 @@ class Placed:
     def anchor(self) -> Node:
         """The operator that gives the unit its kind."""
         return self.nodes[0]
+
+    @property
+    def limits(self) -> tuple[float, float] | None:
+        """Between which values the activation that was absorbed lets results pass; None where there is none."""
+        clipping = [node for node in self.nodes[1:] if node.target in RELU_LIKE]
+        return _clip_limits(clipping[-1]) if clipping else None
 
     @property
     def output(self) -> Node:
@@ -145,16 +154,16 @@ class Placement:
                 follower is not None
                 and follower.target in targets
                 and follower.args[0] is last
-                and _clips_at_zero(follower)
+                and _keeps_zero(follower)
             ):
                 tail.append(follower)
                 last = follower
         return tail
 
     def _moved_from(self, node: Node) -> list[Node]:
-        """The node and what it is a reshaping of, as far up as there are only reshapes."""
+        """The node and what it is a reshaping, padding or repetition of, as far up as there are only such."""
         found = [node]
-        while self._is_move(found[-1]) and isinstance(source := found[-1].args[0], Node):
+        while self._is_move(found[-1], _COPIES) and isinstance(source := found[-1].args[0], Node):
             found.append(source)
         return found
 
@@ -162,8 +171,9 @@ class Placement:
         """Whether the node's value goes to the graph's output alone, if reshaped on the way."""
         return all(user.op == "output" or (self._is_move(user) and self._leaves(user)) for user in node.users)
 
-    def _is_move(self, node: Node) -> bool:
-        return any(pattern.kind == "move" and node.target in pattern.anchors for pattern in self.target.patterns)
+    def _is_move(self, node: Node, kinds: tuple[str, ...] = ("move",)) -> bool:
+        patterns = (pattern for pattern in self.target.patterns if node.target in pattern.anchors)
+        return any(p.kind in kinds and not (p.accepts and p.accepts(node)) for p in patterns)
 
     def _leave_float(self, node: Node, reason: str) -> None:
         kind = "move" if self._is_move(node) else str(node.target).removeprefix("aten.").partition(".")[0]
@@ -216,11 +226,29 @@ def _is_compute(node: Node) -> bool:
     return node.target not in _SILENT and isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
-def _clips_at_zero(node: Node) -> bool:
-    """An activation is absorbed only if it clips at zero from below, as an affine range can; others pass."""
+def _keeps_zero(node: Node) -> bool:
+    """Whether an activation keeps zero: then a range of its results clips like it, since every range holds zero.
+
+    Activations that clip nothing pass.
+    """
     if node.target not in RELU_LIKE:
         return True
-    if node.target in (aten.relu.default, aten.relu6.default):
-        return True
-    low = node.args[1] if len(node.args) > 1 else (-1.0 if node.target is aten.hardtanh.default else None)
-    return low in (0, 0.0)
+    low, high = _clip_limits(node)
+    return low <= 0 <= high
+
+
+def _clip_limits(node: Node) -> tuple[float, float]:
+    """Between which values one of ``RELU_LIKE`` lets its input pass."""
+    given = [*node.args[1:], None, None][:2]
+    if node.target is aten.clamp_max.default:
+        given = [None, given[0]]
+    low, high = (node.kwargs.get(name, value) for name, value in zip(("min", "max"), given, strict=True))
+    least, most = _OWN_LIMITS.get(node.target, (-math.inf, math.inf))
+    return (least if low is None else float(str(low))), (most if high is None else float(str(high)))
+
+
+_OWN_LIMITS: dict[Any, tuple[float, float]] = {
+    aten.relu.default: (0.0, math.inf),
+    aten.relu6.default: (0.0, 6.0),
+    aten.hardtanh.default: (-1.0, 1.0),
+}

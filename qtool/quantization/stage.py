@@ -31,6 +31,7 @@ from qtool.quantization.matrices import flatten_linears
 from qtool.quantization.norms import convolve_norms, fold_batch_norm
 from qtool.quantization.placement import Placement
 from qtool.quantization.prepared import Prepared
+from qtool.quantization.products import write_products
 from qtool.quantization.qat import FineTune, require_float32_weights, set_training, train_quantized
 from qtool.quantization.sensitivity import Sensitivities
 from qtool.quantization.targets import get_target
@@ -96,6 +97,7 @@ def convert(
     float_graph = float_form(model, example)
     passes = Passes(config, calibration, keep=keep)
     prepared = _prepare(model, float_graph, config, example, passes)
+    _fix_ranges(prepared)
     if qat is not None and config.mode == "qat":
         ranges = train_quantized(prepared, calibration, qat, tuning or QatConfig(), float_graph)
     else:
@@ -150,10 +152,22 @@ def _prepare(
     graph = capture(model, example, train=True) if train else copied(float_graph)
     convolve_norms(graph)
     flatten_linears(graph)
+    write_products(graph, get_target(config.target).products)
     placement = Placement(graph, get_target(config.target), config.overrides)
     passes.improve(graph, placement)
     prepared = pt2e.prepare(graph, placement, train=train, detailed=detailed, weight_ranges=config.weight_ranges)
     return Prepared(prepared, placement, pt2e.observers(prepared), lambda: pt2e.convert(prepared), set_training)
+
+
+def _fix_ranges(prepared: Prepared) -> None:
+    """Tells observers what the operator decides: the whole range, or limits at which the quantizer has to clip."""
+    for placed in prepared.placement.placed:
+        observer = prepared.observers.get(placed.unit.name)
+        if observer is None or placed.pattern is None or placed.pattern.shares:
+            continue
+        observer.limits = placed.limits
+        if placed.pattern.fixed:
+            observer.fix(*placed.pattern.fixed)
 
 
 def _observe(prepared: Prepared, config: QuantizeConfig, calibration: Iterable[Any], example: Any) -> dict[str, Any]:

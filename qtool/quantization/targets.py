@@ -24,7 +24,12 @@ from qtool.quantization.capture import CONVOLUTIONS
 
 aten = torch.ops.aten
 
-RELU_LIKE = (aten.relu.default, aten.relu6.default, aten.hardtanh.default, aten.clamp.default, aten.clamp_min.default)
+RELU_LIKE = (
+    aten.relu.default, aten.relu6.default, aten.hardtanh.default, aten.clamp.default, aten.clamp_min.default,
+    aten.clamp_max.default,
+)  # fmt: skip
+GATE_RANGE = (0.0, 255 / 256)
+"""Steps of 1/256 from 0: a gate's 0.5 is an integer, and its 1 the last integer's nearest."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,7 @@ class Pattern:
     the kernel can return float where nothing integer reads it. ``operands``: which arguments are
     activations. ``needs_integer_inputs``: placed only where every operand is already integer. ``in_float``: why the
     operator itself runs in float, its input dequantized and its output quantized for the integer kernels behind it;
-    empty where it has an integer kernel.
+    empty where it has an integer kernel. ``fixed``: the output's range where the operator alone decides it.
     """
 
     kind: str
@@ -64,15 +69,20 @@ class Pattern:
     operands: tuple[int, ...] = (0,)
     needs_integer_inputs: bool = False
     in_float: str = ""
+    fixed: tuple[float, float] | None = None
     accepts: Callable[[torch.fx.Node], str] | None = None
 
 
 @dataclass(frozen=True)
 class Target:
-    """A runtime's integer kernels: patterns in order of preference, and number formats."""
+    """A runtime's integer kernels: patterns in order of preference, and number formats.
+
+    ``products``: activations that it runs faster as a gate and a product (see :mod:`qtool.quantization.products`).
+    """
 
     name: str
     patterns: tuple[Pattern, ...]
+    products: tuple[Any, ...] = ()
     activation: Format = UINT8
     weight: Format = INT8_WEIGHT
 
@@ -101,6 +111,15 @@ def _plain_sum(node: torch.fx.Node) -> str:
     return "" if node.kwargs.get("alpha", 1) == 1 else "a scaled addition (alpha) has no integer kernel"
 
 
+def _pad_in_integers(node: torch.fx.Node) -> str:
+    """Why a padding writes numbers that need not be integers of its input; empty when it does not."""
+    given = dict(zip(("mode", "value"), node.args[2:], strict=False)) | node.kwargs
+    if node.target is aten.constant_pad_nd.default:
+        given = {"value": node.args[2] if len(node.args) > 2 else node.kwargs.get("value")}
+    constant = given.get("mode", "constant") == "constant"
+    return "padding with another value than zero" if constant and given.get("value") not in (None, 0) else ""
+
+
 _MOVES = (
     aten.flatten.using_ints, aten.view.default, aten.reshape.default, aten._unsafe_view.default,
     aten.permute.default, aten.transpose.int, aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default,
@@ -109,10 +128,12 @@ _MOVES = (
 )  # fmt: skip
 
 _SMOOTH = (
-    aten.hardswish.default, aten.hardsigmoid.default, aten.silu.default, aten.gelu.default, aten.elu.default,
-    aten.tanh.default, aten.mish.default, aten.clamp_max.default,
+    aten.hardswish.default, aten.silu.default, aten.gelu.default, aten.elu.default, aten.tanh.default,
+    aten.mish.default,
 )  # fmt: skip
 _GLOBAL_POOLS = (aten.adaptive_avg_pool1d.default, aten.adaptive_avg_pool2d.default)
+_PADS = (aten.constant_pad_nd.default, aten.pad.default)
+_UPSAMPLES = (aten.upsample_nearest1d.vec, aten.upsample_nearest2d.vec)
 _BINARY: dict[str, Any] = {"activations": RELU_LIKE, "operands": (0, 1), "accepts": _plain_sum}
 _BETWEEN: dict[str, Any] = {"needs_integer_inputs": True}
 
@@ -131,10 +152,16 @@ ORT_CPU = Target(
         Pattern("avg_pool", (aten.avg_pool1d.default, aten.avg_pool2d.default), **_BETWEEN),
         Pattern("max_pool", (aten.max_pool1d.default, aten.max_pool2d.default), shares=True, **_BETWEEN),
         Pattern("move", _MOVES, shares=True, **_BETWEEN),
-        Pattern("sigmoid", (aten.sigmoid.default,), **_BETWEEN),
+        Pattern(
+            "pad", (aten.constant_pad_nd.default, aten.pad.default), shares=True, accepts=_pad_in_integers, **_BETWEEN
+        ),
+        Pattern("upsample", _UPSAMPLES, shares=True, **_BETWEEN),
+        Pattern("sigmoid", (aten.sigmoid.default,), fixed=GATE_RANGE, **_BETWEEN),
+        Pattern("hard_sigmoid", (aten.hardsigmoid.default,), fixed=GATE_RANGE, **_BETWEEN),
         Pattern("leaky_relu", (aten.leaky_relu.default,), **_BETWEEN),
         Pattern("activation", (*RELU_LIKE, *_SMOOTH), in_float="it runs in float between integers", **_BETWEEN),
     ),
+    products=(aten.silu.default, aten.hardswish.default),
 )
 
 TARGETS = {target.name: target for target in (ORT_CPU,)}

@@ -31,10 +31,15 @@ def _is_redundant(activation: ir.Node, quantizer: ir.Node) -> bool:
     if activation.outputs[0].is_graph_output():
         return False
     bounds = _bounds(activation)
-    qparams = _qparams(quantizer)
-    if bounds is None or qparams is None:
+    return bounds is not None and clips_within(quantizer, *bounds)
+
+
+def clips_within(quantizer: ir.Node, least: float, most: float) -> bool:
+    """Whether a per-tensor quantizer clips to ``least``…``most`` or less."""
+    found = qparams(quantizer)
+    if found is None:
         return False
-    scale, zero_point, qmin, qmax = qparams
+    bounds, (scale, zero_point, qmin, qmax) = (least, most), found
     low, high = (float(np.rint(np.float32(b) / np.float32(scale))) + zero_point for b in bounds)
     return low <= qmin and high >= qmax
 
@@ -51,8 +56,8 @@ def _bounds(activation: ir.Node) -> tuple[float, float] | None:
     return bounds[0], bounds[1]
 
 
-def _qparams(quantizer: ir.Node) -> tuple[float, int, int, int] | None:
-    """Scale, zero point and limits of a per-tensor quantizer; None when it is not constant per-tensor."""
+def qparams(quantizer: ir.Node) -> tuple[float, int, int, int] | None:
+    """Scale, zero point and limits of a quantizer or dequantizer; None when it is not constant per-tensor."""
     constants = [value.const_value if value is not None else None for value in quantizer.inputs[1:3]]
     if len(constants) < 2 or constants[0] is None or constants[1] is None:
         return None
