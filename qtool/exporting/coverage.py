@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import onnx
 
 from qtool.exporting.gates import Gate
-from qtool.form import Plan
+from qtool.form import Plan, Unit
 from qtool.runtimes.ort import optimized_graph
 
 INTEGER_KERNELS = {
@@ -50,7 +51,7 @@ def coverage(plan: Plan, path: Path) -> Gate:
         f"{unit.name} ({unit.kind}) runs as {_kernel_names(kernels.get(unit.name, []))}"
         for unit in plan.integer_units
         if unit.kind in INTEGER_KERNELS
-        and not (_is_integer(unit.kind, kernels.get(unit.name, [])) and f"{unit.name}/quantize" not in kernels)
+        and not (_is_integer(unit.kind, kernels.get(unit.name, [])) and not _is_float_copy(unit, kernels))
     ]
     counts = Counter(node.op_type for node in graph.node)
     checked = [unit for unit in plan.integer_units if unit.kind in INTEGER_KERNELS]
@@ -79,6 +80,11 @@ def _is_integer(kind: str, nodes: list[Any]) -> bool:
     return any(t in INTEGER_KERNELS[kind] for t in types) and not any(
         t in FLOAT_COMPUTE and t not in INTEGER_KERNELS[kind] for t in types
     )
+
+
+def _is_float_copy(unit: Unit, kernels: Mapping[str, Any]) -> bool:
+    """Whether an operator that only copies or compares does it with floats: its quantizer is still there."""
+    return unit.kind in ("max_pool", "pad", "upsample") and f"{unit.name}/quantize" in kernels
 
 
 def _kernel_names(nodes: list[Any]) -> str:
