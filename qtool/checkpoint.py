@@ -10,7 +10,8 @@ The file is written under a temporary name and renamed, and older ones are remov
 any moment leaves a whole checkpoint. Random number generators (Python, NumPy, torch, CUDA) are part of
 the state, see :func:`rng_state`.
 
-Left out on purpose: sharded checkpoints, which are several files (see ``qtool.training``).
+:class:`Files` is how a run keeps its model, its optimizer and the rest in such files. A model that is
+sharded over several processes has another way (``qtool.training.sharded_files``).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -26,13 +28,15 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load, save, save_file
 from torch import Tensor, nn
 
+from qtool import processes
 from qtool.artifacts import atomic_path
 from qtool.errors import QtoolError
 
-_NAME = re.compile(r"step-(\d+)\.safetensors")
+_NAME = re.compile(r"step-(\d+)(\.safetensors)?")
+BEST = "best"
 _SUBCLASSES: dict[str, type[Tensor]] = {}
 
 
@@ -68,6 +72,21 @@ def load_tree(path: Path) -> Any:
         ) from error  # fmt: skip
 
 
+def _packed(tree: Any) -> bytes:
+    """``tree`` as the bytes of a file, to be sent to another process."""
+    tensors: dict[str, Tensor] = {}
+    structure = _encode(tree, "", tensors, {})
+    data: bytes = save(tensors, metadata={"qtool": json.dumps(structure)})
+    return data
+
+
+def _unpacked(data: bytes) -> Any:
+    """The tree that :func:`_packed` gave."""
+    length = int.from_bytes(data[:8], "little")
+    structure = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["qtool"])
+    return _decode(structure, load(data))
+
+
 def latest(folder: Path) -> Path | None:
     """The checkpoint of the most steps in ``folder``, or None."""
     found = [(int(match[1]), path) for path in folder.glob("step-*") if (match := _NAME.fullmatch(path.name))]
@@ -78,10 +97,50 @@ def commit(folder: Path, step: int, tree: Any) -> Path:
     """Stores ``tree`` as the checkpoint of ``step`` and, once it is whole, removes the others."""
     path = folder / f"step-{step:08d}.safetensors"
     save_tree(path, tree)
-    for other in folder.glob("step-*"):
-        if other != path and _NAME.fullmatch(other.name):
-            other.unlink()
+    clear(folder, keep=path)
     return path
+
+
+def clear(folder: Path, *, keep: Path | None = None) -> None:
+    """Removes the checkpoints in ``folder``; without one to ``keep``, the best weights too."""
+    for path in folder.glob("*"):
+        if path != keep and (_NAME.fullmatch(path.name) or (keep is None and path.stem == BEST)):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+class Files:
+    """One file for each checkpoint, written by the first process: all of them hold the same model and optimizer."""
+
+    def commit(self, folder: Path, step: int, rest: Mapping[str, Any], model: nn.Module, optimizer: Any) -> Path:
+        """Stores a model, its optimizer and the rest of a run's state as the checkpoint of ``step``."""
+        if processes.rank() == 0:
+            commit(folder, step, {**rest, "model": learned(model), "optimizer": optimizer.state_dict()})
+        return folder / f"step-{step:08d}.safetensors"
+
+    def read(self, path: Path) -> dict[str, Any]:
+        """What was stored; model and optimizer are for :meth:`restore`. Raises QtoolError where it is damaged."""
+        if path.is_dir():
+            raise QtoolError(
+                f"checkpoint '{path}'", "one of a whole model", "one of a sharded model",
+                "pass --strategy fsdp, or start over with --no-resume",
+            )  # fmt: skip
+        tree: dict[str, Any] = load_tree(path)
+        return tree
+
+    def restore(self, tree: Mapping[str, Any], model: nn.Module, optimizer: Any) -> None:
+        """Puts what :meth:`read` gave into a model and its optimizer."""
+        model.load_state_dict(tree["model"], strict=False)  # frozen parameters are not stored
+        optimizer.load_state_dict(tree["optimizer"])
+
+    def keep_best(self, folder: Path, model: nn.Module) -> None:
+        """Stores a model's weights as the best so far."""
+        if processes.rank() == 0:
+            save_tree(folder / f"{BEST}.safetensors", learned(model))
+
+    def take_best(self, folder: Path, model: nn.Module) -> None:
+        """Puts the best weights so far into a model."""
+        processes.wait()
+        model.load_state_dict(load_tree(folder / f"{BEST}.safetensors"), strict=False)
 
 
 def _encode(value: Any, name: str, tensors: dict[str, Tensor], seen: dict[Any, str]) -> Any:
@@ -170,6 +229,11 @@ def rng_state() -> dict[str, Any]:
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state_all()
     return state
+
+
+def all_rng_states() -> list[dict[str, Any]]:
+    """The generators' states of all processes, in order of rank."""
+    return [_unpacked(state) for state in processes.gather(_packed(rng_state()))]
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -282,7 +283,9 @@ def show(ctx: click.Context, run_dir: Path | None, stage: str) -> None:
 
 
 def deliver(ctx: click.Context, result: Mapping[str, Any], stage: str) -> None:
-    """Prints a result: as JSON, as tables, or not at all."""
+    """Prints a result: as JSON, as tables, or not at all; of several processes, the first one's."""
+    if os.environ.get("RANK", "0") != "0":
+        return
     if ctx.params["as_json"]:
         click.echo(json.dumps(finite(result), ensure_ascii=False))
     elif not ctx.params["as_quiet"]:

@@ -14,18 +14,22 @@
 
   Unlike the plain normal interval it does not collapse to a point when the two never differ.
 
+Several processes (``qtool.processes``) each evaluate their share of a data set; the sums are of all.
+
 Everything is summed in float64. Left out on purpose: the bootstrap, which says the same here and needs a seed.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from qtool import processes
+from qtool.data import batches
 from qtool.errors import QtoolError
 from qtool.tasks import Task
 from qtool.text import IGNORED
@@ -36,7 +40,7 @@ Z95 = 1.959963984540054  # the normal distribution's 97.5 % point
 
 @torch.no_grad()
 def evaluate(predict: Predict, batches: Iterable[tuple[Any, Any]], task: Task) -> dict[str, float]:
-    """Means of ``loss`` and of the task's metrics over all batches, and ``num_samples`` weighed.
+    """Means of ``loss`` and of the task's metrics over all batches of all processes, and ``num_samples`` weighed.
 
     Streams: nothing grows with the number of batches. Raises QtoolError where there is no batch.
     """
@@ -48,11 +52,26 @@ def evaluate(predict: Predict, batches: Iterable[tuple[Any, Any]], task: Task) -
         weight += float(count)
         for name, value in {"loss": loss, **task.metrics(output, target)}.items():
             sums[name] = sums.get(name, 0.0) + (value.double() if isinstance(value, Tensor) else value)
+    gathered = processes.gather((weight, {name: float(value) for name, value in sums.items()}))
+    weight = sum(part for part, _ in gathered)
     if not weight:
         raise QtoolError("evaluation", "at least one sample", "none", "pass data with samples in it")
-    means = {name: float(value) / weight for name, value in sums.items()}
+    names = dict.fromkeys(name for _, part in gathered for name in part)
+    means = {name: sum(part.get(name, 0.0) for _, part in gathered) / weight for name in names}
     finish = getattr(task, "finish", None)
     return {"num_samples": weight, **(finish(means) if finish else means)}
+
+
+def shared_batches(dataset: Any, batch_size: int, predict: Predict) -> Iterator[tuple[Any, Any]]:
+    """The batches of this process's share of ``dataset``, for :func:`evaluate`.
+
+    Where another process has one more, ``predict`` is called on a sample in its place and the output dropped: processes
+    that hold parts of one model run it together or not at all.
+    """
+    share = processes.share(len(dataset))
+    yield from batches(dataset, batch_size, order=range(share.start, share.stop))
+    for _ in range(math.ceil(share.count / batch_size), math.ceil(share.largest / batch_size)):
+        predict(next(batches(dataset, 1, order=[0]))[0])
 
 
 @torch.no_grad()

@@ -9,6 +9,11 @@ scaler, random generators, hooks, early stopping, and the place in the data (``q
 learning rate is a function of the step and needs no state. A checkpoint is written after each epoch, and every
 ``checkpoint_every`` steps; a checkpoint of another recipe is refused.
 
+Several processes (``qtool.processes``) run the same loop, each on its share of every batch, and draw
+different random numbers. On the same number of processes the resume is exact; on another, the same
+batches go to other processes, whose generators start anew, and the result is the same up to rounding
+and dropout.
+
 Left out on purpose: validation within an epoch, and more than one learning rate.
 """
 
@@ -23,11 +28,10 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from qtool import checkpoint, recipe
-from qtool.data import batches
+from qtool import checkpoint, processes, recipe
 from qtool.devices import memory_used
 from qtool.errors import QtoolError, UsageError
-from qtool.evaluate import evaluate
+from qtool.evaluate import evaluate, shared_batches
 from qtool.nested import call, to_float32
 from qtool.nonfinite import first_bad_layer, first_bad_parameter
 from qtool.order import Batches, Order
@@ -35,7 +39,7 @@ from qtool.recipe import TrainConfig
 from qtool.step import LossFunction, NotFinite, Setup, Step, learning_rate, plain
 from qtool.tasks import Task
 
-_FREE = ("device", "checkpoint_every")
+_FREE = ("device", "devices", "checkpoint_every")
 """Keys of a recipe that may differ when a run is resumed."""
 
 
@@ -128,7 +132,7 @@ def fit(
     own = plain(model, config) if setup is None else None
     hooks = hooks or Hooks()
     try:
-        with checkpoint.seeded(config.seed):
+        with checkpoint.seeded(config.seed + processes.rank()):
             run = _Run(data, task, config, setup or own, hooks, loss_fn or task_loss(task), out, progress, identity)  # type: ignore[arg-type]
             return run.run(resume)
     finally:
@@ -174,7 +178,7 @@ class _Run:
         self.total = total if config.max_steps is None else min(total, config.max_steps)
         self.history = History()
         self.epoch, self.batch, self.waited = 0, 0, 0
-        self.best: dict[str, Any] | None = None
+        self.best: list[Any] | None = None
         self.saved: Path | None = None
         self.identity = self._identity(identity or {})
 
@@ -191,12 +195,12 @@ class _Run:
     def _train_epoch(self) -> None:
         self.hooks.mode(self.model, True)
         stop = min(self.order.num_batches, self.batch + self.total - self.history.steps)
-        for value, target in self.order.epoch(self.epoch, self.batch, stop, self.epoch_rng):
+        for value, target, size in self.order.epoch(self.epoch, self.batch, stop, self.epoch_rng):
             step = self.history.steps
             self.hooks.before_step(self.model, step, self.total)
             rate = learning_rate(self.config, step, self.total)
             try:
-                loss = self.step(value, target, rate)
+                loss = self.step(value, target, rate, size)
             except NotFinite as error:
                 raise self._not_finite(error, rate) from error
             self.history.losses.append(loss)
@@ -207,6 +211,7 @@ class _Run:
                 self._save()
 
     def _end_epoch(self, start: float) -> None:
+        processes.agree_on_buffers(self.model)
         losses = self.history.losses[-self.batch :]
         metrics = {"loss": sum(losses) / len(losses), **self._validate()}
         self.history.epochs.append(metrics)
@@ -227,7 +232,7 @@ class _Run:
         if isinstance(validation, Batches):
             held: Iterable[tuple[Any, Any]] = validation.batches
         else:
-            held = batches(validation, self.step.micro_size)
+            held = shared_batches(validation, self.step.micro_size, self.setup.predict)
         self.hooks.mode(self.model, False)
         metrics = evaluate(self.setup.predict, ((x, self.setup.place(y)) for x, y in held), self.task)
         return {f"validation_{name}": value for name, value in metrics.items() if name != "num_samples"}
@@ -248,55 +253,54 @@ class _Run:
         if not better:
             return
         self.history.best_metric, self.history.best_epoch = value, self.epoch
-        state = checkpoint.learned(self.model)
         if self.folder is None:
-            self.best = {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
+            self.best = [processes.local(v).detach().cpu().clone() for v in checkpoint.learned(self.model).values()]
         else:
-            checkpoint.save_tree(self.folder / "best.safetensors", state)
+            self.setup.files.keep_best(self.folder, self.model)
 
     def _restore_best(self) -> None:
         if self.history.best_epoch is None:
             return
-        if self.best is None and self.folder is not None:
-            self.best = checkpoint.load_tree(self.folder / "best.safetensors")
-        self.model.load_state_dict(self.best or {}, strict=False)
+        if self.folder is not None:
+            self.setup.files.take_best(self.folder, self.model)
+            return
+        for own, best in zip(checkpoint.learned(self.model).values(), self.best or [], strict=True):
+            processes.local(own).copy_(best)
 
     # Checkpoints
 
     def _start(self, resume: bool) -> None:
         if self.folder is None:
             return
-        found = checkpoint.latest(self.folder)
+        found = processes.from_first(checkpoint.latest(self.folder))
         if found is not None and resume:
             self._load(found)
-        elif found is not None:
-            for path in self.folder.glob("*.safetensors"):
-                path.unlink()
+        elif found is not None and processes.rank() == 0:
+            checkpoint.clear(self.folder)
 
     def _save(self) -> None:
         if (name := first_bad_parameter(self.model, buffers=True)) is not None:
             raise self._error(f"a non-finite value in '{name}'")
         if self.folder is not None:
-            self.saved = checkpoint.commit(self.folder, self.history.steps, self._state())
+            processes.agree_on_buffers(self.model)
+            rest = self._state()
+            self.saved = self.setup.files.commit(self.folder, self.history.steps, rest, self.model, self.optimizer)
 
     def _state(self) -> dict[str, Any]:
         return {
             "identity": self.identity,
-            "model": checkpoint.learned(self.model),
-            "optimizer": self.optimizer.state_dict(),
             "scaler": self.setup.scaler.state_dict(),
             "hooks": self.hooks.state_dict(),
             "history": asdict(self.history),
             "place": {"epoch": self.epoch, "batch": self.batch, "waited": self.waited, "skipped": self.step.skipped},
-            "rng": checkpoint.rng_state(),
+            "rng": checkpoint.all_rng_states(),
             "epoch_rng": self.epoch_rng,
         }
 
     def _load(self, path: Path) -> None:
-        state = checkpoint.load_tree(path)
+        state = self.setup.files.read(path)
         self._check_identity(path, state["identity"])
-        self.model.load_state_dict(state["model"], strict=False)  # frozen parameters are not stored
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.setup.files.restore(state, self.model, self.optimizer)
         self.setup.scaler.load_state_dict(state["scaler"])
         self.hooks.load_state_dict(state["hooks"])
         self.history = History(**state["history"])
@@ -304,7 +308,8 @@ class _Run:
         self.epoch, self.batch, self.waited = place["epoch"], place["batch"], place["waited"]
         self.step.skipped = place["skipped"]
         self.epoch_rng = state["epoch_rng"]
-        checkpoint.set_rng_state(state["rng"])
+        if len(state["rng"]) == processes.size():
+            checkpoint.set_rng_state(state["rng"][processes.rank()])
         self.saved = path
 
     def _identity(self, more: Mapping[str, str]) -> dict[str, Any]:

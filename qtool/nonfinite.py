@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from qtool import processes
 from qtool.nested import tensors
 
 
@@ -24,9 +25,13 @@ class _Found(Exception):
 
 def first_bad_parameter(model: nn.Module, *, buffers: bool = False) -> str | None:
     """The name of the first parameter (or buffer, if asked for) that holds a NaN or an infinity, or None."""
+    return next((name for name in processes.gather(_bad_value(model, buffers)) if name is not None), None)
+
+
+def _bad_value(model: nn.Module, buffers: bool) -> str | None:
     name: str
     for name, value in (*model.named_parameters(), *(model.named_buffers() if buffers else ())):
-        if value.is_floating_point() and not torch.isfinite(value).all():
+        if value.is_floating_point() and not torch.isfinite(processes.local(value)).all():
             return name
     return None
 
@@ -38,30 +43,35 @@ def first_bad_layer(model: nn.Module, forward: Callable[[], Any]) -> str | None:
     """
     if (name := first_bad_parameter(model)) is not None:
         return f"parameter '{name}'"
+    found: list[str] = []
     handles = [
-        module.register_forward_hook(_watch(name))
+        module.register_forward_hook(_watch(name, found))
         for name, module in model.named_modules()
         if name and not isinstance(module, nn.Sequential | nn.ModuleList)
     ]
     try:
         with torch.no_grad(), torch.compiler.set_stance("force_eager"), _watched_graph(model):
             forward()
-    except _Found as found:
-        return str(found)
+    except _Found as end:
+        found.append(str(end))
     finally:
         for handle in handles:
             handle.remove()
-    return None
+    return next((name for names in processes.gather(found[:1]) for name in names), None)
 
 
 def _bad(value: Any) -> bool:
     return any(t.is_floating_point() and not bool(torch.isfinite(t).all()) for t in tensors(value))
 
 
-def _watch(name: str) -> Callable[[nn.Module, Any, Any], None]:
+def _watch(name: str, found: list[str]) -> Callable[[nn.Module, Any, Any], None]:
+    """Alone, a forward pass ends at the first bad layer; among processes that exchange parameters in it, it goes on."""
+
     def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-        if _bad(output):
-            raise _Found(f"layer '{name}'")
+        if not found and _bad(output):
+            if processes.size() == 1:
+                raise _Found(f"layer '{name}'")
+            found.append(f"layer '{name}'")
 
     return hook
 

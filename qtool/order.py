@@ -4,6 +4,9 @@ The order of an epoch over a map-style data set is a permutation drawn from (see
 place in it can be had without what came before. An iterable of batches (a DataLoader, say) draws its own
 order from the global generators; it is started again with the generators as they were when the epoch
 began, and moved forward over the batches that were seen.
+
+Several processes cut each batch of a data set between them, in its order: the batches are those of one
+process. An iterable of batches has one order for each process, and is refused there.
 """
 
 from __future__ import annotations
@@ -16,9 +19,10 @@ from typing import Any
 
 import torch
 
-from qtool import checkpoint
+from qtool import checkpoint, processes
 from qtool.data import batches
 from qtool.errors import QtoolError, UsageError
+from qtool.nested import num_samples
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,11 @@ class Order:
     def __init__(self, train: Any, batch_size: int, seed: int) -> None:
         self.train: Any = train
         self.batch_size, self.seed = batch_size, seed
+        if isinstance(train, Batches) and processes.size() > 1:
+            raise UsageError(
+                "training data", "samples that several processes can share", "an iterable of batches",
+                "give a map-style data set, or train on one device",
+            )  # fmt: skip
         self.num_batches = len(train) if isinstance(train, Batches) else len(self._plan(0))
         if not self.num_batches:
             raise QtoolError("training data", "at least one sample", "none", "check the data")
@@ -65,14 +74,20 @@ class Order:
     def _plan(self, epoch: int) -> list[list[int]]:
         return batch_plan(len(self.train), self.batch_size, self.seed, epoch)
 
-    def epoch(self, epoch: int, start: int, stop: int, began: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
-        """Batches ``start`` … ``stop``-1 of an epoch at whose beginning the generators were in state ``began``."""
+    def epoch(self, epoch: int, start: int, stop: int, began: Mapping[str, Any]) -> Iterator[tuple[Any, Any, int]]:
+        """Batches ``start`` … ``stop``-1 of an epoch at whose beginning the generators were in state ``began``.
+
+        Yields this process's share of each, and the size of the whole. A process whose share is empty gets a sample.
+        """
         if isinstance(self.train, Batches):
             iterator = self._replayed(start, began) if start else iter(self.train.batches)
-            yield from itertools.islice(iterator, stop - start)
+            yield from ((x, y, num_samples(x)) for x, y in itertools.islice(iterator, stop - start))
             return
         for positions in self._plan(epoch)[start:stop]:
-            yield from batches(self.train, len(positions), order=positions)
+            share = processes.share(len(positions))
+            own = positions[share.start : share.stop] or positions[:1]
+            for value, target in batches(self.train, len(own), order=own):
+                yield value, target, len(positions)
 
     def _replayed(self, start: int, began: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
         now = checkpoint.rng_state()

@@ -35,11 +35,21 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 from qtool.errors import UsageError, nearest
 
 PRECISIONS = ("32-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true")
-OPTIMIZERS = ("adamw", "sgd", "adafactor", "adamw8bit", "paged-adamw", "paged-adamw8bit", "lion8bit")
+OPTIMIZERS = (
+    "adamw",
+    "sgd",
+    "adafactor",
+    "adamw8bit",
+    "paged-adamw",
+    "paged-adamw8bit",
+    "lion8bit",
+    "torchao-adamw8bit",
+)
 ROUNDINGS = ("nearest", "stochastic", "compensated")
 LORA_BASES = ("full", "nf4")
 RANGES = ("minmax", "percentile", "entropy", "mse")
 ENGINES = ("pt2e", "torch.ao")
+STRATEGIES = ("ddp", "fsdp")
 MODES = ("ptq", "qat")
 METHODS = ("auto", "ptq", "given")
 TARGETS = ("ort-cpu",)
@@ -92,6 +102,12 @@ class TrainConfig:
     compile: bool = option(False, "compile the model with torch.compile")
     checkpoint_every: int | None = option(None, "also checkpoint every N optimizer steps (each epoch always)", low=1)
     device: str = option("auto", "cpu, cuda, cuda:1 …; auto takes CUDA where there is one")
+    devices: int = option(1, "processes to train on, each with a GPU of its own (or a share of the CPU)", low=1)
+    strategy: str = option("ddp", "each device has a copy of the model (ddp) or a shard (fsdp)", choices=STRATEGIES)
+    reshard: bool = option(True, "with fsdp: free each block's gathered weights between forward and backward pass")
+    weight_offload: bool = option(
+        False, "with fsdp, also on one device: weights, gradients and optimizer state in host memory"
+    )
     seed: int = option(0, "seed of initialisation, data order and dropout", low=0)
 
 

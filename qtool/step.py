@@ -17,20 +17,27 @@ which is wrong as soon as they differ in size. Σ weights is known only after th
 backward passes divide by a guess (the first micro-batch's weight per sample, times the samples), and the
 gradients are corrected by guess / Σ weights at the end; for a loss that counts samples the two are equal.
 A micro-batch's batch-norm statistics are its own: with batch-norm, accumulation is not the large batch.
+
+Several processes (``qtool.processes``) each take their share of the batch. Gradients come out of the
+backward pass averaged over the processes, and so each divides its sum by Σ weights / processes, with the
+sum over all of them. All make the same number of passes, since they exchange parameters or gradients in
+each: one whose samples have run out repeats one of them, and multiplies its loss by zero.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from qtool import processes
+from qtool.checkpoint import Files
 from qtool.devices import resolve_device
 from qtool.errors import UsageError
 from qtool.nested import call, map_tensors, num_samples, split, to_float32
@@ -57,6 +64,12 @@ class Setup:
     """How four-dimensional inputs lie in memory."""
     updates_in_backward: bool = False
     """Whether the backward pass itself changes parameters: a loss is then looked at before it."""
+    replica: nn.Module | None = None
+    """What the forward pass calls in the model's place, where that exchanges gradients with other processes."""
+    accumulating: Callable[[], AbstractContextManager[object]] = nullcontext
+    """Entered around all micro-batches but the last."""
+    files: Files = field(default_factory=Files)
+    """How a checkpoint lies on disk."""
     on_close: list[Callable[[], None]] = field(default_factory=list)
 
     @contextmanager
@@ -150,67 +163,92 @@ class NotFinite(Exception):
         self.value, self.forward = value, forward
 
 
+@dataclass(frozen=True)
+class Part:
+    """A micro-batch; one that does not count stands in for samples that this process does not have."""
+
+    value: Any
+    target: Any
+    counts: bool = True
+
+    @property
+    def samples(self) -> int:
+        return num_samples(self.value) if self.counts else 0
+
+
 class Step:
     """Makes optimizer steps: ``Step(setup, optimizer, loss)(input, target)`` returns the batch's mean loss."""
 
     def __init__(self, setup: Setup, optimizer: Optimizer, loss: LossFunction) -> None:
         self.setup, self.optimizer, self.loss = setup, optimizer, loss
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self.micro_size = math.ceil(setup.config.batch_size / setup.config.micro_batches)
+        self.micro_size = math.ceil(math.ceil(setup.config.batch_size / processes.size()) / setup.config.micro_batches)
         self.skipped = 0
 
-    def __call__(self, value: Any, target: Any, rate: float) -> float:
-        """One step at learning rate ``rate``. Raises NotFinite, with the parameters untouched, for such a loss."""
+    def __call__(self, value: Any, target: Any, rate: float, total: int | None = None) -> float:
+        """One step at learning rate ``rate``. Raises NotFinite, with the parameters untouched, for such a loss.
+
+        ``total`` is the batch's size over all processes, where ``value`` is this one's share of it.
+        """
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        mean = self._backward(value, target)()
-        self._require_finite(mean, value, target)
+        parts = self._parts(value, target, num_samples(value) if total is None else total)
+        mean = self._backward(parts)()
+        self._require_finite(mean, parts)
         self._update()
         return mean
 
-    def _parts(self, value: Any, target: Any) -> list[tuple[Any, Any]]:
-        count = math.ceil(num_samples(value) / self.micro_size)
-        return list(zip(split(value, count), split(target, count), strict=True))
+    def _parts(self, value: Any, target: Any, total: int) -> list[Part]:
+        """The micro-batches: as many as the process with the largest share has."""
+        share = processes.share(total)
+        wanted = math.ceil(share.largest / self.micro_size)
+        count = min(wanted, max(1, share.count))
+        parts = [Part(x, y, share.count > 0) for x, y in zip(split(value, count), split(target, count), strict=True)]
+        return parts + [replace(parts[0], counts=False)] * (wanted - count)
 
-    def _forward(self, value: Any, target: Any) -> tuple[Tensor, Tensor | float]:
-        with self.setup.forward():
-            return self.loss(self.setup.model, self.setup.place(value), self.setup.place(target))
+    def _forward(self, part: Part) -> tuple[Tensor, Tensor | float]:
+        setup = self.setup
+        with setup.forward():
+            loss, weight = self.loss(setup.replica or setup.model, setup.place(part.value), setup.place(part.target))
+        return (loss, weight) if part.counts else (loss * 0.0, weight * 0.0)
 
-    def _losses(self, value: Any, target: Any) -> list[Any]:
-        return [self._forward(*part) for part in self._parts(value, target)]
+    def _losses(self, parts: list[Part]) -> list[Any]:
+        return [self._forward(part) for part in parts]
 
-    def _backward(self, value: Any, target: Any) -> Callable[[], float]:
+    def _backward(self, parts: list[Part]) -> Callable[[], float]:
         """Leaves the batch's gradients in the parameters; what it returns reads the mean loss."""
         self.optimizer.zero_grad()
-        parts = self._parts(value, target)
         sums: list[Tensor] = []
         weights: list[Tensor | float] = []
         guess: Tensor | float = 1.0
         for part in parts:
-            loss, weight = self._forward(*part)
-            if not sums:
-                guess = _at_least(weight, 1.0) if len(parts) == 1 else _guess(weight, part, num_samples(value))
-            sums.append(loss.detach())
-            weights.append(weight)
-            scaled = self.setup.scaler.scale(loss / guess)
-            del loss
-            if len(sums) == len(parts):
-                reading = _reader(sums, weights)
-                if self.setup.updates_in_backward:
-                    self._require_finite(reading(), value, target)
-            scaled.backward()  # type: ignore[no-untyped-call]
+            last = len(sums) + 1 == len(parts)
+            with nullcontext() if last else self.setup.accumulating():
+                loss, weight = self._forward(part)
+                if not sums:
+                    guess = _guess(weight, parts)
+                sums.append(loss.detach())
+                weights.append(weight)
+                scaled = self.setup.scaler.scale(loss / guess)
+                del loss
+                if last:
+                    whole = _at_least(processes.total(sum(weights)), 1.0)
+                    reading = _reader(processes.total(sum(sums)) / whole)
+                    if self.setup.updates_in_backward:
+                        self._require_finite(reading(), parts)
+                scaled.backward()  # type: ignore[no-untyped-call]
         if len(parts) > 1:
-            self._correct(guess, sum(weights))
+            self._correct(guess / (whole / processes.size()))
         return reading
 
-    def _require_finite(self, mean: float, value: Any, target: Any) -> None:
+    def _require_finite(self, mean: float, parts: list[Part]) -> None:
         if not math.isfinite(mean):
-            raise NotFinite(mean, lambda: self._losses(value, target))
+            raise NotFinite(mean, lambda: self._losses(parts))
 
-    def _correct(self, guess: Tensor | float, weight: Tensor | float) -> None:
-        factor = guess / _at_least(weight, 1.0)
+    def _correct(self, factor: Tensor | float) -> None:
         if isinstance(factor, Tensor) or factor != 1.0:
-            torch._foreach_mul_([p.grad for p in self.parameters if p.grad is not None], factor)
+            grads = [processes.local(p.grad) for p in self.parameters if p.grad is not None]
+            torch._foreach_mul_(grads, factor)
 
     def _update(self) -> None:
         scaler, clip = self.setup.scaler, self.setup.config.grad_clip
@@ -230,14 +268,18 @@ def _at_least(weight: Tensor | float, low: float) -> Tensor | float:
     return weight if weight > 0 else low
 
 
-def _guess(weight: Tensor | float, part: tuple[Any, Any], samples: int) -> Tensor | float:
-    """The whole batch's weight as the first micro-batch makes it seem."""
-    return _at_least(weight, float(num_samples(part[0]))) / num_samples(part[0]) * samples
+def _guess(weight: Tensor | float, parts: list[Part]) -> Tensor | float:
+    """A process's mean weight in this batch, as the first micro-batches make it seem; of a single one it is exact."""
+    weight, count = processes.total(weight), processes.size()
+    if len(parts) == 1:
+        return _at_least(weight, 1.0) / count
+    first, samples = processes.total(parts[0].samples), processes.total(sum(part.samples for part in parts))
+    guess: Tensor | float = _at_least(weight, float(first)) / first * samples / count
+    return guess
 
 
-def _reader(sums: list[Tensor], weights: list[Tensor | float]) -> Callable[[], float]:
-    """Reads Σ sums / Σ weights later, without waiting for a GPU's backward pass, which is queued after this call."""
-    mean = sum(sums) / _at_least(sum(weights), 1.0)
+def _reader(mean: Any) -> Callable[[], float]:
+    """Reads ``mean`` later, without waiting for a GPU's backward pass, which is queued after this call."""
     if not isinstance(mean, Tensor):
         return lambda: float(mean)
     if mean.device.type != "cuda":

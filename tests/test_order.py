@@ -34,8 +34,8 @@ class Numbers(torch.utils.data.Dataset):
 
 def test_any_place_of_an_epoch_can_be_had():
     order = Order(Numbers(), 3, 0)
-    whole = [x.tolist() for x, _ in order.epoch(1, 0, order.num_batches, {})]
-    assert [x.tolist() for x, _ in order.epoch(1, 2, 3, {})] == whole[2:3]
+    whole = [x.tolist() for x, _, _ in order.epoch(1, 0, order.num_batches, {})]
+    assert [x.tolist() for x, _, _ in order.epoch(1, 2, 3, {})] == whole[2:3]
 
 
 def test_a_shuffling_loader_is_replayed():
@@ -46,12 +46,12 @@ def test_a_shuffling_loader_is_replayed():
     assert order.num_batches == 6
     with checkpoint.seeded(3):
         began = checkpoint.rng_state()
-        whole = [x.tolist() for x, _ in order.epoch(0, 0, 6, began)]
+        whole = [x.tolist() for x, _, _ in order.epoch(0, 0, 6, began)]
         after = torch.rand(1)
     with checkpoint.seeded(3):
         torch.rand(5)
         now = checkpoint.rng_state()
-        rest = [x.tolist() for x, _ in order.epoch(0, 4, 6, began)]
+        rest = [x.tolist() for x, _, _ in order.epoch(0, 4, 6, began)]
         assert torch.equal(torch.get_rng_state(), now["torch"]), "replaying must not disturb the generators"
     assert rest == whole[4:]
     assert after.numel()

@@ -40,7 +40,10 @@ ACTIVATIONS = 8.0
 """Bytes per parameter of activations and temporaries in float32: a rule of thumb."""
 _BLOCK = 256
 """Values that share one float32 scale in bitsandbytes' 8-bit states."""
-_MOMENTS = {"adamw": 2, "sgd": 1, "adafactor": 0, "adamw8bit": 2, "paged-adamw": 2, "paged-adamw8bit": 2, "lion8bit": 1}
+_MOMENTS = {
+    "adamw": 2, "sgd": 1, "adafactor": 0, "adamw8bit": 2, "paged-adamw": 2, "paged-adamw8bit": 2, "lion8bit": 1,
+    "torchao-adamw8bit": 2,
+}  # fmt: skip
 _FORMATS = {"32-bit": 4.0, "16-bit": 2.0, "8-bit": 1.0, "4-bit": 0.5}
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9,
           "tb": 10**12}  # fmt: skip

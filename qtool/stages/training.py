@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
+from contextlib import nullcontext
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from qtool.artifacts import atomic_path, read_result, staging, write_json, write_result
+from qtool.errors import UsageError
 from qtool.recipe import TrainConfig, as_dict
 from qtool.source import Source, open_source
 from qtool.stages.common import AnyPath, Progress, configured, drop_checkpoints, finished, tidy, writable
@@ -35,24 +40,79 @@ def train(
     of (input, target) batches. With ``resume`` a run that was stopped in ``out`` continues, and a finished one whose
     configuration and inputs are the same is returned as it is. ``options`` are the fields of TrainConfig.
     """
-    config = configured(TrainConfig, config, options)
+    from qtool import processes
+    from qtool.devices import resolve_device
     from qtool.training import rules
+
+    config = together(configured(TrainConfig, config, options))
 
     rules.check(config)
     folder = writable(out)
-    source = open_source(model, data, task, weights, seed=config.seed, label_smoothing=config.label_smoothing)
-    if folder and resume and finished(folder, "train", as_dict(config), source.inputs):
-        return _trained(folder, source)
+    if config.devices > 1 and not processes.launched():
+        return _launched(model, data, folder, task, weights, resume, config, progress)
+    with processes.joined(resolve_device(config.device)) if config.devices > 1 else nullcontext():
+        return _train(model, data, folder, task, weights, resume, config, progress)
+
+
+def together(config: TrainConfig) -> TrainConfig:
+    """``config`` with as many devices as processes were launched. Raises UsageError where it names another number."""
+    from qtool import processes
+
+    if not processes.launched():
+        return config
+    size = int(os.environ["WORLD_SIZE"])
+    if config.devices not in (1, size):
+        raise UsageError("--devices", f"{size}, as many as were launched", str(config.devices), "leave --devices out")
+    return dataclasses.replace(config, devices=size)
+
+
+def _launched(
+    model: nn.Module | str, data: object, folder: Path | None, task: Task | str, weights: AnyPath | None,
+    resume: bool, config: TrainConfig, progress: Progress,
+) -> TrainResult:  # fmt: skip
+    """Trains in processes of their own, and returns what they left in the run directory (or in a temporary one)."""
+    from qtool.launcher import launch
+
+    with TemporaryDirectory() if folder is None else nullcontext(folder) as place:
+        launch(
+            _train_in_group, config.devices, model, data, Path(place), task, weights, resume, config, progress is True
+        )
+        source = open_source(model, data, task, weights, seed=config.seed, label_smoothing=config.label_smoothing)
+        return _trained(Path(place), source)
+
+
+def _train_in_group(*arguments: Any) -> None:
+    """What each launched process does."""
+    from qtool import processes
+    from qtool.devices import resolve_device
+
+    config = next(a for a in arguments if isinstance(a, TrainConfig))
+    with processes.joined(resolve_device(config.device)):
+        _train(*arguments)
+
+
+def _train(
+    model: nn.Module | str, data: object, folder: Path | None, task: Task | str, weights: AnyPath | None,
+    resume: bool, config: TrainConfig, progress: Progress,
+) -> TrainResult:  # fmt: skip
+    """Trains in this process, alone or as one of a group."""
+    from qtool import processes
     from qtool.training import stage
 
+    source = open_source(model, data, task, weights, seed=config.seed, label_smoothing=config.label_smoothing)
+    done = bool(folder and resume and finished(folder, "train", as_dict(config), source.inputs))
+    if folder and processes.from_first(done):
+        return _trained(folder, source)
     assert source.model is not None
+    first = processes.rank() == 0
     with tidy(folder):
         result = stage.train(
             source.model, source.data, config, task=source.task, out=folder, resume=resume,
-            progress=progress is True, identity=source.inputs,
+            progress=progress is True and first, identity=source.inputs,
         )  # fmt: skip
-        if folder:
+        if folder and first:
             _commit_train(folder, config, source, result)
+        processes.wait()
     return result
 
 

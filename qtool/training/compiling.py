@@ -33,13 +33,13 @@ def apply(setup: Setup, example: Any) -> None:
     setup.on_close.append(lambda: setattr(model, "_compiled_call_impl", None))
 
 
-def require_compiler(device: str) -> None:
+def require_compiler(device: str, where: str = "--compile") -> None:
     """Raises QtoolError naming the missing compiler: C++ for the CPU, Triton for CUDA."""
     if device == "cuda" and importlib.util.find_spec("triton") is None:
-        raise QtoolError("--compile", "Triton", "no module 'triton'", "install triton, or leave --compile out")
+        raise QtoolError(where, "Triton", "no module 'triton'", f"install triton, or leave {where} out")
     wanted = (os.environ["CXX"],) if os.environ.get("CXX") else _COMPILERS
     if not any(shutil.which(name) for name in wanted):
         raise QtoolError(
-            "--compile", "a C++ compiler", f"none of {', '.join(wanted)} on the path",
-            "install one (g++ or clang++) or set CXX, or leave --compile out",
+            where, "a C++ compiler", f"none of {', '.join(wanted)} on the path",
+            f"install one (g++ or clang++) or set CXX, or leave {where} out",
         )  # fmt: skip

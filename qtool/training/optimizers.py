@@ -10,6 +10,7 @@ adamw8bit        2                       arXiv 2110.02861: block-wise 8-bit mome
 paged-adamw      8, paged to the host    CUDA unified memory, moved out under pressure; bitsandbytes
 paged-adamw8bit  2, paged to the host    both; bitsandbytes
 lion8bit         1                       arXiv 2302.06675: the sign of one 8-bit moment; bitsandbytes
+torchao-adamw8bit  2                     the same as adamw8bit; torchao, compiled for each shape of weight
 ===============  ======================  ===============================================================
 
 State bytes are for float32 weights; torch's optimizers keep their moments in the dtype of the weights.
@@ -27,8 +28,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from qtool.checkpoint import register_tensor_class
 from qtool.recipe import TrainConfig
 from qtool.step import Setup, plain_optimizer
+from qtool.training.compiling import require_compiler
 
 Make = Callable[[list[nn.Parameter]], Optimizer]
 
@@ -80,6 +83,37 @@ def _repaging(kind: Any) -> Any:
     return Repaging
 
 
+def torchao(config: TrainConfig) -> Make:
+    """torchao's 8-bit AdamW. Raises QtoolError where the compiler that its step needs is not there."""
+
+    def make(parameters: list[nn.Parameter]) -> Optimizer:
+        require_compiler(parameters[0].device.type, "--optimizer torchao-adamw8bit")
+        from torchao.optim import AdamW8bit
+        from torchao.optim.subclass_8bit import OptimState8bit
+
+        register_tensor_class(OptimState8bit)
+        made: Optimizer = _with_plain_rate(AdamW8bit)(
+            parameters, config.learning_rate, weight_decay=config.weight_decay
+        )
+        return made
+
+    return make
+
+
+def _with_plain_rate(kind: Any) -> Any:
+    """torchao wants its learning rate in one tensor, so as not to be compiled anew for each; here it is a number."""
+
+    class Plain(kind):  # type: ignore[misc]
+        def step(self, closure: Any = None) -> Any:
+            group = self.param_groups[0]
+            rate = group["lr"]
+            group["lr"] = torch.tensor(float(rate), dtype=torch.float32)
+            super().step(closure)
+            group["lr"] = rate
+
+    return Plain
+
+
 OPTIMIZERS: dict[str, Callable[[TrainConfig], Make]] = {
     "adamw": plain_optimizer,
     "sgd": plain_optimizer,
@@ -88,4 +122,5 @@ OPTIMIZERS: dict[str, Callable[[TrainConfig], Make]] = {
     "paged-adamw": bitsandbytes("PagedAdamW32bit"),
     "paged-adamw8bit": bitsandbytes("PagedAdamW8bit"),
     "lion8bit": bitsandbytes("Lion8bit"),
+    "torchao-adamw8bit": torchao,
 }

@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import nn
 
-from qtool.data import batches, example_input
-from qtool.evaluate import evaluate
+from qtool.data import example_input
+from qtool.evaluate import evaluate, shared_batches
 from qtool.loop import HasParts, History, fit
 from qtool.order import Batches
 from qtool.recipe import TrainConfig
@@ -28,7 +28,10 @@ from qtool.training.techniques import setup
 
 @dataclass(frozen=True)
 class TrainResult:
-    """The trained model (the one that was given, in evaluation mode), its test metrics, and what happened."""
+    """The trained model (the one that was given, in evaluation mode), its test metrics, and what happened.
+
+    After a sharded training the first process has the weights; in the others the parameters are on the meta device.
+    """
 
     model: nn.Module
     metrics: dict[str, float]
@@ -76,5 +79,5 @@ def _example(parts: HasParts) -> Any:
 def _judge(made: Setup, test: Any, task: Task) -> dict[str, float]:
     if test is None or not len(test):
         return {}
-    held = batches(test, made.config.batch_size)
+    held = shared_batches(test, made.config.batch_size, made.predict)
     return evaluate(made.predict, ((value, made.place(target)) for value, target in held), task)

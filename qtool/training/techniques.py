@@ -20,12 +20,15 @@ from qtool.training import (
     checkpointing,
     compiling,
     layout,
+    local_shards,
     lora,
     offload,
     optimizers,
     precision,
+    replicas,
     rounding,
     rules,
+    sharding,
     step_in_backward,
 )
 
@@ -40,14 +43,17 @@ class Technique:
 
 
 TECHNIQUES = (
-    Technique("channels last", lambda c: c.channels_last, layout.apply),
+    Technique("channels last", lambda c: c.channels_last and c.strategy != "fsdp", layout.apply),
     Technique("lora", lambda c: c.lora is not None, lora.apply),
     Technique("precision", lambda c: c.precision != "32-true", precision.apply),
     Technique("activation checkpointing", lambda c: c.activation_checkpointing, checkpointing.apply),
     Technique("activation offload", lambda c: c.activation_offload, offload.apply),
     Technique("compile", lambda c: c.compile, compiling.apply),
+    Technique("replicas", lambda c: c.devices > 1 and c.strategy == "ddp", replicas.apply),
+    Technique("sharding", lambda c: c.strategy == "fsdp", sharding.apply),
     Technique("optimizer", lambda c: True, optimizers.apply),
     Technique("rounding", lambda c: c.rounding != "nearest", rounding.apply),
+    Technique("local shards", lambda c: c.strategy == "fsdp", local_shards.apply),
     Technique("step in backward", lambda c: c.step_in_backward, step_in_backward.apply),
 )
 
@@ -60,7 +66,13 @@ def setup(model: nn.Module, config: TrainConfig, example: Any = None) -> Setup:
     """
     rules.check(config)
     device = resolve_device(config.device)
-    made = Setup(model.to(device), config, device, plain_optimizer(config), no_scaler(device))
+    made = Setup(
+        model if config.strategy == "fsdp" else model.to(device),
+        config,
+        device,
+        plain_optimizer(config),
+        no_scaler(device),
+    )
     try:
         for technique in TECHNIQUES:
             if technique.wanted(config):

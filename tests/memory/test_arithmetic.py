@@ -17,7 +17,7 @@ from qtool.memory.arithmetic import estimate, estimate_from, num_gpus, parse_byt
 from qtool.recipe import OPTIMIZERS, PRECISIONS, TrainConfig
 from qtool.training.techniques import setup
 
-CPU_OPTIMIZERS = [name for name in OPTIMIZERS if not name.startswith("paged")]
+CPU_OPTIMIZERS = [name for name in OPTIMIZERS if not name.startswith(("paged", "torchao"))]
 
 
 def test_a_billion_parameters_are_4_gb_and_24_to_train() -> None:

@@ -14,7 +14,9 @@ def make_model():
 
 
 RATES = {"adafactor": 0.05, "lion8bit": 1e-3}
-ON_THE_CPU = sorted(name for name in OPTIMIZERS if not name.startswith("paged"))
+ON_THE_CPU = sorted(name for name in OPTIMIZERS if not name.startswith(("paged", "torchao")))
+COMPILED = {"torchao-adamw8bit"}
+NAMED = [pytest.param(name, marks=[pytest.mark.slow] if name in COMPILED else []) for name in sorted(OPTIMIZERS)]
 
 
 def made_optimizer(model, name, **options):
@@ -40,16 +42,16 @@ def test_every_name_of_the_recipe_has_an_optimizer():
     assert set(NAMES) == set(OPTIMIZERS)
 
 
-@pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
-@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
+@pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", NAMED)
 def test_every_optimizer_learns(name):
     model = make_model()
     losses = steps(model, made_optimizer(model, name), 60)
     assert losses[-1] < 0.1 * losses[0]
 
 
-@pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
-@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
+@pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", NAMED)
 def test_every_optimizer_resumes_bit_for_bit(name, tmp_path):
     whole = make_model()
     steps(whole, made_optimizer(whole, name), 10)

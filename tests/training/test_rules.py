@@ -15,19 +15,37 @@ BROKEN = [
     ({"optimizer": "paged-adamw"}, "paged-adamw on the CPU"),
     ({"rounding": "stochastic"}, "bf16-true"),
     ({"activation_offload": True}, "host memory"),
+    ({"devices": 8, "batch_size": 4}, "8 devices and --batch-size 4"),
+    ({"devices": 2, "device": "cuda:0"}, "takes its own"),
+    ({"step_in_backward": True, "grad_clip": None, "devices": 2}, "single process"),
+    ({"rounding": "stochastic", "precision": "bf16-true", "devices": 2}, "compensated"),
+    ({"strategy": "fsdp", "optimizer": "adafactor"}, "rows and columns"),
+    ({"lora_base": "nf4"}, "pass for example --lora 8"),
+    ({"strategy": "fsdp", "lora": 8}, "keeps a part"),
+    ({"strategy": "fsdp", "compile": True}, "stay in place"),
+    ({"strategy": "fsdp", "activation_offload": True, "device": "cuda"}, "stay in place"),
+    ({"weight_offload": True, "device": "cuda"}, "pass --strategy fsdp"),
+    ({"weight_offload": True, "strategy": "fsdp"}, "weights are in host memory"),
 ]
 
 
+@pytest.fixture
+def two_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+
+
 @pytest.mark.parametrize(("options", "text"), BROKEN)
-def test_options_that_exclude_each_other_are_refused(options, text):
+def test_options_that_exclude_each_other_are_refused(options, text, two_gpus):
     with pytest.raises(UsageError, match=text):
-        check(TrainConfig(device="cpu", **options))
+        check(TrainConfig(**({"device": "cpu"} | options)))
 
 
-def test_every_rule_has_a_case():
+def test_every_rule_has_a_case(two_gpus):
     assert len(BROKEN) == len(RULES)
     for options, _ in BROKEN:
-        config = TrainConfig(device="cpu", **options)
+        config = TrainConfig(**({"device": "cpu"} | options))
         assert sum(rule.broken(config) for rule in RULES) == 1, options
 
 

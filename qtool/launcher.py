@@ -1,0 +1,182 @@
+"""Starts the processes that train one model together, and watches over them.
+
+:func:`launch` runs one function in several new processes. They find each other as they would under
+``torchrun``: through its environment variables and a key-value store, which this process keeps. New
+interpreters are started (``spawn``): a fork of a process that has used CUDA or threads is not sound.
+
+A process that dies, by an error or by a kill, would leave the others waiting in an exchange that never
+comes. So the first death ends them all: after a second, in which errors that others had at the same time
+arrive, the rest are told to stop, and killed if they do not. What is raised is the cause, and not
+what followed from it: an error that names itself before a kill, a kill before a connection that broke.
+When this process is killed, the others see that and stop too.
+
+Left out on purpose: several machines, which are ``torchrun``'s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from qtool.errors import QtoolError
+
+GRACE = 1.0
+"""Seconds in which the errors of other processes are waited for after the first, and in which they stop when told."""
+_HOST = "127.0.0.1"
+
+
+@dataclass
+class _Running:
+    rank: int
+    process: BaseProcess
+    reports: Connection
+    error: Exception | None = None
+    ended: float = field(default=float("inf"))
+
+
+def launch(function: Callable[..., object], count: int, *arguments: Any) -> None:
+    """Runs ``function(*arguments)``, found by its module and name, in ``count`` processes, until all have ended.
+
+    Raises what one of them raised, or QtoolError naming the signal that killed one; the others have ended then.
+    Raises QtoolError where the arguments cannot be sent to another process.
+    """
+    from torch._C._distributed_c10d import TCPStore
+
+    sent = _packed((function, arguments, list(warnings.filters)))
+    store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
+    running = [_start(sent, rank, count, store.port) for rank in range(count)]
+    try:
+        _watch(running)
+    finally:
+        _stop(running)
+    failed = sorted((one for one in running if one.error is not None), key=_blame)
+    if failed:
+        assert failed[0].error is not None
+        raise failed[0].error
+
+
+def _packed(value: Any) -> bytes:
+    try:
+        return pickle.dumps(value)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise QtoolError(
+            "argument 'devices'", "a model, data and task that can be sent to other processes",
+            f"{type(error).__name__}: {error}", "give them as specs (FILE.py:factory), or use torchrun",
+        ) from error  # fmt: skip
+
+
+def _start(sent: bytes, rank: int, count: int, port: int) -> _Running:
+    context = multiprocessing.get_context("spawn")
+    reports, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_main, args=(sent, rank, count, port, sender), daemon=True, name=f"rank {rank}")
+    process.start()
+    sender.close()
+    return _Running(rank, process, reports)
+
+
+def _watch(running: list[_Running]) -> None:
+    """Returns when all have ended, or one has failed and the others had their grace."""
+    alive, until = list(running), float("inf")
+    while alive and time.monotonic() < until:
+        signs: list[Any] = [
+            sign for one in alive for sign in (one.process.sentinel, *([] if one.error else [one.reports]))
+        ]
+        wait(signs, None if until == float("inf") else max(0.0, until - time.monotonic()))
+        alive = [one for one in alive if _look(one, len(running))]
+        if until == float("inf") and any(one.error for one in running):
+            until = time.monotonic() + GRACE
+
+
+def _look(one: _Running, count: int) -> bool:
+    """Takes a process's report, or notices that it died without one; returns whether it was alive before that."""
+    dead = not one.process.is_alive()
+    with contextlib.suppress(EOFError, OSError):
+        if one.error is None and one.reports.poll():
+            one.error, one.ended = pickle.loads(one.reports.recv_bytes()), time.monotonic()
+    if one.error is None and dead and one.process.exitcode:
+        one.error, one.ended = _death(one.rank, count, one.process.exitcode), time.monotonic()
+    return not dead
+
+
+def _death(rank: int, count: int, code: int) -> QtoolError:
+    got = f"an exit with code {code}"
+    if code < 0:
+        name = signal.Signals(-code).name if -code in list(signal.Signals) else str(-code)
+        got = f"a kill by {name}" + (", as the system does when host memory runs out" if name == "SIGKILL" else "")
+    return QtoolError(
+        f"process {rank} of {count}", "it to run to its end", got,
+        "run the same command again: it goes on from the last whole checkpoint",
+    )  # fmt: skip
+
+
+def _blame(one: _Running) -> tuple[int, float]:
+    """Sorts causes before what follows from them."""
+    told, killed = isinstance(one.error, QtoolError), bool(one.process.exitcode and one.process.exitcode < 0)
+    words = str(one.error).lower()
+    follows = not told and any(word in words for word in ("connection", "socket", "gloo", "nccl", "peer"))
+    return (3 if follows else 1 if killed else 0 if told else 2), one.ended
+
+
+def _stop(running: list[_Running]) -> None:
+    for end in (BaseProcess.terminate, BaseProcess.kill):
+        alive = [one.process for one in running if one.process.is_alive()]
+        for process in alive:
+            end(process)
+        until = time.monotonic() + GRACE
+        for process in alive:
+            process.join(max(0.0, until - time.monotonic()))
+    for one in running:
+        one.reports.close()
+
+
+def _main(sent: bytes, rank: int, count: int, port: int, reports: Connection) -> None:
+    """What a new process does: takes its place among the others, runs the function, tells its error."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the one who watches is interrupted too, and stops this one
+    sys.stdout = sys.stderr
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_PORT": port}
+    os.environ |= {key: str(value) for key, value in place.items()}
+    os.environ |= {"MASTER_ADDR": _HOST, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
+    try:
+        function, arguments, filters = pickle.loads(sent)
+        warnings.filters[:] = filters  # type: ignore[index]
+        function(*arguments)
+        code = 0
+    except Exception as error:
+        reports.send_bytes(_told(error, rank, count))
+        code = 1
+    sys.stderr.flush()
+    os._exit(code)  # threads of communication libraries that are still there make an orderly end abort now and then
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+
+def _told(error: Exception, rank: int, count: int) -> bytes:
+    """The error as it travels, with its traceback as a note; one that cannot travel, by its words."""
+    note = f"in process {rank} of {count}:\n{''.join(traceback.format_exception(error))}"
+    try:
+        pickle.loads(data := pickle.dumps(error))
+        del data
+    except Exception:
+        error = RuntimeError(f"{type(error).__name__}: {error}")
+    error.add_note(note)
+    return pickle.dumps(error)

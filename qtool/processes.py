@@ -1,0 +1,141 @@
+"""The processes that train one model together, as each of them sees the others.
+
+Every process runs the same program on its own share of each batch; where a number of the whole batch is
+needed, all of them call the same function here at the same place, and get the same answer. A program
+that runs alone gets the answer for one process, without a word to anybody, so that nothing above asks
+which it is.
+
+Processes find each other through the environment that ``torchrun`` sets (``RANK``, ``WORLD_SIZE``,
+``LOCAL_RANK``, ``MASTER_ADDR``, ``MASTER_PORT``), and so does :mod:`qtool.launcher`. Tensors travel over
+NCCL between GPUs and over gloo between CPUs. Objects that are gathered travel pickled between processes
+of the same run, never to or from a file.
+
+Left out on purpose: anything but data parallelism.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+Value = TypeVar("Value")
+
+
+def launched() -> bool:
+    """Whether this process was started as one of several, by ``torchrun`` or :mod:`qtool.launcher`."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def rank() -> int:
+    """Which process this is, from 0; the first one writes and prints."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def size() -> int:
+    """How many processes train together."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+@contextmanager
+def joined(device: torch.device) -> Iterator[None]:
+    """Inside the block this process is one of its group: of those that were launched with it, or a group of one."""
+    if dist.is_initialized():
+        yield
+        return
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if launched():
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def wait() -> None:
+    """Returns when all processes have come here."""
+    gather(None)
+
+
+def gather(value: Value) -> list[Value]:
+    """What each process gave, in order of rank."""
+    if size() == 1:
+        return [value]
+    values: list[Any] = [None] * size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def from_first(value: Value) -> Value:
+    """What the first process gave."""
+    if size() == 1:
+        return value
+    values = [value]
+    dist.broadcast_object_list(values)
+    return values[0]
+
+
+def total(value: Any) -> Any:
+    """The sum over all processes of a tensor (of one shape everywhere) or a number."""
+    if size() == 1:
+        return value
+    summed = value.detach().clone() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(summed)
+    return summed if isinstance(value, Tensor) else summed.item()
+
+
+@dataclass(frozen=True)
+class Share:
+    """This process's part of samples in order: ``start`` … ``stop``-1. No process has more than ``largest``."""
+
+    start: int
+    stop: int
+    largest: int
+
+    @property
+    def count(self) -> int:
+        return self.stop - self.start
+
+
+def share(count: int) -> Share:
+    """This process's share of ``count`` samples; shares differ by one sample at most, and may be empty.
+
+    >>> share(5)
+    Share(start=0, stop=5, largest=5)
+    """
+    at, of = rank(), size()
+    return Share(count * at // of, count * (at + 1) // of, -(-count // of))
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of a sharded tensor that this process holds, sharing its memory; any other tensor as it is."""
+    part = getattr(tensor, "_local_tensor", None)  # of a DTensor; its class is not imported for runs without any
+    return tensor if part is None else part
+
+
+@torch.no_grad()
+def agree_on_buffers(model: nn.Module) -> None:
+    """Gives all processes the same buffers: running statistics averaged over them, others the first one's.
+
+    Each process's batch-norm normalises by its own share of the batch, and so its running statistics are of that share.
+    """
+    if size() == 1:
+        return
+    for module in model.modules():
+        averaged = isinstance(module, nn.modules.batchnorm._BatchNorm)
+        for name, buffer in module.named_buffers(recurse=False):
+            if averaged and name in ("running_mean", "running_var"):
+                buffer.copy_(total(buffer) / size())
+            else:
+                dist.broadcast(buffer, 0)

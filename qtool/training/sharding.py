@@ -1,0 +1,120 @@
+"""Fully sharded data parallelism: each process keeps a part of every weight (FSDP2, arXiv 2304.11277, 1910.02054).
+
+A weight is cut along its first dimension, and so are its gradient and its optimizer states: with n processes
+each holds 1/n of them. Before a block runs, its weights are gathered; after it they are freed again, and
+gathered once more for its backward pass (``reshard``; off, they stay between the two). Gradients are summed
+and cut as each block's backward pass ends. Blocks are those of activation checkpointing; what lies outside of
+them forms a last one.
+
+In mixed precision the gathered weights and what a block is given are 16-bit, gradients are summed in float32,
+and autocast goes on choosing for each operator. Batch-norm keeps float32 weights and is gathered by itself,
+since all weights of one gathering have one dtype.
+
+With ``weight_offload`` a process's part is in (pinned) host memory and goes to the GPU for the
+gathering; gradients come back to the host, where the optimizer steps. On one device that is offloading alone.
+
+When training is over, :func:`_gather` turns the model back into what it was, with the whole weights in the
+first process, one after the other; other processes keep none, so that the host holds them once.
+"""
+
+from __future__ import annotations
+
+import copy
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from qtool import processes
+from qtool.errors import QtoolError
+from qtool.step import Setup
+from qtool.training.checkpointing import blocks
+from qtool.training.sharded_files import ShardedFiles
+
+_NORMS = nn.modules.batchnorm._BatchNorm
+
+
+def apply(setup: Setup, example: Any) -> None:
+    """Shards the model over all processes (a group of one is made where there is none)."""
+    _require_shardable(setup.model)
+    group = ExitStack()
+    group.enter_context(processes.joined(setup.device))
+    setup.on_close.append(group.close)
+    mesh = init_device_mesh(setup.device.type, (processes.size(),))
+    before = _unsharded(setup.model)
+    for module in _groups(setup.model):
+        fully_shard(
+            module, mesh=mesh, reshard_after_forward=None if setup.config.reshard else False,
+            mp_policy=_policy(setup, module),
+            offload_policy=CPUOffloadPolicy() if setup.config.weight_offload else OffloadPolicy(),
+        )  # fmt: skip
+    for buffer in setup.model.buffers():
+        buffer.data = buffer.data.to(setup.device)
+    setup.files = ShardedFiles()
+    setup.on_close.append(lambda: _gather(setup.model, before))
+
+
+def _require_shardable(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 0 or not (parameter.is_floating_point() or not parameter.requires_grad):
+            kind = "a single number" if parameter.dim() == 0 else f"of {parameter.dtype}"
+            raise QtoolError(
+                "--strategy fsdp", "parameters with a dimension to cut", f"'{name}', which is {kind}",
+                "give it a dimension, or pass --strategy ddp",
+            )  # fmt: skip
+        if not parameter.is_contiguous():
+            parameter.data = parameter.data.contiguous()
+
+
+def _groups(model: nn.Module) -> list[nn.Module]:
+    """What is gathered together, inner first: each batch-norm, each block, the rest."""
+    norms = [m for m in model.modules() if isinstance(m, _NORMS) and next(m.parameters(), None) is not None]
+    inner = [*norms, *blocks(model).values()]
+    return [*inner, *([] if model in inner else [model])]
+
+
+def _policy(setup: Setup, module: nn.Module) -> MixedPrecisionPolicy:
+    width, kind = setup.config.precision.split("-")
+    if width == "32" or isinstance(module, _NORMS):
+        return MixedPrecisionPolicy(cast_forward_inputs=False)
+    dtype = torch.float16 if width == "16" else torch.bfloat16
+    return MixedPrecisionPolicy(param_dtype=dtype if kind == "mixed" else None, reduce_dtype=torch.float32)
+
+
+Before = dict[nn.Module, tuple[type[nn.Module], dict[str, Any]]]
+
+
+def _unsharded(model: nn.Module) -> Before:
+    """Each module's class and hooks: what sharding changes beside the parameters."""
+    return {
+        module: (type(module), {key: copy.copy(value) for key, value in vars(module).items() if "hooks" in key})
+        for module in model.modules()
+    }
+
+
+@torch.no_grad()
+def _gather(model: nn.Module, before: Before) -> None:
+    """Undoes the sharding: whole parameters on the host in the first process, on the meta device in the others."""
+    whole: dict[nn.Parameter, nn.Parameter] = {}
+    for module, (kind, hooks) in before.items():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter not in whole:
+                value = _whole(parameter)
+                whole[parameter] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+            module._parameters[name] = whole[parameter]
+        module.__class__ = kind
+        vars(module).update(hooks)
+
+
+def _whole(parameter: nn.Parameter) -> torch.Tensor:
+    full: torch.Tensor = parameter.detach()
+    if isinstance(full, DTensor):
+        full = full.to(full.device_mesh.device_type).full_tensor()  # type: ignore[attr-defined]
+    if processes.rank() > 0:
+        return torch.empty_like(full, device="meta")
+    padded = full.untyped_storage().nbytes() > full.nbytes  # of a weight that does not divide: a part of a larger block
+    return full.cpu().clone() if padded else full.cpu()

@@ -1,0 +1,68 @@
+import os
+import signal
+import time
+
+import pytest
+
+from qtool.errors import QtoolError, UsageError
+from qtool.launcher import launch
+
+RANK = "RANK"
+
+
+def write_place(folder):
+    (folder / os.environ[RANK]).write_text(f"{os.environ['LOCAL_RANK']} of {os.environ['WORLD_SIZE']}")
+
+
+def fail_in_one(wait_file):
+    if os.environ[RANK] == "1":
+        raise UsageError("here", "this", "that", "do so")
+    time.sleep(60)
+    wait_file.touch()
+
+
+def die_in_one(how):
+    if os.environ[RANK] == "1":
+        os.kill(os.getpid(), how)
+    time.sleep(0.2)
+    if os.environ[RANK] == "0":
+        raise RuntimeError("[gloo] Connection closed by peer")
+    time.sleep(60)
+
+
+def raise_what_cannot_travel():
+    class Own(Exception):
+        pass
+
+    raise Own("said so")
+
+
+def test_processes_know_their_places(tmp_path):
+    launch(write_place, 2, tmp_path)
+    assert sorted((p.name, p.read_text()) for p in tmp_path.iterdir()) == [("0", "0 of 2"), ("1", "1 of 2")]
+
+
+def test_an_error_in_one_ends_the_others(tmp_path):
+    start = time.monotonic()
+    with pytest.raises(UsageError, match="here: expected this"):
+        launch(fail_in_one, 2, tmp_path / "done")
+    assert time.monotonic() - start < 30
+    assert not (tmp_path / "done").exists()
+
+
+def test_a_kill_is_told_before_what_followed_from_it():
+    start = time.monotonic()
+    with pytest.raises(QtoolError, match=r"process 1 of 3.*SIGKILL.*host memory.*last whole checkpoint"):
+        launch(die_in_one, 3, signal.SIGKILL)
+    assert time.monotonic() - start < 30
+
+
+def test_an_error_that_cannot_be_sent_is_sent_as_words():
+    with pytest.raises(RuntimeError, match="Own: said so") as caught:
+        launch(raise_what_cannot_travel, 1)
+    assert "raise_what_cannot_travel" in caught.value.__notes__[0]
+
+
+def test_arguments_that_cannot_be_sent_are_refused():
+    with pytest.raises(QtoolError, match="torchrun"):
+        launch(write_place, 2, lambda: 0)

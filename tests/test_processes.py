@@ -1,0 +1,47 @@
+import pytest
+import torch
+from torch import nn
+
+from qtool import processes
+
+
+def test_alone_every_answer_is_ones_own():
+    assert (processes.rank(), processes.size(), processes.launched()) == (0, 1, False)
+    assert processes.gather("a") == ["a"]
+    assert processes.from_first(3) == 3
+    assert processes.total(2.5) == 2.5
+    tensor = torch.ones(2)
+    assert processes.total(tensor) is tensor
+    assert processes.local(tensor) is tensor
+    processes.wait()
+
+
+@pytest.mark.parametrize("count", [1, 3, 4, 10])
+def test_shares_cover_all_samples_once(count, monkeypatch):
+    monkeypatch.setattr(processes, "size", lambda: 4)
+    shares = []
+    for rank in range(4):
+        monkeypatch.setattr(processes, "rank", lambda rank=rank: rank)
+        shares.append(processes.share(count))
+    assert [i for share in shares for i in range(share.start, share.stop)] == list(range(count))
+    assert {share.largest for share in shares} == {max(share.count for share in shares)}
+    assert max(share.count for share in shares) - min(share.count for share in shares) <= 1
+
+
+def test_running_statistics_are_averaged_and_other_buffers_taken_from_the_first(monkeypatch):
+    norm = nn.BatchNorm1d(2)
+    norm.running_mean.fill_(3.0)
+    taken = []
+    monkeypatch.setattr(processes, "size", lambda: 2)
+    monkeypatch.setattr(processes, "total", lambda value: value + 1.0)
+    monkeypatch.setattr(processes.dist, "broadcast", lambda value, rank: taken.append((value, rank)))
+    processes.agree_on_buffers(norm)
+    assert norm.running_mean.tolist() == [2.0, 2.0]
+    assert taken == [(norm.num_batches_tracked, 0)]
+
+
+def test_a_group_of_one_is_left_again():
+    with processes.joined(torch.device("cpu")):
+        assert processes.dist.is_initialized()
+        assert processes.size() == 1
+    assert not processes.dist.is_initialized()
