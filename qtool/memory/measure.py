@@ -92,12 +92,18 @@ def _held(device: torch.device) -> int:
 
 def _on_cpu(run: Callable[[], int], device: torch.device) -> tuple[int, int]:
     before = memory_used(device)
+    changes, held = allocations(run)
+    return highest_sum(changes), max(0, held - before)
+
+
+def allocations(run: Callable[[], Any]) -> tuple[list[int], Any]:
+    """What torch's CPU allocator handed out (+) and took back (−), bytes in order; and what ``run`` returned."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
-        held = run()
+        returned = run()
     assert profiler.profiler is not None
     events = profiler.profiler.kineto_results.events()
     changes = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]
-    return highest_sum(change for _, change in sorted(changes, key=lambda item: item[0])), max(0, held - before)
+    return [change for _, change in sorted(changes, key=lambda item: item[0])], returned
 
 
 def _on_gpu(run: Callable[[], int], device: torch.device) -> tuple[int, int]:

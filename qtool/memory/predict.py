@@ -9,9 +9,8 @@ during the first, and are there from the beginning of the second.
 A fake loss has no value, and code that asks for one (``loss.item()``) is told one. The gradient scaler, which
 would find an overflow in that, is left out; it holds two numbers.
 
-What a kernel allocates for itself inside an operator is not seen (workspaces of convolutions and matrix
-products: about 2 % in float32 on the CPU, but 10 to 20 % where its 16-bit matrix products copy their
-operands), nor what an allocator loses to fragmentation. ``qtool.memory.measure`` counts both.
+What an operator allocates for itself, and gives back before it returns, is not seen by any of that; on the CPU it is
+found by calling it (``qtool.memory.scratch``). What an allocator loses to fragmentation is not predicted.
 """
 
 from __future__ import annotations
@@ -34,6 +33,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from qtool.devices import resolve_device
+from qtool.memory.scratch import Scratch
 from qtool.nested import map_tensors, tensors
 from qtool.recipe import TrainConfig
 from qtool.step import LossFunction, Setup, Step, no_scaler
@@ -134,13 +134,25 @@ class Tracker(MemTracker):
         super().__init__()
         self.device = device
         self.highest, self.at = 0, ("start", "")
+        self.scratch = Scratch()
+        self.with_scratch: dict[str, int] | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
-        now = self._peak_mem.get(self.device, 0)
+        taken = self.scratch.of(func, args, kwargs)
+        now = self._peak_mem.get(self.device, 0) if not taken else self._current() + taken
         if now > self.highest:
             self.highest, self.at = now, (self._moment(), self._innermost())
+            self.with_scratch = self._parts("current", taken) if taken else None
         return result
+
+    def _current(self) -> int:
+        return int(self.get_tracker_snapshot("current")[self.device]["Total"])
+
+    def _parts(self, moment: str, scratch: int) -> dict[str, int]:
+        snapshot: dict[Any, int] = self.get_tracker_snapshot(moment)[self.device]
+        parts = {PARTS[kind.value]: int(size) for kind, size in snapshot.items() if kind != "Total"}
+        return parts | {"temporary": parts.get("temporary", 0) + scratch}
 
     def _track_module_params_and_buffers(self, module: nn.Module, install_grad_hooks: bool = True) -> tuple[int, int]:
         for parameter in module.parameters():
@@ -159,13 +171,8 @@ class Tracker(MemTracker):
         return max(names, key=lambda name: name.count("."), default="").partition(".")[2]
 
     def prediction(self, seconds: float) -> Prediction:
-        snapshot = self.get_tracker_snapshot("peak")[self.device]
-        parts = {name: int(snapshot.get(kind, 0)) for kind, name in _kinds(snapshot).items()}
-        return Prediction(int(snapshot["Total"]), parts, *self.at, str(self.device), seconds)
-
-
-def _kinds(snapshot: Any) -> dict[Any, str]:
-    return {kind: PARTS[kind.value] for kind in snapshot if kind != "Total"}
+        parts = self.with_scratch or self._parts("peak", 0)
+        return Prediction(self.highest, parts, *self.at, str(self.device), seconds)
 
 
 class Scalars(TorchDispatchMode):  # type: ignore[no-untyped-call]
