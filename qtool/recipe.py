@@ -47,7 +47,7 @@ OPTIMIZERS = (
 )
 ROUNDINGS = ("nearest", "stochastic", "compensated")
 LORA_BASES = ("full", "nf4")
-RANGES = ("minmax", "percentile", "entropy", "mse")
+RANGES = ("minmax", "percentile", "entropy", "mse", "output")
 ENGINES = ("pt2e", "torch.ao")
 STRATEGIES = ("ddp", "fsdp")
 MODES = ("ptq", "qat")

@@ -39,6 +39,8 @@ HALF_BINS = 4096
 """Bins on either side of zero; a power of two."""
 VALUES_PER_SAMPLE = 2048
 """About how many values of one sample are counted; a larger sample is read with a stride."""
+WEIGHT = 1024
+"""What a value of weight 1 counts in a histogram that was told to weigh."""
 _LEAST_EXPONENT = -126  # of the bin width: the least normal float32 is one bin
 
 Counts = npt.NDArray[np.int64]
@@ -48,7 +50,8 @@ class Histogram:
     """What is known of one tensor of a network after some calibration batches: range, counts, zeros.
 
     ``name`` is the layer's, for errors. With ``bins`` off only minimum and maximum are kept, which
-    is cheaper and serves ``minmax`` ranges alone. Memory is constant: 64 KiB.
+    is cheaper and serves ``minmax`` ranges alone. Memory is constant: 64 KiB. After ``weigh`` a value counts with the
+    weight of its channel.
     """
 
     def __init__(self, name: str, *, bins: bool = True) -> None:
@@ -60,6 +63,15 @@ class Histogram:
         self.num_zeros = 0
         self.exponent = _LEAST_EXPONENT
         self.counts: Counts = np.zeros(2 * HALF_BINS if bins else 0, dtype=np.int64)
+        self._weights: tuple[int, Counts] | None = None
+
+    def weigh(self, axis: int, weights: torch.Tensor) -> None:
+        """Counts values by the weight of their index along ``axis`` of a sample, in parts of ``WEIGHT`` and at least 1.
+
+        ``weights`` has a mean of 1; tensors of another size along the axis are counted evenly.
+        """
+        parts = (weights.double() * WEIGHT).round().clamp(1, WEIGHT**2)
+        self._weights = axis, parts.to(torch.int64).numpy()
 
     def update(self, x: torch.Tensor) -> None:
         """Adds a batch. Changes nothing when it raises.
@@ -78,7 +90,14 @@ class Histogram:
         if self.bins:
             self._coarsen(_exponent(max(-self.minimum, self.maximum)))
             values, stride = subsample(x)
-            self._count(values, stride)
+            self._count(values, stride, self._weights_of(tuple(x.shape[1:]), stride))
+
+    def _weights_of(self, shape: tuple[int, ...], stride: int) -> Counts | None:
+        """The weight of each value of a sample that ``subsample`` chooses."""
+        if self._weights is None or self._weights[0] >= len(shape) or shape[self._weights[0]] != len(self._weights[1]):
+            return None
+        axis, weights = self._weights
+        return np.asarray(weights[_coordinates(shape, stride)[axis]])
 
     def range(self, method: str = "minmax", **options: Any) -> tuple[float, float]:
         """The quantization range (minimum, maximum) that ``method`` reads from what was seen.
@@ -182,31 +201,38 @@ class Histogram:
             self.counts = _coarser(self.counts, exponent - self.exponent)
             self.exponent = exponent
 
-    def _count(self, values: torch.Tensor, stride: int) -> None:
+    def _count(self, values: torch.Tensor, stride: int, weights: Counts | None) -> None:
         count = count_numpy if values.device.type == "cpu" else count_torch
-        counts, num_zeros = count(values, 2.0**-self.exponent)
+        counts, num_zeros = count(values, 2.0**-self.exponent, weights)
         self.counts += counts * stride
         self.num_zeros += num_zeros * stride
 
 
-def count_numpy(values: torch.Tensor, per_bin: float) -> tuple[Counts, int]:
+def count_numpy(values: torch.Tensor, per_bin: float, weights: Counts | None = None) -> tuple[Counts, int]:
     """(counts, number of zeros) of float32 ``values`` in host memory, ``per_bin`` being one over the bin width.
 
+    ``weights``: what one of each column of ``values`` counts; 1 by default.
     On one thread: at these sizes that beats ``torch.bincount``, which is serial too, behind a thread barrier.
     """
     array = values.numpy()
     scaled = np.multiply(array, per_bin, dtype=np.float64)
     indices = np.floor(scaled, out=scaled).astype(np.intp)
     indices += HALF_BINS
+    if weights is not None:  # sums of integers below 2^53 are exact in float64
+        each = np.broadcast_to(weights, array.shape)
+        counts = np.bincount(indices.ravel(), each.ravel(), minlength=2 * HALF_BINS).astype(np.int64)
+        return counts, int(weights @ (array == 0).sum(0))
     counts = np.bincount(indices.ravel(), minlength=2 * HALF_BINS)
     return counts, array.size - int(np.count_nonzero(array))
 
 
-def count_torch(values: torch.Tensor, per_bin: float) -> tuple[Counts, int]:
+def count_torch(values: torch.Tensor, per_bin: float, weights: Counts | None = None) -> tuple[Counts, int]:
     """``count_numpy`` where the values lie, with one transfer to the host."""
     indices = (values.to(torch.float64) * per_bin).floor_().to(torch.int64).add_(HALF_BINS)
-    counts = torch.bincount(indices.reshape(-1), minlength=2 * HALF_BINS)
-    host = torch.cat((counts, (values == 0).sum().reshape(1))).cpu().numpy()
+    each = torch.ones(1) if weights is None else torch.from_numpy(weights)
+    each = each.to(values.device, torch.float64).expand_as(values)
+    counts = torch.bincount(indices.reshape(-1), each.reshape(-1), minlength=2 * HALF_BINS).to(torch.int64)
+    host = torch.cat((counts, each[values == 0].sum().to(torch.int64).reshape(1))).cpu().numpy()
     return host[:-1], int(host[-1])
 
 

@@ -26,6 +26,7 @@ from qtool.quantization.algorithms import ALGORITHMS
 from qtool.quantization.algorithms.passes import Passes
 from qtool.quantization.calibrate import calibrate, choose_ranges, restore_ranges
 from qtool.quantization.capture import capture, copied, remove_dropout
+from qtool.quantization.gains import Gains, channel_gains
 from qtool.quantization.integers import finish, label
 from qtool.quantization.matrices import flatten_linears
 from qtool.quantization.norms import convolve_norms, fold_batch_norm
@@ -146,17 +147,31 @@ def _prepare(
         convolve_norms(graph)
         placement = Placement(graph, get_target(config.target), config.overrides)
         passes.decline_float("the torch.ao engine prepares the model's own modules", copied(graph))
-        return torch_ao.prepare(
+        gains = _gains(graph, placement, config)
+        prepared = torch_ao.prepare(
             model, placement, example, train=train, detailed=detailed, weight_ranges=config.weight_ranges
         )
+        return _weighed(prepared, gains)
     graph = capture(model, example, train=True) if train else copied(float_graph)
     convolve_norms(graph)
     flatten_linears(graph)
     write_products(graph, get_target(config.target).products)
     placement = Placement(graph, get_target(config.target), config.overrides)
     passes.improve(graph, placement)
-    prepared = pt2e.prepare(graph, placement, train=train, detailed=detailed, weight_ranges=config.weight_ranges)
-    return Prepared(prepared, placement, pt2e.observers(prepared), lambda: pt2e.convert(prepared), set_training)
+    gains = _gains(graph, placement, config)
+    ready = pt2e.prepare(graph, placement, train=train, detailed=detailed, weight_ranges=config.weight_ranges)
+    return _weighed(Prepared(ready, placement, pt2e.observers(ready), lambda: pt2e.convert(ready), set_training), gains)
+
+
+def _gains(graph: GraphModule, placement: Placement, config: QuantizeConfig) -> dict[str, Gains]:
+    return channel_gains(graph, placement) if config.ranges == "output" and config.mode == "ptq" else {}
+
+
+def _weighed(prepared: Prepared, gains: Mapping[str, Gains]) -> Prepared:
+    """Lets the observers of tensors whose gains are known count by them."""
+    for name in gains.keys() & prepared.observers.keys():
+        prepared.observers[name].histogram.weigh(gains[name].axis, gains[name].values)
+    return prepared
 
 
 def _fix_ranges(prepared: Prepared) -> None:

@@ -33,7 +33,7 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from qtool.nested import call
 from qtool.quantization.algorithms.absorb import shift, shifts
-from qtool.quantization.algorithms.streams import ANCHORS, Stream, find_streams, groups_of, per_input
+from qtool.quantization.algorithms.streams import ANCHORS, Stream, find_streams, per_input, towards_inputs
 from qtool.quantization.algorithms.subject import Declined, Subject
 from qtool.quantization.capture import aten, parameter, set_parameter
 
@@ -179,15 +179,9 @@ def output_gains(graph: GraphModule, streams: list[Stream]) -> dict[Node, Tensor
         for reader in dict.fromkeys(stream.consumers):
             weight = parameter(graph, reader.args[1])
             if weight is not None and reader in gains and not stream.blocked:
-                total += _towards_inputs(weight, reader, gains[reader])
+                total += towards_inputs(weight, reader, gains[reader])
         gains[node] = total / total.mean() if bool(total.sum() > 0) else torch.ones(stream.num_channels)
     return gains
-
-
-def _towards_inputs(weight: Tensor, node: Node, gains: Tensor) -> Tensor:
-    """Σ over outputs and taps of gain × weight², for each input channel."""
-    squares = weight.square().flatten(2).sum(2) if weight.dim() > 2 else weight.square()
-    return (squares * gains[:, None]).reshape(groups_of(node), -1, weight.shape[1]).sum(1).flatten()
 
 
 class NoiseModel:

@@ -213,6 +213,18 @@ def per_input(weight: Tensor, node: Node, values: Tensor) -> Tensor:
     return table.reshape(weight.shape[0], weight.shape[1], *[1] * (weight.dim() - 2))
 
 
+def towards_inputs(weight: Tensor, node: Node, gains: Tensor) -> Tensor:
+    """Σ over outputs and taps of gain × weight², for each input channel."""
+    squares = weight.square().flatten(2).sum(2) if weight.dim() > 2 else weight.square()
+    return (squares * gains[:, None]).reshape(groups_of(node), -1, weight.shape[1]).sum(1).flatten()
+
+
+def keeps_channels(node: Node) -> bool:
+    """Whether channels leave an operator as they came, up to positive factors: activation, pooling, sum of equals."""
+    plain = node.target is aten.add.Tensor and _is_plain_sum(node)
+    return _same_shape(*node.args[:2]) if plain else _passes(node)
+
+
 def input_sums(graph: GraphModule, node: Node, values: Tensor) -> Tensor:
     """What a layer without its bias and padding makes of constant input channels ``values``: one number per output."""
     weight = parameter(graph, node.args[1])

@@ -8,6 +8,7 @@ estimator answers from the same histogram, after calibration, so one pass over t
 ``percentile``  a given share of the values; the rest is clipped
 ``mse``         the least expected squared error of quantization
 ``entropy``     the least Kullback-Leibler divergence between the values and their quantization
+``output``      the least expected squared error at the outputs of the layers that read the tensor
 ==============  ================================================================================
 
 A new estimator is one file with a function ``(Histogram, RangeOptions) -> (minimum, maximum)``, one line in
@@ -25,6 +26,7 @@ from qtool.quantization.ranges.density import RangeOptions
 from qtool.quantization.ranges.entropy import entropy
 from qtool.quantization.ranges.minmax import minmax
 from qtool.quantization.ranges.mse import mse
+from qtool.quantization.ranges.output import output
 from qtool.quantization.ranges.percentile import percentile
 from qtool.quantization.ranges.weights import weight_range
 
@@ -37,6 +39,7 @@ ESTIMATORS: dict[str, Estimator] = {
     "percentile": percentile,
     "mse": mse,
     "entropy": entropy,
+    "output": output,
 }
 
 

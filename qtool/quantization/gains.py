@@ -1,0 +1,65 @@
+"""Gains: how much an error in each channel of a tensor shows at the outputs of the layers that read it.
+
+A layer with weights W turns an error e of its inputs into W e. For errors that are independent between values the
+expected square of that is Σ_c g_c E[e_c²], with the gain of input channel c
+
+    g_c = Σ over the layer's outputs and taps of w²
+
+summed over all the layers that read the tensor. Operators that leave channels as they are (activations, poolings, sums)
+are looked through: a tensor on a residual path has the gains of everything that reads the path behind it.
+
+Left out on purpose: how the errors of neighbouring values go together, which would need images instead of channels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from qtool.quantization.algorithms.streams import ANCHORS, keeps_channels, towards_inputs
+from qtool.quantization.capture import aten, parameter
+from qtool.quantization.placement import Placement
+
+
+@dataclass(frozen=True)
+class Gains:
+    """The gain of each index of ``axis``, counted within a sample; scaled to a mean of 1."""
+
+    axis: int
+    values: Tensor
+
+
+def channel_gains(graph: GraphModule, placement: Placement) -> dict[str, Gains]:
+    """The gains of each value of a float graph that a layer reads, by the name that its observer has.
+
+    The name is that of the unit which makes the value, or of the graph's input. Where units have several nodes, only
+    the last one's value is of use to anyone.
+    """
+    found: dict[Node, tuple[int, Tensor]] = {}
+    for node in reversed(list(graph.graph.nodes)):
+        parts = [part for user in node.users if (part := _through(graph, node, user, found)) is not None]
+        fitting = [values for axis, values in parts if (axis, len(values)) == (parts[0][0], len(parts[0][1]))]
+        if fitting:
+            found[node] = (parts[0][0], torch.stack(fitting).sum(0))
+    names = {placed.output: placed.unit.name for placed in placement.placed}
+    return {
+        names.get(node, node.name): Gains(axis, values / values.mean())
+        for node, (axis, values) in found.items()
+        if (node in names or node.op == "placeholder") and bool(values.sum() > 0)
+    }
+
+
+def _through(
+    graph: GraphModule, node: Node, user: Node, found: dict[Node, tuple[int, Tensor]]
+) -> tuple[int, Tensor] | None:
+    """The gains of ``node`` towards one reader; None where they are not known."""
+    if user.target in ANCHORS and user.args[0] is node:
+        weight = parameter(graph, user.args[1])
+        axis = node.meta["val"].dim() - 1 if user.target is aten.linear.default else 1
+        return None if weight is None else (axis - 1, towards_inputs(weight, user, torch.ones(len(weight))))
+    if user in found and keeps_channels(user):
+        return found[user]
+    return None

@@ -1,0 +1,115 @@
+"""Output-error ranges against their definition: errors put into one channel, and read where the layers behind end."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hard_nets import hard_mobilenet, images
+from test_bias import BATCHES
+from torch import Tensor, nn
+
+from qtool.evaluate import sqnr_db
+from qtool.quantization.capture import copied
+from qtool.quantization.gains import channel_gains
+from qtool.quantization.histogram import HALF_BINS, WEIGHT, Histogram, count_numpy, count_torch
+from qtool.quantization.placement import Placement
+from qtool.quantization.qparams import affine_qparams
+from qtool.quantization.stage import float_form, quantize
+from qtool.quantization.targets import get_target
+from qtool.recipe import QuantizeConfig
+
+
+class Read(nn.Module):
+    """A convolution whose output two others read, one of them behind a sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.side = nn.Conv2d(3, 6, 1), nn.Conv2d(3, 6, 1)
+        self.depthwise = nn.Conv2d(6, 6, 3, groups=6)
+        self.last = nn.Conv2d(6, 4, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.first(x)
+        return self.depthwise(y), self.last(y + self.side(x))
+
+
+def gains_of(model: nn.Module, example: Tensor):
+    graph = copied(float_form(model.eval(), example))
+    return channel_gains(graph, Placement(graph, get_target("ort-cpu")))
+
+
+def test_a_gain_is_the_square_of_what_a_unit_error_makes_of_all_readers_outputs() -> None:
+    torch.manual_seed(0)
+    model, x = Read(), torch.randn(2, 3, 9, 9)
+    found = gains_of(model, x)["first"]
+    squares = []
+    for channel in range(6):
+        error = torch.zeros(1, 6, 9, 9)
+        error[0, channel, 4, 4] = 1.0
+        with torch.no_grad():
+            parts = (layer(error) - layer(torch.zeros_like(error)) for layer in (model.depthwise, model.last))
+            squares.append(sum(float(part.square().sum()) for part in parts))
+    assert found.axis == 0
+    np.testing.assert_allclose(found.values.numpy(), np.array(squares) / np.mean(squares), rtol=1e-4)
+
+
+def test_gains_are_known_from_the_input_to_the_pooling_and_of_linear_layers_along_their_last_axis() -> None:
+    found = gains_of(hard_mobilenet(), BATCHES[0][:2])
+    assert {"x", "stem.0", "blocks.1.add", "head.0"} <= set(found)
+    assert "linear" not in found
+    rows = gains_of(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), torch.randn(2, 5, 4))
+    assert all(gain.axis == 1 for gain in rows.values())
+
+
+@pytest.mark.parametrize("count", [count_numpy, count_torch])
+@pytest.mark.parametrize("axis", [0, 2])
+def test_a_value_counts_by_the_weight_of_its_channel(axis: int, count, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qtool.quantization.histogram.count_numpy", count)
+    x = torch.randn(3, 5, 4, 6).relu()
+    weights = torch.rand(x.shape[axis + 1]) + 0.5
+    weights /= weights.mean()
+    weighed = Histogram("layer")
+    weighed.weigh(axis, weights)
+    weighed.update(x)
+    parts = (weights.double() * WEIGHT).round().long()
+    expected, zeros = np.zeros(2 * HALF_BINS, np.int64), 0
+    for index, part in enumerate(parts.tolist()):
+        values = x.select(axis + 1, index).numpy().ravel()
+        bins = np.floor(values.astype(np.float64) / weighed.bin_width).astype(int) + HALF_BINS
+        np.add.at(expected, bins, part)
+        zeros += part * int((values == 0).sum())
+    np.testing.assert_array_equal(weighed.counts, expected)
+    assert weighed.num_zeros == zeros
+    assert (weighed.minimum, weighed.maximum) == (float(x.min()), float(x.max()))
+
+
+def test_the_range_is_narrowed_as_far_as_the_readers_care() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(64, 4, 8, 8)
+    x[:, 3] *= 40
+    for gain in (1e-3, 1.0, 30.0):
+        weights = torch.tensor([1.0, 1.0, 1.0, gain])
+        histogram = Histogram("layer")
+        histogram.weigh(0, weights / weights.mean())
+        histogram.update(x)
+
+        def error(low: float, high: float, weights: Tensor = weights) -> float:
+            scale, zero_point = affine_qparams(low, high)
+            made = torch.fake_quantize_per_tensor_affine(x, scale, zero_point, 0, 255)
+            return float((weights * (x - made).square().mean((0, 2, 3))).sum())
+
+        low, high = histogram.range("output")
+        tried = [error(low0, high0) for low0 in -np.geomspace(2, 160, 60) for high0 in np.geomspace(2, 160, 60)]
+        assert error(low, high) < 1.01 * min(tried)
+
+
+def test_the_output_comes_nearer_than_with_ranges_of_least_squared_error() -> None:
+    model, test = hard_mobilenet(), images(128, seed=9)
+    found = {}
+    for ranges in ("mse", "output"):
+        config = QuantizeConfig(ranges=ranges, algorithms=("bias",))
+        quantized = quantize(model, config, example=BATCHES[0], calibration=BATCHES)
+        with torch.no_grad():
+            found[ranges] = sqnr_db(model(test), quantized(test))
+    assert found["output"] > found["mse"] + 0.5
