@@ -25,6 +25,7 @@ import json
 import logging
 import os
 import re
+import warnings
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,6 +60,7 @@ _FUNCTION = re.compile(
     "|FloatTrueDiv|ToFloat|TruncToInt|FloorToInt|CeilToInt|Eq|Ne|Ge|Gt|Le|Lt|Equality|Unequality|GreaterThan|LessThan"
     "|StrictGreaterThan|StrictLessThan|And|Or|Not|Identity|ModularIndexing|Where"
 )
+_LOGGERS = ("torch.export", "torch.export.pt2_archive._package")
 _TRACES = ("stack_trace", "from_node", "torch_fn", "source_fn_stack")
 _SYNTAX = (ast.Expression, ast.Call, ast.keyword, ast.Name, ast.Load, ast.Constant, ast.BinOp, ast.UnaryOp)
 _SIGNS = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod, ast.Pow, ast.USub, ast.UAdd)
@@ -71,7 +73,8 @@ def save_program(program: torch.export.ExportedProgram, path: Path) -> None:
             node.meta.pop(key, None)
     with atomic_path(path) as temporary, temporary.open("wb") as file:
         stream = _Forgiving(file)  # a stream, lest the archive's inner folder take the temporary name
-        torch.export.save(program, stream)  # type: ignore[arg-type]
+        with _overheard([]):
+            torch.export.save(program, stream)  # type: ignore[arg-type]
         if stream.error is not None:
             raise stream.error
 
@@ -118,18 +121,25 @@ def load_program(path: Path) -> torch.export.ExportedProgram:
 
 @contextlib.contextmanager
 def _overheard(said: list[BaseException]) -> Iterator[None]:
-    """Keeps the errors that torch logs while loading, instead of printing them: the one it raises names no cause."""
+    """Keeps the errors that torch logs, instead of printing them: the one it raises names no cause.
+
+    torch 2.11 also remarks that a stream has no file name, and that tensors read from a file are read only.
+    """
 
     def keep(record: logging.LogRecord) -> bool:
         said.extend([record.exc_info[1]] if record.exc_info and record.exc_info[1] else [])
         return False
 
-    logger = logging.getLogger("torch.export")
-    logger.addFilter(keep)
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    for logger in loggers:
+        logger.addFilter(keep)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
+            yield
     finally:
-        logger.removeFilter(keep)
+        for logger in loggers:
+            logger.removeFilter(keep)
 
 
 @contextlib.contextmanager
