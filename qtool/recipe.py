@@ -52,7 +52,7 @@ ENGINES = ("pt2e", "torch.ao")
 STRATEGIES = ("ddp", "fsdp")
 MODES = ("ptq", "qat")
 METHODS = ("auto", "ptq", "given")
-TARGETS = ("ort-cpu",)
+TARGETS = ("ort-cpu", "tensorrt", "openvino", "auto", "ort-cuda")
 WEIGHT_RANGES = ("minmax", "mse")
 ALGORITHMS = ("equalize", "gptq", "bias")
 PROVIDERS = ("cpu", "cuda", "tensorrt", "openvino", "torch", "torch-compile")
@@ -131,6 +131,7 @@ class QuantizeConfig:
     mode: str = option("ptq", "post-training quantization, or quantization-aware training", choices=MODES)
     engine: str = option("pt2e", "which library prepares and converts the graph", choices=ENGINES)
     target: str = option("ort-cpu", "the runtime whose fusions decide what is quantized", choices=TARGETS)
+    weight_bits: int = option(8, "bits of a weight; 7 cannot saturate on x86 without VNNI", low=7, high=8)
     ranges: str = option("minmax", "how activation ranges are read from the histogram", choices=RANGES)
     percentile: float = option(
         99.99, "share of the values that --ranges percentile keeps, in percent", low=50, high=100

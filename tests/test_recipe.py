@@ -48,7 +48,7 @@ def _values(hint: Any, metadata: Any) -> st.SearchStrategy[Any]:
     elif kind is bool:
         found = st.booleans()
     elif kind is int:
-        found = st.integers(int(metadata["low"] or 0), 10**6)
+        found = st.integers(int(metadata["low"] or 0), int(metadata["high"] or 10**6))
     else:
         found = st.floats(metadata["low"] or 0, metadata["high"] or 1e9)
     return st.none() | found if optional else found

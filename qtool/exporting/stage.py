@@ -13,9 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qtool.exporting import baselines, parity
+import onnx
+
+from qtool.exporting import baselines, openvino_coverage, parity
 from qtool.exporting.coverage import coverage
 from qtool.exporting.gates import Gate
+from qtool.exporting.saturation import saturation
 from qtool.exporting.size import size
 from qtool.exporting.to_onnx import DEFAULT_OPSET, float_to_onnx, quantized_to_onnx, save
 from qtool.form import QuantizedModel
@@ -74,9 +77,10 @@ def _gates(quantized: QuantizedModel, path: Path, samples: list[Any], config: Ex
     few = _rebatch(parity.take(samples or [quantized.example], UNIT_SAMPLES), UNIT_BATCH)
     steps: list[Callable[[], Gate]] = [
         lambda: size(quantized, path),
-        lambda: coverage(quantized.plan, path),
+        lambda: _coverage(quantized, path, few),
         lambda: parity.unit_parity(quantized, path, few),
-        lambda: _integer(path, few, config),
+        lambda: _integer(quantized, path, few, config),
+        lambda: _saturation(quantized, path, few),
         lambda: _end_to_end(quantized, path, samples),
     ]
     for step in steps:
@@ -85,10 +89,32 @@ def _gates(quantized: QuantizedModel, path: Path, samples: list[Any], config: Ex
         yield gate
 
 
-def _integer(path: Path, few: list[Any], config: ExportConfig) -> Gate:
+def _coverage(quantized: QuantizedModel, path: Path, few: list[Any]) -> Gate:
+    """Coverage in the target's own runtime, as far as it is here."""
+    target = quantized.plan.target
+    if target == "openvino":
+        model = onnx.load(str(path), load_external_data=False)
+        return openvino_coverage.coverage(quantized.plan, path, parity.feeds_of(model, few[0]))
+    if target == "tensorrt":
+        reason = "not run: TensorRT builds its engine on the GPU; 'qtool benchmark --provider tensorrt' there tells"
+        return Gate("coverage", None, "units, integer in the plan, to be so in TensorRT's engine", reason)
+    return coverage(quantized.plan, path)
+
+
+def _integer(quantized: QuantizedModel, path: Path, few: list[Any], config: ExportConfig) -> Gate:
     if config.reference_samples == 0:
         return Gate("integer reference", None, "bit-equal outputs", "not run: reference_samples is 0")
+    if quantized.plan.target != "ort-cpu":
+        return Gate("integer reference", None, "bit-equal outputs", "not run: it models ONNX Runtime's CPU kernels")
     return parity.integer_parity(path, parity.take(few, config.reference_samples))
+
+
+def _saturation(quantized: QuantizedModel, path: Path, few: list[Any]) -> Gate:
+    """What CPU the file needs, told on one sample; the other targets have no such kernels."""
+    if quantized.plan.target != "ort-cpu":
+        return Gate("saturation", None, "no product beyond 16 bits", "not run: it concerns ONNX Runtime's CPU kernels")
+    model = onnx.load(str(path))
+    return saturation(model, parity.feeds_of(model, parity.take(few, 1)[0]))
 
 
 def _end_to_end(quantized: QuantizedModel, path: Path, samples: list[Any]) -> Gate:

@@ -35,13 +35,19 @@ from qtool.exporting.passes import (
 )
 from qtool.form import QuantizedModel, quantize_nodes, to_program
 
-DEFAULT_OPSET = {"ort-cpu": 21}
+DEFAULT_OPSET = {"ort-cpu": 21, "tensorrt": 19, "openvino": 21}
 EXTERNAL_DATA_BYTES = 2_000_000_000  # protobuf cannot hold 2 GiB
 
 Pass = Callable[[ir.Model], int]
-PASSES: tuple[Pass, ...] = (
-    global_pool.apply, activations.apply, hard_sigmoid.apply, pads.apply, biases.apply, float_units.apply, stem.apply,
-)  # fmt: skip
+PASSES: dict[str, tuple[Pass, ...]] = {
+    "ort-cpu": (
+        global_pool.apply, activations.apply, hard_sigmoid.apply, pads.apply, biases.apply, float_units.apply,
+        stem.apply,
+    ),
+    "openvino": (global_pool.apply, activations.apply, biases.apply),
+    "tensorrt": (global_pool.apply, activations.apply),
+}  # fmt: skip
+"""What is mended in a file, by target: operators on integers themselves are ONNX Runtime's alone."""
 
 
 def float_to_onnx(graph: GraphModule, example: Any, opset: int) -> ir.Model:
@@ -67,7 +73,7 @@ def quantized_to_onnx(quantized: QuantizedModel, opset: int) -> ir.Model:
             "report this model",
         )  # fmt: skip
     names.apply(model, units)
-    for rewrite in PASSES:
+    for rewrite in PASSES[quantized.plan.target]:
         rewrite(model)
     metadata.strip(model)
     return model

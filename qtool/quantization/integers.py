@@ -30,13 +30,13 @@ MAX_BIAS = 2.0**30
 WEIGHTED = (*CONVOLUTIONS, aten.linear.default)
 
 
-def finish(graph_module: GraphModule) -> tuple[str, ...]:
-    """Makes biases int32 and labels quantizers in place; returns notes on channels that were changed."""
+def finish(graph_module: GraphModule, *, integer_bias: bool = True) -> tuple[str, ...]:
+    """Makes biases int32 if wanted, and labels quantizers, in place; returns notes on channels that were changed."""
     notes: list[str] = []
     remove_dropout(graph_module)
     merge_repeated(graph_module)
     for node in list(graph_module.graph.nodes):
-        if node.target in WEIGHTED and _is_integer_unit(node):
+        if integer_bias and node.target in WEIGHTED and _is_integer_unit(node):
             notes += _integer_bias(graph_module, node)
     label(graph_module)
     graph_module.graph.eliminate_dead_code()

@@ -136,7 +136,8 @@ class Placement:
         quantized_output = not (pattern.float_output and self._leaves(nodes[-1]))
         unit = Unit(
             self._name(node), pattern.kind, tuple(dict.fromkeys(owner(n) for n in nodes if owner(n))),
-            integer=not pattern.in_float, reason=pattern.in_float, weight_bits=8 if pattern.weighted else None,
+            integer=not pattern.in_float, reason=pattern.in_float,
+            weight_bits=self.target.weight_bits if pattern.weighted else None,
         )  # fmt: skip
         placed = Placed(unit, nodes, pattern, _operands(node, pattern), quantized_output)
         self.placed.append(placed)

@@ -58,7 +58,7 @@ def quantize(
     calibration without samples.
     """
     made = convert(model, config, example=example, calibration=calibration, qat=qat, tuning=tuning)
-    notes = (*made.notes, *finish(made.graph))
+    notes = (*made.notes, *finish(made.graph, integer_bias=made.placement.target.integer_bias))
     return QuantizedModel(made.graph, made.placement.plan(notes), example, made.float_graph, made.ranges)
 
 
@@ -145,7 +145,7 @@ def _prepare(
 
         graph = copied(float_graph)
         convolve_norms(graph)
-        placement = Placement(graph, get_target(config.target), config.overrides)
+        placement = Placement(graph, get_target(config.target, config.weight_bits), config.overrides)
         passes.decline_float("the torch.ao engine prepares the model's own modules", copied(graph))
         gains = _gains(graph, placement, config)
         prepared = torch_ao.prepare(
@@ -155,8 +155,8 @@ def _prepare(
     graph = capture(model, example, train=True) if train else copied(float_graph)
     convolve_norms(graph)
     flatten_linears(graph)
-    write_products(graph, get_target(config.target).products)
-    placement = Placement(graph, get_target(config.target), config.overrides)
+    write_products(graph, get_target(config.target, config.weight_bits).products)
+    placement = Placement(graph, get_target(config.target, config.weight_bits), config.overrides)
     passes.improve(graph, placement)
     gains = _gains(graph, placement, config)
     ready = pt2e.prepare(graph, placement, train=train, detailed=detailed, weight_ranges=config.weight_ranges)

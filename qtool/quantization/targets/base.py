@@ -1,14 +1,9 @@
-"""What each target runtime fuses: the one table from which every placement is made.
+"""What a target is: operators that its runtime runs as one integer kernel, and the number formats of those kernels.
 
 A ``Pattern`` names the operators that can stand first in a fused kernel (*anchors*), whether a
 batch-norm may follow, and which activations the kernel absorbs. A ``Target`` is a list of patterns with
 the number formats of its integer kernels. pt2e annotations and torch.ao's ``BackendConfig`` are both
-generated from it; a new runtime is a new ``Target``.
-
-ONNX Runtime on a CPU (``ort-cpu``): uint8 activations with int8 weights are the fast path (VPDPBUSD
-multiplies unsigned by signed bytes); an activation is absorbed when the output's integer range already
-clips like it, so relu and relu6 cost nothing; a matrix product may return float directly, so the last
-linear layer needs no output quantizer; poolings and reshapes move bytes.
+generated from it; a new runtime is a new file of this folder.
 """
 
 from __future__ import annotations
@@ -18,9 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-
-from qtool.errors import UsageError, nearest
-from qtool.quantization.capture import CONVOLUTIONS
 
 aten = torch.ops.aten
 
@@ -78,16 +70,23 @@ class Target:
     """A runtime's integer kernels: patterns in order of preference, and number formats.
 
     ``products``: activations that it runs faster as a gate and a product (see :mod:`qtool.quantization.products`).
+    ``integer_bias``: biases are int32 in the accumulator's unit; otherwise they stay float32.
     """
 
     name: str
     patterns: tuple[Pattern, ...]
     products: tuple[Any, ...] = ()
+    integer_bias: bool = True
     activation: Format = UINT8
     weight: Format = INT8_WEIGHT
 
+    @property
+    def weight_bits(self) -> int:
+        """Bits that a weight takes, the sign included."""
+        return int(self.weight.qmax + 1).bit_length()
 
-def _global_mean(node: torch.fx.Node) -> str:
+
+def global_mean(node: torch.fx.Node) -> str:
     """Why a mean is not a global average pooling; empty when it is."""
     value = node.args[0]
     assert isinstance(value, torch.fx.Node)
@@ -99,19 +98,19 @@ def _global_mean(node: torch.fx.Node) -> str:
     return "a mean over other than all spatial axes has no integer kernel"
 
 
-def _pool_to_one(node: torch.fx.Node) -> str:
+def pool_to_one(node: torch.fx.Node) -> str:
     size = node.args[1]
     ones = all(s == 1 for s in size) if isinstance(size, list | tuple) else size == 1
     return "" if ones else "adaptive pooling to more than one cell has no integer kernel"
 
 
-def _plain_sum(node: torch.fx.Node) -> str:
+def plain_sum(node: torch.fx.Node) -> str:
     if any(not isinstance(arg, torch.fx.Node) for arg in node.args[:2]):
         return "an operand is a Python number"
     return "" if node.kwargs.get("alpha", 1) == 1 else "a scaled addition (alpha) has no integer kernel"
 
 
-def _pad_in_integers(node: torch.fx.Node) -> str:
+def pad_in_integers(node: torch.fx.Node) -> str:
     """Why a padding writes numbers that need not be integers of its input; empty when it does not."""
     given = dict(zip(("mode", "value"), node.args[2:], strict=False)) | node.kwargs
     if node.target is aten.constant_pad_nd.default:
@@ -120,55 +119,19 @@ def _pad_in_integers(node: torch.fx.Node) -> str:
     return "padding with another value than zero" if constant and given.get("value") not in (None, 0) else ""
 
 
-_MOVES = (
+MOVES = (
     aten.flatten.using_ints, aten.view.default, aten.reshape.default, aten._unsafe_view.default,
     aten.permute.default, aten.transpose.int, aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default,
     aten.contiguous.default, aten.clone.default, aten.slice.Tensor, aten.select.int, aten.expand.default,
     aten.pixel_shuffle.default, aten.channel_shuffle.default, aten.dropout.default, aten.feature_dropout.default,
 )  # fmt: skip
 
-_SMOOTH = (
+SMOOTH = (
     aten.hardswish.default, aten.silu.default, aten.gelu.default, aten.elu.default, aten.tanh.default,
     aten.mish.default,
 )  # fmt: skip
-_GLOBAL_POOLS = (aten.adaptive_avg_pool1d.default, aten.adaptive_avg_pool2d.default)
-_PADS = (aten.constant_pad_nd.default, aten.pad.default)
-_UPSAMPLES = (aten.upsample_nearest1d.vec, aten.upsample_nearest2d.vec)
-_BINARY: dict[str, Any] = {"activations": RELU_LIKE, "operands": (0, 1), "accepts": _plain_sum}
-_BETWEEN: dict[str, Any] = {"needs_integer_inputs": True}
-
-ORT_CPU = Target(
-    "ort-cpu",
-    (
-        Pattern("conv", CONVOLUTIONS[:2], batch_norm=True, activations=RELU_LIKE, weighted=True),
-        Pattern(
-            "linear", (aten.linear.default,), batch_norm=True, activations=RELU_LIKE, weighted=True, float_output=True
-        ),
-        Pattern("add", (aten.add.Tensor,), **_BINARY, **_BETWEEN),
-        Pattern("mul", (aten.mul.Tensor,), **_BINARY, **_BETWEEN),
-        Pattern("concat", (aten.cat.default,), **_BETWEEN),
-        Pattern("global_avg_pool", _GLOBAL_POOLS, accepts=_pool_to_one, **_BETWEEN),
-        Pattern("global_avg_pool", (aten.mean.dim,), accepts=_global_mean, **_BETWEEN),
-        Pattern("avg_pool", (aten.avg_pool1d.default, aten.avg_pool2d.default), **_BETWEEN),
-        Pattern("max_pool", (aten.max_pool1d.default, aten.max_pool2d.default), shares=True, **_BETWEEN),
-        Pattern("move", _MOVES, shares=True, **_BETWEEN),
-        Pattern(
-            "pad", (aten.constant_pad_nd.default, aten.pad.default), shares=True, accepts=_pad_in_integers, **_BETWEEN
-        ),
-        Pattern("upsample", _UPSAMPLES, shares=True, **_BETWEEN),
-        Pattern("sigmoid", (aten.sigmoid.default,), fixed=GATE_RANGE, **_BETWEEN),
-        Pattern("hard_sigmoid", (aten.hardsigmoid.default,), fixed=GATE_RANGE, **_BETWEEN),
-        Pattern("leaky_relu", (aten.leaky_relu.default,), **_BETWEEN),
-        Pattern("activation", (*RELU_LIKE, *_SMOOTH), in_float="it runs in float between integers", **_BETWEEN),
-    ),
-    products=(aten.silu.default, aten.hardswish.default),
-)
-
-TARGETS = {target.name: target for target in (ORT_CPU,)}
-
-
-def get_target(name: str) -> Target:
-    """The target of that name. Raises UsageError with the nearest valid name."""
-    if name not in TARGETS:
-        raise UsageError("--target", "a known runtime", repr(name), nearest(name, TARGETS))
-    return TARGETS[name]
+GLOBAL_POOLS = (aten.adaptive_avg_pool1d.default, aten.adaptive_avg_pool2d.default)
+PADS = (aten.constant_pad_nd.default, aten.pad.default)
+UPSAMPLES = (aten.upsample_nearest1d.vec, aten.upsample_nearest2d.vec)
+BINARY: dict[str, Any] = {"activations": RELU_LIKE, "operands": (0, 1), "accepts": plain_sum}
+BETWEEN: dict[str, Any] = {"needs_integer_inputs": True}

@@ -1,0 +1,137 @@
+"""Whether a file's integer products saturate on x86 CPUs without VNNI.
+
+There, unsigned bytes are multiplied by signed ones two at a time, and the sum of the two products is kept in 16 bits
+(``vpmaddubsw``): ``sat16(x₀·w₀ + x₁·w₁)`` with x up to 255 and w down to −127 can need 17. Nothing reports it, and
+the same file loses accuracy by changing machine. CPUs with VNNI (and ARM) add in 32 bits.
+
+A pair of weights can saturate only where the positive or the negative ones add up to more than 32,767 / 255 = 128;
+with weights in 7 bits (63 + 63) none can. Where some can, the file's own activations are multiplied out for those,
+since most never meet two bytes large enough. Pairs are neighbours in the order in which a kernel reads them: input
+channels of one tap of a convolution (a depthwise kernel multiplies in 32 bits), rows of a matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import torch
+
+from qtool.artifacts import cpu_info
+from qtool.exporting.gates import Gate
+from qtool.exporting.integer_arithmetic import Quantized
+from qtool.exporting.integer_graph import Unit
+from qtool.exporting.integer_kernels import padding, spatial
+from qtool.exporting.integer_reference import IntegerReference
+
+Array = npt.NDArray[Any]
+LIMIT = 2**15 - 1
+VNNI = ("avx512_vnni", "avx_vnni")
+MAX_PAIRS = 4096
+
+
+def saturating_product(x: Array, weight: Array) -> npt.NDArray[np.int32]:
+    """``x @ weight`` for uint8 rows × K and int8 K × columns, each pair of products kept in 16 bits."""
+    if x.shape[-1] % 2:
+        x, weight = np.pad(x, ((0, 0), (0, 1))), np.pad(weight, ((0, 1), (0, 0)))
+    products = x.astype(np.int32)[:, :, None] * weight.astype(np.int32)[None]
+    pairs = products[:, 0::2] + products[:, 1::2]
+    total: npt.NDArray[np.int32] = pairs.clip(-LIMIT - 1, LIMIT).sum(1, dtype=np.int32)
+    return total
+
+
+@dataclass(frozen=True)
+class AtRisk:
+    """A unit with pairs of weights that can saturate: rows (of K, in the kernel's order) and columns of each pair."""
+
+    unit: Unit
+    weight: Array
+    rows: Array
+    columns: Array
+
+
+def at_risk(reference: IntegerReference) -> Iterator[AtRisk]:
+    """The units of a file in which some pair of weights times 255 does not fit into 16 bits."""
+    for unit in reference.units:
+        weight = _matrix(unit, reference) if unit.fused else None
+        if weight is None:
+            continue
+        padded = np.pad(weight.astype(np.int32), ((0, weight.shape[0] % 2), (0, 0)))
+        first, second = padded[0::2], padded[1::2]
+        greatest = np.maximum(first, 0) + np.maximum(second, 0)
+        least = np.minimum(first, 0) + np.minimum(second, 0)
+        pairs, columns = np.nonzero((greatest * 255 > LIMIT) | (least * 255 < -LIMIT - 1))
+        if len(pairs):
+            yield AtRisk(unit, padded, pairs * 2, columns)
+
+
+def count_saturated(reference: IntegerReference, feeds: Mapping[str, Array]) -> dict[str, int]:
+    """For each unit at risk, how many pairs of products leave 16 bits on these inputs."""
+    risky = list(at_risk(reference))
+    values = reference.trace(feeds, keep=[found.unit.node.inputs[0] for found in risky])
+    return {found.unit.node.name: _saturated(found, values[found.unit.node.inputs[0]]) for found in risky}
+
+
+def _saturated(found: AtRisk, x: Any) -> int:
+    assert isinstance(x, Quantized)
+    rows = _rows(found.unit, x)
+    rows = np.pad(rows, ((0, 0), (0, len(found.weight) - rows.shape[1])))
+    total = 0
+    for start in range(0, len(found.rows), MAX_PAIRS):
+        top, column = found.rows[start : start + MAX_PAIRS], found.columns[start : start + MAX_PAIRS]
+        sums = rows[:, top] * found.weight[top, column] + rows[:, top + 1] * found.weight[top + 1, column]
+        total += int(np.count_nonzero((sums > LIMIT) | (sums < -LIMIT - 1)))
+    return total
+
+
+def _matrix(unit: Unit, reference: IntegerReference) -> Array | None:
+    """A unit's constant int8 weight as K × outputs in the kernel's order; None where it has none, or is depthwise."""
+    node = unit.node
+    weight = reference.constants.get(node.inputs[1]) if len(node.inputs) > 1 else None
+    if not isinstance(weight, Quantized) or weight.affine.dtype != torch.int8:
+        return None
+    values: Array = weight.values.numpy()
+    if node.op == "Conv":
+        plain = int(node.attributes.get("group", 1)) == 1 and values.ndim == 4
+        return values.transpose(2, 3, 1, 0).reshape(-1, values.shape[0]) if plain else None
+    if node.op == "Gemm":
+        return values.T if node.attributes.get("transB", 0) else values
+    return values if node.op == "MatMul" and values.ndim == 2 else None
+
+
+def _rows(unit: Unit, x: Quantized) -> npt.NDArray[np.int32]:
+    """The bytes that a unit multiplies, rows × K in the kernel's order, one row for each place of the output."""
+    node = unit.node
+    if node.op != "Conv":
+        return x.values.numpy().reshape(-1, x.values.shape[-1]).astype(np.int32)
+    kernel = list(node.attributes["kernel_shape"])
+    strides, dilations = spatial(node.attributes, "strides", 2), spatial(node.attributes, "dilations", 2)
+    top, left, bottom, right = padding(node.attributes, x.values.shape[2:], kernel, strides, dilations)
+    zero = float(x.affine.zero_point)
+    padded = torch.nn.functional.pad(x.values.float(), (left, right, top, bottom), value=zero)
+    patches = torch.nn.functional.unfold(padded, tuple(kernel), tuple(dilations), 0, tuple(strides))
+    channels = x.values.shape[1]
+    ordered = patches.reshape(len(patches), channels, -1, patches.shape[-1]).permute(0, 3, 2, 1)
+    rows: npt.NDArray[np.int32] = ordered.reshape(-1, ordered.shape[2] * channels).numpy().astype(np.int32)
+    return rows
+
+
+def saturation(model: onnx.ModelProto, feeds: Mapping[str, Array]) -> Gate:
+    """What CPU the file needs. Fails on an x86 CPU without VNNI where its products saturate on these inputs."""
+    reference, cpu = IntegerReference(model), cpu_info()
+    counts = count_saturated(reference, feeds)
+    hurt = {name: count for name, count in counts.items() if count}
+    native = bool({*VNNI, "asimddp"} & set(cpu["features"]))
+    needs = list(VNNI) if counts else []
+    found = "no pair of weights can saturate: the file is the same on every x86 CPU"
+    if counts:
+        found = f"{len(counts)} units have weights that can saturate without VNNI, {len(hurt)} do on these inputs"
+    return Gate(
+        "saturation", native or not hurt, "no product beyond 16 bits, or a CPU that adds in 32", found,
+        "quantize with --weight-bits 7, or serve on a CPU with VNNI",
+        {"needs": needs, "cpu": cpu, "units_at_risk": sorted(counts), "num_saturated": hurt},
+    )  # fmt: skip

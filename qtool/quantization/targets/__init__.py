@@ -1,0 +1,55 @@
+"""What each target runtime fuses: one file per runtime, and the table of all of them.
+
+``auto`` is the best runtime at hand: TensorRT where it is installed beside a CUDA device, otherwise ONNX Runtime on the
+CPU. ``ort-cuda`` is a name so that it can be refused: that provider has no integer convolution.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+
+import torch
+
+from qtool.errors import UsageError, nearest
+from qtool.quantization.targets.base import (
+    INT8_ACTIVATION,
+    INT8_WEIGHT,
+    RELU_LIKE,
+    UINT8,
+    Format,
+    Pattern,
+    Target,
+)
+from qtool.quantization.targets.openvino import OPENVINO
+from qtool.quantization.targets.ort_cpu import ORT_CPU
+from qtool.quantization.targets.tensorrt import TENSORRT
+
+__all__ = [
+    "INT8_ACTIVATION", "INT8_WEIGHT", "OPENVINO", "ORT_CPU", "RELU_LIKE", "TARGETS", "TENSORRT", "UINT8", "Format",
+    "Pattern", "Target", "get_target",
+]  # fmt: skip
+
+TARGETS = {target.name: target for target in (ORT_CPU, TENSORRT, OPENVINO)}
+
+
+def get_target(name: str, weight_bits: int = 8) -> Target:
+    """The target of that name, its weights in ``weight_bits``. Raises UsageError for one unknown or without INT8."""
+    if name == "ort-cuda":
+        raise UsageError(
+            "--target", "a runtime that convolves integers",
+            "'ort-cuda', whose Q/DQ pairs run as kernels of their own around float ones",
+            "serve the FP16 file there, or choose tensorrt",
+        )  # fmt: skip
+    name = _at_hand() if name == "auto" else name
+    if name not in TARGETS:
+        raise UsageError("--target", "a known runtime", repr(name), nearest(name, [*TARGETS, "auto"]))
+    target, most = TARGETS[name], 2 ** (weight_bits - 1) - 1
+    if weight_bits == 8:
+        return target
+    return dataclasses.replace(target, weight=dataclasses.replace(target.weight, qmin=-most, qmax=most))
+
+
+def _at_hand() -> str:
+    installed = importlib.util.find_spec("tensorrt") is not None
+    return "tensorrt" if installed and torch.cuda.is_available() else "ort-cpu"

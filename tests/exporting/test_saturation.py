@@ -1,0 +1,89 @@
+"""Saturation without VNNI: pairs of products in 16 bits, found on weights and on the bytes that meet them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from qtool.exporting import saturation
+from qtool.exporting.integer_reference import IntegerReference
+from qtool.exporting.saturation import count_saturated, saturating_product
+from qtool.exporting.to_onnx import quantized_to_onnx, save
+from qtool.quantization.stage import quantize
+from qtool.recipe import QuantizeConfig
+
+
+def by_hand(x: np.ndarray, w: np.ndarray) -> tuple[np.ndarray, int]:
+    """Every pair of products, one after the other; and how many left 16 bits."""
+    out, lost = np.zeros((len(x), w.shape[1]), np.int64), 0
+    for i, row in enumerate(x.astype(int).tolist()):
+        for j, column in enumerate(w.T.astype(int).tolist()):
+            products = [a * b for a, b in zip(row, column, strict=True)] + [0]
+            for k in range(0, len(row), 2):
+                pair = products[k] + products[k + 1]
+                out[i, j] += min(max(pair, -32768), 32767)
+                lost += not -32768 <= pair <= 32767
+    return out, lost
+
+
+@settings(max_examples=30, deadline=None, derandomize=True, database=None)
+@given(seed=st.integers(0, 999), rows=st.integers(1, 4), depth=st.integers(1, 9), bits=st.sampled_from([7, 8]))
+def test_pairs_saturate_as_the_instruction_has_it(seed: int, rows: int, depth: int, bits: int) -> None:
+    random, most = np.random.default_rng(seed), 2 ** (bits - 1) - 1
+    x = random.choice(np.array([0, 3, 200, 255], np.uint8), (rows, depth))
+    w = random.choice(np.array([-most, -1, most // 2, most], np.int8), (depth, 3))
+    want, lost = by_hand(x, w)
+    assert np.array_equal(saturating_product(x, w), want)
+    if bits == 7:
+        assert lost == 0
+        assert np.array_equal(want, x.astype(int) @ w.astype(int))
+
+
+def file_of(model: nn.Module, x: torch.Tensor, bits: int, folder: Path) -> onnx.ModelProto:
+    quantized = quantize(model.eval(), QuantizeConfig(weight_bits=bits), example=x, calibration=[x])
+    save(quantized_to_onnx(quantized, 21), folder / "a.onnx")
+    return onnx.load(folder / "a.onnx")
+
+
+MODELS = {
+    "linear": (lambda: nn.Sequential(nn.Linear(9, 5), nn.ReLU(), nn.Linear(5, 3)), (4, 9)),
+    "conv": (lambda: nn.Sequential(nn.Conv2d(3, 6, 3, padding=1), nn.ReLU(), nn.Conv2d(6, 4, 3, 2)), (2, 3, 8, 8)),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_count_is_that_of_the_files_own_products(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    build, shape = MODELS[name]
+    x = torch.rand(shape) + 1
+    proto = file_of(build(), x, 8, tmp_path)
+    reference = IntegerReference(proto)
+    feeds = {reference.graph.inputs[0]: x.numpy()}
+    counts, values, total = count_saturated(reference, feeds), reference.trace(feeds), 0
+    for unit in reference.units:
+        weight = saturation._matrix(unit, reference) if unit.fused else None
+        if weight is not None:
+            rows = saturation._rows(unit, values[unit.node.inputs[0]])
+            total += by_hand(rows, weight)[1]
+    assert sum(counts.values()) == total > 0
+
+
+@pytest.mark.parametrize("bits", [7, 8])
+def test_the_gate_says_what_the_file_needs(bits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    build, shape = MODELS["conv"]
+    x = torch.rand(shape) + 1
+    proto = file_of(build(), x, bits, tmp_path)
+    feeds = {proto.graph.input[0].name: x.numpy()}
+    for features, passed in ((["avx2"], bits == 7), (["avx2", "avx512_vnni"], True)):
+        monkeypatch.setattr(saturation, "cpu_info", lambda f=features: {"features": f})
+        gate = saturation.saturation(proto, feeds)
+        assert gate.passed is passed
+        assert gate.details["needs"] == ([] if bits == 7 else ["avx512_vnni", "avx_vnni"])

@@ -1,0 +1,67 @@
+"""Targets other than ONNX Runtime's CPU: their formats, what they fuse, and the gates that can be run here."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import onnx
+import pytest
+import torch
+from nets import conv_bn, settled
+from onnx import numpy_helper
+from torch import nn
+
+from qtool.errors import UsageError
+from qtool.exporting.stage import export
+from qtool.quantization.stage import quantize
+from qtool.quantization.targets import get_target
+from qtool.recipe import ExportConfig, QuantizeConfig
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [conv_bn(3, 16, 3), nn.ReLU(), conv_bn(16, 16, 3), nn.SiLU(), conv_bn(16, 16, 3), nn.Hardswish()]
+    return settled(nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10)), 16)
+
+
+def exported(target: str, folder: Path) -> tuple[onnx.ModelProto, dict[str, bool | None]]:
+    batches = list(torch.randn(16, 3, 16, 16).split(8))
+    quantized = quantize(net(), QuantizeConfig(target=target), example=batches[0][:2], calibration=batches)
+    assert not quantized.plan.float_units
+    result = export(quantized, folder, ExportConfig(), samples=batches)
+    return onnx.load(result.files["int8"]), {gate["name"]: gate["passed"] for gate in result.gates}
+
+
+def test_tensorrt_has_symmetric_int8_float_biases_and_whole_layers(
+    tmp_path: Path,
+) -> None:
+    model, gates = exported("tensorrt", tmp_path)
+    constants = {t.name: numpy_helper.to_array(t) for t in model.graph.initializer}
+    quantizers = [node for node in model.graph.node if node.op_type == "QuantizeLinear"]
+    assert len(quantizers) == 6  # input, three layers, pooling, and the same again reshaped
+    assert all(constants[node.input[2]].dtype == "int8" and not constants[node.input[2]].any() for node in quantizers)
+    assert not any(value.dtype == "int32" for value in constants.values())
+    assert gates["unit parity"] is gates["end-to-end parity"] is gates["size"] is True
+    assert gates["coverage"] is gates["integer reference"] is None
+
+
+def test_openvino_runs_the_file_in_eight_bits(tmp_path: Path) -> None:
+    model, gates = exported("openvino", tmp_path)
+    assert sum(node.op_type == "QuantizeLinear" for node in model.graph.node) == 6
+    assert gates["coverage"] is (True if importlib.util.find_spec("openvino") else None)
+
+
+def test_cuda_has_no_integer_convolution_and_auto_is_what_is_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match=r"convolves integers; got 'ort-cuda'.*serve the FP16 file"):
+        get_target("ort-cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name == "tensorrt" else None)
+    assert get_target("auto").name == "tensorrt"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert get_target("auto").name == "ort-cpu"
+
+
+def test_seven_bits_stop_at_63(tmp_path: Path) -> None:
+    weight = get_target("ort-cpu", 7).weight
+    assert (weight.qmin, weight.qmax, get_target("ort-cpu", 7).weight_bits) == (-63, 63, 7)
