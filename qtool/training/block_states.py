@@ -5,8 +5,8 @@ is s·q[c] with a code book q of 256 values (arXiv 2110.02861). Blocks are count
 process's part. Cut for another number of processes, a part begins elsewhere, and its blocks straddle
 the old ones: their moments are taken out of the old blocks, and quantized again with the new blocks'
 scales, s = max |m|, to the nearest value of the book. That rounds once more, by up to half a step of the
-book; a block whose ends have not moved keeps codes and scale, bit for bit. A part of a weight that is too
-small for 8 bits (fewer than 4,096 values) has 32-bit moments on one number of processes and 8-bit ones on another.
+book; a block whose ends have not moved keeps codes and scale, bit for bit. A part that is too small for 8 bits
+(fewer than 4,096 values) has 32-bit moments, and a weight whose parts all had them keeps them.
 
 A part is a range of the flattened weight, since weights are cut along their first dimension.
 """
@@ -67,13 +67,19 @@ def cut_anew(trees: list[Mapping[str, Any]], parameters: list[nn.Parameter]) -> 
     ``trees`` are what the optimizers gave as their ``state_dict`` then; ``parameters`` are sharded as they are now.
     """
     first = trees[0]
-    rest = {key: cut_anew([t[key] for t in trees], parameters) for key in first if isinstance(first[key], Mapping)}
-    new = {**first, **rest}
+    inner = [key for key, value in first.items() if isinstance(value, Mapping) and key != "state"]
+    new = {**first, **{key: cut_anew([t[key] for t in trees], parameters) for key in inner}}
     if "state" in first:
         indices = sorted({index for tree in trees for index in tree["state"]})
-        states = {i: _state([t["state"].get(i, {}) for t in trees], parameters[i]) for i in indices}
+        states = {i: _state([_flat(t["state"].get(i, {})) for t in trees], parameters[i]) for i in indices}
         new["state"] = {index: state for index, state in states.items() if state}
     return new
+
+
+def _flat(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A parameter's state with what bitsandbytes puts into a table of its own put back into it."""
+    inner = [value for value in state.values() if isinstance(value, Mapping)]
+    return {k: v for part in (state, *inner) for k, v in part.items() if not isinstance(v, Mapping)}
 
 
 def _state(olds: list[Mapping[str, Any]], parameter: nn.Parameter) -> dict[str, Any]:
@@ -119,20 +125,13 @@ def _moment(key: str, pieces: list[Piece], at: int, part: Tensor) -> dict[str, A
     stop, signed = at + part.numel(), (BITSANDBYTES | TORCHAO)[key]
     values = torch.cat([piece.values for piece in pieces])[at:stop]
     whole_blocks = key in BITSANDBYTES or part.numel() % BLOCK == 0
-    if part.numel() < SMALLEST or not whole_blocks:
-        return {key: values.view(part.shape)}
     book = next((piece.book for piece in pieces if piece.book is not None), None)
-    codes, scales = quantize(values, _book(signed) if book is None else book)
+    if book is None or part.numel() < SMALLEST or not whole_blocks:
+        return {key: values.view(part.shape)}
+    codes, scales = quantize(values, book)
     for piece in pieces:
         _keep(piece, at, stop, codes, scales)
-    return _in_form(key, codes.view(part.shape), scales, _book(signed) if book is None else book, signed)
-
-
-def _book(signed: bool) -> Tensor:
-    from bitsandbytes.functional import create_dynamic_map
-
-    book: Tensor = create_dynamic_map(signed)
-    return book
+    return _in_form(key, codes.view(part.shape), scales, book, signed)
 
 
 def _keep(piece: Piece, start: int, stop: int, codes: Tensor, scales: Tensor) -> None:

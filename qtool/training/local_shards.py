@@ -31,19 +31,19 @@ Make = Callable[[list[nn.Parameter]], Optimizer]
 
 def apply(setup: Setup, example: Any) -> None:
     """Has the optimizer that was set up so far step local parts."""
-    inner, blockwise = setup.make_optimizer, setup.config.optimizer.endswith("8bit")
-    setup.make_optimizer = lambda parameters: LocalShards(parameters, inner, blockwise=blockwise)
+    inner, own = setup.make_optimizer, setup.config.optimizer not in ("adamw", "sgd")
+    setup.make_optimizer = lambda parameters: LocalShards(parameters, inner, own_states=own)
 
 
 class LocalShards(Optimizer):
     """Steps ``make``'s optimizer on the local parts of sharded ``parameters``.
 
-    ``blockwise`` says that states are quantized in blocks: they stay with this process.
+    ``own_states`` says that states are not all shaped like weights (8-bit ones are not): they stay with this process.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], make: Make, *, blockwise: bool = False) -> None:
+    def __init__(self, parameters: list[nn.Parameter], make: Make, *, own_states: bool = False) -> None:
         super().__init__(parameters, {"lr": 0.0})
-        self.blockwise = blockwise
+        self.own_states = own_states
         self.parts = [nn.Parameter(processes.local(p.detach()), requires_grad=False) for p in parameters]
         self.inner = make(self.parts)
         self.param_groups[0].update({k: v for k, v in self.inner.param_groups[0].items() if k != "params"})
@@ -73,7 +73,7 @@ class LocalShards(Optimizer):
         self.inner.load_state_dict(self._each_state(state, lambda part, value: processes.local(value)))
 
     def _sharded(self, index: int, value: Tensor) -> Tensor:
-        return value if self.blockwise else like(self.parameters[index], value)
+        return value if self.own_states else like(self.parameters[index], value)
 
     def _each_state(self, tree: Any, change: Callable[[int, Tensor], Tensor]) -> Any:
         """``tree`` with ``change`` applied to every tensor in the state of a part, here or in an optimizer within."""

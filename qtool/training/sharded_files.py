@@ -53,7 +53,7 @@ class ShardedFiles(Files):
         weights = _taken_out(learned(model), "model", sharded)
         states = {"world": processes.size()}
         with _committed(path) as new:
-            if optimizer.blockwise:
+            if optimizer.own_states:
                 save_tree(new / _own(processes.rank(), processes.size()), optimizer.state_dict())
             else:
                 states |= {"state": _taken_out(optimizer.state_dict(), "optimizer", sharded)}
@@ -80,7 +80,7 @@ class ShardedFiles(Files):
         own = learned(model)
         wanted = {f"model.{name}": value for name, value in own.items() if isinstance(value, DTensor)}
         states = None
-        if not optimizer.blockwise:
+        if not optimizer.own_states:
             states = _put_in(tree["optimizer"]["state"], optimizer.parameters, wanted)
         _load(path, wanted)
         model.load_state_dict({name: wanted.get(f"model.{name}", tree["model"][name]) for name in own}, strict=False)

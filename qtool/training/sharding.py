@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from qtool import processes
@@ -99,6 +99,9 @@ def _unsharded(model: nn.Module) -> Before:
 @torch.no_grad()
 def _gather(model: nn.Module, before: Before) -> None:
     """Undoes the sharding: whole parameters on the host in the first process, on the meta device in the others."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # after a forward pass without a backward pass, gathered 16-bit weights are in its place
     whole: dict[nn.Parameter, nn.Parameter] = {}
     for module, (kind, hooks) in before.items():
         for name, parameter in list(module.named_parameters(recurse=False)):

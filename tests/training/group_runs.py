@@ -1,0 +1,133 @@
+"""What the tests of several processes run in them: small trainings, one after the other in one group."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from qtool import processes
+from qtool.artifacts import write_json
+from qtool.checkpoint import save_tree
+from qtool.recipe import TrainConfig
+from qtool.tasks import load_task
+from qtool.training.stage import train
+
+COMMON = {"device": "cpu", "epochs": 1, "batch_size": 10, "learning_rate": 0.01, "checkpoint_every": 5}
+ALIKE: dict[str, dict[str, Any]] = {
+    "ddp": {"micro_batches": 5},
+    "fsdp": {"micro_batches": 5, "strategy": "fsdp", "early_stopping": 9},
+    "fsdp-mixed": {"strategy": "fsdp", "precision": "bf16-mixed", "activation_checkpointing": True, "reshard": False},
+}
+EXACT: dict[str, dict[str, Any]] = {
+    "plain": {"strategy": "fsdp"},
+    "scaled": {"strategy": "fsdp", "precision": "16-mixed"},
+    "copies": {"micro_batches": 2},
+    "torchao": {"strategy": "fsdp", "optimizer": "torchao-adamw8bit"},
+    "8-bit": {"strategy": "fsdp", "optimizer": "adamw8bit", "precision": "bf16-true", "rounding": "compensated"},
+}
+KILLED = "8-bit"
+
+
+class Layer(nn.Module):
+    """72 → 130 → 72: half of it, 65 rows of 72, has more than 4,096 values and does not divide into blocks of 256."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(72), nn.Linear(72, 130), nn.Linear(130, 72)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.drop(self.down(torch.relu(self.up(self.norm(x)))))
+
+
+def model(dropout: float = 0.0, batch_norm: bool = False) -> nn.Module:
+    torch.manual_seed(0)
+    norm = [nn.BatchNorm1d(72)] if batch_norm else []
+    return nn.Sequential(nn.Linear(6, 72), *norm, *(Layer(dropout) for _ in range(2)), nn.Linear(72, 3))
+
+
+def two_weights() -> nn.Module:
+    """Of few shapes, since torchao compiles its step for each; half of the first weight is 24 blocks of 256."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 2048, bias=False), nn.ReLU(), nn.Linear(2048, 3, bias=False))
+
+
+class Points:
+    def __init__(self, count: int, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.targets = torch.randint(0, 3, (count,), generator=generator)
+        self.inputs = torch.randn(count, 6, generator=generator) + self.targets[:, None]
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def batch(self, positions: list[int]) -> Any:
+        return self.inputs[positions], self.targets[positions]
+
+
+def data(count: int) -> Any:
+    return SimpleNamespace(train=Points(count, 0), validation=Points(21, 1), test=Points(13, 2), identity="points")
+
+
+def weighted(model: Any, value: torch.Tensor, target: torch.Tensor) -> Any:
+    """A loss whose weight differs from sample to sample, as that of texts of different lengths does."""
+    weights = 1.0 + target
+    losses = nn.functional.cross_entropy(model(value).float(), target, reduction="none")
+    return (weights * losses).sum(), weights.sum()
+
+
+def run(name: str, options: dict[str, Any], folder: Path, *, at_step: Any = None, count: int = 100) -> Any:
+    config = TrainConfig(**{**COMMON, "devices": processes.size(), **options})
+    dropout = 0.1 if name in ("scaled", "copies") else 0.0
+    net = two_weights() if name == "torchao" else model(dropout, batch_norm=name == "copies")
+    return train(
+        net, data(count), config, task=load_task("classification"),
+        out=folder / name, progress=at_step, loss_fn=weighted if name in ALIKE else None,
+    )  # fmt: skip
+
+
+def alike(folder: Path) -> None:
+    """Each training of ``ALIKE`` on 63 samples: the last batch is of 3, of which one process has one and one two."""
+    with processes.joined(torch.device("cpu")):
+        for name, options in ALIKE.items():
+            result = run(name, options, folder, count=63)
+            if processes.rank() == 0:
+                save_tree(folder / f"{name}.safetensors", result.model.state_dict())
+                write_json(folder / f"{name}.json", {"losses": result.history.losses, "metrics": result.metrics})
+
+
+def whole(folder: Path) -> None:
+    """Each training of ``EXACT``, undisturbed, or resumed where there are checkpoints."""
+    with processes.joined(torch.device("cpu")):
+        for name, options in EXACT.items():
+            run(name, options, folder)
+
+
+class Stopped(Exception):
+    pass
+
+
+def killed(folder: Path) -> None:
+    """Each training of ``EXACT`` stopped after seven steps; the last by a kill of the second process."""
+    with processes.joined(torch.device("cpu")):
+        for name, options in EXACT.items():
+            try:
+                run(name, options, folder, at_step=_kill if name == KILLED else _stop)
+            except Stopped:
+                continue
+
+
+def _stop(at: Any) -> None:
+    if at.step == 7:
+        raise Stopped
+
+
+def _kill(at: Any) -> None:
+    if at.step == 7 and processes.rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,127 @@
+"""Copies and shards: against one process, resumed exactly after a kill, resumed on another number of processes."""
+
+import json
+import shutil
+from pathlib import Path
+
+import group_runs
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from qtool import checkpoint
+from qtool.errors import QtoolError
+from qtool.launcher import launch
+from qtool.recipe import TrainConfig
+from qtool.training.techniques import setup
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """The folders of undisturbed trainings on two processes, and of some that were stopped and killed."""
+    folder = tmp_path_factory.mktemp("runs")
+    launch(group_runs.whole, 2, folder / "whole")
+    with pytest.raises(QtoolError, match=r"process 1 of 2.*SIGKILL"):
+        launch(group_runs.killed, 2, folder / "stopped")
+    return folder
+
+
+@pytest.mark.slow
+def test_two_processes_do_what_one_does(tmp_path):
+    launch(group_runs.alike, 2, tmp_path)
+    for name, options in group_runs.ALIKE.items():
+        one = group_runs.run(name, options | {"strategy": "ddp"}, tmp_path / "one", count=63)
+        two = json.loads((tmp_path / f"{name}.json").read_text())
+        near = {"abs": 0.02} if "mixed" in name else {"rel": 1e-5}
+        assert two["losses"] == pytest.approx(one.history.losses, **near), name
+        assert two["metrics"] == pytest.approx(one.metrics, **near), name
+        weights = checkpoint.load_tree(tmp_path / f"{name}.safetensors")
+        assert weights.keys() == one.model.state_dict().keys()
+        for key, value in one.model.state_dict().items():
+            assert torch.allclose(weights[key], value, atol=0.05 if "mixed" in name else 2e-6), (name, key)
+
+
+@pytest.mark.slow
+def test_killed_and_resumed_on_two_processes_is_bit_equal(runs):
+    stopped = shutil.copytree(runs / "stopped", runs / "resumed")
+    assert {p.name.partition(".")[0] for p in stopped.glob("*/checkpoints/*")} == {"step-00000005"}
+    launch(group_runs.whole, 2, stopped)
+    for name in group_runs.EXACT:
+        left, right = ({p.name: p for p in _parts(folder / name)} for folder in (runs / "whole", stopped))
+        assert left.keys() == right.keys()
+        assert any("00000010" in str(p) for p in left.values())
+        for file, path in left.items():
+            if path.stem in ("main", "step-00000010"):
+                assert _compared(path) == _compared(right[file]), (name, file)
+            else:
+                one, other = load_file(path), load_file(right[file])
+                assert one.keys() == other.keys()
+                assert [key for key, value in one.items() if not torch.equal(value, other[key])] == [], (name, file)
+
+
+def _parts(run: Path) -> list[Path]:
+    return [p for p in (run / "checkpoints").rglob("*") if p.is_file()]
+
+
+def _compared(path: Path) -> tuple[object, list[bytes]]:
+    """A tree without the time that the run took, its tensors as their bytes."""
+    tree = checkpoint.load_tree(path)
+    del tree["history"]["seconds"], tree["identity"]
+    tensors: dict[str, torch.Tensor] = {}
+    return checkpoint._encode(tree, "", tensors, {}), [
+        t.reshape(-1).view(torch.uint8).tolist() for t in tensors.values()
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "near"), [("plain", 1e-5), ("8-bit", 0.02)])
+def test_resumed_on_one_process_it_comes_to_the_same(runs, name, near):
+    folder = shutil.copytree(runs / "stopped" / name, runs / "one" / name).parent
+    seen = []
+    group_runs.run(name, group_runs.EXACT[name] | {"devices": 1}, folder, at_step=lambda at: seen.append(at.step))
+    assert seen == [6, 7, 8, 9, 10]
+    first, second = (_weights(f / name, group_runs.EXACT[name]) for f in (runs / "whole", folder))
+    for key, value in first.items():
+        assert torch.allclose(value.float(), second[key].float(), atol=near), key
+    assert any(not torch.equal(value, group_runs.model().state_dict()[key]) for key, value in second.items())
+
+
+def _weights(run: Path, options: dict) -> dict[str, torch.Tensor]:
+    """The weights in the last checkpoint, read by one process."""
+    model = group_runs.model()
+    with setup(model, TrainConfig(device="cpu", **options)) as made:
+        optimizer = made.make_optimizer([p for p in model.parameters() if p.requires_grad])
+        made.files.restore(made.files.read(checkpoint.latest(run / "checkpoints")), model, optimizer)
+    return model.state_dict()
+
+
+def test_one_process_may_shard_alone_and_the_model_comes_back_whole():
+    model = group_runs.model()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    kinds = [type(module) for module in model.modules()]
+    with setup(model, TrainConfig(device="cpu", strategy="fsdp")):
+        assert all(hasattr(p, "full_tensor") for p in model.parameters())
+        assert type(model[1]).__name__ == "FSDPLayer"
+    assert [type(module) for module in model.modules()] == kinds
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    model(torch.randn(2, 6)).sum().backward()
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_parameter_that_cannot_be_cut_is_named():
+    model = torch.nn.Module()
+    model.scale = torch.nn.Parameter(torch.tensor(1.0))
+    with pytest.raises(QtoolError, match="'scale', which is a single number"):
+        setup(model, TrainConfig(device="cpu", strategy="fsdp"))
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_checkpoint_of_copies_is_not_one_of_shards(tmp_path):
+    config = TrainConfig(device="cpu", strategy="fsdp")
+    with setup(group_runs.model(), config) as sharded, pytest.raises(QtoolError, match="--strategy ddp"):
+        sharded.files.read(tmp_path / "step-00000001.safetensors")
+    with pytest.raises(QtoolError, match="--strategy fsdp"):
+        checkpoint.Files().read(tmp_path)
