@@ -51,6 +51,7 @@ RANGES = ("minmax", "percentile", "entropy", "mse", "output")
 ENGINES = ("pt2e", "torch.ao")
 STRATEGIES = ("ddp", "fsdp")
 MODES = ("ptq", "qat")
+STEP_SIZES = ("observed", "learned")
 METHODS = ("auto", "ptq", "given")
 TARGETS = ("ort-cpu", "tensorrt", "openvino", "auto", "ort-cuda")
 WEIGHT_RANGES = ("minmax", "mse")
@@ -118,6 +119,13 @@ class QatConfig(TrainConfig):
     epochs: int = option(1, "passes over the training data", low=0)
     learning_rate: float = option(2e-4, "peak learning rate", low=0)
     distill: bool = option(True, "train towards the float model's outputs instead of the labels")
+    step_size: str = option(
+        "observed", "ranges as moving averages of what is observed, or learned by gradients (LSQ, LSQ+)",
+        choices=STEP_SIZES,
+    )  # fmt: skip
+    ema: float | None = option(
+        None, "ship the exponential moving average of the weights, with this decay per step", low=0, high=1
+    )
     freeze_bn: float = option(0.5, "fraction of the steps after which batch-norm statistics are frozen", low=0, high=1)
     freeze_observers: float = option(
         0.7, "fraction of the steps after which the quantization ranges are frozen", low=0, high=1

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from qtool.errors import QtoolError
 from qtool.quantization.histogram import Histogram
+from qtool.quantization.learned import LearnedSteps
 from qtool.quantization.qparams import affine_qparams, symmetric_qparams
 from qtool.quantization.ranges import weight_range
 from qtool.quantization.torchao_api import FakeQuantizeBase, ObserverBase
@@ -132,9 +133,12 @@ class FakeQuantizer(FakeQuantizeBase):  # type: ignore[misc]
         self.register_buffer("scale", torch.ones(1))
         self.register_buffer("zero_point", torch.zeros(1, dtype=torch.int32))
         self.observing = self.quantizing = True
+        self.learner: LearnedSteps | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """Updates the range while observing, then fake-quantizes."""
+        if self.learner is not None and self.quantizing:
+            return self.learner(x, self.observing)  # type: ignore[no-any-return]
         if self.observing:
             self._observe(x.detach())
         if not self.quantizing:
@@ -169,6 +173,10 @@ class FakeQuantizer(FakeQuantizeBase):  # type: ignore[misc]
         self.set_range(low, high)
         self.fixed = True
 
+    def range(self) -> tuple[float, float]:
+        """The range as it is now."""
+        return self.learner.range() if self.learner is not None else (float(self.low), float(self.high))
+
     def _refresh(self) -> None:
         scale, zero_point = self.calculate_qparams()
         self.scale.copy_(scale)
@@ -176,6 +184,8 @@ class FakeQuantizer(FakeQuantizeBase):  # type: ignore[misc]
 
     def calculate_qparams(self, **_: Any) -> tuple[Tensor, Tensor]:
         """Scale and zero point of the current range."""
+        if self.learner is not None:
+            return self.learner.qparams()
         low, high = float(self.low), float(self.high)
         if not (low <= high and math.isfinite(low) and math.isfinite(high)):
             raise QtoolError(
@@ -200,12 +210,16 @@ class PerChannelFakeQuantizer(FakeQuantizeBase):  # type: ignore[misc]
         self.quant_min, self.quant_max, self.qscheme, self.ch_axis = quant_min, quant_max, qscheme, ch_axis
         self.register_buffer("scale", torch.zeros(0))
         self.observing = self.quantizing = True
+        self.method = "minmax"
+        self.learner: LearnedSteps | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """Fake-quantizes ``x`` with scales from ``x`` (or from when observing stopped)."""
+        if self.learner is not None and self.quantizing:
+            return self.learner(x, self.observing)  # type: ignore[no-any-return]
         weight = x.detach()
         if self.observing or self.scale.numel() == 0:
-            amax = weight_range(weight, self.ch_axis, "minmax", self.quant_max)
+            amax = weight_range(weight, self.ch_axis, self.method, self.quant_max)
             self.scale = symmetric_qparams(amax, self.quant_max)
         if not self.quantizing:
             return x
@@ -217,6 +231,8 @@ class PerChannelFakeQuantizer(FakeQuantizeBase):  # type: ignore[misc]
 
     def calculate_qparams(self, **_: Any) -> tuple[Tensor, Tensor]:
         """Scales of shape (channels,), float32, and zero points, all zero."""
+        if self.learner is not None:
+            return self.learner.qparams()
         return self.scale, torch.zeros_like(self.scale, dtype=torch.int64)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:

@@ -23,9 +23,11 @@ from torch.fx import GraphModule
 from qtool.errors import QtoolError, UsageError
 from qtool.loop import Hooks
 from qtool.quantization import pt2e
+from qtool.quantization.averaging import Average
 from qtool.quantization.calibrate import calibrate
 from qtool.quantization.capture import aten
 from qtool.quantization.distillation import towards
+from qtool.quantization.learned import learn_steps
 from qtool.quantization.observers import FakeQuantizer
 from qtool.quantization.prepared import Prepared, Switch
 from qtool.recipe import QatConfig
@@ -35,8 +37,12 @@ FineTune = Callable[[nn.Module, Hooks, LossFunction | None], Any]
 _DROPOUTS = (aten.dropout.default, aten.feature_dropout.default)
 
 
-def require_float32_weights(config: QatConfig) -> None:
-    """Raises UsageError for a precision that keeps weights in 16 bits."""
+def check_tuning(config: QatConfig) -> None:
+    """Raises UsageError for a precision that keeps weights in 16 bits, and for options that exclude each other."""
+    if config.ema is not None and config.early_stopping is not None:
+        raise UsageError(
+            "--ema", "the average of all steps or the best epoch", "--early-stopping too", "leave one of them out"
+        )
     if config.precision in ("16-true", "bf16-true"):
         raise UsageError(
             "quantize --mode qat", "a precision with float32 weights", f"'{config.precision}'",
@@ -45,33 +51,44 @@ def require_float32_weights(config: QatConfig) -> None:
 
 
 def train_quantized(
-    prepared: Prepared, calibration: Iterable[Any], fine_tune: FineTune, config: QatConfig, teacher: nn.Module
-) -> dict[str, Any]:
+    prepared: Prepared, calibration: Iterable[Any], fine_tune: FineTune, config: QatConfig, teacher: nn.Module,
+    ranges: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Calibrates and fine-tunes a prepared model in place, ready to convert; returns its ranges.
 
     ``fine_tune(graph, hooks, loss)`` trains the graph in place (the step loop, handed in by the caller);
-    ``teacher`` is the float model, whose outputs are the aim when ``config.distill``.
+    ``teacher`` is the float model, whose outputs are the aim when ``config.distill``. ``ranges`` of a post-training
+    quantization are where training starts; without them it is the calibration data's extremes.
     """
     prepared.switch(prepared.graph, batch_norm=False, dropout=False)
-    _start_ranges(prepared.graph, calibration)
-    fine_tune(prepared.graph, QatHooks(config, prepared.switch), towards(teacher) if config.distill else None)
+    _start_ranges(prepared.graph, calibration, learned=config.step_size == "learned")
+    for name, fake in prepared.observers.items():
+        if ranges is not None and name in ranges:
+            fake.set_range(float(ranges[name]["low"]), float(ranges[name]["high"]))
+    if config.step_size == "learned":
+        learn_steps(pt2e.fake_quantizers(prepared.graph))
+    hooks = QatHooks(config, prepared.switch)
+    fine_tune(prepared.graph, hooks, towards(teacher) if config.distill else None)
+    hooks.finish(prepared.graph)
     for trained in (prepared.graph, teacher):
         trained.to("cpu")  # the quantized form is made and saved there, wherever it was trained
     prepared.switch(prepared.graph, batch_norm=False, dropout=False)
     return {
-        name: {"low": float(fake.low), "high": float(fake.high), "method": "qat"}
+        name: dict(zip(("low", "high"), fake.range(), strict=True)) | {"method": "qat"}
         for name, fake in prepared.observers.items()
     }
 
 
-def _start_ranges(prepared: GraphModule, calibration: Iterable[Any]) -> None:
-    """Sets every range to the calibration data's extremes, with quantization off."""
+def _start_ranges(prepared: GraphModule, calibration: Iterable[Any], *, learned: bool) -> None:
+    """Sets every range to the calibration data's extremes, quantization off; learned weights' to the least error."""
     fakes = pt2e.fake_quantizers(prepared)
     averaging = {id(fake): fake.averaging for fake in fakes if isinstance(fake, FakeQuantizer)}
     for fake in fakes:
         fake.quantizing = False
         if isinstance(fake, FakeQuantizer):
             fake.averaging = None
+        elif learned:
+            fake.method = "mse"
     calibrate(prepared, calibration)
     for fake in fakes:
         fake.quantizing = True
@@ -85,6 +102,7 @@ class QatHooks(Hooks):
     def __init__(self, config: QatConfig, switch: Switch | None = None) -> None:
         self.config, self.switch = config, switch or set_training
         self.frozen_norms = self.frozen_ranges = False
+        self.average = Average(config.ema) if config.ema is not None else None
 
     def mode(self, model: nn.Module, training: bool) -> None:
         """Sets dropout and, unless frozen, batch-norm; ranges are observed in training alone."""
@@ -96,18 +114,33 @@ class QatHooks(Hooks):
 
     def before_step(self, model: nn.Module, step: int, total: int) -> None:
         """Freezes batch-norm statistics, then ranges, once their fraction of the steps is done."""
+        if self.average is not None:
+            self.average.update(_graph_of(model), step)
         norms, ranges = step >= self.config.freeze_bn * total, step >= self.config.freeze_observers * total
         if (norms, ranges) != (self.frozen_norms, self.frozen_ranges):
             self.frozen_norms, self.frozen_ranges = norms, ranges
             self.mode(model, True)
 
+    def after_epoch(self, model: nn.Module, epoch: int, metrics: Mapping[str, float]) -> None:
+        """Takes the last step of the epoch into the average."""
+        if self.average is not None:
+            self.average.update(_graph_of(model), self.average.step + 1)
+
+    def finish(self, graph: GraphModule) -> None:
+        """Puts the averaged weights into the graph, once training is over."""
+        if self.average is not None:
+            self.average.put(graph)
+
     def state_dict(self) -> dict[str, Any]:
-        """What is frozen."""
-        return {"frozen_norms": self.frozen_norms, "frozen_ranges": self.frozen_ranges}
+        """What is frozen, and the average."""
+        average = {"average": self.average.state_dict()} if self.average is not None else {}
+        return {"frozen_norms": self.frozen_norms, "frozen_ranges": self.frozen_ranges, **average}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes what ``state_dict`` gave; the next ``mode`` makes it so."""
         self.frozen_norms, self.frozen_ranges = bool(state["frozen_norms"]), bool(state["frozen_ranges"])
+        if self.average is not None:
+            self.average.load_state_dict(state["average"])
 
 
 def _graph_of(model: nn.Module) -> GraphModule:

@@ -33,7 +33,7 @@ from qtool.quantization.norms import convolve_norms, fold_batch_norm
 from qtool.quantization.placement import Placement
 from qtool.quantization.prepared import Prepared
 from qtool.quantization.products import write_products
-from qtool.quantization.qat import FineTune, require_float32_weights, set_training, train_quantized
+from qtool.quantization.qat import FineTune, check_tuning, set_training, train_quantized
 from qtool.quantization.sensitivity import Sensitivities
 from qtool.quantization.targets import get_target
 from qtool.recipe import QatConfig, QuantizeConfig
@@ -92,7 +92,7 @@ def convert(
     if config.mode == "qat" and qat is None:
         raise UsageError("quantize --mode qat", "training data", "none", "give --data with training samples")
     if config.mode == "qat":
-        require_float32_weights(tuning or QatConfig())
+        check_tuning(tuning or QatConfig())
     if (config.algorithms or keep) and iter(calibration) is calibration:
         calibration = list(calibration)
     float_graph = float_form(model, example)
@@ -100,12 +100,21 @@ def convert(
     prepared = _prepare(model, float_graph, config, example, passes)
     _fix_ranges(prepared)
     if qat is not None and config.mode == "qat":
-        ranges = train_quantized(prepared, calibration, qat, tuning or QatConfig(), float_graph)
+        first = _first_ranges(model, config, example, calibration)
+        ranges = train_quantized(prepared, calibration, qat, tuning or QatConfig(), float_graph, first)
     else:
         ranges = _observe(prepared, config, calibration, example)
     graph = prepared.convert()
     notes = passes.correct(graph, prepared.placement, ranges)
     return Converted(graph, prepared.placement, float_graph, passes.reference, ranges, notes)
+
+
+def _first_ranges(model: nn.Module, config: QuantizeConfig, example: Any, calibration: Iterable[Any]) -> Any:
+    """The ranges that training starts from: those of a post-training quantization, unless min-max is asked for."""
+    if config.ranges == "minmax":
+        return None
+    config = dataclasses.replace(config, mode="ptq", algorithms=None)
+    return convert(model, config, example=example, calibration=calibration).ranges
 
 
 def sensitivities(

@@ -1,0 +1,109 @@
+"""Learned step sizes: quantizers whose scale is trained with the weights (LSQ, arXiv 1902.08153; LSQ+, 2004.09576).
+
+With x the value, s the scale and z the zero point, and rounding passed straight through by gradients,
+
+    x̂ = s · (clamp(round(x/s) + z, qmin, qmax) − z)
+    ∂x̂/∂s = round(x/s) − x/s inside the range, qmin − z below it and qmax − z above it
+
+so that a range is neither the extremes of the data nor their average, but what costs the loss least. Affine
+activations learn their offset too (LSQ+): z = qmin + round(b · (qmax − qmin)), where b is the share of the range that
+lies below zero. An activation that is never negative keeps 0 as its least value, since that is its ReLU.
+
+As in LSQ the gradient of s is divided by √(N · (qmax − qmin)), N the number of values per sample (of weights: per
+channel). Unlike there, what is stored is ln s: under Adam a step is then a share of the scale whatever its size,
+and s cannot become negative. Ranges start from the calibration, weights' from the least squared error.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qtool.quantization.qparams import EPSILON
+
+
+class LearnedSteps(nn.Module):
+    """Fake-quantizes with a scale that has a gradient; ``axis`` counts channels, None for one scale.
+
+    ``scale``: float32, one value or one per channel. ``zero_point`` is learned where it is above ``qmin`` and
+    ``affine``. ``most`` is the greatest scale that is allowed.
+    """
+
+    def __init__(
+        self, scale: Tensor, zero_point: int, qmin: int, qmax: int, *, axis: int | None = None, affine: bool = False,
+        most: float = math.inf,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.qmin, self.qmax, self.axis, self.most, self.zero_point = qmin, qmax, axis, most, zero_point
+        self.log_scale = nn.Parameter(scale.detach().clone().float().clamp(min=EPSILON).log())
+        self.offset: nn.Parameter | None = None
+        if affine and zero_point > qmin:
+            self.offset = nn.Parameter(torch.tensor(float(zero_point - qmin) / (qmax - qmin)))
+
+    def forward(self, x: Tensor, learning: bool) -> Tensor:
+        """``x`` quantized and dequantized, in its own type; the scale has a gradient where ``learning``."""
+        value = x.float()
+        scale, zero = self._scale(), self._zero()
+        if not learning:
+            scale, zero = scale.detach(), zero.detach()
+        scale = _shaped(_slowed(scale, self._rate(value)), value, self.axis)
+        steps = _rounded(value / scale) + zero
+        return ((steps.clamp(self.qmin, self.qmax) - zero) * scale).to(x.dtype)
+
+    def qparams(self) -> tuple[Tensor, Tensor]:
+        """Scales, float32, and zero points, int64, of one shape."""
+        scale = self._scale().detach().reshape(-1)
+        return scale, self._zero().detach().to(torch.int64).expand(scale.shape).clone()
+
+    def range(self) -> tuple[float, float]:
+        """The least and the greatest value of a single scale."""
+        scale, zero = (float(value) for value in self.qparams())
+        return (self.qmin - zero) * scale, (self.qmax - zero) * scale
+
+    def _scale(self) -> Tensor:
+        return self.log_scale.exp().clamp(min=EPSILON, max=self.most)
+
+    def _zero(self) -> Tensor:
+        if self.offset is None:
+            return torch.tensor(float(self.zero_point), device=self.log_scale.device)
+        return (self.qmin + _rounded(self.offset * (self.qmax - self.qmin))).clamp(self.qmin, self.qmax)
+
+    def _rate(self, value: Tensor) -> float:
+        count = value.numel() // value.shape[0 if self.axis is None else self.axis] if value.dim() else 1
+        return 1 / math.sqrt(max(count, 1) * (self.qmax - self.qmin))
+
+
+def _rounded(value: Tensor) -> Tensor:
+    """Rounded half to even; the gradient passes as if it were not."""
+    return value + (value.round() - value).detach()
+
+
+def _slowed(value: Tensor, rate: float) -> Tensor:
+    """``value``, its gradient times ``rate``."""
+    return value * rate + (value - value * rate).detach()
+
+
+def _shaped(scale: Tensor, value: Tensor, axis: int | None) -> Tensor:
+    if axis is None:
+        return scale
+    return scale.reshape([-1 if dim == axis % value.dim() else 1 for dim in range(value.dim())])
+
+
+def learn_steps(fakes: Iterable[Any]) -> None:
+    """Gives every calibrated fake-quantizer a learner that starts where its calibration ended; fixed ranges stay."""
+    for fake in fakes:
+        if getattr(fake, "fixed", False):
+            continue
+        scale, zero_point = fake.calculate_qparams()
+        axis = fake.ch_axis if fake.is_per_channel else None
+        limits = None if fake.is_per_channel else fake.limits
+        levels = fake.quant_max - fake.quant_min
+        fake.learner = LearnedSteps(
+            scale, int(zero_point.reshape(-1)[0]), fake.quant_min, fake.quant_max, axis=axis,
+            affine=fake.qscheme == torch.per_tensor_affine,
+            most=limits[1] / levels if limits and math.isfinite(limits[1]) else math.inf,
+        )  # fmt: skip

@@ -1,0 +1,158 @@
+"""Learned step sizes: LSQ's gradients in numpy, LSQ+'s offset, and what they are worth where weights are coarse."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_qat import DATA, ENGINES, TEST, TRAIN, Killed, config, qat
+from test_qat import trained as trained  # the fixture
+from torch import nn
+
+from qtool.evaluate import sqnr_db
+from qtool.loop import fit
+from qtool.quantization import targets
+from qtool.quantization.learned import LearnedSteps
+from qtool.quantization.stage import quantize
+from qtool.quantization.targets import INT8_WEIGHT, ORT_CPU
+from qtool.recipe import QatConfig, QuantizeConfig
+from qtool.tasks import Classification
+from qtool.training.techniques import setup
+
+X = torch.linspace(-3.0, 5.0, 64).reshape(2, 32)
+
+
+def test_the_forward_is_fake_quantization() -> None:
+    for zero in (0, 90, 255):
+        steps = LearnedSteps(torch.tensor([0.021]), zero, 0, 255, affine=True)
+        scale, zero_point = steps.qparams()
+        wanted = torch.fake_quantize_per_tensor_affine(X, scale, zero_point.int(), 0, 255)
+        torch.testing.assert_close(steps(X, True), wanted, atol=1e-6, rtol=0)
+        assert int(zero_point) == zero
+        assert steps.range() == pytest.approx((-zero * 0.021, (255 - zero) * 0.021), rel=1e-5)
+
+
+def test_the_scales_gradient_is_that_of_the_paper() -> None:
+    """Eq. 3 of 1902.08153 for unsigned values with a zero point, times s for the logarithm, over √(N·Q)."""
+    scale, zero = 0.5, 3
+    steps = LearnedSteps(torch.tensor([scale]), zero, 0, 7, affine=True)
+    steps(X, True).sum().backward()
+    x = X.double().numpy() / scale
+    inside = (np.round(x) + zero >= 0) & (np.round(x) + zero <= 7)
+    each = np.where(inside, np.round(x) - x, np.where(x < 0, -zero, 7 - zero))
+    assert steps.log_scale.grad is not None
+    assert float(steps.log_scale.grad) == pytest.approx(scale * each.sum() / math.sqrt(32 * 7), rel=1e-5)
+
+
+def test_the_offsets_gradient_is_that_of_the_plus_paper() -> None:
+    """LSQ+: ∂x̂/∂β is 1 where x is clipped and 0 elsewhere; here β = −offset · 7 · s."""
+    steps = LearnedSteps(torch.tensor([0.5]), 3, 0, 7, affine=True)
+    steps(X, True).sum().backward()
+    x = np.round(X.double().numpy() / 0.5) + 3
+    clipped = ((x < 0) | (x > 7)).sum()
+    assert steps.offset is not None
+    assert steps.offset.grad is not None
+    assert float(steps.offset.grad) == pytest.approx(-clipped * 7 * 0.5, rel=1e-5)
+
+
+def test_values_pass_their_gradient_inside_the_range_alone() -> None:
+    x = X.clone().requires_grad_()
+    LearnedSteps(torch.tensor([0.5]), 3, 0, 7)(x, True).sum().backward()
+    inside = ((X / 0.5).round() + 3).clamp(0, 7) == (X / 0.5).round() + 3
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, inside.float())
+
+
+def test_each_channel_has_its_own_scale_and_what_is_frozen_has_no_gradient() -> None:
+    weight = torch.randn(4, 3, 3, 3, generator=torch.Generator().manual_seed(0))
+    scales = torch.tensor([0.1, 0.2, 0.3, 0.4])
+    steps = LearnedSteps(scales, 0, -7, 7, axis=0)
+    wanted = torch.fake_quantize_per_channel_affine(
+        weight, steps.qparams()[0], torch.zeros(4, dtype=torch.int32), 0, -7, 7
+    )
+    torch.testing.assert_close(steps(weight, True), wanted)
+    assert not steps(weight, False).requires_grad
+    assert steps.qparams()[1].tolist() == [0, 0, 0, 0]
+
+
+def test_a_scale_stays_within_its_limit_and_an_activation_that_is_never_negative_keeps_zero() -> None:
+    steps = LearnedSteps(torch.tensor([6 / 255]), 0, 0, 255, affine=True, most=6 / 255)
+    assert steps.offset is None
+    with torch.no_grad():
+        steps.log_scale.add_(1.0)
+    assert steps.range() == pytest.approx((0.0, 6.0))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_is_converted_is_what_was_trained(engine: str, trained: nn.Module) -> None:
+    kept: dict[str, Any] = {}
+    made = qat(trained, engine, config(step_size="learned", learning_rate=2e-3), kept)
+    assert sqnr_db(kept["output"], made(TEST)) >= 45
+    first, last = kept["hooks"].seen[0], kept["hooks"].seen[-1]
+    learned = [name for name in first if name.endswith("log_scale")]
+    assert len(learned) >= 7  # three weights, the input and three results; some by two names
+    assert all(not torch.equal(first[name], last[name]) for name in learned)
+
+
+def test_learned_steps_beat_observed_ones_at_two_bits(trained: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    coarse = dataclasses.replace(ORT_CPU, weight=dataclasses.replace(INT8_WEIGHT, qmin=-1, qmax=1))
+    monkeypatch.setitem(targets.TARGETS, "ort-cpu", coarse)
+    with torch.no_grad():
+        wanted = trained(TEST)
+    found = {
+        kind: sqnr_db(wanted, qat(trained, "pt2e", config(epochs=6, learning_rate=5e-3, step_size=kind))(TEST))
+        for kind in ("observed", "learned")
+    }
+    assert found["learned"] > found["observed"] + 1
+
+
+def test_resumed_with_learned_steps_and_an_average_gives_the_same_bits(trained: nn.Module, tmp_path: Path) -> None:
+    tuning = config(checkpoint_every=1, step_size="learned", ema=0.9)
+
+    def made(out: Path, stop: int | None = None) -> Any:
+        def progress(at: Any) -> None:
+            if at.step == stop:
+                raise Killed
+
+        def run(graph: nn.Module, hooks: Any, loss_fn: Any = None) -> Any:
+            with setup(graph, tuning, TRAIN[:2]) as parts:
+                return fit(
+                    graph, DATA, Classification(), tuning, setup=parts, hooks=hooks, loss_fn=loss_fn, out=out,
+                    progress=progress,
+                )  # fmt: skip
+
+        return quantize(
+            trained, QuantizeConfig(mode="qat"), example=TRAIN[:2], calibration=[TRAIN], tuning=tuning, qat=run
+        )
+
+    whole = made(tmp_path / "whole")
+    for stop in (4, 9):
+        with pytest.raises(Killed):
+            made(tmp_path / "parts", stop)
+    again = made(tmp_path / "parts")
+    assert torch.equal(whole(TEST), again(TEST))
+    assert whole.ranges == again.ranges
+    tuning = dataclasses.replace(tuning, ema=None)
+    assert not torch.equal(made(tmp_path / "plain")(TEST), whole(TEST))
+
+
+def test_training_starts_from_the_ranges_asked_for(trained: nn.Module) -> None:
+    config_ = QuantizeConfig(mode="qat", ranges="percentile", percentile=90.0)
+    untrained = config(max_steps=0, step_size="learned")
+    made = quantize(
+        trained, config_, example=TRAIN[:2], calibration=[TRAIN], tuning=untrained, qat=lambda *_: None,
+    )  # fmt: skip
+    wanted = quantize(trained, dataclasses.replace(config_, mode="ptq"), example=TRAIN[:2], calibration=[TRAIN])
+    for name, entry in wanted.ranges.items():
+        width = entry["high"] - entry["low"]
+        assert made.ranges[name]["high"] == pytest.approx(entry["high"], abs=width / 200)
+
+
+def test_the_defaults_learn_nothing() -> None:
+    assert QatConfig().step_size == "observed"
+    assert QatConfig().ema is None
