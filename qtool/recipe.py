@@ -119,6 +119,9 @@ class QatConfig(TrainConfig):
     epochs: int = option(1, "passes over the training data", low=0)
     learning_rate: float = option(2e-4, "peak learning rate", low=0)
     distill: bool = option(True, "train towards the float model's outputs instead of the labels")
+    distill_features: tuple[str, ...] | None = option(
+        None, "also train what leaves these modules (patterns) towards the float model's"
+    )
     step_size: str = option(
         "observed", "ranges as moving averages of what is observed, or learned by gradients (LSQ, LSQ+)",
         choices=STEP_SIZES,

@@ -3,23 +3,49 @@
 The aim of quantization is the model that was trained, not another one that scores as well. The float model's
 outputs say what that model answers for every sample, with more to learn from than one label: for rows of
 logits the loss is ``KL(softmax(teacher) ‖ softmax(student))``, for any other output the mean squared error.
+
+Where asked, values inside are compared too (FitNets, arXiv 1412.6550): what leaves a module in both networks, by the
+squared error relative to the teacher's mean square, so that every module counts alike. Both graphs are captures of one
+model: what leaves a module is the last operator that was written in it, and its value is *tapped* there while training.
 """
 
 from __future__ import annotations
 
+import fnmatch
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule, Node
 
+from qtool.errors import UsageError, nearest
 from qtool.nested import call, tensors, to_float32
+from qtool.quantization.capture import owner
 from qtool.step import LossFunction
 
 
-def towards(teacher: nn.Module) -> LossFunction:
+class Tap(nn.Module):
+    """Passes a value on and remembers it."""
+
+    value: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x`` itself."""
+        self.value = x
+        return x
+
+
+Pairs = Sequence[tuple[Tap, Tap]]
+
+
+def towards(teacher: nn.Module, taps: Pairs = ()) -> LossFunction:
     """The loss of a model against ``teacher``'s outputs for the same inputs; targets are not looked at.
 
-    The teacher is moved to where the inputs are, and computes in float32 unless autocast is on."""
+    ``taps`` are (teacher's, student's), whose values are compared too. The teacher is moved to where the inputs are,
+    and computes in float32 unless autocast is on.
+    """
 
     def loss(model: Any, value: Any, target: Any) -> tuple[Tensor, Tensor | float]:
         teacher.to(next(tensors(value)).device)
@@ -27,6 +53,7 @@ def towards(teacher: nn.Module) -> LossFunction:
             wanted = to_float32(call(teacher, value))
         given = to_float32(call(model, value))
         parts = [_distance(w, g) for w, g in zip(tensors(wanted), tensors(given), strict=True)]
+        parts += [_relative(wants.value.float(), gives.value.float()) for wants, gives in taps]
         return torch.stack(parts).sum(), float(next(tensors(wanted)).shape[0])
 
     return loss
@@ -38,3 +65,78 @@ def _distance(wanted: Tensor, given: Tensor) -> Tensor:
         log_p, log_q = wanted.log_softmax(1), given.log_softmax(1)
         return (log_p.exp() * (log_p - log_q)).sum()
     return (wanted - given).square().flatten(1).mean(1).sum()
+
+
+def _relative(wanted: Tensor, given: Tensor) -> Tensor:
+    """The squared error over the teacher's mean square, summed over the batch."""
+    error = (wanted - given).square().flatten(1).mean(1).sum()
+    return error / wanted.square().mean().clamp(min=torch.finfo(torch.float32).tiny)
+
+
+@contextmanager
+def tapped(teacher: GraphModule, student: GraphModule, patterns: Sequence[str]) -> Iterator[Pairs]:
+    """Taps what leaves the modules of these patterns in both graphs, and takes the taps out again.
+
+    Raises UsageError for a pattern that no module of both matches.
+    """
+    ends = [_ends(graph) for graph in (teacher, student)]
+    known = [path for path, end in ends[0].items() if path in ends[1] and _is_same(end, ends[1][path])]
+    paths = []
+    for pattern in patterns:
+        found = [path for path in known if fnmatch.fnmatchcase(path, pattern)]
+        if not found:
+            raise UsageError("--distill-features", "a module of the model", repr(pattern), nearest(pattern, known))
+        paths += found
+    taps: list[tuple[GraphModule, Node]] = []
+    try:
+        for path in dict.fromkeys(paths):
+            taps += [(graph, _tap(graph, end[path])) for graph, end in zip((teacher, student), ends, strict=True)]
+        for graph in (teacher, student):
+            graph.recompile()
+        modules = [graph.get_submodule(str(node.target)) for graph, node in taps]
+        yield list(zip(modules[::2], modules[1::2], strict=True))  # type: ignore[arg-type]
+    finally:
+        for graph, node in taps:
+            _untap(graph, node)
+        for graph in (teacher, student):
+            graph.recompile()
+
+
+def _ends(graph: GraphModule) -> dict[str, Node]:
+    """The last operator with a floating point result in every module, those within it included, by path."""
+    found: dict[str, Node] = {}
+    for node in graph.graph.nodes:
+        value = node.meta.get("val")
+        if node.op != "call_function" or not (isinstance(value, Tensor) and value.is_floating_point() and value.dim()):
+            continue
+        parts = owner(node).split(".") if owner(node) else []
+        for length in range(1, len(parts) + 1):
+            found[".".join(parts[:length])] = node
+    return found
+
+
+def _is_same(teachers: Node, students: Node) -> bool:
+    """Whether the two are one value: of one shape, and not before a batch-norm that is folded in the teacher.
+
+    There the student's is divided first by what scaled the weight, in an operator that no capture wrote.
+    """
+    shapes = [tuple(node.meta["val"].shape[1:]) for node in (teachers, students)]
+    divided = any(user.op == "call_function" and "val" not in user.meta for user in students.users)
+    return shapes[0] == shapes[1] and not divided
+
+
+def _tap(graph: GraphModule, node: Node) -> Node:
+    name = f"tap_{node.name}"
+    graph.add_submodule(name, Tap())
+    with graph.graph.inserting_after(node):
+        tap = graph.graph.call_module(name, (node,))
+    node.replace_all_uses_with(tap, delete_user_cb=lambda user: user is not tap)
+    return tap
+
+
+def _untap(graph: GraphModule, tap: Node) -> None:
+    source = tap.args[0]
+    assert isinstance(source, Node)
+    tap.replace_all_uses_with(source)
+    graph.graph.erase_node(tap)
+    graph.delete_submodule(str(tap.target))

@@ -26,7 +26,7 @@ from qtool.quantization import pt2e
 from qtool.quantization.averaging import Average
 from qtool.quantization.calibrate import calibrate
 from qtool.quantization.capture import aten
-from qtool.quantization.distillation import towards
+from qtool.quantization.distillation import tapped, towards
 from qtool.quantization.learned import learn_steps
 from qtool.quantization.observers import FakeQuantizer
 from qtool.quantization.prepared import Prepared, Switch
@@ -43,6 +43,9 @@ def check_tuning(config: QatConfig) -> None:
         raise UsageError(
             "--ema", "the average of all steps or the best epoch", "--early-stopping too", "leave one of them out"
         )
+    if config.distill_features and (not config.distill or config.compile):
+        got = "--compile" if config.compile else "--no-distill"
+        raise UsageError("--distill-features", "--distill in eager mode", got, "leave one of them out")
     if config.precision in ("16-true", "bf16-true"):
         raise UsageError(
             "quantize --mode qat", "a precision with float32 weights", f"'{config.precision}'",
@@ -51,7 +54,7 @@ def check_tuning(config: QatConfig) -> None:
 
 
 def train_quantized(
-    prepared: Prepared, calibration: Iterable[Any], fine_tune: FineTune, config: QatConfig, teacher: nn.Module,
+    prepared: Prepared, calibration: Iterable[Any], fine_tune: FineTune, config: QatConfig, teacher: GraphModule,
     ranges: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Calibrates and fine-tunes a prepared model in place, ready to convert; returns its ranges.
@@ -68,7 +71,8 @@ def train_quantized(
     if config.step_size == "learned":
         learn_steps(pt2e.fake_quantizers(prepared.graph))
     hooks = QatHooks(config, prepared.switch)
-    fine_tune(prepared.graph, hooks, towards(teacher) if config.distill else None)
+    with tapped(teacher, prepared.graph, config.distill_features or ()) as taps:
+        fine_tune(prepared.graph, hooks, towards(teacher, taps) if config.distill else None)
     hooks.finish(prepared.graph)
     for trained in (prepared.graph, teacher):
         trained.to("cpu")  # the quantized form is made and saved there, wherever it was trained

@@ -93,6 +93,10 @@ def convert(
         raise UsageError("quantize --mode qat", "training data", "none", "give --data with training samples")
     if config.mode == "qat":
         check_tuning(tuning or QatConfig())
+        if config.engine != "pt2e" and tuning and tuning.distill_features:
+            raise UsageError(
+                "--distill-features", "--engine pt2e", f"--engine {config.engine}", "leave one of them out"
+            )
     if (config.algorithms or keep) and iter(calibration) is calibration:
         calibration = list(calibration)
     float_graph = float_form(model, example)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from qtool.form import QuantizedModel
 
 SECONDS = 0.5
+TIMED = "ort-cpu"
 
 
 class Cost:
@@ -43,8 +44,10 @@ class Cost:
         return predicted_bytes(model)
 
     def speedup(self, model: QuantizedModel) -> float | None:
-        """How many times faster than FP32; None where the candidate cannot be written or opened."""
+        """How many times faster than FP32; None for another target, or where it cannot be written or opened."""
         key = tuple(unit.name for unit in model.plan.float_units)
+        if model.plan.target != TIMED:
+            return None
         if key not in self._speeds:
             try:
                 self._speeds[key] = self._measured(model)

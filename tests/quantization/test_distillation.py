@@ -1,0 +1,83 @@
+"""Distillation: the loss written out, and taps that read the same value in the float model and in what trains."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import nets
+import pytest
+import torch
+from test_qat import TEST, config, qat
+from test_qat import trained as trained  # the fixture
+from torch import Tensor, nn
+
+from qtool.errors import UsageError
+from qtool.quantization import pt2e
+from qtool.quantization.algorithms.passes import Passes
+from qtool.quantization.distillation import Tap, _ends, _is_same, tapped, towards
+from qtool.quantization.qat import check_tuning
+from qtool.quantization.stage import _prepare, float_form
+from qtool.recipe import QatConfig, QuantizeConfig
+
+
+def pair(model: nn.Module, x: Tensor) -> tuple[Any, Any]:
+    """The float graph, and the graph that trains with its quantizers off."""
+    config_ = QuantizeConfig(mode="qat")
+    reference = float_form(model, x)
+    prepared = _prepare(model, reference, config_, x, Passes(config_, []))
+    for fake in pt2e.fake_quantizers(prepared.graph):
+        fake.quantizing = fake.observing = False
+    prepared.switch(prepared.graph, batch_norm=False, dropout=False)
+    return reference, prepared.graph
+
+
+@pytest.mark.parametrize("make", [nets.small_resnet, nets.small_mobilenet])
+def test_what_leaves_a_module_is_one_value_in_both(make: Any) -> None:
+    x = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    reference, student = pair(nets.settled(make(), 16), x)
+    ends = [_ends(graph) for graph in (reference, student)]
+    names = [name for name in ends[0] if name in ends[1] and _is_same(ends[0][name], ends[1][name])]
+    assert {"0", "2", "2.body", "4"} <= set(names)
+    assert "0.0" not in names  # before its batch-norm there, after it here
+    before = [len(graph.graph.nodes) for graph in (reference, student)]
+    with tapped(reference, student, ["*"]) as taps, torch.no_grad():
+        assert len(taps) == len(names)
+        reference(x), student(x)
+        for wanted, given in taps:
+            torch.testing.assert_close(wanted.value, given.value, atol=2e-5, rtol=0)
+    assert [len(graph.graph.nodes) for graph in (reference, student)] == before
+    assert not any(isinstance(module, Tap) for graph in (reference, student) for module in graph.modules())
+
+
+def test_the_loss_is_divergence_and_the_relative_errors() -> None:
+    teacher, student = nn.Linear(3, 5), nn.Linear(3, 5)
+    x, wants, gives = torch.randn(4, 3), Tap(), Tap()
+    wants.value, gives.value = torch.randn(4, 2, 3), torch.randn(4, 2, 3)
+    total, count = towards(teacher, [(wants, gives)])(student, x, None)
+    p, q = teacher(x).softmax(1), student(x).softmax(1)
+    relative = (wants.value - gives.value).square().sum() / 6 / wants.value.square().mean()
+    torch.testing.assert_close(total, (p * (p / q).log()).sum() + relative)
+    assert count == 4
+
+
+def test_features_come_closer_when_they_are_asked_for(trained: nn.Module) -> None:
+    made = {
+        asked: qat(trained, "pt2e", config(epochs=4, learning_rate=5e-3, distill_features=asked))
+        for asked in (None, ("first", "relu"))
+    }
+    with torch.no_grad():
+        assert all(bool(one(TEST).isfinite().all()) for one in made.values())
+    assert not torch.equal(made[None](TEST), made["first", "relu"](TEST))
+    assert all(name.startswith("tap") is False for name, _ in made["first", "relu"].graph.named_modules())
+
+
+def test_what_cannot_be_compared_is_refused(trained: nn.Module) -> None:
+    with pytest.raises(
+        UsageError, match=r"--distill-features: expected a module of the model; got 'fist'; did you mean"
+    ):
+        qat(trained, "pt2e", config(distill_features=("fist",)))
+    with pytest.raises(UsageError, match="--engine pt2e"):
+        qat(trained, "torch.ao", config(distill_features=("first",)))
+    for options in ({"distill": False}, {"compile": True}):
+        with pytest.raises(UsageError, match="--distill in eager mode"):
+            check_tuning(QatConfig(distill_features=("first",), **options))
