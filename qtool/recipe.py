@@ -142,7 +142,12 @@ class QuantizeConfig:
     mode: str = option("ptq", "post-training quantization, or quantization-aware training", choices=MODES)
     engine: str = option("pt2e", "which library prepares and converts the graph", choices=ENGINES)
     target: str = option("ort-cpu", "the runtime whose fusions decide what is quantized", choices=TARGETS)
-    weight_bits: int = option(8, "bits of a weight; 7 cannot saturate on x86 without VNNI", low=7, high=8)
+    weight_bits: int = option(
+        8, "bits of a weight; 7 cannot saturate on x86 without VNNI, 4 saves size and runs in float", low=4, high=8
+    )
+    edge_bits: int = option(
+        8, "bits of the first and the last layer's weights where the others have 6 or fewer", low=4, high=8
+    )
     ranges: str = option("minmax", "how activation ranges are read from the histogram", choices=RANGES)
     percentile: float = option(
         99.99, "share of the values that --ranges percentile keeps, in percent", low=50, high=100

@@ -12,7 +12,7 @@ runs in float32. The rules are stated here again, from the runtime's transformer
   dequantised, nothing else reads its output, and the types fit; a ``Gemm`` or ``MatMul`` may do without a quantiser;
 * a float32 bias of such an operator is rounded to int32 with the scale ``sx·sw``.
 
-Left out on purpose: quantisers of the ``com.microsoft`` domain, 4- and 16-bit types, blocked scales, subgraphs,
+Left out on purpose: quantisers of the ``com.microsoft`` domain, 16-bit types, blocked scales, subgraphs,
 models of local functions.
 """
 
@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import onnx
 import torch
 from onnx import numpy_helper
@@ -60,13 +61,19 @@ class Unit:
     affine: Affine | None = None
 
 
+def _array(tensor: onnx.TensorProto) -> npt.NDArray[Any]:
+    """A constant as PyTorch knows it: four bits are handed on as sixteen, which no integer kernel takes either."""
+    array = numpy_helper.to_array(tensor)
+    return array.astype(np.int16) if tensor.data_type == onnx.TensorProto.INT4 else array
+
+
 class Graph:
     """Nodes, constants, inputs and outputs of an ONNX model, with the questions the rules ask."""
 
     def __init__(self, model: onnx.ModelProto) -> None:
         graph = model.graph
         self.opsets = {entry.domain or "": entry.version for entry in model.opset_import}
-        self.constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
+        self.constants = {tensor.name: _array(tensor) for tensor in graph.initializer}
         self.inputs = [value.name for value in graph.input if value.name not in self.constants]
         self.outputs = [value.name for value in graph.output]
         self.shapes = known_shapes(model) if any(n.op_type == "MatMul" for n in graph.node) else {}

@@ -10,15 +10,20 @@ from __future__ import annotations
 from pathlib import Path
 
 import onnx
+from torch.fx import Node
 
 from qtool.exporting.gates import Gate
 from qtool.form import QuantizedModel
+from qtool.form import quantized as quantized_ops
 
 TOLERANCE = 0.05
 
 
 def predicted_bytes(quantized: QuantizedModel) -> int:
-    """Bytes of all constants of the quantized graph; zero points of weights as int8, of biases as nothing."""
+    """Bytes of all constants of the quantized graph; zero points of weights as int8, of biases as nothing.
+
+    Weights of four bits, and their zero points, take half a byte.
+    """
     graph = quantized.graph
     tensors = dict(graph.named_parameters(remove_duplicate=True)) | dict(graph.named_buffers(remove_duplicate=True))
     total = 0
@@ -27,7 +32,13 @@ def predicted_bytes(quantized: QuantizedModel) -> int:
             total += 0 if "bias" in name else tensor.numel()
         else:
             total += tensor.numel() * tensor.element_size()
-    return total
+    packed = [node for node in graph.graph.nodes if _is_int4(node)]
+    halves = {str(source.target) for node in packed for source in (node.args[0], node.args[2])}
+    return total - sum(tensors[name].numel() // 2 for name in halves)
+
+
+def _is_int4(node: Node) -> bool:
+    return node.target is quantized_ops.dequantize_per_channel.default and node.args[4:6] == (-7, 7)
 
 
 def size(quantized: QuantizedModel, path: Path) -> Gate:
@@ -46,4 +57,4 @@ def size(quantized: QuantizedModel, path: Path) -> Gate:
 
 def _bytes(tensor: onnx.TensorProto) -> int:
     array = onnx.numpy_helper.to_array(tensor)
-    return int(array.nbytes)
+    return (array.size + 1) // 2 if tensor.data_type == onnx.TensorProto.INT4 else int(array.nbytes)

@@ -28,6 +28,7 @@ from qtool.exporting.passes import (
     float_units,
     global_pool,
     hard_sigmoid,
+    int4,
     metadata,
     names,
     pads,
@@ -75,6 +76,7 @@ def quantized_to_onnx(quantized: QuantizedModel, opset: int) -> ir.Model:
     names.apply(model, units)
     for rewrite in PASSES[quantized.plan.target]:
         rewrite(model)
+    int4.apply(model, {unit.name for unit in quantized.plan.units if unit.weight_bits == 4}, opset)
     metadata.strip(model)
     return model
 

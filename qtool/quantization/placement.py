@@ -15,6 +15,7 @@ plan in the artifact and of the coverage gate.
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 import math
 import operator
@@ -28,12 +29,14 @@ from torch.fx import GraphModule, Node
 from qtool.errors import UsageError
 from qtool.form import Plan, Unit
 from qtool.quantization.capture import aten, owner
-from qtool.quantization.targets import RELU_LIKE, Pattern, Target
+from qtool.quantization.targets import RELU_LIKE, Format, Pattern, Target
 
 # Operators whose output holds copies of their input's numbers (and zeros) only.
 _COPIES = ("move", "pad", "upsample")
 # Operators that compute nothing worth a line in the plan.
 _SILENT = (aten.sym_size.int, aten.detach.default, aten.alias.default, operator.getitem)
+
+IN_FLOAT = "its 4-bit weights are dequantized and it runs in float: what they gain is size"
 
 
 @dataclass
@@ -86,6 +89,7 @@ class Placement:
         for node in compute:
             if node not in self._taken:
                 self._place(node)
+        self._settle_weights()
         if unused := set(self.overrides) - self._used_overrides:
             raise UsageError(
                 "overrides", "patterns that match a unit", ", ".join(sorted(unused)),
@@ -100,6 +104,21 @@ class Placement:
     def is_integer(self, node: Node) -> bool:
         """Whether the node's value leaves an integer unit with a quantizer."""
         return node in self._integer
+
+    def weight_format(self, placed: Placed) -> Format:
+        """The number format of a unit's weight: the first and the last layer may have one of their own."""
+        weighted = [p for p in self.placed if p.pattern is not None and p.pattern.weighted]
+        return self.target.edge_weight if placed in (weighted[0], weighted[-1]) else self.target.weight
+
+    def _settle_weights(self) -> None:
+        """Tells each unit the bits of its weight, and those of four bits that they run in float."""
+        for placed in self.placed:
+            if placed.pattern is None or not placed.pattern.weighted:
+                continue
+            bits = self.weight_format(placed).bits
+            placed.unit = dataclasses.replace(placed.unit, weight_bits=bits)
+            if bits == 4:
+                placed.unit = dataclasses.replace(placed.unit, integer=False, reason=IN_FLOAT)
 
     def _place(self, node: Node) -> None:
         reason = "no integer kernel on this target"
@@ -137,7 +156,7 @@ class Placement:
         unit = Unit(
             self._name(node), pattern.kind, tuple(dict.fromkeys(owner(n) for n in nodes if owner(n))),
             integer=not pattern.in_float, reason=pattern.in_float,
-            weight_bits=self.target.weight_bits if pattern.weighted else None,
+            weight_bits=self.target.weight.bits if pattern.weighted else None,
         )  # fmt: skip
         placed = Placed(unit, nodes, pattern, _operands(node, pattern), quantized_output)
         self.placed.append(placed)

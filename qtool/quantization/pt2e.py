@@ -66,7 +66,7 @@ class PlacementQuantizer(Quantizer):  # type: ignore[misc]
         if pattern.weighted:
             weight = placed.anchor.args[1]
             assert isinstance(weight, Node)
-            inputs[weight] = self._weight_spec(self.placement.target.weight, output_axis(placed.anchor))
+            inputs[weight] = self._weight_spec(self.placement.weight_format(placed), output_axis(placed.anchor))
         output: Any = None
         if placed.quantized_output:
             output = SharedQuantizationSpec((placed.operands[0], placed.anchor)) if pattern.shares else activation
@@ -98,7 +98,7 @@ def prepare(
 
     Raises QtoolError where no operator of the graph is to be integer.
     """
-    if not placement.plan().integer_units:
+    if not any(placed.pattern for placed in placement.placed):
         reasons = (
             "; ".join(dict.fromkeys(unit.reason for unit in placement.plan().float_units)) or "it has no operators"
         )

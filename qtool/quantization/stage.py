@@ -89,6 +89,8 @@ def convert(
 ) -> Converted:
     """All of ``quantize`` but the last step; with ``keep`` the reference is kept although no pass asks for it."""
     check_finite(model)
+    if config.engine == "torch.ao" and config.weight_bits < 7:
+        raise UsageError("--weight-bits", "7 or 8 for engine 'torch.ao'", str(config.weight_bits), "choose pt2e")
     if config.mode == "qat" and qat is None:
         raise UsageError("quantize --mode qat", "training data", "none", "give --data with training samples")
     if config.mode == "qat":
@@ -158,7 +160,7 @@ def _prepare(
 
         graph = copied(float_graph)
         convolve_norms(graph)
-        placement = Placement(graph, get_target(config.target, config.weight_bits), config.overrides)
+        placement = Placement(graph, get_target(config.target, config.weight_bits, config.edge_bits), config.overrides)
         passes.decline_float("the torch.ao engine prepares the model's own modules", copied(graph))
         gains = _gains(graph, placement, config)
         prepared = torch_ao.prepare(
@@ -168,8 +170,8 @@ def _prepare(
     graph = capture(model, example, train=True) if train else copied(float_graph)
     convolve_norms(graph)
     flatten_linears(graph)
-    write_products(graph, get_target(config.target, config.weight_bits).products)
-    placement = Placement(graph, get_target(config.target, config.weight_bits), config.overrides)
+    write_products(graph, get_target(config.target, config.weight_bits, config.edge_bits).products)
+    placement = Placement(graph, get_target(config.target, config.weight_bits, config.edge_bits), config.overrides)
     passes.improve(graph, placement)
     gains = _gains(graph, placement, config)
     ready = pt2e.prepare(graph, placement, train=train, detailed=detailed, weight_ranges=config.weight_ranges)

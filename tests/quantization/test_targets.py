@@ -64,4 +64,4 @@ def test_cuda_has_no_integer_convolution_and_auto_is_what_is_at_hand(monkeypatch
 
 def test_seven_bits_stop_at_63(tmp_path: Path) -> None:
     weight = get_target("ort-cpu", 7).weight
-    assert (weight.qmin, weight.qmax, get_target("ort-cpu", 7).weight_bits) == (-63, 63, 7)
+    assert (weight.qmin, weight.qmax, weight.bits) == (-63, 63, 7)

@@ -6,7 +6,6 @@ CPU. ``ort-cuda`` is a name so that it can be refused: that provider has no inte
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 
 import torch
@@ -33,8 +32,11 @@ __all__ = [
 TARGETS = {target.name: target for target in (ORT_CPU, TENSORRT, OPENVINO)}
 
 
-def get_target(name: str, weight_bits: int = 8) -> Target:
-    """The target of that name, its weights in ``weight_bits``. Raises UsageError for one unknown or without INT8."""
+def get_target(name: str, weight_bits: int = 8, edge_bits: int = 8) -> Target:
+    """The target of that name, its weights in ``weight_bits``, those of the first and last layer in ``edge_bits``.
+
+    Raises UsageError for a target that is unknown or without INT8, and for one whose 4-bit weights are not known.
+    """
     if name == "ort-cuda":
         raise UsageError(
             "--target", "a runtime that convolves integers",
@@ -44,10 +46,9 @@ def get_target(name: str, weight_bits: int = 8) -> Target:
     name = _at_hand() if name == "auto" else name
     if name not in TARGETS:
         raise UsageError("--target", "a known runtime", repr(name), nearest(name, [*TARGETS, "auto"]))
-    target, most = TARGETS[name], 2 ** (weight_bits - 1) - 1
-    if weight_bits == 8:
-        return target
-    return dataclasses.replace(target, weight=dataclasses.replace(target.weight, qmin=-most, qmax=most))
+    if weight_bits < 7 and name != ORT_CPU.name:
+        raise UsageError("--weight-bits", f"7 or 8 for target '{name}'", str(weight_bits), "choose ort-cpu")
+    return TARGETS[name] if weight_bits == 8 else TARGETS[name].with_weights(weight_bits, edge_bits)
 
 
 def _at_hand() -> str:

@@ -8,6 +8,7 @@ generated from it; a new runtime is a new file of this folder.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,16 @@ class Format:
     qmin: int
     qmax: int
     symmetric: bool
+
+    @property
+    def bits(self) -> int:
+        """Bits that a value takes, the sign included."""
+        return int(self.qmax + 1).bit_length()
+
+    def narrowed(self, bits: int) -> Format:
+        """The symmetric format of so many bits, −(2^(bits−1) − 1) to 2^(bits−1) − 1, in the same storage."""
+        most = 2 ** (bits - 1) - 1
+        return dataclasses.replace(self, qmin=-most, qmax=most)
 
 
 UINT8 = Format(torch.uint8, 0, 255, symmetric=False)
@@ -70,7 +81,8 @@ class Target:
     """A runtime's integer kernels: patterns in order of preference, and number formats.
 
     ``products``: activations that it runs faster as a gate and a product (see :mod:`qtool.quantization.products`).
-    ``integer_bias``: biases are int32 in the accumulator's unit; otherwise they stay float32.
+    ``integer_bias``: biases are int32 in the accumulator's unit; otherwise they stay float32. ``weight`` is the format
+    of all weights but those of the first and the last layer, which is ``edge_weight``.
     """
 
     name: str
@@ -79,11 +91,12 @@ class Target:
     integer_bias: bool = True
     activation: Format = UINT8
     weight: Format = INT8_WEIGHT
+    edge_weight: Format = INT8_WEIGHT
 
-    @property
-    def weight_bits(self) -> int:
-        """Bits that a weight takes, the sign included."""
-        return int(self.weight.qmax + 1).bit_length()
+    def with_weights(self, bits: int, edge_bits: int) -> Target:
+        """The same kernels over weights of fewer bits; the edges too where 7 bits are for the sake of the kernels."""
+        edges = bits if bits == 7 else max(bits, edge_bits)
+        return dataclasses.replace(self, weight=self.weight.narrowed(bits), edge_weight=self.weight.narrowed(edges))
 
 
 def global_mean(node: torch.fx.Node) -> str:

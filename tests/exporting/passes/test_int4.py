@@ -1,0 +1,90 @@
+"""Weights of four bits: which layers have them, what the file holds, and that it still proves what it computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from hard_nets import hard_mobilenet, images
+from onnx import numpy_helper
+from torch import nn
+
+from qtool.errors import UsageError
+from qtool.evaluate import sqnr_db
+from qtool.exporting.stage import export
+from qtool.exporting.to_onnx import quantized_to_onnx
+from qtool.form import QuantizedModel
+from qtool.quantization.capture import parameter
+from qtool.quantization.integers import WEIGHTED
+from qtool.quantization.stage import quantize
+from qtool.recipe import ExportConfig, QuantizeConfig
+from qtool.runtimes import open_session
+
+BATCHES = [images(24), images(16, seed=1)]
+
+
+def quantized_to(bits: int, **options) -> QuantizedModel:
+    config = QuantizeConfig(weight_bits=bits, **options)
+    return quantize(hard_mobilenet(nn.ReLU6, 0.3), config, example=BATCHES[0], calibration=BATCHES)
+
+
+def bits_of(quantized: QuantizedModel) -> list[int]:
+    return [unit.weight_bits for unit in quantized.plan.units if unit.weight_bits]
+
+
+@pytest.mark.parametrize(
+    ("bits", "edge", "expected"), [(4, 8, (8, 4, 8)), (4, 6, (6, 4, 6)), (6, 4, (6, 6, 6)), (7, 8, (7, 7, 7))]
+)
+def test_the_first_and_the_last_layer_have_bits_of_their_own_below_seven(bits, edge, expected) -> None:
+    quantized = quantized_to(bits, edge_bits=edge)
+    first, *inner, last = bits_of(quantized)
+    assert (first, *set(inner), last) == expected
+    for node in quantized.graph.graph.nodes:
+        if node.target in WEIGHTED:
+            unit = next(u for u in quantized.plan.units if u.name == node.meta["custom"]["unit"])
+            integers = parameter(quantized.graph, node.args[1].args[0])
+            assert int(integers.abs().max()) == 2 ** (unit.weight_bits - 1) - 1
+            assert unit.integer == (unit.weight_bits != 4)
+            assert ("runs in float" in unit.reason) == (unit.weight_bits == 4)
+
+
+def test_the_file_holds_the_graphs_integers_two_to_a_byte_and_passes_its_gates(tmp_path: Path) -> None:
+    quantized = quantized_to(4)
+    result = export(quantized, tmp_path, ExportConfig(), samples=BATCHES)
+    assert all(gate["passed"] is not False for gate in result.gates)
+    stored = {t.name: t for t in onnx.load(str(result.files["int8"])).graph.initializer}
+    checked = 0
+    for node in quantized.graph.graph.nodes:
+        if node.target in WEIGHTED and node.args[1].args[4] == -7:
+            tensor = stored[f"{node.meta['custom']['unit']}/weight"]
+            integers = parameter(quantized.graph, node.args[1].args[0]).numpy()
+            assert tensor.data_type == onnx.TensorProto.INT4
+            assert len(tensor.raw_data) == (integers.size + 1) // 2
+            np.testing.assert_array_equal(numpy_helper.to_array(tensor).astype(np.int8), integers)
+            checked += 1
+    assert checked == 10
+    test = images(32, seed=5)
+    found = open_session(result.files["int8"]).run({"x": test.numpy()})[0]
+    assert sqnr_db(quantized(test), torch.from_numpy(found)) > 50
+
+
+def test_an_opset_without_four_bits_is_refused() -> None:
+    with pytest.raises(UsageError, match="21 or more for 4-bit weights; got 20"):
+        quantized_to_onnx(quantized_to(4), 20)
+
+
+def test_who_cannot_have_four_bits_is_told() -> None:
+    for options, where in (({"engine": "torch.ao"}, "engine 'torch.ao'"), ({"target": "tensorrt"}, "'tensorrt'")):
+        with pytest.raises(UsageError, match=where):
+            quantized_to(4, **options)
+
+
+def test_gptq_gains_most_where_bits_are_few() -> None:
+    test = images(128, seed=9)
+    with torch.no_grad():
+        wanted = hard_mobilenet(nn.ReLU6, 0.3)(test)
+    found = {name: sqnr_db(wanted, quantized_to(4, algorithms=(name,))(test)) for name in ("bias", "gptq")}
+    assert found["gptq"] > found["bias"] + 2
