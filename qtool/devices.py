@@ -31,6 +31,45 @@ def resolve_device(text: str) -> torch.device:
     return torch.device("cuda", index)
 
 
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that an allocation failed, on a GPU or in host memory."""
+    said = isinstance(error, RuntimeError) and "allocate memory" in str(error)
+    return said or isinstance(error, torch.OutOfMemoryError | MemoryError)
+
+
+def memory_free(device: torch.device) -> int:
+    """Bytes that this process can still allocate: on a GPU the free ones, on the CPU what the system says is available.
+
+    The limit of a control group, where it is lower, counts for the CPU. Raises QtoolError where neither is known.
+    """
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        with open("/proc/meminfo") as file:
+            known = [int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable")]
+        for limit, used in (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "")):
+            text = _control_group(limit)
+            known += [int(text) - int(_control_group(used) or 0)] if text.isdecimal() else []
+        return max(0, min(known))
+    except (OSError, ValueError) as error:
+        raise QtoolError("free memory", "that the system tells it", str(error), "pass a --memory-budget") from error
+
+
+def _control_group(name: str) -> str:
+    try:
+        with open(f"/sys/fs/cgroup/{name}") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
+
+
+def limit_memory(device: torch.device, size: float) -> None:
+    """Has torch's allocator on a GPU refuse what would take it beyond ``size`` bytes. No effect on the CPU."""
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, size / total), device)
+
+
 def memory_used(device: torch.device) -> int:
     """Bytes in use: allocated tensors on CUDA, the resident set of this process on the CPU (0 where unknown)."""
     if device.type == "cuda":

@@ -29,7 +29,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from qtool import checkpoint, processes, recipe
-from qtool.devices import memory_used
+from qtool.devices import memory_used, out_of_memory
 from qtool.errors import QtoolError, UsageError
 from qtool.evaluate import evaluate, shared_batches
 from qtool.nested import call, to_float32
@@ -41,6 +41,14 @@ from qtool.tasks import Task
 
 _FREE = ("device", "devices", "checkpoint_every")
 """Keys of a recipe that may differ when a run is resumed."""
+
+
+class OutOfMemory(QtoolError):
+    """Memory ran out in a step. ``last`` says which checkpoint stands."""
+
+    def __init__(self, where: str, expected: str, got: str, do: str, last: str = "") -> None:
+        super().__init__(where, expected, got, do)
+        self.last = last
 
 
 class HasParts(Protocol):
@@ -119,12 +127,14 @@ def fit(
     resume: bool = True,
     progress: Callable[[Progress], None] | None = None,
     identity: Mapping[str, str] | None = None,
+    backs_off: bool = False,
 ) -> History:
     """Trains ``model`` in place and leaves it in evaluation mode; with early stopping, with its best weights.
 
     ``setup`` holds the techniques (by default none; the caller closes what it gives), ``loss_fn`` replaces
     the task's loss, ``out/checkpoints`` takes the checkpoints, ``identity`` names what else must be the
-    same for a checkpoint to be resumed. The caller's random generators are left as they were.
+    same for a checkpoint to be resumed. With ``backs_off`` a step that runs out of memory is made again in smaller
+    micro-batches. The caller's random generators are left as they were.
 
     Raises QtoolError where the loss is not finite (step, learning rate, first bad layer, last checkpoint),
     where a checkpoint is damaged or from another recipe, or where the disk is full.
@@ -134,6 +144,7 @@ def fit(
     try:
         with checkpoint.seeded(config.seed + processes.rank()):
             run = _Run(data, task, config, setup or own, hooks, loss_fn or task_loss(task), out, progress, identity)  # type: ignore[arg-type]
+            run.backs_off = backs_off
             return run.run(resume)
     finally:
         hooks.mode(model, False)
@@ -178,6 +189,7 @@ class _Run:
         self.total = total if config.max_steps is None else min(total, config.max_steps)
         self.history = History()
         self.epoch, self.batch, self.waited = 0, 0, 0
+        self.backs_off = False
         self.best: list[Any] | None = None
         self.saved: Path | None = None
         self.identity = self._identity(identity or {})
@@ -199,16 +211,42 @@ class _Run:
             step = self.history.steps
             self.hooks.before_step(self.model, step, self.total)
             rate = learning_rate(self.config, step, self.total)
-            try:
-                loss = self.step(value, target, rate, size)
-            except NotFinite as error:
-                raise self._not_finite(error, rate) from error
+            loss = self._step(value, target, rate, size)
             self.history.losses.append(loss)
             self.batch += 1
             self._report(loss, rate)
             every = self.config.checkpoint_every
             if every and self.history.steps % every == 0 and self.batch < self.order.num_batches:
                 self._save()
+
+    def _step(self, value: Any, target: Any, rate: float, size: int) -> float:
+        """One step; with ``backs_off``, once more in smaller micro-batches for as long as memory runs out."""
+        while True:
+            before = self._before_step() if self.backs_off else None
+            try:
+                return self.step(value, target, rate, size)
+            except NotFinite as error:
+                raise self._not_finite(error, rate) from error
+            except Exception as error:
+                if not out_of_memory(error):
+                    raise
+                used = memory_used(self.setup.device)
+            self.optimizer.zero_grad()
+            if before is None or self.step.updating or not self.step.halve():
+                raise self._no_memory(used)
+            before()
+
+    def _before_step(self) -> Callable[[], None]:
+        """What puts generators and buffers (batch-norm's statistics) back to where they are now."""
+        generators = checkpoint.rng_state()
+        buffers = [(b, b.clone()) for b in self.model.buffers()]
+
+        def restore() -> None:
+            checkpoint.set_rng_state(generators)
+            for buffer, value in buffers:
+                buffer.copy_(value)
+
+        return restore
 
     def _end_epoch(self, start: float) -> None:
         processes.agree_on_buffers(self.model)
@@ -344,8 +382,16 @@ class _Run:
         cause = first_bad_layer(self.model, error.forward) or "a value that a second forward pass did not repeat"
         return self._error(f"{error.value} at learning rate {rate:.3g}, first non-finite in {cause}")
 
+    def _no_memory(self, used: int) -> OutOfMemory:
+        where = f"training step {self.history.steps + 1}"
+        got = f"none left, {used / 2**20:.0f} MiB in use"
+        return OutOfMemory(where, "memory for it", got, f"use a smaller --batch-size; {self._last()}", self._last())
+
+    def _last(self) -> str:
+        return f"last good checkpoint: '{self.saved}'" if self.saved else "no checkpoint was written before it"
+
     def _error(self, got: str) -> QtoolError:
-        last = f"last good checkpoint: '{self.saved}'" if self.saved else "no checkpoint was written before it"
+        last = self._last()
         hint = "lower --learning-rate"
         if self.config.precision.startswith("16"):
             hint += " or use --precision " + self.config.precision.replace("16-", "bf16-") + " (fp16 ends at 65,504)"

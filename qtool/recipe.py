@@ -46,6 +46,8 @@ OPTIMIZERS = (
     "torchao-adamw8bit",
 )
 ROUNDINGS = ("nearest", "stochastic", "compensated")
+AUTO = 0
+"""The batch size that is found by itself."""
 LORA_BASES = ("full", "nf4")
 RANGES = ("minmax", "percentile", "entropy", "mse", "output")
 ENGINES = ("pt2e", "torch.ao")
@@ -61,10 +63,11 @@ VARIANTS = ("fp32", "fp16", "int8")
 
 
 def option(
-    default: Any, help: str, *, choices: Sequence[str] = (), low: float | None = None, high: float | None = None
-) -> Any:
-    """A field with its help text, its allowed values and its bounds (both included); the command line reads them."""
-    metadata = {"help": help, "choices": tuple(choices), "low": low, "high": high}
+    default: Any, help: str, *, choices: Sequence[str] = (), low: float | None = None, high: float | None = None,
+    words: Mapping[str, Any] | None = None,
+) -> Any:  # fmt: skip
+    """A field with its help text, its choices, its bounds (both included) and the words that stand for values."""
+    metadata = {"help": help, "choices": tuple(choices), "low": low, "high": high, "words": words or {}}
     if isinstance(default, dict | list):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -76,7 +79,7 @@ class TrainConfig:
 
     epochs: int = option(4, "passes over the training data", low=0)
     max_steps: int | None = option(None, "stop after this many optimizer steps, whatever the epochs", low=1)
-    batch_size: int = option(64, "samples per optimizer step", low=1)
+    batch_size: int = option(64, "samples per optimizer step; auto: the largest that fits", low=0, words={"auto": AUTO})
     micro_batches: int = option(1, "split each batch into this many micro-batches (gradient accumulation)", low=1)
     precision: str = option("32-true", "number formats of compute and weights", choices=PRECISIONS)
     optimizer: str = option("adamw", "update rule", choices=OPTIMIZERS)
@@ -100,6 +103,7 @@ class TrainConfig:
         None, "ends of the names of the layers to adapt; by default all linear"
     )
     lora_base: str = option("full", "format of the frozen weights below the adapters", choices=LORA_BASES)
+    memory_budget: str | None = option(None, "take the fastest techniques predicted to fit into this, such as 8GiB")
     compile: bool = option(False, "compile the model with torch.compile")
     checkpoint_every: int | None = option(None, "also checkpoint every N optimizer steps (each epoch always)", low=1)
     device: str = option("auto", "cpu, cuda, cuda:1 …; auto takes CUDA where there is one")
@@ -283,6 +287,8 @@ def make(kind: type[Config], values: Mapping[str, Any], name: Naming = recipe_ke
 def check(value: Any, hint: Any, metadata: Mapping[str, Any], where: str) -> Any:
     """``value`` as the hinted type (a list becomes a tuple, a whole number a float), or a UsageError at ``where``."""
     kind, optional = inner_type(hint)
+    if isinstance(value, str) and value in metadata.get("words", ()):
+        return metadata["words"][value]
     if optional and (value is None or value == "none"):
         return None
     if get_origin(kind) is dict:

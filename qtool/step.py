@@ -184,6 +184,13 @@ class Step:
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.micro_size = math.ceil(math.ceil(setup.config.batch_size / processes.size()) / setup.config.micro_batches)
         self.skipped = 0
+        self.updating = False
+        """Whether parameters may have changed in the step that is being made."""
+
+    def halve(self) -> bool:
+        """Makes micro-batches half as large, from the next step on; False where they are one sample already."""
+        self.micro_size, before = math.ceil(self.micro_size / 2), self.micro_size
+        return self.micro_size < before
 
     def __call__(self, value: Any, target: Any, rate: float, total: int | None = None) -> float:
         """One step at learning rate ``rate``. Raises NotFinite, with the parameters untouched, for such a loss.
@@ -193,8 +200,10 @@ class Step:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         parts = self._parts(value, target, num_samples(value) if total is None else total)
+        self.updating = self.setup.updates_in_backward
         mean = self._backward(parts)()
         self._require_finite(mean, parts)
+        self.updating = True
         self._update()
         return mean
 

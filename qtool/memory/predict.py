@@ -73,11 +73,12 @@ def predict(
     *,
     prepare: Prepare,
     loss: LossFunction,
+    scratch: Scratch | None = None,
 ) -> Prediction:
     """Predicts the peak of training as ``config`` says on batches like ``batch`` (input, target).
 
     ``build`` makes the model, or gives one that exists, which is left alone. The step's own errors are raised as they
-    are: what cannot run for real cannot be predicted.
+    are: what cannot run for real cannot be predicted. ``scratch`` remembers operators from one prediction to the next.
     """
     start = time.monotonic()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -86,7 +87,7 @@ def predict(
         model = _fake(build(), device)
         value, target = (map_tensors(mode.from_tensor, part) for part in batch)
         with _in_place(device), prepare(model, config, _first(value)) as setup:
-            return _predicted(setup, (value, target), loss, start)
+            return _predicted(setup, (value, target), loss, start, scratch or Scratch())
 
 
 def _fake(model: nn.Module, device: torch.device) -> nn.Module:
@@ -110,8 +111,8 @@ def _first(value: Any) -> Any:
     return map_tensors(lambda t: t[:2] if t.dim() else t, value)
 
 
-def _predicted(setup: Setup, batch: tuple[Any, Any], loss: LossFunction, start: float) -> Prediction:
-    tracker = Tracker(setup.device)
+def _predicted(setup: Setup, batch: tuple[Any, Any], loss: LossFunction, start: float, scratch: Scratch) -> Prediction:
+    tracker = Tracker(setup.device, scratch)
     optimizer = setup.make_optimizer([p for p in setup.model.parameters() if p.requires_grad])
     tracker.track_external(setup.model, optimizer, *tensors(batch))
     setup.scaler = no_scaler(setup.device)
@@ -130,11 +131,11 @@ def _predicted(setup: Setup, batch: tuple[Any, Any], loss: LossFunction, start: 
 class Tracker(MemTracker):
     """MemTracker that also remembers the moment and the module of the highest sum on one device."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, scratch: Scratch) -> None:
         super().__init__()
         self.device = device
         self.highest, self.at = 0, ("start", "")
-        self.scratch = Scratch()
+        self.scratch = scratch
         self.with_scratch: dict[str, int] | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -30,7 +30,7 @@ from qtool.quantization.distillation import tapped, towards
 from qtool.quantization.learned import learn_steps
 from qtool.quantization.observers import FakeQuantizer
 from qtool.quantization.prepared import Prepared, Switch
-from qtool.recipe import QatConfig
+from qtool.recipe import AUTO, QatConfig
 from qtool.step import LossFunction
 
 FineTune = Callable[[nn.Module, Hooks, LossFunction | None], Any]
@@ -46,6 +46,11 @@ def check_tuning(config: QatConfig) -> None:
     if config.distill_features and (not config.distill or config.compile):
         got = "--compile" if config.compile else "--no-distill"
         raise UsageError("--distill-features", "--distill in eager mode", got, "leave one of them out")
+    if config.lora is not None or config.batch_size == AUTO or config.memory_budget is not None:
+        raise UsageError(
+            "quantize --mode qat", "a --batch-size, no --lora and no --memory-budget", "one of them",
+            "use them in training, whose weights QAT goes on from",
+        )  # fmt: skip
     if config.precision in ("16-true", "bf16-true"):
         raise UsageError(
             "quantize --mode qat", "a precision with float32 weights", f"'{config.precision}'",

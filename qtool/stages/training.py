@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from qtool.artifacts import atomic_path, read_result, staging, write_json, write_result
 from qtool.errors import UsageError
-from qtool.recipe import TrainConfig, as_dict
+from qtool.recipe import AUTO, TrainConfig, as_dict
 from qtool.source import Source, open_source
-from qtool.stages.common import AnyPath, Progress, configured, drop_checkpoints, finished, tidy, writable
+from qtool.stages.common import AnyPath, Progress, configured, drop_checkpoints, finished, teller, tidy, writable
+from qtool.stages.fitting import explained, fitted
 
 if TYPE_CHECKING:
     from torch import nn
@@ -97,6 +98,7 @@ def _train(
 ) -> TrainResult:  # fmt: skip
     """Trains in this process, alone or as one of a group."""
     from qtool import processes
+    from qtool.loop import OutOfMemory
     from qtool.training import stage
 
     source = open_source(model, data, task, weights, seed=config.seed, label_smoothing=config.label_smoothing)
@@ -106,10 +108,14 @@ def _train(
     assert source.model is not None
     first = processes.rank() == 0
     with tidy(folder):
-        result = stage.train(
-            source.model, source.data, config, task=source.task, out=folder, resume=resume,
-            progress=progress is True and first, identity=source.inputs,
-        )  # fmt: skip
+        wanted = fitted(config, source, folder, resume, teller(progress if first else False))
+        try:
+            result = stage.train(
+                source.model, source.data, wanted, task=source.task, out=folder, resume=resume,
+                progress=progress is True and first, identity=source.inputs, backs_off=config.batch_size == AUTO,
+            )  # fmt: skip
+        except OutOfMemory as error:
+            raise explained(error, wanted, source) from None
         if folder and first:
             _commit_train(folder, config, source, result)
         processes.wait()

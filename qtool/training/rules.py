@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from qtool.devices import resolve_device
 from qtool.errors import UsageError
-from qtool.recipe import TrainConfig
+from qtool.recipe import AUTO, TrainConfig
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Rule:
 RULES = (
     Rule(
         "--micro-batches",
-        lambda c: c.micro_batches > c.batch_size,
+        lambda c: c.micro_batches > c.batch_size != AUTO,
         "at most one micro-batch per sample",
         "{micro_batches} micro-batches of a batch of {batch_size}",
         "lower --micro-batches",
@@ -72,6 +72,20 @@ RULES = (
         "pass for example --lora 8",
     ),
     Rule(
+        "--batch-size",
+        lambda c: c.devices > 1 and (c.batch_size == AUTO or c.memory_budget is not None),
+        "a number and no --memory-budget, since what several processes need is not predicted",
+        "--devices {devices} with auto or a budget",
+        "pass a --batch-size",
+    ),
+    Rule(
+        "--micro-batches",
+        lambda c: c.batch_size == AUTO and c.micro_batches > 1,
+        "one micro-batch to begin with, of the size that is found",
+        "{micro_batches} with --batch-size auto",
+        "leave --micro-batches out",
+    ),
+    Rule(
         "--activation-offload",
         lambda c: c.activation_offload and resolve_device(c.device).type == "cpu",
         "a GPU, whose memory it saves",
@@ -80,7 +94,7 @@ RULES = (
     ),
     Rule(
         "--devices",
-        lambda c: c.devices > c.batch_size,
+        lambda c: c.devices > c.batch_size != AUTO,
         "at least one sample of each batch for each device",
         "{devices} devices and --batch-size {batch_size}",
         "raise --batch-size",

@@ -1,0 +1,144 @@
+"""Fitting a training step into a budget: which techniques to switch on, and how large a batch to take.
+
+A plan is a choice from each row of a table: precision, optimizer, accumulation, checkpointing, the update inside the
+backward pass. Every choice has a time, relative to the plainest one::
+
+    bf16-mixed 1 (0.5 on a GPU)   bf16-true 1.05 (0.5)   8-bit AdamW 1.02   step in backward 1.05
+    activation checkpointing 1.33   m micro-batches 1.05^log₂(m)
+
+Those are rules of thumb: they order the plans, and nothing is promised of them. A plan's peak is predicted
+(``qtool.memory.predict``), the fastest first, and the first that fits is taken. Where one does not fit, plans that save
+nothing more are passed over, and so is what the model cannot take. What the user has set is never changed.
+
+Left out on purpose: LoRA, a smaller batch and more devices, which change what is trained or on what.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from qtool.errors import QtoolError
+from qtool.recipe import TrainConfig
+
+Peak = Callable[[TrainConfig], int]
+"""The predicted peak of a config, in bytes."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One entry of a row: the fields it sets, its relative time on a CPU and on a GPU. Later ones save more."""
+
+    changes: dict[str, Any]
+    cpu: float = 1.0
+    gpu: float = 1.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A config, how long its step takes relative to the plainest one, its predicted peak, and what it changes."""
+
+    config: TrainConfig
+    time: float
+    peak_bytes: int
+    changes: dict[str, Any]
+
+    @property
+    def flags(self) -> str:
+        return flags(self.changes)
+
+
+def flags(changes: dict[str, Any]) -> str:
+    """Changes as they are typed.
+
+    >>> flags({"precision": "bf16-mixed", "step_in_backward": True, "grad_clip": None})
+    '--precision bf16-mixed --step-in-backward --grad-clip none'
+    """
+    return " ".join(_flag(name, value) for name, value in changes.items())
+
+
+def _flag(name: str, value: Any) -> str:
+    word = "--" + name.replace("_", "-")
+    return word if value is True else f"{word} {'none' if value is None else value}"
+
+
+def rows(config: TrainConfig) -> list[list[Choice]]:
+    """The table for ``config``; the first choice of each row is what it says itself."""
+    same = Choice({})
+    micro = [4**k for k in range(1, 12) if config.micro_batches < 4**k < config.batch_size]
+    found = [[same, *(Choice({"micro_batches": m}, 1.05 ** math.log2(m), 1.05 ** math.log2(m)) for m in micro)]]
+    if config.precision == "32-true":
+        mixed = Choice({"precision": "bf16-mixed"}, 1.0, 0.5)
+        found.append([same, mixed, Choice({"precision": "bf16-true", "rounding": "stochastic"}, 1.05, 0.5)])
+    if config.optimizer == "adamw":
+        found.append([same, Choice({"optimizer": "adamw8bit"}, 1.02, 1.02)])
+    found.append([same, Choice({"step_in_backward": True, "grad_clip": None}, 1.05, 1.05)])
+    found.append([same, Choice({"activation_checkpointing": True}, 1.33, 1.33)])
+    return found
+
+
+def plans(config: TrainConfig, pinned: Sequence[str], legal: Callable[[TrainConfig], bool], gpu: bool) -> Iterator[Any]:
+    """(time, places in their rows, changes, config) of every legal plan, the fastest and then the plainest first."""
+    made = []
+    for chosen in itertools.product(*(list(enumerate(row)) for row in rows(config))):
+        changes = {key: value for _, choice in chosen for key, value in choice.changes.items()}
+        changes = {key: value for key, value in changes.items() if getattr(config, key) != value}
+        wanted = replace(config, **changes)
+        if not set(changes) & set(pinned) and legal(wanted):
+            time = math.prod(choice.gpu if gpu else choice.cpu for _, choice in chosen)
+            made.append((time, tuple(place for place, _ in chosen), changes, wanted))
+    return iter(sorted(made, key=lambda plan: (plan[0], len(plan[2]), plan[1])))
+
+
+def choose(
+    config: TrainConfig, budget: float, peak: Peak, *, pinned: Sequence[str], legal: Callable[[TrainConfig], bool],
+    gpu: bool,
+) -> tuple[Plan | None, Plan]:  # fmt: skip
+    """The fastest plan that is predicted to fit ``budget`` bytes (or None), and the smallest that was looked at.
+
+    ``legal`` says whether a config's options go together; ``pinned`` are the fields that stay.
+    """
+    failed: list[tuple[int, ...]] = []
+    smallest: Plan | None = None
+    for time, places, changes, wanted in plans(config, pinned, legal, gpu):
+        if any(all(a <= b for a, b in zip(places, worse, strict=True)) for worse in failed):
+            continue
+        try:
+            found = Plan(wanted, time, peak(wanted), changes)
+        except QtoolError:  # this model cannot take that technique: it has no blocks, say
+            if not changes:
+                raise
+            continue
+        if smallest is None or found.peak_bytes < smallest.peak_bytes:
+            smallest = found
+        if found.peak_bytes <= budget:
+            return found, smallest
+        failed.append(places)
+    assert smallest is not None
+    return None, smallest
+
+
+def largest_batch(config: TrainConfig, budget: float, peak: Peak, most: int) -> tuple[int, int]:
+    """The largest power of two up to ``most`` whose step is predicted to fit ``budget`` bytes, and that peak.
+
+    Two predictions give the line that the peak follows, further ones correct it. One sample is the answer where not
+    even that fits: trying will tell.
+    """
+
+    def of(size: int) -> int:
+        return peak(replace(config, batch_size=size, micro_batches=1))
+
+    most = 2 ** int(math.log2(max(1, most)))
+    low, high = of(min(2, most)), of(min(8, most))
+    each = max((high - low) / 6, 1.0)
+    size = 2 ** int(math.log2(max(1.0, min(most, 2 + (budget - low) / each))))
+    found = of(size)
+    while found > budget and size > 1:
+        size //= 2
+        found = of(size)
+    while size < most and (next_one := of(2 * size)) <= budget:
+        size, found = 2 * size, next_one
+    return size, found

@@ -1,0 +1,144 @@
+"""What the training stage does about memory: batches found by themselves, a budget kept to, and words for its end.
+
+``--batch-size auto`` predicts the largest batch that fits what is free, trains with it, and where that still runs out
+of memory halves the micro-batch and repeats the step; the batch, and with it the training, stays what it was. The
+size found is kept beside the checkpoints, so that a run that is resumed, with other memory free, goes on as itself.
+
+``--memory-budget`` has ``qtool.memory.plan`` choose. On a GPU the allocator then refuses more than the budget; on the
+CPU, where no allocator can, the prediction alone stands for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qtool.artifacts import write_json
+from qtool.errors import QtoolError, UsageError
+from qtool.recipe import AUTO, TrainConfig
+from qtool.source import Source
+
+if TYPE_CHECKING:
+    from qtool.loop import OutOfMemory
+
+MIB = 2**20
+SHARE = 0.9
+"""Of the free memory, what a batch found by itself may take; the rest is the allocator's and the system's."""
+STEPS_PER_EPOCH = 8
+"""The least that a batch found by itself leaves of an epoch."""
+
+
+def fitted(
+    config: TrainConfig, source: Source, folder: Path | None, resume: bool, tell: Callable[[str], None]
+) -> TrainConfig:
+    """``config`` with the batch size and the techniques that it left to the memory there is.
+
+    Raises UsageError for a budget that no choice of techniques reaches: the smallest need, and the flags of it.
+    """
+    if config.batch_size == AUTO:
+        config = _with_batch(config, source, folder, resume, tell)
+    if config.memory_budget is not None:
+        config = _within(config, source, tell)
+    return config
+
+
+def _with_batch(
+    config: TrainConfig, source: Source, folder: Path | None, resume: bool, tell: Callable[[str], None]
+) -> TrainConfig:
+    from qtool.devices import memory_free, resolve_device
+    from qtool.memory.plan import largest_batch
+
+    if source.parts is None:
+        raise UsageError("--batch-size auto", "a data set", "batches made already", "pass the data set itself")
+    kept = folder / "checkpoints" / "batch_size.json" if folder else None
+    if kept and resume and kept.exists():
+        return dataclasses.replace(config, batch_size=json.loads(kept.read_text())["batch_size"])
+    free = SHARE * memory_free(resolve_device(config.device))
+    limit = min(free, _budget(config) or free)
+    most = max(1, len(source.parts.train) // STEPS_PER_EPOCH)  # type: ignore[arg-type]
+    size, peak = largest_batch(config, limit, predictor(source), most)
+    tell(f"batch size {size}: predicted peak {peak / MIB:.0f} MiB of {limit / MIB:.0f} MiB; at most {most} are taken")
+    if kept:
+        write_json(kept, {"batch_size": size})
+    return dataclasses.replace(config, batch_size=size)
+
+
+def _within(config: TrainConfig, source: Source, tell: Callable[[str], None]) -> TrainConfig:
+    from qtool.devices import limit_memory, resolve_device
+    from qtool.memory.plan import choose
+
+    budget, device = _budget(config), resolve_device(config.device)
+    assert budget is not None
+    plan, smallest = choose(
+        config, budget, predictor(source), pinned=pinned(config), legal=_legal, gpu=device.type == "cuda"
+    )
+    if plan is None:
+        need = f"{-(-smallest.peak_bytes // MIB)}MiB"
+        raise UsageError(
+            "--memory-budget", f"at least {need}, the smallest predicted need", str(config.memory_budget),
+            f"pass --memory-budget {need} {smallest.flags}".rstrip() + ", or --lora 8, or a smaller --batch-size",
+        )  # fmt: skip
+    why = f"with {plan.flags}, the fastest choice predicted to fit" if plan.changes else "as it is"
+    tell(f"{config.memory_budget} budget: predicted peak {plan.peak_bytes / MIB:.0f} MiB {why}")
+    limit_memory(device, budget)
+    return plan.config
+
+
+def _budget(config: TrainConfig) -> float | None:
+    from qtool.memory.arithmetic import parse_bytes
+
+    return None if config.memory_budget is None else parse_bytes(config.memory_budget, "option '--memory-budget'")
+
+
+def pinned(config: TrainConfig) -> list[str]:
+    """The fields that are not at their defaults: what the user has set."""
+    plain = TrainConfig()
+    return [f.name for f in dataclasses.fields(TrainConfig) if getattr(config, f.name) != getattr(plain, f.name)]
+
+
+def _legal(config: TrainConfig) -> bool:
+    from qtool.training import rules
+
+    return not any(rule.broken(config) for rule in rules.RULES)
+
+
+def predictor(source: Source) -> Callable[[TrainConfig], int]:
+    """The predicted peak, in bytes, of training ``source`` by a config."""
+    from qtool.data import batches
+    from qtool.loop import task_loss
+    from qtool.memory.predict import predict
+    from qtool.memory.scratch import Scratch
+    from qtool.training.techniques import setup
+
+    scratch = Scratch()
+
+    def peak(config: TrainConfig) -> int:
+        data = batches(source.parts.train, config.batch_size) if source.parts else iter(source.data)
+        parts: dict[str, Any] = {"prepare": setup, "loss": task_loss(source.task), "scratch": scratch}
+        assert source.model is not None
+        return predict(lambda: source.model, next(data), config, **parts).peak_bytes  # type: ignore[arg-type, return-value]
+
+    return peak
+
+
+def explained(error: OutOfMemory, config: TrainConfig, source: Source) -> QtoolError:
+    """The end of a run for lack of memory, told with what was predicted and the next cheapest flags."""
+    from qtool.devices import resolve_device
+    from qtool.memory.plan import choose
+
+    peak = predictor(source)
+    try:
+        predicted = peak(config)
+        gpu = resolve_device(config.device).type == "cuda"
+        plan, smallest = choose(config, 0.8 * predicted, peak, pinned=pinned(config), legal=_legal, gpu=gpu)
+    except Exception:  # nothing may hide that memory ran out, the prediction of it least of all
+        return error
+    best = plan or smallest
+    hint = (
+        f"pass {best.flags} (predicted {best.peak_bytes / MIB:.0f} MiB)" if best.changes else "pass --batch-size auto"
+    )
+    got = f"{error.got} ({predicted / MIB:.0f} MiB predicted)"
+    return type(error)(error.where, error.expected, got, f"{hint}, or a smaller --batch-size; {error.last}", error.last)

@@ -1,0 +1,66 @@
+"""Plans: the fastest that fits, the smallest where none does, nothing changed that was set; batches by themselves."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from qtool.memory.plan import choose, flags, largest_batch, plans
+from qtool.recipe import TrainConfig
+from qtool.training import rules
+
+PLAIN = TrainConfig(device="cpu", batch_size=64)
+
+
+def legal(config: TrainConfig) -> bool:
+    return not any(rule.broken(config) for rule in rules.RULES)
+
+
+def peak(config: TrainConfig) -> int:
+    """A model of memory: 100 of weights, and activations that techniques divide."""
+    width = 0.5 if config.precision == "bf16-true" else 1.0
+    states = 25 if config.optimizer == "adamw8bit" else 200
+    gradients = 0 if config.step_in_backward else 100
+    activations = 1000 / config.micro_batches / (4 if config.activation_checkpointing else 1)
+    return int(width * (100 + gradients) + states + activations * (1 if config.precision == "32-true" else 0.5))
+
+
+@pytest.mark.parametrize("budget", [1400, 1300, 900, 700, 400, 200, 60])
+def test_the_fastest_plan_that_fits_is_chosen(budget: int) -> None:
+    """Against every legal plan, one by one."""
+    every = [(time, peak(config)) for time, _, _, config in plans(PLAIN, [], legal, gpu=False)]
+    asked: list[int] = []
+    found, smallest = choose(PLAIN, budget, lambda c: asked.append(1) or peak(c), pinned=[], legal=legal, gpu=False)  # type: ignore[func-returns-value]
+    fitting = [time for time, size in every if size <= budget]
+    assert (found.time if found else None) == (min(fitting) if fitting else None)
+    if found is None:
+        assert smallest.peak_bytes == min(size for _, size in every)
+    assert len(asked) <= len(every)
+
+
+def test_what_the_user_set_stays() -> None:
+    pinned = ["optimizer", "precision", "grad_clip"]
+    found, smallest = choose(PLAIN, 1, peak, pinned=pinned, legal=legal, gpu=True)
+    assert found is None
+    assert not set(smallest.changes) & set(pinned)
+    assert smallest.flags == "--micro-batches 16 --activation-checkpointing"
+
+
+def test_every_plan_is_legal_and_different() -> None:
+    every = [config for _, _, _, config in plans(PLAIN, [], legal, gpu=True)]
+    assert all(legal(config) for config in every)
+    assert all(a != b for a, b in itertools.combinations(every, 2))
+    assert every[0].precision == "bf16-mixed"  # on a GPU it is faster than what was asked for
+    assert flags({"grad_clip": None}) == "--grad-clip none"
+
+
+@pytest.mark.parametrize(("each", "base", "budget"), [(10, 100, 1000), (10, 100, 90), (3, 0, 10**6), (100, 50, 260)])
+def test_the_largest_batch_that_fits(each: int, base: int, budget: int) -> None:
+    def line(config: TrainConfig) -> int:
+        return base + each * config.batch_size
+
+    size, found = largest_batch(PLAIN, budget, line, 300)
+    fitting = [n for n in (1, 2, 4, 8, 16, 32, 64, 128, 256) if base + each * n <= budget]
+    assert size == max(fitting, default=1)
+    assert found == base + each * size

@@ -1,0 +1,164 @@
+"""Memory that runs out, batches that find their size, budgets: through the training stage, with errors injected."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import qtool
+from qtool import loop
+from qtool.errors import QtoolError, UsageError
+from qtool.recipe import AUTO, Recipe, TrainConfig, load_recipe, to_toml
+from qtool.stages import fitting
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+OPTIONS = {"device": "cpu", "max_steps": 6, "epochs": 9, "batch_size": 32, "checkpoint_every": 2, "grad_clip": None}
+
+
+class Picky(nn.Module):
+    """Runs out of memory, as a GPU does, at more than ``most`` samples from forward pass number ``after`` on."""
+
+    def __init__(self, most: int = 10**9, after: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64), nn.Linear(64, 32), nn.Dropout(0.2), nn.ReLU())
+        self.head = nn.Linear(32, 3)
+        self.most, self.after, self.passes, self.sizes = most, after, 0, []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.body(x)
+        if self.training and not isinstance(x, torch._subclasses.FakeTensor):
+            self.passes += 1
+            self.sizes.append(len(x))
+            if len(x) > self.most and self.passes > self.after:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+        return self.head(y)
+
+
+def test_the_message_has_prediction_flags_and_checkpoint(small_data: str, tmp_path: Path) -> None:
+    with pytest.raises(QtoolError) as caught:
+        qtool.train(Picky(16, after=3), small_data, out=tmp_path, **OPTIONS)
+    text = str(caught.value)
+    assert text.startswith("training step 4: expected memory for it; got none left, ")
+    assert "MiB in use (" in text
+    assert "MiB predicted)" in text
+    assert "pass --" in text
+    assert "(predicted " in text
+    kept = tmp_path / "checkpoints" / "step-00000002.safetensors"
+    assert f"last good checkpoint: '{kept}'" in text
+    resumed = qtool.train(Picky(), small_data, out=tmp_path, **OPTIONS)  # it is whole
+    assert resumed.history.steps == 6
+
+
+def test_without_memory_the_micro_batch_is_halved_and_the_run_goes_on(
+    small_data: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps before it are the undisturbed run's; the step itself has the same batch and generators, in parts."""
+    monkeypatch.setattr(fitting, "_with_batch", lambda config, *_: TrainConfig(**OPTIONS))
+    model = Picky(16, after=2)
+    found = qtool.train(model, small_data, **(OPTIONS | {"batch_size": AUTO}))
+    whole = qtool.train(Picky(), small_data, **OPTIONS)
+    assert model.sizes == [32, 32, 32, *[16] * 8]
+    assert found.history.losses[:2] == whole.history.losses[:2]
+    assert found.history.losses[2] == pytest.approx(whole.history.losses[2], rel=0.2)  # other batch-norm, other dropout
+    assert model.body[1].num_batches_tracked == 10  # the pass that failed is forgotten
+
+
+def test_what_fails_while_weights_change_is_not_repeated(small_data: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fitting, "_with_batch", lambda config, *_: TrainConfig(**OPTIONS, step_in_backward=True))
+    with pytest.raises(QtoolError, match="none left"):
+        qtool.train(Picky(16), small_data, **(OPTIONS | {"batch_size": AUTO, "step_in_backward": True}))
+
+
+def test_a_batch_finds_its_size_and_keeps_it(small_data: str, tmp_path: Path) -> None:
+    told: list[str] = []
+    options = OPTIONS | {"batch_size": "auto"}
+    source = qtool.load_data(small_data)
+    assert len(source.train) == 216
+    qtool.train(Picky(), small_data, out=tmp_path / "a", progress=told.append, **options)
+    assert told[0].startswith("batch size 16: predicted peak")  # an eighth of an epoch, memory being plenty
+    with pytest.raises(KeyboardInterrupt):
+        _interrupted(small_data, tmp_path / "b", options)
+    (tmp_path / "b" / "checkpoints" / "batch_size.json").write_text(json.dumps({"batch_size": 16}))
+    assert qtool.train(Picky(), small_data, out=tmp_path / "b", **options).history.steps == 6
+
+
+def _interrupted(data: str, out: Path, options: dict[str, Any]) -> None:
+    before = loop._Run._report
+
+    def report(run: Any, loss: float, rate: float) -> None:
+        if run.history.steps == 3:
+            raise KeyboardInterrupt
+
+    loop._Run._report = report  # type: ignore[method-assign]
+    try:
+        qtool.train(Picky(), data, out=out, **options)
+    finally:
+        loop._Run._report = before  # type: ignore[method-assign]
+
+
+def test_a_budget_chooses_and_an_impossible_one_says_what_is_needed(small_data: str) -> None:
+    def wide() -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, 4096), nn.ReLU(), nn.Linear(4096, 3))
+
+    told: list[str] = []
+    plain = {"device": "cpu", "max_steps": 1, "batch_size": 128, "grad_clip": 0.5, "progress": told.append}
+    qtool.train(wide(), small_data, memory_budget="1GiB", **plain)
+    qtool.train(wide(), small_data, memory_budget="6MiB", **plain)
+    assert told[0].startswith("1GiB budget: predicted peak ")
+    assert told[0].endswith("MiB as it is")
+    assert " MiB with --" in told[1]
+    with pytest.raises(UsageError, match=r"at least \dMiB.*got 1MiB; pass --memory-budget \dMiB --") as caught:
+        qtool.train(wide(), small_data, memory_budget="1MiB", **plain)
+    need = str(caught.value).split("at least ")[1].split(",")[0]
+    qtool.train(wide(), small_data, memory_budget=need, **plain)
+    with pytest.raises(UsageError, match="an amount of memory"):
+        qtool.train(wide(), small_data, memory_budget="much", **plain)
+
+
+def test_auto_is_a_word_of_recipes_too(tmp_path: Path) -> None:
+    (tmp_path / "r.toml").write_text('[train]\nbatch_size = "auto"\n')
+    recipe = load_recipe(tmp_path / "r.toml")
+    assert recipe.train.batch_size == AUTO
+    (tmp_path / "again.toml").write_text(to_toml(recipe))
+    assert load_recipe(tmp_path / "again.toml") == recipe
+    assert Recipe().train.batch_size == 64
+
+
+LIMITED = """
+import resource, sys
+import torch
+import qtool
+from qtool.errors import QtoolError
+x = torch.zeros(300, 64); y = torch.zeros(300, dtype=torch.int64)
+data = torch.utils.data.TensorDataset(x, y)
+class Hungry(torch.nn.Linear):
+    passes = 0
+    def forward(self, x):
+        self.passes += self.training
+        if self.passes > 2:
+            limit = int(open("/proc/self/statm").read().split()[0]) * 4096 + 2**26
+            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+            x = x.repeat(1, 100_000)[:, :64]
+        return super().forward(x)
+try:
+    qtool.train(Hungry(64, 3), {"train": data, "test": data}, out=sys.argv[1], batch_size=100, epochs=1, device="cpu",
+                checkpoint_every=2)
+except QtoolError as error:
+    print(error)
+"""
+
+
+def test_an_address_space_that_ends_is_told_as_memory_that_ends(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED, str(tmp_path)], capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.stdout.startswith("training step 3: expected memory for it; got none left"), done.stdout + done.stderr
+    assert "step-00000002.safetensors" in done.stdout
