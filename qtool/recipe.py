@@ -79,7 +79,7 @@ class TrainConfig:
 
     epochs: int = option(4, "passes over the training data", low=0)
     max_steps: int | None = option(None, "stop after this many optimizer steps, whatever the epochs", low=1)
-    batch_size: int = option(64, "samples per optimizer step; auto: the largest that fits", low=0, words={"auto": AUTO})
+    batch_size: int = option(64, "samples per optimizer step; auto: the largest that fits", low=1, words={"auto": AUTO})
     micro_batches: int = option(1, "split each batch into this many micro-batches (gradient accumulation)", low=1)
     precision: str = option("32-true", "number formats of compute and weights", choices=PRECISIONS)
     optimizer: str = option("adamw", "update rule", choices=OPTIMIZERS)
@@ -421,8 +421,14 @@ def to_toml(recipe: Recipe) -> str:
     lines = [f"{key} = {_toml(value)}" for key, value in top.items()]
     for key in (f.name for f in dataclasses.fields(recipe) if f.name not in top):
         lines += ["", f"[{key}]"]
-        lines += [f"{name} = {_toml(value)}" for name, value in as_dict(getattr(recipe, key)).items()]
+        lines += [f"{name} = {_toml(value)}" for name, value in _spelled(getattr(recipe, key))]
     return "\n".join(lines) + "\n"
+
+
+def _spelled(config: Any) -> list[tuple[str, Any]]:
+    """Names and plain values, with the words that stand for some of them."""
+    words = {f.name: {value: word for word, value in f.metadata["words"].items()} for f in dataclasses.fields(config)}
+    return [(name, words[name].get(value, value) if words[name] else value) for name, value in as_dict(config).items()]
 
 
 def _toml(value: Any) -> str:

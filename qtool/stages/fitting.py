@@ -111,17 +111,29 @@ def predictor(source: Source) -> Callable[[TrainConfig], int]:
     from qtool.loop import task_loss
     from qtool.memory.predict import predict
     from qtool.memory.scratch import Scratch
+    from qtool.nested import num_samples, tensors
     from qtool.training.techniques import setup
 
     scratch = Scratch()
 
     def peak(config: TrainConfig) -> int:
+        config, spared = _fewer_micro_batches(config) if source.parts else (config, 0)
         data = batches(source.parts.train, config.batch_size) if source.parts else iter(source.data)
         parts: dict[str, Any] = {"prepare": setup, "loss": task_loss(source.task), "scratch": scratch}
+        batch = next(data)
+        each = sum(t.nbytes for t in tensors(batch)) / num_samples(batch)
         assert source.model is not None
-        return predict(lambda: source.model, next(data), config, **parts).peak_bytes  # type: ignore[arg-type, return-value]
+        return int(spared * each) + predict(lambda: source.model, batch, config, **parts).peak_bytes  # type: ignore[arg-type, return-value]
 
     return peak
+
+
+def _fewer_micro_batches(config: TrainConfig) -> tuple[TrainConfig, int]:
+    """Three micro-batches stand for more: gradients are there from the second on. Also how many samples that spares."""
+    if config.micro_batches <= 3:
+        return config, 0
+    micro = -(-config.batch_size // config.micro_batches)
+    return dataclasses.replace(config, batch_size=3 * micro, micro_batches=3), config.batch_size - 3 * micro
 
 
 def explained(error: OutOfMemory, config: TrainConfig, source: Source) -> QtoolError:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qtool.errors import QtoolError, UsageError, one_line
-from qtool.recipe import TrainConfig, as_dict, make
+from qtool.recipe import AUTO, TrainConfig, as_dict, make
 from qtool.source import Source, open_model, open_source
 from qtool.stages.common import configured
 
@@ -48,6 +48,8 @@ def memory(
 
     rules.check(config)
     spec = {"model": model, "data": data, "task": task}
+    if config.batch_size == AUTO:
+        raise UsageError("--batch-size auto", "a number", "auto", "name one here: train tells which it found")
     if config.compile:
         raise UsageError("--compile", "a step in eager mode", "a compiled one", "leave it out: it is not predicted yet")
     if measure and not all(isinstance(value, str) for value in spec.values()):

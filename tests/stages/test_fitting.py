@@ -63,7 +63,7 @@ def test_without_memory_the_micro_batch_is_halved_and_the_run_goes_on(
     """Steps before it are the undisturbed run's; the step itself has the same batch and generators, in parts."""
     monkeypatch.setattr(fitting, "_with_batch", lambda config, *_: TrainConfig(**OPTIONS))
     model = Picky(16, after=2)
-    found = qtool.train(model, small_data, **(OPTIONS | {"batch_size": AUTO}))
+    found = qtool.train(model, small_data, **(OPTIONS | {"batch_size": "auto"}))
     whole = qtool.train(Picky(), small_data, **OPTIONS)
     assert model.sizes == [32, 32, 32, *[16] * 8]
     assert found.history.losses[:2] == whole.history.losses[:2]
@@ -74,7 +74,7 @@ def test_without_memory_the_micro_batch_is_halved_and_the_run_goes_on(
 def test_what_fails_while_weights_change_is_not_repeated(small_data: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fitting, "_with_batch", lambda config, *_: TrainConfig(**OPTIONS, step_in_backward=True))
     with pytest.raises(QtoolError, match="none left"):
-        qtool.train(Picky(16), small_data, **(OPTIONS | {"batch_size": AUTO, "step_in_backward": True}))
+        qtool.train(Picky(16), small_data, **(OPTIONS | {"batch_size": "auto", "step_in_backward": True}))
 
 
 def test_a_batch_finds_its_size_and_keeps_it(small_data: str, tmp_path: Path) -> None:
