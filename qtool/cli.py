@@ -152,15 +152,23 @@ def export(ctx: click.Context, run_dir: Path, out: Path | None, trust: bool, **_
     show(ctx, out or run_dir, "export")
 
 
-@command("benchmark", "qtool benchmark runs/a --batch-sizes 1,32 --threads 2")
-@click.argument("run_dir", type=RUN_DIR)
+@command(
+    "benchmark",
+    "qtool benchmark runs/a --batch-sizes 1,32 --threads 2\nqtool benchmark a.onnx b.onnx --shapes x=1x3x224x224",
+)
+@click.argument("what", type=RUN_DIR, nargs=-1, required=True, metavar="RUN_DIR | FILE.onnx...")
 @trust_option
 @field_options(BenchmarkConfig, "Measurement")
-def benchmark(ctx: click.Context, run_dir: Path, trust: bool, **_: Any) -> None:
-    """Measure size, latency and accuracy of the exported files in RUN_DIR, side by side."""
+def benchmark(ctx: click.Context, what: tuple[Path, ...], trust: bool, **_: Any) -> None:
+    """Measure the exported files in RUN_DIR side by side, or any ONNX files on random inputs."""
+    options = {"trust": trust, "progress": loud(ctx), **given(ctx, BenchmarkConfig)}
     with work(ctx) as pipeline:
-        pipeline.benchmark(run_dir, trust=trust, progress=loud(ctx), **given(ctx, BenchmarkConfig))
-    show(ctx, run_dir, "benchmark")
+        if len(what) > 1 or what[0].suffix == ".onnx":
+            found = {"metrics": pipeline.benchmark({path.stem: path for path in what}, **options)}
+        else:
+            pipeline.benchmark(what[0], **options)
+            found = None
+    deliver(ctx, found, "benchmark") if found else show(ctx, what[0], "benchmark")
 
 
 def complete_recipe(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:

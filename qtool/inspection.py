@@ -15,6 +15,7 @@ from typing import Any
 from qtool.errors import QtoolError, UsageError, nearest, one_line
 
 MIB = 2**20
+STANDARD = frozenset({"", "ai.onnx", "ai.onnx.ml", "com.microsoft"})
 
 
 def describe(path: Path) -> dict[str, Any]:
@@ -42,6 +43,8 @@ def _onnx(path: Path) -> dict[str, Any]:
 
     model = onnx.load(path, load_external_data=False)
     graph = model.graph
+    if not graph.node:
+        raise QtoolError(f"artifact '{path}'", "an ONNX model", "no operators in it", "make or download it again")
     weights = Counter(onnx.TensorProto.DataType.Name(tensor.data_type) for tensor in graph.initializer)
     return {
         "kind": "onnx",
@@ -49,15 +52,20 @@ def _onnx(path: Path) -> dict[str, Any]:
         "opset": {entry.domain or "ai.onnx": entry.version for entry in model.opset_import},
         "inputs": {value.name: _onnx_shape(value) for value in graph.input},
         "outputs": {value.name: _onnx_shape(value) for value in graph.output},
+        "custom_operators": sorted({f"{n.domain}:{n.op_type}" for n in graph.node if n.domain not in STANDARD}),
         "operators": dict(Counter(node.op_type for node in graph.node).most_common()),
         "num_initializers": {name.lower(): count for name, count in weights.items()},
         "metadata": {entry.key: entry.value for entry in model.metadata_props},
     }
 
 
-def _onnx_shape(value: Any) -> list[int | str]:
+def _onnx_shape(value: Any) -> list[int | str | None] | str:
+    """Sizes, names of open ones, None where nothing is said; a word for what is no tensor or has no shape."""
+    kind = value.type.WhichOneof("value")
+    if kind != "tensor_type" or not value.type.tensor_type.HasField("shape"):
+        return "unknown shape" if kind == "tensor_type" else str(kind or "unknown").removesuffix("_type")
     dims = value.type.tensor_type.shape.dim
-    return [dim.dim_param or dim.dim_value for dim in dims]
+    return [d.dim_param or (d.dim_value if d.HasField("dim_value") else None) for d in dims]
 
 
 def _program(path: Path) -> dict[str, Any]:

@@ -219,6 +219,7 @@ class BenchmarkConfig:
     samples: int | None = option(None, "test samples on which accuracy is judged; all by default", low=1)
     seed: int = option(0, "seed of the order in which variants are timed", low=0)
     compare: str | None = option(None, "an earlier benchmark.json: fail (exit 3) where a figure became worse")
+    allow_slower: bool = option(False, "an INT8 file slower than the reference is told, and fails nothing")
     tolerance: float = option(0.05, "how much slower than the one compared with is still as fast", low=0, high=1)
 
 

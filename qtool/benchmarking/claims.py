@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from qtool.benchmarking.size import all_tensors, load_onnx
+from qtool.errors import ContractError
 
+SMALL_MS = 0.2
 _FORMATS = {"FLOAT": "float32", "FLOAT16": "float16", "BFLOAT16": "bfloat16", "DOUBLE": "float64", "INT8": "int8",
             "UINT8": "int8", "INT4": "int4", "UINT4": "int4"}  # fmt: skip
 
@@ -52,14 +54,45 @@ def check_claim(name: str, stored: str | None, ran: Mapping[str, int], provider:
     return f"{name}: {same} of {total} multiplying operations ran in {stored}, {rest}"
 
 
-def slower_sentence(name: str, reference: str, entry: Mapping[str, Any], ran: Mapping[str, int]) -> str | None:
-    """A sentence where a variant is not faster than the reference beyond doubt, with what is known of the cause."""
-    interval = entry["speedup_ci95"]
-    low = interval[0] if interval else entry["speedup"]
+def slower_sentence(name: str, reference: str, timed: Mapping[str, Any], causes: Sequence[str]) -> str | None:
+    """A sentence where a variant is not faster than the reference beyond doubt, with the causes that are known."""
+    interval = timed["speedup_ci95"]
+    low = interval[0] if interval else timed["speedup"]
     if low > 1:
         return None
-    text = f"{name} is not faster than {reference} at batch size {entry['batch_size']} ({entry['speedup']:.2f}x)"
-    floats = sum(count for dtype, count in ran.items() if dtype != "int8")
-    if name.startswith("int8") and floats:
-        text += f": {floats} of {sum(ran.values())} multiplying operations run in float"
-    return text
+    text = f"{name} is not faster than {reference} at batch size {timed['batch_size']} ({timed['speedup']:.2f}x)"
+    return f"{text}: {'; '.join(causes)}" if causes else text
+
+
+def slower_causes(variant: Mapping[str, Any], reference: Mapping[str, Any], where: Mapping[str, Any]) -> list[str]:
+    """What is known to keep an INT8 variant from being faster, from what ran; ``where``: provider and CPU features."""
+    ran, causes = variant["arithmetic"], []
+    if floats := sum(count for dtype, count in ran.items() if dtype != "int8"):
+        causes.append(f"{floats} of {sum(ran.values())} multiplying operations run in float")
+    if (between := variant.get("num_conversions", 0)) > max(2, sum(ran.values()) // 4):
+        causes.append(f"{between} kernels only convert between float and integer")
+    if where["provider"] == "cpu" and not {"avx512_vnni", "avx_vnni", "asimddp"} & set(where["features"]):
+        causes.append("this CPU has no VNNI, without which 8-bit products gain little")
+    if (took := reference["latency"][0]["latency_p50_ms"]) < SMALL_MS:
+        causes.append(f"the model takes {took:.2g} ms, most of it in calling kernels")
+    return causes
+
+
+def require_not_slower(result: Mapping[str, Any], allow: bool) -> None:
+    """Raises ContractError where an INT8 variant is slower than the reference beyond doubt, unless that is allowed.
+
+    A ratio whose 95 % interval holds 1 is told in the notes and fails nothing: noise must not fail a run.
+    """
+    slower = [
+        note
+        for name, entry in result["variants"].items()
+        for timed in entry["latency"]
+        if name.startswith("int8") and timed["speedup_ci95"] and timed["speedup_ci95"][1] < 1
+        for note in result["notes"]
+        if note.startswith(f"{name} is not faster than {result['reference']} at batch size {timed['batch_size']} ")
+    ]
+    if slower and not allow:
+        raise ContractError(
+            "benchmark", f"INT8 faster than {result['reference']}", "; ".join(slower),
+            "see 'qtool export --tune', or accept it with --allow-slower",
+        )  # fmt: skip

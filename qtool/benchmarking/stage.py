@@ -19,7 +19,7 @@ from typing import Any
 
 from qtool.artifacts import cpu_info
 from qtool.benchmarking.accuracy import Compare, judge, predict
-from qtool.benchmarking.claims import check_claim, slower_sentence, stored_format
+from qtool.benchmarking.claims import check_claim, slower_causes, slower_sentence, stored_format
 from qtool.benchmarking.inputs import fixed_batch_size, random_feeds, resize_batch, to_feeds
 from qtool.benchmarking.latency import Stopping, describe, interleave, noise
 from qtool.benchmarking.process import Worker, whole_cores
@@ -191,10 +191,11 @@ def _notes(
 ) -> list[str]:
     """What a reader of the figures has to know, one sentence each."""
     notes = [text for text in (conflict(),) if text]
+    where = {"provider": config.provider, "features": cpu_info()["features"]}
     for name, entry in variants.items():
         claim = check_claim(name, entry["stored"], entry["arithmetic"], config.provider)
         slower = [
-            slower_sentence(name, reference, timed, entry["arithmetic"])
+            slower_sentence(name, reference, timed, slower_causes(entry, variants[reference], where))
             for timed in entry["latency"]
             if name.startswith("int8")
         ]

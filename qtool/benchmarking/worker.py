@@ -24,6 +24,8 @@ from qtool.errors import QtoolError
 from qtool.runtimes import RUNTIMES, open_session
 from qtool.runtimes.base import Array, arithmetic
 
+CONVERSIONS = frozenset({"QuantizeLinear", "DequantizeLinear", "Convert", "Reorder"})
+
 
 class Server:
     """Answers requests about one model file; each public method is one request."""
@@ -96,7 +98,12 @@ class Server:
     def kernels(self) -> dict[str, Any]:
         """What ran: the multiplying operations by number format, and the nodes beside the provider."""
         kernels = self._session.kernels(self._feeds)
-        return {"arithmetic": arithmetic(kernels), "num_kernels": len(kernels), "elsewhere": self._elsewhere(kernels)}
+        return {
+            "arithmetic": arithmetic(kernels),
+            "num_kernels": len(kernels),
+            "num_conversions": sum(kernel.op in CONVERSIONS for kernel in kernels),
+            "elsewhere": self._elsewhere(kernels),
+        }
 
     def _elsewhere(self, kernels: Any) -> list[str]:
         if RUNTIMES[self._session.provider] != "ort":

@@ -28,16 +28,15 @@ def benchmark(
     the labelled test samples: by default those of the run directory; for files, any data or iterable of (input,
     target) batches, or none to measure speed alone. In PyTorch (``provider="torch"``) the run's quantized and float
     graphs are measured instead of the exported files. Raises ContractError where a figure became worse than in
-    ``compare``; the figures are committed all the same.
+    ``compare``, or INT8 is slower than the reference without ``allow_slower``; the figures are committed all the same.
     """
     config = configured(BenchmarkConfig, config, options)
     from qtool.benchmarking import stage
-    from qtool.benchmarking.regression import require_no_regression
 
     if isinstance(what, Mapping):
         files = {name: Path(path) for name, path in what.items()}
         found = stage.benchmark(files, config, batches=_test_batches(open_data(data, 0)), progress=teller(progress))
-        require_no_regression(found)
+        _require(found, config)
         return found
     made = "quantize" if config.provider.startswith("torch") else "export"
     run = require_run_directory(Path(what), made)
@@ -55,8 +54,17 @@ def benchmark(
         inputs = {name: recorded["outputs"][output]["sha256"] for name, output in outputs.items()}
         inputs["data"] = getattr(opened, "identity", UNIDENTIFIED)
         write_result(folder, "benchmark", config=as_dict(config), inputs=inputs, outputs={}, metrics=found)
-    require_no_regression(found)
+    _require(found, config)
     return found
+
+
+def _require(found: dict[str, Any], config: BenchmarkConfig) -> None:
+    """Raises ContractError for figures that became worse, and for INT8 that is slower."""
+    from qtool.benchmarking.claims import require_not_slower
+    from qtool.benchmarking.regression import require_no_regression
+
+    require_no_regression(found)
+    require_not_slower(found, config.allow_slower)
 
 
 def _output(variant: str, stage: str) -> str:

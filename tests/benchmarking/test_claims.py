@@ -6,7 +6,8 @@ import onnx_files
 import pytest
 from onnx import helper
 
-from qtool.benchmarking.claims import check_claim, slower_sentence, stored_format
+from qtool.benchmarking.claims import check_claim, require_not_slower, slower_causes, slower_sentence, stored_format
+from qtool.errors import ContractError
 
 
 def test_the_stored_format_is_that_of_most_weights(files):
@@ -53,8 +54,39 @@ def test_a_claim_is_held_against_what_ran(stored, ran, words):
 @pytest.mark.parametrize(("interval", "slower"), [([0.8, 0.95], True), ([0.95, 1.1], True), ([1.1, 1.2], False)])
 def test_not_faster_beyond_doubt_is_said(interval, slower):
     entry = {"speedup": sum(interval) / 2, "speedup_ci95": interval, "batch_size": 4}
-    told = slower_sentence("int8", "fp32", entry, {"int8": 1, "float32": 2})
+    told = slower_sentence("int8", "fp32", entry, ["one cause", "another"])
     assert (told is not None) is slower
     if told:
-        assert "at batch size 4" in told
-        assert "2 of 3 multiplying operations run in float" in told
+        assert told.endswith(f"at batch size 4 ({entry['speedup']:.2f}x): one cause; another")
+
+
+CAUSES = [
+    ({"int8": 1, "float32": 2}, 0, ["avx512_vnni"], 5.0, ["2 of 3 multiplying operations run in float"]),
+    ({"int8": 8}, 9, ["avx512_vnni"], 5.0, ["9 kernels only convert"]),
+    ({"int8": 8}, 2, ["avx2"], 5.0, ["no VNNI"]),
+    ({"int8": 8}, 2, ["avx512_vnni"], 0.01, ["takes 0.01 ms"]),
+    ({"int8": 8}, 2, ["avx512_vnni"], 5.0, []),
+]
+
+
+@pytest.mark.parametrize(("ran", "conversions", "features", "took", "words"), CAUSES)
+def test_causes_are_named_from_what_ran(ran, conversions, features, took, words):
+    variant = {"arithmetic": ran, "num_conversions": conversions}
+    reference = {"latency": [{"latency_p50_ms": took}]}
+    told = slower_causes(variant, reference, {"provider": "cpu", "features": features})
+    assert len(told) == len(words)
+    assert all(word in text for word, text in zip(words, told, strict=True))
+
+
+@pytest.mark.parametrize(("interval", "fails"), [([0.8, 0.95], True), ([0.95, 1.1], False), ([1.1, 1.2], False)])
+def test_slower_beyond_doubt_fails_unless_allowed(interval, fails):
+    timed = {"speedup": 0.9, "speedup_ci95": interval, "batch_size": 1}
+    note = "int8 is not faster than fp32 at batch size 1 (0.90x): why"
+    result = {"reference": "fp32", "variants": {"int8": {"latency": [timed]}}, "notes": [note, "another"]}
+    require_not_slower(result, allow=True)
+    if not fails:
+        require_not_slower(result, allow=False)
+        return
+    with pytest.raises(ContractError, match=r"got int8 is not faster.*: why; see 'qtool export --tune'") as error:
+        require_not_slower(result, allow=False)
+    assert error.value.exit_code == 3
