@@ -83,5 +83,6 @@ parity_samples = 32
 reference_samples = 2
 [benchmark]
 seconds = 0.05
+allow_slower = true
 """)
     return folder / "small.toml"

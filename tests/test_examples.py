@@ -43,7 +43,8 @@ def test_the_recipe_runs(tmp_path: Path, small_data: str) -> None:
     recipe = EXAMPLES / "recipe.toml"
     assert isinstance(load_recipe(recipe), Recipe)
     small = [f"data={small_data}", "train.max_steps=20", 'variants=["ptq"]', "export.reference_samples=1",
-             "benchmark.seconds=0.05", "quantize.calibration=train:64"]  # fmt: skip
+             "benchmark.seconds=0.05", "benchmark.allow_slower=true",
+             "quantize.calibration=train:64"]  # fmt: skip
     words = [word for change in small for word in ("--set", change)]
     qtool_command("run", str(recipe), "--out", str(tmp_path / "run"), *words)
     report = json.loads((tmp_path / "run" / "report.json").read_text())
@@ -84,7 +85,7 @@ def test_the_commands_of_own_model_work(tmp_path: Path, own_model: ModuleType) -
     lines = [line.strip() for line in own_model.__doc__.splitlines() if line.strip().startswith("qtool ")]
     assert [line.split()[1] for line in lines] == ["train", "quantize", "export", "benchmark"]
     shorter = {"train": ["--max-steps", "20"], "quantize": ["--calibration", "train:64"], "export": [],
-               "benchmark": ["--seconds", "0.05"]}  # fmt: skip
+               "benchmark": ["--seconds", "0.05", "--allow-slower"]}  # fmt: skip
     for line in lines:
         _, command, *words = line.replace("runs/own", str(tmp_path / "own")).split()
         assert command in main.commands
@@ -112,3 +113,17 @@ def test_mlops_pipeline_fails_its_job_only_when_the_contract_is_not_met(
     assert (tmp_path / "model.int8.onnx").exists()
     assert bool(report["broken_terms"]) == (code == 3)
     assert ("not deployed: kl is" in done.stderr) == (code == 3)
+
+
+@pytest.mark.slow
+def test_libraries_are_measured_side_by_side(tmp_path: Path) -> None:
+    words = ["--model", f"{Path(__file__).parent / 'nets.py'}:small_mobilenet", "--settle", "--size", "32"]
+    peers = ["--peers", "onnxruntime_best,absent", "--samples", "16", "--seconds", "0", "--out", str(tmp_path)]
+    run = EXAMPLES / "side_by_side" / "run.py"
+    done = subprocess.run([sys.executable, str(run), *words, *peers], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "side_by_side.json").read_text())
+    assert set(found["benchmark"]["variants"]) == {"fp32", "qtool", "onnxruntime_best"}
+    assert all(entry["sqnr_db"] > 10 for entry in found["sqnr"].values())
+    assert found["quantizing"]["qtool"]["seconds"] > 0
+    assert "absent: failed" in done.stdout

@@ -24,9 +24,10 @@ SHORTER = {
     "train": ["--max-steps", "5"],
     "quantize": ["--calibration", "train:32"],
     "export": ["--parity-samples", "32", "--reference-samples", "1"],
-    "benchmark": ["--seconds", "0.05"],
+    "benchmark": ["--seconds", "0.05", "--allow-slower"],
     "run": [word for change in ("train.max_steps=5", 'variants=["ptq"]', "quantize.calibration=train:32",
-                                "export.parity_samples=32", "export.reference_samples=1", "benchmark.seconds=0.05")
+                                "export.parity_samples=32", "export.reference_samples=1", "benchmark.seconds=0.05",
+                                "benchmark.allow_slower=true")
             for word in ("--set", change)],
 }  # fmt: skip
 
@@ -78,7 +79,10 @@ def test_the_python_snippet_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (snippet,) = blocks("python")
     names = {"model": model, "batches": batches}
     exec(
-        snippet.replace("benchmark(exported.files, batches)", "benchmark(exported.files, batches, seconds=0.05)"), names
+        snippet.replace(
+            "benchmark(exported.files, batches)", "benchmark(exported.files, batches, seconds=0.05, allow_slower=True)"
+        ),
+        names,
     )
     assert names["report"]["variants"]["int8"]["accuracy"]["num_samples"] == 32  # type: ignore[index]
 

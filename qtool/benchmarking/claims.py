@@ -94,5 +94,5 @@ def require_not_slower(result: Mapping[str, Any], allow: bool) -> None:
     if slower and not allow:
         raise ContractError(
             "benchmark", f"INT8 faster than {result['reference']}", "; ".join(slower),
-            "see 'qtool export --tune', or accept it with --allow-slower",
+            "leave what is slow in float with --overrides, or accept it with --allow-slower",
         )  # fmt: skip

@@ -87,6 +87,6 @@ def test_slower_beyond_doubt_fails_unless_allowed(interval, fails):
     if not fails:
         require_not_slower(result, allow=False)
         return
-    with pytest.raises(ContractError, match=r"got int8 is not faster.*: why; see 'qtool export --tune'") as error:
+    with pytest.raises(ContractError, match=r"got int8 is not faster.*: why; leave what is slow in float") as error:
         require_not_slower(result, allow=False)
     assert error.value.exit_code == 3

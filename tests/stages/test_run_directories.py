@@ -306,7 +306,7 @@ def test_a_model_that_half_precision_cannot_hold_is_measured_without_it(tmp_path
     run = tmp_path / "run"
     qtool.quantize(f"{tmp_path}/large.py:build", small_data, out=run, calibration="train:32")
     qtool.export(run, parity_samples=16)
-    found = qtool.benchmark(run, seconds=0.01)
+    found = qtool.benchmark(run, seconds=0.01, allow_slower=True)
     assert set(found["variants"]) == {"fp32", "int8"}
     assert any(note.startswith("fp16 was not measured: no FP16 file: ") for note in found["notes"])
     with pytest.raises(QtoolError, match="an output named 'fp16'"):
