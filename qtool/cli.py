@@ -100,7 +100,7 @@ def train(ctx: click.Context, out: Path, resume: bool, **_: Any) -> None:
 @click.argument("run_dir", type=RUN_DIR, required=False)
 @out_option("Where the quantized model and quantize.json go. [default: RUN_DIR]")
 @trust_option
-@field_options(Recipe, "Source (instead of RUN_DIR)", skip=("variants",), required=())
+@field_options(Recipe, "Source (instead of RUN_DIR)", skip=("variants",), required=("model", "data"), alternative=True)
 @field_options(QuantizeConfig, "Quantization")
 @field_options(QatConfig, "Fine-tuning, with --mode qat", skip=("seed",))
 def quantize(ctx: click.Context, run_dir: Path | None, out: Path | None, trust: bool, **_: Any) -> None:
@@ -124,7 +124,7 @@ def quantize(ctx: click.Context, run_dir: Path | None, out: Path | None, trust: 
 @trust_option
 @click.option("--samples", type=click.IntRange(min=1), metavar="N", help="Calibration samples used. [default: 128]")
 @click.option("--resume/--no-resume", default=True, help="Use what was measured there before. [default: resume]")
-@field_options(Recipe, "Source (instead of RUN_DIR)", skip=("variants",), required=())
+@field_options(Recipe, "Source (instead of RUN_DIR)", skip=("variants",), required=("model", "data"), alternative=True)
 @field_options(QuantizeConfig, "Quantization", skip=("mode", *CONTRACT_FIELDS))
 def sensitivity(ctx: click.Context, run_dir: Path | None, out: Path | None, **_: Any) -> None:
     """Measure what each quantized unit alone does to the model's output, the most harmful first."""
@@ -226,7 +226,9 @@ def report(ctx: click.Context, run_dir: Path, out: Path | None, **_: Any) -> Non
     "--gpu-memory", default="80GiB", metavar="SIZE", help="With --params: the memory of one GPU. [default: 80GiB]"
 )
 @click.option("--measure", is_flag=True, help="Also take a few real steps in a fresh process, and compare.")
-@field_options(Recipe, "Source (instead of --params)", skip=("variants", "weights"), required=())
+@field_options(
+    Recipe, "Source (instead of --params)", skip=("variants", "weights"), required=("model", "data"), alternative=True
+)
 @field_options(TrainConfig, "Training")
 def memory(ctx: click.Context, params: str | None, gpu_memory: str, measure: bool, **_: Any) -> None:
     """Predict the memory that training needs: for a model and its data, or from a number of parameters."""

@@ -85,22 +85,28 @@ def _parsed(text: str, kind: Any, where: str) -> Any:
 
 
 def field_options(
-    kind: type, section: str, *, skip: Sequence[str] = (), required: Sequence[str] = ()
+    kind: type, section: str, *, skip: Sequence[str] = (), required: Sequence[str] = (), alternative: bool = False
 ) -> Callable[[Decorated], Decorated]:
-    """A decorator that gives a command one option per field of ``kind`` (nested tables and ``skip`` left out)."""
+    """A decorator that gives a command one option per field of ``kind`` (nested tables and ``skip`` left out).
+
+    ``required`` options have no default. Where the section is an ``alternative`` to something else, the command
+    itself has to see that they are there.
+    """
     hints = get_type_hints(kind)
 
     def decorate(function: Decorated) -> Decorated:
         for field in reversed(dataclasses.fields(kind)):
             if field.name not in skip and not dataclasses.is_dataclass(hints[field.name]):
-                function = _field_option(field, hints[field.name], section, field.name in required)(function)
+                function = _field_option(field, hints[field.name], section, field.name in required, alternative)(
+                    function
+                )
         return function
 
     return decorate
 
 
 def _field_option(
-    field: dataclasses.Field[Any], hint: Any, section: str, required: bool
+    field: dataclasses.Field[Any], hint: Any, section: str, required: bool, alternative: bool
 ) -> Callable[[Decorated], Decorated]:
     name = "--" + field.name.replace("_", "-")
     default = None if required or field.default is dataclasses.MISSING else field.default
@@ -110,8 +116,9 @@ def _field_option(
     multiple = get_origin(inner_type(hint)[0]) in (tuple, dict)
     kind = FieldType(field.name, hint, field.metadata)
     return click.option(
-        name, field.name, cls=Flag, section=section, type=kind, multiple=multiple, required=required, help=shown
-    )
+        name, field.name, cls=Flag, section=section, type=kind, multiple=multiple,
+        required=required and not alternative, help=shown,
+    )  # fmt: skip
 
 
 def _default_note(default: Any) -> str:
