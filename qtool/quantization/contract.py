@@ -33,7 +33,7 @@ from torch import Tensor
 
 from qtool.errors import QtoolError, UsageError, nearest
 from qtool.evaluate import Z95, paired_interval
-from qtool.nested import samples_of, tensors
+from qtool.nested import map_tensors, num_samples, samples_of, tensors
 from qtool.recipe import QuantizeConfig
 from qtool.tasks import Task
 
@@ -118,8 +118,9 @@ class Judge:
         self.metric = config.metric or (task.metric if task else "")
         parts, weights = [], []
         for inputs, targets in batches:
-            self.outputs.append(_first(reference(inputs)))
-            sums, weight = self._task_sums(self.outputs[-1], targets)
+            output = _on_cpu(reference(inputs))
+            self.outputs.append(_first(output))
+            sums, weight = self._task_sums(output, targets)
             parts.append(sums)
             weights.append(weight)
         if not self.outputs:
@@ -137,11 +138,12 @@ class Judge:
         """Runs a candidate on every validation sample."""
         divergence, agree, parts = [], [], []
         for wanted, (inputs, targets) in zip(self.outputs, self.batches, strict=True):
-            given = _first(predict(inputs))
+            output = _on_cpu(predict(inputs))
+            given = _first(output)
             divergence.append(_divergence(wanted, given, self.has_logits))
             if self.has_logits:
                 agree.append(wanted.argmax(1) == given.argmax(1))
-            parts.append(self._task_sums(given, targets)[0])
+            parts.append(self._task_sums(output, targets)[0])
         return Scores(torch.cat(divergence), torch.cat(agree) if agree else None, _joined(parts))
 
     def verdict(self, scores: Scores) -> Verdict:
@@ -161,16 +163,16 @@ class Judge:
         low, _ = mean_interval(other.divergence - one.divergence)
         return low > 0
 
-    def _task_sums(self, output: Tensor, targets: Any) -> tuple[Sums, Tensor]:
+    def _task_sums(self, output: Any, targets: Any) -> tuple[Sums, Tensor]:
         """The task's sums and weight of every sample alone; nothing where no drop is asked for."""
         if self.config.max_drop is None:
-            return {}, torch.ones(len(output), dtype=torch.float64)
+            return {}, torch.ones(num_samples(output), dtype=torch.float64)
         if targets is None or self.task is None:
             raise UsageError(
                 "--max-drop", "labels to measure the metric with", "none", "use --max-kl or --min-agreement"
             )
         rows, weights = [], []
-        for index in range(len(output)):
+        for index in range(num_samples(output)):
             one, target = samples_of(output, index, index + 1), samples_of(targets, index, index + 1)
             loss, weight = self.task.loss(one, target)
             rows.append({"loss": float(loss), **{k: float(v) for k, v in self.task.metrics(one, target).items()}})
@@ -302,8 +304,12 @@ def _divergence(wanted: Tensor, given: Tensor, logits: bool) -> Tensor:
     return (log_p.exp() * (log_p - log_q)).sum(1)
 
 
+def _on_cpu(output: Any) -> Any:
+    return map_tensors(lambda tensor: tensor.detach().cpu(), output)
+
+
 def _first(output: Any) -> Tensor:
-    return next(iter(tensors(output))).detach().cpu()
+    return next(iter(tensors(output)))
 
 
 def _joined(parts: list[Sums]) -> Sums:

@@ -92,6 +92,34 @@ class SquareRoot(Classification):
         return {**means, "root": math.sqrt(means["top1"])}
 
 
+class Counting:
+    """A task whose output is a dict of logits per position, and whose samples weigh as many tokens as they have."""
+
+    name, metric, higher_is_better = "counting", "accuracy", True
+
+    def loss(self, output: Any, target: Tensor) -> tuple[Tensor, float]:
+        return output["logits"].sum() * 0, float((target >= 0).sum())
+
+    def metrics(self, output: Any, target: Tensor) -> dict[str, Tensor]:
+        return {"accuracy": ((output["logits"].argmax(-1) == target) & (target >= 0)).sum()}
+
+
+def test_samples_that_weigh_differently_and_outputs_that_are_no_tensor() -> None:
+    draw = torch.Generator().manual_seed(3)
+    logits = torch.randn(500, 6, 4, generator=draw)
+    other = logits + 0.8 * torch.randn(500, 6, 4, generator=draw)
+    target = logits.argmax(-1).where(torch.rand(500, 6, generator=draw) < 0.8, -1)
+    config = QuantizeConfig(max_drop=50.0)
+    held = Judge(config, [({"logits": logits}, target)], lambda inputs: inputs, Counting())
+    criterion = held.verdict(held.score(lambda _: {"logits": other})).criteria[0]
+    wrong_, tokens = ((other.argmax(-1) != target) & (target >= 0)).sum(1).numpy(), (target >= 0).sum(1).numpy()
+    drop = wrong_.sum() / tokens.sum()
+    assert criterion.value == pytest.approx(100 * drop)
+    picks = np.random.default_rng(0).integers(0, 500, (2000, 500))
+    draws = 100 * wrong_[picks].sum(1) / tokens[picks].sum(1)
+    assert criterion.ci95 == pytest.approx(np.quantile(draws, [0.025, 0.975]), rel=0.03)
+
+
 def test_a_metric_that_is_no_mean_is_bootstrapped() -> None:
     held = judge(SquareRoot(), max_drop=3.0, metric="root")
     criterion = held.verdict(held.score(wrong(40))).criteria[0]
