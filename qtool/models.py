@@ -36,6 +36,7 @@ from qtool.errors import QtoolError, UsageError, nearest, one_line
 from qtool.factories import is_factory, load_factory
 from qtool.gpt import gpt2, gpt2_mini
 from qtool.libraries import LIBRARIES
+from qtool.materialise import WHERE, Target, create
 from qtool.nested import call, map_tensors, tensors
 from qtool.nets import mobilenet, resnet
 
@@ -58,20 +59,41 @@ def load_model(
     in_channels: int | None = None,
     weights: str | Path | None = None,
     seed: int = 0,
+    target: Target | None = None,
 ) -> nn.Module:
     """Builds the model that ``spec`` names, initialised by ``seed``, and loads ``weights`` where given.
 
-    ``num_classes`` is needed by the built-ins; ``in_channels`` is 1 for them by default, and 3 elsewhere. The global
-    random state is left as it was. Raises UsageError where the spec or a path names nothing, QtoolError where building
-    or loading fails, or a weight is not finite.
+    With ``target`` the weights are read straight to there, and the model is never twice in memory. ``num_classes``
+    is needed by the built-ins; ``in_channels`` is 1 for them by default, and 3 elsewhere. The global random state is
+    left as it was. Raises UsageError where the spec or a path names nothing, QtoolError where building or loading
+    fails, or a weight is not finite.
     """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = _build(spec, num_classes, in_channels, str(weights) == PRETRAINED)
+
+    def build() -> nn.Module:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return _build(spec, num_classes, in_channels, str(weights) == PRETRAINED)
+
+    if target is not None:
+        return create(build, _safetensors(weights), target)
+    model = build()
     if weights is not None and str(weights) != PRETRAINED:
         load_weights(model, weights)
     check_finite(model, f"model '{spec}'")
     return model
+
+
+def _safetensors(weights: str | Path | None) -> Path:
+    """The safetensors file that ``weights`` names. Raises UsageError where it is another kind of file, or none."""
+    file = weights_file(Path(weights)) if weights is not None and str(weights) != PRETRAINED else None
+    if file is None or file.suffix != ".safetensors":
+        raise UsageError(WHERE, "--weights FILE.safetensors or a run directory", str(weights), "name such a file")
+    return file
+
+
+def weights_file(path: Path) -> Path:
+    """The file behind ``--weights``: the path itself, or the weights in a run directory, whose hash is checked."""
+    return output_path(path, read_result(path, "train"), "model") if path.is_dir() else path
 
 
 def _build(spec: str, num_classes: int | None, in_channels: int | None, pretrained: bool) -> nn.Module:
@@ -108,7 +130,7 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
     unchanged then.
     """
     path = Path(path)
-    file = output_path(path, read_result(path, "train"), "model") if path.is_dir() else path
+    file = weights_file(path)
     where = f"weights '{file}'"
     state = _read_state(file, where)
     _require_same_keys(where, model, state)

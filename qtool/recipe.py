@@ -113,6 +113,9 @@ class TrainConfig:
     weight_offload: bool = option(
         False, "with fsdp, also on one device: weights, gradients and optimizer state in host memory"
     )
+    create_on_device: bool = option(
+        False, "read --weights straight to the device in the precision of training: never twice in memory"
+    )
     seed: int = option(0, "seed of initialisation, data order and dropout", low=0)
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from qtool.data import Data
+    from qtool.materialise import Target
     from qtool.tasks import Task
 
 UNIDENTIFIED = "batches without an identity"
@@ -79,12 +80,16 @@ def open_source(
     *,
     seed: int = 0,
     label_smoothing: float = 0.0,
+    target: Target | None = None,
 ) -> Source:
-    """Opens specs and takes objects as they are. Raises UsageError or QtoolError for a spec that names nothing."""
+    """Opens specs and takes objects as they are; with ``target``, see :func:`qtool.models.load_model`.
+
+    Raises UsageError or QtoolError for a spec that names nothing.
+    """
     opened = open_data(data, seed)
     loss = open_task(task, label_smoothing)
     facts = data_facts(opened)
-    module = open_model(model, facts, weights, seed)
+    module = open_model(model, facts, weights, seed, target)
     specs = {"model": anchored(model), "data": anchored(data), "task": anchored(task)}
     record: dict[str, Any] = (
         specs | {"weights": str(Path(weights).resolve()) if weights else None, "data_seed": seed} | facts
@@ -136,14 +141,20 @@ def open_task(task: Task | str, label_smoothing: float = 0.0) -> Task:
 
 
 def open_model(
-    model: nn.Module | str | None, facts: Mapping[str, Any], weights: str | Path | None, seed: int
+    model: nn.Module | str | None,
+    facts: Mapping[str, Any],
+    weights: str | Path | None,
+    seed: int,
+    target: Target | None = None,
 ) -> nn.Module | None:
     """A spec or a module, with ``weights`` in it if any are given."""
     from qtool.models import load_model, load_weights
 
     if isinstance(model, str):
         classes, channels = facts["num_classes"], facts["in_channels"]
-        return load_model(model, num_classes=classes, in_channels=channels, weights=weights, seed=seed)
+        return load_model(model, num_classes=classes, in_channels=channels, weights=weights, seed=seed, target=target)
+    if target is not None:
+        raise UsageError("--create-on-device", "a model's spec", "a model that is there already", "leave it out")
     if model is not None and weights:
         load_weights(model, Path(weights))
     return model

@@ -56,6 +56,16 @@ def check_tuning(config: QatConfig) -> None:
             "quantize --mode qat", "a precision with float32 weights", f"'{config.precision}'",
             f"use {config.precision.replace('true', 'mixed')} or 32-true",
         )  # fmt: skip
+    _require_one_process(config)
+
+
+def _require_one_process(config: QatConfig) -> None:
+    """Raises UsageError for options of training on several devices: observers would see a share of the data each."""
+    if config.devices > 1 or config.strategy == "fsdp" or config.create_on_device:
+        raise UsageError(
+            "quantize --mode qat", "one process with the whole model", "an option of training on several devices",
+            "leave devices, strategy and create_on_device out",
+        )  # fmt: skip
 
 
 def train_quantized(

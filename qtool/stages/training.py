@@ -19,6 +19,7 @@ from qtool.stages.fitting import explained, fitted
 if TYPE_CHECKING:
     from torch import nn
 
+    from qtool.materialise import Target
     from qtool.tasks import Task
     from qtool.training.stage import TrainResult
 
@@ -101,7 +102,9 @@ def _train(
     from qtool.loop import OutOfMemory
     from qtool.training import stage
 
-    source = open_source(model, data, task, weights, seed=config.seed, label_smoothing=config.label_smoothing)
+    source = open_source(
+        model, data, task, weights, seed=config.seed, label_smoothing=config.label_smoothing, target=_target(config)
+    )
     done = bool(folder and resume and finished(folder, "train", as_dict(config), source.inputs))
     if folder and processes.from_first(done):
         return _trained(folder, source)
@@ -120,6 +123,18 @@ def _train(
             _commit_train(folder, config, source, result)
         processes.wait()
     return result
+
+
+def _target(config: TrainConfig) -> Target | None:
+    """Where and as what the model is made, if not on the host in float32; a sharded one when it has been cut."""
+    if not config.create_on_device:
+        return None
+    from qtool.devices import resolve_device
+    from qtool.materialise import Target
+    from qtool.training.precision import weight_dtype
+
+    device = resolve_device("cpu" if config.weight_offload else config.device)
+    return Target(device, weight_dtype(config.precision), later=config.strategy == "fsdp")
 
 
 def _write_adapter(folder: Path, result: TrainResult) -> dict[str, Path]:

@@ -16,7 +16,8 @@ divided by it before they are clipped; a step whose gradients overflow is skippe
 
 *True* casts the model. Batch-norm stays in float32, weights and statistics: its running averages would
 stand still in 16 bits, and it is a thousandth of a model; so do the scales of 4-bit weights. At the
-end the weights are float32 again, with the values that training left in them.
+end the weights are float32 again, with the values that training left in
+them; those of a model that was made in 16 bits stay so.
 """
 
 from __future__ import annotations
@@ -41,6 +42,11 @@ def apply(setup: Setup, example: Any) -> None:
         _mixed(setup, dtype)
     else:
         _true(setup, dtype)
+
+
+def weight_dtype(precision: str) -> torch.dtype | None:
+    """What a precision keeps weights in, where that is not what they came in."""
+    return {"16-true": torch.float16, "bf16-true": torch.bfloat16}.get(precision)
 
 
 def _mixed(setup: Setup, dtype: torch.dtype) -> None:

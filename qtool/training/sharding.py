@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from qtool import processes
 from qtool.errors import QtoolError
+from qtool.materialise import fill
 from qtool.step import Setup
 from qtool.training.checkpointing import blocks
 from qtool.training.sharded_files import ShardedFiles
@@ -52,6 +53,7 @@ def apply(setup: Setup, example: Any) -> None:
             mp_policy=_policy(setup, module),
             offload_policy=CPUOffloadPolicy() if setup.config.weight_offload else OffloadPolicy(),
         )  # fmt: skip
+    fill(setup.model)
     for buffer in setup.model.buffers():
         buffer.data = buffer.data.to(setup.device)
     setup.files = ShardedFiles()

@@ -316,6 +316,12 @@ def test_weights_in_16_bits_are_refused_before_any_work(precision: str, trained:
         qat(trained, "pt2e", config(precision=precision))
 
 
+@pytest.mark.parametrize("options", [{"devices": 2}, {"strategy": "fsdp"}, {"create_on_device": True}])
+def test_several_devices_are_refused_before_any_work(options: dict[str, Any], trained: nn.Module) -> None:
+    with pytest.raises(UsageError, match="one process with the whole model"):
+        qat(trained, "pt2e", config(**options))
+
+
 def test_training_data_is_asked_for(trained: nn.Module) -> None:
     with pytest.raises(UsageError, match="training data"):
         quantize(trained, QuantizeConfig(mode="qat"), example=TRAIN[:2], calibration=[TRAIN])
