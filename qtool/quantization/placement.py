@@ -48,6 +48,7 @@ class Placed:
     pattern: Pattern | None = None
     operands: list[Node] = field(default_factory=list)
     quantized_output: bool = False
+    override: str | None = None
 
     @property
     def anchor(self) -> Node:
@@ -106,7 +107,12 @@ class Placement:
         return node in self._integer
 
     def weight_format(self, placed: Placed) -> Format:
-        """The number format of a unit's weight: the first and the last layer may have one of their own."""
+        """The number format of a unit's weight: the first and the last layer may have one of their own.
+
+        Where weights have 6 bits or fewer, an override 'int8' gives a layer all 8.
+        """
+        if placed.override == "int8" and self.target.weight.bits < 7:
+            return self.target.weight.narrowed(8)
         weighted = [p for p in self.placed if p.pattern is not None and p.pattern.weighted]
         return self.target.edge_weight if placed in (weighted[0], weighted[-1]) else self.target.weight
 
@@ -153,12 +159,13 @@ class Placement:
     def _accept(self, node: Node, pattern: Pattern) -> None:
         nodes = [node, *self._tail(node, pattern)]
         quantized_output = not (pattern.float_output and self._leaves(nodes[-1]))
+        override = self._override(node)
         unit = Unit(
             self._name(node), pattern.kind, tuple(dict.fromkeys(owner(n) for n in nodes if owner(n))),
             integer=not pattern.in_float, reason=pattern.in_float,
             weight_bits=self.target.weight.bits if pattern.weighted else None,
         )  # fmt: skip
-        placed = Placed(unit, nodes, pattern, _operands(node, pattern), quantized_output)
+        placed = Placed(unit, nodes, pattern, _operands(node, pattern), quantized_output, override)
         self.placed.append(placed)
         self._taken.update(nodes)
         if quantized_output:

@@ -6,7 +6,8 @@ The rungs of a ladder, in the order of what they cost whoever runs the model, th
 2. *ranges*: the other ways to read ranges from the same observations, for activations, then for weights;
 3. *corrections*: bias correction, equalization, both;
 4. *rounding*: every further algorithm that is registered;
-5. *mixed*: the units that hurt most, alone, left in float: 1, 2, 4, … of them, then as few as will do;
+5. *mixed*: the units that hurt most, alone, in 8 bits where weights have 6 or fewer, else left in float: 1, 2, 4, …
+   of them, then as few as will do;
 6. *training*: quantization-aware training, where there is data to train on.
 
 A rung stands on the best options so far, and "best" means closer to the float model by more than noise on the same
@@ -141,22 +142,27 @@ def _algorithms(search: Search, groups: tuple[tuple[str, ...], ...]) -> Trial | 
 
 
 def mixed(search: Search) -> Trial | None:
-    """The most harmful units in float: twice as many each time, then as few as are needed."""
+    """The most harmful units in more bits: twice as many each time, then as few as are needed.
+
+    Weights of 6 bits or fewer are first tried in 8, all else is left in float.
+    """
     base = search.base.config
     order = [unit["name"] for unit in search.units(base)]
-    count, most = 1, max(1, int(len(order) * MOST_FLOAT))
-    while True:
-        trial = _leave(search, base, order[:count])
-        if trial.verdict.met:
-            return _as_few(search, base, order, count, trial)
-        if count == most:
-            return None
-        count = min(2 * count, most)
+    for choice in ("int8", "float") if base.weight_bits < 7 else ("float",):
+        count, most = 1, max(1, int(len(order) * MOST_FLOAT))
+        while True:
+            trial = _leave(search, base, order[:count], choice)
+            if trial.verdict.met:
+                return _as_few(search, base, order, count, trial)
+            if count == most:
+                break
+            count = min(2 * count, most)
+    return None
 
 
-def _leave(search: Search, base: QuantizeConfig, names: list[str]) -> Trial:
-    overrides = {glob.escape(name): "float" for name in names} | base.overrides
-    return search.attempt(f"{len(names)} unit{'s' if len(names) > 1 else ''} in float", overrides=overrides)
+def _leave(search: Search, base: QuantizeConfig, names: list[str], choice: str) -> Trial:
+    overrides = {glob.escape(name): choice for name in names} | base.overrides
+    return search.attempt(f"{len(names)} unit{'s' if len(names) > 1 else ''} in {choice}", overrides=overrides)
 
 
 def _as_few(search: Search, base: QuantizeConfig, order: list[str], count: int, met: Trial) -> Trial:
@@ -165,7 +171,7 @@ def _as_few(search: Search, base: QuantizeConfig, order: list[str], count: int, 
     while count - low > 1:
         middle = (low + count) // 2
         try:
-            trial = _leave(search, base, order[:middle])
+            trial = _leave(search, base, order[:middle], next(iter(met.config.overrides.values())))
         except OutOfTime:
             return met
         if trial.verdict.met:

@@ -78,7 +78,7 @@ class Sensitivities:
 
     def _alone(self, placed: Placed, nodes: Mapping[str, Node]) -> Alone | None:
         unit = placed.unit
-        if not unit.integer or unit.kind == "move" or placed.pattern is None:
+        if not (unit.integer or unit.weight_bits) or unit.kind == "move" or placed.pattern is None:
             return None
         here = [n for n in self.graph.graph.nodes if n.meta.get("unit") == unit.name]
         match = next((n for n in here if n.target is placed.anchor.target), None)

@@ -235,6 +235,21 @@ def test_an_override_may_name_a_unit_that_is_no_module() -> None:
     assert units == {"a": True, "add": True, "b": True, "add_2": False}
 
 
+def test_an_override_gives_a_layer_of_few_bits_all_eight() -> None:
+    def three(m: Any, x: Tensor) -> Tensor:
+        return m.b(torch.relu(m.b(torch.relu(m.a(x) + x)) + x))
+
+    graph = capture(Net(three).eval(), X)
+    few = ORT_CPU.with_weights(4, 8)
+    bits = {
+        asked: [u.weight_bits for u in Placement(graph, few, dict(asked)).plan().units if u.weight_bits]
+        for asked in ((), (("b", "int8"),))
+    }
+    assert bits == {(): [8, 4, 8], (("b", "int8"),): [8, 8, 8]}
+    whole = Placement(graph, ORT_CPU.with_weights(7, 8), {"b": "int8"}).plan()
+    assert [u.weight_bits for u in whole.units if u.weight_bits] == [7, 7, 7]
+
+
 def test_notes_of_the_capture_come_first() -> None:
     assert placed(lambda m, x: m.a(x)).plan(("late",)).notes[-1] == "late"
     assert "module 'fc' is no part of the captured graph" in placed(lambda m, x: m.a(x)).plan(("late",)).notes

@@ -70,6 +70,15 @@ def test_as_few_units_as_will_do_are_left_in_float() -> None:
     ]
 
 
+def test_weights_of_few_bits_get_eight_before_float() -> None:
+    world = World(0.4)
+    world.search.config = dataclasses.replace(world.config, weight_bits=4)
+    met = world.search.run()
+    assert met is not None
+    assert set(met.config.overrides.values()) == {"int8"}
+    assert not any("in float" in name for name in world.tried)
+
+
 def test_training_comes_last_and_only_where_it_may() -> None:
     assert (met := World(0.06).search.run()) is not None
     assert met.config.mode == "qat"
