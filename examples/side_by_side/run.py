@@ -163,7 +163,7 @@ def show(made: dict[str, dict[str, Any]], found: dict[str, Any]) -> None:
                 str(timed["batch_size"]), f"{timed['latency_p50_ms']:.2f}", ratio,
                 *(f"{cost[k]:.0f}" if k in cost else "" for k in ("seconds", "peak_mib")),
             )  # fmt: skip
-    Console().print(table)
+    Console(width=140).print(table)
     for name, result in made.items():
         if "failed" in result:
             print(f"{name}: failed: {result['failed']}")

@@ -1,7 +1,7 @@
 """How the operators of a captured graph are written in models: as modules, functions and tensor methods.
 
 One captured operator has many spellings, and an FX trace keeps them apart. This table is what relates
-a target's patterns (``targets.py``), which speak of captured operators, to a traced model. A spelling that is
+a target's patterns (``targets/``), which speak of captured operators, to a traced model. A spelling that is
 missing here costs that operator its place in an integer unit when the engine is ``torch.ao``, which says so.
 """
 

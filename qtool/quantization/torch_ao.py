@@ -4,7 +4,7 @@
 observers where a ``BackendConfig`` says; ``_convert_to_reference_decomposed_fx`` turns them into quantize and
 dequantize operators. Three things make the result the one form:
 
-- the ``BackendConfig`` is generated from the target's patterns (``targets.py``), its observers are qtool's own;
+- the ``BackendConfig`` is generated from the target's patterns (``targets/``), its observers are qtool's own;
 - the placement, made on the captured float graph, decides: observers that it does not ask for are taken
   out, and the converted graph, captured again, is matched with the float graph operator by operator
   (``align.py``), which names the units and proves that every quantizer is where the placement wants it;

@@ -1,6 +1,8 @@
-"""What INT8 buys and costs on ResNet-50 and MobileNetV2 definitions; prints ratios and the gates' numbers.
+"""What INT8 buys and costs on the definitions of published networks; prints ratios and the gates' numbers.
 
     python tests/benchmarks/bench_int8.py [resnet50] [mobilenet_v2] [--size 224] [--calibration 64] [--json FILE]
+
+Other names: mobilenet_v3_large, efficientnet_b0, densenet121, vit_s16.
 
 Weights are random, batch-norm statistics settled on random batches, inputs random images of 224 pixels. Printed:
 
@@ -31,6 +33,7 @@ allocator.tune()
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import nets  # noqa: E402
+import nets_modern  # noqa: E402
 
 from qtool.benchmarking.stage import benchmark  # noqa: E402
 from qtool.exporting.stage import export  # noqa: E402
@@ -58,7 +61,7 @@ def main() -> None:
 
 def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     torch.manual_seed(0)
-    model = nets.settled(getattr(nets, name)(), options.size, batches=2)
+    model = nets.settled((getattr(nets, name, None) or getattr(nets_modern, name))(), options.size, batches=2)
     batches = list(torch.randn(options.calibration, 3, options.size, options.size).split(16))
     result: dict[str, Any] = {"calibration_over_forward": calibration_cost(model, batches, options.rounds)}
     quantized = quantize(model, QuantizeConfig(), example=batches[0][:2], calibration=batches)
