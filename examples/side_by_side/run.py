@@ -122,6 +122,10 @@ def measure(options: argparse.Namespace, names: list[str]) -> dict[str, Any]:
     config = BenchmarkConfig(provider=options.provider, batch_sizes=sizes, seconds=options.seconds, width=0.01)
     images = torch.from_numpy(np.load(options.out / "test.npy"))
     found = benchmark(files, config, reference="qtool")
+    for name, path in files.items():
+        weights = path.with_suffix(".bin")  # OpenVINO's form is two files
+        if path.suffix == ".xml" and weights.exists():
+            found["variants"][name]["size_mib"] += weights.stat().st_size / 2**20
     return {"benchmark": found, "sqnr": against_fp32(files, options.provider, images)}
 
 
