@@ -14,13 +14,17 @@ from torch import nn
 from qtool import processes
 from qtool.artifacts import write_json
 from qtool.checkpoint import save_tree
+from qtool.materialise import Target, create
 from qtool.recipe import TrainConfig
 from qtool.tasks import load_task
 from qtool.training.stage import train
+from qtool.training.techniques import setup
 
 COMMON = {"device": "cpu", "epochs": 1, "batch_size": 10, "learning_rate": 0.01, "checkpoint_every": 5}
+_SCALE = {"optimizer": "sgd", "grad_clip": None, "learning_rate": 0.05}  # AdamW and clipping forgive a wrong factor
 ALIKE: dict[str, dict[str, Any]] = {
-    "ddp": {"micro_batches": 5},
+    "ddp": {"micro_batches": 5, **_SCALE},
+    "fsdp-scale": {"strategy": "fsdp", **_SCALE},
     "fsdp": {"micro_batches": 5, "strategy": "fsdp", "early_stopping": 9},
     "fsdp-mixed": {"strategy": "fsdp", "precision": "bf16-mixed", "activation_checkpointing": True, "reshard": False},
 }
@@ -100,6 +104,16 @@ def alike(folder: Path) -> None:
             if processes.rank() == 0:
                 save_tree(folder / f"{name}.safetensors", result.model.state_dict())
                 write_json(folder / f"{name}.json", {"losses": result.history.losses, "metrics": result.metrics})
+        read_in_parts(folder / "begin.safetensors", folder / "read.safetensors")
+
+
+def read_in_parts(begin: Path, end: Path) -> None:
+    """A model whose weights each process reads its own rows of, put together again."""
+    made = create(model, begin, Target(torch.device("cpu"), later=True))
+    with setup(made, TrainConfig(device="cpu", devices=2, strategy="fsdp")):
+        assert not any(processes.local(p).is_meta for p in made.parameters())
+    if processes.rank() == 0:
+        save_tree(end, made.state_dict())
 
 
 def whole(folder: Path) -> None:

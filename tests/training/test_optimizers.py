@@ -3,8 +3,10 @@ import torch
 from torch import nn
 
 from qtool import checkpoint
+from qtool.errors import QtoolError
 from qtool.recipe import OPTIMIZERS as NAMES
 from qtool.recipe import TrainConfig
+from qtool.training import compiling
 from qtool.training.optimizers import OPTIMIZERS
 
 
@@ -36,6 +38,13 @@ def steps(model, optimizer, count, seed=0):
         optimizer.step()
         losses.append(loss.item())
     return losses
+
+
+def test_a_missing_compiler_is_named_before_the_first_step(monkeypatch):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(compiling.shutil, "which", lambda name: None)
+    with pytest.raises(QtoolError, match=r"torchao-adamw8bit: expected a C\+\+ compiler"):
+        made_optimizer(make_model(), "torchao-adamw8bit")
 
 
 def test_every_name_of_the_recipe_has_an_optimizer():

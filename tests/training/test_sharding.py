@@ -7,7 +7,7 @@ from pathlib import Path
 import group_runs
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from qtool import checkpoint
 from qtool.errors import QtoolError
@@ -30,7 +30,11 @@ def runs(tmp_path_factory):
 
 @pytest.mark.slow
 def test_two_processes_do_what_one_does(tmp_path):
+    begin = {name: torch.randn_like(value) for name, value in group_runs.model().state_dict().items()}
+    save_file(begin, tmp_path / "begin.safetensors")
     launch(group_runs.alike, 2, tmp_path)
+    read = checkpoint.load_tree(tmp_path / "read.safetensors")
+    assert all(torch.equal(read[name], value) for name, value in begin.items())
     for name, options in group_runs.ALIKE.items():
         one = group_runs.run(name, options | {"strategy": "ddp"}, tmp_path / "one", count=63)
         two = json.loads((tmp_path / f"{name}.json").read_text())
@@ -109,6 +113,19 @@ def test_one_process_may_shard_alone_and_the_model_comes_back_whole():
     model(torch.randn(2, 6)).sum().backward()
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-mixed", "bf16-true"])
+def test_a_step_of_a_sharded_model_is_the_step(net, precision, run_steps):
+    options = {"precision": precision, "micro_batches": 2, "grad_clip": 1.0, "activation_checkpointing": True}
+    whole = run_steps(net, **options)
+    sharded = run_steps(net, **options, strategy="fsdp")
+    assert sharded.losses == pytest.approx(whole.losses, abs=1e-6 if precision == "32-true" else 0.05)
+    sharded.setup.close()
+    for (name, one), (other, two) in zip(*(x.model.state_dict().items() for x in (whole, sharded)), strict=True):
+        assert name == other
+        if precision == "32-true":
+            assert torch.allclose(one.float(), two.float(), atol=1e-6), name
 
 
 def test_a_parameter_that_cannot_be_cut_is_named():
