@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -48,10 +49,16 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "RUNGS", (search.as_asked, search.mixed, search.training))
 
 
+@pytest.fixture(scope="module")
+def trained_once(tmp_path_factory: pytest.TempPathFactory, small_recipe: Path, held_out_data: str) -> Path:
+    out = tmp_path_factory.mktemp("trained") / "run"
+    qtool.train(f"{small_recipe.parent}/net.py:build", held_out_data, out=out, epochs=2, batch_size=16)
+    return out
+
+
 @pytest.fixture
-def trained(tmp_path: Path, small_net: str, held_out_data: str) -> Path:
-    qtool.train(small_net, held_out_data, out=tmp_path / "run", epochs=2, batch_size=16)
-    return tmp_path / "run"
+def trained(tmp_path: Path, trained_once: Path) -> Path:
+    return shutil.copytree(trained_once, tmp_path / "run")
 
 
 def test_a_contract_that_is_kept(trained: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,10 +22,16 @@ from qtool.stages.sensitivity import PART
 OPTIONS = {"calibration": "train:64", "samples": 32}
 
 
+@pytest.fixture(scope="module")
+def trained_once(tmp_path_factory: pytest.TempPathFactory, small_recipe: Path, small_data: str) -> Path:
+    out = tmp_path_factory.mktemp("trained") / "run"
+    qtool.train(f"{small_recipe.parent}/net.py:build", small_data, out=out, epochs=1, batch_size=16)
+    return out
+
+
 @pytest.fixture
-def trained(tmp_path: Path, small_net: str, small_data: str) -> Path:
-    qtool.train(small_net, small_data, out=tmp_path / "run", epochs=1, batch_size=16)
-    return tmp_path / "run"
+def trained(tmp_path: Path, trained_once: Path) -> Path:
+    return shutil.copytree(trained_once, tmp_path / "run")
 
 
 def test_it_is_written_found_again_and_shown_in_the_report(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
