@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -89,6 +90,12 @@ class ShardedFiles(Files):
         elif world == processes.size():
             optimizer.load_state_dict(load_tree(path / _own(processes.rank(), world)))
         else:
+            if processes.rank() == 0:
+                warnings.warn(
+                    f"a checkpoint of {world} processes is read by {processes.size()}: 8-bit optimizer states are "
+                    "quantized again where their blocks straddle the new shards, so the resume is not exact",
+                    stacklevel=2,
+                )
             trees = [load_tree(path / _own(rank, world)) for rank in range(world)]
             optimizer.load_state_dict(cut_anew(trees, optimizer.parameters))
 

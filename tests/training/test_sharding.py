@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import warnings
 from pathlib import Path
 
 import group_runs
@@ -84,7 +85,10 @@ def _compared(path: Path) -> tuple[object, list[bytes]]:
 def test_resumed_on_one_process_it_comes_to_the_same(runs, name, near):
     folder = shutil.copytree(runs / "stopped" / name, runs / "one" / name).parent
     seen = []
-    group_runs.run(name, group_runs.EXACT[name] | {"devices": 1}, folder, at_step=lambda at: seen.append(at.step))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        group_runs.run(name, group_runs.EXACT[name] | {"devices": 1}, folder, at_step=lambda at: seen.append(at.step))
+    assert any("quantized again" in str(warning.message) for warning in told) == (name == "8-bit")
     assert seen == [6, 7, 8, 9, 10]
     first, second = (_weights(f / name, group_runs.EXACT[name]) for f in (runs / "whole", folder))
     for key, value in first.items():
