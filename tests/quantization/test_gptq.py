@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -133,3 +135,15 @@ def test_with_one_batch_there_is_nothing_to_judge_a_fit_by_and_weights_stay() ->
     for node in given.anchors():
         assert torch.equal(parameter(given.graph, node.args[1].args[0]), before[node.name])
     assert "gptq: refitted 0 layers" in given.notes
+
+
+def test_inputs_whose_spread_no_float_can_hold_leave_the_layer_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise torch.linalg.LinAlgError("not positive definite")
+
+    monkeypatch.setattr(sys.modules[gptq.__module__], "rounded", refuse)
+    given = subject(hard_mobilenet(), BATCHES)
+    before = {n.name: parameter(given.graph, n.args[1].args[0]).clone() for n in given.anchors()}
+    gptq(given)
+    for node in given.anchors():
+        assert torch.equal(parameter(given.graph, node.args[1].args[0]), before[node.name])

@@ -17,11 +17,12 @@ def apply(model: ir.Model) -> int:
         if node.inputs[0].dtype == ir.DataType.INT32:
             node.resize_inputs(2)
             changed += 1
-    _remove_unused(model)
+    drop_unused(model)
     return changed
 
 
-def _remove_unused(model: ir.Model) -> None:
+def drop_unused(model: ir.Model) -> None:
+    """Removes the constants that no node reads, in place."""
     for name, value in list(model.graph.initializers.items()):
         if not value.consumers() and not value.is_graph_output():
             del model.graph.initializers[name]

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-import numpy as np
 import onnx_ir as ir
 
 from qtool.errors import UsageError
+from qtool.exporting.passes.biases import drop_unused
 
 LEAST_OPSET = 21
 
@@ -26,17 +26,18 @@ def apply(model: ir.Model, units: Collection[str], opset: int) -> int:
         weight = node.inputs[1] if len(node.inputs) > 1 else None
         source = weight.producer() if weight is not None and node.name in units else None
         if source is not None and source.op_type == "DequantizeLinear":
-            for index in (0, 2):
-                value = source.inputs[index] if index < len(source.inputs) else None
-                if value is not None and value.const_value is not None:
-                    _pack(value)
+            _pack(source)
             packed += 1
+    drop_unused(model)
     return packed
 
 
-def _pack(value: ir.Value) -> None:
-    assert value.const_value is not None
-    numbers = value.const_value.numpy()
-    if numbers.dtype == np.int8:
-        value.const_value = ir.Tensor(numbers.astype(ir.DataType.INT4.numpy()), dtype=ir.DataType.INT4, name=value.name)
-        value.dtype = ir.DataType.INT4
+def _pack(dequantize: ir.Node) -> None:
+    """Stores the weight in four bits, its zero points not at all: they are 0, and may be another layer's too."""
+    value = dequantize.inputs[0]
+    if value is None or value.const_value is None or value.dtype != ir.DataType.INT8:
+        return
+    numbers = value.const_value.numpy().astype(ir.DataType.INT4.numpy())
+    value.const_value = ir.Tensor(numbers, dtype=ir.DataType.INT4, name=value.name)
+    value.dtype = ir.DataType.INT4
+    dequantize.resize_inputs(2)

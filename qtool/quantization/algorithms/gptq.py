@@ -32,6 +32,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch._C import _LinAlgError as LinAlgError
 from torch.fx import GraphModule, Node
 
 from qtool.quantization.algorithms.bias import add_to_bias
@@ -148,13 +149,17 @@ def fitted(real: Tensor, moments: Moments, damping: float) -> tuple[Tensor, Tens
     spread = h.diagonal(dim1=1, dim2=2).mean(1, keepdim=True)
     least = 1e-6 * float(spread.mean()) + 1e-30  # a group whose inputs never change
     ridge = torch.diag_embed((spread * damping + least).expand(h.shape[:2]))
-    damped = h + ridge
+    damped = (h + h.mT) / 2 + ridge
     return torch.linalg.solve(damped, (real @ (c + ridge)).mT).mT, damped
 
 
 def rounded(weight: Tensor, damped: Tensor, scale: Tensor, qmax: int) -> Tensor:
-    """The integers, as floats G × outputs × K, that GPTQ rounds ``weight`` to; ``scale`` is G × outputs × 1."""
-    upper = torch.linalg.cholesky(torch.linalg.inv(damped), upper=True).float()
+    """The integers, as floats G × outputs × K, that GPTQ rounds ``weight`` to; ``scale`` is G × outputs × 1.
+
+    Raises LinAlgError where ``damped`` is not positive definite in float64.
+    """
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
+    upper = torch.linalg.cholesky(inverse).mT.float()
     left, scale = weight.float().clone(), scale.float()
     made = torch.empty_like(left)
     size = left.shape[2]
@@ -178,11 +183,10 @@ def _refit(walk: Walk, segment: Segment, node: Node, plain: Walk, other: Node) -
     halves = layer.observe(walk, segment, plain)
     both = halves[0] if halves[1] is None else halves[0] + halves[1]
     best = None if halves[1] is None else layer.best_damping(halves[0], halves[1])
-    made = layer.nearest if best is None else layer.solve(both, best)
-    if best is not None and output_error(layer.real, made * layer.scale, both) >= layer.plain_error(both):
-        best, made = None, layer.nearest
-    layer.store(made, both)
-    return best is not None
+    made = None if best is None else layer.solve(both, best)
+    better = made is not None and output_error(layer.real, made * layer.scale, both) < layer.plain_error(both)
+    layer.store(made if made is not None and better else layer.nearest, both)
+    return better
 
 
 class _Layer:
@@ -223,10 +227,13 @@ class _Layer:
         assert halves[0] is not None
         return halves[0], halves[1]
 
-    def solve(self, moments: Moments, damping: float) -> Tensor:
-        """The integers for one ridge parameter."""
-        weight, damped = fitted(self.real, moments, damping)
-        return rounded(weight, damped, self.scale, self.qmax)
+    def solve(self, moments: Moments, damping: float) -> Tensor | None:
+        """The integers for one ridge parameter; None where it is too small for these inputs."""
+        try:
+            weight, damped = fitted(self.real, moments, damping)
+            return rounded(weight, damped, self.scale, self.qmax)
+        except LinAlgError:
+            return None
 
     def plain_error(self, moments: Moments) -> float:
         """The output error of the integers that the layer came with."""
@@ -234,9 +241,10 @@ class _Layer:
 
     def best_damping(self, seen: Moments, unseen: Moments) -> float | None:
         """The ridge parameter that, fitted on one half, does best on the other; None where plain rounding does."""
-        errors = {d: output_error(self.real, self.solve(seen, d) * self.scale, unseen) for d in DAMPINGS}
-        best = min(errors, key=errors.__getitem__)
-        return best if errors[best] < self.plain_error(unseen) else None
+        solved = ((damping, self.solve(seen, damping)) for damping in DAMPINGS)
+        errors = {d: output_error(self.real, made * self.scale, unseen) for d, made in solved if made is not None}
+        best = min(errors, key=errors.__getitem__, default=None)
+        return best if best is not None and errors[best] < self.plain_error(unseen) else None
 
     def store(self, made: Tensor, moments: Moments) -> None:
         """Writes the integers and a bias that keeps the mean output."""

@@ -71,6 +71,15 @@ def test_the_file_holds_the_graphs_integers_two_to_a_byte_and_passes_its_gates(t
     assert sqnr_db(quantized(test), torch.from_numpy(found)) > 50
 
 
+def test_zero_points_that_a_layer_of_eight_bits_has_too_stay_there(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Conv2d(3 if i == 0 else 8, 8, 3) for i in range(4))).eval()
+    quantized = quantize(model, QuantizeConfig(weight_bits=4), example=BATCHES[0], calibration=BATCHES)
+    assert bits_of(quantized) == [8, 4, 4, 8]
+    result = export(quantized, tmp_path, ExportConfig(), samples=BATCHES)
+    assert all(gate["passed"] is not False for gate in result.gates)
+
+
 def test_an_opset_without_four_bits_is_refused() -> None:
     with pytest.raises(UsageError, match="21 or more for 4-bit weights; got 20"):
         quantized_to_onnx(quantized_to(4), 20)
