@@ -32,7 +32,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch._C import _LinAlgError as LinAlgError
 from torch.fx import GraphModule, Node
 
 from qtool.quantization.algorithms.bias import add_to_bias
@@ -232,7 +231,7 @@ class _Layer:
         try:
             weight, damped = fitted(self.real, moments, damping)
             return rounded(weight, damped, self.scale, self.qmax)
-        except LinAlgError:
+        except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
             return None
 
     def plain_error(self, moments: Moments) -> float:
