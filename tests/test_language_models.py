@@ -39,7 +39,7 @@ def test_micro_batches_weigh_tokens(text: str) -> None:
     second = qtool.train(parts, text, **OPTIONS, micro_batches=4)
     assert first.history.losses == pytest.approx(second.history.losses, rel=1e-5)
     for a, b in zip(whole.parameters(), parts.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)  # Adam divides tiny gradients by their size
 
 
 def test_perplexity_is_that_of_all_counted_tokens(text: str) -> None:

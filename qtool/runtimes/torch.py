@@ -86,7 +86,8 @@ class TorchSession:
         """The multiplying operators executed for ``feeds``, outermost only, from PyTorch's profiler."""
         values = self._on_device(feeds)
         self._compute(values)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
+        watched = [torch.profiler.ProfilerActivity.CPU]  # acc_events: torch 2.11 warns of the other way
+        with torch.profiler.profile(activities=watched, record_shapes=True, acc_events=True) as profile:
             self._compute(values)
         assert profile.profiler is not None
         events = profile.profiler.kineto_results.events()
