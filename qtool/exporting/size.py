@@ -22,13 +22,17 @@ TOLERANCE = 0.05
 def predicted_bytes(quantized: QuantizedModel) -> int:
     """Bytes of all constants of the quantized graph; zero points of weights as int8, of biases as nothing.
 
+    Floats that are all zero are stored once for each shape.
     Weights of four bits take half a byte; their zero points, which the file leaves out, are within the tolerance.
     """
     graph = quantized.graph
     tensors = dict(graph.named_parameters(remove_duplicate=True)) | dict(graph.named_buffers(remove_duplicate=True))
-    total = 0
+    total, zeros = 0, set()
     for name, tensor in tensors.items():
-        if name.endswith("zero_point") or "zero_point" in name:
+        if tensor.is_floating_point() and not tensor.any():  # biases of an untrained network: one for each size
+            total += 0 if tensor.shape in zeros else tensor.numel() * tensor.element_size()
+            zeros.add(tensor.shape)
+        elif name.endswith("zero_point") or "zero_point" in name:
             total += 0 if "bias" in name else tensor.numel()
         else:
             total += tensor.numel() * tensor.element_size()
