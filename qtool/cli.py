@@ -219,20 +219,44 @@ def report(ctx: click.Context, run_dir: Path, out: Path | None, **_: Any) -> Non
 @command(
     "memory",
     "qtool memory --model resnet --data fashion-mnist --batch-size 256 --precision bf16-mixed --measure\n"
+    "qtool memory --ladder --model resnet --data fashion-mnist --max-steps 50 --out runs/ladder\n"
     "qtool memory --params 7B --optimizer adamw8bit --gpu-memory 24GB",
 )
 @click.option("--params", metavar="N", help="Answer by arithmetic for this many parameters: 1e9, 7B, 350M.")
 @click.option(
     "--gpu-memory", default="80GiB", metavar="SIZE", help="With --params: the memory of one GPU. [default: 80GiB]"
 )
+@click.option(
+    "--ladder",
+    is_flag=False,
+    flag_value="",
+    metavar="[FILE]",
+    help="Climb the techniques one on top of the other, or the rungs of a TOML file, each in a process of its own.",
+)
+@out_option("With --ladder: where ladder.json and ladder.svg go.")
 @click.option("--measure", is_flag=True, help="Also take a few real steps in a fresh process, and compare.")
 @field_options(
     Recipe, "Source (instead of --params)", skip=("variants", "weights"), required=("model", "data"), alternative=True
 )
 @field_options(TrainConfig, "Training")
-def memory(ctx: click.Context, params: str | None, gpu_memory: str, measure: bool, **_: Any) -> None:
+def memory(
+    ctx: click.Context,
+    params: str | None,
+    gpu_memory: str,
+    measure: bool,
+    ladder: str | None,
+    out: Path | None,
+    **_: Any,
+) -> None:
     """Predict the memory that training needs: for a model and its data, or from a number of parameters."""
     source = given(ctx, Recipe)
+    if ladder is not None:
+        with work(ctx):
+            from qtool.stages.ladder import climb
+
+            found = climb(ladder or None, out=out, progress=loud(ctx), **source, **given(ctx, TrainConfig))
+        deliver(ctx, found, "ladder")
+        return
     if (params is None) != ({"model", "data"} <= source.keys()):
         raise click.UsageError("neither --params nor both of --model and --data, or all of them", ctx)
     if params is not None:

@@ -5,6 +5,7 @@ spec                           what it is
 =============================  ==================================================================================
 ``resnet``, ``mobilenet``      the built-in nets for images of 28 to 32 pixels (:mod:`qtool.nets`)
 ``gpt2``, ``gpt2-mini``        language models of GPT-2's shape, for any vocabulary (:mod:`qtool.gpt`)
+``vit_l_16``                   ViT-L/16 for 224-pixel images, with torchvision's parameter names (:mod:`qtool.vit`)
 ``torchvision:NAME``           a classifier of torchvision, by its name there
 ``timm:NAME``                  a model of timm
 ``transformers:NAME``          a model of transformers, by hub name, folder or ``config.json``; its output is the logits
@@ -39,12 +40,14 @@ from qtool.libraries import LIBRARIES
 from qtool.materialise import WHERE, Target, create
 from qtool.nested import call, map_tensors, tensors
 from qtool.nets import mobilenet, resnet
+from qtool.vit import vit_l_16
 
 BUILT_INS: dict[str, Callable[[int, int], nn.Module]] = {
     "resnet": resnet,
     "mobilenet": mobilenet,
     "gpt2": gpt2,
     "gpt2-mini": gpt2_mini,
+    "vit_l_16": vit_l_16,
 }
 PRETRAINED = "pretrained"
 SUFFIXES = (".safetensors", ".pt", ".pth")

@@ -64,6 +64,23 @@ def test_gpt2_learns_by_adapters(tmp_path: Path) -> None:
     assert (tmp_path / "adapter_model.safetensors").stat().st_size < (tmp_path / "model.safetensors").stat().st_size / 4
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_the_published_ladder_is_legal_and_predicted(small_data: str) -> None:
+    """memory_ladder_vit_l16.toml: every rung's options go together; a small net takes the first and the last."""
+    from qtool.stages.ladder import configs, load_ladder
+    from qtool.stages.memory import memory
+    from qtool.training import rules
+
+    ladder = load_ladder(EXAMPLES / "memory_ladder_vit_l16.toml")
+    made = configs(ladder)
+    for config in made:
+        rules.check(config)
+    assert [rung.published.get("peak_gb") for rung in ladder.rungs[:2]] == [26.84, 18.21]
+    assert (made[-1].optimizer, made[-1].batch_size, made[-1].grad_clip) == ("adamw8bit", 16, None)
+    first, last = (memory("resnet", small_data, config=made[i])["predicted"]["peak_bytes"] for i in (0, -1))
+    assert last < first / 2
+
+
 @pytest.fixture(scope="module")
 def own_model() -> ModuleType:
     spec = importlib.util.spec_from_file_location("own_model", EXAMPLES / "own_model.py")

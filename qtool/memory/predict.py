@@ -20,7 +20,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -81,13 +81,15 @@ def predict(
     are: what cannot run for real cannot be predicted. ``scratch`` remembers operators from one prediction to the next.
     """
     start = time.monotonic()
+    # New strides for fake parameters crash torch. Sizes are the same without; only what operators take depends on them
+    layout, config = config.channels_last, replace(config, channels_last=False)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with torch.random.fork_rng(devices=[]), mode, Scalars():
         device = resolve_device(config.device)
         model = _fake(build(), device)
         value, target = (map_tensors(mode.from_tensor, part) for part in batch)
         with _in_place(device), prepare(model, config, _first(value)) as setup:
-            return _predicted(setup, (value, target), loss, start, scratch or Scratch())
+            return _predicted(setup, (value, target), loss, start, Tracker(setup.device, scratch or Scratch(), layout))
 
 
 def _fake(model: nn.Module, device: torch.device) -> nn.Module:
@@ -111,8 +113,7 @@ def _first(value: Any) -> Any:
     return map_tensors(lambda t: t[:2] if t.dim() else t, value)
 
 
-def _predicted(setup: Setup, batch: tuple[Any, Any], loss: LossFunction, start: float, scratch: Scratch) -> Prediction:
-    tracker = Tracker(setup.device, scratch)
+def _predicted(setup: Setup, batch: tuple[Any, Any], loss: LossFunction, start: float, tracker: Tracker) -> Prediction:
     optimizer = setup.make_optimizer([p for p in setup.model.parameters() if p.requires_grad])
     tracker.track_external(setup.model, optimizer, *tensors(batch))
     setup.scaler = no_scaler(setup.device)
@@ -131,16 +132,16 @@ def _predicted(setup: Setup, batch: tuple[Any, Any], loss: LossFunction, start: 
 class Tracker(MemTracker):
     """MemTracker that also remembers the moment and the module of the highest sum on one device."""
 
-    def __init__(self, device: torch.device, scratch: Scratch) -> None:
+    def __init__(self, device: torch.device, scratch: Scratch, channels_last: bool) -> None:
         super().__init__()
         self.device = device
         self.highest, self.at = 0, ("start", "")
-        self.scratch = scratch
+        self.scratch, self.channels_last = scratch, channels_last
         self.with_scratch: dict[str, int] | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
-        taken = self.scratch.of(func, args, kwargs)
+        taken = self.scratch.of(func, args, kwargs, self.channels_last)
         now = self._peak_mem.get(self.device, 0) if not taken else self._current() + taken
         if now > self.highest:
             self.highest, self.at = now, (self._moment(), self._innermost())

@@ -33,17 +33,20 @@ class Scratch:
     def __init__(self) -> None:
         self.known: dict[Any, int] = {}
 
-    def of(self, function: Any, args: Any, kwargs: Any) -> int:
-        """Bytes that a call of ``function`` with operands like these on the CPU takes beyond what it returns."""
+    def of(self, function: Any, args: Any, kwargs: Any, channels_last: bool = False) -> int:
+        """Bytes that a call of ``function`` with operands like these on the CPU takes beyond what it returns.
+
+        With ``channels_last`` four-dimensional ones are taken to lie in that order.
+        """
         if function.overloadpacket.__name__ not in HEAVY:
             return 0
         leaves, tree = tree_flatten((args, kwargs or {}))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if any(t.device.type != "cpu" for t in tensors) or sum(t.numel() * t.element_size() for t in tensors) > LARGEST:
             return 0
-        key = (function, *(_kind(leaf) for leaf in leaves))
+        key = (function, channels_last, *(_kind(leaf) for leaf in leaves))
         if key not in self.known:
-            self.known[key] = _taken(function, leaves, tree)
+            self.known[key] = _taken(function, leaves, tree, channels_last)
         return self.known[key]
 
 
@@ -52,9 +55,9 @@ def _kind(leaf: Any) -> Any:
 
 
 @torch.no_grad()
-def _taken(function: Any, leaves: list[Any], tree: Any) -> int:
+def _taken(function: Any, leaves: list[Any], tree: Any, channels_last: bool) -> int:
     with _disable_current_modes(), torch.autocast("cpu", enabled=False):
-        real = [_zeros(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        real = [_zeros(leaf, channels_last) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         args, kwargs = tree_unflatten(real, tree)
         try:
             changes, _ = allocations(lambda: function(*args, **kwargs))
@@ -63,5 +66,7 @@ def _taken(function: Any, leaves: list[Any], tree: Any) -> int:
         return highest_sum(changes) - sum(changes)
 
 
-def _zeros(like: Tensor) -> Tensor:
+def _zeros(like: Tensor, channels_last: bool) -> Tensor:
+    if channels_last and like.dim() == 4:
+        return torch.empty(like.shape, dtype=like.dtype, memory_format=torch.channels_last).zero_()
     return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype).zero_()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from qtool.reporting.contracts import contract_sentence
+from qtool.reporting.ladder import ladder_lines
 from qtool.reporting.memory import memory_lines, numerics_lines
 from qtool.reporting.numbers import UNKNOWN, interval, percent, points, significant
 from qtool.reporting.tables import terminal
@@ -168,5 +169,6 @@ STAGES: dict[str, Callable[[Result], Iterator[Any]]] = {
     "inspect": inspect_lines,
     "report": report_lines,
     "memory": memory_lines,
+    "ladder": ladder_lines,
     "numerics": numerics_lines,
 }

@@ -6,10 +6,13 @@ standard output.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -34,10 +37,14 @@ def memory(
     *,
     task: Task | str = "classification",
     measure: bool = False,
+    train: bool = False,
     config: TrainConfig | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Predicts the peak memory of training ``model`` on ``data``; with ``measure`` also takes a few real steps.
+
+    With ``train`` the process that measures then trains as the config says: time of a step, last loss, test metrics.
+    The prediction is then made in a process of its own too, so that many can follow each other.
 
     ``options`` are the fields of TrainConfig. Weights are not loaded: their values change nothing. The result is plain
     values; peaks are in bytes. Raises UsageError for ``measure`` with objects, which have no spec that another process
@@ -54,16 +61,14 @@ def memory(
         raise UsageError("--compile", "a step in eager mode", "a compiled one", "leave it out: it is not predicted yet")
     if measure and not all(isinstance(value, str) for value in spec.values()):
         raise UsageError("argument 'measure'", "model, data and task as specs", "an object", "pass specs")
-    from qtool.memory.predict import predict
-
-    predicted = asdict(predict(*_arguments(spec, config), **_parts(spec, config)))
+    predicted = _in_fresh_process(spec, config, "predict") if train else _predicted(spec, config)
     result = {
         "source": {key: value if isinstance(value, str) else type(value).__name__ for key, value in spec.items()},
         "config": as_dict(config),
         "predicted": predicted,
     }
     if measure:
-        result["measured"] = measured = _in_fresh_process(spec, config)
+        result["measured"] = measured = _in_fresh_process(spec, config, "train" if train else "measure")
         result["error"] = predicted["peak_bytes"] / measured["peak_bytes"] - 1
     return result
 
@@ -93,8 +98,15 @@ def _batch(source: Source, config: TrainConfig) -> tuple[Any, Any]:
     return batch
 
 
-def _in_fresh_process(spec: Spec, config: TrainConfig) -> dict[str, Any]:
-    request = json.dumps({**spec, "config": as_dict(config)})
+def _predicted(spec: Spec, config: TrainConfig) -> dict[str, Any]:
+    from qtool.memory.predict import predict
+
+    return asdict(predict(*_arguments(spec, config), **_parts(spec, config)))
+
+
+def _in_fresh_process(spec: Spec, config: TrainConfig, work: str = "measure") -> dict[str, Any]:
+    """What another process answers that does ``work``: predict, measure, or train after measuring."""
+    request = json.dumps({**spec, "config": as_dict(config), "work": work})
     done = subprocess.run(
         [sys.executable, "-P", "-m", "qtool.stages.memory"], input=request, capture_output=True, text=True,
         check=False, env=_environment(),
@@ -122,11 +134,29 @@ def _environment() -> dict[str, str]:
 def _answer(request: dict[str, Any]) -> dict[str, Any]:
     from qtool.memory.measure import measure
 
-    config = make(TrainConfig, request.pop("config"))
+    config, work = make(TrainConfig, request.pop("config")), request.pop("work")
     try:
-        return asdict(measure(*_arguments(request, config), **_parts(request, config)))
+        if work == "predict":
+            return _predicted(request, config)
+        found = asdict(measure(*_arguments(request, config), **_parts(request, config)))
+        return found | (_trained(request, config) if work == "train" else {})
     except QtoolError as error:
         return {"error": [error.where, error.expected, error.got, error.do]}
+
+
+def _trained(spec: Spec, config: TrainConfig) -> dict[str, Any]:
+    """Trains, without counting; the median time from one step to the next is that of a step."""
+    from qtool.training import stage
+
+    source = open_source(spec["model"], spec["data"], spec["task"], seed=config.seed)
+    assert source.model is not None
+    ticks: list[float] = []
+    done = stage.train(
+        source.model, source.data, config, task=source.task, progress=lambda at: ticks.append(time.perf_counter())
+    )
+    steps = [after - before for before, after in itertools.pairwise(ticks)]
+    found = {"loss": done.history.losses[-1], "metrics": done.metrics, "train_seconds": done.history.seconds}
+    return found | ({"seconds_per_step": statistics.median(steps)} if steps else {})
 
 
 def main() -> None:

@@ -1,0 +1,129 @@
+"""The ladder: techniques one on top of the other, each rung predicted, measured and trained in a process of its own.
+
+A rung changes some fields of the config of the rung below. For each, the peak of a step is predicted here, and a fresh
+process measures it, trains for as long as the config says, and reports the median time from one step to the next, the
+samples per second, the last training loss and the test metrics. A rung that this model cannot take, or that runs
+out of memory, says so and the next one is tried on top of it all the same.
+
+A ladder is a TOML file: ``model``, ``data`` and ``task``, a ``[train]`` table for what all rungs share, and one
+``[[rungs]]`` table each with ``name``, ``set`` (the changes) and, where there are any, ``published`` figures, which are
+shown beside the measured ones and used for nothing.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from qtool.artifacts import atomic_path, environment, write_json
+from qtool.errors import QtoolError, UsageError, nearest, one_line
+from qtool.recipe import TrainConfig, as_dict, make
+from qtool.stages.common import AnyPath, Progress, teller, writable
+from qtool.stages.memory import memory
+
+DEFAULT: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("as given", {}),
+    ("bf16-mixed", {"precision": "bf16-mixed"}),
+    ("bf16-true, stochastic rounding", {"precision": "bf16-true", "rounding": "stochastic"}),
+    ("8-bit AdamW", {"optimizer": "adamw8bit"}),
+    ("step in backward", {"step_in_backward": True, "grad_clip": None}),
+    ("activation checkpointing", {"activation_checkpointing": True}),
+)
+_KEYS = ("model", "data", "task", "train", "rungs")
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One step of the ladder: its name, what it changes, and figures published for it elsewhere."""
+
+    name: str
+    changes: dict[str, Any]
+    published: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """The rungs, the config below the first, and the source, as far as the file names them."""
+
+    source: dict[str, str]
+    config: TrainConfig
+    rungs: tuple[Rung, ...]
+
+
+def load_ladder(path: Path) -> Ladder:
+    """Reads a ladder's TOML. Raises UsageError for what is not understood."""
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+        raise UsageError(f"ladder '{path}'", "a TOML file", one_line(error), "check the path and that line") from error
+    for key in table:
+        if key not in _KEYS:
+            raise UsageError(f"ladder key '{key}'", "a known name", repr(key), nearest(key, _KEYS))
+    rungs = tuple(Rung(r["name"], r.get("set", {}), r.get("published", {})) for r in table.get("rungs", ()))
+    ladder = Ladder(
+        {k: table[k] for k in ("model", "data", "task") if k in table}, make(TrainConfig, table.get("train", {})), rungs
+    )
+    configs(ladder)
+    return ladder
+
+
+def configs(ladder: Ladder) -> list[TrainConfig]:
+    """The config of each rung: that of the rung below, with its changes. Raises UsageError for an unknown field."""
+    found, values = [], as_dict(ladder.config)
+    for rung in ladder.rungs:
+        values = values | rung.changes
+        found.append(make(TrainConfig, values, lambda key, rung=rung: f"rung '{rung.name}', '{key}'"))  # type: ignore[misc]
+    return found
+
+
+def climb(
+    ladder: AnyPath | None,
+    *,
+    model: str | None = None,
+    data: str | None = None,
+    task: str | None = None,
+    out: AnyPath | None = None,
+    progress: Progress = False,
+    **options: Any,
+) -> dict[str, Any]:
+    """Climbs the ladder of a file, or the one above over ``model`` and ``data``; ``options`` go over its config.
+
+    Returns, and writes to ``out/ladder.json`` and ``out/ladder.svg``, plain values for each rung: predicted and
+    measured peak in bytes, seconds per step, samples per second, loss and metrics.
+    """
+    wanted = load_ladder(Path(ladder)) if ladder else Ladder({}, TrainConfig(), tuple(Rung(*r) for r in DEFAULT))
+    named = {"model": model, "data": data, "task": task}
+    source = {"task": "classification"} | wanted.source | {k: v for k, v in named.items() if v is not None}
+    if missing := [key for key in ("model", "data") if key not in source]:
+        raise UsageError("--ladder", "a model and data", f"no {missing[0]}", f"pass --{missing[0]}")
+    wanted = replace(wanted, config=make(TrainConfig, as_dict(wanted.config) | options))
+    folder, tell = writable(out), teller(progress)
+    rungs = []
+    for rung, config in zip(wanted.rungs, configs(wanted), strict=True):
+        tell(f"{rung.name} …")
+        rungs.append(_rung(rung, config, source))
+    result = {"ladder": str(ladder or "default"), "source": source, "environment": environment(), "rungs": rungs}
+    if folder:
+        _write(folder, result)
+    return result
+
+
+def _rung(rung: Rung, config: TrainConfig, source: dict[str, str]) -> dict[str, Any]:
+    found: dict[str, Any] = {"name": rung.name, "changes": rung.changes, "published": rung.published}
+    try:
+        known = memory(**source, config=config, measure=True, train=True)
+    except QtoolError as error:
+        return found | {"failed": str(error)}
+    found |= {"predicted_bytes": known["predicted"]["peak_bytes"], "error": known["error"], **known["measured"]}
+    return found | {"samples_per_s": config.batch_size / found["seconds_per_step"]}
+
+
+def _write(folder: Path, result: Mapping[str, Any]) -> None:
+    from qtool.reporting.ladder import picture
+
+    write_json(folder / "ladder.json", result)
+    with atomic_path(folder / "ladder.svg") as temporary:
+        temporary.write_text(picture(result["rungs"]), encoding="utf-8")

@@ -1,0 +1,87 @@
+"""The ladder: rungs on top of each other in fresh processes, the table, the picture, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from qtool.errors import UsageError
+from qtool.recipe import TrainConfig
+from qtool.reporting.ladder import ladder_lines, picture
+from qtool.stages.ladder import DEFAULT, Ladder, Rung, climb, configs, load_ladder
+from qtool.training import rules
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+TEXT = """
+[train]
+batch_size = 16
+max_steps = 3
+[[rungs]]
+name = "plain"
+published = { peak_gb = 0.0002 }
+[[rungs]]
+name = "too clever"
+set = { activation_checkpointing = true }
+[[rungs]]
+name = "SGD"
+set = { optimizer = "sgd", activation_checkpointing = false }
+"""
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+@pytest.mark.slow
+def test_each_rung_is_predicted_measured_and_trained(small_data: str, small_net: str, tmp_path: Path) -> None:
+    (tmp_path / "ladder.toml").write_text(TEXT)
+    found = climb(tmp_path / "ladder.toml", model=small_net, data=small_data, out=tmp_path / "out", device="cpu")
+    plain, clever, sgd = found["rungs"]
+    assert "a model with repeated blocks" in clever["failed"]
+    for rung in (plain, sgd):
+        assert abs(rung["error"]) < 0.1  # of a few hundred kilobytes
+        assert rung["samples_per_s"] == pytest.approx(16 / rung["seconds_per_step"])
+        assert rung["loss"] > 0
+        assert 0 <= rung["metrics"]["top1"] <= 1
+    assert sgd["peak_bytes"] < plain["peak_bytes"]
+    assert json.loads((tmp_path / "out" / "ladder.json").read_text())["rungs"] == found["rungs"]
+    drawn = ElementTree.fromstring((tmp_path / "out" / "ladder.svg").read_text())
+    assert len(drawn.findall(f"{SVG}rect")) == 4
+    lines = list(ladder_lines(found))
+    assert lines[1].row_count == 3
+    assert "too clever: --activation-checkpointing" in lines[2]
+
+
+def test_changes_add_up() -> None:
+    ladder = Ladder({}, TrainConfig(device="cpu"), tuple(Rung(*rung) for rung in DEFAULT))
+    made = configs(ladder)
+    assert made[0] == TrainConfig(device="cpu")
+    last = made[-1]
+    assert (last.precision, last.optimizer, last.activation_checkpointing) == ("bf16-true", "adamw8bit", True)
+    assert not any(rule.broken(config) for config in made for rule in rules.RULES)
+
+
+def test_bars_are_as_long_as_peaks() -> None:
+    rungs = [
+        {"name": "a", "predicted_bytes": 100, "peak_bytes": 200, "published": {}},
+        {"name": "<b>", "failed": "no", "published": {"peak_gb": 1e-7}},
+    ]
+    drawn = ElementTree.fromstring(picture(rungs))
+    widths = [float(rect.get("width", 0)) for rect in drawn.findall(f"{SVG}rect")]
+    assert widths[1] == pytest.approx(2 * widths[0], rel=0.01)
+    (line,) = drawn.findall(f"{SVG}line")
+    assert float(line.get("x1", 0)) == pytest.approx(14 + widths[0], abs=0.1)
+
+
+def test_what_is_no_ladder_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "l.toml"
+    with pytest.raises(UsageError, match="a TOML file"):
+        load_ladder(path)
+    path.write_text("rung = 1")
+    with pytest.raises(UsageError, match="did you mean 'rungs'"):
+        load_ladder(path)
+    path.write_text('[[rungs]]\nname = "x"\nset = { optimiser = "sgd" }')
+    with pytest.raises(UsageError, match=r"rung 'x', 'optimiser'.*did you mean 'optimizer'"):
+        load_ladder(path)
+    with pytest.raises(UsageError, match="no model; pass --model"):
+        climb(None)
