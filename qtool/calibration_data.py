@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qtool.errors import QtoolError, UsageError, nearest
-from qtool.recipe import make, option
+from qtool.options import make, option
 
 if TYPE_CHECKING:
     from qtool.data import Data

@@ -25,6 +25,7 @@ from click.shell_completion import get_completion_class
 
 from qtool.artifacts import finite, read_result
 from qtool.flags import Command, Flag, Program, field_options, given
+from qtool.options import flag, make
 from qtool.recipe import (
     CONTRACT_FIELDS,
     BenchmarkConfig,
@@ -33,8 +34,6 @@ from qtool.recipe import (
     QuantizeConfig,
     Recipe,
     TrainConfig,
-    flag,
-    make,
     recipe_names,
 )
 from qtool.version import __version__

@@ -25,7 +25,7 @@ from click.core import ParameterSource
 
 from qtool.artifacts import finite
 from qtool.errors import ContractError, QtoolError, UsageError, nearest, one_line
-from qtool.recipe import check, flag, inner_type
+from qtool.options import check, flag, inner_type
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 INTERRUPTED = 130

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qtool.errors import UsageError
+from qtool.options import argument, flag, inner_type, make
 from qtool.recipe import (
     PRECISIONS,
     BenchmarkConfig,
@@ -19,13 +20,9 @@ from qtool.recipe import (
     QuantizeConfig,
     Recipe,
     TrainConfig,
-    argument,
     as_dict,
     find_recipe,
-    flag,
-    inner_type,
     load_recipe,
-    make,
     override,
     recipe_names,
     to_toml,

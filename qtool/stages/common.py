@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 from qtool.artifacts import has_result, output_path, read_result
 from qtool.calibration_data import draw, inputs_of
 from qtool.errors import QtoolError, UsageError
-from qtool.recipe import QuantizeConfig, argument, make
+from qtool.options import argument, make
+from qtool.recipe import QuantizeConfig
 from qtool.source import UNIDENTIFIED, Source
 
 Config = TypeVar("Config")

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from qtool.artifacts import mark_stale, read_result, staging, write_result
 from qtool.calibration_data import draw, inputs_of
 from qtool.errors import ContractError, UsageError
-from qtool.recipe import ExportConfig, argument, as_dict
+from qtool.options import argument
+from qtool.recipe import ExportConfig, as_dict
 from qtool.source import UNIDENTIFIED, data_facts, open_data, recall_source, require_run_directory
 from qtool.stages.common import AnyPath, Progress, configured, finished, required_folder, seen_from, teller, writable
 from qtool.stages.quantization import open_quantized

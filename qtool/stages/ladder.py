@@ -20,7 +20,8 @@ from typing import Any
 
 from qtool.artifacts import atomic_path, environment, write_json
 from qtool.errors import QtoolError, UsageError, nearest, one_line
-from qtool.recipe import TrainConfig, as_dict, make
+from qtool.options import make
+from qtool.recipe import TrainConfig, as_dict
 from qtool.stages.common import AnyPath, Progress, teller, writable
 from qtool.stages.memory import memory
 

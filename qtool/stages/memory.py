@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qtool.errors import QtoolError, UsageError, one_line
-from qtool.recipe import AUTO, TrainConfig, as_dict, make
+from qtool.options import make
+from qtool.recipe import AUTO, TrainConfig, as_dict
 from qtool.source import Source, open_model, open_source
 from qtool.stages.common import configured
 

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from qtool.artifacts import read_result, sha256_of, staging, write_json, write_result
 from qtool.errors import QtoolError, UsageError, nearest
-from qtool.recipe import QatConfig, QuantizeConfig, argument, as_dict
+from qtool.options import argument
+from qtool.recipe import QatConfig, QuantizeConfig, as_dict
 from qtool.source import UNIDENTIFIED, Source, is_run_directory, open_source, recall_source, require_run_directory
 from qtool.stages.common import (
     AnyPath,

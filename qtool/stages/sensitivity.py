@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 from qtool.artifacts import finite, has_result, read_result, write_json
 from qtool.calibration_data import sample_hashes
 from qtool.errors import QtoolError, UsageError
-from qtool.recipe import CONTRACT_FIELDS, QuantizeConfig, as_dict, make
+from qtool.options import make
+from qtool.recipe import CONTRACT_FIELDS, QuantizeConfig, as_dict
 from qtool.source import Source, is_run_directory, open_source, recall_source, require_run_directory, state_hash
 from qtool.stages.common import AnyPath, Progress, calibration_of, configured, example_of, teller, tidy, writable
 
