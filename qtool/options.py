@@ -1,0 +1,127 @@
+"""Typed options: what a field of a config dataclass may be, and building one from plain values.
+
+A field made by :func:`option` carries its help, its choices and bounds and the words that stand for values. The same
+check serves keys of a recipe, flags of the command line and keyword arguments; only the name that an error
+gives the field differs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import field
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+from qtool.errors import UsageError, nearest
+
+Config = TypeVar("Config")
+Naming = Callable[[str], str]
+
+
+def recipe_key(name: str) -> str:
+    """How an error names a key of a recipe."""
+    return f"recipe key '{name}'"
+
+
+def argument(name: str) -> str:
+    """How an error names a keyword argument of the Python functions."""
+    return f"argument '{name}'"
+
+
+def flag(name: str) -> str:
+    """How an error names an option of the command line.
+
+    >>> flag("grad_clip")
+    "option '--grad-clip'"
+    """
+    return f"option '--{name.replace('_', '-')}'"
+
+
+def make(kind: type[Config], values: Mapping[str, Any], name: Naming = recipe_key, *, prefix: str = "") -> Config:
+    """Builds a config dataclass from plain values, checking names, types, choices and bounds.
+
+    ``name`` turns a key into the words of the caller. Raises UsageError naming the key, what it may be
+    and the nearest valid name.
+    """
+    hints = get_type_hints(kind)
+    fields = {f.name: f for f in dataclasses.fields(typing.cast(Any, kind))}
+    checked: dict[str, Any] = {}
+    for key, value in values.items():
+        if key not in fields:
+            raise UsageError(name(prefix + key), "a known name", repr(key), nearest(key, fields))
+        if dataclasses.is_dataclass(hints[key]):
+            table = _table(name(prefix + key), key, value)
+            checked[key] = make(typing.cast(type, hints[key]), table, name, prefix=f"{prefix}{key}.")
+        else:
+            checked[key] = check(value, hints[key], fields[key].metadata, name(prefix + key))
+    return kind(**checked)
+
+
+def check(value: Any, hint: Any, metadata: Mapping[str, Any], where: str) -> Any:
+    """``value`` as the hinted type (a list becomes a tuple, a whole number a float), or a UsageError at ``where``."""
+    kind, optional = inner_type(hint)
+    if isinstance(value, str) and value in metadata.get("words", ()):
+        return metadata["words"][value]
+    if optional and (value is None or value == "none"):
+        return None
+    if get_origin(kind) is dict:
+        items = _table(where, where, value).items()
+        return {str(key): check(item, get_args(kind)[1], metadata, where) for key, item in items}
+    if get_origin(kind) is tuple:
+        if not isinstance(value, list | tuple) or not value:
+            got = "an empty list" if value in ([], ()) else repr(value)
+            raise UsageError(where, "a list of at least one value", got, f"write [{value!r}]" if value else "add one")
+        return tuple(check(item, get_args(kind)[0], metadata, where) for item in value)
+    return _bounded(_scalar(value, kind, where), metadata, where)
+
+
+def inner_type(hint: Any) -> tuple[Any, bool]:
+    """The type within ``T | None``, and whether None was allowed.
+
+    >>> inner_type(int | None)
+    (<class 'int'>, True)
+    """
+    allowed = get_args(hint) if get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
+    return next(a for a in allowed if a is not type(None)), type(None) in allowed
+
+
+def _table(where: str, key: str, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise UsageError(where, "a table", repr(value), f"write a [{key}] table")
+    return value
+
+
+def _scalar(value: Any, kind: type, where: str) -> Any:
+    if kind is float and type(value) is int:
+        value = float(value)
+    if type(value) is not kind:
+        names = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
+        raise UsageError(where, names.get(kind, kind.__name__), repr(value), "correct the value")
+    return value
+
+
+def _bounded(value: Any, metadata: Mapping[str, Any], where: str) -> Any:
+    choices, low, high = metadata.get("choices", ()), metadata.get("low"), metadata.get("high")
+    if choices and value not in choices:
+        raise UsageError(where, f"one of {', '.join(choices)}", repr(value), nearest(str(value), choices))
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UsageError(where, "a finite number", repr(value), "correct the value")
+    if low is not None and value < low:
+        raise UsageError(where, f"at least {low}", repr(value), "raise the value")
+    if high is not None and value > high:
+        raise UsageError(where, f"at most {high}", repr(value), "lower the value")
+    return value
+
+
+def option(
+    default: Any, help: str, *, choices: Sequence[str] = (), low: float | None = None, high: float | None = None,
+    words: Mapping[str, Any] | None = None,
+) -> Any:  # fmt: skip
+    """A field with its help text, its choices, its bounds (both included) and the words that stand for values."""
+    metadata = {"help": help, "choices": tuple(choices), "low": low, "high": high, "words": words or {}}
+    if isinstance(default, dict | list):
+        return field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
