@@ -130,14 +130,16 @@ def _overheard(said: list[BaseException]) -> Iterator[None]:
         said.extend([record.exc_info[1]] if record.exc_info and record.exc_info[1] else [])
         return False
 
-    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    loggers, silenced = [logging.getLogger(name) for name in _LOGGERS], logging.root.manager.disable
     for logger in loggers:
         logger.addFilter(keep)
+    logging.disable(logging.NOTSET)  # the command line silences warnings, and this one has to be heard
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
             yield
     finally:
+        logging.disable(silenced)
         for logger in loggers:
             logger.removeFilter(keep)
 

@@ -261,9 +261,15 @@ def test_loading_leaves_the_process_as_it_was(
     assert not caplog.records or all(record.levelno < logging.WARNING for record in caplog.records)
 
 
-def test_the_reason_that_torch_only_logs_is_told(tmp_path: Path, members: Members) -> None:
+@pytest.mark.parametrize("silenced", [logging.NOTSET, logging.WARNING])
+def test_the_reason_that_torch_only_logs_is_told(tmp_path: Path, members: Members, silenced: int) -> None:
+    logging.disable(silenced)
     crafted = edited(
         members, lambda program: first_node(program).update(target="torch.ops.aten.no_such_operator.default")
     )
-    with pytest.raises(QtoolError, match="no_such_operator"):
-        load_program(write(tmp_path / "unknown.pt2", crafted))
+    try:
+        with pytest.raises(QtoolError, match="no_such_operator"):
+            load_program(write(tmp_path / "unknown.pt2", crafted))
+        assert logging.root.manager.disable == silenced
+    finally:
+        logging.disable(logging.NOTSET)
