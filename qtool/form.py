@@ -49,11 +49,12 @@ class Unit:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is integer, what is float and why, for one target."""
+    """What is integer, what is float and why, for one target; ``simulated`` where no runtime has such kernels."""
 
     target: str
     units: tuple[Unit, ...] = ()
     notes: tuple[str, ...] = ()
+    simulated: bool = False
 
     @property
     def integer_units(self) -> tuple[Unit, ...]:
@@ -73,7 +74,7 @@ class Plan:
     def from_dict(cls, value: Mapping[str, Any]) -> Plan:
         """The plan that ``as_dict`` wrote."""
         units = (Unit(**{**unit, "modules": tuple(unit["modules"])}) for unit in value["units"])
-        return cls(value["target"], tuple(units), tuple(value.get("notes", ())))
+        return cls(value["target"], tuple(units), tuple(value.get("notes", ())), value.get("simulated", False))
 
 
 @dataclass

@@ -142,6 +142,13 @@ class QuantizeConfig:
     edge_bits: int = option(
         8, "bits of the first and the last layer's weights where the others have 6 or fewer", low=4, high=8
     )
+    activation_bits: int = option(
+        8, "bits of an activation; fewer than 8, of layers' inputs alone, are for study: they cannot be exported",
+        low=2, high=8,
+    )  # fmt: skip
+    weights_only: bool = option(
+        False, "quantize weights alone: they are dequantized and run in float, so that the gain is size"
+    )
     ranges: str = option("minmax", "how activation ranges are read from the histogram", choices=RANGES)
     percentile: float = option(
         99.99, "share of the values that --ranges percentile keeps, in percent", low=50, high=100

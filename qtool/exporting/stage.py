@@ -15,6 +15,7 @@ from typing import Any
 
 import onnx
 
+from qtool.errors import QtoolError
 from qtool.exporting import baselines, openvino_coverage, parity
 from qtool.exporting.coverage import coverage
 from qtool.exporting.gates import Gate
@@ -53,8 +54,14 @@ def export(
     inputs and the end-to-end gate is reported as not run. ``metadata`` (preprocessing, labels) is stored in
     the files as JSON.
 
-    Raises ContractError when a gate fails, QtoolError for an operator without an ONNX form.
+    Raises ContractError when a gate fails, QtoolError for an operator without an ONNX form and for a quantization that
+    is simulated only.
     """
+    if quantized.plan.simulated:
+        raise QtoolError(
+            "export", "activations of 8 bits", "fewer, which no runtime has kernels for: they are simulated only",
+            "quantize with --activation-bits 8, or measure the simulation with 'qtool benchmark --provider torch'",
+        )  # fmt: skip
     opset = config.opset or DEFAULT_OPSET[quantized.plan.target]
     notes = _metadata(quantized, opset, metadata or {})
     files = {"int8": out / FILES["int8"]}

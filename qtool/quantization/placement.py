@@ -36,7 +36,7 @@ _COPIES = ("move", "pad", "upsample")
 # Operators that compute nothing worth a line in the plan.
 _SILENT = (aten.sym_size.int, aten.detach.default, aten.alias.default, operator.getitem)
 
-IN_FLOAT = "its 4-bit weights are dequantized and it runs in float: what they gain is size"
+IN_FLOAT = "its {bits}-bit weights are dequantized and it runs in float: what they gain is size"
 
 
 @dataclass
@@ -100,7 +100,8 @@ class Placement:
     def plan(self, notes: tuple[str, ...] = ()) -> Plan:
         """The plan: reshapes and the like, which cost nothing, are left out. Capture's notes come before ``notes``."""
         units = tuple(placed.unit for placed in self.placed if placed.unit.kind != "move")
-        return Plan(self.target.name, units, (*self.graph_module.meta.get("notes", ()), *notes))
+        notes = (*self.graph_module.meta.get("notes", ()), *notes)
+        return Plan(self.target.name, units, notes, simulated=self.target.activation.bits < 8)
 
     def is_integer(self, node: Node) -> bool:
         """Whether the node's value leaves an integer unit with a quantizer."""
@@ -116,18 +117,27 @@ class Placement:
         weighted = [p for p in self.placed if p.pattern is not None and p.pattern.weighted]
         return self.target.edge_weight if placed in (weighted[0], weighted[-1]) else self.target.weight
 
+    def activation_format(self, node: Node) -> Format:
+        """The number format of a value that layers read: what the first and the last one read may have its own."""
+        if self.target.edge_activation is None:
+            return self.target.activation
+        weighted = [p for p in self.placed if p.pattern is not None and p.pattern.weighted]
+        edges = {n for p in (weighted[0], weighted[-1]) for o in p.operands for n in self._moved_from(o)}
+        return self.target.edge_activation if node in edges else self.target.activation
+
     def _settle_weights(self) -> None:
         """Tells each unit the bits of its weight, and those of four bits that they run in float."""
         for placed in self.placed:
             if placed.pattern is None or not placed.pattern.weighted:
                 continue
             bits = self.weight_format(placed).bits
-            placed.unit = dataclasses.replace(placed.unit, weight_bits=bits)
-            if bits == 4:
-                placed.unit = dataclasses.replace(placed.unit, integer=False, reason=IN_FLOAT)
+            reason = placed.unit.reason or (IN_FLOAT if bits == 4 else "")
+            placed.unit = dataclasses.replace(
+                placed.unit, weight_bits=bits, integer=not reason, reason=reason.format(bits=bits)
+            )
 
     def _place(self, node: Node) -> None:
-        reason = "no integer kernel on this target"
+        reason = self.target.leaves
         for pattern in self.target.patterns:
             if node.target not in pattern.anchors:
                 continue
@@ -158,7 +168,7 @@ class Placement:
 
     def _accept(self, node: Node, pattern: Pattern) -> None:
         nodes = [node, *self._tail(node, pattern)]
-        quantized_output = not (pattern.float_output and self._leaves(nodes[-1]))
+        quantized_output = pattern.quantizes_output and not (pattern.float_output and self._leaves(nodes[-1]))
         override = self._override(node)
         unit = Unit(
             self._name(node), pattern.kind, tuple(dict.fromkeys(owner(n) for n in nodes if owner(n))),

@@ -50,26 +50,29 @@ class PlacementQuantizer(Quantizer):  # type: ignore[misc]
 
     def annotate(self, model: GraphModule) -> GraphModule:
         """Writes an annotation on every node of every integer unit."""
-        activation = self._activation_spec(self.placement.target.activation)
+        target = self.placement.target
+        forms = (target.activation, target.edge_activation or target.activation)
+        specs = {form: self._activation_spec(form) for form in forms}
         for placed in self.placement.placed:
             if placed.pattern is not None:
-                self._annotate(placed, activation)
+                self._annotate(placed, specs)
         return model
 
     def validate(self, model: GraphModule) -> None:
         """The placement only offers what the target supports; there is nothing left to refuse."""
 
-    def _annotate(self, placed: Placed, activation: QuantizationSpec) -> None:
+    def _annotate(self, placed: Placed, specs: dict[Format, QuantizationSpec]) -> None:
         pattern = placed.pattern
         assert pattern is not None
-        inputs: dict[Node, Any] = dict.fromkeys(placed.operands, activation)
+        inputs: dict[Node, Any] = {node: specs[self.placement.activation_format(node)] for node in placed.operands}
         if pattern.weighted:
             weight = placed.anchor.args[1]
             assert isinstance(weight, Node)
             inputs[weight] = self._weight_spec(self.placement.weight_format(placed), output_axis(placed.anchor))
         output: Any = None
         if placed.quantized_output:
-            output = SharedQuantizationSpec((placed.operands[0], placed.anchor)) if pattern.shares else activation
+            shared = SharedQuantizationSpec((placed.operands[0], placed.anchor)) if pattern.shares else None
+            output = shared or specs[self.placement.target.activation]
         for node in placed.nodes:
             node.meta["unit"] = placed.unit.name
             node.meta[ANNOTATION] = QuantizationAnnotation(

@@ -35,7 +35,7 @@ from qtool.quantization.prepared import Prepared
 from qtool.quantization.products import write_products
 from qtool.quantization.qat import FineTune, check_tuning, set_training, train_quantized
 from qtool.quantization.sensitivity import Sensitivities
-from qtool.quantization.targets import get_target
+from qtool.quantization.targets import Target, get_target
 from qtool.recipe import QatConfig, QuantizeConfig
 
 
@@ -91,6 +91,9 @@ def convert(
     check_finite(model)
     if config.engine == "torch.ao" and config.weight_bits < 7:
         raise UsageError("--weight-bits", "7 or 8 for engine 'torch.ao'", str(config.weight_bits), "choose pt2e")
+    if config.engine == "torch.ao" and (config.weights_only or config.activation_bits < 8):
+        flag = "--weights-only" if config.weights_only else "--activation-bits"
+        raise UsageError(flag, "--engine pt2e", "--engine torch.ao", "choose pt2e")
     if config.mode == "qat" and qat is None:
         raise UsageError("quantize --mode qat", "training data", "none", "give --data with training samples")
     if config.mode == "qat":
@@ -160,7 +163,7 @@ def _prepare(
 
         graph = copied(float_graph)
         convolve_norms(graph)
-        placement = Placement(graph, get_target(config.target, config.weight_bits, config.edge_bits), config.overrides)
+        placement = Placement(graph, _target(config), config.overrides)
         passes.decline_float("the torch.ao engine prepares the model's own modules", copied(graph))
         gains = _gains(graph, placement, config)
         prepared = torch_ao.prepare(
@@ -170,12 +173,17 @@ def _prepare(
     graph = capture(model, example, train=True) if train else copied(float_graph)
     convolve_norms(graph)
     flatten_linears(graph)
-    write_products(graph, get_target(config.target, config.weight_bits, config.edge_bits).products)
-    placement = Placement(graph, get_target(config.target, config.weight_bits, config.edge_bits), config.overrides)
+    write_products(graph, _target(config).products)
+    placement = Placement(graph, _target(config), config.overrides)
     passes.improve(graph, placement)
     gains = _gains(graph, placement, config)
     ready = pt2e.prepare(graph, placement, train=train, detailed=detailed, weight_ranges=config.weight_ranges)
     return _weighed(Prepared(ready, placement, pt2e.observers(ready), lambda: pt2e.convert(ready), set_training), gains)
+
+
+def _target(config: QuantizeConfig) -> Target:
+    bits = (config.weight_bits, config.edge_bits)
+    return get_target(config.target, *bits, activation_bits=config.activation_bits, weights_only=config.weights_only)
 
 
 def _gains(graph: GraphModule, placement: Placement, config: QuantizeConfig) -> dict[str, Gains]:
@@ -206,6 +214,9 @@ def _observe(prepared: Prepared, config: QuantizeConfig, calibration: Iterable[A
         restore_ranges(prepared.observers, ranges, config.ranges_from)
         _observe_weights(prepared, example)
         return dict(ranges)
+    if config.weights_only:
+        _observe_weights(prepared, example)
+        return {}
     for name, observer in prepared.observers.items():
         observer.histogram.name = name
     calibrate(prepared.graph, calibration)

@@ -44,9 +44,9 @@ class Cost:
         return predicted_bytes(model)
 
     def speedup(self, model: QuantizedModel) -> float | None:
-        """How many times faster than FP32; None for another target, or where it cannot be written or opened."""
+        """How many times faster than FP32; None for another target, a simulation, or where it cannot be opened."""
         key = tuple(unit.name for unit in model.plan.float_units)
-        if model.plan.target != TIMED:
+        if model.plan.target != TIMED or model.plan.simulated:
             return None
         if key not in self._speeds:
             try:

@@ -32,10 +32,14 @@ __all__ = [
 TARGETS = {target.name: target for target in (ORT_CPU, TENSORRT, OPENVINO)}
 
 
-def get_target(name: str, weight_bits: int = 8, edge_bits: int = 8) -> Target:
+def get_target(
+    name: str, weight_bits: int = 8, edge_bits: int = 8, *, activation_bits: int = 8, weights_only: bool = False
+) -> Target:
     """The target of that name, its weights in ``weight_bits``, those of the first and last layer in ``edge_bits``.
 
-    Raises UsageError for a target that is unknown or without INT8, and for one whose 4-bit weights are not known.
+    With ``weights_only`` nothing else is quantized; fewer ``activation_bits`` than 8 are a simulation's.
+    Raises UsageError for a target that is unknown or without INT8, for one whose 4-bit weights are not known, and for
+    bits of activations that are not to be quantized.
     """
     if name == "ort-cuda":
         raise UsageError(
@@ -48,7 +52,12 @@ def get_target(name: str, weight_bits: int = 8, edge_bits: int = 8) -> Target:
         raise UsageError("--target", "a known runtime", repr(name), nearest(name, [*TARGETS, "auto"]))
     if weight_bits < 7 and name != ORT_CPU.name:
         raise UsageError("--weight-bits", f"7 or 8 for target '{name}'", str(weight_bits), "choose ort-cpu")
-    return TARGETS[name] if weight_bits == 8 else TARGETS[name].with_weights(weight_bits, edge_bits)
+    if weights_only and activation_bits < 8:
+        raise UsageError("--activation-bits", "8 with --weights-only", str(activation_bits), "leave one of them out")
+    target = TARGETS[name] if weight_bits == 8 else TARGETS[name].with_weights(weight_bits, edge_bits)
+    if weights_only:
+        return target.with_weights_only()
+    return target if activation_bits == 8 else target.with_activations(activation_bits)
 
 
 def _at_hand() -> str:

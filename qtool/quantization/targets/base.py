@@ -37,12 +37,12 @@ class Format:
     @property
     def bits(self) -> int:
         """Bits that a value takes, the sign included."""
-        return int(self.qmax + 1).bit_length()
+        return int(self.qmax - self.qmin).bit_length()
 
     def narrowed(self, bits: int) -> Format:
-        """The symmetric format of so many bits, −(2^(bits−1) − 1) to 2^(bits−1) − 1, in the same storage."""
-        most = 2 ** (bits - 1) - 1
-        return dataclasses.replace(self, qmin=-most, qmax=most)
+        """So many bits in the same storage: −(2^(bits−1) − 1) to 2^(bits−1) − 1, or 0 to 2^bits − 1 where affine."""
+        most = 2 ** (bits - 1) - 1 if self.symmetric else 2**bits - 1
+        return dataclasses.replace(self, qmin=-most if self.symmetric else 0, qmax=most)
 
 
 UINT8 = Format(torch.uint8, 0, 255, symmetric=False)
@@ -60,6 +60,7 @@ class Pattern:
     activations. ``needs_integer_inputs``: placed only where every operand is already integer. ``in_float``: why the
     operator itself runs in float, its input dequantized and its output quantized for the integer kernels behind it;
     empty where it has an integer kernel. ``fixed``: the output's range where the operator alone decides it.
+    ``quantizes_output``: False where the result is float whoever reads it.
     """
 
     kind: str
@@ -73,6 +74,7 @@ class Pattern:
     needs_integer_inputs: bool = False
     in_float: str = ""
     fixed: tuple[float, float] | None = None
+    quantizes_output: bool = True
     accepts: Callable[[torch.fx.Node], str] | None = None
 
 
@@ -82,7 +84,8 @@ class Target:
 
     ``products``: activations that it runs faster as a gate and a product (see :mod:`qtool.quantization.products`).
     ``integer_bias``: biases are int32 in the accumulator's unit; otherwise they stay float32. ``weight`` is the format
-    of all weights but those of the first and the last layer, which is ``edge_weight``.
+    of all weights but those of the first and the last layer, which is ``edge_weight``; ``edge_activation`` is that of
+    what these two read, where it is another. ``leaves``: why operators without a pattern stay in float.
     """
 
     name: str
@@ -92,11 +95,40 @@ class Target:
     activation: Format = UINT8
     weight: Format = INT8_WEIGHT
     edge_weight: Format = INT8_WEIGHT
+    edge_activation: Format | None = None
+    leaves: str = "no integer kernel on this target"
 
     def with_weights(self, bits: int, edge_bits: int) -> Target:
         """The same kernels over weights of fewer bits; the edges too where 7 bits are for the sake of the kernels."""
         edges = bits if bits == 7 else max(bits, edge_bits)
         return dataclasses.replace(self, weight=self.weight.narrowed(bits), edge_weight=self.weight.narrowed(edges))
+
+    def with_weights_only(self) -> Target:
+        """Layers whose weights alone are integers: they are dequantized, and everything runs in float."""
+        patterns = self._layers("its {bits}-bit weights are dequantized and it runs in float: what they gain is size")
+        patterns = tuple(dataclasses.replace(p, operands=()) if p.weighted else p for p in patterns)
+        return dataclasses.replace(self, patterns=patterns, leaves="only weights are quantized")
+
+    def with_activations(self, bits: int) -> Target:
+        """Layers whose weights and inputs are integers of so many bits, as in the literature: sums stay in float.
+
+        No runtime has kernels for it. The first and the last layer read 8 bits; biases are float, since the step of
+        an accumulator of 4-bit products is too coarse for them.
+        """
+        return dataclasses.replace(
+            self, patterns=self._layers(f"{bits}-bit activations are simulated: no runtime has kernels for them"),
+            activation=self.activation.narrowed(bits), edge_activation=self.activation,
+            leaves="only the inputs and weights of layers are quantized", integer_bias=False,
+        )  # fmt: skip
+
+    def _layers(self, in_float: str) -> tuple[Pattern, ...]:
+        """The patterns of layers with weights, their results in float; and moves, which any format passes through."""
+        layers = (
+            dataclasses.replace(pattern, in_float=in_float, quantizes_output=False)
+            for pattern in self.patterns
+            if pattern.weighted
+        )
+        return (*layers, *(pattern for pattern in self.patterns if pattern.kind == "move"))
 
 
 def global_mean(node: torch.fx.Node) -> str:

@@ -1,0 +1,111 @@
+"""Weights alone, and activations of few bits: what is rounded and what is not, against rounding by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx
+import pytest
+import torch
+from torch import Tensor, nn
+
+from qtool.errors import QtoolError, UsageError
+from qtool.exporting.stage import export
+from qtool.form import QuantizedModel
+from qtool.quantization.qparams import affine_qparams, symmetric_qparams
+from qtool.quantization.stage import quantize
+from qtool.recipe import ExportConfig, QuantizeConfig
+
+X = torch.randn(16, 2, 8, 8, generator=torch.Generator().manual_seed(0))
+
+
+class Net(nn.Module):
+    """Two convolutions that read the same sum's operand, a sum in between, and a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Conv2d(2, 6, 3, padding=1), nn.Conv2d(6, 6, 3, padding=1)
+        self.third, self.last = nn.Conv2d(6, 6, 1), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.first(x))
+        x = torch.relu(self.second(x) + self.third(x))
+        return self.last(x.mean((2, 3)))
+
+
+def made(**options: object) -> QuantizedModel:
+    return quantize(Net().eval(), QuantizeConfig(**options), example=X, calibration=[X])  # type: ignore[arg-type]
+
+
+def rounded_weights(bits: int) -> Net:
+    """The network with weights rounded per output channel: the first's and the last's to 8 bits, others to ``bits``."""
+    model = Net().eval()
+    for name in ("first", "second", "third", "last"):
+        weight = getattr(model, name).weight.data
+        most = 2 ** ((8 if name in ("first", "last") else bits) - 1) - 1
+        scale = symmetric_qparams(weight.abs().flatten(1).amax(1), most).reshape(-1, *[1] * (weight.dim() - 1))
+        weight.copy_((weight / scale).round().clamp(-most, most) * scale)
+    return model
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_weights_alone_are_integers_and_run_in_float(bits: int, tmp_path: Path) -> None:
+    quantized = made(weights_only=True, weight_bits=bits)
+    torch.testing.assert_close(quantized(X), rounded_weights(bits)(X), rtol=0, atol=1e-6)
+    layers = [unit for unit in quantized.plan.units if unit.weight_bits]
+    assert not quantized.plan.integer_units
+    assert [(unit.name, unit.weight_bits) for unit in layers] == [
+        ("first", 8), ("second", bits), ("third", bits), ("last", 8),
+    ]  # fmt: skip
+    assert all("run in float: what they gain is size" in unit.reason.replace("runs", "run") for unit in layers)
+    exported = export(quantized, tmp_path, ExportConfig(), samples=[X])
+    assert {gate["passed"] for gate in exported.gates} == {True}
+    model = onnx.load(str(exported.files["int8"]))
+    kinds = {t.data_type for t in model.graph.initializer if len(t.dims) > 1}
+    assert kinds == {onnx.TensorProto.INT8} | ({onnx.TensorProto.INT4} if bits == 4 else set())
+    assert not any(node.op_type == "QuantizeLinear" for node in model.graph.node)
+
+
+@torch.no_grad()
+def test_four_bit_activations_are_rounded_where_layers_read_them(tmp_path: Path) -> None:
+    """The sum and what leaves a layer stay in float; the first and the last layer read 8 bits."""
+    plain = Net().eval()
+    quantized = made(activation_bits=4, weight_bits=4)
+    reference = rounded_weights(4)
+
+    def rounds(name: str, most: int) -> None:
+        def rounded(_: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+            scale, zero = affine_qparams(float(seen[name].min()), float(seen[name].max()), 0, most)
+            return (torch.fake_quantize_per_tensor_affine(args[0], scale, zero, 0, most),)
+
+        getattr(reference, name).register_forward_pre_hook(rounded)
+
+    seen: dict[str, Tensor] = {}
+    for name, most in (("first", 255), ("second", 15), ("third", 15), ("last", 255)):
+        getattr(plain, name).register_forward_pre_hook(lambda _, args, name=name: seen.update({name: args[0]}))
+        rounds(name, most)
+    plain(X)
+    wanted = reference(X)
+    noise = (wanted - plain(X)).square().mean()
+    assert (wanted - quantized(X)).square().mean() < 1e-6 * noise
+    assert quantized.plan.simulated
+    with pytest.raises(QtoolError, match=r"export: expected activations of 8 bits; got fewer.*simulated only"):
+        export(quantized, tmp_path, ExportConfig())
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    quantized.save(folder)
+    torch.testing.assert_close(QuantizedModel.load(folder, quantized.plan)(X), quantized(X))
+
+
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        ({"weights_only": True, "activation_bits": 4}, "--activation-bits: expected 8 with --weights-only"),
+        ({"weights_only": True, "engine": "torch.ao"}, "--weights-only: expected --engine pt2e"),
+        ({"activation_bits": 4, "engine": "torch.ao"}, "--activation-bits: expected --engine pt2e"),
+    ],
+)
+def test_what_excludes_each_other_is_refused(options: dict[str, object], part: str) -> None:
+    with pytest.raises(UsageError, match=part):
+        made(**options)
