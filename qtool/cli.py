@@ -124,7 +124,7 @@ def quantize(ctx: click.Context, run_dir: Path | None, out: Path | None, trust: 
 @click.option("--samples", type=click.IntRange(min=1), metavar="N", help="Calibration samples used. [default: 128]")
 @click.option("--resume/--no-resume", default=True, help="Use what was measured there before. [default: resume]")
 @field_options(Recipe, "Source (instead of RUN_DIR)", skip=("variants",), required=("model", "data"), alternative=True)
-@field_options(QuantizeConfig, "Quantization", skip=("mode", *CONTRACT_FIELDS))
+@field_options(QuantizeConfig, "Quantization", skip=("mode", *(f for f in CONTRACT_FIELDS if f != "sensitivity")))
 def sensitivity(ctx: click.Context, run_dir: Path | None, out: Path | None, **_: Any) -> None:
     """Measure what each quantized unit alone does to the model's output, the most harmful first."""
     source = given(ctx, Recipe)
@@ -209,10 +209,10 @@ def inspect(ctx: click.Context, artifact: Path, **_: Any) -> None:
 def report(ctx: click.Context, run_dir: Path, out: Path | None, **_: Any) -> None:
     """Write one HTML page, which needs no network, and a Markdown summary of a run."""
     with work(ctx):
-        from qtool.reporting.page import write_report
+        from qtool.reporting.page import report as write
 
-        files = write_report(run_dir, out)
-    deliver(ctx, {"files": {name: str(path) for name, path in files.items()}}, "report")
+        found = write(run_dir, out)
+    deliver(ctx, found, "report")
 
 
 @command(

@@ -53,6 +53,7 @@ STRATEGIES = ("ddp", "fsdp")
 MODES = ("ptq", "qat")
 STEP_SIZES = ("observed", "learned")
 METHODS = ("auto", "ptq", "given")
+SENSITIVITIES = ("auto", "exact", "second-order")
 TARGETS = ("ort-cpu", "tensorrt", "openvino", "auto", "ort-cuda")
 WEIGHT_RANGES = ("minmax", "mse")
 ALGORITHMS = ("equalize", "gptq", "bias")
@@ -179,6 +180,10 @@ class QuantizeConfig:
     method: str = option(
         "auto", "what a contract may try: everything, nothing that trains, or these options only", choices=METHODS
     )
+    sensitivity: str = option(
+        "auto", "each unit's effect on the output: exact, unit by unit, or estimated from gradients; auto by the time",
+        choices=SENSITIVITIES,
+    )  # fmt: skip
     validation_samples: int | None = option(None, "validation samples a contract is judged on; all by default", low=1)
     time_budget: float | None = option(None, "seconds after which a contract's search begins nothing new", low=0)
 
@@ -188,7 +193,9 @@ class QuantizeConfig:
         return any(value is not None for value in (self.max_drop, self.max_kl, self.min_agreement))
 
 
-CONTRACT_FIELDS = ("max_drop", "metric", "max_kl", "min_agreement", "method", "validation_samples", "time_budget")
+CONTRACT_FIELDS = (
+    "max_drop", "metric", "max_kl", "min_agreement", "method", "validation_samples", "time_budget", "sensitivity",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ lies behind it is computed again: half a pass on average. Sums add up over slice
 where it was, to the same bits.
 
 Noise of several units adds up only to first order: the sum over units is a guess at the whole network's error, and
-the ranking is what it is for. Left out on purpose: second-order estimates from gradients, which need a loss.
+the ranking is what it is for. Where half a pass for each unit is too slow, ``second_order.py`` estimates all of
+them from one pass forward and two back.
 """
 
 from __future__ import annotations
@@ -56,6 +57,9 @@ class Sensitivities:
     ``state`` is what an earlier measurement left (``self.state``), plain data.
     """
 
+    kind = "exact"
+    empty: Mapping[str, float] = {"noise": 0.0, "kl": 0.0, "agree": 0.0}
+
     def __init__(
         self, graph: GraphModule, reference: GraphModule, placement: Placement, state: Mapping[str, Any] | None = None
     ) -> None:
@@ -64,13 +68,15 @@ class Sensitivities:
         self._constant_nodes = constant_nodes(graph) | constant_nodes(reference)
         nodes = {node.name: node for node in reference.graph.nodes}
         self.units = [alone for placed in placement.placed if (alone := self._alone(placed, nodes)) is not None]
-        empty = {alone.placed.unit.name: {"noise": 0.0, "kl": 0.0, "agree": 0.0} for alone in self.units}
-        self.state: dict[str, Any] = {"num_samples": 0, "signal": 0.0, "units": empty, "has_logits": True}
+        empty = {alone.placed.unit.name: dict(self.empty) for alone in self.units}
+        self.state: dict[str, Any] = {
+            "kind": self.kind, "num_samples": 0, "signal": 0.0, "units": empty, "has_logits": True
+        }  # fmt: skip
         if state is not None:
             self._restore(state)
 
     def _restore(self, state: Mapping[str, Any]) -> None:
-        if set(state.get("units", ())) != set(self.state["units"]):
+        if set(state.get("units", ())) != set(self.state["units"]) or state.get("kind") != self.kind:
             raise QtoolError(
                 "sensitivity", "a measurement of these units", "one of others", "measure again with --no-resume"
             )
@@ -121,12 +127,15 @@ class Sensitivities:
     def _compare(self, sums: dict[str, float], wanted: list[Tensor], given: list[Tensor]) -> None:
         pairs = zip(wanted, given, strict=True)
         sums["noise"] += sum((a.double() - b.double()).square().sum().item() for a, b in pairs)
-        if wanted[0].dim() != 2 or wanted[0].shape[1] < 2:
-            self.state["has_logits"] = False
+        if not self._has_logits(wanted):
             return
         log_p, log_q = wanted[0].double().log_softmax(1), given[0].double().log_softmax(1)
         sums["kl"] += (log_p.exp() * (log_p - log_q)).sum().item()
         sums["agree"] += float((wanted[0].argmax(1) == given[0].argmax(1)).sum())
+
+    def _has_logits(self, outputs: list[Tensor]) -> bool:
+        self.state["has_logits"] = outputs[0].dim() == 2 and outputs[0].shape[1] > 1
+        return bool(self.state["has_logits"])
 
     def _float_pass(self, piece: Any) -> dict[Node, Any]:
         places = [node for node in self.reference.graph.nodes if node.op == "placeholder"]
@@ -134,13 +143,24 @@ class Sensitivities:
         for node in self.reference.graph.nodes:
             if node.op not in ("placeholder", "output"):
                 constant = node in self._constant_nodes
-                values[node] = self._constant(self.reference, node) if constant else execute(
-                    self.reference, node, values.__getitem__
+                values[node] = self._constant(self.reference, node) if constant else self._seen(
+                    node, execute(self.reference, node, values.__getitem__)
                 )  # fmt: skip
         return values
 
+    def _seen(self, node: Node, value: Any) -> Any:
+        """A value of the float pass, on its way to those who read it."""
+        return value
+
     def _with_only(self, alone: Alone, values: Mapping[Node, Any]) -> dict[Node, Any]:
         """The values that change when this unit is quantized."""
+        changed = self._within(alone, values)
+        for node in alone.behind:
+            changed[node] = execute(self.reference, node, lambda n: changed[n] if n in changed else values[n])
+        return changed
+
+    def _within(self, alone: Alone, values: Mapping[Node, Any]) -> dict[Node, Any]:
+        """The values of a unit's own operators when it is quantized."""
         anchor, *tail = alone.placed.nodes
         inputs = dict(zip(alone.match.all_input_nodes, _in_order(anchor, alone.match), strict=True))
 
@@ -157,8 +177,6 @@ class Sensitivities:
             changed[node] = execute(self.reference, node, lambda n: changed.get(n, values[n]))
         if alone.output is not None:
             changed[alone.placed.output] = _rounded(changed[alone.placed.output], alone.output)
-        for node in alone.behind:
-            changed[node] = execute(self.reference, node, lambda n: changed[n] if n in changed else values[n])
         return changed
 
     def _constant(self, graph: GraphModule, node: Node) -> Any:
@@ -170,16 +188,17 @@ class Sensitivities:
         """One entry for each unit, the most harmful first: ``name``, ``kind``, ``sqnr_db``, ``kl`` and ``agreement``.
 
         ``sqnr_db`` is infinite where the unit changes nothing; ``kl`` (nats) and ``agreement`` (a share) are None
-        where the first output is no N×C logits.
+        where the first output is no N×C logits. ``kind`` of measurement is told as ``measured``.
         """
         count, found = self.state["num_samples"], []
         for alone in self.units:
             sums = self.state["units"][alone.placed.unit.name]
-            logits = self.state["has_logits"]
+            logits, counted = self.state["has_logits"], "agree" in sums
             found.append({
                 "name": alone.placed.unit.name, "kind": alone.placed.unit.kind,
                 "sqnr_db": _decibels(self.state["signal"], sums["noise"]),
-                "kl": sums["kl"] / count if logits else None, "agreement": sums["agree"] / count if logits else None,
+                "kl": sums["kl"] / count if logits else None,
+                "agreement": sums["agree"] / count if logits and counted else None, "measured": self.kind,
             })  # fmt: skip
         return sorted(found, key=lambda entry: float(entry["sqnr_db"]))
 

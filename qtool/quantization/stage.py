@@ -34,6 +34,7 @@ from qtool.quantization.placement import Placement
 from qtool.quantization.prepared import Prepared
 from qtool.quantization.products import write_products
 from qtool.quantization.qat import FineTune, check_tuning, set_training, train_quantized
+from qtool.quantization.second_order import SecondOrder, is_slow
 from qtool.quantization.sensitivity import Sensitivities
 from qtool.quantization.targets import Target, get_target
 from qtool.recipe import QatConfig, QuantizeConfig
@@ -128,10 +129,11 @@ def _first_ranges(model: nn.Module, config: QuantizeConfig, example: Any, calibr
 
 def sensitivities(
     model: nn.Module, config: QuantizeConfig, *, example: Any, calibration: Iterable[Any],
-    state: Mapping[str, Any] | None = None,
+    state: Mapping[str, Any] | None = None, samples: int | None = None,
 ) -> Sensitivities:  # fmt: skip
     """Quantizes ``model`` and returns what measures each unit's effect alone; ``state`` is an earlier measurement's.
 
+    It estimates where ``config.sensitivity`` says so, or leaves it open and ``samples`` of them would take too long.
     Passes over the converted graph are left out: what they fit to quantized inputs is wrong for float ones. Raises
     UsageError for mode ``qat``, whose weights are no longer those of the float model.
     """
@@ -141,7 +143,13 @@ def sensitivities(
     config = dataclasses.replace(config, algorithms=names or None)
     made = convert(model, config, example=example, calibration=calibration, keep=True)
     assert made.reference is not None
-    return Sensitivities(made.graph, made.reference, made.placement, state)
+    parts = made.graph, made.reference, made.placement
+    exact = Sensitivities(*parts)
+    kind = config.sensitivity
+    if kind == "auto":
+        slow = samples is not None and is_slow(exact, example, samples)
+        kind = state["kind"] if state and "kind" in state else "second-order" if slow else "exact"
+    return SecondOrder(*parts, state) if kind == "second-order" else Sensitivities(*parts, state)
 
 
 def float_form(model: nn.Module, example: Any) -> GraphModule:

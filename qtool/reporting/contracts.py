@@ -1,11 +1,16 @@
-"""An accuracy contract's outcome in words and as a table: what was promised, what was found, by which candidate."""
+"""An accuracy contract's outcome in words, as a table and, where it was not kept, as pictures of what stood in the way.
+
+What was promised, what was found, by which candidate; what was lost against size and time; which units hurt.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from qtool.reporting.markup import Markup
 from qtool.reporting.numbers import UNKNOWN, times
+from qtool.reporting.tradeoff import Candidate, tradeoff
 
 UNITS = {"drop": "points", "agreement": "%", "KL": "nats"}
 
@@ -39,3 +44,59 @@ def contract_table(outcome: Mapping[str, Any]) -> tuple[list[str], list[list[obj
         speed = times(trial["speedup"]) if trial["speedup"] else UNKNOWN
         body.append([trial["name"], *cells, f"{trial['size_bytes'] / 2**20:.3f}", trial["num_float_units"], speed])
     return ["candidate", *names, "size, MiB", "units in float", "speed"], body
+
+
+def advice(outcome: Mapping[str, Any]) -> str:
+    """What stood in the way of a contract that was not kept, and what would help."""
+    worst = ", ".join(unit["name"] for unit in outcome["harmful"][:3])
+    units = f"Most harm comes from {worst}. " if worst else ""
+    needed = max((c["needed"] or 0 for c in outcome["criteria"]), default=0)
+    if outcome.get("out_of_time"):
+        return f"{units}The time was used up: with more of it the search goes on where it stopped."
+    if needed and all(c["met"] or c["needed"] for c in outcome["criteria"]):
+        return (
+            f"{units}The value found is within the limit, but the samples are too few to tell: give about {needed:,}."
+        )
+    return f"{units}Promise less, give training data, or look at those units."
+
+
+def tradeoffs(outcome: Mapping[str, Any]) -> Iterator[tuple[Markup, str]]:
+    """Pictures with their captions: the criterion that is furthest from kept, against size, and against time."""
+    index = next((i for i, c in enumerate(outcome["criteria"]) if not c["met"]), 0)
+    criterion = outcome["criteria"][index]
+    label, more = f"{criterion['name']}, {UNITS[criterion['name']]}", criterion["name"] == "agreement"
+    size = "Every candidate's size and what it loses; the dashed steps are those that none beats in both."
+    time = "The same against time in ONNX Runtime, FP32 = 1, where it was measured."
+    costs: tuple[tuple[str, Callable[[Mapping[str, Any]], float | None], str], ...] = (
+        ("size, MiB", _size, size), ("time, FP32 = 1", _time, time),
+    )  # fmt: skip
+    for cost, told, caption in costs:
+        shown = [_candidate(trial, index, told(trial)) for trial in outcome["trials"]]
+        found = [candidate for candidate in shown if candidate is not None]
+        if len(found) > 1:
+            yield tradeoff(found, criterion["limit"], cost, label, more_is_better=more), caption
+
+
+def _candidate(trial: Mapping[str, Any], index: int, cost: float | None) -> Candidate | None:
+    """A trial as a mark; None where its value is not finite or its cost is not known."""
+    criterion = trial["criteria"][index]
+    if cost is None or criterion["value"] is None:
+        return None
+    low, high = criterion["ci95"]
+    return Candidate(trial["name"], cost, criterion["value"], None if low is None or high is None else (low, high))
+
+
+def _size(trial: Mapping[str, Any]) -> float | None:
+    return float(trial["size_bytes"]) / 2**20
+
+
+def _time(trial: Mapping[str, Any]) -> float | None:
+    return 1 / trial["speedup"] if trial["speedup"] else None
+
+
+def contract_markdown(outcome: Mapping[str, Any]) -> str:
+    """The outcome as Markdown: the sentence, the advice where it was not kept, and the table of candidates."""
+    header, body = contract_table(outcome)
+    lines = [contract_sentence(outcome), "", *([] if outcome["met"] else [advice(outcome), ""])]
+    rows: list[list[object]] = [[*header], ["---"] * len(header), *body]
+    return "\n".join([*lines, *("| " + " | ".join(str(cell) for cell in row) + " |" for row in rows)]) + "\n"

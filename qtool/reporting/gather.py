@@ -1,11 +1,13 @@
 """What a run directory has to tell: each stage's result, each variant's, and what is not there yet.
 
 A report on an unfinished run shows what there is. A result that is missing, damaged or stale becomes a
-sentence, not a failure; only a folder without any result is refused.
+sentence, not a failure; only a folder without any result is refused. What a contract that was not kept leaves
+(``contract.json``) is a result too: why there is nothing else.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +17,7 @@ from qtool.artifacts import STAGES, has_result, read_result
 from qtool.errors import QtoolError
 
 VARIANT_STAGES = ("quantize", "export", "benchmark")
+REFUSED = "contract.json"
 
 
 @dataclass
@@ -26,6 +29,7 @@ class Run:
     results: dict[str, dict[str, Any]] = field(default_factory=dict)
     variants: list[Run] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
+    refused: dict[str, Any] | None = None
 
     def get(self, stage: str) -> dict[str, Any]:
         """A stage's result, empty where there is none."""
@@ -43,6 +47,16 @@ class Run:
         return [run for run in (self, *self.variants) if run.benchmark]
 
     @property
+    def contract(self) -> Mapping[str, Any] | None:
+        """The outcome of the last contract: one that was not kept, or that of the quantization that is there."""
+        return self.refused or self.get("quantize").get("contract")
+
+    @property
+    def contracted(self) -> list[Run]:
+        """This folder or its variants, whichever were held to a contract."""
+        return [run for run in (self, *self.variants) if run.contract]
+
+    @property
     def quantized(self) -> list[Run]:
         """This folder or its variants, whichever were quantized or exported."""
         return [run for run in (self, *self.variants) if "quantize" in run.results or "export" in run.results]
@@ -54,9 +68,10 @@ def gather(path: Path) -> Run:
         got = "a file" if path.is_file() else "no such folder"
         raise QtoolError(f"'{path}'", "a run directory", got, "give the folder that qtool wrote its results to")
     run = _read(path, path.resolve().name)
-    folders = sorted({file.parent for stage in STAGES for file in path.glob(f"*/{stage}.json")})
+    names = [f"{stage}.json" for stage in STAGES]
+    folders = sorted({file.parent for name in (*names, REFUSED) for file in path.glob(f"*/{name}")})
     run.variants = [_read(folder, folder.name) for folder in folders if folder.name != "checkpoints"]
-    if not run.results and not any(variant.results for variant in run.variants):
+    if not any(place.results or place.refused for place in (run, *run.variants)):
         raise QtoolError(
             f"run directory '{path}'",
             f"a result of {', '.join(STAGES)}",
@@ -82,7 +97,22 @@ def _read(path: Path, name: str) -> Run:
         run.results[stage] = result
         if result.get("stale"):
             run.missing.append(f"{stage} is stale: {result['stale']}")
+    run.refused = _refused(path / REFUSED, run.missing)
     return run
+
+
+def _refused(path: Path, missing: list[str]) -> dict[str, Any] | None:
+    """The outcome of a contract that was not kept; None where there is none, or none that can be read."""
+    if not path.exists():
+        return None
+    try:
+        outcome = json.loads(path.read_text(encoding="utf-8"))
+        if not {"met", "chosen", "criteria", "num_samples", "trials", "frontier", "harmful"} <= set(outcome):
+            raise ValueError("no outcome of a contract")
+    except (OSError, ValueError, TypeError) as error:
+        missing.append(f"'{path}' cannot be read: {error}")
+        return None
+    return dict(outcome)
 
 
 def _add_training(run: Run) -> None:
@@ -97,6 +127,9 @@ def _add_training(run: Run) -> None:
 
 
 def _note_missing(run: Run) -> None:
+    if run.refused:
+        run.missing.append("no quantized model: the contract was not kept")
+        return
     done = [stage for stage in VARIANT_STAGES if stage in run.results]
     if done == ["benchmark"]:
         return  # files that were measured as they came

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 from qtool.artifacts import atomic_path
 from qtool.reporting import sections
+from qtool.reporting.contracts import contract_markdown
 from qtool.reporting.gather import Run, gather
 from qtool.reporting.markup import Markup, el
 from qtool.reporting.tables import markdown
@@ -53,6 +55,7 @@ svg .name { paint-order: stroke; stroke: var(--paper); stroke-width: 3px; stroke
 svg .layer { font-size: 11px; } .grid { stroke: var(--rule); stroke-width: 1; }
 .mark { fill: currentColor; fill-opacity: .82; stroke: var(--paper); stroke-width: 1.2; }
 .whisker { stroke: currentColor; stroke-width: 1.6; } .line { fill: none; stroke: currentColor; stroke-width: 1.6; }
+.limit { stroke: var(--accent); stroke-width: 1.4; }
 .median { stroke: var(--ink); stroke-width: 1.6; } .front { fill: none; stroke: var(--quiet); stroke-dasharray: 3 3; }
 .s-fp32 { color: var(--fp32); } .s-fp16, .s-bf16 { color: var(--half); } .s-int8 { color: var(--int8); }
 .s-other { color: var(--other); }
@@ -81,6 +84,12 @@ def write_report(path: Path, out: Path | None = None) -> dict[str, Path]:
         with atomic_path(target) as temporary:
             temporary.write_text(text, encoding="utf-8")
     return {name: target for name, (target, _) in texts.items()}
+
+
+def report(path: Path, out: Path | None = None) -> dict[str, Any]:
+    """Writes the report, and gives its ``files`` and the outcome of every contract, by folder, as plain values."""
+    files = {name: str(target) for name, target in write_report(path, out).items()}
+    return {"files": files, "contracts": {place.name: place.contract for place in gather(path).contracted}}
 
 
 def page(run: Run) -> str:
@@ -130,5 +139,9 @@ def summary(run: Run) -> str:
     for place in run.measured:
         assert place.benchmark is not None
         parts.append((f"### {place.name}\n\n" if place is not run else "") + markdown(place.benchmark))
+    for place in run.contracted:
+        assert place.contract is not None
+        title = f"### {place.name}: contract\n\n" if place is not run else "### Contract\n\n"
+        parts.append(title + contract_markdown(place.contract))
     told = [f"- {place.name}: {text}" for place in (run, *run.variants) for text in place.missing]
     return "\n".join([*parts, *(["Missing:\n", *told] if told else [])]).rstrip() + "\n"

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from qtool.reporting import charts
-from qtool.reporting.contracts import contract_sentence, contract_table
+from qtool.reporting.contracts import advice, contract_sentence, contract_table, tradeoffs
 from qtool.reporting.gather import Run
 from qtool.reporting.markup import Markup, el
 from qtool.reporting.numbers import UNKNOWN, percent, significant, times
@@ -150,21 +150,34 @@ def latencies(run: Run) -> Iterator[Markup]:
 def layers(run: Run) -> Iterator[Markup]:
     """Error by layer, where the quantization measured it: the worst first."""
     for place in run.quantized:
-        found = [unit for unit in place.get("quantize").get("sensitivity") or [] if unit.get("sqnr_db") is not None]
-        if found:
-            worst = sorted(((unit["name"], unit["sqnr_db"]) for unit in found), key=lambda pair: pair[1])
-            more = f" (the worst 30 of {len(worst)})" if len(worst) > 30 else ""
-            told = f"{place.name}: SQNR of the output with only this layer quantized{more}; shorter is worse."
-            yield figure(charts.bars(worst, "SQNR, dB"), told)
+        yield from _harmful(place.get("quantize").get("sensitivity") or [], place.name)
+
+
+def _harmful(units: list[Mapping[str, Any]], title: str) -> Iterator[Markup]:
+    found = [unit for unit in units if unit.get("sqnr_db") is not None]
+    if found:
+        worst = sorted(((unit["name"], unit["sqnr_db"]) for unit in found), key=lambda pair: pair[1])
+        more = f" (the worst 30 of {len(worst)})" if len(worst) > 30 else ""
+        how = ", estimated to second order" if found[0].get("measured") == "second-order" else ""
+        told = f"{title}: SQNR of the output with only this layer quantized{how}{more}; shorter is worse."
+        yield figure(charts.bars(worst, "SQNR, dB"), told)
 
 
 def contracts(run: Run) -> Iterator[Markup]:
-    """What was promised, what keeps it, and every candidate that was judged."""
-    for place in run.quantized:
-        outcome = place.get("quantize").get("contract")
-        if outcome:
-            title = el("h3", place.name) if place is not run else None
-            yield el("div", title, el("p", contract_sentence(outcome)), grid(*contract_table(outcome)))
+    """What was promised, what keeps it, and every candidate that was judged; where nothing does, what stood in the way.
+
+    That is the frontier of what was lost against size and time, and the units that hurt.
+    """
+    for place in run.contracted:
+        outcome = place.contract
+        assert outcome is not None
+        title = el("h3", place.name) if place is not run else None
+        told = el("p", contract_sentence(outcome), cls=None if outcome["met"] else "failed")
+        yield el("div", title, told, el("p", advice(outcome)) if not outcome["met"] else None)
+        if not outcome["met"]:
+            yield from (figure(picture, caption) for picture, caption in tradeoffs(outcome))
+            yield from _harmful(outcome["harmful"], "Units that hurt, each quantized alone")
+        yield grid(*contract_table(outcome))
 
 
 def coverage(run: Run) -> Iterator[Markup]:

@@ -71,7 +71,9 @@ def sensitivity_lines(result: Result) -> Iterator[Any]:
     """A table of units, the most harmful first: SQNR, KL divergence and agreement with only that unit quantized."""
     from rich.table import Table
 
-    yield f"sensitivity: {len(result['units'])} units, each quantized alone, on {result['num_samples']} samples"
+    guessed = any(unit.get("measured") == "second-order" for unit in result["units"])
+    how = "each quantized alone, estimated to second order" if guessed else "each quantized alone"
+    yield f"sensitivity: {len(result['units'])} units, {how}, on {result['num_samples']} samples"
     table = Table("unit", "kind", box=None, pad_edge=False)
     for name in ("SQNR, dB", "KL, nats", "agreement"):
         table.add_column(name, justify="right")
@@ -127,8 +129,9 @@ def against_float(accuracy: Result) -> str:
 
 
 def report_lines(result: Result) -> Iterator[Any]:
-    """Where the page and the summary are."""
+    """Where the page and the summary are, and what became of contracts."""
     yield from (f"{name}: {path}" for name, path in result["files"].items())
+    yield from (f"{name}: {contract_sentence(outcome)}" for name, outcome in result["contracts"].items())
 
 
 def inspect_lines(result: Result) -> Iterator[Any]:

@@ -54,9 +54,9 @@ def sensitivity(
 
     ``model`` is a module, a spec, or a run directory (of a training, or of a quantization, whose options are then the
     defaults). ``options`` are the fields of QuantizeConfig. The result is plain values, ``units`` the most harmful
-    first; it is also written to ``sensitivity.json`` in ``out`` (by default the run directory) and into a
-    ``quantize.json`` there, where the report finds it. Raises QtoolError where ``sensitivity.json`` is of another
-    model or other samples, unless ``resume`` is off.
+    first, exact or estimated (``sensitivity=``). It is also written to ``sensitivity.json`` in ``out`` (by default the
+    run directory) and into a ``quantize.json`` there, where the report finds it. Raises QtoolError where
+    ``sensitivity.json`` is of another model or other samples, unless ``resume`` is off.
     """
     source, folder, recorded = _source(model, data, task, weights, writable(out), trust)
     config = configured(QuantizeConfig, config, options) if config or not recorded else _updated(recorded, options)
@@ -113,7 +113,7 @@ class Measurement:
             "calibration": hashlib.sha256(hashes.encode()).hexdigest(),
         }
         asked = {key: value for key, value in as_dict(self.config).items() if key not in CONTRACT_FIELDS}
-        self.asked = json.loads(json.dumps(asked)) | {"samples": self.samples}
+        self.asked = json.loads(json.dumps(asked)) | {"samples": self.samples, "sensitivity": self.config.sensitivity}
 
     def cached(self, folder: Path | None) -> dict[str, Any] | None:
         """The result in ``folder``, whatever its options were. Raises QtoolError for one of another model or data."""
@@ -140,7 +140,7 @@ class Measurement:
         state = self._part(folder) if resume else None
         measured = sensitivities(
             self.source.model, self.config, example=example_of(self.source, self.inputs), calibration=self.inputs,
-            state=state,
+            state=state, samples=self.samples,
         )  # fmt: skip
         measured.measure(self.inputs, samples=self.samples, after=_Saver(self, folder, tell))
         result = self._told() | {"num_samples": measured.state["num_samples"], "units": measured.results()}

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from qtool.errors import QtoolError, UsageError
 from qtool.form import QuantizedModel
+from qtool.quantization import second_order
 from qtool.quantization.sensitivity import Sensitivities
 from qtool.quantization.stage import quantize, sensitivities
 from qtool.recipe import QuantizeConfig
@@ -22,6 +23,7 @@ X = torch.randn(20, 3, 16, 16, generator=torch.Generator().manual_seed(1))
 
 @pytest.fixture(scope="module")
 def net() -> nn.Module:
+    torch.manual_seed(0)
     return nets.settled(nets.small_mobilenet(), 16)
 
 
@@ -114,3 +116,58 @@ def test_what_cannot_be_measured_is_refused(net: nn.Module) -> None:
         found.measure([])
     with pytest.raises(QtoolError, match="a measurement of these units; got one of others"):
         sensitivities(net, QuantizeConfig(), example=X, calibration=[X], state={"units": {"x": {}}})
+
+
+@pytest.mark.parametrize("options", [{}, {"weights_only": True, "weight_bits": 4}])
+def test_the_estimate_is_close_to_what_is_measured(net: nn.Module, options: dict[str, Any]) -> None:
+    x = torch.randn(128, 3, 16, 16, generator=torch.Generator().manual_seed(2))
+    exact, guessed = ({e["name"]: e for e in measured(net, x, sensitivity=kind, **options).results()} for kind in KINDS)
+    assert exact.keys() == guessed.keys()
+    for name, entry in exact.items():  # a sum of 128 squares of a normal number: 12 % is one standard deviation
+        assert guessed[name]["sqnr_db"] == pytest.approx(entry["sqnr_db"], abs=2.5), name
+        assert guessed[name]["kl"] == pytest.approx(entry["kl"], rel=0.6), name
+        assert (entry["measured"], guessed[name]["measured"], guessed[name]["agreement"]) == (*KINDS, None)
+
+
+KINDS = ("exact", "second-order")
+
+
+def test_the_estimate_finds_the_unit_that_is_known_to_be_bad() -> None:
+    """One channel of the second layer is 300 times its neighbours, undone behind: its scale is the others' ruin."""
+    torch.manual_seed(0)
+    convolutions = [nn.Conv2d(3 if i == 0 else 8, 8, 3, padding=1) for i in range(5)]
+    with torch.no_grad():
+        convolutions[1].weight[0] *= 300
+        convolutions[1].bias[0] *= 300  # type: ignore[index]
+        convolutions[2].weight[:, 0] /= 300
+    layers = [layer for convolution in convolutions for layer in (convolution, nn.ReLU())]
+    model = nn.Sequential(*layers, *nets.pooled_classifier(8, 10)).eval()
+    exact, guessed = (measured(model, sensitivity=kind).results() for kind in KINDS)
+    assert exact[0]["name"] == guessed[0]["name"] == "2"
+    assert guessed[1]["sqnr_db"] > guessed[0]["sqnr_db"] + 2
+    ranks = [{e["name"]: i for i, e in enumerate(found)} for found in (exact, guessed)]
+    pairs = np.array([[ranks[0][name], ranks[1][name]] for name in ranks[0]])
+    assert np.corrcoef(pairs.T)[0, 1] > 0.8  # Spearman's rank correlation
+
+
+def test_the_estimate_goes_on_to_the_same_bits_and_from_no_other_kind(net: nn.Module) -> None:
+    config = QuantizeConfig(sensitivity="second-order")
+    whole, states = measured(net, sensitivity="second-order"), []
+    first = sensitivities(net, config, example=X, calibration=[X])
+    first.measure([X], samples=8, after=lambda state: states.append(json.loads(json.dumps(state))))
+    again = sensitivities(net, config, example=X, calibration=[X], state=states[0])
+    again.measure([X])
+    assert again.state == whole.state
+    with pytest.raises(QtoolError, match="a measurement of these units; got one of others"):
+        sensitivities(net, QuantizeConfig(sensitivity="exact"), example=X, calibration=[X], state=whole.state)
+
+
+def test_left_open_it_is_the_time_that_decides(net: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    def kind(state: Any = None) -> str:
+        return sensitivities(net, QuantizeConfig(), example=X, calibration=[X], samples=20, state=state).kind
+
+    assert kind() == "exact"
+    monkeypatch.setattr(second_order, "SLOW", 0.0)
+    assert kind() == "second-order"
+    monkeypatch.undo()
+    assert kind(measured(net, sensitivity="second-order").state) == "second-order"

@@ -22,7 +22,7 @@ from qtool import cli
 from qtool.artifacts import has_result, read_result
 from qtool.errors import ContractError, QtoolError, UsageError
 from qtool.quantization import search
-from qtool.reporting.page import write_report
+from qtool.reporting.page import report, write_report
 from qtool.stages import cost
 
 OPTIONS = {"calibration": "train:64"}
@@ -91,6 +91,14 @@ def test_one_that_is_not_kept_leaves_no_artifact(trained: Path, monkeypatch: pyt
     assert all(trial["speedup"] > 0 and trial["size_bytes"] > 0 for trial in outcome["trials"])
     assert set(outcome["frontier"]) <= {trial["name"] for trial in outcome["trials"]}
     assert [line for line in told if line.startswith("contract: frontier: ")]
+    found = report(trained)
+    assert found["contracts"] == {trained.name: json.loads(json.dumps(outcome))}
+    html, markdown = (Path(found["files"][kind]).read_text(encoding="utf-8") for kind in ("html", "markdown"))
+    assert "contract not kept; closest is" in html
+    assert html.count("<svg") >= 4  # the training, what was lost against size and against time, the units that hurt
+    for words in ("size, MiB", "time, FP32 = 1", "limit 1e-09", "Most harm comes from", "no quantized model"):
+        assert words in html
+    assert all(f"| {trial['name']} |" in markdown for trial in outcome["trials"])
     monkeypatch.setattr("qtool.quantization.stage.quantize", None)  # everything is known by now
     with pytest.raises(ContractError):
         qtool.quantize(trained, max_kl=1e-9, method="ptq", **OPTIONS)
