@@ -206,6 +206,10 @@ class ExportConfig:
     gates: bool = option(True, "prove parity, coverage and size before the file takes its name")
     parity_samples: int = option(256, "calibration samples on which end-to-end parity is judged", low=1)
     reference_samples: int = option(8, "samples on which the integer reference must equal the runtime", low=0)
+    tune: bool = option(False, "measure groups of units on this machine, and leave in float what is faster so")
+    tune_threads: int = option(1, "threads within an operator while tuning", low=1)
+    tune_batch_size: int = option(1, "batch size to tune for", low=1)
+    tune_seconds: float = option(20.0, "at most this long for each race of candidates", low=0)
 
 
 @dataclass(frozen=True)

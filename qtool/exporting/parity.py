@@ -199,6 +199,16 @@ def end_to_end(quantized: QuantizedModel, path: Path, samples: Iterable[Any]) ->
     )  # fmt: skip
 
 
+def sqnr_in_torch(quantized: QuantizedModel, samples: Iterable[Any]) -> float:
+    """The least SQNR in dB that an output of the quantized graph has to the float graph's, on batches of inputs."""
+    floats, simulated = [], []
+    for batch in samples:
+        with torch.no_grad():
+            floats.append(_outputs(call(quantized.float_graph, batch)))  # type: ignore[arg-type]
+        simulated.append(_outputs(quantized(batch)))
+    return min(float(sqnr_db(a, b)) for a, b in zip(_joined(floats), _joined(simulated), strict=True))
+
+
 def _joined(parts: list[list[Tensor]]) -> list[Tensor]:
     """Each output of a model over all batches, float32, samples × elements."""
     return [torch.cat(values).float().flatten(1) for values in zip(*parts, strict=True)]

@@ -34,10 +34,11 @@ UNIT_BATCH = 4
 
 @dataclass(frozen=True)
 class ExportResult:
-    """The files by variant (``int8``, ``fp32``, ``fp16``) and the gates as plain values."""
+    """The files by variant (``int8``, ``fp32``, ``fp16``), the gates as plain values, and what tuning found."""
 
     files: dict[str, Path]
     gates: list[dict[str, Any]]
+    tuning: dict[str, Any] | None = None
 
 
 def export(

@@ -185,7 +185,8 @@ def coverage(run: Run) -> Iterator[Markup]:
     for place in run.quantized:
         plan = place.get("export").get("plan") or place.get("quantize").get("plan")
         title = el("h3", place.name) if place is not run else None
-        parts = [_plan(plan) if plan else None, _gates(place.get("export").get("metrics", {}).get("gates"))]
+        metrics = place.get("export").get("metrics", {})
+        parts = [_plan(plan) if plan else None, _gates(metrics.get("gates")), _tuning(metrics.get("tuning"))]
         if any(parts):
             yield el("div", title, *parts)
 
@@ -208,6 +209,18 @@ def _gates(gates: Any) -> Markup | None:
         return None
     body: list[list[object]] = [[gate["name"], _passed(gate), gate.get("found", UNKNOWN)] for gate in gates]
     return el("div", el("p", "Gates of the export:"), grid(["gate", "", "found"], body, "gates"))
+
+
+def _tuning(tuning: Any) -> Markup | None:
+    """What was measured group by group, and where each runs since."""
+    if not isinstance(tuning, Mapping):
+        return None
+    told = el("p", f"Tuning: {tuning['verdict']}.")
+    body: list[list[object]] = [
+        [group["name"], "float" if group["in_float"] else "integer", times(group["speedup"]), group["reason"]]
+        for group in tuning["groups"]
+    ]
+    return el("div", told, grid(["group", "runs in", "in float", "why"], body, "gates") if body else None)
 
 
 def _passed(gate: Mapping[str, Any]) -> object:

@@ -91,6 +91,10 @@ def export_lines(result: Result) -> Iterator[Any]:
         yield f"export: {entry['file']}, {entry['size_bytes'] / MIB:.3f} MiB"
     for gate in result["metrics"]["gates"]:
         yield f"  gate {gate['name']}: {_inline(gate)}"
+    if tuning := result["metrics"].get("tuning"):
+        yield f"  tuning: {tuning['verdict']}"
+        for group in tuning["groups"]:
+            yield f"    {group['name']}: {group['reason']}"
 
 
 def benchmark_lines(result: Result) -> Iterator[Any]:

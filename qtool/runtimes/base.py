@@ -49,7 +49,7 @@ class TensorInfo:
 class Kernel:
     """One executed operation: ``dtype`` is the format of its arithmetic, ``provider`` where it ran.
 
-    ``num_elements`` is the size of its largest tensor, where the runtime tells it.
+    ``num_elements`` is the size of its largest tensor and ``seconds`` its median time, where the runtime tells them.
     """
 
     name: str
@@ -57,6 +57,7 @@ class Kernel:
     dtype: str
     provider: str
     num_elements: int | None = None
+    seconds: float | None = None
 
 
 class Session(Protocol):

@@ -87,8 +87,8 @@ class OrtSession:
         step: Callable[[], None] = self._call(lambda: bind(session, feeds, names, record=self.cuda_graph))
         return step
 
-    def kernels(self, feeds: Mapping[str, Array]) -> tuple[Kernel, ...]:
-        """What ran for ``feeds``, from the profile of a second session with the same options."""
+    def kernels(self, feeds: Mapping[str, Array], runs: int = 1) -> tuple[Kernel, ...]:
+        """What ran for ``feeds``, from the profile of a second session with the same options, over ``runs`` runs."""
         from qtool.runtimes.profile import read_profile
 
         check_feeds(f"'{self.path}'", self.inputs, feeds)
@@ -97,8 +97,9 @@ class OrtSession:
             options.enable_profiling = True
             options.profile_file_prefix = os.path.join(folder, "profile")
             session = _create(self.path, self.provider, options)
-            self._call(lambda: session.run(None, dict(feeds)))
-            return read_profile(Path(session.end_profiling()))
+            for _ in range(runs):
+                self._call(lambda: session.run(None, dict(feeds)))
+            return read_profile(Path(session.end_profiling()), runs)
 
     def close(self) -> None:
         """Frees the model; the session cannot be used afterwards."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -28,16 +29,20 @@ _SHAPE_TYPES = {"int64", "int32", "bool"}
 _SMALL = 16
 
 
-def read_profile(path: Path) -> tuple[Kernel, ...]:
-    """The kernels of one profiled run, in order."""
+def read_profile(path: Path, runs: int = 1) -> tuple[Kernel, ...]:
+    """The kernels of one run, in order, each with its median time over all ``runs`` that were profiled."""
     try:
         events = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise QtoolError(f"'{path}'", "ONNX Runtime's profile", str(error), "run again") from error
-    return tuple(_kernel(e) for e in events if e.get("cat") == "Node" and e["name"].endswith("_kernel_time"))
+    found = [e for e in events if e.get("cat") == "Node" and e["name"].endswith("_kernel_time")]
+    each = len(found) // runs
+    return tuple(_kernel(found[i::each]) for i in range(each))
 
 
-def _kernel(event: dict[str, Any]) -> Kernel:
+def _kernel(repeats: list[dict[str, Any]]) -> Kernel:
+    """One kernel from its events, one a run: a sequential session executes its nodes in the same order every time."""
+    event = repeats[0]
     arguments = event["args"]
     op, tensors = arguments.get("op_name", "?"), _tensors(arguments)
     inputs = [next(iter(entry)) for entry in arguments.get("input_type_shape", [])]
@@ -50,6 +55,7 @@ def _kernel(event: dict[str, Any]) -> Kernel:
         dtype=dtype,
         provider=arguments.get("provider", "?"),
         num_elements=largest,
+        seconds=statistics.median(e["dur"] for e in repeats) / 1e6 if all("dur" in e for e in repeats) else None,
     )
 
 

@@ -91,12 +91,18 @@ def _export_into(
     from qtool.exporting import stage
 
     metadata = {key: record[key] for key in ("labels", "preprocessing") if record.get(key) is not None}
+    found: dict[str, Any] = {}
+    if config.tune:
+        from qtool.stages.tuning import tuned
+
+        samples = None if samples is None else list(samples)
+        model, found["tuning"] = tuned(model, folder, config, samples)
     try:
         with staging(folder, "export") as place:
             result = stage.export(model, place, config, samples=samples, metadata=metadata)
             write_result(
                 folder, "export", config=as_dict(config), inputs=inputs, outputs=result.files,
-                metrics={"gates": result.gates}, extra={"source": dict(record), "plan": model.plan.as_dict()},
+                metrics={"gates": result.gates} | found, extra={"source": dict(record), "plan": model.plan.as_dict()},
             )  # fmt: skip
     except ContractError as error:
         mark_stale(folder, "export", f"a later export failed its gate ({error.where}: got {error.got})")
@@ -109,7 +115,7 @@ def _exported(run: Path) -> ExportResult:
 
     result = read_result(run, "export")
     files = {name: run / entry["file"] for name, entry in result["outputs"].items()}
-    return ExportResult(files=files, gates=result["metrics"]["gates"])
+    return ExportResult(files, result["metrics"]["gates"], result["metrics"].get("tuning"))
 
 
 def _as_quantized(model: Any, example_inputs: tuple[Any, ...] | None, float_model: nn.Module | None) -> QuantizedModel:

@@ -39,6 +39,15 @@ def test_a_kernel_has_the_format_of_its_activation(profile):
     assert kernels[0].num_elements == 1024
 
 
+def test_repeated_runs_give_each_kernel_its_median_time(tmp_path):
+    path = tmp_path / "profile.json"
+    image = [{"float": [1, 3, 8, 8]}]
+    events = [event(name, "Relu", image, image) | {"dur": took} for took in (9, 1, 2) for name in ("a", "b")]
+    events[1]["dur"] = 5
+    path.write_text(json.dumps(events))
+    assert [(k.name, k.seconds) for k in read_profile(path, runs=3)] == [("a", 2e-6), ("b", 2e-6)]
+
+
 def test_events_that_are_not_kernels_are_left_out(profile):
     other = {"cat": "Node", "name": "a_fence_before", "args": {}}
     assert profile(other) == ()

@@ -1,0 +1,104 @@
+"""Tuning of an export: what measures it, and what is remembered of it.
+
+``qtool.exporting.tuning`` decides; it is handed here what it measures with: the profile of a session, and the
+benchmark's interleaved rounds over one process a file. What it found is kept in ``export.json`` under a key of
+the untuned file, the CPU, ONNX Runtime's version, threads and batch size, and used again where all are the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qtool.artifacts import cpu_info, has_result, read_result, sha256_of
+from qtool.recipe import ExportConfig
+
+if TYPE_CHECKING:
+    from qtool.exporting.tuning import Profile, Race
+    from qtool.form import QuantizedModel
+
+PROFILED_RUNS = 20
+INTERVAL = 0.01
+ACCURACY_SAMPLES = 32
+
+
+def tuned(
+    model: QuantizedModel, folder: Path, config: ExportConfig, samples: Iterable[Any] | None
+) -> tuple[QuantizedModel, dict[str, Any]]:
+    """The model with its slow groups in float, and the account that goes into ``folder``'s export.json."""
+    from qtool.exporting import tuning
+    from qtool.exporting.parity import take
+    from qtool.exporting.to_onnx import DEFAULT_OPSET, quantized_to_onnx, save
+
+    tuning.check(model)
+    opset = config.opset or DEFAULT_OPSET[model.plan.target]
+    few = [] if samples is None else take(samples, ACCURACY_SAMPLES)
+    inputs = few[0] if few else model.example
+    with tempfile.TemporaryDirectory(prefix="qtool-tune-") as place:
+        untuned = Path(place) / "untuned.onnx"
+        save(quantized_to_onnx(model, opset), untuned)
+        key = _key(untuned, config)
+        if (known := _known(folder, key)) is not None:
+            return tuning.retune(model, known), {**known, "cached": True}
+        measured = {"threads": config.tune_threads, "batch_size": config.tune_batch_size}
+        result, account = tuning.tune(
+            model, Path(place), opset, few, batch_size=config.tune_batch_size,
+            race=race_of(inputs, seconds=config.tune_seconds, **measured), profile=profile_of(inputs, **measured),
+        )  # fmt: skip
+    return result, {"key": key, "cached": False, **account}
+
+
+def _key(path: Path, config: ExportConfig) -> dict[str, Any]:
+    import onnxruntime
+
+    return {
+        "file_sha256": sha256_of(path), "cpu": cpu_info()["name"], "onnxruntime": onnxruntime.__version__,
+        "threads": config.tune_threads, "batch_size": config.tune_batch_size,
+    }  # fmt: skip
+
+
+def _known(folder: Path, key: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What an earlier export into ``folder`` found for this key."""
+    if not has_result(folder, "export"):
+        return None
+    account = read_result(folder, "export", verify=False, stale=True)["metrics"].get("tuning")
+    return dict(account) if account and account["key"] == dict(key) else None
+
+
+def profile_of(inputs: Any, *, threads: int, batch_size: int) -> Profile:
+    """What times a file's kernels on ``batch_size`` of ``inputs``, each by its median over a few runs."""
+    from qtool.benchmarking.inputs import resize_batch, to_feeds
+    from qtool.runtimes.ort import OrtSession
+
+    def profile(path: Path) -> Sequence[tuple[str, float]]:
+        session = OrtSession(path, threads=threads)
+        feeds = resize_batch(to_feeds(inputs, session.inputs), batch_size)
+        kernels = session.kernels(feeds, PROFILED_RUNS)
+        session.close()
+        return [(kernel.name, kernel.seconds or 0.0) for kernel in kernels]
+
+    return profile
+
+
+def race_of(inputs: Any, *, threads: int, batch_size: int, seconds: float) -> Race:
+    """What times files as the benchmark does: a process each, interleaved, until the ratios are known well."""
+    from qtool.benchmarking.inputs import resize_batch, to_feeds
+    from qtool.benchmarking.latency import Stopping, describe, interleave
+    from qtool.benchmarking.process import Worker, whole_cores
+
+    def race(files: Mapping[str, Path]) -> Mapping[str, Mapping[str, Any]]:
+        reference, cores = next(iter(files)), whole_cores(threads)
+        with contextlib.ExitStack() as stack:
+            workers = {}
+            for name, path in files.items():
+                worker = workers[name] = stack.enter_context(Worker(name, provider="cpu", cores=cores))
+                worker.open(path, provider="cpu", threads=threads, precision=None, device=None)
+                worker.feed(resize_batch(to_feeds(inputs, worker.inputs), batch_size))
+            stopping = Stopping(width=INTERVAL, seconds=seconds)
+            timings = interleave({n: w.burst for n, w in workers.items()}, reference=reference, stopping=stopping)
+        return describe(timings, reference=reference, batch_size=batch_size, width=INTERVAL)
+
+    return race

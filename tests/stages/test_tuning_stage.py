@@ -1,0 +1,43 @@
+"""``export --tune`` on a run directory: measured once, remembered with the file, told in every report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import qtool
+from qtool.artifacts import read_result
+from qtool.reporting.gather import gather
+from qtool.reporting.sections import coverage
+from qtool.reporting.terminal import export_lines
+from qtool.stages import tuning
+
+
+def test_tuning_is_measured_once(
+    tmp_path: Path, small_net: str, small_data: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from qtool.exporting import groups
+    from qtool.exporting import tuning as decides
+
+    qtool.quantize(small_net, small_data, out=tmp_path, calibration="train:64")
+    # whatever this machine finds of so small a net, one group is raced for real, and one is found faster
+    wanted = groups.Group("first", ("first.0",), 1e-3)
+    monkeypatch.setattr(decides, "candidates", lambda *_: [wanted])
+    monkeypatch.setattr(decides, "LEAST_GAIN", 0.0)
+    monkeypatch.setattr(decides.Measured, "faster", property(lambda self: True))
+    result = qtool.export(tmp_path, tune=True, tune_seconds=0.1, parity_samples=32)
+    account = result.tuning
+    assert account is not None
+    assert account["groups"][0]["in_float"]
+    assert account["groups"][0]["speedup"] > 0
+    assert not account["cached"]
+    assert account["key"]["threads"] == 1
+
+    monkeypatch.setattr(tuning, "race_of", None)
+    again = qtool.export(tmp_path, tune=True, tune_seconds=0.1, parity_samples=33)
+    assert again.tuning == account | {"cached": True}
+    committed = read_result(tmp_path, "export")
+    assert [unit["name"] for unit in committed["plan"]["units"] if not unit["integer"]] == ["first.0"]
+    assert any("x as fast" in str(line) for line in export_lines(committed))
+    assert "Tuning: 1 of 1 groups run in float" in str(next(coverage(gather(tmp_path))))
