@@ -26,7 +26,7 @@ def test_tuning_is_measured_once(
     monkeypatch.setattr(decides, "candidates", lambda *_: [wanted])
     monkeypatch.setattr(decides, "LEAST_GAIN", 0.0)
     monkeypatch.setattr(decides.Measured, "faster", property(lambda self: True))
-    result = qtool.export(tmp_path, tune=True, tune_seconds=0.1, parity_samples=32)
+    result = qtool.export(tmp_path, tune=True, tune_seconds=0.1, gates=False)
     account = result.tuning
     assert account is not None
     assert account["groups"][0]["in_float"]
@@ -35,7 +35,7 @@ def test_tuning_is_measured_once(
     assert account["key"]["threads"] == 1
 
     monkeypatch.setattr(tuning, "race_of", None)
-    again = qtool.export(tmp_path, tune=True, tune_seconds=0.1, parity_samples=33)
+    again = qtool.export(tmp_path, tune=True, tune_seconds=0.1, gates=False)
     assert again.tuning == account | {"cached": True}
     committed = read_result(tmp_path, "export")
     assert [unit["name"] for unit in committed["plan"]["units"] if not unit["integer"]] == ["first.0"]
