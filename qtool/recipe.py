@@ -47,7 +47,7 @@ ROUNDINGS = ("nearest", "stochastic", "compensated")
 AUTO = 0
 """The batch size that is found by itself."""
 LORA_BASES = ("full", "nf4")
-RANGES = ("minmax", "percentile", "entropy", "mse", "output")
+RANGES = ("minmax", "moving-average", "percentile", "entropy", "mse", "output")
 ENGINES = ("pt2e", "torch.ao")
 STRATEGIES = ("ddp", "fsdp")
 MODES = ("ptq", "qat")
@@ -56,7 +56,7 @@ METHODS = ("auto", "ptq", "given")
 SENSITIVITIES = ("auto", "exact", "second-order")
 TARGETS = ("ort-cpu", "tensorrt", "openvino", "auto", "ort-cuda")
 WEIGHT_RANGES = ("minmax", "mse")
-ALGORITHMS = ("equalize", "gptq", "bias")
+ALGORITHMS = ("smooth", "equalize", "gptq", "renorm", "analytic-bias", "bias")
 PROVIDERS = ("cpu", "cuda", "tensorrt", "openvino", "torch", "torch-compile")
 VARIANTS = ("fp32", "fp16", "int8")
 

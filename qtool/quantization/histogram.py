@@ -14,6 +14,9 @@ constant stride apart that shares no factor with the sample's dimensions, so tha
 column is visited. Each counted value stands for ``stride`` values. Reading every value into bins would
 cost several times the forward pass; the pass over all of them for the extremes is what remains.
 
+Beside them runs an average of each sample's own extremes: the plain mean of the first ``AVERAGED`` samples, from there
+on exponential. It is the one thing here that depends on the order of the samples; batches make no difference to it.
+
 Zeros are also counted on their own: after a ReLU they are most of the data, and they cost nothing,
 since every quantizer here represents 0.0 exactly.
 
@@ -41,6 +44,8 @@ VALUES_PER_SAMPLE = 2048
 """About how many values of one sample are counted; a larger sample is read with a stride."""
 WEIGHT = 1024
 """What a value of weight 1 counts in a histogram that was told to weigh."""
+AVERAGED = 100
+"""How many samples the moving average of extremes looks back on: each later one moves it by 1 / 100."""
 _LEAST_EXPONENT = -126  # of the bin width: the least normal float32 is one bin
 
 Counts = npt.NDArray[np.int64]
@@ -61,6 +66,7 @@ class Histogram:
         self.maximum = -math.inf
         self.num_samples = 0
         self.num_zeros = 0
+        self.average = (math.nan, math.nan)
         self.exponent = _LEAST_EXPONENT
         self.counts: Counts = np.zeros(2 * HALF_BINS if bins else 0, dtype=np.int64)
         self._weights: tuple[int, Counts] | None = None
@@ -84,13 +90,22 @@ class Histogram:
             x = x.reshape(1)
         if x.numel() == 0:
             return
-        minimum, maximum = self._extremes(x)
-        self.minimum, self.maximum = min(self.minimum, minimum), max(self.maximum, maximum)
+        extremes = self._extremes(x if self.bins else x[None])
+        self.minimum = min(self.minimum, *(low for low, _ in extremes))
+        self.maximum = max(self.maximum, *(high for _, high in extremes))
+        self._average(extremes)
         self.num_samples += x.shape[0]
         if self.bins:
             self._coarsen(_exponent(max(-self.minimum, self.maximum)))
             values, stride = subsample(x)
             self._count(values, stride, self._weights_of(tuple(x.shape[1:]), stride))
+
+    def _average(self, extremes: list[tuple[float, float]]) -> None:
+        """Moves the average of extremes towards those of each sample in turn, zero among its values."""
+        for index, (least, most) in enumerate(extremes, self.num_samples + 1):
+            low, high, part = min(least, 0.0), max(most, 0.0), 1 / min(index, AVERAGED)
+            before = (low, high) if index == 1 else self.average
+            self.average = before[0] + part * (low - before[0]), before[1] + part * (high - before[1])
 
     def _weights_of(self, shape: tuple[int, ...], stride: int) -> Counts | None:
         """The weight of each value of a sample that ``subsample`` chooses."""
@@ -147,6 +162,12 @@ class Histogram:
                 "observe both parts in the same way",
             )  # fmt: skip
         self.minimum, self.maximum = min(self.minimum, other.minimum), max(self.maximum, other.maximum)
+        if self.num_samples and other.num_samples:
+            part = other.num_samples / (self.num_samples + other.num_samples)
+            (low, high), (least, most) = self.average, other.average
+            self.average = low + part * (least - low), high + part * (most - high)
+        elif other.num_samples:
+            self.average = other.average
         self.num_samples += other.num_samples
         self.num_zeros += other.num_zeros
         if self.bins:
@@ -162,6 +183,7 @@ class Histogram:
             "minimum": None if empty else self.minimum,
             "maximum": None if empty else self.maximum,
             "num_samples": self.num_samples,
+            "average": None if empty or not self.bins else list(self.average),
             "num_zeros": self.num_zeros,
             "exponent": self.exponent,
             "counts": packed if self.bins else None,
@@ -175,6 +197,8 @@ class Histogram:
             made = cls(name, bins=state["counts"] is not None)
             if state["minimum"] is not None:
                 made.minimum, made.maximum = float(state["minimum"]), float(state["maximum"])
+            if state.get("average") is not None:  # ranges of an earlier version have none
+                made.average = (float(state["average"][0]), float(state["average"][1]))
             made.num_samples, made.num_zeros = int(state["num_samples"]), int(state["num_zeros"])
             made.exponent = int(state["exponent"])
             if made.bins:
@@ -186,15 +210,17 @@ class Histogram:
             ) from error
         return made
 
-    def _extremes(self, x: torch.Tensor) -> tuple[float, float]:
-        low, high = torch.aminmax(_in_memory_order(x))
-        minimum, maximum = torch.stack((low, high)).to(torch.float32).tolist()  # one transfer from a GPU
-        if not (math.isfinite(minimum) and math.isfinite(maximum)):
+    def _extremes(self, x: torch.Tensor) -> list[tuple[float, float]]:
+        """The least and the largest value of each index of the first dimension."""
+        found = torch.stack([torch.stack(torch.aminmax(_in_memory_order(part))) for part in x]).to(torch.float32)
+        extremes = found.tolist()  # one transfer from a GPU
+        low, high = min(low for low, _ in extremes), max(high for _, high in extremes)
+        if not all(math.isfinite(end) for pair in extremes for end in pair):
             raise QtoolError(
-                f"layer '{self.name}'", "finite values", f"NaN or infinity (min {minimum}, max {maximum})",
+                f"layer '{self.name}'", "finite values", f"NaN or infinity (min {low}, max {high})",
                 "check the calibration data, and the weights of the layers before it",
             )  # fmt: skip
-        return minimum, maximum
+        return [(low, high) for low, high in extremes]
 
     def _coarsen(self, exponent: int) -> None:
         if exponent > self.exponent:

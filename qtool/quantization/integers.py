@@ -108,11 +108,11 @@ def _raise_scales(
     shape[output_axis(node)] = -1
     rescaled = torch.round(integers.double() * (scales.double() / raised.double()).reshape(shape))
     for index, (name, value) in enumerate((("weight", rescaled.to(integers.dtype)), ("weight_scale", raised))):
-        weight.update_arg(index, _stored(graph_module, weight, f"{node.name}_{name}", value))
+        weight.update_arg(index, store_before(graph_module, weight, f"{node.name}_{name}", value))
     return raised
 
 
-def _stored(graph_module: GraphModule, before: Node, name: str, value: Tensor) -> Node:
+def store_before(graph_module: GraphModule, before: Node, name: str, value: Tensor) -> Node:
     """A new constant of the graph, read before a node. Named after an operator, which alone reads it."""
     set_parameter(graph_module, name, value)
     with graph_module.graph.inserting_before(before):
@@ -125,7 +125,7 @@ def _replace_bias(graph_module: GraphModule, node: Node, steps: Tensor, scale: T
         "scale": scale,
         "zero_point": torch.zeros(len(scale), dtype=torch.int64),
     }
-    stored = [_stored(graph_module, node, f"{node.name}_bias_{name}", value) for name, value in values.items()]
+    stored = [store_before(graph_module, node, f"{node.name}_bias_{name}", value) for name, value in values.items()]
     limits = torch.iinfo(torch.int32)
     with graph_module.graph.inserting_before(node):
         dequantized = graph_module.graph.call_function(

@@ -32,6 +32,8 @@ from qtool.quantization.capture import (
 )
 
 ANCHORS = (*CONVOLUTIONS, aten.linear.default)
+NORMAL = "normal"
+"""Where an operator's ``meta`` keeps mean and standard deviation of its output channels, as its batch-norm says."""
 _DEPTHWISE = {3: aten.conv1d.default, 4: aten.conv2d.default, 5: aten.conv3d.default}
 
 
@@ -96,6 +98,16 @@ def coefficients(graph_module: GraphModule, norm: Node) -> tuple[Tensor, Tensor]
         factor = gamma.double() * factor
     shift = -mean.double() * factor
     return factor, shift if beta is None else shift + beta.double()
+
+
+def _normal(graph_module: GraphModule, norm: Node) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of each channel behind a batch-norm, on data like those of its statistics."""
+    gamma, beta, mean = (parameter(graph_module, argument) for argument in norm.args[1:4])
+    assert mean is not None
+    return (
+        torch.zeros_like(mean) if beta is None else beta.detach().clone(),
+        torch.ones_like(mean) if gamma is None else gamma.detach().abs(),
+    )
 
 
 def scaled(weight: Tensor, factor: Tensor, anchor: Node) -> Tensor:
@@ -177,6 +189,7 @@ def _fold(copies: _Copies, anchor: Node, norm: Node) -> None:
         names = copies.store(anchor, norm, folded, new_bias.to(weight.dtype))
         stored = [graph_module.graph.get_attr(name) for name in names]
     anchor.args = (anchor.args[0], *stored, *anchor.args[3:])
+    anchor.meta[NORMAL] = _normal(graph_module, norm)
     norm.replace_all_uses_with(anchor)
     graph_module.graph.erase_node(norm)
 

@@ -59,7 +59,7 @@ class Placed:
     def limits(self) -> tuple[float, float] | None:
         """Between which values the activation that was absorbed lets results pass; None where there is none."""
         clipping = [node for node in self.nodes[1:] if node.target in RELU_LIKE]
-        return _clip_limits(clipping[-1]) if clipping else None
+        return clip_limits(clipping[-1]) if clipping else None
 
     @property
     def output(self) -> Node:
@@ -270,11 +270,11 @@ def _keeps_zero(node: Node) -> bool:
     """
     if node.target not in RELU_LIKE:
         return True
-    low, high = _clip_limits(node)
+    low, high = clip_limits(node)
     return low <= 0 <= high
 
 
-def _clip_limits(node: Node) -> tuple[float, float]:
+def clip_limits(node: Node) -> tuple[float, float]:
     """Between which values one of ``RELU_LIKE`` lets its input pass."""
     given = [*node.args[1:], None, None][:2]
     if node.target is aten.clamp_max.default:

@@ -3,15 +3,18 @@
 The rungs of a ladder, in the order of what they cost whoever runs the model, then of what they cost here:
 
 1. *as asked*: the options as they were given (by default min-max ranges);
-2. *ranges*: the other ways to read ranges from the same observations, for activations, then for weights;
-3. *corrections*: bias correction, equalization, both;
-4. *rounding*: every further algorithm that is registered;
-5. *mixed*: the units that hurt most, alone, in 8 bits where weights have 6 or fewer, else left in float: 1, 2, 4, …
+2. *usually best*: the combination that did best on the networks it was tried on. It costs minutes here and nothing to
+   whoever runs the model, and where it is not met either, the rungs below rarely are before the mixed ones;
+3. *ranges*: the other ways to read ranges from the same observations, for activations, then for weights;
+4. *corrections*: bias correction, equalization, both;
+5. *further*: every other algorithm that is registered, each on top of what helped;
+6. *mixed*: the units that hurt most, alone, in 8 bits where weights have 6 or fewer, else left in float: 1, 2, 4, …
    of them, then as few as will do;
-6. *training*: quantization-aware training, where there is data to train on.
+7. *training*: quantization-aware training, where there is data to train on.
 
 A rung stands on the best options so far, and "best" means closer to the float model by more than noise on the same
-validation samples: otherwise the earlier, cheaper options stay. The first candidate that is met ends the search.
+validation samples: otherwise the earlier, cheaper options stay, and what gained nothing is part of no later candidate.
+No options are tried twice. The first candidate that is met ends the search.
 
 Candidates are made and judged by a function handed in, which may know them already: a search that was killed goes
 through the same candidates again and finds their results.
@@ -30,6 +33,7 @@ from qtool.recipe import ALGORITHMS, RANGES, WEIGHT_RANGES, QuantizeConfig
 
 MOST_FLOAT = 0.5
 """The greatest share of the units that the search leaves in float."""
+USUALLY_BEST: Mapping[str, Any] = {"ranges": "output", "algorithms": ("gptq",)}
 CORRECTIONS = (("bias",), ("equalize",), ("equalize", "bias"))
 
 
@@ -95,10 +99,19 @@ class Search:
 
     def attempt(self, name: str, **changes: Any) -> Trial:
         """Makes and judges the base's options with ``changes``."""
-        base = self.base.config if self.trials else self.config
-        trial = self._attempt(name, dataclasses.replace(base, **changes))
+        trial = self._attempt(name, self._changed(changes))
         self.trials.append(trial)
         return trial
+
+    def attempt_new(self, name: str, **changes: Any) -> Trial | None:
+        """The trial of the base's options with ``changes`` where they are new and met; None otherwise."""
+        if any(trial.config == self._changed(changes) for trial in self.trials):
+            return None
+        trial = self.attempt(name, **changes)
+        return trial if trial.verdict.met else None
+
+    def _changed(self, changes: Mapping[str, Any]) -> QuantizeConfig:
+        return dataclasses.replace(self.base.config if self.trials else self.config, **changes)
 
 
 def as_asked(search: Search) -> Trial | None:
@@ -107,16 +120,25 @@ def as_asked(search: Search) -> Trial | None:
     return trial if trial.verdict.met else None
 
 
+def usually_best(search: Search) -> Trial | None:
+    """Output-error ranges and second-order rounding beside the algorithms asked for; given ranges stay."""
+    names = (*(search.config.algorithms or ()), *USUALLY_BEST["algorithms"])
+    changes: dict[str, Any] = {"algorithms": tuple(name for name in ALGORITHMS if name in names)}
+    if search.config.ranges_from is None:
+        changes["ranges"] = USUALLY_BEST["ranges"]
+    parts = [f"ranges {changes['ranges']}"] if "ranges" in changes else []
+    return search.attempt_new(" + ".join([*parts, *changes["algorithms"]]), **changes)
+
+
 def better_ranges(search: Search) -> Trial | None:
     """Other estimators of activation ranges, then of weight ranges; not where ranges are given."""
     if search.config.ranges_from is not None:
         return None
     for field, choices in (("ranges", RANGES), ("weight_ranges", WEIGHT_RANGES)):
         for choice in choices:
-            if choice != getattr(search.config, field):
-                trial = search.attempt(f"{field.replace('_', ' ')} {choice}", **{field: choice})
-                if trial.verdict.met:
-                    return trial
+            met = search.attempt_new(f"{field.replace('_', ' ')} {choice}", **{field: choice})
+            if met is not None:
+                return met
     return None
 
 
@@ -125,8 +147,8 @@ def corrections(search: Search) -> Trial | None:
     return _algorithms(search, CORRECTIONS)
 
 
-def rounding(search: Search) -> Trial | None:
-    """Each further algorithm, on top of what helped."""
+def further(search: Search) -> Trial | None:
+    """Each other algorithm, on top of what helped."""
     known = {name for names in CORRECTIONS for name in names}
     return _algorithms(search, tuple((name,) for name in ALGORITHMS if name not in known))
 
@@ -134,10 +156,9 @@ def rounding(search: Search) -> Trial | None:
 def _algorithms(search: Search, groups: tuple[tuple[str, ...], ...]) -> Trial | None:
     for names in groups:
         wanted = tuple(n for n in ALGORITHMS if n in (*(search.base.config.algorithms or ()), *names))
-        if all(trial.config.algorithms != wanted for trial in search.trials):
-            trial = search.attempt(" + ".join(wanted), algorithms=wanted)
-            if trial.verdict.met:
-                return trial
+        met = search.attempt_new(" + ".join(wanted), algorithms=wanted)
+        if met is not None:
+            return met
     return None
 
 
@@ -188,7 +209,7 @@ def training(search: Search) -> Trial | None:
 
 
 RUNGS: tuple[Callable[[Search], Trial | None], ...] = (
-    as_asked, better_ranges, corrections, rounding, mixed, training,
+    as_asked, usually_best, better_ranges, corrections, further, mixed, training,
 )  # fmt: skip
 
 

@@ -150,6 +150,31 @@ def test_all_of_the_values_are_minmax(kind):
     assert estimate(histogram, "percentile", percentile=100.0) == (histogram.minimum, histogram.maximum)
 
 
+def test_the_moving_average_is_of_each_samples_extremes_whatever_the_batches():
+    x = torch.randn(130, 3, 4, generator=torch.Generator().manual_seed(0)) + torch.arange(130.0)[:, None, None] / 50
+    low, high = x.flatten(1).amin(1).clamp(max=0.0).double().numpy(), x.flatten(1).amax(1).double().numpy()
+    wanted = np.array([low[:100].mean(), high[:100].mean()])
+    for pair in zip(low[100:], high[100:], strict=True):
+        wanted = 0.99 * wanted + 0.01 * np.array(pair)
+    for size in (130, 32, 1):
+        histogram = Histogram("x")
+        for batch in x.split(size):
+            histogram.update(batch)
+        np.testing.assert_allclose(estimate(histogram, "moving-average"), wanted, rtol=1e-9)
+        restored = Histogram.from_state(histogram.state_dict())
+        assert estimate(restored, "moving-average") == estimate(histogram, "moving-average")
+
+
+def test_the_moving_average_is_not_ruled_by_one_sample():
+    x = torch.rand(50, 8)
+    x[7, 3] = 1000.0
+    histogram = Histogram("x")
+    histogram.update(x)
+    low, high = estimate(histogram, "moving-average")
+    assert low == 0.0  # values are positive, and zero stays exact
+    assert 20 < high < 22
+
+
 def test_percentile_interpolates_within_a_bin():
     histogram = histogram_of(torch.linspace(0, 4095, 8191).reshape(-1, 1))  # two values per bin of width 1
     assert histogram.bin_width == 1.0

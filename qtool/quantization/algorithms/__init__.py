@@ -22,9 +22,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from qtool.errors import UsageError, nearest
+from qtool.quantization.algorithms.analytic import correct_biases_analytically
 from qtool.quantization.algorithms.bias import correct_biases
 from qtool.quantization.algorithms.equalize import equalize
 from qtool.quantization.algorithms.gptq import gptq
+from qtool.quantization.algorithms.renorm import renormalize
+from qtool.quantization.algorithms.smooth import smooth
 from qtool.quantization.algorithms.subject import Declined, Subject
 
 __all__ = ["ALGORITHMS", "Algorithm", "Declined", "Subject", "check_names", "run_passes"]
@@ -39,8 +42,11 @@ class Algorithm:
 
 
 ALGORITHMS: dict[str, Algorithm] = {
+    "smooth": Algorithm("float", smooth),
     "equalize": Algorithm("float", equalize),
     "gptq": Algorithm("integer", gptq),
+    "renorm": Algorithm("integer", renormalize),
+    "analytic-bias": Algorithm("integer", correct_biases_analytically),
     "bias": Algorithm("integer", correct_biases),
 }
 

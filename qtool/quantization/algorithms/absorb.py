@@ -21,6 +21,7 @@ from torch.fx import GraphModule, Node
 from qtool.quantization.algorithms.bias import add_to_bias
 from qtool.quantization.algorithms.streams import Stream, input_sums
 from qtool.quantization.capture import CONVOLUTIONS, aten
+from qtool.quantization.norms import NORMAL
 
 _RELUS = (aten.relu.default, aten.clamp_min.default)
 _ADDS = (aten.add.Tensor,)
@@ -68,5 +69,8 @@ def shift(graph: GraphModule, stream: Stream, moved: dict[Node, Tensor]) -> None
     """Subtracts the shifts where channels are made and gives them back where they are read, in place."""
     for node in dict.fromkeys(stream.producers):
         add_to_bias(graph, node, -moved[node].double())
+        if NORMAL in node.meta:
+            mean, deviation = node.meta[NORMAL]
+            node.meta[NORMAL] = mean - moved[node], deviation
     for node in dict.fromkeys(stream.consumers):
         add_to_bias(graph, node, input_sums(graph, node, moved[node.args[0]].double()))  # type: ignore[index]

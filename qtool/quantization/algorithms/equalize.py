@@ -36,6 +36,7 @@ from qtool.quantization.algorithms.absorb import shift, shifts
 from qtool.quantization.algorithms.streams import ANCHORS, Stream, find_streams, per_input, towards_inputs
 from qtool.quantization.algorithms.subject import Declined, Subject
 from qtool.quantization.capture import aten, parameter, set_parameter
+from qtool.quantization.norms import NORMAL
 
 ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0)
 MOST = 256.0
@@ -266,6 +267,8 @@ def rescale(graph: GraphModule, stream: Stream, scales: Tensor) -> None:
             if value is not None:
                 scaled = value * scales.reshape(-1, *[1] * (value.dim() - 1))
                 set_parameter(graph, str(node.args[index].target), scaled)  # type: ignore[union-attr]
+        if NORMAL in node.meta:
+            node.meta[NORMAL] = tuple(value * scales for value in node.meta[NORMAL])
     for node in dict.fromkeys(stream.consumers):
         weight = parameter(graph, node.args[1])
         assert weight is not None

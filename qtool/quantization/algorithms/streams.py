@@ -108,7 +108,7 @@ class _Finder:
         if read is not None:
             read.consumers.append(node)
         for stream in (made, read):
-            if stream is not None and (reason := _unfit(node, stored)):
+            if stream is not None and (reason := unfit(stored)):
                 stream.blocked.append(reason)
         if read is not None and _is_misread(node, read):
             read.blocked.append("channels are not what a layer mixes")
@@ -143,7 +143,7 @@ def _is_misread(node: Node, stream: Stream) -> bool:
     return mixed not in kinds or int(shape[mixed]) != stream.num_channels
 
 
-def _unfit(node: Node, stored: list[Any]) -> str:
+def unfit(stored: list[Any]) -> str:
     """Why a layer's weights cannot be rescaled; empty when they can."""
     if any(value is not None and not (isinstance(value, Node) and value.op == "get_attr") for value in stored):
         return "a weight is computed, not stored"

@@ -3,13 +3,14 @@
 A range that is too wide wastes steps on values that hardly occur; one that is too narrow clips. Each
 estimator answers from the same histogram, after calibration, so one pass over the data serves all:
 
-==============  ================================================================================
-``minmax``      everything that was seen; nothing is clipped
-``percentile``  a given share of the values; the rest is clipped
-``mse``         the least expected squared error of quantization
-``entropy``     the least Kullback-Leibler divergence between the values and their quantization
-``output``      the least expected squared error at the outputs of the layers that read the tensor
-==============  ================================================================================
+==================  ================================================================================
+``minmax``          everything that was seen; nothing is clipped
+``moving-average``  the average of each sample's own extremes
+``percentile``      a given share of the values; the rest is clipped
+``mse``             the least expected squared error of quantization
+``entropy``         the least Kullback-Leibler divergence between the values and their quantization
+``output``          the least expected squared error at the outputs of the layers that read the tensor
+==================  ================================================================================
 
 A new estimator is one file with a function ``(Histogram, RangeOptions) -> (minimum, maximum)``, one line in
 ``ESTIMATORS``, one test. Weights are known exactly, channel by channel, and have their own: ``weights.py``.
@@ -25,6 +26,7 @@ from qtool.quantization.histogram import Histogram
 from qtool.quantization.ranges.density import RangeOptions
 from qtool.quantization.ranges.entropy import entropy
 from qtool.quantization.ranges.minmax import minmax
+from qtool.quantization.ranges.moving import moving_average
 from qtool.quantization.ranges.mse import mse
 from qtool.quantization.ranges.output import output
 from qtool.quantization.ranges.percentile import percentile
@@ -36,6 +38,7 @@ Estimator = Callable[[Histogram, RangeOptions], tuple[float, float]]
 
 ESTIMATORS: dict[str, Estimator] = {
     "minmax": minmax,
+    "moving-average": moving_average,
     "percentile": percentile,
     "mse": mse,
     "entropy": entropy,

@@ -1,0 +1,108 @@
+"""Analytic bias correction: the shift that rounded weights cause, from batch-norm's statistics and without data.
+
+Rounding changes a layer's mean output by ``(Ŵ − W) E[x]``. Behind a batch-norm the values of a channel are about normal
+with mean β and deviation |γ|, whatever the data, and what an activation makes of a normal distribution is known:
+clipped to ``a … b``, with ``φ`` and ``Φ`` the standard normal's and ``α = (a − β)/γ``, ``ω = (b − β)/γ`` (Nagel et
+al., arXiv 1906.04721, section 4.2 and appendix C),
+
+    E[x] = a·Φ(α) + b·(1 − Φ(ω)) + β·(Φ(ω) − Φ(α)) + γ·(φ(α) − φ(ω)),          b̂ = b − (Ŵ − W) E[x]
+
+Means are carried through what keeps channels apart (average pooling, padding, reshaping); sums add means, and variances
+as if their terms were independent. A layer whose inputs are not known in this way (the first, one behind a product or
+a concatenation) is left, and the note says how many were.
+
+Left out on purpose: the shift that quantized activations cause, the border that padding makes, and everything that
+data would tell: with calibration samples at hand, ``bias`` is exact.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from qtool.quantization.algorithms.bias import add_to_bias
+from qtool.quantization.algorithms.streams import ANCHORS, keeps_channels, per_input
+from qtool.quantization.algorithms.subject import Declined, Subject
+from qtool.quantization.capture import aten, parameter
+from qtool.quantization.norms import NORMAL
+from qtool.quantization.placement import clip_limits
+from qtool.quantization.targets import RELU_LIKE
+
+Normal = tuple[Tensor, Tensor]
+_PADS = (aten.pad.default, aten.constant_pad_nd.default)
+_UNKNOWN = (aten.max_pool1d.default, aten.max_pool2d.default, aten.leaky_relu.default)
+
+
+@torch.no_grad()
+def correct_biases_analytically(subject: Subject) -> None:
+    """Corrects the bias of every integer layer whose mean inputs batch-norms tell, in place; notes how many."""
+    known = distributions(subject.reference)
+    anchors = {node: other for node, other in subject.anchors().items() if other.target in ANCHORS}
+    fit = {node: other for node, other in anchors.items() if other.args[0] in known}
+    if not fit:
+        raise Declined("no integer layer has a batch-norm before it")
+    for node, other in fit.items():
+        real, made = parameter(subject.reference, other.args[1]), _dequantized(subject.graph, node)
+        assert real is not None
+        means = per_input(real, other, known[other.args[0]][0])  # type: ignore[index]
+        add_to_bias(subject.graph, node, ((real.double() - made) * means).flatten(1).sum(1))
+    subject.graph.recompile()
+    left = f"; {len(anchors) - len(fit)} have no batch-norm before them" if len(fit) < len(anchors) else ""
+    subject.note(f"analytic-bias: corrected in {len(fit)} layers{left}")
+
+
+def _dequantized(graph: GraphModule, node: Node) -> Tensor:
+    stored = node.args[1]
+    assert isinstance(stored, Node)
+    integers, scales = parameter(graph, stored.args[0]), parameter(graph, stored.args[1])
+    assert integers is not None
+    assert scales is not None
+    return integers.double() * scales.double().reshape(-1, *[1] * (integers.dim() - 1))
+
+
+def distributions(graph: GraphModule) -> dict[Node, Normal]:
+    """Mean and variance of each channel of every value that batch-norms tell, float64."""
+    found: dict[Node, Normal] = {}
+    for node in graph.graph.nodes:
+        if node.op == "call_function" and (normal := _distribution(node, found)) is not None:
+            found[node] = normal
+    return found
+
+
+def _distribution(node: Node, found: dict[Node, Normal]) -> Normal | None:
+    if node.target in ANCHORS:
+        mean, deviation = node.meta.get(NORMAL, (None, None))
+        return None if mean is None else (mean.double(), deviation.double().square())
+    sources = [found.get(operand) for operand in node.all_input_nodes if operand.op != "get_attr"]
+    if not sources or any(source is None for source in sources) or node.target in _UNKNOWN:
+        return None
+    first = sources[0]
+    assert first is not None
+    if node.target in RELU_LIKE:
+        return clipped(*first, *clip_limits(node))
+    if node.target is aten.add.Tensor and keeps_channels(node):
+        left, right = (found[operand] for operand in node.args[:2])  # type: ignore[index]
+        return left[0] + right[0], left[1] + right[1]
+    return first if node.target in _PADS or keeps_channels(node) else None
+
+
+def clipped(mean: Tensor, variance: Tensor, low: float, high: float) -> Normal:
+    """Mean and variance of normal values clipped to ``low`` … ``high``, either of which may be infinite."""
+    deviation = variance.sqrt().clamp(min=1e-12)
+    first, second = torch.zeros_like(mean), torch.zeros_like(mean)
+    inside = torch.ones_like(mean)
+    for end, sign in ((low, 1.0), (high, -1.0)):
+        if math.isinf(end):
+            continue
+        at = (end - mean) / deviation
+        beyond = 0.5 * torch.erfc(-sign * at / math.sqrt(2))
+        bell = torch.exp(-at.square() / 2) / math.sqrt(2 * math.pi)
+        inside = inside - beyond
+        first = first + end * beyond + sign * deviation * bell
+        second = second + end**2 * beyond + sign * (deviation * (mean + end)) * bell
+    first = first + mean * inside
+    second = second + (mean.square() + variance) * inside
+    return first, (second - first.square()).clamp(min=0.0)

@@ -1,0 +1,193 @@
+"""Layers as matrices beside their float originals: what each is given, in order, while both models are walked.
+
+A layer that is fitted to its inputs needs two of them: ``x``, what it would get in the float model, and ``x̂``, what it
+gets out of layers that are quantized already. Both models are walked side by side (``walk.py``), the float one only as
+far as the other needs it, and of the rows (``rows.py``) of either only moments are kept: with means taken out
+
+    S = E[x xᵀ],   C = E[x x̂ᵀ],   H = E[x̂ x̂ᵀ],      E ‖W x − Ŵ x̂‖²  =  tr(W S Wᵀ) − 2 tr(W C Ŵᵀ) + tr(Ŵ H Ŵᵀ)
+
+so that the error of any candidate Ŵ costs no further pass. Even and odd batches are kept apart: what is fitted on one
+half can be judged on the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from qtool.quantization.algorithms.bias import add_to_bias
+from qtool.quantization.algorithms.rows import reason, rows
+from qtool.quantization.algorithms.streams import groups_of
+from qtool.quantization.algorithms.subject import Declined, Subject
+from qtool.quantization.algorithms.walk import Segment, Walk
+from qtool.quantization.capture import parameter, set_parameter
+from qtool.quantization.integers import store_before
+
+ROWS = 16384
+"""About how many rows a layer is observed on; four for each of its K inputs where that is more."""
+
+
+def in_order(subject: Subject) -> Iterator[Layer]:
+    """Every integer convolution and linear layer of one or two dimensions, each once those before it are settled.
+
+    What a layer is given is read with ``layer.observe()``; its stored tensors may be changed before the next is asked
+    for. Raises Declined where there is none.
+    """
+    anchors = {node: other for node, other in subject.anchors().items() if not reason(node)}
+    if not anchors:
+        raise Declined("no convolution or linear layer is integer and of one or two dimensions")
+    sources = {other: other.args[0] for other in anchors.values()}
+    held = {source for source in sources.values() if isinstance(source, Node)}
+    with Walk(subject.graph, subject.batches) as walk, Walk(subject.reference, subject.batches, held=held) as plain:
+        beside = _Beside(plain)
+        for segment in walk.segments:
+            for node in segment.nodes:
+                if node in anchors:
+                    beside.reach(sources[anchors[node]])
+                    yield Layer(walk, segment, node, plain, anchors[node])
+                    walk.forget()
+            beside.release(segment, anchors)
+            walk.advance(segment)
+    subject.graph.recompile()
+
+
+class Layer:
+    """One layer as matrices: real weights G × outputs × K, the scales of its integers, the integers it came with."""
+
+    def __init__(self, walk: Walk, segment: Segment, node: Node, plain: Walk, other: Node) -> None:
+        self.walk, self.segment, self.plain = walk, segment, plain
+        graph, reference = walk.graph, plain.graph
+        self.graph, self.node, self.other = graph, node, other
+        weight = parameter(reference, other.args[1])
+        stored = node.args[1]
+        assert weight is not None
+        assert isinstance(stored, Node)
+        self.weight, self.stored, self.qmax = weight, stored, int(str(stored.args[5]))
+        self.groups = groups_of(node)
+        self.real = self._matrix(weight)
+        integers, scales = parameter(graph, stored.args[0]), parameter(graph, stored.args[1])
+        assert integers is not None
+        assert scales is not None
+        self.scale = scales.double().reshape(self.groups, -1, 1)
+        self.nearest = self._matrix(integers)
+
+    def _matrix(self, weight: Tensor) -> Tensor:
+        return weight.double().flatten(1).reshape(self.groups, -1, weight[0].numel())
+
+    @property
+    def name(self) -> str:
+        """The unit that the layer belongs to."""
+        return str(self.node.meta["unit"])
+
+    def observe(self) -> tuple[Moments, Moments | None]:
+        """The moments of the even and of the odd batches; None for the second where there is one batch."""
+        source, other_source = self.node.args[0], self.other.args[0]
+        assert isinstance(source, Node)
+        assert isinstance(other_source, Node)
+        walk, segment, plain = self.walk, self.segment, self.plain
+        wanted = max(ROWS, 4 * self.real.shape[2])
+        halves: list[Moments | None] = [None, None]
+        for index, (q, x) in enumerate(zip(walk.values(segment, source), plain.held(other_source), strict=True)):
+            each = -(-wanted // (walk.num_batches * len(x)))
+            drawn = [
+                rows(self.node, self.weight, value, each, torch.Generator().manual_seed(index)) for value in (x, q)
+            ]
+            found, before = Moments.of(*drawn), halves[index % 2]
+            halves[index % 2] = found if before is None else before + found
+        assert halves[0] is not None
+        return halves[0], halves[1]
+
+    def plain_error(self, moments: Moments) -> float:
+        """The output error of the integers that the layer came with."""
+        return output_error(self.real, self.nearest * self.scale, moments)
+
+    def store(self, made: Tensor, moments: Moments) -> None:
+        """Writes the integers and a bias that keeps the mean output."""
+        integers = parameter(self.graph, self.stored.args[0])
+        assert integers is not None
+        path = str(self.stored.args[0].target)  # type: ignore[union-attr]
+        set_parameter(self.graph, path, made.reshape(integers.shape).to(integers.dtype))
+        self.nearest = made
+        self.keep_mean(moments)
+
+    def rescale(self, factor: Tensor) -> None:
+        """Multiplies the scales of the layer's integers, G × outputs × 1."""
+        self.scale = (self.scale * factor).float().double()
+        value = self.scale.flatten().float()
+        self.stored.update_arg(1, store_before(self.graph, self.stored, f"{self.node.name}_weight_scale", value))
+
+    def keep_mean(self, moments: Moments) -> None:
+        """Gives the layer a bias that keeps the mean output."""
+        wanted = (self.real @ moments.x[:, :, None]).flatten()
+        got = (self.nearest * self.scale) @ moments.q[:, :, None]
+        add_to_bias(self.graph, self.node, wanted - got.flatten())
+
+
+@dataclass
+class Moments:
+    """Means of the float inputs ``x`` and the quantized ones ``q``, G × K, and S, C, H summed about them, G × K × K.
+
+    float64. Products are taken about each batch's own means, so that nothing cancels (Chan, Golub and LeVeque 1979).
+    """
+
+    x: Tensor
+    q: Tensor
+    sums: tuple[Tensor, Tensor, Tensor]
+    count: int
+
+    @classmethod
+    def of(cls, x: Tensor, q: Tensor) -> Moments:
+        """The moments of one batch of rows, G × N × K."""
+        mean_x, mean_q = x.mean(1, keepdim=True), q.mean(1, keepdim=True)
+        x, q = x - mean_x, q - mean_q
+        sums = ((x.mT @ x).double(), (x.mT @ q).double(), (q.mT @ q).double())
+        return cls(mean_x[:, 0].double(), mean_q[:, 0].double(), sums, x.shape[1])
+
+    def __add__(self, other: Moments) -> Moments:
+        count = self.count + other.count
+        part = other.count / count
+        x, q = other.x - self.x, other.q - self.q
+        between = [a[:, :, None] * b[:, None] * self.count * part for a, b in ((x, x), (x, q), (q, q))]
+        s, c, h = (a + b + d for a, b, d in zip(self.sums, other.sums, between, strict=True))
+        return Moments(self.x + x * part, self.q + q * part, (s, c, h), count)
+
+    def centred(self) -> tuple[Tensor, Tensor, Tensor]:
+        """S, C and H about the means."""
+        s, c, h = (value / self.count for value in self.sums)
+        return s, c, h
+
+
+def output_error(real: Tensor, made: Tensor, moments: Moments) -> float:
+    """E ‖W x − Ŵ x̂‖² about the means, summed over outputs; weights G × outputs × K, float64."""
+    s, c, h = moments.centred()
+    return float(((real @ s) * real).sum() - 2 * ((real @ c) * made).sum() + ((made @ h) * made).sum())
+
+
+class _Beside:
+    """The float model's walk, taken only as far as the quantized one needs it."""
+
+    def __init__(self, walk: Walk) -> None:
+        self.walk, self.next = walk, 0
+        self.made = {node for node in walk.graph.graph.nodes if node.op == "placeholder"}
+        self.done: set[Node] = set()
+
+    def reach(self, source: object) -> None:
+        """Advances until the value of ``source`` was made."""
+        while source not in self.made:
+            segment = self.walk.segments[self.next]
+            self.walk.advance(segment)
+            self.made.add(segment.output)
+            self.next += 1
+
+    def release(self, segment: Segment, anchors: dict[Node, Node]) -> None:
+        """Drops the inputs of the layers of a segment that no later layer reads."""
+        self.done |= {anchors[node] for node in segment.nodes if node in anchors}
+        for other in [anchors[node] for node in segment.nodes if node in anchors]:
+            source = other.args[0]
+            waiting = [n for n in anchors.values() if n.args[0] is source and n not in self.done]
+            if isinstance(source, Node) and not waiting:
+                self.walk.release(source)

@@ -1,0 +1,196 @@
+"""SmoothQuant: outlier channels behind a normalisation are moved into the weights that read them.
+
+In a transformer a few channels of what a layer norm hands to the linear layers behind it are many times as large as the
+rest, for every token. They set the one scale of the tensor, and all other channels share a handful of steps. Weights
+have no such channels, so part of the spread is handed to them (Xiao et al., arXiv 2211.10438):
+
+    s_c = max|x_c|^α / max|w_c|^(1−α),      γ' = γ / s,   β' = β / s,   W' = W · diag(s)
+
+which computes the same. ``max|w_c|`` is over all the layers that read the norm (query, key and value share one). The
+paper takes α = ½ for most models and more for some. Here a few are tried on a sample of rows, each by what it is about:
+the mean squared error of the readers' outputs with inputs and weights rounded, bias-corrected (the mean error is taken
+out) and summed over readers, each relative to its own output. Where none is better than leaving the norm as it is, it
+is left.
+
+Left out on purpose: layers behind anything else than a norm. Between two linear layers that is equalization's business
+(``equalize.py``), and behind a GELU nothing can be moved.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Interpreter, Node
+
+from qtool.nested import call
+from qtool.quantization.algorithms.streams import unfit
+from qtool.quantization.algorithms.subject import Declined, Subject
+from qtool.quantization.capture import aten, parameter, set_parameter
+
+ALPHAS = (0.25, 0.4, 0.5, 0.6, 0.75, 0.9)
+ROWS = 2048
+"""About how many rows of each norm's output are kept to judge by."""
+GAIN = 0.98
+"""The share of the error that has to be left for a change to be made."""
+_VECTORS: dict[Any, tuple[int, ...]] = {aten.layer_norm.default: (2, 3), aten.rms_norm.default: (2,)}
+_MOVES = (aten.reshape.default, aten.view.default, aten.clone.default, aten.dropout.default, aten.contiguous.default)
+
+
+@dataclass(eq=False)
+class Place:
+    """A norm, the linear layers that read it, the greatest integer of their weights, and what was seen of it."""
+
+    norm: Node
+    readers: list[Node]
+    qmax: int = 127
+    low: Tensor = field(default_factory=lambda: torch.zeros(()))
+    high: Tensor = field(default_factory=lambda: torch.zeros(()))
+    kept: list[Tensor] = field(default_factory=list)
+
+
+@torch.no_grad()
+def smooth(subject: Subject) -> None:
+    """Moves outlier channels out of every norm's output that gains by it, in place; notes how many and why not others.
+
+    Raises Declined where no norm is read by linear layers alone.
+    """
+    norms = [node for node in subject.graph.graph.nodes if node.target in _VECTORS]
+    found = {norm: place_of(norm, subject) for norm in norms}
+    for reason, count in sorted(Counter(f for f in found.values() if isinstance(f, str)).items()):
+        subject.note(f"smooth: {count} of {len(norms)} norms left as they are: {reason}")
+    places = [place for place in found.values() if isinstance(place, Place)]
+    if not places:
+        raise Declined("no norm is read by integer linear layers alone")
+    _observe(subject, places)
+    form = subject.placement.target.activation
+    levels, changed = form.qmax - form.qmin, []
+    for place in places:
+        alpha = best_alpha(subject.graph, place, levels)
+        if alpha is not None:
+            apply(subject.graph, place, factors(subject.graph, place, alpha))
+            changed.append(alpha)
+        place.kept.clear()
+    subject.graph.recompile()
+    told = f", α {min(changed):g} to {max(changed):g}" if changed else ""
+    subject.note(f"smooth: rescaled {len(changed)} of {len(norms)} norms{told}")
+
+
+def place_of(norm: Node, subject: Subject) -> Place | str:
+    """What of a norm can be moved, or why nothing can."""
+    stored = [norm.args[i] for i in _VECTORS[norm.target] if i < len(norm.args)]
+    if not any(isinstance(value, Node) for value in stored):
+        return "it has no weights"
+    if reason := unfit(stored):
+        return reason
+    if len(norm.args[1]) != 1:  # type: ignore[arg-type]
+        return "it normalises several dimensions"
+    readers: list[Node] = []
+    if (stranger := _gather(norm, norm.meta["val"].shape[-1], readers)) is not None:
+        name = "the graph's output" if stranger.op == "output" else str(stranger.target).removeprefix("aten.")
+        return f"{name.partition('.')[0]} reads it"
+    units = {p.anchor: p for p in subject.placement.placed if p.pattern is not None and p.pattern.weighted}
+    if not readers or not all(reader in units for reader in readers):
+        return "not all layers that read it are integer"
+    reasons = (unfit([a for a in reader.args[1:3] if a is not None]) for reader in readers)
+    qmax = min(subject.placement.weight_format(units[reader]).qmax for reader in readers)
+    return next(filter(None, reasons), "") or Place(norm, readers, qmax)
+
+
+def _gather(node: Node, width: int, readers: list[Node]) -> Node | None:
+    """Collects the linear layers that read ``node``, through moves that keep its last dimension; the first stranger."""
+    for user in node.users:
+        if user.target is aten.linear.default and user.args[0] is node:
+            readers.append(user)
+        elif user.target not in _MOVES or user.meta["val"].shape[-1] != width:
+            return user
+        elif (stranger := _gather(user, width, readers)) is not None:
+            return stranger
+    return None
+
+
+class _Observe(Interpreter):
+    """Keeps a sample of rows and the extremes of each channel of some nodes."""
+
+    def __init__(self, graph: GraphModule, places: list[Place]) -> None:
+        super().__init__(graph)
+        self.places = {place.norm: place for place in places}
+        self.count = 0
+
+    def run_node(self, n: Node) -> Any:
+        result = super().run_node(n)
+        if n in self.places:
+            place, flat = self.places[n], result.detach().flatten(0, -2)
+            low, high = torch.aminmax(flat, dim=0)
+            place.low, place.high = torch.minimum(place.low, low), torch.maximum(place.high, high)
+            draw = torch.Generator().manual_seed(self.count)
+            few = torch.randperm(len(flat), generator=draw)[: max(1, ROWS // 8)]
+            if len(place.kept) < 16:
+                place.kept.append(flat[few.to(flat.device)].clone())
+        return result
+
+
+def _observe(subject: Subject, places: list[Place]) -> None:
+    watch = _Observe(subject.graph, places)
+    for batch in subject.batches:
+        call(watch.run, batch)
+        watch.count += 1
+    if not watch.count:
+        raise Declined("no calibration data")
+
+
+def factors(graph: GraphModule, place: Place, alpha: float) -> Tensor:
+    """s of each channel, scaled to a geometric mean of 1; 1 where a channel or its weights are all zero."""
+    values = torch.maximum(place.high, -place.low)
+    weights = torch.stack([_weight(graph, reader).abs().amax(0) for reader in place.readers]).amax(0)
+    used = (values > 0) & (weights > 0)
+    logs = torch.where(used, alpha * values.log() - (1 - alpha) * weights.log(), 0.0)
+    logs = torch.where(used, logs - logs[used].mean() if bool(used.any()) else 0.0, 0.0)
+    return logs.clamp(-14.0, 14.0).exp()
+
+
+def best_alpha(graph: GraphModule, place: Place, levels: int) -> float | None:
+    """The α of least error; None where leaving the norm as it is does about as well."""
+    plain = output_error(graph, place, torch.ones_like(place.high), levels)
+    errors = {a: output_error(graph, place, factors(graph, place, a), levels) for a in ALPHAS}
+    best = min(errors, key=errors.__getitem__)
+    return best if errors[best] < GAIN * plain else None
+
+
+def output_error(graph: GraphModule, place: Place, scales: Tensor, levels: int) -> float:
+    """The variance of the readers' output errors over that of their outputs, both quantized, with ``scales`` for s."""
+    x = torch.cat(place.kept)
+    low, high = (place.low / scales).amin().clamp(max=0.0), (place.high / scales).amax().clamp(min=0.0)
+    step = ((high - low) / levels).clamp(min=1e-30)
+    zero = (-low / step).round()
+    rounded = (((x / scales) / step).round().clamp(-zero, levels - zero)) * step
+    total = 0.0
+    for reader in place.readers:
+        weight = _weight(graph, reader)
+        own = (weight * scales).abs().amax(1, keepdim=True).clamp(min=1e-30) / place.qmax
+        wanted, got = x @ weight.T, rounded @ ((weight * scales / own).round() * own).T
+        total += float((wanted - got).var(0).sum() / wanted.var(0).sum().clamp(min=1e-30))
+    return total
+
+
+def apply(graph: GraphModule, place: Place, scales: Tensor) -> None:
+    """Divides the norm's weights by ``scales`` and multiplies the columns of its readers, in place."""
+    for index in _VECTORS[place.norm.target]:
+        stored = place.norm.args[index] if index < len(place.norm.args) else None
+        if isinstance(stored, Node):
+            value = parameter(graph, stored)
+            assert value is not None
+            set_parameter(graph, str(stored.target), value / scales)
+    for reader in place.readers:
+        stored = reader.args[1]
+        assert isinstance(stored, Node)
+        set_parameter(graph, str(stored.target), _weight(graph, reader) * scales)
+
+
+def _weight(graph: GraphModule, reader: Node) -> Tensor:
+    weight = parameter(graph, reader.args[1])
+    assert weight is not None
+    return weight
