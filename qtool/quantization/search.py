@@ -136,9 +136,10 @@ def better_ranges(search: Search) -> Trial | None:
         return None
     for field, choices in (("ranges", RANGES), ("weight_ranges", WEIGHT_RANGES)):
         for choice in choices:
-            met = search.attempt_new(f"{field.replace('_', ' ')} {choice}", **{field: choice})
-            if met is not None:
-                return met
+            if choice != getattr(search.config, field):
+                met = search.attempt_new(f"{field.replace('_', ' ')} {choice}", **{field: choice})
+                if met is not None:
+                    return met
     return None
 
 

@@ -56,7 +56,7 @@ def test_ranges_then_corrections_stand_on_what_helped() -> None:
     assert met is not None
     assert met.name == "gptq + bias"
     assert met.config.ranges == "percentile"  # mse is as good, which is no gain
-    assert world.tried[:3] == ["ptq, minmax", "ranges output + gptq", "ranges percentile"]
+    assert world.tried[:3] == ["ptq, minmax", "ranges output + gptq", "ranges moving-average"]
     assert len(set(world.tried)) == len(world.tried)
 
 
