@@ -112,7 +112,9 @@ class QatConfig(TrainConfig):
     """How the fake-quantized model is fine-tuned: the training options with QAT's defaults."""
 
     epochs: int = option(1, "passes over the training data", low=0)
-    learning_rate: float = option(2e-4, "peak learning rate", low=0)
+    learning_rate: float = option(
+        0.0, "peak learning rate; auto: by the bits, since rounded weights move by steps", low=0, words={"auto": 0.0}
+    )
     distill: bool = option(True, "train towards the float model's outputs instead of the labels")
     distill_features: tuple[str, ...] | None = option(
         None, "also train what leaves these modules (patterns) towards the float model's"
@@ -124,10 +126,18 @@ class QatConfig(TrainConfig):
     ema: float | None = option(
         None, "ship the exponential moving average of the weights, with this decay per step", low=0, high=1
     )
-    freeze_bn: float = option(0.5, "fraction of the steps after which batch-norm statistics are frozen", low=0, high=1)
+    freeze_bn: float = option(
+        0.0, "fraction of the steps after which batch-norm statistics are frozen; 0: they stay the trained ones",
+        low=0, high=1,
+    )  # fmt: skip
     freeze_observers: float = option(
         0.7, "fraction of the steps after which the quantization ranges are frozen", low=0, high=1
     )
+
+    def settled(self, bits: int) -> QatConfig:
+        """The config with a learning rate: where it is left open 1e-5 for 8 bits, twice as much for each bit less."""
+        rate = self.learning_rate or 1e-5 * 2 ** (8 - bits)
+        return dataclasses.replace(self, learning_rate=rate)
 
 
 @dataclass(frozen=True)
@@ -186,6 +196,11 @@ class QuantizeConfig:
     )  # fmt: skip
     validation_samples: int | None = option(None, "validation samples a contract is judged on; all by default", low=1)
     time_budget: float | None = option(None, "seconds after which a contract's search begins nothing new", low=0)
+
+    @property
+    def least_bits(self) -> int:
+        """Bits of the narrowest numbers that layers compute with."""
+        return min(self.weight_bits, self.activation_bits)
 
     @property
     def has_contract(self) -> bool:

@@ -139,7 +139,10 @@ def test_the_error_speaks_the_callers_language() -> None:
 def test_qat_inherits_the_training_options_with_its_own_defaults() -> None:
     training = {f.name for f in dataclasses.fields(TrainConfig)}
     assert training < {f.name for f in dataclasses.fields(QatConfig)}
-    assert QatConfig().learning_rate < TrainConfig().learning_rate
+    assert QatConfig().settled(8).learning_rate == 1e-5
+    assert QatConfig().settled(4).learning_rate == 1.6e-4 < TrainConfig().learning_rate
+    assert make(QatConfig, {"learning_rate": 0.5}).settled(4).learning_rate == 0.5
+    assert make(QatConfig, {"learning_rate": "auto"}) == QatConfig()
     assert "16-mixed" in PRECISIONS
 
 

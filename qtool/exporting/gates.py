@@ -31,4 +31,6 @@ class Gate:
     def require(self) -> None:
         """Raises ContractError when the gate failed."""
         if self.passed is False:
-            raise ContractError(f"gate '{self.name}'", self.expected, self.found, self.do or "see the gate's details")
+            error = ContractError(f"gate '{self.name}'", self.expected, self.found, self.do or "see the gate's details")
+            error.details = self.details
+            raise error

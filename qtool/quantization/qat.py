@@ -1,11 +1,15 @@
 """Quantization-aware training: fine-tuning through fake-quantizers (arXiv 1712.05877, 1806.08342).
 
-The captured training graph keeps its batch-norm live: each convolution is trained as if batch-norm were
-already folded, its scaled weight fake-quantized, its statistics still moving. Ranges start from a
-calibration pass, so that the first step does not see a network quantized to noise. Then, in order:
-batch-norm statistics are frozen after a fraction of the steps, and the ranges after another, so that the
-last steps train exactly the integers that will be shipped. A folded weight's range follows its batch-norm, and
-is frozen when both are.
+The captured training graph keeps its batch-norm: each convolution is trained as if batch-norm were already folded, its
+scaled weight fake-quantized. Ranges start from a calibration pass, so that the first step does not see a network
+quantized to noise. Then, in order: batch-norm statistics are frozen after a fraction of the steps, and the ranges
+after another, so that the last steps train exactly the integers that will be shipped. A folded weight's range
+follows its batch-norm, and is frozen when both are.
+
+By default statistics are frozen from the start. Batches of fine-tuning are small and few, and seldom augmented as those
+of training were: live statistics alone, without one step of the weights, took a ResNet-20 from 37.4 dB at the logits
+to 26.2. The learning rate matters as much: Adam's first steps move every weight by it whatever the gradient, and an
+8-bit step is some 2e-3 of a weight, so that rates of ordinary fine-tuning are noise in the last bits.
 
 Left out on purpose: weights in 16 bits (``16-true``, ``bf16-true``). A weight that is itself rounded to 8 or 11 bits of
 significand is not the one whose rounding to integers is to be trained; mixed precision keeps it in float32.

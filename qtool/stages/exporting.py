@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import functools
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,11 +15,13 @@ from qtool.recipe import ExportConfig, as_dict
 from qtool.source import UNIDENTIFIED, data_facts, open_data, recall_source, require_run_directory
 from qtool.stages.common import AnyPath, Progress, configured, finished, required_folder, seen_from, teller, writable
 from qtool.stages.quantization import open_quantized
+from qtool.stages.served import contract_gate
 
 if TYPE_CHECKING:
     from torch import nn
 
     from qtool.data import Data
+    from qtool.exporting.gates import Gate
     from qtool.exporting.stage import ExportResult
     from qtool.form import QuantizedModel
 
@@ -28,6 +31,7 @@ def export(
     out: AnyPath | None = None,
     *,
     samples: Iterable[Any] | Data | str | None = None,
+    validation: Iterable[Any] | None = None,
     example_inputs: tuple[Any, ...] | None = None,
     float_model: nn.Module | None = None,
     metadata: Mapping[str, Any] | None = None,
@@ -42,10 +46,13 @@ def export(
     ``quantized`` is a run directory, a QuantizedModel, or a module that was prepared or converted with eager
     ``torch.ao.quantization`` (then with ``example_inputs``, and ``float_model`` for the gates that compare with it).
     ``samples`` are what parity is judged on: batches, or data to draw them from, whose labels and preprocessing then
-    go into the files; by default the calibration samples that the run directory recorded.
-    Raises ContractError where a gate fails: then no file takes its name, and an older export is marked stale.
+    go into the files; by default the calibration samples that the run directory recorded. A contract that the run was
+    quantized under is judged again on the file, on the same validation samples (``validation`` where those were
+    objects). Raises ContractError where a gate or that contract fails: then no file takes its name, and an older
+    export is marked stale.
     """
     config = configured(ExportConfig, config, options)
+    held: Callable[[Path], Gate] | None = None
     if isinstance(quantized, str | Path):
         run = require_run_directory(Path(quantized), "quantize")
         recorded = read_result(run, "quantize")
@@ -55,6 +62,8 @@ def export(
             return _exported(folder)
         if samples is None:
             samples = _recorded_samples(run, recorded, trust)
+        if recorded.get("contract") and config.gates:
+            held = functools.partial(contract_gate, run, recorded, model, validation=validation, trust=trust)
     else:
         folder, record = required_folder(out), {}
         model = _as_quantized(quantized, example_inputs, float_model)
@@ -62,7 +71,7 @@ def export(
     batches, facts = _opened(samples, config)
     record = seen_from(folder, record) | facts | dict(metadata or {})
     teller(progress)("export: writing and proving the files")
-    return _export_into(folder, model, config, batches, inputs, record)
+    return _export_into(folder, model, config, batches, inputs, record, held)
 
 
 def _absolute(run: Path, record: Mapping[str, Any]) -> dict[str, Any]:
@@ -87,6 +96,7 @@ def _export_into(
     samples: Iterable[Any] | None,
     inputs: Mapping[str, str],
     record: Mapping[str, Any],
+    held: Callable[[Path], Gate] | None,
 ) -> ExportResult:
     from qtool.exporting import stage
 
@@ -100,9 +110,14 @@ def _export_into(
     try:
         with staging(folder, "export") as place:
             result = stage.export(model, place, config, samples=samples, metadata=metadata)
+            gates, extra = result.gates, {"source": dict(record), "plan": model.plan.as_dict()}
+            if held is not None:
+                gate = held(result.files["int8"])
+                gate.require()
+                gates, extra = [*gates, gate.as_dict()], extra | {"contract": gate.details or {"met": None}}
             write_result(
                 folder, "export", config=as_dict(config), inputs=inputs, outputs=result.files,
-                metrics={"gates": result.gates} | found, extra={"source": dict(record), "plan": model.plan.as_dict()},
+                metrics={"gates": gates} | found, extra=extra,
             )  # fmt: skip
     except ContractError as error:
         mark_stale(folder, "export", f"a later export failed its gate ({error.where}: got {error.got})")

@@ -120,7 +120,8 @@ def _quantize_configs(
         if other:
             raise UsageError(argument(next(iter(other))), "mode 'qat'", f"mode '{config.mode}'", "ask for mode 'qat'")
         return config, None
-    return config, configured(QatConfig, qat, other if qat else other | {"seed": config.seed})
+    tuning = configured(QatConfig, qat, other if qat else other | {"seed": config.seed})
+    return config, tuning.settled(config.least_bits)
 
 
 def _quantize_source(

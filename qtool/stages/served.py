@@ -1,0 +1,107 @@
+"""The contract judged once more, on the file that will be served, in the runtime that will serve it.
+
+A search judges candidates as the torch graph simulates them. The exported file rounds in the runtime's own
+arithmetic, and in a deep network that is other answers for a few samples. So before the file takes its name it answers
+the same validation samples, against the same float model, and the contract is judged on that: met, or exit 3 and no
+file.
+
+Where it cannot be judged (the validation samples were Python objects and are not given again, the runtime is not on
+this machine) the gate says so, and counts as not run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qtool.errors import QtoolError
+from qtool.options import make
+from qtool.recipe import QuantizeConfig
+from qtool.source import UNIDENTIFIED, Source, recall_source
+from qtool.stages.contract import Pairs
+
+if TYPE_CHECKING:
+    from qtool.exporting.gates import Gate
+    from qtool.form import QuantizedModel
+    from qtool.quantization.contract import Judge, Verdict
+
+PROVIDERS = {"ort-cpu": "cpu", "openvino": "openvino", "tensorrt": "tensorrt"}
+EXPECTED = "the contract kept by the file itself, with 95 % confidence"
+
+
+def contract_gate(
+    run: Path, recorded: Mapping[str, Any], model: QuantizedModel, path: Path, validation: Iterable[Any] | None,
+    trust: bool,
+) -> Gate:  # fmt: skip
+    """Judges the contract that the quantization in ``run`` was made under on the INT8 file ``path``.
+
+    ``validation`` are batches as quantize took them; by default the validation part of the recorded data.
+    """
+    from qtool.exporting.gates import Gate
+
+    try:
+        verdict, count = _judged(run, recorded, model, path, validation, trust)
+    except QtoolError as error:
+        return Gate("contract", None, EXPECTED, f"not run: {error}")
+    found = f"{'; '.join(map(str, verdict.criteria))}, on {count:,} samples"
+    return Gate(
+        "contract", verdict.met, EXPECTED, found,
+        "quantize again with a limit that leaves room for the runtime's own rounding, or promise less",
+        verdict.as_dict() | {"num_samples": count},
+    )  # fmt: skip
+
+
+def _judged(
+    run: Path, recorded: Mapping[str, Any], model: QuantizedModel, path: Path, validation: Iterable[Any] | None,
+    trust: bool,
+) -> tuple[Verdict, int]:  # fmt: skip
+    known = {key: value for key, value in recorded["config"].items() if key in QuantizeConfig.__dataclass_fields__}
+    config = make(QuantizeConfig, known)
+    with _answers(model, path) as answer:
+        judge = _judge(config, _source(run, recorded, validation, trust), model, validation)
+        return judge.verdict(judge.score(answer)), judge.num_samples
+
+
+def _source(run: Path, recorded: Mapping[str, Any], validation: Iterable[Any] | None, trust: bool) -> Source:
+    if validation is None and recorded["inputs"].get("validation") == UNIDENTIFIED:
+        raise QtoolError("contract", "the validation samples", "Python objects", "pass them to export as validation=…")
+    return recall_source(run, "quantize", trust=trust)
+
+
+def _judge(config: QuantizeConfig, source: Source, model: QuantizedModel, validation: Iterable[Any] | None) -> Judge:
+    import torch
+
+    from qtool.nested import call
+    from qtool.quantization.contract import Judge
+
+    graph = model.float_graph
+    if graph is None:
+        raise QtoolError("contract", "the float model to compare with", "none", "quantize from the float model")
+    with torch.no_grad():
+        return Judge(config, Pairs(source, validation, config), lambda inputs: call(graph, inputs), source.task)
+
+
+@contextmanager
+def _answers(model: QuantizedModel, path: Path) -> Iterator[Callable[[Any], Any]]:
+    """What the file answers to a batch, in the structure of the model's own outputs."""
+    import onnx
+    import torch
+
+    from qtool.exporting.parity import feeds_of
+    from qtool.nested import map_tensors
+    from qtool.runtimes import open_session
+
+    header = onnx.load(str(path), load_external_data=False)
+    structure = model(model.example)
+    session = open_session(path, provider=PROVIDERS[model.plan.target], threads=torch.get_num_threads())
+
+    def answer(inputs: Any) -> Any:
+        values = iter(session.run(feeds_of(header, inputs)))
+        return map_tensors(lambda _: torch.from_numpy(next(values).copy()), structure)
+
+    try:
+        yield answer
+    finally:
+        session.close()

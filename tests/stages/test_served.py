@@ -1,0 +1,108 @@
+"""The contract judged on the exported file: kept, broken by the file alone, and what cannot be judged."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+
+import qtool
+from qtool import cli
+from qtool.artifacts import read_result
+from qtool.exporting import stage
+from qtool.stages import cost
+
+OPTIONS = {"calibration": "train:64"}
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cost, "SECONDS", 0.0)
+
+
+@pytest.fixture
+def kept(tmp_path: Path, small_recipe: Path) -> Path:
+    """A run whose quantization keeps a contract on 300 validation images."""
+    draw = np.random.default_rng(0)
+    for part, count in (("train", 240), ("validation", 300), ("test", 30)):
+        labels = np.arange(count) % 3
+        images = draw.integers(0, 160, (count, 8, 8), dtype=np.uint8)
+        for image, label in zip(images, labels, strict=True):
+            image[:, 2 * label : 2 * label + 3] += 60
+        np.savez(tmp_path / f"{part}.npz", images=images, labels=labels)
+    run = tmp_path / "run"
+    qtool.train(f"{small_recipe.parent}/net.py:build", f"npz:{tmp_path}", out=run, epochs=1, batch_size=16)
+    qtool.quantize(run, max_drop=5.0, max_kl=0.01, **OPTIONS)
+    return run
+
+
+def test_the_verdict_is_that_of_the_files_own_answers(kept: Path) -> None:
+    exported = qtool.export(kept, parity_samples=32, reference_samples=2)
+    verdict = read_result(kept, "export")["contract"]
+    assert verdict["met"] is True
+    assert verdict["num_samples"] == 300
+    assert exported.gates[-1]["name"] == "contract"
+    drop, kl = verdict["criteria"]
+    images = np.load(kept.parent / "validation.npz")
+    data = qtool.data.load_data(f"npz:{kept.parent}", seed=0)
+    x = torch.stack([data.validation[i][0] for i in range(300)]).numpy()  # type: ignore[index]
+    answers = {}
+    for name in ("fp32", "int8"):
+        session = onnxruntime.InferenceSession(str(exported.files[name]), providers=["CPUExecutionProvider"])
+        (answers[name],) = session.run(None, {session.get_inputs()[0].name: x})
+    right = {name: (z.argmax(1) == images["labels"]).mean() for name, z in answers.items()}
+    assert drop["value"] == pytest.approx(100 * (right["fp32"] - right["int8"]), abs=1e-6)
+    p, q = (torch.from_numpy(answers[name]).double().log_softmax(1) for name in ("fp32", "int8"))
+    assert kl["value"] == pytest.approx(float((p.exp() * (p - q)).sum(1).mean()), rel=1e-3)
+
+
+def test_a_file_that_breaks_it_takes_no_name_and_exits_with_3(
+    kept: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The file alone is spoilt: the graph that the search judged is not, and no other gate looks."""
+    qtool.export(kept, parity_samples=32, reference_samples=2)
+    save = stage.save
+
+    def spoilt(made: Any, path: Path, notes: Any) -> None:
+        save(made, path, notes)
+        if "int8" in path.name:
+            model = onnx.load(str(path))
+            stored = {tensor.name: tensor for tensor in model.graph.initializer}
+            name = next(
+                n.input[1] for n in model.graph.node if n.op_type == "DequantizeLinear" and n.input[0] in stored
+            )
+            stored[name].CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(stored[name]) * -3, name))
+            onnx.save(model, str(path))
+
+    monkeypatch.setattr(stage, "save", spoilt)
+    monkeypatch.setattr(stage, "_gates", lambda *args: [])
+    with pytest.raises(SystemExit) as left:
+        cli.main.main(["export", str(kept), "--json"])
+    assert left.value.code == 3
+    told = json.loads(capsys.readouterr().out)["error"]
+    assert told["details"]["met"] is False
+    assert "stale" in read_result(kept, "export", stale=True)
+
+
+def test_what_cannot_be_judged_says_so(tmp_path: Path, kept: Path) -> None:
+    held = [(torch.randn(300, 1, 8, 8, generator=torch.Generator().manual_seed(1)), torch.arange(300) % 3)]
+    qtool.quantize(kept, out=tmp_path / "own", validation=held, max_kl=0.1, **OPTIONS)
+    first = qtool.export(tmp_path / "own", parity_samples=32, reference_samples=2).gates[-1]
+    assert (first["name"], first["passed"]) == ("contract", None)
+    assert "pass them to export as validation=" in first["found"]
+    again = qtool.export(tmp_path / "own", validation=held, parity_samples=32, reference_samples=2).gates[-1]
+    assert again["passed"] is True
+    assert again["details"]["num_samples"] == 300
+
+
+def test_without_a_contract_there_is_none_to_judge(kept: Path, tmp_path: Path) -> None:
+    qtool.quantize(kept, out=tmp_path / "plain", **OPTIONS)
+    exported = qtool.export(tmp_path / "plain", parity_samples=32, reference_samples=2)
+    assert "contract" not in [gate["name"] for gate in exported.gates]
+    assert "contract" not in read_result(tmp_path / "plain", "export")
