@@ -25,6 +25,10 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils._python_dispatch import _disable_current_modes
+
+from qtool.errors import QtoolError
 
 Value = TypeVar("Value")
 
@@ -61,6 +65,29 @@ def joined(device: torch.device) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def pretended(count: int) -> Iterator[None]:
+    """Inside the block this process is the first of ``count``; the others are not there, and exchanges do nothing.
+
+    For fake tensors, which have nothing to exchange. Raises QtoolError within a real group.
+    """
+    if dist.is_initialized():
+        raise QtoolError("prediction", "a process without a group", "one of several", "predict before they start")
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def mesh(device: torch.device) -> DeviceMesh:
+    """All processes in a row, as sharding wants them; made of real numbers also where tensors are fake."""
+    with _disable_current_modes():
+        return init_device_mesh(device.type, (size(),))
 
 
 def wait() -> None:

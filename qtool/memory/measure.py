@@ -6,7 +6,8 @@ themselves (oneDNN's scratch space), nor the interpreter; the resident set, whic
 On a GPU the caching allocator counts: bytes allocated, which compare with the prediction, and bytes
 reserved, which is what the process holds.
 
-The counting begins before the model is made, so it belongs in a fresh process, where nothing else is.
+The counting begins before the model is made, so it belongs in a fresh process, where nothing else is. As one of
+several processes it takes its share of the batch, and counts for itself.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
+from qtool import processes
 from qtool.devices import memory_used, resolve_device
-from qtool.nested import map_tensors
+from qtool.nested import map_tensors, num_samples
 from qtool.recipe import TrainConfig
 from qtool.step import LossFunction, Setup, Step
 
@@ -74,14 +76,18 @@ def _run(
     seconds: list[float],
 ) -> int:
     """Takes the steps; the resident or reserved memory after them, while everything is still there."""
-    value, target = (map_tensors(torch.clone, part) for part in batch)
+    total = num_samples(batch[0])
+    mine = processes.share(total)
+    value, target = (
+        map_tensors(lambda t: (t[mine.start : mine.stop] if t.dim() else t).clone(), part) for part in batch
+    )
     first = map_tensors(lambda t: t[:2] if t.dim() else t, value)
     with prepare(build().train(), config, first) as setup:
         optimizer = setup.make_optimizer([p for p in setup.model.parameters() if p.requires_grad])
         step = Step(setup, optimizer, loss)
         for _ in range(steps):
             start = time.perf_counter()
-            step(value, target, config.learning_rate)
+            step(value, target, config.learning_rate, total)
             seconds.append(time.perf_counter() - start)
         return _held(setup.device)
 

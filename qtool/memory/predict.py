@@ -11,15 +11,21 @@ would find an overflow in that, is left out; it holds two numbers.
 
 What an operator allocates for itself, and gives back before it returns, is not seen by any of that; on the CPU it is
 found by calling it (``qtool.memory.scratch``). What an allocator loses to fragmentation is not predicted.
+
+Of several devices, what the first one needs is predicted; it has the largest share of each batch. Sharding runs as it
+is, in a group whose other processes are not there: parts, gathered blocks and summed gradients have their sizes all
+the same. Copies (DDP) are one process with that share of the batch, whose gradients lie in buckets for as long as it
+trains; with micro-batches they come into being beside the buckets, and enter them with the last.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
@@ -28,13 +34,15 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
+from qtool import processes
 from qtool.devices import resolve_device
 from qtool.memory.scratch import Scratch
-from qtool.nested import map_tensors, tensors
+from qtool.nested import map_tensors, num_samples, tensors
 from qtool.recipe import TrainConfig
 from qtool.step import LossFunction, Setup, Step, no_scaler
 
@@ -83,13 +91,19 @@ def predict(
     start = time.monotonic()
     # New strides for fake parameters crash torch. Sizes are the same without; only what operators take depends on them
     layout, config = config.channels_last, replace(config, channels_last=False)
+    total, share = num_samples(batch[0]), math.ceil(num_samples(batch[0]) / config.devices)
+    copies = config.devices > 1 and config.strategy == "ddp"
+    if copies:
+        total, config = share, replace(config, devices=1, batch_size=math.ceil(config.batch_size / config.devices))
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with torch.random.fork_rng(devices=[]), mode, Scalars():
+    group = processes.pretended(config.devices) if config.strategy == "fsdp" else nullcontext()
+    with group, torch.random.fork_rng(devices=[]), mode, Scalars():
         device = resolve_device(config.device)
         model = _fake(build(), device)
-        value, target = (map_tensors(mode.from_tensor, part) for part in batch)
+        value, target = (map_tensors(lambda t: mode.from_tensor(_share(t, share)), part) for part in batch)
         with _in_place(device), prepare(model, config, _first(value)) as setup:
-            return _predicted(setup, (value, target), loss, start, Tracker(setup.device, scratch or Scratch(), layout))
+            tracker = Tracker(setup.device, scratch or Scratch(), layout)
+            return _predicted(setup, (value, target), total, loss, start, tracker, copies)
 
 
 def _fake(model: nn.Module, device: torch.device) -> nn.Module:
@@ -109,13 +123,20 @@ def _in_place(device: torch.device) -> Iterator[None]:
         yield
 
 
+def _share(tensor: torch.Tensor, count: int) -> torch.Tensor:
+    return tensor if not tensor.dim() or len(tensor) <= count else tensor[:count].clone()
+
+
 def _first(value: Any) -> Any:
     return map_tensors(lambda t: t[:2] if t.dim() else t, value)
 
 
-def _predicted(setup: Setup, batch: tuple[Any, Any], loss: LossFunction, start: float, tracker: Tracker) -> Prediction:
+def _predicted(
+    setup: Setup, batch: tuple[Any, Any], total: int, loss: LossFunction, start: float, tracker: Tracker, copies: bool
+) -> Prediction:
     optimizer = setup.make_optimizer([p for p in setup.model.parameters() if p.requires_grad])
-    tracker.track_external(setup.model, optimizer, *tensors(batch))
+    buckets = _buckets(setup, optimizer) if copies else []
+    tracker.track_external(setup.model, optimizer, *tensors(batch), *buckets)
     setup.scaler = no_scaler(setup.device)
 
     def tracked(*parts: Any) -> Any:
@@ -125,8 +146,19 @@ def _predicted(setup: Setup, batch: tuple[Any, Any], loss: LossFunction, start: 
     step = Step(setup, optimizer, tracked)
     with tracker, Scalars():
         for _ in range(STEPS):
-            step(*batch, setup.config.learning_rate)
+            step(*batch, setup.config.learning_rate, total)
     return tracker.prediction(time.monotonic() - start)
+
+
+def _buckets(setup: Setup, optimizer: Optimizer) -> list[torch.Tensor]:
+    """What gradients are exchanged in. Where they lie there from the first on, gradients that stay are the buckets."""
+    trained = [p for p in setup.model.parameters() if p.requires_grad]
+    if setup.config.micro_batches > 1:
+        return [torch.empty_like(p) for p in trained]
+    for parameter in trained:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.zero_grad = lambda set_to_none=True: None  # type: ignore[method-assign]
+    return []
 
 
 class Tracker(MemTracker):
@@ -161,6 +193,12 @@ class Tracker(MemTracker):
             if not parameter.requires_grad:  # MemTracker would ask it for its gradient, which it does not have
                 self._param_to_grad_hook_handles[parameter] = _NO_HOOKS
         return super()._track_module_params_and_buffers(module, install_grad_hooks)
+
+    def _update_peak_stats(self, peak_state: Any) -> None:
+        """The peak of the whole. MemTracker would also go through all modules, at every operator, for theirs."""
+        for device, snapshot in self._curr_mem_snap.items():
+            if self._peak_mem.get(device, 0) < snapshot["Total"]:
+                self._peak_mem[device], self._peak_mem_snap[device] = snapshot["Total"], dict(snapshot)
 
     def _moment(self) -> str:
         if self._in_opt:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from qtool.errors import QtoolError, UsageError, one_line
@@ -133,16 +134,44 @@ def _environment() -> dict[str, str]:
 
 
 def _answer(request: dict[str, Any]) -> dict[str, Any]:
-    from qtool.memory.measure import measure
-
     config, work = make(TrainConfig, request.pop("config")), request.pop("work")
     try:
         if work == "predict":
             return _predicted(request, config)
-        found = asdict(measure(*_arguments(request, config), **_parts(request, config)))
-        return found | (_trained(request, config) if work == "train" else {})
+        return _in_group(request, config, work) if config.devices > 1 else _measured(request, config, work)
     except QtoolError as error:
         return {"error": [error.where, error.expected, error.got, error.do]}
+
+
+def _measured(spec: Spec, config: TrainConfig, work: str) -> dict[str, Any]:
+    from qtool.memory.measure import measure
+
+    found = asdict(measure(*_arguments(spec, config), **_parts(spec, config)))
+    return found | (_trained(spec, config) if work == "train" else {})
+
+
+def _in_group(spec: Spec, config: TrainConfig, work: str) -> dict[str, Any]:
+    """What the first of several processes answers; the peaks are the highest of them all."""
+    from qtool.launcher import launch
+
+    with TemporaryDirectory() as folder:
+        launch(_one_of_a_group, config.devices, spec, config, work, folder)
+        answers: list[dict[str, Any]] = [json.loads(path.read_text()) for path in sorted(Path(folder).iterdir())]
+    highest = {key: max(answer[key] for answer in answers) for key in ("peak_bytes", "held_bytes")}
+    return answers[0] | highest
+
+
+def _one_of_a_group(spec: Spec, config: TrainConfig, work: str, folder: str) -> None:
+    """What each launched process does."""
+    from qtool import processes
+    from qtool.allocator import tune
+    from qtool.devices import resolve_device
+
+    tune()
+    with processes.joined(resolve_device(config.device)):
+        answer = _measured(spec, config, work)
+        (Path(folder) / f"{processes.rank():06}.json").write_text(json.dumps(answer))
+        processes.wait()
 
 
 def _trained(spec: Spec, config: TrainConfig) -> dict[str, Any]:

@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -45,7 +44,7 @@ def apply(setup: Setup, example: Any) -> None:
     group = ExitStack()
     group.enter_context(processes.joined(setup.device))
     setup.on_close.append(group.close)
-    mesh = init_device_mesh(setup.device.type, (processes.size(),))
+    mesh = processes.mesh(setup.device)
     before = _unsharded(setup.model)
     for module in _groups(setup.model):
         fully_shard(

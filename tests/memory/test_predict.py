@@ -117,6 +117,32 @@ def test_random_state_and_buffers_are_left_alone() -> None:
     assert found.parts["buffers"] == 2 * 8 * 4 + 8
 
 
+def test_what_each_of_several_devices_keeps_can_be_counted_by_hand() -> None:
+    size = sum(p.nbytes for p in blocks().parameters())
+    alone, copies, shards = (
+        predict(blocks, batch(512), config(**options), prepare=setup, loss=LOSS)
+        for options in ({}, {"devices": 4}, {"devices": 4, "strategy": "fsdp"})
+    )
+    for found in (copies, shards):
+        assert found.parts["batch"] * 4 == alone.parts["batch"]
+        whole = alone.parts["activations"] / 4 + size  # gathered weights are counted there too
+        assert found.parts["activations"] < 1.04 * whole
+    assert (copies.parts["parameters"], copies.parts["gradients"]) == (size, size)
+    assert copies.parts["optimizer_states"] == alone.parts["optimizer_states"]
+    assert shards.parts["optimizer_states"] == pytest.approx(copies.parts["optimizer_states"] / 4, rel=0.02)
+    assert shards.parts["parameters"] > size / 4
+    assert not torch.distributed.is_initialized()
+
+
+def test_gradients_of_micro_batches_lie_beside_the_buckets_of_copies() -> None:
+    options = {"batch_size": 8, "optimizer": "sgd", "momentum": 0.0, "micro_batches": 2}
+    alone, copies = (
+        predict(blocks, batch(8), config(**options, **more), prepare=setup, loss=LOSS).peak_bytes
+        for more in ({}, {"devices": 2})
+    )
+    assert copies - alone == pytest.approx(sum(p.nbytes for p in blocks().parameters()), rel=0.05)
+
+
 def test_errors_of_the_step_are_those_of_the_step() -> None:
     with pytest.raises(RuntimeError, match="same reduction dim"):
         predict(lambda: nn.Linear(31, 10), batch(2), config(), prepare=plain, loss=LOSS)

@@ -56,6 +56,14 @@ def test_a_model_is_predicted_and_measured(specs: dict[str, str]) -> None:
     assert sum(result["predicted"]["parts"].values()) == result["predicted"]["peak_bytes"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_several_processes_are_predicted_and_measured(specs: dict[str, str], strategy: str) -> None:
+    found = stage.memory(**specs, measure=True, device="cpu", batch_size=256, devices=2, strategy=strategy)
+    assert abs(found["error"]) < 0.1  # threads of gloo, when they are busy, let go of what was exchanged a moment late
+    assert found["measured"]["seconds_per_step"] > 0
+
+
 def test_objects_are_predicted_but_not_measured(specs: dict[str, str]) -> None:
     model = nn.Sequential(nn.Linear(8, 3))
     batches = [(torch.randn(4, 8), torch.zeros(4, dtype=torch.int64))]

@@ -1,0 +1,49 @@
+"""Models and data for ``bench_gpu.py``, named there as FILE.py:factory; images are noise."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from qtool.vit import VisionTransformer
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+
+def small_vit() -> nn.Module:
+    """A quarter of a million parameters, for a look at the script itself."""
+    torch.manual_seed(0)
+    return VisionTransformer(10, image=32, patch=8, layers=3, width=64, heads=4, hidden=256)
+
+
+def resnet50() -> nn.Module:
+    import nets
+
+    torch.manual_seed(0)
+    return nets.settled(nets.resnet50(), 224, batches=2)
+
+
+class Noise(Dataset[tuple[torch.Tensor, int]]):
+    """``count`` images of ``size``×``size`` pixels in ten classes; the same number gives the same image."""
+
+    def __init__(self, count: int, size: int) -> None:
+        self.count, self.size = count, size
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        generator = torch.Generator().manual_seed(index)
+        return torch.randn(3, self.size, self.size, generator=generator), index % 10
+
+
+def images() -> dict[str, Dataset[tuple[torch.Tensor, int]]]:
+    return {"train": Noise(2048, 224), "test": Noise(64, 224)}
+
+
+def small_images() -> dict[str, Dataset[tuple[torch.Tensor, int]]]:
+    return {"train": Noise(128, 32), "test": Noise(16, 32)}

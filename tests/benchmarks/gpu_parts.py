@@ -1,0 +1,204 @@
+"""The measurements of ``bench_gpu.py``: functions of options that return plain values, each run in a process alone.
+
+GB are 10⁹ bytes. ``peak_gb`` is what tensors took (``torch.cuda.max_memory_allocated``), ``reserved_gb`` what the
+allocator held for them (``max_memory_reserved``), which is what the published ladder tells.
+"""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import qtool
+from qtool.recipe import TrainConfig, as_dict
+from qtool.stages.ladder import configs, load_ladder
+from qtool.stages.memory import memory
+
+HERE = Path(__file__).resolve().parent
+LADDER = HERE.parents[1] / "examples" / "memory_ladder_vit_l16.toml"
+GB = 10**9
+EPOCH = 45_000
+"""Images in an epoch of the published ladder."""
+PROVIDERS = {"torch": "ort-cpu", "torch-compile": "ort-cpu", "cuda": "ort-cpu", "tensorrt": "tensorrt"}
+"""What runs the INT8 files, and the placement they are made for."""
+TECHNIQUES: dict[str, dict[str, Any]] = {
+    "compile": {"compile": True, "precision": "bf16-mixed"},
+    "paged-adamw8bit": {"optimizer": "paged-adamw8bit"},
+    "lion8bit": {"optimizer": "lion8bit"},
+    "adafactor": {"optimizer": "adafactor"},
+    "compensated": {"precision": "bf16-true", "rounding": "compensated"},
+    "checkpointing": {"activation_checkpointing": True},
+    "activation-offload": {"activation_offload": True},
+    "weight-offload": {"strategy": "fsdp", "weight_offload": True},
+    "fsdp-alone": {"strategy": "fsdp", "precision": "bf16-mixed"},
+    "lora": {"lora": 8},
+    "qlora": {"lora": 8, "lora_base": "nf4"},
+    "16-true": {"precision": "16-true"},
+}
+RUNGS: dict[str, dict[str, Any]] = {
+    "32-true": {},
+    "16-mixed": {"precision": "16-mixed"},
+    "16-true": {"precision": "16-true"},
+    "bf16-true": {"precision": "bf16-true"},
+    "bf16-true, stochastic": {"precision": "bf16-true", "rounding": "stochastic"},
+    "bf16-true, compensated": {"precision": "bf16-true", "rounding": "compensated"},
+    "AdamW in the least memory": {
+        "precision": "bf16-true", "rounding": "stochastic", "optimizer": "adamw8bit", "step_in_backward": True,
+        "grad_clip": None, "activation_checkpointing": True,
+    },
+    "SGD": {"optimizer": "sgd", "learning_rate": 0.05},
+}  # fmt: skip
+"""What the accuracy of a training is compared over, on the embedded images."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """``data`` is a spec of real images or None; ``steps`` bounds a training (None: as the ladder says)."""
+
+    out: Path
+    device: str
+    data: str | None
+    steps: int | None
+    quick: bool
+    gpus: int
+
+    @property
+    def source(self) -> dict[str, str]:
+        nets = HERE / "gpu_nets.py"
+        if self.quick:
+            return {"model": f"{nets}:small_vit", "data": f"{nets}:small_images"}
+        return {"model": "vit_l_16", "data": self.data or f"{nets}:images"}
+
+    @property
+    def batch_size(self) -> int:
+        return 8 if self.quick else 16
+
+
+Part = Callable[[Options], dict[str, Any]]
+
+
+def parts(options: Options) -> dict[str, Part]:
+    """All measurements by name, in the order in which they are made."""
+    rungs = load_ladder(LADDER).rungs
+    found: dict[str, Part] = {f"ladder/{i}": partial(rung, number=i) for i in range(len(rungs))}
+    found |= {f"technique/{name}": partial(technique, changes=changes) for name, changes in TECHNIQUES.items()}
+    found |= {f"group/{name}": partial(technique, changes=changes) for name, changes in _groups(options).items()}
+    found |= {f"create/{how}": partial(create, on_device=how == "on-device") for how in ("host-first", "on-device")}
+    found["loop"] = loop
+    found |= {f"int8/{provider}": partial(int8, provider=provider) for provider in PROVIDERS}
+    return found | {f"accuracy/{name}": partial(accuracy, changes=changes) for name, changes in RUNGS.items()}
+
+
+def _groups(options: Options) -> dict[str, dict[str, Any]]:
+    count = options.gpus if options.device == "cuda" else 2 * options.quick
+    if count < 2:
+        return {}
+    shared = {"devices": count, "strategy": "fsdp", "precision": "16-mixed"}
+    return {"fsdp": shared, "fsdp-offload": shared | {"weight_offload": True}, "ddp": shared | {"strategy": "ddp"}}
+
+
+def rung(options: Options, number: int) -> dict[str, Any]:
+    """One rung of the published ladder: prediction, peaks, time per image, and metrics where the images are real."""
+    ladder = load_ladder(LADDER)
+    config = replace(configs(ladder)[number], device=options.device)
+    if options.quick:
+        config = replace(config, batch_size=min(8, config.batch_size))
+    found = _trained(options, replace(config, max_steps=options.steps))
+    return {"name": ladder.rungs[number].name, "published": ladder.rungs[number].published, **found}
+
+
+def technique(options: Options, changes: dict[str, Any]) -> dict[str, Any]:
+    """The same of some techniques on their own, at batch 16."""
+    shared = {"batch_size": options.batch_size, "grad_clip": None, "device": options.device}
+    return _trained(options, TrainConfig(**shared | {"max_steps": options.steps or 20} | changes))
+
+
+def _trained(options: Options, config: TrainConfig) -> dict[str, Any]:
+    known = memory(**options.source, config=config, measure=True, train=True)
+    measured, each = known["measured"], known["measured"]["seconds_per_step"] / config.batch_size
+    return {
+        "config": as_dict(config),
+        "predicted_gb": known["predicted"]["peak_bytes"] / GB,
+        "peak_gb": measured["peak_bytes"] / GB,
+        "reserved_gb": measured["held_bytes"] / GB,
+        "error": known["error"],
+        "ms_per_image": each * 1e3,
+        "epoch_minutes": each * EPOCH / 60,
+        "loss": measured["loss"],
+        "metrics": measured["metrics"] if options.data else None,
+        "at": {key: known["predicted"][key] for key in ("moment", "module", "parts")},
+    }
+
+
+def create(options: Options, on_device: bool) -> dict[str, Any]:
+    """What loading a model's weights as bfloat16 takes: on the host first and moved, or created where it will be."""
+    import torch
+    from safetensors.torch import save_file
+
+    from qtool.devices import resolve_device
+    from qtool.materialise import Target
+    from qtool.memory.measure import allocations, highest_sum
+    from qtool.source import open_source
+
+    device, file, spec = resolve_device(options.device), options.out / "weights.safetensors", options.source
+    if not file.exists():
+        made = open_source(spec["model"], spec["data"], seed=0).model
+        assert made is not None
+        save_file(made.state_dict(), file)
+        del made
+    target = Target(device, torch.bfloat16) if on_device else None
+    kept: list[Any] = []
+
+    def load() -> None:
+        model = open_source(spec["model"], spec["data"], weights=file, seed=0, target=target).model
+        assert model is not None
+        kept.append(model if on_device else model.to(device).to(torch.bfloat16))
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    host, _ = allocations(load)
+    found = {
+        "weights_gb": sum(p.nbytes for p in kept[0].parameters()) / GB,
+        "host_peak_gb": highest_sum(host) / GB,
+        "host_resident_growth_gb": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 / GB,
+    }
+    if device.type == "cuda":
+        found["device_peak_gb"] = torch.cuda.max_memory_allocated(device) / GB
+        found["device_after_gb"] = torch.cuda.memory_allocated(device) / GB
+    return found
+
+
+def loop(options: Options) -> dict[str, Any]:
+    """The step loop beside the same steps written by hand: time and peak memory."""
+    import bench_loop
+
+    return bench_loop.compare("resnet", options.device, *((3, 1) if options.quick else (50, 10)))
+
+
+def int8(options: Options, provider: str) -> dict[str, Any]:
+    """FP32, FP16 and INT8 files of one network, measured on one provider."""
+    run, quick = options.out / f"int8-{PROVIDERS[provider]}", options.quick
+    network = "resnet" if quick else f"{HERE / 'gpu_nets.py'}:resnet50"
+    data = "fashion-mnist" if quick else f"{HERE / 'gpu_nets.py'}:images"
+    calibration = "train:8" if quick else "train:64"
+    qtool.quantize(network, data, out=run, target=PROVIDERS[provider], calibration=calibration, trust=True)
+    if not provider.startswith("torch"):
+        qtool.export(run, parity_samples=8, reference_samples=1, trust=True, resume=True)
+    found: dict[str, Any] = qtool.benchmark(
+        run, out=run / provider, provider=provider, trust=True, batch_sizes=(1,) if quick else (1, 32),
+        allow_slower=True, seconds=0.05 if quick else 10.0, samples=8 if quick else 64, device=options.device,
+    )  # fmt: skip
+    return found
+
+
+def accuracy(options: Options, changes: dict[str, Any]) -> dict[str, Any]:
+    """Top-1 of the built-in residual net on the embedded images, over seeds."""
+    seeds, short = (range(1), {"max_steps": 2}) if options.quick else (range(3), {})
+    runs = [
+        qtool.train("resnet", "fashion-mnist", seed=seed, device=options.device, **short, **changes) for seed in seeds
+    ]
+    top1 = [run.metrics["top1"] for run in runs]
+    return {"top1": top1, "mean": sum(top1) / len(top1), "losses": [run.history.losses[-1] for run in runs]}

@@ -1,0 +1,59 @@
+"""The script of the GPU's figures on a CPU: what it measures, what it does about failures, how it judges."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import bench_gpu
+import gpu_parts
+
+
+@pytest.mark.slow
+def test_parts_are_measured_failures_told_and_what_is_missing_made_up_for(tmp_path: Path) -> None:
+    words = ["--out", str(tmp_path), "--device", "cpu", "--quick", "--parts", "create/on-device,technique/paged"]
+    assert bench_gpu.main(words) == 1
+    result = json.loads((tmp_path / "gpu.json").read_text())
+    assert result["parts"]["create/on-device"]["host_peak_gb"] > 0
+    assert "--optimizer: expected a GPU" in result["parts"]["technique/paged-adamw8bit"]["failed"]
+    assert result["machine"]["gpus"] == []
+    before = (tmp_path / "parts" / "create--on-device.json").stat().st_mtime_ns
+    assert bench_gpu.main(words) == 1
+    assert (tmp_path / "parts" / "create--on-device.json").stat().st_mtime_ns == before
+
+
+def test_every_rung_and_every_part_has_a_name() -> None:
+    options = gpu_parts.Options(Path(), "cuda", None, 20, False, 4)
+    names = list(gpu_parts.parts(options))
+    assert sum(name.startswith("ladder/") for name in names) == 7
+    assert {"group/fsdp", "group/ddp", "loop", "create/on-device", "int8/tensorrt", "accuracy/32-true"} <= {*names}
+    assert not any(
+        name.startswith("group/") for name in gpu_parts.parts(gpu_parts.Options(Path(), "cuda", None, 20, False, 1))
+    )
+
+
+def test_claims_are_judged_by_what_was_measured() -> None:
+    plain = {"error": -0.02, "config": {"compile": False}, "reserved_gb": 1.9, "ms_per_image": 4.0}
+    parts = {
+        "ladder/0": {**plain, "ms_per_image": 21.0, "published": {"peak_gb": 1.8}},
+        "ladder/1": {**plain, "ms_per_image": 5.0, "error": 0.06},
+        "ladder/6": {**plain, "ms_per_image": 7.6},
+        "technique/compile": {**plain, "error": 0.08, "config": {"compile": True}},
+        "loop": {"ms_ratio": 1.02, "peak_mib_ratio": 1.02},
+        "accuracy/32-true": {"mean": 0.9},
+        "accuracy/SGD": {"mean": 0.875},
+        "accuracy/16-true": {"failed": "NaN"},
+    }
+    found = {claim["claim"]: claim["met"] for claim in bench_gpu.claims(parts)}
+    assert [name for name, met in found.items() if not met] == [
+        "ladder/0: GB reserved, at most the published",
+        "ladder/1: predicted peak off by at most",
+        "AdamW below the ladder: time per image over 16-mixed's",
+        "loop: memory over a bare loop's",
+    ]
+    assert len(found) == 12
