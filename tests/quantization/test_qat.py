@@ -341,3 +341,19 @@ def test_a_value_that_is_not_finite_names_its_layer(engine: str, trained: nn.Mod
 def test_hooks_without_a_graph_say_so() -> None:
     with pytest.raises(QtoolError, match="a captured graph; got Linear"):
         QatHooks(config()).mode(nn.Linear(2, 2), True)
+
+
+@pytest.mark.parametrize("step_size", ["observed", "learned"])
+def test_by_default_eight_bits_do_not_drift(step_size: str, trained: nn.Module) -> None:
+    """Trained on batches of 32 it stays as close to the float model as without training; live statistics move it."""
+    with torch.no_grad():
+        wanted = trained(TEST)
+    before = quantize(trained, QuantizeConfig(), example=TRAIN[:2], calibration=[TRAIN])
+    options = {"epochs": 4, "batch_size": 32, "device": "cpu", "step_size": step_size}
+    after, moved = (
+        qat(trained, "pt2e", QatConfig(**options, freeze_bn=share).settled(8))  # type: ignore[arg-type]
+        for share in (QatConfig().freeze_bn, 1.0)
+    )
+    sqnr = {name: sqnr_db(wanted, made(TEST)) for name, made in (("ptq", before), ("qat", after), ("live", moved))}
+    assert sqnr["qat"] > sqnr["ptq"] - 1, sqnr
+    assert sqnr["qat"] > sqnr["live"] + 3, sqnr
