@@ -56,6 +56,8 @@ def coverage(plan: Plan, path: Path) -> Gate:
     counts = Counter(node.op_type for node in graph.node)
     checked = [unit for unit in plan.integer_units if unit.kind in INTEGER_KERNELS]
     found = f"{len(checked) - len(missing)} of {len(checked)} integer units run in integers"
+    if weights := sum(unit.weight_bits is not None for unit in plan.float_units):
+        found += f"; {weights} run in float from integer weights, as planned"
     if missing:
         found += f"; not: {'; '.join(missing[:5])}{' …' if len(missing) > 5 else ''}"
     return Gate(

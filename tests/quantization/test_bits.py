@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import onnx
+import onnxruntime
 import pytest
 import torch
 from torch import Tensor, nn
@@ -15,6 +18,7 @@ from qtool.form import QuantizedModel
 from qtool.quantization.qparams import affine_qparams, symmetric_qparams
 from qtool.quantization.stage import quantize
 from qtool.recipe import ExportConfig, QuantizeConfig
+from qtool.stages.benchmarking import _gains_size_alone
 
 X = torch.randn(16, 2, 8, 8, generator=torch.Generator().manual_seed(0))
 
@@ -61,10 +65,29 @@ def test_weights_alone_are_integers_and_run_in_float(bits: int, tmp_path: Path) 
     assert all("run in float: what they gain is size" in unit.reason.replace("runs", "run") for unit in layers)
     exported = export(quantized, tmp_path, ExportConfig(), samples=[X])
     assert {gate["passed"] for gate in exported.gates} == {True}
+    coverage = next(gate["found"] for gate in exported.gates if gate["name"] == "coverage")
+    assert coverage.endswith("4 run in float from integer weights, as planned")
     model = onnx.load(str(exported.files["int8"]))
     kinds = {t.data_type for t in model.graph.initializer if len(t.dims) > 1}
     assert kinds == {onnx.TensorProto.INT8} | ({onnx.TensorProto.INT4} if bits == 4 else set())
     assert not any(node.op_type == "QuantizeLinear" for node in model.graph.node)
+    assert "session.disable_quant_qdq=1" in quantized.plan.notes[-1]
+    kernels, answers = zip(*(opened(exported.files["int8"], tmp_path, folded) for folded in (False, True)), strict=True)
+    assert ["DequantizeLinear" in ran for ran in kernels] == [True, False]
+    assert np.allclose(*answers, atol=1e-6)
+    assert _gains_size_alone({"plan": quantized.plan.as_dict()})
+    assert not _gains_size_alone({"plan": made().plan.as_dict()})
+
+
+def opened(path: Path, folder: Path, folded: bool) -> tuple[set[str], Any]:
+    """The kernels that run a file, and its outputs, weights dequantized when it is opened or in every run."""
+    options = onnxruntime.SessionOptions()
+    options.optimized_model_filepath = str(folder / "optimized.onnx")
+    options.log_severity_level = 3
+    options.add_session_config_entry("session.disable_quant_qdq", str(int(folded)))
+    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    (output,) = session.run(None, {"x": X.numpy()})
+    return {node.op_type for node in onnx.load(options.optimized_model_filepath).graph.node}, output
 
 
 @torch.no_grad()
