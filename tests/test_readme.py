@@ -46,7 +46,7 @@ COMMANDS = [line for block in blocks("sh") for line in block.splitlines() if lin
 def test_two_commands_set_everything_up() -> None:
     install, tests = (line for line in COMMANDS if line.startswith("pip "))
     assert install.startswith("pip install . && qtool run fashion-mnist")
-    assert tests.endswith("&& python -m pytest")
+    assert tests.endswith("&& python -m pytest -n logical")
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert all(name in extras for name in re.findall(r"\[(\w+)\]", tests))
     found = subprocess.run(
