@@ -50,7 +50,10 @@ _MEMBERS = re.compile(
     rf"data/weights/weight_\d+|data/constants/tensor_\d+|{_WEIGHTS_CONFIG}|{_CONSTANTS_CONFIG}|{_PROGRAM}|{_INPUTS}"
     r"|archive_format|archive_version|byteorder|\.data/(version|serialization_id|alignment)|\.format_version|version"
 )
-_OPERATOR = re.compile(r"torch\.ops\.(aten|quantized_decomposed|torchvision)\.(?!from_file|__)\w+\.(?!__)\w+")
+_OPERATOR = re.compile(
+    r"torch\.ops\.(aten|quantized_decomposed|torchvision)\.(?!from_file|__)\w+\.(?!__)\w+"
+    r"|torch\.ops\.aten\.__(and|or|xor|lshift|rshift)__\.(Tensor|Scalar)"  # ATen's names of masks' arithmetic
+)
 _ARITHMETIC = re.compile(
     r"_operator\.(add|sub|mul|truediv|floordiv|mod|pow|neg|pos|eq|ne|ge|gt|le|lt|and_|or_)"
     r"|math\.(ceil|floor|trunc|sqrt)|torch\.sym_(float|int|ite|max|min|not|sum)"

@@ -192,6 +192,16 @@ def test_an_operator_that_is_no_arithmetic_is_refused(tmp_path: Path, members: M
         load_program(write(tmp_path / "crafted.pt2", crafted))
 
 
+def test_the_arithmetic_of_masks_loads(tmp_path: Path) -> None:
+    class Masks(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return ((x > 0) & (x < 3)) | ((x > 5) ^ (x > 6))
+
+    x = torch.arange(8.0)
+    save_program(torch.export.export(Masks(), (x,)), tmp_path / "masks.pt2")
+    assert torch.equal(load_program(tmp_path / "masks.pt2").module()(x), Masks()(x))
+
+
 def test_an_operator_given_as_an_argument_is_refused(tmp_path: Path, members: Members) -> None:
     def change(program: dict[str, Any]) -> None:
         first_node(program)["inputs"][0]["arg"] = {"as_operator": "torch.os.system"}

@@ -1,6 +1,7 @@
 """FP16 baselines: the float file with its weights and arithmetic in half precision, inputs and outputs kept.
 
-Half precision reaches 65,504. A weight beyond it is refused by name; an activation beyond it shows as an output
+Half precision reaches 65,504. A weight beyond it is refused by name, save float32's own limits, which stand for
+"no limit" in masks and become half's limits; an activation beyond it shows as an output
 that is not finite, which is checked on samples and told. Whether the arithmetic is really done in half is the
 runtime's affair: ONNX Runtime's CPU provider mostly converts back to float32, so that FP16 is only storage there.
 """
@@ -21,15 +22,16 @@ from qtool.exporting.parity import feeds_of
 from qtool.runtimes import open_session
 
 LARGEST = float(np.finfo(np.float16).max)
+LIMIT = np.finfo(np.float32).max
 
 
 def overflowing(model: onnx.ModelProto) -> list[str]:
-    """The float32 constants with a finite value beyond half precision's range."""
+    """The float32 constants with a value beyond half precision's range that is neither infinite nor float32's limit."""
     names = []
     for tensor in model.graph.initializer:
         if tensor.data_type == onnx.TensorProto.FLOAT:
             values = np.abs(onnx.numpy_helper.to_array(tensor))
-            if values.size and float(values[np.isfinite(values)].max(initial=0)) > LARGEST:
+            if values.size and float(values[values < LIMIT].max(initial=0)) > LARGEST:
                 names.append(tensor.name)
     return names
 

@@ -15,11 +15,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch.fx import GraphModule, Node
 
 from qtool.form import DEQUANTIZE, QUANTIZE, quantized
 from qtool.quantization.capture import aten, owner
+from qtool.quantization.constants import constant_nodes
 from qtool.quantization.placement import Placed, Placement
 
 _CARRIERS = (*QUANTIZE, *DEQUANTIZE, aten.alias.default)
@@ -34,16 +34,6 @@ def value_of(node: Any) -> Any:
     while isinstance(node, Node) and node.target in _CARRIERS:
         node = node.args[0]
     return node
-
-
-def constant_nodes(graph_module: GraphModule) -> set[Node]:
-    """Stored tensors and everything that is computed from nothing else."""
-    found: set[Node] = set()
-    for node in graph_module.graph.nodes:
-        inputs = node.all_input_nodes
-        if node.op == "get_attr" or (node.op == "call_function" and inputs and all(n in found for n in inputs)):
-            found.add(node)
-    return found
 
 
 def align(reference: GraphModule, other: GraphModule) -> dict[Node, Node]:
@@ -149,37 +139,3 @@ def quantized_values(placement: Placement) -> set[Node]:
             if placed.quantized_output:
                 found.add(placed.output)
     return found
-
-
-def fold_constants(graph_module: GraphModule) -> None:
-    """Replaces each quantized constant by the integers it comes to; what it was made of is no longer read."""
-    from qtool.quantization.capture import set_parameter
-
-    constants = constant_nodes(graph_module)
-    values: dict[Node, Any] = {}
-    for index, node in enumerate(list(graph_module.graph.nodes)):
-        if node not in constants:
-            continue
-        values[node] = _evaluate(graph_module, node, values)
-        if node.target in QUANTIZE:
-            set_parameter(graph_module, f"integer_{index}", values[node])
-            with graph_module.graph.inserting_before(node):
-                stored = graph_module.graph.get_attr(f"integer_{index}")
-            stored.meta["val"] = values[node]
-            node.replace_all_uses_with(stored)
-            values[stored] = values[node]
-            graph_module.graph.erase_node(node)
-    graph_module.graph.eliminate_dead_code()
-    graph_module.recompile()
-
-
-def _evaluate(graph_module: GraphModule, node: Node, values: dict[Node, Any]) -> Any:
-    if node.op == "get_attr":
-        value: Any = graph_module
-        for part in str(node.target).split("."):
-            value = getattr(value, part)
-        return value
-    with torch.no_grad():
-        arguments, keywords = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: values[n])
-        assert callable(node.target)
-        return node.target(*arguments, **keywords)

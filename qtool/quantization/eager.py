@@ -30,8 +30,9 @@ from torch.fx import GraphModule, Node
 from qtool.errors import QtoolError, one_line
 from qtool.form import Plan, QuantizedModel, Unit, quantized
 from qtool.nested import call, tensors
-from qtool.quantization.align import align, constant_nodes, label_units
+from qtool.quantization.align import align, label_units
 from qtool.quantization.capture import aten, capture, copied, owner, parameter, remove_dropout, set_parameter
+from qtool.quantization.constants import constant_nodes
 from qtool.quantization.eager_modules import (
     Leave,
     Requantized,

@@ -25,6 +25,7 @@ from qtool.quantization.capture import (
     remove_dropout,
     set_parameter,
 )
+from qtool.quantization.constants import fold_computed
 
 MAX_BIAS = 2.0**30
 WEIGHTED = (*CONVOLUTIONS, aten.linear.default)
@@ -35,6 +36,7 @@ def finish(graph_module: GraphModule, *, integer_bias: bool = True) -> tuple[str
     notes: list[str] = []
     remove_dropout(graph_module)
     merge_repeated(graph_module)
+    fold_computed(graph_module)
     for node in list(graph_module.graph.nodes):
         if integer_bias and node.target in WEIGHTED and _is_integer_unit(node):
             notes += _integer_bias(graph_module, node)

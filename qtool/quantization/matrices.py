@@ -13,6 +13,7 @@ from typing import Any
 from torch.fx import GraphModule, Node
 
 from qtool.quantization.capture import aten
+from qtool.quantization.repeats import merge_repeats
 from qtool.quantization.targets import RELU_LIKE
 
 
@@ -21,6 +22,7 @@ def flatten_linears(graph_module: GraphModule) -> int:
     linears = [node for node in graph_module.graph.nodes if node.target is aten.linear.default]
     changed = [node for node in linears if node.meta["val"].dim() != 2 and _flatten(node)]
     graph_module.graph.eliminate_dead_code()
+    merge_repeats(graph_module)  # several layers may flatten one input
     graph_module.graph.lint()
     graph_module.recompile()
     return len(changed)

@@ -30,7 +30,8 @@ from torch.fx import GraphModule, Node, map_arg
 from qtool.errors import QtoolError
 from qtool.form import quantized
 from qtool.nested import num_samples, samples_of, tensors
-from qtool.quantization.algorithms.walk import arranged, constant_nodes, execute
+from qtool.quantization.algorithms.walk import arranged, execute
+from qtool.quantization.constants import constant_nodes
 from qtool.quantization.placement import Placed, Placement
 
 SLICE = 8

@@ -26,6 +26,7 @@ from qtool.quantization.algorithms import ALGORITHMS
 from qtool.quantization.algorithms.passes import Passes
 from qtool.quantization.calibrate import calibrate, choose_ranges, restore_ranges
 from qtool.quantization.capture import capture, copied, remove_dropout
+from qtool.quantization.constants import fold_computed
 from qtool.quantization.gains import Gains, channel_gains
 from qtool.quantization.integers import finish, label
 from qtool.quantization.matrices import flatten_linears
@@ -163,6 +164,7 @@ def float_form(model: nn.Module, example: Any) -> GraphModule:
     graph = capture(model, example)
     remove_dropout(graph)
     fold_batch_norm(graph)
+    fold_computed(graph)
     label(graph)
     return graph
 

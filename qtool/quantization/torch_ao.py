@@ -32,8 +32,9 @@ from torch.nn import functional as F
 from qtool.errors import QtoolError, one_line
 from qtool.form import arguments
 from qtool.quantization import observers as own
-from qtool.quantization.align import Misaligned, align, check_quantizers, fold_constants, label_units, quantized_values
+from qtool.quantization.align import Misaligned, align, check_quantizers, label_units, quantized_values
 from qtool.quantization.capture import aten, capture, owner, remove_dropout, user_line
+from qtool.quantization.constants import fold_quantized
 from qtool.quantization.integers import merge_repeated
 from qtool.quantization.module_norms import convolve_norms, folded
 from qtool.quantization.observers import FakeQuantizer, RangeObserver, named
@@ -373,7 +374,7 @@ def _convert(prepared: GraphModule, placement: Placement, config: BackendConfig,
         reference = _convert_to_reference_decomposed_fx(prepared, backend_config=config)
     graph = capture(reference, example)
     remove_dropout(graph)
-    fold_constants(graph)
+    fold_quantized(graph)
     merge_repeated(graph)
     try:
         pairs = align(placement.graph_module, graph)

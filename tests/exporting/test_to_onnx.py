@@ -265,6 +265,36 @@ def test_an_input_may_be_called_as_a_layer_is(tmp_path: Path) -> None:
     assert coverage(form.plan, tmp_path / "named.onnx").passed
 
 
+class Encoder(nn.Module):
+    """Attention as language models write it: layers over one input, looked-up positions, a mask, a layer twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.positions = nn.Embedding(50, 16), nn.Embedding(32, 16)
+        self.query, self.key, self.value, self.last = (nn.Linear(16, 16) for _ in range(4))
+        self.register_buffer("places", torch.arange(32)[None])
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        x = self.words(ids) + self.positions(self.places[:, : ids.shape[1]])
+        seen = mask.bool()[:, None, None] & mask.bool()[:, None, :, None]
+        heads = (layer(x).unflatten(2, (2, 8)).transpose(1, 2) for layer in (self.query, self.key, self.value))
+        y = nn.functional.scaled_dot_product_attention(*heads, seen).transpose(1, 2).flatten(2)
+        return self.last(y).relu() + self.last(y)
+
+
+def test_an_encoder_goes_through_quantize_and_export_and_passes_the_gates(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    mask = torch.ones(32, 12, dtype=torch.long)
+    example = (torch.randint(0, 50, (32, 12)), mask)
+    made = quantize(Encoder().eval(), QuantizeConfig(), example=example, calibration=[example])
+    layers = [unit.integer for unit in made.plan.units if unit.kind == "linear"]
+    assert layers == [True] * 4
+    save(quantized_to_onnx(made, OPSET), tmp_path / "encoder.onnx")
+    for gate in (coverage(made.plan, tmp_path / "encoder.onnx"), size(made, tmp_path / "encoder.onnx"),
+                 unit_parity(made, tmp_path / "encoder.onnx", [example])):  # fmt: skip
+        assert gate.passed, gate
+
+
 @pytest.mark.parametrize("layer", ["conv", "head"])
 def test_a_layer_left_in_float_between_integers_is_float(tmp_path: Path, layer: str) -> None:
     form = quantize(Net().eval(), QuantizeConfig(overrides={layer: "float"}), example=X, calibration=[X])

@@ -15,13 +15,13 @@ from qtool.quantization.align import (
     Misaligned,
     align,
     check_quantizers,
-    fold_constants,
     label_units,
     quantized_values,
     value_of,
 )
 from qtool.quantization.calibrate import calibrate
 from qtool.quantization.capture import aten, capture, copied
+from qtool.quantization.constants import fold_quantized
 from qtool.quantization.placement import Placement
 from qtool.quantization.targets import ORT_CPU
 
@@ -166,7 +166,7 @@ def test_quantized_constants_become_integers() -> None:
     model = Folds()
     graph = capture(model, batch())
     wanted = graph(batch())
-    fold_constants(graph)
+    fold_quantized(graph)
     assert not any(n.target is quantized.quantize_per_channel.default for n in graph.graph.nodes)
     (stored,) = (b for b in graph.buffers() if b.dtype == torch.int8)
     assert torch.equal(stored, (model.weight / model.scale.reshape(-1, 1, 1, 1)).round().to(torch.int8))

@@ -169,12 +169,12 @@ def test_padding_in_words_becomes_numbers(conv: Callable[[], nn.Module], shape: 
 def test_one_spelling_for_relu_and_for_pooling_a_row() -> None:
     class Spelt(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            y = x.clamp(min=0) + x.clamp_min(0) + torch.clip(x, 0) + x.clamp_(0, None)
+            y = x.clamp(min=0) + (x + 1).clamp_min(0) + torch.clip(x + 2, 0) + x.clamp_(0, None)
             return F.adaptive_avg_pool1d(y, 1) + x.clamp(min=-1) + x.clamp(0, 2)
 
     x = torch.randn(3, 4, 5)
     graph = capture(Spelt(), x)
     assert torch.equal(graph(x.clone()), Spelt()(x.clone()))
-    assert targets(graph).count(aten.relu.default) == 4
+    assert targets(graph).count(aten.relu.default) == 3  # the first and the last are one
     assert targets(graph).count(aten.mean.dim) == 1
     assert aten.adaptive_avg_pool1d.default not in targets(graph)

@@ -28,6 +28,7 @@ from torch.fx import GraphModule, Node, map_arg
 from qtool.errors import QtoolError
 from qtool.form import quantized
 from qtool.nested import tensors
+from qtool.quantization.constants import constant_nodes
 
 BUDGET = 2**30
 """Bytes of layer inputs that are held in memory; what is beyond them is written to files."""
@@ -196,16 +197,6 @@ def _ancestors(node: Node, segment: Segment) -> tuple[Node, ...]:
             wanted.add(other)
             stack.extend(other.all_input_nodes)
     return tuple(n for n in segment.nodes if n in wanted)
-
-
-def constant_nodes(graph: GraphModule) -> set[Node]:
-    """The nodes whose values depend on stored tensors alone."""
-    found: set[Node] = set()
-    for node in graph.graph.nodes:
-        inputs = node.all_input_nodes
-        if node.op == "get_attr" or (node.op == "call_function" and inputs and all(n in found for n in inputs)):
-            found.add(node)
-    return found
 
 
 def execute(graph: GraphModule, node: Node, value: Any) -> Any:

@@ -1,0 +1,107 @@
+"""What a graph computes from stored tensors alone, and storing the result instead.
+
+A weight that the model normalises itself, positions cut to the length of the input and looked up: such values are
+the same for every input. torch's exporter computes some of them as it writes the file; done before placement, the
+plan, the gates and the file mean the same tensors, and a weight is a weight however the model spells it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from qtool.form import DEQUANTIZE, QUANTIZE
+from qtool.quantization.capture import drop_unused, parameter, set_parameter
+
+Wanted = Callable[[Node], bool]
+
+
+def constant_nodes(graph_module: GraphModule) -> set[Node]:
+    """Stored tensors and everything that is computed from nothing else."""
+    found: set[Node] = set()
+    for node in graph_module.graph.nodes:
+        inputs = node.all_input_nodes
+        if node.op == "get_attr" or (node.op == "call_function" and inputs and all(n in found for n in inputs)):
+            found.add(node)
+    return found
+
+
+def fold_quantized(graph_module: GraphModule) -> None:
+    """Replaces each quantized constant by the integers it comes to, in place."""
+    _fold(graph_module, lambda node: node.target in QUANTIZE)
+
+
+def fold_computed(graph_module: GraphModule) -> None:
+    """Stores each tensor that is computed from constants, where the graph takes no more bytes then; in place."""
+    constants = constant_nodes(graph_module)
+    _fold(graph_module, lambda node: _ends(node, constants) and _bytes([node]) <= _bytes(_spared(node)))
+
+
+def _fold(graph_module: GraphModule, wanted: Wanted) -> None:
+    """Stores the value of each constant call that is ``wanted``; what it was made of is dropped unless still read."""
+    constants, values = constant_nodes(graph_module), dict[Node, Any]()
+    folded = {node for node in constants if node.op == "call_function" and wanted(node)}
+    needed = {source for node in folded for source in _sources(node)}
+    for node in list(graph_module.graph.nodes):
+        if node in needed:
+            values[node] = _evaluate(graph_module, node, values)
+        if node in folded and isinstance(values[node], Tensor):
+            _store(graph_module, node, values[node])
+    if folded:
+        graph_module.graph.eliminate_dead_code()
+        drop_unused(graph_module)
+        graph_module.recompile()
+
+
+def _store(graph_module: GraphModule, node: Node, value: Tensor) -> None:
+    path = f"{node.name}_folded"
+    set_parameter(graph_module, path, value.clone())
+    with graph_module.graph.inserting_before(node):
+        stored = graph_module.graph.get_attr(path)
+    stored.meta["val"] = node.meta.get("val", value)
+    node.replace_all_uses_with(stored)
+
+
+def _ends(node: Node, constants: set[Node]) -> bool:
+    """Whether ``node`` is the last constant call of its line, and no quantizer took part in it."""
+    quantizers = (*QUANTIZE, *DEQUANTIZE)
+    return (
+        node.op == "call_function"
+        and not all(user in constants for user in node.users)
+        and not any(source.target in quantizers for source in _sources(node))
+    )
+
+
+def _sources(node: Node) -> set[Node]:
+    """What ``node`` is computed from, itself included."""
+    found, waiting = set[Node](), [node]
+    while waiting:
+        current = waiting.pop()
+        if current not in found:
+            found.add(current)
+            waiting += current.all_input_nodes
+    return found
+
+
+def _spared(node: Node) -> list[Node]:
+    """The stored tensors that nothing else reads than what ``node`` is computed by."""
+    sources = _sources(node)
+    return [source for source in sources if source.op == "get_attr" and all(user in sources for user in source.users)]
+
+
+def _bytes(nodes: list[Node]) -> int:
+    values = [node.meta.get("val") for node in nodes]
+    return sum(value.numel() * value.element_size() for value in values if isinstance(value, Tensor))
+
+
+def _evaluate(graph_module: GraphModule, node: Node, values: dict[Node, Any]) -> Any:
+    if node.op == "get_attr":
+        return parameter(graph_module, node)
+    with torch.no_grad():
+        arguments, keywords = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: values[n])
+        assert callable(node.target)
+        return node.target(*arguments, **keywords)

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations
+
+from qtool.form import quantized
+from qtool.quantization.capture import aten, capture
+from qtool.quantization.constants import constant_nodes, fold_computed
+from qtool.quantization.stage import float_form
+
+
+class Embedded(nn.Module):
+    """Positions looked up for the length at hand, as language models do; the words' table also gives the logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.positions = nn.Embedding(20, 8), nn.Embedding(16, 8)
+        self.register_buffer("places", torch.arange(16)[None])
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.words(ids) + self.positions(self.places[:, : ids.shape[1]])
+        return x @ self.words.weight.t()
+
+
+def _targets(graph: torch.fx.GraphModule) -> list[object]:
+    return [node.target for node in graph.graph.nodes if node.op == "call_function"]
+
+
+def test_positions_are_stored_for_the_length_at_hand() -> None:
+    torch.manual_seed(0)
+    model, ids = Embedded().eval(), torch.randint(0, 20, (3, 6))
+    graph = float_form(model, ids)
+    assert _targets(graph).count(aten.embedding.default) == 1
+    assert torch.equal(graph(ids), model(ids))
+    stored = dict(graph.named_parameters()) | dict(graph.named_buffers())
+    assert sorted(tuple(value.shape) for value in stored.values()) == [(1, 6, 8), (20, 8)]
+
+
+def test_a_tensor_that_is_read_otherwise_too_is_not_stored_twice() -> None:
+    graph = float_form(Embedded().eval(), torch.randint(0, 20, (3, 6)))
+    assert aten.t.default in _targets(graph)
+
+
+def test_a_weight_that_the_model_normalises_becomes_a_weight() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(parametrizations.weight_norm(nn.Conv2d(3, 4, 3)), nn.ReLU()).eval()
+    x = torch.randn(2, 3, 8, 8)
+    graph = float_form(model, x)
+    (conv,) = (node for node in graph.graph.nodes if node.target is aten.conv2d.default)
+    assert conv.args[1].op == "get_attr"
+    torch.testing.assert_close(graph(x), F.relu(F.conv2d(x, model[0].weight, model[0].bias)))
+
+
+def test_what_a_quantizer_made_stays() -> None:
+    class Dequantized(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("steps", torch.arange(-8, 8, dtype=torch.int8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            values = quantized.dequantize_per_tensor.default(self.steps, 0.5, 0, -128, 127, torch.int8)
+            return x + values[:4]
+
+    graph = capture(Dequantized(), torch.randn(2, 4))
+    fold_computed(graph)
+    assert quantized.dequantize_per_tensor.default in _targets(graph)
+
+
+def test_constants_are_what_no_input_reaches() -> None:
+    graph = capture(Embedded().eval(), torch.randint(0, 20, (3, 6)))
+    inputs = {node for node in graph.graph.nodes if node.op == "placeholder"}
+    reached = set(inputs)
+    for node in graph.graph.nodes:
+        if any(source in reached for source in node.all_input_nodes):
+            reached.add(node)
+    found = constant_nodes(graph)
+    assert found
+    assert not found & reached
