@@ -112,7 +112,7 @@ def page(run: Run) -> str:
 def _subtitle(run: Run) -> str:
     every = [result for place in (run, *run.variants) for result in place.results.values()]
     latest = max((result.get("created", "") for result in every), default="")
-    return f"{run.name}, {latest[:10]}, qtool {__version__}"
+    return ", ".join(part for part in (run.name, latest[:10], f"qtool {__version__}") if part)
 
 
 def _sections(run: Run) -> list[Markup]:

@@ -350,7 +350,7 @@ def regressions(run: Run) -> Iterator[Markup]:
 def title_of(run: Run) -> str:
     """Model and data, as far as they are known."""
     for place in (run, *run.variants):
-        for result in place.results.values():
+        for result in (*place.results.values(), place.refused or {}):
             source = result.get("source") or {}
             if source.get("model"):
                 return f"{source['model']} on {source['data']}" if source.get("data") else str(source["model"])

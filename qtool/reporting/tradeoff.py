@@ -39,14 +39,14 @@ def tradeoff(
     """Marks of all candidates over their cost, the frontier through the best, and a line at the limit."""
     height = 260.0
     values = [v for c in candidates for v in (c.value, *(c.bounds or ()))]
-    x = Scale(*padded([c.cost for c in candidates], 0.15), LEFT, WIDTH - RIGHT)
+    x = Scale(*padded([c.cost for c in candidates], 0.15), LEFT + 14, WIDTH - RIGHT)  # room for ticks like 0.0015
     y = Scale(*padded([*values, limit], 0.1), height - BOTTOM, TOP)
     front = frontier(candidates, more_is_better)
     parts: list[object] = [*frame(x, y, cost, value), _steps(front, x, y)]
     parts.append(el("line", x1=x.start, x2=x.end, y1=y(limit), y2=y(limit), cls="limit"))
     parts.append(el("text", f"limit {limit:g}", x=x.end - 4, y=y(limit) - 5, text_anchor="end"))
     parts += [_mark(candidate, x, y, "s-int8" if candidate in front else "s-fp32") for candidate in candidates]
-    parts += _names(front, x, y)
+    parts += _names(front, x, y, taken=[(x.end - 4, y(limit) - 5)])
     return svg(height, f"{value} against {cost}", *parts)
 
 
@@ -69,10 +69,9 @@ def _mark(candidate: Candidate, x: Scale, y: Scale, cls: str) -> Markup:
     return el("g", el("title", told), whisker, dot)
 
 
-def _names(front: Sequence[Candidate], x: Scale, y: Scale) -> list[Markup]:
-    """The names of the frontier beside their marks, moved up where one is there already."""
+def _names(front: Sequence[Candidate], x: Scale, y: Scale, taken: list[tuple[float, float]]) -> list[Markup]:
+    """The names of the frontier beside their marks, moved up where a text is there already."""
     made: list[Markup] = []
-    taken: list[tuple[float, float]] = []
     for candidate in front:
         right = x(candidate.cost) < WIDTH * 0.6
         place_x, place_y = x(candidate.cost) + (9 if right else -9), y(candidate.value) - 6

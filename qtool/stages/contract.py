@@ -243,6 +243,7 @@ def _outcome(search: Search, met: Trial | None, candidates: Candidates) -> dict[
         "chosen": chosen.name,
         "options": {key: value for key, value in as_dict(chosen.config).items() if value != asked[key]},
         "criteria": chosen.verdict.as_dict()["criteria"],
+        "source": {part: candidates.source.record[part] for part in ("model", "data")},
         "num_samples": candidates.judge.num_samples,
         "trials": [_told(trial) for trial in search.trials],
         "frontier": [trial.name for trial in frontier(search.trials)],

@@ -95,6 +95,7 @@ def test_one_that_is_not_kept_leaves_no_artifact(trained: Path, monkeypatch: pyt
     assert found["contracts"] == {trained.name: json.loads(json.dumps(outcome))}
     html, markdown = (Path(found["files"][kind]).read_text(encoding="utf-8") for kind in ("html", "markdown"))
     assert "contract not kept; closest is" in html
+    assert outcome["source"]["data"] in html
     assert html.count("<svg") >= 4  # the training, what was lost against size and against time, the units that hurt
     for words in ("size, MiB", "time, FP32 = 1", "limit 1e-09", "Most harm comes from", "no quantized model"):
         assert words in html
