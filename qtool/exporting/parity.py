@@ -6,8 +6,9 @@ Three questions, from the smallest to the whole.
 integers, all of them in one ONNX model. Fed with the integers that the torch graph produced, each unit's
 integers must be those of the torch graph: 99.9 % exactly, none off by more than one step. (Torch
 simulates a unit in float32; the runtime rounds once from an exact accumulator. They can differ only
-where a value lies on the edge between two integers.) A unit that returns float is compared in units of
-its own greatest value.
+where a value lies on the edge between two integers. Where scales have a simple ratio, as a product's may,
+one value in a hundred does: such ties are counted apart, and held against no unit.) A unit that returns
+float is compared in units of its own greatest value.
 
 *End to end.* Single steps grow through many layers, so equality cannot be asked of the whole. What can: the
 file is as close to the float model as the torch graph is, within 0.5 dB of SQNR.
@@ -44,25 +45,28 @@ from qtool.runtimes import open_session
 Array = npt.NDArray[Any]
 MIN_EQUAL = 0.999
 MAX_STEPS = 1
+TIE = 2.0**-12
+"""How near the middle between two steps is undecided: 255 steps come with errors of some 2⁻²⁴ each."""
 MAX_FLOAT_ERROR = 1e-4
 MAX_SQNR_LOSS_DB = 0.5
 MODELLED_RUNTIME = "1.31"  # the ONNX Runtime whose fusions and kernels the integer reference repeats
 
 
 class QuantizerRecorder(Interpreter):
-    """Runs a quantized graph and keeps the integers that each activation quantizer gave."""
+    """Runs a quantized graph and keeps the integers that each activation quantizer gave, and where these are ties."""
 
     def __init__(self, quantized: QuantizedModel) -> None:
         super().__init__(quantized.graph)
         self.wanted = {node.name: index for index, node in enumerate(quantize_nodes(quantized.graph))}
         self.integers: list[Array] = []
+        self.ties: list[Array] = []
         self.names = list(
             inspect.signature(quantized.graph.forward).parameters
         )  # the order that the graph was traced in
 
     def record(self, inputs: Any) -> tuple[list[Array], Any]:
         """The integers of every quantizer, in graph order, and the graph's output, for one batch."""
-        self.integers = [np.empty(0)] * len(self.wanted)
+        self.integers, self.ties = [np.empty(0)] * len(self.wanted), [np.empty(0)] * len(self.wanted)
         args, kwargs = arguments(inputs)
         with torch.no_grad():
             output = self.run(*args, *(kwargs[name] for name in self.names if name in kwargs))
@@ -72,8 +76,16 @@ class QuantizerRecorder(Interpreter):
         """Runs one node, keeping its value when it is a quantizer."""
         value = super().run_node(n)
         if n.name in self.wanted:
+            (real, scale, *_), _ = self.fetch_args_kwargs_from_env(n)
             self.integers[self.wanted[n.name]] = value.cpu().numpy()
+            self.ties[self.wanted[n.name]] = is_tie(real, scale).cpu().numpy()
         return value
+
+
+def is_tie(values: Tensor, scale: float) -> Tensor:
+    """Where a value lies so near the middle between two steps that float32 arithmetic cannot tell its side."""
+    steps = values.double() / scale
+    return ((steps - steps.floor()) - 0.5).abs() < TIE
 
 
 def cut(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -122,8 +134,8 @@ def unit_parity(quantized: QuantizedModel, path: Path, samples: Sequence[Any]) -
             wanted = {info.name for info in session.inputs}
             feeds = {**feeds_of(model, batch), **fed}
             got = dict(zip(order, session.run({k: v for k, v in feeds.items() if k in wanted}), strict=True))
-            for name, expected in zip(names, integers, strict=True):
-                units[name].add(expected, got[name])
+            for name, expected, ties in zip(names, integers, recorder.ties, strict=True):
+                units[name].add(expected, got[name], ties)
             for name, value in zip(outputs, tensors(output), strict=False):
                 worst_float = max(worst_float, _relative_error(value, got[name]))
         session.close()
@@ -131,20 +143,22 @@ def unit_parity(quantized: QuantizedModel, path: Path, samples: Sequence[Any]) -
 
 
 class _Unit:
-    """What was seen of one unit: outputs, unequal ones, the greatest difference in steps."""
+    """What was seen of one unit: outputs, unequal ones, ties among these, the greatest difference in steps."""
 
     def __init__(self) -> None:
-        self.total = self.unequal = self.worst = 0
+        self.total = self.unequal = self.ties = self.worst = 0
 
-    def add(self, expected: Array, got: Array) -> None:
+    def add(self, expected: Array, got: Array, ties: Array) -> None:
         difference = np.abs(expected.ravel().astype(np.int32) - got.ravel().astype(np.int32))
         self.total += difference.size
         self.unequal += int(np.count_nonzero(difference))
+        self.ties += int(np.count_nonzero(difference[ties.ravel()]))
         self.worst = max(self.worst, int(difference.max(initial=0)))
 
     @property
     def equal(self) -> float:
-        return 1 - self.unequal / max(self.total, 1)
+        """The share of equal outputs, ties counted as equal."""
+        return 1 - (self.unequal - self.ties) / max(self.total, 1)
 
 
 def _unit_gate(units: Mapping[str, _Unit], worst_float: float, samples: int) -> Gate:
@@ -156,6 +170,8 @@ def _unit_gate(units: Mapping[str, _Unit], worst_float: float, samples: int) -> 
     found = (
         f"{len(units)} units, {1 - unequal / max(total, 1):.6%} of {total} integers equal, at most {worst} steps apart"
     )
+    if ties := sum(unit.ties for unit in units.values()):
+        found += f", {ties} of the others ties"
     if failing:
         name = min(failing, key=lambda n: units[n].equal)
         found += f"; worst '{name}' with {units[name].equal:.4%} equal, {units[name].worst} steps"
@@ -165,7 +181,8 @@ def _unit_gate(units: Mapping[str, _Unit], worst_float: float, samples: int) -> 
         "unit parity", passed, f"at least {MIN_EQUAL:.1%} of each unit's integers equal, none more than one step off",
         found, "report this model: the exporter or the runtime changed its meaning",
         {
-            "num_samples": samples, "num_integers": total, "num_unequal": unequal, "max_steps": worst,
+            "num_samples": samples, "num_integers": total, "num_unequal": unequal, "num_ties": ties,
+            "max_steps": worst,
             "equal_share": 1 - unequal / max(total, 1), "failing_units": failing, "max_float_error": worst_float,
         },
     )  # fmt: skip

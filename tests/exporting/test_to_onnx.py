@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -263,6 +264,35 @@ def test_an_input_may_be_called_as_a_layer_is(tmp_path: Path) -> None:
     form = made(Named())
     save(quantized_to_onnx(form, OPSET), tmp_path / "named.onnx")
     assert coverage(form.plan, tmp_path / "named.onnx").passed
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(nn.functional.silu(self.a(x)))
+
+
+def test_ties_are_told_from_other_differences(tmp_path: Path) -> None:
+    """With a product's step half its factor's, one integer product in 128 lies half-way, where float32 errs."""
+    torch.manual_seed(0)
+    net, x, width = Gated().eval(), torch.randn(8, 3, 16, 16), 3.1
+    ranges = quantize(net, QuantizeConfig(), example=x, calibration=[x]).ranges
+    ranges["a"] |= {"low": -width, "high": width}
+    ranges["mul"] |= {"low": -0.3, "high": width - 0.3}
+    (tmp_path / "ranges.json").write_text(json.dumps(ranges))
+    form = quantize(net, QuantizeConfig(ranges_from=str(tmp_path / "ranges.json")), example=x)
+    save(quantized_to_onnx(form, OPSET), tmp_path / "gated.onnx")
+    gate = unit_parity(form, tmp_path / "gated.onnx", [x])
+    assert gate.passed, gate
+    assert gate.details["num_ties"] == gate.details["num_unequal"] > 0.001 * gate.details["num_integers"] / 5
+
+
+def test_a_tie_is_half_way_as_far_as_float32_can_tell() -> None:
+    steps = torch.tensor([0.5, -7.5, 200.5 + 2**-13, 3.5 + 2**-11, 4.0, 0.49])
+    assert parity.is_tie(steps * 0.25, 0.25).tolist() == [True, True, True, False, False, False]
 
 
 class Encoder(nn.Module):
