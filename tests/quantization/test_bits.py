@@ -132,3 +132,14 @@ def test_four_bit_activations_are_rounded_where_layers_read_them(tmp_path: Path)
 def test_what_excludes_each_other_is_refused(options: dict[str, object], part: str) -> None:
     with pytest.raises(UsageError, match=part):
         made(**options)
+
+
+@pytest.mark.parametrize(
+    "options", [{"weights_only": True}, {"weight_bits": 4, "activation_bits": 4}], ids=["weights", "w4a4"]
+)
+def test_training_starts_from_the_same_integers(options: dict[str, Any]) -> None:
+    """Without a step of training what is trained through is what post-training quantization makes."""
+    config = QuantizeConfig(mode="qat", **options)
+    trained = quantize(Net().eval(), config, example=X, calibration=[X], qat=lambda *_: None)
+    torch.testing.assert_close(trained(X), made(**options)(X), rtol=0, atol=1e-5)
+    assert trained.plan.simulated is ("activation_bits" in options)
