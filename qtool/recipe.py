@@ -56,7 +56,7 @@ METHODS = ("auto", "ptq", "given")
 SENSITIVITIES = ("auto", "exact", "second-order")
 TARGETS = ("ort-cpu", "tensorrt", "openvino", "auto", "ort-cuda")
 WEIGHT_RANGES = ("minmax", "mse")
-ALGORITHMS = ("smooth", "equalize", "gptq", "renorm", "analytic-bias", "bias")
+ALGORITHMS = ("smooth", "equalize", "gptq", "adaround", "brecq", "renorm", "analytic-bias", "bias")
 PROVIDERS = ("cpu", "cuda", "tensorrt", "openvino", "torch", "torch-compile")
 VARIANTS = ("fp32", "fp16", "int8")
 
@@ -168,6 +168,7 @@ class QuantizeConfig:
     algorithms: tuple[str, ...] | None = option(
         None, "what else post-training quantization does for accuracy", choices=ALGORITHMS
     )
+    rounding_steps: int = option(1000, "training steps of each layer or block by adaround and brecq", low=1)
     calibration: str = option(
         "train:512", "train:N (N training samples, stratified by label), a set's name, or a recipe file"
     )

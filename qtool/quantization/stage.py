@@ -24,6 +24,7 @@ from qtool.nested import call
 from qtool.quantization import pt2e
 from qtool.quantization.algorithms import ALGORITHMS
 from qtool.quantization.algorithms.passes import Passes
+from qtool.quantization.algorithms.subject import Report, silent
 from qtool.quantization.calibrate import calibrate, choose_ranges, restore_ranges
 from qtool.quantization.capture import capture, copied, remove_dropout
 from qtool.quantization.constants import fold_computed
@@ -54,17 +55,22 @@ def quantize(
     calibration: Iterable[Any] = (),
     qat: FineTune | None = None,
     tuning: QatConfig | None = None,
+    report: Report = silent,
+    scratch: Path | None = None,
 ) -> QuantizedModel:
     """Quantizes ``model`` and returns the quantized form; ``model`` is left as it was.
 
     ``example`` and each batch of ``calibration`` hold inputs without labels: a float32 tensor, a tuple or
     a dict of tensors, batch first. ``qat(graph, hooks, loss)`` trains a prepared graph in place, for mode
-    ``qat`` only.
+    ``qat`` only. ``report`` takes the progress of algorithms that take long, and ``scratch`` is a folder where
+    these keep what is finished: with it, a run that was killed goes on there. The caller removes it.
 
     Raises QtoolError for a model that cannot be captured, weights or values that are not finite, and
     calibration without samples.
     """
-    made = convert(model, config, example=example, calibration=calibration, qat=qat, tuning=tuning)
+    made = convert(
+        model, config, example=example, calibration=calibration, qat=qat, tuning=tuning, report=report, scratch=scratch
+    )
     notes = (*made.notes, *finish(made.graph, integer_bias=made.placement.target.integer_bias))
     notes += (AT_LOADING,) if config.weights_only and made.placement.target.name == ORT_CPU.name else ()
     return QuantizedModel(made.graph, made.placement.plan(notes), example, made.float_graph, made.ranges)
@@ -94,6 +100,8 @@ def convert(
     qat: FineTune | None = None,
     tuning: QatConfig | None = None,
     keep: bool = False,
+    report: Report = silent,
+    scratch: Path | None = None,
 ) -> Converted:
     """All of ``quantize`` but the last step; with ``keep`` the reference is kept although no pass asks for it."""
     check_finite(model)
@@ -113,7 +121,7 @@ def convert(
     if (config.algorithms or keep) and iter(calibration) is calibration:
         calibration = list(calibration)
     float_graph = float_form(model, example)
-    passes = Passes(config, calibration, keep=keep)
+    passes = Passes(config, calibration, keep=keep, report=report, scratch=scratch)
     prepared = _prepare(model, float_graph, config, example, passes)
     _fix_ranges(prepared)
     if qat is not None and config.mode == "qat":

@@ -57,6 +57,25 @@ def teller(progress: Progress) -> Callable[[str], None]:
     return progress if callable(progress) else lambda text: None
 
 
+@contextmanager
+def meter(progress: Progress) -> Iterator[Callable[[str, int, int], None]]:
+    """What takes how far something is (what, parts done, parts in all): a bar on standard error, a line, or nothing."""
+    if progress is not True:
+        tell = teller(progress)
+        yield lambda what, done, total: tell(f"quantize: {what} ({done} of {total})")
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    columns = (BarColumn(10), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+    with Bar(*columns, console=Console(file=sys.stderr)) as bar:
+        task = bar.add_task("", total=None, visible=False)
+        yield lambda what, done, total: bar.update(
+            task, completed=done, total=total, description=what, visible=done < total
+        )
+
+
 def writable(out: AnyPath | None) -> Path | None:
     """``out`` as a path, looked at before any work is done. Raises UsageError where no folder can be made there."""
     if out is None:

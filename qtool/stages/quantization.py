@@ -6,6 +6,7 @@ handed to the quantizer as a function of the prepared graph.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ from qtool.stages.common import (
     drop_checkpoints,
     example_of,
     finished,
+    meter,
     seen_from,
     teller,
     tidy,
@@ -89,17 +91,22 @@ def _maker(
     source: Source, tuning: QatConfig | None, inputs: Iterable[Any], folder: Path | None, resume: bool,
     progress: Progress,
 ) -> Callable[[QuantizeConfig], QuantizedModel]:  # fmt: skip
-    """What quantizes the source's model as it is told; checkpoints of a training go into ``folder``."""
+    """What quantizes the source's model as it is told; what a run that was killed goes on from is in ``folder``."""
+    scratch = folder / "checkpoints" / "algorithms" if folder else None
+    if scratch and not resume:
+        shutil.rmtree(scratch, ignore_errors=True)
 
     def make(config: QuantizeConfig) -> QuantizedModel:
         from qtool.quantization import stage
 
         assert source.model is not None
         trains = tuning is not None and config.mode == "qat"
-        return stage.quantize(
-            source.model, config, example=example_of(source, inputs), calibration=inputs, tuning=tuning,
-            qat=_fine_tuning(source, tuning, folder, resume, progress) if trains and tuning else None,
-        )  # fmt: skip
+        with meter(progress and not trains) as report:
+            return stage.quantize(
+                source.model, config, example=example_of(source, inputs), calibration=inputs, tuning=tuning,
+                qat=_fine_tuning(source, tuning, folder, resume, progress) if trains and tuning else None,
+                report=report, scratch=scratch,
+            )  # fmt: skip
 
     return make
 

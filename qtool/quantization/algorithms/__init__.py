@@ -22,8 +22,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from qtool.errors import UsageError, nearest
+from qtool.quantization.algorithms.adaround import adaround
 from qtool.quantization.algorithms.analytic import correct_biases_analytically
 from qtool.quantization.algorithms.bias import correct_biases
+from qtool.quantization.algorithms.brecq import brecq
 from qtool.quantization.algorithms.equalize import equalize
 from qtool.quantization.algorithms.gptq import gptq
 from qtool.quantization.algorithms.renorm import renormalize
@@ -45,6 +47,8 @@ ALGORITHMS: dict[str, Algorithm] = {
     "smooth": Algorithm("float", smooth),
     "equalize": Algorithm("float", equalize),
     "gptq": Algorithm("integer", gptq),
+    "adaround": Algorithm("integer", adaround),
+    "brecq": Algorithm("integer", brecq),
     "renorm": Algorithm("integer", renormalize),
     "analytic-bias": Algorithm("integer", correct_biases_analytically),
     "bias": Algorithm("integer", correct_biases),

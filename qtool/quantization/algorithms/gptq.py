@@ -23,16 +23,21 @@ being among the candidates: a layer that fitting makes worse there keeps its rou
 The order is that of the graph, both models walked side by side (``layers.py``), layer inputs spooled beyond a budget.
 The cost is one pass through each, and algebra of the order K³ + outputs · K² for each layer.
 
+Each layer's result is kept in a journal (``journal.py``) where there is a folder for it.
+
 Left out on purpose: reordering columns by curvature.
 """
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
+from qtool.quantization.algorithms.journal import Journal, State
 from qtool.quantization.algorithms.layers import Layer, Moments, in_order, output_error
-from qtool.quantization.algorithms.subject import Subject
+from qtool.quantization.algorithms.subject import Subject, few
 
 DAMPINGS = (0.003, 0.03, 0.3, 3.0)
 """Ridge parameters that are tried, as parts of the mean of H's diagonal."""
@@ -42,15 +47,23 @@ _BLOCK = 128
 @torch.no_grad()
 def gptq(subject: Subject) -> None:
     """Refits the integers and the bias of every integer convolution and linear layer, in order, in place."""
-    fitted_layers = {layer.name: _refit(layer) for layer in in_order(subject)}
-    kept = [name for name, better in fitted_layers.items() if not better]
-    subject.note(f"gptq: refitted {len(fitted_layers) - len(kept)} layers")
+    journal, total = Journal(subject, "gptq"), len(subject.anchors())
+    better: dict[str, bool] = {}
+    for layer in in_order(subject):
+        subject.report(f"gptq {layer.name}", len(better), total)
+        better[layer.name] = fit(layer, journal)
+    subject.report("gptq", total, total)
+    kept = [name for name, fitting in better.items() if not fitting]
+    subject.note(f"gptq: refitted {len(better) - len(kept)} layers")
     if kept:
-        subject.note(f"gptq: {len(kept)} layers keep their rounded weights, which fitting made worse: {_few(kept)}")
+        subject.note(f"gptq: {len(kept)} layers keep their rounded weights, which fitting made worse: {few(kept)}")
 
 
-def _few(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (" …" if len(names) > 5 else "")
+def fit(layer: Layer, journal: Journal) -> bool:
+    """Gives one layer its integers and bias; returns whether the integers are another than plain rounding's."""
+    state = journal.once(layer.node.name, partial(_refit, layer))
+    layer.store(state["integers"].double(), state["bias"])
+    return "kept" not in state
 
 
 def fitted(real: Tensor, moments: Moments, damping: float) -> tuple[Tensor, Tensor]:
@@ -86,15 +99,16 @@ def rounded(weight: Tensor, damped: Tensor, scale: Tensor, qmax: int) -> Tensor:
     return made.double()
 
 
-def _refit(layer: Layer) -> bool:
-    """Gives one layer its integers and bias; returns whether the integers are another than plain rounding's."""
+def _refit(layer: Layer) -> State:
+    """The integers of one layer and the change of its bias; ``kept`` where they are plain rounding's."""
     seen, unseen = layer.observe()
     both = seen if unseen is None else seen + unseen
     best = None if unseen is None else _best_damping(layer, seen, unseen)
     made = None if best is None else _solve(layer, both, best)
     better = made is not None and output_error(layer.real, made * layer.scale, both) < layer.plain_error(both)
-    layer.store(made if made is not None and better else layer.nearest, both)
-    return better
+    made = made if made is not None and better else layer.nearest
+    state = {"integers": made.to(torch.int8), "bias": layer.bias_change(made, both)}
+    return state if better else state | {"kept": torch.ones(1)}
 
 
 def _solve(layer: Layer, moments: Moments, damping: float) -> Tensor | None:

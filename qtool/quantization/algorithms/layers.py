@@ -23,7 +23,7 @@ from qtool.quantization.algorithms.bias import add_to_bias
 from qtool.quantization.algorithms.rows import reason, rows
 from qtool.quantization.algorithms.streams import groups_of
 from qtool.quantization.algorithms.subject import Declined, Subject
-from qtool.quantization.algorithms.walk import Segment, Walk
+from qtool.quantization.algorithms.walk import Beside, Segment, Walk
 from qtool.quantization.capture import parameter, set_parameter
 from qtool.quantization.integers import store_before
 
@@ -40,27 +40,32 @@ def in_order(subject: Subject) -> Iterator[Layer]:
     anchors = {node: other for node, other in subject.anchors().items() if not reason(node)}
     if not anchors:
         raise Declined("no convolution or linear layer is integer and of one or two dimensions")
-    sources = {other: other.args[0] for other in anchors.values()}
-    held = {source for source in sources.values() if isinstance(source, Node)}
+    held = [source_of(other) for other in anchors.values()]
     with Walk(subject.graph, subject.batches) as walk, Walk(subject.reference, subject.batches, held=held) as plain:
-        beside = _Beside(plain)
+        beside = Beside(plain, held)
         for segment in walk.segments:
             for node in segment.nodes:
                 if node in anchors:
-                    beside.reach(sources[anchors[node]])
-                    yield Layer(walk, segment, node, plain, anchors[node])
+                    yield Layer(walk, segment, node, beside, anchors[node])
                     walk.forget()
-            beside.release(segment, anchors)
+                    beside.finish(source_of(anchors[node]))
             walk.advance(segment)
     subject.graph.recompile()
+
+
+def source_of(layer: Node) -> Node:
+    """The value that a convolution or linear layer reads."""
+    source = layer.args[0]
+    assert isinstance(source, Node)
+    return source
 
 
 class Layer:
     """One layer as matrices: real weights G × outputs × K, the scales of its integers, the integers it came with."""
 
-    def __init__(self, walk: Walk, segment: Segment, node: Node, plain: Walk, other: Node) -> None:
-        self.walk, self.segment, self.plain = walk, segment, plain
-        graph, reference = walk.graph, plain.graph
+    def __init__(self, walk: Walk, segment: Segment, node: Node, beside: Beside, other: Node) -> None:
+        self.walk, self.segment, self.beside = walk, segment, beside
+        graph, reference = walk.graph, beside.walk.graph
         self.graph, self.node, self.other = graph, node, other
         weight = parameter(reference, other.args[1])
         stored = node.args[1]
@@ -85,14 +90,13 @@ class Layer:
 
     def observe(self) -> tuple[Moments, Moments | None]:
         """The moments of the even and of the odd batches; None for the second where there is one batch."""
-        source, other_source = self.node.args[0], self.other.args[0]
-        assert isinstance(source, Node)
-        assert isinstance(other_source, Node)
-        walk, segment, plain = self.walk, self.segment, self.plain
+        self.beside.reach(source_of(self.other))
+        given = self.walk.values(self.segment, source_of(self.node))
+        originals = self.beside.walk.held(source_of(self.other))
         wanted = max(ROWS, 4 * self.real.shape[2])
         halves: list[Moments | None] = [None, None]
-        for index, (q, x) in enumerate(zip(walk.values(segment, source), plain.held(other_source), strict=True)):
-            each = -(-wanted // (walk.num_batches * len(x)))
+        for index, (q, x) in enumerate(zip(given, originals, strict=True)):
+            each = -(-wanted // (self.walk.num_batches * len(x)))
             drawn = [
                 rows(self.node, self.weight, value, each, torch.Generator().manual_seed(index)) for value in (x, q)
             ]
@@ -105,14 +109,14 @@ class Layer:
         """The output error of the integers that the layer came with."""
         return output_error(self.real, self.nearest * self.scale, moments)
 
-    def store(self, made: Tensor, moments: Moments) -> None:
-        """Writes the integers and a bias that keeps the mean output."""
+    def store(self, made: Tensor, change: Tensor) -> None:
+        """Writes the integers, and adds to the bias."""
         integers = parameter(self.graph, self.stored.args[0])
         assert integers is not None
         path = str(self.stored.args[0].target)  # type: ignore[union-attr]
         set_parameter(self.graph, path, made.reshape(integers.shape).to(integers.dtype))
         self.nearest = made
-        self.keep_mean(moments)
+        add_to_bias(self.graph, self.node, change)
 
     def rescale(self, factor: Tensor) -> None:
         """Multiplies the scales of the layer's integers, G × outputs × 1."""
@@ -122,9 +126,12 @@ class Layer:
 
     def keep_mean(self, moments: Moments) -> None:
         """Gives the layer a bias that keeps the mean output."""
+        add_to_bias(self.graph, self.node, self.bias_change(self.nearest, moments))
+
+    def bias_change(self, made: Tensor, moments: Moments) -> Tensor:
+        """What the bias has to change by for these integers to keep the mean output, float64."""
         wanted = (self.real @ moments.x[:, :, None]).flatten()
-        got = (self.nearest * self.scale) @ moments.q[:, :, None]
-        add_to_bias(self.graph, self.node, wanted - got.flatten())
+        return wanted - ((made * self.scale) @ moments.q[:, :, None]).flatten()
 
 
 @dataclass
@@ -165,29 +172,3 @@ def output_error(real: Tensor, made: Tensor, moments: Moments) -> float:
     """E ‖W x − Ŵ x̂‖² about the means, summed over outputs; weights G × outputs × K, float64."""
     s, c, h = moments.centred()
     return float(((real @ s) * real).sum() - 2 * ((real @ c) * made).sum() + ((made @ h) * made).sum())
-
-
-class _Beside:
-    """The float model's walk, taken only as far as the quantized one needs it."""
-
-    def __init__(self, walk: Walk) -> None:
-        self.walk, self.next = walk, 0
-        self.made = {node for node in walk.graph.graph.nodes if node.op == "placeholder"}
-        self.done: set[Node] = set()
-
-    def reach(self, source: object) -> None:
-        """Advances until the value of ``source`` was made."""
-        while source not in self.made:
-            segment = self.walk.segments[self.next]
-            self.walk.advance(segment)
-            self.made.add(segment.output)
-            self.next += 1
-
-    def release(self, segment: Segment, anchors: dict[Node, Node]) -> None:
-        """Drops the inputs of the layers of a segment that no later layer reads."""
-        self.done |= {anchors[node] for node in segment.nodes if node in anchors}
-        for other in [anchors[node] for node in segment.nodes if node in anchors]:
-            source = other.args[0]
-            waiting = [n for n in anchors.values() if n.args[0] is source and n not in self.done]
-            if isinstance(source, Node) and not waiting:
-                self.walk.release(source)

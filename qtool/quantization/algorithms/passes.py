@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch.fx import GraphModule
 
 from qtool.quantization.algorithms import check_names, run_passes
-from qtool.quantization.algorithms.subject import Subject
+from qtool.quantization.algorithms.subject import Report, Subject, silent
 from qtool.quantization.capture import copied
 from qtool.quantization.placement import Placement
 from qtool.recipe import QuantizeConfig
@@ -17,11 +19,16 @@ from qtool.recipe import QuantizeConfig
 class Passes:
     """What ``config.algorithms`` asks for, over calibration ``batches`` that can be gone through again and again.
 
-    ``reference`` is the float graph as the passes over it left it, where one of them or ``keep`` asks for it.
+    ``reference`` is the float graph as the passes over it left it, where one of them or ``keep`` asks for it. Long
+    passes tell ``report`` how far they are and keep what is finished in ``scratch``.
     """
 
-    def __init__(self, config: QuantizeConfig, batches: Iterable[Any], *, keep: bool = False) -> None:
+    def __init__(
+        self, config: QuantizeConfig, batches: Iterable[Any], *, keep: bool = False, report: Report = silent,
+        scratch: Path | None = None,
+    ) -> None:  # fmt: skip
         self.names, self.batches = tuple(config.algorithms or ()), batches
+        self._subject = partial(Subject, config=config, report=report, scratch=scratch)
         check_names(self.names)
         self.notes: list[str] = []
         self._declined = f"mode '{config.mode}' trains weights and ranges instead" if config.mode == "qat" else ""
@@ -31,7 +38,7 @@ class Passes:
     def improve(self, graph: GraphModule, placement: Placement) -> None:
         """Runs the passes over the float graph in place, and remembers what it then computes."""
         if self.names and not self._declined:
-            self._run("float", Subject(graph, graph, placement, self.batches))
+            self._run("float", self._subject(graph, graph, placement, self.batches))
         if (self.names or self._keep) and not self._declined:
             self.reference = copied(graph)
 
@@ -47,7 +54,7 @@ class Passes:
         if self._declined and self.names:
             return tuple(f"{name} declined: {self._declined}" for name in self.names)
         if self.names and self.reference is not None:
-            self._run("integer", Subject(graph, self.reference, placement, self.batches, ranges))
+            self._run("integer", self._subject(graph, self.reference, placement, self.batches, ranges))
         return tuple(self.notes)
 
     def _run(self, moment: str, subject: Subject) -> None:

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from torch.fx import GraphModule, Node
 
 from qtool.quantization.integers import WEIGHTED
 from qtool.quantization.placement import Placed, Placement
+from qtool.recipe import QuantizeConfig
+
+Report = Callable[[str, int, int], None]
+"""Takes what is being done, how many parts of it are done, and how many there are."""
+
+
+def silent(what: str, done: int, total: int) -> None:
+    """Reports nothing."""
+
+
+def few(names: list[str]) -> str:
+    """The first of some names."""
+    return ", ".join(names[:5]) + (" …" if len(names) > 5 else "")
 
 
 class Declined(Exception):
@@ -22,7 +36,8 @@ class Subject:
 
     ``reference`` is the float graph that ``placement`` was made for, or a copy with the same node names; at the
     moment ``float``, ``graph`` is that graph itself. ``batches`` are inputs that can be gone through again and again.
-    ``ranges`` is what will be written as ranges.json.
+    ``ranges`` is what will be written as ranges.json. ``report`` takes the progress of long passes, and ``scratch`` is
+    where they keep what is finished, so that a run that was killed goes on there.
     """
 
     graph: GraphModule
@@ -31,6 +46,9 @@ class Subject:
     batches: Iterable[Any]
     ranges: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    config: QuantizeConfig = field(default_factory=QuantizeConfig)
+    report: Report = silent
+    scratch: Path | None = None
 
     def note(self, text: str) -> None:
         """Adds a line to the plan's notes."""

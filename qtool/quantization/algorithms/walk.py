@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import tempfile
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,7 +105,7 @@ class Walk:
         if source in segment.reads and isinstance(source, Node):
             for index in range(self.num_batches):
                 value = self._store.get(source, index)
-                yield _dequantize(_mean_of_integers(value), *node.args[1:3]), len(value)  # type: ignore[arg-type]
+                yield dequantize(_mean_of_integers(value), *node.args[1:3]), len(value)  # type: ignore[arg-type]
         else:
             yield from ((value.mean(0, keepdim=True), len(value)) for value in self.values(segment, node))
 
@@ -117,6 +118,10 @@ class Walk:
             if self._last[node] == self._position and node not in self._held:
                 self._store.drop(node)
         self._constants.clear()
+
+    def stored(self, node: Node, index: int) -> Any:
+        """The value of a kept node for one batch, as it is stored: integers where it is a quantizer's."""
+        return self._store.get(node, index)
 
     def held(self, node: Node) -> Iterator[Any]:
         """The value of a held node for each batch in turn, once a segment made it."""
@@ -157,6 +162,31 @@ class Walk:
     def forget(self) -> None:
         """Says that stored tensors were changed."""
         self._constants.clear()
+
+
+class Beside:
+    """A second walk, of the float model, taken only as far as the first one needs it.
+
+    ``wanted`` are the values that will be asked for, each as often as it will be; the walk has to hold them.
+    """
+
+    def __init__(self, walk: Walk, wanted: Iterable[Node]) -> None:
+        self.walk, self._next, self._left = walk, 0, Counter(wanted)
+        self._made = {node for node in walk.graph.graph.nodes if node.op == "placeholder"}
+
+    def reach(self, wanted: Node) -> None:
+        """Advances until the value was made."""
+        while wanted not in self._made:
+            segment = self.walk.segments[self._next]
+            self.walk.advance(segment)
+            self._made.add(segment.output)
+            self._next += 1
+
+    def finish(self, wanted: Node) -> None:
+        """Says that a value was asked for once more; after the last time it is dropped."""
+        self._left[wanted] -= 1
+        if not self._left[wanted]:
+            self.walk.release(wanted)
 
 
 def cut(graph: GraphModule, also: Iterable[Node] = ()) -> list[Segment]:
@@ -204,7 +234,7 @@ def execute(graph: GraphModule, node: Node, value: Any) -> Any:
     if node.target is _QUANTIZE:
         return _quantize(value(node.args[0]), *cast(tuple[Any, ...], node.args[1:]))
     if node.target is _DEQUANTIZE:
-        return _dequantize(value(node.args[0]), *cast(tuple[Any, ...], node.args[1:3]))
+        return dequantize(value(node.args[0]), *cast(tuple[Any, ...], node.args[1:3]))
     return _evaluate(graph, node, value)
 
 
@@ -228,7 +258,8 @@ def _quantize(x: Tensor, scale: float, zero_point: int, qmin: int, qmax: int, dt
     return (steps.add_(zero_point) if zero_point else steps).clamp_(qmin, qmax).to(dtype)
 
 
-def _dequantize(x: Tensor, scale: float, zero_point: int) -> Tensor:
+def dequantize(x: Tensor, scale: float, zero_point: int) -> Tensor:
+    """Integers as the float32 values they stand for."""
     steps = x.to(torch.float32)
     return (steps.sub_(zero_point) if zero_point else steps).mul_(scale)
 
@@ -257,7 +288,8 @@ class Store:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def put(self, node: Node, index: int, value: Any) -> None:
-        """Stores a value; a tensor beyond the budget goes to a file."""
+        """Stores a value in place of an earlier one; a tensor beyond the budget goes to a file."""
+        self._forget(node, index)
         size = value.nbytes if isinstance(value, Tensor) else 0
         if size and self.used + size > self.budget:
             self._files.setdefault(node, {})[index] = self._write(value)
@@ -275,6 +307,12 @@ class Store:
         gone = self._memory.pop(node, {})
         self.used -= sum(value.nbytes for value in gone.values() if isinstance(value, Tensor))
         for path in self._files.pop(node, {}).values():
+            path.unlink(missing_ok=True)
+
+    def _forget(self, node: Node, index: int) -> None:
+        old = self._memory.get(node, {}).pop(index, None)
+        self.used -= old.nbytes if isinstance(old, Tensor) else 0
+        if (path := self._files.get(node, {}).pop(index, None)) is not None:
             path.unlink(missing_ok=True)
 
     def close(self) -> None:

@@ -1,0 +1,132 @@
+"""One region as a function of its weights: run on stored values, differentiable, compared with the float model's value.
+
+The region's inputs are what the quantized network makes so far, its quantizers are straight through for gradients, and
+errors are counted channel by channel: a channel of small values may matter as much as one of large ones. A minibatch is
+taken out of one stored batch, so that memory does not grow with the set.
+
+Every ``HELD`` th sample is held out: it is never trained on, and says what was gained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.fx import Node, map_arg
+
+from qtool.form import quantized
+from qtool.quantization.algorithms.regions import Region
+from qtool.quantization.algorithms.walk import Walk, dequantize
+from qtool.quantization.capture import aten
+
+HELD = 8
+"""Every so many samples one is held out."""
+MINIBATCH = 32
+"""Samples of a step, where a calibration batch has as many."""
+_QUANTIZE = quantized.quantize_per_tensor.default
+_DEQUANTIZE = quantized.dequantize_per_tensor.default
+Given = Mapping[Node, tuple[Tensor, Tensor]]
+"""Weights and shifts of biases that stand in for those of the graph."""
+
+
+@dataclass
+class Part:
+    """A region between the two walks.
+
+    ``goal`` gives float counterparts: of the region's output, and of the integers it reads where half of these are to
+    be left in float by ``drop``. ``sizes`` counts the samples of each batch, and ``axis`` the channels of the output.
+    """
+
+    region: Region
+    goal: Mapping[Node, Node]
+    walk: Walk
+    plain: Walk
+    sizes: list[int]
+    axis: int
+    drop: float = 0.0
+
+    def errors(self, given: Given, index: int, rows: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """The squared error of each channel of the region's output, the mean over ``rows`` of a batch.
+
+        With a generator values are left in float at random.
+        """
+        made: Tensor = self.run(index, rows, given, generator)[self.region.output]
+        wanted: Tensor = self._picked(self.goal[self.region.output], self.plain, index, rows)
+        gap = (made - wanted).square()
+        axis = self.axis % gap.dim()
+        others = [dim for dim in range(gap.dim()) if dim != axis]
+        return (gap.sum(others) if others else gap) / len(rows)
+
+    @torch.no_grad()
+    def held_errors(self, given: Given) -> Tensor:
+        """The squared error of each channel, summed over the samples held out, float64."""
+        rows = [(index, self._rows(index, held=True)) for index in range(self.walk.num_batches)]
+        found = [self.errors(given, index, chosen).double() * len(chosen) for index, chosen in rows if len(chosen)]
+        return torch.stack(found).sum(0)
+
+    def minibatches(self, generator: torch.Generator) -> Iterator[tuple[int, Tensor]]:
+        """Batches in random order, again and again, with random samples of each, none of them held out."""
+        while True:
+            for index in torch.randperm(self.walk.num_batches, generator=generator).tolist():
+                rows = self._rows(index, held=False)
+                if len(rows):
+                    yield index, rows[torch.randperm(len(rows), generator=generator)[:MINIBATCH]]
+
+    def _rows(self, index: int, held: bool) -> Tensor:
+        """The samples of a batch that are held out, or those that are not."""
+        first = sum(self.sizes[:index])
+        place = torch.arange(first, first + self.sizes[index])
+        return ((place % HELD == HELD - 1) == held).nonzero().flatten()
+
+    def run(self, index: int, rows: Tensor, given: Given, generator: torch.Generator | None = None) -> dict[Node, Any]:
+        """The value of every operator of the region for some samples of a batch."""
+        env: dict[Node, Any] = {node: self._entry(node, index, rows, generator) for node in self.region.reads}
+
+        def value(node: Node) -> Any:
+            return env[node] if node in env else self.walk.constant(node)
+
+        for node in self.region.nodes:
+            if node.target is _QUANTIZE:
+                env[node] = self._quantized(value(node.args[0]), node, generator)  # type: ignore[arg-type]
+            elif node.target is _DEQUANTIZE:
+                env[node] = value(node.args[0])  # type: ignore[arg-type]
+            else:
+                args = _with(node, given[node], value) if node in given else map_arg(node.args, value)
+                env[node] = node.target(*args, **map_arg(node.kwargs, value))  # type: ignore[operator]
+        return env
+
+    def _quantized(self, value: Tensor, node: Node, generator: torch.Generator | None) -> Tensor:
+        rounded = torch.fake_quantize_per_tensor_affine(value, *node.args[1:5])  # type: ignore[arg-type]
+        return rounded if generator is None else self._dropped(rounded, value, generator)
+
+    def _dropped(self, rounded: Tensor, value: Tensor, generator: torch.Generator) -> Tensor:
+        """``rounded``, with the probability of ``drop`` the float ``value`` instead."""
+        return torch.where(torch.rand(value.shape, generator=generator) < self.drop, value, rounded)
+
+    def _entry(self, node: Node, index: int, rows: Tensor, generator: torch.Generator | None) -> Any:
+        """A value that comes into the region, in float."""
+        value = self._picked(node, self.walk, index, rows)
+        if node.target is not _QUANTIZE:
+            return value
+        value = dequantize(value, *node.args[1:3])  # type: ignore[arg-type]
+        if generator is None or node not in self.goal:
+            return value
+        return self._dropped(value, self._picked(self.goal[node], self.plain, index, rows), generator)
+
+    def _picked(self, node: Node, walk: Walk, index: int, rows: Tensor) -> Any:
+        """A stored value, of some samples of its batch; what has no dimension of samples stays whole."""
+        value, size = walk.stored(node, index), self.sizes[index]
+        if node.target is aten.sym_size.int and node.args[1] == 0:
+            return len(rows)
+        return value[rows] if isinstance(value, Tensor) and value.dim() and len(value) == size else value
+
+
+def _with(layer: Node, given: tuple[Tensor, Tensor], value: Callable[[Node], Any]) -> tuple[Any, ...]:
+    """The arguments of a layer with another weight, and a shift added to its bias."""
+    source, _, *others = cast(tuple[Any, ...], map_arg(layer.args, value))
+    weight, shift = given
+    bias = shift if not others or others[0] is None else others[0] + shift
+    return source, weight, bias, *others[1:]

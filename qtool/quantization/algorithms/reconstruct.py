@@ -1,0 +1,257 @@
+"""Reconstruction: a region's weights are rounded so that its output, not each weight, is nearest to the float model's.
+
+Region after region, in the order of the graph, with both models walked side by side (``walk.py``): the inputs are those
+that the quantized network really makes so far, the target is the float network's output of the same region, after its
+activation, so that a region also makes up for what those before it did wrong. It starts from the integers and biases
+that second-order rounding fits to the same inputs (``gptq.py``). Over random minibatches
+
+    L = Σ_c g_c ‖ŷ_c − y_c‖² / Σ_c g_c ‖ŷ⁰_c − y_c‖² + λ(t) Σ mean(1 − (2h − 1)²)
+
+is minimised by Adam in the soft rounding of each weight (``soft.py``) and in the biases, where ŷ⁰ is made of the
+integers at the start. Where the region is a single layer its channels do not depend on each other, and g_c is
+1 / ‖ŷ⁰_c − y_c‖², so that λ means the same for each; in a block g_c is the channel's importance for the network's
+outputs (``importance.py``). The second term is left out during the first fifth (the warm-up). With ``drop`` each value
+that is quantized inside the region, or comes into it, is left in float with that probability (QDrop, arXiv 2203.05740),
+which keeps the rounding from fitting the calibration samples' own quantization errors.
+
+What makes samples held out (``part.py``) worse is undone: channel by channel for a layer alone, else the whole region,
+and the note says which regions kept what they had. Everything drawn is drawn by seed and region, so a run that goes on
+from its journal (``journal.py``) draws the same. Layer inputs and targets stand in the walks, spooled beyond a budget.
+
+Left out on purpose: learned activation steps (the ranges are the observers' and are written down as such).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from qtool.form import quantized
+from qtool.nested import num_samples
+from qtool.quantization.algorithms.bias import add_to_bias, channel_axis
+from qtool.quantization.algorithms.gptq import fit
+from qtool.quantization.algorithms.importance import importance
+from qtool.quantization.algorithms.journal import Journal, State
+from qtool.quantization.algorithms.layers import Layer, source_of
+from qtool.quantization.algorithms.part import HELD, Given, Part
+from qtool.quantization.algorithms.regions import Region, counterparts
+from qtool.quantization.algorithms.rows import reason
+from qtool.quantization.algorithms.soft import SoftWeight, soften, strength
+from qtool.quantization.algorithms.subject import Declined, Subject, few
+from qtool.quantization.algorithms.walk import Beside, Segment, Walk
+from qtool.quantization.algorithms.walk import cut as segments_of
+from qtool.quantization.capture import parameter, set_parameter
+
+WARMUP = 0.2
+TRAVEL, BIAS_RATE = 30.0, 0.002
+"""How far a logit of the soft rounding can go in all steps, and how far a bias in one, in deviations of the output."""
+_QUANTIZE = quantized.quantize_per_tensor.default
+_DRAWS = 4  # minibatches on which the error at first is read
+Cut = Callable[[list[Segment], list[Node]], list[Region]]
+
+
+def reconstruct(subject: Subject, name: str, cut: Cut, *, drop: float = 0.0) -> None:
+    """Learns integers and biases of every region that ``cut`` makes of the graph's segments, in order, in place.
+
+    Raises Declined without layers to learn, and for fewer than ``HELD`` calibration samples.
+    """
+    layers = _learnable(subject, name)
+    sizes = [num_samples(batch) for batch in subject.batches]
+    if sum(sizes) < HELD:
+        raise Declined(f"{sum(sizes)} calibration samples, and fewer than {HELD} cannot judge what is learned")
+    regions = cut(segments_of(subject.graph), list(layers))
+    goals = _goals(subject, name, regions, drop > 0)
+    held = [other for goal in goals.values() for other in goal.values()]
+    held += [source_of(layers[layer]) for region in goals for layer in region.layers if not reason(layer)]
+    entries = [node for region in goals for node in region.reads if len(region.segments) > 1]
+    with (
+        Walk(subject.graph, subject.batches, held=entries) as walk,
+        Walk(subject.reference, subject.batches, held=held) as plain,
+    ):
+        beside = Beside(plain, held)
+        learner = _Learner(subject, layers, sizes, walk, beside, drop, _importance(subject, goals))
+        kept = _each(learner, regions, goals, name)
+    subject.graph.recompile()
+    subject.note(f"{name}: learned the rounding of {len(goals) - len(kept)} of {len(goals)} regions")
+    if kept:
+        subject.note(f"{name}: undone where it made samples held out worse: {few(kept)}")
+
+
+def _learnable(subject: Subject, name: str) -> dict[Node, Node]:
+    """The layers with integers of their own, each with its node in the float graph; notes the others."""
+    anchors = subject.anchors()
+    stored = Counter(str(_integers(layer).target) for layer in anchors)
+    shared = [str(layer.meta["unit"]) for layer in anchors if stored[str(_integers(layer).target)] > 1]
+    if shared:
+        subject.note(f"{name} left layers that share a weight as they are: {few(shared)}")
+    found = {layer: other for layer, other in anchors.items() if str(layer.meta["unit"]) not in shared}
+    if not found:
+        raise Declined("no convolution or linear layer is integer with a weight of its own")
+    return found
+
+
+def _integers(layer: Node) -> Node:
+    stored = layer.args[1]
+    assert isinstance(stored, Node)
+    found = stored.args[0]
+    assert isinstance(found, Node)
+    return found
+
+
+def _goals(subject: Subject, name: str, regions: list[Region], entries: bool) -> dict[Region, dict[Node, Node]]:
+    """For each region with layers the float counterparts of its output and, if wanted, of the integers it reads."""
+    found, lost = {}, []
+    for region in (region for region in regions if region.layers):
+        wanted = [n for n in region.reads if n.target is _QUANTIZE] if entries else []
+        goal = counterparts(subject, [region.output, *wanted])
+        if region.output in goal:
+            found[region] = goal
+        else:
+            lost.append(region.name)
+    if lost:
+        subject.note(f"{name} left what the float model has no counterpart of: {few(lost)}")
+    return found
+
+
+def _each(
+    learner: _Learner, regions: list[Region], goals: Mapping[Region, Mapping[Node, Node]], name: str
+) -> list[str]:
+    """Fits and learns one region after the other; returns the names of those that keep what was fitted."""
+    kept: list[str] = []
+    done, walk, journal = 0, learner.walk, Journal(learner.subject, name)
+    last = {node: region for region in goals for node in region.reads}
+    for number, region in enumerate(regions):
+        changed = True
+        if region in goals:
+            learner.subject.report(f"{name} {region.name}", done, len(goals))
+            learner.fit(region, journal)
+            learn = partial(learner.learn, region, goals[region], number)
+            changed = learner.store(region, journal.once(f"region_{number}", learn))
+            for other in goals[region].values():
+                learner.beside.finish(other)
+            kept += [] if changed else [region.name]
+            done += 1
+        for segment in region.segments if changed or len(region.segments) == 1 else ():
+            walk.advance(segment)
+        for node in [node for node in region.reads if last.get(node) is region]:
+            walk.release(node)
+    learner.subject.report(name, done, len(goals))
+    return kept
+
+
+def _importance(subject: Subject, goals: Mapping[Region, Mapping[Node, Node]]) -> dict[Node, Tensor]:
+    """The importance of the channels of the outputs of all regions of several layers."""
+    axes = {goal[r.output]: channel_axis(r.layers[-1]) for r, goal in goals.items() if len(r.layers) > 1}
+    return importance(subject.reference, axes, subject.batches) if axes else {}
+
+
+@dataclass
+class _Learner:
+    """Learns the weights of regions on stored values; ``sizes`` counts the samples of each batch."""
+
+    subject: Subject
+    layers: Mapping[Node, Node]
+    sizes: list[int]
+    walk: Walk
+    beside: Beside
+    drop: float
+    importance: Mapping[Node, Tensor]
+
+    def fit(self, region: Region, journal: Journal) -> None:
+        """Gives the layers of a region the integers that second-order rounding does; a block is walked on the way."""
+        for segment in region.segments:
+            for node in segment.nodes:
+                if node in region.layers and not reason(node):
+                    fit(Layer(self.walk, segment, node, self.beside, self.layers[node]), journal)
+                    self.walk.forget()
+                    self.beside.finish(source_of(self.layers[node]))
+            if len(region.segments) > 1:
+                self.walk.advance(segment)
+
+    def learn(self, region: Region, goal: Mapping[Node, Node], number: int) -> State:
+        """Integers and a shift of the bias for each layer of a region; ``kept`` where these are no gain."""
+        for other in goal.values():
+            self.beside.reach(other)
+        axis = channel_axis(region.layers[-1])
+        part = Part(region, goal, self.walk, self.beside.walk, self.sizes, axis, self.drop)
+        generator = torch.Generator().manual_seed(self.subject.config.seed * 1_000_003 + number)
+        before, soft = part.held_errors({}), self._soften(part)
+        gains = _gains(part, self.importance.get(goal[region.output]))
+        _minimise(part, soft, gains, generator, self.subject.config.rounding_steps)
+        if len(soft) == 1:
+            _choose(next(iter(soft.values())), part.held_errors(_hard(soft)) < before)
+        if not bool((part.held_errors(_hard(soft)) * gains).sum() < (before * gains).sum()):
+            return {"kept": torch.ones(1)}
+        state = {f"{layer.name}.weight": weight.integers().to(torch.int8) for layer, weight in soft.items()}
+        return state | {f"{layer.name}.bias": weight.shifts().double() for layer, weight in soft.items()}
+
+    def store(self, region: Region, state: State) -> bool:
+        """Writes what was learned into the graph; returns whether there is anything."""
+        if "kept" in state:
+            return False
+        for layer in region.layers:
+            set_parameter(self.walk.graph, str(_integers(layer).target), state[f"{layer.name}.weight"])
+            add_to_bias(self.walk.graph, layer, state[f"{layer.name}.bias"])
+        self.walk.forget()
+        return True
+
+    def _soften(self, part: Part) -> dict[Node, SoftWeight]:
+        """The soft weight of each layer."""
+        index, rows = next(part.minibatches(torch.Generator().manual_seed(0)))
+        with torch.no_grad():
+            env = part.run(index, rows, {})
+        made = {}
+        for layer in part.region.layers:
+            output, axis = env[layer], channel_axis(layer)
+            others = [dim for dim in range(output.dim()) if dim != axis % output.dim()]
+            real = parameter(self.subject.reference, self.layers[layer].args[1])
+            assert real is not None
+            made[layer] = soften(self.walk.graph, layer, real, output.std(others))
+        return made
+
+
+@torch.no_grad()
+def _gains(part: Part, importance: Tensor | None) -> Tensor:
+    """g_c over Σ g_c ‖ŷ⁰_c − y_c‖², float32; without ``importance`` each channel's error counts as much."""
+    draws = part.minibatches(torch.Generator().manual_seed(1))
+    errors = torch.stack([part.errors({}, *next(draws)) for _ in range(_DRAWS)]).mean(0)
+    if importance is None or importance.shape != errors.shape:
+        importance = 1 / errors.clamp(min=max(1e-3 * float(errors.mean()), 1e-30))
+    return importance / (importance * errors).sum().clamp(min=1e-30)
+
+
+def _hard(soft: Mapping[Node, SoftWeight]) -> Given:
+    return {layer: (weight.integers() * weight.scale, weight.shifts()) for layer, weight in soft.items()}
+
+
+@torch.enable_grad()
+def _minimise(
+    part: Part, soft: Mapping[Node, SoftWeight], gains: Tensor, generator: torch.Generator, steps: int
+) -> None:
+    """Trains the soft weights of a region."""
+    groups = [
+        {"params": [weight.logits for weight in soft.values()], "lr": min(0.3, TRAVEL / steps)},
+        {"params": [weight.shift for weight in soft.values()], "lr": BIAS_RATE},
+    ]
+    optimizer, batches = torch.optim.Adam(groups, betas=(0.9, 0.99)), part.minibatches(generator)
+    for step in range(steps):
+        given = {layer: weight() for layer, weight in soft.items()}
+        loss = (part.errors(given, *next(batches), generator if part.drop else None) * gains).sum()
+        if step >= WARMUP * steps:
+            undecided = torch.stack([weight.undecided() for weight in soft.values()]).sum()
+            loss = loss + strength((step / steps - WARMUP) / (1 - WARMUP)) * undecided
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+
+def _choose(soft: SoftWeight, better: Tensor) -> None:
+    """Takes back the channels that are not better, where the weight has as many."""
+    if len(better) == soft.scale.numel() == len(soft.shift):
+        soft.take_back(~better)

@@ -1,0 +1,103 @@
+"""Regions: the parts of a quantized graph that are reconstructed at once, each with one output.
+
+A *unit* is one segment between two quantizers: a convolution or linear layer with the activation fused to it. A *block*
+is what lies between two values that everything passes through: with the values in their order, position i is such a
+point (an articulation) when nothing made before it is read after it. In a chain every unit is a block of its own; a
+residual path, with the units on both of its sides up to their sum, is one block. A network whose first value is read
+at its end (a U-Net) is a single block in this sense: a block of more than ``MOST`` layers is taken apart into units.
+
+What a region should have made is the value of the same operator in the float graph: its *counterpart*.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import Tensor
+from torch.fx import Node
+
+from qtool.form import quantized
+from qtool.quantization.algorithms.subject import Subject
+from qtool.quantization.algorithms.walk import Segment
+
+MOST = 12
+"""The greatest number of layers that are learned together."""
+_QUANTIZE = quantized.quantize_per_tensor.default
+
+
+@dataclass(frozen=True)
+class Region:
+    """Consecutive segments, read by what follows at the last one's output alone; ``layers`` are those to learn."""
+
+    segments: tuple[Segment, ...]
+    layers: tuple[Node, ...]
+
+    @cached_property
+    def nodes(self) -> tuple[Node, ...]:
+        """Its operators in order, up to the one whose value is compared: the last one's quantizer is left out."""
+        nodes = tuple(node for segment in self.segments for node in segment.nodes)
+        return nodes[:-1] if nodes[-1].target is _QUANTIZE else nodes
+
+    @property
+    def output(self) -> Node:
+        """The operator whose value is compared with the float model's, before it is quantized."""
+        return self.nodes[-1]
+
+    @cached_property
+    def reads(self) -> tuple[Node, ...]:
+        """The values that come into it."""
+        own = {segment.output for segment in self.segments}
+        return tuple(dict.fromkeys(n for segment in self.segments for n in segment.reads if n not in own))
+
+    @property
+    def name(self) -> str:
+        """The units of its layers: the only one, or the first and the last."""
+        names = [str(layer.meta.get("unit", layer.name)) for layer in self.layers]
+        return names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"
+
+
+def units(segments: Iterable[Segment], layers: Iterable[Node]) -> list[Region]:
+    """Each segment as a region."""
+    wanted = set(layers)
+    return [Region((s,), tuple(n for n in s.nodes if n in wanted)) for s in segments]
+
+
+def blocks(segments: list[Segment], layers: Iterable[Node]) -> tuple[list[Region], list[str]]:
+    """The regions between articulation points, in order, and the names of those that were too large for one."""
+    wanted, last = set(layers), {node: i for i, segment in enumerate(segments) for node in segment.reads}
+    found: list[Region] = []
+    large: list[str] = []
+    alive: set[Node] = set()
+    start = 0
+    for index, segment in enumerate(segments):
+        alive = {node for node in alive if last[node] > index}
+        if not alive:
+            part = segments[start : index + 1]
+            region = Region(tuple(part), tuple(n for s in part for n in s.nodes if n in wanted))
+            split = len(region.layers) > MOST
+            large += [region.name] if split else []
+            found += units(part, wanted) if split else [region]
+            start = index + 1
+        if last.get(segment.output, -1) > index and isinstance(segment.output.meta.get("val", None), Tensor | None):
+            alive.add(segment.output)
+    return found + units(segments[start:], wanted), large
+
+
+def counterparts(subject: Subject, nodes: Iterable[Node]) -> dict[Node, Node]:
+    """The operators of the float graph that compute what ``nodes`` of the quantized one stand for, where there are any.
+
+    A quantizer's is that of the value it quantizes.
+    """
+    by_name = {node.name: node for node in subject.reference.graph.nodes}
+    by_unit = {placed.unit.name: placed.output.name for placed in subject.placement.placed}
+    found = {}
+    for node in nodes:
+        source = node.args[0] if node.target is _QUANTIZE else node
+        assert isinstance(source, Node)
+        for name in (by_unit.get(str(source.meta.get("unit"))), source.name):
+            if name in by_name and by_name[name].target == source.target:
+                found[node] = by_name[name]
+                break
+    return found
