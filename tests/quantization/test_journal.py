@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+import pytest
 import torch
 from hard_nets import images
 from test_adaround import subject
 from torch import nn
 
+import qtool
+from qtool.quantization.algorithms import reconstruct
 from qtool.quantization.algorithms.journal import Journal, fingerprint
 
 
@@ -48,3 +51,27 @@ def test_a_part_is_made_once_unless_its_file_is_broken_and_a_stale_journal_goes(
     Journal(dataclasses.replace(given, batches=[images(8, seed=5)]), "x").once("part", make)
     assert len(made) == 3
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_stage_tells_its_progress_goes_on_and_leaves_nothing_of_the_journal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+
+    def run(progress: object) -> None:
+        qtool.quantize(
+            net(), [images(8)], out=tmp_path / "run", algorithms=("adaround",), rounding_steps=3, progress=progress
+        )
+
+    with monkeypatch.context() as patch:
+        patch.setattr(reconstruct._Learner, "learn", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run(None)
+    assert len(list((tmp_path / "run" / "checkpoints").rglob("*.safetensors"))) == 1
+    run(told.append)
+    assert "quantize: adaround conv2d (0 of 1)" in told
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def interrupted(*_: object) -> None:
+    raise KeyboardInterrupt
