@@ -15,7 +15,8 @@ scaled, and ``g_o`` the gain of an error there towards the model's output, squar
 A whole residual path is scaled at once (``streams.py``), which the two-layer form leaves out, and ReLU6 is handled,
 up to what was seen of each channel, where that form has to replace it.
 
-Channels are shifted before they are scaled; see ``absorb.py``.
+Channels are shifted before they are scaled; see ``absorb.py``. The model is one thing, what happens another: shifting
+and scaling, each alone and neither are compared on samples (``verify.py``), and what does not help there is not done.
 
 A path that something else reads (a concatenation, a product, an output) is left as it is, and the note says so.
 """
@@ -35,14 +36,19 @@ from qtool.nested import call
 from qtool.quantization.algorithms.absorb import shift, shifts
 from qtool.quantization.algorithms.streams import ANCHORS, Stream, find_streams, per_input, towards_inputs
 from qtool.quantization.algorithms.subject import Declined, Subject
+from qtool.quantization.algorithms.verify import Samples
 from qtool.quantization.capture import aten, parameter, set_parameter
 from qtool.quantization.norms import NORMAL
 
 ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0)
 MOST = 256.0
 """The greatest factor, either way: a channel that is hardly used stays nearly so."""
-HEADROOM = 1.6
+HEADROOM = 3.0
 """How much further than the largest value seen a channel may go before a ReLU6 clips it: unseen samples do."""
+DEVIATIONS = 12.0
+"""How many standard deviations above its mean it may go likewise: a channel that was silent so far may speak up."""
+LEFT = 0.95
+"""The share of the readers' error that has to be left for a path to be changed."""
 _STEPS = 60
 _NOISE = 1 / 12
 
@@ -58,21 +64,37 @@ def equalize(subject: Subject) -> None:
         raise Declined("no path of channels can be rescaled")
     seen = observe(subject.graph, fit, subject.batches)
     gains = output_gains(subject.graph, streams)
-    changed = moved = 0
+    samples = Samples(subject.graph, fit, subject.batches)
+    changed = moved = worse = 0
     for stream in fit:
-        by = shifts(stream, {v: seen[v].lowest for v in stream.values}, {v: seen[v].middle for v in stream.values})
+        by, scales, better = _best_change(subject, stream, seen, gains, samples)
+        worse += not better
         if by:
             shift(subject.graph, stream, by)
-            seen |= {value: seen[value].shifted(by[value]) for value in stream.values}
             moved += 1
-        model = NoiseModel(subject.graph, stream, seen, gains, _quantized_values(stream, subject))
-        scales = model.best()
         if not bool((scales == 1).all()):
             rescale(subject.graph, stream, scales)
             changed += 1
     subject.graph.graph.eliminate_dead_code()
     subject.graph.recompile()
     subject.note(f"equalize: rescaled {changed} and shifted {moved} of {len(streams)} paths")
+    if worse:
+        subject.note(f"equalize: {worse} paths left as they are: their readers did no better on samples")
+
+
+def _best_change(
+    subject: Subject, stream: Stream, seen: dict[Node, Seen], gains: dict[Node, Tensor], samples: Samples
+) -> tuple[dict[Node, Tensor], Tensor, bool]:
+    """The shifts and scales with which the stream's readers do best, and whether that is better than none at all."""
+    quantized, ones = _quantized_values(stream, subject), torch.ones(stream.num_channels)
+    found = shifts(stream, {v: seen[v].lowest for v in stream.values}, {v: seen[v].middle for v in stream.values})
+    options: list[tuple[dict[Node, Tensor], Tensor]] = []
+    for by in ([found] if found else []) + [{}]:
+        moved_seen = seen | {value: seen[value].shifted(by[value]) for value in by}
+        options += [(by, NoiseModel(subject.graph, stream, moved_seen, gains, quantized).best()), (by, ones)]
+    errors = [samples.error(stream, scales, by) for by, scales in options]
+    best = min(range(len(options)), key=errors.__getitem__)
+    return (*options[best], True) if errors[best] < LEFT * errors[-1] else ({}, ones, False)
 
 
 def _quantized_values(stream: Stream, subject: Subject) -> list[Node]:
@@ -105,6 +127,11 @@ class Seen:
     def middle(self) -> Tensor:
         """The middle of the mean extremes."""
         return (self.low + self.high) / 2
+
+    def reach(self) -> Tensor:
+        """How far up values are taken to go: beyond what was seen, by its largest value and by its deviation."""
+        deviation = (self.square - self.mean.square()).clamp(min=0.0).sqrt()
+        return torch.maximum(self.highest * HEADROOM, self.mean + DEVIATIONS * deviation).clamp(min=0.0)
 
     @classmethod
     def of(cls, value: Tensor, axis: int) -> Seen:
@@ -208,7 +235,7 @@ class NoiseModel:
         low = torch.full((stream.num_channels,), 1 / MOST)
         high = torch.full((stream.num_channels,), MOST)
         for node, cap in stream.caps.items():
-            reach = seen[node.args[0]].highest.clamp(min=0.0) * HEADROOM  # type: ignore[index]
+            reach = seen[node.args[0]].reach()  # type: ignore[index]
             clipped = reach >= cap
             low[clipped] = high[clipped] = 1.0
             high = torch.where(clipped, high, torch.minimum(high, cap / reach.clamp(min=cap / MOST)))

@@ -1,0 +1,69 @@
+"""Verification on samples: the error of a reader is that of its rounded form, and what does not help is not done."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from test_equalize import BATCHES, subject
+from torch import nn
+
+from qtool.quantization.algorithms.equalize import equalize
+from qtool.quantization.algorithms.streams import find_streams
+from qtool.quantization.algorithms.verify import Samples, rounded, rounded_rows
+from qtool.quantization.capture import copied
+
+
+def pair() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU(), nn.Conv2d(8, 5, 3), nn.Flatten()).eval()
+    with torch.no_grad():
+        model[0].weight[2] *= 50
+        model[0].bias[2] *= 50
+        model[2].weight[:, 2] /= 50
+    return model
+
+
+def test_rounding_is_that_of_an_affine_and_of_a_symmetric_grid() -> None:
+    x, weight = torch.randn(40, 7) + 0.5, torch.randn(6, 7)
+    step = float(x.max() - x.min()) / 255
+    wanted = torch.fake_quantize_per_tensor_affine(x, step, round(-float(x.min()) / step), 0, 255)
+    torch.testing.assert_close(rounded(x, 1.0), wanted)
+    scale, zeros = weight.abs().amax(1) / 127, torch.zeros(6, dtype=torch.int32)
+    torch.testing.assert_close(
+        rounded_rows(weight), torch.fake_quantize_per_channel_affine(weight, scale, zeros, 0, -127, 127)
+    )
+
+
+def test_the_error_is_that_of_a_rounded_reader_and_falls_with_the_right_scales() -> None:
+    model = pair()
+    given = subject(model, BATCHES)
+    stream = find_streams(given.graph)[0]
+    samples = Samples(given.graph, [stream], BATCHES)
+    with torch.no_grad():
+        x = model[1](model[0](BATCHES[0][:16]))
+        wanted = nn.functional.conv2d(x, model[2].weight)
+        errors = []
+        for width in (1.0, 0.8, 0.6, 0.45, 0.3):
+            gap = nn.functional.conv2d(rounded(x, width), rounded_rows(model[2].weight)) - wanted
+            errors.append(gap.var((0, 2, 3), correction=0).mean() / wanted.var((0, 2, 3), correction=0).mean())
+    plain = samples.error(stream, torch.ones(8), {})
+    assert plain == pytest.approx(float(min(errors)), rel=1e-3)
+    level = torch.ones(8)
+    level[2] = 1 / 50
+    assert samples.error(stream, level, {}) < 0.2 * plain
+
+
+def test_a_change_that_readers_do_no_better_with_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = sys.modules[equalize.__module__]
+    bad = torch.ones(8)
+    bad[2] = 20.0  # the channel that sticks out, further
+    monkeypatch.setattr(module.NoiseModel, "best", lambda self: bad)
+    monkeypatch.setattr(module, "shifts", lambda *_: {})
+    given = subject(pair(), BATCHES)
+    before = copied(given.graph)
+    equalize(given)
+    for (name, found), (_, wanted) in zip(given.graph.state_dict().items(), before.state_dict().items(), strict=True):
+        assert torch.equal(found, wanted), name
+    assert given.notes[-1] == "equalize: 1 paths left as they are: their readers did no better on samples"
