@@ -14,12 +14,13 @@ Left out on purpose: anything about what is corrected, which is each method's ow
 from __future__ import annotations
 
 import functools
+import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import IO, Any, cast
 
 import numpy as np
 import torch
@@ -31,8 +32,14 @@ from qtool.form import quantized
 from qtool.nested import tensors
 from qtool.quantization.constants import constant_nodes
 
+try:
+    import fcntl
+except ImportError:  # Windows has none: what a killed process left stays there
+    fcntl = None  # type: ignore[assignment]
+
 BUDGET = 2**30
 """Bytes of layer inputs that are held in memory; what is beyond them is written to files."""
+_PREFIX = "qtool-walk-"
 _QUANTIZE = quantized.quantize_per_tensor.default
 _DEQUANTIZE = quantized.dequantize_per_tensor.default
 
@@ -286,6 +293,7 @@ class Store:
         self._memory: dict[Node, dict[int, Any]] = {}
         self._files: dict[Node, dict[int, Path]] = {}
         self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._lock: IO[str] | None = None
 
     def put(self, node: Node, index: int, value: Any) -> None:
         """Stores a value in place of an earlier one; a tensor beyond the budget goes to a file."""
@@ -319,14 +327,30 @@ class Store:
         """Removes everything, files included."""
         self._memory.clear()
         self._files.clear()
-        if self._folder is not None:
+        if self._folder is not None and self._lock is not None:
+            self._lock.close()
             self._folder.cleanup()
             self._folder = None
 
     def _write(self, value: Tensor) -> Path:
         if self._folder is None:
-            self._folder = tempfile.TemporaryDirectory(prefix="qtool-walk-")
+            _sweep()
+            self._folder = tempfile.TemporaryDirectory(prefix=_PREFIX)
+            self._lock = Path(self._folder.name, "lock").open("w")  # noqa: SIM115 - held until close
+            if fcntl is not None:
+                fcntl.flock(self._lock, fcntl.LOCK_EX)
         descriptor, name = tempfile.mkstemp(dir=self._folder.name, suffix=".pt")
         with open(descriptor, "wb") as file:
             torch.save(value.clone(), file)
         return Path(name)
+
+
+def _sweep() -> None:
+    """Removes the folders of walks whose process was killed: nobody holds their lock any more."""
+    for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/lock") if fcntl is not None else ():
+        try:
+            with path.open() as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path.parent, ignore_errors=True)
+        except OSError:
+            continue  # held, or another user's
