@@ -6,6 +6,7 @@ import functools
 import itertools
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from qtool.quantization import pt2e
 from qtool.quantization.algorithms import Declined, Subject, reconstruct
 from qtool.quantization.algorithms.adaround import adaround
 from qtool.quantization.algorithms.gptq import gptq
+from qtool.quantization.algorithms.part import Part
 from qtool.quantization.algorithms.soft import SoftWeight
 from qtool.quantization.calibrate import calibrate
 from qtool.quantization.capture import copied, parameter
@@ -127,6 +129,28 @@ def test_a_soft_weight_starts_as_the_real_one_and_ends_within_a_step_of_it() -> 
     torch.testing.assert_close(soft()[0], real, atol=1e-3, rtol=0)
     soft.logits.data.normal_(std=4.0)
     assert float((soft.integers() * 0.5 - real).abs().max()) < 0.5 * (1 + 1e-3)
+
+
+def test_every_eighth_sample_is_held_out_and_never_trained_on() -> None:
+    part = Part(None, {}, SimpleNamespace(num_batches=3), None, [5, 40, 9], 1)  # type: ignore[arg-type]
+    first, seen = (0, 5, 45), set()
+    for index, rows in itertools.islice(part.minibatches(torch.Generator().manual_seed(0)), 60):
+        assert len(rows) <= 32
+        seen |= {first[index] + row for row in rows.tolist()}
+    assert seen == {place for place in range(54) if place % 8 != 7}
+
+
+def test_in_the_end_every_weight_is_decided(monkeypatch: pytest.MonkeyPatch) -> None:
+    minimise, left = reconstruct._minimise, []
+
+    def watched(part: Part, soft: dict, *others: object) -> None:
+        minimise(part, soft, *others)  # type: ignore[arg-type]
+        left.extend(float(weight.undecided().detach()) for weight in soft.values())
+
+    monkeypatch.setattr(reconstruct, "_minimise", watched)
+    adaround(subject(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval(), [correlated(64, 8)], 200))
+    assert len(left) == 2
+    assert max(left) < 0.01
 
 
 class Killed(Exception):
