@@ -20,7 +20,7 @@ TOLERANCE = 0.05
 
 
 def predicted_bytes(quantized: QuantizedModel) -> int:
-    """Bytes of all constants of the quantized graph; zero points of weights as int8, of biases as nothing.
+    """Bytes of all constants of the quantized graph; zero points of weights as int8, of biases and tables as nothing.
 
     Floats that are all zero are stored once for each shape.
     Weights of four bits take half a byte; their zero points, which the file leaves out, are within the tolerance.
@@ -33,7 +33,7 @@ def predicted_bytes(quantized: QuantizedModel) -> int:
             total += 0 if tensor.shape in zeros else tensor.numel() * tensor.element_size()
             zeros.add(tensor.shape)
         elif name.endswith("zero_point") or "zero_point" in name:
-            total += 0 if "bias" in name else tensor.numel()
+            total += 0 if "bias" in name or "table" in name else tensor.numel()
         else:
             total += tensor.numel() * tensor.element_size()
     packed = [node for node in graph.graph.nodes if _is_int4(node)]

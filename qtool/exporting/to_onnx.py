@@ -33,6 +33,7 @@ from qtool.exporting.passes import (
     names,
     pads,
     stem,
+    tables,
 )
 from qtool.form import QuantizedModel, quantize_nodes, to_program
 
@@ -43,7 +44,7 @@ Pass = Callable[[ir.Model], int]
 PASSES: dict[str, tuple[Pass, ...]] = {
     "ort-cpu": (
         global_pool.apply, activations.apply, hard_sigmoid.apply, pads.apply, biases.apply, float_units.apply,
-        stem.apply,
+        stem.apply, tables.apply,
     ),
     "openvino": (global_pool.apply, activations.apply, biases.apply),
     "tensorrt": (global_pool.apply, activations.apply),

@@ -38,6 +38,7 @@ from qtool.quantization.products import write_products
 from qtool.quantization.qat import FineTune, check_tuning, set_training, train_quantized
 from qtool.quantization.second_order import SecondOrder, is_slow
 from qtool.quantization.sensitivity import Sensitivities
+from qtool.quantization.tables import quantize_tables
 from qtool.quantization.targets import ORT_CPU, Target, get_target
 from qtool.recipe import QatConfig, QuantizeConfig
 
@@ -71,6 +72,7 @@ def quantize(
     made = convert(
         model, config, example=example, calibration=calibration, qat=qat, tuning=tuning, report=report, scratch=scratch
     )
+    quantize_tables(made.graph, made.placement)
     notes = (*made.notes, *finish(made.graph, integer_bias=made.placement.target.integer_bias))
     notes += (AT_LOADING,) if config.weights_only and made.placement.target.name == ORT_CPU.name else ()
     return QuantizedModel(made.graph, made.placement.plan(notes), example, made.float_graph, made.ranges)

@@ -23,6 +23,8 @@ RELU_LIKE = (
 )  # fmt: skip
 GATE_RANGE = (0.0, 255 / 256)
 """Steps of 1/256 from 0: a gate's 0.5 is an integer, and its 1 the last integer's nearest."""
+LEAST_ROWS = 256
+"""Of an embedding table that is worth quantizing."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,7 @@ class Target:
         """Layers whose weights alone are integers: they are dequantized, and everything runs in float."""
         patterns = self._layers("its {bits}-bit weights are dequantized and it runs in float: what they gain is size")
         patterns = tuple(dataclasses.replace(p, operands=()) if p.weighted else p for p in patterns)
+        patterns += tuple(pattern for pattern in self.patterns if pattern.kind == "embedding")
         return dataclasses.replace(self, patterns=patterns, leaves="only weights are quantized")
 
     def with_activations(self, bits: int) -> Target:
@@ -149,6 +152,15 @@ def pool_to_one(node: torch.fx.Node) -> str:
     return "" if ones else "adaptive pooling to more than one cell has no integer kernel"
 
 
+def large_table(node: torch.fx.Node) -> str:
+    """Why the table of a lookup is not worth quantizing; empty when it is."""
+    table = node.args[0]
+    if not (isinstance(table, torch.fx.Node) and table.op == "get_attr"):
+        return "its table is computed, not stored"
+    rows = table.meta["val"].shape[0]
+    return "" if rows >= LEAST_ROWS else f"a table of {rows} rows is small"
+
+
 def plain_sum(node: torch.fx.Node) -> str:
     if any(not isinstance(arg, torch.fx.Node) for arg in node.args[:2]):
         return "an operand is a Python number"
@@ -180,3 +192,7 @@ PADS = (aten.constant_pad_nd.default, aten.pad.default)
 UPSAMPLES = (aten.upsample_nearest1d.vec, aten.upsample_nearest2d.vec)
 BINARY: dict[str, Any] = {"activations": RELU_LIKE, "operands": (0, 1), "accepts": plain_sum}
 BETWEEN: dict[str, Any] = {"needs_integer_inputs": True}
+TABLE = Pattern(
+    "embedding", (aten.embedding.default,), operands=(), quantizes_output=False, accepts=large_table,
+    in_float="rows of its 8-bit table are dequantized as they are read: what that gains is size",
+)  # fmt: skip

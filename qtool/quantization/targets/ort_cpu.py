@@ -4,7 +4,7 @@ uint8 activations with int8 weights are the fast path (VPDPBUSD multiplies unsig
 absorbed when the output's integer range already clips like it, so relu, relu6 and hardtanh cost nothing; a matrix
 product may return float directly, so the last linear layer needs no output quantizer; poolings, paddings,
 repetitions and reshapes move bytes. A sigmoid is a table of 256, a product one kernel: hard-swish and SiLU are written
-so. Softmax and layer-norm stay in float, and with them attention's products of two activations.
+so. Softmax and layer-norm stay in float, and with them attention's products of two activations. Lookups read bytes.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from qtool.quantization.targets.base import (
     MOVES,
     RELU_LIKE,
     SMOOTH,
+    TABLE,
     UPSAMPLES,
     Pattern,
     Target,
@@ -49,6 +50,7 @@ ORT_CPU = Target(
         Pattern("sigmoid", (aten.sigmoid.default,), fixed=GATE_RANGE, **BETWEEN),
         Pattern("hard_sigmoid", (aten.hardsigmoid.default,), fixed=GATE_RANGE, **BETWEEN),
         Pattern("leaky_relu", (aten.leaky_relu.default,), **BETWEEN),
+        TABLE,
         Pattern("activation", (*RELU_LIKE, *SMOOTH), in_float="it runs in float between integers", **BETWEEN),
     ),
     products=(aten.silu.default, aten.hardswish.default),
