@@ -6,7 +6,7 @@ Training keeps, for each parameter, in bytes:
 weights       4, or 2 under 16-true and bf16-true; 2 more for --rounding compensated
 gradients     in the dtype of the weights; none together with --step-in-backward
 states        AdamW two moments, SGD one (none without momentum), Adafactor rows and columns (next to
-              nothing), in the dtype of the weights, in float32 where updates are widened (--rounding);
+              nothing), in the dtype of the weights, in float32 where updates are widened (--rounding, 16-true);
               8-bit ones a byte each, and a float32 scale for every 256
 activations   about 8, with the temporaries of a step; about 4 where they are in 16 bits. A rule of
               thumb for the batch that people train with, and the one line here that is no arithmetic:
@@ -82,8 +82,12 @@ def _states(config: TrainConfig, width: float) -> float:
     if config.optimizer.endswith("8bit"):
         return moments * (1 + 4 / _BLOCK)
     # bitsandbytes keeps float32 moments whatever the weights are; torch those of the weights
-    wide = config.rounding != "nearest" or config.optimizer == "paged-adamw"
+    wide = config.rounding != "nearest" or config.optimizer == "paged-adamw" or _widened(config)
     return moments * (4.0 if wide else width)
+
+
+def _widened(config: TrainConfig) -> bool:
+    return config.precision == "16-true" and config.optimizer == "adamw"
 
 
 def num_gpus(total_bytes: float, gpu_bytes: float) -> int:

@@ -6,7 +6,7 @@ precision    weights  activations update  what it needs
 32-true      float32  float32     float32
 16-mixed     float32  float16     float32 loss scaling: float16 gradients underflow below 2⁻²⁴
 bf16-mixed   float32  bfloat16    float32
-16-true      float16  float16     float16 values within ±65,504
+16-true      float16  float16     float32 values within ±65,504
 bf16-true    bfloat16 bfloat16    bfloat16 8 bits of significand: small updates round away
 ===========  =======  ==========  ======  ==================================================
 

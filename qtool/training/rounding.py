@@ -1,4 +1,4 @@
-"""bfloat16 weights that small updates still move.
+"""16-bit weights that small updates still move.
 
 A bfloat16 has 8 bits of significand: an update below 1/512 of its weight is lost when it is rounded to
 nearest, and towards the end of a fine-tune most of them are. Two ways out, both with the weights alone
@@ -10,9 +10,13 @@ in bfloat16 between steps:
 * ``compensated``: what rounding took away is kept in a second bfloat16 per weight and added back at the
   next step, in the manner of Kahan; the pair has about 16 bits of significand. Two bytes per weight.
 
+A float16 has 11 bits, and nearest will do. But its smallest number is 2⁻²⁴: AdamW's second moment, the square of a
+gradient, and the 10⁻⁸ that keeps it from a division by zero, are both zero there, and weights are infinite after a
+few steps. So under 16-true torch's adaptive optimizers keep float32 states too; their weights round to nearest.
+
 The update itself runs in float32: each step widens the weights and gradients of a few parameters at a
 time, has the optimizer step those, and rounds. So it works with every optimizer, and the optimizer's
-states are those it would have for float32 weights. Parameters that are not bfloat16 pass through.
+states are those it would have for float32 weights. Parameters of other widths pass through.
 """
 
 from __future__ import annotations
@@ -24,8 +28,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from qtool.recipe import TrainConfig
 from qtool.step import Setup
 
+NARROW = (torch.float16, torch.bfloat16)
+ADAPTIVE = ("adamw", "adafactor")
+"""Optimizers of torch whose states have the dtype of the weights, and divide by what is tiny."""
 CHUNK = 4 * 2**20
 """Weights widened at a time (at least one parameter): 16 MiB for them, and as much for their gradients."""
 
@@ -33,7 +41,12 @@ CHUNK = 4 * 2**20
 def apply(setup: Setup, example: Any) -> None:
     """Has the optimizer that was set up so far update in float32 and round as the config says."""
     inner, rounding = setup.make_optimizer, setup.config.rounding
-    setup.make_optimizer = lambda parameters: WideUpdates(parameters, inner, compensated=rounding == "compensated")
+    setup.make_optimizer = lambda parameters: WideUpdates(parameters, inner, rounding)
+
+
+def wanted(config: TrainConfig) -> bool:
+    """Whether updates are widened."""
+    return config.rounding != "nearest" or (config.precision == "16-true" and config.optimizer in ADAPTIVE)
 
 
 def round_stochastically(value: Tensor) -> Tensor:
@@ -49,13 +62,12 @@ class WideUpdates(Optimizer):
     """
 
     def __init__(
-        self, parameters: list[nn.Parameter], make: Callable[[list[nn.Parameter]], Optimizer], *, compensated: bool
+        self, parameters: list[nn.Parameter], make: Callable[[list[nn.Parameter]], Optimizer], rounding: str
     ) -> None:
         super().__init__(parameters, {"lr": 0.0})
-        self.compensated = compensated
+        self.rounding = rounding
         self.stand_ins = {
-            p: nn.Parameter(p.new_empty(0, dtype=torch.float32) if p.dtype == torch.bfloat16 else p.data)
-            for p in parameters
+            p: nn.Parameter(p.new_empty(0, dtype=torch.float32) if p.dtype in NARROW else p.data) for p in parameters
         }
         self.inner = make(list(self.stand_ins.values()))
         self.param_groups[0].update({k: v for k, v in self.inner.param_groups[0].items() if k != "params"})
@@ -90,7 +102,7 @@ class WideUpdates(Optimizer):
     def _widen(self, parameter: nn.Parameter) -> None:
         wide = self.stand_ins[parameter]
         wide.grad = None
-        if parameter.dtype == torch.bfloat16:
+        if parameter.dtype in NARROW:
             wide.data = parameter.float()
             if parameter in self.state:
                 wide.data += self.state[parameter]["compensation"]
@@ -100,13 +112,11 @@ class WideUpdates(Optimizer):
     def _round(self, parameter: nn.Parameter) -> None:
         wide = self.stand_ins[parameter]
         wide.grad = None
-        if parameter.dtype != torch.bfloat16:
+        if parameter.dtype not in NARROW:
             return
-        if self.compensated:
-            parameter.copy_(wide)
+        parameter.copy_(round_stochastically(wide.data) if self.rounding == "stochastic" else wide)
+        if self.rounding == "compensated":
             self.state[parameter]["compensation"] = (wide.data - parameter).bfloat16()
-        else:
-            parameter.copy_(round_stochastically(wide.data))
         wide.data = wide.data.new_empty(0)
 
     def state_dict(self) -> dict[str, Any]:

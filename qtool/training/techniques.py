@@ -52,7 +52,7 @@ TECHNIQUES = (
     Technique("replicas", lambda c: c.devices > 1 and c.strategy == "ddp", replicas.apply),
     Technique("sharding", lambda c: c.strategy == "fsdp", sharding.apply),
     Technique("optimizer", lambda c: True, optimizers.apply),
-    Technique("rounding", lambda c: c.rounding != "nearest", rounding.apply),
+    Technique("rounding", rounding.wanted, rounding.apply),
     Technique("local shards", lambda c: c.strategy == "fsdp", local_shards.apply),
     Technique("step in backward", lambda c: c.step_in_backward, step_in_backward.apply),
 )

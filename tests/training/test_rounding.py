@@ -3,7 +3,9 @@ import torch
 from torch import nn
 
 from qtool import checkpoint
+from qtool.recipe import TrainConfig
 from qtool.training.rounding import WideUpdates, round_stochastically
+from qtool.training.techniques import setup
 
 BF16 = {"precision": "bf16-true"}
 
@@ -36,9 +38,7 @@ def test_small_updates_move_a_weight_only_where_they_are_kept(rounding):
     def sgd(parameters):
         return torch.optim.SGD(parameters, lr=1e-5)
 
-    optimizer = (
-        sgd([weight]) if rounding == "nearest" else WideUpdates([weight], sgd, compensated=rounding == "compensated")
-    )
+    optimizer = WideUpdates([weight], sgd, rounding)
     optimizer.param_groups[0]["lr"] = 1e-5
     for _ in range(1000):
         weight.grad = torch.ones_like(weight)
@@ -47,6 +47,23 @@ def test_small_updates_move_a_weight_only_where_they_are_kept(rounding):
     assert weight.double().mean().item() == pytest.approx(expected, abs=3e-3)  # a step there is 2⁻⁸
     spread = weight.double().std().item()
     assert spread == 0 if rounding != "stochastic" else spread > 0
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
+def test_tiny_gradients_of_float16_weights_do_not_divide_by_zero(optimizer):
+    weight = nn.Linear(4, 4, bias=False).half()
+    before = weight.weight.detach().clone()
+    config = TrainConfig(device="cpu", precision="16-true", optimizer=optimizer)
+    with pytest.warns(UserWarning, match="65,504"):
+        made = setup(weight, config)
+    with made:
+        optimizer = made.make_optimizer([weight.weight])
+        optimizer.param_groups[0]["lr"] = 1e-2
+        weight.weight.grad = torch.full_like(weight.weight, 2.0**-14)  # its square is 2⁻²⁸
+        optimizer.step()
+    moved = weight.weight.detach() - before
+    assert moved.isfinite().all()
+    assert ((moved > -0.02) & (moved < 0)).all()
 
 
 def distance(a, b):
