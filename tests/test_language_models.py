@@ -55,6 +55,19 @@ def test_perplexity_is_that_of_all_counted_tokens(text: str) -> None:
     assert result.metrics["perplexity"] == pytest.approx(math.exp(nats / count), rel=1e-4)
 
 
+@pytest.mark.slow
+def test_with_merged_adapters_it_is_quantized_and_passes_its_gates(text: str, tmp_path: Path) -> None:
+    net, run = tmp_path / "net.py", tmp_path / "run"
+    net.write_text(
+        "from qtool.gpt import GPT\ndef small():\n    return GPT(256, layers=2, width=16, heads=2, context=32)\n"
+    )
+    qtool.train(f"{net}:small", text, out=run, lora=2, **OPTIONS)
+    quantized = qtool.quantize(run, out=run, calibration="train:4", calibration_batch_size=2, trust=True)
+    exported = qtool.export(run, parity_samples=2, reference_samples=1, trust=True)
+    assert not any(gate["passed"] is False for gate in exported.gates)
+    assert len(quantized.plan.integer_units) > 4
+
+
 def test_the_wrong_task_names_the_right_one(text: str) -> None:
     with pytest.raises(QtoolError, match="--task language-modelling"):
         qtool.train(small(), text, **(OPTIONS | {"task": "classification"}))

@@ -10,7 +10,8 @@ A fake loss has no value, and code that asks for one (``loss.item()``) is told o
 would find an overflow in that, is left out; it holds two numbers.
 
 What an operator allocates for itself, and gives back before it returns, is not seen by any of that; on the CPU it is
-found by calling it (``qtool.memory.scratch``). What an allocator loses to fragmentation is not predicted.
+found by calling it (``qtool.memory.scratch``). A compiled model has buffers of its own (``qtool.memory.compiled``).
+What an allocator loses to fragmentation is not predicted.
 
 Of several devices, what the first one needs is predicted; it has the largest share of each batch. Sharding runs as it
 is, in a group whose other processes are not there: parts, gathered blocks and summed gradients have their sizes all
@@ -35,12 +36,13 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from qtool import processes
 from qtool.devices import resolve_device
+from qtool.memory.compiled import Compiled, capture
 from qtool.memory.scratch import Scratch
 from qtool.nested import map_tensors, num_samples, tensors
 from qtool.recipe import TrainConfig
@@ -90,7 +92,8 @@ def predict(
     """
     start = time.monotonic()
     # New strides for fake parameters crash torch. Sizes are the same without; only what operators take depends on them
-    layout, config = config.channels_last, replace(config, channels_last=False)
+    layout, compiles = config.channels_last, config.compile
+    config = replace(config, channels_last=False, compile=False)
     total, share = num_samples(batch[0]), math.ceil(num_samples(batch[0]) / config.devices)
     copies = config.devices > 1 and config.strategy == "ddp"
     if copies:
@@ -102,6 +105,8 @@ def predict(
         model = _fake(build(), device)
         value, target = (map_tensors(lambda t: mode.from_tensor(_share(t, share)), part) for part in batch)
         with _in_place(device), prepare(model, config, _first(value)) as setup:
+            if compiles:
+                setup.replica = _compiled(setup, value, mode)
             tracker = Tracker(setup.device, scratch or Scratch(), layout)
             return _predicted(setup, (value, target), total, loss, start, tracker, copies)
 
@@ -121,6 +126,14 @@ def _in_place(device: torch.device) -> Iterator[None]:
     """Modules are made on ``device`` and not moved: torch swaps fake parameters on a move, which then fails."""
     with mock.patch.object(nn.Module, "to", lambda module, *args, **kwargs: module), device:
         yield
+
+
+def _compiled(setup: Setup, value: Any, mode: FakeTensorMode) -> nn.Module:
+    """What allocates in the place of the model what it would, compiled for the first micro-batch of ``value``."""
+    micro = math.ceil(num_samples(value) / setup.config.micro_batches)
+    part = setup.place(map_tensors(lambda t: _share(t, micro), value))
+    with _disable_current_modes(), mode, setup.forward():
+        return Compiled(capture(setup.model, part))
 
 
 def _share(tensor: torch.Tensor, count: int) -> torch.Tensor:

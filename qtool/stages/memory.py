@@ -59,8 +59,6 @@ def memory(
     spec = {"model": model, "data": data, "task": task}
     if config.batch_size == AUTO:
         raise UsageError("--batch-size auto", "a number", "auto", "name one here: train tells which it found")
-    if config.compile:
-        raise UsageError("--compile", "a step in eager mode", "a compiled one", "leave it out: it is not predicted yet")
     if measure and not all(isinstance(value, str) for value in spec.values()):
         raise UsageError("argument 'measure'", "model, data and task as specs", "an object", "pass specs")
     predicted = _in_fresh_process(spec, config, "predict") if train else _predicted(spec, config)

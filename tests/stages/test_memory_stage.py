@@ -76,9 +76,15 @@ def test_objects_are_predicted_but_not_measured(specs: dict[str, str]) -> None:
 
 
 def test_what_is_not_predicted_is_refused(specs: dict[str, str]) -> None:
-    told = invoke("memory", *flags(specs), "--compile")
+    told = invoke("memory", *flags(specs), "--batch-size", "auto")
     assert told.exit_code == 2
-    assert "--compile" in told.stderr
+    assert "--batch-size" in told.stderr
+
+
+@pytest.mark.slow
+def test_a_compiled_step_is_predicted_and_measured(specs: dict[str, str]) -> None:
+    found = stage.memory(**specs, measure=True, device="cpu", batch_size=256, compile=True)
+    assert abs(found["error"]) < 0.1
 
 
 def test_a_failure_in_the_fresh_process_is_told(specs: dict[str, str]) -> None:

@@ -1,0 +1,84 @@
+"""A compiled model's buffers: counted by hand on a small graph, and the peak beside what a compiled step allocates."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from qtool.errors import QtoolError
+from qtool.loop import task_loss
+from qtool.memory.compiled import plan
+from qtool.memory.predict import predict
+from qtool.recipe import TrainConfig
+from qtool.tasks import load_task
+from qtool.training.techniques import setup
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+LOSS = task_loss(load_task("classification"))
+
+
+def graph(function, *inputs):
+    return make_fx(function)(*inputs).graph
+
+
+def test_elementwise_results_have_memory_only_where_a_product_reads_them():
+    def chain(x, w):
+        return (((x.relu() * 2 + 1).exp() @ w).tanh().sum(),)
+
+    made = plan(graph(chain, torch.ones(8, 8), torch.ones(8, 4)), {})
+    assert [(buffer.name, buffer.size) for buffer in made.buffers] == [("exp", 256), ("mm", 128), ("sum_1", 4)]
+    assert made.buffers[1].after == ("exp",)
+    assert made.buffers[2].after == ("mm",)
+    assert made.outputs == (frozenset({"sum_1"}),)
+
+
+def test_what_nobody_reads_again_is_written_over():
+    def two(x, w):
+        y = x @ w
+        return ((y + 1) @ w,)
+
+    made = plan(graph(two, torch.ones(8, 8), torch.ones(8, 8)), {"x_1": "x_1"})
+    assert [(b.name, b.before, b.after) for b in made.buffers] == [
+        ("mm", (), ("x_1",)), ("add", ("mm",), ()), ("mm_1", (), ("add",)),
+    ]  # fmt: skip
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+def test_what_is_kept_for_the_backward_pass_is_what_the_partitioner_keeps():
+    """Of a block: what goes into it, the normalised, the product before the activation and after it, the gradients."""
+    size, width = 512, 64
+    net = nn.Sequential(nn.Linear(32, width), Block(width), nn.Linear(width, 10))
+    batch = torch.randn(size, 32), torch.zeros(size, dtype=torch.int64)
+    config = TrainConfig(device="cpu", batch_size=size, compile=True)
+    found = predict(lambda: net, batch, config, prepare=setup, loss=LOSS)
+    unit = size * width * 4
+    weights = sum(p.nbytes for p in net.parameters())
+    assert found.parts["parameters"] == weights
+    assert 9 * unit < found.peak_bytes - 3 * weights < 17 * unit
+    assert all(p.grad is None for p in net.parameters())
+
+
+def test_a_model_that_is_captured_in_pieces_is_refused():
+    class Broken(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(32, 10)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.linear(x)
+            torch._dynamo.graph_break()
+            return self.linear(y[:, :1].expand(-1, 32))
+
+    batch = torch.randn(4, 32), torch.zeros(4, dtype=torch.int64)
+    with pytest.raises(QtoolError, match="captured whole; got 2 graphs"):
+        predict(Broken, batch, TrainConfig(device="cpu", batch_size=4, compile=True), prepare=setup, loss=LOSS)
