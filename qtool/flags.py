@@ -49,6 +49,8 @@ class FieldType(click.ParamType):  # type: ignore[type-arg]  # generic only sinc
         self.kind, self.optional = inner_type(hint)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if isinstance(value, str) and value in self.metadata.get("words", ()):
+            return value  # what it stands for may lie outside the bounds, and is looked up when the config is made
         parsed = _parsed(value, self.kind, flag(self.key)) if isinstance(value, str) else value
         if self.optional and value == "none":
             parsed = None
