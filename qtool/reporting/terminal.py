@@ -6,6 +6,7 @@ files later are the same.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -60,7 +61,7 @@ def quantize_lines(result: Result) -> Iterator[Any]:
     yield f"quantize: {mode} for {result['plan']['target']}, {len(units) - len(floats)} of {len(units)} units integer"
     if drawn.get("num_samples"):
         yield f"  calibrated on {drawn['num_samples']} samples ({drawn['spec']}, seed {drawn['seed']})"
-    for reason, count in Counter(unit["reason"] for unit in floats).items():
+    for reason, count in Counter(re.sub("its operand '[^']*'", "an operand", u["reason"]) for u in floats).items():
         yield f"  {count} in float: {reason}"
     yield from (f"  note: {note}" for note in result["plan"]["notes"])
     if outcome := result.get("contract"):
