@@ -24,6 +24,7 @@ import click
 from click.shell_completion import get_completion_class
 
 from qtool.artifacts import finite, read_result
+from qtool.errors import ContractError
 from qtool.flags import Command, Flag, Program, field_options, given
 from qtool.options import flag, make
 from qtool.recipe import (
@@ -77,6 +78,10 @@ def out_option(text: str, *, required: bool = False) -> Callable[[Decorated], De
 
 
 trust_option = click.option("--trust", is_flag=True, help="Run a recorded file.py:factory although its file changed.")
+
+mlflow_option = click.option(
+    "--mlflow", metavar="URI", help="Also log the run's parameters, metrics and files to this MLflow server or folder."
+)
 
 
 @command("train", "qtool train --model resnet --data fashion-mnist --epochs 4 --precision bf16-mixed --out runs/a")
@@ -157,12 +162,16 @@ def export(ctx: click.Context, run_dir: Path, out: Path | None, trust: bool, **_
 )
 @click.argument("what", type=RUN_DIR, nargs=-1, required=True, metavar="RUN_DIR | FILE.onnx...")
 @trust_option
+@mlflow_option
 @field_options(BenchmarkConfig, "Measurement")
-def benchmark(ctx: click.Context, what: tuple[Path, ...], trust: bool, **_: Any) -> None:
+def benchmark(ctx: click.Context, what: tuple[Path, ...], trust: bool, mlflow: str | None, **_: Any) -> None:
     """Measure the exported files in RUN_DIR side by side, or any ONNX files on random inputs."""
     options = {"trust": trust, "progress": loud(ctx), **given(ctx, BenchmarkConfig)}
-    with work(ctx) as pipeline:
-        if len(what) > 1 or what[0].suffix == ".onnx":
+    files = len(what) > 1 or what[0].suffix == ".onnx"
+    if files and mlflow:
+        raise click.UsageError("--mlflow without a run directory, whose results it logs", ctx)
+    with work(ctx) as pipeline, tracked(what[0], mlflow):
+        if files:
             found = {"metrics": pipeline.benchmark({path.stem: path for path in what}, **options)}
         else:
             pipeline.benchmark(what[0], **options)
@@ -185,9 +194,11 @@ def complete_recipe(ctx: click.Context, param: click.Parameter, incomplete: str)
     "--resume/--no-resume", default=True, help="Skip finished stages, continue stopped ones. [default: resume]"
 )
 @trust_option
+@mlflow_option
 def run(ctx: click.Context, recipe: str, out: Path | None, overrides: tuple[str, ...], resume: bool, **_: Any) -> None:
     """Do all stages of a recipe: a TOML file, or the name of one in the package."""
-    with work(ctx) as pipeline:
+    place = out or Path("runs") / Path(recipe).stem
+    with work(ctx) as pipeline, tracked(place, ctx.params["mlflow"]):
         report = pipeline.run(
             recipe, out, overrides=overrides, resume=resume, trust=ctx.params["trust"], progress=loud(ctx)
         )
@@ -206,9 +217,10 @@ def inspect(ctx: click.Context, artifact: Path, **_: Any) -> None:
 @command("report", "qtool report runs/a")
 @click.argument("run_dir", type=RUN_DIR)
 @out_option("Where report.html and report.md go. [default: RUN_DIR]")
-def report(ctx: click.Context, run_dir: Path, out: Path | None, **_: Any) -> None:
+@mlflow_option
+def report(ctx: click.Context, run_dir: Path, out: Path | None, mlflow: str | None, **_: Any) -> None:
     """Write one HTML page, which needs no network, and a Markdown summary of a run."""
-    with work(ctx):
+    with work(ctx), tracked(run_dir, mlflow):
         from qtool.reporting.page import report as write
 
         found = write(run_dir, out)
@@ -302,6 +314,23 @@ def work(ctx: click.Context) -> Iterator[ModuleType]:
 
     with contextlib.redirect_stdout(sys.stderr):
         yield pipeline
+
+
+@contextlib.contextmanager
+def tracked(run_dir: Path, uri: str | None) -> Iterator[None]:
+    """Logs what is in ``run_dir`` to MLflow at the end, a failed gate's figures too; tells at once if it is missing."""
+    if not uri:
+        yield
+        return
+    from qtool.reporting.tracking import log_run, require_mlflow
+
+    require_mlflow()
+    try:
+        yield
+    except ContractError:
+        log_run(run_dir, uri)
+        raise
+    log_run(run_dir, uri)
 
 
 def loud(ctx: click.Context) -> bool:

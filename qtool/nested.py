@@ -51,6 +51,12 @@ def samples_of(value: Any, start: int, stop: int) -> Any:
     return map_tensors(lambda tensor: tensor[start:stop] if tensor.dim() else tensor, value)
 
 
+def micro_batches(value: Any, size: int) -> Iterator[Any]:
+    """``value`` cut along the batch into pieces of at most ``size`` samples."""
+    for start in range(0, num_samples(value), size):
+        yield samples_of(value, start, start + size)
+
+
 def split(value: Any, parts: int) -> list[Any]:
     """``value`` cut along the batch into ``parts`` whose sizes differ by one at most (as ``torch.tensor_split``)."""
     if parts == 1:

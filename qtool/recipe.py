@@ -220,7 +220,7 @@ class ExportConfig:
 
     opset: int | None = option(None, "ONNX opset; by default the newest that the target's runtime implements", low=13)
     gates: bool = option(True, "prove parity, coverage and size before the file takes its name")
-    parity_samples: int = option(256, "calibration samples on which end-to-end parity is judged", low=1)
+    parity_samples: int = option(256, "calibration samples on which end-to-end parity is judged, at most", low=1)
     reference_samples: int = option(8, "samples on which the integer reference must equal the runtime", low=0)
     tune: bool = option(False, "measure groups of units on this machine, and leave in float what is faster so")
     tune_threads: int = option(1, "threads within an operator while tuning", low=1)

@@ -31,7 +31,7 @@ from qtool.exporting.integer_reference import IntegerReference
 Array = npt.NDArray[Any]
 LIMIT = 2**15 - 1
 VNNI = ("avx512_vnni", "avx_vnni")
-MAX_PAIRS = 4096
+MAX_SUMS = 2**22
 
 
 def saturating_product(x: Array, weight: Array) -> npt.NDArray[np.int32]:
@@ -80,9 +80,9 @@ def _saturated(found: AtRisk, x: Any) -> int:
     assert isinstance(x, Quantized)
     rows = _rows(found.unit, x)
     rows = np.pad(rows, ((0, 0), (0, len(found.weight) - rows.shape[1])))
-    total = 0
-    for start in range(0, len(found.rows), MAX_PAIRS):
-        top, column = found.rows[start : start + MAX_PAIRS], found.columns[start : start + MAX_PAIRS]
+    total, step = 0, max(1, MAX_SUMS // len(rows))
+    for start in range(0, len(found.rows), step):
+        top, column = found.rows[start : start + step], found.columns[start : start + step]
         sums = rows[:, top] * found.weight[top, column] + rows[:, top + 1] * found.weight[top + 1, column]
         total += int(np.count_nonzero((sums > LIMIT) | (sums < -LIMIT - 1)))
     return total

@@ -23,7 +23,7 @@ from qtool.exporting.saturation import saturation
 from qtool.exporting.size import size
 from qtool.exporting.to_onnx import DEFAULT_OPSET, float_to_onnx, quantized_to_onnx, save
 from qtool.form import QuantizedModel
-from qtool.nested import num_samples, samples_of
+from qtool.nested import micro_batches
 from qtool.recipe import ExportConfig
 from qtool.version import __version__
 
@@ -67,7 +67,7 @@ def export(
     notes = _metadata(quantized, opset, metadata or {})
     files = {"int8": out / FILES["int8"]}
     save(quantized_to_onnx(quantized, opset), files["int8"], notes | {"qtool.variant": "int8"})
-    taken = [] if samples is None else parity.take(samples, config.parity_samples)
+    taken = [] if samples is None else parity.take(samples, parity.samples_needed(quantized, config.parity_samples))
     gates = list(_gates(quantized, files["int8"], taken, config)) if config.gates else []
     if quantized.float_graph is not None:
         gates += _baselines(quantized, out, opset, notes, files, taken)
@@ -154,4 +154,4 @@ def _baselines(
 
 def _rebatch(batches: list[Any], size: int) -> list[Any]:
     """The same samples in batches of at most ``size``, so that a trace of every tensor stays small."""
-    return [samples_of(batch, start, start + size) for batch in batches for start in range(0, num_samples(batch), size)]
+    return [piece for batch in batches for piece in micro_batches(batch, size)]

@@ -61,25 +61,24 @@ class Measured:
 
 
 def tune(
-    quantized: QuantizedModel, folder: Path, opset: int, samples: Sequence[Any], *,
+    quantized: QuantizedModel, integer: Path, opset: int, samples: Sequence[Any], *,
     race: Race, profile: Profile, batch_size: int = 1,
 ) -> tuple[QuantizedModel, dict[str, Any]]:  # fmt: skip
     """The model with what is slower in integers taken back to float, and what was found, as plain values.
 
-    ``folder`` takes the files that are raced. ``samples`` judge the accuracy. Raises UsageError for a model without
-    its float reference, and for a target other than ``ort-cpu``.
+    ``integer`` is the model's file, beside which those that it is raced with are written. ``samples`` judge the
+    accuracy. Raises UsageError for a model without its float reference, and for a target other than ``ort-cpu``.
     """
     check(quantized)
     found = blocks(quantized.graph, quantized.plan)
-    integer = _write(quantized, folder / "int8.onnx", opset)
-    groups = _promising(quantized, found, integer, folder, opset, profile, batch_size)
+    groups = _promising(quantized, found, integer, opset, profile, batch_size)
     if not groups:
         return quantized, {"groups": [], "verdict": "no group of units is predicted to be faster in float: none raced"}
-    raced = _race(quantized, groups, integer, folder, opset, race)
+    raced = _race(quantized, groups, integer, opset, race)
     chosen = _compatible([m for m in raced if m.faster])
     if len(chosen) > 1:
         together = Group("together", tuple(name for m in chosen for name in m.group.units), 0.0)
-        both = _race(quantized, [together, chosen[0].group], integer, folder, opset, race)
+        both = _race(quantized, [together, chosen[0].group], integer, opset, race)
         chosen = chosen if both[0].faster and both[0].speedup >= both[1].speedup else chosen[:1]
     return _accepted(quantized, chosen, raced, samples)
 
@@ -95,18 +94,12 @@ def check(quantized: QuantizedModel) -> None:
         raise UsageError("--tune", "a model with its float reference", "none", "pass float_model=…, or leave it out")
 
 
-def _write(quantized: QuantizedModel, path: Path, opset: int) -> Path:
-    save(quantized_to_onnx(quantized, opset), path)
-    return path
-
-
 def _promising(
-    quantized: QuantizedModel, found: Sequence[Block], integer: Path, folder: Path, opset: int, profile: Profile,
-    batch_size: int,
+    quantized: QuantizedModel, found: Sequence[Block], integer: Path, opset: int, profile: Profile, batch_size: int
 ) -> list[Group]:  # fmt: skip
     """The groups worth a measurement, the most promising first."""
     assert quantized.float_graph is not None
-    floats = folder / "fp32.onnx"
+    floats = integer.with_name("fp32.onnx")
     save(float_to_onnx(quantized.float_graph, quantized.example, opset), floats)
     seconds = [kernel_seconds(profile(path), quantized.plan, found) for path in (integer, floats)]
     conversions = [block.elements * batch_size * SECONDS_PER_ELEMENT for block in found]
@@ -118,13 +111,12 @@ def _promising(
     return [g for g in possible if g.saves >= worth][:MAX_CANDIDATES]
 
 
-def _race(
-    quantized: QuantizedModel, groups: Sequence[Group], integer: Path, folder: Path, opset: int, race: Race
-) -> list[Measured]:
+def _race(quantized: QuantizedModel, groups: Sequence[Group], integer: Path, opset: int, race: Race) -> list[Measured]:
     files = {"int8": integer}
     for index, group in enumerate(groups):
         reverted = in_float(quantized, dict.fromkeys(group.units, "measured in float"))
-        files[str(index)] = _write(reverted, folder / f"{index}.onnx", opset)
+        files[str(index)] = integer.with_name(f"{index}.onnx")
+        save(quantized_to_onnx(reverted, opset), files[str(index)])
     times = race(files)
     outcome = []
     for index, group in enumerate(groups):

@@ -3,7 +3,8 @@
 Labels are not looked at, nothing is kept of a batch but what the observers record, and afterwards each
 quantized tensor gets one range, read from its histogram by the estimator asked for. What was observed
 and what was chosen is plain data (``ranges.json``), so that the same quantization can be repeated
-without the samples.
+without the samples. A batch goes through in pieces of ``MICRO_BATCH`` samples: what is observed does not depend on it,
+and activations of one piece at a time are all the memory that is needed.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ from torch.fx import GraphModule
 
 from qtool.errors import QtoolError
 from qtool.form import check_inputs
-from qtool.nested import call, num_samples
+from qtool.nested import call, micro_batches, num_samples
 from qtool.quantization.histogram import Histogram
 from qtool.quantization.observers import RangeObserver
 from qtool.recipe import QuantizeConfig
+
+MICRO_BATCH = 8
 
 
 def calibrate(prepared: GraphModule, batches: Iterable[Any]) -> int:
@@ -32,7 +35,8 @@ def calibrate(prepared: GraphModule, batches: Iterable[Any]) -> int:
     with torch.no_grad():
         for index, batch in enumerate(batches):
             check_inputs(prepared, batch, f"calibration batch {index}")
-            call(prepared, batch)
+            for piece in micro_batches(batch, MICRO_BATCH):
+                call(prepared, piece)
             count += num_samples(batch)
     if count == 0:
         raise QtoolError("calibration", "at least one sample", "none", "pass at least one batch of inputs")

@@ -45,7 +45,7 @@ def tuned(
             return tuning.retune(model, known), {**known, "cached": True}
         measured = {"threads": config.tune_threads, "batch_size": config.tune_batch_size}
         result, account = tuning.tune(
-            model, Path(place), opset, few, batch_size=config.tune_batch_size,
+            model, untuned, opset, few, batch_size=config.tune_batch_size,
             race=race_of(inputs, seconds=config.tune_seconds, **measured), profile=profile_of(inputs, **measured),
         )  # fmt: skip
     return result, {"key": key, "cached": False, **account}
