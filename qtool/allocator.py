@@ -13,6 +13,9 @@ own: blocks of 2 MiB and more are aligned to that size and offered to the kernel
 within the first batches and stays there (``tests/benchmarks/bench_allocator.py`` and ``bench_calibration.py --memory``
 show time and peak; gaps between blocks of many sizes cost about a third more memory).
 
+What is kept can be given back where one kind of work ends and another begins (:func:`release`): gaps that the one
+left are of no use to the other, whose blocks have other sizes.
+
 The settings belong to the whole process, so only the command line calls :func:`tune`, before torch
 allocates. ``import qtool`` never does. ``QTOOL_MALLOC=0`` in the environment switches it off. Other C
 libraries (musl, macOS, Windows) have other allocators and are left alone.
@@ -28,6 +31,7 @@ VARIABLE = "QTOOL_MALLOC"
 _HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"  # read once by torch, at its first allocation
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
 _NEVER = 2**31 - 1
+_tuned = False
 
 
 def tune() -> bool:
@@ -41,4 +45,16 @@ def tune() -> bool:
     if not hasattr(libc, "gnu_get_libc_version"):
         return False
     os.environ.setdefault(_HUGE_PAGES, "1")
-    return bool(libc.mallopt(_M_MMAP_MAX, 0)) and bool(libc.mallopt(_M_TRIM_THRESHOLD, _NEVER))
+    global _tuned
+    _tuned = bool(libc.mallopt(_M_MMAP_MAX, 0)) and bool(libc.mallopt(_M_TRIM_THRESHOLD, _NEVER))
+    return _tuned
+
+
+def release() -> bool:
+    """Gives free memory back to the kernel once, where :func:`tune` keeps it; True where any was given back.
+
+    Call it between kinds of work, not between operators.
+    """
+    if not _tuned:
+        return False
+    return bool(ctypes.CDLL(None).malloc_trim(0))

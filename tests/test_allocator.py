@@ -70,3 +70,32 @@ def test_other_c_libraries_are_left_alone(monkeypatch):
 
     monkeypatch.setattr(allocator.ctypes, "CDLL", lambda name: Musl())
     assert allocator.tune() is False
+
+
+RELEASE = """
+import ctypes, resource, sys
+from qtool import allocator
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
+if "tune" in sys.argv:
+    allocator.tune()
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+block, top = (ctypes.c_void_p(libc.malloc(ctypes.c_size_t(size))) for size in (64 << 20, 1 << 20))
+ctypes.memset(block, 1, 64 << 20)
+libc.free(block)
+kept = resident()
+print(allocator.release(), (kept - resident()) >> 20)
+"""
+
+
+@glibc
+def test_what_is_kept_can_be_given_back_where_it_is_kept():
+    run = [sys.executable, "-c", RELEASE]
+    tuned, plain = (
+        subprocess.run([*run, *words], capture_output=True, text=True, check=True).stdout.split()
+        for words in (["tune"], [])
+    )
+    assert tuned[0] == "True"
+    assert int(tuned[1]) >= 60
+    assert plain[0] == "False"

@@ -52,7 +52,7 @@ MAX_FLOAT_ERROR = 1e-4
 MAX_SQNR_LOSS_DB = 0.5
 ENOUGH_VALUES = 2**15
 LEAST_SAMPLES = 32
-MICRO_BATCH = 8
+MICRO_BATCH = 4
 MODELLED_RUNTIME = "1.31"  # the ONNX Runtime whose fusions and kernels the integer reference repeats
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import onnx
 
+from qtool import allocator
 from qtool.errors import QtoolError
 from qtool.exporting import baselines, openvino_coverage, parity
 from qtool.exporting.coverage import coverage
@@ -67,6 +68,7 @@ def export(
     notes = _metadata(quantized, opset, metadata or {})
     files = {"int8": out / FILES["int8"]}
     save(quantized_to_onnx(quantized, opset), files["int8"], notes | {"qtool.variant": "int8"})
+    allocator.release()
     taken = [] if samples is None else parity.take(samples, parity.samples_needed(quantized, config.parity_samples))
     gates = list(_gates(quantized, files["int8"], taken, config)) if config.gates else []
     if quantized.float_graph is not None:
@@ -93,6 +95,7 @@ def _gates(quantized: QuantizedModel, path: Path, samples: list[Any], config: Ex
     ]
     for step in steps:
         gate = step()
+        allocator.release()  # each gate runs another engine, whose blocks do not fit into the last one's gaps
         gate.require()
         yield gate
 

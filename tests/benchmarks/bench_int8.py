@@ -1,6 +1,6 @@
 """What INT8 buys and costs on the definitions of published networks; prints ratios and the gates' numbers.
 
-    python tests/benchmarks/bench_int8.py [resnet50] [mobilenet_v2] [--size 224] [--calibration 64] [--json FILE]
+    python tests/benchmarks/bench_int8.py [resnet50] [mobilenet_v2] [--size 224] [--calibration 64] [--tune] [--json FILE]
 
 Other names: mobilenet_v3_large, efficientnet_b0, densenet121, vit_s16.
 
@@ -10,6 +10,7 @@ Weights are random, batch-norm statistics settled on random batches, inputs rand
   alternating, each the least CPU time of its rounds, since other processes only add;
 - the INT8 file's size over the FP32 file's;
 - coverage, unit parity, the integer reference and the end-to-end comparison, as the export gates give them;
+- with ``--tune``, which groups of units are left in float because the file is faster so;
 - INT8 over FP32 in ONNX Runtime, one thread, batch 1, as ``qtool benchmark`` measures it.
 """
 
@@ -43,6 +44,7 @@ from qtool.quantization.placement import Placement  # noqa: E402
 from qtool.quantization.stage import float_form, quantize  # noqa: E402
 from qtool.quantization.targets import ORT_CPU  # noqa: E402
 from qtool.recipe import BenchmarkConfig, ExportConfig, QuantizeConfig  # noqa: E402
+from qtool.stages.tuning import tuned  # noqa: E402
 
 
 def main() -> None:
@@ -52,6 +54,7 @@ def main() -> None:
     parser.add_argument("--calibration", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tune", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     results = {name: measure(name, options) for name in options.models}
@@ -66,11 +69,14 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     result: dict[str, Any] = {"calibration_over_forward": calibration_cost(model, batches, options.rounds)}
     quantized = quantize(model, QuantizeConfig(), example=batches[0][:2], calibration=batches)
     with tempfile.TemporaryDirectory() as folder:
+        if options.tune:
+            config = ExportConfig(tune=True, tune_seconds=options.seconds)
+            quantized, result["tuning"] = tuned(quantized, Path(folder), config, batches)
         exported = export(quantized, Path(folder), ExportConfig(), samples=batches)
         result["gates"] = {gate["name"]: gate["found"] for gate in exported.gates}
         files = {variant: exported.files[variant] for variant in ("fp32", "int8")}
-        config = BenchmarkConfig(variants=("fp32", "int8"), seconds=options.seconds)
-        report = benchmark(files, config, batches=lambda n: ((b, torch.zeros(len(b))) for b in batches[0].split(n)))
+        measured = BenchmarkConfig(variants=("fp32", "int8"), seconds=options.seconds)
+        report = benchmark(files, measured, batches=lambda n: ((b, torch.zeros(len(b))) for b in batches[0].split(n)))
     int8 = report["variants"]["int8"]
     result["size_ratio"] = int8["size_ratio"]
     result["speedup"] = {k: v for k, v in int8["latency"][0].items() if "speedup" in k}
@@ -108,6 +114,8 @@ def show(name: str, result: dict[str, Any]) -> None:
     print(f"  INT8 file over FP32 file: {result['size_ratio']:.4f}")
     for gate, found in result["gates"].items():
         print(f"  {gate}: {found}")
+    for group in result.get("tuning", {}).get("groups", ()):
+        print(f"  tuning, {group['name']}: {group['reason']}")
     print(f"  INT8 over FP32 in ONNX Runtime: {result['speedup']}")
 
 

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from qtool.quantization.capture import CONVOLUTIONS
+
 aten = torch.ops.aten
 
 RELU_LIKE = (
@@ -196,3 +198,22 @@ TABLE = Pattern(
     "embedding", (aten.embedding.default,), operands=(), quantizes_output=False, accepts=large_table,
     in_float="rows of its 8-bit table are dequantized as they are read: what that gains is size",
 )  # fmt: skip
+
+POOLS_AND_JOINS = (
+    Pattern("concat", (aten.cat.default,), **BETWEEN),
+    Pattern("global_avg_pool", GLOBAL_POOLS, accepts=pool_to_one, **BETWEEN),
+    Pattern("global_avg_pool", (aten.mean.dim,), accepts=global_mean, **BETWEEN),
+    Pattern("avg_pool", (aten.avg_pool1d.default, aten.avg_pool2d.default), **BETWEEN),
+    Pattern("max_pool", (aten.max_pool1d.default, aten.max_pool2d.default), shares=True, **BETWEEN),
+    Pattern("move", MOVES, shares=True, **BETWEEN),
+)
+"""What every target so far runs in integers between integers."""
+
+
+def weighted(activations: tuple[Any, ...]) -> tuple[Pattern, ...]:
+    """Convolutions and linear layers whose kernels take batch-norm and these activations in."""
+    common: dict[str, Any] = {"batch_norm": True, "activations": activations, "weighted": True}
+    return (
+        Pattern("conv", CONVOLUTIONS[:2], **common),
+        Pattern("linear", (aten.linear.default,), float_output=True, **common),
+    )

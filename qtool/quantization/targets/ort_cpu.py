@@ -9,13 +9,12 @@ so. Softmax and layer-norm stay in float, and with them attention's products of 
 
 from __future__ import annotations
 
-from qtool.quantization.capture import CONVOLUTIONS
 from qtool.quantization.targets.base import (
     BETWEEN,
     BINARY,
     GATE_RANGE,
-    GLOBAL_POOLS,
-    MOVES,
+    PADS,
+    POOLS_AND_JOINS,
     RELU_LIKE,
     SMOOTH,
     TABLE,
@@ -23,29 +22,18 @@ from qtool.quantization.targets.base import (
     Pattern,
     Target,
     aten,
-    global_mean,
     pad_in_integers,
-    pool_to_one,
+    weighted,
 )
 
 ORT_CPU = Target(
     "ort-cpu",
     (
-        Pattern("conv", CONVOLUTIONS[:2], batch_norm=True, activations=RELU_LIKE, weighted=True),
-        Pattern(
-            "linear", (aten.linear.default,), batch_norm=True, activations=RELU_LIKE, weighted=True, float_output=True
-        ),
+        *weighted(RELU_LIKE),
         Pattern("add", (aten.add.Tensor,), **BINARY, **BETWEEN),
         Pattern("mul", (aten.mul.Tensor,), **BINARY, **BETWEEN),
-        Pattern("concat", (aten.cat.default,), **BETWEEN),
-        Pattern("global_avg_pool", GLOBAL_POOLS, accepts=pool_to_one, **BETWEEN),
-        Pattern("global_avg_pool", (aten.mean.dim,), accepts=global_mean, **BETWEEN),
-        Pattern("avg_pool", (aten.avg_pool1d.default, aten.avg_pool2d.default), **BETWEEN),
-        Pattern("max_pool", (aten.max_pool1d.default, aten.max_pool2d.default), shares=True, **BETWEEN),
-        Pattern("move", MOVES, shares=True, **BETWEEN),
-        Pattern(
-            "pad", (aten.constant_pad_nd.default, aten.pad.default), shares=True, accepts=pad_in_integers, **BETWEEN
-        ),
+        *POOLS_AND_JOINS,
+        Pattern("pad", PADS, shares=True, accepts=pad_in_integers, **BETWEEN),
         Pattern("upsample", UPSAMPLES, shares=True, **BETWEEN),
         Pattern("sigmoid", (aten.sigmoid.default,), fixed=GATE_RANGE, **BETWEEN),
         Pattern("hard_sigmoid", (aten.hardsigmoid.default,), fixed=GATE_RANGE, **BETWEEN),

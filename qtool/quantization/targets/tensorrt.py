@@ -8,20 +8,17 @@ between pairs; a sigmoid, softmax or layer-norm of its own gains nothing and sta
 
 from __future__ import annotations
 
-from qtool.quantization.capture import CONVOLUTIONS
 from qtool.quantization.targets.base import (
     BETWEEN,
     BINARY,
-    GLOBAL_POOLS,
     INT8_ACTIVATION,
-    MOVES,
+    POOLS_AND_JOINS,
     RELU_LIKE,
     SMOOTH,
     Pattern,
     Target,
     aten,
-    global_mean,
-    pool_to_one,
+    weighted,
 )
 
 _FUSED = (*RELU_LIKE, *SMOOTH, aten.sigmoid.default, aten.hardsigmoid.default, aten.leaky_relu.default)
@@ -29,17 +26,9 @@ _FUSED = (*RELU_LIKE, *SMOOTH, aten.sigmoid.default, aten.hardsigmoid.default, a
 TENSORRT = Target(
     "tensorrt",
     (
-        Pattern("conv", CONVOLUTIONS[:2], batch_norm=True, activations=_FUSED, weighted=True),
-        Pattern(
-            "linear", (aten.linear.default,), batch_norm=True, activations=_FUSED, weighted=True, float_output=True
-        ),
+        *weighted(_FUSED),
         Pattern("add", (aten.add.Tensor,), **BINARY, **BETWEEN),
-        Pattern("concat", (aten.cat.default,), **BETWEEN),
-        Pattern("global_avg_pool", GLOBAL_POOLS, accepts=pool_to_one, **BETWEEN),
-        Pattern("global_avg_pool", (aten.mean.dim,), accepts=global_mean, **BETWEEN),
-        Pattern("avg_pool", (aten.avg_pool1d.default, aten.avg_pool2d.default), **BETWEEN),
-        Pattern("max_pool", (aten.max_pool1d.default, aten.max_pool2d.default), shares=True, **BETWEEN),
-        Pattern("move", MOVES, shares=True, **BETWEEN),
+        *POOLS_AND_JOINS,
     ),
     activation=INT8_ACTIVATION,
     integer_bias=False,
