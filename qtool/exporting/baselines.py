@@ -40,13 +40,12 @@ def write_fp16(float_path: Path, path: Path) -> list[str]:
     """Writes the half-precision twin of an FP32 file; returns the constants that overflow (then writes nothing)."""
     from onnxruntime.transformers.float16 import convert_float_to_float16
 
-    model = onnx.load(str(float_path))
-    too_large = overflowing(model)
-    if too_large:
+    if too_large := overflowing(onnx.load(str(float_path))):
         return too_large
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # it tells of values below half's least, which become zero
-        half = convert_float_to_float16(model, keep_io_types=True)
+        # nobody else holds the model that is handed over, so it goes when its shapes have been inferred into another
+        half = convert_float_to_float16(onnx.load(str(float_path)), keep_io_types=True)
     with atomic_path(path) as temporary:
         onnx.save(half, str(temporary))
     return []

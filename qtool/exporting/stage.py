@@ -145,8 +145,9 @@ def _baselines(
 ) -> list[Gate]:
     assert quantized.float_graph is not None
     files["fp32"] = out / FILES["fp32"]
-    model = float_to_onnx(quantized.float_graph, quantized.example, opset)
-    save(model, files["fp32"], {**notes, "qtool.variant": "fp32"})
+    written = {**notes, "qtool.variant": "fp32"}
+    save(float_to_onnx(quantized.float_graph, quantized.example, opset), files["fp32"], written)
+    allocator.release()
     half = out / FILES["fp16"]
     too_large = baselines.write_fp16(files["fp32"], half)
     if not too_large:

@@ -1,6 +1,6 @@
 """What INT8 buys and costs on the definitions of published networks; prints ratios and the gates' numbers.
 
-    python tests/benchmarks/bench_int8.py [resnet50] [mobilenet_v2] [--size 224] [--calibration 64] [--tune] [--json FILE]
+    python tests/benchmarks/bench_int8.py [resnet50] [mobilenet_v2] [--calibration 64] [--tune] [--json FILE]
 
 Other names: mobilenet_v3_large, efficientnet_b0, densenet121, vit_s16.
 
