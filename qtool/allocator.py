@@ -24,6 +24,7 @@ libraries (musl, macOS, Windows) have other allocators and are left alone.
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import sys
 
@@ -53,8 +54,10 @@ def tune() -> bool:
 def release() -> bool:
     """Gives free memory back to the kernel once, where :func:`tune` keeps it; True where any was given back.
 
-    Call it between kinds of work, not between operators.
+    Graphs whose nodes know their graph are freed only by the garbage collector, so that goes first. Call it between
+    kinds of work, not between operators.
     """
     if not _tuned:
         return False
+    gc.collect()
     return bool(ctypes.CDLL(None).malloc_trim(0))
