@@ -46,6 +46,8 @@ WEIGHT = 1024
 """What a value of weight 1 counts in a histogram that was told to weigh."""
 AVERAGED = 100
 """How many samples the moving average of extremes looks back on: each later one moves it by 1 / 100."""
+SMALL = 4096
+"""A sample of fewer values is not worth an operator of its own."""
 _LEAST_EXPONENT = -126  # of the bin width: the least normal float32 is one bin
 
 Counts = npt.NDArray[np.int64]
@@ -212,8 +214,11 @@ class Histogram:
 
     def _extremes(self, x: torch.Tensor) -> list[tuple[float, float]]:
         """The least and the largest value of each index of the first dimension."""
-        found = torch.stack([torch.stack(torch.aminmax(_in_memory_order(part))) for part in x]).to(torch.float32)
-        extremes = found.tolist()  # one transfer from a GPU
+        if x[0].numel() < SMALL:
+            found = torch.stack(torch.aminmax(x.reshape(len(x), -1), dim=1), dim=1)
+        else:  # a sweep in the order of memory for each, which no reduction over several dimensions is
+            found = torch.stack([torch.stack(torch.aminmax(_in_memory_order(part))) for part in x])
+        extremes = found.to(torch.float32).tolist()  # one transfer from a GPU
         low, high = min(low for low, _ in extremes), max(high for _, high in extremes)
         if not all(math.isfinite(end) for pair in extremes for end in pair):
             raise QtoolError(

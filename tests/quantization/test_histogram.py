@@ -151,6 +151,16 @@ def test_a_dense_tensor_is_swept_in_the_order_of_memory():
     assert module._in_memory_order(x.transpose(1, 3)).is_contiguous()
 
 
+def test_extremes_are_exact_for_small_and_large_samples_in_any_layout():
+    for shape in ((5, 7), (4, 16, 24, 24)):
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        for value in (x, x.contiguous(memory_format=torch.channels_last) if x.ndim == 4 else x.T.contiguous().T):
+            histogram = observed([value])
+            assert (histogram.minimum, histogram.maximum) == (float(x.min()), float(x.max()))
+            averages = x.flatten(1).amin(1).double().mean(), x.flatten(1).amax(1).double().mean()
+            assert histogram.average == pytest.approx([float(a) for a in averages])
+
+
 def test_one_dimension_and_none():
     strided = torch.arange(10.0)[::2]
     assert_same(observed([strided]), observed([strided.contiguous()]))
