@@ -22,9 +22,11 @@ from qtool.memory.measure import allocations, highest_sum
 
 LARGEST = 64 * 2**20
 """Bytes of operands up to which a call is tried."""
-HEAVY = ("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward")
-"""Matrix products and convolutions. They check their operands; a norm's backward, given a dtype that only a fake one
-returned, reads past its end."""
+HEAVY = (
+    "mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward", "optimizer_update_8bit_blockwise",
+)  # fmt: skip
+"""Matrix products, convolutions, and bitsandbytes' update, which on the CPU widens its moments. They check their
+operands; a norm's backward, given a dtype that only a fake one returned, reads past its end."""
 
 
 class Scratch:

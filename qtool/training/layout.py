@@ -42,8 +42,11 @@ def _lay_out(setup: Setup, layout: torch.memory_format) -> None:
 
 
 def _runs(setup: Setup, example: Any) -> bool:
-    """Whether a copy of the model runs on the example: a trial on the model itself would move its statistics."""
-    model = copy.deepcopy(setup.model)
+    """Whether a copy of the model runs on the example: a trial on the model itself would move its statistics.
+
+    The copy has the model's own weights: a second set of them could be the peak of the whole training.
+    """
+    model = copy.deepcopy(setup.model, {id(parameter): parameter for parameter in setup.model.parameters()})
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             call(model, setup.place(example))

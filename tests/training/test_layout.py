@@ -34,6 +34,20 @@ def test_convolutions_and_images_are_laid_out_channels_last():
     assert model[0].weight.is_contiguous()
 
 
+def test_the_trial_makes_no_second_set_of_weights():
+    seen = []
+
+    class Watched(nn.Conv2d):
+        def forward(self, x):
+            seen.append(self.weight)
+            return super().forward(x)
+
+    model, image = nn.Sequential(Watched(2, 4, 3)), torch.randn(2, 2, 8, 8)
+    with setup(model, CONFIG, image):
+        assert len(seen) == 1
+        assert seen[0] is model[0].weight
+
+
 def test_a_model_that_cannot_take_it_keeps_its_order():
     model, image = Viewing(), torch.randn(2, 2, 8, 8)
     with setup(model, CONFIG, image) as made:
