@@ -168,7 +168,7 @@ class QuantizeConfig:
     algorithms: tuple[str, ...] | None = option(
         None, "what else post-training quantization does for accuracy", choices=ALGORITHMS
     )
-    rounding_steps: int = option(1000, "training steps of each layer or block by adaround and brecq", low=1)
+    rounding_steps: int = option(500, "training steps of each layer or block by adaround and brecq", low=1)
     calibration: str = option(
         "train:512", "train:N (N training samples, stratified by label), a set's name, or a recipe file"
     )

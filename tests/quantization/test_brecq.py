@@ -15,7 +15,8 @@ from qtool.quantization.algorithms.part import Part
 from qtool.quantization.algorithms.regions import Region, blocks, counterparts, units
 from qtool.quantization.algorithms.walk import cut
 from qtool.quantization.capture import parameter
-from qtool.quantization.stage import float_form
+from qtool.quantization.stage import float_form, quantize
+from qtool.recipe import QuantizeConfig
 
 
 class Residual(nn.Module):
@@ -56,6 +57,19 @@ def test_a_block_of_too_many_layers_is_taken_apart(monkeypatch: pytest.MonkeyPat
     brecq(given)
     assert given.notes[0].startswith("brecq: more than 12 layers in a block, taken one by one: left … down")
     assert "of 5 regions" in given.notes[1]
+
+
+def test_where_weights_alone_are_quantized_layers_are_still_learned_one_by_one() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 1), nn.Conv2d(4, 2, 1)).eval()
+    test, error = images(64, seed=9), {}
+    for name, expected in (("adaround", 3), ("brecq", 3), (None, 0)):
+        options = {"algorithms": (name,)} if name else {}
+        config = QuantizeConfig(weights_only=True, weight_bits=4, rounding_steps=40, **options)
+        quantized = quantize(model, config, example=BATCHES[0], calibration=BATCHES)
+        assert not name or f"of {expected} regions" in quantized.plan.notes[-1] + quantized.plan.notes[0]
+        with torch.no_grad():
+            error[name] = float((quantized(test) - model(test)).square().mean())
+    assert max(error["adaround"], error["brecq"]) < 0.7 * error[None]
 
 
 def test_half_of_the_quantized_values_are_left_in_float() -> None:

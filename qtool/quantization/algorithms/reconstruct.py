@@ -40,7 +40,7 @@ from qtool.quantization.algorithms.importance import importance
 from qtool.quantization.algorithms.journal import Journal, State
 from qtool.quantization.algorithms.layers import Layer, source_of
 from qtool.quantization.algorithms.part import HELD, Given, Part
-from qtool.quantization.algorithms.regions import Region, counterparts
+from qtool.quantization.algorithms.regions import Region, counterparts, unit_ends
 from qtool.quantization.algorithms.rows import reason
 from qtool.quantization.algorithms.soft import SoftWeight, soften, strength
 from qtool.quantization.algorithms.subject import Declined, Subject, few
@@ -65,15 +65,18 @@ def reconstruct(subject: Subject, name: str, cut: Cut, *, drop: float = 0.0) -> 
     sizes = [num_samples(batch) for batch in subject.batches]
     if sum(sizes) < HELD:
         raise Declined(f"{sum(sizes)} calibration samples, and fewer than {HELD} cannot judge what is learned")
-    regions = cut(segments_of(subject.graph), list(layers))
+    ends = unit_ends(segments_of(subject.graph), layers)
+    regions = cut(segments_of(subject.graph, ends), list(layers))
     goals = _goals(subject, name, regions, drop > 0)
     held = [other for goal in goals.values() for other in goal.values()]
     held += [source_of(layers[layer]) for region in goals for layer in region.layers if not reason(layer)]
     entries = [node for region in goals for node in region.reads if len(region.segments) > 1]
     with (
-        Walk(subject.graph, subject.batches, held=entries) as walk,
+        Walk(subject.graph, subject.batches, held=[*entries, *ends]) as walk,
         Walk(subject.reference, subject.batches, held=held) as plain,
     ):
+        for node in set(ends) - set(entries):
+            walk.release(node)
         beside = Beside(plain, held)
         learner = _Learner(subject, layers, sizes, walk, beside, drop, _importance(subject, goals))
         kept = _each(learner, regions, goals, name)

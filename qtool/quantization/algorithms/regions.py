@@ -1,6 +1,7 @@
 """Regions: the parts of a quantized graph that are reconstructed at once, each with one output.
 
-A *unit* is one segment between two quantizers: a convolution or linear layer with the activation fused to it. A *block*
+A *unit* is one segment between two quantizers: a convolution or linear layer with the activation fused to it; where
+there are no quantizers, because weights alone are quantized, ``unit_ends`` says where it ends. A *block*
 is what lies between two values that everything passes through: with the values in their order, position i is such a
 point (an articulation) when nothing made before it is read after it. In a chain every unit is a block of its own; a
 residual path, with the units on both of its sides up to their sum, is one block. A network whose first value is read
@@ -62,6 +63,22 @@ def units(segments: Iterable[Segment], layers: Iterable[Node]) -> list[Region]:
     """Each segment as a region."""
     wanted = set(layers)
     return [Region((s,), tuple(n for n in s.nodes if n in wanted)) for s in segments]
+
+
+def unit_ends(segments: Iterable[Segment], layers: Iterable[Node]) -> list[Node]:
+    """Where segments of several layers are to be cut too, as there are where activations stay in float.
+
+    That is behind each layer but the last, and the operators fused to it.
+    """
+    wanted = set(layers)
+    several = [[node for node in segment.nodes if node in wanted] for segment in segments]
+    return [_end(layer) for inside in several for layer in inside[:-1]]
+
+
+def _end(layer: Node) -> Node:
+    follower = next(iter(layer.users)) if len(layer.users) == 1 else None
+    fused = follower is not None and "unit" in layer.meta and follower.meta.get("unit") == layer.meta["unit"]
+    return _end(follower) if fused and follower is not None else layer
 
 
 def blocks(segments: list[Segment], layers: Iterable[Node]) -> tuple[list[Region], list[str]]:
