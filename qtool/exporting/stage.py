@@ -30,7 +30,7 @@ from qtool.version import __version__
 
 FILES = {"int8": "model.int8.onnx", "fp32": "model.fp32.onnx", "fp16": "model.fp16.onnx"}
 UNIT_SAMPLES = 8
-UNIT_BATCH = 4
+UNIT_BATCH = 2
 
 
 @dataclass(frozen=True)
@@ -150,6 +150,7 @@ def _baselines(
     allocator.release()
     half = out / FILES["fp16"]
     too_large = baselines.write_fp16(files["fp32"], half)
+    allocator.release()
     if not too_large:
         files["fp16"] = half
     few = _rebatch(parity.take(samples or [quantized.example], UNIT_SAMPLES), UNIT_BATCH)
