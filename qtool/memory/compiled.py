@@ -20,6 +20,7 @@ symbolic shapes.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -68,11 +69,11 @@ def plan(graph: fx.Graph, owned: Mapping[str, str]) -> Plan:
             reads[node] = frozenset({owned.get(node.name, node.name)})
         elif node.op == "call_function":
             read = frozenset().union(*(reads.get(arg, frozenset()) for arg in node.all_input_nodes))
-            if _lies_in_another(node) or (_elementwise(node) and not _needs_memory(node, len(read))):
-                reads[node] = read
-            else:
+            if _is_part(node) or not (_is_several(node) or _lies_in_another(node) or _inlined(node, len(read))):
                 made.append((node, read))
                 reads[node] = frozenset({node.name})
+            else:
+                reads[node] = read
     kept = tuple(None if node is None else reads[node] for node in outputs)
     return _timed(made, kept, set(owned.values()))
 
@@ -99,11 +100,20 @@ def _name(node: fx.Node) -> str:
     return packet.__name__ if packet is not None else getattr(node.target, "__name__", "")
 
 
+def _is_several(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), tuple | list)
+
+
+def _is_part(node: fx.Node) -> bool:
+    """Whether this is one of several results of an operator: each has memory of its own."""
+    return node.target is operator.getitem and _is_several(node.all_input_nodes[0])
+
+
 def _lies_in_another(node: fx.Node) -> bool:
-    """Whether a result is a view, or a part of several results."""
+    """Whether a result is a view."""
     schema = getattr(node.target, "_schema", None)
     if schema is None:
-        return True  # getitem, and numbers
+        return True  # numbers
     return any(a.alias_info is not None and not a.alias_info.is_write for a in schema.arguments)
 
 
@@ -111,11 +121,12 @@ def _elementwise(node: fx.Node) -> bool:
     return torch.Tag.pointwise in getattr(node.target, "tags", ()) or _name(node) in INLINED
 
 
-def _needs_memory(node: fx.Node, num_reads: int) -> bool:
+def _inlined(node: fx.Node, num_reads: int) -> bool:
+    """Whether an element-wise result is computed where it is read."""
     readers = list(_readers(node))
-    if any(r is None or not (_elementwise(r) or _name(r) in REDUCED) for r in readers):
-        return True
-    return num_reads > (READS_IF_SHARED if len(readers) > 1 else READS)
+    if not _elementwise(node) or any(r is None or not (_elementwise(r) or _name(r) in REDUCED) for r in readers):
+        return False
+    return num_reads <= (READS_IF_SHARED if len(readers) > 1 else READS)
 
 
 def _readers(node: fx.Node) -> Iterator[fx.Node | None]:
@@ -150,6 +161,7 @@ class Captured:
 
 def capture(model: nn.Module, value: Any) -> Captured:
     """Captures ``model`` at inputs like ``value``, all of it fake. Raises QtoolError unless it is one graph."""
+    import torch._inductor.lowering  # its decompositions name it without importing it
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor.decomposition import select_decomp_table

@@ -82,3 +82,18 @@ def test_a_model_that_is_captured_in_pieces_is_refused():
     batch = torch.randn(4, 32), torch.zeros(4, dtype=torch.int64)
     with pytest.raises(QtoolError, match="captured whole; got 2 graphs"):
         predict(Broken, batch, TrainConfig(device="cpu", batch_size=4, compile=True), prepare=setup, loss=LOSS)
+
+
+def test_each_of_several_results_goes_when_it_is_read():
+    """A convolution's backward gives two gradients: that of the weight stays, that of the input does not."""
+
+    def backward(grad, x, w):
+        of_input, of_weight, _ = torch.ops.aten.convolution_backward(
+            grad, x, w, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True, True, False]
+        )
+        return (of_input.sum(), of_weight)
+
+    made = plan(graph(backward, torch.ones(2, 4, 8, 8), torch.ones(2, 3, 8, 8), torch.ones(4, 3, 3, 3)), {})
+    assert [(b.name, b.size, b.after) for b in made.buffers if b.size] == [
+        ("getitem", 1536, ()), ("getitem_1", 432, ()), ("sum_1", 4, ("getitem",)),
+    ]  # fmt: skip
