@@ -8,8 +8,11 @@ spends on nodes and names is reported beside it.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import onnx
+import torch
+from torch import Tensor
 from torch.fx import Node
 
 from qtool.exporting.gates import Gate
@@ -17,28 +20,36 @@ from qtool.form import QuantizedModel
 from qtool.form import quantized as quantized_ops
 
 TOLERANCE = 0.05
+SMALL_BYTES = 4096
+"""What the file may differ by in any case: shapes and positions that the exporter computes beforehand."""
+SHARED_VALUES = 1024
+"""Of the largest constant that the exporter compares with others."""
 
 
 def predicted_bytes(quantized: QuantizedModel) -> int:
     """Bytes of all constants of the quantized graph; zero points of weights as int8, of biases and tables as nothing.
 
-    Floats that are all zero are stored once for each shape.
+    Small constants that are equal are stored once, as the exporter does: norms that were not trained, zero points.
     Weights of four bits take half a byte; their zero points, which the file leaves out, are within the tolerance.
     """
     graph = quantized.graph
     tensors = dict(graph.named_parameters(remove_duplicate=True)) | dict(graph.named_buffers(remove_duplicate=True))
-    total, zeros = 0, set()
+    packed = {str(node.args[0].target) for node in graph.graph.nodes if _is_int4(node)}
+    found: dict[Any, int] = {}
     for name, tensor in tensors.items():
-        if tensor.is_floating_point() and not tensor.any():  # biases of an untrained network: one for each size
-            total += 0 if tensor.shape in zeros else tensor.numel() * tensor.element_size()
-            zeros.add(tensor.shape)
-        elif name.endswith("zero_point") or "zero_point" in name:
-            total += 0 if "bias" in name or "table" in name else tensor.numel()
-        else:
-            total += tensor.numel() * tensor.element_size()
-    packed = [node for node in graph.graph.nodes if _is_int4(node)]
-    weights = {str(node.args[0].target) for node in packed}
-    return total - sum(tensors[name].numel() // 2 for name in weights)
+        stored = _as_stored(name, tensor.detach())
+        if stored is not None:
+            key = stored.numpy().tobytes() if stored.numel() <= SHARED_VALUES else name
+            size = stored.numel() * stored.element_size()
+            found[stored.dtype, stored.shape, key] = (size + 1) // 2 if name in packed else size
+    return sum(found.values())
+
+
+def _as_stored(name: str, tensor: Tensor) -> Tensor | None:
+    """A constant as the file has it; None for zero points that it leaves out."""
+    if "zero_point" not in name:
+        return tensor
+    return None if "bias" in name or "table" in name else tensor.to(torch.int8)
 
 
 def _is_int4(node: Node) -> bool:
@@ -50,7 +61,7 @@ def size(quantized: QuantizedModel, path: Path) -> Gate:
     model = onnx.load(str(path))
     stored = sum(_bytes(tensor) for tensor in model.graph.initializer)
     expected = predicted_bytes(quantized)
-    allowance = max(TOLERANCE * expected, 1024)
+    allowance = max(TOLERANCE * expected, SMALL_BYTES)
     return Gate(
         "size", abs(stored - expected) <= allowance, f"{expected} bytes of tensors, within {TOLERANCE:.0%}",
         f"{stored} bytes of tensors in a file of {path.stat().st_size}",

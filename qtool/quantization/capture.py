@@ -2,10 +2,10 @@
 
 ``torch.export`` with a dynamic batch gives a graph of ATen operators in which batch-norm, dropout and
 activations are still whole. It is then made uniform, so that a placement has one spelling of each operator
-to look for (``functional.py``); the guards that torch inserts are dropped, since shapes are the ONNX file's contract
-and not the graph's; calls that repeat another become one (``repeats.py``); and every operator learns which module it
-came from (``owner``), the name that a user knows it by. Modules that the graph leaves out, such as a head for
-training alone, are named in its ``meta["notes"]``.
+to look for (``functional.py``, ``linears.py``); the guards that torch inserts are dropped, since shapes are the ONNX
+file's contract and not the graph's; calls that repeat another become one (``repeats.py``); and every operator learns
+which module it came from (``owner``), the name that a user knows it by. Modules that the graph leaves out, such as a
+head for training alone, are named in its ``meta["notes"]``.
 
 What becomes of batch-norm is told in ``norms.py``. What is left out on purpose: FX symbolic tracing as a
 second way in.
@@ -27,6 +27,7 @@ from qtool.errors import QtoolError, one_line
 from qtool.form import as_graph, to_program
 from qtool.nested import call, tensors
 from qtool.quantization.functional import DROPOUTS, functionalized, make_functional, mutations
+from qtool.quantization.linears import write_linears
 from qtool.quantization.quiet import quiet_export, quiet_pytree
 from qtool.quantization.repeats import merge_repeats
 
@@ -79,6 +80,8 @@ def capture(model: nn.Module, example: Any, *, train: bool = False) -> GraphModu
         graph_module = functionalized(program)
     graph_module.meta["notes"] = (*_left_out(model, graph_module), *_conditions(program))
     _detach_parameters(graph_module)
+    if write_linears(graph_module):
+        drop_unused(graph_module)
     for node in graph_module.graph.nodes:
         if node.op == "call_function":
             node.meta["owner"] = owner(node)

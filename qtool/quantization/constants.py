@@ -17,17 +17,26 @@ from torch.fx import GraphModule, Node
 from qtool.form import DEQUANTIZE, QUANTIZE
 from qtool.quantization.capture import drop_unused, parameter, set_parameter
 
+LARGEST_RESULT, LARGEST_SOURCE = 512 * 512, 8192
+"""How many values torch's exporter stores of what it computes beforehand, and from tensors of how many."""
+
 Wanted = Callable[[Node], bool]
 
 
 def constant_nodes(graph_module: GraphModule) -> set[Node]:
-    """Stored tensors and everything that is computed from nothing else."""
+    """Stored tensors, tensors that are counted out (``arange``), and everything that is computed from nothing else."""
     found: set[Node] = set()
     for node in graph_module.graph.nodes:
-        inputs = node.all_input_nodes
-        if node.op == "get_attr" or (node.op == "call_function" and inputs and all(n in found for n in inputs)):
+        computed = node.op == "call_function" and (node.all_input_nodes or _counts(node))
+        if node.op == "get_attr" or (computed and all(source in found for source in node.all_input_nodes)):
             found.add(node)
     return found
+
+
+def _counts(node: Node) -> bool:
+    """Whether an operator without inputs gives the same tensor each time."""
+    given = isinstance(node.meta.get("val"), Tensor)
+    return given and torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ())
 
 
 def fold_quantized(graph_module: GraphModule) -> None:
@@ -36,9 +45,9 @@ def fold_quantized(graph_module: GraphModule) -> None:
 
 
 def fold_computed(graph_module: GraphModule) -> None:
-    """Stores each tensor that is computed from constants, where the graph takes no more bytes then; in place."""
+    """Stores each tensor that is computed from constants, where the file takes no more bytes then; in place."""
     constants = constant_nodes(graph_module)
-    _fold(graph_module, lambda node: _ends(node, constants) and _bytes([node]) <= _bytes(_spared(node)))
+    _fold(graph_module, lambda node: _ends(node, constants) and _is_worth_it(node))
 
 
 def _fold(graph_module: GraphModule, wanted: Wanted) -> None:
@@ -50,20 +59,21 @@ def _fold(graph_module: GraphModule, wanted: Wanted) -> None:
         if node in needed:
             values[node] = _evaluate(graph_module, node, values)
         if node in folded and isinstance(values[node], Tensor):
-            _store(graph_module, node, values[node])
+            values[_store(graph_module, node, values[node])] = values[node]
     if folded:
         graph_module.graph.eliminate_dead_code()
         drop_unused(graph_module)
         graph_module.recompile()
 
 
-def _store(graph_module: GraphModule, node: Node, value: Tensor) -> None:
+def _store(graph_module: GraphModule, node: Node, value: Tensor) -> Node:
     path = f"{node.name}_folded"
     set_parameter(graph_module, path, value.clone())
     with graph_module.graph.inserting_before(node):
         stored = graph_module.graph.get_attr(path)
     stored.meta["val"] = node.meta.get("val", value)
     node.replace_all_uses_with(stored)
+    return stored
 
 
 def _ends(node: Node, constants: set[Node]) -> bool:
@@ -74,6 +84,13 @@ def _ends(node: Node, constants: set[Node]) -> bool:
         and not all(user in constants for user in node.users)
         and not any(source.target in quantizers for source in _sources(node))
     )
+
+
+def _is_worth_it(node: Node) -> bool:
+    """Whether what is no longer read weighs as much as the result, or the exporter would store that anyway."""
+    stored = [source for source in _sources(node) if source.op == "get_attr"]
+    exported = _values(node) <= LARGEST_RESULT and all(_values(source) <= LARGEST_SOURCE for source in stored)
+    return exported or _bytes([node]) <= _bytes(_spared(node))
 
 
 def _sources(node: Node) -> set[Node]:
@@ -91,6 +108,11 @@ def _spared(node: Node) -> list[Node]:
     """The stored tensors that nothing else reads than what ``node`` is computed by."""
     sources = _sources(node)
     return [source for source in sources if source.op == "get_attr" and all(user in sources for user in source.users)]
+
+
+def _values(node: Node) -> int:
+    value = node.meta.get("val")
+    return value.numel() if isinstance(value, Tensor) else 0
 
 
 def _bytes(nodes: list[Node]) -> int:

@@ -49,6 +49,7 @@ FUNCTIONAL = {
     aten.feature_dropout_.default: aten.feature_dropout.default,
 }
 DROPOUTS = (aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default)
+_ASSERTIONS = (aten._assert_tensor_metadata.default, aten._assert_scalar.default)
 _CLAMPS = (aten.clamp.default, aten.clamp_min.default)
 _SPLITS = (aten.chunk.default, aten.split.Tensor, aten.split.sizes, aten.split_with_sizes.default)
 _PADDED = {aten.conv1d.padding: aten.conv1d.default, aten.conv2d.padding: aten.conv2d.default}
@@ -58,7 +59,7 @@ def make_functional(graph_module: GraphModule) -> None:
     """Rewrites in-place operators, where that keeps the meaning, and paddings given as words."""
     graph = graph_module.graph
     for node in list(graph.nodes):
-        if (node.op == "call_module" and "guard" in str(node.target)) or _counts_batches(node):
+        if _is_guard(node) or _counts_batches(node):
             graph.erase_node(node)
             continue
         if node.target in FUNCTIONAL and _is_safe(node):
@@ -67,6 +68,11 @@ def make_functional(graph_module: GraphModule) -> None:
     graph.eliminate_dead_code()
     graph.lint()
     graph_module.recompile()
+
+
+def _is_guard(node: Node) -> bool:
+    """Whether a node only checks shapes, types or sizes of what was captured."""
+    return (node.op == "call_module" and "guard" in str(node.target)) or node.target in _ASSERTIONS
 
 
 def _spell(node: Node) -> None:

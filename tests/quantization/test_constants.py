@@ -16,7 +16,7 @@ class Embedded(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.words, self.positions = nn.Embedding(20, 8), nn.Embedding(16, 8)
+        self.words, self.positions = nn.Embedding(1200, 8), nn.Embedding(16, 8)
         self.register_buffer("places", torch.arange(16)[None])
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -35,7 +35,18 @@ def test_positions_are_stored_for_the_length_at_hand() -> None:
     assert _targets(graph).count(aten.embedding.default) == 1
     assert torch.equal(graph(ids), model(ids))
     stored = dict(graph.named_parameters()) | dict(graph.named_buffers())
-    assert sorted(tuple(value.shape) for value in stored.values()) == [(1, 6, 8), (20, 8)]
+    assert sorted(tuple(value.shape) for value in stored.values()) == [(1, 6, 8), (1200, 8)]
+
+
+def test_positions_that_are_counted_out_are_looked_up_beforehand() -> None:
+    class Counted(Embedded):
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.words(ids) + self.positions(torch.arange(ids.shape[1]))
+
+    model, ids = Counted().eval(), torch.randint(0, 20, (3, 6))
+    graph = float_form(model, ids)
+    assert _targets(graph) == [aten.embedding.default, aten.add.Tensor]
+    assert torch.equal(graph(ids), model(ids))
 
 
 def test_a_tensor_that_is_read_otherwise_too_is_not_stored_twice() -> None:
@@ -51,6 +62,23 @@ def test_a_weight_that_the_model_normalises_becomes_a_weight() -> None:
     (conv,) = (node for node in graph.graph.nodes if node.target is aten.conv2d.default)
     assert conv.args[1].op == "get_attr"
     torch.testing.assert_close(graph(x), F.relu(F.conv2d(x, model[0].weight, model[0].bias)))
+
+
+def test_a_constant_may_be_read_by_another() -> None:
+    class Angles(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            angles = torch.arange(4) / 4
+            return x * angles + angles.cos() * x.sin()
+
+    x = torch.randn(2, 4)
+    graph = float_form(Angles(), x)
+    assert sorted(map(str, _targets(graph))) == [
+        "aten.add.Tensor",
+        "aten.mul.Tensor",
+        "aten.mul.Tensor",
+        "aten.sin.default",
+    ]
+    torch.testing.assert_close(graph(x), Angles()(x))
 
 
 def test_what_a_quantizer_made_stays() -> None:

@@ -1,0 +1,63 @@
+"""One spelling for products with a stored matrix: ``linear``.
+
+``x @ w``, ``torch.mm(x, w)`` and ``torch.addmm(b, x, w)`` (the layers of GPT-2 are written so) are linear layers
+whose weight stands the other way round: ``linear(x, wᵀ, b)``. Left out on purpose: products of two activations.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+
+aten = torch.ops.aten
+
+
+def write_linears(graph_module: GraphModule) -> int:
+    """Rewrites in place each product with a stored matrix, which is stored transposed; returns how many."""
+    written: dict[str, str] = {}
+    products = [node for node in graph_module.graph.nodes if _is_layer(node)]
+    for node in products:
+        (source, weight), bias = node.args[-2:], node.args[:-2]
+        assert isinstance(weight, Node)
+        path = written.setdefault(str(weight.target), f"transposed_{len(written)}")
+        if not hasattr(graph_module, path):
+            _store(graph_module, path, operator.attrgetter(str(weight.target))(graph_module))
+        with graph_module.graph.inserting_before(node):
+            stored = graph_module.graph.get_attr(path)
+            stored.meta["val"] = weight.meta["val"].t()
+            layer = graph_module.graph.call_function(aten.linear.default, (source, stored, *bias))
+        layer.meta = dict(node.meta)
+        node.replace_all_uses_with(layer)
+        graph_module.graph.erase_node(node)
+    if products:
+        graph_module.graph.eliminate_dead_code()
+        graph_module.recompile()
+    return len(products)
+
+
+def _is_layer(node: Node) -> bool:
+    if node.target not in (aten.matmul.default, aten.mm.default, aten.addmm.default):
+        return False
+    *bias, source, weight = node.args
+    return (
+        isinstance(source, Node)
+        and source.op != "get_attr"
+        and _is_stored(weight, 2)
+        and all(_is_stored(value, 1) for value in bias)
+        and all(node.kwargs.get(factor, 1) == 1 for factor in ("beta", "alpha"))
+    )
+
+
+def _is_stored(value: object, rank: int) -> bool:
+    return isinstance(value, Node) and value.op == "get_attr" and value.meta["val"].dim() == rank
+
+
+def _store(graph_module: GraphModule, path: str, weight: Tensor) -> None:
+    turned = weight.detach().t().contiguous()
+    if isinstance(weight, nn.Parameter):
+        graph_module.register_parameter(path, nn.Parameter(turned, requires_grad=weight.requires_grad))
+    else:
+        graph_module.register_buffer(path, turned)
