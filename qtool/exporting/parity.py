@@ -21,7 +21,6 @@ and then the difference is reported instead of required to be none.
 from __future__ import annotations
 
 import inspect
-import math
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -50,8 +49,6 @@ TIE = 2.0**-12
 """How near the middle between two steps is undecided: 255 steps come with errors of some 2⁻²⁴ each."""
 MAX_FLOAT_ERROR = 1e-4
 MAX_SQNR_LOSS_DB = 0.5
-ENOUGH_VALUES = 2**15
-LEAST_SAMPLES = 32
 MICRO_BATCH = 4
 MODELLED_RUNTIME = "1.31"  # the ONNX Runtime whose fusions and kernels the integer reference repeats
 
@@ -218,17 +215,6 @@ def end_to_end(quantized: QuantizedModel, path: Path, samples: Iterable[Any]) ->
         {"num_samples": len(reference[0]), "num_outputs": len(reference),
          "sqnr_db_torch": torch_db, "sqnr_db_file": file_db},
     )  # fmt: skip
-
-
-def samples_needed(quantized: QuantizedModel, most: int) -> int:
-    """On how many samples the SQNR is judged: ``most``, or fewer where these have ``ENOUGH_VALUES`` outputs.
-
-    The SQNR of n values with independent errors is known to ``4.34 √(2/n)`` dB (1σ), 0.03 dB for that many.
-    """
-    ends = [node for node in quantized.graph.graph.nodes if node.op == "output"]
-    values = [v.meta.get("val") for v in ends[0].all_input_nodes]
-    sizes = [math.prod(d for d in v.shape[1:] if isinstance(d, int)) for v in values if isinstance(v, Tensor)]
-    return min(most, max(LEAST_SAMPLES, math.ceil(ENOUGH_VALUES / max(1, min(sizes, default=1)))))
 
 
 def sqnr_in_torch(quantized: QuantizedModel, samples: Iterable[Any]) -> float:

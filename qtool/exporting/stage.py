@@ -69,7 +69,7 @@ def export(
     files = {"int8": out / FILES["int8"]}
     save(quantized_to_onnx(quantized, opset), files["int8"], notes | {"qtool.variant": "int8"})
     allocator.release()
-    taken = [] if samples is None else parity.take(samples, parity.samples_needed(quantized, config.parity_samples))
+    taken = [] if samples is None else parity.take(samples, config.parity_samples)
     gates = list(_gates(quantized, files["int8"], taken, config)) if config.gates else []
     if quantized.float_graph is not None:
         gates += _baselines(quantized, out, opset, notes, files, taken)
