@@ -3,14 +3,15 @@
 The rungs of a ladder, in the order of what they cost whoever runs the model, then of what they cost here:
 
 1. *as asked*: the options as they were given (by default min-max ranges);
-2. *usually best*: the combination that did best on the networks it was tried on. It costs minutes here and nothing to
+2. *free*: bias correction by what batch-norm tells, which reads no data;
+3. *usually best*: the combination that did best on the networks it was tried on. It costs minutes here and nothing to
    whoever runs the model, and where it is not met either, the rungs below rarely are before the mixed ones;
-3. *ranges*: the other ways to read ranges from the same observations, for activations, then for weights;
-4. *corrections*: bias correction, equalization, both;
-5. *further*: every other algorithm that is registered, each on top of what helped;
-6. *mixed*: the units that hurt most, alone, in 8 bits where weights have 6 or fewer, else left in float: 1, 2, 4, …
+4. *ranges*: the other ways to read ranges from the same observations, for activations, then for weights;
+5. *corrections*: bias correction on samples, equalization, both;
+6. *further*: every other algorithm that is registered, each on top of what helped;
+7. *mixed*: the units that hurt most, alone, in 8 bits where weights have 6 or fewer, else left in float: 1, 2, 4, …
    of them, then as few as will do;
-7. *training*: quantization-aware training, where there is data to train on.
+8. *training*: quantization-aware training, where there is data to train on.
 
 A rung stands on the best options so far, and "best" means closer to the float model by more than noise on the same
 validation samples: otherwise the earlier, cheaper options stay, and what gained nothing is part of no later candidate.
@@ -34,6 +35,7 @@ from qtool.recipe import ALGORITHMS, RANGES, WEIGHT_RANGES, QuantizeConfig
 MOST_FLOAT = 0.5
 """The greatest share of the units that the search leaves in float."""
 USUALLY_BEST: Mapping[str, Any] = {"ranges": "output", "algorithms": ("gptq",)}
+FREE = ("analytic-bias",)
 CORRECTIONS = (("bias",), ("equalize",), ("equalize", "bias"))
 
 
@@ -120,6 +122,11 @@ def as_asked(search: Search) -> Trial | None:
     return trial if trial.verdict.met else None
 
 
+def free(search: Search) -> Trial | None:
+    """What costs nothing, here or later."""
+    return _algorithms(search, (FREE,))
+
+
 def usually_best(search: Search) -> Trial | None:
     """Output-error ranges and second-order rounding beside the algorithms asked for; given ranges stay."""
     names = (*(search.config.algorithms or ()), *USUALLY_BEST["algorithms"])
@@ -150,7 +157,7 @@ def corrections(search: Search) -> Trial | None:
 
 def further(search: Search) -> Trial | None:
     """Each other algorithm, on top of what helped."""
-    known = {name for names in CORRECTIONS for name in names}
+    known = {*FREE, *(name for names in CORRECTIONS for name in names)}
     return _algorithms(search, tuple((name,) for name in ALGORITHMS if name not in known))
 
 
@@ -210,7 +217,7 @@ def training(search: Search) -> Trial | None:
 
 
 RUNGS: tuple[Callable[[Search], Trial | None], ...] = (
-    as_asked, usually_best, better_ranges, corrections, further, mixed, training,
+    as_asked, free, usually_best, better_ranges, corrections, further, mixed, training,
 )  # fmt: skip
 
 

@@ -56,15 +56,15 @@ def test_ranges_then_corrections_stand_on_what_helped() -> None:
     assert met is not None
     assert met.name == "gptq + bias"
     assert met.config.ranges == "percentile"  # mse is as good, which is no gain
-    assert world.tried[:3] == ["ptq, minmax", "ranges output + gptq", "ranges moving-average"]
+    assert world.tried[:4] == ["ptq, minmax", "analytic-bias", "ranges output + gptq", "ranges moving-average"]
     assert len(set(world.tried)) == len(world.tried)
 
 
-def test_the_usual_best_comes_second_and_is_stood_on_where_it_gains() -> None:
+def test_the_usual_best_comes_after_what_is_free_and_is_stood_on_where_it_gains() -> None:
     world = World(0.3)
     world.error = lambda c: 0.5 if c.ranges == "output" and "gptq" in (c.algorithms or ()) else 1.0  # type: ignore[method-assign]
     world.search.run()
-    assert world.tried[1] == "ranges output + gptq"
+    assert world.tried[1:3] == ["analytic-bias", "ranges output + gptq"]
     assert world.search.base.config.algorithms == ("gptq",)
     asked = World(0.3)
     asked.search.config = dataclasses.replace(asked.config, ranges="output", algorithms=("gptq",))
