@@ -20,6 +20,7 @@ from qtool.form import check_inputs
 from qtool.nested import call, micro_batches, num_samples
 from qtool.quantization.histogram import Histogram
 from qtool.quantization.observers import RangeObserver
+from qtool.quantization.ranges import estimate
 from qtool.recipe import QuantizeConfig
 
 MICRO_BATCH = 8
@@ -47,8 +48,9 @@ def choose_ranges(observers: Mapping[str, RangeObserver], config: QuantizeConfig
     """Gives every observer the range that ``config.ranges`` reads from its histogram; returns them as plain data."""
     ranges = {}
     for name, observer in observers.items():
-        low, high = observer.histogram.range(
-            config.ranges, percentile=config.percentile, num_levels=observer.quant_max - observer.quant_min + 1,
+        low, high = estimate(
+            observer.histogram, config.ranges, percentile=config.percentile,
+            num_levels=observer.quant_max - observer.quant_min + 1,
             symmetric=observer.qscheme == torch.per_tensor_symmetric,
         )  # fmt: skip
         method = config.ranges if observer.fixed is None else "fixed"

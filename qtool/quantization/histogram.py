@@ -116,15 +116,6 @@ class Histogram:
         axis, weights = self._weights
         return np.asarray(weights[_coordinates(shape, stride)[axis]])
 
-    def range(self, method: str = "minmax", **options: Any) -> tuple[float, float]:
-        """The quantization range (minimum, maximum) that ``method`` reads from what was seen.
-
-        Methods and options: ``qtool.quantization.ranges.estimate``.
-        """
-        from qtool.quantization import ranges  # the estimators stand on this module
-
-        return ranges.estimate(self, method, **options)
-
     @property
     def bin_width(self) -> float:
         """Real units per bin; bin ``i`` of ``counts`` is ``[(i − 4096)·w, (i − 4095)·w)``."""

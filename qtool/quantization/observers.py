@@ -21,7 +21,7 @@ from qtool.errors import QtoolError
 from qtool.quantization.histogram import Histogram
 from qtool.quantization.learned import LearnedSteps
 from qtool.quantization.qparams import affine_qparams, symmetric_qparams
-from qtool.quantization.ranges import weight_range
+from qtool.quantization.ranges import estimate, weight_range
 from qtool.quantization.torchao_api import FakeQuantizeBase, ObserverBase
 
 
@@ -56,7 +56,7 @@ class RangeObserver(ObserverBase):  # type: ignore[misc]
 
     def calculate_qparams(self, **_: Any) -> tuple[Tensor, Tensor]:
         """Scale and zero point of the chosen range."""
-        low, high = self.fixed or self.chosen or self.histogram.range("minmax")
+        low, high = self.fixed or self.chosen or estimate(self.histogram)
         return _activation_qparams(low, high, self)
 
 

@@ -37,7 +37,7 @@ from qtool.quantization.capture import copied  # noqa: E402
 from qtool.quantization.histogram import Histogram  # noqa: E402
 from qtool.quantization.observers import RangeObserver  # noqa: E402
 from qtool.quantization.placement import Placement  # noqa: E402
-from qtool.quantization.ranges import ESTIMATORS  # noqa: E402
+from qtool.quantization.ranges import ESTIMATORS, estimate  # noqa: E402
 from qtool.quantization.stage import float_form  # noqa: E402
 from qtool.quantization.targets import ORT_CPU  # noqa: E402
 
@@ -123,7 +123,7 @@ def images(batch: torch.Tensor, run: Pass, samples: int) -> Iterator[None]:
 def seconds_to_read(histograms: list[Histogram], method: str) -> float:
     start = time.process_time()
     for histogram in histograms:
-        histogram.range(method)
+        estimate(histogram, method)
     return time.process_time() - start
 
 
