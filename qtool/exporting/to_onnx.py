@@ -29,11 +29,11 @@ from qtool.exporting.passes import (
     global_pool,
     hard_sigmoid,
     int4,
+    lookups,
     metadata,
     names,
     pads,
     stem,
-    tables,
 )
 from qtool.form import QuantizedModel, quantize_nodes, to_program
 
@@ -44,7 +44,7 @@ Pass = Callable[[ir.Model], int]
 PASSES: dict[str, tuple[Pass, ...]] = {
     "ort-cpu": (
         global_pool.apply, activations.apply, hard_sigmoid.apply, pads.apply, biases.apply, float_units.apply,
-        stem.apply, tables.apply,
+        stem.apply, lookups.apply,
     ),
     "openvino": (global_pool.apply, activations.apply, biases.apply),
     "tensorrt": (global_pool.apply, activations.apply),

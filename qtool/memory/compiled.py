@@ -163,6 +163,7 @@ def capture(model: nn.Module, value: Any) -> Captured:
     """Captures ``model`` at inputs like ``value``, all of it fake. Raises QtoolError unless it is one graph."""
     import torch._inductor.lowering  # its decompositions name it without importing it
     from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch._aot_autograd.utils import make_boxed_func
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor.decomposition import select_decomp_table
 
@@ -171,7 +172,7 @@ def capture(model: nn.Module, value: Any) -> Captured:
     def keeper(kind: str) -> Callable[..., Any]:
         def keep(module: fx.GraphModule, inputs: Any) -> Any:
             graphs[kind].append(module.graph)
-            return module.forward
+            return make_boxed_func(module.forward)
 
         return keep
 
@@ -185,7 +186,8 @@ def capture(model: nn.Module, value: Any) -> Captured:
     def run(*args: Any, **kwargs: Any) -> Any:
         return model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
-    model_result = call(torch.compile(run, backend=backend), value)
+    run.__code__ = run.__code__.replace()  # dynamo keeps shapes by code object, and takes a second one for a variable
+    model_result = call(torch.compile(run, backend=backend, dynamic=False), value)
     leaves, spec = tree_flatten(model_result)
     sum(leaf.sum() for leaf in leaves if leaf.requires_grad).backward()
     if [len(found) for found in graphs.values()] != [1, 1, 1] or not all(isinstance(x, Tensor) for x in leaves):

@@ -28,6 +28,7 @@ from qtool.quantization.algorithms.subject import Report, silent
 from qtool.quantization.calibrate import calibrate, choose_ranges, restore_ranges
 from qtool.quantization.capture import capture, copied, remove_dropout
 from qtool.quantization.constants import fold_computed
+from qtool.quantization.embeddings import quantize_tables
 from qtool.quantization.gains import Gains, channel_gains
 from qtool.quantization.integers import finish, label
 from qtool.quantization.matrices import flatten_linears
@@ -38,7 +39,6 @@ from qtool.quantization.products import write_products
 from qtool.quantization.qat import FineTune, check_tuning, set_training, train_quantized
 from qtool.quantization.second_order import SecondOrder, is_slow
 from qtool.quantization.sensitivity import Sensitivities
-from qtool.quantization.tables import quantize_tables
 from qtool.quantization.targets import ORT_CPU, Target, get_target
 from qtool.recipe import QatConfig, QuantizeConfig
 

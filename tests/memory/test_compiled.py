@@ -68,6 +68,16 @@ def test_what_is_kept_for_the_backward_pass_is_what_the_partitioner_keeps():
     assert all(p.grad is None for p in net.parameters())
 
 
+def test_any_number_of_captures_of_any_size_are_independent():
+    peaks = []
+    for size in (*range(2, 14), 2):
+        batch = torch.randn(size, 32), torch.zeros(size, dtype=torch.int64)
+        config = TrainConfig(device="cpu", batch_size=size, compile=True)
+        net = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 10))
+        peaks.append(predict(lambda net=net: net, batch, config, prepare=setup, loss=LOSS).peak_bytes)
+    assert peaks[-1] == peaks[0] < peaks[-2]
+
+
 def test_a_model_that_is_captured_in_pieces_is_refused():
     class Broken(nn.Module):
         def __init__(self) -> None:
