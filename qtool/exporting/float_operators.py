@@ -146,8 +146,15 @@ def moves_only(op: str, attributes: Attributes) -> bool:
     return attributes.get("mode", "nearest") == "nearest" and mode in usual and plain
 
 
+def gather_elements(attributes: Attributes, x: Tensor, indices: Tensor) -> Tensor:
+    """The element of ``x`` at each index along ``axis``; onnx's reference fails where they are fewer."""
+    axis = int(attributes.get("axis", 0))
+    return x.gather(axis, torch.where(indices < 0, indices + x.shape[axis], indices).long())
+
+
 MOVERS: dict[str, Operator] = {
     "Flatten": flatten,
+    "GatherElements": gather_elements,
     "Identity": lambda attributes, x: x,
     "MaxPool": lambda attributes, x: largest_in_windows(x, attributes),
     "Reshape": reshape,

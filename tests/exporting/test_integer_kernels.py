@@ -13,7 +13,7 @@ import torch
 from onnx import TensorProto
 from qdq_files import Array, Builder, needs_vnni, run
 
-from qtool.exporting.float_operators import EXACT, conv_transpose
+from qtool.exporting.float_operators import EXACT, MOVERS, conv_transpose
 from qtool.exporting.integer_arithmetic import Affine, Quantized
 from qtool.exporting.integer_kernels import KERNELS, logistic, padding, repeats_along_rows
 
@@ -292,6 +292,16 @@ def test_transposed_convolution_is_the_runtimes(rank: int, groups: int, tmp_path
     expected = run(builder.model(y), {"x": x}, tmp_path)[0][0]
     got = conv_transpose(attributes, torch.from_numpy(x), torch.from_numpy(weight))
     np.testing.assert_allclose(got.numpy(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("axis", [0, 1, -1])
+def test_elements_are_gathered_as_the_runtime_does(axis: int, tmp_path: Path) -> None:
+    rng, builder = np.random.default_rng(0), Builder()
+    x, indices = rng.normal(size=(4, 30)).astype(np.float32), rng.integers(-4, 4, (2, 24))
+    taken = builder.op("GatherElements", builder.input("x", [4, 30]), builder.constant(indices), axis=axis)
+    expected = run(builder.model(taken), {"x": x}, tmp_path)[0][0]
+    found = MOVERS["GatherElements"]({"axis": axis}, torch.from_numpy(x), torch.from_numpy(indices))
+    assert np.array_equal(found.numpy(), expected)
 
 
 def test_logistic_is_a_sigmoid() -> None:
