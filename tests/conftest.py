@@ -31,6 +31,20 @@ def small_data(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"npz:{folder}"
 
 
+@pytest.fixture(scope="session")
+def held_out_data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """As ``small_data``, with 300 validation images."""
+    folder = tmp_path_factory.mktemp("held")
+    draw = np.random.default_rng(0)
+    for part, count in (("train", 240), ("validation", 300), ("test", 30)):
+        labels = np.arange(count) % 3
+        images = draw.integers(0, 160, (count, 8, 8), dtype=np.uint8)
+        for image, label in zip(images, labels, strict=True):
+            image[:, 2 * label : 2 * label + 3] += 60
+        np.savez(folder / f"{part}.npz", images=images, labels=labels)
+    return f"npz:{folder}"
+
+
 NET = """
 import torch
 from torch import nn

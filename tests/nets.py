@@ -115,3 +115,14 @@ def small_mobilenet(classes: int = 10) -> nn.Sequential:
         InvertedResidual(24, 24, 1, 6),
         *pooled_classifier(24, classes),
     )
+
+
+class FeedForward(nn.Module):
+    """A transformer's feed-forward half."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))

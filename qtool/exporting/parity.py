@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import inspect
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -196,10 +196,9 @@ def end_to_end(quantized: QuantizedModel, path: Path, samples: Iterable[Any]) ->
     floats: list[list[Tensor]] = []
     simulated: list[list[Tensor]] = []
     served: list[list[Tensor]] = []
-    for batch in (piece for given in samples for piece in micro_batches(given, MICRO_BATCH)):
-        with torch.no_grad():
-            floats.append(_outputs(call(quantized.float_graph, batch)))  # type: ignore[arg-type]
-        simulated.append(_outputs(quantized(batch)))
+    for batch, wanted, in_torch in _answers(quantized, samples):
+        floats.append(wanted)
+        simulated.append(in_torch)
         served.append([torch.from_numpy(np.array(value)) for value in session.run(feeds_of(model, batch))])
     session.close()
     reference, torch_out, file_out = (_joined(parts) for parts in (floats, simulated, served))
@@ -219,12 +218,16 @@ def end_to_end(quantized: QuantizedModel, path: Path, samples: Iterable[Any]) ->
 
 def sqnr_in_torch(quantized: QuantizedModel, samples: Iterable[Any]) -> float:
     """The least SQNR in dB that an output of the quantized graph has to the float graph's, on batches of inputs."""
-    floats, simulated = [], []
+    floats, simulated = zip(*((wanted, made) for _, wanted, made in _answers(quantized, samples)), strict=True)
+    return min(float(sqnr_db(a, b)) for a, b in zip(_joined([*floats]), _joined([*simulated]), strict=True))
+
+
+def _answers(quantized: QuantizedModel, samples: Iterable[Any]) -> Iterator[tuple[Any, list[Tensor], list[Tensor]]]:
+    """For each small piece of the batches: it, the float graph's outputs, the quantized graph's."""
     for batch in (piece for given in samples for piece in micro_batches(given, MICRO_BATCH)):
         with torch.no_grad():
-            floats.append(_outputs(call(quantized.float_graph, batch)))  # type: ignore[arg-type]
-        simulated.append(_outputs(quantized(batch)))
-    return min(float(sqnr_db(a, b)) for a, b in zip(_joined(floats), _joined(simulated), strict=True))
+            wanted = _outputs(call(quantized.float_graph, batch))  # type: ignore[arg-type]
+        yield batch, wanted, _outputs(quantized(batch))
 
 
 def _joined(parts: list[list[Tensor]]) -> list[Tensor]:

@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Node
 
 from qtool.form import DEQUANTIZE, QUANTIZE
 from qtool.quantization.capture import drop_unused, parameter, set_parameter
+from qtool.quantization.repeats import draws
 
 LARGEST_RESULT, LARGEST_SOURCE = 512 * 512, 8192
 """How many values torch's exporter stores of what it computes beforehand, and from tensors of how many."""
@@ -35,8 +36,7 @@ def constant_nodes(graph_module: GraphModule) -> set[Node]:
 
 def _counts(node: Node) -> bool:
     """Whether an operator without inputs gives the same tensor each time."""
-    given = isinstance(node.meta.get("val"), Tensor)
-    return given and torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ())
+    return isinstance(node.meta.get("val"), Tensor) and not draws(node.target)
 
 
 def fold_quantized(graph_module: GraphModule) -> None:

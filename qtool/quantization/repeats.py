@@ -58,10 +58,15 @@ def _is_stored(node: Node) -> bool:
     return node.op == "get_attr" or (node.target in QUANTIZE and all(map(_is_stored, node.all_input_nodes)))
 
 
+def draws(target: Any) -> bool:
+    """Whether an operator gives other random numbers each time."""
+    return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
+
+
 def _draws_or_writes(target: Any) -> bool:
     if not isinstance(target, torch._ops.OpOverload):
         return getattr(target, "__module__", None) not in ("_operator", "math")
-    return torch.Tag.nondeterministic_seeded in target.tags or target._schema.is_mutable
+    return draws(target) or target._schema.is_mutable
 
 
 def _comparable(value: Any) -> Any:

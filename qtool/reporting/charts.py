@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from qtool.reporting.axes import BOTTOM, LEFT, RIGHT, TOP, WIDTH, Scale, frame, padded, round_ticks, svg, tick_text
+from qtool.reporting.front import steps, unbeaten
 from qtool.reporting.markup import Markup, el
 from qtool.reporting.numbers import percent, significant
 
@@ -61,16 +62,8 @@ def frontier(points: Sequence[Point], score_label: str) -> Markup:
 
 def _front_line(points: Sequence[Point], x: Scale, y: Scale) -> Markup | None:
     """The steps through those points that no other beats in both time and score."""
-    best: list[Point] = []
-    for point in sorted(points, key=lambda p: (p.time, -p.score)):
-        if not best or point.score > best[-1].score:
-            best.append(point)
-    if len(best) < 2:
-        return None
-    corners = [(x(best[0].time), y(best[0].score))]
-    for point in best[1:]:
-        corners += [(x(point.time), corners[-1][1]), (x(point.time), y(point.score))]
-    return el("polyline", points=" ".join(f"{a:.1f},{b:.1f}" for a, b in corners), cls="front")
+    best = unbeaten(points, lambda point: (point.time, -point.score))
+    return steps([(point.time, point.score) for point in best], x, y)
 
 
 def _whiskers(point: Point, x: Scale, y: Scale) -> list[Markup]:

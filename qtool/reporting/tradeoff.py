@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from qtool.reporting.axes import BOTTOM, LEFT, RIGHT, TOP, WIDTH, Scale, frame, padded, svg
+from qtool.reporting.front import steps, unbeaten
 from qtool.reporting.markup import Markup, el
 from qtool.reporting.numbers import significant
 
@@ -26,11 +27,8 @@ class Candidate:
 
 def frontier(candidates: Sequence[Candidate], more_is_better: bool = False) -> list[Candidate]:
     """Those than which none is both cheaper and closer, the cheapest first."""
-    sign, found = (-1 if more_is_better else 1), list[Candidate]()
-    for candidate in sorted(candidates, key=lambda c: (c.cost, sign * c.value)):
-        if not found or sign * candidate.value < sign * found[-1].value:
-            found.append(candidate)
-    return found
+    sign = -1 if more_is_better else 1
+    return unbeaten(candidates, lambda candidate: (candidate.cost, sign * candidate.value))
 
 
 def tradeoff(
@@ -42,21 +40,12 @@ def tradeoff(
     x = Scale(*padded([c.cost for c in candidates], 0.15), LEFT + 14, WIDTH - RIGHT)  # room for ticks like 0.0015
     y = Scale(*padded([*values, limit], 0.1), height - BOTTOM, TOP)
     front = frontier(candidates, more_is_better)
-    parts: list[object] = [*frame(x, y, cost, value), _steps(front, x, y)]
+    parts: list[object] = [*frame(x, y, cost, value), steps([(c.cost, c.value) for c in front], x, y)]
     parts.append(el("line", x1=x.start, x2=x.end, y1=y(limit), y2=y(limit), cls="limit"))
     parts.append(el("text", f"limit {limit:g}", x=x.end - 4, y=y(limit) - 5, text_anchor="end"))
     parts += [_mark(candidate, x, y, "s-int8" if candidate in front else "s-fp32") for candidate in candidates]
     parts += _names(front, x, y, taken=[(x.end - 4, y(limit) - 5)])
     return svg(height, f"{value} against {cost}", *parts)
-
-
-def _steps(front: Sequence[Candidate], x: Scale, y: Scale) -> Markup | None:
-    if len(front) < 2:
-        return None
-    corners = [(x(front[0].cost), y(front[0].value))]
-    for candidate in front[1:]:
-        corners += [(x(candidate.cost), corners[-1][1]), (x(candidate.cost), y(candidate.value))]
-    return el("polyline", points=" ".join(f"{a:.1f},{b:.1f}" for a, b in corners), cls="front")
 
 
 def _mark(candidate: Candidate, x: Scale, y: Scale, cls: str) -> Markup:

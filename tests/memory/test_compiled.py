@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from nets import FeedForward
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -45,19 +46,10 @@ def test_what_nobody_reads_again_is_written_over():
     ]  # fmt: skip
 
 
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
-
-
 def test_what_is_kept_for_the_backward_pass_is_what_the_partitioner_keeps():
     """Of a block: what goes into it, the normalised, the product before the activation and after it, the gradients."""
     size, width = 512, 64
-    net = nn.Sequential(nn.Linear(32, width), Block(width), nn.Linear(width, 10))
+    net = nn.Sequential(nn.Linear(32, width), FeedForward(width), nn.Linear(width, 10))
     batch = torch.randn(size, 32), torch.zeros(size, dtype=torch.int64)
     config = TrainConfig(device="cpu", batch_size=size, compile=True)
     found = predict(lambda: net, batch, config, prepare=setup, loss=LOSS)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from nets import FeedForward
 from torch import nn
 
 from qtool.loop import task_loss
@@ -33,19 +34,8 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
 }
 
 
-class Block(nn.Module):
-    """A transformer's feed-forward half."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
-
-
 def blocks(width: int = 128) -> nn.Module:
-    return nn.Sequential(nn.Linear(32, width), *(Block(width) for _ in range(2)), nn.Linear(width, 10))
+    return nn.Sequential(nn.Linear(32, width), *(FeedForward(width) for _ in range(2)), nn.Linear(width, 10))
 
 
 def batch(size: int = 512) -> tuple[torch.Tensor, torch.Tensor]:

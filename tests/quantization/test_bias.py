@@ -43,14 +43,19 @@ class Watch(Interpreter):
         return result
 
 
-def mean_of(graph: GraphModule, name: str, batches: list[Tensor]) -> Tensor:
-    """The mean output of each channel of the node of that name, by running the whole graph."""
+def values_of(graph: GraphModule, name: str, batches: list[Tensor]) -> Tensor:
+    """What the node of that name gives on all samples, float64, by running the whole graph."""
     watch = Watch(graph)
     watch.wanted, watch.seen = name, []
     with torch.no_grad():
         for batch in batches:
             watch.run(batch)
-    values = torch.cat([v.double() for v in watch.seen])
+    return torch.cat([v.double() for v in watch.seen])
+
+
+def mean_of(graph: GraphModule, name: str, batches: list[Tensor]) -> Tensor:
+    """The mean output of each channel of the node of that name."""
+    values = values_of(graph, name, batches)
     return values.mean(0) if values.dim() == 2 else values.mean((0, 2, 3))
 
 

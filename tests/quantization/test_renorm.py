@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from hard_nets import hard_mobilenet, images
-from test_bias import BATCHES, Watch, subject
+from test_bias import BATCHES, subject, values_of
 from torch import Tensor
 from torch.fx import GraphModule
 
@@ -20,12 +20,7 @@ from qtool.recipe import QuantizeConfig
 
 def channels(graph: GraphModule, name: str, batches: list[Tensor]) -> Tensor:
     """Channels × all values of the node of that name, float64."""
-    watch = Watch(graph)
-    watch.wanted, watch.seen = name, []
-    with torch.no_grad():
-        for batch in batches:
-            watch.run(batch)
-    return torch.cat([v.double() for v in watch.seen]).transpose(0, 1).flatten(1)
+    return values_of(graph, name, batches).transpose(0, 1).flatten(1)
 
 
 def coarse(**kwargs: float) -> Subject:

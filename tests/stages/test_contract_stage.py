@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -26,20 +25,6 @@ from qtool.reporting.page import report, write_report
 from qtool.stages import cost
 
 OPTIONS = {"calibration": "train:64"}
-
-
-@pytest.fixture(scope="module")
-def held_out_data(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """As ``small_data``, with 300 validation images."""
-    folder = tmp_path_factory.mktemp("held")
-    draw = np.random.default_rng(0)
-    for part, count in (("train", 240), ("validation", 300), ("test", 30)):
-        labels = np.arange(count) % 3
-        images = draw.integers(0, 160, (count, 8, 8), dtype=np.uint8)
-        for image, label in zip(images, labels, strict=True):
-            image[:, 2 * label : 2 * label + 3] += 60
-        np.savez(folder / f"{part}.npz", images=images, labels=labels)
-    return f"npz:{folder}"
 
 
 @pytest.fixture(autouse=True)

@@ -27,30 +27,23 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def kept(tmp_path: Path, small_recipe: Path) -> Path:
+def kept(tmp_path: Path, small_recipe: Path, held_out_data: str) -> Path:
     """A run whose quantization keeps a contract on 300 validation images."""
-    draw = np.random.default_rng(0)
-    for part, count in (("train", 240), ("validation", 300), ("test", 30)):
-        labels = np.arange(count) % 3
-        images = draw.integers(0, 160, (count, 8, 8), dtype=np.uint8)
-        for image, label in zip(images, labels, strict=True):
-            image[:, 2 * label : 2 * label + 3] += 60
-        np.savez(tmp_path / f"{part}.npz", images=images, labels=labels)
     run = tmp_path / "run"
-    qtool.train(f"{small_recipe.parent}/net.py:build", f"npz:{tmp_path}", out=run, epochs=1, batch_size=16)
+    qtool.train(f"{small_recipe.parent}/net.py:build", held_out_data, out=run, epochs=1, batch_size=16)
     qtool.quantize(run, max_drop=5.0, max_kl=0.01, **OPTIONS)
     return run
 
 
-def test_the_verdict_is_that_of_the_files_own_answers(kept: Path) -> None:
+def test_the_verdict_is_that_of_the_files_own_answers(kept: Path, held_out_data: str) -> None:
     exported = qtool.export(kept, parity_samples=32, reference_samples=2)
     verdict = read_result(kept, "export")["contract"]
     assert verdict["met"] is True
     assert verdict["num_samples"] == 300
     assert exported.gates[-1]["name"] == "contract"
     drop, kl = verdict["criteria"]
-    images = np.load(kept.parent / "validation.npz")
-    data = qtool.data.load_data(f"npz:{kept.parent}", seed=0)
+    images = np.load(Path(held_out_data.removeprefix("npz:")) / "validation.npz")
+    data = qtool.data.load_data(held_out_data, seed=0)
     x = torch.stack([data.validation[i][0] for i in range(300)]).numpy()  # type: ignore[index]
     answers = {}
     for name in ("fp32", "int8"):
