@@ -106,7 +106,7 @@ def train(ctx: click.Context, out: Path, resume: bool, **_: Any) -> None:
 @trust_option
 @field_options(Recipe, "Source (instead of RUN_DIR)", skip=("variants",), required=("model", "data"), alternative=True)
 @field_options(QuantizeConfig, "Quantization")
-@field_options(QatConfig, "Fine-tuning, with --mode qat", skip=("seed",))
+@field_options(QatConfig, "Fine-tuning, with --mode qat", skip=("seed", "device"))
 def quantize(ctx: click.Context, run_dir: Path | None, out: Path | None, trust: bool, **_: Any) -> None:
     """Quantize a model to INT8: the trained one in RUN_DIR, or --model with --weights and --data."""
     source = given(ctx, Recipe)

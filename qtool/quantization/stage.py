@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
+from qtool.devices import resolve_device
 from qtool.errors import QtoolError, UsageError
 from qtool.form import QuantizedModel
 from qtool.models import check_finite
@@ -37,6 +38,7 @@ from qtool.quantization.placement import Placement
 from qtool.quantization.prepared import Prepared
 from qtool.quantization.products import write_products
 from qtool.quantization.qat import FineTune, check_tuning, set_training, train_quantized
+from qtool.quantization.residence import Moved, on
 from qtool.quantization.second_order import SecondOrder, is_slow
 from qtool.quantization.sensitivity import Sensitivities
 from qtool.quantization.targets import ORT_CPU, Target, get_target
@@ -245,7 +247,9 @@ def _observe(prepared: Prepared, config: QuantizeConfig, calibration: Iterable[A
         return {}
     for name, observer in prepared.observers.items():
         observer.histogram.name = name
-    calibrate(prepared.graph, calibration)
+    device = resolve_device(config.device)
+    with on(device, prepared.graph):
+        calibrate(prepared.graph, Moved(calibration, device))
     return choose_ranges(prepared.observers, config)
 
 

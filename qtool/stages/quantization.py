@@ -58,7 +58,8 @@ def quantize(
 
     ``model`` is a module, a spec, or the run directory of a training. ``data`` gives the calibration samples (and for
     ``mode="qat"`` the training data): a spec, a Data, a mapping, or for PTQ any iterable of batches, (input, target)
-    or inputs alone. ``options`` are the fields of QuantizeConfig and, for QAT, of QatConfig; ``seed`` is both's.
+    or inputs alone. ``options`` are the fields of QuantizeConfig and, for QAT, of QatConfig; ``seed`` and a
+    ``device`` that is named are both's.
 
     With ``max_drop``, ``max_kl`` or ``min_agreement`` the cheapest quantization is searched that keeps to it on the
     validation part, or on ``validation``: batches of (input, target) or of inputs alone. Raises ContractError, its
@@ -127,7 +128,8 @@ def _quantize_configs(
         if other:
             raise UsageError(argument(next(iter(other))), "mode 'qat'", f"mode '{config.mode}'", "ask for mode 'qat'")
         return config, None
-    tuning = configured(QatConfig, qat, other if qat else other | {"seed": config.seed})
+    shared = {name: own[name] for name in ("device",) if name in own} | {"seed": config.seed}
+    tuning = configured(QatConfig, qat, other if qat else shared | other)
     return config, tuning.settled(config.least_bits)
 
 

@@ -10,6 +10,7 @@ and the claims they bear on:
 - ``technique/NAME``: the same for techniques alone, at batch 16; ``group/NAME``: on all GPUs, where there are several;
 - ``create/…``: loading weights on the host first, or straight to the device;
 - ``loop``: the step loop beside a bare one; ``int8/PROVIDER``: ResNet-50 in FP32, FP16 and INT8;
+- ``rounding/NAME``: ResNet-50 to 4-bit weights over 1,024 images: calibration alone, and each way of rounding after it;
 - ``accuracy/NAME``: top-1 of precisions and optimizers on the embedded images, over three seeds.
 
 A part that fails is written down with its message, and the next one is measured. Called again, the command goes on
@@ -175,6 +176,8 @@ def claims(parts: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     if "loop" in whole:
         judge("loop: time over a bare loop's", whole["loop"]["ms_ratio"], high=1.03)
         judge("loop: memory over a bare loop's", whole["loop"]["peak_mib_ratio"], high=1.01)
+    if "rounding/adaround" in whole:
+        judge("AdaRound of ResNet-50 over 1,024 images: seconds", whole["rounding/adaround"]["seconds"], high=300.0)
     for name, part in whole.items():
         if name.startswith("accuracy/") and "accuracy/32-true" in whole:
             judge(f"{name}: points lost", 100 * (whole["accuracy/32-true"]["mean"] - part["mean"]),

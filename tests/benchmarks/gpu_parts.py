@@ -7,6 +7,7 @@ allocator held for them (``max_memory_reserved``), which is what the published l
 from __future__ import annotations
 
 import resource
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,6 +22,9 @@ from qtool.stages.memory import memory
 HERE = Path(__file__).resolve().parent
 LADDER = HERE.parents[1] / "examples" / "memory_ladder_vit_l16.toml"
 GB = 10**9
+IMAGES = 1024
+"""Images that the rounding of weights is learned on."""
+ROUNDINGS: dict[str, tuple[str, ...]] = {"calibration": (), **{name: (name,) for name in ("gptq", "adaround", "brecq")}}
 EPOCH = 45_000
 """Images in an epoch of the published ladder."""
 PROVIDERS = {"torch": "ort-cpu", "torch-compile": "ort-cpu", "cuda": "ort-cpu", "tensorrt": "tensorrt"}
@@ -90,6 +94,7 @@ def parts(options: Options) -> dict[str, Part]:
     found |= {f"create/{how}": partial(create, on_device=how == "on-device") for how in ("host-first", "on-device")}
     found["loop"] = loop
     found |= {f"int8/{provider}": partial(int8, provider=provider) for provider in PROVIDERS}
+    found |= {f"rounding/{name}": partial(rounding, algorithms=names) for name, names in ROUNDINGS.items()}
     return found | {f"accuracy/{name}": partial(accuracy, changes=changes) for name, changes in RUNGS.items()}
 
 
@@ -191,6 +196,36 @@ def int8(options: Options, provider: str) -> dict[str, Any]:
         run, out=run / provider, provider=provider, trust=True, batch_sizes=(1,) if quick else (1, 32),
         allow_slower=True, seconds=0.05 if quick else 10.0, samples=8 if quick else 64, device=options.device,
     )  # fmt: skip
+    return found
+
+
+def rounding(options: Options, algorithms: tuple[str, ...]) -> dict[str, Any]:
+    """ResNet-50 to W4A8 on the device over 1,024 images: seconds, those of capture (on the CPU), memory."""
+    import torch
+    from gpu_nets import Noise, resnet50
+
+    from qtool.data import batches
+    from qtool.devices import resolve_device
+    from qtool.models import load_model
+    from qtool.quantization.stage import float_form, quantize
+    from qtool.recipe import QuantizeConfig
+
+    device, count = resolve_device(options.device), 16 if options.quick else IMAGES
+    model = load_model("resnet", num_classes=10, in_channels=3).eval() if options.quick else resnet50()
+    images = [inputs for inputs, _ in batches(Noise(count, 32 if options.quick else 224), 32, order=range(count))]
+    steps = {"rounding_steps": options.steps} if options.quick and options.steps else {}
+    config = QuantizeConfig(weight_bits=4, weight_ranges="mse", ranges="mse", algorithms=algorithms, device=str(device),
+                            **steps)  # fmt: skip
+    start = time.monotonic()
+    float_form(model, images[0][:2])
+    captured = time.monotonic()
+    made = quantize(model, config, example=images[0][:2], calibration=images)
+    found = {
+        "seconds": time.monotonic() - captured, "capture_seconds": captured - start, "images": count,
+        "rounding_steps": config.rounding_steps, "notes": list(made.plan.notes),
+    }  # fmt: skip
+    if device.type == "cuda":
+        found["peak_gb"] = torch.cuda.max_memory_allocated(device) / GB
     return found
 
 

@@ -16,12 +16,15 @@ import gpu_parts
 
 @pytest.mark.slow
 def test_parts_are_measured_failures_told_and_what_is_missing_made_up_for(tmp_path: Path) -> None:
-    words = ["--out", str(tmp_path), "--device", "cpu", "--quick", "--parts", "create/on-device,technique/paged"]
+    words = ["--out", str(tmp_path), "--device", "cpu", "--quick", "--parts"]
+    words += ["create/on-device,technique/paged,rounding/adaround"]
     assert bench_gpu.main(words) == 1
     result = json.loads((tmp_path / "gpu.json").read_text())
     assert result["parts"]["create/on-device"]["host_peak_gb"] > 0
     assert "--optimizer: expected a GPU" in result["parts"]["technique/paged-adamw8bit"]["failed"]
     assert result["machine"]["gpus"] == []
+    assert result["parts"]["rounding/adaround"]["images"] == 16
+    assert result["parts"]["rounding/adaround"]["seconds"] > 0
     before = (tmp_path / "parts" / "create--on-device.json").stat().st_mtime_ns
     assert bench_gpu.main(words) == 1
     assert (tmp_path / "parts" / "create--on-device.json").stat().st_mtime_ns == before
@@ -31,7 +34,8 @@ def test_every_rung_and_every_part_has_a_name() -> None:
     options = gpu_parts.Options(Path(), "cuda", None, 20, False, 4)
     names = list(gpu_parts.parts(options))
     assert sum(name.startswith("ladder/") for name in names) == 7
-    assert {"group/fsdp", "group/ddp", "loop", "create/on-device", "int8/tensorrt", "accuracy/32-true"} <= {*names}
+    assert {"group/fsdp", "group/ddp", "loop", "create/on-device", "int8/tensorrt"} <= {*names}
+    assert {"rounding/calibration", "rounding/adaround", "accuracy/32-true"} <= {*names}
     assert not any(
         name.startswith("group/") for name in gpu_parts.parts(gpu_parts.Options(Path(), "cuda", None, 20, False, 1))
     )
@@ -45,6 +49,7 @@ def test_claims_are_judged_by_what_was_measured() -> None:
         "ladder/6": {**plain, "ms_per_image": 7.6},
         "technique/compile": {**plain, "error": 0.08, "config": {"compile": True}},
         "loop": {"ms_ratio": 1.02, "peak_mib_ratio": 1.02},
+        "rounding/adaround": {"seconds": 299.0},
         "accuracy/32-true": {"mean": 0.9},
         "accuracy/SGD": {"mean": 0.875},
         "accuracy/16-true": {"failed": "NaN"},
@@ -56,4 +61,4 @@ def test_claims_are_judged_by_what_was_measured() -> None:
         "AdamW below the ladder: time per image over 16-mixed's",
         "loop: memory over a bare loop's",
     ]
-    assert len(found) == 12
+    assert len(found) == 13

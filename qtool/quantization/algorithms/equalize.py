@@ -39,6 +39,7 @@ from qtool.quantization.algorithms.subject import Declined, Subject
 from qtool.quantization.algorithms.verify import Samples
 from qtool.quantization.capture import aten, parameter, set_parameter
 from qtool.quantization.norms import NORMAL
+from qtool.quantization.residence import device_of
 
 ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0)
 MOST = 256.0
@@ -86,7 +87,7 @@ def _best_change(
     subject: Subject, stream: Stream, seen: dict[Node, Seen], gains: dict[Node, Tensor], samples: Samples
 ) -> tuple[dict[Node, Tensor], Tensor, bool]:
     """The shifts and scales with which the stream's readers do best, and whether that is better than none at all."""
-    quantized, ones = _quantized_values(stream, subject), torch.ones(stream.num_channels)
+    quantized, ones = _quantized_values(stream, subject), torch.ones(stream.num_channels, device=subject.device)
     found = shifts(stream, {v: seen[v].lowest for v in stream.values}, {v: seen[v].middle for v in stream.values})
     options: list[tuple[dict[Node, Tensor], Tensor]] = []
     for by in ([found] if found else []) + [{}]:
@@ -203,12 +204,12 @@ def output_gains(graph: GraphModule, streams: list[Stream]) -> dict[Node, Tensor
     gains: dict[Node, Tensor] = {}
     for node in reversed([n for n in graph.graph.nodes if n.target in ANCHORS]):
         stream = stream_of[node]
-        total = torch.zeros(stream.num_channels)
+        total = torch.zeros(stream.num_channels, device=device_of(graph))
         for reader in dict.fromkeys(stream.consumers):
             weight = parameter(graph, reader.args[1])
             if weight is not None and reader in gains and not stream.blocked:
                 total += towards_inputs(weight, reader, gains[reader])
-        gains[node] = total / total.mean() if bool(total.sum() > 0) else torch.ones(stream.num_channels)
+        gains[node] = total / total.mean() if bool(total.sum() > 0) else torch.ones_like(total)
     return gains
 
 
@@ -232,8 +233,9 @@ class NoiseModel:
     @staticmethod
     def _limit(stream: Stream, seen: dict[Node, Seen]) -> tuple[Tensor, Tensor]:
         """The least and greatest scale of each channel."""
-        low = torch.full((stream.num_channels,), 1 / MOST)
-        high = torch.full((stream.num_channels,), MOST)
+        some = seen[stream.values[0]].low
+        low = torch.full_like(some, 1 / MOST)
+        high = torch.full_like(some, MOST)
         for node, cap in stream.caps.items():
             reach = seen[node.args[0]].reach()  # type: ignore[index]
             clipped = reach >= cap

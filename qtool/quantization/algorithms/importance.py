@@ -51,7 +51,7 @@ def importance(graph: GraphModule, axes: Mapping[Node, int], batches: Iterable[A
         tapped = _Tapped(graph, axes)
         results = [value for value in tensors(call(tapped.run, batch)) if value.requires_grad]
         draw = torch.Generator().manual_seed(seen)
-        signs = [(torch.rand(value.shape, generator=draw) < 0.5).to(value.dtype) * 2 - 1 for value in results]
+        signs = [(torch.rand(value.shape, generator=draw) < 0.5).to(value) * 2 - 1 for value in results]
         values = list(tapped.values.values())
         gradients = torch.autograd.grad(results, values, signs, allow_unused=True)
         for node, gradient in zip(tapped.values, gradients, strict=True):

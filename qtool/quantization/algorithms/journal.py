@@ -32,7 +32,7 @@ class Journal:
     """The finished parts of a pass over ``subject``, each by its name; without a scratch folder nothing is kept."""
 
     def __init__(self, subject: Subject, work: str) -> None:
-        self.folder: Path | None = None
+        self.folder, self.device = None, subject.device  # type: Path | None, torch.device
         if subject.scratch is None:
             return
         self.folder = subject.scratch / f"{work}-{fingerprint(subject)}"
@@ -53,7 +53,7 @@ class Journal:
         if path is None or not path.exists():
             return None
         try:
-            return dict(load_file(path))
+            return {key: value.to(self.device) for key, value in load_file(path).items()}
         except (SafetensorError, OSError):
             return None
 
@@ -61,7 +61,7 @@ class Journal:
         if (path := self._path(name)) is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             with atomic_path(path) as temporary:
-                save_file({key: value.contiguous() for key, value in state.items()}, temporary)
+                save_file({key: value.cpu().contiguous() for key, value in state.items()}, temporary)
 
     def _path(self, name: str) -> Path | None:
         return self.folder / f"{name}.safetensors" if self.folder is not None else None

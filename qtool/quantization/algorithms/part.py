@@ -104,7 +104,9 @@ class Part:
 
     def _dropped(self, rounded: Tensor, value: Tensor, generator: torch.Generator) -> Tensor:
         """``rounded``, with the probability of ``drop`` the float ``value`` instead."""
-        return torch.where(torch.rand(value.shape, generator=generator) < self.drop, value, rounded)
+        return torch.where(
+            torch.rand(value.shape, generator=generator, device=value.device) < self.drop, value, rounded
+        )
 
     def _entry(self, node: Node, index: int, rows: Tensor, generator: torch.Generator | None) -> Any:
         """A value that comes into the region, in float."""
@@ -118,10 +120,13 @@ class Part:
 
     def _picked(self, node: Node, walk: Walk, index: int, rows: Tensor) -> Any:
         """A stored value, of some samples of its batch; what has no dimension of samples stays whole."""
-        value, size = walk.stored(node, index), self.sizes[index]
         if node.target is aten.sym_size.int and node.args[1] == 0:
             return len(rows)
-        return value[rows] if isinstance(value, Tensor) and value.dim() and len(value) == size else value
+
+        def pick(value: Tensor) -> Tensor:
+            return value[rows.to(value.device)] if value.dim() and len(value) == self.sizes[index] else value
+
+        return walk.stored(node, index, pick)
 
 
 def _with(layer: Node, given: tuple[Tensor, Tensor], value: Callable[[Node], Any]) -> tuple[Any, ...]:

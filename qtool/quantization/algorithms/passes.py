@@ -9,10 +9,12 @@ from typing import Any
 
 from torch.fx import GraphModule
 
+from qtool.devices import resolve_device
 from qtool.quantization.algorithms import check_names, run_passes
 from qtool.quantization.algorithms.subject import Report, Subject, silent
 from qtool.quantization.capture import copied
 from qtool.quantization.placement import Placement
+from qtool.quantization.residence import Moved, on
 from qtool.recipe import QuantizeConfig
 
 
@@ -27,7 +29,8 @@ class Passes:
         self, config: QuantizeConfig, batches: Iterable[Any], *, keep: bool = False, report: Report = silent,
         scratch: Path | None = None,
     ) -> None:  # fmt: skip
-        self.names, self.batches = tuple(config.algorithms or ()), batches
+        self.names, self.device = tuple(config.algorithms or ()), resolve_device(config.device)
+        self.batches = Moved(batches, self.device)
         self._subject = partial(Subject, config=config, report=report, scratch=scratch)
         check_names(self.names)
         self.notes: list[str] = []
@@ -58,4 +61,5 @@ class Passes:
         return tuple(self.notes)
 
     def _run(self, moment: str, subject: Subject) -> None:
-        self.notes += run_passes(self.names, moment, subject)
+        with on(self.device, subject.graph, subject.reference):
+            self.notes += run_passes(self.names, moment, subject)

@@ -47,6 +47,7 @@ from qtool.quantization.algorithms.subject import Declined, Subject, few
 from qtool.quantization.algorithms.walk import Beside, Segment, Walk
 from qtool.quantization.algorithms.walk import cut as segments_of
 from qtool.quantization.capture import parameter, set_parameter
+from qtool.quantization.residence import CPU
 
 WARMUP = 0.2
 TRAVEL, BIAS_RATE = 30.0, 0.002
@@ -183,10 +184,10 @@ class _Learner:
             self.beside.reach(other)
         axis = channel_axis(region.layers[-1])
         part = Part(region, goal, self.walk, self.beside.walk, self.sizes, axis, self.drop)
-        generator = torch.Generator().manual_seed(self.subject.config.seed * 1_000_003 + number)
+        seed = self.subject.config.seed * 1_000_003 + number
         before, soft = part.held_errors({}), self._soften(part)
         gains = _gains(part, self.importance.get(goal[region.output]))
-        _minimise(part, soft, gains, generator, self.subject.config.rounding_steps)
+        _minimise(part, soft, gains, seed, self.subject.config.rounding_steps)
         if len(soft) == 1:
             _choose(next(iter(soft.values())), part.held_errors(_hard(soft)) < before)
         if not bool((part.held_errors(_hard(soft)) * gains).sum() < (before * gains).sum()):
@@ -206,7 +207,7 @@ class _Learner:
 
     def _soften(self, part: Part) -> dict[Node, SoftWeight]:
         """The soft weight of each layer."""
-        index, rows = next(part.minibatches(torch.Generator().manual_seed(0)))
+        index, rows = next(part.minibatches(_drawing(0)))
         with torch.no_grad():
             env = part.run(index, rows, {})
         made = {}
@@ -222,7 +223,7 @@ class _Learner:
 @torch.no_grad()
 def _gains(part: Part, importance: Tensor | None) -> Tensor:
     """g_c over Σ g_c ‖ŷ⁰_c − y_c‖², float32; without ``importance`` each channel's error counts as much."""
-    draws = part.minibatches(torch.Generator().manual_seed(1))
+    draws = part.minibatches(_drawing(1))
     errors = torch.stack([part.errors({}, *next(draws)) for _ in range(_DRAWS)]).mean(0)
     if importance is None or importance.shape != errors.shape:
         importance = 1 / errors.clamp(min=max(1e-3 * float(errors.mean()), 1e-30))
@@ -234,24 +235,27 @@ def _hard(soft: Mapping[Node, SoftWeight]) -> Given:
 
 
 @torch.enable_grad()
-def _minimise(
-    part: Part, soft: Mapping[Node, SoftWeight], gains: Tensor, generator: torch.Generator, steps: int
-) -> None:
+def _minimise(part: Part, soft: Mapping[Node, SoftWeight], gains: Tensor, seed: int, steps: int) -> None:
     """Trains the soft weights of a region."""
     groups = [
         {"params": [weight.logits for weight in soft.values()], "lr": min(0.3, TRAVEL / steps)},
         {"params": [weight.shift for weight in soft.values()], "lr": BIAS_RATE},
     ]
-    optimizer, batches = torch.optim.Adam(groups, betas=(0.9, 0.99)), part.minibatches(generator)
+    optimizer, batches = torch.optim.Adam(groups, betas=(0.9, 0.99)), part.minibatches(_drawing(seed))
+    drops = _drawing(seed, part.walk.device) if part.drop else None
     for step in range(steps):
         given = {layer: weight() for layer, weight in soft.items()}
-        loss = (part.errors(given, *next(batches), generator if part.drop else None) * gains).sum()
+        loss = (part.errors(given, *next(batches), drops) * gains).sum()
         if step >= WARMUP * steps:
             undecided = torch.stack([weight.undecided() for weight in soft.values()]).sum()
             loss = loss + strength((step / steps - WARMUP) / (1 - WARMUP)) * undecided
         optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
+
+
+def _drawing(seed: int, device: torch.device = CPU) -> torch.Generator:
+    return torch.Generator(device).manual_seed(seed)
 
 
 def _choose(soft: SoftWeight, better: Tensor) -> None:

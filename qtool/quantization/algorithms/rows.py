@@ -40,7 +40,7 @@ def rows(node: Node, weight: Tensor, value: Tensor, most: int, generator: torch.
     """
     if node.target is aten.linear.default:
         flat = value.reshape(len(value), -1, value.shape[-1])
-        return flat[:, _drawn(flat.shape[1], most, generator)].reshape(1, -1, value.shape[-1])
+        return flat[:, _drawn(flat.shape[1], most, generator).to(value.device)].reshape(1, -1, value.shape[-1])
     flat_weight, padded = (t.unsqueeze(2) if value.dim() == 3 else t for t in (weight, value))
     stride, padding, dilation = (_pair(node, index, default, value) for index, default in ((3, 1), (4, 0), (5, 1)))
     padded = functional.pad(padded, (padding[1], padding[1], padding[0], padding[0]))
@@ -49,6 +49,7 @@ def rows(node: Node, weight: Tensor, value: Tensor, most: int, generator: torch.
     chosen = _drawn(sizes[0] * sizes[1], most, generator)
     vertical = (chosen // sizes[1] * stride[0])[:, None, None] + torch.arange(kernel[0])[:, None] * dilation[0]
     across = (chosen % sizes[1] * stride[1])[:, None, None] + torch.arange(kernel[1]) * dilation[1]
+    vertical, across = vertical.to(value.device), across.to(value.device)
     patches = padded[:, :, vertical, across]  # samples × channels × positions × taps
     groups = groups_of(node)
     split = patches.reshape(len(value), groups, -1, *patches.shape[2:])

@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.fx import GraphModule, Node
 
 from qtool.quantization.integers import WEIGHTED
 from qtool.quantization.placement import Placed, Placement
+from qtool.quantization.residence import device_of
 from qtool.recipe import QuantizeConfig
 
 Report = Callable[[str, int, int], None]
@@ -49,6 +51,11 @@ class Subject:
     config: QuantizeConfig = field(default_factory=QuantizeConfig)
     report: Report = silent
     scratch: Path | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the graph is."""
+        return device_of(self.graph)
 
     def note(self, text: str) -> None:
         """Adds a line to the plan's notes."""

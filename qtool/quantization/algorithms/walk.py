@@ -5,8 +5,8 @@ was corrected. Running the model again for every layer costs a square of its dep
 two layers instead: a graph is cut into *segments* at its quantizers, a segment reads what earlier ones left for
 every batch, and what nothing later reads is dropped. The whole walk costs one forward pass.
 
-What stands between segments are integers, one byte per value, where a quantizer was crossed. A set that still takes
-more than a budget is spooled to temporary files.
+What stands between segments are integers, one byte per value, where a quantizer was crossed; where it stands is told
+in ``spool.py``. A walk computes where its graph is.
 
 Left out on purpose: anything about what is corrected, which is each method's own.
 """
@@ -14,13 +14,10 @@ Left out on purpose: anything about what is corrected, which is each method's ow
 from __future__ import annotations
 
 import functools
-import shutil
-import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -30,16 +27,10 @@ from torch.fx import GraphModule, Node, map_arg
 from qtool.errors import QtoolError
 from qtool.form import quantized
 from qtool.nested import tensors
+from qtool.quantization.algorithms.spool import BUDGET, Pick, Store
 from qtool.quantization.constants import constant_nodes
+from qtool.quantization.residence import device_of
 
-try:
-    import fcntl
-except ImportError:  # Windows has none: what a killed process left stays there
-    fcntl = None  # type: ignore[assignment]
-
-BUDGET = 2**30
-"""Bytes of layer inputs that are held in memory; what is beyond them is written to files."""
-_PREFIX = "qtool-walk-"
 _QUANTIZE = quantized.quantize_per_tensor.default
 _DEQUANTIZE = quantized.dequantize_per_tensor.default
 
@@ -71,7 +62,8 @@ class Walk:
         self.graph, self._held = graph, set(held)
         self._constant_nodes = constant_nodes(graph)
         self.segments = cut(graph, self._held)
-        self._store = Store(budget)
+        self.device = device_of(graph)
+        self._store = Store(budget, self.device)
         self._last = {node: index for index, segment in enumerate(self.segments) for node in segment.reads}
         results = next(node for node in graph.graph.nodes if node.op == "output").all_input_nodes
         self._last |= dict.fromkeys(results, len(self.segments))
@@ -126,9 +118,9 @@ class Walk:
                 self._store.drop(node)
         self._constants.clear()
 
-    def stored(self, node: Node, index: int) -> Any:
-        """The value of a kept node for one batch, as it is stored: integers where it is a quantizer's."""
-        return self._store.get(node, index)
+    def stored(self, node: Node, index: int, pick: Pick | None = None) -> Any:
+        """The value of a kept node for one batch, or what ``pick`` takes of it: integers where it is a quantizer's."""
+        return self._store.get(node, index, pick)
 
     def held(self, node: Node) -> Iterator[Any]:
         """The value of a held node for each batch in turn, once a segment made it."""
@@ -283,74 +275,3 @@ def arranged(batch: Any, names: list[Node]) -> list[Any]:
     if isinstance(batch, Mapping) and all(node.target in batch for node in names):
         return [batch[node.target] for node in names]
     return list(tensors(batch))
-
-
-class Store:
-    """Values by node and batch: in memory up to a budget of bytes, then in files of a temporary folder."""
-
-    def __init__(self, budget: int) -> None:
-        self.budget, self.used = budget, 0
-        self._memory: dict[Node, dict[int, Any]] = {}
-        self._files: dict[Node, dict[int, Path]] = {}
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._lock: IO[str] | None = None
-
-    def put(self, node: Node, index: int, value: Any) -> None:
-        """Stores a value in place of an earlier one; a tensor beyond the budget goes to a file."""
-        self._forget(node, index)
-        size = value.nbytes if isinstance(value, Tensor) else 0
-        if size and self.used + size > self.budget:
-            self._files.setdefault(node, {})[index] = self._write(value)
-            return
-        self.used += size
-        self._memory.setdefault(node, {})[index] = value
-
-    def get(self, node: Node, index: int) -> Any:
-        """The value stored for a node and a batch."""
-        path: Mapping[int, Path] = self._files.get(node, {})
-        return torch.load(path[index], weights_only=True) if index in path else self._memory[node][index]
-
-    def drop(self, node: Node) -> None:
-        """Forgets what was stored for a node."""
-        gone = self._memory.pop(node, {})
-        self.used -= sum(value.nbytes for value in gone.values() if isinstance(value, Tensor))
-        for path in self._files.pop(node, {}).values():
-            path.unlink(missing_ok=True)
-
-    def _forget(self, node: Node, index: int) -> None:
-        old = self._memory.get(node, {}).pop(index, None)
-        self.used -= old.nbytes if isinstance(old, Tensor) else 0
-        if (path := self._files.get(node, {}).pop(index, None)) is not None:
-            path.unlink(missing_ok=True)
-
-    def close(self) -> None:
-        """Removes everything, files included."""
-        self._memory.clear()
-        self._files.clear()
-        if self._folder is not None and self._lock is not None:
-            self._lock.close()
-            self._folder.cleanup()
-            self._folder = None
-
-    def _write(self, value: Tensor) -> Path:
-        if self._folder is None:
-            _sweep()
-            self._folder = tempfile.TemporaryDirectory(prefix=_PREFIX)
-            self._lock = Path(self._folder.name, "lock").open("w")  # noqa: SIM115 - held until close
-            if fcntl is not None:
-                fcntl.flock(self._lock, fcntl.LOCK_EX)
-        descriptor, name = tempfile.mkstemp(dir=self._folder.name, suffix=".pt")
-        with open(descriptor, "wb") as file:
-            torch.save(value.clone(), file)
-        return Path(name)
-
-
-def _sweep() -> None:
-    """Removes the folders of walks whose process was killed: nobody holds their lock any more."""
-    for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/lock") if fcntl is not None else ():
-        try:
-            with path.open() as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(path.parent, ignore_errors=True)
-        except OSError:
-            continue  # held, or another user's

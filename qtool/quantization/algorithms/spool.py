@@ -1,0 +1,126 @@
+"""Spool: where the values of a walk stand between two layers, the fastest place first.
+
+On a GPU what fits into a share of its memory stays there, so that learning a layer reads nothing across the bus; then
+host memory up to a budget of bytes, page-locked beside a GPU; beyond that a file for each value in a temporary
+folder. Whatever the place, a value is asked for by node and batch and comes to the walk's device; where some samples of
+it are wanted, they are picked where they lie. A tensor of a walk changes its device nowhere else.
+
+Folders of processes that were killed are removed by the next that needs one.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from qtool.devices import memory_free
+
+try:
+    import fcntl
+except ImportError:  # Windows has none: what a killed process left stays there
+    fcntl = None  # type: ignore[assignment]
+
+CPU = torch.device("cpu")
+BUDGET = 2**30
+"""Bytes of layer inputs that are held in host memory; what is beyond them is written to files."""
+SHARE = 0.3
+"""How much of a GPU's free memory each of the two walks of a reconstruction may fill."""
+Pick = Callable[[Tensor], Tensor]
+_PREFIX = "qtool-walk-"
+
+
+class Store:
+    """Values by node and batch, given back on ``device``: see the module's text. ``budget`` is in bytes, the host's."""
+
+    def __init__(self, budget: int = BUDGET, device: torch.device = CPU) -> None:
+        self.device = device
+        self.budgets = ({} if device == CPU else {device: int(SHARE * memory_free(device))}) | {CPU: budget}
+        self.used: Counter[torch.device] = Counter()
+        self._memory: dict[Node, dict[int, Any]] = {}
+        self._files: dict[Node, dict[int, Path]] = {}
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._lock: IO[str] | None = None
+
+    def put(self, node: Node, index: int, value: Any) -> None:
+        """Stores a value in place of an earlier one; a tensor that fits nowhere else goes to a file."""
+        self._forget(node, index)
+        size = value.nbytes if isinstance(value, Tensor) else 0
+        place = next((where for where, most in self.budgets.items() if self.used[where] + size <= most), None)
+        if size and place is None:
+            self._files.setdefault(node, {})[index] = self._write(value)
+            return
+        if isinstance(value, Tensor):
+            value = _moved(value, place or self.device)
+            self.used[value.device] += size
+        self._memory.setdefault(node, {})[index] = value
+
+    def get(self, node: Node, index: int, pick: Pick | None = None) -> Any:
+        """The value stored for a node and a batch, or what ``pick`` takes of it where it lies."""
+        path: Mapping[int, Path] = self._files.get(node, {})
+        value = torch.load(path[index], weights_only=True) if index in path else self._memory[node][index]
+        if not isinstance(value, Tensor):
+            return value
+        return (pick(value) if pick else value).to(self.device)
+
+    def drop(self, node: Node) -> None:
+        """Forgets what was stored for a node."""
+        for value in self._memory.pop(node, {}).values():
+            self._release(value)
+        for path in self._files.pop(node, {}).values():
+            path.unlink(missing_ok=True)
+
+    def _forget(self, node: Node, index: int) -> None:
+        self._release(self._memory.get(node, {}).pop(index, None))
+        if (path := self._files.get(node, {}).pop(index, None)) is not None:
+            path.unlink(missing_ok=True)
+
+    def _release(self, value: Any) -> None:
+        if isinstance(value, Tensor):
+            self.used[value.device] -= value.nbytes
+
+    def close(self) -> None:
+        """Removes everything, files included."""
+        self._memory.clear()
+        self._files.clear()
+        if self._folder is not None and self._lock is not None:
+            self._lock.close()
+            self._folder.cleanup()
+            self._folder = None
+
+    def _write(self, value: Tensor) -> Path:
+        if self._folder is None:
+            _sweep()
+            self._folder = tempfile.TemporaryDirectory(prefix=_PREFIX)
+            self._lock = Path(self._folder.name, "lock").open("w")  # noqa: SIM115 - held until close
+            if fcntl is not None:
+                fcntl.flock(self._lock, fcntl.LOCK_EX)
+        descriptor, name = tempfile.mkstemp(dir=self._folder.name, suffix=".pt")
+        with open(descriptor, "wb") as file:
+            torch.save(value.to(CPU).clone(), file)
+        return Path(name)
+
+
+def _moved(value: Tensor, device: torch.device) -> Tensor:
+    """A tensor on a device; from a GPU into page-locked memory, out of which it goes back faster."""
+    if device != CPU or not value.is_cuda:
+        return value.to(device)
+    return torch.empty_like(value, device=CPU, pin_memory=True).copy_(value)
+
+
+def _sweep() -> None:
+    """Removes the folders of walks whose process was killed: nobody holds their lock any more."""
+    for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/lock") if fcntl is not None else ():
+        try:
+            with path.open() as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path.parent, ignore_errors=True)
+        except OSError:
+            continue  # held, or another user's
