@@ -218,6 +218,12 @@ def learned(model: nn.Module) -> dict[str, Any]:
     }
 
 
+def statistics(model: nn.Module) -> list[Tensor]:
+    """The buffers that a model's state has: not masks, nor frozen weights in 4 bits."""
+    own = {id(value) for value in model.state_dict(keep_vars=True).values()}
+    return [buffer for buffer in model.buffers() if id(buffer) in own]
+
+
 def rng_state() -> dict[str, Any]:
     """The state of every random number generator that training may draw from, as a tree to store."""
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}

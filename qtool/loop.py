@@ -50,6 +50,9 @@ class OutOfMemory(QtoolError):
         super().__init__(where, expected, got, do)
         self.last = last
 
+    def __reduce__(self) -> Any:
+        return type(self), (self.where, self.expected, self.got, self.do, self.last)
+
 
 class HasParts(Protocol):
     """What ``fit`` needs of a data set: map-style ``train`` and ``validation``, or batches (see :class:`Batches`)."""
@@ -128,13 +131,15 @@ def fit(
     progress: Callable[[Progress], None] | None = None,
     identity: Mapping[str, str] | None = None,
     backs_off: bool = False,
+    halvings: int = 0,
 ) -> History:
     """Trains ``model`` in place and leaves it in evaluation mode; with early stopping, with its best weights.
 
     ``setup`` holds the techniques (by default none; the caller closes what it gives), ``loss_fn`` replaces
     the task's loss, ``out/checkpoints`` takes the checkpoints, ``identity`` names what else must be the
     same for a checkpoint to be resumed. With ``backs_off`` a step that runs out of memory is made again in smaller
-    micro-batches. The caller's random generators are left as they were.
+    micro-batches; ``halvings`` says how often they are halved to begin with. The caller's random generators are left
+    as they were.
 
     Raises QtoolError where the loss is not finite (step, learning rate, first bad layer, last checkpoint),
     where a checkpoint is damaged or from another recipe, or where the disk is full.
@@ -145,6 +150,8 @@ def fit(
         with checkpoint.seeded(config.seed + processes.rank()):
             run = _Run(data, task, config, setup or own, hooks, loss_fn or task_loss(task), out, progress, identity)  # type: ignore[arg-type]
             run.backs_off = backs_off
+            for _ in range(halvings):
+                run.step.halve()
             return run.run(resume)
     finally:
         hooks.mode(model, False)
@@ -239,7 +246,7 @@ class _Run:
     def _before_step(self) -> Callable[[], None]:
         """What puts generators and buffers (batch-norm's statistics) back to where they are now."""
         generators = checkpoint.rng_state()
-        buffers = [(b, b.clone()) for b in self.model.buffers()]
+        buffers = [(value, value.clone()) for value in checkpoint.statistics(self.model)]
 
         def restore() -> None:
             checkpoint.set_rng_state(generators)

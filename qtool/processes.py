@@ -43,6 +43,11 @@ def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
+def is_first() -> bool:
+    """Whether this process is the first one, or will be when it has joined its group."""
+    return int(os.environ["RANK"]) == 0 if launched() else rank() == 0
+
+
 def size() -> int:
     """How many processes train together."""
     return dist.get_world_size() if dist.is_initialized() else 1

@@ -102,7 +102,9 @@ class Setup:
     def __enter__(self) -> Setup:
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: object, *exc: object) -> None:
+        if kind is not None and processes.size() > 1:
+            self.on_close.clear()  # what puts a model together again would wait for processes that do not come
         self.close()
 
 

@@ -12,6 +12,8 @@ several processes it takes its share of the batch, and counts for itself.
 
 from __future__ import annotations
 
+import gc
+import os
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -26,6 +28,8 @@ from qtool.devices import memory_used, resolve_device
 from qtool.nested import map_tensors, num_samples
 from qtool.recipe import TrainConfig
 from qtool.step import LossFunction, Setup, Step
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else some builds of the profiler tell each start on standard error
 
 Prepare = Callable[[nn.Module, TrainConfig, Any], Setup]
 
@@ -89,7 +93,11 @@ def _run(
             start = time.perf_counter()
             step(value, target, config.learning_rate, total)
             seconds.append(time.perf_counter() - start)
-        return _held(setup.device)
+        held = _held(setup.device)
+        # What closing does, a model in 16 bits made float32 again, is no part of a step; a training is over by then.
+        del step, optimizer
+        gc.collect()
+        return held
 
 
 def _held(device: torch.device) -> int:

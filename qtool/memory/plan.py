@@ -10,7 +10,10 @@ Those are rules of thumb: they order the plans, and nothing is promised of them.
 (``qtool.memory.predict``), the fastest first, and the first that fits is taken. Where one does not fit, plans that save
 nothing more are passed over, and so is what the model cannot take. What the user has set is never changed.
 
-Left out on purpose: LoRA, a smaller batch and more devices, which change what is trained or on what.
+Of several devices, each has the budget, and a batch is so many samples for each. Where no plan fits, the number of
+devices is found over which shards of the smallest one would.
+
+Left out on purpose: LoRA and a smaller batch, which change what is trained.
 """
 
 from __future__ import annotations
@@ -68,11 +71,13 @@ def _flag(name: str, value: Any) -> str:
 def rows(config: TrainConfig) -> list[list[Choice]]:
     """The table for ``config``; the first choice of each row is what it says itself."""
     same = Choice({})
-    micro = [4**k for k in range(1, 12) if config.micro_batches < 4**k < config.batch_size]
+    micro = [4**k for k in range(1, 12) if config.micro_batches < 4**k < math.ceil(config.batch_size / config.devices)]
     found = [[same, *(Choice({"micro_batches": m}, 1.05 ** math.log2(m), 1.05 ** math.log2(m)) for m in micro)]]
     if config.precision == "32-true":
         mixed = Choice({"precision": "bf16-mixed"}, 1.0, 0.5)
-        found.append([same, mixed, Choice({"precision": "bf16-true", "rounding": "stochastic"}, 1.05, 0.5)])
+        copies = config.devices > 1 and config.strategy == "ddp"  # they stay alike where none draws numbers of its own
+        rounding = "compensated" if copies else "stochastic"
+        found.append([same, mixed, Choice({"precision": "bf16-true", "rounding": rounding}, 1.05, 0.5)])
     if config.optimizer == "adamw":
         found.append([same, Choice({"optimizer": "adamw8bit"}, 1.02, 1.02)])
     found.append([same, Choice({"step_in_backward": True, "grad_clip": None}, 1.05, 1.05)])
@@ -121,17 +126,44 @@ def choose(
     return None, smallest
 
 
+def fewest_devices(config: TrainConfig, budget: float, peak: Peak, legal: Callable[[TrainConfig], bool]) -> int | None:
+    """The fewest devices over which ``config``, sharded, is predicted to fit ``budget`` bytes on each, or None.
+
+    None too where it cannot be sharded. There are at most as many devices as samples in a batch.
+    """
+
+    def fits(count: int) -> bool:
+        return peak(sharded(config, count)) <= budget
+
+    low, most = config.devices, config.batch_size
+    if most <= low or not legal(sharded(config, most)) or not fits(most):
+        return None
+    high = min(2 * low, most)
+    while not fits(high):
+        low, high = high, min(2 * high, most)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return high
+
+
+def sharded(config: TrainConfig, devices: int) -> TrainConfig:
+    """``config`` on so many devices, each with a shard of the model."""
+    micro = min(config.micro_batches, math.ceil(config.batch_size / devices))
+    return replace(config, devices=devices, strategy="fsdp", step_in_backward=False, micro_batches=micro)
+
+
 def largest_batch(config: TrainConfig, budget: float, peak: Peak, most: int) -> tuple[int, int]:
     """The largest power of two up to ``most`` whose step is predicted to fit ``budget`` bytes, and that peak.
 
-    Two predictions give the line that the peak follows, further ones correct it. One sample is the answer where not
-    even that fits: trying will tell.
+    Of several devices, each takes such a power of two, and ``budget`` is for each. Two predictions give the line that
+    the peak follows, further ones correct it. One sample is the answer where not even that fits: trying will tell.
     """
 
-    def of(size: int) -> int:
-        return peak(replace(config, batch_size=size, micro_batches=1))
+    def of(share: int) -> int:
+        return peak(replace(config, batch_size=share * config.devices, micro_batches=1))
 
-    most = 2 ** int(math.log2(max(1, most)))
+    most = 2 ** int(math.log2(max(1, most // config.devices)))
     low, high = of(min(2, most)), of(min(8, most))
     each = max((high - low) / 6, 1.0)
     size = 2 ** int(math.log2(max(1.0, min(most, 2 + (budget - low) / each))))
@@ -141,4 +173,4 @@ def largest_batch(config: TrainConfig, budget: float, peak: Peak, most: int) -> 
         found = of(size)
     while size < most and (next_one := of(2 * size)) <= budget:
         size, found = 2 * size, next_one
-    return size, found
+    return size * config.devices, found

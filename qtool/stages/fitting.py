@@ -6,12 +6,17 @@ size found is kept beside the checkpoints, so that a run that is resumed, with o
 
 ``--memory-budget`` has ``qtool.memory.plan`` choose. On a GPU the allocator then refuses more than the budget; on the
 CPU, where no allocator can, the prediction alone stands for it.
+
+Of several devices the budget is for each, and the processes of one machine share its host memory. The first process
+predicts, before they meet. A step in which one of them has run out of memory cannot be repeated, since the others wait
+in the middle of it: all are started again from the last checkpoint, with micro-batches half as large.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +34,7 @@ SHARE = 0.9
 """Of the free memory, what a batch found by itself may take; the rest is the allocator's and the system's."""
 STEPS_PER_EPOCH = 8
 """The least that a batch found by itself leaves of an epoch."""
+_FILE = Path("checkpoints", "batch_size.json")
 
 
 def fitted(
@@ -45,46 +51,97 @@ def fitted(
     return config
 
 
+def hold(config: TrainConfig) -> None:
+    """Has this process's device refuse more than the budget, where there is one."""
+    from qtool.devices import limit_memory, resolve_device
+
+    if (budget := _budget(config)) is not None:
+        limit_memory(resolve_device(config.device), budget)
+
+
 def _with_batch(
     config: TrainConfig, source: Source, folder: Path | None, resume: bool, tell: Callable[[str], None]
 ) -> TrainConfig:
-    from qtool.devices import memory_free, resolve_device
     from qtool.memory.plan import largest_batch
 
     if source.parts is None:
         raise UsageError("--batch-size auto", "a data set", "batches made already", "pass the data set itself")
-    kept = folder / "checkpoints" / "batch_size.json" if folder else None
-    if kept and resume and kept.exists():
-        return dataclasses.replace(config, batch_size=json.loads(kept.read_text())["batch_size"])
-    free = SHARE * memory_free(resolve_device(config.device))
+    if resume and (kept := _kept(folder)):
+        return dataclasses.replace(config, batch_size=kept["batch_size"])
+    free = SHARE * _free(config)
     limit = min(free, _budget(config) or free)
-    most = max(1, len(source.parts.train) // STEPS_PER_EPOCH)  # type: ignore[arg-type]
+    most = max(config.devices, len(source.parts.train) // STEPS_PER_EPOCH)  # type: ignore[arg-type]
     size, peak = largest_batch(config, limit, predictor(source), most)
     tell(f"batch size {size}: predicted peak {peak / MIB:.0f} MiB of {limit / MIB:.0f} MiB; at most {most} are taken")
-    if kept:
-        write_json(kept, {"batch_size": size})
+    if folder:
+        write_json(folder / _FILE, {"batch_size": size, "halvings": 0})
     return dataclasses.replace(config, batch_size=size)
 
 
+def _free(config: TrainConfig) -> float:
+    """Free memory for each process."""
+    from qtool.devices import memory_free, resolve_device
+
+    device = resolve_device(config.device)
+    sharing = 1 if device.type == "cuda" else int(os.environ.get("LOCAL_WORLD_SIZE", config.devices))
+    return memory_free(device) / sharing
+
+
+def _kept(folder: Path | None) -> dict[str, int] | None:
+    """The batch size that was found in this run directory, and how often its micro-batches were halved."""
+    file = folder / _FILE if folder else None
+    return {"halvings": 0, **json.loads(file.read_text())} if file and file.exists() else None
+
+
+def halvings(folder: Path | None) -> int:
+    """How often the micro-batches of the run in ``folder`` were halved for lack of memory."""
+    kept = _kept(folder)
+    return kept["halvings"] if kept else 0
+
+
+def halve(folder: Path, config: TrainConfig) -> bool:
+    """Has the next processes of the run in ``folder`` halve their micro-batches; False where they are one sample."""
+    kept = _kept(folder)
+    if kept is None or config.batch_size != AUTO or kept["batch_size"] <= config.devices << kept["halvings"]:
+        return False
+    write_json(folder / _FILE, kept | {"halvings": kept["halvings"] + 1})
+    return True
+
+
 def _within(config: TrainConfig, source: Source, tell: Callable[[str], None]) -> TrainConfig:
-    from qtool.devices import limit_memory, resolve_device
+    from qtool.devices import resolve_device
     from qtool.memory.plan import choose
 
-    budget, device = _budget(config), resolve_device(config.device)
+    budget, gpu, peak = _budget(config), resolve_device(config.device).type == "cuda", predictor(source)
     assert budget is not None
-    plan, smallest = choose(
-        config, budget, predictor(source), pinned=pinned(config), legal=_legal, gpu=device.type == "cuda"
-    )
+    plan, smallest = choose(config, budget, peak, pinned=pinned(config), legal=_legal, gpu=gpu)
     if plan is None:
         need = f"{-(-smallest.peak_bytes // MIB)}MiB"
+        others = f"{_more_devices(config, smallest.config, budget, peak)}--lora 8, or a smaller --batch-size"
         raise UsageError(
-            "--memory-budget", f"at least {need}, the smallest predicted need", str(config.memory_budget),
-            f"pass --memory-budget {need} {smallest.flags}".rstrip() + ", or --lora 8, or a smaller --batch-size",
+            "--memory-budget", f"at least {need}{_each(config)}, the smallest predicted need",
+            str(config.memory_budget),
+            f"pass --memory-budget {need} {smallest.flags}".rstrip() + f", or {others}",
         )  # fmt: skip
     why = f"with {plan.flags}, the fastest choice predicted to fit" if plan.changes else "as it is"
-    tell(f"{config.memory_budget} budget: predicted peak {plan.peak_bytes / MIB:.0f} MiB {why}")
-    limit_memory(device, budget)
+    tell(f"{config.memory_budget} budget{_each(config)}: predicted peak {plan.peak_bytes / MIB:.0f} MiB {why}")
     return plan.config
+
+
+def _each(config: TrainConfig) -> str:
+    return f" on each of {config.devices} devices" if config.devices > 1 else ""
+
+
+def _more_devices(config: TrainConfig, smallest: TrainConfig, budget: float, peak: Callable[[TrainConfig], int]) -> str:
+    """What to pass for enough devices, ending in "or ", where there is a number of them that is enough."""
+    from qtool.memory.plan import fewest_devices, flags, sharded
+
+    smallest = dataclasses.replace(smallest, grad_clip=config.grad_clip)
+    count = fewest_devices(smallest, budget, peak, _legal)
+    if count is None:
+        return ""
+    given, wanted = vars(config), vars(sharded(smallest, count))
+    return f"{flags({name: value for name, value in wanted.items() if value != given[name]})}, or "
 
 
 def _budget(config: TrainConfig) -> float | None:
@@ -132,8 +189,9 @@ def _fewer_micro_batches(config: TrainConfig) -> tuple[TrainConfig, int]:
     """Three micro-batches stand for more: gradients are there from the second on. Also how many samples that spares."""
     if config.micro_batches <= 3:
         return config, 0
-    micro = -(-config.batch_size // config.micro_batches)
-    return dataclasses.replace(config, batch_size=3 * micro, micro_batches=3), config.batch_size - 3 * micro
+    share = -(-config.batch_size // config.devices)
+    kept = 3 * -(-share // config.micro_batches)
+    return dataclasses.replace(config, batch_size=kept * config.devices, micro_batches=3), share - kept
 
 
 def explained(error: OutOfMemory, config: TrainConfig, source: Source) -> QtoolError:

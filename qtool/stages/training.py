@@ -14,7 +14,7 @@ from qtool.errors import UsageError
 from qtool.recipe import AUTO, TrainConfig, as_dict
 from qtool.source import Source, open_source
 from qtool.stages.common import AnyPath, Progress, configured, drop_checkpoints, finished, teller, tidy, writable
-from qtool.stages.fitting import explained, fitted
+from qtool.stages.fitting import explained, fitted, halve, halvings, hold
 
 if TYPE_CHECKING:
     from torch import nn
@@ -43,17 +43,14 @@ def train(
     configuration and inputs are the same is returned as it is. ``options`` are the fields of TrainConfig.
     """
     from qtool import processes
-    from qtool.devices import resolve_device
     from qtool.training import rules
 
     config = together(configured(TrainConfig, config, options))
-
     rules.check(config)
     folder = writable(out)
     if config.devices > 1 and not processes.launched():
         return _launched(model, data, folder, task, weights, resume, config, progress)
-    with processes.joined(resolve_device(config.device)) if config.devices > 1 else nullcontext():
-        return _train(model, data, folder, task, weights, resume, config, progress)
+    return _train(model, data, folder, task, weights, resume, config, progress)
 
 
 def together(config: TrainConfig) -> TrainConfig:
@@ -74,23 +71,26 @@ def _launched(
 ) -> TrainResult:  # fmt: skip
     """Trains in processes of their own, and returns what they left in the run directory (or in a temporary one)."""
     from qtool.launcher import launch
+    from qtool.loop import OutOfMemory
+
+    def opened() -> Source:
+        return open_source(model, data, task, weights, seed=config.seed, label_smoothing=config.label_smoothing)
 
     with TemporaryDirectory() if folder is None else nullcontext(folder) as place:
-        launch(
-            _train_in_group, config.devices, model, data, Path(place), task, weights, resume, config, progress is True
-        )
-        source = open_source(model, data, task, weights, seed=config.seed, label_smoothing=config.label_smoothing)
-        return _trained(Path(place), source)
-
-
-def _train_in_group(*arguments: Any) -> None:
-    """What each launched process does."""
-    from qtool import processes
-    from qtool.devices import resolve_device
-
-    config = next(a for a in arguments if isinstance(a, TrainConfig))
-    with processes.joined(resolve_device(config.device)):
-        _train(*arguments)
+        run = Path(place)
+        while True:
+            try:
+                launch(_train, config.devices, model, data, run, task, weights, resume, config, progress is True)
+                return _trained(run, opened())
+            except OutOfMemory as error:
+                if not halve(run, config):
+                    source = opened()
+                    wanted = fitted(config, source, run, True, teller(False))
+                    raise explained(error, wanted, source) from None
+                teller(progress)(
+                    f"{error.where}: out of memory; again from the last checkpoint in smaller micro-batches"
+                )
+                resume = True
 
 
 def _train(
@@ -99,29 +99,46 @@ def _train(
 ) -> TrainResult:  # fmt: skip
     """Trains in this process, alone or as one of a group."""
     from qtool import processes
-    from qtool.loop import OutOfMemory
-    from qtool.training import stage
+    from qtool.devices import resolve_device
 
     source = open_source(
         model, data, task, weights, seed=config.seed, label_smoothing=config.label_smoothing, target=_target(config)
     )
-    done = bool(folder and resume and finished(folder, "train", as_dict(config), source.inputs))
-    if folder and processes.from_first(done):
-        return _trained(folder, source)
-    assert source.model is not None
-    first = processes.rank() == 0
     with tidy(folder):
-        wanted = fitted(config, source, folder, resume, teller(progress if first else False))
-        try:
-            result = stage.train(
-                source.model, source.data, wanted, task=source.task, out=folder, resume=resume,
-                progress=progress is True and first, identity=source.inputs, backs_off=config.batch_size == AUTO,
-            )  # fmt: skip
-        except OutOfMemory as error:
-            raise explained(error, wanted, source) from None
-        if folder and first:
-            _commit_train(folder, config, source, result)
-        processes.wait()
+        done = bool(folder and resume and finished(folder, "train", as_dict(config), source.inputs))
+        wanted = config
+        if processes.is_first() and not done:  # before they meet: a prediction makes a group of its own
+            wanted = fitted(config, source, folder, resume, teller(progress))
+        with processes.joined(resolve_device(config.device)) if config.devices > 1 else nullcontext():
+            if folder and processes.from_first(done):
+                return _trained(folder, source)
+            return _fit(source, folder, resume, config, processes.from_first(wanted), progress is True)
+
+
+def _fit(
+    source: Source, folder: Path | None, resume: bool, config: TrainConfig, wanted: TrainConfig, bar: bool
+) -> TrainResult:
+    """Trains as ``wanted`` says, which is ``config`` fitted to the memory there is, and commits the result."""
+    from qtool import processes
+    from qtool.loop import OutOfMemory
+    from qtool.training import stage
+
+    hold(wanted)
+    first, alone = processes.rank() == 0, processes.size() == 1
+    assert source.model is not None
+    try:
+        result = stage.train(
+            source.model, source.data, wanted, task=source.task, out=folder, resume=resume, progress=bar and first,
+            identity=source.inputs, backs_off=alone and config.batch_size == AUTO,
+            halvings=processes.from_first(halvings(folder)) if config.batch_size == AUTO else 0,
+        )  # fmt: skip
+    except OutOfMemory as error:
+        if not alone:  # told where they were started: a prediction makes a group of its own
+            raise
+        raise explained(error, wanted, source) from None
+    if folder and first:
+        _commit_train(folder, config, source, result)
+    processes.wait()
     return result
 
 

@@ -72,13 +72,6 @@ RULES = (
         "pass for example --lora 8",
     ),
     Rule(
-        "--batch-size",
-        lambda c: c.devices > 1 and (c.batch_size == AUTO or c.memory_budget is not None),
-        "a number and no --memory-budget, since what several processes need is not predicted",
-        "--devices {devices} with auto or a budget",
-        "pass a --batch-size",
-    ),
-    Rule(
         "--micro-batches",
         lambda c: c.batch_size == AUTO and c.micro_batches > 1,
         "one micro-batch to begin with, of the size that is found",

@@ -52,6 +52,7 @@ def train(
     loss_fn: LossFunction | None = None,
     identity: Mapping[str, str] | None = None,
     backs_off: bool = False,
+    halvings: int = 0,
 ) -> TrainResult:
     """Trains ``model`` in place as ``config`` says and judges it once on ``data.test``, where there is one.
 
@@ -64,7 +65,7 @@ def train(
     with setup(model, config, _example(parts)) as made, reporter(progress) as report:
         history = fit(
             model, parts, task, config, setup=made, loss_fn=loss_fn, out=out, resume=resume, progress=report,
-            identity=identity, backs_off=backs_off,
+            identity=identity, backs_off=backs_off, halvings=halvings,
         )  # fmt: skip
         metrics = _judge(made, getattr(parts, "test", None), task)
         found = adapter(model)

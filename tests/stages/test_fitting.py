@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from nets import FeedForward
 from torch import nn
 
 import qtool
-from qtool import loop
+from qtool import loop, processes
 from qtool.errors import QtoolError, UsageError
+from qtool.memory.plan import fewest_devices, sharded
 from qtool.recipe import AUTO, Recipe, TrainConfig, load_recipe, to_toml
+from qtool.source import open_source
 from qtool.stages import fitting
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -121,6 +126,92 @@ def test_a_budget_chooses_and_an_impossible_one_says_what_is_needed(small_data: 
     qtool.train(wide(), small_data, memory_budget=need, **plain)
     with pytest.raises(UsageError, match="an amount of memory"):
         qtool.train(wide(), small_data, memory_budget="much", **plain)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_of_several_devices_each_has_the_budget(strategy: str, small_data: str) -> None:
+    def peak(**options: Any) -> int:
+        return fitting.predictor(source)(TrainConfig(**plain, **options))
+
+    source = open_source(f"{__file__}:wide", small_data, seed=0)
+    plain = {"device": "cpu", "batch_size": 128, "devices": 2, "strategy": strategy}
+    whole = peak()
+    told: list[str] = []
+    for share in (1.01, 0.9):
+        config = TrainConfig(**plain, memory_budget=f"{int(share * whole)}")
+        found = fitting.fitted(config, source, None, False, told.append)
+        assert peak(**{key: getattr(found, key) for key in CHOSEN}) <= share * whole
+    assert "budget on each of 2 devices: predicted peak" in told[0]
+    assert told[0].endswith("as it is")
+    assert " MiB with --" in told[1]
+    found = fitting.fitted(
+        TrainConfig(**(plain | {"batch_size": AUTO, "devices": 3})), source, None, False, told.append
+    )
+    assert found.batch_size == 24  # an eighth of 216 samples, in threes of powers of two
+
+
+CHOSEN = ("precision", "optimizer", "rounding", "micro_batches", "activation_checkpointing")
+
+
+def wide() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 4096), nn.ReLU(), nn.Linear(4096, 3))
+
+
+def test_an_impossible_budget_says_over_how_many_devices_it_would_fit() -> None:
+    def peak(config: TrainConfig) -> int:
+        """A model of memory: 800 of weights and states, that shards divide and 8 bits halve, and 40 a sample."""
+        states = 400 if config.optimizer == "adamw8bit" else 800
+        return states // config.devices + 40 * -(-config.batch_size // config.devices // config.micro_batches)
+
+    plain = TrainConfig(device="cpu", batch_size=64, optimizer="adamw8bit")
+    for budget in (440, 239, 200, 47, 46):
+        fitting_counts = [n for n in range(2, 65) if peak(sharded(plain, n)) <= budget]
+        assert fewest_devices(plain, budget, peak, fitting._legal) == min(fitting_counts)
+    assert fewest_devices(plain, 45, peak, fitting._legal) is None
+    assert fewest_devices(dataclasses.replace(plain, optimizer="adafactor"), 440, peak, fitting._legal) is None
+    said = fitting._more_devices(TrainConfig(device="cpu", batch_size=64), plain, 440, peak)
+    assert said == "--optimizer adamw8bit --devices 8 --strategy fsdp, or "
+
+
+@pytest.mark.slow
+def test_such_a_budget_fits_over_that_many_devices(small_data: str) -> None:
+    source = open_source(f"{__file__}:deep", small_data, seed=0)
+    config = TrainConfig(device="cpu", batch_size=16, memory_budget="2MiB", optimizer="sgd")
+    with pytest.raises(UsageError, match=r"or .*--devices \d+ --strategy fsdp.*, or --lora 8") as caught:
+        fitting.fitted(config, source, None, False, lambda text: None)
+    words = str(caught.value).split(", or ")[1]
+    count = int(words.split("--devices ")[1].split()[0])
+    given = dataclasses.replace(config, devices=count, strategy="fsdp")
+    assert fitting.fitted(given, source, None, False, lambda text: None).devices == count
+
+
+def deep() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 128), *(FeedForward(128) for _ in range(5)), nn.Linear(128, 3))
+
+
+class PickyInOne(Picky):
+    """Runs out of memory in the second process alone."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.most = 8 if processes.rank() == 1 else 10**9
+        return super().forward(x)
+
+
+@pytest.mark.slow
+def test_several_processes_go_on_together_from_the_last_checkpoint_in_smaller_micro_batches(
+    small_data: str, tmp_path: Path
+) -> None:
+    told: list[str] = []
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "batch_size.json").write_text(json.dumps({"batch_size": 32}))
+    options = OPTIONS | {"batch_size": "auto", "devices": 2, "strategy": "fsdp", "progress": told.append}
+    found = qtool.train(PickyInOne(after=3), small_data, out=tmp_path, **options)
+    assert found.history.steps == 6
+    assert told == ["training step 4: out of memory; again from the last checkpoint in smaller micro-batches"]
+    start = time.monotonic()
+    with pytest.raises(QtoolError, match=r"training step 4: .*MiB predicted\); pass --.*step-00000002'"):
+        qtool.train(PickyInOne(after=3), small_data, out=tmp_path, **options | {"batch_size": 32})
+    assert time.monotonic() - start < 60  # nobody waits for the one that failed
 
 
 def test_auto_is_a_word_of_recipes_too(tmp_path: Path) -> None:

@@ -22,7 +22,6 @@ BROKEN = [
     ({"rounding": "stochastic", "precision": "bf16-true", "devices": 2}, "compensated"),
     ({"strategy": "fsdp", "optimizer": "adafactor"}, "rows and columns"),
     ({"batch_size": 0, "micro_batches": 2}, "of the size that is found"),
-    ({"memory_budget": "1GiB", "devices": 2}, "pass a --batch-size"),
     ({"strategy": "fsdp", "lora": 8}, "keeps a part"),
     ({"strategy": "fsdp", "compile": True}, "stay in place"),
     ({"strategy": "fsdp", "activation_offload": True, "device": "cuda"}, "stay in place"),
