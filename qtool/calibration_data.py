@@ -133,20 +133,3 @@ def sample_hashes(batches: Iterable[Any]) -> Iterator[str]:
                 value = tensor.detach().cpu().contiguous().numpy()
                 digest.update(f"{value.dtype} {value.shape}".encode() + value.tobytes())
             yield digest.hexdigest()
-
-
-def inputs_of(batches: Iterable[Any]) -> Iterable[Any]:
-    """The inputs of batches that may hold targets too: (input, target) pairs or plain inputs.
-
-    Something that can be gone through only once is kept in memory.
-    """
-    kept = list(batches) if iter(batches) is batches else batches
-    return _Firsts(kept)
-
-
-class _Firsts:
-    def __init__(self, batches: Iterable[Any]) -> None:
-        self.batches = batches
-
-    def __iter__(self) -> Iterator[Any]:
-        return (batch[0] if isinstance(batch, tuple | list) and len(batch) == 2 else batch for batch in self.batches)

@@ -18,6 +18,7 @@ Programming errors are not wrapped: they keep their traceback.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -60,7 +61,10 @@ def nearest(name: str, names: Iterable[str]) -> str:
     "did you mean 'resnet'?"
     >>> nearest("vgg", ["resnet", "mobilenet"])
     'choose one of: mobilenet, resnet'
+    >>> nearest("lr", ["learning_rate", "lora"])
+    "did you mean 'learning_rate'?"
     """
     known = sorted(names)
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    meant = [other for other in known if "".join(word[:1] for word in re.split("[-_]", other.lstrip("-"))) == name]
+    close = meant or difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     return f"did you mean {close[0]!r}?" if close else f"choose one of: {', '.join(known)}"

@@ -1,4 +1,7 @@
-"""What is inside a file, told as plain values: an ONNX model, a ``.pt2``, weights, or a stage's result.
+"""What is inside a run directory or a file, as plain values: an ONNX model, a ``.pt2``, weights, a stage's result.
+
+Of a run directory: what each stage recorded, and of every quantized unit what it runs in and why, the range of its
+output, and what quantizing it alone does to the model's output where ``qtool sensitivity`` has measured it.
 
 Any ONNX file can be read, not only those made here. What is counted is the file as it stands; what a
 runtime makes of it (fusions, kernels) is the benchmark's and the export gates' to say.
@@ -12,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from qtool.artifacts import STAGES, has_result, read_result
 from qtool.errors import QtoolError, UsageError, nearest, one_line
 
 MIB = 2**20
@@ -36,6 +40,35 @@ def describe(path: Path) -> dict[str, Any]:
             f"artifact '{path}'", f"a whole {path.suffix} file", got, "make or download it again"
         ) from error
     return {"file": path.name, "size_mib": path.stat().st_size / MIB, **found}
+
+
+def describe_run(place: Path) -> dict[str, Any]:
+    """The results of each stage in a run directory, its quantized units, and its variants in the same way."""
+    found: dict[str, Any] = {"run": str(place)}
+    for stage in STAGES:
+        if has_result(place, stage):
+            found[stage] = read_result(place, stage, verify=False, stale=True)
+    if plan := found.get("export", found.get("quantize", {})).get("plan"):
+        found["units"] = _units(plan, place)
+    else:
+        variants = {path.parent.name: describe_run(path.parent) for path in sorted(place.glob("*/quantize.json"))}
+        found |= {"variants": variants} if variants else {}
+    return found
+
+
+def _units(plan: dict[str, Any], place: Path) -> list[dict[str, Any]]:
+    ranges = _read(place / "ranges.json")
+    alone = {unit["name"]: unit for unit in _read(place / "sensitivity.json").get("units", ())}
+    return [
+        {key: unit[key] for key in ("name", "kind", "integer", "weight_bits", "reason")}
+        | {key: ranges.get(unit["name"], {}).get(key) for key in ("low", "high", "method")}
+        | {key: alone.get(unit["name"], {}).get(key) for key in ("sqnr_db", "kl")}
+        for unit in plan["units"]
+    ]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
 
 
 def _onnx(path: Path) -> dict[str, Any]:

@@ -125,9 +125,11 @@ def report(folder: str | Path) -> dict[str, Any]:
 
 def inspect(artifact: str | Path) -> dict[str, Any]:
     """What is inside a run directory, an ONNX file, a ``.pt2``, a ``.safetensors`` or a result, as plain values."""
-    from qtool.inspection import describe
+    from qtool.inspection import describe, describe_run
 
     path = Path(artifact)
-    if path.is_dir() and not any(path.glob("*/quantize.json")):
+    if not path.is_dir():
+        return describe(path)
+    if not any(path.glob("*/quantize.json")):
         require_run_directory(path, next((s for s in STAGES if has_result(path, s)), "train"))
-    return report(path) if path.is_dir() else describe(path)
+    return describe_run(path)

@@ -1,7 +1,9 @@
 """A user's own dataset, as the rest of qtool reads it: checked samples, stacked into batches.
 
-Anything with ``__len__`` and ``__getitem__`` that gives (input, target) is a dataset. Inputs are tensors, or tuples or
-dicts of tensors; numpy arrays and numbers are taken for tensors. What is held in memory as tensors (a TensorDataset,
+Anything with ``__len__`` and ``__getitem__`` that gives (input, target), or an input alone, is a dataset. Inputs are
+tensors, or tuples or dicts of tensors; numpy arrays and numbers are taken for tensors. An input alone is a tensor, an
+array, a dict, or a tuple of one, and its target is None: enough to calibrate, to compare and for contracts on
+agreement. What is held in memory as tensors (a TensorDataset,
 or a Subset of one) is indexed in one go, which is a hundred times faster than sample by sample.
 
 A batch is summed to see whether it is finite: one pass at memory speed, since NaN and infinity survive a sum. Only
@@ -62,10 +64,12 @@ class Samples(Dataset[tuple[Any, Any]]):
         except Exception as error:
             got = f"{type(error).__name__}: {error}"
             raise QtoolError(f"{self.where}[{row}]", "a sample", got, "correct the dataset") from error
-        if not isinstance(sample, tuple | list) or len(sample) != 2:
-            got = f"{type(sample).__name__} of {len(sample)}" if hasattr(sample, "__len__") else type(sample).__name__
-            raise QtoolError(f"{self.where}[{row}]", "a pair (input, target)", got, "return two values")
-        return sample[0], sample[1]
+        if isinstance(sample, Tensor | np.ndarray | Mapping):
+            return sample, None
+        if isinstance(sample, tuple | list) and 1 <= len(sample) <= 2:
+            return sample[0], sample[1] if len(sample) == 2 else None
+        got = f"{type(sample).__name__} of {len(sample)}" if hasattr(sample, "__len__") else type(sample).__name__
+        raise QtoolError(f"{self.where}[{row}]", "a pair (input, target), or an input", got, "return two values")
 
     def batch(self, indices: Sequence[int]) -> tuple[Any, Any]:
         """The samples at ``indices``, stacked and checked."""
@@ -81,6 +85,8 @@ class Samples(Dataset[tuple[Any, Any]]):
 
     def _stack(self, values: list[Any], rows: list[int]) -> Any:
         first = values[0]
+        if all(value is None for value in values):
+            return None
         if isinstance(first, Mapping):
             return {key: self._stack([value[key] for value in values], rows) for key in first}
         if isinstance(first, tuple | list):

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from qtool.artifacts import has_result, read_result, sha256_of
 from qtool.errors import QtoolError, UsageError, nearest
+from qtool.given import require_batches
 
 if TYPE_CHECKING:
     from torch import nn
@@ -130,6 +131,8 @@ def open_data(data: object, seed: int) -> Any:
 
     if isinstance(data, str):
         return floor.load_data(data, seed=seed)
+    if data is not None and not isinstance(data, Mapping | floor.Data):
+        require_batches(data)
     return floor.from_mapping(data, seed=seed) if isinstance(data, Mapping) else data
 
 
@@ -153,6 +156,13 @@ def open_model(
     if isinstance(model, str):
         classes, channels = facts["num_classes"], facts["in_channels"]
         return load_model(model, num_classes=classes, in_channels=channels, weights=weights, seed=seed, target=target)
+    if model is not None and not hasattr(model, "named_parameters"):
+        raise UsageError(
+            "argument 'model'",
+            "an nn.Module, a spec or a run directory",
+            f"a {type(model).__name__}",
+            "pass the float model",
+        )
     if target is not None:
         raise UsageError("--create-on-device", "a model's spec", "a model that is there already", "leave it out")
     if model is not None and weights:

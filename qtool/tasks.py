@@ -67,7 +67,13 @@ class Classification:
     def loss(self, output: Any, target: Any) -> tuple[Tensor, float]:
         """Summed cross-entropy of the softmax, with ``label_smoothing`` spread over all classes."""
         _check(output, target)
-        losses = F.cross_entropy(output.float(), target, reduction="sum", label_smoothing=self.label_smoothing)
+        try:
+            losses = F.cross_entropy(output.float(), target, reduction="sum", label_smoothing=self.label_smoothing)
+        except IndexError as error:
+            raise QtoolError(
+                "task 'classification'", f"class indices below the model's {output.shape[1]} outputs", str(error),
+                "build the model with as many outputs as the data has classes",
+            ) from error  # fmt: skip
         return losses, float(len(target))
 
     def metrics(self, output: Any, target: Any) -> dict[str, Tensor | float]:
@@ -80,6 +86,7 @@ class Classification:
 
 
 def _check(output: Any, target: Any) -> None:
+    _require_targets("classification", target)
     if not isinstance(output, Tensor) or output.ndim != 2 or target.shape != output.shape[:1]:
         got = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
         raise QtoolError(
@@ -87,6 +94,14 @@ def _check(output: Any, target: Any) -> None:
             f"output {got}, target {tuple(target.shape)}",
             "correct the model's output, or pass --task language-modelling or one of your own",
         )  # fmt: skip
+    if target.is_floating_point():
+        got = str(target.dtype).removeprefix("torch.")
+        raise QtoolError("task 'classification'", "class indices (int64)", f"targets of {got}", "return target.long()")
+
+
+def _require_targets(task: str, target: Any) -> None:
+    if target is None:
+        raise QtoolError(f"task '{task}'", "targets", "inputs alone", "give labelled data: (input, target)")
 
 
 @dataclass(frozen=True)
@@ -127,6 +142,7 @@ def _exp(value: float) -> float:
 
 
 def _check_tokens(output: Any, target: Any) -> None:
+    _require_targets("language-modelling", target)
     if not isinstance(output, Tensor) or output.ndim != 3 or target.shape != output.shape[:2]:
         got = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
         raise QtoolError(

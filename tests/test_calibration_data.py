@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from qtool.calibration_data import FOLDERS, Inputs, draw, inputs_of, read
+from qtool.calibration_data import FOLDERS, Inputs, draw, read
 from qtool.data import load_data, targets_of
 from qtool.errors import QtoolError, UsageError
 
@@ -83,16 +83,6 @@ def test_a_recipe_that_is_wrong_names_file_and_key(tmp_path: Path, content: str,
 def test_without_data_a_draw_asks_for_it() -> None:
     with pytest.raises(UsageError, match="--data"):
         draw("train:5", None, 0, 8)
-
-
-def test_inputs_of_batches_with_and_without_targets() -> None:
-    x, y = torch.zeros(2, 3), torch.zeros(2)
-    assert [b is x for b in inputs_of([(x, y), x, [x, y]])] == [True] * 3
-
-
-def test_an_iterator_is_kept_so_that_it_can_be_gone_through_again() -> None:
-    inputs = inputs_of(iter([torch.zeros(1), torch.ones(1)]))
-    assert [len(list(inputs)) for _ in range(2)] == [2, 2]
 
 
 def test_an_empty_part_is_refused(small_data: str) -> None:

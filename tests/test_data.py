@@ -335,7 +335,7 @@ def test_preprocessing_may_be_given() -> None:
         (mapping(tset=[]), "'tset'; did you mean 'test'"),
         (mapping(test=[]), "test: expected at least one sample"),
         (mapping(test=iter([])), "a map-style dataset"),
-        (mapping(test=[torch.zeros(3)]), r"test\[0\]: expected a pair"),
+        (mapping(test=[(torch.zeros(3), 0, 1)]), r"test\[0\]: expected a pair"),
         (mapping(test=[(torch.zeros(3), 0), (torch.zeros(3), 4)]), r"test\[1\]: expected a label of 0 to 3; got 4"),
         (mapping(test=[(torch.zeros(3), -1)]), r"test\[0\]: expected a label of 0 to 3; got -1"),
         (mapping(labels=["a", "b"]), r"train\[2\]: expected a label of 0 to 1; got 2"),

@@ -179,7 +179,9 @@ def test_recipes_as_objects_need_a_place(tmp_path: Path) -> None:
 
 def test_inspecting_a_run_and_its_files(undisturbed: Path) -> None:
     assert set(pipeline.inspect(undisturbed)["variants"]) == {"ptq", "qat"}
-    assert pipeline.inspect(undisturbed / "ptq")["export"]
+    inside = pipeline.inspect(undisturbed / "ptq")
+    assert inside["export"]["metrics"]["gates"]
+    assert all(unit["low"] < unit["high"] for unit in inside["units"] if unit["kind"] == "conv")
     onnx = pipeline.inspect(undisturbed / "ptq" / "model.int8.onnx")
     assert onnx["operators"]["QuantizeLinear"] > 0
     assert "int8" in onnx["num_initializers"]

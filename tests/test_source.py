@@ -112,3 +112,9 @@ def test_a_run_of_several_variants_asks_for_one(trained: Path) -> None:
     (trained / "ptq" / "quantize.json").write_text("{}")
     with pytest.raises(UsageError, match=r"one variant.*variants ptq.*run/ptq"):
         require_run_directory(trained, "quantize")
+
+
+@pytest.mark.parametrize("thing", [7, torch.zeros(2), {"a": 1}])
+def test_what_is_no_model_is_refused_by_its_type(thing: object) -> None:
+    with pytest.raises(UsageError, match=f"expected an nn.Module.* got a {type(thing).__name__}"):
+        open_source(thing, None)  # type: ignore[arg-type]

@@ -70,6 +70,10 @@ def test_wrong_outputs_and_names() -> None:
         Classification().loss(torch.randn(3, 4, 2), torch.zeros(3, dtype=torch.int64))
     with pytest.raises(QtoolError, match="N×classes logits"):
         Classification().metrics((torch.randn(3, 4),), torch.zeros(3, dtype=torch.int64))
+    with pytest.raises(QtoolError, match="class indices below the model's 4 outputs"):
+        Classification().loss(torch.randn(3, 4), torch.tensor([0, 1, 4]))
+    with pytest.raises(QtoolError, match="targets of float32"):
+        Classification().loss(torch.randn(3, 4), torch.zeros(3))
     with pytest.raises(UsageError, match="did you mean 'classification'"):
         load_task("clasification")
 

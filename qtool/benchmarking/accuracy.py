@@ -89,10 +89,11 @@ def judge(
 
 
 def _compare_any(reference: torch.Tensor, other: torch.Tensor, targets: Any) -> dict[str, Any]:
-    """Logits are compared as classifications; outputs of another form by their SQNR alone."""
+    """Logits of samples, or of tokens, are compared as classifications; other outputs by their SQNR alone."""
     from qtool import evaluate
 
-    if reference.ndim != 2:
+    indices = targets is not None and not targets.is_floating_point()
+    classes = indices and targets.shape == reference.shape[: reference.ndim - 1] and reference.ndim <= 3
+    if reference.ndim != 2 and not classes:
         return {"num_samples": len(reference), "sqnr_db": evaluate.sqnr_db(reference, other)}
-    classes = targets is not None and targets.shape == reference.shape[:1] and not targets.is_floating_point()
     return evaluate.compare(reference, other, targets if classes else None)

@@ -100,3 +100,12 @@ def contract_markdown(outcome: Mapping[str, Any]) -> str:
     lines = [contract_sentence(outcome), "", *([] if outcome["met"] else [advice(outcome), ""])]
     rows: list[list[object]] = [[*header], ["---"] * len(header), *body]
     return "\n".join([*lines, *("| " + " | ".join(str(cell) for cell in row) + " |" for row in rows)]) + "\n"
+
+
+def gate_verdict(gate: Mapping[str, Any]) -> str:
+    """What became of an export's gate, in a word or two.
+
+    >>> [gate_verdict({"passed": value}) for value in (True, False, None)]
+    ['passed', 'failed', 'not run']
+    """
+    return {True: "passed", False: "failed", None: "not run"}[gate.get("passed")]

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from qtool.reporting import charts
-from qtool.reporting.contracts import advice, contract_sentence, contract_table, tradeoffs
+from qtool.reporting.contracts import advice, contract_sentence, contract_table, gate_verdict, tradeoffs
 from qtool.reporting.gather import Run
 from qtool.reporting.markup import Markup, el
 from qtool.reporting.numbers import UNKNOWN, percent, significant, times
@@ -207,7 +207,14 @@ def _gates(gates: Any) -> Markup | None:
     """The export's gates: a list of what each expected and found."""
     if not isinstance(gates, list) or not gates:
         return None
-    body: list[list[object]] = [[gate["name"], _passed(gate), gate.get("found", UNKNOWN)] for gate in gates]
+    body: list[list[object]] = [
+        [
+            gate["name"],
+            el("span", gate_verdict(gate), cls="failed" if gate.get("passed") is False else ""),
+            gate["found"],
+        ]
+        for gate in gates
+    ]
     return el("div", el("p", "Gates of the export:"), grid(["gate", "", "found"], body, "gates"))
 
 
@@ -221,12 +228,6 @@ def _tuning(tuning: Any) -> Markup | None:
         for group in tuning["groups"]
     ]
     return el("div", told, grid(["group", "runs in", "in float", "why"], body, "gates") if body else None)
-
-
-def _passed(gate: Mapping[str, Any]) -> object:
-    if gate.get("passed") is None:
-        return "not run"
-    return "passed" if gate["passed"] else el("span", "failed", cls="failed")
 
 
 def training(run: Run) -> Markup | None:

@@ -34,7 +34,7 @@ def rows(result: Mapping[str, Any]) -> list[Row]:
     for index, timed in enumerate(entries[0]["latency"]):
         made += _timing_rows(timed["batch_size"], [entry["latency"][index] for entry in entries])
     accuracies = [_accuracy(name, entry, result["reference"]) for name, entry in result["variants"].items()]
-    made += [_row(label, cell, accuracies) for label, cell in _ACCURACY_ROWS]
+    made += [_row(label.format(reference=result["reference"]), cell, accuracies) for label, cell in _ACCURACY_ROWS]
     made.append(_row("multiplying operations", _arithmetic, entries))
     return [row for row in made if any(cell != UNKNOWN for cell in row.cells)]
 
@@ -49,15 +49,15 @@ def _accuracy(name: str, entry: Entry, reference: str) -> Entry:
     return {"top1": measured.get("top1")} if name == reference else measured
 
 
-def _stripped(entry: Entry) -> str:
+def _smaller(entry: Entry) -> str:
     ratio = entry.get("size_ratio")
-    smaller = f" ({1 / ratio:.2f}× smaller)" if ratio and ratio < 1 else ""
-    return significant(entry["size_stripped_mib"]) + smaller
+    return times(1 / ratio) if ratio and ratio != 1 else UNKNOWN
 
 
 _FILE_ROWS: tuple[tuple[str, Callable[[Entry], str]], ...] = (
     ("size on disk, MiB", lambda e: significant(e["size_mib"])),
-    ("size without metadata, MiB", _stripped),
+    ("without metadata, MiB", lambda e: significant(e["size_stripped_mib"])),
+    ("smaller by", _smaller),
     ("compressed, MiB", lambda e: significant(e["size_compressed_mib"])),
     ("load time, ms", lambda e: significant(e["load_ms"])),
     ("peak memory, MiB", lambda e: significant(e["peak_memory_mib"])),
@@ -68,30 +68,29 @@ def _timing_rows(batch_size: int, timed: list[Entry]) -> list[Row]:
     at = f"batch {batch_size}"
     cells: tuple[tuple[str, Callable[[Entry], str]], ...] = (
         (f"{at}: latency p50, ms", lambda t: significant(t["latency_p50_ms"])),
-        (f"{at}: latency p90 / p99, ms", lambda t: " / ".join(significant(t[f"latency_p{p}_ms"]) for p in (90, 99))),
-        (f"{at}: speed-up (95 % CI)", _speedup),
-        (f"{at}: samples per second", lambda t: significant(t["throughput_per_s"])),
+        (f"{at}: p90 / p99, ms", lambda t: " / ".join(significant(t[f"latency_p{p}_ms"]) for p in (90, 99))),
+        (f"{at}: speed-up", _speedup),
+        (f"{at}: 95 % CI", _settled),
+        (f"{at}: samples per s", lambda t: significant(t["throughput_per_s"])),
     )
     return [_row(label, cell, timed) for label, cell in cells]
 
 
 def _speedup(timed: Entry) -> str:
+    itself = timed["speedup_ci95"] is None and timed["speedup"] == 1.0
+    return UNKNOWN if itself else times(timed["speedup"])
+
+
+def _settled(timed: Entry) -> str:
     bounds = timed["speedup_ci95"]
-    if bounds is None:
-        return UNKNOWN if timed["speedup"] == 1.0 else times(timed["speedup"])
-    text = f"{times(timed['speedup'])} ({interval(bounds)})"
-    return text if timed["converged"] else f"{text} *"
-
-
-def _drop(accuracy: Entry) -> str:
-    bounds = interval(accuracy.get("top1_drop_ci95"), 100)
-    return points(accuracy.get("top1_drop")) + (f" ({bounds})" if bounds else "")
+    return UNKNOWN if bounds is None else interval(bounds) + ("" if timed["converged"] else " *")
 
 
 _ACCURACY_ROWS: tuple[tuple[str, Callable[[Entry], str]], ...] = (
     ("top-1", lambda a: percent(a.get("top1"))),
-    ("top-1 drop (95 % CI)", _drop),
-    ("agreement with the reference", lambda a: percent(a.get("agreement"))),
+    ("top-1 drop, points", lambda a: points(a.get("top1_drop")).removesuffix(" points")),
+    ("drop, 95 % CI", lambda a: interval(a.get("top1_drop_ci95"), 100) or UNKNOWN),
+    ("agreement with {reference}", lambda a: percent(a.get("agreement"))),
     ("KL divergence, nats", lambda a: significant(a.get("kl"), 2)),
     ("SQNR, dB", lambda a: significant(a.get("sqnr_db"))),
 )

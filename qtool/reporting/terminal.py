@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from qtool.reporting.contracts import contract_sentence
+from qtool.reporting.contracts import contract_sentence, gate_verdict
 from qtool.reporting.ladder import ladder_lines
 from qtool.reporting.memory import memory_lines, numerics_lines
 from qtool.reporting.numbers import UNKNOWN, interval, percent, points, significant
@@ -87,11 +87,18 @@ def sensitivity_lines(result: Result) -> Iterator[Any]:
 
 
 def export_lines(result: Result) -> Iterator[Any]:
-    """The files with their sizes, and what each gate found."""
-    for entry in result["outputs"].values():
-        yield f"export: {entry['file']}, {entry['size_bytes'] / MIB:.3f} MiB"
+    """The files with their sizes, a table of what each gate found, and what tuning did."""
+    from rich.table import Table
+
+    files = sorted(result["outputs"].values(), key=lambda entry: -entry["size_bytes"])
+    for entry in files:
+        less = f", {files[0]['size_bytes'] / entry['size_bytes']:.2f}x smaller" if entry is not files[0] else ""
+        yield f"export: {entry['file']}, {entry['size_bytes'] / MIB:.3f} MiB{less}"
+    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 1))
     for gate in result["metrics"]["gates"]:
-        yield f"  gate {gate['name']}: {_inline(gate)}"
+        table.add_row(f"  {gate['name']}", gate_verdict(gate), gate["found"])
+    if table.row_count:
+        yield table
     if tuning := result["metrics"].get("tuning"):
         yield f"  tuning: {tuning['verdict']}"
         for group in tuning["groups"]:
@@ -140,13 +147,44 @@ def report_lines(result: Result) -> Iterator[Any]:
 
 
 def inspect_lines(result: Result) -> Iterator[Any]:
-    """An outline of whatever was found; a benchmark in it is drawn as its table."""
-    yield from outline({key: value for key, value in result.items() if key not in ("benchmark", "variants")})
-    if "benchmark" in result:
-        yield from benchmark_lines(result["benchmark"])
-    for name, variant in result.get("variants", {}).items():
-        yield f"── {name} ──"
+    """A run directory as its stages' lines and a table of its units; a file as an outline."""
+    if "run" not in result:
+        yield from outline(result)
+        return
+    yield f"── {result['run']} ──"
+    made = [stage for stage in ("train", "quantize", "export", "benchmark") if stage in result]
+    if source := next((result[stage]["source"] for stage in made if "source" in result[stage]), None):
+        yield f"model {source['model'] or 'given as an object'}, data {source['data'] or 'given as an object'}"
+    for stage in made:
+        yield from STAGES[stage](result[stage])
+        if "stale" in result[stage]:
+            yield f"  stale: {result[stage]['stale']}"
+        if stage == "quantize":
+            yield _units_table(result["units"])
+    if made:
+        environment = result[made[-1]]["environment"]
+        packages = environment["packages"]
+        named = ", ".join(f"{name} {packages[name]}" for name in ("qtool", "torch") if name in packages)
+        yield f"made with {named}, Python {environment['python']}, on {environment['cpu']['name']}"
+    for variant in result.get("variants", {}).values():
+        yield ""
         yield from inspect_lines(variant)
+
+
+def _units_table(units: Sequence[Result]) -> Any:
+    """What each unit runs in, the range of its output, and what quantizing it alone costs where that was measured."""
+    from rich.table import Table
+
+    measured = any(unit["kl"] is not None for unit in units)
+    table = Table("unit", "kind", "runs in", box=None, pad_edge=False)
+    for name in ("output range", *(("SQNR alone, dB",) if measured else ())):
+        table.add_column(name, justify="right")
+    for unit in units:
+        bits = f"int{unit['weight_bits'] or 8}" if unit["integer"] else "float"
+        span = UNKNOWN if unit["low"] is None else f"{unit['low']:.3g} to {unit['high']:.3g}"
+        noise = [UNKNOWN if unit["sqnr_db"] is None else f"{unit['sqnr_db']:.1f}"] if measured else []
+        table.add_row(unit["name"], unit["kind"], bits, span, *noise)
+    return table
 
 
 def outline(value: Any, depth: int = 0) -> Iterator[str]:

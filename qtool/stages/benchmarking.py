@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from qtool.artifacts import output_path, read_result, staging, write_result
+from qtool.given import pairs_of
 from qtool.recipe import BenchmarkConfig, as_dict
 from qtool.source import UNIDENTIFIED, open_data, recall_source, require_run_directory
 from qtool.stages.common import AnyPath, Progress, configured, teller
@@ -25,8 +26,8 @@ def benchmark(
     """Measures size, speed and accuracy of exported files side by side, and returns the figures as plain values.
 
     ``what`` is a run directory (the result is committed there) or a mapping of names to ONNX files. ``data`` gives
-    the labelled test samples: by default those of the run directory; for files, any data or iterable of (input,
-    target) batches, or none to measure speed alone. In PyTorch (``provider="torch"``) the run's quantized and float
+    the test samples: by default those of the run directory; or any data or iterable of batches, (input, target) or
+    inputs alone; for files, none measures speed alone. In PyTorch (``provider="torch"``) the run's quantized and float
     graphs are measured instead of the exported files. Raises ContractError where a figure became worse than in
     ``compare``, or INT8 is slower than the reference without ``allow_slower``; the figures are committed all the same.
     """
@@ -90,5 +91,6 @@ def _test_batches(data: Any) -> Callable[[int], Iterable[tuple[Any, Any]]] | Non
     if data is None:
         return None
     if not hasattr(data, "test"):
-        return lambda size: data
+        given = pairs_of(data)
+        return lambda size: given
     return lambda size: batches(data.test, size)

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from qtool.artifacts import has_result, output_path, read_result
-from qtool.calibration_data import draw, inputs_of
+from qtool.calibration_data import draw
 from qtool.errors import QtoolError, UsageError
+from qtool.given import inputs_of
 from qtool.options import argument, make
 from qtool.recipe import QuantizeConfig
 from qtool.source import UNIDENTIFIED, Source

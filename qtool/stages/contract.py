@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from qtool.artifacts import mark_stale, write_json
 from qtool.calibration_data import sample_hashes
 from qtool.errors import ContractError, QtoolError, UsageError
+from qtool.given import pairs_of
 from qtool.recipe import CONTRACT_FIELDS, QatConfig, QuantizeConfig, as_dict
 from qtool.source import Source
 from qtool.stages.common import example_of
@@ -45,8 +46,8 @@ class Pairs:
             raise UsageError(
                 "contract", "validation samples", "batches to calibrate with only", "pass validation=… too"
             )
-        kept = list(given) if given is not None and iter(given) is given else given
-        self.source, self.given, self.config = source, kept, config
+        self.source, self.config = source, config
+        self.given = None if given is None else pairs_of(given)
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
         from qtool.nested import num_samples, samples_of
@@ -62,8 +63,7 @@ class Pairs:
 
     def _all(self) -> Iterator[tuple[Any, Any]]:
         if self.given is not None:
-            for batch in self.given:
-                yield tuple(batch) if isinstance(batch, tuple | list) and len(batch) == 2 else (batch, None)
+            yield from self.given
         else:
             from qtool.data import batches
 

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qtool.artifacts import mark_stale, read_result, staging, write_result
-from qtool.calibration_data import draw, inputs_of
+from qtool.calibration_data import draw
 from qtool.errors import ContractError, UsageError
+from qtool.given import inputs_of
 from qtool.options import argument
 from qtool.recipe import ExportConfig, as_dict
 from qtool.source import UNIDENTIFIED, data_facts, open_data, recall_source, require_run_directory

@@ -35,6 +35,7 @@ from qtool.stages.contract import forget, fulfil
 if TYPE_CHECKING:
     from torch import nn
 
+    from qtool.data import Data
     from qtool.form import QuantizedModel
     from qtool.tasks import Task
 
@@ -160,6 +161,7 @@ def _fine_tuning(
     data = source.parts
     if data is None:
         raise QtoolError("quantization-aware training", "training data", "none", "pass data with labels, or mode 'ptq'")
+    _require_targets(data)
 
     def fine_tune(model: nn.Module, hooks: Any, loss_fn: Any = None) -> Any:
         from qtool.data import example_input
@@ -174,6 +176,16 @@ def _fine_tuning(
             )  # fmt: skip
 
     return fine_tune
+
+
+def _require_targets(data: Data) -> None:
+    from qtool.data import batches
+
+    for part in (data.train, data.validation):
+        if next(batches(part, 1))[1] is None:
+            raise QtoolError(
+                "quantization-aware training", "targets", "inputs alone", "give labelled data, or mode 'ptq'"
+            )
 
 
 def _describe(drawn: Mapping[str, Any]) -> str:

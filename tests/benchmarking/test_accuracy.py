@@ -78,6 +78,16 @@ def test_targets_that_are_no_classes_and_outputs_that_are_no_logits_are_compared
     assert "top1" not in told["int8"]
 
 
+def test_sequences_with_their_tokens_are_compared_token_by_token():
+    base, noise = torch.randn(2, 4, 3, 5, generator=torch.Generator().manual_seed(0))
+    targets = torch.tensor([[0, 1, -100]] * 4)
+    told = judge({"fp32": base, "int8": base + noise}, targets, reference="fp32")["int8"]
+    counted = (base[:, :2].argmax(-1) == (base + noise)[:, :2].argmax(-1)).double().mean().item()
+    assert told["num_samples"] == 8
+    assert told["agreement"] == counted
+    assert "top1" in told
+
+
 def test_another_comparison_can_be_given():
     outputs = {"fp32": torch.zeros(2, 2), "int8": torch.ones(2, 2)}
     told = judge(outputs, None, reference="fp32", compare=lambda a, b, t: {"off": float((b - a).mean())})

@@ -20,9 +20,18 @@ QUANTIZE = {
     "calibration": {"spec": "train:512", "seed": 0, "num_samples": 512},
     "plan": {"target": "ort-cpu", "units": UNITS, "notes": ["a channel was dead"]},
 }
+ENVIRONMENT = {"packages": {"qtool": "0.1", "torch": "2.13"}, "python": "3.12", "cpu": {"name": "a CPU"}}
 EXPORT = {
-    "outputs": {"int8": {"file": "model.int8.onnx", "size_bytes": 3 * 2**19}},
-    "metrics": {"gates": [{"name": "size", "passed": True, "found": "within 1 %"}]},
+    "outputs": {
+        "int8": {"file": "model.int8.onnx", "size_bytes": 3 * 2**19},
+        "fp32": {"file": "model.fp32.onnx", "size_bytes": 3 * 2**21},
+    },
+    "metrics": {
+        "gates": [
+            {"name": "size", "passed": True, "found": "within 1 %", "details": {"predicted_bytes": 7}},
+            {"name": "integer reference", "passed": None, "found": "this CPU has no VNNI", "details": {}},
+        ]
+    },
 }
 
 
@@ -56,8 +65,12 @@ def test_units_whose_operands_are_float_are_one_line(capsys: pytest.CaptureFixtu
 
 def test_export_gives_sizes_and_gates(capsys: pytest.CaptureFixture[str]) -> None:
     text = shown(capsys, "export", EXPORT)
-    assert "model.int8.onnx, 1.500 MiB" in text
-    assert "gate size: " in text
+    assert "model.fp32.onnx, 6.000 MiB\n" in text
+    assert "model.int8.onnx, 1.500 MiB, 4.00x smaller" in text
+    assert [line.split() for line in text.splitlines()[2:]] == [
+        ["size", "passed", "within", "1", "%"],
+        ["integer", "reference", "not", "run", "this", "CPU", "has", "no", "VNNI"],
+    ]
     assert "within 1 %" in text
 
 
@@ -81,3 +94,22 @@ def test_an_outline_keeps_short_things_on_a_line_and_words_as_they_are(capsys: p
     assert text.splitlines() == ["kind: onnx", "operators: Conv 2", "shape: [1, [batch]]", "x: 0.1"]
     long = shown(capsys, "inspect", {"operators": {f"Operator{i}": i for i in range(12)}})
     assert long.splitlines()[:2] == ["operators:", "  Operator0: 0"]
+
+
+def test_a_run_is_inspected_stage_by_stage_and_unit_by_unit(capsys: pytest.CaptureFixture[str]) -> None:
+    units = [
+        {"name": "a", "kind": "conv", "integer": True, "weight_bits": 4, "low": -1.5, "high": 2.25, "sqnr_db": 31.04,
+         "kl": 0.1},
+        {"name": "b", "kind": "softmax", "integer": False, "weight_bits": None, "low": None, "high": None,
+         "sqnr_db": None, "kl": None},
+    ]  # fmt: skip
+    made = {"source": {"model": "resnet", "data": None}, "environment": ENVIRONMENT}
+    run = {"run": "runs/x", "quantize": QUANTIZE | made, "export": EXPORT | made | {"stale": "a gate failed"}}
+    text = shown(capsys, "inspect", {"run": "runs", "variants": {"ptq": run | {"units": units}}})
+    lines = [line.split() for line in text.splitlines()]
+    assert "model resnet, data given as an object" in text
+    assert ["a", "conv", "int4", "-1.5", "to", "2.25", "31.0"] in lines
+    assert ["b", "softmax", "float", "–", "–"] in lines
+    assert ["integer", "reference", "not", "run", "this", "CPU", "has", "no", "VNNI"] in lines
+    assert "stale: a gate failed" in text
+    assert "made with qtool 0.1, torch 2.13, Python 3.12, on a CPU" in text
