@@ -112,7 +112,8 @@ def _field_option(
 ) -> Callable[[Decorated], Decorated]:
     name = "--" + field.name.replace("_", "-")
     default = None if required or field.default is dataclasses.MISSING else field.default
-    shown = f"{field.metadata['help']}{_default_note(default)}"
+    word = next((word for word, value in field.metadata["words"].items() if value == default), default)
+    shown = f"{field.metadata['help']}{_default_note(word)}"
     if hint is bool:
         return click.option(f"{name}/--no-{name[2:]}", field.name, cls=Flag, section=section, default=None, help=shown)
     multiple = get_origin(inner_type(hint)[0]) in (tuple, dict)
@@ -175,6 +176,11 @@ class Program(click.Group):
     """The whole command line: unknown names get the nearest valid one, and every failure is one line."""
 
     command_class = Command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Each command, in the order of the work, with the first sentence of its help, whole."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, command.get_short_help_str(200)) for name, command in self.commands.items()])
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

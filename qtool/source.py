@@ -106,10 +106,15 @@ def open_source(
 
 
 def recall_source(run: Path, stage: str, *, trust: bool = False, model: bool = False, **options: Any) -> Source:
-    """Opens the source that ``stage`` recorded in ``run``; the model too if asked for, with that run's weights."""
+    """Opens the source that ``stage`` recorded in ``run``.
+
+    With ``model`` the model too: with the weights that a training left there, or with those that another stage was
+    given. Raises QtoolError where these are not what they were.
+    """
     from qtool.factories import require_same
 
-    record = read_result(run, stage)["source"]
+    result = read_result(run, stage)
+    record, trained = result["source"], stage == "train"
     for entry in record["factories"]:
         require_same(entry, trust=trust)
     missing = [part for part in ("model", "data") if record[part] is None and (part == "data" or model)]
@@ -118,11 +123,33 @@ def recall_source(run: Path, stage: str, *, trust: bool = False, model: bool = F
             f"run directory '{run}'", f"the spec of its {missing[0]}", "one that was given as a Python object",
             f"call the stage from Python with {missing[0]}=…",
         )  # fmt: skip
+    weights = run if trained else record["weights"]
     source = open_source(
-        record["model"] if model else None, record["data"], record["task"], run if model else None,
+        record["model"] if model else None, record["data"], record["task"], weights if model else None,
         seed=record["data_seed"], **options,
     )  # fmt: skip
-    return dataclasses.replace(source, record=record | ({"trained_in": str(run.resolve())} if model else {}))
+    if not model:
+        return dataclasses.replace(source, record=record)
+    if not trained and source.inputs["weights"] != result["inputs"]["weights"]:
+        raise QtoolError(
+            f"weights '{weights}'",
+            f"those that '{run}' was made from",
+            "others",
+            "name them with --model and --weights",
+        )
+    return dataclasses.replace(source, record=record | ({"trained_in": str(run.resolve())} if trained else {}))
+
+
+def recall_float(run: Path, *, trust: bool = False, **options: Any) -> Source:
+    """The float model of ``run`` and its data: what was trained there, or what a quantization there began with.
+
+    Raises UsageError where neither was done there.
+    """
+    if has_result(run, "train") or not has_result(run, "quantize"):
+        return recall_source(require_run_directory(run, "train"), "train", trust=trust, model=True, **options)
+    trained = read_result(run, "quantize", verify=False, stale=True)["source"].get("trained_in")
+    place, stage = (run / trained, "train") if trained else (run, "quantize")
+    return recall_source(place, stage, trust=trust, model=True, **options)
 
 
 def open_data(data: object, seed: int) -> Any:

@@ -6,13 +6,22 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.data import TensorDataset
 
 import qtool
 from qtool.data import Preprocessing
 from qtool.errors import QtoolError, UsageError
-from qtool.source import UNIDENTIFIED, anchored, is_run_directory, open_source, recall_source, require_run_directory
+from qtool.source import (
+    UNIDENTIFIED,
+    anchored,
+    is_run_directory,
+    open_source,
+    recall_float,
+    recall_source,
+    require_run_directory,
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -118,3 +127,21 @@ def test_a_run_of_several_variants_asks_for_one(trained: Path) -> None:
 def test_what_is_no_model_is_refused_by_its_type(thing: object) -> None:
     with pytest.raises(UsageError, match=f"expected an nn.Module.* got a {type(thing).__name__}"):
         open_source(thing, None)  # type: ignore[arg-type]
+
+
+def test_the_float_model_of_a_quantization_is_opened_again(trained: Path, small_net: str, small_data: str) -> None:
+    expected = dict(recall_source(trained, "train", model=True).model.named_parameters())  # type: ignore[union-attr]
+    qtool.quantize(trained, out=trained / "ptq", calibration="train:8")
+    copy = trained.parent / "copy.safetensors"
+    copy.write_bytes((trained / "model.safetensors").read_bytes())
+    alone = trained.parent / "alone"
+    qtool.quantize(small_net, small_data, weights=copy, out=alone, calibration="train:8")
+    for run in (trained, trained / "ptq", alone):
+        model = recall_float(run).model
+        assert model is not None
+        assert all(torch.equal(value, expected[name]) for name, value in model.named_parameters())
+    assert recall_float(alone).record == recall_source(alone, "quantize").record
+    qtool.quantize(alone, ranges="mse", calibration="train:8")
+    save_file({name: value * 2 for name, value in load_file(copy).items()}, copy)
+    with pytest.raises(QtoolError, match="name them with --model and --weights"):
+        recall_float(alone)

@@ -15,7 +15,7 @@ from qtool.artifacts import read_result, sha256_of, staging, write_json, write_r
 from qtool.errors import QtoolError, UsageError, nearest
 from qtool.options import argument
 from qtool.recipe import QatConfig, QuantizeConfig, as_dict
-from qtool.source import UNIDENTIFIED, Source, is_run_directory, open_source, recall_source, require_run_directory
+from qtool.source import UNIDENTIFIED, Source, is_run_directory, open_source, recall_float
 from qtool.stages.common import (
     AnyPath,
     Progress,
@@ -57,10 +57,10 @@ def quantize(
 ) -> QuantizedModel:
     """Quantizes a model to INT8 and returns the quantized form; with ``out`` it also commits it there.
 
-    ``model`` is a module, a spec, or the run directory of a training. ``data`` gives the calibration samples (and for
-    ``mode="qat"`` the training data): a spec, a Data, a mapping, or for PTQ any iterable of batches, (input, target)
-    or inputs alone. ``options`` are the fields of QuantizeConfig and, for QAT, of QatConfig; ``seed`` and a
-    ``device`` that is named are both's.
+    ``model`` is a module, a spec, or the run directory of a training or an earlier quantization. ``data`` gives the
+    calibration samples (and for ``mode="qat"`` the training data): a spec, a Data, a mapping, or for PTQ any iterable
+    of batches, (input, target) or inputs alone. ``options`` are the fields of QuantizeConfig and, for QAT, of
+    QatConfig; ``seed`` and a ``device`` that is named are for both.
 
     With ``max_drop``, ``max_kl`` or ``min_agreement`` the cheapest quantization is searched that keeps to it on the
     validation part, or on ``validation``: batches of (input, target) or of inputs alone. Raises ContractError, its
@@ -141,8 +141,7 @@ def _quantize_source(
     """The source to quantize and where the result goes; a run directory gives both."""
     smoothing = tuning.label_smoothing if tuning else 0.0
     if isinstance(model, Path) or (isinstance(model, str) and data is None and is_run_directory(model)):
-        run = require_run_directory(Path(model), "train")
-        return recall_source(run, "train", trust=trust, model=True, label_smoothing=smoothing), out or run
+        return recall_float(Path(model), trust=trust, label_smoothing=smoothing), out or Path(model)
     return open_source(model, data, task, weights, label_smoothing=smoothing), out
 
 

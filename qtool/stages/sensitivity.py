@@ -21,7 +21,7 @@ from qtool.calibration_data import sample_hashes
 from qtool.errors import QtoolError, UsageError
 from qtool.options import make
 from qtool.recipe import CONTRACT_FIELDS, QuantizeConfig, as_dict
-from qtool.source import Source, is_run_directory, open_source, recall_source, require_run_directory, state_hash
+from qtool.source import Source, is_run_directory, open_source, recall_float, state_hash
 from qtool.stages.common import AnyPath, Progress, calibration_of, configured, example_of, teller, tidy, writable
 
 if TYPE_CHECKING:
@@ -83,15 +83,10 @@ def _source(
     """The source, where the result goes, and the options of the quantization that is there."""
     if not (isinstance(model, Path) or (isinstance(model, str) and data is None and is_run_directory(model))):
         return open_source(model, data, task, weights), out, {}
-    run, recorded = Path(model), {}
-    if not has_result(run, "train") and has_result(run, "quantize"):
-        result = read_result(run, "quantize", verify=False)
-        recorded, trained = result["config"], result["source"].get("trained_in")
-        if trained is None:
-            return recall_source(run, "quantize", trust=trust, model=True), out or run, recorded
-        return recall_source(run / trained, "train", trust=trust, model=True), out or run, recorded
-    require_run_directory(run, "train")
-    return recall_source(run, "train", trust=trust, model=True), out or run, recorded
+    run = Path(model)
+    quantized = not has_result(run, "train") and has_result(run, "quantize")
+    recorded = read_result(run, "quantize", verify=False)["config"] if quantized else {}
+    return recall_float(run, trust=trust), out or run, recorded
 
 
 @dataclasses.dataclass
