@@ -54,8 +54,11 @@ def one_line(text: object) -> str:
     return " ".join(str(text).split())
 
 
+SHOWN = 16  # names that a one-line error can hold
+
+
 def nearest(name: str, names: Iterable[str]) -> str:
-    """The end of an error's *do this*: the valid name most like ``name``, or all of them.
+    """The end of an error's *do this*: the valid name most like ``name``, or those there are.
 
     >>> nearest("resnt", ["resnet", "mobilenet"])
     "did you mean 'resnet'?"
@@ -67,4 +70,7 @@ def nearest(name: str, names: Iterable[str]) -> str:
     known = sorted(names)
     meant = [other for other in known if "".join(word[:1] for word in re.split("[-_]", other.lstrip("-"))) == name]
     close = meant or difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    return f"did you mean {close[0]!r}?" if close else f"choose one of: {', '.join(known)}"
+    if close:
+        return f"did you mean {close[0]!r}?"
+    more = f" and {len(known) - SHOWN} more" if len(known) > SHOWN else ""
+    return f"choose one of: {', '.join(known[:SHOWN])}{more}"

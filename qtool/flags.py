@@ -251,4 +251,5 @@ def _usage(error: click.ClickException) -> UsageError:
     if isinstance(error, click.MissingParameter) and error.param:
         name = error.param.opts[0] if isinstance(error.param, click.Option) else error.param.make_metavar(error.ctx)  # type: ignore[arg-type]
         return UsageError(where, name, "nothing", see)
-    return UsageError(where, "a valid command line", one_line(error.format_message()).rstrip("."), see)
+    told = one_line(error.format_message()).rstrip(".").removeprefix("Got ")
+    return UsageError(where, "a valid command line", told, see)

@@ -39,3 +39,9 @@ def test_one_line_keeps_the_words(text: str) -> None:
 def test_nearest_names_the_closest_or_lists_all() -> None:
     assert nearest("epoch", ["epochs", "seed"]) == "did you mean 'epochs'?"
     assert nearest("zzz", ["b", "a"]) == "choose one of: a, b"
+
+
+def test_a_long_list_of_names_is_cut() -> None:
+    told = nearest("xyzzy", [f"layer{i:02}" for i in range(40)])
+    assert told.startswith("choose one of: layer00, layer01")
+    assert told.endswith("layer15 and 24 more")
