@@ -75,9 +75,9 @@ def _grid(cells: Sequence[Result]) -> Table:
     precisions = list(dict.fromkeys(cell["precision"] for cell in cells))
     grid: dict[str, list[str]] = {}
     for cell in cells:
-        text = f"{_gb(cell['total_gb'])} ({cell['num_gpus']:,})"
+        text = f"{significant(cell['total_gb'])} ({cell['num_gpus']:,})"
         grid.setdefault(cell["optimizer"], []).append(text)
-    return table(("to train (GPUs)", *precisions), [(name, *row) for name, row in grid.items()])
+    return table(("GB to train (GPUs)", *precisions), [(name, *row) for name, row in grid.items()])
 
 
 def _gb(value: float) -> str:

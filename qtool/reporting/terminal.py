@@ -39,7 +39,8 @@ def train_lines(result: Result) -> Iterator[Any]:
     if history:
         early = ", stopped early" if history["stopped_early"] else ""
         skipped = f", {history['skipped_steps']} skipped" if history["skipped_steps"] else ""
-        yield f"  {len(history['epochs'])} epochs, {len(history['losses'])} steps{skipped}{early}"
+        epochs = f"{len(history['epochs'])} epoch{'s' if len(history['epochs']) > 1 else ''}"
+        yield f"  {epochs}, {len(history['losses'])} steps{skipped}{early}"
 
 
 def scores(metrics: Result) -> str:
