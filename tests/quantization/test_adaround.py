@@ -209,6 +209,22 @@ def test_too_few_samples_to_hold_any_out_is_declined() -> None:
         adaround(subject(hard_mobilenet(), [images(7)]))
 
 
+def test_a_layer_over_positions_is_learned_on_the_positions_of_some_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model, batches = nn.Sequential(nn.Linear(6, 5)).eval(), [torch.randn(16, 4, 6), torch.randn(9, 4, 6)]
+    given, found = subject(model, batches), []
+    x = batches[1][[7, 2]]
+
+    def watched(part: Part, *_: object) -> None:
+        found.append(part.errors({}, 1, torch.tensor([7, 2])))
+        given.graph.recompile()
+        found.append((given.graph(x) - model(x)).square().sum((0, 1)) / 2)
+
+    monkeypatch.setattr(reconstruct, "_minimise", watched)
+    adaround(given)
+    torch.testing.assert_close(*found)
+
+
 class Twice(nn.Module):
     def __init__(self) -> None:
         super().__init__()

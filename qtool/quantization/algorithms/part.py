@@ -119,14 +119,29 @@ class Part:
         return self._dropped(value, self._picked(self.goal[node], self.plain, index, rows), generator)
 
     def _picked(self, node: Node, walk: Walk, index: int, rows: Tensor) -> Any:
-        """A stored value, of some samples of its batch; what has no dimension of samples stays whole."""
-        if node.target is aten.sym_size.int and node.args[1] == 0:
-            return len(rows)
+        """A stored value, of some samples of its batch; what does not depend on how many there are stays whole."""
+        if not _varies(node):
+            return walk.stored(node, index)
+        size = self.sizes[index]
+        value = walk.stored(node, index, lambda value: _samples(value, size, rows))
+        return value if isinstance(value, Tensor) else value * len(rows) // size
 
-        def pick(value: Tensor) -> Tensor:
-            return value[rows.to(value.device)] if value.dim() and len(value) == self.sizes[index] else value
 
-        return walk.stored(node, index, pick)
+def _varies(node: Node) -> bool:
+    """Whether a value has a first dimension that grows with the batch, or is a size that does."""
+    source = node.args[0] if node.target is _QUANTIZE else node
+    assert isinstance(source, Node)
+    known = source.meta.get("val")
+    first = known.shape[0] if isinstance(known, Tensor) and known.dim() else known
+    return isinstance(first, torch.SymInt)
+
+
+def _samples(value: Tensor, size: int, rows: Tensor) -> Tensor:
+    """Some of the ``size`` samples of a value whose first dimension counts them, or the positions of each in turn."""
+    rows = rows.to(value.device)
+    if len(value) == size:
+        return value[rows]
+    return value.unflatten(0, (size, -1))[rows].flatten(0, 1)
 
 
 def _with(layer: Node, given: tuple[Tensor, Tensor], value: Callable[[Node], Any]) -> tuple[Any, ...]:
