@@ -62,7 +62,7 @@ class VisionTransformer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         patches = self.conv_proj(x).flatten(2).transpose(1, 2)
-        tokens = torch.cat([self.class_token.expand(len(x), -1, -1), patches], 1)
+        tokens = torch.cat([self.class_token.expand(x.shape[0], -1, -1), patches], 1)
         y: Tensor = self.heads(self.encoder(tokens)[:, 0])
         return y
 

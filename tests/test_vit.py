@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from qtool.quantization.capture import capture
 from qtool.vit import VisionTransformer, vit_l_16
 
 
@@ -40,3 +41,9 @@ def test_it_reads_the_class_token_of_patches_in_place() -> None:
     with torch.no_grad():
         model.encoder.pos_embedding.zero_()
     torch.testing.assert_close(model(swapped), model(x))
+
+
+def test_it_is_captured_for_any_number_of_images() -> None:
+    model = VisionTransformer(5, image=8, patch=4, layers=1, width=16, heads=2, hidden=32).eval()
+    x = torch.randn(7, 3, 8, 8)
+    torch.testing.assert_close(capture(model, x[:2])(x), model(x))

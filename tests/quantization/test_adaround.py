@@ -145,7 +145,7 @@ def test_in_the_end_every_weight_is_decided(monkeypatch: pytest.MonkeyPatch) -> 
 
     def watched(part: Part, soft: dict, *others: object) -> None:
         minimise(part, soft, *others)  # type: ignore[arg-type]
-        left.extend(float(weight.undecided().detach()) for weight in soft.values())
+        left.extend(float(weight()[2].detach()) for weight in soft.values())
 
     monkeypatch.setattr(reconstruct, "_minimise", watched)
     adaround(subject(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval(), [correlated(64, 8)], 200))

@@ -128,12 +128,18 @@ def test_the_output_comes_nearer_than_by_bias_correction_alone() -> None:
     assert found["gptq",] > found["bias",] + 0.5
 
 
-def test_with_one_batch_there_is_nothing_to_judge_a_fit_by_and_weights_stay() -> None:
-    given = subject(hard_mobilenet(), BATCHES[:1])
+def test_of_one_batch_the_halves_judge_each_other_and_one_row_judges_nothing() -> None:
+    model, test = hard_mobilenet(), images(64, seed=9)
+    config = QuantizeConfig(algorithms=("gptq",))
+    quantized = quantize(model, config, example=BATCHES[0], calibration=[images(40)])
+    assert "gptq: refitted 0 layers" not in quantized.plan.notes
+    with torch.no_grad():
+        plain = quantize(model, QuantizeConfig(), example=BATCHES[0], calibration=[images(40)])
+        assert sqnr_db(model(test), quantized(test)) > sqnr_db(model(test), plain(test)) + 1
+    given = subject(nn.Sequential(nn.Linear(4, 3)).eval(), [torch.randn(1, 4)])
     before = {n.name: parameter(given.graph, n.args[1].args[0]).clone() for n in given.anchors()}
     gptq(given)
-    for node in given.anchors():
-        assert torch.equal(parameter(given.graph, node.args[1].args[0]), before[node.name])
+    assert all(torch.equal(parameter(given.graph, n.args[1].args[0]), before[n.name]) for n in given.anchors())
     assert "gptq: refitted 0 layers" in given.notes
 
 

@@ -6,8 +6,8 @@ far as the other needs it, and of the rows (``rows.py``) of either only moments 
 
     S = E[x xᵀ],   C = E[x x̂ᵀ],   H = E[x̂ x̂ᵀ],      E ‖W x − Ŵ x̂‖²  =  tr(W S Wᵀ) − 2 tr(W C Ŵᵀ) + tr(Ŵ H Ŵᵀ)
 
-so that the error of any candidate Ŵ costs no further pass. Even and odd batches are kept apart: what is fitted on one
-half can be judged on the other.
+so that the error of any candidate Ŵ costs no further pass. Even and odd batches (of one batch alone the halves) are
+kept apart: what is fitted on one half can be judged on the other.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Layer:
         return str(self.node.meta["unit"])
 
     def observe(self) -> tuple[Moments, Moments | None]:
-        """The moments of the even and of the odd batches; None for the second where there is one batch."""
+        """The moments of the even and of the odd batches, or of the halves of one; None where there is one row."""
         self.beside.reach(source_of(self.other))
         given = self.walk.values(self.segment, source_of(self.node))
         originals = self.beside.walk.held(source_of(self.other))
@@ -100,8 +100,10 @@ class Layer:
             drawn = [
                 rows(self.node, self.weight, value, each, torch.Generator().manual_seed(index)) for value in (x, q)
             ]
-            found, before = Moments.of(*drawn), halves[index % 2]
-            halves[index % 2] = found if before is None else before + found
+            parts = zip(*(each_rows.chunk(1 + (self.walk.num_batches == 1), 1) for each_rows in drawn), strict=True)
+            for half, part in enumerate(parts, index):
+                found, before = Moments.of(*part), halves[half % 2]
+                halves[half % 2] = found if before is None else before + found
         assert halves[0] is not None
         return halves[0], halves[1]
 

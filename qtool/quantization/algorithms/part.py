@@ -20,7 +20,6 @@ from torch.fx import Node, map_arg
 from qtool.form import quantized
 from qtool.quantization.algorithms.regions import Region
 from qtool.quantization.algorithms.walk import Walk, dequantize
-from qtool.quantization.capture import aten
 
 HELD = 8
 """Every so many samples one is held out."""
@@ -69,10 +68,10 @@ class Part:
 
     def minibatches(self, generator: torch.Generator) -> Iterator[tuple[int, Tensor]]:
         """Batches in random order, again and again, with random samples of each, none of them held out."""
+        trained = [self._rows(index, held=False) for index in range(self.walk.num_batches)]
         while True:
-            for index in torch.randperm(self.walk.num_batches, generator=generator).tolist():
-                rows = self._rows(index, held=False)
-                if len(rows):
+            for index in torch.randperm(len(trained), generator=generator).tolist():
+                if len(rows := trained[index]):
                     yield index, rows[torch.randperm(len(rows), generator=generator)[:MINIBATCH]]
 
     def _rows(self, index: int, held: bool) -> Tensor:
@@ -140,8 +139,8 @@ def _samples(value: Tensor, size: int, rows: Tensor) -> Tensor:
     """Some of the ``size`` samples of a value whose first dimension counts them, or the positions of each in turn."""
     rows = rows.to(value.device)
     if len(value) == size:
-        return value[rows]
-    return value.unflatten(0, (size, -1))[rows].flatten(0, 1)
+        return value.index_select(0, rows) if value.is_contiguous() else value[rows]  # which keeps the order in memory
+    return value.reshape(size, -1, *value.shape[1:]).index_select(0, rows).flatten(0, 1)
 
 
 def _with(layer: Node, given: tuple[Tensor, Tensor], value: Callable[[Node], Any]) -> tuple[Any, ...]:

@@ -244,10 +244,11 @@ def _minimise(part: Part, soft: Mapping[Node, SoftWeight], gains: Tensor, seed: 
     optimizer, batches = torch.optim.Adam(groups, betas=(0.9, 0.99)), part.minibatches(_drawing(seed))
     drops = _drawing(seed, part.walk.device) if part.drop else None
     for step in range(steps):
-        given = {layer: weight() for layer, weight in soft.items()}
+        made = {layer: weight() for layer, weight in soft.items()}
+        given = {layer: (weight, shift) for layer, (weight, shift, _) in made.items()}
         loss = (part.errors(given, *next(batches), drops) * gains).sum()
         if step >= WARMUP * steps:
-            undecided = torch.stack([weight.undecided() for weight in soft.values()]).sum()
+            undecided = torch.stack([each for _, _, each in made.values()]).sum()
             loss = loss + strength((step / steps - WARMUP) / (1 - WARMUP)) * undecided
         optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]

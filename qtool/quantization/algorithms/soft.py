@@ -54,13 +54,11 @@ class SoftWeight(nn.Module):
         """h(V): how far up each value is rounded."""
         return (torch.sigmoid(self.logits) * (HIGH - LOW) + LOW).clamp(0, 1)
 
-    def forward(self) -> tuple[Tensor, Tensor]:
-        """The weight, and what is added to the bias."""
-        return (self.floor + self.share()).clamp(-self.qmax, self.qmax) * self.scale, self.shift * self.spread
-
-    def undecided(self) -> Tensor:
-        """The mean of 1 − (2h − 1)²."""
-        return 1 - (2 * self.share() - 1).square().mean()
+    def forward(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The weight, what is added to the bias, and how undecided it is: the mean of 1 − (2h − 1)²."""
+        share = self.share()
+        weight = (self.floor + share).clamp(-self.qmax, self.qmax) * self.scale
+        return weight, self.shift * self.spread, 1 - (2 * share - 1).square().mean()
 
     @torch.no_grad()
     def integers(self) -> Tensor:
