@@ -131,13 +131,16 @@ def test_a_soft_weight_starts_as_the_real_one_and_ends_within_a_step_of_it() -> 
     assert float((soft.integers() * 0.5 - real).abs().max()) < 0.5 * (1 + 1e-3)
 
 
-def test_every_eighth_sample_is_held_out_and_never_trained_on() -> None:
-    part = Part(None, {}, SimpleNamespace(num_batches=3), None, [5, 40, 9], 1)  # type: ignore[arg-type]
-    first, seen = (0, 5, 45), set()
-    for index, rows in itertools.islice(part.minibatches(torch.Generator().manual_seed(0)), 60):
-        assert len(rows) <= 32
-        seen |= {first[index] + row for row in rows.tolist()}
-    assert seen == {place for place in range(54) if place % 8 != 7}
+def test_every_eighth_sample_is_held_out_and_all_others_have_their_turn() -> None:
+    made = torch.zeros(5, 3, 20, 24)  # of 480 places, 17 of which are as many as are wanted
+    plain, region = SimpleNamespace(stored=lambda node, index: made), SimpleNamespace(output="y")
+    part = Part(region, {"y": "float y"}, SimpleNamespace(num_batches=3), plain, [5, 40, 9], 1)  # type: ignore
+    first, seen = (0, 5, 45), []
+    assert part.minibatch == 17
+    for index, rows in itertools.islice(part.minibatches(torch.Generator().manual_seed(0)), 2 * 5):
+        assert len(rows) <= 17
+        seen += [first[index] + row for row in rows.tolist()]
+    assert sorted(seen) == sorted(2 * [place for place in range(54) if place % 8 != 7])
 
 
 def test_in_the_end_every_weight_is_decided(monkeypatch: pytest.MonkeyPatch) -> None:

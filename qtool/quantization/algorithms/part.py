@@ -2,7 +2,8 @@
 
 The region's inputs are what the quantized network makes so far, its quantizers are straight through for gradients, and
 errors are counted channel by channel: a channel of small values may matter as much as one of large ones. A minibatch is
-taken out of one stored batch, so that memory does not grow with the set.
+taken out of one stored batch, so that memory does not grow with the set, and all parts of a batch have their turn
+before another is read.
 
 Every ``HELD`` th sample is held out: it is never trained on, and says what was gained.
 """
@@ -23,8 +24,8 @@ from qtool.quantization.algorithms.walk import Walk, dequantize
 
 HELD = 8
 """Every so many samples one is held out."""
-MINIBATCH = 32
-"""Samples of a step, where a calibration batch has as many."""
+MINIBATCH, POSITIONS = (4, 32), 8192
+"""The fewest and most samples of a step, and how many places in the output are enough: neighbours tell the same."""
 _QUANTIZE = quantized.quantize_per_tensor.default
 _DEQUANTIZE = quantized.dequantize_per_tensor.default
 Given = Mapping[Node, tuple[Tensor, Tensor]]
@@ -67,12 +68,20 @@ class Part:
         return torch.stack(found).sum(0)
 
     def minibatches(self, generator: torch.Generator) -> Iterator[tuple[int, Tensor]]:
-        """Batches in random order, again and again, with random samples of each, none of them held out."""
-        trained = [self._rows(index, held=False) for index in range(self.walk.num_batches)]
+        """Batches in random order, again and again, each in random parts; what is held out is in none."""
+        trained, most = [self._rows(index, held=False) for index in range(self.walk.num_batches)], self.minibatch
         while True:
             for index in torch.randperm(len(trained), generator=generator).tolist():
                 if len(rows := trained[index]):
-                    yield index, rows[torch.randperm(len(rows), generator=generator)[:MINIBATCH]]
+                    drawn = rows[torch.randperm(len(rows), generator=generator)]
+                    yield from ((index, part) for part in drawn.tensor_split(-(-len(rows) // most)))
+
+    @property
+    def minibatch(self) -> int:
+        """The samples of a step: as many as have ``POSITIONS`` places in the region's output."""
+        value = self.plain.stored(self.goal[self.region.output], 0)
+        places = int(value.numel()) // (self.sizes[0] * int(value.shape[self.axis]))
+        return max(MINIBATCH[0], min(MINIBATCH[1], POSITIONS // max(1, places)))
 
     def _rows(self, index: int, held: bool) -> Tensor:
         """The samples of a batch that are held out, or those that are not."""
@@ -119,11 +128,10 @@ class Part:
 
     def _picked(self, node: Node, walk: Walk, index: int, rows: Tensor) -> Any:
         """A stored value, of some samples of its batch; what does not depend on how many there are stays whole."""
+        value, size = walk.stored(node, index), self.sizes[index]
         if not _varies(node):
-            return walk.stored(node, index)
-        size = self.sizes[index]
-        value = walk.stored(node, index, lambda value: _samples(value, size, rows))
-        return value if isinstance(value, Tensor) else value * len(rows) // size
+            return value
+        return _samples(value, size, rows) if isinstance(value, Tensor) else value * len(rows) // size
 
 
 def _varies(node: Node) -> bool:

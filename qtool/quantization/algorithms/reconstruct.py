@@ -53,7 +53,7 @@ WARMUP = 0.2
 TRAVEL, BIAS_RATE = 30.0, 0.002
 """How far a logit of the soft rounding can go in all steps, and how far a bias in one, in deviations of the output."""
 _QUANTIZE = quantized.quantize_per_tensor.default
-_DRAWS = 4  # minibatches on which the error at first is read
+_DRAWN = 128  # samples on which the error at first is read
 Cut = Callable[[list[Segment], list[Node]], list[Region]]
 
 
@@ -223,8 +223,12 @@ class _Learner:
 @torch.no_grad()
 def _gains(part: Part, importance: Tensor | None) -> Tensor:
     """g_c over Σ g_c ‖ŷ⁰_c − y_c‖², float32; without ``importance`` each channel's error counts as much."""
-    draws = part.minibatches(_drawing(1))
-    errors = torch.stack([part.errors({}, *next(draws)) for _ in range(_DRAWS)]).mean(0)
+    draws, seen, errors = part.minibatches(_drawing(1)), 0, torch.zeros(())
+    while seen < _DRAWN:
+        index, rows = next(draws)
+        errors = errors + part.errors({}, index, rows) * len(rows)
+        seen += len(rows)
+    errors = errors / seen
     if importance is None or importance.shape != errors.shape:
         importance = 1 / errors.clamp(min=max(1e-3 * float(errors.mean()), 1e-30))
     return importance / (importance * errors).sum().clamp(min=1e-30)

@@ -2,8 +2,8 @@
 
 On a GPU what fits into a share of its memory stays there, so that learning a layer reads nothing across the bus; then
 host memory up to a budget of bytes, page-locked beside a GPU; beyond that a file for each value in a temporary
-folder. Whatever the place, a value is asked for by node and batch and comes to the walk's device; where some samples of
-it are wanted, they are picked where they lie. A tensor of a walk changes its device nowhere else.
+folder. Whatever the place, a value is asked for by node and batch and comes to the walk's device, whole, in one
+transfer; it stays at hand until another batch of its node is asked for. A tensor of a walk changes its device here.
 
 Folders of processes that were killed are removed by the next that needs one.
 """
@@ -13,7 +13,6 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -33,7 +32,6 @@ BUDGET = 2**30
 """Bytes of layer inputs that are held in host memory; what is beyond them is written to files."""
 SHARE = 0.3
 """How much of a GPU's free memory each of the two walks of a reconstruction may fill."""
-Pick = Callable[[Tensor], Tensor]
 _PREFIX = "qtool-walk-"
 
 
@@ -46,6 +44,7 @@ class Store:
         self.used: Counter[torch.device] = Counter()
         self._memory: dict[Node, dict[int, Any]] = {}
         self._files: dict[Node, dict[int, Path]] = {}
+        self._last: dict[Node, tuple[int, Tensor]] = {}
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._lock: IO[str] | None = None
 
@@ -62,22 +61,30 @@ class Store:
             self.used[value.device] += size
         self._memory.setdefault(node, {})[index] = value
 
-    def get(self, node: Node, index: int, pick: Pick | None = None) -> Any:
-        """The value stored for a node and a batch, or what ``pick`` takes of it where it lies."""
-        path: Mapping[int, Path] = self._files.get(node, {})
-        value = torch.load(path[index], weights_only=True) if index in path else self._memory[node][index]
-        if not isinstance(value, Tensor):
+    def get(self, node: Node, index: int) -> Any:
+        """The value stored for a node and a batch; of each node the one asked for last stays at hand."""
+        value = self._memory.get(node, {}).get(index)
+        if value is not None and (not isinstance(value, Tensor) or value.device == self.device):
             return value
-        return (pick(value) if pick else value).to(self.device)
+        if self._last.get(node, (-1,))[0] != index:
+            self._last[node] = index, (self._read(node, index) if value is None else value).to(self.device)
+        return self._last[node][1]
+
+    def _read(self, node: Node, index: int) -> Tensor:
+        value: Tensor = torch.load(self._files[node][index], weights_only=True)
+        return value
 
     def drop(self, node: Node) -> None:
         """Forgets what was stored for a node."""
+        self._last.pop(node, None)
         for value in self._memory.pop(node, {}).values():
             self._release(value)
         for path in self._files.pop(node, {}).values():
             path.unlink(missing_ok=True)
 
     def _forget(self, node: Node, index: int) -> None:
+        if self._last.get(node, (-1,))[0] == index:
+            del self._last[node]
         self._release(self._memory.get(node, {}).pop(index, None))
         if (path := self._files.get(node, {}).pop(index, None)) is not None:
             path.unlink(missing_ok=True)
@@ -89,6 +96,7 @@ class Store:
     def close(self) -> None:
         """Removes everything, files included."""
         self._memory.clear()
+        self._last.clear()
         self._files.clear()
         if self._folder is not None and self._lock is not None:
             self._lock.close()

@@ -27,7 +27,7 @@ from torch.fx import GraphModule, Node, map_arg
 from qtool.errors import QtoolError
 from qtool.form import quantized
 from qtool.nested import tensors
-from qtool.quantization.algorithms.spool import BUDGET, Pick, Store
+from qtool.quantization.algorithms.spool import BUDGET, Store
 from qtool.quantization.constants import constant_nodes
 from qtool.quantization.residence import device_of
 
@@ -118,9 +118,9 @@ class Walk:
                 self._store.drop(node)
         self._constants.clear()
 
-    def stored(self, node: Node, index: int, pick: Pick | None = None) -> Any:
-        """The value of a kept node for one batch, or what ``pick`` takes of it: integers where it is a quantizer's."""
-        return self._store.get(node, index, pick)
+    def stored(self, node: Node, index: int) -> Any:
+        """The value of a kept node for one batch, as it is stored: integers where it is a quantizer's."""
+        return self._store.get(node, index)
 
     def held(self, node: Node) -> Iterator[Any]:
         """The value of a held node for each batch in turn, once a segment made it."""
