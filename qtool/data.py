@@ -20,7 +20,8 @@ spec                           what it is
 =============================  ===========================================================================
 
 A factory's mapping may also hold ``labels`` (class names), ``num_classes`` and ``preprocessing`` (see
-:class:`Preprocessing`). Its inputs are tensors, or tuples or dicts of tensors, and are taken as they are.
+:class:`Preprocessing`). Its inputs are tensors, or tuples or dicts of tensors, and are taken as they are. Where nothing
+is trained, samples may be inputs alone: calibration, agreement with FP32 and contracts on it ask for no targets.
 """
 
 from __future__ import annotations

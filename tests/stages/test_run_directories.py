@@ -311,3 +311,40 @@ def test_a_model_that_half_precision_cannot_hold_is_measured_without_it(tmp_path
     assert any(note.startswith("fp16 was not measured: no FP16 file: ") for note in found["notes"])
     with pytest.raises(QtoolError, match="an output named 'fp16'"):
         qtool.benchmark(run, variants=("fp16",))
+
+
+UNLABELLED = """
+import torch
+from torch.utils.data import TensorDataset
+
+class Alone(torch.utils.data.Dataset):
+    def __init__(self, count, seed):
+        self.inputs = torch.rand(count, 1, 8, 8, generator=torch.Generator().manual_seed(seed))
+    def __len__(self):
+        return len(self.inputs)
+    def __getitem__(self, index):
+        return self.inputs[index]
+
+def data():
+    return {"train": Alone(80, 0), "validation": TensorDataset(Alone(40, 1).inputs), "test": Alone(20, 2)}
+"""
+
+
+def test_inputs_without_labels_are_enough_for_all_but_training(tmp_path: Path, small_net: str) -> None:
+    file, out = tmp_path / "unlabelled.py", tmp_path / "run"
+    file.write_text(UNLABELLED)
+    data = f"{file}:data"
+    qtool.quantize(small_net, data, out=out, min_agreement=50, method="given", calibration="train:32")
+    qtool.export(out, parity_samples=16, reference_samples=2)
+    measured = qtool.benchmark(out, seconds=0.01, allow_slower=True)["variants"]["int8"]["accuracy"]
+    assert measured["num_samples"] == 20
+    assert measured["agreement"] > 0.5
+    assert "top1" not in measured
+    again = qtool.benchmark(out, [load_data(data).test[0][0][None]] * 3, seconds=0.01, allow_slower=True)
+    assert again["variants"]["int8"]["accuracy"]["num_samples"] == 3
+    with pytest.raises(QtoolError, match="expected targets; got inputs alone"):
+        qtool.train(small_net, data, max_steps=1)
+    with pytest.raises(QtoolError, match="expected targets; got inputs alone"):
+        qtool.quantize(small_net, data, mode="qat", max_steps=1)
+    with pytest.raises(UsageError, match="labels to measure the metric with"):
+        qtool.quantize(small_net, data, max_drop=1.0)
