@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -135,13 +136,29 @@ def test_mlops_pipeline_fails_its_job_only_when_the_contract_is_not_met(
 
 @pytest.mark.slow
 def test_libraries_are_measured_side_by_side(tmp_path: Path) -> None:
+    """One that does its work, one that is not installed, one whose process says nothing."""
     words = ["--model", f"{Path(__file__).parent / 'nets.py'}:small_mobilenet", "--settle", "--size", "32"]
-    peers = ["--peers", "onnxruntime_best,absent", "--samples", "16", "--seconds", "0", "--out", str(tmp_path)]
+    peers = ["--peers", "onnxruntime_best,aimet,nncf", "--python", "nncf=false", "--environments", str(tmp_path / "no")]
+    more = ["--samples", "16", "--seconds", "0", "--markdown", "--out", str(tmp_path)]
     run = EXAMPLES / "side_by_side" / "run.py"
-    done = subprocess.run([sys.executable, str(run), *words, *peers], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, str(run), *words, *peers, *more], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "side_by_side.json").read_text())
     assert set(found["benchmark"]["variants"]) == {"fp32", "qtool", "onnxruntime_best"}
-    assert all(entry["sqnr_db"] > 10 for entry in found["sqnr"].values())
+    assert all(entry["sqnr_db"] > 10 and 0 < entry["kl"] < 1 for entry in found["error"].values())
     assert found["quantizing"]["qtool"]["seconds"] > 0
-    assert "absent: failed" in done.stdout
+    heads, *rows = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith("| ")]
+    assert [len(row) for row in rows] == [len(heads)] * 3
+    assert re.search(r"`aimet` is not installed .*no/aimet/bin/pip install 'aimet-onnx", done.stdout)
+    assert "`nncf` failed: exit 1" in done.stdout
+
+
+def test_peers_import_without_their_libraries() -> None:
+    """So that one that is not installed can say how to install it."""
+    folder = EXAMPLES / "side_by_side"
+    names = sorted(path.stem for path in (folder / "peers").glob("*.py"))
+    words = "import importlib, sys\nfor name in sys.argv[1:]:\n    peer = importlib.import_module(f'peers.{name}')\n"
+    words += "    assert peer.NEEDS and peer.__doc__ and callable(peer.quantize), name\n"
+    words += "assert not {'torch', 'onnx', 'onnxruntime'} & set(sys.modules)"
+    done = subprocess.run([sys.executable, "-c", words, *names], cwd=folder, capture_output=True, text=True)
+    assert (done.returncode, len(names) > 10) == (0, True), done.stderr

@@ -1,22 +1,27 @@
 # ruff: noqa: E402
 """Quantizes one model with several libraries, and measures their files side by side.
 
-    python run.py --model file.py:factory --size 224 --peers onnxruntime_default,onnxruntime_best
-    python run.py --model torchvision:mobilenet_v2 --settle --peers nncf --python nncf=venvs/nncf/bin/python
+    python run.py --model file.py:factory --data imagefolder:DIR --samples 200 --environments venvs
+    python run.py --model torchvision:mobilenet_v2 --settle --peers onnxruntime_best,nncf --markdown
 
 Every library gets the same FP32 network, the same calibration images and the same test images; each quantizes in a
-process of its own, in its own virtual environment where ``--python`` names one. Printed for each file: size, SQNR and
-agreement with FP32 on the test images, latency with the ratio to qtool's (rounds alternating, see qtool benchmark),
-seconds and peak memory of quantizing. A peer is one file of ``peers/``; ``measured.py`` has the protocol.
+process of its own, and in its own virtual environment where there is one: ``venvs/NAME/bin/python`` for the peers
+called NAME or NAME_SETTING, or the interpreter that ``--python`` names. One that is not installed is told with the
+command that installs it, one that fails with its complaint; the others go on. Printed for each file: size; SQNR, KL
+divergence and agreement with FP32 on the test images; latency with the ratio to qtool's (rounds alternating, see qtool
+benchmark); seconds and peak memory of quantizing. A peer is one file of ``peers/``; ``measured.py`` has the protocol.
 
-Without ``--calibration`` and ``--test`` (.npy, float32, samples first) images are random. ``--settle`` gives a network
-with random weights batch-norm statistics of random images. ``--provider openvino`` measures in OpenVINO's runtime; the
-peer ``nncf`` then makes OpenVINO's own form.
+``--data`` is a spec as qtool takes it: calibration images are drawn from its training part, and its test part is what
+errors are measured on. Without it images are random, or those of ``--calibration`` and ``--test`` (.npy, float32,
+samples first). ``--settle`` gives a network with random weights batch-norm statistics of random images. ``--provider
+openvino`` measures in OpenVINO's runtime; the peer ``nncf`` then makes OpenVINO's own form. ``--resume`` keeps what an
+earlier run of the same command made, and measures all files again.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import subprocess
 import sys
@@ -29,60 +34,104 @@ allocator.tune()
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
 from safetensors.torch import save_file
+from table import print_table
 
+from qtool.benchmarking.accuracy import judge, predict
 from qtool.benchmarking.stage import benchmark
+from qtool.calibration_data import draw
+from qtool.data import load_data
 from qtool.exporting.to_onnx import float_to_onnx, save
 from qtool.models import load_model
 from qtool.quantization.stage import float_form
 from qtool.recipe import BenchmarkConfig
+from qtool.runtimes import open_session
 
 HERE = Path(__file__).parent
 OPSET = 21
+CLASSES = 1000
+PEERS = tuple(sorted(path.stem for path in (HERE / "peers").glob("*.py")))
 
 
 def main() -> None:
+    options = arguments()
+    options.out.mkdir(parents=True, exist_ok=True)
+    result, made = options.out / "side_by_side.json", {}
+    if options.resume and result.exists():
+        made = {name: told for name, told in json.loads(result.read_text())["quantizing"].items() if "seconds" in told}
+    else:
+        prepare(options)
+    for name in dict.fromkeys(("qtool", *options.peers)):
+        made[name] = made.get(name) or quantize(name, options)
+        result.write_text(json.dumps({"quantizing": made}))
+    found = measure(options, [name for name, told in made.items() if "seconds" in told])
+    result.write_text(json.dumps({"quantizing": made, **found}, indent=2) + "\n")
+    print_table(made, found, markdown=options.markdown)
+
+
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="a model spec, as qtool takes it")
+    parser.add_argument("--weights", type=Path, help="a file of weights for it")
     parser.add_argument("--settle", action="store_true", help="give batch-norm statistics of random images")
-    parser.add_argument("--size", type=int, default=224)
-    parser.add_argument("--calibration", type=Path, help=".npy of inputs; random images by default")
-    parser.add_argument("--test", type=Path, help=".npy of inputs; random images by default")
-    parser.add_argument("--samples", type=int, default=32, help="random images for each of the two")
-    parser.add_argument("--peers", default="onnxruntime_default,onnxruntime_best", help="names of files in peers/")
+    parser.add_argument("--size", type=int, default=224, help="of random images")
+    parser.add_argument("--data", help="a data spec, as qtool takes it")
+    parser.add_argument("--calibration", type=Path, help=".npy of inputs")
+    parser.add_argument("--test", type=Path, help=".npy of inputs")
+    parser.add_argument("--samples", type=int, default=32, help="calibration images; as many test images if random")
+    parser.add_argument("--test-samples", type=int, help="at most; all of the test part by default")
+    parser.add_argument("--peers", type=known, default=PEERS, help=f"some of {', '.join(PEERS)}; all by default")
+    parser.add_argument("--environments", type=Path, default=Path("venvs"), help="folder of virtual environments")
     parser.add_argument("--python", action="append", default=[], metavar="PEER=PATH", help="its interpreter")
     parser.add_argument("--provider", default="cpu", choices=("cpu", "openvino"))
     parser.add_argument("--batch-sizes", default="1")
     parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--resume", action="store_true", help="quantize only with peers that have no file in --out yet")
+    parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
     parser.add_argument("--out", type=Path, default=Path("side_by_side_files"))
-    options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
-    prepare(options)
-    pythons = dict(pair.split("=", 1) for pair in options.python)
-    made = {name: quantize(name, options, pythons) for name in ("qtool", *options.peers.split(","))}
-    found = measure(options, [name for name, result in made.items() if "seconds" in result])
-    (options.out / "side_by_side.json").write_text(json.dumps({"quantizing": made, **found}, indent=2) + "\n")
-    show(made, found)
+    return parser.parse_args()
+
+
+def known(text: str) -> tuple[str, ...]:
+    """The names of peers in ``text``; a usage error for one that has no file."""
+    names = tuple(text.split(","))
+    strange = [name for name in names if name not in PEERS]
+    if strange:
+        raise argparse.ArgumentTypeError(f"expected some of {', '.join(PEERS)}; got {', '.join(strange)}")
+    return names
 
 
 def prepare(options: argparse.Namespace) -> None:
     """Writes the FP32 file, the same network's spec and weights for qtool, and the images."""
     torch.manual_seed(0)
-    random = np.random.default_rng(0)
-    for name, given in (("calibration", options.calibration), ("test", options.test)):
-        shape = (options.samples, 3, options.size, options.size)
-        images = np.load(given) if given else random.standard_normal(shape, dtype=np.float32)
-        np.save(options.out / f"{name}.npy", images)
-    model = load_model(options.model, num_classes=1000)
-    example = torch.from_numpy(np.load(options.out / "calibration.npy")[:2])
+    images, classes = chosen_images(options)
+    for name, values in images.items():
+        np.save(options.out / f"{name}.npy", values)
+    model = load_model(options.model, num_classes=classes, weights=options.weights)
+    example = torch.from_numpy(images["calibration"][:2])
     if options.settle:
         settle(model, options.size)
     graph = float_form(model.eval(), example)
-    (options.out / "fp32.txt").write_text(options.model)
+    (options.out / "fp32.txt").write_text(f"{options.model}\n{classes}")
     save_file(model.state_dict(), options.out / "fp32.safetensors")
     save(float_to_onnx(graph, example, OPSET), options.out / "fp32.onnx")
+
+
+def chosen_images(options: argparse.Namespace) -> tuple[dict[str, Any], int]:
+    """Calibration and test images, and the number of classes."""
+    if options.data:
+        data = load_data(options.data)
+        count = min(len(data.test), options.test_samples or len(data.test))
+        drawn = torch.cat(list(draw(f"train:{options.samples}", data, 0, options.samples)[0]))
+        test = torch.stack([data.test[index][0] for index in range(count)])
+        return {"calibration": drawn.numpy(), "test": test.numpy()}, data.num_classes or CLASSES
+    random = np.random.default_rng(0)
+    shape = (options.samples, 3, options.size, options.size)
+    given = {"calibration": options.calibration, "test": options.test}
+    images = {
+        name: np.load(path) if path else random.standard_normal(shape, np.float32) for name, path in given.items()
+    }
+    return images, CLASSES
 
 
 def settle(model: torch.nn.Module, size: int) -> None:
@@ -96,21 +145,33 @@ def settle(model: torch.nn.Module, size: int) -> None:
             model(torch.randn(8, 3, size, size))
 
 
-def quantize(name: str, options: argparse.Namespace, pythons: dict[str, str]) -> dict[str, Any]:
-    """One library's file, and what it took; or ``failed`` with its last line of complaint."""
-    words = [pythons.get(name, sys.executable), str(HERE / "peers" / f"{name}.py")]
+def quantize(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """What one library's file took; or ``absent`` with its installation, or ``failed`` with its last line."""
     files = [options.out / "fp32.onnx", options.out / "calibration.npy", path_of(name, options)]
-    done = subprocess.run([*words, *map(str, files)], capture_output=True, text=True)
-    lines = done.stdout.strip().splitlines()
-    if done.returncode == 0 and lines:
-        result: dict[str, Any] = json.loads(lines[-1])
-        return result
-    return {"failed": (done.stderr.strip().splitlines() or ["no output"])[-1]}
+    words = [interpreter(name, options), str(HERE / "measured.py"), name, *map(str, files)]
+    done = subprocess.run(words, capture_output=True, text=True)
+    try:
+        result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    except (IndexError, ValueError):
+        complaint = [line for line in done.stderr.splitlines() if line.strip()]
+        result = {"failed": (complaint or [f"exit {done.returncode} and no word"])[-1]}
+    peer = importlib.import_module(f"peers.{name}")
+    if "absent" in result:
+        folder = options.environments / name.split("_")[0]
+        result["install"] = f"python -m venv {folder} && {folder}/bin/pip install '{peer.NEEDS}'"
+    return result | {"setting": str(peer.__doc__).splitlines()[0]}
+
+
+def interpreter(name: str, options: argparse.Namespace) -> str:
+    """The one named by ``--python``, else of the library's environment, else this one."""
+    named = dict(pair.split("=", 1) for pair in options.python)
+    own = options.environments / name.split("_")[0] / "bin" / "python"
+    return named.get(name) or str(own if own.exists() else sys.executable)
 
 
 def path_of(name: str, options: argparse.Namespace) -> Path:
     """Where a library's file is: OpenVINO's own form for NNCF in OpenVINO's runtime."""
-    own = options.provider == "openvino" and name == "nncf"
+    own = options.provider == "openvino" and name.startswith("nncf")
     folder: Path = options.out
     return folder / f"{name}{'.xml' if own else '.onnx'}"
 
@@ -120,59 +181,24 @@ def measure(options: argparse.Namespace, names: list[str]) -> dict[str, Any]:
     files = {name: path_of(name, options) for name in ("fp32", *names)}
     sizes = tuple(int(size) for size in options.batch_sizes.split(","))
     config = BenchmarkConfig(provider=options.provider, batch_sizes=sizes, seconds=options.seconds, width=0.01)
-    images = torch.from_numpy(np.load(options.out / "test.npy"))
     found = benchmark(files, config, reference="qtool")
     for name, path in files.items():
         weights = path.with_suffix(".bin")  # OpenVINO's form is two files
         if path.suffix == ".xml" and weights.exists():
             found["variants"][name]["size_mib"] += weights.stat().st_size / 2**20
-    return {"benchmark": found, "sqnr": against_fp32(files, options.provider, images)}
+    return {"benchmark": found, "error": against_fp32(files, options)}
 
 
-def against_fp32(files: dict[str, Path], provider: str, images: torch.Tensor) -> dict[str, dict[str, float]]:
-    """SQNR in dB and agreement of the greatest output with the FP32 file, on the test images."""
-    from qtool.evaluate import sqnr_db
-    from qtool.runtimes import open_session
-
+def against_fp32(files: dict[str, Path], options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """SQNR, KL divergence and agreement with the FP32 file on the test images, one at a time, file by file."""
+    images = torch.from_numpy(np.load(options.out / "test.npy"))
     outputs = {}
     for name, path in files.items():
-        session = open_session(path, provider=provider)
-        feed = session.inputs[0].name
-        outputs[name] = np.concatenate([session.run({feed: batch.numpy()})[0] for batch in images.split(1)])
+        session = open_session(path, provider=options.provider)
+        outputs |= predict({name: session}, ((image, None) for image in images.split(1)))[0]
         session.close()
-    wanted = torch.from_numpy(outputs["fp32"])
-    return {
-        name: {
-            "sqnr_db": float(sqnr_db(wanted, torch.from_numpy(value))),
-            "agreement": float((value.argmax(1) == outputs["fp32"].argmax(1)).mean()),
-        }
-        for name, value in outputs.items()
-        if name != "fp32"
-    }
-
-
-def show(made: dict[str, dict[str, Any]], found: dict[str, Any]) -> None:
-    """The table, and a line for each library that failed."""
-    table = Table(
-        "file", "MiB", "SQNR, dB", "agreement", "batch", "p50, ms", "qtool is faster by", "seconds", "MiB peak"
-    )
-    for name, entry in found["benchmark"]["variants"].items():
-        error, cost = found["sqnr"].get(name, {}), made.get(name, {})
-        for timed in entry["latency"]:
-            low, high = timed["speedup_ci95"] or (1.0, 1.0)
-            ratio = "" if name == "qtool" else f"{1 / timed['speedup']:.3f} ({1 / high:.3f} to {1 / low:.3f})"
-            table.add_row(
-                name, f"{entry['size_mib']:.2f}",
-                *(f"{error[k]:.3g}" if error else "" for k in ("sqnr_db", "agreement")),
-                str(timed["batch_size"]), f"{timed['latency_p50_ms']:.2f}", ratio,
-                *(f"{cost[k]:.0f}" if k in cost else "" for k in ("seconds", "peak_mib")),
-            )  # fmt: skip
-    Console(width=140).print(table)
-    for name, result in made.items():
-        if "failed" in result:
-            print(f"{name}: failed: {result['failed']}")
-    for reason in found["benchmark"]["noise"]["reasons"]:
-        print(f"note: {reason}")
+    found = judge(outputs, None, reference="fp32")
+    return {name: entry for name, entry in found.items() if name != "fp32"}
 
 
 if __name__ == "__main__":

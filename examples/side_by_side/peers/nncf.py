@@ -1,19 +1,16 @@
-# ruff: noqa: E402
-"""NNCF on the ONNX file, or on OpenVINO's own form of it where OUT ends in .xml; both with their defaults."""
+"""NNCF with its defaults, on the ONNX file, or on OpenVINO's own form of it where OUT ends in .xml."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
-sys.path[:] = [str(HERE.parent), *(entry for entry in sys.path if Path(entry or ".").resolve() != HERE.resolve())]
+from measured import Images
 
-from measured import Images, report
+NEEDS = "nncf==3.4.0 onnx onnxruntime openvino"
 
 
-def run(source: Path, images: Images, out: Path) -> str:
+def quantize(source: Path, images: Images, out: Path, **options: Any) -> str:
     """``nncf.quantize`` over single images; returns its version."""
     import nncf
 
@@ -29,10 +26,6 @@ def run(source: Path, images: Images, out: Path) -> str:
         model = onnx.load(str(source))
         name = model.graph.input[0].name
     data = nncf.Dataset([image[None] for image in images], lambda image: {name: image})
-    quantized = nncf.quantize(model, data, subset_size=len(images))
+    quantized = nncf.quantize(model, data, subset_size=len(images), **options)
     openvino.save_model(quantized, str(out)) if out.suffix == ".xml" else onnx.save(quantized, str(out))
     return str(nncf.__version__)
-
-
-if __name__ == "__main__":
-    report(run)

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
+from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parent.parent))
+from measured import Images
+from peers import onnxruntime_default
 
-from measured import Images, report
-from onnxruntime_default import run
+NEEDS = onnxruntime_default.NEEDS
 
 
-def best(source: Path, images: Images, out: Path) -> str:
-    """U8S8 QDQ, one scale per output channel."""
+def quantize(source: Path, images: Images, out: Path, **options: Any) -> str:
+    """U8S8 QDQ, one scale per output channel, min-max ranges."""
     from onnxruntime.quantization import QuantType
 
-    return run(source, images, out, activation_type=QuantType.QUInt8, weight_type=QuantType.QInt8, per_channel=True)
-
-
-if __name__ == "__main__":
-    report(best)
+    types = {"activation_type": QuantType.QUInt8, "weight_type": QuantType.QInt8}
+    return onnxruntime_default.quantize(source, images, out, **types, per_channel=True, **options)
