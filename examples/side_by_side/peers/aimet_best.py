@@ -1,4 +1,4 @@
-"""AIMET with ranges by signal-to-noise (``tf_enhanced``), its most accurate without hours of AdaRound on a CPU."""
+"""AIMET with ranges by signal-to-noise (``tf_enhanced``): its most accurate setting without AdaRound."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ NEEDS = aimet.NEEDS
 
 
 def quantize(source: Path, images: Images, out: Path) -> str:
-    """As ``aimet`` with the other ranges; cross-layer equalization gained 0.1 dB on one net and lost on another."""
+    """As ``aimet`` with the other ranges; returns the version."""
     return aimet.quantize(source, images, out, quant_scheme="tf_enhanced")

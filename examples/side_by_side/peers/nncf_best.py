@@ -11,7 +11,7 @@ NEEDS = nncf.NEEDS
 
 
 def quantize(source: Path, images: Images, out: Path) -> str:
-    """As ``nncf``, in float outputs corrected layer after layer; returns its version."""
+    """As ``nncf``, each layer corrected after those before it; returns its version."""
     from nncf import QuantizationPreset
 
     return nncf.quantize(source, images, out, preset=QuantizationPreset.MIXED, fast_bias_correction=False)

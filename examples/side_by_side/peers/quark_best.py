@@ -1,4 +1,4 @@
-"""AMD Quark with percentile ranges and weights per channel: its most accurate without AdaRound's hours on a CPU."""
+"""AMD Quark with percentile ranges and weights per channel: its most accurate setting without AdaRound."""
 
 from __future__ import annotations
 
