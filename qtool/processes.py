@@ -157,6 +157,15 @@ def local(tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
+def whole(tensor: Tensor) -> Tensor:
+    """A sharded tensor put together, in every process, all of which have to ask for it; any other tensor as it is."""
+    if not hasattr(tensor, "full_tensor"):
+        return tensor
+    full: Tensor = tensor.detach().to(tensor.device_mesh.device_type).full_tensor()  # type: ignore[attr-defined]
+    return full
+
+
+@torch.no_grad()
 def agree_on_buffers(model: nn.Module) -> None:
     """Gives all processes the same buffers: running statistics averaged over them, others the first one's.
 

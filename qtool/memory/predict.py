@@ -42,6 +42,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from qtool import processes
 from qtool.devices import resolve_device
+from qtool.errors import QtoolError
 from qtool.memory.compiled import Compiled, capture
 from qtool.memory.scratch import Scratch
 from qtool.nested import map_tensors, num_samples, tensors
@@ -91,6 +92,11 @@ def predict(
     are: what cannot run for real cannot be predicted. ``scratch`` remembers operators from one prediction to the next.
     """
     start = time.monotonic()
+    if config.compile and config.strategy == "fsdp":
+        raise QtoolError(
+            "prediction", "--compile of a whole model", "--strategy fsdp, whose blocks are compiled one by one",
+            "leave --compile out here",
+        )  # fmt: skip
     # New strides for fake parameters crash torch. Sizes are the same without; only what operators take depends on them
     layout, compiles = config.channels_last, config.compile
     config = replace(config, channels_last=False, compile=False)

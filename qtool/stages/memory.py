@@ -45,7 +45,8 @@ def memory(
 ) -> dict[str, Any]:
     """Predicts the peak memory of training ``model`` on ``data``; with ``measure`` also takes a few real steps.
 
-    With ``train`` the process that measures then trains as the config says: time of a step, last loss, test metrics.
+    With ``train`` the process that measures then trains as the config says: time of a step with all that a training
+    does between two (``seconds_alone`` is that of the measured steps, without), last loss, test metrics.
     The prediction is then made in a process of its own too, so that many can follow each other.
 
     ``options`` are the fields of TrainConfig. Weights are not loaded: their values change nothing. The result is plain
@@ -145,7 +146,9 @@ def _measured(spec: Spec, config: TrainConfig, work: str) -> dict[str, Any]:
     from qtool.memory.measure import measure
 
     found = asdict(measure(*_arguments(spec, config), **_parts(spec, config)))
-    return found | (_trained(spec, config) if work == "train" else {})
+    if work != "train":
+        return found
+    return found | {"seconds_alone": found["seconds_per_step"]} | _trained(spec, config)
 
 
 def _in_group(spec: Spec, config: TrainConfig, work: str) -> dict[str, Any]:

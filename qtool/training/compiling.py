@@ -2,6 +2,9 @@
 
 The first steps take longer, up to minutes, and a batch of another size (the short last one) compiles a
 second, dynamic version. A compiler is needed: C++ on the CPU, Triton on a GPU.
+
+Under FSDP weights come and go between blocks, by hooks around each block's forward pass. So there the forward pass of
+each block is compiled, which the hooks stay outside of; equal blocks are compiled once.
 """
 
 from __future__ import annotations
@@ -9,12 +12,15 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 from qtool.errors import QtoolError
 from qtool.step import Setup
+from qtool.training.checkpointing import blocks
 
 _COMPILERS = ("c++", "g++", "clang++", "clang", "gcc")
 
@@ -23,6 +29,10 @@ def apply(setup: Setup, example: Any) -> None:
     """Compiles the model in place. Raises QtoolError where the compiler that it needs is not there."""
     require_compiler(setup.device.type)
     model = setup.model
+    if setup.config.strategy == "fsdp":
+        for block in blocks(model).values():
+            setup.on_close.append(_compile_forward(block))
+        return
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
@@ -31,6 +41,18 @@ def apply(setup: Setup, example: Any) -> None:
     # model that is an nn.Sequential would stay as it is, without a word.
     model._compiled_call_impl = torch.compile(call)
     setup.on_close.append(lambda: setattr(model, "_compiled_call_impl", None))
+
+
+def _compile_forward(block: nn.Module) -> Callable[[], None]:
+    """Compiles a block's forward pass, with the checkpointing that may be there already; what takes it back."""
+    before = {key: value for key, value in vars(block).items() if key == "forward"}
+    block.forward = torch.compile(block.forward)
+
+    def restore() -> None:
+        del block.forward
+        vars(block).update(before)
+
+    return restore
 
 
 def require_compiler(device: str, where: str = "--compile") -> None:

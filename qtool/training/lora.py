@@ -5,6 +5,9 @@ numbers to train instead of in × out, and gradients and optimizer states for th
 begins at the base model. peft makes the adapters. At the end they are merged, W ← W + (alpha / r) B A, and the model is
 the one that came in, for quantization and export; beside it the adapters are stored alone, as peft reads them.
 
+Under FSDP frozen weights and adapters are cut alike, and the adapters' gradients alone are exchanged; both are put
+together again before the merge.
+
 QLoRA (arXiv 2305.14314) keeps the frozen weights in 4 bits: see ``nf4``. What it merges into is what it trained with,
 the base rounded to NF4.
 
@@ -23,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qtool import processes
 from qtool.errors import QtoolError, UsageError, nearest
 from qtool.recipe import TrainConfig
 from qtool.step import Setup
@@ -47,9 +51,8 @@ def apply(setup: Setup, example: Any) -> None:
     model, config = setup.model, setup.config
     possible = layers(model)
     chosen = targets(model, config.lora_targets, possible)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    for parameter in trained:
-        parameter.requires_grad_(False)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    model.requires_grad_(False)
     peft = _peft()
     peft.inject_adapter_in_model(_config(peft, config, chosen), model)
     setup.on_close.append(lambda: _merge(model, trained))
@@ -107,14 +110,15 @@ def _default(model: nn.Module, possible: dict[str, nn.Module]) -> list[str]:
 
 
 def adapter(model: nn.Module) -> Adapter | None:
-    """The adapters that are in ``model`` now, or None."""
+    """The adapters that are in ``model`` now, or None. Of a sharded model all processes have to ask."""
     found = dict(_adapted(model))
     if not found:
         return None
-    tensors = {
-        f"{_PREFIX}{name}.{part}.weight": getattr(layer, part)[_NAME].weight.detach().float().cpu().clone()
+    weights = {
+        f"{_PREFIX}{name}.{part}.weight": getattr(layer, part)[_NAME].weight
         for name, layer in found.items() for part in ("lora_A", "lora_B")
     }  # fmt: skip
+    tensors = {name: processes.whole(weight.detach()).float().cpu().clone() for name, weight in weights.items()}
     first = next(iter(found.values()))
     config = {
         "peft_type": "LORA", "r": first.r[_NAME], "lora_alpha": first.lora_alpha[_NAME],
@@ -150,7 +154,7 @@ def _quantize(model: nn.Module, names: set[str]) -> None:
 
 
 @torch.no_grad()
-def _merge(model: nn.Module, trained: list[nn.Parameter]) -> None:
+def _merge(model: nn.Module, trained: set[str]) -> None:
     """Puts the layers back where the adapters were, their corrections added, and lets them be trained again."""
     for name, layer in list(_adapted(model)):
         delta = layer.get_delta_weight(_NAME)
@@ -159,8 +163,8 @@ def _merge(model: nn.Module, trained: list[nn.Parameter]) -> None:
         _replace(model, name, base)
     for name, layer in [(n, m) for n, m in model.named_modules() if isinstance(m, nf4.NF4Linear)]:
         _replace(model, name, layer.restored())
-    for parameter in trained:
-        parameter.requires_grad_(True)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in trained)
 
 
 def _restored(base: Any) -> Any:

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 
 from qtool.checkpoint import register_tensor_class
@@ -34,6 +35,8 @@ from qtool.step import Setup, plain_optimizer
 from qtool.training.compiling import require_compiler
 
 Make = Callable[[list[nn.Parameter]], Optimizer]
+SMALLEST_PAGED = 100_000
+"""Values from which on bitsandbytes pages a moment."""
 
 
 def apply(setup: Setup, example: Any) -> None:
@@ -69,9 +72,23 @@ def bitsandbytes(name: str) -> Callable[[TrainConfig], Make]:
 
 
 def _repaging(kind: Any) -> Any:
-    """bitsandbytes loads paged moments as ordinary tensors on the GPU; this puts them back into paged memory."""
+    """bitsandbytes loads paged moments as ordinary tensors on the GPU; this puts them back into paged memory.
+
+    Those of fake parameters, of which no memory is taken, are fake too, and outside of the GPU's.
+    """
 
     class Repaging(kind):  # type: ignore[misc]
+        def get_state_buffer(self, p: Any, dtype: torch.dtype = torch.float32) -> Any:
+            if not isinstance(p, FakeTensor) or p.numel() < SMALLEST_PAGED:
+                return super().get_state_buffer(p, dtype)
+            state = torch.zeros(p.shape, dtype=dtype, device="cpu")
+            state.is_paged = True  # type: ignore[attr-defined]
+            return state
+
+        def prefetch_state(self, p: Any) -> None:
+            if not isinstance(p, FakeTensor):
+                super().prefetch_state(p)
+
         def load_state_dict(self, state_dict: Any, move_to_device: bool = True) -> None:
             super().load_state_dict(state_dict, move_to_device)
             for parameter, state in self.state.items():

@@ -26,7 +26,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from qtool import processes
 from qtool.errors import QtoolError
@@ -115,9 +114,7 @@ def _gather(model: nn.Module, before: Before) -> None:
 
 
 def _whole(parameter: nn.Parameter) -> torch.Tensor:
-    full: torch.Tensor = parameter.detach()
-    if isinstance(full, DTensor):
-        full = full.to(full.device_mesh.device_type).full_tensor()  # type: ignore[attr-defined]
+    full = processes.whole(parameter.detach())
     if processes.rank() > 0:
         return torch.empty_like(full, device="meta")
     padded = full.untyped_storage().nbytes() > full.nbytes  # of a weight that does not divide: a part of a larger block

@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -117,11 +118,15 @@ def _in_process(options: argparse.Namespace, name: str, words: list[str]) -> dic
     with log.open("w") as told:
         command = [sys.executable, str(Path(__file__).resolve()), *words, "--one", name]
         try:
-            code = subprocess.run(
-                command, env=environment, stdout=told, stderr=told, timeout=60 * options.minutes, check=False
-            ).returncode
+            running = subprocess.Popen(command, env=environment, stdout=told, stderr=told, start_new_session=True)
+            code = running.wait(60 * options.minutes)
         except subprocess.TimeoutExpired:
+            os.killpg(running.pid, signal.SIGKILL)  # with the processes that it has started, which hold the GPU too
+            running.wait()
             return {"failed": f"not done after {options.minutes:g} minutes"}
+        except KeyboardInterrupt:
+            os.killpg(running.pid, signal.SIGKILL)
+            raise
     if code == 0 and file.exists():
         found: dict[str, Any] = json.loads(file.read_text())
         return found

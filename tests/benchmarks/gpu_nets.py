@@ -14,6 +14,9 @@ from qtool.vit import VisionTransformer
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 
+DIFFERENT = 1024
+
+
 def small_vit() -> nn.Module:
     """A quarter of a million parameters, for a look at the script itself."""
     torch.manual_seed(0)
@@ -28,17 +31,24 @@ def resnet50() -> nn.Module:
 
 
 class Noise(Dataset[tuple[torch.Tensor, int]]):
-    """``count`` images of ``size``×``size`` pixels in ten classes; the same number gives the same image."""
+    """``count`` images of ``size``×``size`` pixels in ten classes; the same number gives the same image.
+
+    There are ``DIFFERENT`` of them, which are made once: a GPU would wait for more.
+    """
 
     def __init__(self, count: int, size: int) -> None:
         self.count, self.size = count, size
+        self.targets = torch.arange(count) % 10
+        self.made: dict[int, torch.Tensor] = {}
 
     def __len__(self) -> int:
         return self.count
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        generator = torch.Generator().manual_seed(index)
-        return torch.randn(3, self.size, self.size, generator=generator), index % 10
+        key = index % DIFFERENT
+        if key not in self.made:
+            self.made[key] = torch.randn(3, self.size, self.size, generator=torch.Generator().manual_seed(key))
+        return self.made[key], index % 10
 
 
 def images() -> dict[str, Dataset[tuple[torch.Tensor, int]]]:

@@ -36,6 +36,13 @@ EXACT: dict[str, dict[str, Any]] = {
     "8-bit": {"strategy": "fsdp", "optimizer": "adamw8bit", "precision": "bf16-true", "rounding": "compensated"},
 }
 KILLED = "8-bit"
+try:
+    import peft  # noqa: F401
+
+    ALIKE["adapters"] = {"strategy": "fsdp", "lora": 4, "micro_batches": 2}
+    EXACT["adapters"] = {"strategy": "fsdp", "lora": 4, "lora_dropout": 0.1, "precision": "bf16-mixed"}
+except (ImportError, RuntimeError):  # a torchvision that does not fit torch stops it with the latter
+    pass
 
 
 class Layer(nn.Module):

@@ -41,6 +41,28 @@ def test_a_compiled_step_is_the_step(run_steps, net, monkeypatch):
     assert plain.losses == pytest.approx(compiled.losses, rel=0.02)
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of dynamo, at gathered weights, which are no leaves
+def test_of_a_sharded_model_each_block_is_compiled(run_steps, net, monkeypatch):
+    """Around checkpointing that is there already, which is there alone when the setup is closed."""
+    compiled = []
+
+    def compile_(function):
+        compiled.append(function)
+        return real(function, backend="aot_eager")
+
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", compile_)
+    options = {"activation_checkpointing": net == "transformer", "optimizer": "sgd"}
+    plain = run_steps(net, 3, **options)
+    sharded = run_steps(net, 3, **options, compile=True, strategy="fsdp")
+    assert len(compiled) == 3
+    assert sharded.losses == pytest.approx(plain.losses, rel=1e-4)
+    sharded.setup.close()
+    assert not any("forward" in vars(module) for module in sharded.model.modules())
+    for a, b in zip(plain.model.parameters(), sharded.model.parameters(), strict=True):
+        assert torch.allclose(a, b, atol=1e-5)
+
+
 def test_a_missing_compiler_is_named(monkeypatch):
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(shutil, "which", lambda name: None)

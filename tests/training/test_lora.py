@@ -90,6 +90,20 @@ def test_training_stores_the_adapters_alone_as_peft_reads_them(peft: Any, tmp_pa
 
 
 @FILTERS
+def test_shards_of_adapters_are_stored_and_merged_as_whole_ones(peft: Any, tmp_path: Path) -> None:
+    whole, sharded = (
+        qtool.train(small(), TEXT, out=tmp_path / strategy, strategy=strategy, **OPTIONS)
+        for strategy in ("ddp", "fsdp")
+    )
+    assert sharded.history.losses == pytest.approx(whole.history.losses, rel=1e-4)
+    stored = [load_file(tmp_path / strategy / "adapter_model.safetensors") for strategy in ("ddp", "fsdp")]
+    assert stored[0].keys() == stored[1].keys()
+    for a, b in ((stored[0], stored[1]), (whole.model.state_dict(), sharded.model.state_dict())):
+        assert all(torch.allclose(a[name], b[name], atol=1e-4) for name in a)
+    assert all(p.requires_grad for p in sharded.model.parameters())
+
+
+@FILTERS
 @pytest.mark.parametrize("base", ["full", "nf4"])
 def test_a_resumed_run_is_the_undisturbed_one(peft: Any, tmp_path: Path, base: str) -> None:
     options = OPTIONS | {"lora_base": base, "lora_dropout": 0.1}
@@ -160,10 +174,10 @@ def test_nf4_multiplies_with_what_it_restores(bias: bool) -> None:
 
 
 @FILTERS
-@pytest.mark.parametrize("base", ["full", "nf4"])
-def test_the_memory_of_adapters_is_predicted(peft: Any, base: str) -> None:
+@pytest.mark.parametrize("options", [{}, {"lora_base": "nf4"}, {"strategy": "fsdp"}])
+def test_the_memory_of_adapters_is_predicted(peft: Any, options: dict[str, Any]) -> None:
     batch = torch.randint(0, 256, (8, 32)), torch.randint(0, 256, (8, 32))
-    config = TrainConfig(device="cpu", batch_size=8, lora=4, lora_base=base)
+    config = TrainConfig(device="cpu", batch_size=8, lora=4, **options)
     parts = {"prepare": setup, "loss": task_loss(load_task("language-modelling"))}
     predicted = predict(lambda: small(64), batch, config, **parts)
     measured = measure(lambda: small(64), batch, config, **parts)
