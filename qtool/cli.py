@@ -245,6 +245,10 @@ def report(ctx: click.Context, run_dir: Path, out: Path | None, mlflow: str | No
     help="Climb the techniques one on top of the other, or the rungs of a TOML file, each in a process of its own.",
 )
 @out_option("With --ladder: where ladder.json and ladder.svg go.")
+@click.option(
+    "--seeds", type=click.IntRange(1), default=1, metavar="N",
+    help="With --ladder: train each rung from N seeds, and average. [default: 1]",
+)  # fmt: skip
 @click.option("--measure", is_flag=True, help="Also take a few real steps in a fresh process, and compare.")
 @field_options(
     Recipe, "Source (instead of --params)", skip=("variants", "weights"), required=("model", "data"), alternative=True
@@ -256,6 +260,7 @@ def memory(
     gpu_memory: str,
     measure: bool,
     ladder: str | None,
+    seeds: int,
     out: Path | None,
     **_: Any,
 ) -> None:
@@ -265,7 +270,7 @@ def memory(
         with work(ctx):
             from qtool.stages.ladder import climb
 
-            found = climb(ladder or None, out=out, progress=loud(ctx), **source, **given(ctx, TrainConfig))
+            found = climb(ladder or None, out=out, seeds=seeds, progress=loud(ctx), **source, **given(ctx, TrainConfig))
         deliver(ctx, found, "ladder")
         return
     if (params is None) != ({"model", "data"} <= source.keys()):

@@ -26,6 +26,8 @@ def ladder_lines(result: Result) -> Iterator[Any]:
     heads = ["rung", "predicted MB", "measured MB", "off by", "ms/step", "samples/s", "loss", *_metric_names(rungs)]
     published = sorted({key for rung in rungs for key in rung["published"]})
     yield table([*heads, *(f"published {key}" for key in published)], [_row(r, heads[7:], published) for r in rungs])
+    if (count := max((len(rung.get("seeds", ())) for rung in rungs), default=1)) > 1:
+        yield f"losses and metrics are means over {count} seeds"
     yield from (f"  {rung['name']}: {rung['failed']}" for rung in rungs if "failed" in rung)
 
 

@@ -3,7 +3,8 @@
 A rung changes some fields of the config of the rung below. For each, the peak of a step is predicted here, and a fresh
 process measures it, trains for as long as the config says, and reports the median time from one step to the next, the
 samples per second, the last training loss and the test metrics. A rung that this model cannot take, or that runs
-out of memory, says so and the next one is tried on top of it all the same.
+out of memory, says so and the next one is tried on top of it all the same. Trained from several seeds, each in a
+process of its own, a rung has the means of loss and metrics.
 
 A ladder is a TOML file: ``model``, ``data`` and ``task``, a ``[train]`` table for what all rungs share, and one
 ``[[rungs]]`` table each with ``name``, ``set`` (the changes) and, where there are any, ``published`` figures, which are
@@ -16,6 +17,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from qtool.artifacts import atomic_path, environment, write_json
@@ -23,7 +25,7 @@ from qtool.errors import QtoolError, UsageError, nearest, one_line
 from qtool.options import make
 from qtool.recipe import TrainConfig, as_dict
 from qtool.stages.common import AnyPath, Progress, teller, writable
-from qtool.stages.memory import memory
+from qtool.stages.memory import memory, trained
 
 DEFAULT: tuple[tuple[str, dict[str, Any]], ...] = (
     ("as given", {}),
@@ -87,11 +89,13 @@ def climb(
     data: str | None = None,
     task: str | None = None,
     out: AnyPath | None = None,
+    seeds: int = 1,
     progress: Progress = False,
     **options: Any,
 ) -> dict[str, Any]:
     """Climbs the ladder of a file, or the one above over ``model`` and ``data``; ``options`` go over its config.
 
+    Each rung is trained from ``seeds`` seeds, beginning with the config's.
     Returns, and writes to ``out/ladder.json`` and ``out/ladder.svg``, plain values for each rung: predicted and
     measured peak in bytes, seconds per step, samples per second, loss and metrics.
     """
@@ -105,21 +109,26 @@ def climb(
     rungs = []
     for rung, config in zip(wanted.rungs, configs(wanted), strict=True):
         tell(f"{rung.name} …")
-        rungs.append(_rung(rung, config, source))
+        rungs.append(_rung(rung, config, source, seeds))
     result = {"ladder": str(ladder or "default"), "source": source, "environment": environment(), "rungs": rungs}
     if folder:
         _write(folder, result)
     return result
 
 
-def _rung(rung: Rung, config: TrainConfig, source: dict[str, str]) -> dict[str, Any]:
+def _rung(rung: Rung, config: TrainConfig, source: dict[str, str], seeds: int) -> dict[str, Any]:
     found: dict[str, Any] = {"name": rung.name, "changes": rung.changes, "published": rung.published}
     try:
         known = memory(**source, config=config, measure=True, train=True)
+        others = [trained(source, replace(config, seed=config.seed + k)) for k in range(1, seeds)]
     except QtoolError as error:
         return found | {"failed": str(error)}
     found |= {"predicted_bytes": known["predicted"]["peak_bytes"], "error": known["error"], **known["measured"]}
-    return found | {"samples_per_s": config.batch_size / found["seconds_per_step"]}
+    found |= {"samples_per_s": config.batch_size / found["seconds_per_step"]}
+    runs = [{"loss": run["loss"], "metrics": run["metrics"]} for run in (known["measured"], *others)]
+    names = found["metrics"]
+    means = {name: fmean(run["metrics"][name] for run in runs) for name in names}
+    return found | {"seeds": runs, "loss": fmean(run["loss"] for run in runs), "metrics": means}
 
 
 def _write(folder: Path, result: Mapping[str, Any]) -> None:

@@ -105,6 +105,11 @@ def _predicted(spec: Spec, config: TrainConfig) -> dict[str, Any]:
     return asdict(predict(*_arguments(spec, config), **_parts(spec, config)))
 
 
+def trained(spec: Spec, config: TrainConfig) -> dict[str, Any]:
+    """What a training in a process of its own measures, beside its last loss and its test metrics."""
+    return _in_fresh_process(spec, config, "train")
+
+
 def _in_fresh_process(spec: Spec, config: TrainConfig, work: str = "measure") -> dict[str, Any]:
     """What another process answers that does ``work``: predict, measure, or train after measuring."""
     request = json.dumps({**spec, "config": as_dict(config), "work": work})

@@ -35,13 +35,18 @@ SVG = "{http://www.w3.org/2000/svg}"
 @pytest.mark.slow
 def test_each_rung_is_predicted_measured_and_trained(small_data: str, small_net: str, tmp_path: Path) -> None:
     (tmp_path / "ladder.toml").write_text(TEXT)
-    found = climb(tmp_path / "ladder.toml", model=small_net, data=small_data, out=tmp_path / "out", device="cpu")
+    found = climb(
+        tmp_path / "ladder.toml", model=small_net, data=small_data, out=tmp_path / "out", device="cpu", seeds=2
+    )
     plain, clever, sgd = found["rungs"]
     assert "a model with repeated blocks" in clever["failed"]
     for rung in (plain, sgd):
         assert abs(rung["error"]) < 0.1  # of a few hundred kilobytes
         assert rung["samples_per_s"] == pytest.approx(16 / rung["seconds_per_step"])
         assert rung["loss"] > 0
+        first, second = (run["metrics"] for run in rung["seeds"])
+        assert first != second
+        assert rung["metrics"] == pytest.approx({name: (first[name] + second[name]) / 2 for name in first})
         assert 0 <= rung["metrics"]["top1"] <= 1
     assert sgd["peak_bytes"] < plain["peak_bytes"]
     assert json.loads((tmp_path / "out" / "ladder.json").read_text())["rungs"] == found["rungs"]
@@ -49,7 +54,8 @@ def test_each_rung_is_predicted_measured_and_trained(small_data: str, small_net:
     assert len(drawn.findall(f"{SVG}rect")) == 4
     lines = list(ladder_lines(found))
     assert lines[1].row_count == 3
-    assert "too clever: --activation-checkpointing" in lines[2]
+    assert "means over 2 seeds" in lines[2]
+    assert "too clever: --activation-checkpointing" in lines[3]
 
 
 def test_changes_add_up() -> None:
