@@ -149,18 +149,26 @@ def test_a_wrong_target_stops_the_run_before_training(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_nf4_multiplies_with_what_it_restores(bias: bool) -> None:
-    """The reference rounds each block of 64 to the nearest of NF4's 16 levels by itself."""
-    layer = nn.Linear(64, 48, bias=bias)
+    """The reference finds the nearest of NF4's 16 levels, and for scales of those of e4m3, one by one."""
+    layer = nn.Linear(64, 300, bias=bias)
     levels = torch.tensor(
         [-1.0, -0.6961928, -0.52507305, -0.39491749, -0.28444138, -0.18477343, -0.09105004, 0.0, 0.0795803, 0.1609302,
          0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0]
     )  # fmt: skip
     blocks = layer.weight.detach().reshape(-1, 64)
     scale = blocks.abs().amax(1, keepdim=True)
-    expected = (levels[(blocks[..., None] / scale[..., None] - levels).abs().argmin(-1)] * scale).reshape(48, 64)
+    eights = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    eights = eights[eights.isfinite()]
+    assert len(eights) == 254
+    mean, coarse = scale.mean(), torch.empty_like(scale)
+    for part in (slice(0, 256), slice(256, 300)):
+        step = (scale[part] - mean).abs().max() / 448
+        coarse[part] = eights[((scale[part] - mean) / step - eights).abs().argmin(1)][:, None] * step + mean
+    assert 0 < (coarse / scale - 1).abs().max() < 0.02
+    expected = (levels[(blocks[..., None] / scale[..., None] - levels).abs().argmin(-1)] * coarse).reshape(300, 64)
     original = copy.deepcopy(layer)
     small = nf4.quantized(layer)
-    assert sum(b.nbytes for b in small.buffers()) == 48 * 64 // 2 + 48 * 4
+    assert sum(b.nbytes for b in small.buffers()) == 300 * 64 // 2 + 300 + 2 * 4 + 4
     x = torch.randn(5, 64, requires_grad=True)
     y = small(x)
     reference = nn.functional.linear(x, expected, original.bias)
