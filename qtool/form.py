@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.fx import GraphModule, Node
@@ -118,8 +119,24 @@ class QuantizedModel:
         float_path = folder / "float.pt2"
         args, kwargs = program.example_inputs
         example: Any = kwargs or (args[0] if len(args) == 1 else args)
-        float_graph = as_graph(load_program(float_path)) if float_path.exists() else None
-        return cls(as_graph(program), plan, example, float_graph)
+        float_graph = _remembered(load_program(float_path)) if float_path.exists() else None
+        return cls(_remembered(program), plan, example, float_graph)
+
+
+_PROGRAMS: WeakKeyDictionary[GraphModule, tuple[torch.export.ExportedProgram, str]] = WeakKeyDictionary()
+"""The programs that graphs were opened from, with the graph's code then: tracing a graph again takes seconds."""
+
+
+def _remembered(program: torch.export.ExportedProgram) -> GraphModule:
+    graph = as_graph(program)
+    _PROGRAMS[graph] = program, graph.code
+    return graph
+
+
+def program_of(graph: GraphModule, example: Any) -> torch.export.ExportedProgram:
+    """The program that ``graph`` was opened from, if it is still that, or else a new one as ``to_program`` makes it."""
+    program, code = _PROGRAMS.get(graph, (None, ""))
+    return program if program is not None and code == graph.code else to_program(graph, example)
 
 
 def as_graph(program: torch.export.ExportedProgram) -> GraphModule:

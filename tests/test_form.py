@@ -17,6 +17,7 @@ from qtool.form import (
     arguments,
     as_graph,
     check_inputs,
+    program_of,
     quantize_nodes,
     save_graph,
     to_program,
@@ -69,6 +70,22 @@ def test_what_was_saved_computes_the_same_to_the_bit(made: tuple[Any, QuantizedM
     assert torch.equal(loaded(loaded.example), quantized(inputs))
     units = [[node.meta["custom"]["unit"] for node in quantize_nodes(model.graph)] for model in (quantized, loaded)]
     assert units[0] == units[1]
+
+
+def test_a_loaded_graph_brings_its_program_until_it_is_changed(
+    made: tuple[Any, QuantizedModel], tmp_path: Path
+) -> None:
+    quantized = made[1]
+    quantized.save(tmp_path)
+    graph = QuantizedModel.load(tmp_path, quantized.plan).graph
+    program = program_of(graph, quantized.example)
+    assert program_of(graph, quantized.example) is program
+    quantizer = quantize_nodes(graph)[0]
+    quantizer.args = (quantizer.args[0], 2 * quantizer.args[1], *quantizer.args[2:])  # type: ignore[operator]
+    graph.recompile()
+    changed = program_of(graph, quantized.example)
+    assert changed is not program
+    assert torch.equal(as_graph(changed)(*arguments(made[0])[0], **arguments(made[0])[1]), call(graph, made[0]))
 
 
 def test_a_stored_graph_is_small_and_holds_no_path_of_this_machine(

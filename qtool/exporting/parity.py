@@ -20,7 +20,6 @@ and then the difference is reported instead of required to be none.
 
 from __future__ import annotations
 
-import inspect
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -32,61 +31,23 @@ import onnx
 import onnxruntime
 import torch
 from torch import Tensor
-from torch.fx import Interpreter, Node
 
 from qtool.artifacts import cpu_info
 from qtool.evaluate import sqnr_db
 from qtool.exporting.gates import Gate
 from qtool.exporting.integer_reference import IntegerReference
-from qtool.form import QuantizedModel, arguments, quantize_nodes
+from qtool.exporting.simulation import QuantizerRecorder, Simulation
+from qtool.form import QuantizedModel
 from qtool.nested import call, micro_batches, num_samples, samples_of, tensors
 from qtool.runtimes import open_session
 
 Array = npt.NDArray[Any]
 MIN_EQUAL = 0.999
 MAX_STEPS = 1
-TIE = 2.0**-12
-"""How near the middle between two steps is undecided: 255 steps come with errors of some 2⁻²⁴ each."""
 MAX_FLOAT_ERROR = 1e-4
 MAX_SQNR_LOSS_DB = 0.5
 MICRO_BATCH = 4
 MODELLED_RUNTIME = "1.31"  # the ONNX Runtime whose fusions and kernels the integer reference repeats
-
-
-class QuantizerRecorder(Interpreter):
-    """Runs a quantized graph and keeps the integers that each activation quantizer gave, and where these are ties."""
-
-    def __init__(self, quantized: QuantizedModel) -> None:
-        super().__init__(quantized.graph)
-        self.wanted = {node.name: index for index, node in enumerate(quantize_nodes(quantized.graph))}
-        self.integers: list[Array] = []
-        self.ties: list[Array] = []
-        self.names = list(
-            inspect.signature(quantized.graph.forward).parameters
-        )  # the order that the graph was traced in
-
-    def record(self, inputs: Any) -> tuple[list[Array], Any]:
-        """The integers of every quantizer, in graph order, and the graph's output, for one batch."""
-        self.integers, self.ties = [np.empty(0)] * len(self.wanted), [np.empty(0)] * len(self.wanted)
-        args, kwargs = arguments(inputs)
-        with torch.no_grad():
-            output = self.run(*args, *(kwargs[name] for name in self.names if name in kwargs))
-        return self.integers, output
-
-    def run_node(self, n: Node) -> Any:
-        """Runs one node, keeping its value when it is a quantizer."""
-        value = super().run_node(n)
-        if n.name in self.wanted:
-            (real, scale, *_), _ = self.fetch_args_kwargs_from_env(n)
-            self.integers[self.wanted[n.name]] = value.cpu().numpy()
-            self.ties[self.wanted[n.name]] = is_tie(real, scale).cpu().numpy()
-        return value
-
-
-def is_tie(values: Tensor, scale: float) -> Tensor:
-    """Where a value lies so near the middle between two steps that float32 arithmetic cannot tell its side."""
-    steps = values.double() / scale
-    return ((steps - steps.floor()) - 0.5).abs() < TIE
 
 
 def cut(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -150,10 +111,12 @@ class _Unit:
         self.total = self.unequal = self.ties = self.worst = 0
 
     def add(self, expected: Array, got: Array, ties: Array) -> None:
-        difference = np.abs(expected.ravel().astype(np.int32) - got.ravel().astype(np.int32))
-        self.total += difference.size
-        self.unequal += int(np.count_nonzero(difference))
-        self.ties += int(np.count_nonzero(difference[ties.ravel()]))
+        expected, got = expected.ravel(), got.ravel()
+        unequal = np.flatnonzero(expected != got)
+        difference = np.abs(expected[unequal].astype(np.int32) - got[unequal].astype(np.int32))
+        self.total += expected.size
+        self.unequal += len(unequal)
+        self.ties += int(np.count_nonzero(np.isin(unequal, ties)))
         self.worst = max(self.worst, int(difference.max(initial=0)))
 
     @property
@@ -224,10 +187,12 @@ def sqnr_in_torch(quantized: QuantizedModel, samples: Iterable[Any]) -> float:
 
 def _answers(quantized: QuantizedModel, samples: Iterable[Any]) -> Iterator[tuple[Any, list[Tensor], list[Tensor]]]:
     """For each small piece of the batches: it, the float graph's outputs, the quantized graph's."""
+    simulated = Simulation(quantized)
     for batch in (piece for given in samples for piece in micro_batches(given, MICRO_BATCH)):
+        made = _outputs(simulated(batch))
         with torch.no_grad():
             wanted = _outputs(call(quantized.float_graph, batch))  # type: ignore[arg-type]
-        yield batch, wanted, _outputs(quantized(batch))
+        yield batch, wanted, made
 
 
 def _joined(parts: list[list[Tensor]]) -> list[Tensor]:

@@ -4,12 +4,17 @@
 QuantizeLinear and DequantizeLinear with the weights as int8 initializers. What the exporter leaves for
 a runtime to trip over is mended by the passes, one file each. The units' names travel: the i-th
 activation quantizer of the graph is the i-th QuantizeLinear of the file, which is checked, not assumed.
+
+Before it translates, the exporter traces a program anew to decompose operators without an ONNX form. That is most of
+its time, and the graphs here rarely hold such an operator: those that do not are translated as they are
+(:class:`Decomposed`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import operator
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -35,10 +40,12 @@ from qtool.exporting.passes import (
     pads,
     stem,
 )
-from qtool.form import QuantizedModel, quantize_nodes, to_program
+from qtool.form import QuantizedModel, program_of, quantize_nodes
 
 DEFAULT_OPSET = {"ort-cpu": 21, "tensorrt": 19, "openvino": 21}
 EXTERNAL_DATA_BYTES = 2_000_000_000  # protobuf cannot hold 2 GiB
+
+aten = torch.ops.aten
 
 Pass = Callable[[ir.Model], int]
 PASSES: dict[str, tuple[Pass, ...]] = {
@@ -89,7 +96,9 @@ def unit_of(node: torch.fx.Node) -> str:
 
 def _translate(graph: GraphModule, example: Any, opset: int) -> tuple[ir.Model, dict[str, str]]:
     """The exporter's model, and the unit of each value by the exporter's name for it."""
-    program = to_program(graph, example)
+    program = program_of(graph, example)
+    program.__class__ = Decomposed
+    spell_pools(program.graph)
     try:
         with quiet_exporter():
             exported = torch.onnx.export(program, dynamo=True, opset_version=opset, verbose=False)
@@ -100,6 +109,31 @@ def _translate(graph: GraphModule, example: Any, opset: int) -> tuple[ir.Model, 
     _restore_inputs(exported.model, {str(name) for name in program.graph_signature.user_inputs})
     labelled = (node for node in exported.exported_program.graph.nodes if "unit" in (node.meta.get("custom") or {}))
     return exported.model, {node.name: unit_of(node) for node in labelled}
+
+
+class Decomposed(torch.export.ExportedProgram):
+    """A program that is decomposed by tracing only where it holds an operator that is to be decomposed."""
+
+    def run_decompositions(self, decomp_table: Any = None, *args: Any, **kwargs: Any) -> torch.export.ExportedProgram:
+        """This program itself where ``decomp_table`` has nothing to say of its operators, which are functions all."""
+        if decomp_table is not None and all(_stays(node, decomp_table) for node in self.graph.nodes):
+            return self
+        traced: torch.export.ExportedProgram = super().run_decompositions(decomp_table, *args, **kwargs)
+        return traced
+
+
+def _stays(node: torch.fx.Node, decomposed: Mapping[Any, Any]) -> bool:
+    if node.op != "call_function" or getattr(node.target, "__module__", "") in (operator.__name__, "_operator", "math"):
+        return node.op != "call_module"
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and target not in decomposed and not target._schema.is_mutable
+
+
+def spell_pools(graph: torch.fx.Graph) -> None:
+    """Writes an adaptive pool to one pixel as the mean that torch makes of it: the one pool without an ONNX form."""
+    for node in graph.nodes:
+        if node.target is aten.adaptive_avg_pool2d.default and list(node.args[1]) == [1, 1]:
+            node.target, node.args = aten.mean.dim, (node.args[0], [-1, -2], True)
 
 
 def _restore_inputs(model: ir.Model, wanted: set[str]) -> None:

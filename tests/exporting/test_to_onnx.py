@@ -24,11 +24,12 @@ from qtool.errors import QtoolError
 from qtool.exporting import parity
 from qtool.exporting.coverage import coverage
 from qtool.exporting.parity import end_to_end, integer_parity, unit_parity
+from qtool.exporting.simulation import is_tie
 from qtool.exporting.size import size
 from qtool.exporting.to_onnx import float_to_onnx, quantized_to_onnx, save
 from qtool.form import QuantizedModel, quantize_nodes
 from qtool.nested import call, tensors
-from qtool.quantization.stage import quantize
+from qtool.quantization.stage import float_form, quantize
 from qtool.recipe import QuantizeConfig
 from qtool.runtimes.ort import optimized_graph
 
@@ -189,6 +190,30 @@ def test_the_float_file_computes_the_float_graph(exported: tuple[QuantizedModel,
     assert {"stem.0/weight", "stem.0/bias", "conv/weight"} <= stored
 
 
+def test_what_needs_no_decomposing_is_not_traced_again_and_gives_the_same_file(
+    exported: tuple[QuantizedModel, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(quantized_to_onnx(exported[0], OPSET), tmp_path / "once.onnx")
+    monkeypatch.setattr(torch.export.ExportedProgram, "run_decompositions", lambda *_, **__: pytest.fail("traced"))
+    quantized_to_onnx(exported[0], OPSET)
+    monkeypatch.undo()
+    monkeypatch.setattr(to_onnx, "_stays", lambda *_: False)
+    save(quantized_to_onnx(exported[0], OPSET), tmp_path / "twice.onnx")
+    once, twice = (onnx.load(tmp_path / f"{name}.onnx").graph for name in ("once", "twice"))
+    assert [(n.op_type, n.name) for n in once.node] == [(n.op_type, n.name) for n in twice.node]
+    assert np.array_equal(served(tmp_path / "once.onnx", X)[0], served(tmp_path / "twice.onnx", X)[0])
+
+
+def test_an_operator_without_an_onnx_form_is_decomposed(tmp_path: Path) -> None:
+    class Pooled(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.adaptive_avg_pool2d(x, (2, 1)) + nn.functional.logsigmoid(x).mean()
+
+    graph = float_form(Pooled().eval(), X)
+    save(float_to_onnx(graph, X, OPSET), tmp_path / "pooled.onnx")
+    np.testing.assert_allclose(served(tmp_path / "pooled.onnx", X)[0], graph(X), rtol=1e-5, atol=1e-6)
+
+
 def test_export_is_silent(exported: tuple[QuantizedModel, Path], capfd: pytest.CaptureFixture[str]) -> None:
     quantized_to_onnx(exported[0], OPSET)
     assert capfd.readouterr() == ("", "")
@@ -292,7 +317,7 @@ def test_ties_are_told_from_other_differences(tmp_path: Path) -> None:
 
 def test_a_tie_is_half_way_as_far_as_float32_can_tell() -> None:
     steps = torch.tensor([0.5, -7.5, 200.5 + 2**-13, 3.5 + 2**-11, 4.0, 0.49])
-    assert parity.is_tie(steps * 0.25, 0.25).tolist() == [True, True, True, False, False, False]
+    assert is_tie(steps * 0.25, 0.25).tolist() == [True, True, True, False, False, False]
 
 
 class Encoder(nn.Module):

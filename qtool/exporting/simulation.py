@@ -1,0 +1,113 @@
+"""The quantized graph as the gates run it: to the same bits as the graph itself, without its waste.
+
+A quantized graph dequantizes its weights in every call, and each of its quantizers makes four temporary tensors of the
+activation's size. Here weights are dequantized once, and a quantizer works in one tensor:
+
+    q = clamp(round(x · (1 / scale)) + zero_point),    x' = (q − zero_point) · scale
+
+which are the operators' own steps in their own order, so that no bit differs.
+
+What a quantizer was given lies half-way between two steps now and then (a tie), and then arithmetic in another order
+may take the other one: :class:`QuantizerRecorder` keeps which values these were, beside the integers.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.fx import Interpreter, Node
+
+from qtool.form import DEQUANTIZE, QuantizedModel, arguments, check_inputs, quantize_nodes
+from qtool.form import quantized as quantized_ops
+
+Array = npt.NDArray[Any]
+TIE = 2.0**-12
+"""How near the middle between two steps is undecided: 255 steps come with errors of some 2⁻²⁴ each."""
+
+
+class Simulation(Interpreter):
+    """A quantized model as a function of a batch of inputs, integers simulated in float32."""
+
+    def __init__(self, quantized: QuantizedModel) -> None:
+        super().__init__(quantized.graph)
+        self.names = list(inspect.signature(quantized.graph.forward).parameters)  # in the order of the trace
+        self.constants: dict[Node, Tensor] = {}
+        for node in quantized.graph.graph.nodes:
+            if node.target in DEQUANTIZE and all(operand.op == "get_attr" for operand in node.all_input_nodes):
+                operands = [self.fetch_attr(str(a.target)) if isinstance(a, Node) else a for a in node.args]
+                with torch.no_grad():
+                    self.constants[node] = node.target(*operands, **node.kwargs)
+
+    def __call__(self, inputs: Any) -> Any:
+        """The outputs for a batch. Raises QtoolError for inputs of another number, size or type than the graph's."""
+        check_inputs(self.module, inputs, "inputs")  # type: ignore[arg-type]
+        args, kwargs = arguments(inputs)
+        with torch.no_grad():
+            return self.run(*args, *(kwargs[name] for name in self.names if name in kwargs))
+
+    def run_node(self, n: Node) -> Any:
+        """Runs one node: a constant is there already, and what is quantized or dequantized is so in place."""
+        if n in self.constants:
+            return self.constants[n]
+        if n.target is quantized_ops.quantize_per_tensor.default:
+            return quantize(*self.fetch_args_kwargs_from_env(n)[0])
+        if n.target is quantized_ops.dequantize_per_tensor.default and not n.kwargs:
+            return dequantize(*self.fetch_args_kwargs_from_env(n)[0])
+        return super().run_node(n)
+
+
+def quantize(x: Tensor, scale: float, zero_point: int, low: int, high: int, dtype: torch.dtype) -> Tensor:
+    """``quantized_decomposed.quantize_per_tensor``, step by step in one tensor."""
+    return torch.mul(x, 1.0 / scale).round_().add_(zero_point).clamp_(low, high).to(dtype)
+
+
+def dequantize(x: Tensor, scale: float, zero_point: int, low: int, high: int, dtype: torch.dtype) -> Tensor:
+    """``quantized_decomposed.dequantize_per_tensor``, step by step in one tensor."""
+    return x.to(torch.float32).sub_(zero_point).mul_(scale)
+
+
+class QuantizerRecorder(Simulation):
+    """Keeps the integers that each activation quantizer gave, and the places of those that are ties."""
+
+    def __init__(self, quantized: QuantizedModel) -> None:
+        super().__init__(quantized)
+        self.wanted = {node: index for index, node in enumerate(quantize_nodes(quantized.graph))}
+        self.integers: list[Array] = []
+        self.ties: list[Array] = []
+
+    def record(self, inputs: Any) -> tuple[list[Array], Any]:
+        """The integers of every quantizer, in graph order, and the graph's output, for one batch."""
+        self.integers, self.ties = [np.empty(0)] * len(self.wanted), [np.empty(0)] * len(self.wanted)
+        output = self(inputs)
+        return self.integers, output
+
+    def run_node(self, n: Node) -> Any:
+        """Runs one node, keeping its value when it is a quantizer."""
+        value = super().run_node(n)
+        if n in self.wanted:
+            real, scale = self.fetch_args_kwargs_from_env(n)[0][:2]
+            self.integers[self.wanted[n]] = value.cpu().numpy()
+            self.ties[self.wanted[n]] = ties(real, scale).cpu().numpy()
+        return value
+
+
+def ties(values: Tensor, scale: float) -> Tensor:
+    """The places (int64, in the flattened tensor) of ties: looked for in float32, and looked at in float64.
+
+    Float32 overlooks none among 2,048 steps on either side of zero; further out every value is clamped.
+    """
+    steps = values.flatten() * (1.0 / scale)
+    near = steps.sub_(steps.floor()).sub_(0.5).abs_() < 2 * TIE
+    places = near.nonzero().flatten()
+    return places[is_tie(values.flatten()[places], scale)]
+
+
+def is_tie(values: Tensor, scale: float) -> Tensor:
+    """Where a value lies so near the middle between two steps that float32 arithmetic cannot tell its side."""
+    steps = values.double() / scale
+    return ((steps - steps.floor()) - 0.5).abs() < TIE
