@@ -9,46 +9,87 @@ runtime's affair: ONNX Runtime's CPU provider mostly converts back to float32, s
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
+import torch
 
-from qtool.artifacts import atomic_path
+from qtool.exporting import onnx_file
 from qtool.exporting.gates import Gate
 from qtool.exporting.parity import feeds_of
+from qtool.exporting.to_onnx import save
 from qtool.runtimes import open_session
 
 LARGEST = float(np.finfo(np.float16).max)
+LEAST = float(np.finfo(np.float16).smallest_subnormal)
 LIMIT = np.finfo(np.float32).max
 
 
-def overflowing(model: onnx.ModelProto) -> list[str]:
+def overflowing(model: ir.Model) -> list[str]:
     """The float32 constants with a value beyond half precision's range that is neither infinite nor float32's limit."""
     names = []
-    for tensor in model.graph.initializer:
-        if tensor.data_type == onnx.TensorProto.FLOAT:
-            values = np.abs(onnx.numpy_helper.to_array(tensor))
-            if values.size and float(values[values < LIMIT].max(initial=0)) > LARGEST:
-                names.append(tensor.name)
+    for name, value in model.graph.initializers.items():
+        if value.const_value is not None and value.const_value.dtype == ir.DataType.FLOAT:
+            values = np.abs(value.const_value.numpy())
+            if values.size and float(values.max(where=values < LIMIT, initial=0)) > LARGEST:
+                names.append(name)
     return names
 
 
-def write_fp16(float_path: Path, path: Path) -> list[str]:
-    """Writes the half-precision twin of an FP32 file; returns the constants that overflow (then writes nothing)."""
+def write_fp16(model: ir.Model, path: Path) -> list[str]:
+    """Writes the half-precision twin of a float model; returns the constants that overflow (then writes nothing)."""
+    if too_large := overflowing(model):
+        return too_large
+    weights = {
+        name: value for name, value in onnx_file.large_initializers(model).items()
+        if value.const_value.dtype == ir.DataType.FLOAT
+    }  # fmt: skip
+    half = _converted(model, weights)
+    for value in [value for value in half.graph.inputs if value.name in weights]:
+        half.graph.inputs.remove(value)
+        value.const_value = _in_half(weights[str(value.name)].const_value)
+        half.graph.register_initializer(value)
+    half.graph.sort()  # the converter puts its casts behind everything
+    save(half, path, {**model.metadata_props, "qtool.variant": "fp16"})
+    return []
+
+
+def _converted(model: ir.Model, weights: Mapping[str, ir.Value]) -> ir.Model:
+    """The model in half precision by ONNX Runtime's converter, which is told that ``weights`` are inputs."""
     from onnxruntime.transformers.float16 import convert_float_to_float16
 
-    if too_large := overflowing(onnx.load(str(float_path))):
-        return too_large
+    with onnx_file.stand_ins(dict(weights)):
+        proto = ir.serde.serialize_model(model)
+    kept = [value.name for value in (*proto.graph.input, *proto.graph.output)]
+    others = [tensor for tensor in proto.graph.initializer if tensor.name not in weights]
+    del proto.graph.initializer[:]
+    proto.graph.initializer.extend(others)
+    for name, value in weights.items():
+        shape = list(value.const_value.shape)
+        proto.graph.input.append(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, shape))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # it tells of values below half's least, which become zero
-        # nobody else holds the model that is handed over, so it goes when its shapes have been inferred into another
-        half = convert_float_to_float16(onnx.load(str(float_path)), keep_io_types=True)
-    with atomic_path(path) as temporary:
-        onnx.save(half, str(temporary))
-    return []
+        warnings.simplefilter("ignore", UserWarning)  # it tells of values below half's least, which become that
+        return ir.serde.deserialize_model(convert_float_to_float16(proto, keep_io_types=kept))
+
+
+def _in_half(tensor: ir.TensorProtocol) -> ir.LazyTensor:
+    """The tensor in half precision once it is asked for, with the converter's rules at both ends of the range."""
+
+    def convert() -> ir.Tensor:
+        values = tensor.numpy()
+        with np.errstate(over="ignore"):
+            made = values.astype(np.float16)
+        made[np.isinf(made) & np.isfinite(values)] = LARGEST
+        made[(made == LARGEST) & (values < 0)] = -LARGEST
+        made[(made == 0) & (values != 0)] = LEAST
+        made[(made == LEAST) & (values < 0)] = -LEAST
+        return ir.Tensor(made, name=tensor.name)
+
+    return ir.LazyTensor(convert, dtype=ir.DataType.FLOAT16, shape=tensor.shape, name=tensor.name)
 
 
 def fp16_gate(path: Path, samples: Sequence[Any], too_large: Sequence[str]) -> Gate:
@@ -57,7 +98,7 @@ def fp16_gate(path: Path, samples: Sequence[Any], too_large: Sequence[str]) -> G
     if too_large:
         return Gate("fp16 range", None, expected, f"no FP16 file: {', '.join(too_large[:3])} overflow half precision")
     model = onnx.load(str(path), load_external_data=False)
-    session = open_session(path)
+    session = open_session(path, threads=torch.get_num_threads())
     finite = all(np.isfinite(out).all() for batch in samples for out in session.run(feeds_of(model, batch)))
     session.close()
     found = "finite outputs" if finite else "infinite or NaN outputs: an activation overflows half precision"

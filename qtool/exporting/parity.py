@@ -200,19 +200,17 @@ def _joined(parts: list[list[Tensor]]) -> list[Tensor]:
     return [torch.cat(values).float().flatten(1) for values in zip(*parts, strict=True)]
 
 
-def integer_parity(path: Path, samples: Sequence[Any]) -> Gate:
-    """Whether the file in ONNX Runtime equals the integer reference bit for bit."""
+def integer_parity(path: Path, reference: IntegerReference, samples: Sequence[Any]) -> Gate:
+    """Whether the file in ONNX Runtime equals ``reference``, which was made of it, bit for bit."""
     expected = "every output equal to the integer reference, bit for bit"
     features = cpu_info()["features"]
     if not {"avx512_vnni", "avx_vnni"} & set(features):
         return Gate("integer reference", None, expected, "not run: this CPU has no VNNI, whose arithmetic it models")
-    model = onnx.load(str(path))
-    reference = IntegerReference(model)
-    session = open_session(path)
+    session = open_session(path, threads=torch.get_num_threads())
     unequal = total = 0
     worst = 0.0
     for batch in samples:
-        feeds = feeds_of(model, batch)
+        feeds = by_name(reference.graph.inputs, batch)
         for want, got in zip(reference.run(feeds), session.run(feeds), strict=True):
             unequal += int(np.count_nonzero(want != got))
             total += got.size
@@ -242,6 +240,11 @@ def feeds_of(model: onnx.ModelProto, batch: Any) -> dict[str, Array]:
     names = [
         value.name for value in model.graph.input if value.name not in initializers and not value.name.endswith("/fed")
     ]
+    return by_name(names, batch)
+
+
+def by_name(names: Sequence[str], batch: Any) -> dict[str, Array]:
+    """A batch of inputs under these names: a dict's own, else in order."""
     if isinstance(batch, Mapping):
         return {name: np.ascontiguousarray(batch[name].cpu().numpy()) for name in names}
     return {name: np.ascontiguousarray(value.cpu().numpy()) for name, value in zip(names, tensors(batch), strict=True)}
@@ -270,14 +273,12 @@ def _outputs(output: Any) -> list[Tensor]:
     return [value.detach().cpu() for value in tensors(output)]
 
 
-def take(samples: Iterable[Any], count: int) -> list[Any]:
+def take(samples: Iterable[Any], count: int) -> Iterator[Any]:
     """The first ``count`` samples of an iterable of batches, the last batch cut to fit."""
-    taken: list[Any] = []
     left = count
     for batch in samples:
         size = num_samples(batch)
-        taken.append(batch if size <= left else samples_of(batch, 0, left))
+        yield batch if size <= left else samples_of(batch, 0, left)
         left -= size
         if left <= 0:
             break
-    return taken

@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import onnx
 import torch
 
 from qtool.artifacts import cpu_info
@@ -60,32 +59,41 @@ def at_risk(reference: IntegerReference) -> Iterator[AtRisk]:
         weight = _matrix(unit, reference) if unit.fused else None
         if weight is None:
             continue
-        padded = np.pad(weight.astype(np.int32), ((0, weight.shape[0] % 2), (0, 0)))
+        padded = np.pad(weight.astype(np.int16), ((0, weight.shape[0] % 2), (0, 0)))
         first, second = padded[0::2], padded[1::2]
-        greatest = np.maximum(first, 0) + np.maximum(second, 0)
-        least = np.minimum(first, 0) + np.minimum(second, 0)
-        pairs, columns = np.nonzero((greatest * 255 > LIMIT) | (least * 255 < -LIMIT - 1))
+        risky = np.maximum(first, 0) + np.maximum(second, 0) > LIMIT // 255
+        risky |= np.minimum(first, 0) + np.minimum(second, 0) < -(LIMIT // 255)
+        pairs, columns = np.nonzero(risky)
         if len(pairs):
             yield AtRisk(unit, padded, pairs * 2, columns)
 
 
 def count_saturated(reference: IntegerReference, feeds: Mapping[str, Array]) -> dict[str, int]:
     """For each unit at risk, how many pairs of products leave 16 bits on these inputs."""
-    risky = list(at_risk(reference))
-    values = reference.trace(feeds, keep=[found.unit.node.inputs[0] for found in risky])
-    return {found.unit.node.name: _saturated(found, values[found.unit.node.inputs[0]]) for found in risky}
+    read = [unit.node.inputs[0] for unit in reference.units if _matrix(unit, reference) is not None]
+    values = reference.trace(feeds, keep=read)
+    return {found.unit.node.name: _saturated(found, values[found.unit.node.inputs[0]]) for found in at_risk(reference)}
 
 
 def _saturated(found: AtRisk, x: Any) -> int:
     assert isinstance(x, Quantized)
     rows = _rows(found.unit, x)
     rows = np.pad(rows, ((0, 0), (0, len(found.weight) - rows.shape[1])))
+    pairs, columns = _reachable(found, rows.max(0))
     total, step = 0, max(1, MAX_SUMS // len(rows))
-    for start in range(0, len(found.rows), step):
-        top, column = found.rows[start : start + step], found.columns[start : start + step]
+    for start in range(0, len(pairs), step):
+        top, column = pairs[start : start + step], columns[start : start + step]
         sums = rows[:, top] * found.weight[top, column] + rows[:, top + 1] * found.weight[top + 1, column]
         total += int(np.count_nonzero((sums > LIMIT) | (sums < -LIMIT - 1)))
     return total
+
+
+def _reachable(found: AtRisk, largest: Array) -> tuple[Array, Array]:
+    """The pairs at risk that would saturate if all of their bytes were as large as they ever are here."""
+    first, second = (largest[found.rows + i] * found.weight[found.rows + i, found.columns] for i in (0, 1))
+    above = np.maximum(first, 0) + np.maximum(second, 0) > LIMIT
+    below = np.minimum(first, 0) + np.minimum(second, 0) < -LIMIT - 1
+    return found.rows[above | below], found.columns[above | below]
 
 
 def _matrix(unit: Unit, reference: IntegerReference) -> Array | None:
@@ -120,9 +128,9 @@ def _rows(unit: Unit, x: Quantized) -> npt.NDArray[np.int32]:
     return rows
 
 
-def saturation(model: onnx.ModelProto, feeds: Mapping[str, Array]) -> Gate:
+def saturation(reference: IntegerReference, feeds: Mapping[str, Array]) -> Gate:
     """What CPU the file needs. Fails on an x86 CPU without VNNI where its products saturate on these inputs."""
-    reference, cpu = IntegerReference(model), cpu_info()
+    cpu = cpu_info()
     counts = count_saturated(reference, feeds)
     hurt = {name: count for name, count in counts.items() if count}
     native = bool({*VNNI, "asimddp"} & set(cpu["features"]))

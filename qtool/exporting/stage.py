@@ -7,11 +7,12 @@ reference, end to end.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import onnx
 
@@ -20,6 +21,7 @@ from qtool.errors import QtoolError
 from qtool.exporting import baselines, openvino_coverage, parity
 from qtool.exporting.coverage import coverage
 from qtool.exporting.gates import Gate
+from qtool.exporting.integer_reference import IntegerReference
 from qtool.exporting.saturation import saturation
 from qtool.exporting.size import size
 from qtool.exporting.to_onnx import DEFAULT_OPSET, float_to_onnx, quantized_to_onnx, save
@@ -31,6 +33,14 @@ from qtool.version import __version__
 FILES = {"int8": "model.int8.onnx", "fp32": "model.fp32.onnx", "fp16": "model.fp16.onnx"}
 UNIT_SAMPLES = 8
 UNIT_BATCH = 2
+
+
+class Read(Protocol):
+    """What reads a file's integer reference once, until it is told to forget it (a cached function)."""
+
+    def __call__(self) -> IntegerReference: ...
+
+    def cache_clear(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -69,10 +79,12 @@ def export(
     files = {"int8": out / FILES["int8"]}
     save(quantized_to_onnx(quantized, opset), files["int8"], notes | {"qtool.variant": "int8"})
     allocator.release()
-    taken = [] if samples is None else parity.take(samples, config.parity_samples)
-    gates = list(_gates(quantized, files["int8"], taken, config)) if config.gates else []
+    if samples is not None and iter(samples) is samples:  # to be gone through once only, and several gates do
+        samples = list(parity.take(samples, config.parity_samples))
+    few = _few(quantized, samples)
+    gates = list(_gates(quantized, files["int8"], samples, few, config)) if config.gates else []
     if quantized.float_graph is not None:
-        gates += _baselines(quantized, out, opset, notes, files, taken)
+        gates += _baselines(quantized, out, opset, notes, files, few)
     return ExportResult(files, [gate.as_dict() for gate in gates])
 
 
@@ -82,16 +94,24 @@ def _metadata(quantized: QuantizedModel, opset: int, metadata: Mapping[str, Any]
     return {f"qtool.{key}": value for key, value in {**own, **told}.items()}
 
 
-def _gates(quantized: QuantizedModel, path: Path, samples: list[Any], config: ExportConfig) -> Iterable[Gate]:
+def _few(quantized: QuantizedModel, samples: Iterable[Any] | None) -> list[Any]:
+    """What units are compared on: a few of the samples or else the example, in batches whose trace stays small."""
+    taken = list(parity.take(samples or (), UNIT_SAMPLES)) or list(parity.take([quantized.example], UNIT_SAMPLES))
+    return [piece for batch in taken for piece in micro_batches(batch, UNIT_BATCH)]
+
+
+def _gates(
+    quantized: QuantizedModel, path: Path, samples: Iterable[Any] | None, few: list[Any], config: ExportConfig
+) -> Iterable[Gate]:
     """Runs the gates in order; the first that fails raises."""
-    few = _rebatch(parity.take(samples or [quantized.example], UNIT_SAMPLES), UNIT_BATCH)
+    read = functools.cache(lambda: IntegerReference(path))  # two gates ask it
     steps: list[Callable[[], Gate]] = [
         lambda: size(quantized, path),
         lambda: _coverage(quantized, path, few),
         lambda: parity.unit_parity(quantized, path, few),
-        lambda: _integer(quantized, path, few, config),
-        lambda: _saturation(quantized, path, few),
-        lambda: _end_to_end(quantized, path, samples),
+        lambda: _integer(quantized, path, read, few, config),
+        lambda: _saturation(quantized, read, few),
+        lambda: _end_to_end(quantized, path, samples, config),
     ]
     for step in steps:
         gate = step()
@@ -112,27 +132,35 @@ def _coverage(quantized: QuantizedModel, path: Path, few: list[Any]) -> Gate:
     return coverage(quantized.plan, path)
 
 
-def _integer(quantized: QuantizedModel, path: Path, few: list[Any], config: ExportConfig) -> Gate:
+def _integer(
+    quantized: QuantizedModel,
+    path: Path,
+    read: Read,
+    few: list[Any],
+    config: ExportConfig,
+) -> Gate:
     if config.reference_samples == 0:
         return Gate("integer reference", None, "bit-equal outputs", "not run: reference_samples is 0")
     if quantized.plan.target != "ort-cpu":
         return Gate("integer reference", None, "bit-equal outputs", "not run: it models ONNX Runtime's CPU kernels")
-    return parity.integer_parity(path, parity.take(few, config.reference_samples))
+    return parity.integer_parity(path, read(), list(parity.take(few, config.reference_samples)))
 
 
-def _saturation(quantized: QuantizedModel, path: Path, few: list[Any]) -> Gate:
+def _saturation(quantized: QuantizedModel, read: Read, few: list[Any]) -> Gate:
     """What CPU the file needs, told on one sample; the other targets have no such kernels."""
     if quantized.plan.target != "ort-cpu":
         return Gate("saturation", None, "no product beyond 16 bits", "not run: it concerns ONNX Runtime's CPU kernels")
-    model = onnx.load(str(path))
-    return saturation(model, parity.feeds_of(model, parity.take(few, 1)[0]))
+    reference = read()
+    read.cache_clear()  # nobody asks after this gate
+    return saturation(reference, parity.by_name(reference.graph.inputs, next(parity.take(few, 1))))
 
 
-def _end_to_end(quantized: QuantizedModel, path: Path, samples: list[Any]) -> Gate:
-    if not samples or quantized.float_graph is None:
-        reason = "no samples were given" if not samples else "the model came without its float reference"
+def _end_to_end(quantized: QuantizedModel, path: Path, samples: Iterable[Any] | None, config: ExportConfig) -> Gate:
+    given = None if samples is None else next(iter(samples), None)
+    if given is None or quantized.float_graph is None:
+        reason = "no samples were given" if given is None else "the model came without its float reference"
         return Gate("end-to-end parity", None, "SQNR to FP32 as the torch graph's", f"not run: {reason}")
-    return parity.end_to_end(quantized, path, samples)
+    return parity.end_to_end(quantized, path, parity.take(samples or (), config.parity_samples))
 
 
 def _baselines(
@@ -141,22 +169,16 @@ def _baselines(
     opset: int,
     notes: Mapping[str, str],
     files: dict[str, Path],
-    samples: list[Any],
+    few: list[Any],
 ) -> list[Gate]:
     assert quantized.float_graph is not None
     files["fp32"] = out / FILES["fp32"]
-    written = {**notes, "qtool.variant": "fp32"}
-    save(float_to_onnx(quantized.float_graph, quantized.example, opset), files["fp32"], written)
-    allocator.release()
+    model = float_to_onnx(quantized.float_graph, quantized.example, opset)
+    save(model, files["fp32"], {**notes, "qtool.variant": "fp32"})
     half = out / FILES["fp16"]
-    too_large = baselines.write_fp16(files["fp32"], half)
+    too_large = baselines.write_fp16(model, half)
+    del model
     allocator.release()
     if not too_large:
         files["fp16"] = half
-    few = _rebatch(parity.take(samples or [quantized.example], UNIT_SAMPLES), UNIT_BATCH)
     return [baselines.fp16_gate(half, few, too_large)]
-
-
-def _rebatch(batches: list[Any], size: int) -> list[Any]:
-    """The same samples in batches of at most ``size``, so that a trace of every tensor stays small."""
-    return [piece for batch in batches for piece in micro_batches(batch, size)]

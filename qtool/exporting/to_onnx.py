@@ -27,6 +27,7 @@ from torch.fx import GraphModule
 
 from qtool.artifacts import atomic_path
 from qtool.errors import QtoolError, one_line
+from qtool.exporting import onnx_file
 from qtool.exporting.passes import (
     activations,
     biases,
@@ -208,4 +209,4 @@ def save(model: ir.Model, path: Path, extra: Mapping[str, str] | None = None) ->
         if size > EXTERNAL_DATA_BYTES:
             ir.save(model, temporary, external_data=f"{path.name}.data")
         else:
-            ir.save(model, temporary)
+            onnx_file.write(model, temporary)

@@ -72,7 +72,7 @@ class Cost:
         sessions = {name: open_session(path, threads=1) for name, path in files.items()}
         import onnx
 
-        feeds = feeds_of(onnx.load(str(files["fp32"]), load_external_data=False), take([model.example], 1)[0])
+        feeds = feeds_of(onnx.load(str(files["fp32"]), load_external_data=False), next(take([model.example], 1)))
         bursts = {name: _burst(session.prepare(feeds)) for name, session in sessions.items()}
         timings = interleave(bursts, reference="fp32", stopping=Stopping(seconds=SECONDS))
         for session in sessions.values():

@@ -35,7 +35,7 @@ def tuned(
 
     tuning.check(model)
     opset = config.opset or DEFAULT_OPSET[model.plan.target]
-    few = [] if samples is None else take(samples, ACCURACY_SAMPLES)
+    few = [] if samples is None else list(take(samples, ACCURACY_SAMPLES))
     inputs = few[0] if few else model.example
     with tempfile.TemporaryDirectory(prefix="qtool-tune-") as place:
         untuned = Path(place) / "untuned.onnx"

@@ -4,9 +4,11 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
+from onnxruntime.transformers.float16 import convert_float_to_float16
 
 from qtool.exporting.baselines import overflowing, write_fp16
 
@@ -28,7 +30,7 @@ def _masked_softmax(path: Path, mask: list[float]) -> Path:
 @pytest.mark.parametrize("hidden", [-LIMIT, -np.inf])
 def test_a_mask_of_float32s_limit_hides_as_much_in_half(tmp_path: Path, hidden: float) -> None:
     single, half = _masked_softmax(tmp_path / "single.onnx", [0, hidden, 0]), tmp_path / "half.onnx"
-    assert write_fp16(single, half) == []
+    assert write_fp16(ir.load(single), half) == []
     x = np.array([[1.0, 30.0, 2.0]], np.float32)
     expected, found = (onnxruntime.InferenceSession(str(path)).run(None, {"x": x})[0] for path in (single, half))
     assert found[0, 1] == expected[0, 1] == 0
@@ -38,6 +40,35 @@ def test_a_mask_of_float32s_limit_hides_as_much_in_half(tmp_path: Path, hidden: 
 @pytest.mark.parametrize(("value", "named"), [(65504.0, []), (65536.0, ["mask"]), (-1e30, ["mask"]), (LIMIT, [])])
 def test_a_constant_beyond_half_is_named_and_nothing_is_written(tmp_path: Path, value: float, named: list[str]) -> None:
     single = _masked_softmax(tmp_path / "single.onnx", [0, value])
-    assert overflowing(onnx.load(str(single))) == named
-    assert write_fp16(single, tmp_path / "half.onnx") == named
+    assert overflowing(ir.load(single)) == named
+    assert write_fp16(ir.load(single), tmp_path / "half.onnx") == named
     assert (tmp_path / "half.onnx").exists() is not bool(named)
+
+
+def test_large_weights_are_those_of_the_converter_of_the_whole_file(tmp_path: Path) -> None:
+    values = np.random.default_rng(0).normal(size=(8, 1000)).astype(np.float32)
+    values[0, :8] = [LIMIT, -LIMIT, 1e-9, -1e-9, np.inf, 4e-8, 0.0, -0.0]
+    inputs = [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 8])]
+    outputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", 1000]) for name in ("y", "z")]
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["y"], name="first"),
+        helper.make_node("CumSum", ["y", "axis"], ["z"], name="kept in float"),
+    ]
+    constants = [numpy_helper.from_array(values, "w"), numpy_helper.from_array(np.int64(1), "axis")]
+    model = helper.make_model(
+        helper.make_graph(nodes, "g", inputs, outputs, constants), opset_imports=[helper.make_opsetid("", 21)]
+    )
+    assert write_fp16(ir.from_proto(model), tmp_path / "half.onnx") == []
+    found, expected = onnx.load(tmp_path / "half.onnx"), convert_float_to_float16(model, keep_io_types=True)
+    onnx.checker.check_model(found, full_check=True)
+    nodes_of = [
+        sorted((n.op_type, list(n.input), list(n.output)) for n in graph.node)
+        for graph in (found.graph, expected.graph)
+    ]
+    assert nodes_of[0] == nodes_of[1]
+    weights = [
+        next(numpy_helper.to_array(t) for t in graph.initializer if t.name == "w")
+        for graph in (found.graph, expected.graph)
+    ]
+    assert weights[0].dtype == np.float16
+    assert weights[0].tobytes() == weights[1].tobytes()

@@ -84,6 +84,6 @@ def test_the_gate_says_what_the_file_needs(bits: int, tmp_path: Path, monkeypatc
     feeds = {proto.graph.input[0].name: x.numpy()}
     for features, passed in ((["avx2"], bits == 7), (["avx2", "avx512_vnni"], True)):
         monkeypatch.setattr(saturation, "cpu_info", lambda f=features: {"features": f})
-        gate = saturation.saturation(proto, feeds)
+        gate = saturation.saturation(IntegerReference(proto), feeds)
         assert gate.passed is passed
         assert gate.details["needs"] == ([] if bits == 7 else ["avx512_vnni", "avx_vnni"])

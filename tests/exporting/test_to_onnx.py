@@ -91,14 +91,14 @@ def test_the_file_equals_the_graph_wherever_it_is_evaluated(exported: tuple[Quan
 def test_a_file_that_differs_from_the_integer_reference_fails_on_the_modelled_runtime(
     exported: tuple[QuantizedModel, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert integer_parity(exported[1], [X]).passed
+    assert integer_parity(exported[1], parity.IntegerReference(exported[1]), [X]).passed
     run = parity.IntegerReference.run
     monkeypatch.setattr(parity.IntegerReference, "run", lambda self, feeds: [y * 1.01 for y in run(self, feeds)])
-    gate = integer_parity(exported[1], [X])
+    gate = integer_parity(exported[1], parity.IntegerReference(exported[1]), [X])
     assert gate.passed is False
     assert gate.details["num_unequal"] > 0
     monkeypatch.setattr(parity, "MODELLED_RUNTIME", "0.0")
-    gate = integer_parity(exported[1], [X])
+    gate = integer_parity(exported[1], parity.IntegerReference(exported[1]), [X])
     assert gate.passed is None
     assert "modelled is 0.0" in gate.found
 
