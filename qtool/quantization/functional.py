@@ -8,7 +8,7 @@ quantizer on a tensor that is still written into would separate it from its view
 
 ``padding="same"`` and ``"valid"`` become numbers, with a zero padding in front where they are not symmetric. The parts
 of ``chunk`` and ``split`` become slices, each a value of its own. ``clamp(min=0)`` is a relu,
-and pooling a row to one cell is a mean.
+pooling a row to one cell is a mean, and attention without an axis for heads has one head.
 """
 
 from __future__ import annotations
@@ -85,6 +85,8 @@ def _spell(node: Node) -> None:
         node.target, node.args = aten.relu.default, node.args[:1]
     elif node.target is aten.adaptive_avg_pool1d.default and node.args[1] in ([1], (1,)):
         node.target, node.args = aten.mean.dim, (node.args[0], [2], True)
+    elif node.target is aten.scaled_dot_product_attention.default and node.meta["val"].dim() == 3:
+        _spell_attention(node)
     elif node.target is operator.getitem and isinstance(node.args[0], Node) and node.args[0].target in _SPLITS:
         _slice_part(node)
 
@@ -232,6 +234,22 @@ def _slice_part(node: Node) -> None:
     part.meta.setdefault("nn_module_stack", split.meta.get("nn_module_stack"))
     node.replace_all_uses_with(part)
     node.graph.erase_node(node)
+
+
+def _spell_attention(node: Node) -> None:
+    """Gives attention over batch × tokens × features an axis of one head, which its ONNX form asks for."""
+    values = [arg if isinstance(arg, Node) else None for arg in node.args[:4]]
+    spread = list(node.args)
+    for index, value in enumerate(values):
+        if value is not None and value.meta["val"].dim() == 3:  # a mask of tokens × tokens is for all heads
+            with node.graph.inserting_before(node):
+                spread[index] = one_head = node.graph.call_function(aten.unsqueeze.default, (value, 1))
+            one_head.meta = {**node.meta, "val": value.meta["val"].unsqueeze(1)}
+    with node.graph.inserting_after(node):
+        mixed = node.graph.call_function(aten.squeeze.dim, (node, 1))
+    mixed.meta = dict(node.meta)
+    node.replace_all_uses_with(mixed, delete_user_cb=lambda user: user is not mixed)
+    node.args, node.meta = tuple(spread), {**node.meta, "val": node.meta["val"].unsqueeze(1)}
 
 
 def _listed(value: Any, count: int) -> list[int]:

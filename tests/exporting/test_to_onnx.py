@@ -350,6 +350,34 @@ def test_an_encoder_goes_through_quantize_and_export_and_passes_the_gates(tmp_pa
         assert gate.passed, gate
 
 
+class OneHead(nn.Module):
+    """Attention over batch × tokens × features, twice: with a mask for each sample, and a causal one for all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.register_buffer("past", torch.ones(6, 6, dtype=torch.bool).tril())
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (layer(x) for layer in self.layers[:3])
+        seen = (x.mean(2) > -10)[:, None, :].expand(-1, 6, -1)
+        x = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=0.5)
+        return self.layers[3](nn.functional.scaled_dot_product_attention(x, k, v, self.past) + x)
+
+
+def test_attention_without_an_axis_for_heads_is_exported(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = OneHead().eval(), torch.randn(3, 6, 8)
+    form = quantize(model, QuantizeConfig(), example=x, calibration=[x])
+    assert form.float_graph is not None
+    torch.testing.assert_close(form.float_graph(x), model(x))
+    save(float_to_onnx(form.float_graph, x, OPSET), tmp_path / "float.onnx")
+    np.testing.assert_allclose(served(tmp_path / "float.onnx", x[:2])[0], model(x[:2]).detach(), rtol=1e-4, atol=1e-5)
+    save(quantized_to_onnx(form, OPSET), tmp_path / "attention.onnx")
+    gate = unit_parity(form, tmp_path / "attention.onnx", [x])
+    assert gate.passed, gate
+
+
 @pytest.mark.parametrize("layer", ["conv", "head"])
 def test_a_layer_left_in_float_between_integers_is_float(tmp_path: Path, layer: str) -> None:
     form = quantize(Net().eval(), QuantizeConfig(overrides={layer: "float"}), example=X, calibration=[X])
