@@ -15,8 +15,8 @@ no lower than before by more than ``MAX_LOSS_DB``: a float unit rounds nothing, 
 predicted to be faster, nothing is raced. The measuring itself comes in from outside (``race``, ``profile``): here it is
 decided what to measure and what follows from it.
 
-Left out on purpose: reverting every product of a model (that is the float file), and other runtimes than ONNX
-Runtime's CPU provider, whose kernels' times are not told by name.
+Left out on purpose: reverting every product of a model (that is the float file), and TensorRT, which chooses between
+its integer and float kernels by measuring when it builds an engine.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ MAX_LOSS_DB = 0.5
 LEAST_GAIN = 1.01
 SECONDS_PER_ELEMENT = 0.4e-9  # a conversion and the reordering beside it, on one core: what it is to be beaten by
 PRODUCTS = frozenset({"conv", "linear"})
+PROVIDERS = {"ort-cpu": "cpu", "openvino": "openvino"}
+"""The runtime that a target's files are measured in."""
 
 Race = Callable[[Mapping[str, Path]], Mapping[str, Mapping[str, Any]]]
 """Times files side by side: by name, ``speedup`` over the first and its ``speedup_ci95``."""
@@ -67,7 +69,7 @@ def tune(
     """The model with what is slower in integers taken back to float, and what was found, as plain values.
 
     ``integer`` is the model's file, beside which those that it is raced with are written. ``samples`` judge the
-    accuracy. Raises UsageError for a model without its float reference, and for a target other than ``ort-cpu``.
+    accuracy. Raises UsageError for a model without its float reference, and for a target that is not in ``PROVIDERS``.
     """
     check(quantized)
     found = blocks(quantized.graph, quantized.plan)
@@ -85,10 +87,10 @@ def tune(
 
 def check(quantized: QuantizedModel) -> None:
     """Raises UsageError for what cannot be tuned."""
-    if quantized.plan.target != "ort-cpu":
+    if quantized.plan.target not in PROVIDERS:
         raise UsageError(
-            "--tune", "target 'ort-cpu', whose kernels can be timed by name", f"'{quantized.plan.target}'",
-            "leave it out",
+            "--tune", f"target {' or '.join(map(repr, PROVIDERS))}, whose kernels can be timed by name",
+            f"'{quantized.plan.target}'", "leave it out",
         )  # fmt: skip
     if quantized.float_graph is None:
         raise UsageError("--tune", "a model with its float reference", "none", "pass float_model=…, or leave it out")

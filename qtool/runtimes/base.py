@@ -82,6 +82,13 @@ class Session(Protocol):
         """Frees the model."""
 
 
+class TimedSession(Session, Protocol):
+    """A session in a runtime that tells how long each kernel takes."""
+
+    def kernels(self, feeds: Mapping[str, Array], runs: int = 1) -> tuple[Kernel, ...]:
+        """What is executed for ``feeds``, each with its median time over ``runs`` runs."""
+
+
 _COMPUTE = ("conv", "gemm", "matmul", "fullyconnected", "attention", "lstm", "gru", "rnn", "einsum", "mlp")
 _COMPUTE_IN_TORCH = ("addmm", "::mm", "::bmm", "int_mm", "linear", "dot_product")
 

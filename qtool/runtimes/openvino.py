@@ -8,6 +8,7 @@ otherwise compute a float32 file in bfloat16, and FP32 would not mean FP32.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,17 +30,8 @@ class OpenVinoSession:
 
     def __init__(self, path: Path, *, threads: int = 1) -> None:
         """Raises ProviderError where openvino is not installed, QtoolError for a file it cannot read."""
-        openvino = _require()
         self.path, self.threads = path, threads
-        try:
-            core = openvino.Core()
-            hints = {"INFERENCE_NUM_THREADS": threads, "PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": "f32"}
-            self._model = core.compile_model(core.read_model(str(path)), "CPU", hints)
-        except Exception as error:
-            raise QtoolError(
-                f"'{path}'", f"a model that OpenVINO {openvino.__version__} can compile", _reason(error),
-                "check that the file is complete and is standard ONNX",
-            ) from error  # fmt: skip
+        self._model = _compile(path, threads)
         self._request = self._model.create_infer_request()
         self.inputs = tuple(_info(port) for port in self._model.inputs)
         self.outputs = tuple(_info(port) for port in self._model.outputs)
@@ -60,15 +52,30 @@ class OpenVinoSession:
 
         return step
 
-    def kernels(self, feeds: Mapping[str, Array]) -> tuple[Kernel, ...]:
-        """The executed operations, from the compiled model's own runtime graph."""
-        kernels = []
+    def kernels(self, feeds: Mapping[str, Array], runs: int = 0) -> tuple[Kernel, ...]:
+        """The executed operations, from the compiled model's own runtime graph, timed over ``runs`` runs if asked.
+
+        Times are those of a second model with OpenVINO's counters on; what was fused into another operation took none.
+        """
+        kernels, seconds = [], self._seconds(feeds, runs) if runs else {}
         for node in self._model.get_runtime_model().get_ordered_ops():
             info = node.get_rt_info()
             op, dtype = _text(info, "layerType"), _text(info, "runtimePrecision")
             if op not in _NOT_EXECUTED:
-                kernels.append(Kernel(node.friendly_name, op, _NAMES.get(dtype, dtype), "openvino"))
+                name = node.friendly_name
+                kernels.append(Kernel(name, op, _NAMES.get(dtype, dtype), "openvino", seconds=seconds.get(name)))
         return tuple(kernels)
+
+    def _seconds(self, feeds: Mapping[str, Array], runs: int) -> dict[str, float]:
+        """The median time of each operation that is executed, by its name."""
+        request = _compile(self.path, self.threads, PERF_COUNT=True).create_infer_request()
+        times: dict[str, list[float]] = {}
+        for _ in range(runs):
+            request.infer(dict(feeds))
+            for entry in request.get_profiling_info():
+                if entry.status == entry.Status.EXECUTED:
+                    times.setdefault(entry.node_name, []).append(entry.real_time.total_seconds())
+        return {name: statistics.median(taken) for name, taken in times.items()}
 
     def close(self) -> None:
         """Frees the model; the session cannot be used afterwards."""
@@ -91,6 +98,19 @@ def open_file(
             f"optimize={optimize}, precision={precision!r}", "leave both at their defaults",
         )  # fmt: skip
     return OpenVinoSession(path, threads=threads)
+
+
+def _compile(path: Path, threads: int, **more: Any) -> Any:
+    openvino = _require()
+    hints = {"INFERENCE_NUM_THREADS": threads, "PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": "f32"}
+    try:
+        core = openvino.Core()
+        return core.compile_model(core.read_model(str(path)), "CPU", hints | more)
+    except Exception as error:
+        raise QtoolError(
+            f"'{path}'", f"a model that OpenVINO {openvino.__version__} can compile", _reason(error),
+            "check that the file is complete and is standard ONNX",
+        ) from error  # fmt: skip
 
 
 def _require() -> Any:

@@ -2,16 +2,18 @@
 
 ``qtool.exporting.tuning`` decides; it is handed here what it measures with: the profile of a session, and the
 benchmark's interleaved rounds over one process a file. What it found is kept in ``export.json`` under a key of
-the untuned file, the CPU, ONNX Runtime's version, threads and batch size, and used again where all are the same.
+the untuned file, the CPU, the runtime's version, threads and batch size, and used again where all are the same.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from qtool.artifacts import cpu_info, has_result, read_result, sha256_of
 from qtool.recipe import ExportConfig
@@ -19,6 +21,7 @@ from qtool.recipe import ExportConfig
 if TYPE_CHECKING:
     from qtool.exporting.tuning import Profile, Race
     from qtool.form import QuantizedModel
+    from qtool.runtimes.base import TimedSession
 
 PROFILED_RUNS = 20
 INTERVAL = 0.01
@@ -35,29 +38,42 @@ def tuned(
 
     tuning.check(model)
     opset = config.opset or DEFAULT_OPSET[model.plan.target]
+    provider = tuning.PROVIDERS[model.plan.target]
     few = [] if samples is None else list(take(samples, ACCURACY_SAMPLES))
     inputs = few[0] if few else model.example
     with tempfile.TemporaryDirectory(prefix="qtool-tune-") as place:
         untuned = Path(place) / "untuned.onnx"
         save(quantized_to_onnx(model, opset), untuned)
-        key = _key(untuned, config)
+        key = _key(untuned, config, provider)
         if (known := _known(folder, key)) is not None:
             return tuning.retune(model, known), {**known, "cached": True}
-        measured = {"threads": config.tune_threads, "batch_size": config.tune_batch_size}
+        how = Measured(provider, config.tune_threads, config.tune_batch_size)
         result, account = tuning.tune(
             model, untuned, opset, few, batch_size=config.tune_batch_size,
-            race=race_of(inputs, seconds=config.tune_seconds, **measured), profile=profile_of(inputs, **measured),
+            race=race_of(inputs, how, config.tune_seconds), profile=profile_of(inputs, how),
         )  # fmt: skip
     return result, {"key": key, "cached": False, **account}
 
 
-def _key(path: Path, config: ExportConfig) -> dict[str, Any]:
-    import onnxruntime
+@dataclass(frozen=True)
+class Measured:
+    """Where and how files are timed: the runtime's provider, threads within an operator, samples in a batch."""
 
+    provider: str
+    threads: int
+    batch_size: int
+
+
+def _key(path: Path, config: ExportConfig, provider: str) -> dict[str, Any]:
+    package = "openvino" if provider == "openvino" else "onnxruntime"
     return {
-        "file_sha256": sha256_of(path), "cpu": cpu_info()["name"], "onnxruntime": onnxruntime.__version__,
+        "file_sha256": sha256_of(path), "cpu": cpu_info()["name"], "runtime": f"{package} {_version(package)}",
         "threads": config.tune_threads, "batch_size": config.tune_batch_size,
     }  # fmt: skip
+
+
+def _version(package: str) -> str:
+    return str(importlib.import_module(package).__version__)
 
 
 def _known(folder: Path, key: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -68,37 +84,42 @@ def _known(folder: Path, key: Mapping[str, Any]) -> dict[str, Any] | None:
     return dict(account) if account and account["key"] == dict(key) else None
 
 
-def profile_of(inputs: Any, *, threads: int, batch_size: int) -> Profile:
-    """What times a file's kernels on ``batch_size`` of ``inputs``, each by its median over a few runs."""
+def profile_of(inputs: Any, how: Measured) -> Profile:
+    """What times a file's kernels, each by its median over a few runs; one named after an output is its producer's."""
+    import onnx
+
     from qtool.benchmarking.inputs import resize_batch, to_feeds
-    from qtool.runtimes.ort import OrtSession
+    from qtool.runtimes import open_session
 
     def profile(path: Path) -> Sequence[tuple[str, float]]:
-        session = OrtSession(path, threads=threads)
-        feeds = resize_batch(to_feeds(inputs, session.inputs), batch_size)
+        graph = onnx.load(str(path), load_external_data=False).graph
+        outputs = {value.name for value in graph.output}
+        makers = {name: node.name for node in graph.node for name in node.output if name in outputs}
+        session = cast("TimedSession", open_session(path, provider=how.provider, threads=how.threads))
+        feeds = resize_batch(to_feeds(inputs, session.inputs), how.batch_size)
         kernels = session.kernels(feeds, PROFILED_RUNS)
         session.close()
-        return [(kernel.name, kernel.seconds or 0.0) for kernel in kernels]
+        return [(makers.get(kernel.name, kernel.name), kernel.seconds or 0.0) for kernel in kernels]
 
     return profile
 
 
-def race_of(inputs: Any, *, threads: int, batch_size: int, seconds: float) -> Race:
+def race_of(inputs: Any, how: Measured, seconds: float) -> Race:
     """What times files as the benchmark does: a process each, interleaved, until the ratios are known well."""
     from qtool.benchmarking.inputs import resize_batch, to_feeds
     from qtool.benchmarking.latency import Stopping, describe, interleave
     from qtool.benchmarking.process import Worker, whole_cores
 
     def race(files: Mapping[str, Path]) -> Mapping[str, Mapping[str, Any]]:
-        reference, cores = next(iter(files)), whole_cores(threads)
+        reference, cores = next(iter(files)), whole_cores(how.threads)
         with contextlib.ExitStack() as stack:
             workers = {}
             for name, path in files.items():
-                worker = workers[name] = stack.enter_context(Worker(name, provider="cpu", cores=cores))
-                worker.open(path, provider="cpu", threads=threads, precision=None, device=None)
-                worker.feed(resize_batch(to_feeds(inputs, worker.inputs), batch_size))
+                worker = workers[name] = stack.enter_context(Worker(name, provider=how.provider, cores=cores))
+                worker.open(path, provider=how.provider, threads=how.threads, precision=None, device=None)
+                worker.feed(resize_batch(to_feeds(inputs, worker.inputs), how.batch_size))
             stopping = Stopping(width=INTERVAL, seconds=seconds)
             timings = interleave({n: w.burst for n, w in workers.items()}, reference=reference, stopping=stopping)
-        return describe(timings, reference=reference, batch_size=batch_size, width=INTERVAL)
+        return describe(timings, reference=reference, batch_size=how.batch_size, width=INTERVAL)
 
     return race

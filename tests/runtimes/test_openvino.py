@@ -8,7 +8,7 @@ import pytest
 
 from qtool.errors import QtoolError
 from qtool.runtimes import ProviderError, open_session
-from qtool.runtimes.base import arithmetic
+from qtool.runtimes.base import arithmetic, is_compute
 
 present = pytest.mark.skipif(importlib.util.find_spec("openvino") is None, reason="openvino is not installed")
 FEEDS = {"x": np.random.default_rng(3).normal(size=(2, 3, 8, 8)).astype(np.float32)}
@@ -33,6 +33,17 @@ def test_it_computes_what_onnx_runtime_does(files):
 def test_it_tells_the_arithmetic(files):
     assert set(arithmetic(open_session(files["fp32"], provider="openvino").kernels(FEEDS))) == {"float32"}
     assert set(arithmetic(open_session(files["int8"], provider="openvino").kernels(FEEDS))) == {"int8"}
+
+
+@present
+def test_it_times_what_is_executed_by_the_nodes_names(files):
+    session = open_session(files["fp32"], provider="openvino")
+    untimed, timed = session.kernels(FEEDS), session.kernels(FEEDS, 3)
+    assert {kernel.seconds for kernel in untimed} == {None}
+    assert [kernel.name for kernel in timed] == [kernel.name for kernel in untimed]
+    products = [kernel for kernel in timed if is_compute(kernel.op)]
+    assert products
+    assert all(kernel.seconds > 0 for kernel in products)
 
 
 @present

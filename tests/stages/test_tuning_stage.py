@@ -14,13 +14,15 @@ from qtool.reporting.terminal import export_lines
 from qtool.stages import tuning
 
 
+@pytest.mark.parametrize(("target", "runtime"), [("ort-cpu", "onnxruntime"), ("openvino", "openvino")])
 def test_tuning_is_measured_once(
-    tmp_path: Path, small_net: str, small_data: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, small_net: str, small_data: str, monkeypatch: pytest.MonkeyPatch, target: str, runtime: str
 ) -> None:
+    pytest.importorskip(runtime)
     from qtool.exporting import groups
     from qtool.exporting import tuning as decides
 
-    qtool.quantize(small_net, small_data, out=tmp_path, calibration="train:64")
+    qtool.quantize(small_net, small_data, out=tmp_path, calibration="train:64", target=target)
     # whatever this machine finds of so small a net, one group is raced for real, and one is found faster
     wanted = groups.Group("first", ("first.0",), 1e-3)
     monkeypatch.setattr(decides, "candidates", lambda *_: [wanted])
@@ -33,6 +35,7 @@ def test_tuning_is_measured_once(
     assert account["groups"][0]["speedup"] > 0
     assert not account["cached"]
     assert account["key"]["threads"] == 1
+    assert account["key"]["runtime"].split(" ")[0] == runtime
 
     monkeypatch.setattr(tuning, "race_of", None)
     again = qtool.export(tmp_path, tune=True, tune_seconds=0.1, gates=False)
