@@ -123,20 +123,26 @@ class QuantizedModel:
         return cls(_remembered(program), plan, example, float_graph)
 
 
-_PROGRAMS: WeakKeyDictionary[GraphModule, tuple[torch.export.ExportedProgram, str]] = WeakKeyDictionary()
-"""The programs that graphs were opened from, with the graph's code then: tracing a graph again takes seconds."""
+_PROGRAMS: WeakKeyDictionary[GraphModule, tuple[torch.export.ExportedProgram, Any]] = WeakKeyDictionary()
+"""The programs that graphs were opened from, with the graphs' state then: tracing a graph again takes seconds."""
 
 
 def _remembered(program: torch.export.ExportedProgram) -> GraphModule:
     graph = as_graph(program)
-    _PROGRAMS[graph] = program, graph.code
+    _PROGRAMS[graph] = program, _state(graph)
     return graph
+
+
+def _state(graph: GraphModule) -> tuple[str, dict[str, int]]:
+    """What tells a graph from one that was changed: its code, and which tensors it holds (not what is in them)."""
+    tensors = (*graph.named_parameters(remove_duplicate=False), *graph.named_buffers(remove_duplicate=False))
+    return graph.code, {name: tensor.data_ptr() for name, tensor in tensors}
 
 
 def program_of(graph: GraphModule, example: Any) -> torch.export.ExportedProgram:
     """The program that ``graph`` was opened from, if it is still that, or else a new one as ``to_program`` makes it."""
-    program, code = _PROGRAMS.get(graph, (None, ""))
-    return program if program is not None and code == graph.code else to_program(graph, example)
+    program, state = _PROGRAMS.get(graph, (None, None))
+    return program if program is not None and state == _state(graph) else to_program(graph, example)
 
 
 def as_graph(program: torch.export.ExportedProgram) -> GraphModule:

@@ -80,6 +80,11 @@ def test_a_loaded_graph_brings_its_program_until_it_is_changed(
     graph = QuantizedModel.load(tmp_path, quantized.plan).graph
     program = program_of(graph, quantized.example)
     assert program_of(graph, quantized.example) is program
+    name, constant = next(iter(graph.named_buffers()))
+    graph.register_buffer(name, constant.clone())
+    assert program_of(graph, quantized.example) is not program
+    graph.register_buffer(name, constant)
+    assert program_of(graph, quantized.example) is program
     quantizer = quantize_nodes(graph)[0]
     quantizer.args = (quantizer.args[0], 2 * quantizer.args[1], *quantizer.args[2:])  # type: ignore[operator]
     graph.recompile()
