@@ -170,7 +170,8 @@ class QuantizeConfig:
     )
     rounding_steps: int = option(500, "training steps of each layer or block by adaround and brecq", low=1)
     device: str = option(
-        "cpu", "where calibration and algorithms run: cpu, cuda, cuda:1 …; auto takes CUDA where there is one"
+        "cpu",
+        "where calibration and algorithms (QAT too, if named) run: cpu, cuda, cuda:1 …; auto: CUDA if there is one",
     )
     calibration: str = option(
         "train:512", "train:N (N training samples, stratified by label), a set's name, or a recipe file"

@@ -181,8 +181,9 @@ def claims(parts: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     if "loop" in whole:
         judge("loop: time over a bare loop's", whole["loop"]["ms_ratio"], high=1.03)
         judge("loop: memory over a bare loop's", whole["loop"]["peak_mib_ratio"], high=1.01)
-    if "rounding/adaround" in whole:
-        judge("AdaRound of ResNet-50 over 1,024 images: seconds", whole["rounding/adaround"]["seconds"], high=300.0)
+    learned = whole.get("rounding/adaround", {"images": 0})
+    if learned["images"] == 1024:
+        judge("AdaRound of ResNet-50 over 1,024 images: seconds", learned["quantize_seconds"], high=300.0)
     for name, part in whole.items():
         if name.startswith("accuracy/") and "accuracy/32-true" in whole:
             judge(f"{name}: points lost", 100 * (whole["accuracy/32-true"]["mean"] - part["mean"]),

@@ -232,7 +232,7 @@ def rounding(options: Options, algorithms: tuple[str, ...]) -> dict[str, Any]:
     captured = time.monotonic()
     made = quantize(model, config, example=images[0][:2], calibration=images)
     found = {
-        "seconds": time.monotonic() - captured, "capture_seconds": captured - start, "images": count,
+        "quantize_seconds": time.monotonic() - captured, "capture_seconds": captured - start, "images": count,
         "rounding_steps": config.rounding_steps, "notes": list(made.plan.notes),
     }  # fmt: skip
     if device.type == "cuda":

@@ -24,7 +24,7 @@ def test_parts_are_measured_failures_told_and_what_is_missing_made_up_for(tmp_pa
     assert "--optimizer: expected a GPU" in result["parts"]["technique/paged-adamw8bit"]["failed"]
     assert result["machine"]["gpus"] == []
     assert result["parts"]["rounding/adaround"]["images"] == 16
-    assert result["parts"]["rounding/adaround"]["seconds"] > 0
+    assert result["parts"]["rounding/adaround"]["quantize_seconds"] > 0
     before = (tmp_path / "parts" / "create--on-device.json").stat().st_mtime_ns
     assert bench_gpu.main(words) == 1
     assert (tmp_path / "parts" / "create--on-device.json").stat().st_mtime_ns == before
@@ -49,7 +49,7 @@ def test_claims_are_judged_by_what_was_measured() -> None:
         "ladder/6": {**plain, "ms_per_image": 7.6},
         "technique/compile": {**plain, "error": 0.08, "config": {"compile": True}},
         "loop": {"ms_ratio": 1.02, "peak_mib_ratio": 1.02},
-        "rounding/adaround": {"seconds": 299.0},
+        "rounding/adaround": {"images": 1024, "quantize_seconds": 299.0},
         "accuracy/32-true": {"mean": 0.9},
         "accuracy/SGD": {"mean": 0.875},
         "accuracy/16-true": {"failed": "NaN"},
