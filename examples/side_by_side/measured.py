@@ -27,9 +27,13 @@ BATCH = 16
 
 
 class Reader:
-    """Hands the images over in batches, as ONNX Runtime's quantizer and those built on it ask for them."""
+    """Hands the images over in batches, as ONNX Runtime's quantizer and those built on it ask for them.
 
-    def __init__(self, name: str, images: Images, batch: int = BATCH) -> None:
+    All batches have the same size, at most :data:`BATCH`: percentile ranges fail where the last one is smaller.
+    """
+
+    def __init__(self, name: str, images: Images) -> None:
+        batch = max(size for size in range(1, BATCH + 1) if len(images) % size == 0)
         self.all = [{name: images[i : i + batch]} for i in range(0, len(images), batch)]
         self.rewind()
 
@@ -53,7 +57,8 @@ def main() -> None:
     try:
         version = peer.quantize(source, loaded, out)
     except ImportError as error:
-        sys.exit(print(json.dumps({"absent": str(error)})))
+        print(json.dumps({"absent": str(error)}))
+        return
     took = time.perf_counter() - start
     print(json.dumps({"version": version, "seconds": took, "peak_mib": peak_mib()}))
 

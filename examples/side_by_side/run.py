@@ -23,8 +23,10 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -147,19 +149,27 @@ def settle(model: torch.nn.Module, size: int) -> None:
 
 def quantize(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """What one library's file took; or ``absent`` with its installation, or ``failed`` with its last line."""
-    files = [options.out / "fp32.onnx", options.out / "calibration.npy", path_of(name, options)]
-    words = [interpreter(name, options), str(HERE / "measured.py"), name, *map(str, files)]
-    done = subprocess.run(words, capture_output=True, text=True)
-    try:
-        result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    except (IndexError, ValueError):
-        complaint = [line for line in done.stderr.splitlines() if line.strip()]
-        result = {"failed": (complaint or [f"exit {done.returncode} and no word"])[-1]}
-    peer = importlib.import_module(f"peers.{name}")
+    with tempfile.TemporaryDirectory() as folder:  # of its own, since some write into the file that they read
+        for path in options.out.glob("fp32.*"):
+            shutil.copy(path, folder)
+        files = [Path(folder) / "fp32.onnx", options.out / "calibration.npy", path_of(name, options)]
+        words = [interpreter(name, options), str(HERE / "measured.py"), name, *map(str, files)]
+        done = subprocess.run(words, capture_output=True, text=True)
+    result, peer = last_words(done), importlib.import_module(f"peers.{name}")
     if "absent" in result:
-        folder = options.environments / name.split("_")[0]
-        result["install"] = f"python -m venv {folder} && {folder}/bin/pip install '{peer.NEEDS}'"
+        home = options.environments / name.split("_")[0]
+        result["install"] = f"python -m venv {home} && {home}/bin/pip install '{peer.NEEDS}'"
     return result | {"setting": str(peer.__doc__).splitlines()[0]}
+
+
+def last_words(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    """The line of JSON that a peer's process ended with, or ``failed`` with its complaint."""
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode == 0 and lines:
+        result: dict[str, Any] = json.loads(lines[-1])
+        return result
+    complaint = [line for line in done.stderr.splitlines() if line.strip()]
+    return {"failed": (complaint or [f"exit {done.returncode} and no word"])[-1]}
 
 
 def interpreter(name: str, options: argparse.Namespace) -> str:
@@ -192,7 +202,7 @@ def measure(options: argparse.Namespace, names: list[str]) -> dict[str, Any]:
 def against_fp32(files: dict[str, Path], options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """SQNR, KL divergence and agreement with the FP32 file on the test images, one at a time, file by file."""
     images = torch.from_numpy(np.load(options.out / "test.npy"))
-    outputs = {}
+    outputs: dict[str, torch.Tensor] = {}
     for name, path in files.items():
         session = open_session(path, provider=options.provider)
         outputs |= predict({name: session}, ((image, None) for image in images.split(1)))[0]

@@ -1,4 +1,4 @@
-"""NVIDIA ModelOpt as ``modelopt``, with its ``max`` ranges: its most accurate setting in INT8."""
+"""NVIDIA ModelOpt as ``modelopt``, with its other ranges, ``max``."""
 
 from __future__ import annotations
 
