@@ -42,9 +42,9 @@ def fold_batch_norm(graph_module: GraphModule) -> list[Node]:
     copies = _Copies(graph_module)
     folded = []
     for norm in _norms(graph_module):
-        anchor = norm.args[0]
-        if _is_foldable(anchor, norm):
-            assert isinstance(anchor, Node)
+        anchor = _from_rows(norm) or norm.args[0]
+        if isinstance(anchor, Node) and (anchor is not norm.args[0] or _is_foldable(anchor, norm)):
+            _drop_views(norm, anchor)
             _fold(copies, anchor, norm)
             folded.append(anchor)
     _clean(graph_module)
@@ -77,9 +77,39 @@ def _is_foldable(anchor: Any, norm: Node) -> bool:
     return (
         isinstance(anchor, Node)
         and anchor.target in ANCHORS
+        and (anchor.target is not aten.linear.default or anchor.meta["val"].dim() == 2)  # else axis 1 is no output's
         and list(anchor.users) == [norm]
         and all(_is_stored(argument) for argument in anchor.args[1:3])
     )
+
+
+def _from_rows(norm: Node) -> Node | None:
+    """The linear layer whose batch × tokens are the rows that ``norm`` is of, where nothing else reads it.
+
+    ``norm(y.flatten(0, 1)).reshape_as(y)`` normalises the last axis of ``y``, as folding into ``y`` does.
+    """
+    rows, back = norm.args[0], next(iter(norm.users), None)
+    if not isinstance(rows, Node) or rows.target is not aten.flatten.using_ints or back is None:
+        return None
+    layer = rows.args[0]
+    if not (isinstance(layer, Node) and layer.target is aten.linear.default and set(layer.users) == {rows, back}):
+        return None
+    alone = len(norm.users) == len(rows.users) == 1 and all(_is_stored(argument) for argument in layer.args[1:3])
+    whole = rows.args[1:] == (0, layer.meta["val"].dim() - 2) and back.args[1:] == (layer,)
+    return layer if alone and whole and back.target is aten.reshape_as.default else None
+
+
+def _drop_views(norm: Node, anchor: Node) -> None:
+    """Lets ``norm`` read ``anchor`` itself where it reads the rows of it, to be folded into it at once."""
+    rows = norm.args[0]
+    if rows is anchor:
+        return
+    assert isinstance(rows, Node)
+    back = next(iter(norm.users))
+    back.replace_all_uses_with(norm)
+    norm.graph.erase_node(back)
+    norm.replace_input_with(rows, anchor)
+    norm.graph.erase_node(rows)
 
 
 def _is_stored(argument: Any) -> bool:

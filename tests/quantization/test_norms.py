@@ -48,7 +48,20 @@ def distance(model: nn.Module, graph: GraphModule, *inputs: Tensor) -> float:
     return float((expected - got).abs().max() / expected.abs().max())
 
 
+class RowNorm(nn.Module):
+    """A linear layer on tokens whose batch-norm takes batch × tokens for its rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(6, 5), nn.BatchNorm1d(5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        return self.norm(x.flatten(0, 1)).reshape_as(x)
+
+
 FOLDABLE: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "linear on tokens": (RowNorm, (2, 4, 6)),
     "conv": (lambda: nn.Sequential(nn.Conv2d(6, 8, 3), nn.BatchNorm2d(8)), CONV2D),
     "conv without bias": (lambda: nn.Sequential(nn.Conv2d(6, 8, 3, bias=False), nn.BatchNorm2d(8)), CONV2D),
     "conv, norm not affine": (lambda: nn.Sequential(nn.Conv2d(6, 8, 3), nn.BatchNorm2d(8, affine=False)), CONV2D),
@@ -75,6 +88,16 @@ def test_folding_changes_nothing_but_the_graph(name: str) -> None:
     assert norms_of(graph) == 0
     assert distance(model, graph, x) < 2e-6
     assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+
+
+def test_a_norm_over_tokens_is_not_taken_for_one_over_features() -> None:
+    model = randomised(nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5)))
+    x = torch.randn(2, 5, 6)
+    graph = capture(model, x)
+    assert fold_batch_norm(graph) == []
+    convolve_norms(graph)
+    assert norms_of(graph) == 0
+    assert distance(model, graph, x) < 2e-6
 
 
 class Shared(nn.Module):
