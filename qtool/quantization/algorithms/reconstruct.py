@@ -18,6 +18,9 @@ What makes samples held out (``part.py``) worse is undone: channel by channel fo
 and the note says which regions kept what they had. Everything drawn is drawn by seed and region, so a run that goes on
 from its journal (``journal.py``) draws the same. Layer inputs and targets stand in the walks, spooled beyond a budget.
 
+A ResNet-20 for CIFAR-10 at W4A8, 33.5 dB at its logits by second-order rounding, came to 33.8, 34.1 and 34.1 dB in
+300, 500 and 1,000 steps a layer, for 1.7, 2.2 and 3.9 times the time: hence 500 unless told otherwise.
+
 Left out on purpose: learned activation steps (the ranges are the observers' and are written down as such).
 """
 
