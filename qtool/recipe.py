@@ -56,7 +56,7 @@ METHODS = ("auto", "ptq", "given")
 SENSITIVITIES = ("auto", "exact", "second-order")
 TARGETS = ("ort-cpu", "tensorrt", "openvino", "auto", "ort-cuda")
 WEIGHT_RANGES = ("minmax", "mse")
-ALGORITHMS = ("smooth", "equalize", "gptq", "adaround", "brecq", "renorm", "analytic-bias", "bias")
+ALGORITHMS = ("smooth", "equalize", "analytic-bias", "gptq", "adaround", "brecq", "renorm", "bias")
 PROVIDERS = ("cpu", "cuda", "tensorrt", "openvino", "torch", "torch-compile")
 VARIANTS = ("fp32", "fp16", "int8")
 

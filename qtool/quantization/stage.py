@@ -23,7 +23,7 @@ from qtool.form import QuantizedModel
 from qtool.models import check_finite
 from qtool.nested import call
 from qtool.quantization import pt2e
-from qtool.quantization.algorithms import ALGORITHMS
+from qtool.quantization.algorithms import ALGORITHMS, reads_data
 from qtool.quantization.algorithms.passes import Passes
 from qtool.quantization.algorithms.subject import Report, silent
 from qtool.quantization.calibrate import calibrate, choose_ranges, restore_ranges
@@ -122,7 +122,7 @@ def convert(
             raise UsageError(
                 "--distill-features", "--engine pt2e", f"--engine {config.engine}", "leave one of them out"
             )
-    if (config.algorithms or keep) and iter(calibration) is calibration:
+    if (keep or reads_data(config.algorithms or ())) and iter(calibration) is calibration:
         calibration = list(calibration)
     float_graph = float_form(model, example)
     passes = Passes(config, calibration, keep=keep, report=report, scratch=scratch)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import weakref
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -118,3 +120,17 @@ def test_statistics_follow_equalization() -> None:
 def test_a_net_without_batch_norm_is_declined() -> None:
     with pytest.raises(Declined, match="no integer layer has a batch-norm before it"):
         correct_biases_analytically(subject(nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.Conv2d(4, 4, 1)), BATCHES))
+
+
+def test_batches_that_come_once_are_not_kept() -> None:
+    alive: list[weakref.ref[Tensor]] = []
+
+    def once() -> Iterator[Tensor]:
+        for seed in range(6):
+            batch = noise(16, 40 + seed)
+            alive.append(weakref.ref(batch))
+            yield batch
+            assert sum(ref() is not None for ref in alive) <= 2
+
+    quantize(Residual(), QuantizeConfig(algorithms=("analytic-bias",)), example=BATCHES[0], calibration=once())
+    assert len(alive) == 6

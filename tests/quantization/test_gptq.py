@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 from hard_nets import hard_mobilenet, images
-from test_bias import BATCHES, subject
+from test_bias import BATCHES, biases, subject
 from torch import Tensor, nn
 
 from qtool.evaluate import sqnr_db
+from qtool.quantization.algorithms.bias import add_to_bias
 from qtool.quantization.algorithms.gptq import Moments, fitted, gptq, output_error, rounded
+from qtool.quantization.algorithms.renorm import renormalize
 from qtool.quantization.algorithms.rows import reason, rows
+from qtool.quantization.algorithms.subject import Subject
 from qtool.quantization.capture import capture, parameter
 from qtool.quantization.stage import quantize
 from qtool.recipe import QuantizeConfig
@@ -102,6 +106,20 @@ def test_rounding_is_that_of_optimal_brain_quantization_and_beats_rounding_to_ne
     assert (made[0].numpy() == wanted).mean() > 0.99
     nearest = (real / scale).round()
     assert output_error(real, made * scale, moments) < 0.5 * output_error(real, nearest * scale, moments)
+
+
+@pytest.mark.parametrize("settle", [gptq, renormalize])
+def test_biases_are_settled_anew_whatever_a_pass_before_made_of_them(settle: Callable[[Subject], None]) -> None:
+    given, moved = subject(hard_mobilenet(), BATCHES), subject(hard_mobilenet(), BATCHES)
+    for node in moved.anchors():
+        add_to_bias(moved.graph, node, torch.ones(len(parameter(moved.graph, node.args[2]))).double())
+    moved.graph.recompile()
+    settle(given)
+    settle(moved)
+    names = [node.name for node in given.anchors()]
+    wanted = biases(given.graph, names)
+    for name, found in biases(moved.graph, names).items():
+        assert torch.equal(found, wanted[name])
 
 
 def test_each_layers_mean_output_is_the_float_models_and_integers_stay_integers() -> None:

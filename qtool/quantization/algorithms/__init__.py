@@ -11,7 +11,8 @@ A pass works at one of two moments:
 
 Both get a ``Subject``: the graph to change in place, the float graph it stands for, the placement and the calibration
 batches. A pass that cannot apply raises ``Declined`` with its reason, or notes which parts it left; notes go into
-the plan. They run in the order of ``ALGORITHMS``, whatever order they are asked for in.
+the plan. They run in the order of ``ALGORITHMS``, whatever order they are asked for in: what knows the least about the
+data comes first, and a bias that it settled is settled anew by those after it.
 
 A new algorithm is one file with a function ``(Subject) -> None``, one line in ``ALGORITHMS``, one test.
 """
@@ -32,25 +33,26 @@ from qtool.quantization.algorithms.renorm import renormalize
 from qtool.quantization.algorithms.smooth import smooth
 from qtool.quantization.algorithms.subject import Declined, Subject
 
-__all__ = ["ALGORITHMS", "Algorithm", "Declined", "Subject", "check_names", "run_passes"]
+__all__ = ["ALGORITHMS", "Algorithm", "Declined", "Subject", "check_names", "reads_data", "run_passes"]
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """A pass, and the moment it works at: ``float`` or ``integer``."""
+    """A pass, the moment it works at (``float`` or ``integer``), and whether it goes through the batches."""
 
     moment: str
     run: Callable[[Subject], None]
+    reads_data: bool = True
 
 
 ALGORITHMS: dict[str, Algorithm] = {
     "smooth": Algorithm("float", smooth),
     "equalize": Algorithm("float", equalize),
+    "analytic-bias": Algorithm("integer", correct_biases_analytically, reads_data=False),
     "gptq": Algorithm("integer", gptq),
     "adaround": Algorithm("integer", adaround),
     "brecq": Algorithm("integer", brecq),
     "renorm": Algorithm("integer", renormalize),
-    "analytic-bias": Algorithm("integer", correct_biases_analytically),
     "bias": Algorithm("integer", correct_biases),
 }
 
@@ -60,6 +62,12 @@ def check_names(names: Iterable[str]) -> None:
     for name in names:
         if name not in ALGORITHMS:
             raise UsageError("algorithms", "a known algorithm", repr(name), nearest(name, ALGORITHMS))
+
+
+def reads_data(names: Iterable[str]) -> bool:
+    """Whether one of the algorithms goes through the calibration batches. Raises UsageError for an unknown one."""
+    check_names(asked := list(names))
+    return any(ALGORITHMS[name].reads_data for name in asked)
 
 
 def run_passes(names: Iterable[str], moment: str, subject: Subject | None, reason: str = "") -> tuple[str, ...]:

@@ -110,10 +110,20 @@ def _correct(walk: Walk, segment: Segment, node: Node, wanted: Tensor) -> None:
 
 def add_to_bias(graph: GraphModule, node: Node, change: Tensor) -> None:
     """Adds ``change``, one value per channel, to the bias of a convolution or linear layer, and of that one alone."""
+    set_bias(graph, node, change + bias_of(graph, node))
+
+
+def bias_of(graph: GraphModule, node: Node) -> Tensor:
+    """The bias of a convolution or linear layer, float64; 0 where it has none."""
+    stored = parameter(graph, node.args[2]) if len(node.args) > 2 else None
+    return torch.zeros((), dtype=torch.float64) if stored is None else stored.double()
+
+
+def set_bias(graph: GraphModule, node: Node, value: Tensor) -> None:
+    """Gives a convolution or linear layer, and that one alone, another bias: one value per channel."""
     before = node.args[2] if len(node.args) > 2 else None
-    old = parameter(graph, before)
     name = f"{node.name}_corrected_bias"
-    set_parameter(graph, name, (change if old is None else old.double() + change).float())
+    set_parameter(graph, name, value.float())
     with graph.graph.inserting_before(node):
         stored = graph.graph.get_attr(name)
     if isinstance(before, Node):

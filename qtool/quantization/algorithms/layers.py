@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from qtool.quantization.algorithms.bias import add_to_bias
+from qtool.quantization.algorithms.bias import bias_of, set_bias
 from qtool.quantization.algorithms.rows import reason, rows
 from qtool.quantization.algorithms.streams import groups_of
 from qtool.quantization.algorithms.subject import Declined, Subject
@@ -112,13 +112,13 @@ class Layer:
         return output_error(self.real, self.nearest * self.scale, moments)
 
     def store(self, made: Tensor, change: Tensor) -> None:
-        """Writes the integers, and adds to the bias."""
+        """Writes the integers, and the float model's bias with ``change``, whatever bias there was."""
         integers = parameter(self.graph, self.stored.args[0])
         assert integers is not None
         path = str(self.stored.args[0].target)  # type: ignore[union-attr]
         set_parameter(self.graph, path, made.reshape(integers.shape).to(integers.dtype))
         self.nearest = made
-        add_to_bias(self.graph, self.node, change)
+        self._change_bias(change)
 
     def rescale(self, factor: Tensor) -> None:
         """Multiplies the scales of the layer's integers, G × outputs × 1."""
@@ -128,10 +128,13 @@ class Layer:
 
     def keep_mean(self, moments: Moments) -> None:
         """Gives the layer a bias that keeps the mean output."""
-        add_to_bias(self.graph, self.node, self.bias_change(self.nearest, moments))
+        self._change_bias(self.bias_change(self.nearest, moments))
+
+    def _change_bias(self, change: Tensor) -> None:
+        set_bias(self.graph, self.node, bias_of(self.beside.walk.graph, self.other) + change)
 
     def bias_change(self, made: Tensor, moments: Moments) -> Tensor:
-        """What the bias has to change by for these integers to keep the mean output, float64."""
+        """What the float model's bias has to change by for these integers to keep the mean output, float64."""
         wanted = (self.real @ moments.x[:, :, None]).flatten()
         return wanted - ((made * self.scale) @ moments.q[:, :, None]).flatten()
 
