@@ -14,6 +14,7 @@ No code in a ``.pt2`` is ever run; see ``pt2_files.py``.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -213,6 +214,20 @@ def _dynamic(value: Any) -> Any:
 def save_graph(graph: GraphModule, example: Any, path: Path) -> None:
     """Writes a graph as ``.pt2``, atomically."""
     save_program(to_program(graph, map_tensors(torch.clone, example)), path)  # a view would bring its whole storage
+
+
+def graph_sha256(graph: GraphModule) -> str:
+    """The sha256 of what a graph computes, its operators and its stored tensors, in hex."""
+    digest = hashlib.sha256(str(graph.graph).encode())
+    for name, value in (dict(graph.named_parameters()) | dict(graph.named_buffers())).items():
+        digest_tensor(digest, name, value)
+    return digest.hexdigest()
+
+
+def digest_tensor(digest: hashlib._Hash, name: str, value: torch.Tensor) -> None:
+    """Adds a tensor to a hash: its name, its type, its shape and its bytes."""
+    digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+    digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 def quantize_nodes(graph: GraphModule) -> list[Node]:

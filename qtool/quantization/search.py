@@ -15,7 +15,8 @@ The rungs of a ladder, in the order of what they cost whoever runs the model, th
 
 A rung stands on the best options so far, and "best" means closer to the float model by more than noise on the same
 validation samples: otherwise the earlier, cheaper options stay, and what gained nothing is part of no later candidate.
-No options are tried twice. The first candidate that is met ends the search.
+No options are tried twice, and a model that equals an earlier one (an algorithm declined, say) is not judged again: it
+is no candidate of its own, and ``notes`` say so. The first candidate that is met ends the search.
 
 Candidates are made and judged by a function handed in, which may know them already: a search that was killed goes
 through the same candidates again and finds their results.
@@ -41,13 +42,17 @@ CORRECTIONS = (("bias",), ("equalize",), ("equalize", "bias"))
 
 @dataclass(frozen=True)
 class Trial:
-    """One candidate: its options, what it made of the validation samples, and plain ``facts`` (size, time, …)."""
+    """One candidate: its options, what it made of the validation samples, and plain ``facts`` (size, time, …).
+
+    ``same_as`` is the name of an earlier candidate whose model it is, to the last bit.
+    """
 
     name: str
     config: QuantizeConfig
     scores: Scores
     verdict: Verdict
     facts: Mapping[str, Any]
+    same_as: str | None = None
 
 
 class OutOfTime(Exception):
@@ -68,6 +73,8 @@ class Search:
     def __init__(self, config: QuantizeConfig, judge: Judge, attempt: Attempt, units: Units, can_train: bool) -> None:
         self.config, self.judge, self._attempt, self.units, self.can_train = config, judge, attempt, units, can_train
         self.trials: list[Trial] = []
+        self.repeats: list[Trial] = []
+        self.notes: list[str] = []
         self.out_of_time = False
 
     def run(self) -> Trial | None:
@@ -102,12 +109,14 @@ class Search:
     def attempt(self, name: str, **changes: Any) -> Trial:
         """Makes and judges the base's options with ``changes``."""
         trial = self._attempt(name, self._changed(changes))
-        self.trials.append(trial)
+        if trial.same_as is not None:
+            self.notes.append(f"{name} changes nothing: it is the model of '{trial.same_as}'")
+        (self.trials if trial.same_as is None else self.repeats).append(trial)
         return trial
 
     def attempt_new(self, name: str, **changes: Any) -> Trial | None:
         """The trial of the base's options with ``changes`` where they are new and met; None otherwise."""
-        if any(trial.config == self._changed(changes) for trial in self.trials):
+        if any(trial.config == self._changed(changes) for trial in (*self.trials, *self.repeats)):
             return None
         trial = self.attempt(name, **changes)
         return trial if trial.verdict.met else None
@@ -118,7 +127,8 @@ class Search:
 
 def as_asked(search: Search) -> Trial | None:
     """The options as they were given."""
-    trial = search.attempt(f"{search.config.mode}, {search.config.ranges}")
+    algorithms = search.config.algorithms or () if search.config.mode == "ptq" else ()
+    trial = search.attempt(f"{search.config.mode}, {' + '.join((search.config.ranges, *algorithms))}")
     return trial if trial.verdict.met else None
 
 
@@ -211,9 +221,14 @@ def _as_few(search: Search, base: QuantizeConfig, order: list[str], count: int, 
 
 
 def training(search: Search) -> Trial | None:
-    """Quantization-aware training of the options as they were given."""
+    """Quantization-aware training of the options that did best."""
+    best = search.base
     trial = search.attempt("qat", mode="qat", algorithms=None)
-    return trial if trial.verdict.met else None
+    if trial.verdict.met:
+        return trial
+    if not search.judge.better(trial.scores, best.scores):
+        search.notes.append(f"qat comes no nearer to the float model than '{best.name}', and is left")
+    return None
 
 
 RUNGS: tuple[Callable[[Search], Trial | None], ...] = (

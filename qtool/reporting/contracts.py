@@ -95,11 +95,12 @@ def _time(trial: Mapping[str, Any]) -> float | None:
 
 
 def contract_markdown(outcome: Mapping[str, Any]) -> str:
-    """The outcome as Markdown: the sentence, the advice where it was not kept, and the table of candidates."""
+    """The outcome as Markdown: the sentence, the advice where it was not kept, the table of candidates, the notes."""
     header, body = contract_table(outcome)
     lines = [contract_sentence(outcome), "", *([] if outcome["met"] else [advice(outcome), ""])]
     rows: list[list[object]] = [[*header], ["---"] * len(header), *body]
-    return "\n".join([*lines, *("| " + " | ".join(str(cell) for cell in row) + " |" for row in rows)]) + "\n"
+    lines += ["| " + " | ".join(str(cell) for cell in row) + " |" for row in rows]
+    return "\n".join([*lines, *(f"\n{note}" for note in outcome.get("notes", ()))]) + "\n"
 
 
 def gate_verdict(gate: Mapping[str, Any]) -> str:

@@ -178,6 +178,7 @@ def contracts(run: Run) -> Iterator[Markup]:
             yield from (figure(picture, caption) for picture, caption in tradeoffs(outcome))
             yield from _harmful(outcome["harmful"], "Units that hurt, each quantized alone")
         yield grid(*contract_table(outcome))
+        yield from (el("p", note) for note in outcome.get("notes", ()))
 
 
 def coverage(run: Run) -> Iterator[Markup]:

@@ -33,8 +33,12 @@ if TYPE_CHECKING:
     from qtool.quantization.contract import Scores
     from qtool.quantization.search import Search, Trial
 
+    Judged = tuple[Scores, dict[str, Any]]
+
 FOLDER = "search"
 OUTCOME = "contract.json"
+SCHEMA = 2
+"""Of what is kept of a candidate in ``search/``."""
 Make = Callable[[QuantizeConfig], "QuantizedModel"]
 
 
@@ -86,11 +90,15 @@ class Candidates:
         self.measurement.cached(folder)  # one of another model is refused before any work
         self.cost, self.seconds = Cost(), 0.0
         self.kept: tuple[Trial, QuantizedModel] | None = None
+        self.judged: dict[str, tuple[str, Judged]] = {}
         self.units: list[dict[str, Any]] = []
         self.judge = _judge(source, config, self.measurement.inputs, pairs)
 
     def attempt(self, name: str, config: QuantizeConfig) -> Trial:
-        """A candidate with these options: remembered, or made and judged. Raises OutOfTime before a new one."""
+        """A candidate with these options: remembered, or made and judged unless it is the model of an earlier one.
+
+        Raises OutOfTime before a new one.
+        """
         from qtool.quantization.search import OutOfTime, Trial
 
         found, model = self._remembered(config), None
@@ -102,21 +110,26 @@ class Candidates:
             model, found = self._made(config)
         scores, facts = found
         self.seconds += facts["seconds"]
-        trial = Trial(name, config, scores, self.judge.verdict(scores), facts)
-        self.tell(f"contract: {name}: {'; '.join(map(str, trial.verdict.criteria))}")
+        first, _ = self.judged.setdefault(facts["model_sha256"], (name, found))
+        trial = Trial(name, config, scores, self.judge.verdict(scores), facts, None if first == name else first)
+        what = (
+            f"the model of '{first}', which is not judged again"
+            if trial.same_as
+            else "; ".join(map(str, trial.verdict.criteria))
+        )
+        self.tell(f"contract: {name}: {what}")
         if model is not None and (self.kept is None or _rank(trial) < _rank(self.kept[0])):
             self.kept = trial, model
         return trial
 
-    def _made(self, config: QuantizeConfig) -> tuple[QuantizedModel, tuple[Scores, dict[str, Any]]]:
+    def _made(self, config: QuantizeConfig) -> tuple[QuantizedModel, Judged]:
+        from qtool.form import graph_sha256
+
         start = time.monotonic()
         model = self.make(config)
-        scores = self.judge.score(model)
-        facts = {
-            "size_bytes": self.cost.size_bytes(model), "num_float_units": len(model.plan.float_units),
-            "speedup": None if self.judge.verdict(scores).met else self.cost.speedup(model),
-        }  # fmt: skip
-        found = scores, facts | {"seconds": time.monotonic() - start}
+        digest = graph_sha256(model.graph)
+        scores, facts = self.judged[digest][1] if digest in self.judged else self._judge(model)
+        found = scores, facts | {"model_sha256": digest, "seconds": time.monotonic() - start}
         if self.folder:
             from qtool.checkpoint import save_tree
 
@@ -124,7 +137,13 @@ class Candidates:
             save_tree(self._path(config), {"scores": vars(scores), "facts": found[1]})
         return model, found
 
-    def _remembered(self, config: QuantizeConfig) -> tuple[Scores, dict[str, Any]] | None:
+    def _judge(self, model: QuantizedModel) -> Judged:
+        scores = self.judge.score(model)
+        speedup = None if self.judge.verdict(scores).met else self.cost.speedup(model)
+        floats = len(model.plan.float_units)
+        return scores, {"size_bytes": self.cost.size_bytes(model), "num_float_units": floats, "speedup": speedup}
+
+    def _remembered(self, config: QuantizeConfig) -> Judged | None:
         if self.folder is None or not self._path(config).exists():
             return None
         from qtool.checkpoint import load_tree
@@ -137,7 +156,7 @@ class Candidates:
         """Where a candidate's scores are: named by all that they depend on."""
         assert self.folder is not None
         options = {key: value for key, value in as_dict(config).items() if key not in CONTRACT_FIELDS}
-        asked = [options, self.identity, self.config.max_drop is not None]
+        asked = [SCHEMA, options, self.identity, self.config.max_drop is not None]
         if config.mode == "qat" and self.tuning:
             asked.append(as_dict(self.tuning))
         digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
@@ -225,6 +244,8 @@ def fulfil(
             candidates.harmful(search.base.config)
         if not search.trials:
             raise ContractError("contract", "time for one candidate", "a time budget of 0", "raise --time-budget")
+        for note in search.notes:
+            tell(f"contract: {note}")
         outcome = _outcome(search, met, candidates)
         if met is None:
             for trial in frontier(search.trials):
@@ -246,6 +267,7 @@ def _outcome(search: Search, met: Trial | None, candidates: Candidates) -> dict[
         "source": {part: candidates.source.record[part] for part in ("model", "data")},
         "num_samples": candidates.judge.num_samples,
         "trials": [_told(trial) for trial in search.trials],
+        "notes": search.notes,
         "frontier": [trial.name for trial in frontier(search.trials)],
         "harmful": candidates.units,
         "seconds": candidates.seconds,

@@ -104,6 +104,34 @@ def test_training_comes_last_and_only_where_it_may() -> None:
     assert given.tried == ["ptq, minmax"]
 
 
+def test_what_changes_nothing_is_no_candidate_and_is_not_stood_on() -> None:
+    world = World(1e-9, "ptq")
+    attempt = world.attempt
+
+    def repeating(name: str, config: QuantizeConfig) -> Trial:
+        declined = "smooth" in (config.algorithms or ())
+        trial = attempt(name, dataclasses.replace(config, algorithms=None) if declined else config)
+        return dataclasses.replace(trial, config=config, same_as="ptq, minmax" if declined else None)
+
+    world.search._attempt = repeating
+    world.search.run()
+    assert any("smooth" in name for name in world.tried)
+    assert not any("smooth" in (trial.config.algorithms or ()) for trial in world.search.trials)
+    assert len(set(world.tried)) == len(world.tried)
+    (note,) = world.search.notes
+    assert note.startswith("smooth")
+    assert note.endswith("changes nothing: it is the model of 'ptq, minmax'")
+
+
+def test_training_that_comes_no_nearer_is_left_and_told() -> None:
+    world = World(1e-9)
+    world.error = lambda config: 1.5 if config.mode == "qat" else 1.0  # type: ignore[method-assign]
+    assert world.search.run() is None
+    assert world.tried[-1] == "qat"
+    assert world.search.closest.config.mode == "ptq"
+    assert world.search.notes == ["qat comes no nearer to the float model than 'ptq, minmax', and is left"]
+
+
 def test_the_half_of_the_units_is_the_most() -> None:
     world = World(1e-9, "ptq")
     world.error = lambda config: 1.0  # type: ignore[method-assign]

@@ -21,6 +21,7 @@ from qtool import cli
 from qtool.artifacts import has_result, read_result
 from qtool.errors import ContractError, QtoolError, UsageError
 from qtool.quantization import search
+from qtool.quantization.contract import Judge
 from qtool.reporting.page import report, write_report
 from qtool.stages import cost
 
@@ -127,6 +128,22 @@ def test_training_is_the_last_resort(trained: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(ContractError) as caught:
         qtool.quantize(trained, max_kl=1e-9, epochs=1, batch_size=16, **OPTIONS)
     assert [trial["name"] for trial in caught.value.details["trials"]] == ["ptq, minmax", "qat"]
+
+
+def test_a_model_that_equals_an_earlier_one_is_not_judged_again(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "RUNGS", (search.as_asked, search.free, search.training))
+    monkeypatch.setattr(search, "FREE", ("smooth",))  # it declines: no linear layer reads a normalisation
+    judged, score = [], Judge.score
+    monkeypatch.setattr(Judge, "score", lambda self, model: judged.append(1) or score(self, model))
+    for _ in range(2):  # the second time all is remembered
+        with pytest.raises(ContractError) as caught:
+            qtool.quantize(trained, max_kl=1e-9, method="ptq", **OPTIONS)
+        assert len(caught.value.details["trials"]) == len(judged) == 1
+        (note,) = caught.value.details["notes"]
+        assert note.startswith("smooth")
+        assert "changes nothing: it is the model of 'ptq" in note
+    found = report(trained)["files"]
+    assert all(note in Path(found[kind]).read_text(encoding="utf-8") for kind in ("html", "markdown"))
 
 
 def test_batches_need_validation_batches_of_their_own() -> None:

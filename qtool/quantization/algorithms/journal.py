@@ -19,9 +19,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.fx import GraphModule
 
 from qtool.artifacts import atomic_path
+from qtool.form import digest_tensor, graph_sha256
 from qtool.nested import tensors
 from qtool.quantization.algorithms.subject import Subject
 
@@ -71,19 +71,8 @@ def fingerprint(subject: Subject) -> str:
     """The sha256 of what a pass over ``subject`` depends on, in hex."""
     digest = hashlib.sha256(f"{torch.__version__} {subject.config}".encode())
     for graph in (subject.graph, subject.reference):
-        digest.update(str(graph.graph).encode())
-        for name, value in _stored(graph).items():
-            _add(digest, name, value)
+        digest.update(graph_sha256(graph).encode())
     for batch in subject.batches:
         for value in tensors(batch):
-            _add(digest, "batch", value)
+            digest_tensor(digest, "batch", value)
     return digest.hexdigest()
-
-
-def _stored(graph: GraphModule) -> dict[str, Tensor]:
-    return dict(graph.named_parameters()) | dict(graph.named_buffers())
-
-
-def _add(digest: hashlib._Hash, name: str, value: Tensor) -> None:
-    digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
-    digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
