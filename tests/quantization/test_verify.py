@@ -11,7 +11,7 @@ from torch import nn
 
 from qtool.quantization.algorithms.equalize import equalize
 from qtool.quantization.algorithms.streams import find_streams
-from qtool.quantization.algorithms.verify import Samples, rounded, rounded_rows
+from qtool.quantization.algorithms.verify import Samples, parted, rounded, rounded_rows
 from qtool.quantization.capture import copied
 
 
@@ -42,7 +42,7 @@ def test_the_error_is_that_of_a_rounded_reader_and_falls_with_the_right_scales()
     stream = find_streams(given.graph)[0]
     samples = Samples(given.graph, [stream], BATCHES)
     with torch.no_grad():
-        x = model[1](model[0](BATCHES[0][:16]))
+        x = model[1](model[0](torch.cat([BATCHES[0][18:], BATCHES[1][6:]])))
         wanted = nn.functional.conv2d(x, model[2].weight)
         errors = []
         for width in (1.0, 0.8, 0.6, 0.45, 0.3):
@@ -53,6 +53,33 @@ def test_the_error_is_that_of_a_rounded_reader_and_falls_with_the_right_scales()
     level = torch.ones(8)
     level[2] = 1 / 50
     assert samples.error(stream, level, {}) < 0.2 * plain
+
+
+def test_what_is_held_out_is_a_quarter_of_every_batch_and_never_nothing() -> None:
+    batches = [torch.arange(8), torch.arange(8, 11), torch.arange(11, 12)]
+    kept = [batch.tolist() for batch in parted(batches, held=False)]
+    held = [batch.tolist() for batch in parted(batches, held=True)]
+    assert kept == [[0, 1, 2, 3, 4, 5], [8, 9], [11]]
+    assert held == [[6, 7], [10], [11]]
+
+
+@pytest.mark.parametrize("activation", [nn.ReLU(), nn.ReLU6()])
+def test_what_an_activation_clips_of_unseen_values_counts(activation: nn.Module) -> None:
+    """Weights and steps that cost nothing: what is left is what the changed activation does to the float function."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), activation, nn.Conv2d(4, 2, 1), nn.Flatten()).eval()
+    with torch.no_grad():
+        model[0].bias += 1.0
+    given = subject(model, BATCHES)
+    stream = find_streams(given.graph)[0]
+    samples = Samples(given.graph, [stream], BATCHES)
+    ones, reader = torch.ones(4), stream.consumers[0]
+    assert samples.error(stream, ones, {}) < 1e-3
+    if isinstance(activation, nn.ReLU6):
+        assert samples.error(stream, 8 * ones, {}) > 0.1
+    else:
+        moved = {value: torch.ones(4) for value in stream.values}
+        assert reader.args[0] in moved
+        assert samples.error(stream, ones, moved) > 0.1
 
 
 def test_a_change_that_readers_do_no_better_with_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,8 @@ A whole residual path is scaled at once (``streams.py``), which the two-layer fo
 up to what was seen of each channel, where that form has to replace it.
 
 Channels are shifted before they are scaled; see ``absorb.py``. The model is one thing, what happens another: shifting
-and scaling, each alone and neither are compared on samples (``verify.py``), and what does not help there is not done.
+and scaling, each alone and neither are compared on samples held out (``verify.py``), and what does not help there is
+not done.
 
 A path that something else reads (a concatenation, a product, an output) is left as it is, and the note says so.
 """
@@ -36,7 +37,7 @@ from qtool.nested import call
 from qtool.quantization.algorithms.absorb import shift, shifts
 from qtool.quantization.algorithms.streams import ANCHORS, Stream, find_streams, per_input, towards_inputs
 from qtool.quantization.algorithms.subject import Declined, Subject
-from qtool.quantization.algorithms.verify import Samples
+from qtool.quantization.algorithms.verify import Samples, parted
 from qtool.quantization.capture import aten, parameter, set_parameter
 from qtool.quantization.norms import NORMAL
 from qtool.quantization.residence import device_of
@@ -63,7 +64,7 @@ def equalize(subject: Subject) -> None:
         subject.note(f"equalize: {count} of {len(streams)} paths left as they are: {reason}")
     if not fit:
         raise Declined("no path of channels can be rescaled")
-    seen = observe(subject.graph, fit, subject.batches)
+    seen = observe(subject.graph, fit, parted(subject.batches, held=False))
     gains = output_gains(subject.graph, streams)
     samples = Samples(subject.graph, fit, subject.batches)
     changed = moved = worse = 0

@@ -1,17 +1,22 @@
 """Verification of a change of channels: what the readers of a stream make of it once everything is rounded.
 
-A model of noise (``equalize.py``) decides how far channels are scaled; whether that was right is seen on samples. With
-``x`` a value of the stream, ``m`` and ``s`` the shift and the scale of its channels, ``Q`` rounding to 8 bits over the
-best of a few parts of the range seen and ``R`` rounding of weights by output channel, the error of a reader ``W`` is
+A model of noise (``equalize.py``) decides how far channels are scaled; whether that was right is seen on samples that
+it was not made from: the last quarter of each batch is held out (``parted``). With ``x`` a value of the stream, ``m``
+and ``s`` the shift and the scale of its channels, ``f`` the activation behind it that clips at fixed ends, ``Q``
+rounding to 8 bits over the best of a few parts of the range seen and ``R`` rounding of weights by output channel, the
+error of a reader ``W`` is
 
-    Var[ R(W / s) ∗ Q((x − m)·s) − W ∗ x ] / Var[W ∗ x]
+    Var[ R(W / s) ∗ Q(f((x − m)·s)) − W ∗ f(x) ] / Var[W ∗ f(x)]
 
 with constant parts left out, which the bias takes up (and a shift is such a part). Errors of all readers are averaged.
+``f`` is what makes held-out samples matter: a channel is scaled towards a ReLU6's end, or shifted down to a ReLU's
+zero, as far as was seen, and an unseen value beyond is clipped. There, and there alone, the float function changes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -21,25 +26,42 @@ from torch.fx import GraphModule, Interpreter, Node
 from qtool.nested import call, num_samples, samples_of
 from qtool.quantization.algorithms.streams import Stream, per_input
 from qtool.quantization.capture import aten, parameter
+from qtool.quantization.placement import clip_limits
+from qtool.quantization.targets import RELU_LIKE
 
-SAMPLES = 16
+HELD = 4
+"""One sample in so many is held out."""
+SAMPLES = 32
 VALUES = 2**20
 """How many values of one tensor are kept at most, in whole samples, two at least."""
 WIDTHS = (1.0, 0.8, 0.6, 0.45, 0.3)
 LEVELS, QMAX = 255, 127
 
 
+def parted(batches: Iterable[Any], held: bool) -> Iterator[Any]:
+    """The samples of each batch that are held out, or those that are not; a batch of one sample counts as both."""
+    for batch in batches:
+        size = num_samples(batch)
+        kept = size - size // HELD if size >= HELD else size - 1
+        if size == 1:
+            yield batch
+        else:
+            yield samples_of(batch, kept, size) if held else samples_of(batch, 0, kept)
+
+
 class Samples:
-    """The values that the readers of some streams read, on a few samples of the first batch."""
+    """The values that the readers of some streams read, on samples that are held out of every batch."""
 
     @torch.no_grad()
     def __init__(self, graph: GraphModule, streams: Iterable[Stream], batches: Iterable[Any]) -> None:
-        wanted = {reader.args[0] for stream in streams for reader in stream.consumers}
-        watch = _Keep(graph, wanted)
-        for batch in batches:
-            call(watch.run, samples_of(batch, 0, min(SAMPLES, num_samples(batch))))
-            break
-        self.graph, self.kept = graph, watch.kept
+        watch = _Keep(graph, {_kept(reader.args[0]) for stream in streams for reader in stream.consumers})
+        left = SAMPLES
+        for batch in parted(batches, held=True):
+            call(watch.run, samples_of(batch, 0, min(left, num_samples(batch))))
+            left -= num_samples(batch)
+            if left <= 0:
+                break
+        self.graph, self.kept = graph, {node: torch.cat(values) for node, values in watch.kept.items()}
 
     @torch.no_grad()
     def error(self, stream: Stream, scales: Tensor, moved: dict[Node, Tensor]) -> float:
@@ -50,28 +72,39 @@ class Samples:
     def _reader_error(self, reader: Node, scales: Tensor, moved: dict[Node, Tensor]) -> float:
         source = reader.args[0]
         assert isinstance(source, Node)
-        x, weight = self.kept[source], parameter(self.graph, reader.args[1])
+        x, weight = self.kept[_kept(source)], parameter(self.graph, reader.args[1])
         assert weight is not None
         shape = [-1] if reader.target is aten.linear.default else [-1, *[1] * (x.dim() - 2)]
         shift = moved[source].reshape(shape) if source in moved else torch.zeros(())
-        changed = (x - shift) * scales.reshape(shape)
+        ends = clip_limits(source) if _kept(source) is not source else (-math.inf, math.inf)
+        changed = ((x - shift) * scales.reshape(shape)).clamp_(*ends)
         made = rounded_rows(weight / per_input(weight, reader, scales))
-        wanted = _spread(reader, x, weight)
+        wanted = _spread(reader, x.clamp(*ends), weight)
         whole = float(wanted.square().mean()) + 1e-30
         errors = (_spread(reader, rounded(changed, width), made).sub_(wanted).square_().mean() for width in WIDTHS)
         return min(float(error) for error in errors) / whole
+
+
+def _kept(source: Any) -> Node:
+    """What is kept of a value: what an activation with fixed ends clips, or the value itself."""
+    assert isinstance(source, Node)
+    node = source.args[0] if source.target in RELU_LIKE else source
+    assert isinstance(node, Node)
+    return node
 
 
 class _Keep(Interpreter):
     def __init__(self, graph: GraphModule, wanted: set[Any]) -> None:
         super().__init__(graph)
         self.wanted = wanted
-        self.kept: dict[Node, Tensor] = {}
+        self.kept: dict[Node, list[Tensor]] = {}
 
     def run_node(self, n: Node) -> Any:
         result = super().run_node(n)
         if n in self.wanted:
-            self.kept[n] = result[: max(2, VALUES // max(1, result[0].numel()))].clone()
+            kept = self.kept.setdefault(n, [])
+            room = max(2, VALUES // max(1, result[0].numel())) - sum(map(len, kept))
+            kept.append(result[: max(0, room)].clone())
         return result
 
 
