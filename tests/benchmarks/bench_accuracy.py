@@ -7,7 +7,8 @@ Every file is made from the same FP32 model and the same calibration samples (51
 ONNX Runtime with one thread and fed the same test samples. Printed for each: SQNR at the logits, KL divergence,
 agreement and top-1 against FP32's, size and speed over FP32's file, and the CPU time of making it.
 
-``--qtool`` is repeated for more settings: quantize options as ``key=value`` separated by blanks. The peers are
+``--qtool`` is repeated for more settings: quantize options as ``key=value`` separated by blanks, what is left out being
+the default (``seed=0`` is all of it). The peers are
 per-channel, uint8 activations and int8 weights, on the model as ``quant_pre_process`` prepares it. ONNX Runtime's
 percentile and entropy keep every activation of every sample in memory: ``--peer-samples`` bounds what they are given,
 and the table says so.
@@ -42,8 +43,8 @@ from qtool.recipe import ExportConfig, QuantizeConfig, make, override  # noqa: E
 from qtool.runtimes import open_session  # noqa: E402
 
 SETTINGS = (
-    "ranges=minmax", "ranges=percentile", "ranges=entropy", "ranges=mse", "ranges=mse algorithms=bias",
-    "ranges=mse algorithms=equalize", "ranges=mse algorithms=equalize,bias",
+    "seed=0", "ranges=minmax algorithms=none", "ranges=minmax", "ranges=mse algorithms=none", "ranges=percentile",
+    "ranges=output", "ranges=mse algorithms=bias", "ranges=output algorithms=gptq",
 )  # fmt: skip
 PEERS = ("minmax", "percentile", "entropy")
 
@@ -109,7 +110,7 @@ def by_qtool(model: torch.nn.Module, text: str, inputs: list[Any], out: Path, ga
     table: dict[str, Any] = {}
     for part in text.split():
         override(table, part if "," not in part else part.replace("=", '=["', 1).replace(",", '","') + '"]')
-    if isinstance(table.get("algorithms"), str):
+    if isinstance(table.get("algorithms"), str) and table["algorithms"] != "none":
         table["algorithms"] = [table["algorithms"]]
     form = quantize(model, make(QuantizeConfig, table), example=inputs[0][:2], calibration=inputs)
     export(form, out, ExportConfig(gates=gates), samples=inputs if gates else None)

@@ -112,9 +112,28 @@ def test_statistics_follow_equalization() -> None:
     given = Subject(graph, graph, Placement(graph, get_target("ort-cpu")), BATCHES)
     equalize(given)
     for node, (mean, variance) in distributions(given.graph).items():
+        if not bool(variance.any()):  # a mean over the image
+            continue
         wanted = mean_of(given.graph, node.name, BATCHES)
         assert float(((mean - wanted) / variance.clamp(min=1e-3).sqrt()).abs().max()) < 0.2
     assert any("rescaled" in note and "rescaled 0" not in note for note in given.notes)
+
+
+def test_statistics_that_the_data_contradict_are_not_believed() -> None:
+    """A net that was never trained, whose batch-norms still say what they were born with."""
+    model = Residual()
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.reset_parameters()
+        elif isinstance(module, nn.Conv2d):
+            module.weight.data *= 0.05
+            module.bias.data *= 0.05
+    with pytest.raises(Declined, match="the statistics of the batch-norms are not those of the data"):
+        correct_biases_analytically(subject(model, BATCHES))
+    model.first[0].weight.data *= 100
+    given = subject(model, BATCHES)
+    correct_biases_analytically(given)
+    assert given.notes[0].endswith("have one whose statistics are not the data's")
 
 
 def test_a_net_without_batch_norm_is_declined() -> None:

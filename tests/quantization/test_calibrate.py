@@ -56,7 +56,7 @@ def test_batches_are_taken_from_any_iterable_one_at_a_time() -> None:
 def test_minmax_ranges_are_the_extremes() -> None:
     graph = prepared(detailed=False)
     calibrate(graph, [X])
-    ranges = choose_ranges(pt2e.observers(graph), QuantizeConfig())
+    ranges = choose_ranges(pt2e.observers(graph), QuantizeConfig(ranges="minmax"))
     assert (ranges["input_1"]["low"], ranges["input_1"]["high"]) == (float(X.min()), float(X.max()))
     assert ranges["0"]["low"] == 0.0  # after the relu
     assert {entry["method"] for entry in ranges.values()} == {"minmax"}

@@ -29,7 +29,7 @@ X = torch.randn(16, 3, 6, 6, generator=torch.Generator().manual_seed(0))
 
 
 def made(model: nn.Module, x: Tensor = X) -> QuantizedModel:
-    return quantize(model.eval(), QuantizeConfig(), example=x[:2], calibration=[x])
+    return quantize(model.eval(), QuantizeConfig(ranges="minmax", algorithms=None), example=x[:2], calibration=[x])
 
 
 def weighted(model: QuantizedModel) -> list[dict[str, Any]]:

@@ -78,7 +78,10 @@ def test_the_plan_the_ranges_and_the_notes() -> None:
         ("conv", "conv"), ("second", "conv"), ("add", "add"), ("mean", "global_avg_pool"), ("head", "linear"),
     ]  # fmt: skip
     assert form.plan.float_units == ()
-    assert form.plan.notes == ("module 'unused' is no part of the captured graph",)
+    assert form.plan.notes == (
+        "module 'unused' is no part of the captured graph",
+        "analytic-bias: corrected in 1 layers; 2 have no batch-norm before them",
+    )
     assert set(form.ranges) == {"x", "conv", "second", "add", "mean"}
     assert form.plan.target == "ort-cpu"
 

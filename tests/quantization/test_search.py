@@ -22,7 +22,7 @@ class World:
 
     def __init__(self, limit: float, method: str = "auto", budget: int = 100) -> None:
         logits = torch.randn(N, 3, generator=torch.Generator().manual_seed(1))
-        self.config = QuantizeConfig(max_kl=limit, method=method)
+        self.config = QuantizeConfig(max_kl=limit, method=method, ranges="minmax", algorithms=None)
         self.judge = Judge(self.config, [(logits, None)], lambda x: x, None)
         self.budget, self.tried = budget, []
         self.search = Search(self.config, self.judge, self.attempt, lambda _: UNITS, can_train=True)

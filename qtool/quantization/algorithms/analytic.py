@@ -8,8 +8,10 @@ al., arXiv 1906.04721, section 4.2 and appendix C),
     E[x] = a·Φ(α) + b·(1 − Φ(ω)) + β·(Φ(ω) − Φ(α)) + γ·(φ(α) − φ(ω)),          b̂ = b − (Ŵ − W) E[x]
 
 Means are carried through what keeps channels apart (average pooling, padding, reshaping); sums add means, and variances
-as if their terms were independent. A layer whose inputs are not known in this way (the first, one behind a product or
-a concatenation) is left, and the note says how many were.
+as if their terms were independent; the mean over an image hardly varies. A layer whose inputs are not known in this way
+(the first, one behind a product or a concatenation) is left, and the note says how many were. So is one whose
+quantized inputs do not reach as far as its batch-norm has them reach: those of a network that was never trained have
+the statistics that they were born with, and correcting by them would add the shift that it is to remove.
 
 Left out on purpose: the shift that quantized activations cause, the border that padding makes, and everything that
 data would tell: with calibration samples at hand, ``bias`` is exact.
@@ -23,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from qtool.form import quantized
 from qtool.quantization.algorithms.bias import add_to_bias
 from qtool.quantization.algorithms.streams import ANCHORS, keeps_channels, per_input
 from qtool.quantization.algorithms.subject import Declined, Subject
@@ -32,6 +35,8 @@ from qtool.quantization.placement import clip_limits
 from qtool.quantization.targets import RELU_LIKE
 
 Normal = tuple[Tensor, Tensor]
+REACH = 0.6
+"""The root mean square that batch-norms tell of a tensor is at most this part of its range, where they are true."""
 _PADS = (aten.pad.default, aten.constant_pad_nd.default)
 _UNKNOWN = (aten.max_pool1d.default, aten.max_pool2d.default, aten.leaky_relu.default)
 
@@ -44,14 +49,28 @@ def correct_biases_analytically(subject: Subject) -> None:
     fit = {node: other for node, other in anchors.items() if other.args[0] in known}
     if not fit:
         raise Declined("no integer layer has a batch-norm before it")
-    for node, other in fit.items():
+    true = {node: other for node, other in fit.items() if _reaches(node, *known[other.args[0]])}  # type: ignore[index]
+    if not true:
+        raise Declined("the statistics of the batch-norms are not those of the data")
+    for node, other in true.items():
         real, made = parameter(subject.reference, other.args[1]), _dequantized(subject.graph, node)
         assert real is not None
         means = per_input(real, other, known[other.args[0]][0])  # type: ignore[index]
         add_to_bias(subject.graph, node, ((real.double() - made) * means).flatten(1).sum(1))
     subject.graph.recompile()
     left = f"; {len(anchors) - len(fit)} have no batch-norm before them" if len(fit) < len(anchors) else ""
-    subject.note(f"analytic-bias: corrected in {len(fit)} layers{left}")
+    left += f"; {len(fit) - len(true)} have one whose statistics are not the data's" if len(true) < len(fit) else ""
+    subject.note(f"analytic-bias: corrected in {len(true)} layers{left}")
+
+
+def _reaches(node: Node, mean: Tensor, variance: Tensor) -> bool:
+    """Whether a layer's quantized inputs go as far as values of these statistics do; so where they are in float."""
+    source = node.args[0]
+    assert isinstance(source, Node)
+    if source.target is not quantized.dequantize_per_tensor.default:
+        return True
+    scale, zero, low, high = (float(str(value)) for value in source.args[1:5])
+    return float((mean.square() + variance).mean().sqrt()) <= REACH * scale * max(zero - low, high - zero)
 
 
 def _dequantized(graph: GraphModule, node: Node) -> Tensor:
@@ -86,7 +105,15 @@ def _distribution(node: Node, found: dict[Node, Normal]) -> Normal | None:
     if node.target is aten.add.Tensor and keeps_channels(node):
         left, right = (found[operand] for operand in node.args[:2])  # type: ignore[index]
         return left[0] + right[0], left[1] + right[1]
-    return first if node.target in _PADS or keeps_channels(node) else None
+    if node.target not in _PADS and not keeps_channels(node):
+        return None
+    return (first[0], torch.zeros_like(first[1])) if _is_whole_mean(node) else first
+
+
+def _is_whole_mean(node: Node) -> bool:
+    """Whether a pooling leaves one value of a channel."""
+    pools = (aten.mean.dim, aten.adaptive_avg_pool1d.default, aten.adaptive_avg_pool2d.default)
+    return node.target in pools and all(size == 1 for size in node.meta["val"].shape[2:])
 
 
 def clipped(mean: Tensor, variance: Tensor, low: float, high: float) -> Normal:

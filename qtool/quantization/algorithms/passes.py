@@ -15,7 +15,7 @@ from qtool.quantization.algorithms.subject import Report, Subject, silent
 from qtool.quantization.capture import copied
 from qtool.quantization.placement import Placement
 from qtool.quantization.residence import Moved, on
-from qtool.recipe import QuantizeConfig
+from qtool.recipe import DEFAULT_ALGORITHMS, QuantizeConfig
 
 
 class Passes:
@@ -54,8 +54,9 @@ class Passes:
 
     def correct(self, graph: GraphModule, placement: Placement, ranges: dict[str, Any]) -> tuple[str, ...]:
         """Runs the passes over the converted graph in place; returns the notes of all."""
-        if self._declined and self.names:
-            return tuple(f"{name} declined: {self._declined}" for name in self.names)
+        if self._declined:  # what nobody asked for is not refused
+            asked = (name for name in self.names if name not in DEFAULT_ALGORITHMS)
+            return tuple(f"{name} declined: {self._declined}" for name in asked)
         if self.names and self.reference is not None:
             self._run("integer", self._subject(graph, self.reference, placement, self.batches, ranges))
         return tuple(self.notes)
