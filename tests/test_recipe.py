@@ -173,9 +173,9 @@ def test_an_override_that_cannot_be_applied_is_named(text: str) -> None:
 def test_a_recipe_file_with_overrides(tmp_path: Path) -> None:
     path = tmp_path / "a.toml"
     path.write_text('model = "mobilenet"\n[train]\nepochs = 2\n')
-    recipe = load_recipe(path, ["train.epochs=3", "quantize.ranges=mse"])
-    assert (recipe.model, recipe.train.epochs, recipe.quantize.ranges) == ("mobilenet", 3, "mse")
-    assert recipe.quantize == QuantizeConfig(ranges="mse")
+    recipe = load_recipe(path, ["train.epochs=3", "quantize.ranges=entropy"])
+    assert (recipe.model, recipe.train.epochs, recipe.quantize.ranges) == ("mobilenet", 3, "entropy")
+    assert recipe.quantize == QuantizeConfig(ranges="entropy")
 
 
 @pytest.mark.parametrize("content", [b"model = ", b"\xff\xfe", b"[train]\n[train]\n"])

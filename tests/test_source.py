@@ -141,7 +141,7 @@ def test_the_float_model_of_a_quantization_is_opened_again(trained: Path, small_
         assert model is not None
         assert all(torch.equal(value, expected[name]) for name, value in model.named_parameters())
     assert recall_float(alone).record == recall_source(alone, "quantize").record
-    qtool.quantize(alone, ranges="mse", calibration="train:8")
+    qtool.quantize(alone, ranges="minmax", calibration="train:8")
     save_file({name: value * 2 for name, value in load_file(copy).items()}, copy)
     with pytest.raises(QtoolError, match="name them with --model and --weights"):
         recall_float(alone)

@@ -48,9 +48,9 @@ def test_it_is_written_found_again_and_shown_in_the_report(trained: Path, monkey
 
 def test_other_options_are_measured_anew(trained: Path) -> None:
     first = qtool.sensitivity(trained, **OPTIONS)
-    second = qtool.sensitivity(trained, **OPTIONS, ranges="mse")
+    second = qtool.sensitivity(trained, **OPTIONS, ranges="minmax")
     assert first["config"]["ranges"] != second["config"]["ranges"]
-    assert json.loads((trained / "sensitivity.json").read_text())["config"]["ranges"] == "mse"
+    assert json.loads((trained / "sensitivity.json").read_text())["config"]["ranges"] == "minmax"
 
 
 def test_a_measurement_of_another_model_or_other_samples_is_refused(
