@@ -57,6 +57,7 @@ PEERS = tuple(sorted(path.stem for path in (HERE / "peers").glob("*.py")))
 
 def main() -> None:
     options = arguments()
+    options.out = options.out.absolute()
     options.out.mkdir(parents=True, exist_ok=True)
     result, made = options.out / "side_by_side.json", {}
     if options.resume and result.exists():
@@ -154,7 +155,8 @@ def quantize(name: str, options: argparse.Namespace) -> dict[str, Any]:
             shutil.copy(path, folder)
         files = [Path(folder) / "fp32.onnx", options.out / "calibration.npy", path_of(name, options)]
         words = [interpreter(name, options), str(HERE / "measured.py"), name, *map(str, files)]
-        done = subprocess.run(words, capture_output=True, text=True)
+        where = None if name.startswith("qtool") else folder  # some write where they run; qtool's spec may be relative
+        done = subprocess.run(words, capture_output=True, text=True, cwd=where)
     result, peer = last_words(done), importlib.import_module(f"peers.{name}")
     if "absent" in result:
         home = options.environments / name.split("_")[0]
@@ -176,7 +178,8 @@ def interpreter(name: str, options: argparse.Namespace) -> str:
     """The one named by ``--python``, else of the library's environment, else this one."""
     named = dict(pair.split("=", 1) for pair in options.python)
     own = options.environments / name.split("_")[0] / "bin" / "python"
-    return named.get(name) or str(own if own.exists() else sys.executable)
+    chosen = named.get(name) or str(own if own.exists() else sys.executable)
+    return str(Path(shutil.which(chosen) or chosen).absolute())
 
 
 def path_of(name: str, options: argparse.Namespace) -> Path:
