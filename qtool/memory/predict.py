@@ -15,8 +15,10 @@ What an allocator loses to fragmentation is not predicted.
 
 Of several devices, what the first one needs is predicted; it has the largest share of each batch. Sharding runs as it
 is, in a group whose other processes are not there: parts, gathered blocks and summed gradients have their sizes all
-the same. Copies (DDP) are one process with that share of the batch, whose gradients lie in buckets for as long as it
-trains; with micro-batches they come into being beside the buckets, and enter them with the last.
+the same, and so have the copies that gloo makes of them on the CPU. (Its threads may let go of those late: on a busy
+CPU a bucket or a gathered block is measured once or several times more than predicted.) Copies (DDP) are one process
+with that share of the batch, whose gradients lie in buckets for as long as it trains; with micro-batches they come into
+being beside the buckets, and enter them with the last.
 """
 
 from __future__ import annotations
@@ -98,7 +100,7 @@ def predict(
             "leave --compile out here",
         )  # fmt: skip
     # New strides for fake parameters crash torch. Sizes are the same without; only what operators take depends on them
-    layout, compiles = config.channels_last, config.compile
+    layout, compiles = config.channels_last and config.strategy != "fsdp", config.compile
     config = replace(config, channels_last=False, compile=False)
     total, share = num_samples(batch[0]), math.ceil(num_samples(batch[0]) / config.devices)
     copies = config.devices > 1 and config.strategy == "ddp"

@@ -28,6 +28,9 @@ HEAVY = (
 """Matrix products, convolutions, and bitsandbytes' update, which on the CPU widens its moments. They check their
 operands; a norm's backward, given a dtype that only a fake one returned, reads past its end."""
 
+COPIED = {"_allgather_base_": 0, "_reduce_scatter_base_": 1}
+"""Exchanges of which gloo has a copy of its own while they last: of what is gathered, of what is summed."""
+
 
 class Scratch:
     """Remembers what each kind of call took."""
@@ -40,7 +43,11 @@ class Scratch:
 
         With ``channels_last`` four-dimensional ones are taken to lie in that order.
         """
-        if function.overloadpacket.__name__ not in HEAVY:
+        name = function.overloadpacket.__name__
+        if name in COPIED:
+            exchanged: Tensor = args[COPIED[name]]
+            return exchanged.nbytes if exchanged.device.type == "cpu" else 0
+        if name not in HEAVY:
             return 0
         leaves, tree = tree_flatten((args, kwargs or {}))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]

@@ -56,6 +56,17 @@ def test_the_prediction_is_near_what_is_allocated(name: str) -> None:
     assert sum(predicted.parts.values()) == predicted.peak_bytes
 
 
+def test_shards_are_not_laid_out_channels_last() -> None:
+    net = nn.Sequential(
+        nn.Unflatten(1, (2, 4, 4)), *(nn.Conv2d(2**k, 2 ** (k + 1), 3, padding=1) for k in range(1, 7)), nn.Flatten()
+    )
+    either, other = (
+        predict(lambda: net, batch(4), config(devices=2, strategy="fsdp", channels_last=last), prepare=setup, loss=LOSS)
+        for last in (True, False)
+    )
+    assert either.peak_bytes == other.peak_bytes
+
+
 def test_what_happens_after_the_last_step_is_not_counted() -> None:
     """Weights in bfloat16 become float32 again: twice as large, beside 8-bit states that are no longer there."""
     options = config(precision="bf16-true", optimizer="adamw8bit", step_in_backward=True, grad_clip=None)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+from torch import distributed
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from qtool import processes
 from qtool.memory import scratch
 from qtool.memory.measure import allocations
 from qtool.memory.scratch import Scratch
@@ -37,3 +40,15 @@ def test_each_kind_of_call_is_made_once() -> None:
         taken.of(MM, (torch.ones(4, 8), torch.ones(8, 4)), None)
     taken.of(MM, (torch.ones(4, 8), torch.ones(4, 8).t()), None)
     assert len(taken.known) == 2
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # torch 2.13 renames the exchanges
+def test_gloo_copies_what_it_exchanges() -> None:
+    part, whole = torch.ones(50_000), torch.empty(50_000)
+    with processes.joined(torch.device("cpu")):
+        for exchange, operator, args in (
+            (distributed.all_gather_into_tensor, torch.ops.c10d._allgather_base_.default, (whole, part)),
+            (distributed.reduce_scatter_tensor, torch.ops.c10d._reduce_scatter_base_.default, (part, whole)),
+        ):
+            changes, _ = allocations(lambda exchange=exchange, args=args: exchange(*args))
+            assert Scratch().of(operator, args, None) == whole.nbytes == max(changes)
