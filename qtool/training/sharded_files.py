@@ -51,7 +51,7 @@ class ShardedFiles(Files):
         assert isinstance(optimizer, LocalShards)
         path = folder / f"step-{step:08d}"
         sharded: dict[str, DTensor] = {}
-        weights = _taken_out(learned(model), "model", sharded)
+        weights = _taken_out(_learned(model), "model", sharded)
         states = {"world": processes.size()}
         with _committed(path) as new:
             if optimizer.own_states:
@@ -78,7 +78,7 @@ class ShardedFiles(Files):
         """Reads this process's part of model and optimizer states, whatever number of processes wrote them."""
         assert isinstance(optimizer, LocalShards)
         path, world = tree["path"], tree["optimizer"]["world"]
-        own = learned(model)
+        own = _learned(model)
         wanted = {f"model.{name}": value for name, value in own.items() if isinstance(value, DTensor)}
         states = None
         if not optimizer.own_states:
@@ -102,7 +102,7 @@ class ShardedFiles(Files):
     def keep_best(self, folder: Path, model: nn.Module) -> None:
         """Stores a model's weights as the best so far."""
         sharded: dict[str, DTensor] = {}
-        rest = _taken_out(learned(model), "model", sharded)
+        rest = _taken_out(_learned(model), "model", sharded)
         with _committed(folder / BEST) as new:
             _save(new, sharded)
             if processes.rank() == 0:
@@ -110,10 +110,19 @@ class ShardedFiles(Files):
 
     def take_best(self, folder: Path, model: nn.Module) -> None:
         """Puts the best weights so far into a model."""
-        rest, own = load_tree(folder / BEST / MAIN), learned(model)
+        rest, own = load_tree(folder / BEST / MAIN), _learned(model)
         wanted = {f"model.{name}": value for name, value in own.items() if isinstance(value, DTensor)}
         _load(folder / BEST, wanted)
         model.load_state_dict({name: wanted.get(f"model.{name}", rest[name]) for name in own}, strict=False)
+
+
+def _learned(model: nn.Module) -> dict[str, Any]:
+    """What training changes of a model, each tensor under the first of its names: safetensors stores none twice."""
+    first: dict[int, str] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        first.setdefault(id(value), name)
+    names = set(first.values())
+    return {name: value for name, value in learned(model).items() if name in names}
 
 
 def _own(rank: int, world: int) -> str:

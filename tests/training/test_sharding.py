@@ -132,6 +132,19 @@ def test_a_step_of_a_sharded_model_is_the_step(net, precision, run_steps):
             assert torch.allclose(one.float(), two.float(), atol=1e-6), name
 
 
+def test_a_weight_with_two_names_is_stored_once_and_comes_back_in_both(tmp_path):
+    model = torch.nn.Sequential(torch.nn.Embedding(8, 4), torch.nn.Linear(4, 8, bias=False))
+    model[1].weight = model[0].weight
+    with setup(model, TrainConfig(device="cpu", strategy="fsdp")) as made:
+        optimizer = made.make_optimizer(list(model.parameters()))
+        before = model[0].weight.full_tensor().clone()
+        path = made.files.commit(tmp_path, 1, {}, model, optimizer)
+        torch.nn.init.zeros_(model[0].weight)
+        made.files.restore(made.files.read(path), model, optimizer)
+    assert torch.equal(model[0].weight, before)
+    assert model[1].weight is model[0].weight
+
+
 def test_a_parameter_that_cannot_be_cut_is_named():
     model = torch.nn.Module()
     model.scale = torch.nn.Parameter(torch.tensor(1.0))
