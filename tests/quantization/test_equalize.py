@@ -43,12 +43,13 @@ def weight_of(given: Subject, path: str) -> Tensor:
 def test_any_net_computes_the_same_afterwards(net) -> None:
     batches = [example(net, 8, 0), example(net, 8, 1)]
     given = subject(build(net), batches)
-    expected = [[output.detach() for output in tensors(call(given.graph, batch))] for batch in batches]
+    fitted = list(parted(batches, held=False))  # what is held out may go further, and is clipped
+    expected = [[output.detach() for output in tensors(call(given.graph, batch))] for batch in fitted]
     try:
         equalize(given)
     except Declined:
         return
-    for batch, outputs in zip(batches, expected, strict=True):
+    for batch, outputs in zip(fitted, expected, strict=True):
         for found, wanted in zip(tensors(call(given.graph, batch)), outputs, strict=True):
             torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4 * max(1.0, float(wanted.abs().max())))
 
@@ -147,6 +148,7 @@ class Path(nn.Module):
 
     def __init__(self, padding: int = 0, relu: bool = False, offset: float = 5.0) -> None:
         super().__init__()
+        torch.manual_seed(0)
         self.first, self.second = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 5, 3, padding=padding)
         self.relu = relu
         with torch.no_grad():
@@ -177,9 +179,9 @@ def test_before_a_relu_only_what_it_never_clips_moves() -> None:
     moved = shifts(stream, {v: s.lowest for v, s in seen.items()}, {v: s.middle for v, s in seen.items()})
     least = torch.cat([F.conv2d(b, model.first.weight, model.first.bias) for b in BATCHES]).amin((0, 2, 3))
     torch.testing.assert_close(moved[stream.producers[0]], least.clamp(min=0).detach())
-    wanted = model(BATCHES[0])
     equalize(given)
-    torch.testing.assert_close(given.graph(BATCHES[0]), wanted, rtol=1e-4, atol=1e-3)
+    for batch in parted(BATCHES, held=False):  # what is held out may go further, and is clipped
+        torch.testing.assert_close(given.graph(batch), model(batch), rtol=1e-4, atol=1e-3)
 
 
 def test_a_reader_that_pads_keeps_the_constants_where_they_are() -> None:
