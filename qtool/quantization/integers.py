@@ -35,7 +35,7 @@ def finish(graph_module: GraphModule, *, integer_bias: bool = True) -> tuple[str
     """Makes biases int32 if wanted, and labels quantizers, in place; returns notes on channels that were changed."""
     notes: list[str] = []
     remove_dropout(graph_module)
-    merge_repeated(graph_module)
+    drop_requantization(graph_module)
     fold_computed(graph_module)
     for node in list(graph_module.graph.nodes):
         if integer_bias and node.target in WEIGHTED and _is_integer_unit(node):
@@ -49,7 +49,7 @@ def finish(graph_module: GraphModule, *, integer_bias: bool = True) -> tuple[str
     return tuple(notes)
 
 
-def merge_repeated(graph_module: GraphModule) -> None:
+def drop_requantization(graph_module: GraphModule) -> None:
     """Drops a quantize that repeats the one before it: of a dequantized value, with the same parameters."""
     graph = graph_module.graph
     for node in list(graph.nodes):

@@ -35,7 +35,7 @@ from qtool.quantization import observers as own
 from qtool.quantization.align import Misaligned, align, check_quantizers, label_units, quantized_values
 from qtool.quantization.capture import aten, capture, owner, remove_dropout, user_line
 from qtool.quantization.constants import fold_quantized
-from qtool.quantization.integers import merge_repeated
+from qtool.quantization.integers import drop_requantization
 from qtool.quantization.module_norms import convolve_norms, folded
 from qtool.quantization.observers import FakeQuantizer, RangeObserver, named
 from qtool.quantization.placement import Placed, Placement
@@ -375,7 +375,7 @@ def _convert(prepared: GraphModule, placement: Placement, config: BackendConfig,
     graph = capture(reference, example)
     remove_dropout(graph)
     fold_quantized(graph)
-    merge_repeated(graph)
+    drop_requantization(graph)
     try:
         pairs = align(placement.graph_module, graph)
         label_units(placement, pairs)
