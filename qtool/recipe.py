@@ -173,7 +173,8 @@ class QuantizeConfig:
     rounding_steps: int = option(500, "training steps of each layer or block by adaround and brecq", low=1)
     device: str = option(
         "cpu",
-        "where calibration and algorithms (QAT too, if named) run: cpu, cuda, cuda:1 …; auto: CUDA if there is one",
+        "where calibration and algorithms run, QAT too if named: "
+        "cpu, cuda, cuda:1 …; auto takes CUDA where there is one",
     )
     calibration: str = option(
         "train:512", "train:N (N training samples, stratified by label), a set's name, or a recipe file"

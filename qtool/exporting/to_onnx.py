@@ -98,11 +98,10 @@ def unit_of(node: torch.fx.Node) -> str:
 def _translate(graph: GraphModule, example: Any, opset: int) -> tuple[ir.Model, dict[str, str]]:
     """The exporter's model, and the unit of each value by the exporter's name for it."""
     program = program_of(graph, example)
-    program.__class__ = Decomposed
     spell_pools(program.graph)
     try:
         with quiet_exporter():
-            exported = torch.onnx.export(program, dynamo=True, opset_version=opset, verbose=False)
+            exported = _exported(program, opset)
     except Exception as error:
         raise _untranslated(program, error) from error
     assert exported is not None
@@ -110,6 +109,17 @@ def _translate(graph: GraphModule, example: Any, opset: int) -> tuple[ir.Model, 
     _restore_inputs(exported.model, {str(name) for name in program.graph_signature.user_inputs})
     labelled = (node for node in exported.exported_program.graph.nodes if "unit" in (node.meta.get("custom") or {}))
     return exported.model, {node.name: unit_of(node) for node in labelled}
+
+
+def _exported(program: torch.export.ExportedProgram, opset: int) -> Any:
+    """The exporter's result: of the program as it is if that has a form in ONNX, else decomposed."""
+    plain = type(program)
+    program.__class__ = Decomposed
+    try:
+        return torch.onnx.export(program, dynamo=True, opset_version=opset, verbose=False)
+    except torch.onnx.OnnxExporterError:
+        program.__class__ = plain
+        return torch.onnx.export(program, dynamo=True, opset_version=opset, verbose=False)
 
 
 class Decomposed(torch.export.ExportedProgram):
