@@ -43,6 +43,7 @@ OPTIMIZERS = (
     "lion8bit",
     "torchao-adamw8bit",
 )
+KERNELS = ("fused", "foreach", "loop")
 ROUNDINGS = ("nearest", "stochastic", "compensated")
 AUTO = 0
 """The batch size that is found by itself."""
@@ -73,6 +74,10 @@ class TrainConfig:
     micro_batches: int = option(1, "split each batch into this many micro-batches (gradient accumulation)", low=1)
     precision: str = option("32-true", "number formats of compute and weights", choices=PRECISIONS)
     optimizer: str = option("adamw", "update rule", choices=OPTIMIZERS)
+    optimizer_kernels: str = option(
+        "fused", "how AdamW and SGD run: one kernel in all, one an operation, or one a weight and operation",
+        choices=KERNELS,
+    )  # fmt: skip
     learning_rate: float = option(2e-3, "peak learning rate", low=0)
     weight_decay: float = option(0.01, "decoupled weight decay (AdamW) or L2 (SGD)", low=0)
     momentum: float = option(0.9, "momentum of SGD", low=0)

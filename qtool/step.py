@@ -129,16 +129,18 @@ def no_scaler(device: torch.device) -> torch.amp.GradScaler:
 
 
 def plain_optimizer(config: TrainConfig) -> Callable[[list[nn.Parameter]], Optimizer]:
-    """torch's AdamW (arXiv 1711.05101) or SGD with Nesterov momentum, fused into one pass over the parameters."""
+    """torch's AdamW (arXiv 1711.05101) or SGD with Nesterov momentum, by the kernels that ``config`` names."""
+    foreach, fused = config.optimizer_kernels == "foreach", config.optimizer_kernels == "fused"
 
     def make(parameters: list[nn.Parameter]) -> Optimizer:
         rate, decay = config.learning_rate, config.weight_decay
         if config.optimizer == "sgd":
             momentum = config.momentum
             return torch.optim.SGD(
-                parameters, rate, momentum=momentum, weight_decay=decay, nesterov=momentum > 0, fused=True
-            )
-        return torch.optim.AdamW(parameters, rate, weight_decay=decay, fused=True)
+                parameters, rate, momentum=momentum, weight_decay=decay, nesterov=momentum > 0, foreach=foreach,
+                fused=fused,
+            )  # fmt: skip
+        return torch.optim.AdamW(parameters, rate, weight_decay=decay, foreach=foreach, fused=fused)
 
     return make
 

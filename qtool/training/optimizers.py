@@ -3,8 +3,8 @@
 ===============  ======================  ===============================================================
 optimizer        state bytes/parameter   source
 ===============  ======================  ===============================================================
-adamw            8                       arXiv 1711.05101; torch, fused
-sgd              4 (0 without momentum)  Nesterov momentum; torch, fused
+adamw            8                       arXiv 1711.05101; torch; fused, foreach or a loop
+sgd              4 (0 without momentum)  Nesterov momentum; torch, the same
 adafactor        0 + rows and columns    arXiv 1804.04235: factored second moment, no first; torch
 adamw8bit        2                       arXiv 2110.02861: block-wise 8-bit moments; bitsandbytes
 paged-adamw      8, paged to the host    CUDA unified memory, moved out under pressure; bitsandbytes

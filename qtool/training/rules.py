@@ -51,6 +51,13 @@ RULES = (
         "pass --precision bf16-mixed",
     ),
     Rule(
+        "--optimizer-kernels",
+        lambda c: c.optimizer_kernels != "fused" and c.optimizer not in ("adamw", "sgd"),
+        "the optimizer's own kernels",
+        "{optimizer_kernels} with --optimizer {optimizer}",
+        "leave it out, or pass --optimizer adamw or sgd",
+    ),
+    Rule(
         "--optimizer",
         lambda c: c.optimizer.startswith("paged") and resolve_device(c.device).type == "cpu",
         "a GPU, from which a paged optimizer's states move to host memory under pressure",

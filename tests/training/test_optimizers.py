@@ -4,8 +4,8 @@ from torch import nn
 
 from qtool import checkpoint
 from qtool.errors import QtoolError
+from qtool.recipe import KERNELS, TrainConfig
 from qtool.recipe import OPTIMIZERS as NAMES
-from qtool.recipe import TrainConfig
 from qtool.training import compiling
 from qtool.training.optimizers import OPTIMIZERS
 
@@ -102,3 +102,20 @@ def test_options_reach_the_optimizer():
     group = made_optimizer(make_model(), "sgd", momentum=0.5).param_groups[0]
     assert (group["momentum"], group["nesterov"]) == (0.5, True)
     assert made_optimizer(make_model(), "sgd", momentum=0.0).param_groups[0]["nesterov"] is False
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_whatever_kernels_run_it_an_update_is_the_same(name):
+    plain = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[name]
+    options = {"momentum": 0.9, "nesterov": True} if name == "sgd" else {}
+    expected = make_model()
+    steps(expected, plain(expected.parameters(), 0.01, weight_decay=0.01, foreach=False, **options), 5)
+    for kernels in KERNELS:
+        model = make_model()
+        optimizer = made_optimizer(model, name, optimizer_kernels=kernels)
+        assert (bool(optimizer.defaults["fused"]), bool(optimizer.defaults["foreach"])) == (
+            kernels == "fused", kernels == "foreach",
+        )  # fmt: skip
+        steps(model, optimizer, 5)
+        for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs)
