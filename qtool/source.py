@@ -152,6 +152,19 @@ def recall_float(run: Path, *, trust: bool = False, **options: Any) -> Source:
     return recall_source(place, stage, trust=trust, model=True, **options)
 
 
+def open_float(
+    model: nn.Module | str | Path, data: object, task: Task | str, weights: str | Path | None, *, trust: bool = False,
+    **options: Any,
+) -> tuple[Source, Path | None]:  # fmt: skip
+    """The source of a stage that begins with a float model, and the run directory if ``model`` names one.
+
+    That is any Path, or text that is a run directory and comes without ``data``.
+    """
+    if isinstance(model, Path) or (isinstance(model, str) and data is None and is_run_directory(model)):
+        return recall_float(Path(model), trust=trust, **options), Path(model)
+    return open_source(model, data, task, weights, **options), None
+
+
 def open_data(data: object, seed: int) -> Any:
     """A spec or a mapping of datasets as Data; a Data, None, or an iterable of batches as it is."""
     from qtool import data as floor

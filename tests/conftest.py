@@ -17,32 +17,29 @@ import numpy as np
 import pytest
 
 
-@pytest.fixture(scope="session")
-def small_data(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The spec of 240 training and 96 test images, 8×8 grey, three classes told apart by where they are bright."""
-    folder = tmp_path_factory.mktemp("small")
+def bright_bands(folder: Path, parts: dict[str, int], noise: int, band: int) -> str:
+    """The spec of parts of so many images, 8×8 grey, in three classes told apart by where a band is brighter."""
     draw = np.random.default_rng(0)
-    for part, count in (("train", 240), ("test", 96)):
+    for part, count in parts.items():
         labels = np.arange(count) % 3
-        images = draw.integers(0, 120, (count, 8, 8), dtype=np.uint8)
+        images = draw.integers(0, noise, (count, 8, 8), dtype=np.uint8)
         for image, label in zip(images, labels, strict=True):
-            image[:, 2 * label : 2 * label + 3] += 100
+            image[:, 2 * label : 2 * label + 3] += band
         np.savez(folder / f"{part}.npz", images=images, labels=labels)
     return f"npz:{folder}"
+
+
+@pytest.fixture(scope="session")
+def small_data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The spec of 240 training and 96 test images; see :func:`bright_bands`."""
+    return bright_bands(tmp_path_factory.mktemp("small"), {"train": 240, "test": 96}, noise=120, band=100)
 
 
 @pytest.fixture(scope="session")
 def held_out_data(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """As ``small_data``, with 300 validation images."""
-    folder = tmp_path_factory.mktemp("held")
-    draw = np.random.default_rng(0)
-    for part, count in (("train", 240), ("validation", 300), ("test", 30)):
-        labels = np.arange(count) % 3
-        images = draw.integers(0, 160, (count, 8, 8), dtype=np.uint8)
-        for image, label in zip(images, labels, strict=True):
-            image[:, 2 * label : 2 * label + 3] += 60
-        np.savez(folder / f"{part}.npz", images=images, labels=labels)
-    return f"npz:{folder}"
+    """The same with 300 validation images, and harder."""
+    parts = {"train": 240, "validation": 300, "test": 30}
+    return bright_bands(tmp_path_factory.mktemp("held"), parts, noise=160, band=60)
 
 
 NET = """

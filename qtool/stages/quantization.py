@@ -15,7 +15,7 @@ from qtool.artifacts import read_result, sha256_of, staging, write_json, write_r
 from qtool.errors import QtoolError, UsageError, nearest
 from qtool.options import argument
 from qtool.recipe import QatConfig, QuantizeConfig, as_dict
-from qtool.source import UNIDENTIFIED, Source, is_run_directory, open_source, recall_float
+from qtool.source import UNIDENTIFIED, Source, open_float
 from qtool.stages.common import (
     AnyPath,
     Progress,
@@ -140,9 +140,8 @@ def _quantize_source(
 ) -> tuple[Source, Path | None]:  # fmt: skip
     """The source to quantize and where the result goes; a run directory gives both."""
     smoothing = tuning.label_smoothing if tuning else 0.0
-    if isinstance(model, Path) or (isinstance(model, str) and data is None and is_run_directory(model)):
-        return recall_float(Path(model), trust=trust, label_smoothing=smoothing), out or Path(model)
-    return open_source(model, data, task, weights, label_smoothing=smoothing), out
+    source, run = open_float(model, data, task, weights, trust=trust, label_smoothing=smoothing)
+    return source, out or run
 
 
 def _calibrated_by(config: QuantizeConfig, drawn: Mapping[str, Any]) -> dict[str, str]:

@@ -21,7 +21,7 @@ from qtool.calibration_data import sample_hashes
 from qtool.errors import QtoolError, UsageError
 from qtool.options import make
 from qtool.recipe import CONTRACT_FIELDS, QuantizeConfig, as_dict
-from qtool.source import Source, is_run_directory, open_source, recall_float, state_hash
+from qtool.source import Source, open_float, state_hash
 from qtool.stages.common import AnyPath, Progress, calibration_of, configured, example_of, teller, tidy, writable
 
 if TYPE_CHECKING:
@@ -81,12 +81,10 @@ def _source(
     model: nn.Module | AnyPath, data: object, task: Task | str, weights: AnyPath | None, out: Path | None, trust: bool
 ) -> tuple[Source, Path | None, dict[str, Any]]:
     """The source, where the result goes, and the options of the quantization that is there."""
-    if not (isinstance(model, Path) or (isinstance(model, str) and data is None and is_run_directory(model))):
-        return open_source(model, data, task, weights), out, {}
-    run = Path(model)
-    quantized = not has_result(run, "train") and has_result(run, "quantize")
-    recorded = read_result(run, "quantize", verify=False)["config"] if quantized else {}
-    return recall_float(run, trust=trust), out or run, recorded
+    source, run = open_float(model, data, task, weights, trust=trust)
+    quantized = run and not has_result(run, "train") and has_result(run, "quantize")
+    recorded = read_result(run, "quantize", verify=False)["config"] if run and quantized else {}
+    return source, out or run, recorded
 
 
 @dataclasses.dataclass
