@@ -20,6 +20,11 @@ def test_batches_with_and_without_targets() -> None:
     assert [target is Y for _, target in pairs_of(given)] == [True, False, True, False]
 
 
+def test_a_batch_of_three_is_the_input_of_a_model_of_three_arguments() -> None:
+    assert list(pairs_of([(X, Y, X)])) == [((X, Y, X), None)]
+    assert list(pairs_of([(X,)])) == [((X,), None)]
+
+
 def test_an_iterator_is_kept_so_that_it_can_be_gone_through_again() -> None:
     inputs = inputs_of(iter([X, X]))
     assert [len(list(inputs)) for _ in range(2)] == [2, 2]
