@@ -9,7 +9,8 @@ CPU, where no allocator can, the prediction alone stands for it.
 
 Of several devices the budget is for each, and the processes of one machine share its host memory. The first process
 predicts, before they meet. A step in which one of them has run out of memory cannot be repeated, since the others wait
-in the middle of it: all are started again from the last checkpoint, with micro-batches half as large.
+in the middle of it: all are started again from the last checkpoint, with micro-batches half as large. Under
+``torchrun`` it is the one to start them (``--max-restarts``), or the user.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ def fitted(
     """
     if config.batch_size == AUTO:
         config = _with_batch(config, source, folder, resume, tell)
+    elif folder and not resume:
+        (folder / _FILE).unlink(missing_ok=True)
     if config.memory_budget is not None:
         config = _within(config, source, tell)
     return config
@@ -99,12 +102,20 @@ def halvings(folder: Path | None) -> int:
     return kept["halvings"] if kept else 0
 
 
-def halve(folder: Path, config: TrainConfig) -> bool:
-    """Has the next processes of the run in ``folder`` halve their micro-batches; False where they are one sample."""
-    kept = _kept(folder)
-    if kept is None or config.batch_size != AUTO or kept["batch_size"] <= config.devices << kept["halvings"]:
+def gives_way(config: TrainConfig) -> bool:
+    """Whether micro-batches may be made smaller unasked: qtool was left to find their size, or to keep to a budget."""
+    return config.batch_size == AUTO or (config.memory_budget is not None and "micro_batches" not in pinned(config))
+
+
+def halve(folder: Path, wanted: TrainConfig, begun: int) -> bool:
+    """Has the next processes of the run in ``folder`` halve their micro-batches once more than the ``begun`` times.
+
+    Several of a group may say so. False, and nothing is written, where a micro-batch is one sample already.
+    """
+    micro = -(-(-(-wanted.batch_size // wanted.devices)) // wanted.micro_batches)
+    if micro <= 1 << begun:
         return False
-    write_json(folder / _FILE, kept | {"halvings": kept["halvings"] + 1})
+    write_json(folder / _FILE, {"batch_size": wanted.batch_size, "halvings": begun + 1})
     return True
 
 

@@ -11,16 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 from qtool.artifacts import atomic_path, read_result, staging, write_json, write_result
 from qtool.errors import UsageError
-from qtool.recipe import AUTO, TrainConfig, as_dict
+from qtool.recipe import TrainConfig, as_dict
 from qtool.source import Source, open_source
 from qtool.stages.common import AnyPath, Progress, configured, drop_checkpoints, finished, teller, tidy, writable
-from qtool.stages.fitting import explained, fitted, halve, halvings, hold
+from qtool.stages.fitting import explained, fitted, gives_way, halve, halvings, hold
 
 if TYPE_CHECKING:
     from torch import nn
 
     from qtool.materialise import Target
     from qtool.tasks import Task
+    from qtool.loop import OutOfMemory
     from qtool.training.stage import TrainResult
 
 
@@ -79,11 +80,12 @@ def _launched(
     with TemporaryDirectory() if folder is None else nullcontext(folder) as place:
         run = Path(place)
         while True:
+            before = halvings(run) if resume else 0
             try:
                 launch(_train, config.devices, model, data, run, task, weights, resume, config, progress is True)
                 return _trained(run, opened())
             except OutOfMemory as error:
-                if not halve(run, config):
+                if halvings(run) <= before:
                     source = opened()
                     wanted = fitted(config, source, run, True, teller(False))
                     raise explained(error, wanted, source) from None
@@ -124,22 +126,31 @@ def _fit(
     from qtool.training import stage
 
     hold(wanted)
-    first, alone = processes.rank() == 0, processes.size() == 1
+    first, alone, yields = processes.rank() == 0, processes.size() == 1, gives_way(config)
+    begun = processes.from_first(halvings(folder)) if yields else 0
     assert source.model is not None
     try:
         result = stage.train(
             source.model, source.data, wanted, task=source.task, out=folder, resume=resume, progress=bar and first,
-            identity=source.inputs, backs_off=alone and config.batch_size == AUTO,
-            halvings=processes.from_first(halvings(folder)) if config.batch_size == AUTO else 0,
+            identity=source.inputs, backs_off=alone and yields, halvings=begun,
         )  # fmt: skip
     except OutOfMemory as error:
-        if not alone:  # told where they were started: a prediction makes a group of its own
-            raise
-        raise explained(error, wanted, source) from None
+        if alone:
+            raise explained(error, wanted, source) from None
+        raise _told_in_group(error, wanted, bool(folder and yields and halve(folder, wanted, begun))) from None
     if folder and first:
         _commit_train(folder, config, source, result)
     processes.wait()
     return result
+
+
+def _told_in_group(error: OutOfMemory, wanted: TrainConfig, goes_on: bool) -> OutOfMemory:
+    """The end of one process of several, without a prediction, which makes a group of its own."""
+    more = f"pass --micro-batches {2 * wanted.micro_batches}, --batch-size auto or a smaller one"
+    again = "run the same command again (torchrun --max-restarts 9 does): it goes on in smaller micro-batches"
+    return type(error)(
+        error.where, error.expected, error.got, f"{again if goes_on else more}; {error.last}", error.last
+    )
 
 
 def _target(config: TrainConfig) -> Target | None:

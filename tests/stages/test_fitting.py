@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 import time
@@ -25,6 +26,9 @@ from qtool.stages import fitting
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
 OPTIONS = {"device": "cpu", "max_steps": 6, "epochs": 9, "batch_size": 32, "checkpoint_every": 2, "grad_clip": None}
+
+
+ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
 
 
 class Picky(nn.Module):
@@ -212,6 +216,27 @@ def test_several_processes_go_on_together_from_the_last_checkpoint_in_smaller_mi
     with pytest.raises(QtoolError, match=r"training step 4: .*MiB predicted\); pass --.*step-00000002'"):
         qtool.train(PickyInOne(after=3), small_data, out=tmp_path, **options | {"batch_size": 32})
     assert time.monotonic() - start < 60  # nobody waits for the one that failed
+
+
+def picky_in_one() -> nn.Module:
+    return PickyInOne(after=3)
+
+
+@pytest.mark.slow
+def test_torchrun_starts_them_again_in_smaller_micro_batches(small_data: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1", "--standalone",
+        "-m", "qtool.cli", "train", "--model", f"{__file__}:picky_in_one", "--data", small_data, "--out", str(run),
+        "--device", "cpu", "--epochs", "9", "--max-steps", "6", "--batch-size", "32", "--checkpoint-every", "2",
+        "--memory-budget", "1GiB", "--strategy", "fsdp",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=ENVIRONMENT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "training step 4: expected memory for it" in done.stderr
+    assert "it goes on in smaller micro-batches; last good checkpoint" in done.stderr
+    result = json.loads((run / "train.json").read_text())
+    assert len(result["history"]["losses"]) == 6
 
 
 def test_auto_is_a_word_of_recipes_too(tmp_path: Path) -> None:
