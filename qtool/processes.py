@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, PrefixStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 from torch.utils._python_dispatch import _disable_current_modes
@@ -66,7 +66,7 @@ def joined(device: torch.device) -> Iterator[None]:
     if launched():
         store, place, count = next(rendezvous("env://"))
         # torchrun keeps its store when it starts processes again, with the addresses of those that have died
-        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+        store = PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
         dist.init_process_group(backend, store=store, rank=place, world_size=count)
     else:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)

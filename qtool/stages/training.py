@@ -19,9 +19,9 @@ from qtool.stages.fitting import explained, fitted, gives_way, halve, halvings, 
 if TYPE_CHECKING:
     from torch import nn
 
+    from qtool.loop import OutOfMemory
     from qtool.materialise import Target
     from qtool.tasks import Task
-    from qtool.loop import OutOfMemory
     from qtool.training.stage import TrainResult
 
 
