@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -112,7 +113,7 @@ def halve(folder: Path, wanted: TrainConfig, begun: int) -> bool:
 
     Several of a group may say so. False, and nothing is written, where a micro-batch is one sample already.
     """
-    micro = -(-(-(-wanted.batch_size // wanted.devices)) // wanted.micro_batches)
+    micro = math.ceil(math.ceil(wanted.batch_size / wanted.devices) / wanted.micro_batches)
     if micro <= 1 << begun:
         return False
     write_json(folder / _FILE, {"batch_size": wanted.batch_size, "halvings": begun + 1})
