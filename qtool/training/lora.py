@@ -5,8 +5,8 @@ numbers to train instead of in × out, and gradients and optimizer states for th
 begins at the base model. peft makes the adapters. At the end they are merged, W ← W + (alpha / r) B A, and the model is
 the one that came in, for quantization and export; beside it the adapters are stored alone, as peft reads them.
 
-Under FSDP frozen weights and adapters are cut alike, and the adapters' gradients alone are exchanged; both are put
-together again before the merge.
+Under FSDP frozen weights, in 4 bits too, and adapters are cut alike, and the adapters' gradients alone are exchanged;
+both are put together again before the merge.
 
 QLoRA (arXiv 2305.14314) keeps the frozen weights in 4 bits: see ``nf4``. What it merges into is what it trained with,
 the base rounded to NF4.

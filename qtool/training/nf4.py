@@ -6,6 +6,9 @@ with one float32 scale for every 256, which is 4 + 8/64 + 32/(64·256) = 4.13 bi
 be 4.5. The forward pass widens a layer's weights to the input's dtype, multiplies and forgets them; the backward pass
 widens them once more, for the gradient of the input. Nothing of the layer is trained, so nothing else is needed.
 
+Sharded over several processes, codes of weights and of scales are cut anywhere, as the bytes that they are, and are put
+together again before a block runs, like other weights; the layer then finds them as one process does.
+
 Left out on purpose: kernels that widen within the product.
 """
 
@@ -21,6 +24,8 @@ from torch.nn import functional as F
 BLOCK = 64
 SCALES = 256
 """Scales that share a scale."""
+CUT = ("packed", "codes")
+"""What is a frozen parameter of a layer, so that processes can each keep a part of it. The rest is next to nothing."""
 
 
 class Scales(NamedTuple):
@@ -46,7 +51,10 @@ class NF4Linear(nn.Module):
         wide = (weight.T if transposed else weight).detach().contiguous()
         packed, scales = torch.ops.bitsandbytes.quantize_4bit(wide, BLOCK, "nf4", torch.uint8)
         for name, part in {"packed": packed, **narrowed(scales.float())._asdict()}.items():
-            self.register_buffer(name, part, persistent=False)
+            if name in CUT:
+                self.register_parameter(name, nn.Parameter(part, requires_grad=False))
+            else:
+                self.register_buffer(name, part, persistent=False)
         self.bias = bias
 
     def forward(self, x: Tensor) -> Tensor:
@@ -57,13 +65,16 @@ class NF4Linear(nn.Module):
 
     @property
     def scales(self) -> Scales:
-        return Scales(*(self.get_buffer(name) for name in Scales._fields))
+        return Scales(*(getattr(self, name) for name in Scales._fields))
 
     def restored(self) -> nn.Module:
         """The layer it was made from, with the weights as NF4 rounded them, in their own dtype."""
-        wide = _widened(self.get_buffer("packed"), self.scales, self.shape, self.dtype)
+        wide = _widened(self.get_parameter("packed"), self.scales, self.shape, self.dtype)
         layer = self.like[0]
-        layer.weight.data = (wide.T if self.transposed else wide).contiguous()
+        weight = (wide.T if self.transposed else wide).contiguous()
+        if weight.is_meta != layer.weight.is_meta:  # of a sharded model, whose weights are with the first process
+            layer.weight = nn.Parameter(weight)
+        layer.weight.data, layer.bias = weight, self.bias
         return layer
 
 
@@ -96,6 +107,8 @@ def quantized(layer: nn.Module) -> NF4Linear:
 
 
 def _widened(packed: Tensor, scales: Scales, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    if packed.is_meta:
+        return packed.new_empty(shape, dtype=dtype)
     assert packed.numel() * 2 >= math.prod(shape)
     count = -(-math.prod(shape) // BLOCK)
     wide: Tensor = torch.ops.bitsandbytes.dequantize_4bit(

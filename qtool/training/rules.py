@@ -128,13 +128,6 @@ RULES = (
         "pass --optimizer adamw8bit or lion8bit, or --strategy ddp",
     ),
     Rule(
-        "--lora-base",
-        lambda c: c.lora is not None and c.lora_base == "nf4" and c.strategy == "fsdp",
-        "parameters, which can be cut row by row",
-        "--lora-base nf4, whose codes and scales run over the ends of rows, so that each device would hold all of them",
-        "pass --strategy ddp, or --lora-base full",
-    ),
-    Rule(
         "--create-on-device",
         lambda c: c.create_on_device and c.lora is not None and c.strategy == "fsdp",
         "weights that are there when adapters are put to them",

@@ -39,8 +39,8 @@ KILLED = "8-bit"
 try:
     import peft  # noqa: F401
 
-    ALIKE["adapters"] = {"strategy": "fsdp", "lora": 4, "micro_batches": 2}
-    EXACT["adapters"] = {"strategy": "fsdp", "lora": 4, "lora_dropout": 0.1, "precision": "bf16-mixed"}
+    ALIKE["adapters"] = {"strategy": "fsdp", "lora": 4, "lora_base": "nf4", "micro_batches": 2}
+    EXACT["adapters"] = ALIKE["adapters"] | {"lora_dropout": 0.1, "precision": "bf16-mixed"}
 except (ImportError, RuntimeError):  # a torchvision that does not fit torch stops it with the latter
     pass
 
