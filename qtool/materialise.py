@@ -4,7 +4,8 @@ Made as usual, a model is initialised in float32 on the host, a file of weights 
 there at once: twice the weights, or four times those of a model in 16 bits. Here a parameter is put on the meta
 device, which has shapes and no memory, as soon as a module registers it. Then each is allocated once, on the device and
 in the precision asked for, and filled from the file in pieces of a few MiB. Of a sharded model each process reads its
-own rows.
+own rows. Between the two, layers may get others around them or in their place (adapters, 4-bit weights): a module is
+known by itself, and not by its name.
 
 Only parameters are left out: buffers, also those that no file holds (masks, position numbers), and other tensors
 that a constructor makes are made as always. One that is computed *from* a parameter has no value then, and is refused
@@ -50,7 +51,26 @@ class Target:
     later: bool = False
 
 
-_WAITING: WeakKeyDictionary[nn.Module, tuple[Path, Target]] = WeakKeyDictionary()
+class MadeFrom(nn.Module):
+    """Stands in for the layer ``origin[0]``, with parameters and buffers of its own that its weight gives."""
+
+    origin: list[nn.Module]
+
+    def take(self, weight: Tensor) -> None:
+        """Sets them from the whole weight; of sharded parameters, this process's rows."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """Where the weights of a model are, and the places that its modules had in it when it was made."""
+
+    file: Path
+    target: Target
+    places: WeakKeyDictionary[nn.Module, str]
+
+
+_WAITING: WeakKeyDictionary[nn.Module, _Waiting] = WeakKeyDictionary()
 
 
 def create(build: Callable[[], nn.Module], file: Path, target: Target) -> nn.Module:
@@ -69,7 +89,8 @@ def create(build: Callable[[], nn.Module], file: Path, target: Target) -> nn.Mod
     _require_values(model)
     with _Weights(file) as weights:
         weights.require_same(model)
-    _WAITING[model] = (file, target)
+    places = WeakKeyDictionary({module: place for place, module in model.named_modules()})
+    _WAITING[model] = _Waiting(file, target, places)
     if not target.later:
         fill(model)
     return model
@@ -106,26 +127,44 @@ def fill(model: nn.Module) -> None:
     """Allocates the parameters of a model from :func:`create` and reads them; of any other model, nothing."""
     if model not in _WAITING:
         return
-    file, target = _WAITING.pop(model)
+    waiting = _WAITING.pop(model)
     made: dict[nn.Parameter, nn.Parameter] = {}
-    with _Weights(file) as weights:
-        for place, module in model.named_modules():
-            for name, parameter in list(module._parameters.items()):
-                if parameter is None:
-                    continue
-                if parameter not in made:
-                    dtype = None if isinstance(module, _KEPT) or not parameter.is_floating_point() else target.dtype
-                    made[parameter] = _allocated(parameter, target.device, dtype or parameter.dtype)
-                key = f"{place}.{name}".strip(".")
-                if key in weights.entries:
-                    weights.read(key, made[parameter])
-                module._parameters[name] = made[parameter]
-            for name, buffer in list(module._buffers.items()):
-                key = f"{place}.{name}".strip(".")
-                if buffer is not None:
-                    module._buffers[name] = buffer = buffer.to(target.device)
-                    if key in weights.entries and name not in module._non_persistent_buffers_set:
-                        weights.read(key, buffer)
+    with _Weights(waiting.file) as weights:
+        for module in model.modules():
+            place = waiting.places.get(module)
+            if isinstance(module, MadeFrom):
+                place = waiting.places[module.origin[0]]
+                module.take(_whole(weights, f"{place}.weight", waiting.target))
+            if place is not None:
+                _fill(module, place, waiting.target, weights, made)
+
+
+def _whole(weights: _Weights, key: str, target: Target) -> Tensor:
+    entry = weights.entries[key]
+    whole = torch.empty(entry["shape"], dtype=target.dtype or _DTYPES[entry["dtype"]], device=target.device)
+    weights.read(key, whole)
+    return whole
+
+
+def _fill(
+    module: nn.Module, place: str, target: Target, weights: _Weights, made: dict[nn.Parameter, nn.Parameter]
+) -> None:
+    """One module's own tensors; what ``made`` has in the place of a parameter is taken for its other names too."""
+    for name, parameter in list(module._parameters.items()):
+        if parameter is None:
+            continue
+        if parameter not in made:
+            dtype = None if isinstance(module, _KEPT) or not parameter.is_floating_point() else target.dtype
+            made[parameter] = _allocated(parameter, target.device, dtype or parameter.dtype)
+        if (key := f"{place}.{name}".strip(".")) in weights.entries:
+            weights.read(key, made[parameter])
+        module._parameters[name] = made[parameter]
+    for name, buffer in list(module._buffers.items()):
+        key = f"{place}.{name}".strip(".")
+        if buffer is not None:
+            module._buffers[name] = buffer = buffer.to(target.device)
+            if key in weights.entries and name not in module._non_persistent_buffers_set:
+                weights.read(key, buffer)
 
 
 def _allocated(parameter: nn.Parameter, device: torch.device, dtype: torch.dtype) -> nn.Parameter:
@@ -181,7 +220,7 @@ class _Weights:
         """Fills ``tensor``, or this process's rows of it, converting where its dtype is another."""
         entry, part = self.entries[key], processes.local(tensor)
         dtype = _DTYPES[entry["dtype"]]
-        skipped = _rows_before(tensor) * (tensor.numel() // max(1, tensor.shape[0])) if tensor.dim() else 0
+        skipped = rows_before(tensor) * (tensor.numel() // max(1, tensor.shape[0])) if tensor.dim() else 0
         flat = part.view(-1) if part.is_contiguous() else torch.empty(part.numel(), dtype=part.dtype)
         piece = torch.empty(min(flat.numel(), PIECE // dtype.itemsize), dtype=dtype)
         self.file.seek(self.begin + entry["data_offsets"][0] + skipped * dtype.itemsize)
@@ -202,7 +241,7 @@ class _Weights:
             memory = memory[count:]
 
 
-def _rows_before(tensor: Tensor) -> int:
+def rows_before(tensor: Tensor) -> int:
     """The rows of a sharded tensor that processes before this one hold."""
     if processes.local(tensor) is tensor:
         return 0

@@ -55,9 +55,26 @@ def apply(setup: Setup, example: Any) -> None:
     model.requires_grad_(False)
     peft = _peft()
     peft.inject_adapter_in_model(_config(peft, config, chosen), model)
+    _begin(model, config.seed, setup.device)
     setup.on_close.append(lambda: _merge(model, trained))
     if config.lora_base == "nf4":
         _quantize(model, {*chosen, *_default(model, possible)})
+
+
+@torch.no_grad()
+def _begin(model: nn.Module, seed: int, device: torch.device) -> None:
+    """What adapters begin with, A uniform within ±1/√in and B zero: the same on every device and in every process.
+
+    Those of a model without memory yet are put where it will be.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for _, layer in _adapted(model):
+        a, b = layer.lora_A[_NAME], layer.lora_B[_NAME]
+        bound = a.weight[0].numel() ** -0.5
+        for module, low, high in ((a, -bound, bound), (b, 0.0, 0.0)):
+            value = torch.empty(module.weight.shape).uniform_(low, high, generator=generator)
+            place = device if module.weight.is_meta else module.weight.device
+            module.weight = nn.Parameter(value.to(place, module.weight.dtype))
 
 
 def layers(model: nn.Module) -> dict[str, nn.Module]:

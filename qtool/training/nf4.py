@@ -21,6 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from qtool import processes
+from qtool.materialise import MadeFrom, rows_before
+
 BLOCK = 64
 SCALES = 256
 """Scales that share a scale."""
@@ -36,7 +39,7 @@ class Scales(NamedTuple):
     mean: Tensor
 
 
-class NF4Linear(nn.Module):
+class NF4Linear(MadeFrom):
     """A frozen linear layer of which each weight takes 4 bits: …×in to …×out. Neither is stored in a state dict.
 
     ``transposed`` says that the layer it was made from (transformers' ``Conv1D``) holds in×out weights.
@@ -46,16 +49,30 @@ class NF4Linear(nn.Module):
 
     def __init__(self, like: nn.Module, weight: Tensor, bias: nn.Parameter | None, transposed: bool) -> None:
         super().__init__()
-        self.like, self.dtype, self.transposed = [like], weight.dtype, transposed  # a list: no child module
+        self.origin, self.dtype, self.transposed = [like], weight.dtype, transposed  # a list: no child module
         self.shape = (weight.shape[1], weight.shape[0]) if transposed else tuple(weight.shape)
-        wide = (weight.T if transposed else weight).detach().contiguous()
-        packed, scales = torch.ops.bitsandbytes.quantize_4bit(wide, BLOCK, "nf4", torch.uint8)
-        for name, part in {"packed": packed, **narrowed(scales.float())._asdict()}.items():
+        for name, part in self._parts(weight).items():
             if name in CUT:
                 self.register_parameter(name, nn.Parameter(part, requires_grad=False))
             else:
                 self.register_buffer(name, part, persistent=False)
         self.bias = bias
+
+    def _parts(self, weight: Tensor) -> dict[str, Tensor]:
+        wide = (weight.T if self.transposed else weight).detach().contiguous()
+        packed, scales = torch.ops.bitsandbytes.quantize_4bit(wide, BLOCK, "nf4", torch.uint8)
+        return {"packed": packed, **narrowed(scales.float())._asdict()}
+
+    def take(self, weight: Tensor) -> None:
+        """Sets what it holds, or this process's part of it, from the whole weight of the layer it was made from."""
+        for name, part in self._parts(weight).items():
+            if name not in CUT:
+                self.register_buffer(name, part, persistent=False)
+                continue
+            there = torch.empty_like(self.get_parameter(name), device=part.device)
+            own = processes.local(there)
+            own.copy_(part[(first := rows_before(there)) : first + len(own)])
+            self._parameters[name] = nn.Parameter(there, requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
         if torch.is_autocast_enabled(x.device.type):
@@ -67,10 +84,10 @@ class NF4Linear(nn.Module):
     def scales(self) -> Scales:
         return Scales(*(getattr(self, name) for name in Scales._fields))
 
-    def restored(self) -> nn.Module:
+    def restored(self) -> Any:
         """The layer it was made from, with the weights as NF4 rounded them, in their own dtype."""
         wide = _widened(self.get_parameter("packed"), self.scales, self.shape, self.dtype)
-        layer = self.like[0]
+        layer: Any = self.origin[0]
         weight = (wide.T if self.transposed else wide).contiguous()
         if weight.is_meta != layer.weight.is_meta:  # of a sharded model, whose weights are with the first process
             layer.weight = nn.Parameter(weight)

@@ -128,13 +128,6 @@ RULES = (
         "pass --optimizer adamw8bit or lion8bit, or --strategy ddp",
     ),
     Rule(
-        "--create-on-device",
-        lambda c: c.create_on_device and c.lora is not None and c.strategy == "fsdp",
-        "weights that are there when adapters are put to them",
-        "--lora with --strategy fsdp, which reads them when the model has been cut",
-        "leave --create-on-device out, or pass --strategy ddp",
-    ),
-    Rule(
         "--activation-offload",
         lambda c: c.activation_offload and c.strategy == "fsdp",
         "weights that stay in place, so that they can be told from the activations that are moved",

@@ -39,8 +39,8 @@ KILLED = "8-bit"
 try:
     import peft  # noqa: F401
 
-    ALIKE["adapters"] = {"strategy": "fsdp", "lora": 4, "lora_base": "nf4", "micro_batches": 2}
-    EXACT["adapters"] = ALIKE["adapters"] | {"lora_dropout": 0.1, "precision": "bf16-mixed"}
+    ALIKE["adapters"] = {"strategy": "fsdp", "lora": 4, "lora_base": "nf4", "create_on_device": True}
+    EXACT["adapters"] = {"strategy": "fsdp", "lora": 4, "lora_base": "nf4", "lora_dropout": 0.1, "micro_batches": 2}
 except (ImportError, RuntimeError):  # a torchvision that does not fit torch stops it with the latter
     pass
 
@@ -97,6 +97,8 @@ def run(name: str, options: dict[str, Any], folder: Path, *, at_step: Any = None
     config = TrainConfig(**{**COMMON, "devices": processes.size(), **options})
     dropout = 0.1 if name in ("scaled", "copies") else 0.0
     net = two_weights() if name == "torchao" else model(dropout, batch_norm=name == "copies")
+    if config.create_on_device:
+        net = create(model, folder / "begin.safetensors", Target(torch.device("cpu"), later=config.strategy == "fsdp"))
     return train(
         net, data(count), config, task=load_task("classification"),
         out=folder / name, progress=at_step, loss_fn=weighted if name in ALIKE else None,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_model
 from torch import nn
 
 import qtool
@@ -123,6 +123,20 @@ def test_a_resumed_run_is_the_undisturbed_one(peft: Any, tmp_path: Path, base: s
     assert resumed.history.losses == whole.history.losses
     for a, b in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+@FILTERS
+@pytest.mark.parametrize("base", ["full", "nf4"])
+def test_made_on_the_device_and_sharded_it_is_the_same_training(peft: Any, tmp_path: Path, base: str) -> None:
+    save_model(small(), str(tmp_path / "w.safetensors"))
+    options = OPTIONS | {"lora_base": base, "precision": "bf16-true", "max_steps": 3, "checkpoint_every": None}
+    kept = []
+    for more in ({}, {"create_on_device": True, "strategy": "fsdp"}):
+        torch.rand(3)  # adapters begin as the seed says, and not where the caller's generator is
+        kept.append(qtool.train(f"{__file__}:small", TEXT, weights=tmp_path / "w.safetensors", **options, **more))
+    assert kept[1].history.losses == pytest.approx(kept[0].history.losses, rel=1e-3)
+    for (name, a), b in zip(kept[0].model.state_dict().items(), kept[1].model.state_dict().values(), strict=True):
+        assert torch.allclose(a, b.float(), atol=2e-2), name
 
 
 def test_targets_are_ends_of_names() -> None:

@@ -23,7 +23,6 @@ BROKEN = [
     ({"rounding": "stochastic", "precision": "bf16-true", "devices": 2}, "compensated"),
     ({"strategy": "fsdp", "optimizer": "adafactor"}, "rows and columns"),
     ({"batch_size": 0, "micro_batches": 2}, "of the size that is found"),
-    ({"strategy": "fsdp", "lora": 8, "create_on_device": True}, "adapters are put"),
     ({"strategy": "fsdp", "activation_offload": True, "device": "cuda"}, "stay in place"),
     ({"weight_offload": True, "device": "cuda"}, "pass --strategy fsdp"),
     ({"weight_offload": True, "strategy": "fsdp"}, "weights are in host memory"),

@@ -33,6 +33,8 @@ def runs(tmp_path_factory):
 def test_two_processes_do_what_one_does(tmp_path):
     begin = {name: torch.randn_like(value) for name, value in group_runs.model().state_dict().items()}
     save_file(begin, tmp_path / "begin.safetensors")
+    (tmp_path / "one").mkdir()
+    shutil.copy(tmp_path / "begin.safetensors", tmp_path / "one")
     launch(group_runs.alike, 2, tmp_path)
     read = checkpoint.load_tree(tmp_path / "read.safetensors")
     assert all(torch.equal(read[name], value) for name, value in begin.items())
