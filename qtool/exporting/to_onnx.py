@@ -40,6 +40,7 @@ from qtool.exporting.passes import (
     names,
     pads,
     stem,
+    wide_gates,
 )
 from qtool.form import QuantizedModel, program_of, quantize_nodes
 
@@ -52,7 +53,7 @@ Pass = Callable[[ir.Model], int]
 PASSES: dict[str, tuple[Pass, ...]] = {
     "ort-cpu": (
         global_pool.apply, activations.apply, hard_sigmoid.apply, pads.apply, biases.apply, float_units.apply,
-        stem.apply, lookups.apply,
+        stem.apply, lookups.apply, wide_gates.apply,
     ),
     "openvino": (global_pool.apply, activations.apply, biases.apply),
     "tensorrt": (global_pool.apply, activations.apply),
