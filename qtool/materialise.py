@@ -122,6 +122,11 @@ def _require_values(model: nn.Module) -> None:
                 raise QtoolError(WHERE, "tensors that do not depend on parameters", got, "leave it out")
 
 
+def waits(model: nn.Module) -> bool:
+    """Whether a model's parameters have no memory yet."""
+    return model in _WAITING
+
+
 @torch.no_grad()
 def fill(model: nn.Module) -> None:
     """Allocates the parameters of a model from :func:`create` and reads them; of any other model, nothing."""

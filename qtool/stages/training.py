@@ -154,7 +154,10 @@ def _told_in_group(error: OutOfMemory, wanted: TrainConfig, goes_on: bool) -> Ou
 
 
 def _target(config: TrainConfig) -> Target | None:
-    """Where and as what the model is made, if not on the host in float32; a sharded one when it has been cut."""
+    """Where and as what the model is made, if not on the host in float32.
+
+    A sharded one is when it has been cut, one in 4 bits when it is known what is kept in them.
+    """
     if not config.create_on_device:
         return None
     from qtool.devices import resolve_device
@@ -162,7 +165,7 @@ def _target(config: TrainConfig) -> Target | None:
     from qtool.training.precision import weight_dtype
 
     device = resolve_device("cpu" if config.weight_offload else config.device)
-    return Target(device, weight_dtype(config.precision), later=config.strategy == "fsdp")
+    return Target(device, weight_dtype(config.precision), later=config.strategy == "fsdp" or config.lora_base == "nf4")
 
 
 def _write_adapter(folder: Path, result: TrainResult) -> dict[str, Path]:

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from qtool import processes
 from qtool.errors import QtoolError, UsageError, nearest
+from qtool.materialise import fill
 from qtool.recipe import TrainConfig
 from qtool.step import Setup
 from qtool.training import nf4
@@ -59,6 +60,8 @@ def apply(setup: Setup, example: Any) -> None:
     setup.on_close.append(lambda: _merge(model, trained))
     if config.lora_base == "nf4":
         _quantize(model, {*chosen, *_default(model, possible)})
+    if config.strategy != "fsdp":
+        fill(model)
 
 
 @torch.no_grad()

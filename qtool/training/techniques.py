@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from qtool.devices import resolve_device
+from qtool.materialise import waits
 from qtool.recipe import TrainConfig
 from qtool.step import Setup, no_scaler, plain_optimizer
 from qtool.training import (
@@ -43,8 +44,8 @@ class Technique:
 
 
 TECHNIQUES = (
-    Technique("channels last", lambda c: c.channels_last and c.strategy != "fsdp", layout.apply),
     Technique("lora", lambda c: c.lora is not None, lora.apply),
+    Technique("channels last", lambda c: c.channels_last and c.strategy != "fsdp", layout.apply),
     Technique("precision", lambda c: c.precision != "32-true", precision.apply),
     Technique("activation checkpointing", lambda c: c.activation_checkpointing, checkpointing.apply),
     Technique("activation offload", lambda c: c.activation_offload, offload.apply),
@@ -67,7 +68,7 @@ def setup(model: nn.Module, config: TrainConfig, example: Any = None) -> Setup:
     rules.check(config)
     device = resolve_device(config.device)
     made = Setup(
-        model if config.strategy == "fsdp" else model.to(device),
+        model if config.strategy == "fsdp" or waits(model) else model.to(device),
         config,
         device,
         plain_optimizer(config),

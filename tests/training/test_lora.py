@@ -16,6 +16,7 @@ from qtool.data import load_data
 from qtool.errors import UsageError
 from qtool.gpt import GPT
 from qtool.loop import task_loss
+from qtool.materialise import Target, create
 from qtool.memory.measure import measure
 from qtool.memory.predict import predict
 from qtool.recipe import TrainConfig
@@ -131,12 +132,28 @@ def test_made_on_the_device_and_sharded_it_is_the_same_training(peft: Any, tmp_p
     save_model(small(), str(tmp_path / "w.safetensors"))
     options = OPTIONS | {"lora_base": base, "precision": "bf16-true", "max_steps": 3, "checkpoint_every": None}
     kept = []
-    for more in ({}, {"create_on_device": True, "strategy": "fsdp"}):
+    for more in ({}, {"create_on_device": True}, {"create_on_device": True, "strategy": "fsdp"}):
         torch.rand(3)  # adapters begin as the seed says, and not where the caller's generator is
         kept.append(qtool.train(f"{__file__}:small", TEXT, weights=tmp_path / "w.safetensors", **options, **more))
-    assert kept[1].history.losses == pytest.approx(kept[0].history.losses, rel=1e-3)
-    for (name, a), b in zip(kept[0].model.state_dict().items(), kept[1].model.state_dict().values(), strict=True):
-        assert torch.allclose(a, b.float(), atol=2e-2), name
+    for other in kept[1:]:
+        assert other.history.losses == pytest.approx(kept[0].history.losses, rel=1e-3)
+        for (name, a), b in zip(kept[0].model.state_dict().items(), other.model.state_dict().values(), strict=True):
+            assert torch.allclose(a, b.float(), atol=2e-2), name
+
+
+@FILTERS
+def test_made_on_the_device_the_frozen_weights_are_never_there_in_more_than_4_bits(peft: Any, tmp_path: Path) -> None:
+    def build() -> GPT:
+        return GPT(256, layers=6, width=256, heads=2, context=8)
+
+    save_model(build(), str(tmp_path / "w.safetensors"))
+    batch = torch.randint(0, 256, (2, 8)), torch.randint(0, 256, (2, 8))
+    config = TrainConfig(device="cpu", batch_size=2, lora=4, lora_base="nf4", create_on_device=True)
+    measured = measure(
+        lambda: create(build, tmp_path / "w.safetensors", Target(torch.device("cpu"), later=True)),
+        batch, config, prepare=setup, loss=task_loss(load_task("language-modelling")),
+    )  # fmt: skip
+    assert measured.peak_bytes < 0.5 * sum(p.nbytes for p in build().parameters())
 
 
 def test_targets_are_ends_of_names() -> None:
