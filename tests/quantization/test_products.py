@@ -15,8 +15,10 @@ from torch.nn import functional as F
 
 from qtool.exporting.stage import export
 from qtool.quantization.capture import capture
+from qtool.quantization.placement import Placement
 from qtool.quantization.products import GATES, write_products
 from qtool.quantization.stage import quantize
+from qtool.quantization.targets import ORT_CPU
 from qtool.recipe import ExportConfig, QuantizeConfig
 
 SMALL_V3 = ((3, 16, 16, 1, 0, 1), (3, 64, 24, 0, 1, 2), (5, 72, 24, 1, 1, 1))
@@ -41,18 +43,51 @@ def test_the_graph_computes_the_same(function: Callable[[torch.Tensor], torch.Te
     torch.testing.assert_close(graph(x), net(x), rtol=1e-5, atol=1e-6)
 
 
+BEGINNING = ["0.0", "1", "1_2", "2.body.0.0", "2.body.1", "2.body.1_2", "2.body.2.pool", "2.body.2.mul"]
+
+
 @pytest.mark.parametrize(
-    "model", [mobilenet_v3_large(10, SMALL_V3, 32), efficientnet_b0(10, SMALL_B0, 32)], ids=["v3", "b0"]
+    ("model", "in_float"),
+    [(mobilenet_v3_large(10, SMALL_V3, 32), []), (efficientnet_b0(10, SMALL_B0, 32), BEGINNING)],
+    ids=["v3", "b0"],
 )
-def test_nothing_of_these_networks_stays_in_float(model: nn.Module, tmp_path: Path) -> None:
+def test_nothing_of_these_networks_stays_in_float_but_b0s_beginning(
+    model: nn.Module, in_float: list[str], tmp_path: Path
+) -> None:
     torch.manual_seed(0)
     model = settled(model, 32)
     batches = list(torch.randn(16, 3, 32, 32).split(8))
     quantized = quantize(model, QuantizeConfig(), example=batches[0][:2], calibration=batches)
-    assert [unit.kind for unit in quantized.plan.float_units] == []
+    assert [unit.name for unit in quantized.plan.float_units] == in_float
     files = export(quantized, tmp_path, ExportConfig(), samples=batches).files  # the gates are the proof
     ops = {node.op_type for node in onnx.load(files["int8"]).graph.node}
     assert not {"HardSigmoid", "HardSwish"} & ops
+
+
+def beginning(channels: int, groups: int, behind: nn.Module) -> nn.Sequential:
+    second = nn.Conv2d(channels, channels, 3, groups=groups, bias=False)
+    first = [nn.Conv2d(3, channels, 3, bias=False), nn.BatchNorm2d(channels), nn.SiLU()]
+    return nn.Sequential(*first, second, nn.BatchNorm2d(channels), behind, nn.Conv2d(channels, 4, 1))
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["folded", "live batch-norm"])
+@pytest.mark.parametrize("written", [False, True], ids=["SiLU", "product"])
+@pytest.mark.parametrize(
+    ("model", "in_float"),
+    [
+        (beginning(32, 32, nn.SiLU()), ["0", "3"]), (beginning(33, 33, nn.SiLU()), []),
+        (beginning(16, 1, nn.SiLU()), []), (beginning(16, 16, nn.ReLU()), []),
+    ],
+    ids=["few channels", "more channels", "not depthwise", "no second SiLU"],
+)  # fmt: skip
+def test_a_beginning_of_few_channels_and_silus_stays_in_float(
+    model: nn.Module, in_float: list[str], written: bool, train: bool
+) -> None:
+    graph = capture(model if train else model.eval(), torch.randn(2, 3, 9, 9), train=train)
+    if written:
+        write_products(graph, ORT_CPU.products)
+    units = {unit.name: unit for unit in Placement(graph, ORT_CPU).plan().units}
+    assert [name for name in ("0", "3", "6") if not units[name].integer] == in_float
 
 
 def test_a_gate_has_steps_of_one_256th_whatever_the_data() -> None:

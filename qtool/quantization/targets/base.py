@@ -129,7 +129,7 @@ class Target:
     def _layers(self, in_float: str) -> tuple[Pattern, ...]:
         """The patterns of layers with weights, their results in float; and moves, which any format passes through."""
         layers = (
-            dataclasses.replace(pattern, in_float=in_float, quantizes_output=False)
+            dataclasses.replace(pattern, in_float=in_float, quantizes_output=False, accepts=None)
             for pattern in self.patterns
             if pattern.weighted
         )
@@ -210,10 +210,12 @@ POOLS_AND_JOINS = (
 """What every target so far runs in integers between integers."""
 
 
-def weighted(activations: tuple[Any, ...]) -> tuple[Pattern, ...]:
-    """Convolutions and linear layers whose kernels take batch-norm and these activations in."""
+def weighted(
+    activations: tuple[Any, ...], accepts: Callable[[torch.fx.Node], str] | None = None
+) -> tuple[Pattern, ...]:
+    """Convolutions, of those the accepted ones, and linear layers whose kernels take batch-norm and activations in."""
     common: dict[str, Any] = {"batch_norm": True, "activations": activations, "weighted": True}
     return (
-        Pattern("conv", CONVOLUTIONS[:2], **common),
+        Pattern("conv", CONVOLUTIONS[:2], accepts=accepts, **common),
         Pattern("linear", (aten.linear.default,), float_output=True, **common),
     )
