@@ -23,9 +23,9 @@ from qtool.memory.measure import allocations, highest_sum
 LARGEST = 64 * 2**20
 """Bytes of operands up to which a call is tried."""
 HEAVY = (
-    "mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward", "optimizer_update_8bit_blockwise",
+    "mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward", "update_8bit",
 )  # fmt: skip
-"""Matrix products, convolutions, and bitsandbytes' update, which on the CPU widens its moments. They check their
+"""Matrix products, convolutions, and the update of 8-bit states, which widens its moments. They check their
 operands; a norm's backward, given a dtype that only a fake one returned, reads past its end."""
 
 COPIED = {"_allgather_base_": 0, "_reduce_scatter_base_": 1}

@@ -32,6 +32,7 @@ from torch.optim import Optimizer
 from qtool.checkpoint import register_tensor_class
 from qtool.recipe import TrainConfig
 from qtool.step import Setup, plain_optimizer
+from qtool.training.blockwise import on_cpu
 from qtool.training.compiling import require_compiler
 
 Make = Callable[[list[nn.Parameter]], Optimizer]
@@ -63,6 +64,8 @@ def bitsandbytes(name: str) -> Callable[[TrainConfig], Make]:
             kind = getattr(bitsandbytes.optim, name)
             if name.startswith("Paged"):
                 kind = _repaging(kind)
+            if name in ("AdamW8bit", "Lion8bit"):
+                kind = on_cpu(kind)
             made: Optimizer = kind(parameters, lr=config.learning_rate, weight_decay=config.weight_decay)
             return made
 
