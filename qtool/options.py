@@ -57,7 +57,12 @@ def make(kind: type[Config], values: Mapping[str, Any], name: Naming = recipe_ke
             checked[key] = make(typing.cast(type, hints[key]), table, name, prefix=f"{prefix}{key}.")
         else:
             checked[key] = check(value, hints[key], fields[key].metadata, name(prefix + key))
-    return kind(**checked)
+    made = kind(**checked)
+    for key, value in checked.items():
+        if getattr(made, key) != value:  # the config spells out what a word stands for, over a default given by name
+            wanted = f"{getattr(made, key)!r}, which another option stands for"
+            raise UsageError(name(prefix + key), wanted, repr(value), "leave one of the two out")
+    return made
 
 
 def check(value: Any, hint: Any, metadata: Mapping[str, Any], where: str) -> Any:

@@ -60,6 +60,7 @@ WEIGHT_RANGES = ("minmax", "mse")
 ALGORITHMS = ("smooth", "equalize", "analytic-bias", "gptq", "adaround", "brecq", "renorm", "bias")
 DEFAULT_ALGORITHMS = ("analytic-bias",)
 """What post-training quantization does unless told otherwise: it reads no data and changes no file's speed."""
+EFFORTS = ("fast", "best")
 PROVIDERS = ("cpu", "cuda", "tensorrt", "openvino", "torch", "torch-compile")
 VARIANTS = ("fp32", "fp16", "int8")
 
@@ -167,6 +168,10 @@ class QuantizeConfig:
     weights_only: bool = option(
         False, "quantize weights alone: they are dequantized and run in float, so that the gain is size"
     )
+    effort: str | None = option(
+        None, "settings by name: fast reads extremes alone, best takes minutes; files run at the same speed either way",
+        choices=EFFORTS,
+    )  # fmt: skip
     ranges: str = option("mse", "how activation ranges are read from the histogram", choices=RANGES)
     percentile: float = option(
         99.99, "share of the values that --ranges percentile keeps, in percent", low=50, high=100
@@ -210,6 +215,16 @@ class QuantizeConfig:
     validation_samples: int | None = option(None, "validation samples a contract is judged on; all by default", low=1)
     time_budget: float | None = option(None, "seconds after which a contract's search begins nothing new", low=0)
 
+    def __post_init__(self) -> None:
+        """Spells out what ``effort`` stands for. Raises UsageError where one of these settings is another already."""
+        for name, value in settings_of(self.effort, self.weight_bits).items():
+            if getattr(self, name) not in (value, type(self).__dataclass_fields__[name].default):
+                raise UsageError(
+                    f"effort '{self.effort}'", f"{name} {_toml(value)}, which it stands for",
+                    _toml(getattr(self, name)), "leave one of the two out",
+                )  # fmt: skip
+            object.__setattr__(self, name, value)
+
     @property
     def least_bits(self) -> int:
         """Bits of the narrowest numbers that layers compute with."""
@@ -219,6 +234,20 @@ class QuantizeConfig:
     def has_contract(self) -> bool:
         """Whether an accuracy was promised."""
         return any(value is not None for value in (self.max_drop, self.max_kl, self.min_agreement))
+
+
+def settings_of(effort: str | None, weight_bits: int) -> dict[str, Any]:
+    """The fields that an effort stands for: what did best in its class on the networks that it was measured on.
+
+    Each file computes with the same operators, so that none of them costs whoever runs it anything.
+    """
+    if effort is None:
+        return {}
+    if effort == "fast":
+        return {"ranges": "minmax", "algorithms": None}
+    if weight_bits >= 7:
+        return {"ranges": "output", "algorithms": ("gptq",)}
+    return {"ranges": "output", "weight_ranges": "mse", "algorithms": ("brecq",)}
 
 
 CONTRACT_FIELDS = (

@@ -59,6 +59,8 @@ def configs(kind: type) -> st.SearchStrategy[Any]:
         **{
             f.name: configs(hints[f.name])
             if dataclasses.is_dataclass(hints[f.name])
+            else st.none()  # an effort goes with settings of its own alone
+            if f.name == "effort"
             else _values(hints[f.name], f.metadata)
             for f in dataclasses.fields(kind)
         },
@@ -73,6 +75,31 @@ def test_a_recipe_written_as_toml_reads_back_equal(recipe: Recipe) -> None:
 @given(configs(Recipe))
 def test_a_recipe_made_from_its_own_values_is_equal(recipe: Recipe) -> None:
     assert make(Recipe, as_dict(recipe)) == recipe
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("effort", [None, "fast", "best"])
+def test_an_effort_is_its_settings_written_out(effort: str | None, bits: int) -> None:
+    recipe = make(Recipe, {"quantize": {"effort": effort, "weight_bits": bits}})
+    found = recipe.quantize
+    wanted = {
+        (None, 4): ("mse", "minmax", ("analytic-bias",)),
+        (None, 8): ("mse", "minmax", ("analytic-bias",)),
+        ("fast", 4): ("minmax", "minmax", None),
+        ("fast", 8): ("minmax", "minmax", None),
+        ("best", 4): ("output", "mse", ("brecq",)),
+        ("best", 8): ("output", "minmax", ("gptq",)),
+    }
+    assert (found.ranges, found.weight_ranges, found.algorithms) == wanted[effort, bits]
+    assert found.effort == effort
+    assert make(Recipe, tomllib.loads(to_toml(recipe))) == recipe
+    assert QuantizeConfig(effort=effort, weight_bits=bits) == found
+
+
+@pytest.mark.parametrize("other", [{"ranges": "mse"}, {"ranges": "entropy"}, {"algorithms": ["bias"]}])
+def test_an_effort_beside_other_settings_is_refused(other: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="leave one of the two out"):
+        make(Recipe, {"quantize": {"effort": "best", **other}})
 
 
 @given(configs(TrainConfig))

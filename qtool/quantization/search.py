@@ -71,7 +71,8 @@ class Search:
     """
 
     def __init__(self, config: QuantizeConfig, judge: Judge, attempt: Attempt, units: Units, can_train: bool) -> None:
-        self.config, self.judge, self._attempt, self.units, self.can_train = config, judge, attempt, units, can_train
+        self.config = dataclasses.replace(config, effort=None)  # a candidate is what its settings are
+        self.judge, self._attempt, self.units, self.can_train = judge, attempt, units, can_train
         self.trials: list[Trial] = []
         self.repeats: list[Trial] = []
         self.notes: list[str] = []

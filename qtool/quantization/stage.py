@@ -142,7 +142,7 @@ def _first_ranges(model: nn.Module, config: QuantizeConfig, example: Any, calibr
     """The ranges that training starts from: those of a post-training quantization, unless min-max is asked for."""
     if config.ranges == "minmax":
         return None
-    config = dataclasses.replace(config, mode="ptq", algorithms=None)
+    config = dataclasses.replace(config, mode="ptq", algorithms=None, effort=None)
     return convert(model, config, example=example, calibration=calibration).ranges
 
 
@@ -159,7 +159,7 @@ def sensitivities(
     if config.mode == "qat":
         raise UsageError("sensitivity", "mode 'ptq'", "mode 'qat'", "measure before training")
     names = tuple(name for name in config.algorithms or () if ALGORITHMS[name].moment == "float")
-    config = dataclasses.replace(config, algorithms=names or None)
+    config = dataclasses.replace(config, algorithms=names or None, effort=None)
     made = convert(model, config, example=example, calibration=calibration, keep=True)
     assert made.reference is not None
     parts = made.graph, made.reference, made.placement

@@ -63,6 +63,14 @@ def test_gains_are_known_from_the_input_to_the_pooling_and_of_linear_layers_alon
     assert all(gain.axis == 1 for gain in rows.values())
 
 
+def test_padding_with_zeros_keeps_the_gains_of_what_reads_it() -> None:
+    inside = nn.Sequential(nn.Conv2d(3, 6, 1), nn.Conv2d(6, 6, 3, padding=1, groups=6))
+    outside = nn.Sequential(inside[0], nn.ZeroPad2d(1), nn.Conv2d(6, 6, 3, groups=6))
+    outside[2].load_state_dict(inside[1].state_dict())
+    wanted, found = (gains_of(model, torch.randn(2, 3, 9, 9))["0"] for model in (inside, outside))
+    assert torch.equal(found.values, wanted.values)
+
+
 @pytest.mark.parametrize("count", [count_numpy, count_torch])
 @pytest.mark.parametrize("axis", [0, 2])
 def test_a_value_counts_by_the_weight_of_its_channel(axis: int, count, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,13 +15,16 @@ from qtool.quantization.algorithms.verify import Samples, parted, rounded, round
 from qtool.quantization.capture import copied
 
 
-def pair() -> nn.Module:
+def pair(activation: type[nn.Module] = nn.ReLU, *behind: nn.Module) -> nn.Sequential:
+    """Two layers, the third channel between them 50 times as large as the others."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU(), nn.Conv2d(8, 5, 3), nn.Flatten()).eval()
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), activation(), *(behind or [nn.Conv2d(8, 5, 3)]), nn.Flatten()).eval()
     with torch.no_grad():
         model[0].weight[2] *= 50
         model[0].bias[2] *= 50
-        model[2].weight[:, 2] /= 50
+        for layer in behind or [model[2]]:
+            if isinstance(layer, nn.Conv2d):
+                layer.weight[:, 2] /= 50
     return model
 
 
@@ -53,6 +56,30 @@ def test_the_error_is_that_of_a_rounded_reader_and_falls_with_the_right_scales()
     level = torch.ones(8)
     level[2] = 1 / 50
     assert samples.error(stream, level, {}) < 0.2 * plain
+
+
+@pytest.mark.parametrize("activation", [nn.ReLU, nn.ReLU6])
+def test_zeros_put_around_an_image_are_those_that_a_convolution_pads_with(activation: type[nn.Module]) -> None:
+    inside, outside = pair(activation, nn.Conv2d(8, 5, 3, padding=1)), pair(activation, nn.ZeroPad2d(1))
+    outside.insert(3, nn.Conv2d(8, 5, 3))
+    outside[3].load_state_dict(inside[2].state_dict())
+    errors, scales = [], torch.linspace(0.2, 2.0, 8)
+    for model in (inside, outside):
+        given = subject(model, BATCHES)
+        stream = find_streams(given.graph)[0]
+        assert not stream.blocked
+        errors.append(Samples(given.graph, [stream], BATCHES).error(stream, scales, {}))
+    assert errors[0] == pytest.approx(errors[1], rel=1e-6)
+    before = outside(BATCHES[0]).detach()
+    equalize(given)
+    assert "equalize: rescaled 1 and shifted 0 of 2 paths" in given.notes
+    torch.testing.assert_close(given.graph(BATCHES[0]), before, rtol=1e-4, atol=1e-4 * float(before.abs().max()))
+
+
+@pytest.mark.parametrize("padding", [nn.ConstantPad2d(1, 2.0), nn.ReflectionPad2d(1)])
+def test_other_padding_blocks_a_path(padding: nn.Module) -> None:
+    stream = find_streams(subject(pair(nn.ReLU, padding, nn.Conv2d(8, 5, 3)), BATCHES).graph)[0]
+    assert stream.blocked == ["pad reads it"]
 
 
 def test_what_is_held_out_is_a_quarter_of_every_batch_and_never_nothing() -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from qtool.quantization.algorithms.bias import add_to_bias
-from qtool.quantization.algorithms.streams import Stream, input_sums
+from qtool.quantization.algorithms.streams import Stream, input_sums, pads_zeros
 from qtool.quantization.capture import CONVOLUTIONS, aten
 from qtool.quantization.norms import NORMAL
 
@@ -58,7 +58,9 @@ def _carried(stream: Stream, made: dict[Node, Tensor]) -> dict[Node, Tensor]:
 
 
 def _pads(node: Node) -> bool:
-    """Whether an operator reads zeros beyond the border."""
+    """Whether an operator reads zeros beyond the border, or puts them there."""
+    if pads_zeros(node):
+        return True
     index = 4 if node.target in CONVOLUTIONS else 3 if node.target in _AVERAGES else None
     padding = node.args[index] if index is not None and len(node.args) > index else 0
     return any(padding) if isinstance(padding, list | tuple) else bool(padding)

@@ -1,10 +1,10 @@
 """Streams: the tensors of a graph that must share one scaling of their channels, with who makes and who reads them.
 
 If a convolution's output channels are multiplied by ``s`` and the weights that read them divided by ``s``, a network
-computes the same, as long as everything between is indifferent to a positive factor: ReLU, pooling, a sum whose
-operands carry the same factor. A *stream* is the largest set of values joined in this way: one tensor between two
-convolutions, or the whole residual path of a stage with all its blocks. ReLU6 clips at a fixed value, so a channel may
-be scaled only as far as it was never seen to reach it.
+computes the same, as long as everything between is indifferent to a positive factor: ReLU, pooling, padding with
+zeros, a sum whose operands carry the same factor. A *stream* is the largest set of values joined in this way: one
+tensor between two convolutions, or the whole residual path of a stage with all its blocks. ReLU6 clips at a fixed
+value, so a channel may be scaled only as far as it was never seen to reach it.
 
 A stream that anything else reads or makes is *blocked*, with the reason: a graph's input or output, a concatenation, a
 product, an activation with a curve, a weight that several layers share.
@@ -30,6 +30,7 @@ _POOLS = (
 _RESHAPES = (
     aten.flatten.using_ints, aten.view.default, aten.reshape.default, aten.squeeze.dims, aten.squeeze.dim,
 )  # fmt: skip
+_PADS = (aten.pad.default, aten.constant_pad_nd.default)
 _SILENT = (aten.sym_size.int,)
 
 
@@ -175,11 +176,20 @@ def _passes(node: Node) -> bool:
     if not isinstance(source, Node) or not isinstance(node.meta.get("val"), torch.Tensor):
         return False
     before, after = source.meta["val"].shape, node.meta["val"].shape
+    if pads_zeros(node):
+        return True
     if node.target in _POOLS:
         return len(before) > 2 and len(after) >= 2 and before[1] == after[1] and _keeps_channels(node)
     return (
         node.target in _RESHAPES and len(after) == 2 and before[1] == after[1] and all(size == 1 for size in before[2:])
     )
+
+
+def pads_zeros(node: Node) -> bool:
+    """Whether an operator does nothing but to put zeros around each image: ``pad(x, sizes, mode, value)``."""
+    if node.target not in _PADS or len(node.args[1]) > 2 * (node.meta["val"].dim() - 2):  # type: ignore[arg-type]
+        return False
+    return all(given in ("constant", None, 0, 0.0) for given in node.args[2:])
 
 
 def _keeps_channels(node: Node) -> bool:

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
 from qtool.nested import call, num_samples, samples_of
-from qtool.quantization.algorithms.streams import Stream, per_input
+from qtool.quantization.algorithms.streams import Stream, pads_zeros, per_input
 from qtool.quantization.capture import aten, parameter
 from qtool.quantization.placement import clip_limits
 from qtool.quantization.targets import RELU_LIKE
@@ -76,7 +76,7 @@ class Samples:
         assert weight is not None
         shape = [-1] if reader.target is aten.linear.default else [-1, *[1] * (x.dim() - 2)]
         shift = moved[source].reshape(shape) if source in moved else torch.zeros(())
-        ends = clip_limits(source) if _kept(source) is not source else (-math.inf, math.inf)
+        ends = clip_limits(acted) if (acted := _unpadded(source)).target in RELU_LIKE else (-math.inf, math.inf)
         changed = ((x - shift) * scales.reshape(shape)).clamp_(*ends)
         made = rounded_rows(weight / per_input(weight, reader, scales))
         wanted = _spread(reader, x.clamp(*ends), weight)
@@ -86,9 +86,17 @@ class Samples:
 
 
 def _kept(source: Any) -> Node:
-    """What is kept of a value: what an activation with fixed ends clips, or the value itself."""
+    """What is kept of a value: what an activation with fixed ends clips, or the value itself, without padding."""
+    node = _unpadded(source)
+    node = node.args[0] if node.target in RELU_LIKE else node  # type: ignore[assignment]
+    assert isinstance(node, Node)
+    return node
+
+
+def _unpadded(source: Any) -> Node:
+    """The value that a reader's own operator for padding puts zeros around, or what it reads."""
     assert isinstance(source, Node)
-    node = source.args[0] if source.target in RELU_LIKE else source
+    node = source.args[0] if pads_zeros(source) else source
     assert isinstance(node, Node)
     return node
 
@@ -110,7 +118,9 @@ class _Keep(Interpreter):
 
 def _spread(reader: Node, x: Tensor, weight: Tensor) -> Tensor:
     """A reader's output without its bias, the mean of each channel taken out."""
-    rest = reader.args[3:] if reader.target is not aten.linear.default else ()
+    rest, source = reader.args[3:] if reader.target is not aten.linear.default else (), reader.args[0]
+    if pads_zeros(source):  # type: ignore[arg-type]
+        x = source.target(x, *source.args[1:])  # type: ignore[union-attr, operator]
     made: Tensor = reader.target(x, weight, None, *rest)  # type: ignore[operator]
     axis = made.dim() - 1 if reader.target is aten.linear.default else 1
     return made - made.mean([d for d in range(made.dim()) if d != axis], keepdim=True)
