@@ -351,7 +351,7 @@ class _Run:
         self.history = History(**state["history"])
         place = state["place"]
         self.epoch, self.batch, self.waited = place["epoch"], place["batch"], place["waited"]
-        self.step.skipped = place["skipped"]
+        self.step.skips = place["skipped"]
         self.epoch_rng = state["epoch_rng"]
         if len(state["rng"]) == processes.size():
             checkpoint.set_rng_state(state["rng"][processes.rank()])

@@ -194,3 +194,14 @@ def test_closing_undoes_in_reverse_and_once():
 def test_a_plain_step_refuses_what_needs_a_technique(options):
     with pytest.raises(UsageError, match="without techniques"):
         plain(make_model(), config(**options))
+
+
+def test_the_backward_pass_runs_in_the_caller_s_thread():
+    """A GPU's would otherwise run in a thread of autograd's, with a second workspace of cuBLAS."""
+    model, seen = make_model(), []
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _: seen.append(torch._C._is_multithreading_enabled()))
+    one_step(model, config(batch_size=8), torch.randn(8, 6), torch.randint(0, 4, (8,)))
+    assert seen
+    assert not any(seen)
+    assert torch._C._is_multithreading_enabled()

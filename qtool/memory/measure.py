@@ -24,7 +24,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from qtool import processes
-from qtool.devices import memory_used, resolve_device
+from qtool.devices import grow_in_place, memory_used, resolve_device
 from qtool.nested import map_tensors, num_samples
 from qtool.recipe import TrainConfig
 from qtool.step import LossFunction, Setup, Step
@@ -62,6 +62,7 @@ def measure(
     reserved bytes on a GPU. Raises what the steps raise.
     """
     device = resolve_device(config.device)
+    grow_in_place(device)
     count = _on_gpu if device.type == "cuda" else _on_cpu
     seconds: list[float] = []
     with ExitStack() as setups:  # what closing one does, weights in 16 bits made float32 again, is no part of a step

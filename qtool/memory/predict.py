@@ -10,7 +10,8 @@ A fake loss has no value, and code that asks for one (``loss.item()``) is told o
 would find an overflow in that, is left out; it holds two numbers.
 
 What an operator allocates for itself, and gives back before it returns, is not seen by any of that; on the CPU it is
-found by calling it (``qtool.memory.scratch``). A compiled model has buffers of its own (``qtool.memory.compiled``).
+found by calling it (``qtool.memory.scratch``), on a GPU by rule (``qtool.memory.gpu_scratch``). A compiled model has
+buffers of its own (``qtool.memory.compiled``).
 What an allocator loses to fragmentation is not predicted.
 
 Of several devices, what the first one needs is predicted; it has the largest share of each batch. Sharding runs as it
@@ -46,6 +47,7 @@ from qtool import processes
 from qtool.devices import resolve_device
 from qtool.errors import QtoolError
 from qtool.memory.compiled import Compiled, capture
+from qtool.memory.gpu_scratch import Gpu
 from qtool.memory.scratch import Scratch
 from qtool.nested import map_tensors, num_samples, tensors
 from qtool.recipe import TrainConfig
@@ -157,7 +159,7 @@ def _predicted(
 ) -> Prediction:
     optimizer = setup.make_optimizer([p for p in setup.model.parameters() if p.requires_grad])
     buckets = _buckets(setup, optimizer) if copies else []
-    tracker.track_external(setup.model, optimizer, *tensors(batch), *buckets)
+    tracker.track_external(setup.model, *_nested(optimizer), *tensors(batch), *buckets)
     setup.scaler = no_scaler(setup.device)
 
     def tracked(*parts: Any) -> Any:
@@ -169,6 +171,13 @@ def _predicted(
         for _ in range(STEPS):
             step(*batch, setup.config.learning_rate, total)
     return tracker.prediction(time.monotonic() - start)
+
+
+def _nested(optimizer: Optimizer | None) -> Iterator[Optimizer]:
+    """An optimizer and those within it, some of which have their states from the first."""
+    while optimizer is not None:
+        yield optimizer
+        optimizer = getattr(optimizer, "inner", None)
 
 
 def _buckets(setup: Setup, optimizer: Optimizer) -> list[torch.Tensor]:
@@ -189,17 +198,23 @@ class Tracker(MemTracker):
         super().__init__()
         self.device = device
         self.highest, self.at = 0, ("start", "")
-        self.scratch, self.channels_last = scratch, channels_last
+        self.scratch, self.channels_last, self.gpu = scratch, channels_last, Gpu.of(device)
         self.with_scratch: dict[str, int] | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
-        taken = self.scratch.of(func, args, kwargs, self.channels_last)
+        taken = self._taken(func, args, kwargs)
         now = self._peak_mem.get(self.device, 0) if not taken else self._current() + taken
         if now > self.highest:
             self.highest, self.at = now, (self._moment(), self._innermost())
             self.with_scratch = self._parts("current", taken) if taken else None
         return result
+
+    def _taken(self, func: Any, args: Any, kwargs: Any) -> int:
+        """What the operator takes for itself while it runs."""
+        if self.gpu is None:
+            return self.scratch.of(func, args, kwargs, self.channels_last)
+        return self.gpu.summed(args) if func.overloadpacket is torch.ops.aten.sum else 0
 
     def _current(self) -> int:
         return int(self.get_tracker_snapshot("current")[self.device]["Total"])
@@ -233,7 +248,9 @@ class Tracker(MemTracker):
 
     def prediction(self, seconds: float) -> Prediction:
         parts = self.with_scratch or self._parts("peak", 0)
-        return Prediction(self.highest, parts, *self.at, str(self.device), seconds)
+        held = self.gpu.workspace() if self.gpu else 0
+        parts |= {"temporary": parts["temporary"] + held}
+        return Prediction(self.highest + held, parts, *self.at, str(self.device), seconds)
 
 
 class Scalars(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -56,11 +56,13 @@ def fitted(
 
 
 def hold(config: TrainConfig) -> None:
-    """Has this process's device refuse more than the budget, where there is one."""
-    from qtool.devices import limit_memory, resolve_device
+    """Has this process's device leave few gaps, and refuse more than the budget, where there is one."""
+    from qtool.devices import grow_in_place, limit_memory, resolve_device
 
+    device = resolve_device(config.device)
+    grow_in_place(device)
     if (budget := _budget(config)) is not None:
-        limit_memory(resolve_device(config.device), budget)
+        limit_memory(device, budget)
 
 
 def _with_batch(

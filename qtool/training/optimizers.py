@@ -66,12 +66,46 @@ def bitsandbytes(name: str) -> Callable[[TrainConfig], Make]:
                 kind = _repaging(kind)
             if name in ("AdamW8bit", "Lion8bit"):
                 kind = on_cpu(kind)
-            made: Optimizer = kind(parameters, lr=config.learning_rate, weight_decay=config.weight_decay)
+            made: Optimizer = _queued(kind)(parameters, lr=config.learning_rate, weight_decay=config.weight_decay)
+            for parameter in parameters:
+                made.make_state(parameter)  # type: ignore[attr-defined]
             return made
 
         return make
 
     return configured
+
+
+def _queued(kind: Any) -> Any:
+    """bitsandbytes waits for the GPU after each parameter. On one stream nothing has to, but where states are paged."""
+
+    class Queued(kind):  # type: ignore[misc]
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            if not self.initialized:  # type: ignore[has-type]
+                self.check_overrides()
+                self.to_gpu()
+                self.initialized = True
+            for place, group in enumerate(self.param_groups):
+                for index, parameter in enumerate(group["params"]):
+                    if parameter.grad is not None:
+                        self._update(group, parameter, place, index)
+            if self.is_paged and torch.cuda.is_available():
+                torch.cuda.synchronize()
+
+        def _update(self, group: Any, parameter: nn.Parameter, place: int, index: int) -> None:
+            if not self.state[parameter]:
+                self.init_state(group, parameter, place, index)
+            self.prefetch_state(parameter)
+            self.update_step(group, parameter, place, index)
+
+        def make_state(self, parameter: nn.Parameter) -> None:
+            """Makes the states of a parameter that has values: later, they would lie scattered among activations."""
+            group = self.param_groups[0]
+            if parameter.numel():
+                self.init_state(group, parameter, 0, next(i for i, p in enumerate(group["params"]) if p is parameter))
+
+    return Queued
 
 
 def _repaging(kind: Any) -> Any:

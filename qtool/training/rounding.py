@@ -13,9 +13,10 @@ A float16 has 11 bits, and nearest will do. But its smallest number is 2⁻²⁴
 gradient, and the 10⁻⁸ that keeps it from a division by zero, are both zero there, and weights are infinite after a
 few steps. So under 16-true torch's adaptive optimizers keep float32 states too; their weights round to nearest.
 
-The update itself runs in float32: each step widens the weights and gradients of a few parameters at a
-time, has the optimizer step those, and rounds. So it works with every optimizer, and the optimizer's
-states are those it would have for float32 weights. Parameters of other widths pass through.
+The update itself runs in float32: each step widens the weights and gradients of a few parameters at a time, into
+one piece of memory each, has the optimizer step those, and rounds that piece as a whole: kernels are launched for
+each piece and not for each parameter, of which there are hundreds. So it works with every optimizer, and the
+optimizer's states are those it would have for float32 weights. Parameters of other widths pass through.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ from qtool.step import Setup
 NARROW = (torch.float16, torch.bfloat16)
 ADAPTIVE = ("adamw", "adafactor")
 """Optimizers of torch whose states have the dtype of the weights, and divide by what is tiny."""
-CHUNK = 4 * 2**20
-"""Weights widened at a time (at least one parameter): 16 MiB for them, and as much for their gradients."""
+CHUNK = 5 * 2**20
+"""Weights widened at a time (at least one parameter): 20 MiB for them, and as much for their gradients."""
+ALIGNED = 64
 
 
 def apply(setup: Setup, example: Any) -> None:
@@ -53,9 +55,17 @@ def round_stochastically(value: Tensor, out: Tensor) -> None:
 
     Draws from torch's generator, 15 bits each: with r of them, the upper half of value + 2r is the answer.
     """
+    _add_noise(value)
+    _cut(value, out)
+
+
+def _add_noise(value: Tensor) -> None:
     bits = value.view(torch.int32)
     torch.add(bits, _random(value), alpha=2, out=bits)
-    torch.bitwise_right_shift(bits, 16, out=out.view(torch.int16))
+
+
+def _cut(value: Tensor, out: Tensor) -> None:
+    torch.bitwise_right_shift(value.view(torch.int32), 16, out=out.view(torch.int16))
 
 
 def _random(like: Tensor) -> Tensor:
@@ -82,18 +92,27 @@ class WideUpdates(Optimizer):
         }
         self.inner = make(list(self.stand_ins.values()))
         self.param_groups[0].update({k: v for k, v in self.inner.param_groups[0].items() if k != "params"})
+        if hasattr(self.inner, "make_state"):
+            self._make_states()
+
+    @torch.no_grad()
+    def _make_states(self) -> None:
+        """Makes the states of what was empty when the inner optimizer was made."""
+        for parameter, wide in self.stand_ins.items():
+            if parameter.dtype in NARROW:
+                wide.data = wide.data.new_empty(parameter.shape)
+                self.inner.make_state(wide)  # type: ignore[attr-defined]
+                self._empty(parameter)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Updates every parameter that has a gradient."""
         self.inner.param_groups[0]["lr"] = self.param_groups[0]["lr"]
         for chunk in self._chunks():
-            for parameter in chunk:
-                self._widen(parameter)
+            pieces = self._widen(chunk)
             self.inner.param_groups[0]["params"] = [self.stand_ins[parameter] for parameter in chunk]
             self.inner.step()
-            for parameter in chunk:
-                self._round(parameter)
+            self._round(chunk, *pieces)
         self.inner.param_groups[0]["params"] = list(self.stand_ins.values())
 
     def _chunks(self) -> Iterator[list[nn.Parameter]]:
@@ -110,27 +129,45 @@ class WideUpdates(Optimizer):
         if chunk:
             yield chunk
 
-    def _widen(self, parameter: nn.Parameter) -> None:
-        wide = self.stand_ins[parameter]
-        wide.grad = None
-        if parameter.dtype in NARROW:
-            wide.data = parameter.float()
-            if parameter in self.state:
-                wide.data += self.state[parameter]["compensation"]
-        assert parameter.grad is not None
-        wide.grad = parameter.grad.to(wide.dtype)
+    def _widen(self, chunk: list[nn.Parameter]) -> tuple[Tensor, list[Any]]:
+        """Gives stand-ins weights and gradients; returns the narrow parameters, after the memory of their weights."""
+        narrow: list[Any] = [p for p in chunk if p.dtype in NARROW]
+        weights, wide = _pieces(narrow)
+        _, gradients = _pieces(narrow)
+        torch._foreach_copy_(wide, narrow)
+        torch._foreach_copy_(gradients, [p.grad for p in narrow if p.grad is not None])
+        for parameter, weight, gradient in zip(narrow, wide, gradients, strict=True):
+            stand_in = self.stand_ins[parameter]
+            stand_in.grad, stand_in.data = None, weight
+            stand_in.grad = gradient
+        kept = [p for p in narrow if p in self.state]
+        if kept:
+            torch._foreach_add_([self.stand_ins[p] for p in kept], [self.state[p]["compensation"] for p in kept])
+        for parameter in chunk:
+            if parameter.dtype not in NARROW:
+                assert parameter.grad is not None
+                self.stand_ins[parameter].grad = parameter.grad.to(parameter.dtype)
+        return weights, narrow
 
-    def _round(self, parameter: nn.Parameter) -> None:
-        wide = self.stand_ins[parameter]
-        wide.grad = None
-        if parameter.dtype not in NARROW:
-            return
-        if self.rounding == "stochastic":
-            round_stochastically(wide.data, parameter)
-        else:
-            parameter.copy_(wide)
+    def _round(self, chunk: list[nn.Parameter], weights: Tensor, narrow: list[Any]) -> None:
+        """Takes the weights back, rounded, and empties the stand-ins."""
+        for parameter in chunk:
+            self.stand_ins[parameter].grad = None
+        wide = [self.stand_ins[p].data for p in narrow]
+        if self.rounding != "stochastic":
+            torch._foreach_copy_(narrow, wide)
+        elif narrow:
+            _add_noise(weights)
+            for parameter, value in zip(narrow, wide, strict=True):
+                _cut(value, parameter)
         if self.rounding == "compensated":
-            self.state[parameter]["compensation"] = (wide.data - parameter).bfloat16()
+            for parameter, exact in zip(narrow, wide, strict=True):
+                self.state[parameter]["compensation"] = (exact - parameter).bfloat16()
+        for parameter in narrow:
+            self._empty(parameter)
+
+    def _empty(self, parameter: nn.Parameter) -> None:
+        wide = self.stand_ins[parameter]
         wide.data = wide.data.new_empty(0)
 
     def state_dict(self) -> dict[str, Any]:
@@ -144,3 +181,11 @@ class WideUpdates(Optimizer):
         parameters = list(self.stand_ins)
         for i, kept in state["state"].items():
             self.state[parameters[i]] = {name: value.to(parameters[i].device) for name, value in kept.items()}
+
+
+def _pieces(parameters: list[Any]) -> tuple[Tensor, list[Tensor]]:
+    """A piece of float32 memory for all ``parameters``, and the view of each in it, which begins at 256 bytes."""
+    sizes = [-(-p.numel() // ALIGNED) * ALIGNED for p in parameters]
+    whole = torch.empty(sum(sizes), dtype=torch.float32, device=parameters[0].device if parameters else None)
+    parts: tuple[Tensor, ...] = torch.split(whole, sizes)
+    return whole, [part[: p.numel()].view(p.shape) for part, p in zip(parts, parameters, strict=True)]

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from qtool import processes
@@ -49,13 +50,20 @@ def apply(setup: Setup, example: Any) -> None:
         fully_shard(
             module, mesh=mesh, reshard_after_forward=None if setup.config.reshard else False,
             mp_policy=_policy(setup, module),
-            offload_policy=CPUOffloadPolicy() if setup.config.weight_offload else OffloadPolicy(),
+            offload_policy=_offload(setup),
         )  # fmt: skip
     fill(setup.model)
     for buffer in setup.model.buffers():
         buffer.data = buffer.data.to(setup.device)
     setup.files = ShardedFiles()
     setup.on_close.append(lambda: _gather(setup.model, before))
+
+
+def _offload(setup: Setup) -> OffloadPolicy:
+    """Parts in pinned host memory where that is asked for. Fake parts, which are nowhere, cannot be pinned."""
+    if not setup.config.weight_offload:
+        return OffloadPolicy()
+    return CPUOffloadPolicy(pin_memory=not any(isinstance(p, FakeTensor) for p in setup.model.parameters()))
 
 
 def _require_shardable(model: nn.Module) -> None:

@@ -1,8 +1,9 @@
 """The optimizer's step inside the backward pass: each gradient is used as soon as it is there, and freed.
 
 The gradients of all parameters, four bytes each in float32, are then never there together; the largest
-alone is. A weight is changed while the backward pass goes on towards the layers before it, which is
-sound because its own gradient and its input's are computed by then.
+alone is, with small ones that wait until together they are worth an update. A weight is changed while the
+backward pass goes on towards the layers before it, which is sound because its own gradient and its input's are
+computed by then.
 
 It excludes whatever needs all gradients at once: accumulation, clipping by the global norm, and loss
 scaling, which looks at them all to decide on the step. Out of memory within a backward pass leaves
@@ -19,6 +20,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from qtool.step import Setup
+
+ENOUGH = 4 * 2**20
+"""Values that an update is made of; smaller gradients wait for each other, since each update costs kernel launches."""
 
 
 def apply(setup: Setup, example: Any) -> None:
@@ -38,13 +42,19 @@ def apply(setup: Setup, example: Any) -> None:
 
 
 def _stepper(optimizer: Optimizer) -> Callable[[torch.Tensor], None]:
+    """Updates as gradients come. What waits at the end of the backward pass is left to the step that follows it."""
     group = optimizer.param_groups[0]
+    waiting: dict[torch.Tensor, None] = {}
+    optimizer.register_step_post_hook(lambda *_: waiting.clear())
 
     def step(parameter: torch.Tensor) -> None:
-        whole = group["params"]
-        group["params"] = [parameter]
+        waiting[parameter] = None
+        if sum(p.numel() for p in waiting) < ENOUGH:
+            return
+        whole, group["params"] = group["params"], list(waiting)
         optimizer.step()
+        for updated in group["params"]:
+            updated.grad = None
         group["params"] = whole
-        parameter.grad = None
 
     return step

@@ -119,3 +119,21 @@ def test_whatever_kernels_run_it_an_update_is_the_same(name):
         steps(model, optimizer, 5)
         for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
             torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("name", ["adamw8bit", "lion8bit"])
+def test_no_parameter_waits_for_the_device(name, monkeypatch):
+    """bitsandbytes' own step does, after each of them."""
+    pytest.importorskip("bitsandbytes")
+    model = make_model()
+    optimizer = made_optimizer(model, name)
+    monkeypatch.setattr("bitsandbytes.optim.optimizer.sync_gpu", lambda tensor: pytest.fail("waited"))
+    assert steps(model, optimizer, 2)
+
+
+def test_8_bit_states_are_there_before_the_first_step():
+    optimizer = made_optimizer(make_model(), "adamw8bit")
+    assert [state["state1"].dtype for state in optimizer.state.values()] == [
+        torch.uint8, torch.float32, torch.float32, torch.float32,
+    ]  # fmt: skip
+    assert {state["step"] for state in optimizer.state.values()} == {0}

@@ -19,7 +19,8 @@ def test_with_16_bit_weights(rounding, run_steps, same_state):
     assert same_state(early.model, plain.model)
 
 
-def test_gradients_are_freed_as_they_are_used(run_steps):
+def test_gradients_are_freed_as_they_are_used(run_steps, monkeypatch):
+    monkeypatch.setattr("qtool.training.step_in_backward.ENOUGH", 1)
     most = 0
 
     def watch(made):
@@ -36,6 +37,16 @@ def test_gradients_are_freed_as_they_are_used(run_steps):
     most = 0
     run_steps("transformer", 2, watch)
     assert most > 10
+
+
+@pytest.mark.parametrize("enough", [1, 300, 10**9])
+def test_small_gradients_wait_for_each_other_and_none_is_forgotten(enough, run_steps, same_state, monkeypatch):
+    plain = run_steps("transformer", 3)
+    monkeypatch.setattr("qtool.training.step_in_backward.ENOUGH", enough)
+    early = run_steps("transformer", 3, step_in_backward=True)
+    assert same_state(early.model, plain.model)
+    steps = {state["step"].item() for state in early.step.optimizer.state.values()}
+    assert steps == {3}, "no parameter is updated twice in a step"
 
 
 def test_a_loss_that_is_not_finite_changes_nothing(run_steps):
