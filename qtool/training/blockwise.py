@@ -43,6 +43,8 @@ def on_cpu(kind: Any) -> Any:
             state["step"] += 1
             config = self.get_config(gindex, pindex, group)
             books = [state[key] for key in ("qmap1", "qmap2") if state.get(key) is not None]
+            for key in ("state1", "state2")[: len(books)]:
+                state[key] = state[key].contiguous()
             codes = [state[f"state{i + 1}"] for i in range(len(books))]
             scales = [state[f"absmax{i + 1}"] for i in range(len(books))]
             beta1, beta2 = config["betas"][:2]

@@ -1,6 +1,7 @@
 """The update of 8-bit states on the CPU, against the same done plainly on whole weights."""
 
 import bitsandbytes.functional
+import bitsandbytes.optim
 import pytest
 import torch
 
@@ -44,6 +45,21 @@ def test_a_step_in_pieces_is_the_step(name, dtype, monkeypatch):
         wanted = torch.where((book[0] == 0) & (moment > 0) & (wanted == 0), 1, wanted)
         assert (c.flatten() != wanted).float().mean() < 2e-3  # the two may round a moment to either side of a midpoint
         assert ((c.flatten().int() - wanted.int()).abs() <= 1).all()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_how_a_weight_lies_in_memory_changes_nothing():
+    torch.manual_seed(0)
+    weights = [torch.randn(32, 16, 3, 3)] * 2
+    grads = [torch.randn(32, 16, 3, 3) for _ in range(3)]
+    for i, layout in enumerate((torch.contiguous_format, torch.channels_last)):
+        weight = torch.nn.Parameter(weights[i].clone(memory_format=layout))
+        optimizer = blockwise.on_cpu(bitsandbytes.optim.AdamW8bit)([weight], lr=0.01)
+        for grad in grads:
+            weight.grad = grad.clone(memory_format=layout)
+            optimizer.step()
+        weights[i] = weight.detach()
+    assert torch.equal(*weights)
 
 
 def test_a_code_is_the_nearest_one_for_every_size_of_moment():
