@@ -16,6 +16,9 @@ show time and peak; gaps between blocks of many sizes cost about a third more me
 What is kept can be given back where one kind of work ends and another begins (:func:`release`): gaps that the one
 left are of no use to the other, whose blocks have other sizes.
 
+That takes a full garbage collection, which looks at every object of torch, sympy and onnx each time, for a fifth of a
+second; :func:`settled` lets it look at new ones only.
+
 The settings belong to the whole process, so only the command line calls :func:`tune`, before torch
 allocates. ``import qtool`` never does. ``QTOOL_MALLOC=0`` in the environment switches it off. Other C
 libraries (musl, macOS, Windows) have other allocators and are left alone.
@@ -23,10 +26,12 @@ libraries (musl, macOS, Windows) have other allocators and are left alone.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import os
 import sys
+from collections.abc import Iterator
 
 VARIABLE = "QTOOL_MALLOC"
 _HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"  # read once by torch, at its first allocation
@@ -61,3 +66,17 @@ def release() -> bool:
         return False
     gc.collect()
     return bool(ctypes.CDLL(None).malloc_trim(0))
+
+
+@contextlib.contextmanager
+def settled() -> Iterator[None]:
+    """Where :func:`tune` did: what there is now is passed over by the garbage collector for the block."""
+    if not _tuned:
+        yield
+        return
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

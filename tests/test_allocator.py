@@ -1,3 +1,4 @@
+import gc
 import os
 import subprocess
 import sys
@@ -99,3 +100,13 @@ def test_what_is_kept_can_be_given_back_where_it_is_kept():
     assert tuned[0] == "True"
     assert int(tuned[1]) >= 60
     assert plain[0] == "False"
+
+
+def test_what_is_settled_is_passed_over_by_the_collector_for_the_block(monkeypatch):
+    monkeypatch.setattr(allocator, "_tuned", False)
+    with allocator.settled():
+        assert gc.get_freeze_count() == 0  # only the command line tunes
+    monkeypatch.setattr(allocator, "_tuned", True)
+    with allocator.settled():
+        assert gc.get_freeze_count() > 1000
+    assert gc.get_freeze_count() == 0

@@ -283,3 +283,14 @@ def test_the_reason_that_torch_only_logs_is_told(tmp_path: Path, members: Member
         assert logging.root.manager.disable == silenced
     finally:
         logging.disable(logging.NOTSET)
+
+
+def test_torchs_reader_has_its_own_typing_back(tmp_path):
+    import typing
+
+    from torch._export.serde import serialize
+
+    (tmp_path / "broken.pt2").write_bytes(b"no archive")
+    with pytest.raises(QtoolError):
+        load_program(tmp_path / "broken.pt2")
+    assert serialize.typing is typing

@@ -36,7 +36,7 @@ from qtool.artifacts import cpu_info
 from qtool.evaluate import sqnr_db
 from qtool.exporting.gates import Gate
 from qtool.exporting.integer_reference import IntegerReference
-from qtool.exporting.simulation import QuantizerRecorder, Simulation
+from qtool.exporting.simulation import QuantizerRecorder, fast_simulation
 from qtool.form import QuantizedModel
 from qtool.nested import call, micro_batches, num_samples, samples_of, tensors
 from qtool.runtimes import open_session
@@ -187,7 +187,7 @@ def sqnr_in_torch(quantized: QuantizedModel, samples: Iterable[Any]) -> float:
 
 def _answers(quantized: QuantizedModel, samples: Iterable[Any]) -> Iterator[tuple[Any, list[Tensor], list[Tensor]]]:
     """For each small piece of the batches: it, the float graph's outputs, the quantized graph's."""
-    simulated = Simulation(quantized)
+    simulated = fast_simulation(quantized)
     for batch in (piece for given in samples for piece in micro_batches(given, MICRO_BATCH)):
         made = _outputs(simulated(batch))
         with torch.no_grad():

@@ -5,7 +5,8 @@ activation's size. Here weights are dequantized once, and a quantizer works in o
 
     q = clamp(round(x · (1 / scale)) + zero_point),    x' = (q − zero_point) · scale
 
-which are the operators' own steps in their own order, so that no bit differs.
+which are the operators' own steps in their own order, so that no bit differs. Where no bit has to be the same, but what
+the graph does over many samples, convolutions are added up in integers where the CPU can (:func:`fast_simulation`).
 
 What a quantizer was given lies half-way between two steps now and then (a tie), and then arithmetic in another order
 may take the other one: :class:`QuantizerRecorder` keeps which values these were, beside the integers.
@@ -13,6 +14,7 @@ may take the other one: :class:`QuantizerRecorder` keeps which values these were
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from typing import Any
 
@@ -24,6 +26,7 @@ from torch.fx import Interpreter, Node
 
 from qtool.form import DEQUANTIZE, QuantizedModel, arguments, check_inputs, quantize_nodes
 from qtool.form import quantized as quantized_ops
+from qtool.runtimes.torch_integer_conv import is_exact_here, with_integer_convolutions
 
 Array = npt.NDArray[Any]
 TIE = 2.0**-12
@@ -61,14 +64,23 @@ class Simulation(Interpreter):
         return super().run_node(n)
 
 
+def fast_simulation(quantized: QuantizedModel) -> Simulation:
+    """The simulation with exact integer convolutions where this CPU has them: another rounding of the same sums."""
+    if not is_exact_here():
+        return Simulation(quantized)
+    return Simulation(dataclasses.replace(quantized, graph=with_integer_convolutions(quantized.graph)[0]))
+
+
 def quantize(x: Tensor, scale: float, zero_point: int, low: int, high: int, dtype: torch.dtype) -> Tensor:
     """``quantized_decomposed.quantize_per_tensor``, step by step in one tensor."""
-    return torch.mul(x, 1.0 / scale).round_().add_(zero_point).clamp_(low, high).to(dtype)
+    steps = torch.mul(x, 1.0 / scale).round_()
+    return (steps.add_(zero_point) if zero_point else steps).clamp_(low, high).to(dtype)
 
 
 def dequantize(x: Tensor, scale: float, zero_point: int, low: int, high: int, dtype: torch.dtype) -> Tensor:
     """``quantized_decomposed.dequantize_per_tensor``, step by step in one tensor."""
-    return x.to(torch.float32).sub_(zero_point).mul_(scale)
+    steps = x.to(torch.float32)
+    return (steps.sub_(zero_point) if zero_point else steps).mul_(scale)
 
 
 class QuantizerRecorder(Simulation):

@@ -75,9 +75,20 @@ def export(
             "quantize with --activation-bits 8, or measure the simulation with 'qtool benchmark --provider torch'",
         )  # fmt: skip
     opset = config.opset or DEFAULT_OPSET[quantized.plan.target]
-    notes = _metadata(quantized, opset, metadata or {})
+    with allocator.settled():
+        return _export(quantized, out, config, samples, opset, _metadata(quantized, opset, metadata or {}))
+
+
+def _export(
+    quantized: QuantizedModel,
+    out: Path,
+    config: ExportConfig,
+    samples: Iterable[Any] | None,
+    opset: int,
+    notes: Mapping[str, str],
+) -> ExportResult:
     files = {"int8": out / FILES["int8"]}
-    save(quantized_to_onnx(quantized, opset), files["int8"], notes | {"qtool.variant": "int8"})
+    save(quantized_to_onnx(quantized, opset), files["int8"], {**notes, "qtool.variant": "int8"})
     allocator.release()
     if samples is not None and iter(samples) is samples:  # to be gone through once only, and several gates do
         samples = list(parity.take(samples, config.parity_samples))

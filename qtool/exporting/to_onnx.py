@@ -28,6 +28,7 @@ from torch.fx import GraphModule
 from qtool.artifacts import atomic_path
 from qtool.errors import QtoolError, one_line
 from qtool.exporting import onnx_file
+from qtool.exporting.exporter import quicker
 from qtool.exporting.passes import (
     activations,
     biases,
@@ -101,7 +102,7 @@ def _translate(graph: GraphModule, example: Any, opset: int) -> tuple[ir.Model, 
     program = program_of(graph, example)
     spell_pools(program.graph)
     try:
-        with quiet_exporter():
+        with quiet_exporter(), quicker():
             exported = _exported(program, opset)
     except Exception as error:
         raise _untranslated(program, error) from error

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from qtool.exporting.simulation import QuantizerRecorder, Simulation, is_tie, ties
+from qtool.evaluate import sqnr_db
+from qtool.exporting.simulation import QuantizerRecorder, Simulation, fast_simulation, is_tie, ties
 from qtool.form import QuantizedModel, quantize_nodes
 
 
@@ -35,3 +36,9 @@ def test_ties_are_found_as_one_by_one() -> None:
     expected = is_tie(mixed, 0.037).flatten().nonzero().flatten()
     assert len(expected) >= 1200
     assert torch.equal(ties(mixed, 0.037), expected)
+
+
+def test_the_fast_simulation_is_another_rounding_of_the_same_sums(gated: tuple[QuantizedModel, torch.Tensor]) -> None:
+    quantized, x = gated
+    exact, fast = Simulation(quantized)(x), fast_simulation(quantized)(x)
+    assert sqnr_db(exact, fast) > 30

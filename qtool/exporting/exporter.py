@@ -1,0 +1,105 @@
+"""torch's ONNX exporter, without the work that it does for nothing.
+
+``torch.onnx.export`` spends three quarters of its time on a network of plain operators beside the translation:
+
+- it registers some five hundred operators anew in each call, and reads the Python source of each for a name that it
+  does not use;
+- the rewriter behind it asks each of its rules at each node, and a rule of several outputs sorts the whole graph by
+  operator before it looks whether the node in question is one of its own;
+- to insert the casts of mixed types it runs the graph once more with fake tensors.
+
+For the length of a block (:func:`quicker`) the registry is kept between calls, a rule is not asked about an operator
+that its pattern does not begin with, and the search for casts is left out where nothing is mixed. What comes out is the
+same, node for node, and a test holds it. A torch or onnxscript that has these things elsewhere is left as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+
+@contextlib.contextmanager
+def quicker() -> Iterator[None]:
+    """Lets ``torch.onnx.export`` be quicker in this block."""
+    with contextlib.ExitStack() as undo:
+        for patch in (_keep_registry, _ask_fewer_rules, _cast_mixed_only):
+            with contextlib.suppress(ImportError, AttributeError):
+                patch(undo)
+        yield
+
+
+def _replace(undo: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
+    undo.callback(setattr, owner, name, vars(owner)[name])
+    setattr(owner, name, value)
+
+
+_REGISTRIES: dict[int, Any] = {}
+
+
+def _keep_registry(undo: contextlib.ExitStack) -> None:
+    from onnxscript._internal.values import TracedOnnxFunction
+    from torch.onnx._internal.exporter._registration import ONNXRegistry
+
+    build = vars(ONNXRegistry)["from_torchlib"].__func__
+    named = property(lambda self: SimpleNamespace(domain=self.opset.domain, name=self.name))
+
+    def kept(cls: Any, opset_version: int = 18) -> Any:
+        if opset_version not in _REGISTRIES:
+            with contextlib.ExitStack() as block:
+                _replace(block, TracedOnnxFunction, "function_ir", named)
+                _REGISTRIES[opset_version] = build(cls, opset_version=opset_version)
+        return _REGISTRIES[opset_version]
+
+    _replace(undo, ONNXRegistry, "from_torchlib", classmethod(kept))
+
+
+def _ask_fewer_rules(undo: contextlib.ExitStack) -> None:
+    from onnxscript.rewriter._basics import MatchResult
+    from onnxscript.rewriter._matcher import SimplePatternMatcher
+
+    match: Callable[..., Any] = SimplePatternMatcher.match
+
+    @functools.wraps(match)
+    def asked(self: Any, model: Any, graph: Any, node: Any, **options: Any) -> Any:
+        wanted = self.pattern.output_nodes[0].op_identifier()
+        if wanted is None or wanted[:2] == (node.domain, node.op_type) or options.get("tracer") is not None:
+            return match(self, model, graph, node, **options)
+        found = MatchResult()
+        found.fail("another operator")
+        return found
+
+    _replace(undo, SimplePatternMatcher, "match", asked)
+
+
+def _cast_mixed_only(undo: contextlib.ExitStack) -> None:
+    from torch.onnx._internal.exporter import _fx_passes
+    from torch.onnx._internal.fx.passes import type_promotion as promotion
+
+    insert, table = _fx_passes.insert_type_promotion_nodes, promotion.TypePromotionTable()
+
+    def inserted(graph: GraphModule) -> None:
+        nodes = [n for m in graph.modules() if isinstance(m, GraphModule) for n in m.graph.nodes]
+        if any(_may_mix(n) and promotion.get_type_promotion_rule(n, table) is not None for n in nodes):
+            insert(graph)
+
+    _replace(undo, _fx_passes, "insert_type_promotion_nodes", inserted)
+
+
+def _may_mix(node: Node) -> bool:
+    """Whether a node reads anything but float32 tensors."""
+    if node.op != "call_function":
+        return False
+    read = [value for value in (*node.args, *node.kwargs.values()) if value is not None]
+    return not all(
+        isinstance(value, Node)
+        and isinstance(known := value.meta.get("val"), torch.Tensor)
+        and known.dtype == torch.float32
+        for value in read
+    )
