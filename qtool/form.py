@@ -233,3 +233,17 @@ def digest_tensor(digest: hashlib._Hash, name: str, value: torch.Tensor) -> None
 def quantize_nodes(graph: GraphModule) -> list[Node]:
     """The activation quantize nodes of a quantized graph, in order."""
     return [node for node in graph.graph.nodes if node.target is quantized.quantize_per_tensor.default]
+
+
+def padding_of(node: Node) -> list[int] | None:
+    """The amounts of a padding with zeros, last axis first; None for any other operator."""
+    if node.target is torch.ops.aten.constant_pad_nd.default:
+        given: dict[str, Any] = dict(zip(("pad", "value"), node.args[1:], strict=False)) | node.kwargs
+    elif node.target is torch.ops.aten.pad.default:
+        given = dict(zip(("pad", "mode", "value"), node.args[1:], strict=False)) | node.kwargs
+    else:
+        return None
+    if given.get("mode", "constant") != "constant" or given.get("value") not in (None, 0):
+        return None
+    amounts = list(given["pad"])
+    return amounts if all(isinstance(amount, int) and amount >= 0 for amount in amounts) else None

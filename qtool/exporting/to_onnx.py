@@ -32,6 +32,7 @@ from qtool.exporting.exporter import quicker
 from qtool.exporting.passes import (
     activations,
     biases,
+    conv_pads,
     float_units,
     global_pool,
     hard_sigmoid,
@@ -53,11 +54,11 @@ aten = torch.ops.aten
 Pass = Callable[[ir.Model], int]
 PASSES: dict[str, tuple[Pass, ...]] = {
     "ort-cpu": (
-        global_pool.apply, activations.apply, hard_sigmoid.apply, pads.apply, biases.apply, float_units.apply,
-        stem.apply, lookups.apply, wide_gates.apply,
+        global_pool.apply, activations.apply, hard_sigmoid.apply, conv_pads.apply, pads.apply, biases.apply,
+        float_units.apply, stem.apply, lookups.apply, wide_gates.apply,
     ),
-    "openvino": (global_pool.apply, activations.apply, biases.apply),
-    "tensorrt": (global_pool.apply, activations.apply),
+    "openvino": (global_pool.apply, activations.apply, conv_pads.apply, biases.apply),
+    "tensorrt": (global_pool.apply, activations.apply, conv_pads.apply),
 }  # fmt: skip
 """What is mended in a file, by target: operators on integers themselves are ONNX Runtime's alone."""
 

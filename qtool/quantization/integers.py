@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from qtool.form import DEQUANTIZE, QUANTIZE, quantized
+from qtool.form import DEQUANTIZE, QUANTIZE, padding_of, quantized
 from qtool.quantization.capture import (
     CONVOLUTIONS,
     aten,
@@ -63,21 +63,27 @@ def drop_requantization(graph_module: GraphModule) -> None:
 
 
 def _is_integer_unit(node: Node) -> bool:
-    source, weight = node.args[0], node.args[1]
+    source, weight = _quantized_input(node), node.args[1]
     return (
-        isinstance(source, Node)
-        and isinstance(weight, Node)
+        isinstance(weight, Node)
         and source.target is quantized.dequantize_per_tensor.default
         and weight.target is quantized.dequantize_per_channel.default
     )
+
+
+def _quantized_input(node: Node) -> Node:
+    """What dequantizes the input of a layer, behind the padding that is its own."""
+    source = node.args[0]
+    assert isinstance(source, Node)
+    before = source.args[0] if padding_of(source) is not None else source
+    return before if isinstance(before, Node) else source
 
 
 def _integer_bias(graph_module: GraphModule, node: Node) -> list[str]:
     bias_node = node.args[2] if len(node.args) > 2 else None
     if not (isinstance(bias_node, Node) and bias_node.op == "get_attr"):
         return []
-    source, weight = node.args[0], node.args[1]
-    assert isinstance(source, Node)
+    source, weight = _quantized_input(node), node.args[1]
     assert isinstance(weight, Node)
     scale_x = float(str(source.args[1]))
     scales, bias = parameter(graph_module, weight.args[1]), parameter(graph_module, bias_node)

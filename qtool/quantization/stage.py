@@ -42,6 +42,7 @@ from qtool.quantization.residence import Moved, on
 from qtool.quantization.second_order import SecondOrder, is_slow
 from qtool.quantization.sensitivity import Sensitivities
 from qtool.quantization.targets import ORT_CPU, Target, get_target
+from qtool.quantization.zero_pads import absorb
 from qtool.recipe import QatConfig, QuantizeConfig
 
 AT_LOADING = (
@@ -75,9 +76,11 @@ def quantize(
         model, config, example=example, calibration=calibration, qat=qat, tuning=tuning, report=report, scratch=scratch
     )
     quantize_tables(made.graph, made.placement)
+    plan = absorb(made.graph, made.placement.plan())
     notes = (*made.notes, *finish(made.graph, integer_bias=made.placement.target.integer_bias))
     notes += (AT_LOADING,) if config.weights_only and made.placement.target.name == ORT_CPU.name else ()
-    return QuantizedModel(made.graph, made.placement.plan(notes), example, made.float_graph, made.ranges)
+    plan = dataclasses.replace(plan, notes=(*plan.notes, *notes))
+    return QuantizedModel(made.graph, plan, example, made.float_graph, made.ranges)
 
 
 @dataclass(frozen=True)

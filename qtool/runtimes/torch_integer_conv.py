@@ -15,6 +15,7 @@ Left out on purpose: CPUs without VNNI, where such a product saturates at 16 bit
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from qtool.artifacts import cpu_info
+from qtool.form import padding_of
 
 aten, names = torch.ops.aten, torch.ops.quantized_decomposed
 
@@ -52,6 +54,7 @@ def _copied(graph: GraphModule) -> torch.fx.Graph:
 
 def _replace(graph: GraphModule, node: Node, index: int) -> bool:
     x, w, bias, strides, pads, dilations, groups = _arguments(node)
+    x, before = _padded(x)
     weight = _integers(graph, w)
     if weight is None or not _is_bytes(x) or isinstance(pads, str):
         return False
@@ -59,6 +62,7 @@ def _replace(graph: GraphModule, node: Node, index: int) -> bool:
     convolution = IntegerConvolution(*weight, scale, zero_point, (list(strides), list(pads), list(dilations), groups))
     users = list(node.users)
     last = users[0] if len(users) == 1 and users[0].target in (aten.relu.default, aten.relu_.default) else node
+    convolution.before = before
     convolution.activation = "none" if last is node else "relu"
     graph.add_submodule(f"integer_convolution_{index}", convolution)
     with graph.graph.inserting_before(last):
@@ -76,6 +80,12 @@ def _arguments(node: Node) -> tuple[Any, Any, Any, Any, Any, Any, int]:
     x, w, bias, *spatial, groups = (given[name] for name in names)
     strides, pads, dilations = (tuple(s) * 2 if isinstance(s, list | tuple) and len(s) == 1 else s for s in spatial)
     return x, w, bias, strides, pads, dilations, groups
+
+
+def _padded(x: Any) -> tuple[Any, list[int]]:
+    """What is padded with zeros in front of a convolution, and by how much, last axis first."""
+    amounts = padding_of(x) if isinstance(x, Node) else None
+    return (x.args[0], amounts) if amounts is not None else (x, [])
 
 
 def _is_bytes(x: Any) -> bool:
@@ -108,9 +118,13 @@ def _attribute(graph: GraphModule, path: str) -> Tensor:
 
 
 class IntegerConvolution(torch.nn.Module):
-    """``y = s_x s_w Σ (q_x − z_x) q_w + b`` for uint8 N×C×H×W, in float32; ``activation`` is "none" or "relu"."""
+    """``y = s_x s_w Σ (q_x − z_x) q_w + b`` for uint8 N×C×H×W, in float32; ``activation`` is "none" or "relu".
+
+    ``before`` is a padding of q_x with z_x, last axis first.
+    """
 
     activation: str = "none"
+    before: Sequence[int] = ()
 
     def __init__(
         self, weight: Tensor, weight_scale: Tensor, scale: float, zero_point: int, shape: tuple[Any, Any, Any, int]
@@ -123,6 +137,7 @@ class IntegerConvolution(torch.nn.Module):
 
     def forward(self, q: Tensor, bias: Tensor | None = None) -> Tensor:
         """Integers in, float32 out."""
+        q = torch.nn.functional.pad(q, list(self.before), value=self.zero_point) if self.before else q
         result: Tensor = torch.ops.onednn.qconv2d_pointwise(
             q, self.scale, self.zero_point, self._packed(q.shape), self.weight_scale, self.weight_zero, bias,
             *self.shape, 1.0, 0, torch.float32, self.activation, [], "",
