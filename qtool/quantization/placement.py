@@ -76,6 +76,7 @@ class Placement:
         self.placed: list[Placed] = []
         self._integer: dict[Node, Placed] = {}
         self._read_as_integer: set[Node] = set()
+        self._added_unrounded: set[Node] = set()
         self._taken: set[Node] = set()
         self._names: set[str] = set()
         self._used_overrides: set[str] = set()
@@ -161,7 +162,8 @@ class Placement:
         operands = _operands(node, pattern)
         if any(_is_constant(operand) for operand in operands):
             return "an operand is a constant"
-        floats = [o for o in operands if o not in self._integer and o not in self._read_as_integer]
+        integers = (self._integer, self._read_as_integer, self._added_unrounded)
+        floats = [operand for operand in operands if not any(operand in values for values in integers)]
         if pattern.needs_integer_inputs and floats:
             return f"its operand '{floats[0].name}' is float"
         return ""
@@ -169,13 +171,17 @@ class Placement:
     def _accept(self, node: Node, pattern: Pattern) -> None:
         nodes = [node, *self._tail(node, pattern)]
         quantized_output = pattern.quantizes_output and not (pattern.float_output and self._leaves(nodes[-1]))
+        if pattern.sums and self._is_added(nodes[-1]):
+            self._added_unrounded.add(nodes[-1])
+            quantized_output = False
         override = self._override(node)
         unit = Unit(
             self._name(node), pattern.kind, tuple(dict.fromkeys(owner(n) for n in nodes if owner(n))),
             integer=not pattern.in_float, reason=pattern.in_float,
             weight_bits=self.target.weight.bits if pattern.weighted else None,
         )  # fmt: skip
-        placed = Placed(unit, nodes, pattern, _operands(node, pattern), quantized_output, override)
+        operands = [operand for operand in _operands(node, pattern) if operand not in self._added_unrounded]
+        placed = Placed(unit, nodes, pattern, operands, quantized_output, override)
         self.placed.append(placed)
         self._taken.update(nodes)
         if quantized_output:
@@ -207,6 +213,17 @@ class Placement:
     def _leaves(self, node: Node) -> bool:
         """Whether the node's value goes to the graph's output alone, if reshaped on the way."""
         return all(user.op == "output" or (self._is_move(user) and self._leaves(user)) for user in node.users)
+
+    def _is_added(self, node: Node) -> bool:
+        """Whether all that reads the node's value is a sum with an integer that is there already."""
+        user = next(iter(node.users), node)
+        pattern = next((p for p in self.target.patterns if user.target in p.anchors), None)
+        if len(node.users) != 1 or user.target is not aten.add.Tensor or pattern is None:
+            return False
+        others = [operand for operand in _operands(user, pattern) if operand is not node]
+        if len(others) != 1 or others[0] not in self._integer or self._override(user) == "float":
+            return False
+        return not (pattern.accepts and pattern.accepts(user))
 
     def _is_move(self, node: Node, kinds: tuple[str, ...] = ("move",)) -> bool:
         patterns = (pattern for pattern in self.target.patterns if node.target in pattern.anchors)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 
 import onnx
 import pytest
 import torch
-from nets import conv_bn, settled
+from nets import conv_bn, settled, small_resnet
 from onnx import numpy_helper
 from torch import nn
 
 from qtool.errors import UsageError
 from qtool.exporting.stage import export
+from qtool.quantization.capture import capture
+from qtool.quantization.placement import Placement
 from qtool.quantization.stage import quantize
 from qtool.quantization.targets import get_target
 from qtool.recipe import ExportConfig, QuantizeConfig
@@ -50,6 +53,46 @@ def test_openvino_runs_the_file_in_eight_bits(tmp_path: Path) -> None:
     model, gates = exported("openvino", tmp_path)
     assert sum(node.op_type == "QuantizeLinear" for node in model.graph.node) == 6
     assert gates["coverage"] is (True if importlib.util.find_spec("openvino") else None)
+
+
+def test_openvino_adds_a_residual_branch_before_it_rounds(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, batches = settled(small_resnet(), 16), list(torch.randn(16, 3, 16, 16).split(8))
+    files = {}
+    for target in ("openvino", "ort-cpu"):
+        quantized = quantize(model, QuantizeConfig(target=target), example=batches[0][:2], calibration=batches)
+        assert not quantized.plan.float_units
+        result = export(quantized, tmp_path / target, ExportConfig(), samples=batches)  # the gates are the proof
+        files[target] = onnx.load(result.files["int8"]).graph
+    sources = {output: node.op_type for node in files["openvino"].node for output in node.output}
+    sums = [node for node in files["openvino"].node if node.op_type == "Add"]
+    assert [sorted(sources[name] for name in node.input) for node in sums] == [["Conv", "DequantizeLinear"]] * 2
+    counts = {name: sum(node.op_type == "QuantizeLinear" for node in graph.node) for name, graph in files.items()}
+    assert counts["openvino"] == counts["ort-cpu"] - len(sums)
+
+
+@pytest.mark.parametrize(
+    ("add", "unrounded"),
+    [
+        (lambda a, b: a + b, {"b"}), (lambda a, b: torch.add(a, b, alpha=2), set()), (lambda a, b: (a + b) * a, {"b"}),
+        (lambda a, b: a + b + b, set()), (lambda a, b: b + b, set()),
+    ],
+    ids=["a sum", "a scaled sum", "the first has two readers", "the second has two", "with itself"],
+)  # fmt: skip
+def test_a_result_stays_unrounded_only_for_a_sum_with_an_integer(
+    add: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], unrounded: set[str]
+) -> None:
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Conv2d(3, 8, 3), nn.Conv2d(3, 8, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return add(self.a(x), self.b(x))
+
+    placement = Placement(capture(Branches().eval(), torch.randn(2, 3, 8, 8)), get_target("openvino"))
+    found = {placed.unit.name for placed in placement.placed if placed.pattern and not placed.quantized_output}
+    assert found == unrounded
 
 
 def test_cuda_has_no_integer_convolution_and_auto_is_what_is_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,7 +64,8 @@ class Pattern:
     activations. ``needs_integer_inputs``: placed only where every operand is already integer. ``in_float``: why the
     operator itself runs in float, its input dequantized and its output quantized for the integer kernels behind it;
     empty where it has an integer kernel. ``fixed``: the output's range where the operator alone decides it.
-    ``quantizes_output``: False where the result is float whoever reads it.
+    ``quantizes_output``: False where the result is float whoever reads it. ``sums``: the kernel adds an integer tensor
+    to its result before it rounds; where only such a sum reads the result, it has no quantizer of its own.
     """
 
     kind: str
@@ -79,6 +80,7 @@ class Pattern:
     in_float: str = ""
     fixed: tuple[float, float] | None = None
     quantizes_output: bool = True
+    sums: bool = False
     accepts: Callable[[torch.fx.Node], str] | None = None
 
 
@@ -210,12 +212,10 @@ POOLS_AND_JOINS = (
 """What every target so far runs in integers between integers."""
 
 
-def weighted(
-    activations: tuple[Any, ...], accepts: Callable[[torch.fx.Node], str] | None = None
-) -> tuple[Pattern, ...]:
-    """Convolutions, of those the accepted ones, and linear layers whose kernels take batch-norm and activations in."""
+def weighted(activations: tuple[Any, ...], **convolutions: Any) -> tuple[Pattern, ...]:
+    """Convolutions, of which more is told by name, and linear layers: their kernels take batch-norm and these in."""
     common: dict[str, Any] = {"batch_norm": True, "activations": activations, "weighted": True}
     return (
-        Pattern("conv", CONVOLUTIONS[:2], accepts=accepts, **common),
+        Pattern("conv", CONVOLUTIONS[:2], **common, **convolutions),
         Pattern("linear", (aten.linear.default,), float_output=True, **common),
     )

@@ -2,7 +2,8 @@
 
 Its low-precision transformations turn each pair into scales on the operator, and oneDNN's convolutions and matrix
 products take any activation behind them as a post-operation: an output is quantized after hard-swish, SiLU or GELU as
-after relu, and never before. Activations are affine uint8, weights symmetric int8.
+after relu, and never before. So it is with a residual sum, which a convolution adds before it rounds: only the sum's
+other operand has a pair. Activations are affine uint8, weights symmetric int8.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _FUSED = (*RELU_LIKE, *SMOOTH, aten.sigmoid.default, aten.hardsigmoid.default, a
 OPENVINO = Target(
     "openvino",
     (
-        *weighted(_FUSED),
+        *weighted(_FUSED, sums=True),
         Pattern("add", (aten.add.Tensor,), **BINARY, **BETWEEN),
         Pattern("mul", (aten.mul.Tensor,), **BINARY, **BETWEEN),
         *POOLS_AND_JOINS,

@@ -72,7 +72,7 @@ def _is_small_depthwise(node: torch.fx.Node) -> bool:
 ORT_CPU = Target(
     "ort-cpu",
     (
-        *weighted(RELU_LIKE, begins_in_float),
+        *weighted(RELU_LIKE, accepts=begins_in_float),
         Pattern("add", (aten.add.Tensor,), **BINARY, **BETWEEN),
         Pattern("mul", (aten.mul.Tensor,), **BINARY, **BETWEEN),
         *POOLS_AND_JOINS,
