@@ -150,8 +150,9 @@ def test_libraries_are_measured_side_by_side(tmp_path: Path) -> None:
     assert all(entry["sqnr_db"] > 10 and 0 < entry["kl"] < 1 for entry in found["error"].values())
     assert found["quantizing"]["qtool"]["seconds"] > 0
     heads, *rows = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith("| ")]
-    assert [len(row) for row in rows] == [len(heads)] * 3
+    assert [len(row) for row in rows] == [len(heads)] * 4
     assert re.search(r"`aimet` is not installed .*no/aimet/bin/pip install 'aimet-onnx", done.stdout)
+    assert rows[-1][0] == "| nncf: failed, see below"
     assert "`nncf` failed: exit 1" in done.stdout
 
 

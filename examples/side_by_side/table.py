@@ -1,7 +1,8 @@
 """What ``run.py`` found, as a table for the terminal or as Markdown: one row for each file.
 
 A file's latency is told as the median and as the factor by which qtool's is faster, with its 95 % interval; above 1
-qtool's is the faster. A dash is a figure that was not measured, or is a comparison with itself.
+qtool's is the faster. A dash is a figure that was not measured, or is a comparison with itself. A library that failed
+has a row of dashes, and its own message below.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ ERRORS = ("SQNR, dB", "KL, nats", "agreement")
 def print_table(made: Found, found: Found, *, markdown: bool) -> None:
     """Prints the table, and a line for each library: its setting, or why it has no row."""
     heads, lines = head(found), [row(name, made, found) for name in found["benchmark"]["variants"]]
+    failed = [name for name, told in made.items() if "failed" in told]
+    lines += [[f"{name}: failed, see below", *[UNKNOWN] * (len(heads) - 1)] for name in failed]
     if markdown:
         print(f"| {' | '.join(heads)} |", "|---" + "|---:" * (len(heads) - 1) + "|", sep="\n")
         print(*(f"| {' | '.join(cells)} |" for cells in lines), "", sep="\n")

@@ -11,7 +11,11 @@ NEEDS = nncf.NEEDS
 
 
 def quantize(source: Path, images: Images, out: Path) -> str:
-    """Returns the version. NNCF 3.4 fails so on a residual block whose shortcut is a convolution."""
+    """Returns the version.
+
+    On an ONNX file with a residual block whose shortcut is a convolution NNCF 3.4 ends so with ``Failed to find node
+    output or a constant initializer producing output``, whoever wrote the file; on OpenVINO's form it does not.
+    """
     from nncf import QuantizationPreset
 
     return nncf.quantize(source, images, out, preset=QuantizationPreset.MIXED, fast_bias_correction=False)
