@@ -6,9 +6,9 @@ them back: s = max |m|, and c the nearest in the book to m/s, the number of midp
 
 On a GPU bitsandbytes does that in one kernel. Its CPU path goes over a whole weight twenty times, each time through
 memory, and half of its time is the search for codes, which is coarse for small moments. Here a piece goes through all
-of it before the next one, and a code is looked up: the upper 16 bits of m/s name a cell so narrow that at most one
-midpoint lies in it. One table has the code below that midpoint, another one the midpoint. A positive second moment gets
-a positive code, since a step divides by its root.
+of it before the next one, and a code is looked up: the upper 20 bits of m/s name a cell, and a table has the code that
+is nearest to its centre, and so to all of it unless a midpoint is within 1/4096 of m. A positive second moment gets a
+positive code, since a step divides by its root.
 
 Left out on purpose: bitsandbytes' other optimizers, and 32-bit states of small weights, which stay with it.
 """
@@ -24,9 +24,11 @@ import torch
 from torch import Tensor
 
 BLOCK = 256
-PIECE = 2**17
+PIECE = 2**18
 """Values that go through an update together, for each thread."""
-_CELLS = 2**16
+CUT = 12
+"""Bits of a moment that its code does not depend on: a cell is 1/2048 of it at most."""
+_CELLS = 2 ** (32 - CUT)
 
 
 def on_cpu(kind: Any) -> Any:
@@ -62,7 +64,7 @@ def update(
     """One step of AdamW (two moments) or Lion (one) in place; any shape, contiguous, weight and grad of any width."""
     weight, grad, codes = weight.view(-1), grad.view(-1), [c.view(-1) for c in codes]
     piece = PIECE * torch.get_num_threads()
-    tables = [_tables(book.numpy().tobytes()) for book in books]
+    tables = [_table(book.numpy().tobytes()) for book in books]
     for start in range(0, weight.numel(), piece):
         part = slice(start, min(start + piece, weight.numel()))
         blocks = slice(start // BLOCK, -(-part.stop // BLOCK))
@@ -78,7 +80,7 @@ def update(
         if wide.dtype != weight.dtype:
             weight[part] = wide
         for moment, c, s, table in zip(moments, codes, scales, tables, strict=True):
-            _put_back(moment, c[part], s[blocks], *table)
+            _put_back(moment, c[part], s[blocks], table)
 
 
 @update.register_fake
@@ -103,28 +105,24 @@ def _lion(w: Tensor, g: Tensor, m: Tensor, beta1: float, beta2: float, rate: flo
     m.mul_(beta2).add_(g, alpha=1 - beta2)
 
 
-def _put_back(moment: Tensor, codes: Tensor, scales: Tensor, below: Tensor, midpoint: Tensor) -> None:
+def _put_back(moment: Tensor, codes: Tensor, scales: Tensor, nearest: Tensor) -> None:
     """Moments into codes and scales; what they hold is lost."""
     whole = moment.numel() // BLOCK * BLOCK
     for part, of in ((moment[:whole].view(-1, BLOCK), scales[: whole // BLOCK]), (moment[None, whole:], scales[-1:])):
         if part.numel():
             torch.amax(part.abs(), 1, out=of)
             part /= of.clamp_min(torch.finfo(torch.float32).tiny)[:, None]
-    cell = torch.bitwise_right_shift(moment.view(torch.int32), 16).add_(_CELLS // 2)
-    torch.index_select(below, 0, cell, out=codes)
-    codes.add_(moment > midpoint.index_select(0, cell))
+    cell = torch.bitwise_right_shift(moment.view(torch.int32), CUT).add_(_CELLS // 2)
+    torch.index_select(nearest, 0, cell, out=codes)
 
 
 @functools.lru_cache(8)
-def _tables(book: bytes) -> tuple[Tensor, Tensor]:
-    """For each cell of numbers, by their upper 16 bits: the code below its midpoint, and that midpoint or infinity."""
+def _table(book: bytes) -> Tensor:
+    """The code (uint8) nearest to each cell of float32 numbers, by their bits without the last ``CUT`` of them."""
     values = np.frombuffer(book, np.float32)
-    midpoints = (values[1:] + values[:-1]) / 2
-    bits = np.arange(-_CELLS // 2, _CELLS // 2, dtype=np.int32) << 16
-    ends = np.stack([bits, bits | 0xFFFF]).view(np.float32)
-    low = ends.min(0)
-    below = np.searchsorted(midpoints, low)
+    bits = (np.arange(-_CELLS // 2, _CELLS // 2, dtype=np.int32) << CUT) + (1 << CUT - 1)
+    centre = bits.view(np.float32)
+    codes = np.searchsorted((values[1:] + values[:-1]) / 2, centre).clip(0, len(values) - 1)
     if values[0] == 0:
-        below = np.where(low > 0, np.maximum(below, 1), below)
-    nearest = np.append(midpoints, np.float32("inf"))[below]
-    return torch.from_numpy(below.astype(np.uint8)), torch.from_numpy(nearest)
+        codes = np.where(bits > 1 << CUT, np.maximum(codes, 1), codes)
+    return torch.from_numpy(codes.astype(np.uint8))

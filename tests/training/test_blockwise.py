@@ -43,7 +43,7 @@ def test_a_step_in_pieces_is_the_step(name, dtype, monkeypatch):
         wanted, sizes = quantize(moment, book)
         torch.testing.assert_close(s, sizes)
         wanted = torch.where((book[0] == 0) & (moment > 0) & (wanted == 0), 1, wanted)
-        assert (c.flatten() != wanted).float().mean() < 2e-3  # the two may round a moment to either side of a midpoint
+        assert (c.flatten() != wanted).float().mean() < 0.03  # those within 1/4096 of a midpoint
         assert ((c.flatten().int() - wanted.int()).abs() <= 1).all()
 
 
@@ -66,20 +66,20 @@ def test_a_code_is_the_nearest_one_for_every_size_of_moment():
     torch.manual_seed(0)
     for signed in (True, False):
         book = bitsandbytes.functional.create_dynamic_map(signed=signed)
-        below, midpoint = blockwise._tables(book.numpy().tobytes())
-        value = torch.cat([10 ** -torch.rand(50_000).mul(9), book, (book[1:] + book[:-1]) / 2])
+        table, midpoints = blockwise._table(book.numpy().tobytes()), (book[1:] + book[:-1]) / 2
+        value = torch.cat([10 ** -torch.rand(50_000).mul(9), book])
         value = torch.cat([value, -value]) if signed else value
-        cell = (value.view(torch.int32) >> 16) + 2**15
-        code = below[cell] + (value > midpoint[cell])
-        wanted = torch.bucketize(value, (book[1:] + book[:-1]) / 2)
+        code = table[(value.view(torch.int32) >> blockwise.CUT) + len(table) // 2].long()
+        ends = [torch.bucketize(value * (1 + sign * 2**-12), midpoints) for sign in (-1, 1)]
         if not signed:
-            wanted = torch.where(value > 0, wanted.clamp_min(1), wanted)
-        assert torch.equal(code.long(), wanted)
+            ends = [torch.where(value > 0, end.clamp_min(1), end) for end in ends]
+        assert ((code == ends[0]) | (code == ends[1])).all()
+        assert (code == ends[0]).float().mean() > 0.98
 
 
 def test_all_zero_moments_stay_zero():
     book = bitsandbytes.functional.create_dynamic_map(signed=False)
     codes, scales = torch.full((300,), 7, dtype=torch.uint8), torch.ones(2)
-    blockwise._put_back(torch.zeros(300), codes, scales, *blockwise._tables(book.numpy().tobytes()))
+    blockwise._put_back(torch.zeros(300), codes, scales, blockwise._table(book.numpy().tobytes()))
     assert not codes.any()
     assert not scales.any()
