@@ -2,9 +2,9 @@
 
 The rungs of a ladder, in the order of what they cost whoever runs the model, then of what they cost here:
 
-1. *as asked*: the options as they were given (by default min-max ranges);
-2. *free*: bias correction by what batch-norm tells, which reads no data;
-3. *usually best*: the combination that did best on the networks it was tried on. It costs minutes here and nothing to
+1. *as asked*: the options as they were given (by default least-squares ranges and what batch-norm tells);
+2. *free*: bias correction by what batch-norm tells, which reads no data, where the options have none;
+3. *usually best*: what ``--effort best`` stands for in 8 bits. It costs minutes here and nothing to
    whoever runs the model, and where it is not met either, the rungs below rarely are before the mixed ones;
 4. *ranges*: the other ways to read ranges from the same observations, for activations, then for weights;
 5. *corrections*: bias correction on samples, equalization, both;
@@ -31,11 +31,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from qtool.quantization.contract import Judge, Scores, Verdict
-from qtool.recipe import ALGORITHMS, RANGES, WEIGHT_RANGES, QuantizeConfig
+from qtool.recipe import ALGORITHMS, RANGES, WEIGHT_RANGES, QuantizeConfig, settings_of
 
 MOST_FLOAT = 0.5
 """The greatest share of the units that the search leaves in float."""
-USUALLY_BEST: Mapping[str, Any] = {"ranges": "output", "algorithms": ("gptq",)}
+USUALLY_BEST: Mapping[str, Any] = settings_of("best", weight_bits=8)
 FREE = ("analytic-bias",)
 CORRECTIONS = (("bias",), ("equalize",), ("equalize", "bias"))
 
