@@ -24,6 +24,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.fx import GraphModule, Node
 
+from qtool import allocator
 from qtool.errors import QtoolError
 from qtool.nested import call, map_tensors, tensors
 from qtool.pt2_files import load_program, save_program
@@ -159,7 +160,7 @@ def to_program(model: torch.nn.Module, example: Any) -> torch.export.ExportedPro
     ``example`` is a batch of inputs: a tensor, a tuple of arguments or a dict of keyword arguments.
     """
     args, kwargs = arguments(map_tensors(_at_least_two, example))
-    with torch.no_grad():
+    with torch.no_grad(), allocator.uncollected():
         return torch.export.export(model, args, kwargs or None, dynamic_shapes=_dynamic(kwargs or args))
 
 

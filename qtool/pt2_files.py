@@ -35,6 +35,7 @@ from typing import Any, BinaryIO
 
 import torch
 
+from qtool import allocator
 from qtool.artifacts import atomic_path
 from qtool.errors import QtoolError, one_line
 
@@ -112,7 +113,7 @@ def load_program(path: Path) -> torch.export.ExportedProgram:
     said: list[BaseException] = []
     try:
         check_archive(path)
-        with _weights_only(), _overheard(said), _hints_once():
+        with _weights_only(), _overheard(said), _hints_once(), allocator.uncollected():
             return torch.export.load(path)
     except QtoolError:
         raise

@@ -110,3 +110,12 @@ def test_what_is_settled_is_passed_over_by_the_collector_for_the_block(monkeypat
     with allocator.settled():
         assert gc.get_freeze_count() > 1000
     assert gc.get_freeze_count() == 0
+
+
+def test_the_collector_waits_for_the_end_of_a_block_and_stays_off_where_it_was_off():
+    with allocator.uncollected():
+        assert not gc.isenabled()
+        with allocator.uncollected():
+            pass
+        assert not gc.isenabled()
+    assert gc.isenabled()
