@@ -36,6 +36,8 @@ from qtool.training.blockwise import on_cpu
 from qtool.training.compiling import require_compiler
 
 Make = Callable[[list[nn.Parameter]], Optimizer]
+SMALLEST_8_BIT = 4096
+"""Values from which on bitsandbytes keeps moments in 8 bits."""
 SMALLEST_PAGED = 100_000
 """Values from which on bitsandbytes pages a moment."""
 
@@ -77,7 +79,11 @@ def bitsandbytes(name: str) -> Callable[[TrainConfig], Make]:
 
 
 def _queued(kind: Any) -> Any:
-    """bitsandbytes waits for the GPU after each parameter. On one stream nothing has to, but where states are paged."""
+    """bitsandbytes waits for the GPU after each parameter. On one stream nothing has to, but where states are paged.
+
+    AdamW's small parameters, more than half of a transformer's, are updated together by torch's kernel: what they cost
+    on a GPU is launches.
+    """
 
     class Queued(kind):  # type: ignore[misc]
         @torch.no_grad()
@@ -87,17 +93,37 @@ def _queued(kind: Any) -> Any:
                 self.to_gpu()
                 self.initialized = True
             for place, group in enumerate(self.param_groups):
+                small: dict[int, list[nn.Parameter]] = {}
                 for index, parameter in enumerate(group["params"]):
-                    if parameter.grad is not None:
-                        self._update(group, parameter, place, index)
+                    if parameter.grad is None:
+                        continue
+                    if not self.state[parameter]:
+                        self.init_state(group, parameter, place, index)
+                    if self._is_small(parameter):
+                        small.setdefault(self.state[parameter]["step"], []).append(parameter)
+                    else:
+                        self.prefetch_state(parameter)
+                        self.update_step(group, parameter, place, index)
+                for count, parameters in small.items():
+                    self._update_together(group, parameters, count + 1)
             if self.is_paged and torch.cuda.is_available():
                 torch.cuda.synchronize()
 
-        def _update(self, group: Any, parameter: nn.Parameter, place: int, index: int) -> None:
-            if not self.state[parameter]:
-                self.init_state(group, parameter, place, index)
-            self.prefetch_state(parameter)
-            self.update_step(group, parameter, place, index)
+        def _is_small(self, parameter: nn.Parameter) -> bool:
+            float32 = parameter.dtype == torch.float32  # as torch's kernel wants it beside such moments
+            return bool(self.optimizer_name == "adam" and float32 and parameter.numel() < SMALLEST_8_BIT)
+
+        def _update_together(self, group: Any, parameters: list[nn.Parameter], step: int) -> None:
+            states = [self.state[parameter] for parameter in parameters]
+            for state in states:
+                state["step"] = step
+            count = torch.full((), float(step), device=parameters[0].device)
+            torch._fused_adamw_(
+                [*parameters], [p.grad for p in parameters if p.grad is not None],
+                [state["state1"] for state in states], [state["state2"] for state in states], [],
+                [count] * len(states), lr=group["lr"], beta1=group["betas"][0], beta2=group["betas"][1],
+                weight_decay=group["weight_decay"], eps=group["eps"], amsgrad=False, maximize=False,
+            )  # fmt: skip
 
         def make_state(self, parameter: nn.Parameter) -> None:
             """Makes the states of a parameter that has values: later, they would lie scattered among activations."""

@@ -87,14 +87,16 @@ Part = Callable[[Options], dict[str, Any]]
 
 
 def parts(options: Options) -> dict[str, Part]:
-    """All measurements by name, in the order in which they are made."""
-    rungs = load_ladder(LADDER).rungs
-    found: dict[str, Part] = {f"ladder/{i}": partial(rung, number=i) for i in range(len(rungs))}
+    """All measurements by name, in the order in which they are made: what is claimed first, should time run out."""
+    count = len(load_ladder(LADDER).rungs)
+    first = (count - 1, 1, 0)  # the rung below the ladder, and what it is compared with
+    order = [*first, *(i for i in range(count) if i not in first)]
+    found: dict[str, Part] = {f"ladder/{i}": partial(rung, number=i) for i in order}
+    found["loop"] = loop
+    found |= {f"int8/{provider}": partial(int8, provider=provider) for provider in PROVIDERS}
     found |= {f"technique/{name}": partial(technique, changes=changes) for name, changes in TECHNIQUES.items()}
     found |= {f"group/{name}": partial(technique, changes=changes) for name, changes in _groups(options).items()}
     found |= {f"create/{how}": partial(create, on_device=how == "on-device") for how in ("host-first", "on-device")}
-    found["loop"] = loop
-    found |= {f"int8/{provider}": partial(int8, provider=provider) for provider in PROVIDERS}
     found |= {f"rounding/{name}": partial(rounding, algorithms=names) for name, names in ROUNDINGS.items()}
     return found | {f"accuracy/{name}": partial(accuracy, changes=changes) for name, changes in RUNGS.items()}
 

@@ -33,6 +33,7 @@ def test_parts_are_measured_failures_told_and_what_is_missing_made_up_for(tmp_pa
 def test_every_rung_and_every_part_has_a_name() -> None:
     options = gpu_parts.Options(Path(), "cuda", None, 20, False, 4)
     names = list(gpu_parts.parts(options))
+    assert names[:3] == ["ladder/6", "ladder/1", "ladder/0"], "what is claimed comes first"
     assert sum(name.startswith("ladder/") for name in names) == 7
     assert {"group/fsdp", "group/ddp", "loop", "create/on-device", "int8/tensorrt"} <= {*names}
     assert {"rounding/calibration", "rounding/adaround", "accuracy/32-true"} <= {*names}

@@ -137,3 +137,17 @@ def test_8_bit_states_are_there_before_the_first_step():
         torch.uint8, torch.float32, torch.float32, torch.float32,
     ]  # fmt: skip
     assert {state["step"] for state in optimizer.state.values()} == {0}
+
+
+@pytest.mark.parametrize("steps_made", [1, 5])
+def test_small_parameters_are_updated_together_as_bitsandbytes_would(steps_made, monkeypatch):
+    """torch's AdamW kernel on bitsandbytes' 32-bit states: the same formula, to rounding."""
+    one, other = make_model(), make_model()
+    together = made_optimizer(one, "adamw8bit")
+    alone = made_optimizer(other, "adamw8bit")
+    monkeypatch.setattr(alone, "_is_small", lambda parameter: False)
+    steps(one, together, steps_made)
+    steps(other, alone, steps_made)
+    for (name, a), b in zip(one.named_parameters(), other.parameters(), strict=True):
+        assert torch.allclose(a, b, rtol=1e-5, atol=1e-6), name
+    assert {state["step"] for state in together.state.values()} == {steps_made}
