@@ -21,6 +21,7 @@ import torch
 from qtool.exporting import onnx_file
 from qtool.exporting.gates import Gate
 from qtool.exporting.parity import feeds_of
+from qtool.exporting.passes import turned_batches
 from qtool.exporting.to_onnx import save
 from qtool.runtimes import open_session
 
@@ -40,10 +41,12 @@ def overflowing(model: ir.Model) -> list[str]:
     return names
 
 
-def write_fp16(model: ir.Model, path: Path) -> list[str]:
-    """Writes the half-precision twin of a float model; returns the constants that overflow (then writes nothing)."""
+def write_fp16(model: ir.Model, path: Path) -> str:
+    """Writes the half-precision twin of a float model, which it changes; or nothing, and returns why."""
     if too_large := overflowing(model):
-        return too_large
+        return f"{', '.join(too_large[:3])} overflow half precision"
+    if turned := turned_batches.apply(model):
+        return f"{', '.join(turned[:3])} multiply what was transposed, which ends ONNX Runtime's process on a CPU"
     weights = {
         name: value for name, value in onnx_file.large_initializers(model).items()
         if value.const_value.dtype == ir.DataType.FLOAT
@@ -55,7 +58,7 @@ def write_fp16(model: ir.Model, path: Path) -> list[str]:
         half.graph.register_initializer(value)
     half.graph.sort()  # the converter puts its casts behind everything
     save(half, path, {**model.metadata_props, "qtool.variant": "fp16"})
-    return []
+    return ""
 
 
 def _converted(model: ir.Model, weights: Mapping[str, ir.Value]) -> ir.Model:
@@ -73,7 +76,18 @@ def _converted(model: ir.Model, weights: Mapping[str, ir.Value]) -> ir.Model:
         proto.graph.input.append(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, shape))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # it tells of values below half's least, which become that
-        return ir.serde.deserialize_model(convert_float_to_float16(proto, keep_io_types=kept))
+        converted = convert_float_to_float16(proto, keep_io_types=kept)
+    _drop_repeats(converted.graph)
+    return ir.serde.deserialize_model(converted)
+
+
+def _drop_repeats(graph: onnx.GraphProto) -> None:
+    """Keeps one cast of each value: the converter writes it for every reader that has to have float32."""
+    made: set[str] = set()
+    for node in list(graph.node):
+        if node.op_type == "Cast" and node.output[0] in made:
+            graph.node.remove(node)
+        made.update(node.output)
 
 
 def _in_half(tensor: ir.TensorProtocol) -> ir.LazyTensor:
@@ -92,11 +106,11 @@ def _in_half(tensor: ir.TensorProtocol) -> ir.LazyTensor:
     return ir.LazyTensor(convert, dtype=ir.DataType.FLOAT16, shape=tensor.shape, name=tensor.name)
 
 
-def fp16_gate(path: Path, samples: Sequence[Any], too_large: Sequence[str]) -> Gate:
+def fp16_gate(path: Path, samples: Sequence[Any], refused: str) -> Gate:
     """Whether the FP16 file's outputs are finite on the samples; reported, not required."""
     expected = f"weights and activations within ±{LARGEST:.0f}"
-    if too_large:
-        return Gate("fp16 range", None, expected, f"no FP16 file: {', '.join(too_large[:3])} overflow half precision")
+    if refused:
+        return Gate("fp16 range", None, expected, f"no FP16 file: {refused}")
     model = onnx.load(str(path), load_external_data=False)
     session = open_session(path, threads=torch.get_num_threads())
     finite = all(np.isfinite(out).all() for batch in samples for out in session.run(feeds_of(model, batch)))

@@ -187,9 +187,9 @@ def _baselines(
     model = float_to_onnx(quantized.float_graph, quantized.example, opset)
     save(model, files["fp32"], {**notes, "qtool.variant": "fp32"})
     half = out / FILES["fp16"]
-    too_large = baselines.write_fp16(model, half)
+    refused = baselines.write_fp16(model, half)
     del model
     allocator.release()
-    if not too_large:
+    if not refused:
         files["fp16"] = half
-    return [baselines.fp16_gate(half, few, too_large)]
+    return [baselines.fp16_gate(half, few, refused)]

@@ -1,4 +1,4 @@
-"""One spelling for each operator of a captured graph: nothing in place, paddings as numbers.
+"""Nothing in place: a captured graph writes into no tensor.
 
 An in-place operator becomes its functional twin (``relu_`` → ``relu``), and whatever reads the overwritten tensor later
 reads the result. That is only right while no other name for the same memory is read later: a view that was taken
@@ -6,9 +6,7 @@ before, or the tensor that the overwritten one is a view of. Where one is, or wh
 torch's own functionalization is asked, which knows all views and spells batch-norm and flatten differently. A
 quantizer on a tensor that is still written into would separate it from its views, so none may be left.
 
-``padding="same"`` and ``"valid"`` become numbers, with a zero padding in front where they are not symmetric. The parts
-of ``chunk`` and ``split`` become slices, each a value of its own. ``clamp(min=0)`` is a relu,
-pooling a row to one cell is a mean, and attention without an axis for heads has one head.
+On the way each operator gets its one spelling (``respell.py``).
 """
 
 from __future__ import annotations
@@ -17,11 +15,11 @@ import operator
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from qtool.form import as_graph
 from qtool.quantization.quiet import quiet_pytree
+from qtool.quantization.respell import respell
 
 aten = torch.ops.aten
 
@@ -50,9 +48,6 @@ FUNCTIONAL = {
 }
 DROPOUTS = (aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default)
 _ASSERTIONS = (aten._assert_tensor_metadata.default, aten._assert_scalar.default)
-_CLAMPS = (aten.clamp.default, aten.clamp_min.default)
-_SPLITS = (aten.chunk.default, aten.split.Tensor, aten.split.sizes, aten.split_with_sizes.default)
-_PADDED = {aten.conv1d.padding: aten.conv1d.default, aten.conv2d.padding: aten.conv2d.default}
 
 
 def make_functional(graph_module: GraphModule) -> None:
@@ -64,7 +59,7 @@ def make_functional(graph_module: GraphModule) -> None:
             continue
         if node.target in FUNCTIONAL and _is_safe(node):
             _replace_later(node)
-        _spell(node)
+        respell(node)
     graph.eliminate_dead_code()
     graph.lint()
     graph_module.recompile()
@@ -73,22 +68,6 @@ def make_functional(graph_module: GraphModule) -> None:
 def _is_guard(node: Node) -> bool:
     """Whether a node only checks shapes, types or sizes of what was captured."""
     return (node.op == "call_module" and "guard" in str(node.target)) or node.target in _ASSERTIONS
-
-
-def _spell(node: Node) -> None:
-    """Gives one operator the spelling that the patterns of targets know."""
-    if node.target is aten.clip.default:
-        node.target = aten.clamp.default
-    if node.target in _PADDED:
-        _spell_padding(node)
-    elif node.target in _CLAMPS and tuple(node.args[1:]) in ((0,), (0, None)):
-        node.target, node.args = aten.relu.default, node.args[:1]
-    elif node.target is aten.adaptive_avg_pool1d.default and node.args[1] in ([1], (1,)):
-        node.target, node.args = aten.mean.dim, (node.args[0], [2], True)
-    elif node.target is aten.scaled_dot_product_attention.default and node.meta["val"].dim() == 3:
-        _spell_attention(node)
-    elif node.target is operator.getitem and isinstance(node.args[0], Node) and node.args[0].target in _SPLITS:
-        _slice_part(node)
 
 
 def mutations(graph_module: GraphModule) -> list[Node]:
@@ -193,65 +172,3 @@ def _shares_memory(producer: Node, index: int) -> bool:
     returns: Any = schema.returns if schema is not None else ()
     listed = returns[index] if index < len(returns) else returns[0] if len(returns) == 1 else None
     return listed is not None and listed.alias_info is not None
-
-
-def _spell_padding(node: Node) -> None:
-    given: list[Any] = [*node.args, *[None, 1, "valid", 1, 1][len(node.args) - 2 :]]
-    source, weight, bias, stride, word, dilation, groups = given
-    assert isinstance(source, Node)
-    assert isinstance(weight, Node)
-    sizes = list(weight.meta["val"].shape[2:])
-    strides, dilations = (_listed(value, len(sizes)) for value in (stride, dilation))
-    total = [d * (k - 1) for d, k in zip(dilations, sizes, strict=True)] if word == "same" else [0] * len(sizes)
-    if any(t % 2 for t in total):
-        ends = [end for t in reversed(total) for end in (t // 2, t - t // 2)]
-        with node.graph.inserting_before(node):
-            padded = node.graph.call_function(aten.constant_pad_nd.default, (source, ends, 0.0))
-        padded.meta = {**node.meta, "val": _padded(source.meta["val"], total)}
-        source, total = padded, [0] * len(sizes)
-    node.target = _PADDED[node.target]  # type: ignore[index]
-    node.args = (source, weight, bias, strides, [t // 2 for t in total], dilations, groups)
-
-
-def _padded(value: Tensor, total: list[int]) -> Tensor:
-    """A stand-in of the padded shape; computing it would fix the batch."""
-    return value.new_empty([*value.shape[:2], *(size + t for size, t in zip(value.shape[2:], total, strict=True))])
-
-
-def _slice_part(node: Node) -> None:
-    """Writes one part of a split tensor as a slice of it, where the split dimension has a fixed size."""
-    split, index = node.args
-    assert isinstance(split, Node)
-    assert isinstance(index, int)
-    parts, axis = split.meta["val"], split.args[2] if len(split.args) > 2 else 0
-    sizes = [part.shape[axis] for part in parts]
-    if not all(isinstance(size, int) for size in sizes):
-        return
-    start = sum(sizes[:index])
-    with node.graph.inserting_before(node):
-        part = node.graph.call_function(aten.slice.Tensor, (split.args[0], axis, start, start + sizes[index]))
-    part.meta = {**split.meta, **node.meta, "val": parts[index]}
-    part.meta.setdefault("nn_module_stack", split.meta.get("nn_module_stack"))
-    node.replace_all_uses_with(part)
-    node.graph.erase_node(node)
-
-
-def _spell_attention(node: Node) -> None:
-    """Gives attention over batch × tokens × features an axis of one head, which its ONNX form asks for."""
-    values = [arg if isinstance(arg, Node) else None for arg in node.args[:4]]
-    spread = list(node.args)
-    for index, value in enumerate(values):
-        if value is not None and value.meta["val"].dim() == 3:  # a mask of tokens × tokens is for all heads
-            with node.graph.inserting_before(node):
-                spread[index] = one_head = node.graph.call_function(aten.unsqueeze.default, (value, 1))
-            one_head.meta = {**node.meta, "val": value.meta["val"].unsqueeze(1)}
-    with node.graph.inserting_after(node):
-        mixed = node.graph.call_function(aten.squeeze.dim, (node, 1))
-    mixed.meta = dict(node.meta)
-    node.replace_all_uses_with(mixed, delete_user_cb=lambda user: user is not mixed)
-    node.args, node.meta = tuple(spread), {**node.meta, "val": node.meta["val"].unsqueeze(1)}
-
-
-def _listed(value: Any, count: int) -> list[int]:
-    values = list(value) if isinstance(value, tuple | list) else [value]
-    return values * count if len(values) == 1 else values

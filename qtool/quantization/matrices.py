@@ -3,11 +3,13 @@
 A runtime's integer kernel for a linear layer with a bias (Gemm) takes matrices; over a batch of sequences, the product
 and the bias are two operators and the second runs in float. So ``linear(x)`` with x of N × T × C becomes a linear
 layer over NT × C between two reshapes, which cost nothing. An activation behind it moves in front of the second
-reshape, where it fuses.
+reshape, where it fuses. The dimension whose size is not fixed, the batch, may stand anywhere: attention over
+T × N × C is written so.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch.fx import GraphModule, Node
@@ -18,7 +20,7 @@ from qtool.quantization.targets import RELU_LIKE
 
 
 def flatten_linears(graph_module: GraphModule) -> int:
-    """Rewrites in place each linear layer whose last dimensions have a fixed size; returns how many."""
+    """Rewrites in place each linear layer of which one dimension at most has no fixed size; returns how many."""
     linears = [node for node in graph_module.graph.nodes if node.target is aten.linear.default]
     changed = [node for node in linears if node.meta["val"].dim() != 2 and _flatten(node)]
     graph_module.graph.eliminate_dead_code()
@@ -31,17 +33,18 @@ def flatten_linears(graph_module: GraphModule) -> int:
 def _flatten(node: Node) -> bool:
     source, value = node.args[0], node.meta["val"]
     assert isinstance(source, Node)
-    inner = list(value.shape[1:])
-    if value.dim() < 3 or not all(isinstance(size, int) for size in inner):
+    sizes = [size if isinstance(size, int) else -1 for size in value.shape]
+    if value.dim() < 3 or sizes.count(-1) > 1:
         return False
     follower = next(iter(node.users)) if len(node.users) == 1 else None
     last = follower if follower is not None and follower.target in RELU_LIKE and follower.args[0] is node else node
-    flat_in = source.meta["val"].new_empty([value.shape[0] * _product(inner[:-1]), source.meta["val"].shape[-1]])
-    flat_out = value.new_empty([flat_in.shape[0], inner[-1]])
+    rows = math.prod(value.shape[:-1])
+    flat_in = source.meta["val"].new_empty([rows, source.meta["val"].shape[-1]])
+    flat_out = value.new_empty([rows, sizes[-1]])
     with node.graph.inserting_before(node):
         node.update_arg(0, _reshape(node, source, [-1, flat_in.shape[1]], flat_in))
     with node.graph.inserting_after(last):
-        restored = _reshape(last, last, [-1, *inner], value)
+        restored = _reshape(last, last, sizes, value)
     last.replace_all_uses_with(restored, delete_user_cb=lambda user: user is not restored)
     for flattened in {node, last}:
         flattened.meta = {**flattened.meta, "val": flat_out}
@@ -52,10 +55,3 @@ def _reshape(near: Node, source: Node, shape: list[Any], value: Any) -> Node:
     node = near.graph.call_function(aten.reshape.default, (source, shape))
     node.meta = {key: near.meta[key] for key in ("nn_module_stack", "owner") if key in near.meta} | {"val": value}
     return node
-
-
-def _product(sizes: list[int]) -> int:
-    total = 1
-    for size in sizes:
-        total *= size
-    return total

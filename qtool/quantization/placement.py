@@ -28,6 +28,7 @@ from torch.fx import GraphModule, Node
 
 from qtool.errors import UsageError
 from qtool.form import Plan, Unit
+from qtool.nested import tensors
 from qtool.quantization.capture import aten, owner
 from qtool.quantization.targets import RELU_LIKE, Format, Pattern, Target
 
@@ -275,9 +276,10 @@ def _is_constant(value: Any) -> bool:
 
 
 def _is_compute(node: Node) -> bool:
-    """Whether the operator handles floating point tensors (integer bookkeeping stays out of the plan)."""
-    value = node.meta.get("val")
-    return node.target not in _SILENT and isinstance(value, torch.Tensor) and value.is_floating_point()
+    """Whether the operator makes floating point numbers of others' (bookkeeping and constants stay out of the plan)."""
+    reads = any(True for source in node.all_input_nodes for _ in tensors(source.meta.get("val")))
+    makes = any(value.is_floating_point() for value in tensors(node.meta.get("val")))
+    return reads and makes and node.target not in _SILENT
 
 
 def _keeps_zero(node: Node) -> bool:

@@ -17,8 +17,7 @@ from typing import Any
 from torch.fx import GraphModule, Node
 
 from qtool.quantization.capture import aten
-
-GATES: dict[Any, Any] = {aten.silu.default: aten.sigmoid.default, aten.hardswish.default: aten.hardsigmoid.default}
+from qtool.quantization.respell import GATES
 
 
 def write_products(graph_module: GraphModule, activations: Collection[Any]) -> int:

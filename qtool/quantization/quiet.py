@@ -29,10 +29,11 @@ def quiet_loggers(*names: str, below: int = logging.ERROR) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet_export() -> Iterator[None]:
-    """Drops what ``torch.export`` logs, and the partial graph that it prints when it fails."""
+    """Drops what ``torch.export`` logs, its advice on torch's own LSTM, and the partial graph it prints as it fails."""
     said = io.StringIO()
     names = ("torch.fx.experimental.symbolic_shapes", "torch.export", "torch._export")
-    with quiet_loggers(*names, below=logging.CRITICAL), contextlib.redirect_stderr(said):
+    with quiet_loggers(*names, below=logging.CRITICAL), contextlib.redirect_stderr(said), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r"The tensor attributes? .*_flat_weights", category=UserWarning)
         yield
     sys.stderr.write(said.getvalue())  # a model's own words, where all went well
 

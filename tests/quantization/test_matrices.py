@@ -35,6 +35,18 @@ def test_the_function_is_the_same_for_any_batch(shape: tuple[int, ...]) -> None:
     assert all(n.meta["val"].dim() == 2 for n in linears)
 
 
+def test_the_batch_may_stand_second() -> None:
+    class Sequence(Tokens):
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x.transpose(0, 1)).transpose(0, 1)
+
+    model, x = Sequence(), torch.randn(3, 5, 4)
+    graph = capture(model, x)
+    assert flatten_linears(graph) == 3
+    for batch in (x, x[:1], torch.cat([x, x])):
+        torch.testing.assert_close(graph(batch), model(batch))
+
+
 def test_the_activation_still_fuses_and_names_stay() -> None:
     graph = capture(Tokens(), torch.randn(3, 5, 4))
     flatten_linears(graph)

@@ -270,6 +270,19 @@ def test_integers_and_booleans_are_not_quantized() -> None:
     assert [(u.name, u.kind) for u in plan.integer_units] == [("fc", "linear")]
 
 
+def test_what_gives_several_values_is_named_and_constants_are_not() -> None:
+    class Sequence(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.recurrent, self.head = nn.LSTM(4, 6, batch_first=True), nn.Linear(6, 2)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.head(self.recurrent(x)[0][:, -1] + torch.zeros(6))
+
+    plan = Placement(capture(Sequence(), torch.randn(3, 5, 4)), ORT_CPU).plan()
+    assert [(unit.name, unit.integer) for unit in plan.units] == [("recurrent", False), ("add", False), ("head", True)]
+
+
 def test_a_misspelt_target_is_told_with_the_nearest() -> None:
     assert get_target("ort-cpu") is ORT_CPU
     with pytest.raises(UsageError, match=r"--target.*'ort-cpuu'.*did you mean 'ort-cpu'"):

@@ -1,0 +1,257 @@
+"""One spelling for each operator of a captured graph, so that a target's patterns need to know no other.
+
+========================================================  ==========================================
+what models write                                         what patterns look for
+========================================================  ==========================================
+``concat``, ``swapaxes``, ``clip``                        ``cat``, ``transpose``, ``clamp``
+``unflatten``, ``view_as``, ``squeeze()``                 ``reshape`` to fixed sizes
+``movedim``, ``mT``, ``t``                                ``permute``
+``chunk``, ``split``, ``narrow``; ``unbind``              ``slice``; ``select``: each part is a value of its own
+``expand_as``                                             ``expand``
+``clamp(min=0)``                                          ``relu``
+``relu6(x + 3) / 6``                                      ``hardsigmoid(x)``
+``x * sigmoid(x)``, ``x * hardsigmoid(x)``                ``silu(x)``, ``hardswish(x)``
+``padding="same"``                                        numbers, behind a padding where they are not symmetric
+a row pooled to one cell                                  a mean
+attention without an axis for heads                       attention with one head
+``.float()`` of what is float32                           nothing
+========================================================  ==========================================
+
+What has to know the size of more than one dimension that is not fixed is left as it was written. ``squeeze()`` leaves
+the batch where it is one, so that the result has as many dimensions for every batch.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+aten = torch.ops.aten
+
+GATES: dict[Any, Any] = {aten.silu.default: aten.sigmoid.default, aten.hardswish.default: aten.hardsigmoid.default}
+"""Activations that are their input times a gate, and the gate: silu(x) = x · sigmoid(x)."""
+
+_OTHER_NAMES: dict[Any, Any] = {
+    aten.clip.default: aten.clamp.default,
+    aten.concat.default: aten.cat.default,
+    aten.concatenate.default: aten.cat.default,
+    aten.swapaxes.default: aten.transpose.int,
+    aten.swapdims.default: aten.transpose.int,
+}
+_RESHAPES = (aten.unflatten.int, aten.view_as.default, aten.reshape_as.default, aten.squeeze.default)
+_TURNS = (
+    aten.movedim.int, aten.movedim.intlist, aten.moveaxis.int, aten.moveaxis.intlist, aten.mT.default, aten.t.default,
+    aten.numpy_T.default,
+)  # fmt: skip
+_CONVERSIONS = (aten.to.dtype, aten.type_as.default)
+_CLAMPS = (aten.clamp.default, aten.clamp_min.default)
+_SIXES = {aten.relu6.default: (), aten.hardtanh.default: (0, 6), aten.clamp.default: (0, 6)}
+_SPLITS = (
+    aten.chunk.default, aten.split.Tensor, aten.split.sizes, aten.split_with_sizes.default, aten.tensor_split.sections,
+)  # fmt: skip
+_PADDED = {aten.conv1d.padding: aten.conv1d.default, aten.conv2d.padding: aten.conv2d.default}
+
+
+def respell(node: Node) -> None:
+    """Gives one operator, whose operands have theirs, the spelling that the patterns of targets know; in place."""
+    node.target = _OTHER_NAMES.get(node.target, node.target)
+    if (rule := _RULES.get(node.target)) is not None:
+        rule(node)
+
+
+def _spell_clamp(node: Node) -> None:
+    if tuple(node.args[1:]) in ((0,), (0, None)):
+        node.target, node.args = aten.relu.default, node.args[:1]
+
+
+def _spell_row_pool(node: Node) -> None:
+    if node.args[1] in ([1], (1,)):
+        node.target, node.args = aten.mean.dim, (node.args[0], [2], True)
+
+
+def _spell_reshape(node: Node) -> None:
+    """The sizes of the result, one of which may be unknown."""
+    sizes = [size if isinstance(size, int) else -1 for size in node.meta["val"].shape]
+    if sizes.count(-1) <= 1:
+        node.target, node.args = aten.reshape.default, (node.args[0], sizes)
+
+
+def _spell_turn(node: Node) -> None:
+    """Which dimension goes where, seen on a tensor whose dimensions all differ."""
+    source = node.args[0]
+    assert isinstance(source, Node)
+    marked = torch.empty(tuple(range(2, 2 + source.meta["val"].dim())), device="meta")
+    order = [size - 2 for size in node.target(marked, *node.args[1:]).shape]  # type: ignore[operator]
+    node.target, node.args = aten.permute.default, (source, order)
+
+
+def _spell_expand(node: Node) -> None:
+    source = node.args[0]
+    assert isinstance(source, Node)
+    before, after = source.meta["val"].shape, node.meta["val"].shape
+    kept = [-1] * len(before)
+    sizes = [*after[: len(after) - len(before)], *(k if a == b else b for k, a, b in _last(kept, before, after))]
+    if all(isinstance(size, int) for size in sizes):
+        node.target, node.args = aten.expand.default, (source, sizes)
+
+
+def _last(kept: list[int], before: torch.Size, after: torch.Size) -> list[tuple[Any, Any, Any]]:
+    return list(zip(kept, before, after[len(after) - len(before) :], strict=True))
+
+
+def _spell_narrow(node: Node) -> None:
+    source, axis, start, length = node.args
+    if isinstance(start, int) and isinstance(length, int) and start >= 0:
+        node.target, node.args = aten.slice.Tensor, (source, axis, start, start + length)
+
+
+def _spell_conversion(node: Node) -> None:
+    """A conversion to the type that a value has is none, unless a copy is asked for."""
+    source = node.args[0]
+    assert isinstance(source, Node)
+    if len(node.args) == 2 and not node.kwargs and source.meta["val"].dtype == node.meta["val"].dtype:
+        node.replace_all_uses_with(source)
+        node.graph.erase_node(node)
+
+
+def _spell_part(node: Node) -> None:
+    """Writes one part of a split tensor as a part of it, where the split dimension has a fixed size."""
+    split, index = node.args
+    if not isinstance(split, Node) or split.target not in (*_SPLITS, aten.unbind.int):
+        return
+    assert isinstance(index, int)
+    place = _select(split, index) if split.target is aten.unbind.int else _slice(split, index)
+    if place is None:
+        return
+    with node.graph.inserting_before(node):
+        part = node.graph.call_function(*place)
+    part.meta = {**split.meta, **node.meta, "val": split.meta["val"][index]}
+    part.meta.setdefault("nn_module_stack", split.meta.get("nn_module_stack"))
+    node.replace_all_uses_with(part)
+    node.graph.erase_node(node)
+
+
+def _slice(split: Node, index: int) -> tuple[Any, tuple[Any, ...]] | None:
+    axis: Any = split.args[2] if len(split.args) > 2 else 0
+    sizes = [part.shape[axis] for part in split.meta["val"]]
+    if not all(isinstance(size, int) for size in sizes):
+        return None
+    start = sum(sizes[:index])
+    return aten.slice.Tensor, (split.args[0], axis, start, start + sizes[index])
+
+
+def _select(split: Node, index: int) -> tuple[Any, tuple[Any, ...]]:
+    return aten.select.int, (split.args[0], split.args[1] if len(split.args) > 1 else 0, index)
+
+
+def _spell_sixth(node: Node) -> None:
+    """``relu6(x + 3) / 6`` and ``x * relu6(x + 3) / 6``, with the division before or after the product."""
+    inner = node.args[0]
+    if not _is_sixth(node):
+        return
+    if (source := _shifted(inner)) is not None:
+        node.target, node.args = aten.hardsigmoid.default, (source,)
+    elif isinstance(inner, Node) and inner.target is aten.mul.Tensor and len(inner.users) == 1:
+        sources = [value for value, gate in (inner.args[:2], inner.args[1::-1]) if _shifted(gate) is value]
+        if sources:
+            node.target, node.args = aten.hardswish.default, (sources[0],)
+
+
+def _is_sixth(node: Node) -> bool:
+    source, factor = node.args[0], node.args[1] if len(node.args) == 2 and not node.kwargs else None
+    if not isinstance(source, Node) or not isinstance(factor, int | float):
+        return False
+    return factor == 6 if node.target is aten.div.Tensor else abs(factor * 6 - 1) < 1e-6
+
+
+def _shifted(node: Any) -> Node | None:
+    """x where ``node`` is relu6(x + 3) and read once, as is the sum."""
+    if not (isinstance(node, Node) and node.target in _SIXES and len(node.users) == 1):
+        return None
+    total = node.args[0]
+    if tuple(node.args[1:]) != _SIXES[node.target] or node.kwargs or not _is(total, aten.add.Tensor):
+        return None
+    assert isinstance(total, Node)
+    plain = len(total.users) == 1 and not total.kwargs and isinstance(total.args[0], Node)
+    return total.args[0] if plain and total.args[1] == 3 else None  # type: ignore[return-value]
+
+
+def _is(node: Any, target: Any) -> bool:
+    return isinstance(node, Node) and node.target is target
+
+
+def _spell_gated(node: Node) -> None:
+    """A value times its own gate, which nothing else reads; or a sixth written as a factor."""
+    _spell_sixth(node)
+    for source, gate in (node.args[:2], node.args[1::-1]) if node.target is aten.mul.Tensor else ():
+        whole = next((whole for whole, own in GATES.items() if _is(gate, own)), None)
+        if whole is not None and gate.args[0] is source and len(gate.users) == 1:  # type: ignore[union-attr]
+            node.target, node.args = whole, (source,)
+            return
+
+
+def _spell_padding(node: Node) -> None:
+    given: list[Any] = [*node.args, *[None, 1, "valid", 1, 1][len(node.args) - 2 :]]
+    source, weight, bias, stride, word, dilation, groups = given
+    assert isinstance(source, Node)
+    assert isinstance(weight, Node)
+    sizes = list(weight.meta["val"].shape[2:])
+    strides, dilations = (_listed(value, len(sizes)) for value in (stride, dilation))
+    total = [d * (k - 1) for d, k in zip(dilations, sizes, strict=True)] if word == "same" else [0] * len(sizes)
+    if any(t % 2 for t in total):
+        ends = [end for t in reversed(total) for end in (t // 2, t - t // 2)]
+        with node.graph.inserting_before(node):
+            padded = node.graph.call_function(aten.constant_pad_nd.default, (source, ends, 0.0))
+        padded.meta = {**node.meta, "val": _padded(source.meta["val"], total)}
+        source, total = padded, [0] * len(sizes)
+    node.target = _PADDED[node.target]  # type: ignore[index]
+    node.args = (source, weight, bias, strides, [t // 2 for t in total], dilations, groups)
+
+
+def _padded(value: Tensor, total: list[int]) -> Tensor:
+    """A stand-in of the padded shape; computing it would fix the batch."""
+    return value.new_empty([*value.shape[:2], *(size + t for size, t in zip(value.shape[2:], total, strict=True))])
+
+
+def _spell_attention(node: Node) -> None:
+    """Gives attention over batch × tokens × features an axis of one head, which its ONNX form asks for."""
+    if node.meta["val"].dim() != 3:
+        return
+    values = [arg if isinstance(arg, Node) else None for arg in node.args[:4]]
+    spread = list(node.args)
+    for index, value in enumerate(values):
+        if value is not None and value.meta["val"].dim() == 3:  # a mask of tokens × tokens is for all heads
+            with node.graph.inserting_before(node):
+                spread[index] = one_head = node.graph.call_function(aten.unsqueeze.default, (value, 1))
+            one_head.meta = {**node.meta, "val": value.meta["val"].unsqueeze(1)}
+    with node.graph.inserting_after(node):
+        mixed = node.graph.call_function(aten.squeeze.dim, (node, 1))
+    mixed.meta = dict(node.meta)
+    node.replace_all_uses_with(mixed, delete_user_cb=lambda user: user is not mixed)
+    node.args, node.meta = tuple(spread), {**node.meta, "val": node.meta["val"].unsqueeze(1)}
+
+
+def _listed(value: Any, count: int) -> list[int]:
+    values = list(value) if isinstance(value, tuple | list) else [value]
+    return values * count if len(values) == 1 else values
+
+
+_RULES: dict[Any, Callable[[Node], None]] = {
+    **dict.fromkeys(_CLAMPS, _spell_clamp),
+    **dict.fromkeys(_RESHAPES, _spell_reshape),
+    **dict.fromkeys(_TURNS, _spell_turn),
+    **dict.fromkeys(_CONVERSIONS, _spell_conversion),
+    **dict.fromkeys(_PADDED, _spell_padding),
+    aten.adaptive_avg_pool1d.default: _spell_row_pool,
+    aten.expand_as.default: _spell_expand,
+    aten.narrow.default: _spell_narrow,
+    operator.getitem: _spell_part,
+    aten.div.Tensor: _spell_sixth,
+    aten.mul.Tensor: _spell_gated,
+    aten.scaled_dot_product_attention.default: _spell_attention,
+}

@@ -1,0 +1,131 @@
+"""However an operator is written in a model, the captured graph has the one spelling that patterns look for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from qtool.quantization.capture import aten, capture
+from qtool.quantization.placement import Placement
+from qtool.quantization.targets import ORT_CPU
+
+Forward = Callable[[Tensor], Any]
+
+
+class Written(nn.Module):
+    def __init__(self, function: Forward) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(x)
+
+
+def spelled(function: Forward, x: Tensor) -> list[Any]:
+    """The operators of the captured graph, which computes the same for any batch."""
+    graph = capture(Written(function), x)
+    for batch in (x, x[:1], torch.cat([x, x.flip(0)])):
+        expected = function(batch)
+        torch.testing.assert_close(graph(batch).reshape(expected.shape), expected)
+    shape_only = (aten.sym_size.int,)
+    return [n.target for n in graph.graph.nodes if n.op == "call_function" and n.target not in shape_only]
+
+
+X = torch.randn(2, 8, 4, 6, generator=torch.Generator().manual_seed(0)) * 3
+SAME = {
+    "concat": (lambda x: torch.concat([x, x], 1), [aten.cat.default]),
+    "swapaxes": (lambda x: x.swapaxes(1, 3), [aten.transpose.int]),
+    "clip": (lambda x: x.clip(-1, 2), [aten.clamp.default]),
+    "unflatten": (lambda x: x.unflatten(1, (2, -1)), [aten.reshape.default]),
+    "view_as": (lambda x: x.view_as(x), [aten.reshape.default]),
+    "squeeze": (lambda x: x[:, :1].squeeze(), [aten.slice.Tensor, aten.slice.Tensor, aten.reshape.default]),
+    "movedim": (lambda x: x.movedim(1, -1), [aten.permute.default]),
+    "movedim of several": (lambda x: x.movedim((1, 2), (3, 0)), [aten.permute.default]),
+    "mT": (lambda x: x.mT, [aten.permute.default]),
+    "t": (lambda x: x.flatten(1).t(), [aten.flatten.using_ints, aten.permute.default]),
+    "chunk": (lambda x: x.chunk(2, 1)[1], [aten.slice.Tensor]),
+    "tensor_split": (lambda x: x.tensor_split(3, 1)[2], [aten.slice.Tensor]),
+    "narrow": (lambda x: x.narrow(1, 2, 3), [aten.slice.Tensor]),
+    "unbind": (lambda x: x.unbind(1)[3], [aten.select.int]),
+    "expand_as": (lambda x: x.mean((2, 3), keepdim=True).expand_as(x), [aten.mean.dim, aten.expand.default]),
+    "float": (lambda x: x.float().relu(), [aten.relu.default]),
+    "clamp": (lambda x: x.clamp(min=0), [aten.relu.default]),
+    "hard sigmoid": (lambda x: F.relu6(x + 3) / 6, [aten.hardsigmoid.default]),
+    "hard sigmoid times": (lambda x: (x + 3.0).clamp(0, 6) * (1 / 6), [aten.hardsigmoid.default]),
+    "hard swish": (lambda x: x * F.relu6(x + 3) / 6, [aten.hardswish.default]),
+    "hard swish of a gate": (lambda x: x * (F.hardtanh(x + 3, 0, 6) / 6), [aten.hardswish.default]),
+    "hard swish in place": (lambda x: x * F.relu6(x + 3, inplace=True).div_(6), [aten.hardswish.default]),
+    "silu": (lambda x: torch.sigmoid(x) * x, [aten.silu.default]),
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_one_spelling_with_the_same_numbers(name: str) -> None:
+    function, expected = SAME[name]
+    assert spelled(function, X) == expected
+
+
+OTHER = {
+    "another gate": lambda x: x * torch.sigmoid(x + 1),
+    "a gate that is read twice": lambda x: (g := torch.sigmoid(x)) * x + g,
+    "another shift": lambda x: F.relu6(x + 2) / 6,
+    "another limit": lambda x: (x + 3).clamp(0, 5) / 6,
+    "another divisor": lambda x: F.relu6(x + 3) / 5,
+    "a sum that is read twice": lambda x: F.relu6(y := x + 3) / 6 + y,
+    "a scaled sum": lambda x: F.relu6(torch.add(x, 3, alpha=2)) / 6,
+    "the product of another": lambda x: (x + 1) * F.relu6(x + 3) / 6,
+    "a real conversion": lambda x: x.double().relu(),
+}
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_what_means_something_else_is_left(name: str) -> None:
+    gates = {aten.hardsigmoid.default, aten.hardswish.default, aten.silu.default}
+    operators = spelled(OTHER[name], X)
+    assert not gates & set(operators)
+    assert (aten.to.dtype in operators) == (name == "a real conversion")
+
+
+def test_a_copy_that_is_written_into_stays_one() -> None:
+    spelled(lambda x: x.to(torch.float32, copy=True).relu_() + x, X)
+
+
+def test_squeezing_keeps_a_batch_of_one() -> None:
+    graph = capture(Written(lambda x: x.mean((2, 3), keepdim=True).squeeze()), X)
+    assert graph(X[:1]).shape == (1, 8)
+
+
+@settings(max_examples=12)
+@given(st.data())
+def test_any_turn_is_a_permutation(data: st.DataObject) -> None:
+    rank = data.draw(st.integers(3, 5))
+    axes = st.integers(-rank + 1, rank - 1).filter(bool)  # the batch stays in front
+    source, destination = data.draw(axes), data.draw(axes)
+    x = torch.arange(2.0 * 3 ** (rank - 1)).reshape(2, *[3] * (rank - 1))
+    if source % rank and destination % rank:
+        spelled(lambda v: v.movedim(source, destination), x)
+
+
+def test_units_between_other_spellings_are_integer() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1), nn.Conv2d(8, 4, 1)
+
+        def forward(self, x: Tensor) -> Any:
+            y = self.a(x).swapaxes(2, 3).float()
+            y = torch.concat([y, self.b(y)], 1)
+            y = self.c(y)
+            return self.b(y * F.relu6(y + 3) / 6)
+
+    plan = Placement(capture(Net(), torch.randn(2, 4, 4, 4)), ORT_CPU).plan()
+    assert [(unit.kind, unit.integer) for unit in plan.units] == [
+        ("conv", True), ("conv", True), ("concat", True), ("conv", True), ("activation", False), ("conv", True),
+    ]  # fmt: skip
