@@ -20,6 +20,7 @@ import torch
 
 from qtool.exporting import onnx_file
 from qtool.exporting.gates import Gate
+from qtool.exporting.integer_reference import CONTROL_FLOW
 from qtool.exporting.parity import feeds_of
 from qtool.exporting.passes import turned_batches
 from qtool.exporting.to_onnx import save
@@ -45,6 +46,8 @@ def write_fp16(model: ir.Model, path: Path) -> str:
     """Writes the half-precision twin of a float model, which it changes; or nothing, and returns why."""
     if too_large := overflowing(model):
         return f"{', '.join(too_large[:3])} overflow half precision"
+    if branching := sorted({node.op_type for node in model.graph} & CONTROL_FLOW):
+        return f"the converter does not reach into {' and '.join(branching)}"
     if turned := turned_batches.apply(model):
         return f"{', '.join(turned[:3])} multiply what was transposed, which ends ONNX Runtime's process on a CPU"
     weights = {

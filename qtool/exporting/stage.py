@@ -154,7 +154,11 @@ def _integer(
         return Gate("integer reference", None, "bit-equal outputs", "not run: reference_samples is 0")
     if quantized.plan.target != "ort-cpu":
         return Gate("integer reference", None, "bit-equal outputs", "not run: it models ONNX Runtime's CPU kernels")
-    return parity.integer_parity(path, read(), list(parity.take(few, config.reference_samples)))
+    reference = read()
+    if reference.control_flow:
+        reason = f"not run: it evaluates no {' or '.join(reference.control_flow)}"
+        return Gate("integer reference", None, "bit-equal outputs", reason)
+    return parity.integer_parity(path, reference, list(parity.take(few, config.reference_samples)))
 
 
 def _saturation(quantized: QuantizedModel, read: Read, few: list[Any]) -> Gate:
@@ -163,6 +167,9 @@ def _saturation(quantized: QuantizedModel, read: Read, few: list[Any]) -> Gate:
         return Gate("saturation", None, "no product beyond 16 bits", "not run: it concerns ONNX Runtime's CPU kernels")
     reference = read()
     read.cache_clear()  # nobody asks after this gate
+    if reference.control_flow:
+        reason = f"not run: the reference evaluates no {' or '.join(reference.control_flow)}"
+        return Gate("saturation", None, "no product beyond 16 bits", reason)
     return saturation(reference, parity.by_name(reference.graph.inputs, next(parity.take(few, 1))))
 
 

@@ -378,6 +378,24 @@ def test_attention_without_an_axis_for_heads_is_exported(tmp_path: Path) -> None
     assert gate.passed, gate
 
 
+def test_control_flow_in_a_file_leaves_out_what_cannot_follow_it(tmp_path: Path) -> None:
+    class Bags(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.head = nn.EmbeddingBag(50, 16, mode="mean"), nn.Linear(16, 4)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.head(self.table(tokens))
+
+    x = torch.randint(0, 50, (16, 6))
+    quantized = quantize(Bags().eval(), QuantizeConfig(), example=x[:2], calibration=[x])
+    result = export(quantized, tmp_path, ExportConfig(), samples=[x])
+    told = {gate["name"]: gate["found"] for gate in result.gates if gate["passed"] is None}
+    assert {"integer reference", "saturation", "fp16 range"} == set(told)
+    assert all("Loop" in reason for reason in told.values())
+    assert set(result.files) == {"fp32", "int8"}
+
+
 @pytest.mark.parametrize("layer", ["conv", "head"])
 def test_a_layer_left_in_float_between_integers_is_float(tmp_path: Path, layer: str) -> None:
     form = quantize(Net().eval(), QuantizeConfig(overrides={layer: "float"}), example=X, calibration=[X])
