@@ -26,11 +26,12 @@ from qtool.exporting.coverage import coverage
 from qtool.exporting.parity import end_to_end, integer_parity, unit_parity
 from qtool.exporting.simulation import is_tie
 from qtool.exporting.size import size
+from qtool.exporting.stage import export
 from qtool.exporting.to_onnx import float_to_onnx, quantized_to_onnx, save
 from qtool.form import QuantizedModel, quantize_nodes
 from qtool.nested import call, tensors
 from qtool.quantization.stage import float_form, quantize
-from qtool.recipe import QuantizeConfig
+from qtool.recipe import ExportConfig, QuantizeConfig
 from qtool.runtimes.ort import optimized_graph
 
 OPSET = 21
