@@ -4,7 +4,9 @@ Walking the graph in order, each operator is tried against the target's patterns
 batch-norm and the activation behind it when nothing else reads what lies between, so that one unit has
 one output quantizer, after the activation. A pattern that only makes sense between integers (a sum, a
 pooling, a reshape) is taken when all its operands are integers anyway: they leave an integer unit, or a
-convolution or linear layer reads them too. Otherwise it stays in float and the plan says why.
+convolution or linear layer reads them too. Otherwise it stays in float and the plan says why. What nothing reads in
+integers is not rounded to them where the kernel can do without: a linear layer before softmax, attention or the end
+gives float, and a gate that ends as a probability is no table of 256.
 
 Overrides are patterns (``layer4.*``) of module paths or of unit names, the first that matches an anchor decides. What
 reads an integer unit's output still finds it quantized, whether or not it is an integer unit itself.
@@ -19,7 +21,7 @@ import dataclasses
 import fnmatch
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -149,8 +151,8 @@ class Placement:
                 return
         self._leave_float(node, reason)
 
-    def _refusal(self, node: Node, pattern: Pattern) -> str:
-        """Why ``pattern`` does not apply to ``node``; empty when it does."""
+    def _refusal(self, node: Node, pattern: Pattern, assumed: Collection[Node] = ()) -> str:
+        """Why ``pattern`` does not apply to ``node``; empty when it does. ``assumed`` are integers for all we know."""
         if self._override(node) == "float":
             return "left in float by an override"
         if pattern.accepts and (reason := pattern.accepts(node)):
@@ -163,15 +165,17 @@ class Placement:
         operands = _operands(node, pattern)
         if any(_is_constant(operand) for operand in operands):
             return "an operand is a constant"
-        integers = (self._integer, self._read_as_integer, self._added_unrounded)
+        integers = (self._integer, self._read_as_integer, self._added_unrounded, assumed)
         floats = [operand for operand in operands if not any(operand in values for values in integers)]
         if pattern.needs_integer_inputs and floats:
             return f"its operand '{floats[0].name}' is float"
+        if pattern.fixed and self._is_read_in_float(node):
+            return "its result is read in float, and 256 steps would be coarse"
         return ""
 
     def _accept(self, node: Node, pattern: Pattern) -> None:
         nodes = [node, *self._tail(node, pattern)]
-        quantized_output = pattern.quantizes_output and not (pattern.float_output and self._leaves(nodes[-1]))
+        quantized_output = pattern.quantizes_output and not (pattern.float_output and self._is_read_in_float(nodes[-1]))
         if pattern.sums and self._is_added(nodes[-1]):
             self._added_unrounded.add(nodes[-1])
             quantized_output = False
@@ -211,9 +215,18 @@ class Placement:
             found.append(source)
         return found
 
-    def _leaves(self, node: Node) -> bool:
-        """Whether the node's value goes to the graph's output alone, if reshaped on the way."""
-        return all(user.op == "output" or (self._is_move(user) and self._leaves(user)) for user in node.users)
+    def _is_read_in_float(self, node: Node) -> bool:
+        """Whether no integer unit would read the node's value, reshaped on the way or not, if it were integers."""
+        users = (user for user in node.users if user.op != "output")
+        return all(
+            self._is_read_in_float(user) if self._is_move(user) else not self._could_be_integer(user) for user in users
+        )
+
+    def _could_be_integer(self, node: Node) -> bool:
+        """Whether an operator runs in integers as far as is known before it is its turn."""
+        patterns = [p for p in self.target.patterns if node.target in p.anchors and not p.in_float]
+        unknown = [o for p in patterns for o in _operands(node, p) if o not in self._taken]
+        return any(not self._refusal(node, pattern, unknown) for pattern in patterns)
 
     def _is_added(self, node: Node) -> bool:
         """Whether all that reads the node's value is a sum with an integer that is there already."""

@@ -29,7 +29,7 @@ class Net(nn.Module):
         super().__init__()
         self.function = function
         self.a, self.b = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
-        self.norm, self.fc = nn.BatchNorm2d(4), nn.Linear(4, 3)
+        self.norm, self.fc, self.again = nn.BatchNorm2d(4), nn.Linear(4, 3), nn.Linear(3, 3)
         self.up = nn.ConvTranspose2d(4, 4, 2)
         self.row = nn.Parameter(torch.ones(4, 1, 1))
 
@@ -151,12 +151,40 @@ def test_the_last_linear_layer_gives_float_and_others_integers() -> None:
     assert not last.quantized_output
     reshaped = placed(lambda m, x: m.fc(m.a(x).mean((2, 3))).unsqueeze(1)).placed
     assert [p.quantized_output for p in reshaped if p.unit.kind == "linear"] == [False]
-    both = placed(lambda m, x: (m.fc(m.a(x).mean((2, 3))), m.fc(x.mean((2, 3))).relu().sum()))
-    assert [p.quantized_output for p in both.placed if p.unit.kind == "linear"] == [False, True]
     computed = placed(two)
     assert any("its weight is computed" in unit.reason for unit in computed.plan().float_units)
     conv = placed(lambda m, x: m.a(x)).placed[-1]
     assert conv.quantized_output
+
+
+READERS: dict[str, tuple[Callable[[Any, Tensor, Tensor], Any], bool]] = {
+    "softmax": (lambda m, floats, y: y.softmax(1), False),
+    "softmax, reshaped": (lambda m, floats, y: y.unflatten(1, (1, 3)).softmax(2), False),
+    "gelu, then a layer": (lambda m, floats, y: m.again(F.gelu(y)), False),
+    "a sum with a float": (lambda m, floats, y: y + floats, False),
+    "a layer": (lambda m, floats, y: m.again(y), True),
+    "a sum with itself": (lambda m, floats, y: y + y, True),
+    "a sum with what comes later": (lambda m, floats, y: y + m.again(floats), True),
+    "softmax and a layer": (lambda m, floats, y: (y.softmax(1), m.again(y)), True),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_linear_layer_gives_float_where_nothing_reads_integers(name: str) -> None:
+    function, quantized = READERS[name]
+    placement = placed(lambda m, x: function(m, x.softmax(1).mean((2, 3))[:, :3], m.fc(m.a(x).mean((2, 3)))))
+    assert next(p.quantized_output for p in placement.placed if p.unit.kind == "linear") is quantized
+
+
+def test_a_gate_is_a_table_of_256_only_where_integers_read_it() -> None:
+    gate = placed(lambda m, x: (y := m.a(x)) * m.b(y).sigmoid() + y)
+    assert next(p.unit.integer for p in gate.placed if p.unit.kind == "sigmoid")
+    probability = placed(lambda m, x: m.fc(m.a(x).mean((2, 3))).sigmoid())
+    assert kinds(probability)[-2:] == [("linear", True), ("sigmoid", False)]
+    assert not probability.placed[-2].quantized_output
+    mask = placed(lambda m, x: m.a(x).sigmoid()).plan().units[-1]
+    assert not mask.integer
+    assert "coarse" in mask.reason
 
 
 def test_reshapes_cost_nothing_and_are_not_in_the_plan() -> None:
