@@ -46,6 +46,11 @@ def num_samples(value: Any) -> int:
     raise ValueError("no tensor with a batch dimension")
 
 
+def per_sample(value: Tensor) -> Tensor:
+    """A batch of anything as samples × numbers; one number a sample where ``value`` has no second dimension."""
+    return value.reshape(len(value), -1)
+
+
 def samples_of(value: Any, start: int, stop: int) -> Any:
     """Samples ``start`` to ``stop`` of a batch."""
     return map_tensors(lambda tensor: tensor[start:stop] if tensor.dim() else tensor, value)

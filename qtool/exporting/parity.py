@@ -38,7 +38,7 @@ from qtool.exporting.gates import Gate
 from qtool.exporting.integer_reference import IntegerReference
 from qtool.exporting.simulation import QuantizerRecorder, fast_simulation
 from qtool.form import QuantizedModel
-from qtool.nested import call, micro_batches, num_samples, samples_of, tensors
+from qtool.nested import call, micro_batches, num_samples, per_sample, samples_of, tensors
 from qtool.runtimes import open_session
 
 Array = npt.NDArray[Any]
@@ -197,7 +197,7 @@ def _answers(quantized: QuantizedModel, samples: Iterable[Any]) -> Iterator[tupl
 
 def _joined(parts: list[list[Tensor]]) -> list[Tensor]:
     """Each output of a model over all batches, float32, samples × elements."""
-    return [torch.cat(values).float().flatten(1) for values in zip(*parts, strict=True)]
+    return [per_sample(torch.cat(values).float()) for values in zip(*parts, strict=True)]
 
 
 def integer_parity(path: Path, reference: IntegerReference, samples: Sequence[Any]) -> Gate:

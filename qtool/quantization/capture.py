@@ -25,7 +25,7 @@ from torch.fx import GraphModule, Node
 
 from qtool.errors import QtoolError, one_line
 from qtool.form import as_graph, to_program
-from qtool.nested import call, tensors
+from qtool.nested import call, map_tensors, tensors
 from qtool.quantization.functional import DROPOUTS, functionalized, make_functional, mutations
 from qtool.quantization.linears import write_linears
 from qtool.quantization.quiet import quiet_export, quiet_pytree
@@ -110,10 +110,26 @@ def _refused(model: nn.Module, example: Any, error: Exception) -> QtoolError:
             where, "inputs that it takes", f"inputs of shape {shapes or 'none'}: {_first_reason(refusal)}",
             f"{user_line(refusal)}check the size and the channels of the inputs",
         )  # fmt: skip
+    wanted = "a graph that torch.export can capture with a dynamic batch"
+    if "specialized it to be a constant" in str(error):
+        return QtoolError(
+            where, wanted, "code that takes the batch size for a constant",
+            f"{_fixed_batch(model, example)}write x.shape[0] for len(x), and -1 for the batch in a view",
+        )  # fmt: skip
     return QtoolError(
-        where, "a graph that torch.export can capture with a dynamic batch", _first_reason(error),
+        where, wanted, _first_reason(error),
         f"{user_line(error)}rewrite that part without Python control flow that depends on values or the batch size",
     )  # fmt: skip
+
+
+def _fixed_batch(model: nn.Module, example: Any) -> str:
+    """Where the model refuses a batch of one sample more; empty where it does not."""
+    try:
+        with torch.no_grad():
+            call(model, map_tensors(lambda tensor: torch.cat([tensor, tensor[:1]]), example))
+    except Exception as refusal:
+        return user_line(refusal)
+    return ""
 
 
 def _written(model: nn.Module, node: Node) -> QtoolError:

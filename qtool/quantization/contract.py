@@ -33,7 +33,7 @@ from torch import Tensor
 
 from qtool.errors import QtoolError, UsageError, nearest
 from qtool.evaluate import Z95, paired_interval
-from qtool.nested import map_tensors, num_samples, samples_of, tensors
+from qtool.nested import map_tensors, num_samples, per_sample, samples_of, tensors
 from qtool.recipe import QuantizeConfig
 from qtool.tasks import Task
 
@@ -299,7 +299,7 @@ def _divergence(wanted: Tensor, given: Tensor, logits: bool) -> Tensor:
     if not given.isfinite().all():
         return torch.full((len(given),), math.inf, dtype=torch.float64)
     if not logits:
-        return (wanted.double() - given.double()).square().flatten(1).mean(1)
+        return per_sample(wanted.double() - given.double()).square().mean(1)
     log_p, log_q = wanted.double().log_softmax(1), given.double().log_softmax(1)
     return (log_p.exp() * (log_p - log_q)).sum(1)
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from qtool.errors import UsageError, nearest
-from qtool.nested import call, tensors, to_float32
+from qtool.nested import call, per_sample, tensors, to_float32
 from qtool.quantization.capture import owner
 from qtool.step import LossFunction
 
@@ -64,12 +64,12 @@ def _distance(wanted: Tensor, given: Tensor) -> Tensor:
     if wanted.dim() == 2:
         log_p, log_q = wanted.log_softmax(1), given.log_softmax(1)
         return (log_p.exp() * (log_p - log_q)).sum()
-    return (wanted - given).square().flatten(1).mean(1).sum()
+    return per_sample(wanted - given).square().mean(1).sum()
 
 
 def _relative(wanted: Tensor, given: Tensor) -> Tensor:
     """The squared error over the teacher's mean square, summed over the batch."""
-    error = (wanted - given).square().flatten(1).mean(1).sum()
+    error = per_sample(wanted - given).square().mean(1).sum()
     return error / wanted.square().mean().clamp(min=torch.finfo(torch.float32).tiny)
 
 

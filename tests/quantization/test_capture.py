@@ -232,9 +232,18 @@ def test_the_error_is_one_line_with_the_users_own(
 
 
 def test_a_fixed_batch_size_is_refused(written: ModuleType, capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(QtoolError, match=r"dynamic batch; got .*the batch size"):
+    with pytest.raises(QtoolError, match=r"dynamic batch; got code that takes the batch size for a constant"):
         capture(written.FixedBatch(), X)
     capfd.readouterr()
+
+
+def test_the_length_of_a_batch_is_refused_with_what_to_write() -> None:
+    class Length(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * len(x)
+
+    with pytest.raises(QtoolError, match=r"got code that takes the batch size for a constant; write x\.shape\[0\]"):
+        capture(Length(4, 4), torch.randn(3, 4))
 
 
 @pytest.mark.parametrize("train", [False, True])

@@ -2,9 +2,10 @@
 
 uint8 activations with int8 weights are the fast path (VPDPBUSD multiplies unsigned by signed bytes); an activation is
 absorbed when the output's integer range already clips like it, so relu, relu6 and hardtanh cost nothing; a matrix
-product may return float directly, so a linear layer that nothing reads in integers has no output quantizer; poolings, paddings,
-repetitions and reshapes move bytes. A sigmoid is a table of 256, a product one kernel: hard-swish and SiLU are written
-so. Softmax and layer-norm stay in float, and with them attention's products of two activations. Lookups read bytes.
+product may return float directly, so a linear layer that nothing reads in integers has no output quantizer; poolings,
+paddings, repetitions and reshapes move bytes. A sigmoid is a table of 256, a product one kernel: hard-swish and SiLU
+are written so. Softmax and layer-norm stay in float, and with them attention's products of two activations. Lookups
+read bytes.
 
 A SiLU is then two kernels where float has one. What stands around it makes up for that, except where EfficientNet
 begins: its first convolution gathers patches of 3 bytes, the depthwise one behind it has few channels to fill a vector
