@@ -92,11 +92,11 @@ def _from_rows(norm: Node) -> Node | None:
     if not isinstance(rows, Node) or rows.target is not aten.flatten.using_ints or back is None:
         return None
     layer = rows.args[0]
-    if not (isinstance(layer, Node) and layer.target is aten.linear.default and set(layer.users) == {rows, back}):
+    if not (isinstance(layer, Node) and layer.target is aten.linear.default and len(layer.users) == 1):
         return None
     alone = len(norm.users) == len(rows.users) == 1 and all(_is_stored(argument) for argument in layer.args[1:3])
-    whole = rows.args[1:] == (0, layer.meta["val"].dim() - 2) and back.args[1:] == (layer,)
-    return layer if alone and whole and back.target is aten.reshape_as.default else None
+    whole = rows.args[1:] == (0, layer.meta["val"].dim() - 2) and back.meta["val"].shape == layer.meta["val"].shape
+    return layer if alone and whole and back.target is aten.reshape.default else None
 
 
 def _drop_views(norm: Node, anchor: Node) -> None:

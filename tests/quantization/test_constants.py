@@ -51,7 +51,7 @@ def test_positions_that_are_counted_out_are_looked_up_beforehand() -> None:
 
 def test_a_tensor_that_is_read_otherwise_too_is_not_stored_twice() -> None:
     graph = float_form(Embedded().eval(), torch.randint(0, 20, (3, 6)))
-    assert aten.t.default in _targets(graph)
+    assert aten.permute.default in _targets(graph)
 
 
 def test_a_weight_that_the_model_normalises_becomes_a_weight() -> None:
