@@ -34,6 +34,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 
 from qtool import processes
@@ -87,7 +88,13 @@ class Setup:
     def _place(self, tensor: Tensor) -> Tensor:
         dtype = self.input_dtype if tensor.is_floating_point() and self.input_dtype else tensor.dtype
         layout = self.memory_format if tensor.dim() == 4 else torch.preserve_format
-        return tensor.to(self.device, dtype, memory_format=layout)
+        return self._moved(tensor).to(dtype, memory_format=layout)
+
+    def _moved(self, tensor: Tensor) -> Tensor:
+        """On the device. To a GPU through pinned memory: a copy from any other would wait for the step before."""
+        if self.device.type != "cuda" or tensor.device.type != "cpu" or isinstance(tensor, FakeTensor):
+            return tensor.to(self.device)
+        return tensor.pin_memory().to(self.device, non_blocking=True)
 
     def predict(self, value: Any) -> Any:
         """The model's output for an input, as float32, without gradients. The model's mode is the caller's."""

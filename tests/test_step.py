@@ -205,3 +205,35 @@ def test_the_backward_pass_runs_in_the_caller_s_thread():
     assert seen
     assert not any(seen)
     assert torch._C._is_multithreading_enabled()
+
+
+class OnTheHost:
+    """A tensor of the host that writes down how it gets to a GPU."""
+
+    device, dtype = torch.device("cpu"), torch.float32
+
+    def __init__(self) -> None:
+        self.way = []
+
+    def is_floating_point(self):
+        return True
+
+    def dim(self):
+        return 2
+
+    def pin_memory(self):
+        self.way.append("pinned")
+        return self
+
+    def to(self, *where, **how):
+        self.way.append((*where, *how.items()))
+        return self
+
+
+def test_inputs_reach_a_gpu_without_waiting_and_are_cast_there():
+    setup = plain(make_model(), config())
+    setup.device, setup.input_dtype = torch.device("cuda", 0), torch.bfloat16
+    value = OnTheHost()
+    setup._place(value)
+    layout = ("memory_format", torch.preserve_format)
+    assert value.way == ["pinned", (setup.device, ("non_blocking", True)), (torch.bfloat16, layout)]
