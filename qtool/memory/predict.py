@@ -16,8 +16,9 @@ What an allocator loses to fragmentation is not predicted.
 
 Of several devices, what the first one needs is predicted; it has the largest share of each batch. Sharding runs as it
 is, in a group whose other processes are not there: parts, gathered blocks and summed gradients have their sizes all
-the same, and so have the copies that gloo makes of them on the CPU. (Its threads may let go of those late: on a busy
-CPU a bucket or a gathered block is measured once or several times more than predicted.) Copies (DDP) are one process
+the same, and so have the copies that gloo makes of them on the CPU. A thread of gloo's lets go of an exchange when it
+is next given the CPU, and two of them take turns: on a busy CPU up to ``late_bytes`` are measured beyond that,
+twice the largest gathered block with gloo's copy, or the buckets of the first step. Copies (DDP) are one process
 with that share of the batch, whose gradients lie in buckets for as long as it trains; with micro-batches they come into
 being beside the buckets, and enter them with the last.
 """
@@ -48,7 +49,7 @@ from qtool.devices import resolve_device
 from qtool.errors import QtoolError
 from qtool.memory.compiled import Compiled, capture
 from qtool.memory.gpu_scratch import Gpu
-from qtool.memory.scratch import Scratch
+from qtool.memory.scratch import COPIED, Scratch
 from qtool.nested import map_tensors, num_samples, tensors
 from qtool.recipe import TrainConfig
 from qtool.step import LossFunction, Setup, Step, no_scaler
@@ -56,6 +57,8 @@ from qtool.step import LossFunction, Setup, Step, no_scaler
 Prepare = Callable[[nn.Module, TrainConfig, Any], Setup]
 """(model, config, example input) -> the step that the config asks for."""
 STEPS = 2
+THREADS = 2
+"""Of gloo's, that make exchanges."""
 _NO_HOOKS: Any = (RemovableHandle(OrderedDict()), RemovableHandle(OrderedDict()))
 PARTS = {
     "Parameter": "parameters",
@@ -79,6 +82,8 @@ class Prediction:
     module: str
     device: str
     seconds: float
+    late_bytes: int = 0
+    """What gloo's threads may hold beyond it, on a busy CPU, of exchanges that are over."""
 
 
 def predict(
@@ -159,6 +164,8 @@ def _predicted(
 ) -> Prediction:
     optimizer = setup.make_optimizer([p for p in setup.model.parameters() if p.requires_grad])
     buckets = _buckets(setup, optimizer) if copies else []
+    if copies and setup.device.type == "cpu":
+        tracker.late = sum(p.nbytes for p in setup.model.parameters() if p.requires_grad)
     tracker.track_external(setup.model, *_nested(optimizer), *tensors(batch), *buckets)
     setup.scaler = no_scaler(setup.device)
 
@@ -200,10 +207,13 @@ class Tracker(MemTracker):
         self.highest, self.at = 0, ("start", "")
         self.scratch, self.channels_last, self.gpu = scratch, channels_last, Gpu.of(device)
         self.with_scratch: dict[str, int] | None = None
+        self.late = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         taken = self._taken(func, args, kwargs)
+        if func.overloadpacket.__name__ in COPIED and processes.size() > 1:
+            self.late = max(self.late, THREADS * 2 * taken)
         now = self._peak_mem.get(self.device, 0) if not taken else self._current() + taken
         if now > self.highest:
             self.highest, self.at = now, (self._moment(), self._innermost())
@@ -250,7 +260,7 @@ class Tracker(MemTracker):
         parts = self.with_scratch or self._parts("peak", 0)
         held = self.gpu.workspace() if self.gpu else 0
         parts |= {"temporary": parts["temporary"] + held}
-        return Prediction(self.highest + held, parts, *self.at, str(self.device), seconds)
+        return Prediction(self.highest + held, parts, *self.at, str(self.device), seconds, self.late)
 
 
 class Scalars(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -39,6 +39,8 @@ def _predicted(result: Result) -> Iterator[Any]:
     yield f"memory: predicted peak {_mib(found['peak_bytes'])} on {found['device']}, in the {found['moment']}{where}"
     rows = [(name.replace("_", " "), _mib(value)) for name, value in found["parts"].items()]
     yield table(("at the peak", ""), [*rows, ("total", _mib(found["peak_bytes"]))])
+    if late := found.get("late_bytes"):
+        yield f"up to {_mib(late)} more at moments on a busy CPU, in exchanges that gloo's threads still hold"
     if measured := result.get("measured"):
         yield (
             f"measured peak {_mib(measured['peak_bytes'])} over {measured['steps']} steps "

@@ -15,6 +15,7 @@ from qtool.memory.predict import predict
 from qtool.recipe import TrainConfig
 from qtool.step import plain
 from qtool.tasks import load_task
+from qtool.training import checkpointing
 from qtool.training.techniques import setup
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -142,6 +143,9 @@ def test_what_each_of_several_devices_keeps_can_be_counted_by_hand() -> None:
     assert copies.parts["optimizer_states"] == alone.parts["optimizer_states"]
     assert shards.parts["optimizer_states"] == pytest.approx(copies.parts["optimizer_states"] / 4, rel=0.02)
     assert shards.parts["parameters"] > size / 4
+    largest = max(sum(p.nbytes for p in block.parameters()) for block in checkpointing.blocks(blocks()).values())
+    assert (alone.late_bytes, copies.late_bytes) == (0, size)
+    assert shards.late_bytes == pytest.approx(2 * 2 * largest, rel=0.02)
     assert not torch.distributed.is_initialized()
 
 

@@ -60,7 +60,8 @@ def test_a_model_is_predicted_and_measured(specs: dict[str, str]) -> None:
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_several_processes_are_predicted_and_measured(specs: dict[str, str], strategy: str) -> None:
     found = stage.memory(**specs, measure=True, device="cpu", batch_size=256, devices=2, strategy=strategy)
-    assert abs(found["error"]) < 0.1  # threads of gloo, when they are busy, let go of what was exchanged a moment late
+    predicted, measured = found["predicted"], found["measured"]["peak_bytes"]
+    assert 0.97 * predicted["peak_bytes"] < measured < 1.03 * (predicted["peak_bytes"] + predicted["late_bytes"])
     assert found["measured"]["seconds_per_step"] > 0
 
 
