@@ -57,6 +57,9 @@ def test_the_numbers_are_the_same_without_the_quantizers(
     assert [unit.kind for unit in quantized.plan.units] == [kind for kind in kinds if kind != "pad"]
     assert len(quantize_nodes(quantized.graph)) == len(quantize_nodes(before.graph)) - 3
     assert torch.equal(quantized(x), before(x))
+    for pad in (node for node in quantized.graph.graph.nodes if padding_of(node) is not None):
+        (convolution,) = pad.users
+        assert pad.meta["custom"] == convolution.meta["custom"]
     modules = {unit.name: unit.modules for unit in quantized.plan.units}
     assert "pad" in modules["first"]
     assert "wide" in modules["depthwise"]
