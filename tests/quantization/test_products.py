@@ -43,7 +43,17 @@ def test_the_graph_computes_the_same(function: Callable[[torch.Tensor], torch.Te
     torch.testing.assert_close(graph(x), net(x), rtol=1e-5, atol=1e-6)
 
 
-BEGINNING = ["0.0", "1", "1_2", "2.body.0.0", "2.body.1", "2.body.1_2", "2.body.2.pool", "2.body.2.mul"]
+BEGINNING = [
+    "0.0",
+    "1",
+    "1_2",
+    "2.body.0.0",
+    "2.body.1",
+    "2.body.1_2",
+    "2.body.2.pool",
+    "2.body.2.gate",
+    "2.body.2.mul",
+]
 
 
 @pytest.mark.parametrize(
