@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from qtool.models import load_model
     from qtool.pipeline import benchmark, export, inspect, quantize, report, run, sensitivity, train
     from qtool.recipe import Recipe
+    from qtool.stages.memory import predict_memory
 
 __all__ = [
     "ContractError",
@@ -40,6 +41,7 @@ __all__ = [
     "inspect",
     "load_data",
     "load_model",
+    "predict_memory",
     "quantize",
     "report",
     "run",
@@ -50,6 +52,7 @@ _HOME = {
     "Data": "data",
     "load_data": "data",
     "load_model": "models",
+    "predict_memory": "stages.memory",
     "QuantizedModel": "form",
     "Recipe": "recipe",
     "ContractError": "errors",

@@ -281,9 +281,9 @@ def memory(
         found = estimate_from(params, make(TrainConfig, given(ctx, TrainConfig), flag), gpu_memory)
     else:
         with work(ctx):
-            from qtool.stages.memory import memory as predict
+            from qtool.stages.memory import predict_memory
 
-            found = predict(measure=measure, **source, **given(ctx, TrainConfig))
+            found = predict_memory(measure=measure, **source, **given(ctx, TrainConfig))
     deliver(ctx, found, "memory")
 
 

@@ -71,7 +71,7 @@ def test_gpt2_learns_by_adapters(tmp_path: Path) -> None:
 def test_the_published_ladder_is_legal_and_predicted(small_data: str) -> None:
     """memory_ladder_vit_l16.toml: every rung's options go together; a small net takes the first and the last."""
     from qtool.stages.ladder import configs, load_ladder
-    from qtool.stages.memory import memory
+    from qtool.stages.memory import predict_memory
     from qtool.training import rules
 
     ladder = load_ladder(EXAMPLES / "memory_ladder_vit_l16.toml")
@@ -80,7 +80,7 @@ def test_the_published_ladder_is_legal_and_predicted(small_data: str) -> None:
         rules.check(config)
     assert [rung.published.get("peak_gb") for rung in ladder.rungs[:2]] == [26.84, 18.21]
     assert (made[-1].optimizer, made[-1].batch_size, made[-1].grad_clip) == ("adamw8bit", 32, None)
-    first, last = (memory("resnet", small_data, config=made[i])["predicted"]["peak_bytes"] for i in (0, -1))
+    first, last = (predict_memory("resnet", small_data, config=made[i])["predicted"]["peak_bytes"] for i in (0, -1))
     assert last < 0.8 * first  # of so small a net, half the last is what bitsandbytes' step takes for itself
 
 

@@ -25,7 +25,7 @@ from qtool.errors import QtoolError, UsageError, nearest, one_line
 from qtool.options import make
 from qtool.recipe import TrainConfig, as_dict
 from qtool.stages.common import AnyPath, Progress, teller, writable
-from qtool.stages.memory import memory, trained
+from qtool.stages.memory import predict_memory, trained
 
 DEFAULT: tuple[tuple[str, dict[str, Any]], ...] = (
     ("as given", {}),
@@ -119,7 +119,7 @@ def climb(
 def _rung(rung: Rung, config: TrainConfig, source: dict[str, str], seeds: int) -> dict[str, Any]:
     found: dict[str, Any] = {"name": rung.name, "changes": rung.changes, "published": rung.published}
     try:
-        known = memory(**source, config=config, measure=True, train=True)
+        known = predict_memory(**source, config=config, measure=True, train=True)
         others = [trained(source, replace(config, seed=config.seed + k)) for k in range(1, seeds)]
     except QtoolError as error:
         return found | {"failed": str(error)}

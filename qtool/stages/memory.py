@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 Spec = dict[str, Any]
 
 
-def memory(
+def predict_memory(
     model: nn.Module | str,
     data: object,
     *,

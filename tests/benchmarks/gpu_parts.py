@@ -18,7 +18,7 @@ from typing import Any
 import qtool
 from qtool.recipe import TrainConfig, as_dict
 from qtool.stages.ladder import configs, load_ladder
-from qtool.stages.memory import memory
+from qtool.stages.memory import predict_memory
 
 HERE = Path(__file__).resolve().parent
 LADDER = HERE.parents[1] / "examples" / "memory_ladder_vit_l16.toml"
@@ -126,7 +126,7 @@ def technique(options: Options, changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _trained(options: Options, config: TrainConfig) -> dict[str, Any]:
-    known = memory(**options.source, config=config, measure=True, train=True)
+    known = predict_memory(**options.source, config=config, measure=True, train=True)
     measured, each = known["measured"], known["measured"]["seconds_per_step"] / config.batch_size
     alone = measured["seconds_alone"] / config.batch_size
     return {

@@ -59,7 +59,7 @@ def test_a_model_is_predicted_and_measured(specs: dict[str, str]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_several_processes_are_predicted_and_measured(specs: dict[str, str], strategy: str) -> None:
-    found = stage.memory(**specs, measure=True, device="cpu", batch_size=256, devices=2, strategy=strategy)
+    found = stage.predict_memory(**specs, measure=True, device="cpu", batch_size=256, devices=2, strategy=strategy)
     predicted, measured = found["predicted"], found["measured"]["peak_bytes"]
     assert 0.97 * predicted["peak_bytes"] < measured < 1.03 * (predicted["peak_bytes"] + predicted["late_bytes"])
     assert found["measured"]["seconds_per_step"] > 0
@@ -68,12 +68,12 @@ def test_several_processes_are_predicted_and_measured(specs: dict[str, str], str
 def test_objects_are_predicted_but_not_measured(specs: dict[str, str]) -> None:
     model = nn.Sequential(nn.Linear(8, 3))
     batches = [(torch.randn(4, 8), torch.zeros(4, dtype=torch.int64))]
-    found = stage.memory(model, batches, device="cpu")
+    found = stage.predict_memory(model, batches, device="cpu")
     assert found["predicted"]["parts"]["parameters"] == (8 * 3 + 3) * 4
     with pytest.raises(UsageError, match="specs"):
-        stage.memory(model, batches, measure=True, device="cpu")
+        stage.predict_memory(model, batches, measure=True, device="cpu")
     with pytest.raises(QtoolError, match="at least one batch"):
-        stage.memory(model, [], device="cpu")
+        stage.predict_memory(model, [], device="cpu")
 
 
 def test_what_is_not_predicted_is_refused(specs: dict[str, str]) -> None:
@@ -84,7 +84,7 @@ def test_what_is_not_predicted_is_refused(specs: dict[str, str]) -> None:
 
 @pytest.mark.slow
 def test_a_compiled_step_is_predicted_and_measured(specs: dict[str, str]) -> None:
-    found = stage.memory(**specs, measure=True, device="cpu", batch_size=256, compile=True)
+    found = stage.predict_memory(**specs, measure=True, device="cpu", batch_size=256, compile=True)
     assert abs(found["error"]) < 0.1
 
 
