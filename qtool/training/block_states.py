@@ -51,13 +51,18 @@ def dequantize(codes: Tensor, scales: Tensor, book: Tensor) -> Tensor:
 
 
 def quantize(values: Tensor, book: Tensor) -> tuple[Tensor, Tensor]:
-    """The reverse: moments (n, float32) → codes (n, uint8) of the nearest values of the book, and scales."""
+    """The reverse: moments (n, float32) → codes (n, uint8) of the nearest values of the book, and scales.
+
+    A positive second moment gets a positive value: a step divides by its root.
+    """
     count = -(-values.numel() // BLOCK)
     padded = torch.zeros(count * BLOCK, dtype=torch.float32, device=values.device)
     padded[: values.numel()] = values
     scales = padded.view(count, BLOCK).abs().amax(1)
     relative = padded.view(count, BLOCK) / scales.clamp_min(torch.finfo(torch.float32).tiny)[:, None]
     codes = torch.bucketize(relative, (book[1:] + book[:-1]) / 2).to(torch.uint8)
+    if not book[0]:
+        codes = torch.where(relative > 0, codes.clamp_min(1), codes)
     return codes.view(-1)[: values.numel()], scales
 
 

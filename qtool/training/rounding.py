@@ -34,8 +34,9 @@ from qtool.step import Setup
 NARROW = (torch.float16, torch.bfloat16)
 ADAPTIVE = ("adamw", "adafactor")
 """Optimizers of torch whose states have the dtype of the weights, and divide by what is tiny."""
-CHUNK = 5 * 2**20
-"""Weights widened at a time (at least one parameter): 20 MiB for them, and as much for their gradients."""
+CHUNK, SHARE = 5 * 2**20, 16
+"""Weights widened at a time (at least one parameter): 20 MiB for them, and as much for their gradients; of a small
+model that part of all, since more would be no saving."""
 ALIGNED = 64
 
 
@@ -117,11 +118,11 @@ class WideUpdates(Optimizer):
 
     def _chunks(self) -> Iterator[list[nn.Parameter]]:
         chunk: list[nn.Parameter] = []
-        size = 0
+        size, most = 0, min(CHUNK, sum(p.numel() for p in self.stand_ins) // SHARE)
         for parameter in self.param_groups[0]["params"]:
             if parameter.grad is None:
                 continue
-            if chunk and size + parameter.numel() > CHUNK:
+            if chunk and size + parameter.numel() > most:
                 yield chunk
                 chunk, size = [], 0
             chunk.append(parameter)
@@ -134,8 +135,9 @@ class WideUpdates(Optimizer):
         narrow: list[Any] = [p for p in chunk if p.dtype in NARROW]
         weights, wide = _pieces(narrow)
         _, gradients = _pieces(narrow)
-        torch._foreach_copy_(wide, narrow)
-        torch._foreach_copy_(gradients, [p.grad for p in narrow if p.grad is not None])
+        if narrow:
+            torch._foreach_copy_(wide, narrow)
+            torch._foreach_copy_(gradients, [p.grad for p in narrow if p.grad is not None])
         for parameter, weight, gradient in zip(narrow, wide, gradients, strict=True):
             stand_in = self.stand_ins[parameter]
             stand_in.grad, stand_in.data = None, weight
@@ -154,7 +156,7 @@ class WideUpdates(Optimizer):
         for parameter in chunk:
             self.stand_ins[parameter].grad = None
         wide = [self.stand_ins[p].data for p in narrow]
-        if self.rounding != "stochastic":
+        if narrow and self.rounding != "stochastic":
             torch._foreach_copy_(narrow, wide)
         elif narrow:
             _add_noise(weights)

@@ -21,8 +21,9 @@ from torch.optim import Optimizer
 
 from qtool.step import Setup
 
-ENOUGH = 4 * 2**20
-"""Values that an update is made of; smaller gradients wait for each other, since each update costs kernel launches."""
+ENOUGH, SHARE = 4 * 2**20, 16
+"""Values that an update is made of, or that part of all where it is less; smaller gradients wait for each other, since
+each update costs kernel launches."""
 
 
 def apply(setup: Setup, example: Any) -> None:
@@ -44,12 +45,13 @@ def apply(setup: Setup, example: Any) -> None:
 def _stepper(optimizer: Optimizer) -> Callable[[torch.Tensor], None]:
     """Updates as gradients come. What waits at the end of the backward pass is left to the step that follows it."""
     group = optimizer.param_groups[0]
+    enough = min(ENOUGH, sum(p.numel() for p in group["params"]) // SHARE)
     waiting: dict[torch.Tensor, None] = {}
     optimizer.register_step_post_hook(lambda *_: waiting.clear())
 
     def step(parameter: torch.Tensor) -> None:
         waiting[parameter] = None
-        if sum(p.numel() for p in waiting) < ENOUGH:
+        if sum(p.numel() for p in waiting) < enough:
             return
         whole, group["params"] = group["params"], list(waiting)
         optimizer.step()

@@ -72,6 +72,14 @@ def test_blocks_are_read_and_written_as_the_library_has_them():
         assert (error <= (back - given).abs() + 1e-6).all(), "the nearest value of the book, which theirs is nearly"
 
 
+def test_a_second_moment_that_is_not_zero_does_not_become_zero():
+    values = torch.tensor([1.0, 1e-12, 0.0, 0.3])
+    codes, _ = block_states.quantize(values, BOOKS["state2"])
+    assert codes[1:3].tolist() == [1, 0]
+    signed, _ = block_states.quantize(values, BOOKS["state1"])
+    assert BOOKS["state1"][signed[1].int()] == 0
+
+
 @pytest.mark.parametrize(("rows", "columns"), [(130, 72), (128, 64), (3, 5000), (70, 100)])
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 3), (4, 2)])
 def test_moments_come_through_another_number_of_processes(cut, rows, columns, before, after):
