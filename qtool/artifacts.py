@@ -128,6 +128,10 @@ def environment() -> dict[str, Any]:
     }
 
 
+VNNI = ("avx512_vnni", "avx_vnni")
+"""Features with either of which an x86 CPU adds products of bytes in 32 bits."""
+
+
 def cpu_info() -> dict[str, Any]:
     """The CPU's name, the cores this process may use, and the features that integer kernels depend on."""
     text = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""

@@ -18,6 +18,7 @@ the data.
 
 from __future__ import annotations
 
+import abc
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -51,14 +52,14 @@ class Target:
     later: bool = False
 
 
-class MadeFrom(nn.Module):
+class MadeFrom(nn.Module, abc.ABC):
     """Stands in for the layer ``origin[0]``, with parameters and buffers of its own that its weight gives."""
 
     origin: list[nn.Module]
 
+    @abc.abstractmethod
     def take(self, weight: Tensor) -> None:
         """Sets them from the whole weight; of sharded parameters, this process's rows."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper, numpy_helper
@@ -98,3 +100,9 @@ def run(model: onnx.ModelProto, feeds: dict[str, Array], folder: Path) -> tuple[
     options.optimized_model_filepath = str(path)
     session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
     return session.run(None, feeds), [node.op_type for node in onnx.load(path).graph.node]
+
+
+def rewritten_by(apply: Callable[[ir.Model], int], model: onnx.ModelProto) -> tuple[int, onnx.ModelProto]:
+    """What a pass returns for a file, and the file that it makes of it."""
+    rewritten = ir.serde.deserialize_model(model)
+    return apply(rewritten), ir.serde.serialize_model(rewritten)

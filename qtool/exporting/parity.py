@@ -32,7 +32,7 @@ import onnxruntime
 import torch
 from torch import Tensor
 
-from qtool.artifacts import cpu_info
+from qtool.artifacts import VNNI, cpu_info
 from qtool.evaluate import sqnr_db
 from qtool.exporting.gates import Gate
 from qtool.exporting.integer_reference import IntegerReference
@@ -204,7 +204,7 @@ def integer_parity(path: Path, reference: IntegerReference, samples: Sequence[An
     """Whether the file in ONNX Runtime equals ``reference``, which was made of it, bit for bit."""
     expected = "every output equal to the integer reference, bit for bit"
     features = cpu_info()["features"]
-    if not {"avx512_vnni", "avx_vnni"} & set(features):
+    if not set(VNNI) & set(features):
         return Gate("integer reference", None, expected, "not run: this CPU has no VNNI, whose arithmetic it models")
     session = open_session(path, threads=torch.get_num_threads())
     unequal = total = 0

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from qtool.artifacts import cpu_info
+from qtool.artifacts import VNNI, cpu_info
 from qtool.exporting.gates import Gate
 from qtool.exporting.integer_arithmetic import Quantized
 from qtool.exporting.integer_graph import Unit
@@ -29,7 +29,6 @@ from qtool.exporting.integer_reference import IntegerReference
 
 Array = npt.NDArray[Any]
 LIMIT = 2**15 - 1
-VNNI = ("avx512_vnni", "avx_vnni")
 MAX_SUMS = 2**22
 
 

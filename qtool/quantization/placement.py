@@ -231,13 +231,10 @@ class Placement:
     def _is_added(self, node: Node) -> bool:
         """Whether all that reads the node's value is a sum with an integer that is there already."""
         user = next(iter(node.users), node)
-        pattern = next((p for p in self.target.patterns if user.target in p.anchors), None)
-        if len(node.users) != 1 or user.target is not aten.add.Tensor or pattern is None:
+        others = [operand for operand in user.args if operand is not node]
+        if len(node.users) != 1 or user.target is not aten.add.Tensor or len(others) != 1:
             return False
-        others = [operand for operand in _operands(user, pattern) if operand is not node]
-        if len(others) != 1 or others[0] not in self._integer or self._override(user) == "float":
-            return False
-        return not (pattern.accepts and pattern.accepts(user))
+        return others[0] in self._integer and self._could_be_integer(user)
 
     def _is_move(self, node: Node, kinds: tuple[str, ...] = ("move",)) -> bool:
         patterns = (pattern for pattern in self.target.patterns if node.target in pattern.anchors)

@@ -15,6 +15,7 @@ Left out on purpose: CPUs without VNNI, where such a product saturates at 16 bit
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from qtool.artifacts import cpu_info
+from qtool.artifacts import VNNI, cpu_info
 from qtool.form import padding_of
 
 aten, names = torch.ops.aten, torch.ops.quantized_decomposed
@@ -30,7 +31,7 @@ aten, names = torch.ops.aten, torch.ops.quantized_decomposed
 
 def is_exact_here() -> bool:
     """Whether this CPU adds products of bytes in 32 bits, and torch has the library that asks it to."""
-    fits = bool({"avx512_vnni", "avx_vnni"} & set(cpu_info()["features"]))
+    fits = bool(set(VNNI) & set(cpu_info()["features"]))
     return fits and torch._C._has_mkldnn and hasattr(torch.ops.onednn, "qconv2d_pointwise")
 
 
@@ -105,16 +106,8 @@ def _integers(graph: GraphModule, w: Any) -> tuple[Tensor, Tensor] | None:
         return None
     if any(not isinstance(a, Node) or a.op != "get_attr" for a in w.args[:3]):
         return None
-    weight, scale, zero_point = (_attribute(graph, str(a.target)) for a in w.args[:3])  # type: ignore[union-attr]
+    weight, scale, zero_point = (operator.attrgetter(str(a.target))(graph).detach() for a in w.args[:3])  # type: ignore[union-attr]
     return (weight, scale) if weight.dtype == torch.int8 and not bool(zero_point.any()) else None
-
-
-def _attribute(graph: GraphModule, path: str) -> Tensor:
-    value: Any = graph
-    for part in path.split("."):
-        value = getattr(value, part)
-    tensor: Tensor = value.detach()
-    return tensor
 
 
 class IntegerConvolution(torch.nn.Module):

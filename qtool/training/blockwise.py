@@ -23,7 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-BLOCK = 256
+from qtool.training.block_states import BLOCK
+
 PIECE = 2**18
 """Values that go through an update together, for each thread."""
 CUT = 12

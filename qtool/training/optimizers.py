@@ -32,12 +32,11 @@ from torch.optim import Optimizer
 from qtool.checkpoint import register_tensor_class
 from qtool.recipe import TrainConfig
 from qtool.step import Setup, plain_optimizer
+from qtool.training.block_states import SMALLEST
 from qtool.training.blockwise import on_cpu
 from qtool.training.compiling import require_compiler
 
 Make = Callable[[list[nn.Parameter]], Optimizer]
-SMALLEST_8_BIT = 4096
-"""Values from which on bitsandbytes keeps moments in 8 bits."""
 SMALLEST_PAGED = 100_000
 """Values from which on bitsandbytes pages a moment."""
 
@@ -111,7 +110,7 @@ def _queued(kind: Any) -> Any:
 
         def _is_small(self, parameter: nn.Parameter) -> bool:
             float32 = parameter.dtype == torch.float32  # as torch's kernel wants it beside such moments
-            return bool(self.optimizer_name == "adam" and float32 and parameter.numel() < SMALLEST_8_BIT)
+            return bool(self.optimizer_name == "adam" and float32 and parameter.numel() < SMALLEST)
 
         def _update_together(self, group: Any, parameters: list[nn.Parameter], step: int) -> None:
             states = [self.state[parameter] for parameter in parameters]

@@ -51,22 +51,15 @@ def wanted(config: TrainConfig) -> bool:
     return config.rounding != "nearest" or (config.precision == "16-true" and config.optimizer in ADAPTIVE)
 
 
-def round_stochastically(value: Tensor, out: Tensor) -> None:
-    """float32 → bfloat16, of any one shape: to one of the two neighbours, right on average; ``value`` is lost.
+def round_stochastically(memory: Tensor, values: list[Tensor], out: list[Any]) -> None:
+    """float32 → bfloat16, to one of the two neighbours, right on average: ``values``, parts of ``memory``, are lost.
 
     Draws from torch's generator, 15 bits each: with r of them, the upper half of value + 2r is the answer.
     """
-    _add_noise(value)
-    _cut(value, out)
-
-
-def _add_noise(value: Tensor) -> None:
-    bits = value.view(torch.int32)
-    torch.add(bits, _random(value), alpha=2, out=bits)
-
-
-def _cut(value: Tensor, out: Tensor) -> None:
-    torch.bitwise_right_shift(value.view(torch.int32), 16, out=out.view(torch.int16))
+    bits = memory.view(torch.int32)
+    torch.add(bits, _random(memory), alpha=2, out=bits)
+    for value, rounded in zip(values, out, strict=True):
+        torch.bitwise_right_shift(value.view(torch.int32), 16, out=rounded.view(torch.int16))
 
 
 def _random(like: Tensor) -> Tensor:
@@ -159,9 +152,7 @@ class WideUpdates(Optimizer):
         if narrow and self.rounding != "stochastic":
             torch._foreach_copy_(narrow, wide)
         elif narrow:
-            _add_noise(weights)
-            for parameter, value in zip(narrow, wide, strict=True):
-                _cut(value, parameter)
+            round_stochastically(weights, wide, narrow)
         if self.rounding == "compensated":
             for parameter, exact in zip(narrow, wide, strict=True):
                 self.state[parameter]["compensation"] = (exact - parameter).bfloat16()

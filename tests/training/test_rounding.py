@@ -12,7 +12,7 @@ BF16 = {"precision": "bf16-true"}
 
 def rounded(value):
     out = torch.empty_like(value, dtype=torch.bfloat16)
-    round_stochastically(value.clone(), out)
+    round_stochastically(lost := value.clone(), [lost], [out])
     return out
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from qtool.form import padding_of
 from qtool.quantization.capture import CONVOLUTIONS, aten, parameter
 
 ANCHORS = (*CONVOLUTIONS[:3], aten.linear.default)
@@ -30,7 +31,6 @@ _POOLS = (
 _RESHAPES = (
     aten.flatten.using_ints, aten.view.default, aten.reshape.default, aten.squeeze.dims, aten.squeeze.dim,
 )  # fmt: skip
-_PADS = (aten.pad.default, aten.constant_pad_nd.default)
 _SILENT = (aten.sym_size.int,)
 
 
@@ -187,9 +187,8 @@ def _passes(node: Node) -> bool:
 
 def pads_zeros(node: Node) -> bool:
     """Whether an operator does nothing but to put zeros around each image: ``pad(x, sizes, mode, value)``."""
-    if node.target not in _PADS or len(node.args[1]) > 2 * (node.meta["val"].dim() - 2):  # type: ignore[arg-type]
-        return False
-    return all(given in ("constant", None, 0, 0.0) for given in node.args[2:])
+    amounts = padding_of(node)
+    return amounts is not None and len(amounts) <= 2 * (node.meta["val"].dim() - 2)
 
 
 def _keeps_channels(node: Node) -> bool:

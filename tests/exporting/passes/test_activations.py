@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import onnx
-import onnx_ir as ir
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from onnx.reference import ReferenceEvaluator
-from qdq_files import Builder
+from qdq_files import Builder, rewritten_by
 
 from qtool.exporting.passes import activations
 
@@ -25,9 +26,7 @@ def built(bounds: Bounds | None, scale: float, zero_point: int, dtype: type) -> 
     return b.model(b.quantize(clamped, scale, zero_point, dtype))
 
 
-def applied(model: onnx.ModelProto) -> tuple[int, onnx.ModelProto]:
-    rewritten = ir.serde.deserialize_model(model)
-    return activations.apply(rewritten), ir.serde.serialize_model(rewritten)
+applied = functools.partial(rewritten_by, activations.apply)
 
 
 def kinds(model: onnx.ModelProto) -> list[str]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import numpy as np
 import onnx
-import onnx_ir as ir
 from onnx.reference import ReferenceEvaluator
-from qdq_files import Builder, run
+from qdq_files import Builder, rewritten_by, run
 
 from qtool.exporting.passes import biases
 
@@ -24,9 +24,7 @@ def convolution() -> onnx.ModelProto:
     return b.model(b.pair(b.op("Conv", x, weight, bias), 0.3, 128))
 
 
-def applied(model: onnx.ModelProto) -> tuple[int, onnx.ModelProto]:
-    rewritten = ir.serde.deserialize_model(model)
-    return biases.apply(rewritten), ir.serde.serialize_model(rewritten)
+applied = functools.partial(rewritten_by, biases.apply)
 
 
 def test_only_the_biases_zero_point_goes() -> None:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import numpy as np
 import onnx
-import onnx_ir as ir
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from onnx.reference import ReferenceEvaluator
-from qdq_files import Builder, needs_vnni, run
+from qdq_files import Builder, needs_vnni, rewritten_by, run
 
 from qtool.exporting.integer_reference import IntegerReference
 from qtool.exporting.passes import conv_pads
@@ -37,9 +37,7 @@ def padded(
     return b.model(*outputs)
 
 
-def applied(model: onnx.ModelProto) -> tuple[int, onnx.ModelProto]:
-    rewritten = ir.serde.deserialize_model(model)
-    return conv_pads.apply(rewritten), ir.serde.serialize_model(rewritten)
+applied = functools.partial(rewritten_by, conv_pads.apply)
 
 
 @needs_vnni

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import numpy as np
 import onnx
-import onnx_ir as ir
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx.reference import ReferenceEvaluator
-from qdq_files import Builder, run
+from qdq_files import Builder, rewritten_by, run
 
 from qtool.exporting.passes import global_pool
 
@@ -25,9 +25,7 @@ def mean(shape: tuple[int, ...], axes: list[int], keep: bool, readers: int = 1, 
     return b.model(*[b.op(after, end) if after else end for end in ends])
 
 
-def applied(model: onnx.ModelProto) -> tuple[int, onnx.ModelProto]:
-    rewritten = ir.serde.deserialize_model(model)
-    return global_pool.apply(rewritten), ir.serde.serialize_model(rewritten)
+applied = functools.partial(rewritten_by, global_pool.apply)
 
 
 def outputs(model: onnx.ModelProto, shape: tuple[int, ...]) -> list[np.ndarray]:

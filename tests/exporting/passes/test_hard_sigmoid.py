@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import numpy as np
 import onnx
-import onnx_ir as ir
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from qdq_files import Builder, needs_vnni, run
+from qdq_files import Builder, needs_vnni, rewritten_by, run
 
 from qtool.exporting.integer_reference import IntegerReference
 from qtool.exporting.passes import hard_sigmoid
@@ -29,9 +29,7 @@ def gate(
     return b.model(*[b.pair(gated, *out) for _ in range(readers)])
 
 
-def applied(model: onnx.ModelProto) -> tuple[int, onnx.ModelProto]:
-    rewritten = ir.serde.deserialize_model(model)
-    return hard_sigmoid.apply(rewritten), ir.serde.serialize_model(rewritten)
+applied = functools.partial(rewritten_by, hard_sigmoid.apply)
 
 
 def every_value(scale: float, zero_point: int) -> np.ndarray:

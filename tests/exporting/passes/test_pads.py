@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import numpy as np
 import onnx
-import onnx_ir as ir
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from qdq_files import Builder, needs_vnni, run
+from qdq_files import Builder, needs_vnni, rewritten_by, run
 
 from qtool.exporting.integer_reference import IntegerReference
 from qtool.exporting.passes import pads
@@ -29,9 +29,7 @@ def padded(ends: list[int], mode: str = "constant", value: float | None = 0.0, o
     return b.model(b.pair(conv, 0.05, 100))
 
 
-def applied(model: onnx.ModelProto) -> tuple[int, onnx.ModelProto]:
-    rewritten = ir.serde.deserialize_model(model)
-    return pads.apply(rewritten), ir.serde.serialize_model(rewritten)
+applied = functools.partial(rewritten_by, pads.apply)
 
 
 @needs_vnni
