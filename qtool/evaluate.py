@@ -147,6 +147,11 @@ def sqnr_db(reference: Tensor, other: Tensor) -> float:
     """
     signal = reference.double().square().sum().item()
     noise = (reference.double() - other.double()).square().sum().item()
+    return ratio_db(signal, noise)
+
+
+def ratio_db(signal: float, noise: float) -> float:
+    """10 log10(signal / noise) of two energies; infinite where there is no noise, else −infinite without a signal."""
     if noise == 0:
         return math.inf
     return 10 * math.log10(signal / noise) if signal else -math.inf

@@ -1,6 +1,6 @@
 """The parity gate: the file computes what the quantized graph means.
 
-Three questions, from the smallest to the whole.
+Two questions here; how close the whole is to the float model is the third (``end_to_end.py``).
 
 *Units.* The file is cut at every quantizer: each unit becomes a small network of its own from integers to
 integers, all of them in one ONNX model. Fed with the integers that the torch graph produced, each unit's
@@ -9,9 +9,6 @@ simulates a unit in float32; the runtime rounds once from an exact accumulator. 
 where a value lies on the edge between two integers. Where scales have a simple ratio, as a product's may,
 one value in a hundred does: such ties are counted apart, and held against no unit.) A unit that returns
 float is compared in units of its own greatest value.
-
-*End to end.* Single steps grow through many layers, so equality cannot be asked of the whole. What can: the
-file is as close to the float model as the torch graph is, within 0.5 dB of SQNR.
 
 *Integer reference.* On a CPU with VNNI the whole file must equal, bit for bit, an evaluation with the
 runtime's own arithmetic (``integer_reference.py``). Operators that the reference does not cover are named,
@@ -33,20 +30,17 @@ import torch
 from torch import Tensor
 
 from qtool.artifacts import VNNI, cpu_info
-from qtool.evaluate import sqnr_db
 from qtool.exporting.gates import Gate
 from qtool.exporting.integer_reference import IntegerReference
-from qtool.exporting.simulation import QuantizerRecorder, fast_simulation
+from qtool.exporting.simulation import QuantizerRecorder
 from qtool.form import QuantizedModel
-from qtool.nested import call, micro_batches, num_samples, per_sample, samples_of, tensors
+from qtool.nested import num_samples, samples_of, tensors
 from qtool.runtimes import open_session
 
 Array = npt.NDArray[Any]
 MIN_EQUAL = 0.999
 MAX_STEPS = 1
 MAX_FLOAT_ERROR = 1e-4
-MAX_SQNR_LOSS_DB = 0.5
-MICRO_BATCH = 4
 MODELLED_RUNTIME = "1.31"  # the ONNX Runtime whose fusions and kernels the integer reference repeats
 
 
@@ -152,54 +146,6 @@ def _unit_gate(units: Mapping[str, _Unit], worst_float: float, samples: int) -> 
     )  # fmt: skip
 
 
-def end_to_end(quantized: QuantizedModel, path: Path, samples: Iterable[Any]) -> Gate:
-    """Whether each output of the file is as close to the float model's as the torch graph's is."""
-    model = onnx.load(str(path), load_external_data=False)
-    session = open_session(path, threads=torch.get_num_threads())
-    floats: list[list[Tensor]] = []
-    simulated: list[list[Tensor]] = []
-    served: list[list[Tensor]] = []
-    for batch, wanted, in_torch in _answers(quantized, samples):
-        floats.append(wanted)
-        simulated.append(in_torch)
-        served.append([torch.from_numpy(np.array(value)) for value in session.run(feeds_of(model, batch))])
-    session.close()
-    reference, torch_out, file_out = (_joined(parts) for parts in (floats, simulated, served))
-    ratios = [
-        (sqnr_db(wanted, in_torch), sqnr_db(wanted, in_file))
-        for wanted, in_torch, in_file in zip(reference, torch_out, file_out, strict=True)
-    ]
-    torch_db, file_db = max(ratios, key=lambda pair: 0.0 if pair[1] >= pair[0] else pair[0] - pair[1])
-    return Gate(
-        "end-to-end parity", bool(file_db >= torch_db - MAX_SQNR_LOSS_DB),
-        f"SQNR to FP32 no more than {MAX_SQNR_LOSS_DB} dB below the torch graph's {torch_db:.2f} dB",
-        f"{file_db:.2f} dB on {len(reference[0])} samples", "report this model, with the unit parity above",
-        {"num_samples": len(reference[0]), "num_outputs": len(reference),
-         "sqnr_db_torch": torch_db, "sqnr_db_file": file_db},
-    )  # fmt: skip
-
-
-def sqnr_in_torch(quantized: QuantizedModel, samples: Iterable[Any]) -> float:
-    """The least SQNR in dB that an output of the quantized graph has to the float graph's, on batches of inputs."""
-    floats, simulated = zip(*((wanted, made) for _, wanted, made in _answers(quantized, samples)), strict=True)
-    return min(float(sqnr_db(a, b)) for a, b in zip(_joined([*floats]), _joined([*simulated]), strict=True))
-
-
-def _answers(quantized: QuantizedModel, samples: Iterable[Any]) -> Iterator[tuple[Any, list[Tensor], list[Tensor]]]:
-    """For each small piece of the batches: it, the float graph's outputs, the quantized graph's."""
-    simulated = fast_simulation(quantized)
-    for batch in (piece for given in samples for piece in micro_batches(given, MICRO_BATCH)):
-        made = _outputs(simulated(batch))
-        with torch.no_grad():
-            wanted = _outputs(call(quantized.float_graph, batch))  # type: ignore[arg-type]
-        yield batch, wanted, made
-
-
-def _joined(parts: list[list[Tensor]]) -> list[Tensor]:
-    """Each output of a model over all batches, float32, samples × elements."""
-    return [per_sample(torch.cat(values).float()) for values in zip(*parts, strict=True)]
-
-
 def integer_parity(path: Path, reference: IntegerReference, samples: Sequence[Any]) -> Gate:
     """Whether the file in ONNX Runtime equals ``reference``, which was made of it, bit for bit."""
     expected = "every output equal to the integer reference, bit for bit"
@@ -267,10 +213,6 @@ def _relative_error(expected: Tensor, got: Array) -> float:
     want = expected.detach().float().cpu().numpy().ravel()
     greatest = float(np.abs(want).max(initial=0)) or 1.0
     return float(np.abs(want - got.ravel()).max(initial=0)) / greatest
-
-
-def _outputs(output: Any) -> list[Tensor]:
-    return [value.detach().cpu() for value in tensors(output)]
 
 
 def take(samples: Iterable[Any], count: int) -> Iterator[Any]:

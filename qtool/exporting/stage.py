@@ -20,6 +20,7 @@ from qtool import allocator
 from qtool.errors import QtoolError
 from qtool.exporting import baselines, openvino_coverage, parity
 from qtool.exporting.coverage import coverage
+from qtool.exporting.end_to_end import end_to_end
 from qtool.exporting.gates import Gate
 from qtool.exporting.integer_reference import IntegerReference
 from qtool.exporting.saturation import saturation
@@ -178,7 +179,7 @@ def _end_to_end(quantized: QuantizedModel, path: Path, samples: Iterable[Any] | 
     if given is None or quantized.float_graph is None:
         reason = "no samples were given" if given is None else "the model came without its float reference"
         return Gate("end-to-end parity", None, "SQNR to FP32 as the torch graph's", f"not run: {reason}")
-    return parity.end_to_end(quantized, path, parity.take(samples or (), config.parity_samples))
+    return end_to_end(quantized, path, parity.take(samples or (), config.parity_samples))
 
 
 def _baselines(

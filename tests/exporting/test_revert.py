@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 
 from qtool.exporting.coverage import coverage
-from qtool.exporting.parity import sqnr_in_torch, unit_parity
+from qtool.exporting.end_to_end import sqnr_in_torch
+from qtool.exporting.parity import unit_parity
 from qtool.exporting.revert import in_float
 from qtool.exporting.size import size
 from qtool.exporting.to_onnx import quantized_to_onnx, save

@@ -23,7 +23,8 @@ import qtool.exporting.to_onnx as to_onnx
 from qtool.errors import QtoolError
 from qtool.exporting import parity
 from qtool.exporting.coverage import coverage
-from qtool.exporting.parity import end_to_end, integer_parity, unit_parity
+from qtool.exporting.end_to_end import end_to_end
+from qtool.exporting.parity import integer_parity, unit_parity
 from qtool.exporting.simulation import is_tie
 from qtool.exporting.size import size
 from qtool.exporting.stage import export

@@ -1,0 +1,141 @@
+"""The end-to-end gate: the file is as close to the float model as the quantized torch graph is.
+
+Single steps that fall the other way grow through many layers, so that the whole file cannot be asked to equal the torch
+graph. What can be asked: over samples i, with e_i the energy of the torch graph's error against the float model and f_i
+that of the file's, the file's signal-to-quantization-noise ratio is at most 0.5 dB lower,
+
+    loss = 10 log10 (Σ f_i / Σ e_i)  ≤  0.5 dB.
+
+A network costs the same for each sample, and most answers are clear after a few. So ρ = Σ f_i / Σ e_i is looked at
+after 16, 32, 64 … samples, and the rest is left out once 0.5 dB lies outside
+
+    loss ± z · (10 / ln 10) · s(f_i − ρ e_i) / (√n · mean f_i),      z = 4,
+
+the interval of a ratio of paired means to first order (Cochran, *Sampling Techniques*, 3rd ed., section 6.4). The same
+samples in the same order give the same answer. Four standard errors, since it is looked at several times and 16
+energies are not normal.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import torch
+from torch import Tensor
+
+from qtool.evaluate import ratio_db
+from qtool.exporting.gates import Gate
+from qtool.exporting.parity import feeds_of
+from qtool.exporting.simulation import fast_simulation
+from qtool.form import QuantizedModel
+from qtool.nested import call, micro_batches, num_samples, per_sample, tensors
+from qtool.runtimes import open_session
+
+MAX_LOSS_DB = 0.5
+FEWEST = 16
+Z = 4.0
+MICRO_BATCH = 4
+
+
+def end_to_end(quantized: QuantizedModel, path: Path, samples: Iterable[Any]) -> Gate:
+    """Whether each output of the file is as close to the float model's as the torch graph's is.
+
+    ``samples`` are batches of inputs, read until the answer is clear.
+    """
+    model = onnx.load(str(path), load_external_data=False)
+    session = open_session(path, threads=torch.get_num_threads())
+    outputs: list[_Output] = []
+    seen, look, clear = 0, FEWEST, False
+    for batch, wanted, in_torch in _answers(quantized, samples):
+        in_file = [torch.from_numpy(np.array(value)) for value in session.run(feeds_of(model, batch))]
+        outputs = outputs or [_Output() for _ in wanted]
+        for output, *answers in zip(outputs, wanted, in_torch, in_file, strict=True):
+            output.add(*answers)
+        seen += num_samples(batch)
+        if seen >= look:
+            look *= 2
+            if clear := all(output.clear for output in outputs):
+                break
+    session.close()
+    return _gate(max(outputs, key=lambda output: output.loss_db), len(outputs), seen, clear)
+
+
+class _Output:
+    """One output of a model: the energies of the float model's answers, of the torch graph's error and the file's."""
+
+    def __init__(self) -> None:
+        self.parts: list[Tensor] = []
+
+    def add(self, wanted: Tensor, in_torch: Tensor, in_file: Tensor) -> None:
+        """Takes the three answers to one batch."""
+        values = [per_sample(value.double()) for value in (wanted, in_torch, in_file)]
+        errors = [values[0], values[0] - values[1], values[0] - values[2]]
+        self.parts.append(torch.stack([error.square().sum(1) for error in errors]))
+
+    @property
+    def ratios_db(self) -> tuple[float, float]:
+        """The signal-to-quantization-noise ratios of the torch graph and of the file."""
+        signal, in_torch, in_file = torch.cat(self.parts, 1).sum(1).tolist()
+        return ratio_db(signal, in_torch), ratio_db(signal, in_file)
+
+    @property
+    def loss_db(self) -> float:
+        """By how much the file is further from the float model than the torch graph; 0 where it is not."""
+        in_torch, in_file = self.ratios_db
+        if in_file >= in_torch:
+            return 0.0
+        loss = in_torch - in_file
+        return math.inf if math.isnan(loss) else loss
+
+    @property
+    def width_db(self) -> float:
+        """Half of the interval that the loss is known to."""
+        _, in_torch, in_file = torch.cat(self.parts, 1)
+        error = (in_file - in_torch * (in_file.sum() / in_torch.sum())).std()
+        mean = float(in_file.mean()) or math.inf
+        return Z * 10 / math.log(10) * float(error) / (math.sqrt(len(in_file)) * mean)
+
+    @property
+    def clear(self) -> bool:
+        """Whether more samples would not change the answer."""
+        return abs(self.loss_db - MAX_LOSS_DB) > self.width_db
+
+
+def _gate(worst: _Output, num_outputs: int, seen: int, clear: bool) -> Gate:
+    torch_db, file_db = worst.ratios_db
+    known = f", which tell the difference to {worst.width_db:.2g} dB" if clear else ""
+    return Gate(
+        "end-to-end parity", worst.loss_db <= MAX_LOSS_DB,
+        f"SQNR to FP32 no more than {MAX_LOSS_DB} dB below the torch graph's {torch_db:.2f} dB",
+        f"{file_db:.2f} dB on {seen} samples{known}", "report this model, with the unit parity above",
+        {"num_samples": seen, "num_outputs": num_outputs, "sqnr_db_torch": torch_db, "sqnr_db_file": file_db},
+    )  # fmt: skip
+
+
+def sqnr_in_torch(quantized: QuantizedModel, samples: Iterable[Any]) -> float:
+    """The least SQNR in dB that an output of the quantized graph has to the float graph's, on batches of inputs."""
+    outputs: list[_Output] = []
+    for _, wanted, made in _answers(quantized, samples):
+        outputs = outputs or [_Output() for _ in wanted]
+        for output, reference, answer in zip(outputs, wanted, made, strict=True):
+            output.add(reference, answer, answer)
+    return min(output.ratios_db[0] for output in outputs)
+
+
+def _answers(quantized: QuantizedModel, samples: Iterable[Any]) -> Iterator[tuple[Any, list[Tensor], list[Tensor]]]:
+    """For each small piece of the batches: it, the float graph's outputs, the quantized graph's."""
+    simulated = fast_simulation(quantized)
+    for batch in (piece for given in samples for piece in micro_batches(given, MICRO_BATCH)):
+        made = _outputs(simulated(batch))
+        with torch.no_grad():
+            wanted = _outputs(call(quantized.float_graph, batch))  # type: ignore[arg-type]
+        yield batch, wanted, made
+
+
+def _outputs(output: Any) -> list[Tensor]:
+    return [value.detach().cpu() for value in tensors(output)]

@@ -1,0 +1,110 @@
+"""The end-to-end gate reads samples until its answer is clear, and judges as a numpy formula over them does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+import torch
+from torch import Tensor, nn
+
+from qtool.exporting import end_to_end as module
+from qtool.exporting.end_to_end import Z, _Output, end_to_end, sqnr_in_torch
+from qtool.exporting.to_onnx import quantized_to_onnx, save
+from qtool.form import QuantizedModel
+from qtool.quantization.stage import quantize
+from qtool.recipe import QuantizeConfig
+
+
+def batches(count: int, size: int = 8) -> Iterator[Tensor]:
+    """Random pictures in batches."""
+    generator = torch.Generator().manual_seed(0)
+    return (torch.randn(size, 3, 6, 6, generator=generator) for _ in range(count // size))
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[QuantizedModel, Path]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(128, 5)).eval()
+    form = quantize(net, QuantizeConfig(), example=next(batches(8)), calibration=list(batches(64)))
+    path = tmp_path_factory.mktemp("end") / "net.onnx"
+    save(quantized_to_onnx(form, 21), path)
+    return form, path
+
+
+def test_what_is_clear_after_few_samples_reads_no_more(written: tuple[QuantizedModel, Path]) -> None:
+    form, path = written
+    source = batches(256)
+    gate = end_to_end(form, path, source)
+    assert gate.passed
+    assert gate.details["num_samples"] == 16
+    assert sum(map(len, source)) == 256 - 16
+    x = torch.cat(list(batches(16)))
+    session = ort.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    got = session.run(None, {session.get_inputs()[0].name: x.numpy()})[0].astype(np.float64)
+    assert form.float_graph is not None
+    with torch.no_grad():
+        want = form.float_graph(x).double().numpy()
+    expected = 10 * np.log10((want**2).sum() / ((want - got) ** 2).sum())
+    assert gate.details["sqnr_db_file"] == pytest.approx(expected, abs=1e-3)
+    assert gate.details["sqnr_db_torch"] == pytest.approx(sqnr_in_torch(form, [x]), abs=1e-9)
+
+
+def test_a_file_at_the_bound_is_judged_on_every_sample(
+    written: tuple[QuantizedModel, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    form, path = written
+    monkeypatch.setattr(module, "MAX_LOSS_DB", 0.0)  # the file's loss is near 0: no number of samples tells
+    monkeypatch.setattr(_Output, "loss_db", property(lambda output: 0.0))
+    gate = end_to_end(form, path, batches(40))
+    assert gate.details["num_samples"] == 40
+    assert "tell" not in gate.found
+
+
+def test_a_file_of_another_model_fails_at_once(written: tuple[QuantizedModel, Path], tmp_path: Path) -> None:
+    form, _ = written
+    torch.manual_seed(1)
+    other = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(128, 5)).eval()
+    wrong = quantize(other, QuantizeConfig(), example=next(batches(8)), calibration=list(batches(8)))
+    save(quantized_to_onnx(wrong, 21), tmp_path / "wrong.onnx")
+    gate = end_to_end(form, tmp_path / "wrong.onnx", batches(256))
+    assert gate.passed is False
+    assert gate.details["num_samples"] == 16
+
+
+def energies(noise: float, rows: int = 64) -> _Output:
+    """An output whose file errs like the torch graph, each sample's error scaled by a factor around 1 + ``noise``."""
+    generator = torch.Generator().manual_seed(0)
+    wanted = torch.randn(rows, 10, generator=generator)
+    error = 0.01 * torch.randn(rows, 10, generator=generator)
+    factor = 1 + noise * torch.rand(rows, 1, generator=generator)
+    output = _Output()
+    for part in zip(wanted.split(16), (wanted + error).split(16), (wanted + error * factor).split(16), strict=True):
+        output.add(*part)
+    return output
+
+
+def test_the_interval_is_the_bootstraps() -> None:
+    output = energies(0.5)
+    _, in_torch, in_file = torch.cat(output.parts, 1).numpy()
+    drawn = np.random.default_rng(0).integers(0, len(in_file), (4000, len(in_file)))
+    losses = 10 * np.log10(in_file[drawn].sum(1) / in_torch[drawn].sum(1))
+    assert output.width_db / Z == pytest.approx(losses.std(), rel=0.05)
+
+
+@pytest.mark.parametrize(("noise", "loss", "clear"), [(0.0, 0.0, True), (0.12, 0.5, False), (0.6, 2.3, True)])
+def test_clear_is_what_lies_off_the_bound(noise: float, loss: float, clear: bool) -> None:
+    output = energies(noise)
+    assert output.loss_db == pytest.approx(loss, abs=0.1)
+    assert output.clear is clear
+
+
+def test_answers_that_are_not_numbers_fail() -> None:
+    output = _Output()
+    wanted = torch.ones(16, 2)
+    output.add(wanted, wanted + 0.01, wanted * torch.nan)
+    assert output.loss_db == float("inf")
+    assert not output.clear
