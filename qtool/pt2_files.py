@@ -79,7 +79,7 @@ def save_program(program: torch.export.ExportedProgram, path: Path) -> None:
             node.meta.pop(key, None)
     with atomic_path(path) as temporary, temporary.open("wb") as file:
         stream = _Forgiving(file)  # a stream, lest the archive's inner folder take the temporary name
-        with _overheard([]):
+        with _overheard([]), allocator.uncollected():
             torch.export.save(program, stream)  # type: ignore[arg-type]
         if stream.error is not None:
             raise stream.error
