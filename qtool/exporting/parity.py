@@ -62,9 +62,9 @@ def cut(model: onnx.ModelProto) -> onnx.ModelProto:
         for index, name in enumerate(node.input):
             if name in kinds:
                 node.input[index] = f"{name}/fed"
-    ranks = _ranks(model)
+    shapes = _shapes(model)
     for name, kind in kinds.items():
-        shape = [None] * ranks[name]
+        shape = [None] * len(shapes[name])
         graph.input.append(onnx.helper.make_tensor_value_info(f"{name}/fed", kind, shape))
         graph.output.append(onnx.helper.make_tensor_value_info(name, kind, shape))
     return result
@@ -75,7 +75,7 @@ def unit_parity(quantized: QuantizedModel, path: Path, samples: Sequence[Any]) -
     model = onnx.load(str(path))
     names = [node.output[0] for node in model.graph.node if node.op_type == "QuantizeLinear"]
     outputs = [value.name for value in model.graph.output]
-    ranks = _ranks(model)
+    shapes = _shapes(model)
     recorder = QuantizerRecorder(quantized)
     units = {name: _Unit() for name in names}
     worst_float = 0.0
@@ -86,12 +86,12 @@ def unit_parity(quantized: QuantizedModel, path: Path, samples: Sequence[Any]) -
         order = [info.name for info in session.outputs]
         for batch in samples:
             integers, output = recorder.record(batch)
-            fed = {f"{n}/fed": _as_rank(v, ranks.get(n)) for n, v in zip(names, integers, strict=True)}
+            fed = {f"{n}/fed": _as_shape(v, shapes.get(n)) for n, v in zip(names, integers, strict=True)}
             wanted = {info.name for info in session.inputs}
             feeds = {**feeds_of(model, batch), **fed}
             got = dict(zip(order, session.run({k: v for k, v in feeds.items() if k in wanted}), strict=True))
             for name, expected, ties in zip(names, integers, recorder.ties, strict=True):
-                units[name].add(expected, got[name], ties)
+                units[name].add(expected, _first_channels(got[name], expected), ties)
             for name, value in zip(outputs, tensors(output), strict=False):
                 worst_float = max(worst_float, _relative_error(value, got[name]))
         session.close()
@@ -196,17 +196,27 @@ def by_name(names: Sequence[str], batch: Any) -> dict[str, Array]:
     return {name: np.ascontiguousarray(value.cpu().numpy()) for name, value in zip(names, tensors(batch), strict=True)}
 
 
-def _ranks(model: onnx.ModelProto) -> dict[str, int]:
+def _shapes(model: onnx.ModelProto) -> dict[str, list[int]]:
+    """The sizes of the file's tensors; 0 where one is dynamic."""
     return {
-        v.name: len(v.type.tensor_type.shape.dim)
+        v.name: [dim.dim_value for dim in v.type.tensor_type.shape.dim]
         for v in model.graph.value_info
         if v.type.tensor_type.HasField("shape")
     }
 
 
-def _as_rank(value: Array, rank: int | None) -> Array:
-    """``value`` with unit axes added behind, where the file keeps axes that the graph dropped."""
-    return value if rank is None or rank <= value.ndim else value.reshape(*value.shape, *[1] * (rank - value.ndim))
+def _as_shape(value: Array, shape: list[int] | None) -> Array:
+    """``value`` as the file has it: with unit axes that the graph dropped behind it, and channels that it fills up."""
+    if shape is None:
+        return value
+    value = value.reshape(*value.shape, *[1] * (len(shape) - value.ndim))
+    added = shape[1] - value.shape[1] if len(shape) > 1 else 0
+    return np.pad(value, [(0, added if axis == 1 else 0) for axis in range(value.ndim)]) if added > 0 else value
+
+
+def _first_channels(value: Array, like: Array) -> Array:
+    """``value`` without the channels that the file fills up."""
+    return value[:, : like.shape[1]] if like.ndim > 1 else value
 
 
 def _relative_error(expected: Tensor, got: Array) -> float:

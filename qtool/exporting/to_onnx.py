@@ -33,6 +33,7 @@ from qtool.exporting.passes import (
     activations,
     biases,
     conv_pads,
+    even_channels,
     float_units,
     global_pool,
     hard_sigmoid,
@@ -55,7 +56,7 @@ Pass = Callable[[ir.Model], int]
 PASSES: dict[str, tuple[Pass, ...]] = {
     "ort-cpu": (
         global_pool.apply, activations.apply, hard_sigmoid.apply, conv_pads.apply, pads.apply, biases.apply,
-        float_units.apply, stem.apply, lookups.apply, wide_gates.apply,
+        float_units.apply, stem.apply, lookups.apply, even_channels.apply, wide_gates.apply,
     ),
     "openvino": (global_pool.apply, activations.apply, conv_pads.apply, biases.apply),
     "tensorrt": (global_pool.apply, activations.apply, conv_pads.apply),
