@@ -182,9 +182,10 @@ def _encode_tensor(value: Tensor, name: str, tensors: dict[str, Tensor], seen: d
     key = (value.untyped_storage().data_ptr(), value.storage_offset(), value.shape, value.stride(), value.dtype)
     if value.numel() and key in seen:
         return {"tensor": seen[key], "order": order}
-    # A part of a larger storage is copied: safetensors refuses tensors that overlap, and stores whole ones.
+    # A part of a larger storage is copied: safetensors refuses tensors that overlap, and stores whole ones. To host
+    # memory, since all copies are there together.
     whole = packed.untyped_storage().nbytes() == packed.numel() * packed.element_size()
-    tensors[name] = packed if whole else packed.clone()
+    tensors[name] = packed if whole else packed.to("cpu", copy=True)
     seen[key] = name
     return {"tensor": name, "order": order}
 

@@ -26,19 +26,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 
 from qtool.checkpoint import register_tensor_class
 from qtool.recipe import TrainConfig
 from qtool.step import Setup, plain_optimizer
-from qtool.training.block_states import SMALLEST
+from qtool.training.batched import batched, paged_when_fake
 from qtool.training.blockwise import on_cpu
 from qtool.training.compiling import require_compiler
 
 Make = Callable[[list[nn.Parameter]], Optimizer]
-SMALLEST_PAGED = 100_000
-"""Values from which on bitsandbytes pages a moment."""
 
 
 def apply(setup: Setup, example: Any) -> None:
@@ -64,10 +61,10 @@ def bitsandbytes(name: str) -> Callable[[TrainConfig], Make]:
 
             kind = getattr(bitsandbytes.optim, name)
             if name.startswith("Paged"):
-                kind = _repaging(kind)
+                kind = paged_when_fake(kind)
             if name in ("AdamW8bit", "Lion8bit"):
                 kind = on_cpu(kind)
-            made: Optimizer = _queued(kind)(parameters, lr=config.learning_rate, weight_decay=config.weight_decay)
+            made: Optimizer = batched(kind)(parameters, lr=config.learning_rate, weight_decay=config.weight_decay)
             for parameter in parameters:
                 made.make_state(parameter)  # type: ignore[attr-defined]
             return made
@@ -75,91 +72,6 @@ def bitsandbytes(name: str) -> Callable[[TrainConfig], Make]:
         return make
 
     return configured
-
-
-def _queued(kind: Any) -> Any:
-    """bitsandbytes waits for the GPU after each parameter. On one stream nothing has to, but where states are paged.
-
-    AdamW's small parameters, more than half of a transformer's, are updated together by torch's kernel: what they cost
-    on a GPU is launches.
-    """
-
-    class Queued(kind):  # type: ignore[misc]
-        @torch.no_grad()
-        def step(self, closure: Any = None) -> None:
-            if not self.initialized:  # type: ignore[has-type]
-                self.check_overrides()
-                self.to_gpu()
-                self.initialized = True
-            for place, group in enumerate(self.param_groups):
-                small: dict[int, list[nn.Parameter]] = {}
-                for index, parameter in enumerate(group["params"]):
-                    if parameter.grad is None:
-                        continue
-                    if not self.state[parameter]:
-                        self.init_state(group, parameter, place, index)
-                    if self._is_small(parameter):
-                        small.setdefault(self.state[parameter]["step"], []).append(parameter)
-                    else:
-                        self.prefetch_state(parameter)
-                        self.update_step(group, parameter, place, index)
-                for count, parameters in small.items():
-                    self._update_together(group, parameters, count + 1)
-            if self.is_paged and torch.cuda.is_available():
-                torch.cuda.synchronize()
-
-        def _is_small(self, parameter: nn.Parameter) -> bool:
-            float32 = parameter.dtype == torch.float32  # as torch's kernel wants it beside such moments
-            return bool(self.optimizer_name == "adam" and float32 and parameter.numel() < SMALLEST)
-
-        def _update_together(self, group: Any, parameters: list[nn.Parameter], step: int) -> None:
-            states = [self.state[parameter] for parameter in parameters]
-            for state in states:
-                state["step"] = step
-            count = torch.full((), float(step), device=parameters[0].device)
-            torch._fused_adamw_(
-                [*parameters], [p.grad for p in parameters if p.grad is not None],
-                [state["state1"] for state in states], [state["state2"] for state in states], [],
-                [count] * len(states), lr=group["lr"], beta1=group["betas"][0], beta2=group["betas"][1],
-                weight_decay=group["weight_decay"], eps=group["eps"], amsgrad=False, maximize=False,
-            )  # fmt: skip
-
-        def make_state(self, parameter: nn.Parameter) -> None:
-            """Makes the states of a parameter that has values: later, they would lie scattered among activations."""
-            group = self.param_groups[0]
-            if parameter.numel():
-                self.init_state(group, parameter, 0, next(i for i, p in enumerate(group["params"]) if p is parameter))
-
-    return Queued
-
-
-def _repaging(kind: Any) -> Any:
-    """bitsandbytes loads paged moments as ordinary tensors on the GPU; this puts them back into paged memory.
-
-    Those of fake parameters, of which no memory is taken, are fake too, and outside of the GPU's.
-    """
-
-    class Repaging(kind):  # type: ignore[misc]
-        def get_state_buffer(self, p: Any, dtype: torch.dtype = torch.float32) -> Any:
-            if not isinstance(p, FakeTensor) or p.numel() < SMALLEST_PAGED:
-                return super().get_state_buffer(p, dtype)
-            state = torch.zeros(p.shape, dtype=dtype, device="cpu")
-            state.is_paged = True  # type: ignore[attr-defined]
-            return state
-
-        def prefetch_state(self, p: Any) -> None:
-            if not isinstance(p, FakeTensor):
-                super().prefetch_state(p)
-
-        def load_state_dict(self, state_dict: Any, move_to_device: bool = True) -> None:
-            super().load_state_dict(state_dict, move_to_device)
-            for parameter, state in self.state.items():
-                for key in {"state1", "state2"} & state.keys():
-                    moment = state[key]
-                    state[key] = self.get_state_buffer(parameter, dtype=moment.dtype)
-                    state[key].copy_(moment)
-
-    return Repaging
 
 
 def torchao(config: TrainConfig) -> Make:

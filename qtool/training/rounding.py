@@ -21,6 +21,7 @@ optimizer's states are those it would have for float32 weights. Parameters of ot
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -30,14 +31,18 @@ from torch.optim import Optimizer
 
 from qtool.recipe import TrainConfig
 from qtool.step import Setup
+from qtool.training.block_states import SMALLEST
 
 NARROW = (torch.float16, torch.bfloat16)
 ADAPTIVE = ("adamw", "adafactor")
 """Optimizers of torch whose states have the dtype of the weights, and divide by what is tiny."""
-CHUNK, SHARE = 5 * 2**20, 16
-"""Weights widened at a time (at least one parameter): 20 MiB for them, and as much for their gradients; of a small
-model that part of all, since more would be no saving."""
+CHUNK = {"cpu": 5 * 2**20, "cuda": 13 * 2**20}
+"""Weights widened at a time (at least one parameter): on the CPU 20 MiB for them, and as much for their gradients. On a
+GPU a block of a large transformer: there a chunk costs the launches of a dozen kernels."""
+SHARE = 16
+"""Of a small model, that part of all is a chunk, since more would be no saving."""
 ALIGNED = 64
+_NAN = 0x7FC0_0000
 
 
 def apply(setup: Setup, example: Any) -> None:
@@ -54,12 +59,13 @@ def wanted(config: TrainConfig) -> bool:
 def round_stochastically(memory: Tensor, values: list[Tensor], out: list[Any]) -> None:
     """float32 → bfloat16, to one of the two neighbours, right on average: ``values``, parts of ``memory``, are lost.
 
-    Draws from torch's generator, 15 bits each: with r of them, the upper half of value + 2r is the answer.
+    Draws from torch's generator, 15 bits each: with r of them, the upper half of value + 2r is the answer, which a
+    conversion leaves as it is. A NaN with all bits set, as GPUs make it, would go round to zero: it is made another.
     """
-    bits = memory.view(torch.int32)
+    bits = memory.view(torch.int32).clamp_(max=_NAN)
     torch.add(bits, _random(memory), alpha=2, out=bits)
-    for value, rounded in zip(values, out, strict=True):
-        torch.bitwise_right_shift(value.view(torch.int32), 16, out=rounded.view(torch.int16))
+    bits.bitwise_and_(-(2**16))
+    torch._foreach_copy_(out, values)
 
 
 def _random(like: Tensor) -> Tensor:
@@ -86,46 +92,50 @@ class WideUpdates(Optimizer):
         }
         self.inner = make(list(self.stand_ins.values()))
         self.param_groups[0].update({k: v for k, v in self.inner.param_groups[0].items() if k != "params"})
+        self.order = {parameter: i for i, parameter in enumerate(self.stand_ins)}
+        self.most = min(CHUNK[_kind(parameters)], sum(p.numel() for p in parameters) // SHARE)
         if hasattr(self.inner, "make_state"):
             self._make_states()
 
     @torch.no_grad()
     def _make_states(self) -> None:
         """Makes the states of what was empty when the inner optimizer was made."""
+        self.inner.reserve([p.numel() for p in self.stand_ins if p.dtype in NARROW])  # type: ignore[attr-defined]
         for parameter, wide in self.stand_ins.items():
             if parameter.dtype in NARROW:
                 wide.data = wide.data.new_empty(parameter.shape)
                 self.inner.make_state(wide)  # type: ignore[attr-defined]
-                self._empty(parameter)
+                wide.data = wide.data.new_empty(0)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Updates every parameter that has a gradient."""
         self.inner.param_groups[0]["lr"] = self.param_groups[0]["lr"]
         for chunk in self._chunks():
-            pieces = self._widen(chunk)
+            weights = self._widen(chunk)
             self.inner.param_groups[0]["params"] = [self.stand_ins[parameter] for parameter in chunk]
             self.inner.step()
-            self._round(chunk, *pieces)
+            self._round(chunk, weights)
         self.inner.param_groups[0]["params"] = list(self.stand_ins.values())
 
     def _chunks(self) -> Iterator[list[nn.Parameter]]:
+        """In the model's order, in which states lie too; small parameters after the large ones of their chunk."""
         chunk: list[nn.Parameter] = []
-        size, most = 0, min(CHUNK, sum(p.numel() for p in self.stand_ins) // SHARE)
-        for parameter in self.param_groups[0]["params"]:
+        size = 0
+        for parameter in sorted(self.param_groups[0]["params"], key=self.order.__getitem__):
             if parameter.grad is None:
                 continue
-            if chunk and size + parameter.numel() > most:
-                yield chunk
+            if chunk and size + parameter.numel() > self.most:
+                yield sorted(chunk, key=_is_small)
                 chunk, size = [], 0
             chunk.append(parameter)
             size += parameter.numel()
         if chunk:
-            yield chunk
+            yield sorted(chunk, key=_is_small)
 
-    def _widen(self, chunk: list[nn.Parameter]) -> tuple[Tensor, list[Any]]:
-        """Gives stand-ins weights and gradients; returns the narrow parameters, after the memory of their weights."""
-        narrow: list[Any] = [p for p in chunk if p.dtype in NARROW]
+    def _widen(self, chunk: list[nn.Parameter]) -> Tensor:
+        """Gives stand-ins weights and gradients; returns the memory of the weights of narrow parameters."""
+        narrow = _narrow(chunk)
         weights, wide = _pieces(narrow)
         _, gradients = _pieces(narrow)
         if narrow:
@@ -142,26 +152,31 @@ class WideUpdates(Optimizer):
             if parameter.dtype not in NARROW:
                 assert parameter.grad is not None
                 self.stand_ins[parameter].grad = parameter.grad.to(parameter.dtype)
-        return weights, narrow
+        return weights
 
-    def _round(self, chunk: list[nn.Parameter], weights: Tensor, narrow: list[Any]) -> None:
+    def _round(self, chunk: list[nn.Parameter], weights: Tensor) -> None:
         """Takes the weights back, rounded, and empties the stand-ins."""
         for parameter in chunk:
             self.stand_ins[parameter].grad = None
+        narrow = _narrow(chunk)
         wide = [self.stand_ins[p].data for p in narrow]
-        if narrow and self.rounding != "stochastic":
-            torch._foreach_copy_(narrow, wide)
-        elif narrow:
+        if narrow and self.rounding == "stochastic":
             round_stochastically(weights, wide, narrow)
-        if self.rounding == "compensated":
-            for parameter, exact in zip(narrow, wide, strict=True):
-                self.state[parameter]["compensation"] = (exact - parameter).bfloat16()
+        elif narrow:
+            torch._foreach_copy_(narrow, wide)
+        if narrow and self.rounding == "compensated":
+            self._keep(narrow, wide)
+        nothing = weights.new_empty(0)
         for parameter in narrow:
-            self._empty(parameter)
+            self.stand_ins[parameter].data = nothing
 
-    def _empty(self, parameter: nn.Parameter) -> None:
-        wide = self.stand_ins[parameter]
-        wide.data = wide.data.new_empty(0)
+    def _keep(self, narrow: list[Any], wide: list[Tensor]) -> None:
+        """What rounding took away; the exact values are lost."""
+        torch._foreach_sub_(wide, narrow)
+        for parameter in narrow:
+            if parameter not in self.state:
+                self.state[parameter]["compensation"] = torch.empty_like(parameter, dtype=torch.bfloat16)
+        torch._foreach_copy_([self.state[p]["compensation"] for p in narrow], wide)
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's state and the compensations, by position."""
@@ -176,9 +191,21 @@ class WideUpdates(Optimizer):
             self.state[parameters[i]] = {name: value.to(parameters[i].device) for name, value in kept.items()}
 
 
+def _narrow(chunk: list[Any]) -> list[Any]:
+    return [p for p in chunk if p.dtype in NARROW]
+
+
+def _is_small(parameter: Tensor) -> bool:
+    return parameter.numel() < SMALLEST
+
+
+def _kind(parameters: list[nn.Parameter]) -> str:
+    return "cuda" if parameters[0].device.type == "cuda" else "cpu"
+
+
 def _pieces(parameters: list[Any]) -> tuple[Tensor, list[Tensor]]:
     """A piece of float32 memory for all ``parameters``, and the view of each in it, which begins at 256 bytes."""
-    sizes = [-(-p.numel() // ALIGNED) * ALIGNED for p in parameters]
-    whole = torch.empty(sum(sizes), dtype=torch.float32, device=parameters[0].device if parameters else None)
-    parts: tuple[Tensor, ...] = torch.split(whole, sizes)
-    return whole, [part[: p.numel()].view(p.shape) for part, p in zip(parts, parameters, strict=True)]
+    starts = [0, *itertools.accumulate(-(-p.numel() // ALIGNED) * ALIGNED for p in parameters)]
+    whole = torch.empty(starts[-1], dtype=torch.float32, device=parameters[0].device if parameters else None)
+    spans = zip(parameters, starts, strict=False)
+    return whole, [whole[start : start + p.numel()].view(p.shape) for p, start in spans]

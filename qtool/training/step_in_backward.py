@@ -21,9 +21,11 @@ from torch.optim import Optimizer
 
 from qtool.step import Setup
 
-ENOUGH, SHARE = 4 * 2**20, 16
-"""Values that an update is made of, or that part of all where it is less; smaller gradients wait for each other, since
-each update costs kernel launches."""
+ENOUGH = {"cpu": 4 * 2**20, "cuda": 12 * 2**20}
+"""Values that an update is made of: smaller gradients wait for each other, since each update costs kernel launches. On
+a GPU that is a block of a large transformer, whose activations are freed when its gradients are there."""
+SHARE = 16
+"""That part of all is enough, where it is less."""
 
 
 def apply(setup: Setup, example: Any) -> None:
@@ -45,13 +47,14 @@ def apply(setup: Setup, example: Any) -> None:
 def _stepper(optimizer: Optimizer) -> Callable[[torch.Tensor], None]:
     """Updates as gradients come. What waits at the end of the backward pass is left to the step that follows it."""
     group = optimizer.param_groups[0]
-    enough = min(ENOUGH, sum(p.numel() for p in group["params"]) // SHARE)
-    waiting: dict[torch.Tensor, None] = {}
+    device = "cuda" if group["params"][0].device.type == "cuda" else "cpu"
+    enough = min(ENOUGH[device], sum(p.numel() for p in group["params"]) // SHARE)
+    waiting: dict[torch.Tensor, int] = {}
     optimizer.register_step_post_hook(lambda *_: waiting.clear())
 
     def step(parameter: torch.Tensor) -> None:
-        waiting[parameter] = None
-        if sum(p.numel() for p in waiting) < enough:
+        waiting[parameter] = parameter.numel()
+        if sum(waiting.values()) < enough:
             return
         whole, group["params"] = group["params"], list(waiting)
         optimizer.step()

@@ -4,6 +4,7 @@ from torch import nn
 
 from qtool import checkpoint
 from qtool.recipe import TrainConfig
+from qtool.training import rounding
 from qtool.training.rounding import WideUpdates, round_stochastically
 from qtool.training.techniques import setup
 
@@ -29,10 +30,14 @@ def test_rounding_is_right_on_average_and_to_a_neighbour():
 
 
 def test_rounding_keeps_infinities_and_finds_nan():
-    value = torch.tensor([float("inf"), -float("inf"), float("nan")])
-    found = rounded(value)
-    assert found[:2].tolist() == value[:2].tolist()
-    assert found[2].isnan()
+    value = torch.tensor([float("inf"), -float("inf"), float("nan"), 0.0, 3.4e38, -1e-40])
+    value.view(torch.int32)[3] = 0x7FFF_FFFF  # as CUDA's arithmetic makes it
+    for _ in range(20):
+        found = rounded(value)
+        assert found[:2].tolist() == value[:2].tolist()
+        assert found[2:4].isnan().all()
+        assert abs(found[4]) > 3.3e38
+        assert -2e-40 < found[5].item() <= 0
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic", "compensated"])
@@ -97,7 +102,7 @@ def test_parameters_in_float32_pass_through(run_steps, same_state):
 
 def test_chunks_do_not_change_the_result(run_steps, same_state, monkeypatch):
     whole = run_steps("transformer", rounding="compensated", **BF16)
-    monkeypatch.setattr("qtool.training.rounding.CHUNK", 100)
+    monkeypatch.setitem(rounding.CHUNK, "cpu", 100)
     assert same_state(whole.model, run_steps("transformer", rounding="compensated", **BF16).model)
 
 
