@@ -4,6 +4,11 @@ A network of L equal blocks then holds L inputs and the inside of one block, for
 (arXiv 1604.06174). The results are the same, bit for bit: random generators are put back before a block
 is recomputed, and its batch-norm statistics do not move a second time.
 
+What an operator of a block would keep is counted and dropped (``saved_tensors_hooks``); whoever asks for any of it has
+the block run again, up to the last that was kept. torch has the same, for more cases than a step has, and its books for
+each tensor take as long as launching the block does, which a fast GPU waits for. Inputs are kept as an operator keeps
+them, so that they may be offloaded. Where a compiler traces the model, it is given torch's own, which it knows.
+
 Blocks are found by repetition: the outermost modules with children whose class occurs at least twice
 as items of a ``ModuleList`` or ``Sequential`` (transformer layers, residual blocks), and where there are
 none, whose class occurs twice anywhere.
@@ -11,18 +16,20 @@ none, whose class occurs twice anywhere.
 
 from __future__ import annotations
 
+import ctypes
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from qtool.errors import QtoolError
 from qtool.step import Setup
 
+Norm = nn.modules.batchnorm._BatchNorm
 _LISTS = (nn.Sequential, nn.ModuleList)
 
 
@@ -65,22 +72,133 @@ def _outermost(module: nn.Module, name: str, kinds: set[type]) -> Iterator[tuple
 def _wrap(block: nn.Module) -> None:
     """Sets the block's ``forward``; no parameter changes its name, as it would within a wrapping module."""
     forward = block.forward
-    norms = [m for m in block.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-
-    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return nullcontext(), _still(norms)
+    norms = [m for m in block.modules() if isinstance(m, Norm)]
 
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        more: dict[str, Any] = {"context_fn": contexts} if norms else {}
-        return checkpoint(forward, *args, use_reentrant=False, **more, **kwargs)
+        if torch.compiler.is_compiling():
+            more: dict[str, Any] = {"context_fn": lambda: (nullcontext(), _still(norms))} if norms else {}
+            return checkpoint(forward, *args, use_reentrant=False, **more, **kwargs)
+        return _Pass(forward, norms)(*args, **kwargs)
 
     block.forward = checkpointed
 
 
+class _Pass:
+    """One pass through a block, and what it takes to make it again."""
+
+    def __init__(self, forward: Callable[..., Any], norms: list[Norm]) -> None:
+        self.forward, self.norms = forward, norms
+        self.count = 0
+        self.made: list[Any] = []
+        """What the block's operators keep, while the backward pass goes through it."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        kinds = {t.device.type for t in (*args, *kwargs.values()) if isinstance(t, Tensor)} | {"cpu"}
+        self.casts = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds]
+        self.kwargs, self.inputs = kwargs, _Inputs.apply(torch.empty(0, requires_grad=True), *args)  # type: ignore[no-untyped-call]
+        self.generators = [(generator, generator.get_state()) for generator in _generators()]
+        with torch.autograd.graph.saved_tensors_hooks(self._drop, self._find):
+            result = self.forward(*args, **kwargs)
+        if all(_same(generator.get_state(), state) for generator, state in self.generators):
+            self.generators = []
+        return result
+
+    def _drop(self, tensor: Tensor) -> int:
+        self.count += 1
+        return self.count - 1
+
+    def _find(self, index: int) -> Tensor:
+        if not self.made or self.made[index] is None:
+            self._again()
+        found: Tensor = self.made[index]
+        self.made[index] = None
+        return found
+
+    def _again(self) -> None:
+        made: list[Any] = []
+
+        def keep(tensor: Tensor) -> None:
+            made.append(tensor.detach() if tensor.requires_grad else tensor)
+            if len(made) == self.count:
+                raise _Enough
+
+        with ExitStack() as stack:
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(_still(self.norms))
+            stack.enter_context(_put_back(self.generators))
+            for kind, dtype, enabled in self.casts:
+                if enabled or torch.is_autocast_enabled(kind):
+                    stack.enter_context(torch.autocast(kind, dtype, enabled))
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(keep, _never))
+            stack.enter_context(suppress(_Enough))
+            self.forward(*_arguments(self.inputs.grad_fn), **self.kwargs)
+        if len(made) != self.count:
+            raise QtoolError(
+                "--activation-checkpointing", f"{self.count} tensors that a block keeps for its backward pass",
+                f"{len(made)} when it was computed again", "leave it out: the block does not do the same twice",
+            )  # fmt: skip
+        self.made = made
+
+
+class _Enough(Exception):
+    """All that a block's operators keep is there; the rest of it need not be computed."""
+
+
+def _never(_: Any) -> Tensor:
+    raise AssertionError("nothing goes backward through a block's second pass")
+
+
+class _Inputs(torch.autograd.Function):
+    """Keeps a block's arguments as an operator would: tensors go through whatever hooks there are."""
+
+    @staticmethod
+    def forward(ctx: Any, first: Tensor, *args: Any) -> Tensor:
+        ctx.places = [i for i, value in enumerate(args) if isinstance(value, Tensor)]
+        ctx.rest = [None if isinstance(value, Tensor) else value for value in args]
+        ctx.save_for_backward(*(args[i] for i in ctx.places))
+        return first.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise AssertionError("nothing is computed from it")
+
+
+def _arguments(context: Any) -> list[Any]:
+    values = list(context.rest)
+    for i, value in zip(context.places, context.saved_tensors, strict=True):
+        values[i] = value
+    return values
+
+
+def _generators() -> list[torch.Generator]:
+    """Those that a block may draw from."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return [torch.default_generator]
+    return [torch.default_generator, torch.cuda.default_generators[torch.cuda.current_device()]]
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Whether two states of a generator are equal: their bytes, since operators tell nothing while tensors are fake."""
+    return ctypes.string_at(a.data_ptr(), a.nbytes) == ctypes.string_at(b.data_ptr(), b.nbytes)
+
+
 @contextmanager
-def _still(norms: list[nn.modules.batchnorm._BatchNorm]) -> Iterator[None]:
+def _put_back(states: list[tuple[torch.Generator, Tensor]]) -> Iterator[None]:
+    """Generators are in those states inside the block, and after it where they were before."""
+    now = [(generator, generator.get_state()) for generator, _ in states]
+    for generator, state in states:
+        generator.set_state(state)
+    try:
+        yield
+    finally:
+        for generator, state in now:
+            generator.set_state(state)
+
+
+@contextmanager
+def _still(norms: list[Norm]) -> Iterator[None]:
     """Running statistics stay as they are inside the block: a momentum of zero, and the count put back."""
     moving = [(norm, norm.momentum, norm.num_batches_tracked) for norm in norms if norm.training]
     for norm, _, count in moving:

@@ -1,3 +1,6 @@
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -36,6 +39,79 @@ def test_nothing_changes_but_memory(run_steps, same_state, net):
 def test_under_autocast_and_with_micro_batches(run_steps, same_state, net):
     options = {"precision": "bf16-mixed", "micro_batches": 3}
     assert same_state(run_steps(net, **options).model, run_steps(net, activation_checkpointing=True, **options).model)
+
+
+class Watched(nn.Module):
+    """A block of three products, the last of which keeps its input and not its output."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
+        self.seen = []
+
+    def forward(self, x):
+        for i, layer in enumerate(self.layers):
+            self.seen.append((i, torch.is_autocast_enabled("cpu")))
+            x = layer(torch.tanh(x))
+        self.seen.append("end")
+        return x
+
+
+def watched():
+    torch.manual_seed(0)
+    model = nn.Sequential(Watched(), Watched())
+    return setup(model, TrainConfig(device="cpu", activation_checkpointing=True)), model[0]
+
+
+def test_a_block_is_computed_again_up_to_the_last_that_it_kept_and_as_it_was_before():
+    made, block = watched()
+    with made:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = made.model(torch.randn(2, 4)).float().sum()
+        assert block.seen == [(0, True), (1, True), (2, True), "end"]
+        del block.seen[:]
+        y.backward()
+        assert block.seen == [(0, True), (1, True), (2, True)]
+        y = made.model(torch.randn(2, 4)).sum()
+        del block.seen[:]
+        with torch.autocast("cpu", torch.bfloat16):
+            y.backward()
+        assert block.seen == [(0, False), (1, False), (2, False)]
+
+
+def test_a_second_backward_pass_finds_what_the_first_did():
+    made, block = watched()
+    with made:
+        x = torch.randn(2, 4, requires_grad=True)
+        y = made.model(x).sum()
+        first = torch.autograd.grad(y, x, retain_graph=True)
+        assert torch.equal(first[0], torch.autograd.grad(y, x)[0])
+        assert block.seen.count((0, False)) == 3
+
+
+def test_a_block_that_does_not_do_the_same_twice_is_told():
+    made, block = watched()
+    with made:
+        y = made.model(torch.randn(2, 4)).sum()
+        del block.layers[2]
+        with pytest.raises(QtoolError, match="does not do the same twice"):
+            y.backward()
+
+
+def test_nothing_outlives_the_graph():
+    made, _ = watched()
+    gc.disable()
+    try:
+        with made:
+            x = torch.randn(2, 4)
+            gone, y = weakref.ref(x), made.model(x).sum()
+            del x
+            assert gone() is not None
+            y.backward()
+            del y
+            assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_closing_leaves_the_model_as_it_was(run_steps):
