@@ -10,7 +10,21 @@ from __future__ import annotations
 from collections import OrderedDict
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+
+
+class SelfAttention(nn.MultiheadAttention):
+    """Multi-head self-attention under ``nn.MultiheadAttention``'s names: B×T×width to the same.
+
+    Queries, keys and values stay where one product put them; torch's forward pass copies them apart, and back.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        three = F.linear(x, self.in_proj_weight, self.in_proj_bias)
+        query, key, value = three.view(*x.shape[:2], 3, self.num_heads, self.head_dim).transpose(1, 3).unbind(2)
+        mixed = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
+        return F.linear(mixed, self.out_proj.weight, self.out_proj.bias)
 
 
 class EncoderBlock(nn.Module):
@@ -19,15 +33,14 @@ class EncoderBlock(nn.Module):
     def __init__(self, width: int, heads: int, hidden: int) -> None:
         super().__init__()
         self.ln_1 = nn.LayerNorm(width, eps=1e-6)
-        self.self_attention = nn.MultiheadAttention(width, heads, batch_first=True)
+        self.self_attention = SelfAttention(width, heads, batch_first=True)
         self.ln_2 = nn.LayerNorm(width, eps=1e-6)
         self.mlp = nn.Sequential(  # torchvision's names count its dropouts
             OrderedDict({"0": nn.Linear(width, hidden), "1": nn.GELU(), "3": nn.Linear(hidden, width)})
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        normed = self.ln_1(x)
-        x = x + self.self_attention(normed, normed, normed, need_weights=False)[0]
+        x = x + self.self_attention(self.ln_1(x))
         y: Tensor = x + self.mlp(self.ln_2(x))
         return y
 

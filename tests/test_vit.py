@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 from qtool.quantization.capture import capture
-from qtool.vit import VisionTransformer, vit_l_16
+from qtool.vit import SelfAttention, VisionTransformer, vit_l_16
 
 
 def test_names_and_sizes_are_torchvisions() -> None:
@@ -41,6 +42,17 @@ def test_it_reads_the_class_token_of_patches_in_place() -> None:
     with torch.no_grad():
         model.encoder.pos_embedding.zero_()
     torch.testing.assert_close(model(swapped), model(x))
+
+
+def test_attention_is_torchs() -> None:
+    torch.manual_seed(0)
+    ours, theirs = SelfAttention(32, 4, batch_first=True), nn.MultiheadAttention(32, 4, batch_first=True)
+    theirs.load_state_dict(ours.state_dict())
+    for module in (ours, theirs):
+        nn.init.normal_(module.in_proj_bias, generator=torch.Generator().manual_seed(1))
+        nn.init.normal_(module.out_proj.bias, generator=torch.Generator().manual_seed(2))
+    x = torch.randn(3, 7, 32)
+    torch.testing.assert_close(ours(x), theirs(x, x, x)[0])
 
 
 def test_it_is_captured_for_any_number_of_images() -> None:
