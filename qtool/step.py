@@ -59,6 +59,8 @@ class Setup:
     scaler: torch.amp.GradScaler
     around: list[Callable[[], AbstractContextManager[object]]] = field(default_factory=list)
     """Contexts entered around each forward pass and its loss, in order."""
+    widths: dict[str, torch.dtype] = field(default_factory=dict)
+    """What weights came in, by name, that were cast on their way to the device."""
     input_dtype: torch.dtype | None = None
     """What floating-point inputs are cast to, if anything."""
     memory_format: torch.memory_format = torch.contiguous_format

@@ -15,7 +15,8 @@ loss in 32. For float16 the loss is multiplied by a scale before the backward pa
 divided by it before they are clipped; a step whose gradients overflow is skipped and the scale halved.
 
 *True* casts the model. Batch-norm stays in float32, weights and statistics: its running averages would
-stand still in 16 bits, and it is a thousandth of a model; so do the scales of 4-bit weights. At the
+stand still in 16 bits, and it is a thousandth of a model; so do the scales of 4-bit weights. Weights are cast
+where they come from: what a GPU would hold of them in 32 bits leaves gaps that nothing as large fills. At the
 end the weights are float32 again, with the values that training left in
 them; those of a model that was made in 16 bits stay so.
 """
@@ -44,6 +45,16 @@ def apply(setup: Setup, example: Any) -> None:
         _true(setup, dtype)
 
 
+def move(setup: Setup) -> None:
+    """Moves the model to the device, in the dtype that its weights will have there."""
+    dtype = weight_dtype(setup.config.precision)
+    if dtype is not None and setup.config.lora is None:  # adapters are made as wide as what they are added to
+        for name, value in _cast_values(setup.model):
+            setup.widths[name] = value.dtype
+            value.data = value.data.to(setup.device, dtype)
+    setup.model = setup.model.to(setup.device)
+
+
 def weight_dtype(precision: str) -> torch.dtype | None:
     """What a precision keeps weights in, where that is not what they came in."""
     return {"16-true": torch.float16, "bf16-true": torch.bfloat16}.get(precision)
@@ -56,7 +67,7 @@ def _mixed(setup: Setup, dtype: torch.dtype) -> None:
 
 
 def _true(setup: Setup, dtype: torch.dtype) -> None:
-    before = {name: value.dtype for name, value in _cast_values(setup.model)}
+    before = {name: setup.widths.get(name, value.dtype) for name, value in _cast_values(setup.model)}
     if dtype == torch.float16:
         warnings.warn(
             "16-true: weights, activations and gradients must stay within ±65,504; bf16-true has float32's range",

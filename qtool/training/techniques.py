@@ -45,8 +45,8 @@ class Technique:
 
 TECHNIQUES = (
     Technique("lora", lambda c: c.lora is not None, lora.apply),
-    Technique("channels last", lambda c: c.channels_last and c.strategy != "fsdp", layout.apply),
     Technique("precision", lambda c: c.precision != "32-true", precision.apply),
+    Technique("channels last", lambda c: c.channels_last and c.strategy != "fsdp", layout.apply),
     Technique("activation checkpointing", lambda c: c.activation_checkpointing, checkpointing.apply),
     Technique("activation offload", lambda c: c.activation_offload, offload.apply),
     Technique("compile", lambda c: c.compile, compiling.apply),
@@ -67,14 +67,10 @@ def setup(model: nn.Module, config: TrainConfig, example: Any = None) -> Setup:
     """
     rules.check(config)
     device = resolve_device(config.device)
-    made = Setup(
-        model if config.strategy == "fsdp" or waits(model) else model.to(device),
-        config,
-        device,
-        plain_optimizer(config),
-        no_scaler(device),
-    )
+    made = Setup(model, config, device, plain_optimizer(config), no_scaler(device))
     try:
+        if config.strategy != "fsdp" and not waits(model):
+            precision.move(made)
         for technique in TECHNIQUES:
             if technique.wanted(config):
                 technique.apply(made, example)

@@ -49,6 +49,24 @@ def trained(precision, hooks=None, data=None, **options):
     return model, history, dtypes
 
 
+def test_weights_are_cast_before_they_are_moved(monkeypatch):
+    """On a GPU they never lie in 32 bits, which would leave gaps."""
+    moved = []
+    move = nn.Module.to
+
+    def watched(module, *args):
+        moved.append({p.dtype for p in module.parameters()})
+        return move(module, *args)
+
+    monkeypatch.setattr(nn.Module, "to", watched)
+    model = make_model()
+    with setup(model, config("bf16-true"), torch.zeros(2, 2, 6, 6)) as made:
+        assert moved == [{torch.bfloat16, torch.float32}]
+        assert model[0].weight.dtype == torch.bfloat16
+        assert made.memory_format == torch.channels_last, "the trial of a layout is made in the dtype of the weights"
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_every_precision_learns_what_float32_learns(precision):
     _, reference, _ = trained("32-true")
