@@ -23,7 +23,7 @@ import os
 import platform
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,21 @@ def sha256_of(path: Path) -> str:
         return digest.hexdigest()
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def named(paths: Sequence[Path]) -> dict[str, Path]:
+    """Each path under its file's stem, or under as many of its folders before it as tell it from the others.
+
+    >>> list(named([Path("a/model.onnx"), Path("b/model.onnx"), Path("b/other.onnx")]))
+    ['a/model', 'b/model', 'other']
+    """
+    wholes = [path.absolute().with_suffix("").parts for path in paths]
+    found = {}
+    for path, whole in zip(paths, wholes, strict=True):
+        rivals = [other for other in wholes if other != whole]
+        length = next(n for n in range(1, len(whole) + 1) if all(other[-n:] != whole[-n:] for other in rivals))
+        found["/".join(whole[-length:])] = path
+    return found
 
 
 @contextmanager

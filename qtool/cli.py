@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import click
 from click.shell_completion import get_completion_class
 
-from qtool.artifacts import finite, read_result
+from qtool.artifacts import finite, named, read_result
 from qtool.errors import ContractError
 from qtool.flags import Command, Flag, Program, field_options, given
 from qtool.options import flag, make
@@ -172,7 +172,7 @@ def benchmark(ctx: click.Context, what: tuple[Path, ...], trust: bool, mlflow: s
         raise click.UsageError("--mlflow without a run directory, whose results it logs", ctx)
     with work(ctx) as pipeline, tracked(what[0], mlflow):
         if files:
-            found = {"metrics": pipeline.benchmark({path.stem: path for path in what}, **options)}
+            found = {"metrics": pipeline.benchmark(named(what), **options)}
         else:
             pipeline.benchmark(what[0], **options)
             found = None

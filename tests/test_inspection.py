@@ -48,3 +48,12 @@ def test_foreign_files_are_measured_side_by_side(tmp_path: Path) -> None:
     result = CliRunner().invoke(main, words)
     assert result.exit_code == 0
     assert set(json.loads(result.stdout)["metrics"]["variants"]) == {"a", "b"}
+
+
+def test_files_of_one_name_are_told_apart_by_their_folders(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        onnx.save(onnx_files.residual_net(), tmp_path / name / "model.int8.onnx")
+    words = ["benchmark", *(str(tmp_path / name / "model.int8.onnx") for name in ("one", "two"))]
+    result = CliRunner().invoke(main, [*words, "--seconds", "0", "--json", "--quiet"])
+    assert set(json.loads(result.stdout)["metrics"]["variants"]) == {"one/model.int8", "two/model.int8"}

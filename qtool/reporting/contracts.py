@@ -57,7 +57,8 @@ def advice(outcome: Mapping[str, Any]) -> str:
         return (
             f"{units}The value found is within the limit, but the samples are too few to tell: give about {needed:,}."
         )
-    return f"{units}Promise less, give training data, or look at those units."
+    tried = any(trial["name"].startswith("qat") for trial in outcome["trials"])
+    return f"{units}Promise less, {'' if tried else 'give labelled training data, '}or look at those units."
 
 
 def tradeoffs(outcome: Mapping[str, Any]) -> Iterator[tuple[Markup, str]]:

@@ -29,6 +29,7 @@ from qtool.stages.cost import Cost
 from qtool.stages.sensitivity import Measurement
 
 if TYPE_CHECKING:
+    from qtool.data import Data
     from qtool.form import QuantizedModel
     from qtool.quantization.contract import Scores
     from qtool.quantization.search import Search, Trial
@@ -236,12 +237,16 @@ def fulfil(
     from qtool.quantization.search import Search, frontier
 
     candidates = Candidates(source, config, inputs, Pairs(source, validation, config), make, folder, tell, tuning)
-    can_train = tuning is not None and source.parts is not None
+    labelled = source.parts is not None and _labelled(source.parts)
     with candidates.cost:
-        search = Search(config, candidates.judge, candidates.attempt, candidates.harmful, can_train)
+        search = Search(
+            config, candidates.judge, candidates.attempt, candidates.harmful, tuning is not None and labelled
+        )
         met = search.run()
         if met is None and not search.out_of_time:
             candidates.harmful(search.base.config)
+        if met is None and tuning is not None and source.parts is not None and not labelled:
+            search.notes.append("no training was tried: the data have no labels")
         if not search.trials:
             raise ContractError("contract", "time for one candidate", "a time budget of 0", "raise --time-budget")
         for note in search.notes:
@@ -252,6 +257,13 @@ def fulfil(
                 tell(f"contract: frontier: {_line(trial)}")
             raise _refused(search, candidates, outcome)
         return candidates.model_of(met), outcome
+
+
+def _labelled(data: Data) -> bool:
+    """Whether there are targets to train with and to validate the training on."""
+    from qtool.data import batches
+
+    return all(next(batches(part, 1))[1] is not None for part in (data.train, data.validation))
 
 
 def _outcome(search: Search, met: Trial | None, candidates: Candidates) -> dict[str, Any]:
@@ -299,7 +311,8 @@ def _refused(search: Search, candidates: Candidates, outcome: dict[str, Any]) ->
     elif closest.verdict.within:
         do = f"too few samples to tell it from noise: give about {needed:,} validation samples"
     else:
-        do = "promise less, give training data, or look at those units"
+        tried = any(trial.config.mode == "qat" for trial in search.trials)
+        do = f"promise less, {'' if tried else 'give labelled training data, '}or look at those units"
     error = ContractError(
         "contract", f"{wanted}, with 95 % confidence",
         f"{found}, on {candidates.judge.num_samples:,} samples{'; units that hurt: ' + worst if worst else ''}", do,

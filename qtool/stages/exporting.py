@@ -61,15 +61,14 @@ def export(
         inputs = {"quantized": recorded["outputs"]["int8"]["sha256"]}
         if resume and finished(folder, "export", as_dict(config), inputs):
             return _exported(folder)
-        if samples is None:
-            samples = _recorded_samples(run, recorded, trust)
+        drawn = _recorded_samples(run, recorded, trust) if samples is None else None
         if recorded.get("contract") and config.gates:
             held = functools.partial(contract_gate, run, recorded, model, validation=validation, trust=trust)
     else:
-        folder, record = required_folder(out), {}
+        folder, record, drawn = required_folder(out), {}, None
         model = _as_quantized(quantized, example_inputs, float_model)
         inputs = {"quantized": UNIDENTIFIED}
-    batches, facts = _opened(samples, config)
+    batches, facts = _opened(samples, config) if drawn is None else (drawn, {})
     record = seen_from(folder, record) | facts | dict(metadata or {})
     teller(progress)("export: writing and proving the files")
     return _export_into(folder, model, config, batches, inputs, record, held)

@@ -124,6 +124,7 @@ def _quantize_configs(
         if key not in known:
             raise UsageError(argument(key), "a known name", repr(key), nearest(key, known))
     config = configured(QuantizeConfig, config, own)
+    _require_contract(config)
     trains = config.mode == "qat" or (config.has_contract and config.method == "auto")
     if not trains:
         if other:
@@ -132,6 +133,16 @@ def _quantize_configs(
     shared = {name: own[name] for name in ("device",) if name in own} | {"seed": config.seed}
     tuning = configured(QatConfig, qat, other if qat else shared | other)
     return config, tuning.settled(config.least_bits)
+
+
+def _require_contract(config: QuantizeConfig) -> None:
+    """Raises UsageError for what says how a contract is judged where none is given."""
+    default = QuantizeConfig()
+    for name in ("metric", "method", "validation_samples", "time_budget"):
+        if not config.has_contract and getattr(config, name) != getattr(default, name):
+            raise UsageError(
+                argument(name), "max_drop, max_kl or min_agreement beside it", "none of them", "say what may be lost"
+            )
 
 
 def _quantize_source(

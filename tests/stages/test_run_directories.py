@@ -20,7 +20,8 @@ import qtool
 from qtool import loop
 from qtool.artifacts import read_result, sha256_of
 from qtool.data import load_data
-from qtool.errors import QtoolError, UsageError
+from qtool.errors import ContractError, QtoolError, UsageError
+from qtool.quantization import search
 from qtool.stages import open_quantized
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(qtool.__file__).parents[1])}
@@ -348,3 +349,52 @@ def test_inputs_without_labels_are_enough_for_all_but_training(tmp_path: Path, s
         qtool.quantize(small_net, data, mode="qat", max_steps=1)
     with pytest.raises(UsageError, match="labels to measure the metric with"):
         qtool.quantize(small_net, data, max_drop=1.0)
+
+
+def test_a_contract_that_only_training_could_keep_ends_as_one_that_is_not_kept_without_labels(
+    tmp_path: Path, small_net: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(search, "RUNGS", (search.as_asked, search.training))
+    file = tmp_path / "unlabelled.py"
+    file.write_text(UNLABELLED)
+    with pytest.raises(ContractError, match="promise less, give labelled training data") as caught:
+        qtool.quantize(small_net, f"{file}:data", max_kl=1e-12, calibration="train:32")
+    assert caught.value.details is not None
+    assert caught.value.details["notes"] == ["no training was tried: the data have no labels"]
+
+
+TWO_INPUTS = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.image, self.more = nn.Linear(6, 4), nn.Linear(5, 4)
+
+    def forward(self, image, more):
+        return self.image(image) + self.more(more)
+
+class Labelled:
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        draw = torch.Generator().manual_seed(index)
+        return (torch.randn(6, generator=draw), torch.randn(5, generator=draw)), index % 4
+
+def build():
+    return Net()
+
+def data():
+    return {"train": Labelled(), "validation": Labelled(), "test": Labelled()}
+"""
+
+
+def test_a_model_of_two_inputs_is_exported_on_its_recorded_samples(tmp_path: Path) -> None:
+    file, out = tmp_path / "two.py", tmp_path / "run"
+    file.write_text(TWO_INPUTS)
+    qtool.quantize(f"{file}:build", f"{file}:data", out=out, calibration="train:16")
+    gates = {gate["name"]: gate["passed"] for gate in qtool.export(out).gates}
+    assert gates["end-to-end parity"]
+    assert gates["unit parity"]
