@@ -35,8 +35,8 @@ from qtool.recipe import (
     QuantizeConfig,
     Recipe,
     TrainConfig,
-    recipe_names,
 )
+from qtool.recipe_files import recipe_names
 from qtool.version import __version__
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])

@@ -8,6 +8,7 @@ gives the field differs.
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import types
 import typing
@@ -130,3 +131,15 @@ def option(
     if isinstance(default, dict | list):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+def as_toml(value: Any) -> str:
+    """A plain value as TOML spells it."""
+    if value is None:
+        return '"none"'
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{as_toml(k)} = {as_toml(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(as_toml, value)) + "]"
+    # JSON's spelling of text, numbers and booleans is TOML's, but for the one control character it leaves bare
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

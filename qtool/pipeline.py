@@ -27,7 +27,8 @@ from typing import Any
 from qtool.artifacts import STAGES, atomic_path, has_result, read_result, write_json
 from qtool.errors import ContractError, UsageError
 from qtool.options import make
-from qtool.recipe import Recipe, as_dict, find_recipe, load_recipe, to_toml
+from qtool.recipe import Recipe, as_dict
+from qtool.recipe_files import find_recipe, load_recipe, to_toml
 from qtool.source import require_run_directory
 from qtool.stages import benchmark, export, quantize, sensitivity, train
 from qtool.stages.common import Progress, finished, teller

@@ -2,35 +2,18 @@
 
 One frozen dataclass per stage. The same fields are the keys of a TOML recipe, the flags of the
 command line (``grad_clip`` is ``--grad-clip``) and the keyword arguments of the Python functions, so
-there is one place to add an option and one text that explains it. Nothing here imports torch.
-
-A recipe in TOML has the shared keys at the top and a table per stage::
-
-    model = "resnet"
-    data = "fashion-mnist"
-
-    [train]
-    epochs = 4
-
-    [quantize]
-    ranges = "mse"
-
-``--set train.epochs=8`` overrides one key; values are read as TOML, then as plain text. TOML has no
-null, so ``"none"`` switches an optional key off (``grad_clip = "none"``), here and on the command line.
+there is one place to add an option and one text that explains it. Nothing here imports torch. How a recipe is
+written in a file is in ``recipe_files.py``.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import tomllib
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from qtool.errors import UsageError, nearest
-from qtool.options import make, option
+from qtool.errors import UsageError
+from qtool.options import as_toml, option
 
 PRECISIONS = ("32-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true")
 OPTIMIZERS = (
@@ -220,8 +203,8 @@ class QuantizeConfig:
         for name, value in settings_of(self.effort, self.weight_bits).items():
             if getattr(self, name) not in (value, type(self).__dataclass_fields__[name].default):
                 raise UsageError(
-                    f"effort '{self.effort}'", f"{name} {_toml(value)}, which it stands for",
-                    _toml(getattr(self, name)), "leave one of the two out",
+                    f"effort '{self.effort}'", f"{name} {as_toml(value)}, which it stands for",
+                    as_toml(getattr(self, name)), "leave one of the two out",
                 )  # fmt: skip
             object.__setattr__(self, name, value)
 
@@ -306,106 +289,6 @@ class Recipe:
     benchmark: BenchmarkConfig = field(default_factory=BenchmarkConfig)
 
 
-_SHIPPED = Path(__file__).parent / "recipes"
-
-
-def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Reads a TOML recipe and applies ``a.b=c`` overrides. Raises UsageError on anything not understood."""
-    try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"recipe '{path}'", "a TOML file", str(error), "correct that line") from error
-    except OSError as error:
-        raise UsageError(
-            f"recipe '{path}'", "a readable file", error.strerror or str(error), "check the path"
-        ) from error
-    for text in overrides:
-        override(table, text)
-    return make(Recipe, table)
-
-
-def recipe_names() -> list[str]:
-    """The recipes that come with the package, by name."""
-    return sorted(path.stem for path in _SHIPPED.glob("*.toml"))
-
-
-def find_recipe(name: str) -> Path:
-    """The file of a recipe: a path to a TOML file, or the name of one that comes with the package.
-
-    Raises UsageError with the nearest name or file where there is none.
-    """
-    path = Path(name)
-    if path.is_file():
-        return path
-    if (shipped := _SHIPPED / f"{name}.toml").is_file():
-        return shipped
-    beside = [p.name for p in path.parent.glob("*.toml")] if path.parent.is_dir() else []
-    raise UsageError(
-        f"recipe '{name}'", "a TOML file or the name of a recipe in the package", "neither",
-        nearest(path.name, [*beside, *recipe_names()]),
-    )  # fmt: skip
-
-
-def override(table: dict[str, Any], text: str) -> None:
-    """Applies one ``a.b=c`` to a nested table in place; a part with dots in it is quoted, as in TOML."""
-    key, equals, value = text.partition("=")
-    if not equals or not key.strip():
-        raise UsageError(f"--set '{text}'", "KEY=VALUE", "no '='", "write for example --set train.epochs=8")
-    *parents, last = _key_parts(key.strip())
-    for parent in parents:
-        table = table.setdefault(parent, {})
-        if not isinstance(table, dict):
-            raise UsageError(f"--set '{text}'", "a table", f"'{parent}' is a value", "name a key of a stage")
-    table[last] = _plain_value(value)
-
-
-def _key_parts(key: str) -> list[str]:
-    """``a."b.c"`` as ``["a", "b.c"]``; what TOML cannot read as a key is split at its dots."""
-    try:
-        tree: Any = tomllib.loads(f"{key} = 0")
-    except tomllib.TOMLDecodeError:
-        return key.split(".")
-    parts = []
-    while isinstance(tree, dict):
-        ((part, tree),) = tree.items()
-        parts.append(part)
-    return parts
-
-
-def _plain_value(text: str) -> Any:
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
-
-
 def as_dict(config: Any) -> dict[str, Any]:
     """A config dataclass as plain values, for a result's JSON."""
     return dataclasses.asdict(config)
-
-
-def to_toml(recipe: Recipe) -> str:
-    """The recipe as TOML with every key written out: ``load_recipe`` of it gives an equal recipe."""
-    top = {k: v for k, v in as_dict(recipe).items() if not dataclasses.is_dataclass(getattr(recipe, k))}
-    lines = [f"{key} = {_toml(value)}" for key, value in top.items()]
-    for key in (f.name for f in dataclasses.fields(recipe) if f.name not in top):
-        lines += ["", f"[{key}]"]
-        lines += [f"{name} = {_toml(value)}" for name, value in _spelled(getattr(recipe, key))]
-    return "\n".join(lines) + "\n"
-
-
-def _spelled(config: Any) -> list[tuple[str, Any]]:
-    """Names and plain values, with the words that stand for some of them."""
-    words = {f.name: {value: word for word, value in f.metadata["words"].items()} for f in dataclasses.fields(config)}
-    return [(name, words[name].get(value, value) if words[name] else value) for name, value in as_dict(config).items()]
-
-
-def _toml(value: Any) -> str:
-    if value is None:
-        return '"none"'
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_toml(k)} = {_toml(v)}" for k, v in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(_toml, value)) + "]"
-    # JSON's spelling of text, numbers and booleans is TOML's, but for the one control character it leaves bare
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

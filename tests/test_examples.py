@@ -18,7 +18,8 @@ import torch
 
 import qtool
 from qtool.cli import main
-from qtool.recipe import Recipe, load_recipe
+from qtool.recipe import Recipe
+from qtool.recipe_files import load_recipe
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"

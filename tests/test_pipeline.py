@@ -19,7 +19,8 @@ import qtool
 from qtool import pipeline
 from qtool.artifacts import read_result, sha256_of
 from qtool.errors import ContractError, QtoolError, UsageError
-from qtool.recipe import Recipe, load_recipe
+from qtool.recipe import Recipe
+from qtool.recipe_files import load_recipe
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(qtool.__file__).parents[1])}
 VARIANT = {

@@ -21,12 +21,8 @@ from qtool.recipe import (
     Recipe,
     TrainConfig,
     as_dict,
-    find_recipe,
-    load_recipe,
-    override,
-    recipe_names,
-    to_toml,
 )
+from qtool.recipe_files import find_recipe, load_recipe, override, recipe_names, to_toml
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20).filter(lambda text: text != "none")
 

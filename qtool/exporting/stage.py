@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -49,8 +49,8 @@ class ExportResult:
     """The files by variant (``int8``, ``fp32``, ``fp16``), the gates as plain values, and what tuning found."""
 
     files: dict[str, Path]
-    gates: list[dict[str, Any]]
-    tuning: dict[str, Any] | None = None
+    gates: list[dict[str, Any]] = field(repr=False)
+    tuning: dict[str, Any] | None = field(default=None, repr=False)
 
 
 def export(

@@ -38,8 +38,10 @@ from qtool.calibration_data import draw  # noqa: E402
 from qtool.data import batches, load_data  # noqa: E402
 from qtool.exporting.stage import export  # noqa: E402
 from qtool.models import load_model  # noqa: E402
+from qtool.options import make  # noqa: E402
 from qtool.quantization.stage import quantize  # noqa: E402
-from qtool.recipe import ExportConfig, QuantizeConfig, make, override  # noqa: E402
+from qtool.recipe import ExportConfig, QuantizeConfig  # noqa: E402
+from qtool.recipe_files import override  # noqa: E402
 from qtool.runtimes import open_session  # noqa: E402
 
 SETTINGS = (

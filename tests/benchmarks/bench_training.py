@@ -26,7 +26,7 @@ from qtool.data import batches, load_data  # noqa: E402
 from qtool.evaluate import compare  # noqa: E402
 from qtool.models import load_model  # noqa: E402
 from qtool.nested import call  # noqa: E402
-from qtool.recipe import override  # noqa: E402
+from qtool.recipe_files import override  # noqa: E402
 
 LOW = "weight_bits=4 activation_bits=4 ranges=mse weight_ranges=mse"
 SETTINGS = ("mode=ptq", "mode=qat", f"{LOW} mode=ptq", f"{LOW} mode=qat step_size=learned epochs=2")

@@ -20,7 +20,8 @@ import qtool
 from qtool import loop, processes
 from qtool.errors import QtoolError, UsageError
 from qtool.memory.plan import fewest_devices, sharded
-from qtool.recipe import AUTO, Recipe, TrainConfig, load_recipe, to_toml
+from qtool.recipe import AUTO, Recipe, TrainConfig
+from qtool.recipe_files import load_recipe, to_toml
 from qtool.source import open_source
 from qtool.stages import fitting
 
