@@ -7,13 +7,16 @@ next reader does. Single files are written under a temporary name, flushed to di
 records the sha256 of every input and output, the versions of the packages that made it, the configuration
 and the metrics. Reading a result re-hashes its outputs: a file that was changed since is refused, not used.
 
-What is left out on purpose: locking. Two processes writing one run directory is a user's mistake that
-costs them work, but it cannot leave a file that no process wrote.
+Of two processes that write one stage, the second waits for the first (a lock that the system takes back from a
+process that dies), so that no artifact is a mixture. What is left out on purpose: keeping a whole run directory
+for one process; stages of different names go on beside each other, and each reads what is committed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import errno
 import glob
 import hashlib
 import importlib.metadata
@@ -22,7 +25,9 @@ import math
 import os
 import platform
 import shutil
+import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,6 +37,9 @@ from qtool.errors import QtoolError
 
 SCHEMA_VERSION = 1
 STAGES = ("train", "quantize", "export", "benchmark")
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+WAIT_SECONDS = 10.0
+SHA256 = 64  # hexadecimal digits
 _PACKAGES = (
     "qtool", "torch", "torchao", "onnx", "onnxscript", "onnxruntime", "onnxruntime-gpu",
     "bitsandbytes", "safetensors", "numpy", "openvino", "torchvision", "timm", "transformers",
@@ -76,13 +84,25 @@ def atomic_path(path: Path) -> Iterator[Path]:
     os.close(handle)
     temporary = Path(name)
     try:
-        yield temporary
+        with _told_as(path):
+            yield temporary
         with temporary.open("rb") as stream:
             os.fsync(stream.fileno())
         temporary.chmod(0o666 & ~_umask())
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def _told_as(path: Path) -> Iterator[None]:
+    """Gives an error of the system that names no file (a full disk does not) the name of ``path``."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in NO_ROOM and error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def _sweep(path: Path) -> None:
@@ -169,18 +189,64 @@ def pending(run: Path, stage: str) -> Path:
 
 @contextmanager
 def staging(run: Path, stage: str) -> Iterator[Path]:
-    """An empty folder for the files of ``stage``; what was not committed when the block ends is removed."""
+    """An empty folder for the files of ``stage``; what was not committed when the block ends is removed.
+
+    Of several processes one has it at a time, and the others wait for it, up to ``WAIT_SECONDS``: then QtoolError.
+    """
     new = not run.exists()
     settle(run, stage)
     folder = pending(run, stage)
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
     try:
-        yield folder
+        with _alone(folder, stage), _told_as(folder):
+            for left in folder.iterdir():
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
+            try:
+                yield folder
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        if new and not any(run.iterdir()):
+        if new and run.is_dir() and not any(run.iterdir()):
             run.rmdir()
+
+
+@contextmanager
+def _alone(folder: Path, stage: str) -> Iterator[None]:
+    """Makes ``folder`` and holds the system's lock on it, which a process that is killed gives back."""
+    if sys.platform == "win32":
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+        return
+    end = time.monotonic() + WAIT_SECONDS
+    while (held := _locked(folder)) is None:
+        if time.monotonic() > end:
+            raise QtoolError(
+                f"run directory '{folder.parent}'", f"one 'qtool {stage}' at a time", "another at work in it",
+                "wait until it is done, or name another folder with --out",
+            )  # fmt: skip
+        time.sleep(0.05)
+    try:
+        yield
+    finally:
+        os.close(held)
+
+
+def _locked(folder: Path) -> int | None:
+    """An open handle of the folder that is locked; None where another process has it, or took it away meanwhile."""
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    import fcntl  # Windows has none
+
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if folder.stat().st_ino == os.fstat(handle).st_ino:
+            return handle
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    os.close(handle)
+    return None
 
 
 def write_result(
@@ -227,11 +293,12 @@ def settle(run: Path, stage: str) -> None:
     result = folder / f"{stage}.json"
     if not result.is_file():
         return
-    for path in [p for p in sorted(folder.iterdir()) if p != result]:
-        if (run / path.name).is_dir():
-            shutil.rmtree(run / path.name)
-        path.replace(run / path.name)
-    result.replace(run / result.name)
+    with contextlib.suppress(FileNotFoundError):  # another process finishes the same moves
+        for path in [p for p in sorted(folder.iterdir()) if p != result]:
+            if (run / path.name).is_dir():
+                shutil.rmtree(run / path.name)
+            path.replace(run / path.name)
+        result.replace(run / result.name)
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -240,6 +307,28 @@ def mark_stale(run: Path, stage: str, reason: str) -> None:
     if has_result(run, stage):
         result = read_result(run, stage, verify=False, stale=True)
         write_json(run / f"{stage}.json", result | {"stale": reason})
+
+
+def superseded(results: Mapping[str, Mapping[str, Any]], stage: str) -> str:
+    """What ``stage`` was made from and is another now, of the results in one run directory by stage; else empty.
+
+    What is not recorded, or lies elsewhere, is not compared.
+    """
+    before, pairs = {
+        "quantize": ("train", {"weights": "model"}),
+        "export": ("quantize", {"quantized": "int8"}),
+        "benchmark": ("export", {name: name for name in ("fp32", "fp16", "int8")}),
+    }.get(stage, ("", {}))
+    if stage == "quantize" and results.get(stage, {}).get("source", {}).get("trained_in") != ".":
+        return ""
+    given, made = results.get(stage, {}).get("inputs", {}), results.get(before, {}).get("outputs", {})
+    if results.get(stage, {}).get("config", {}).get("provider", "").startswith("torch"):
+        return ""  # measured from the graphs of the quantization
+    changed = any(
+        len(given.get(name, "")) == SHA256 and name_there in made and made[name_there]["sha256"] != given[name]
+        for name, name_there in pairs.items()
+    )
+    return f"of an earlier {before}" if changed else ""
 
 
 def _size(path: Path) -> int:

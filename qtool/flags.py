@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import errno
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +22,7 @@ from typing import Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 import click
 from click.core import ParameterSource
 
-from qtool.artifacts import finite
+from qtool.artifacts import NO_ROOM, finite
 from qtool.errors import ContractError, QtoolError, UsageError, nearest, one_line
 from qtool.options import check, flag, inner_type
 
@@ -233,7 +232,7 @@ def explain(error: Exception) -> QtoolError:
     if isinstance(error, MemoryError) or name == "OutOfMemoryError":
         return QtoolError("memory", "enough to go on", one_line(f"{name} {error}"), "use a smaller batch size")
     if isinstance(error, OSError):
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        full = error.errno in NO_ROOM
         do = "free space on that disk and run the same command again" if full else "check the path and its permissions"
         where = f"'{error.filename}'" if error.filename else "a file"
         return QtoolError(where, "to read or write it", f"{name}: {error.strerror or error}", do)

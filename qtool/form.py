@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -161,7 +162,17 @@ def to_program(model: torch.nn.Module, example: Any) -> torch.export.ExportedPro
     """
     args, kwargs = arguments(map_tensors(_at_least_two, example))
     with torch.no_grad(), allocator.uncollected():
-        return torch.export.export(model, args, kwargs or None, dynamic_shapes=_dynamic(kwargs or args))
+        shapes = _dynamic(kwargs) if kwargs else _gathered(model, _dynamic(args))
+        return torch.export.export(model, args, kwargs or None, dynamic_shapes=shapes)
+
+
+def _gathered(model: torch.nn.Module, shapes: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What belongs to positional arguments, those of a ``*args`` as one tuple."""
+    kinds = [parameter.kind for parameter in inspect.signature(model.forward).parameters.values()]
+    if inspect.Parameter.VAR_POSITIONAL not in kinds:
+        return shapes
+    first = kinds.index(inspect.Parameter.VAR_POSITIONAL)
+    return (*shapes[:first], shapes[first:])
 
 
 def check_inputs(graph: GraphModule, inputs: Any, where: str) -> None:

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from qtool.artifacts import STAGES, has_result, read_result
+from qtool.artifacts import STAGES, has_result, read_result, superseded
 from qtool.errors import QtoolError, UsageError, nearest, one_line
 
 MIB = 2**20
@@ -48,17 +48,20 @@ def describe_run(place: Path) -> dict[str, Any]:
     for stage in STAGES:
         if has_result(place, stage):
             found[stage] = read_result(place, stage, verify=False, stale=True)
+    for stage in STAGES:
+        if stage in found and (told := superseded(found, stage)):
+            found.setdefault("notes", []).append(f"{stage} is {told}: run 'qtool {stage} {place}' again")
     if plan := found.get("export", found.get("quantize", {})).get("plan"):
-        found["units"] = _units(plan, place)
+        found["units"] = _units(plan, place, found.get("quantize", {}).get("sensitivity") or ())
     else:
         variants = {path.parent.name: describe_run(path.parent) for path in sorted(place.glob("*/quantize.json"))}
         found |= {"variants": variants} if variants else {}
     return found
 
 
-def _units(plan: dict[str, Any], place: Path) -> list[dict[str, Any]]:
+def _units(plan: dict[str, Any], place: Path, measured: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     ranges = _read(place / "ranges.json")
-    alone = {unit["name"]: unit for unit in _read(place / "sensitivity.json").get("units", ())}
+    alone = {unit["name"]: unit for unit in measured}
     return [
         {key: unit[key] for key in ("name", "kind", "integer", "weight_bits", "reason")}
         | {key: ranges.get(unit["name"], {}).get(key) for key in ("low", "high", "method")}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
@@ -137,6 +138,45 @@ def test_staging_that_fails_in_a_new_run_directory_leaves_no_directory(tmp_path:
     with pytest.raises(RuntimeError), staging(tmp_path / "new", "train"):
         raise RuntimeError
     assert not (tmp_path / "new").exists()
+
+
+WORK = """
+import sys, time
+from pathlib import Path
+from qtool.artifacts import staging, write_result
+run, name = Path(sys.argv[1]), sys.argv[2]
+with staging(run, "train") as folder:
+    print("in", flush=True)
+    for file in "ab":
+        (folder / f"{file}.txt").write_text(name)
+        time.sleep(0.3)
+    outputs = {file: folder / f"{file}.txt" for file in "ab"}
+    write_result(run, "train", config={"name": name}, inputs={}, outputs=outputs, metrics={})
+"""
+
+
+def test_two_processes_at_one_stage_take_turns_and_mix_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = [sys.executable, "-c", WORK, str(tmp_path)]
+    first = subprocess.Popen([*words, "first"], stdout=subprocess.PIPE, text=True, env=ENVIRONMENT)
+    assert first.stdout is not None
+    assert first.stdout.readline() == "in\n"
+    monkeypatch.setattr("qtool.artifacts.WAIT_SECONDS", 0.0)
+    with (
+        pytest.raises(QtoolError, match="one 'qtool train' at a time; got another at work"),
+        staging(tmp_path, "train"),
+    ):
+        raise AssertionError
+    second = subprocess.run([*words, "second"], env=ENVIRONMENT, check=True, capture_output=True)
+    first.communicate()
+    assert first.returncode == second.returncode == 0
+    assert read_result(tmp_path, "train")["config"] == {"name": "second"}
+    assert {(tmp_path / f"{file}.txt").read_text() for file in "ab"} == {"second"}
+
+
+def test_a_full_disk_names_the_file_that_did_not_fit(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="No space") as caught, atomic_path(tmp_path / "a.bin"):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert caught.value.filename == str(tmp_path / "a.bin")
 
 
 DIE_WHILE_MOVING = """

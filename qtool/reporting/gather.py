@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from qtool.artifacts import STAGES, has_result, read_result
+from qtool.artifacts import STAGES, has_result, read_result, superseded
 from qtool.errors import QtoolError
 
 VARIANT_STAGES = ("quantize", "export", "benchmark")
@@ -97,6 +97,9 @@ def _read(path: Path, name: str) -> Run:
         run.results[stage] = result
         if result.get("stale"):
             run.missing.append(f"{stage} is stale: {result['stale']}")
+    for stage in run.results:
+        if told := superseded(run.results, stage):
+            run.missing.append(f"{stage} is {told}: run 'qtool {stage} {path}' again")
     run.refused = _refused(path / REFUSED, run.missing)
     return run
 

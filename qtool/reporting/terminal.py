@@ -162,6 +162,7 @@ def inspect_lines(result: Result) -> Iterator[Any]:
             yield f"  stale: {result[stage]['stale']}"
         if stage == "quantize":
             yield _units_table(result["units"])
+    yield from result.get("notes", ())
     if made:
         environment = result[made[-1]]["environment"]
         packages = environment["packages"]

@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from qtool.artifacts import output_path, read_result, staging, write_result
+from qtool.artifacts import STAGES, has_result, output_path, read_result, staging, superseded, write_result
+from qtool.errors import QtoolError
 from qtool.given import pairs_of
 from qtool.recipe import BenchmarkConfig, as_dict
 from qtool.source import UNIDENTIFIED, open_data, recall_source, require_run_directory
-from qtool.stages.common import AnyPath, Progress, configured, teller
+from qtool.stages.common import AnyPath, Progress, configured, teller, writable
 
 
 def benchmark(
@@ -42,7 +43,9 @@ def benchmark(
     made = "quantize" if config.provider.startswith("torch") else "export"
     run = require_run_directory(Path(what), made)
     outputs = {name: _output(name, made) for name in config.variants}
+    folder = writable(out) or writable(run) or run
     recorded = read_result(run, made)
+    _require_current(run, made)
     impossible = _overflown(recorded) if "fp16" in outputs.values() else ""
     if impossible and len(outputs) > 1:
         del outputs["fp16"]
@@ -50,13 +53,22 @@ def benchmark(
     opened = recall_source(run, made, trust=trust).data if data is None else open_data(data, 0)
     found = stage.benchmark(files, config, batches=_test_batches(opened), progress=teller(progress))
     found["notes"] += [f"fp16 was not measured: {impossible}"] if impossible else []
-    folder = Path(out) if out else run
     with staging(folder, "benchmark"):
         inputs = {name: recorded["outputs"][output]["sha256"] for name, output in outputs.items()}
         inputs["data"] = getattr(opened, "identity", UNIDENTIFIED)
         write_result(folder, "benchmark", config=as_dict(config), inputs=inputs, outputs={}, metrics=found)
     _require(found, config, _gains_size_alone(recorded))
     return found
+
+
+def _require_current(run: Path, stage: str) -> None:
+    """Raises QtoolError where the quantization in ``run`` is another one than that which was exported there."""
+    there = {name: read_result(run, name, verify=False, stale=True) for name in STAGES if has_result(run, name)}
+    if stage == "export" and "stale" not in there.get("quantize", {}) and (told := superseded(there, stage)):
+        raise QtoolError(
+            f"'{run / 'export.json'}'", "an export of the quantization that is there", f"one {told}",
+            "run 'qtool export' with this directory again",
+        )  # fmt: skip
 
 
 def _gains_size_alone(recorded: Mapping[str, Any]) -> bool:

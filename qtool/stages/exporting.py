@@ -57,7 +57,11 @@ def export(
     if isinstance(quantized, str | Path):
         run = require_run_directory(Path(quantized), "quantize")
         recorded = read_result(run, "quantize")
-        model, folder, record = open_quantized(run), writable(out) or run, _absolute(run, recorded["source"])
+        model, folder, record = (
+            open_quantized(run),
+            writable(out) or writable(run) or run,
+            _absolute(run, recorded["source"]),
+        )
         inputs = {"quantized": recorded["outputs"]["int8"]["sha256"]}
         if resume and finished(folder, "export", as_dict(config), inputs):
             return _exported(folder)

@@ -31,6 +31,7 @@ from qtool.stages.common import (
     writable,
 )
 from qtool.stages.contract import forget, fulfil
+from qtool.stages.sensitivity import measured_before
 
 if TYPE_CHECKING:
     from torch import nn
@@ -73,6 +74,7 @@ def quantize(
     known = source.inputs | _calibrated_by(config, drawn) | ({"validation": UNIDENTIFIED} if validation else {})
     if folder and resume and finished(folder, "quantize", settings, known):
         return open_quantized(folder)
+    writable(folder)
     tell = teller(progress)
     tell(f"quantize: {config.mode}, calibrated on {_describe(drawn)}")
     make = _maker(source, tuning, inputs, folder, resume, progress)
@@ -83,7 +85,7 @@ def quantize(
             found = fulfil(source, config, inputs, validation, make, folder=folder, tell=tell, tuning=tuning)
             quantized, more = found[0], {"contract": found[1], "sensitivity": found[1]["harmful"]}
         else:
-            quantized, more = make(config), {}
+            quantized, more = make(config), measured_before(folder, source, config, inputs)
         if folder:
             _commit_quantize(folder, settings, known, source.record, quantized, drawn, more)
     return quantized

@@ -82,9 +82,9 @@ def _source(
 ) -> tuple[Source, Path | None, dict[str, Any]]:
     """The source, where the result goes, and the options of the quantization that is there."""
     source, run = open_float(model, data, task, weights, trust=trust)
-    quantized = run and not has_result(run, "train") and has_result(run, "quantize")
-    recorded = read_result(run, "quantize", verify=False)["config"] if run and quantized else {}
-    return source, out or run, recorded
+    there = read_result(run, "quantize", verify=False, stale=True) if run and has_result(run, "quantize") else {}
+    recorded = {} if "stale" in there else there.get("config", {})
+    return source, out or writable(run), recorded
 
 
 @dataclasses.dataclass
@@ -154,6 +154,22 @@ class Measurement:
             if {key: part[key] for key in self._told()} == self._told():
                 return dict(part["state"])
         return None
+
+
+def measured_before(
+    folder: Path | None, source: Source, config: QuantizeConfig, inputs: Iterable[Any]
+) -> dict[str, Any]:
+    """What ``sensitivity.json`` in ``folder`` has for this model, quantized like this: for its ``quantize.json``."""
+    if folder is None or not (folder / FILE).exists():
+        return {}
+    measuring = Measurement(source, dataclasses.replace(config, mode="ptq"), inputs)
+    try:
+        found = measuring.cached(folder)
+    except QtoolError:
+        return {}  # of another model, which is no fault here
+    how = dict.fromkeys(("samples", "sensitivity"))
+    same = found is not None and found["config"] | how == measuring.asked | how
+    return {"sensitivity": found["units"]} if found and same else {}
 
 
 class _Saver:

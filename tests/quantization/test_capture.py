@@ -266,3 +266,13 @@ def test_other_floats_are_refused_by_name(dtype: torch.dtype | None, where: str)
     x = X.double() if dtype is None else X
     with pytest.raises(QtoolError, match=where + r".*expected float32; got float(16|64); convert"):
         capture(model.eval(), x)
+
+
+def test_positional_arguments_of_any_number_have_a_dynamic_batch_too() -> None:
+    class Passed(nn.Linear):
+        def forward(self, first: Tensor, *more: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(first + sum(more))
+
+    model, x = Passed(4, 4), torch.randn(3, 4)
+    captured = capture(model, (x, x, x))
+    torch.testing.assert_close(captured(*[torch.ones(5, 4)] * 3), model(*[torch.ones(5, 4)] * 3))

@@ -62,6 +62,19 @@ def test_a_stale_result_is_shown_as_such(finished_run):
     assert "export" in run.variants[0].results
 
 
+@pytest.mark.parametrize(("stage", "output"), [("quantize", "int8"), ("export", "int8")])
+def test_what_was_made_from_an_earlier_result_is_said(finished_run, stage, output):
+    later = {"quantize": "export", "export": "benchmark"}[stage]
+    taken = {"quantize": "quantized", "export": "int8"}[stage]
+    for name, key, value in ((stage, "outputs", {output: {"sha256": "b" * 64}}), (later, "inputs", {taken: "a" * 64})):
+        path = finished_run / "ptq" / f"{name}.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+    told = f"{later} is of an earlier {stage}: run 'qtool {later} {finished_run / 'ptq'}' again"
+    assert told in gather(finished_run).variants[0].missing
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"inputs": {taken: "b" * 64}}))
+    assert gather(finished_run).variants[0].missing == []
+
+
 def test_a_folder_without_results_is_refused(tmp_path):
     with pytest.raises(QtoolError, match="run a stage"):
         gather(tmp_path)

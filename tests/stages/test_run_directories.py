@@ -212,6 +212,17 @@ def test_a_place_that_cannot_hold_a_folder_is_refused_before_any_work(
     assert file.read_text() == "mine"
 
 
+@pytest.mark.parametrize("stage", ["quantize", "sensitivity"])
+def test_a_run_directory_that_cannot_be_written_is_refused_before_any_work(
+    tmp_path: Path, small_net: str, small_data: str, stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    qtool.train(small_net, small_data, out=run, max_steps=1)
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(UsageError, match="a folder that cannot be written"):
+        getattr(qtool, stage)(run)
+
+
 # A full disk
 
 
@@ -343,6 +354,9 @@ def test_inputs_without_labels_are_enough_for_all_but_training(tmp_path: Path, s
     assert "top1" not in measured
     again = qtool.benchmark(out, [load_data(data).test[0][0][None]] * 3, seconds=0.01, allow_slower=True)
     assert again["variants"]["int8"]["accuracy"]["num_samples"] == 3
+    qtool.quantize(small_net, data, out=out, calibration="train:32", weight_bits=7)
+    with pytest.raises(QtoolError, match="there; got one of an earlier quantize; run 'qtool export'"):
+        qtool.benchmark(out)
     with pytest.raises(QtoolError, match="expected targets; got inputs alone"):
         qtool.train(small_net, data, max_steps=1)
     with pytest.raises(QtoolError, match="expected targets; got inputs alone"):

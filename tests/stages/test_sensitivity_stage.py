@@ -16,6 +16,7 @@ import pytest
 import qtool
 from qtool.artifacts import read_result
 from qtool.errors import QtoolError, UsageError
+from qtool.inspection import describe_run
 from qtool.reporting.page import write_report
 from qtool.stages.sensitivity import PART
 
@@ -44,6 +45,22 @@ def test_it_is_written_found_again_and_shown_in_the_report(trained: Path, monkey
     assert "SQNR of the output with only this layer quantized" in html
     monkeypatch.setattr("qtool.quantization.stage.sensitivities", None)  # nothing is measured again
     assert qtool.sensitivity(trained / "ptq", samples=32) == first
+
+
+def test_its_options_are_those_of_the_quantization_beside_the_training(trained: Path) -> None:
+    qtool.quantize(trained, calibration="train:64", weight_bits=7)
+    assert qtool.sensitivity(trained, samples=16)["config"]["weight_bits"] == 7
+
+
+def test_measured_before_the_quantization_it_is_of_it_and_of_no_other(trained: Path) -> None:
+    found = qtool.sensitivity(trained, **OPTIONS)
+    qtool.quantize(trained, calibration="train:64")
+    assert read_result(trained, "quantize")["sensitivity"] == found["units"]
+    shown = {unit["name"]: unit["sqnr_db"] for unit in describe_run(trained)["units"]}
+    assert shown == {unit["name"]: unit["sqnr_db"] for unit in found["units"]}
+    qtool.quantize(trained, calibration="train:64", weight_bits=7)
+    assert "sensitivity" not in read_result(trained, "quantize")
+    assert {unit["sqnr_db"] for unit in describe_run(trained)["units"]} == {None}
 
 
 def test_other_options_are_measured_anew(trained: Path) -> None:
