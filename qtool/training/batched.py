@@ -6,9 +6,9 @@ bitsandbytes launches one kernel for each parameter, and waits for it. Neither i
 * AdamW's small parameters, more than half of a transformer's, have 32-bit states and are updated together by torch's
   kernel for many tensors;
 * an 8-bit update is made block by block of 256 neighbours, whatever they belong to. Parameters that lie side by side,
-  in weights, gradients, codes and scales alike, are one long parameter to it, where each but the last is made of whole
-  blocks. States are made side by side (:meth:`reserve`) for who lays weights and gradients out so, and loaded into the
-  memory that they were made in.
+  in weights, gradients, codes and scales alike, are one long parameter to it. States are made side by side
+  (``reserve``) for who lays weights and gradients out so, and loaded into the memory that they were made in. Codes
+  begin with a block: after a parameter that is not made of whole ones there is a gap, and nothing is joined to it.
 
 What is computed for each weight stays what it is one by one, bit for bit.
 """
@@ -107,8 +107,8 @@ def batched(kind: Any) -> Any:
 
         def reserve(self, sizes: list[int]) -> None:
             """Has the 8-bit states of parameters of these sizes, which are made next and in order, side by side."""
-            large = [size for size in sizes if size >= SMALLEST]
-            self._room = {"state": sum(large), "absmax": sum(-(-size // BLOCK) for size in large)}
+            blocks = sum(-(-size // BLOCK) for size in sizes if size >= SMALLEST)
+            self._room = {"state": blocks * BLOCK, "absmax": blocks}
             self._pools: dict[str, tuple[Tensor, int]] = {}
 
         def make_state(self, parameter: nn.Parameter) -> None:
@@ -126,11 +126,12 @@ def batched(kind: Any) -> Any:
             if key not in self._pools:
                 self._pools[key] = (like.new_zeros(self._room[key[:-1]]), 0)
             pool, start = self._pools[key]
-            stop = start + like.numel()
-            self._pools[key] = (pool, stop)
-            if stop == pool.numel():
+            align = BLOCK if key.startswith("state") else 1
+            end = start - (-like.numel() // align) * align
+            self._pools[key] = (pool, end)
+            if end == pool.numel():
                 del self._pools[key]
-            return pool[start:stop].view(like.shape)
+            return pool[start : start + like.numel()].view(like.shape)
 
         def load_state_dict(self, state_dict: Any, move_to_device: bool = True) -> None:
             before = {parameter: dict(state) for parameter, state in self.state.items()}
@@ -144,7 +145,7 @@ def batched(kind: Any) -> Any:
     return Batched
 
 
-def _lie(parameter: nn.Parameter, state: dict[str, Any]) -> tuple[bool, int, list[tuple[int, int, int]]] | None:
+def _lie(parameter: nn.Parameter, state: dict[str, Any]) -> tuple[int, list[tuple[int, int, int]]] | None:
     """Where a parameter with 8-bit states and all that belongs to it lies; None where that is not one stretch each."""
     if state["state1"].dtype != torch.uint8:
         return None
@@ -152,14 +153,13 @@ def _lie(parameter: nn.Parameter, state: dict[str, Any]) -> tuple[bool, int, lis
     if not all(tensor.is_contiguous() for tensor in tensors):
         return None
     stretches = [(t.untyped_storage()._cdata, t.storage_offset(), t.storage_offset() + t.numel()) for t in tensors]
-    return parameter.numel() % BLOCK == 0, state["step"], stretches
+    return state["step"], stretches
 
 
 def _follows(last: Any, lies: Any) -> bool:
-    """Whether the one begins where the other ends, everywhere, at the beginning of a block and at the same step."""
-    whole, step, ends = last
-    pairs = zip(ends, lies[2], strict=True)
-    return whole and step == lies[1] and all(a[0] == b[0] and a[2] == b[1] for a, b in pairs)
+    """Whether one parameter, at the same step as the last, begins where that ends, in all that belongs to it."""
+    pairs = zip(last[1], lies[1], strict=True)
+    return bool(last[0] == lies[0]) and all(a[0] == b[0] and a[2] == b[1] for a, b in pairs)
 
 
 def _span(parts: list[Tensor]) -> Tensor:
