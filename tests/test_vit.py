@@ -52,7 +52,12 @@ def test_attention_is_torchs() -> None:
         nn.init.normal_(module.in_proj_bias, generator=torch.Generator().manual_seed(1))
         nn.init.normal_(module.out_proj.bias, generator=torch.Generator().manual_seed(2))
     x = torch.randn(3, 7, 32)
-    torch.testing.assert_close(ours(x), theirs(x, x, x)[0])
+    y, expected = ours(x), theirs(x, x, x)[0]
+    torch.testing.assert_close(y, expected)
+    for out in (y, expected):
+        out.backward(torch.linspace(-1, 1, out.numel()).view(out.shape))
+    for parameter, same in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, same.grad)
 
 
 def test_it_is_captured_for_any_number_of_images() -> None:
