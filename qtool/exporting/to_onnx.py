@@ -44,6 +44,7 @@ from qtool.exporting.passes import (
     pads,
     stem,
     wide_gates,
+    wide_groups,
 )
 from qtool.form import QuantizedModel, program_of, quantize_nodes
 
@@ -56,12 +57,14 @@ Pass = Callable[[ir.Model], int]
 PASSES: dict[str, tuple[Pass, ...]] = {
     "ort-cpu": (
         global_pool.apply, activations.apply, hard_sigmoid.apply, conv_pads.apply, pads.apply, biases.apply,
-        float_units.apply, stem.apply, lookups.apply, even_channels.apply, wide_gates.apply,
+        float_units.apply, stem.apply, lookups.apply,
     ),
     "openvino": (global_pool.apply, activations.apply, conv_pads.apply, biases.apply),
     "tensorrt": (global_pool.apply, activations.apply, conv_pads.apply),
 }  # fmt: skip
 """What is mended in a file, by target: operators on integers themselves are ONNX Runtime's alone."""
+SHAPES: dict[str, tuple[Pass, ...]] = {"ort-cpu": (wide_groups.apply, even_channels.apply, wide_gates.apply)}
+"""What gives integer layers, once it is settled which these are, sizes that a target's kernels are quick with."""
 
 
 def float_to_onnx(graph: GraphModule, example: Any, opset: int) -> ir.Model:
@@ -90,6 +93,8 @@ def quantized_to_onnx(quantized: QuantizedModel, opset: int) -> ir.Model:
     for rewrite in PASSES[quantized.plan.target]:
         rewrite(model)
     int4.apply(model, {unit.name for unit in quantized.plan.units if unit.weight_bits == 4}, opset)
+    for rewrite in SHAPES.get(quantized.plan.target, ()):
+        rewrite(model)
     metadata.strip(model)
     return model
 

@@ -33,6 +33,8 @@ CHANNELWISE = (
     "QuantizeLinear", "DequantizeLinear", "Relu", "LeakyRelu", "Elu", "Clip", "HardSigmoid", "HardSwish", "Sigmoid",
     "Tanh", "Identity", "Add", "Sub", "Mul", "AveragePool", "MaxPool", "GlobalAveragePool",
 )  # fmt: skip
+PLAIN = (ir.DataType.INT8, ir.DataType.INT32, ir.DataType.FLOAT)
+"""Types of constants beside which a kernel works in integers, or in float by choice: four bits it would widen first."""
 
 
 @dataclass
@@ -128,7 +130,8 @@ def _tied_channelwise(node: ir.Node) -> list[ir.Value] | None:
 
 def _is_stored(value: ir.Value | None) -> bool:
     """Whether a weight or bias is a constant, behind a DequantizeLinear or not."""
-    return value is None or _stored(value) is not None
+    stored = _stored(value) if value is not None else None
+    return value is None or (stored is not None and stored.dtype in PLAIN)
 
 
 def _stored(value: ir.Value) -> ir.Value | None:
