@@ -54,14 +54,31 @@ def check_claim(name: str, stored: str | None, ran: Mapping[str, int], provider:
     return f"{name}: {same} of {total} multiplying operations ran in {stored}, {rest}"
 
 
+def is_integer(name: str, entry: Mapping[str, Any], reference: Mapping[str, Any]) -> bool:
+    """Whether a variant is to be faster by its integers: it is called INT8, or holds INT8 where the reference does not.
+
+    >>> [is_integer("b", {"stored": "int8"}, {"stored": other}) for other in ("float32", "int8")]
+    [True, False]
+    """
+    return name.startswith("int8") or (entry.get("stored") == "int8" != reference.get("stored"))
+
+
 def slower_sentence(name: str, reference: str, timed: Mapping[str, Any], causes: Sequence[str]) -> str | None:
     """A sentence where a variant is not faster than the reference beyond doubt, with the causes that are known."""
     interval = timed["speedup_ci95"]
     low = interval[0] if interval else timed["speedup"]
     if low > 1:
         return None
-    text = f"{name} is not faster than {reference} at batch size {timed['batch_size']} ({timed['speedup']:.2f}x)"
+    text = f"{name} {_not_faster(reference, timed)} ({timed['speedup']:.2f}x{_interval(interval)})"
     return f"{text}: {'; '.join(causes)}" if causes else text
+
+
+def _not_faster(reference: str, timed: Mapping[str, Any]) -> str:
+    return f"is not faster than {reference} at batch size {timed['batch_size']}"
+
+
+def _interval(bounds: Sequence[float] | None) -> str:
+    return f", 95 % CI {bounds[0]:.2f} to {bounds[1]:.2f}" if bounds else ""
 
 
 def slower_causes(variant: Mapping[str, Any], reference: Mapping[str, Any], where: Mapping[str, Any]) -> list[str]:
@@ -87,12 +104,15 @@ def require_not_slower(result: Mapping[str, Any], allow: bool) -> None:
         note
         for name, entry in result["variants"].items()
         for timed in entry["latency"]
-        if name.startswith("int8") and timed["speedup_ci95"] and timed["speedup_ci95"][1] < 1
+        if is_integer(name, entry, result["variants"][result["reference"]])
+        and timed["speedup_ci95"] and timed["speedup_ci95"][1] < 1
         for note in result["notes"]
-        if note.startswith(f"{name} is not faster than {result['reference']} at batch size {timed['batch_size']} ")
-    ]
+        if note.startswith(f"{name} {_not_faster(result['reference'], timed)} ")
+    ]  # fmt: skip
     if slower and not allow:
-        raise ContractError(
+        error = ContractError(
             "benchmark", f"INT8 faster than {result['reference']}", "; ".join(slower),
             "leave what is slow in float with --overrides, or accept it with --allow-slower",
         )  # fmt: skip
+        error.details = result
+        raise error

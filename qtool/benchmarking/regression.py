@@ -53,8 +53,14 @@ class Regression:
 def compare_with(old: Path, before: Mapping[str, Any], new: Mapping[str, Any], tolerance: float) -> dict[str, Any]:
     """What became worse since ``before`` (read from ``old``), and what could not be compared, as plain values.
 
-    Raises QtoolError where the two have no variant in common.
+    Raises QtoolError where the two have no variant in common, or are known to be of two models.
     """
+    models = [Path(str(figures.get("model") or "")).name for figures in (before, new)]
+    if all(models) and models[0] != models[1]:
+        raise QtoolError(
+            f"comparison with '{old}'", f"figures of the model '{models[1]}'", f"those of '{models[0]}'",
+            "compare like with like",
+        )  # fmt: skip
     if not any(name in before["variants"] for name in new["variants"]):
         raise QtoolError(
             f"comparison with '{old}'", f"a variant of {', '.join(new['variants'])}", ", ".join(before["variants"]),
@@ -73,11 +79,13 @@ def require_no_regression(result: Mapping[str, Any]) -> None:
     """Raises ContractError naming every figure of a benchmark result that became worse."""
     comparison = result.get("comparison")
     if comparison and comparison["regressions"]:
-        raise ContractError(
+        error = ContractError(
             f"comparison with '{comparison['with']}'", "nothing worse than there",
             "; ".join(found["told"] for found in comparison["regressions"]),
             "find what changed, or accept it by comparing with a newer benchmark.json",
         )  # fmt: skip
+        error.details = result
+        raise error
 
 
 def read_benchmark(path: Path) -> dict[str, Any]:
@@ -103,8 +111,15 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
         notes.append("another CPU: times and memory were not compared, only ratios")
     elif old["noise"]["noisy"] or new["noise"]["noisy"]:
         notes.append("a noisy machine: times were not compared, only ratios")
+    if not _same_data(old, new):
+        notes.append("other test data: outputs were not compared")
     missing = [name for name in old["variants"] if name not in new["variants"]]
     return notes + [f"{name} was measured then and not now" for name in missing]
+
+
+def _same_data(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+    """False where both know their data, and these are two."""
+    return old.get("data") == new.get("data") or not (old.get("data") and new.get("data"))
 
 
 def regressions(old: Mapping[str, Any], new: Mapping[str, Any], tolerance: float) -> list[Regression]:
@@ -136,7 +151,8 @@ def _of_variant(
         yield from _above(
             "peak memory, MiB", before, after, "peak_memory_mib", lambda v: v * (1 + MEMORY_TOLERANCE) + 1
         )
-    yield from _of_outputs(before.get("accuracy") or {}, after.get("accuracy") or {})
+    if _same_data(old, new):
+        yield from _of_outputs(before.get("accuracy") or {}, after.get("accuracy") or {})
     if same:
         yield from _fewer_integers(before.get("arithmetic") or {}, after.get("arithmetic") or {})
 

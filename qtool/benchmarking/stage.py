@@ -19,7 +19,7 @@ from typing import Any
 
 from qtool.artifacts import cpu_info
 from qtool.benchmarking.accuracy import Compare, judge, predict
-from qtool.benchmarking.claims import check_claim, slower_causes, slower_sentence, stored_format
+from qtool.benchmarking.claims import check_claim, is_integer, slower_causes, slower_sentence, stored_format
 from qtool.benchmarking.inputs import fixed_batch_size, random_feeds, resize_batch, to_feeds
 from qtool.benchmarking.latency import Stopping, describe, interleave, noise
 from qtool.benchmarking.process import Worker, whole_cores
@@ -43,14 +43,17 @@ def benchmark(
     batches: Batches | None = None,
     reference: str | None = None,
     compare: Compare | None = None,
+    subject: Mapping[str, str | None] | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Measures every file of ``files`` (name to path) and compares each with the reference.
 
     ``batches(n)`` iterates over test data in batches of up to n as (input, target); without it inputs
     are random and accuracy is left out. The reference is ``fp32`` where there is one, else the first.
-    ``compare`` replaces :func:`qtool.evaluate.compare`. With ``config.compare`` the result holds a
-    ``comparison`` with that earlier one (see :mod:`qtool.benchmarking.regression`, which also judges it).
+    ``compare`` replaces :func:`qtool.evaluate.compare`. ``subject`` names the ``model`` and the ``data`` where they
+    are known, which the result repeats, so that figures of two models are not taken for those of one. With
+    ``config.compare`` the result holds a ``comparison`` with that earlier one (see
+    :mod:`qtool.benchmarking.regression`, which also judges it).
 
     Returns plain values: ``variants`` (per file size_*, load_ms, peak_memory_mib, latency per batch
     size, accuracy), ``noise``, ``notes``. Raises QtoolError for a file or provider that does not do.
@@ -68,6 +71,7 @@ def benchmark(
     for entry in variants.values():
         entry["size_ratio"] = entry["size_stripped_mib"] / variants[base]["size_stripped_mib"]
     result: dict[str, Any] = {
+        **(subject or {}),
         "provider": config.provider,
         "device": variants[base]["device"],
         "threads": config.threads,
@@ -197,7 +201,7 @@ def _notes(
         slower = [
             slower_sentence(name, reference, timed, slower_causes(entry, variants[reference], where))
             for timed in entry["latency"]
-            if name.startswith("int8")
+            if is_integer(name, entry, variants[reference])
         ]
         notes += [text for text in (claim, *slower) if text]
         if entry["elsewhere"]:

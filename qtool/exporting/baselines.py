@@ -1,13 +1,15 @@
 """FP16 baselines: the float file with its weights and arithmetic in half precision, inputs and outputs kept.
 
 Half precision reaches 65,504. A weight beyond it is refused by name, save float32's own limits, which stand for
-"no limit" in masks and become half's limits; an activation beyond it shows as an output
-that is not finite, which is checked on samples and told. Whether the arithmetic is really done in half is the
-runtime's affair: ONNX Runtime's CPU provider mostly converts back to float32, so that FP16 is only storage there.
+"no limit" in masks and become half's limits. An activation beyond it is looked for in the float graph on samples, and
+told: ONNX Runtime's CPU provider, which keeps in float32 what lies between two operators, would not show it. Whether
+the arithmetic is really done in half is the runtime's affair: that provider mostly converts back to float32, so that
+FP16 is only storage there.
 """
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +19,8 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import torch
+from torch import Tensor
+from torch.fx import GraphModule, Interpreter, Node
 
 from qtool.exporting import onnx_file
 from qtool.exporting.gates import Gate
@@ -24,6 +28,7 @@ from qtool.exporting.integer_reference import CONTROL_FLOW
 from qtool.exporting.parity import feeds_of
 from qtool.exporting.passes import turned_batches
 from qtool.exporting.to_onnx import save
+from qtool.form import arguments
 from qtool.runtimes import open_session
 
 LARGEST = float(np.finfo(np.float16).max)
@@ -109,14 +114,56 @@ def _in_half(tensor: ir.TensorProtocol) -> ir.LazyTensor:
     return ir.LazyTensor(convert, dtype=ir.DataType.FLOAT16, shape=tensor.shape, name=tensor.name)
 
 
-def fp16_gate(path: Path, samples: Sequence[Any], refused: str) -> Gate:
-    """Whether the FP16 file's outputs are finite on the samples; reported, not required."""
+class _Beyond(Interpreter):
+    """Runs a float graph and keeps the greatest finite value beyond half precision's range of each node."""
+
+    def __init__(self, graph: GraphModule) -> None:
+        super().__init__(graph)
+        self.names = list(inspect.signature(graph.forward).parameters)  # in the order of the trace
+        self.found: dict[str, float] = {}
+
+    def __call__(self, inputs: Any) -> None:
+        args, kwargs = arguments(inputs)
+        with torch.no_grad():
+            self.run(*args, *(kwargs[name] for name in self.names if name in kwargs))
+
+    def run_node(self, n: Node) -> Any:
+        """Runs one node; infinities and float32's own limits, which masks are made of, do not count."""
+        value = super().run_node(n)
+        if n.op in ("placeholder", "call_function") and isinstance(value, Tensor) and value.is_floating_point():
+            low, high = torch.aminmax(value.detach()) if value.numel() else (value.new_zeros(()),) * 2
+            if not (low >= -LARGEST and high <= LARGEST):
+                size = value.abs()
+                peak = float(size.masked_fill_(~(size < float(LIMIT) / 2), 0.0).max())
+                if peak > LARGEST:
+                    self.found[n.name] = max(peak, self.found.get(n.name, 0.0))
+        return value
+
+
+def beyond_half(graph: GraphModule, samples: Sequence[Any]) -> dict[str, float]:
+    """The nodes of a float graph whose values half precision cannot hold on the samples, with the greatest of each."""
+    watched = _Beyond(graph)
+    for batch in samples:
+        watched(batch)
+    return watched.found
+
+
+def fp16_gate(path: Path, graph: GraphModule, samples: Sequence[Any], refused: str) -> Gate:
+    """Whether the samples stay within half precision's range; reported, not required.
+
+    They are looked for in the float ``graph``; the file itself answers the first batch.
+    """
     expected = f"weights and activations within ±{LARGEST:.0f}"
     if refused:
         return Gate("fp16 range", None, expected, f"no FP16 file: {refused}")
     model = onnx.load(str(path), load_external_data=False)
     session = open_session(path, threads=torch.get_num_threads())
-    finite = all(np.isfinite(out).all() for batch in samples for out in session.run(feeds_of(model, batch)))
+    finite = all(np.isfinite(out).all() for batch in samples[:1] for out in session.run(feeds_of(model, batch)))
     session.close()
-    found = "finite outputs" if finite else "infinite or NaN outputs: an activation overflows half precision"
-    return Gate("fp16 range", True if finite else None, expected, found)
+    beyond = beyond_half(graph, samples)
+    if beyond:
+        most = max(beyond, key=lambda name: beyond[name])
+        found = f"activations overflow half precision where it is computed in: {most} reaches {beyond[most]:.3g}"
+    else:
+        found = "finite outputs" if finite else "infinite or NaN outputs: an activation overflows half precision"
+    return Gate("fp16 range", True if finite and not beyond else None, expected, found, details={"beyond": beyond})

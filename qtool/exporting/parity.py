@@ -125,9 +125,8 @@ def _unit_gate(units: Mapping[str, _Unit], worst_float: float, samples: int) -> 
     unequal = sum(unit.unequal for unit in units.values())
     worst = max((unit.worst for unit in units.values()), default=0)
     passed = not failing and worst_float <= MAX_FLOAT_ERROR
-    found = (
-        f"{len(units)} units, {1 - unequal / max(total, 1):.6%} of {total} integers equal, at most {worst} steps apart"
-    )
+    equal = f"{1 - unequal / max(total, 1):.6%} of {total} integers equal, at most {worst} steps apart"
+    found = f"{len(units)} units, {equal}" if units else "no unit computes in integers"
     if ties := sum(unit.ties for unit in units.values()):
         found += f", {ties} of the others ties"
     if failing:

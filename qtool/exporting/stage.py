@@ -200,4 +200,4 @@ def _baselines(
     allocator.release()
     if not refused:
         files["fp16"] = half
-    return [baselines.fp16_gate(half, few, refused)]
+    return [baselines.fp16_gate(half, quantized.float_graph, few, refused)]

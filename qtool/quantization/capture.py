@@ -105,10 +105,15 @@ def _refused(model: nn.Module, example: Any, error: Exception) -> QtoolError:
         with torch.no_grad():
             call(model.eval(), example)
     except Exception as refusal:
-        shapes = ", ".join(f"{list(value.shape)}" for value in tensors(example))
+        shapes = ", ".join(_described(value) for value in tensors(example))
+        missing = isinstance(refusal, TypeError) and "missing" in str(refusal)
+        do = (
+            "give samples ((first, second), target), or dicts by argument" if missing
+            else "check the size, the channels and the type of the inputs"
+        )  # fmt: skip
         return QtoolError(
-            where, "inputs that it takes", f"inputs of shape {shapes or 'none'}: {_first_reason(refusal)}",
-            f"{user_line(refusal)}check the size and the channels of the inputs",
+            where, "inputs that it takes", f"inputs {shapes or 'without a tensor'}: {_first_reason(refusal)}",
+            f"{user_line(refusal)}{do}",
         )  # fmt: skip
     wanted = "a graph that torch.export can capture with a dynamic batch"
     if "specialized it to be a constant" in str(error):
@@ -120,6 +125,10 @@ def _refused(model: nn.Module, example: Any, error: Exception) -> QtoolError:
         where, wanted, _first_reason(error),
         f"{user_line(error)}rewrite that part without Python control flow that depends on values or the batch size",
     )  # fmt: skip
+
+
+def _described(value: Tensor) -> str:
+    return f"{str(value.dtype).removeprefix('torch.')} of shape {list(value.shape)}"
 
 
 def _fixed_batch(model: nn.Module, example: Any) -> str:

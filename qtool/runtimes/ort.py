@@ -289,6 +289,7 @@ def _reason(error: Exception) -> str:
     text = re.sub(r"^\[ONNXRuntimeError\] : \d+ : \w+ : ", "", text)
     text = re.sub(r"^Load model from .*? failed: ?", "", text)
     text = re.sub(r"/\S*/onnxruntime/\S+:\d+ (\S+ )?", "", text)
+    text = re.sub(r"^onnxruntime::\S+?\(.*?\) (?=ONNX Runtime )", "", text)  # the signature of a C++ function
     return text if len(text) <= 300 else text[:299] + "…"
 
 

@@ -51,11 +51,17 @@ def benchmark(
         del outputs["fp16"]
     files = {name: output_path(run, recorded, output) for name, output in outputs.items()}
     opened = recall_source(run, made, trust=trust).data if data is None else open_data(data, 0)
-    found = stage.benchmark(files, config, batches=_test_batches(opened), progress=teller(progress))
+    identity = getattr(opened, "identity", UNIDENTIFIED)
+    subject = {
+        "model": (recorded.get("source") or {}).get("model"), "data": None if identity == UNIDENTIFIED else identity
+    }  # fmt: skip
+    found = stage.benchmark(
+        files, config, batches=_test_batches(opened), subject=subject, progress=teller(progress)
+    )  # fmt: skip
     found["notes"] += [f"fp16 was not measured: {impossible}"] if impossible else []
     with staging(folder, "benchmark"):
         inputs = {name: recorded["outputs"][output]["sha256"] for name, output in outputs.items()}
-        inputs["data"] = getattr(opened, "identity", UNIDENTIFIED)
+        inputs["data"] = identity
         write_result(folder, "benchmark", config=as_dict(config), inputs=inputs, outputs={}, metrics=found)
     _require(found, config, _gains_size_alone(recorded))
     return found

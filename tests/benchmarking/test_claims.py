@@ -57,7 +57,8 @@ def test_not_faster_beyond_doubt_is_said(interval, slower):
     told = slower_sentence("int8", "fp32", entry, ["one cause", "another"])
     assert (told is not None) is slower
     if told:
-        assert told.endswith(f"at batch size 4 ({entry['speedup']:.2f}x): one cause; another")
+        bounds = f"95 % CI {interval[0]:.2f} to {interval[1]:.2f}"
+        assert told.endswith(f"at batch size 4 ({entry['speedup']:.2f}x, {bounds}): one cause; another")
 
 
 CAUSES = [
@@ -82,7 +83,8 @@ def test_causes_are_named_from_what_ran(ran, conversions, features, took, words)
 def test_slower_beyond_doubt_fails_unless_allowed(interval, fails):
     timed = {"speedup": 0.9, "speedup_ci95": interval, "batch_size": 1}
     note = "int8 is not faster than fp32 at batch size 1 (0.90x): why"
-    result = {"reference": "fp32", "variants": {"int8": {"latency": [timed]}}, "notes": [note, "another"]}
+    variants = {"fp32": {"latency": [], "stored": "float32"}, "int8": {"latency": [timed]}}
+    result = {"reference": "fp32", "variants": variants, "notes": [note, "another"]}
     require_not_slower(result, allow=True)
     if not fails:
         require_not_slower(result, allow=False)
@@ -90,3 +92,16 @@ def test_slower_beyond_doubt_fails_unless_allowed(interval, fails):
     with pytest.raises(ContractError, match=r"got int8 is not faster.*: why; leave what is slow in float") as error:
         require_not_slower(result, allow=False)
     assert error.value.exit_code == 3
+
+
+@pytest.mark.parametrize(("other", "fails"), [("float32", True), ("int8", False)])
+def test_a_file_of_any_name_is_int8_by_what_it_holds(other, fails):
+    timed = {"speedup": 0.9, "speedup_ci95": [0.8, 0.95], "batch_size": 1}
+    variants = {"a": {"latency": [], "stored": other}, "b": {"latency": [timed], "stored": "int8"}}
+    result = {"reference": "a", "variants": variants, "notes": [slower_sentence("b", "a", timed, ["why"])]}
+    if not fails:
+        require_not_slower(result, allow=False)
+        return
+    with pytest.raises(ContractError, match="got b is not faster than a") as caught:
+        require_not_slower(result, allow=False)
+    assert caught.value.details is result  # the figures of files are in no run directory

@@ -161,3 +161,17 @@ def test_nothing_in_common_is_an_error(old_file):
     other["variants"] = {"mine": entry()}
     with pytest.raises(QtoolError, match="like with like"):
         compared(old_file, other)
+
+
+def test_figures_of_another_model_are_no_measure(old_file):
+    old_file.write_text(json.dumps(result() | {"model": "/there/net.py:build"}))
+    assert compared(old_file, result() | {"model": "/here/net.py:build"})["comparison"]["regressions"] == []
+    with pytest.raises(QtoolError, match="of the model 'resnet'; got those of 'net"):
+        compared(old_file, result() | {"model": "resnet"})
+
+
+def test_outputs_on_other_data_are_not_compared():
+    worse = result(accuracy__top1=0.1) | {"data": "b"}
+    assert figures(worse, result() | {"data": "b"}) == ["top-1"]
+    assert figures(worse, result() | {"data": "a"}) == []
+    assert "other test data: outputs were not compared" in differences(result() | {"data": "a"}, worse)

@@ -7,9 +7,12 @@ import onnx
 import onnx_ir as ir
 import onnxruntime
 import pytest
+import torch
 from onnx import TensorProto, helper, numpy_helper
 from onnxruntime.transformers.float16 import convert_float_to_float16
+from torch import Tensor, nn
 
+import qtool
 from qtool.exporting.baselines import overflowing, write_fp16
 
 LIMIT = np.finfo(np.float32).max
@@ -105,3 +108,29 @@ def test_what_ends_the_runtime_is_turned_round_or_not_written(
     if not refused:
         found = onnxruntime.InferenceSession(str(tmp_path / "half.onnx")).run(None, {"x": x})[0]
         np.testing.assert_allclose(found, x.transpose(order) @ w, atol=0.02)
+
+
+class Overflow(nn.Module):
+    """A value beyond 100,000 in the middle, brought back before it leaves, beside a mask of float32's limit."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.linear, self.factor = nn.Linear(4, 4), factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.where(x > 0, 0.0, -LIMIT)
+        return (self.linear(x * self.factor * self.factor) / self.factor / self.factor) + hidden.softmax(1)
+
+
+@pytest.mark.parametrize(("factor", "passed"), [(320.0, None), (3.0, True)])
+def test_an_activation_beyond_half_is_told_although_the_cpu_keeps_it(
+    factor: float, passed: bool | None, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    x = torch.rand(8, 4) + 1
+    result = qtool.export(qtool.quantize(Overflow(factor).eval(), [x]), tmp_path, samples=[x])
+    (gate,) = (gate for gate in result.gates if gate["name"] == "fp16 range")
+    assert gate["passed"] is passed
+    if passed is None:
+        assert gate["details"]["beyond"]["mul_1"] == pytest.approx(float(x.max()) * factor**2)
+        assert "overflow half precision where it is computed in" in gate["found"]

@@ -211,9 +211,9 @@ def line_of(name: str) -> int:
     ("name", "x", "said"),
     [
         ("Branches", X, "a graph that torch.export can capture"),
-        ("Raises", X, "inputs of shape [4, 3, 6, 6]: RuntimeError: not today"),
-        ("Channels", X[:, :2], "inputs of shape [4, 2, 6, 6]: RuntimeError: Given groups=1"),
-        ("Channels", X[:, :, :2, :2], "inputs of shape [4, 3, 2, 2]: RuntimeError"),
+        ("Raises", X, "inputs float32 of shape [4, 3, 6, 6]: RuntimeError: not today"),
+        ("Channels", X[:, :2], "inputs float32 of shape [4, 2, 6, 6]: RuntimeError: Given groups=1"),
+        ("Channels", X[:, :, :2, :2], "inputs float32 of shape [4, 3, 2, 2]: RuntimeError"),
     ],
 )
 def test_the_error_is_one_line_with_the_users_own(
