@@ -55,12 +55,7 @@ def compare_with(old: Path, before: Mapping[str, Any], new: Mapping[str, Any], t
 
     Raises QtoolError where the two have no variant in common, or are known to be of two models.
     """
-    models = [Path(str(figures.get("model") or "")).name for figures in (before, new)]
-    if all(models) and models[0] != models[1]:
-        raise QtoolError(
-            f"comparison with '{old}'", f"figures of the model '{models[1]}'", f"those of '{models[0]}'",
-            "compare like with like",
-        )  # fmt: skip
+    require_same_model(old, before, new)
     if not any(name in before["variants"] for name in new["variants"]):
         raise QtoolError(
             f"comparison with '{old}'", f"a variant of {', '.join(new['variants'])}", ", ".join(before["variants"]),
@@ -73,6 +68,19 @@ def compare_with(old: Path, before: Mapping[str, Any], new: Mapping[str, Any], t
         "regressions": [asdict(found) | {"told": str(found)} for found in worse],
         "notes": differences(before, new),
     }
+
+
+def require_same_model(old: Path, before: Mapping[str, Any], new: Mapping[str, Any]) -> None:
+    """Raises QtoolError where the figures in ``old`` and the new ones say that they are of two models.
+
+    Models are compared by the last part of their specs: folders are others on another machine.
+    """
+    there, here = (Path(str(figures.get("model") or "")).name for figures in (before, new))
+    if there and here and there != here:
+        raise QtoolError(
+            f"comparison with '{old}'", f"figures of the model '{here}'", f"those of '{there}'",
+            "compare like with like",
+        )  # fmt: skip
 
 
 def require_no_regression(result: Mapping[str, Any]) -> None:

@@ -23,7 +23,7 @@ from qtool.benchmarking.claims import check_claim, is_integer, slower_causes, sl
 from qtool.benchmarking.inputs import fixed_batch_size, random_feeds, resize_batch, to_feeds
 from qtool.benchmarking.latency import Stopping, describe, interleave, noise
 from qtool.benchmarking.process import Worker, whole_cores
-from qtool.benchmarking.regression import compare_with, read_benchmark
+from qtool.benchmarking.regression import compare_with, read_benchmark, require_same_model
 from qtool.benchmarking.size import MIB, measure_size
 from qtool.errors import UsageError
 from qtool.recipe import BenchmarkConfig
@@ -61,6 +61,8 @@ def benchmark(
     tell = progress or (lambda text: None)
     base = _reference(files, reference)
     earlier = read_benchmark(Path(config.compare)) if config.compare else None
+    if config.compare and earlier:
+        require_same_model(Path(config.compare), earlier, subject or {})
     variants: dict[str, dict[str, Any]] = {}
     for name, path in files.items():
         tell(f"size of {name}")
