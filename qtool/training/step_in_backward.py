@@ -26,6 +26,9 @@ ENOUGH = {"cpu": 4 * 2**20, "cuda": 12 * 2**20}
 a GPU that is a block of a large transformer, whose activations are freed when its gradients are there."""
 SHARE = 16
 """That part of all is enough, where it is less."""
+EARLY = 3
+"""One such part of it is enough until a whole one has been updated: when the backward pass begins, every block's
+activations are there, and nothing else should be."""
 
 
 def apply(setup: Setup, example: Any) -> None:
@@ -50,11 +53,18 @@ def _stepper(optimizer: Optimizer) -> Callable[[torch.Tensor], None]:
     device = "cuda" if group["params"][0].device.type == "cuda" else "cpu"
     enough = min(ENOUGH[device], sum(p.numel() for p in group["params"]) // SHARE)
     waiting: dict[torch.Tensor, int] = {}
-    optimizer.register_step_post_hook(lambda *_: waiting.clear())
+    everything, updated_now = group["params"], 0
+
+    def after(*_: Any) -> None:
+        nonlocal updated_now
+        updated_now = 0 if group["params"] is everything else updated_now + sum(waiting.values())
+        waiting.clear()
+
+    optimizer.register_step_post_hook(after)
 
     def step(parameter: torch.Tensor) -> None:
         waiting[parameter] = parameter.numel()
-        if sum(waiting.values()) < enough:
+        if sum(waiting.values()) < (enough if updated_now >= enough else enough / EARLY):
             return
         whole, group["params"] = group["params"], list(waiting)
         optimizer.step()

@@ -50,6 +50,28 @@ def test_small_gradients_wait_for_each_other_and_none_is_forgotten(enough, run_s
     assert steps == {3}, "no parameter is updated twice in a step"
 
 
+def test_updates_are_smaller_while_all_activations_are_there(run_steps, monkeypatch):
+    monkeypatch.setitem(step_in_backward.ENOUGH, "cpu", 20_000)
+    monkeypatch.setattr(step_in_backward, "SHARE", 1)
+    sizes = []
+
+    def watch(made):
+        make = made.make_optimizer
+
+        def watched(parameters):
+            optimizer = make(parameters)
+            count = lambda *_: sizes.append(sum(p.numel() for p in parameters if p.grad is not None))  # noqa: E731
+            optimizer.register_step_pre_hook(count)
+            return optimizer
+
+        made.make_optimizer = watched
+
+    run_steps("transformer", 2, watch, step_in_backward=True)
+    one, two = sizes[: len(sizes) // 2], sizes[len(sizes) // 2 :]
+    assert one == two
+    assert max(one[:2]) < 20_000 <= one[2]
+
+
 def test_a_loss_that_is_not_finite_changes_nothing(run_steps):
     done = run_steps("transformer", 1, step_in_backward=True)
     before = [p.clone() for p in done.model.parameters()]
