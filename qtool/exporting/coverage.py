@@ -26,7 +26,7 @@ INTEGER_KERNELS = {
     "mul": ("QLinearMul",),
     "concat": ("QLinearConcat",),
     "global_avg_pool": ("QLinearGlobalAveragePool",),
-    "avg_pool": ("QLinearAveragePool",),
+    "avg_pool": ("QLinearAveragePool", "QLinearConv"),
     "max_pool": ("MaxPool", "NhwcMaxPool"),
     "sigmoid": ("QLinearSigmoid",),
     "leaky_relu": ("QLinearLeakyRelu",),

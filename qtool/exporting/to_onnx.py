@@ -39,6 +39,7 @@ from qtool.exporting.passes import (
     hard_sigmoid,
     int4,
     lookups,
+    mean_pools,
     metadata,
     names,
     pads,
@@ -63,8 +64,10 @@ PASSES: dict[str, tuple[Pass, ...]] = {
     "tensorrt": (global_pool.apply, activations.apply, conv_pads.apply),
 }  # fmt: skip
 """What is mended in a file, by target: operators on integers themselves are ONNX Runtime's alone."""
-SHAPES: dict[str, tuple[Pass, ...]] = {"ort-cpu": (wide_groups.apply, even_channels.apply, wide_gates.apply)}
-"""What gives integer layers, once it is settled which these are, sizes that a target's kernels are quick with."""
+QUICK: dict[str, tuple[Pass, ...]] = {
+    "ort-cpu": (mean_pools.apply, wide_groups.apply, even_channels.apply, wide_gates.apply),
+}
+"""What gives integer layers, once it is settled which these are, the form that a target's kernels are quick with."""
 
 
 def float_to_onnx(graph: GraphModule, example: Any, opset: int) -> ir.Model:
@@ -93,7 +96,7 @@ def quantized_to_onnx(quantized: QuantizedModel, opset: int) -> ir.Model:
     for rewrite in PASSES[quantized.plan.target]:
         rewrite(model)
     int4.apply(model, {unit.name for unit in quantized.plan.units if unit.weight_bits == 4}, opset)
-    for rewrite in SHAPES.get(quantized.plan.target, ()):
+    for rewrite in QUICK.get(quantized.plan.target, ()):
         rewrite(model)
     metadata.strip(model)
     return model

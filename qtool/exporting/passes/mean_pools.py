@@ -1,0 +1,86 @@
+"""Writes an average pool between integers as a depthwise convolution with ones.
+
+ONNX Runtime's integer average pool dequantizes its whole input and sums it element by element: 2×2 over 128 channels of
+56 × 56 takes 0.8 ms where float takes 0.02. Its integer convolution adds the same integers with weights of one and the
+scale 1 / n, n the size of a window:
+
+    y = R(Σ (x − z_x) · s_x / (s_y n)) + z_y,
+
+an exact sum and one rounding, where the pool rounds float32 sums. Zero padding that counts as values pads a convolution
+as well.
+
+Left out on purpose: windows whose size differs at the edges (``count_include_pad`` 0 with padding, ``ceil_mode``,
+dilations), and a window over the whole image, which runs as a global pool.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import onnx_ir as ir
+
+
+def apply(model: ir.Model) -> int:
+    """Rewrites in place; returns how many pools became convolutions."""
+    changed = 0
+    for node in list(model.graph):
+        if node.op_type == "AveragePool" and _between_integers(node) and _has_equal_windows(node):
+            _rewrite(model, node)
+            changed += 1
+    return changed
+
+
+def _between_integers(node: ir.Node) -> bool:
+    source = node.inputs[0].producer() if node.inputs[0] is not None else None
+    users = node.outputs[0].consumers()
+    quantized = bool(users) and all(user.op_type == "QuantizeLinear" for user in users)
+    return source is not None and source.op_type == "DequantizeLinear" and quantized
+
+
+def _has_equal_windows(node: ir.Node) -> bool:
+    """Whether each mean is of as many numbers, over part of an image with a known number of channels."""
+    attributes = node.attributes
+    kernel = list(attributes.get_ints("kernel_shape", []))
+    shape = list(node.inputs[0].shape or []) if node.inputs[0] is not None else []
+    padded = any(attributes.get_ints("pads", [0]))
+    whole = shape[2:] == kernel and not padded
+    return (
+        len(shape) == len(kernel) + 2 and len(kernel) in (1, 2) and isinstance(shape[1], int) and not whole
+        and (not padded or attributes.get_int("count_include_pad", 0) == 1)
+        and attributes.get_int("ceil_mode", 0) == 0 and attributes.get_string("auto_pad", "NOTSET") == "NOTSET"
+        and all(step == 1 for step in attributes.get_ints("dilations", []))
+    )  # fmt: skip
+
+
+def _rewrite(model: ir.Model, node: ir.Node) -> None:
+    source = node.inputs[0]
+    assert source is not None
+    assert source.shape is not None
+    channels, kernel = source.shape[1], list(node.attributes.get_ints("kernel_shape", []))
+    assert isinstance(channels, int)
+    name = node.name or str(node.outputs[0].name)
+    ones = np.ones((channels, 1, *kernel), np.int8)
+    scale = np.float32(1 / math.prod(kernel))
+    weight = ir.node(
+        "DequantizeLinear",
+        [_constant(model, f"{name}/ones", ones), _constant(model, f"{name}/share", scale)],
+        name=f"{name}/weight",
+    )
+    weight.outputs[0].name, weight.outputs[0].dtype = weight.name, ir.DataType.FLOAT
+    weight.outputs[0].shape = ir.Shape(ones.shape)
+    kept = [node.attributes[key] for key in ("kernel_shape", "strides", "pads") if key in node.attributes]
+    conv = ir.Node("", "Conv", [source, weight.outputs[0]], [*kept, ir.AttrInt64("group", channels)], name=node.name)
+    result, made = node.outputs[0], conv.outputs[0]
+    made.name, made.dtype, made.shape = result.name, result.dtype, result.shape
+    model.graph.insert_before(node, [weight, conv])
+    for quantizer in result.consumers():
+        quantizer.replace_input_with(0, made)
+    model.graph.remove(node, safe=True)
+
+
+def _constant(model: ir.Model, name: str, numbers: np.ndarray | np.generic) -> ir.Value:
+    tensor = ir.tensor(np.asarray(numbers), name=name)
+    value = ir.Value(name=name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
+    model.graph.register_initializer(value)
+    return value
