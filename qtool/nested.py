@@ -8,7 +8,7 @@ The first dimension of every tensor is the batch.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -54,6 +54,13 @@ def per_sample(value: Tensor) -> Tensor:
 def samples_of(value: Any, start: int, stop: int) -> Any:
     """Samples ``start`` to ``stop`` of a batch."""
     return map_tensors(lambda tensor: tensor[start:stop] if tensor.dim() else tensor, value)
+
+
+def thinned(batches: Iterable[Any], most: int) -> Iterator[Any]:
+    """About ``most`` samples of batches that can be gone through twice: the same share of each, one at least."""
+    total = sum(num_samples(batch) for batch in batches)
+    for batch in batches:
+        yield samples_of(batch, 0, -(-num_samples(batch) * most // max(total, most)))
 
 
 def micro_batches(value: Any, size: int) -> Iterator[Any]:

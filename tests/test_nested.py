@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from qtool.nested import call, map_tensors, num_samples, split, tensors, to_float32
+from qtool.nested import call, map_tensors, num_samples, split, tensors, thinned, to_float32
 
 
 def test_containers_keep_their_type():
@@ -45,3 +45,10 @@ def test_call_spreads_arguments():
     assert call(model, torch.tensor(3)).item() == -7
     assert call(model, (torch.tensor(3), torch.tensor(1))).item() == 2
     assert call(model, {"b": torch.tensor(1), "a": torch.tensor(3)}).item() == 2
+
+
+def test_thinned_takes_the_same_share_of_each_batch() -> None:
+    batches = [torch.arange(24), torch.arange(100, 108), torch.arange(200, 201)]
+    assert [len(batch) for batch in thinned(batches, 11)] == [8, 3, 1]
+    assert [batch.tolist() for batch in thinned(batches, 99)] == [batch.tolist() for batch in batches]
+    assert list(thinned([], 4)) == []

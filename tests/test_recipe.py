@@ -79,8 +79,8 @@ def test_an_effort_is_its_settings_written_out(effort: str | None, bits: int) ->
     recipe = make(Recipe, {"quantize": {"effort": effort, "weight_bits": bits}})
     found = recipe.quantize
     wanted = {
-        (None, 4): ("mse", "minmax", ("analytic-bias",)),
-        (None, 8): ("mse", "minmax", ("analytic-bias",)),
+        (None, 4): ("mse", "minmax", ("analytic-bias", "bias")),
+        (None, 8): ("mse", "minmax", ("analytic-bias", "bias")),
         ("fast", 4): ("minmax", "minmax", None),
         ("fast", 8): ("minmax", "minmax", None),
         ("best", 4): ("output", "mse", ("brecq",)),

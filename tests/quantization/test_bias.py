@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 
 import pytest
 import torch
@@ -104,6 +105,23 @@ def test_it_costs_one_pass_of_each_graph_and_a_sample_per_batch_and_layer() -> N
     with Count() as counted:
         correct_biases(given)
     assert counted.samples == 2 * once.samples + 11 * len(BATCHES)  # the linear layer is no convolution
+
+
+def test_some_samples_of_every_batch_do_where_there_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.import_module("qtool.quantization.algorithms.bias"), "SAMPLES", 16)
+    few, all_of_them = subject(hard_mobilenet(), BATCHES), subject(hard_mobilenet(), [BATCHES[0][:12], BATCHES[1][:4]])
+    all_of_them.graph = copy.deepcopy(few.graph)
+    for given in (few, all_of_them):
+        correct_biases(given)
+    test = images(8, seed=5)
+    assert torch.equal(few.graph(test), all_of_them.graph(test))
+
+
+def test_it_declines_without_samples() -> None:
+    given = subject(hard_mobilenet(), BATCHES)
+    given.batches = []
+    with pytest.raises(Declined, match="no calibration samples"):
+        correct_biases(given)
 
 
 def test_batches_count_by_their_samples() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,7 @@ def test_the_plan_the_ranges_and_the_notes() -> None:
     assert form.plan.notes == (
         "module 'unused' is no part of the captured graph",
         "analytic-bias: corrected in 1 layers; 2 have no batch-norm before them",
+        "bias: corrected in 3 layers",
     )
     assert set(form.ranges) == {"x", "conv", "second", "add", "mean"}
     assert form.plan.target == "ort-cpu"
@@ -104,13 +106,16 @@ def test_the_model_keeps_its_mode_and_statistics() -> None:
 @pytest.mark.parametrize("method", RANGES)
 @pytest.mark.parametrize("engine", ["pt2e", "torch.ao"])
 def test_saved_ranges_repeat_a_quantization_without_data(method: str, engine: str, tmp_path: Path) -> None:
-    form = made(net(), QuantizeConfig(ranges=method, engine=engine))
+    given = QuantizeConfig(ranges=method, engine=engine, algorithms=("analytic-bias",))
+    form = made(net(), given)
     path = tmp_path / "ranges.json"
     path.write_text(json.dumps(form.ranges))
-    config = QuantizeConfig(ranges=method, engine=engine, ranges_from=str(path))
-    again = quantize(net(), config, example=X)
+    again = quantize(net(), dataclasses.replace(given, ranges_from=str(path)), example=X)
     assert torch.equal(again(X), form(X))
     assert again.ranges == json.loads(path.read_text())
+    default = quantize(net(), QuantizeConfig(engine=engine, ranges=method, ranges_from=str(path)), example=X)
+    assert torch.equal(default(X), form(X))
+    assert "bias declined: no calibration samples" in default.plan.notes
 
 
 def test_ranges_of_another_model_are_refused(tmp_path: Path) -> None:
@@ -130,7 +135,8 @@ def test_a_file_that_holds_no_ranges_is_refused(text: str, tmp_path: Path) -> No
         read_ranges(tmp_path / "missing.json")
 
 
-def test_a_model_fed_by_name_and_one_fed_by_position() -> None:
+@pytest.mark.parametrize("algorithms", ["bias", "equalize", "smooth", "gptq", "brecq"])
+def test_a_model_fed_by_name_and_one_fed_by_position(algorithms: str) -> None:
     class Two(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -141,8 +147,10 @@ def test_a_model_fed_by_name_and_one_fed_by_position() -> None:
 
     torch.manual_seed(0)
     model = Two().eval()
-    by_name = made(model, x={"b": X.flip(0), "a": X})
-    by_place = made(model, x=(X, X.flip(0)))
+    config = QuantizeConfig(algorithms=(algorithms,), rounding_steps=2)
+    by_name = made(model, config, x={"b": X.flip(0), "a": X})
+    by_place = made(model, config, x=(X, X.flip(0)))
+    assert by_name.plan.notes == by_place.plan.notes
     assert torch.equal(by_name({"a": X, "b": X.flip(0)}), by_place((X, X.flip(0))))
     assert sqnr_db(model(X, X.flip(0)).detach(), by_place((X, X.flip(0)))) > 30
 

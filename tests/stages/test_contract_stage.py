@@ -52,7 +52,7 @@ def test_a_contract_that_is_kept(trained: Path) -> None:
     outcome = read_result(trained, "quantize")["contract"]
     assert outcome["met"]
     assert outcome["num_samples"] == 300
-    assert [trial["name"] for trial in outcome["trials"]] == ["ptq, mse + analytic-bias"]
+    assert [trial["name"] for trial in outcome["trials"]] == ["ptq, mse + analytic-bias + bias"]
     assert outcome["options"] == {}
     assert not (trained / "search").exists()
     torch.testing.assert_close(
@@ -105,11 +105,11 @@ def test_the_command_line_exits_with_3_and_tells_all(trained: Path, capsys: pyte
 def test_mixed_precision_passes_the_gates(trained: Path) -> None:
     """The contract is set where leaving units in float is what keeps it."""
     with pytest.raises(ContractError) as caught:
-        qtool.quantize(trained, max_kl=1e-9, method="ptq", **OPTIONS)
+        qtool.quantize(trained, max_kl=1e-9, method="ptq", algorithms=["analytic-bias"], **OPTIONS)
     kl = {t["name"]: t["criteria"][0] for t in caught.value.details["trials"]}
     best = min(entry["value"] for name, entry in kl.items() if "float" not in name)
     limit = (min(entry["ci95"][1] for entry in kl.values()) + best) / 2
-    qtool.quantize(trained, max_kl=limit, method="ptq", **OPTIONS)
+    qtool.quantize(trained, max_kl=limit, method="ptq", algorithms=["analytic-bias"], **OPTIONS)
     result = read_result(trained, "quantize")
     assert "in float" in result["contract"]["chosen"]
     floats = [unit["name"] for unit in result["plan"]["units"] if unit["reason"] == "left in float by an override"]
@@ -127,7 +127,7 @@ def test_training_is_the_last_resort(trained: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(search, "RUNGS", (search.as_asked, search.training))
     with pytest.raises(ContractError) as caught:
         qtool.quantize(trained, max_kl=1e-9, epochs=1, batch_size=16, **OPTIONS)
-    assert [trial["name"] for trial in caught.value.details["trials"]] == ["ptq, mse + analytic-bias", "qat"]
+    assert [trial["name"] for trial in caught.value.details["trials"]] == ["ptq, mse + analytic-bias + bias", "qat"]
 
 
 def test_a_model_that_equals_an_earlier_one_is_not_judged_again(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:

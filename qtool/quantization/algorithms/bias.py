@@ -9,8 +9,11 @@ over all samples and positions (Nagel et al., arXiv 1906.04721, the empirical fo
 corrected already: corrected all at once, each layer would also remove the shifts that those before it no longer make,
 and the result diverges.
 
-The cost is one float pass for the first mean and one walk through the quantized graph. The second mean needs no
-convolution of its own: a layer is linear, so the mean of its outputs is its output for the mean of its inputs.
+The cost is one float pass for the first mean and one walk through the quantized graph, both over ``SAMPLES`` samples at
+most. Both means are of the same samples, so that what differs between samples drops out of their difference and few
+tell it: of 512, a ResNet-20 came to 37.9, 38.5, 38.7, 38.7 and 38.6 dB at its logits with 32, 64, 128, 256 and all. The
+second mean needs no convolution of its own: a layer is linear, so the mean of its outputs is its output for the mean of
+its inputs.
 
 Left out on purpose: the analytic form, which needs Gaussian inputs, and biases after an activation (a layer's own bias
 is all that an integer kernel adds).
@@ -25,10 +28,13 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
-from qtool.nested import call
+from qtool.nested import thinned
 from qtool.quantization.algorithms.subject import Declined, Subject
-from qtool.quantization.algorithms.walk import Segment, Walk, execute
+from qtool.quantization.algorithms.walk import Segment, Walk, execute, interpret
 from qtool.quantization.capture import aten, parameter, set_parameter
+
+SAMPLES = 128
+"""How many samples the means are taken over, where there are so many."""
 
 
 def correct_biases(subject: Subject) -> None:
@@ -36,8 +42,11 @@ def correct_biases(subject: Subject) -> None:
     anchors = subject.anchors()
     if not anchors:
         raise Declined("no convolution or linear layer is integer")
-    wanted = mean_outputs(subject.reference, set(anchors.values()), subject.batches)
-    with Walk(subject.graph, subject.batches) as walk:
+    batches = list(thinned(subject.batches, SAMPLES))
+    if not batches:
+        raise Declined("no calibration samples")
+    wanted = mean_outputs(subject.reference, set(anchors.values()), batches)
+    with Walk(subject.graph, batches) as walk:
         for segment in walk.segments:
             for node in segment.nodes:
                 if node in anchors:
@@ -90,7 +99,7 @@ def mean_outputs(graph: GraphModule, nodes: Iterable[Node], batches: Iterable[An
     means = {node: _Mean(channel_axis(node)) for node in nodes}
     watch = _Watch(graph, means)
     for batch in batches:
-        call(watch.run, batch)
+        interpret(watch, batch)
     return {node: mean.value() for node, mean in means.items()}
 
 

@@ -33,15 +33,18 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
-from qtool.nested import call
+from qtool.nested import thinned
 from qtool.quantization.algorithms.absorb import shift, shifts
 from qtool.quantization.algorithms.streams import ANCHORS, Stream, find_streams, per_input, towards_inputs
 from qtool.quantization.algorithms.subject import Declined, Subject
 from qtool.quantization.algorithms.verify import Samples, parted
+from qtool.quantization.algorithms.walk import interpret
 from qtool.quantization.capture import aten, parameter, set_parameter
 from qtool.quantization.norms import NORMAL
 from qtool.quantization.residence import device_of
 
+SAMPLES = 256
+"""How many samples the channels are observed on, where there are so many."""
 ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0)
 MOST = 256.0
 """The greatest factor, either way: a channel that is hardly used stays nearly so."""
@@ -64,9 +67,10 @@ def equalize(subject: Subject) -> None:
         subject.note(f"equalize: {count} of {len(streams)} paths left as they are: {reason}")
     if not fit:
         raise Declined("no path of channels can be rescaled")
-    seen = observe(subject.graph, fit, parted(subject.batches, held=False))
+    batches = list(thinned(subject.batches, SAMPLES))
+    seen = observe(subject.graph, fit, parted(batches, held=False))
     gains = output_gains(subject.graph, streams)
-    samples = Samples(subject.graph, fit, subject.batches)
+    samples = Samples(subject.graph, fit, batches)
     changed = moved = worse = 0
     for stream in fit:
         by, scales, better = _best_change(subject, stream, seen, gains, samples)
@@ -184,7 +188,7 @@ def observe(graph: GraphModule, streams: list[Stream], batches: Iterable[Any]) -
     axes = {value: channel_axis(stream) for stream in streams for value in stream.values}
     watch = _Observe(graph, axes)
     for batch in batches:
-        call(watch.run, batch)
+        interpret(watch, batch)
     if not watch.seen:
         raise Declined("no calibration data")
     return {node: seen.averaged() for node, seen in watch.seen.items()}
@@ -214,6 +218,34 @@ def output_gains(graph: GraphModule, streams: list[Stream]) -> dict[Node, Tensor
     return gains
 
 
+@dataclass
+class _Reader:
+    """What J needs of one reader: the largest weight of each pair of channels, and gained squares of each input's."""
+
+    node: Node
+    largest: Tensor
+    squares: Tensor
+    signal: Tensor
+    gains: Tensor
+
+    @classmethod
+    def of(cls, graph: GraphModule, node: Node, seen: dict[Node, Seen], gains: Tensor) -> _Reader:
+        """From the reader's weight, the value that it reads and the gains of its outputs."""
+        weight, source = parameter(graph, node.args[1]), node.args[0]
+        assert weight is not None
+        assert isinstance(source, Node)
+        taps = weight[0, 0].numel()
+        largest = weight.abs().flatten(2).amax(2) if weight.dim() > 2 else weight.abs()
+        return cls(node, largest, towards_inputs(weight, node, gains), seen[source].square * taps, gains)
+
+    def noise(self, scales: Tensor, activation: Tensor) -> Tensor:
+        """The gained noise of its outputs; ``activation`` is that of each value that it reads."""
+        ends = (self.largest / per_input(self.largest, self.node, scales)).amax(1) / 127
+        signal = per_input(self.largest, self.node, self.signal * scales.square()).sum(1)
+        weights = _NOISE * (self.gains * ends.square() * signal).sum()
+        return activation * (self.squares / scales.square()).sum() + weights
+
+
 class NoiseModel:
     """J of one stream as a function of its channel scales; see the module's text."""
 
@@ -223,12 +255,7 @@ class NoiseModel:
     ) -> None:  # fmt: skip
         self.lows = torch.stack([seen[value].low for value in quantized]).clamp(max=0.0)
         self.highs = torch.stack([seen[value].high for value in quantized]).clamp(min=0.0)
-        self.readers = []
-        for node in dict.fromkeys(stream.consumers):
-            weight, source = parameter(graph, node.args[1]), node.args[0]
-            assert weight is not None
-            assert isinstance(source, Node)
-            self.readers.append((node, weight, seen[source].square, gains[node]))
+        self.readers = [_Reader.of(graph, node, seen, gains[node]) for node in dict.fromkeys(stream.consumers)]
         self.limit = self._limit(stream, seen)
 
     @staticmethod
@@ -238,24 +265,17 @@ class NoiseModel:
         low = torch.full_like(some, 1 / MOST)
         high = torch.full_like(some, MOST)
         for node, cap in stream.caps.items():
-            reach = seen[node.args[0]].reach()  # type: ignore[index]
-            clipped = reach >= cap
-            low[clipped] = high[clipped] = 1.0
-            high = torch.where(clipped, high, torch.minimum(high, cap / reach.clamp(min=cap / MOST)))
+            value = seen[node.args[0]]  # type: ignore[index]
+            low = torch.where(value.highest >= cap, 1.0, low)  # else nothing is clipped that scaling down would let by
+            room = (cap / value.reach().clamp(min=cap / MOST)).clamp(min=1.0)
+            high = torch.minimum(high, torch.where(value.highest >= cap, 1.0, room))
         return torch.minimum(low, high), high
 
     def __call__(self, scales: Tensor) -> Tensor:
         """The expected noise of the readers' outputs, weighed by gain."""
         steps = ((self.highs * scales).amax(1) - (self.lows * scales).amin(1)) / 255
         activation = _NOISE * steps.square().sum()
-        total = torch.zeros(())
-        for node, weight, square, gains in self.readers:
-            scaled = weight / per_input(weight, node, scales)
-            rows = scaled.flatten(1)
-            signal = per_input(weight, node, square * scales.square()).expand_as(weight).flatten(1).sum(1)
-            weight_noise = _NOISE * (rows.abs().amax(1) / 127).square() * signal
-            total = total + (gains * (activation * rows.square().sum(1) + weight_noise)).sum()
-        return total
+        return torch.stack([reader.noise(scales, activation) for reader in self.readers]).sum()
 
     def best(self) -> Tensor:
         """The scales of least noise that were found; all 1 where nothing is better."""

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
-from qtool.nested import call, num_samples, tensors
+from qtool.nested import num_samples, tensors
+from qtool.quantization.algorithms.walk import interpret
 
 SAMPLES = 128
 
@@ -49,7 +50,7 @@ def importance(graph: GraphModule, axes: Mapping[Node, int], batches: Iterable[A
     seen = 0
     for batch in batches:
         tapped = _Tapped(graph, axes)
-        results = [value for value in tensors(call(tapped.run, batch)) if value.requires_grad]
+        results = [value for value in tensors(interpret(tapped, batch)) if value.requires_grad]
         draw = torch.Generator().manual_seed(seen)
         signs = [(torch.rand(value.shape, generator=draw) < 0.5).to(value) * 2 - 1 for value in results]
         values = list(tapped.values.values())

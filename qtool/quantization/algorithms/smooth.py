@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
-from qtool.nested import call
 from qtool.quantization.algorithms.streams import unfit
 from qtool.quantization.algorithms.subject import Declined, Subject
+from qtool.quantization.algorithms.walk import interpret
 from qtool.quantization.capture import aten, parameter, set_parameter
 
 ALPHAS = (0.25, 0.4, 0.5, 0.6, 0.75, 0.9)
@@ -136,7 +136,7 @@ class _Observe(Interpreter):
 def _observe(subject: Subject, places: list[Place]) -> None:
     watch = _Observe(subject.graph, places)
     for batch in subject.batches:
-        call(watch.run, batch)
+        interpret(watch, batch)
         watch.count += 1
     if not watch.count:
         raise Declined("no calibration data")

@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
-from qtool.nested import call, num_samples, samples_of
+from qtool.nested import num_samples, samples_of
 from qtool.quantization.algorithms.streams import Stream, pads_zeros, per_input
+from qtool.quantization.algorithms.walk import interpret
 from qtool.quantization.capture import aten, parameter
 from qtool.quantization.placement import clip_limits
 from qtool.quantization.targets import RELU_LIKE
@@ -57,7 +58,7 @@ class Samples:
         watch = _Keep(graph, {_kept(reader.args[0]) for stream in streams for reader in stream.consumers})
         left = SAMPLES
         for batch in parted(batches, held=True):
-            call(watch.run, samples_of(batch, 0, min(left, num_samples(batch))))
+            interpret(watch, samples_of(batch, 0, min(left, num_samples(batch))))
             left -= num_samples(batch)
             if left <= 0:
                 break

@@ -22,7 +22,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node, map_arg
+from torch.fx import GraphModule, Interpreter, Node, map_arg
 
 from qtool.errors import QtoolError
 from qtool.form import quantized
@@ -268,6 +268,12 @@ def _mean_of_integers(x: Tensor) -> Tensor:
     if x.device.type != "cpu" or x.dtype != torch.uint8 or len(x) > 256:
         return x.sum(0, dtype=torch.int32)[None] / len(x)
     return torch.from_numpy(x.numpy().sum(0, dtype=np.uint16).astype(np.float32))[None] / len(x)
+
+
+def interpret(interpreter: Interpreter, batch: Any) -> Any:
+    """What an interpreter makes of a batch, whether its inputs are given by name or by place."""
+    names = [node for node in interpreter.module.graph.nodes if node.op == "placeholder"]  # type: ignore[union-attr]
+    return interpreter.run(*arranged(batch, names))
 
 
 def arranged(batch: Any, names: list[Node]) -> list[Any]:
