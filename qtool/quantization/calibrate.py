@@ -64,7 +64,7 @@ def choose_ranges(observers: Mapping[str, RangeObserver], config: QuantizeConfig
 def restore_ranges(observers: Mapping[str, RangeObserver], ranges: Mapping[str, Any], where: str) -> None:
     """Gives every observer the range saved under its name. Raises QtoolError when one is missing."""
     for name, observer in observers.items():
-        if name not in ranges:
+        if "low" not in ranges.get(name, ()):
             raise QtoolError(
                 where, f"a range for '{name}'", f"ranges for {len(ranges)} other tensors",
                 "use the ranges of the same model and target",

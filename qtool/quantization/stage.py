@@ -268,7 +268,10 @@ def read_ranges(path: Path) -> Mapping[str, Any]:
     """Reads a ``ranges.json``. Raises QtoolError when it is missing or is not one."""
     try:
         ranges = json.loads(path.read_text(encoding="utf-8"))
-        if not all(isinstance(entry, Mapping) and {"low", "high"} <= set(entry) for entry in ranges.values()):
+        if not all(
+            isinstance(entry, Mapping) and ({"low", "high"} <= set(entry) or "bias" in entry)
+            for entry in ranges.values()
+        ):
             raise ValueError("an entry without low and high")
     except (OSError, ValueError, AttributeError, TypeError) as error:
         raise QtoolError(f"'{path}'", "the ranges.json of a quantize run", str(error), "check the path") from error

@@ -84,7 +84,8 @@ def test_the_plan_the_ranges_and_the_notes() -> None:
         "analytic-bias: corrected in 1 layers; 2 have no batch-norm before them",
         "bias: corrected in 3 layers",
     )
-    assert set(form.ranges) == {"x", "conv", "second", "add", "mean"}
+    assert set(form.ranges) == {"x", "conv", "second", "add", "mean", "head"}
+    assert set(form.ranges["head"]) == {"bias", "weight"}  # it has no range, its result is float
     assert form.plan.target == "ort-cpu"
 
 
@@ -106,16 +107,23 @@ def test_the_model_keeps_its_mode_and_statistics() -> None:
 @pytest.mark.parametrize("method", RANGES)
 @pytest.mark.parametrize("engine", ["pt2e", "torch.ao"])
 def test_saved_ranges_repeat_a_quantization_without_data(method: str, engine: str, tmp_path: Path) -> None:
-    given = QuantizeConfig(ranges=method, engine=engine, algorithms=("analytic-bias",))
+    given = QuantizeConfig(ranges=method, engine=engine)
     form = made(net(), given)
     path = tmp_path / "ranges.json"
     path.write_text(json.dumps(form.ranges))
     again = quantize(net(), dataclasses.replace(given, ranges_from=str(path)), example=X)
     assert torch.equal(again(X), form(X))
     assert again.ranges == json.loads(path.read_text())
-    default = quantize(net(), QuantizeConfig(engine=engine, ranges=method, ranges_from=str(path)), example=X)
-    assert torch.equal(default(X), form(X))
-    assert "bias declined: no calibration samples" in default.plan.notes
+    assert "bias: as saved with the ranges in 3 layers" in again.plan.notes
+
+
+def test_saved_biases_are_not_taken_for_other_weights(tmp_path: Path) -> None:
+    path = tmp_path / "ranges.json"
+    path.write_text(json.dumps(made(net()).ranges))
+    config = QuantizeConfig(weight_bits=7, ranges_from=str(path))
+    assert "bias declined: no calibration samples" in quantize(net(), config, example=X).plan.notes
+    notes = quantize(net(), config, example=X, calibration=[X]).plan.notes
+    assert "bias: corrected in 3 layers" in notes
 
 
 def test_ranges_of_another_model_are_refused(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from qtool.quantization.norms import convolve_norms
 from qtool.quantization.placement import Placement
 from qtool.quantization.stage import float_form, quantize
 from qtool.quantization.targets import ORT_CPU
-from qtool.recipe import QuantizeConfig
+from qtool.recipe import ENGINES, QuantizeConfig
 
 BUILT_INS = {"resnet": resnet, "mobilenet": mobilenet}
 
@@ -137,8 +137,12 @@ def test_saved_ranges_of_one_engine_serve_the_other(tmp_path: Path) -> None:
     model = built_in("resnet")
     first = quantize(model, QuantizeConfig(), example=images(2), calibration=[images(16)])
     (tmp_path / "ranges.json").write_text(json.dumps(first.ranges))
-    config = QuantizeConfig(engine="torch.ao", ranges_from=str(tmp_path / "ranges.json"))
-    assert_same(first, quantize(model, config, example=images(2)), images(8, seed=1))
+    again = [
+        quantize(model, QuantizeConfig(engine=engine, ranges_from=str(tmp_path / "ranges.json")), example=images(2))
+        for engine in ENGINES
+    ]
+    assert_same(*again, images(8, seed=1))
+    assert torch.equal(first(images(8, seed=1)), again[1](images(8, seed=1)))
 
 
 def prepared(model: nn.Module, *, train: bool) -> GraphModule:
