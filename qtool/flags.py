@@ -144,8 +144,17 @@ def _merged(value: Any) -> Any:
     if None in value:
         return None
     if isinstance(value[0], Mapping):
-        return {key: item for table in value for key, item in table.items()}
+        return _united(value)
     return tuple(item for part in value for item in part)
+
+
+def _united(tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One table of several. Raises UsageError for a key with two values: the order of keys is that they came in."""
+    found: dict[str, Any] = {}
+    for key, item in (pair for table in tables for pair in table.items()):
+        if found.setdefault(key, item) != item:
+            raise UsageError("PATTERN=VALUE", f"one value for '{key}'", f"{found[key]} and {item}", "leave one out")
+    return found
 
 
 class Command(click.Command):

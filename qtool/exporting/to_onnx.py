@@ -118,9 +118,16 @@ def _translate(graph: GraphModule, example: Any, opset: int) -> tuple[ir.Model, 
         raise _untranslated(program, error) from error
     assert exported is not None
     assert exported.exported_program is not None
+    _require_opset(exported.model, opset)
     _restore_inputs(exported.model, {str(name) for name in program.graph_signature.user_inputs})
     labelled = (node for node in exported.exported_program.graph.nodes if "unit" in (node.meta.get("custom") or {}))
     return exported.model, {node.name: unit_of(node) for node in labelled}
+
+
+def _require_opset(model: ir.Model, opset: int) -> None:
+    """Raises QtoolError where torch left the model in another opset: it converts from its own as far as it can."""
+    if (found := model.opset_imports.get("")) != opset:
+        raise QtoolError("--opset", str(opset), f"a model that torch could only write in opset {found}", "leave it out")
 
 
 def _exported(program: torch.export.ExportedProgram, opset: int) -> Any:

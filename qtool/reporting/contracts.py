@@ -112,5 +112,6 @@ def gate_verdict(gate: Mapping[str, Any]) -> str:
     >>> gate_verdict({"passed": None, "details": {"beyond": {"add": 7e4}}})
     'told'
     """
-    judged = {True: "passed", False: "failed"}.get(gate.get("passed"))
-    return judged or ("told" if any((gate.get("details") or {}).values()) else "not run")
+    if (passed := gate.get("passed")) is None:
+        return "told" if any((gate.get("details") or {}).values()) else "not run"
+    return "passed" if passed else "failed"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from qtool.artifacts import STAGES, has_result, output_path, read_result, staging, superseded, write_result
-from qtool.errors import QtoolError
+from qtool.errors import QtoolError, UsageError
 from qtool.given import pairs_of
 from qtool.recipe import BenchmarkConfig, as_dict
 from qtool.source import UNIDENTIFIED, open_data, recall_source, require_run_directory
@@ -40,6 +40,11 @@ def benchmark(
         found = stage.benchmark(files, config, batches=_test_batches(open_data(data, 0)), progress=teller(progress))
         _require(found, config)
         return found
+    if "bf16" in config.variants and not config.provider.startswith("torch"):
+        raise UsageError(
+            "--variants bf16", "--provider torch, which computes in bfloat16", f"--provider {config.provider}",
+            "measure it there: no such ONNX file is exported",
+        )  # fmt: skip
     made = "quantize" if config.provider.startswith("torch") else "export"
     run = require_run_directory(Path(what), made)
     outputs = {name: _output(name, made) for name in config.variants}

@@ -450,3 +450,10 @@ def test_any_net_goes_through_quantize_and_export_and_passes_the_gates(
         assert got.shape == tuple(real.shape)
         noise = float((real - simulated).norm())
         assert float((real - torch.from_numpy(got)).norm()) < 1.3 * noise + 0.02 * float(real.norm())
+
+
+def test_an_opset_that_torch_cannot_write_is_refused_and_not_replaced() -> None:
+    form = made(Net())
+    assert quantized_to_onnx(form, 17).opset_imports[""] == 17
+    with pytest.raises(QtoolError, match="--opset: expected 99; got a model that torch could only write in opset"):
+        quantized_to_onnx(form, 99)
