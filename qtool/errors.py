@@ -67,7 +67,7 @@ def nearest(name: str, names: Iterable[str]) -> str:
     >>> nearest("lr", ["learning_rate", "lora"])
     "did you mean 'learning_rate'?"
     """
-    known = sorted(names)
+    known = sorted(set(names))
     meant = [other for other in known if "".join(word[:1] for word in re.split("[-_]", other.lstrip("-"))) == name]
     close = meant or difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     if close:
