@@ -1,8 +1,9 @@
 """The size gate: the file's tensors take the bytes that the plan predicts.
 
 The prediction is arithmetic over the quantized graph: each constant in the type it is stored in there, zero
-points in a byte. A weight that the exporter kept in float, or stored twice, shows at once. What the file
-spends on nodes and names is reported beside it.
+points in a byte. Integers of 64 bits are positions and sizes, of which an exporter may need more: they do not count.
+A weight that the exporter kept in float, or stored twice, shows at once. What the file spends on nodes and names is
+reported beside it.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ def predicted_bytes(quantized: QuantizedModel) -> int:
 
 
 def _as_stored(name: str, tensor: Tensor) -> Tensor | None:
-    """A constant as the file has it; None for zero points that it leaves out."""
+    """A constant as the file has it; None for zero points that it leaves out, and for positions."""
     if "zero_point" not in name:
-        return tensor
+        return None if tensor.dtype is torch.int64 else tensor
     return None if "bias" in name or "table" in name else tensor.to(torch.int8)
 
 
@@ -71,5 +72,7 @@ def size(quantized: QuantizedModel, path: Path) -> Gate:
 
 
 def _bytes(tensor: onnx.TensorProto) -> int:
+    if tensor.data_type == onnx.TensorProto.INT64:
+        return 0
     array = onnx.numpy_helper.to_array(tensor)
     return (array.size + 1) // 2 if tensor.data_type == onnx.TensorProto.INT4 else int(array.nbytes)

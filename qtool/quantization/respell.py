@@ -13,6 +13,7 @@ what models write                                         what patterns look for
 ``x * sigmoid(x)``, ``x * hardsigmoid(x)``                ``silu(x)``, ``hardswish(x)``
 ``padding="same"``                                        numbers, behind a padding where they are not symmetric
 a row pooled to one cell                                  a mean
+pooled to as many cells as divide the size; as it has     ``avg_pool``; nothing
 attention without an axis for heads                       attention with one head
 ``.float()`` of what is float32                           nothing
 ========================================================  ==========================================
@@ -69,9 +70,23 @@ def _spell_clamp(node: Node) -> None:
         node.target, node.args = aten.relu.default, node.args[:1]
 
 
-def _spell_row_pool(node: Node) -> None:
-    if node.args[1] in ([1], (1,)):
-        node.target, node.args = aten.mean.dim, (node.args[0], [2], True)
+def _spell_adaptive_pool(node: Node) -> None:
+    """A pool to sizes that divide the input's has windows of one size; to the input's own, it does nothing."""
+    source = node.args[0]
+    assert isinstance(source, Node)
+    before, after = source.meta["val"].shape, node.meta["val"].shape
+    rank = 1 if node.target is aten.adaptive_avg_pool1d.default else 2
+    sizes = list(zip(before[-rank:], after[-rank:], strict=True))
+    if all(cells == 1 for _, cells in sizes):
+        if rank == 1:
+            node.target, node.args = aten.mean.dim, (source, [2], True)
+    elif all(size == cells for size, cells in sizes):
+        node.replace_all_uses_with(source)
+        node.graph.erase_node(node)
+    elif all(isinstance(size, int) and size % cells == 0 for size, cells in sizes):
+        windows = [size // cells for size, cells in sizes]
+        node.target = (aten.avg_pool1d.default, aten.avg_pool2d.default)[rank - 1]
+        node.args = (source, windows, windows)
 
 
 def _spell_reshape(node: Node) -> None:
@@ -247,7 +262,8 @@ _RULES: dict[Any, Callable[[Node], None]] = {
     **dict.fromkeys(_TURNS, _spell_turn),
     **dict.fromkeys(_CONVERSIONS, _spell_conversion),
     **dict.fromkeys(_PADDED, _spell_padding),
-    aten.adaptive_avg_pool1d.default: _spell_row_pool,
+    aten.adaptive_avg_pool1d.default: _spell_adaptive_pool,
+    aten.adaptive_avg_pool2d.default: _spell_adaptive_pool,
     aten.expand_as.default: _spell_expand,
     aten.narrow.default: _spell_narrow,
     operator.getitem: _spell_part,

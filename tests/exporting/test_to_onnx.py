@@ -457,3 +457,12 @@ def test_an_opset_that_torch_cannot_write_is_refused_and_not_replaced() -> None:
     assert quantized_to_onnx(form, 20).opset_imports[""] == 20
     with pytest.raises(QtoolError, match="--opset: expected 99; got a model that torch could only write in opset"):
         quantized_to_onnx(form, 99)
+
+
+def test_an_uneven_pool_is_exported_with_the_positions_that_it_needs(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    pool = nn.AdaptiveAvgPool2d(7)
+    net = nn.Sequential(nn.Conv2d(3, 32, 3), nn.ReLU(), pool, nn.Flatten(), nn.Linear(32 * 49, 10)).eval()
+    x = torch.randn(8, 3, 20, 20)
+    result = export(made(net, x), tmp_path, ExportConfig(), samples=[x])
+    assert {gate["name"]: gate["passed"] for gate in result.gates}["size"] is True

@@ -125,7 +125,8 @@ POOLS: dict[str, tuple[Callable[[Tensor], Tensor], tuple[str, bool]]] = {
     "mean from behind": (lambda y: y.mean((-1, -2), keepdim=True), ("global_avg_pool", True)),
     "mean of rows": (lambda y: y.mean(3), ("mean", False)),
     "mean of channels": (lambda y: y.mean((1, 2, 3)), ("mean", False)),
-    "adaptive 2": (lambda y: F.adaptive_avg_pool2d(y, 2), ("adaptive_avg_pool2d", False)),
+    "adaptive, even": (lambda y: F.adaptive_avg_pool2d(y, 2), ("avg_pool", True)),
+    "adaptive, uneven": (lambda y: F.adaptive_avg_pool2d(y, 5), ("adaptive_avg_pool2d", False)),
     "average": (lambda y: F.avg_pool2d(y, 2), ("avg_pool", True)),
     "max": (lambda y: F.max_pool2d(y, 3, 2, 1), ("max_pool", True)),
 }
