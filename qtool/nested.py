@@ -56,11 +56,26 @@ def samples_of(value: Any, start: int, stop: int) -> Any:
     return map_tensors(lambda tensor: tensor[start:stop] if tensor.dim() else tensor, value)
 
 
-def thinned(batches: Iterable[Any], most: int) -> Iterator[Any]:
-    """About ``most`` samples of batches that can be gone through twice: the same share of each, one at least."""
-    total = sum(num_samples(batch) for batch in batches)
+def thinned(batches: Iterable[Any], most: int) -> list[Any]:
+    """``most`` samples, or down to half as many of more, the same share of each batch; these are gone through once."""
+    kept: list[tuple[int, int, Any]] = []
+    total, step = 0, 1
     for batch in batches:
-        yield samples_of(batch, 0, -(-num_samples(batch) * most // max(total, most)))
+        size = num_samples(batch)
+        kept += _shares([(total, size, batch)], step)
+        total += size
+        while total > most * step:
+            step *= 2
+            kept = list(_shares(kept, step))
+    return [batch for _, _, batch in kept]
+
+
+def _shares(batches: Iterable[tuple[int, int, Any]], step: int) -> Iterator[tuple[int, int, Any]]:
+    """As many first samples of each batch, behind its place among all and its size, as every ``step``-th would be."""
+    for start, size, batch in batches:
+        count = -(-(start + size) // step) + (-start // step)
+        if count:
+            yield start, size, samples_of(batch, 0, count)
 
 
 def micro_batches(value: Any, size: int) -> Iterator[Any]:

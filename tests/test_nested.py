@@ -1,5 +1,7 @@
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from qtool.nested import call, map_tensors, num_samples, split, tensors, thinned, to_float32
 
@@ -49,6 +51,20 @@ def test_call_spreads_arguments():
 
 def test_thinned_takes_the_same_share_of_each_batch() -> None:
     batches = [torch.arange(24), torch.arange(100, 108), torch.arange(200, 201)]
-    assert [len(batch) for batch in thinned(batches, 11)] == [8, 3, 1]
+    assert [batch.tolist() for batch in thinned(iter(batches), 11)] == [[*range(6)], [100, 101], [200]]
     assert [batch.tolist() for batch in thinned(batches, 99)] == [batch.tolist() for batch in batches]
-    assert list(thinned([], 4)) == []
+    assert thinned([], 4) == []
+
+
+@given(sizes=st.lists(st.integers(1, 40), max_size=60), most=st.integers(1, 64))
+def test_thinned_takes_nearly_as_many_as_are_asked_for_from_everywhere(sizes: list[int], most: int) -> None:
+    total = sum(sizes)
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    numbers = [torch.arange(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+    taken = torch.cat([*thinned(iter(numbers), most), torch.zeros(0, dtype=torch.long)])
+    assert len(taken) <= min(most, total)
+    if total <= most:
+        assert taken.tolist() == list(range(total))
+    else:
+        assert len(taken) >= most / 2
+        assert taken.unique().tolist() == taken.tolist()

@@ -49,7 +49,7 @@ def correct_biases(subject: Subject) -> None:
     if subject.config.ranges_from is not None and _restored(subject, list(anchors)):
         subject.note(f"bias: as saved with the ranges in {len(anchors)} layers")
         return
-    batches = list(thinned(subject.batches, SAMPLES))
+    batches = thinned(subject.batches, SAMPLES)
     if not batches:
         raise Declined("no calibration samples")
     wanted = mean_outputs(subject.reference, set(anchors.values()), batches)

@@ -67,7 +67,7 @@ def equalize(subject: Subject) -> None:
         subject.note(f"equalize: {count} of {len(streams)} paths left as they are: {reason}")
     if not fit:
         raise Declined("no path of channels can be rescaled")
-    batches = list(thinned(subject.batches, SAMPLES))
+    batches = thinned(subject.batches, SAMPLES)
     seen = observe(subject.graph, fit, parted(batches, held=False))
     gains = output_gains(subject.graph, streams)
     samples = Samples(subject.graph, fit, batches)
