@@ -348,7 +348,7 @@ def test_by_default_eight_bits_do_not_drift(step_size: str, trained: nn.Module) 
     """Trained on batches of 32 it stays as close to the float model as without training; live statistics move it."""
     with torch.no_grad():
         wanted = trained(TEST)
-    before = quantize(trained, QuantizeConfig(), example=TRAIN[:2], calibration=[TRAIN])
+    before = quantize(trained, QuantizeConfig(algorithms=None), example=TRAIN[:2], calibration=[TRAIN])
     options = {"epochs": 4, "batch_size": 32, "device": "cpu", "step_size": step_size}
     after, moved = (
         qat(trained, "pt2e", QatConfig(**options, freeze_bn=share).settled(8))  # type: ignore[arg-type]
