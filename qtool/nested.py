@@ -74,8 +74,9 @@ def _shares(batches: Iterable[tuple[int, int, Any]], step: int) -> Iterator[tupl
     """As many first samples of each batch, behind its place among all and its size, as every ``step``-th would be."""
     for start, size, batch in batches:
         count = -(-(start + size) // step) + (-start // step)
-        if count:
-            yield start, size, samples_of(batch, 0, count)
+        if count:  # a part that were a view would keep the whole
+            part = batch if count >= num_samples(batch) else map_tensors(torch.clone, samples_of(batch, 0, count))
+            yield start, size, part
 
 
 def micro_batches(value: Any, size: int) -> Iterator[Any]:

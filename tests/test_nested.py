@@ -54,6 +54,7 @@ def test_thinned_takes_the_same_share_of_each_batch() -> None:
     assert [batch.tolist() for batch in thinned(iter(batches), 11)] == [[*range(6)], [100, 101], [200]]
     assert [batch.tolist() for batch in thinned(batches, 99)] == [batch.tolist() for batch in batches]
     assert thinned([], 4) == []
+    assert [part.untyped_storage().nbytes() for part in thinned(batches, 11)] == [48, 16, 8]
 
 
 @given(sizes=st.lists(st.integers(1, 40), max_size=60), most=st.integers(1, 64))
