@@ -30,18 +30,18 @@ def conv_bn(inputs: int, outputs: int, kernel: int, stride: int = 1, groups: int
 
 
 class Bottleneck(nn.Module):
-    """ResNet's 1×1, 3×3, 1×1 block with a projection where shapes change."""
+    """ResNet's 1×1, 3×3, 1×1 block with a projection where shapes change; ResNeXt's with groups."""
 
-    def __init__(self, inputs: int, width: int, stride: int) -> None:
+    def __init__(self, inputs: int, width: int, stride: int, outputs: int, groups: int = 1) -> None:
         super().__init__()
         self.body = nn.Sequential(
             conv_bn(inputs, width, 1),
             nn.ReLU(),
-            conv_bn(width, width, 3, stride),
+            conv_bn(width, width, 3, stride, groups),
             nn.ReLU(),
-            conv_bn(width, width * 4, 1),
+            conv_bn(width, outputs, 1),
         )
-        self.project = conv_bn(inputs, width * 4, 1, stride) if stride > 1 or inputs != width * 4 else nn.Identity()
+        self.project = conv_bn(inputs, outputs, 1, stride) if stride > 1 or inputs != outputs else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.relu(self.body(x) + self.project(x))
@@ -68,15 +68,22 @@ def pooled_classifier(features: int, classes: int) -> list[nn.Module]:
     return [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(features, classes)]
 
 
-def resnet50(classes: int = 1000, blocks: tuple[int, ...] = (3, 4, 6, 3)) -> nn.Sequential:
+def resnet50(
+    classes: int = 1000, blocks: tuple[int, ...] = (3, 4, 6, 3), width: int = 64, groups: int = 1
+) -> nn.Sequential:
     """The ResNet-50 definition (He et al., arXiv:1512.03385, stride in the 3×3); 25.6 M parameters."""
     layers: list[nn.Module] = [conv_bn(3, 64, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
     inputs = 64
     for stage, count in enumerate(blocks):
         for i in range(count):
-            layers.append(Bottleneck(inputs, 64 << stage, 2 if i == 0 and stage else 1))
+            layers.append(Bottleneck(inputs, width << stage, 2 if i == 0 and stage else 1, 256 << stage, groups))
             inputs = 256 << stage
     return nn.Sequential(*layers, *pooled_classifier(inputs, classes))
+
+
+def resnext50() -> nn.Sequential:
+    """The ResNeXt-50 32×4d definition (Xie et al., arXiv:1611.05431); 25.0 M parameters."""
+    return resnet50(width=128, groups=32)
 
 
 MOBILENET = ((1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1))
