@@ -105,9 +105,9 @@ def small_resnet(classes: int = 10) -> nn.Sequential:
     return nn.Sequential(
         conv_bn(3, 16, 3),
         nn.ReLU(),
-        Bottleneck(16, 8, 1),
+        Bottleneck(16, 8, 1, 32),
         nn.MaxPool2d(2),
-        Bottleneck(32, 16, 2),
+        Bottleneck(32, 16, 2, 64),
         *pooled_classifier(64, classes),
     )
 
