@@ -56,18 +56,50 @@ def samples_of(value: Any, start: int, stop: int) -> Any:
     return map_tensors(lambda tensor: tensor[start:stop] if tensor.dim() else tensor, value)
 
 
-def thinned(batches: Iterable[Any], most: int) -> list[Any]:
-    """``most`` samples, or down to half as many of more, the same share of each batch; these are gone through once."""
-    kept: list[tuple[int, int, Any]] = []
-    total, step = 0, 1
-    for batch in batches:
+class Thinned:
+    """Some of the batches that are added: ``most`` samples, or down to half as many of more, the same share of each."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._total, self._step = most, 0, 1
+        self._kept: list[tuple[int, int, Any]] = []
+
+    def add(self, batch: Any) -> None:
+        """Adds a batch, behind those that were added before."""
         size = num_samples(batch)
-        kept += _shares([(total, size, batch)], step)
-        total += size
-        while total > most * step:
-            step *= 2
-            kept = list(_shares(kept, step))
-    return [batch for _, _, batch in kept]
+        self._kept += _shares([(self._total, size, batch)], self._step)
+        self._total += size
+        while self._total > self._most * self._step:
+            self._step *= 2
+            self._kept = list(_shares(self._kept, self._step))
+
+    @property
+    def batches(self) -> list[Any]:
+        """What is kept of each, in order."""
+        return [batch for _, _, batch in self._kept]
+
+
+def thinned(batches: Iterable[Any], most: int) -> list[Any]:
+    """What :class:`Thinned` keeps of batches, which are gone through once."""
+    kept = Thinned(most)
+    for batch in batches:
+        kept.add(batch)
+    return kept.batches
+
+
+class Once:
+    """Batches that can be gone through once; whoever asks again gets a share of them, ``most`` samples."""
+
+    def __init__(self, batches: Iterable[Any], most: int) -> None:
+        self._batches, self._kept, self._begun = batches, Thinned(most), False
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._begun:
+            yield from self._kept.batches
+            return
+        self._begun = True
+        for batch in self._batches:
+            self._kept.add(batch)
+            yield batch
 
 
 def _shares(batches: Iterable[tuple[int, int, Any]], step: int) -> Iterator[tuple[int, int, Any]]:

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qtool.nested import call, map_tensors, num_samples, split, tensors, thinned, to_float32
+from qtool.nested import Once, call, map_tensors, num_samples, split, tensors, thinned, to_float32
 
 
 def test_containers_keep_their_type():
@@ -55,6 +55,12 @@ def test_thinned_takes_the_same_share_of_each_batch() -> None:
     assert [batch.tolist() for batch in thinned(batches, 99)] == [batch.tolist() for batch in batches]
     assert thinned([], 4) == []
     assert [part.untyped_storage().nbytes() for part in thinned(batches, 11)] == [48, 16, 8]
+
+
+def test_what_can_be_gone_through_once_leaves_a_share() -> None:
+    once = Once(iter(torch.arange(40).split(4)), 10)
+    assert torch.cat(list(once)).tolist() == list(range(40))
+    assert [torch.cat(list(once)).tolist() for _ in range(2)] == [list(range(0, 40, 4))] * 2
 
 
 @given(sizes=st.lists(st.integers(1, 40), max_size=60), most=st.integers(1, 64))

@@ -21,9 +21,9 @@ from qtool.devices import resolve_device
 from qtool.errors import QtoolError, UsageError
 from qtool.form import QuantizedModel
 from qtool.models import check_finite
-from qtool.nested import call
+from qtool.nested import Once, call
 from qtool.quantization import pt2e
-from qtool.quantization.algorithms import ALGORITHMS, reads_data
+from qtool.quantization.algorithms import ALGORITHMS, samples_read
 from qtool.quantization.algorithms.passes import Passes
 from qtool.quantization.algorithms.subject import Report, silent
 from qtool.quantization.calibrate import calibrate, choose_ranges, restore_ranges
@@ -125,8 +125,8 @@ def convert(
             raise UsageError(
                 "--distill-features", "--engine pt2e", f"--engine {config.engine}", "leave one of them out"
             )
-    if (keep or reads_data(config.algorithms or ())) and iter(calibration) is calibration:
-        calibration = list(calibration)
+    if iter(calibration) is calibration:
+        calibration = _again(calibration, config, keep)
     float_graph = float_form(model, example)
     passes = Passes(config, calibration, keep=keep, report=report, scratch=scratch)
     prepared = _prepare(model, float_graph, config, example, passes)
@@ -139,6 +139,12 @@ def convert(
     graph = prepared.convert()
     notes = passes.correct(graph, prepared.placement, ranges)
     return Converted(graph, prepared.placement, float_graph, passes.reference, ranges, notes)
+
+
+def _again(calibration: Iterable[Any], config: QuantizeConfig, keep: bool) -> Iterable[Any]:
+    """Batches that can be gone through once, so that what reads them behind the calibration finds them, or enough."""
+    most = None if keep or config.mode == "qat" else samples_read(config.algorithms or ())
+    return list(calibration) if most is None else Once(calibration, most) if most else calibration
 
 
 def _first_ranges(model: nn.Module, config: QuantizeConfig, example: Any, calibration: Iterable[Any]) -> Any:

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from qtool.errors import UsageError, nearest
 from qtool.quantization.algorithms.adaround import adaround
 from qtool.quantization.algorithms.analytic import correct_biases_analytically
-from qtool.quantization.algorithms.bias import correct_biases
+from qtool.quantization.algorithms.bias import SAMPLES, correct_biases
 from qtool.quantization.algorithms.brecq import brecq
 from qtool.quantization.algorithms.equalize import equalize
 from qtool.quantization.algorithms.gptq import gptq
@@ -33,27 +33,27 @@ from qtool.quantization.algorithms.renorm import renormalize
 from qtool.quantization.algorithms.smooth import smooth
 from qtool.quantization.algorithms.subject import Declined, Subject
 
-__all__ = ["ALGORITHMS", "Algorithm", "Declined", "Subject", "check_names", "reads_data", "run_passes"]
+__all__ = ["ALGORITHMS", "Algorithm", "Declined", "Subject", "check_names", "run_passes", "samples_read"]
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """A pass, the moment it works at (``float`` or ``integer``), and whether it goes through the batches."""
+    """A pass, the moment it works at (``float`` or ``integer``), and how many samples it reads: None for all."""
 
     moment: str
     run: Callable[[Subject], None]
-    reads_data: bool = True
+    samples: int | None = None
 
 
 ALGORITHMS: dict[str, Algorithm] = {
     "smooth": Algorithm("float", smooth),
     "equalize": Algorithm("float", equalize),
-    "analytic-bias": Algorithm("integer", correct_biases_analytically, reads_data=False),
+    "analytic-bias": Algorithm("integer", correct_biases_analytically, samples=0),
     "gptq": Algorithm("integer", gptq),
     "adaround": Algorithm("integer", adaround),
     "brecq": Algorithm("integer", brecq),
     "renorm": Algorithm("integer", renormalize),
-    "bias": Algorithm("integer", correct_biases),
+    "bias": Algorithm("integer", correct_biases, samples=SAMPLES),
 }
 
 
@@ -64,10 +64,11 @@ def check_names(names: Iterable[str]) -> None:
             raise UsageError("algorithms", "a known algorithm", repr(name), nearest(name, ALGORITHMS))
 
 
-def reads_data(names: Iterable[str]) -> bool:
-    """Whether one of the algorithms goes through the calibration batches. Raises UsageError for an unknown one."""
+def samples_read(names: Iterable[str]) -> int | None:
+    """How many calibration samples the algorithms read, None for all. Raises UsageError for an unknown one."""
     check_names(asked := list(names))
-    return any(ALGORITHMS[name].reads_data for name in asked)
+    counts = [ALGORITHMS[name].samples for name in asked]
+    return None if None in counts else max((count for count in counts if count is not None), default=0)
 
 
 def run_passes(names: Iterable[str], moment: str, subject: Subject | None, reason: str = "") -> tuple[str, ...]:
