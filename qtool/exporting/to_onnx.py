@@ -26,7 +26,7 @@ import torch
 from torch.fx import GraphModule
 
 from qtool.artifacts import atomic_path
-from qtool.errors import QtoolError, one_line
+from qtool.errors import QtoolError, UsageError, one_line
 from qtool.exporting import onnx_file
 from qtool.exporting.exporter import quicker
 from qtool.exporting.passes import (
@@ -125,9 +125,11 @@ def _translate(graph: GraphModule, example: Any, opset: int) -> tuple[ir.Model, 
 
 
 def _require_opset(model: ir.Model, opset: int) -> None:
-    """Raises QtoolError where torch left the model in another opset: it converts from its own as far as it can."""
+    """Raises UsageError where torch left the model in another opset: it converts from its own as far as it can."""
     if (found := model.opset_imports.get("")) != opset:
-        raise QtoolError("--opset", str(opset), f"a model that torch could only write in opset {found}", "leave it out")
+        raise UsageError(
+            "--opset", "one that torch can write this model in", f"{opset}, and {found} from torch", "leave it out"
+        )
 
 
 def _exported(program: torch.export.ExportedProgram, opset: int) -> Any:

@@ -20,7 +20,7 @@ from qdq_files import has_vnni
 from torch import Tensor, nn
 
 import qtool.exporting.to_onnx as to_onnx
-from qtool.errors import QtoolError
+from qtool.errors import QtoolError, UsageError
 from qtool.exporting import parity
 from qtool.exporting.coverage import coverage
 from qtool.exporting.end_to_end import end_to_end
@@ -455,7 +455,7 @@ def test_any_net_goes_through_quantize_and_export_and_passes_the_gates(
 def test_an_opset_that_torch_cannot_write_is_refused_and_not_replaced() -> None:
     form = made(Net())
     assert quantized_to_onnx(form, 20).opset_imports[""] == 20
-    with pytest.raises(QtoolError, match="--opset: expected 99; got a model that torch could only write in opset"):
+    with pytest.raises(UsageError, match="--opset: expected one that torch can write this model in; got 99, and 18"):
         quantized_to_onnx(form, 99)
 
 
