@@ -9,7 +9,6 @@ FP16 is only storage there.
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,8 +26,8 @@ from qtool.exporting.gates import Gate
 from qtool.exporting.integer_reference import CONTROL_FLOW
 from qtool.exporting.parity import feeds_of
 from qtool.exporting.passes import turned_batches
+from qtool.exporting.simulation import interpret
 from qtool.exporting.to_onnx import save
-from qtool.form import arguments
 from qtool.runtimes import open_session
 
 LARGEST = float(np.finfo(np.float16).max)
@@ -119,13 +118,7 @@ class _Beyond(Interpreter):
 
     def __init__(self, graph: GraphModule) -> None:
         super().__init__(graph)
-        self.names = list(inspect.signature(graph.forward).parameters)  # in the order of the trace
         self.found: dict[str, float] = {}
-
-    def __call__(self, inputs: Any) -> None:
-        args, kwargs = arguments(inputs)
-        with torch.no_grad():
-            self.run(*args, *(kwargs[name] for name in self.names if name in kwargs))
 
     def run_node(self, n: Node) -> Any:
         """Runs one node; infinities and float32's own limits, which masks are made of, do not count."""
@@ -144,7 +137,7 @@ def beyond_half(graph: GraphModule, samples: Sequence[Any]) -> dict[str, float]:
     """The nodes of a float graph whose values half precision cannot hold on the samples, with the greatest of each."""
     watched = _Beyond(graph)
     for batch in samples:
-        watched(batch)
+        interpret(watched, batch)
     return watched.found
 
 

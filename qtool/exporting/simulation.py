@@ -38,7 +38,6 @@ class Simulation(Interpreter):
 
     def __init__(self, quantized: QuantizedModel) -> None:
         super().__init__(quantized.graph)
-        self.names = list(inspect.signature(quantized.graph.forward).parameters)  # in the order of the trace
         self.constants: dict[Node, Tensor] = {}
         for node in quantized.graph.graph.nodes:
             if node.target in DEQUANTIZE and all(operand.op == "get_attr" for operand in node.all_input_nodes):
@@ -49,9 +48,7 @@ class Simulation(Interpreter):
     def __call__(self, inputs: Any) -> Any:
         """The outputs for a batch. Raises QtoolError for inputs of another number, size or type than the graph's."""
         check_inputs(self.module, inputs, "inputs")  # type: ignore[arg-type]
-        args, kwargs = arguments(inputs)
-        with torch.no_grad():
-            return self.run(*args, *(kwargs[name] for name in self.names if name in kwargs))
+        return interpret(self, inputs)
 
     def run_node(self, n: Node) -> Any:
         """Runs one node: a constant is there already, and what is quantized or dequantized is so in place."""
@@ -62,6 +59,14 @@ class Simulation(Interpreter):
         if n.target is quantized_ops.dequantize_per_tensor.default and not n.kwargs:
             return dequantize(*self.fetch_args_kwargs_from_env(n)[0])
         return super().run_node(n)
+
+
+@torch.no_grad()
+def interpret(interpreter: Interpreter, inputs: Any) -> Any:
+    """What an interpreter makes of a batch, given by place or by name."""
+    args, kwargs = arguments(inputs)
+    names = inspect.signature(interpreter.module.forward).parameters  # in the order of the trace
+    return interpreter.run(*args, *(kwargs[name] for name in names if name in kwargs))
 
 
 def fast_simulation(quantized: QuantizedModel) -> Simulation:

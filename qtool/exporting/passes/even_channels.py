@@ -17,17 +17,16 @@ compute.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 import onnx_ir as ir
 
 from qtool.exporting.passes.biases import drop_unused
+from qtool.exporting.passes.parts import MOST_GROWTH, constant, dequantized, num_stored, zeros_of
 
 VECTOR = 16
 MOST_ADDED = 0.2
-MOST_GROWTH = 0.02
 
 CHANNELWISE = (
     "QuantizeLinear", "DequantizeLinear", "Relu", "LeakyRelu", "Elu", "Clip", "HardSigmoid", "HardSwish", "Sigmoid",
@@ -64,7 +63,7 @@ class _Run:
 
 def apply(model: ir.Model) -> int:
     """Rewrites in place; returns how many depthwise convolutions were widened."""
-    left = MOST_GROWTH * sum(_numel(value) for value in model.graph.initializers.values())
+    left = MOST_GROWTH * num_stored(model)
     done: set[ir.Node] = set()
     changed = 0
     for node in list(model.graph):
@@ -138,10 +137,10 @@ def _stored(value: ir.Value) -> ir.Value | None:
     """The constant that a value is or is dequantized from, zero from zero and by output channel; None for others."""
     source = value.producer()
     if source is not None and source.op_type == "DequantizeLinear":
-        scale, zeros = source.inputs[1], source.inputs[2] if len(source.inputs) > 2 else None
-        if zeros is not None and (zeros.const_value is None or zeros.const_value.numpy().any()):
+        zeros = zeros_of(source)
+        if zeros is None or zeros.any():
             return None
-        if len(_shape(scale)) == 1 and source.attributes.get_int("axis", 1) != 0:
+        if len(_shape(source.inputs[1])) == 1 and source.attributes.get_int("axis", 1) != 0:
             return None
         value = source.inputs[0] or value
     return value if value.const_value is not None else None
@@ -176,13 +175,7 @@ def _pad_input(model: ir.Model, node: ir.Node, index: int, axis: int, added: int
     for place, factor in enumerate(factors):
         longer = axis == 0 and factor is not None and _numel(factor) > 1
         inputs.append(_longer(model, factor, f"{base}/{place}", 0, added, "edge") if longer and factor else factor)
-    made = ir.node("DequantizeLinear", inputs, source.attributes, name=f"{value.name}/even")
-    made.outputs[0].name, made.outputs[0].dtype = made.name, value.dtype
-    made.outputs[0].shape = inputs[0].shape
-    model.graph.insert_before(node, made)
-    node.replace_input_with(index, made.outputs[0])
-    if not value.consumers() and not value.is_graph_output():
-        model.graph.remove(source, safe=True)
+    dequantized(model, node, index, inputs, f"{value.name}/even")
 
 
 def _longer(model: ir.Model, value: ir.Value, name: str, axis: int, added: int, mode: str) -> ir.Value:
@@ -190,10 +183,7 @@ def _longer(model: ir.Model, value: ir.Value, name: str, axis: int, added: int, 
     assert value.const_value is not None
     numbers = value.const_value.numpy()
     amounts = [(0, added if place == axis else 0) for place in range(numbers.ndim)]
-    tensor = ir.tensor(np.pad(numbers, amounts, mode), name=name)  # type: ignore[call-overload]
-    made = ir.Value(name=name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
-    model.graph.register_initializer(made)
-    return made
+    return constant(model, name, np.pad(numbers, amounts, mode))  # type: ignore[call-overload]
 
 
 def _is_single(value: ir.Value) -> bool:
@@ -210,8 +200,4 @@ def _shape(value: ir.Value | None) -> list[int | ir.SymbolicDim]:
 def _numel(value: ir.Value | None) -> int:
     """How many numbers a constant has; 0 where a value is none."""
     stored = _stored(value) if value is not None else None
-    return int(np.prod(_dims(stored.shape or []))) if stored is not None else 0
-
-
-def _dims(shape: Iterable[int | ir.SymbolicDim]) -> list[int]:
-    return [size for size in shape if isinstance(size, int)]
+    return stored.const_value.size if stored is not None and stored.const_value is not None else 0

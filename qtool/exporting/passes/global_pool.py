@@ -9,12 +9,14 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
+from qtool.exporting.passes.parts import between_integers, constant
+
 
 def apply(model: ir.Model) -> int:
     """Rewrites in place; returns how many means became poolings."""
     changed = 0
     for node in list(model.graph):
-        if node.op_type == "ReduceMean" and _is_spatial(node) and _between_integers(node):
+        if node.op_type == "ReduceMean" and _is_spatial(node) and between_integers(node):
             _rewrite(model, node)
             changed += 1
     return changed
@@ -27,17 +29,6 @@ def _is_spatial(node: ir.Node) -> bool:
         return False
     rank = len(source.shape)
     return rank > 2 and sorted(int(a) % rank for a in axes.const_value.numpy().ravel()) == list(range(2, rank))
-
-
-def _between_integers(node: ir.Node) -> bool:
-    source = node.inputs[0].producer() if node.inputs[0] is not None else None
-    users = node.outputs[0].consumers()
-    return (
-        source is not None
-        and source.op_type == "DequantizeLinear"
-        and bool(users)
-        and all(user.op_type == "QuantizeLinear" for user in users)
-    )
 
 
 def _rewrite(model: ir.Model, node: ir.Node) -> None:
@@ -62,11 +53,9 @@ def _rewrite(model: ir.Model, node: ir.Node) -> None:
 def _drop_axes(model: ir.Model, quantizer: ir.Node, shape: ir.Shape | None) -> None:
     """Drops the unit axes of the pooled cells once they are integers."""
     quantized = quantizer.outputs[0]
-    constant = ir.Value(name=f"{quantized.name}/shape", const_value=ir.tensor(np.array([0, -1], dtype=np.int64)))
-    constant.const_value.name = constant.name
-    model.graph.register_initializer(constant)
+    sizes = constant(model, f"{quantized.name}/shape", np.array([0, -1], dtype=np.int64))
     readers = list(quantized.uses())
-    reshape = ir.node("Reshape", [quantized, constant], name=f"{quantized.name}/reshape")
+    reshape = ir.node("Reshape", [quantized, sizes], name=f"{quantized.name}/reshape")
     flat = reshape.outputs[0]
     flat.name, flat.dtype, flat.shape = f"{quantized.name}/flat", quantized.dtype, shape
     for use in readers:

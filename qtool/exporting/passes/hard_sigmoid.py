@@ -18,6 +18,7 @@ import torch
 from qtool.exporting.integer_arithmetic import Affine, Quantized, dequantize, quantize, saturate
 from qtool.exporting.integer_kernels import every_integer, weighted_sum
 from qtool.exporting.passes.activations import clips_within, qparams
+from qtool.exporting.passes.parts import constant
 
 SLOPE, MIDDLE = np.float32(1 / 6), np.float32(0.5)
 MOST_ULPS = 16
@@ -58,8 +59,8 @@ def _rewrite(model: ir.Model, node: ir.Node, source: ir.Node) -> None:
     scaled = _dequantize(
         model, f"{name}/scaled", source.inputs[0], _scale(source, node.outputs[0].consumers()[0]), zero
     )
-    one = _constant(model, f"{name}/one", np.ones(1, kind))
-    offset = _dequantize(model, f"{name}/offset", one, MIDDLE, _constant(model, f"{name}/zero", np.zeros((), kind)))
+    one = constant(model, f"{name}/one", np.ones(1, kind))
+    offset = _dequantize(model, f"{name}/offset", one, MIDDLE, constant(model, f"{name}/zero", np.zeros((), kind)))
     total = ir.node("Add", [scaled.outputs[0], offset.outputs[0]], name=node.name)
     result = node.outputs[0]
     scaled.outputs[0].shape = total.outputs[0].shape = result.shape
@@ -97,12 +98,6 @@ def _affine(node: ir.Node) -> Affine:
 
 
 def _dequantize(model: ir.Model, name: str, integers: ir.Value | None, scale: np.float32, zero: ir.Value) -> ir.Node:
-    node = ir.node("DequantizeLinear", [integers, _constant(model, f"{name}/scale", np.array(scale)), zero], name=name)
+    node = ir.node("DequantizeLinear", [integers, constant(model, f"{name}/scale", np.array(scale)), zero], name=name)
     node.outputs[0].name, node.outputs[0].dtype = name, ir.DataType.FLOAT
     return node
-
-
-def _constant(model: ir.Model, name: str, value: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> ir.Value:
-    constant = ir.Value(name=name, const_value=ir.tensor(value, name=name))
-    model.graph.register_initializer(constant)
-    return constant

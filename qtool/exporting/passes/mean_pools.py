@@ -20,22 +20,17 @@ import math
 import numpy as np
 import onnx_ir as ir
 
+from qtool.exporting.passes.parts import between_integers, constant
+
 
 def apply(model: ir.Model) -> int:
     """Rewrites in place; returns how many pools became convolutions."""
     changed = 0
     for node in list(model.graph):
-        if node.op_type == "AveragePool" and _between_integers(node) and _has_equal_windows(node):
+        if node.op_type == "AveragePool" and between_integers(node) and _has_equal_windows(node):
             _rewrite(model, node)
             changed += 1
     return changed
-
-
-def _between_integers(node: ir.Node) -> bool:
-    source = node.inputs[0].producer() if node.inputs[0] is not None else None
-    users = node.outputs[0].consumers()
-    quantized = bool(users) and all(user.op_type == "QuantizeLinear" for user in users)
-    return source is not None and source.op_type == "DequantizeLinear" and quantized
 
 
 def _has_equal_windows(node: ir.Node) -> bool:
@@ -64,7 +59,7 @@ def _rewrite(model: ir.Model, node: ir.Node) -> None:
     scale = np.float32(1 / math.prod(kernel))
     weight = ir.node(
         "DequantizeLinear",
-        [_constant(model, f"{name}/ones", ones), _constant(model, f"{name}/share", scale)],
+        [constant(model, f"{name}/ones", ones), constant(model, f"{name}/share", scale)],
         name=f"{name}/weight",
     )
     weight.outputs[0].name, weight.outputs[0].dtype = weight.name, ir.DataType.FLOAT
@@ -77,10 +72,3 @@ def _rewrite(model: ir.Model, node: ir.Node) -> None:
     for quantizer in result.consumers():
         quantizer.replace_input_with(0, made)
     model.graph.remove(node, safe=True)
-
-
-def _constant(model: ir.Model, name: str, numbers: np.ndarray | np.generic) -> ir.Value:
-    tensor = ir.tensor(np.asarray(numbers), name=name)
-    value = ir.Value(name=name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
-    model.graph.register_initializer(value)
-    return value

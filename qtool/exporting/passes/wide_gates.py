@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from qtool.exporting.passes.parts import between_integers, constant
+
 MOST_CHANNELS = 256
 """Beyond, a pixel's channels are bytes enough."""
 
@@ -21,7 +23,7 @@ def apply(model: ir.Model) -> int:
     """Rewrites in place; returns how many gates were repeated."""
     changed = 0
     for node in list(model.graph):
-        if node.op_type != "Mul" or not _between_integers(node):
+        if node.op_type != "Mul" or not between_integers(node, 2):
             continue
         for index in (0, 1):
             width = _width(node.inputs[1 - index])
@@ -29,16 +31,6 @@ def apply(model: ir.Model) -> int:
                 _repeat(model, node, index, width)
                 changed += 1
     return changed
-
-
-def _between_integers(node: ir.Node) -> bool:
-    sources = [value.producer() if value is not None else None for value in node.inputs]
-    users = node.outputs[0].consumers()
-    return (
-        all(source is not None and source.op_type == "DequantizeLinear" for source in sources)
-        and bool(users)
-        and all(user.op_type == "QuantizeLinear" for user in users)
-    )
 
 
 def _width(value: ir.Value | None) -> int | None:
@@ -69,8 +61,7 @@ def _repeat(model: ir.Model, node: ir.Node, index: int, width: int) -> None:
     assert source is not None
     assert source.inputs[0] is not None
     name = f"{node.name or node.outputs[0].name}/gate"
-    times = ir.Value(name=f"{name}/times", const_value=ir.tensor(np.array([1, 1, 1, width]), name=f"{name}/times"))
-    model.graph.register_initializer(times)
+    times = constant(model, f"{name}/times", np.array([1, 1, 1, width]))
     tile = ir.node("Tile", [source.inputs[0], times], name=name)
     restored = ir.node(
         "DequantizeLinear", [tile.outputs[0], *source.inputs[1:]], source.attributes, name=f"{name}/wide"

@@ -20,15 +20,14 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from qtool.exporting.passes.biases import drop_unused
+from qtool.exporting.passes.parts import MOST_GROWTH, constant, dequantized, num_stored, zeros_of
 
 WIDTH = 32
-MOST_GROWTH = 0.02
 
 
 def apply(model: ir.Model) -> int:
     """Rewrites in place; returns how many convolutions have fewer groups now."""
-    sizes = [value.const_value.size for value in model.graph.initializers.values() if value.const_value is not None]
-    left = MOST_GROWTH * sum(sizes)
+    left = MOST_GROWTH * num_stored(model)
     changed = 0
     for node in list(model.graph):
         weight = _grouped_weight(node)
@@ -52,18 +51,12 @@ def _grouped_weight(node: ir.Node) -> npt.NDArray[np.int8] | None:
     if source is None or weight is None or {source.op_type, weight.op_type} != {"DequantizeLinear"}:
         return None
     stored = weight.inputs[0]
-    if stored is None or stored.const_value is None or _zero_points(weight).any():
+    zeros = zeros_of(weight)
+    if stored is None or stored.const_value is None or zeros is None or zeros.any():
         return None
     taps = stored.const_value.numpy()
     depthwise = taps.shape[1] == 1 and len(taps) == node.attributes.get_int("group", 1)
     return taps if taps.dtype == np.int8 and not depthwise else None
-
-
-def _zero_points(dequantize: ir.Node) -> npt.NDArray[np.int8]:
-    value = dequantize.inputs[2] if len(dequantize.inputs) > 2 else None
-    if value is None:
-        return np.zeros(1, np.int8)
-    return np.ones(1, np.int8) if value.const_value is None else value.const_value.numpy()
 
 
 def _best(groups: int, width: int, most: float) -> int:
@@ -79,17 +72,8 @@ def _rewrite(model: ir.Model, node: ir.Node, taps: npt.NDArray[np.int8], merged:
     own = np.arange(outputs) // (outputs // groups) % merged
     wide[np.arange(outputs), own] = taps
     name = f"{node.name or node.outputs[0].name}/weight/merged"
-    tensor = ir.tensor(wide.reshape(outputs, merged * width, *kernel), name=name)
-    stored = ir.Value(name=name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
-    model.graph.register_initializer(stored)
-    old = node.inputs[1]
-    source = old.producer() if old is not None else None
-    assert old is not None
+    stored = constant(model, name, wide.reshape(outputs, merged * width, *kernel))
+    source = node.inputs[1].producer() if node.inputs[1] is not None else None
     assert source is not None
-    made = ir.node("DequantizeLinear", [stored, *source.inputs[1:]], source.attributes, name=f"{name}/dequantized")
-    made.outputs[0].name, made.outputs[0].dtype, made.outputs[0].shape = made.name, old.dtype, tensor.shape
-    model.graph.insert_before(node, made)
-    node.replace_input_with(1, made.outputs[0])
+    dequantized(model, node, 1, [stored, *source.inputs[1:]], f"{name}/dequantized")
     node.attributes["group"] = ir.AttrInt64("group", groups // merged)
-    if not old.consumers() and not old.is_graph_output():
-        model.graph.remove(source, safe=True)

@@ -1,0 +1,61 @@
+"""What several passes look for and make: operators between integers, constants, dequantized constants."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+MOST_GROWTH = 0.02
+"""How much of a file's constants a pass may add in zeros."""
+
+
+def between_integers(node: ir.Node, inputs: int = 1) -> bool:
+    """Whether the first inputs of an operator come from dequantizers, and only quantizers read what it gives."""
+    sources = [value.producer() if value is not None else None for value in node.inputs[:inputs]]
+    users = node.outputs[0].consumers()
+    return (
+        all(source is not None and source.op_type == "DequantizeLinear" for source in sources)
+        and bool(users)
+        and all(user.op_type == "QuantizeLinear" for user in users)
+    )
+
+
+def num_stored(model: ir.Model) -> int:
+    """How many numbers the constants of a file hold."""
+    values = model.graph.initializers.values()
+    return sum(value.const_value.size for value in values if value.const_value is not None)
+
+
+def zeros_of(dequantize: ir.Node) -> npt.NDArray[Any] | None:
+    """The zero points of a DequantizeLinear, 0 where it names none; None where they are computed."""
+    value = dequantize.inputs[2] if len(dequantize.inputs) > 2 else None
+    if value is None:
+        return np.zeros((), np.int8)
+    return value.const_value.numpy() if value.const_value is not None else None
+
+
+def constant(model: ir.Model, name: str, numbers: npt.NDArray[Any] | np.generic) -> ir.Value:
+    """A new constant of a file."""
+    tensor = ir.tensor(np.asarray(numbers), name=name)
+    value = ir.Value(name=name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
+    model.graph.register_initializer(value)
+    return value
+
+
+def dequantized(model: ir.Model, reader: ir.Node, index: int, inputs: Sequence[ir.Value | None], name: str) -> None:
+    """Gives ``reader`` another dequantized constant in the place of one, which goes where nothing else reads it."""
+    old = reader.inputs[index]
+    source = old.producer() if old is not None else None
+    assert old is not None
+    assert source is not None
+    assert inputs[0] is not None
+    made = ir.node("DequantizeLinear", inputs, source.attributes, name=name)
+    made.outputs[0].name, made.outputs[0].dtype, made.outputs[0].shape = name, old.dtype, inputs[0].shape
+    model.graph.insert_before(reader, made)
+    reader.replace_input_with(index, made.outputs[0])
+    if not old.consumers() and not old.is_graph_output():
+        model.graph.remove(source, safe=True)
