@@ -262,7 +262,7 @@ class BenchmarkConfig:
     batch_sizes: tuple[int, ...] = option((1,), "batch sizes to time", low=1)
     threads: int = option(1, "threads within an operator", low=1)
     width: float = option(0.03, "time until each speed-up's 95 % interval is this narrow, relative to it", low=0)
-    seconds: float = option(2.0, "but at most this long for each batch size", low=0)
+    seconds: float = option(20.0, "but at most this long for each batch size", low=0)
     shapes: dict[str, str] = option({}, "input name to shape such as 1x3x224x224, where the file leaves sizes open")
     samples: int | None = option(None, "test samples on which accuracy is judged; all by default", low=1)
     seed: int = option(0, "seed of the order in which variants are timed", low=0)

@@ -2,10 +2,13 @@
 
 Clocks change, caches are shared and neighbours wake up, so two variants timed one after the other are
 timed on two different machines. Here they are interleaved: in each *round* every variant runs one
-short burst, in an order drawn anew, and what is kept is the ratio of the two bursts' medians within
-the round. Whatever is slow for a while is slow for both. The speed-up is the median of those ratios,
-with its order-statistic interval; rounds go on until that interval is as narrow as asked, or the time
-is up, which is then said.
+short burst, in an order drawn anew, so that all have the same chance of a quiet moment. The speed-up is the ratio
+of their quiet times (``statistics.py``), with an interval; rounds go on until that is as narrow as asked, or the
+time is up, which is then said. It is looked at after every quarter more rounds: who looks at each one stops where
+chance made it narrow.
+
+What a busy neighbour makes of the speed-up is told beside it: the median over rounds of the ratio of the two bursts'
+medians. It is a figure of that hour on that machine, and the other one of the files.
 
 The first run of a burst finds the caches full of another variant and is thrown away where a run is
 short enough for that to matter.
@@ -21,12 +24,20 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from qtool.benchmarking.statistics import LEAST_ROUNDS, median_interval, percentiles_ms, quantile_sketch_ms, spread
+from qtool.benchmarking.statistics import (
+    LEAST_ROUNDS,
+    percentiles_ms,
+    quantile_sketch_ms,
+    quiet_interval,
+    quiet_ratio,
+    spread,
+)
 
 BURST_SECONDS = 0.02
 _LONG_RUN = 0.1
 _NOISY = 0.05
 _BUSY = 0.02
+_LOOKS = frozenset(round(2 * LEAST_ROUNDS * 1.25**k) for k in range(60))
 
 
 class Burst(Protocol):
@@ -37,17 +48,25 @@ class Burst(Protocol):
 
 @dataclass
 class Timings:
-    """What was measured of one variant: every run in seconds, each round's median, and the wait for a core."""
+    """What was measured of one variant: the seconds of every run, by round, and of the wait for a core."""
 
-    runs: list[float] = field(default_factory=list)
-    rounds: list[float] = field(default_factory=list)
+    bursts: list[list[float]] = field(default_factory=list)
     waited: float = 0.0
 
     def add(self, seconds: list[float], waited: float) -> None:
         """Adds one burst."""
-        self.runs += seconds
-        self.rounds.append(float(np.median(seconds)))
+        self.bursts.append(seconds)
         self.waited += waited
+
+    @property
+    def runs(self) -> list[float]:
+        """Every run."""
+        return [one for burst in self.bursts for one in burst]
+
+    @property
+    def rounds(self) -> list[float]:
+        """Each round's median."""
+        return [float(np.median(burst)) for burst in self.bursts]
 
 
 @dataclass(frozen=True)
@@ -55,7 +74,7 @@ class Stopping:
     """When to stop: the relative width of the speed-ups' 95 % intervals, and the most seconds to spend."""
 
     width: float = 0.03
-    seconds: float = 2.0
+    seconds: float = 20.0
 
 
 def interleave(
@@ -93,33 +112,34 @@ def _burst_size(burst: Burst, warm_up: int) -> tuple[int, int]:
 
 
 def _done(timings: Mapping[str, Timings], reference: str, stopping: Stopping, elapsed: float) -> bool:
-    rounds = len(timings[reference].rounds)
+    rounds = len(timings[reference].bursts)
     if rounds < LEAST_ROUNDS:
         return False
     if elapsed >= stopping.seconds:
         return True
-    return (
-        rounds >= 2 * LEAST_ROUNDS
-        and rounds % 4 == 0
-        and all(
-            relative_width(speedup(timings, reference, name)) <= stopping.width for name in timings if name != reference
-        )
+    return rounds in _LOOKS and all(
+        relative_width(speedup(timings, reference, name)) <= stopping.width for name in timings if name != reference
     )
 
 
 @dataclass(frozen=True)
 class Speedup:
-    """How many times faster than the reference, with the 95 % interval (None below six rounds)."""
+    """How many times faster than the reference in quiet moments, with the 95 % interval (None below six rounds)."""
 
     ratio: float
     interval: tuple[float, float] | None
 
 
 def speedup(timings: Mapping[str, Timings], reference: str, name: str) -> Speedup:
-    """The median over rounds of reference time / variant time, and its order-statistic interval."""
+    """The reference's quiet time over the variant's, and its interval."""
+    pair = timings[reference].bursts, timings[name].bursts
+    return Speedup(quiet_ratio(*pair), quiet_interval(*pair))
+
+
+def typical_speedup(timings: Mapping[str, Timings], reference: str, name: str) -> float:
+    """The median over rounds of reference time / variant time: with whatever else the machine did."""
     pairs = zip(timings[reference].rounds, timings[name].rounds, strict=True)
-    ratios = [base / own for base, own in pairs]
-    return Speedup(float(np.median(ratios)), median_interval(ratios))
+    return float(np.median([base / own for base, own in pairs]))
 
 
 def relative_width(value: Speedup) -> float:
@@ -136,20 +156,21 @@ def describe(timings: Mapping[str, Timings], *, reference: str, batch_size: int,
 
 
 def _one(timings: Mapping[str, Timings], reference: str, name: str, batch_size: int, width: float) -> dict[str, Any]:
-    own = timings[name]
+    own, runs = timings[name], timings[name].runs
     gain = Speedup(1.0, None) if name == reference else speedup(timings, reference, name)
     return {
         "batch_size": batch_size,
-        **percentiles_ms(own.runs),
-        "throughput_per_s": batch_size * len(own.runs) / sum(own.runs),
+        **percentiles_ms(runs),
+        "throughput_per_s": batch_size * len(runs) / sum(runs),
         "speedup": gain.ratio,
         "speedup_ci95": list(gain.interval) if gain.interval else None,
         "converged": name == reference or relative_width(gain) <= width,
-        "num_runs": len(own.runs),
-        "num_rounds": len(own.rounds),
+        "speedup_typical": 1.0 if name == reference else typical_speedup(timings, reference, name),
+        "num_runs": len(runs),
+        "num_rounds": len(own.bursts),
         "spread": spread(own.rounds),
-        "waiting_share": own.waited / (own.waited + sum(own.runs)),
-        "latency_quantiles_ms": quantile_sketch_ms(own.runs),
+        "waiting_share": own.waited / (own.waited + sum(runs)),
+        "latency_quantiles_ms": quantile_sketch_ms(runs),
     }
 
 
@@ -157,7 +178,7 @@ def noise(measured: Mapping[str, Mapping[str, Any]], *, load: float | None) -> d
     """How steady the machine was: the spread of the rounds of each variant, and the load beside it.
 
     ``noisy`` is set where a variant's own rounds vary by more than 5 %, or an interval stayed wider
-    than asked.
+    than asked. A speed-up that is another by more than 5 % with whatever else the machine did is told in both ways.
     """
     worst = max((entry["spread"] for entry in measured.values()), default=0.0)
     wide = [name for name, entry in measured.items() if not entry["converged"]]
@@ -166,6 +187,11 @@ def noise(measured: Mapping[str, Mapping[str, Any]], *, load: float | None) -> d
         reasons.append(f"the same file's time varied by {worst:.0%} between rounds")
     if wide:
         reasons.append(f"the speed-up of {', '.join(wide)} is known less well than was asked")
+    reasons += [
+        f"{name} was {entry['speedup']:.2f}x as fast in quiet moments and {entry['speedup_typical']:.2f}x typically"
+        for name, entry in measured.items()
+        if abs(entry["speedup_typical"] / entry["speedup"] - 1) > _NOISY
+    ]
     waiting = max((entry["waiting_share"] for entry in measured.values()), default=0.0)
     if waiting > _BUSY:
         reasons.append(f"other processes held the cores for up to {waiting:.0%} of the time (taken out of the figures)")

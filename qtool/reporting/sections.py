@@ -69,6 +69,12 @@ def _headline(entry: Mapping[str, Any]) -> list[tuple[str, str]]:
     return tiles
 
 
+MEASURED = (
+    "Each file ran in a process of its own, in rounds of random order. A speed-up compares the fastest twentieth of "
+    "the runs, or 20 of them: a quiet machine. The typical one compares the middle of all, with whatever else ran."
+)
+
+
 def figures_table(run: Run) -> Iterator[Markup]:
     """Every figure of every variant, and what a reader has to know about them."""
     for place in run.measured:
@@ -78,7 +84,7 @@ def figures_table(run: Run) -> Iterator[Markup]:
         body: list[list[object]] = [[row.label, *row.cells] for row in rows(result)]
         foot = [el("li", text) for text in (unsettled(result), *caveats(result)) if text]
         threads = f"{result['threads']} thread{'s' if result['threads'] > 1 else ''}"
-        told = f"{result['provider']}, {threads}, {result['cpu']['name']}"
+        told = f"{result['provider']}, {threads}, {result['cpu']['name']}. {MEASURED}"
         title = el("h3", place.name) if place is not run else None
         notes = el("ul", foot, cls="notes") if foot else None
         yield el("div", title, el("p", told, cls="quiet"), grid(header, body, "figures"), notes)

@@ -71,14 +71,23 @@ def _timing_rows(batch_size: int, timed: list[Entry]) -> list[Row]:
         (f"{at}: p90 / p99, ms", lambda t: " / ".join(significant(t[f"latency_p{p}_ms"]) for p in (90, 99))),
         (f"{at}: speed-up", _speedup),
         (f"{at}: 95 % CI", _settled),
+        (f"{at}: speed-up, typical", _typical),
         (f"{at}: samples per s", lambda t: significant(t["throughput_per_s"])),
     )
     return [_row(label, cell, timed) for label, cell in cells]
 
 
+def _is_reference(timed: Entry) -> bool:
+    return timed["speedup_ci95"] is None and timed["speedup"] == 1.0
+
+
 def _speedup(timed: Entry) -> str:
-    itself = timed["speedup_ci95"] is None and timed["speedup"] == 1.0
-    return UNKNOWN if itself else times(timed["speedup"])
+    return UNKNOWN if _is_reference(timed) else times(timed["speedup"])
+
+
+def _typical(timed: Entry) -> str:
+    unknown = _is_reference(timed) or "speedup_typical" not in timed  # a result of before it was kept
+    return UNKNOWN if unknown else times(timed["speedup_typical"])
 
 
 def _settled(timed: Entry) -> str:

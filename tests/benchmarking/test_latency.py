@@ -97,7 +97,8 @@ def test_every_run_counts_towards_percentiles_and_throughput():
     entry = describe(timings, reference="slow", batch_size=8, width=1)["fast"]
     assert entry["num_runs"] == 12
     assert entry["throughput_per_s"] == pytest.approx(8 / 0.002)
-    assert entry["speedup"] == pytest.approx(2.0)
+    assert entry["speedup"] == pytest.approx(4.0)
+    assert entry["speedup_typical"] == pytest.approx(2.0)
     assert entry["latency_p50_ms"] == pytest.approx(2.0)
     assert entry["waiting_share"] == pytest.approx(1 / 3)
 
@@ -109,15 +110,28 @@ def test_the_reference_is_compared_with_nothing():
 
 
 def test_noise_is_told_with_its_reasons():
-    quiet = {"spread": 0.01, "converged": True, "waiting_share": 0.0}
+    quiet = {"spread": 0.01, "converged": True, "waiting_share": 0.0, "speedup": 2.0, "speedup_typical": 1.95}
     assert noise({"a": quiet}, load=1.0) == {
         "spread": 0.01, "waiting_share": 0.0, "load": 1.0, "noisy": False, "reasons": []
     }  # fmt: skip
-    told = noise({"a": quiet, "b": {"spread": 0.2, "converged": False, "waiting_share": 0.4}}, load=9.0)
+    told = noise({"a": quiet, "b": quiet | {"spread": 0.2, "converged": False, "waiting_share": 0.4}}, load=9.0)
     assert told["noisy"]
     assert [("20%" in r, "of b is" in r, "40%" in r) for r in told["reasons"]] == [
         (True, False, False), (False, True, False), (False, False, True),
     ]  # fmt: skip
+
+
+def test_what_a_neighbour_makes_of_a_speed_up_is_told_beside_it():
+    timings = {"slow": Timings(), "fast": Timings()}
+    for i in range(40):
+        busy = i % 4 > 0
+        timings["slow"].add([0.002 * (1.1 if busy else 1.0)] * 2, 0.0)
+        timings["fast"].add([0.001 * (1.4 if busy else 1.0)] * 2, 0.0)
+    entry = describe(timings, reference="slow", batch_size=1, width=0.03)["fast"]
+    assert entry["speedup"] == pytest.approx(2.0)
+    assert entry["speedup_typical"] == pytest.approx(2 * 1.1 / 1.4)
+    reasons = noise({"fast": entry}, load=None)["reasons"]
+    assert any("2.00x as fast in quiet moments and 1.57x typically" in reason for reason in reasons)
 
 
 def test_progress_rises_to_the_end():

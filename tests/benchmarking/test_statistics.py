@@ -1,46 +1,73 @@
 from __future__ import annotations
 
-import itertools
-import math
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from qtool.benchmarking.statistics import (
-    interval_rank,
-    median_interval,
     percentiles_ms,
     quantile_sketch_ms,
+    quiet_interval,
+    quiet_ratio,
     spread,
 )
 
-
-@pytest.mark.parametrize("n", [*range(1, 40), 100, 999])
-def test_ranks_are_those_of_the_binomial_distribution(n):
-    """Against the definition in exact integers: the greatest k with P(Bin(n, 1/2) < k) at most 2.5 %."""
-    below = [0, *itertools.accumulate(math.comb(n, i) for i in range(n // 2))]
-    expected = max(k for k in range(n // 2 + 1) if below[k] * 40 <= 2**n)
-    assert (interval_rank(n) or 0) == expected
+ROUNDS = st.lists(st.lists(st.floats(1e-6, 1e3), min_size=1, max_size=5), min_size=6, max_size=40)
 
 
-def test_the_interval_covers_the_median_as_often_as_it_says():
+def measured(generator, busy, rounds=300, runs=3):
+    """Two files, one twice as fast, and a neighbour for 20 rounds at a time, who slows the fast one more."""
+    there = np.repeat(generator.random(-(-rounds // 20)) < busy, 20)[:rounds, None]
+    noise = generator.lognormal(0, 0.01, (2, rounds, runs))
+    return (2 * noise[0] * (1 + 0.15 * there)).tolist(), (noise[1] * (1 + 0.3 * there)).tolist()
+
+
+def test_a_neighbour_moves_the_ratio_of_medians_and_not_that_of_quiet_times():
     generator = np.random.default_rng(0)
-    draws = generator.exponential(size=(4000, 25))
-    intervals = [median_interval(row) for row in draws]
-    covered = np.mean([low <= math.log(2) <= high for low, high in intervals])
-    assert 0.95 <= covered <= 0.98  # exactly 95.7 % for n = 25, rank 8
+    alone, beside = measured(generator, 0.0), measured(generator, 0.7)
+    assert quiet_ratio(*alone) == pytest.approx(2.0, rel=0.005)
+    assert quiet_ratio(*beside) == pytest.approx(2.0, rel=0.005)
+    assert np.median(beside[0]) / np.median(beside[1]) < 1.85
 
 
-@given(st.lists(st.floats(1e-6, 1e3), min_size=6, max_size=60))
-def test_the_interval_holds_the_sample_median(values):
-    low, high = median_interval(values)
-    assert low <= np.median(values) <= high
+def test_a_quiet_time_is_the_mean_of_the_fastest_twentieth():
+    generator = np.random.default_rng(1)
+    slow, fast = generator.exponential(2, (250, 2)), generator.exponential(1, (250, 4))
+    expected = np.sort(slow.ravel())[:25].mean() / np.sort(fast.ravel())[:50].mean()
+    assert quiet_ratio(slow.tolist(), fast.tolist()) == pytest.approx(expected)
 
 
-def test_five_values_give_no_interval():
-    assert median_interval([1, 2, 3, 4, 5]) is None
+@pytest.mark.parametrize(("count", "taken"), [(6, 3), (30, 15), (100, 20), (1000, 50)])
+def test_of_few_runs_twenty_count_but_never_more_than_half(count, taken):
+    values = np.random.default_rng(2).exponential(1, count)
+    assert quiet_ratio([[v] for v in values], [[1.0]] * count) == pytest.approx(np.sort(values)[:taken].mean())
+
+
+def test_the_interval_covers_the_ratio_about_as_often_as_it_says_although_neighbours_stay():
+    generator = np.random.default_rng(3)
+    intervals = [quiet_interval(*measured(generator, 0.5)) for _ in range(150)]
+    assert 0.85 <= np.mean([low <= 2.0 <= high for low, high in intervals]) <= 1.0
+    assert np.median([high - low for low, high in intervals]) < 0.02
+
+
+def test_where_no_quiet_moment_is_sure_the_interval_is_wide():
+    slow, fast = measured(np.random.default_rng(4), 0.0, rounds=100)
+    one_block = [[v * (1 if 40 <= i < 50 else 1.3) for v in burst] for i, burst in enumerate(fast)]
+    low, high = quiet_interval(slow, one_block)
+    assert high - low > 0.2
+
+
+@given(ROUNDS)
+def test_an_interval_holds_its_ratio_and_is_scaled_with_it(rounds):
+    low, high = quiet_interval(rounds, [[1.0] * len(burst) for burst in rounds])
+    twice = quiet_interval([[2 * v for v in burst] for burst in rounds], [[1.0] * len(burst) for burst in rounds])
+    assert low <= high
+    assert twice == pytest.approx((2 * low, 2 * high))
+
+
+def test_five_rounds_give_no_interval():
+    assert quiet_interval([[1.0]] * 5, [[1.0]] * 5) is None
 
 
 def test_spread_is_the_relative_standard_deviation_of_normal_values_and_ignores_outliers():
