@@ -41,8 +41,15 @@ def parse_shape(name: str, text: str) -> tuple[int, ...]:
 
 
 def _shape(info: TensorInfo, batch_size: int, given: tuple[int, ...] | None) -> tuple[int, ...]:
+    if given is not None and _fixed_batch(info):
+        return _checked(info, given)
     if given is not None:
-        return _checked(info, (batch_size, *given[1:]) if not _fixed_batch(info) else given)
+        if given[0] not in (1, batch_size):
+            raise UsageError(
+                f"shape of input '{info.name}'", f"1 or {batch_size} first, the batch", str(given[0]),
+                f"ask for the batch with --batch-sizes {given[0]}",
+            )  # fmt: skip
+        return _checked(info, (batch_size, *given[1:]))
     rest = info.shape[1:]
     if any(not isinstance(d, int) for d in rest) or (
         info.shape and isinstance(info.shape[0], int) and info.shape[0] < 1

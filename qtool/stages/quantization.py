@@ -126,7 +126,7 @@ def _quantize_configs(
         if key not in known:
             raise UsageError(argument(key), "a known name", repr(key), nearest(key, known))
     config = configured(QuantizeConfig, config, own)
-    _require_contract(config)
+    _require_use(config)
     trains = config.mode == "qat" or (config.has_contract and config.method == "auto")
     if not trains:
         if other:
@@ -137,9 +137,13 @@ def _quantize_configs(
     return config, tuning.settled(config.least_bits)
 
 
-def _require_contract(config: QuantizeConfig) -> None:
-    """Raises UsageError for what says how a contract is judged where none is given."""
+def _require_use(config: QuantizeConfig) -> None:
+    """Raises UsageError for what says how ranges are read or a contract is judged where nothing reads it."""
     default = QuantizeConfig()
+    if not config.has_contract and config.percentile != default.percentile and config.ranges != "percentile":
+        raise UsageError(
+            argument("percentile"), "ranges 'percentile' beside it", f"'{config.ranges}'", "add it, or leave it out"
+        )
     for name in ("metric", "method", "validation_samples", "time_budget"):
         if not config.has_contract and getattr(config, name) != getattr(default, name):
             raise UsageError(

@@ -170,6 +170,7 @@ def test_batches_need_validation_batches_of_their_own() -> None:
         ({"max_drop": 5.0, "validation_samples": 20}, "at least 38 validation samples"),
         ({"metric": "top1"}, "'metric': expected max_drop, max_kl or min_agreement beside it; got none of them"),
         ({"time_budget": 5.0}, "'time_budget': expected max_drop"),
+        ({"percentile": 99.5}, "'percentile': expected ranges 'percentile' beside it; got 'mse'"),
         ({"max_drop": -1.0}, "argument 'max_drop': expected at least 0"),
         ({"max_drop": 5.0, "method": "magic"}, "argument 'method': expected one of auto, ptq, given"),
     ],
