@@ -39,7 +39,6 @@ SCHEMA_VERSION = 1
 STAGES = ("train", "quantize", "export", "benchmark")
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 WAIT_SECONDS = 10.0
-SHA256 = 64  # hexadecimal digits
 _PACKAGES = (
     "qtool", "torch", "torchao", "onnx", "onnxscript", "onnxruntime", "onnxruntime-gpu",
     "bitsandbytes", "safetensors", "numpy", "openvino", "torchvision", "timm", "transformers",
@@ -307,28 +306,6 @@ def mark_stale(run: Path, stage: str, reason: str) -> None:
     if has_result(run, stage):
         result = read_result(run, stage, verify=False, stale=True)
         write_json(run / f"{stage}.json", result | {"stale": reason})
-
-
-def superseded(results: Mapping[str, Mapping[str, Any]], stage: str) -> str:
-    """What ``stage`` was made from and is another now, of the results in one run directory by stage; else empty.
-
-    What is not recorded, or lies elsewhere, is not compared.
-    """
-    before, pairs = {
-        "quantize": ("train", {"weights": "model"}),
-        "export": ("quantize", {"quantized": "int8"}),
-        "benchmark": ("export", {name: name for name in ("fp32", "fp16", "int8")}),
-    }.get(stage, ("", {}))
-    if stage == "quantize" and results.get(stage, {}).get("source", {}).get("trained_in") != ".":
-        return ""
-    given, made = results.get(stage, {}).get("inputs", {}), results.get(before, {}).get("outputs", {})
-    if results.get(stage, {}).get("config", {}).get("provider", "").startswith("torch"):
-        return ""  # measured from the graphs of the quantization
-    changed = any(
-        len(given.get(name, "")) == SHA256 and name_there in made and made[name_there]["sha256"] != given[name]
-        for name, name_there in pairs.items()
-    )
-    return f"of an earlier {before}" if changed else ""
 
 
 def _size(path: Path) -> int:

@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from qtool.artifacts import STAGES, has_result, read_result, superseded
+from qtool.artifacts import STAGES, has_result, read_result
 from qtool.errors import QtoolError, UsageError, nearest, one_line
+from qtool.lineage import outdated
 
 MIB = 2**20
 STANDARD = frozenset({"", "ai.onnx", "ai.onnx.ml", "com.microsoft"})
@@ -48,9 +49,8 @@ def describe_run(place: Path) -> dict[str, Any]:
     for stage in STAGES:
         if has_result(place, stage):
             found[stage] = read_result(place, stage, verify=False, stale=True)
-    for stage in STAGES:
-        if stage in found and (told := superseded(found, stage)):
-            found.setdefault("notes", []).append(f"{stage} is {told}: run 'qtool {stage} {place}' again")
+    if notes := outdated({stage: found[stage] for stage in STAGES if stage in found}, place):
+        found["notes"] = notes
     if plan := found.get("export", found.get("quantize", {})).get("plan"):
         found["units"] = _units(plan, place, found.get("quantize", {}).get("sensitivity") or ())
     else:

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from qtool.artifacts import STAGES, has_result, read_result, superseded
+from qtool.artifacts import STAGES, has_result, read_result
 from qtool.errors import QtoolError
+from qtool.lineage import outdated
 
 VARIANT_STAGES = ("quantize", "export", "benchmark")
 REFUSED = "contract.json"
@@ -97,9 +98,7 @@ def _read(path: Path, name: str) -> Run:
         run.results[stage] = result
         if result.get("stale"):
             run.missing.append(f"{stage} is stale: {result['stale']}")
-    for stage in run.results:
-        if told := superseded(run.results, stage):
-            run.missing.append(f"{stage} is {told}: run 'qtool {stage} {path}' again")
+    run.missing += outdated(run.results, path)
     run.refused = _refused(path / REFUSED, run.missing)
     return run
 

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from qtool.artifacts import STAGES, has_result, output_path, read_result, staging, superseded, write_result
+from qtool.artifacts import STAGES, has_result, output_path, read_result, staging, write_result
 from qtool.errors import QtoolError, UsageError
 from qtool.given import pairs_of
+from qtool.lineage import superseded
 from qtool.recipe import BenchmarkConfig, as_dict
 from qtool.source import UNIDENTIFIED, open_data, recall_source, require_run_directory
 from qtool.stages.common import AnyPath, Progress, configured, teller, writable
