@@ -4,8 +4,8 @@ Clocks change, caches are shared and neighbours wake up, so two variants timed o
 timed on two different machines. Here they are interleaved: in each *round* every variant runs one
 short burst, in an order drawn anew, so that all have the same chance of a quiet moment. The speed-up is the ratio
 of their quiet times (``statistics.py``), with an interval; rounds go on until that is as narrow as asked, or the
-time is up, which is then said. It is looked at after every quarter more rounds: who looks at each one stops where
-chance made it narrow.
+time is up, which is then said. It is looked at after 40 rounds and after every quarter more: who looks at each one
+stops where chance made it narrow.
 
 What a busy neighbour makes of the speed-up is told beside it: the median over rounds of the ratio of the two bursts'
 medians. It is a figure of that hour on that machine, and the other one of the files.
@@ -25,6 +25,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from qtool.benchmarking.statistics import (
+    BLOCKS,
     LEAST_ROUNDS,
     percentiles_ms,
     quantile_sketch_ms,
@@ -37,7 +38,7 @@ BURST_SECONDS = 0.02
 _LONG_RUN = 0.1
 _NOISY = 0.05
 _BUSY = 0.02
-_LOOKS = frozenset(round(2 * LEAST_ROUNDS * 1.25**k) for k in range(60))
+_LOOKS = frozenset(round(4 * BLOCKS * 1.25**k) for k in range(60))
 
 
 class Burst(Protocol):
