@@ -36,7 +36,7 @@ from qtool.nested import call, to_float32
 from qtool.nonfinite import first_bad_layer, first_bad_parameter
 from qtool.order import Batches, Order
 from qtool.recipe import TrainConfig
-from qtool.step import LossFunction, NotFinite, Setup, Step, learning_rate, plain
+from qtool.step import LossFunction, NotFinite, Setup, Step, learning_rate, plain, trained
 from qtool.tasks import Task
 
 _FREE = ("device", "devices", "checkpoint_every")
@@ -186,10 +186,7 @@ class _Run:
         self.data, self.task, self.config, self.setup, self.hooks = data, task, config, setup, hooks
         self.model, self.progress = setup.model, progress
         self.folder = out / "checkpoints" if out is not None else None
-        trained = [p for p in self.model.parameters() if p.requires_grad]
-        if not trained:
-            raise UsageError("training", "a model with parameters to train", "none", "leave some requires_grad on")
-        self.optimizer = setup.make_optimizer(trained)
+        self.optimizer = setup.make_optimizer(trained(self.model))
         self.step = Step(setup, self.optimizer, loss)
         self.order = Order(data.train, config.batch_size, config.seed)
         total = config.epochs * self.order.num_batches

@@ -117,6 +117,14 @@ class Setup:
         self.close()
 
 
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters of ``model`` that training changes. Raises UsageError where there are none."""
+    found = [p for p in model.parameters() if p.requires_grad]
+    if not found:
+        raise UsageError("training", "a model with parameters to train", "none", "leave some requires_grad on")
+    return found
+
+
 def plain(model: nn.Module, config: TrainConfig, example: Any = None) -> Setup:
     """The step without any technique: full precision, AdamW or SGD. ``model`` is moved to the device.
 

@@ -27,7 +27,7 @@ from qtool import processes
 from qtool.devices import grow_in_place, memory_used, resolve_device
 from qtool.nested import map_tensors, num_samples
 from qtool.recipe import TrainConfig
-from qtool.step import LossFunction, Setup, Step
+from qtool.step import LossFunction, Setup, Step, trained
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else some builds of the profiler tell each start on standard error
 
@@ -92,7 +92,7 @@ def _run(
     )
     first = map_tensors(lambda t: t[:2] if t.dim() else t, value)
     setup = setups.enter_context(prepare(build().train(), config, first))
-    optimizer = setup.make_optimizer([p for p in setup.model.parameters() if p.requires_grad])
+    optimizer = setup.make_optimizer(trained(setup.model))
     step = Step(setup, optimizer, loss)
     for _ in range(steps):
         _wait(setup.device)

@@ -52,7 +52,7 @@ from qtool.memory.gpu_scratch import Gpu
 from qtool.memory.scratch import COPIED, Scratch
 from qtool.nested import map_tensors, num_samples, tensors
 from qtool.recipe import TrainConfig
-from qtool.step import LossFunction, Setup, Step, no_scaler
+from qtool.step import LossFunction, Setup, Step, no_scaler, trained
 
 Prepare = Callable[[nn.Module, TrainConfig, Any], Setup]
 """(model, config, example input) -> the step that the config asks for."""
@@ -162,22 +162,30 @@ def _first(value: Any) -> Any:
 def _predicted(
     setup: Setup, batch: tuple[Any, Any], total: int, loss: LossFunction, start: float, tracker: Tracker, copies: bool
 ) -> Prediction:
-    optimizer = setup.make_optimizer([p for p in setup.model.parameters() if p.requires_grad])
+    optimizer = setup.make_optimizer(trained(setup.model))
     buckets = _buckets(setup, optimizer) if copies else []
     if copies and setup.device.type == "cpu":
         tracker.late = sum(p.nbytes for p in setup.model.parameters() if p.requires_grad)
     tracker.track_external(setup.model, *_nested(optimizer), *tensors(batch), *buckets)
     setup.scaler = no_scaler(setup.device)
 
-    def tracked(*parts: Any) -> Any:
+    images = tracker.channels_last and setup.input_dtype is None and any(p.dim() == 4 for p in setup.model.parameters())
+
+    def tracked(model: Any, value: Any, target: Any) -> Any:
         tracker.reset_mod_stats()  # MemTracker knows one forward pass at a time
-        return loss(*parts)
+        return loss(model, map_tensors(_laid_out, value) if images else value, target)
 
     step = Step(setup, optimizer, tracked)
     with tracker, Scalars():
         for _ in range(STEPS):
             step(*batch, setup.config.learning_rate, total)
     return tracker.prediction(time.monotonic() - start)
+
+
+def _laid_out(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of an input that would lie channels-last only in a copy; where it was cast, it has been copied anyway."""
+    there = tensor.dim() != 4 or tensor.is_contiguous(memory_format=torch.channels_last)
+    return tensor if there else tensor.clone()
 
 
 def _nested(optimizer: Optimizer | None) -> Iterator[Optimizer]:
@@ -189,10 +197,10 @@ def _nested(optimizer: Optimizer | None) -> Iterator[Optimizer]:
 
 def _buckets(setup: Setup, optimizer: Optimizer) -> list[torch.Tensor]:
     """What gradients are exchanged in. Where they lie there from the first on, gradients that stay are the buckets."""
-    trained = [p for p in setup.model.parameters() if p.requires_grad]
+    exchanged = trained(setup.model)
     if setup.config.micro_batches > 1:
-        return [torch.empty_like(p) for p in trained]
-    for parameter in trained:
+        return [torch.empty_like(p) for p in exchanged]
+    for parameter in exchanged:
         parameter.grad = torch.zeros_like(parameter)
     optimizer.zero_grad = lambda set_to_none=True: None  # type: ignore[method-assign]
     return []

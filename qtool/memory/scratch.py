@@ -23,10 +23,11 @@ from qtool.memory.measure import allocations, highest_sum
 LARGEST = 64 * 2**20
 """Bytes of operands up to which a call is tried."""
 HEAVY = (
-    "mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward", "update_8bit",
+    "mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward", "mean", "update_8bit",
 )  # fmt: skip
-"""Matrix products, convolutions, and the update of 8-bit states, which widens its moments. They check their
-operands; a norm's backward, given a dtype that only a fake one returned, reads past its end."""
+"""Matrix products, convolutions, means (those of 16 bits are taken in float32), and the update of 8-bit states, which
+widens its moments. They check their operands; a norm's backward, given a dtype that only a fake one returned, reads
+past its end."""
 
 COPIED = {"_allgather_base_": 0, "_reduce_scatter_base_": 1}
 """Exchanges of which gloo has a copy of its own while they last: of what is gathered, of what is summed."""
@@ -53,6 +54,7 @@ class Scratch:
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if any(t.device.type != "cpu" for t in tensors) or sum(t.numel() * t.element_size() for t in tensors) > LARGEST:
             return 0
+        channels_last = channels_last and name != "update_8bit"  # which makes its operands contiguous
         key = (function, channels_last, *(_kind(leaf) for leaf in leaves))
         if key not in self.known:
             self.known[key] = _taken(function, leaves, tree, channels_last)

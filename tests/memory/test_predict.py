@@ -9,6 +9,7 @@ import torch
 from nets import FeedForward
 from torch import nn
 
+from qtool.errors import UsageError
 from qtool.loop import task_loss
 from qtool.memory.measure import highest_sum, measure
 from qtool.memory.predict import predict
@@ -55,6 +56,27 @@ def test_the_prediction_is_near_what_is_allocated(name: str) -> None:
     ratio = predicted.peak_bytes / measured.peak_bytes
     assert 0.99 < ratio < 1.01
     assert sum(predicted.parts.values()) == predicted.peak_bytes
+
+
+def colour() -> nn.Module:
+    features = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1))
+    return nn.Sequential(*features, nn.Flatten(), nn.Linear(8, 3))
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+def test_images_in_colour_are_copied_to_lie_channels_last(precision: str) -> None:
+    images = torch.randn(64, 3, 12, 20), torch.zeros(64, dtype=torch.int64)
+    predicted, measured = (
+        f(colour, images, config(batch_size=64, precision=precision), prepare=setup, loss=LOSS)
+        for f in (predict, measure)
+    )
+    assert predicted.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.01)
+
+
+def test_without_anything_to_train_there_is_nothing_to_predict() -> None:
+    for f in (predict, measure):
+        with pytest.raises(UsageError, match="requires_grad"):
+            f(lambda: blocks().requires_grad_(False), batch(4), config(), prepare=setup, loss=LOSS)
 
 
 def test_shards_are_not_laid_out_channels_last() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bitsandbytes  # noqa: F401
 import pytest
 import torch
 from torch import distributed
@@ -11,6 +12,7 @@ from qtool import processes
 from qtool.memory import scratch
 from qtool.memory.measure import allocations
 from qtool.memory.scratch import Scratch
+from qtool.training import blockwise  # noqa: F401
 
 MM = torch.ops.aten.mm.default
 
@@ -22,6 +24,14 @@ def test_a_fake_call_takes_what_a_real_one_takes() -> None:
         found = Scratch().of(MM, (mode.from_tensor(a), mode.from_tensor(b)), None)
     assert found == sum(change for change in changes[1:] if change > 0)
     assert changes[0] == 512 * 128 * 2  # the result itself
+
+
+def test_an_8_bit_update_takes_the_same_in_every_layout() -> None:
+    weight, codes, scales, book = torch.ones(32, 16, 3, 3), torch.zeros(32, 16, 3, 3), torch.ones(18), torch.ones(256)
+    codes = codes.to(torch.uint8)
+    args = (weight, weight, [codes], [scales], [book], 0.9, 0.99, 1e-8, 1, 0.01, 0.0)
+    update = torch.ops.qtool.update_8bit.default
+    assert Scratch().of(update, args, None, True) == Scratch().of(update, args, None) > weight.nbytes
 
 
 def test_other_operators_and_large_ones_are_not_called(monkeypatch) -> None:
