@@ -13,9 +13,11 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from qtool.step import Setup
+from qtool.nested import call, tensors
+from qtool.step import Setup, trained
 
 
 def apply(setup: Setup, example: Any) -> None:
@@ -25,10 +27,29 @@ def apply(setup: Setup, example: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renames ``broadcast_buffers``, earlier ones need it
         replica = DistributedDataParallel(
-            setup.model, device_ids=device, broadcast_buffers=False, gradient_as_bucket_view=True
-        )
+            setup.model, device_ids=device, broadcast_buffers=False, gradient_as_bucket_view=True,
+            find_unused_parameters=_leaves_some_out(setup, example),
+        )  # fmt: skip
     setup.replica, setup.accumulating = replica, replica.no_sync
     setup.on_close.append(lambda: _take_off(setup))
+
+
+def _leaves_some_out(setup: Setup, example: Any) -> bool:
+    """Whether a forward pass uses not all parameters: DDP, unless told to look, waits for the gradients of all.
+
+    To look costs time in every step and a warning where all are used, so a pass on ``example`` tells.
+    """
+    if example is None or setup.config.compile:
+        return False
+    buffers = [(value, value.clone()) for value in setup.model.buffers()]
+    with torch.random.fork_rng(devices=[]), setup.forward():
+        outputs = [t for t in tensors(call(setup.model.train(), setup.place(example))) if t.requires_grad]
+        ones = [torch.ones_like(output) for output in outputs]
+        gradients = torch.autograd.grad(outputs, trained(setup.model), ones, allow_unused=True)
+    with torch.no_grad():
+        for buffer, value in buffers:
+            buffer.copy_(value)
+    return any(gradient is None for gradient in gradients)
 
 
 def _take_off(setup: Setup) -> None:
