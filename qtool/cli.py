@@ -21,6 +21,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 import click
+from click.core import ParameterSource
 from click.shell_completion import get_completion_class
 
 from qtool.artifacts import finite, named, read_result
@@ -266,6 +267,11 @@ def memory(
 ) -> None:
     """Predict the memory that training needs: for a model and its data, or from a number of parameters."""
     source = given(ctx, Recipe)
+    belongs = {"gpu_memory": ladder is None and params is not None, "measure": params is None}
+    belongs |= dict.fromkeys(("out", "seeds"), ladder is not None) | {"params": ladder is None}
+    for name, fits in belongs.items():
+        if not fits and ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            raise click.UsageError(f"{flag(name)}, which is not for this form of the command", ctx)
     if ladder is not None:
         with work(ctx):
             from qtool.stages.ladder import climb

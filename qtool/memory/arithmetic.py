@@ -38,6 +38,8 @@ RESERVE = 0.1
 """The share of each GPU that is set aside."""
 ACTIVATIONS = 8.0
 """Bytes per parameter of activations and temporaries in float32: a rule of thumb."""
+KNOWN = ("optimizer", "precision", "rounding", "momentum", "step_in_backward", "grad_clip")
+"""Options that the arithmetic takes into account, or that one of those needs."""
 _BLOCK = 256
 """Values that share one float32 scale in bitsandbytes' 8-bit states."""
 _MOMENTS = {
@@ -176,5 +178,12 @@ def _measure(text: str, units: dict[str, int]) -> float | None:
 
 
 def estimate_from(params: str, config: TrainConfig, gpu_memory: str = "80GiB") -> dict[str, Any]:
-    """:func:`estimate` of the command line's texts."""
+    """:func:`estimate` of the command line's texts. Raises UsageError for an option that it does not take in."""
+    plain = TrainConfig()
+    for name, value in vars(config).items():
+        if name not in KNOWN and value != getattr(plain, name):
+            raise UsageError(
+                "--params", "options that count for each parameter", f"--{name.replace('_', '-')}",
+                "leave it out, or pass --model and --data, from which all options are predicted",
+            )  # fmt: skip
     return estimate(parse_count(params), config, parse_bytes(gpu_memory))

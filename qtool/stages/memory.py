@@ -60,6 +60,11 @@ def predict_memory(
     spec = {"model": model, "data": data, "task": task}
     if config.batch_size == AUTO:
         raise UsageError("--batch-size auto", "a number", "auto", "name one here: train tells which it found")
+    if config.memory_budget is not None:
+        raise UsageError(
+            "--memory-budget", "the techniques themselves, whose peak is told", config.memory_budget,
+            "leave it out here: train chooses, and tells what",
+        )  # fmt: skip
     if measure and not all(isinstance(value, str) for value in spec.values()):
         raise UsageError("argument 'measure'", "model, data and task as specs", "an object", "pass specs")
     predicted = _in_fresh_process(spec, config, "predict") if train else _predicted(spec, config)

@@ -121,3 +121,10 @@ def test_amounts_of_memory(text: str, value: float) -> None:
 def test_bad_amounts_of_memory(text: str) -> None:
     with pytest.raises(UsageError, match="--gpu-memory"):
         parse_bytes(text)
+
+
+@pytest.mark.parametrize(("options", "named"), [({"lora": 8}, "--lora"), ({"activation_checkpointing": True}, "--act")])
+def test_what_the_arithmetic_does_not_know_is_refused(options: dict[str, object], named: str) -> None:
+    with pytest.raises(UsageError, match=f"got {named}.*pass --model and --data"):
+        estimate_from("1e9", TrainConfig(**options))  # type: ignore[arg-type]
+    assert estimate_from("1e9", TrainConfig(step_in_backward=True, grad_clip=None))["training"]["gradients_gb"] == 0

@@ -26,8 +26,12 @@ def data():
     samples = torch.utils.data.TensorDataset(torch.randn(300, 8), torch.arange(300) % 3)
     return {"train": samples, "test": samples}
 
+class Broken(nn.Linear):
+    def forward(self, x):
+        return 1 / 0
+
 def broken():
-    return nn.Sequential(nn.Linear(9, 3))
+    return Broken(9, 3)
 """
 
 
@@ -77,9 +81,10 @@ def test_objects_are_predicted_but_not_measured(specs: dict[str, str]) -> None:
 
 
 def test_what_is_not_predicted_is_refused(specs: dict[str, str]) -> None:
-    told = invoke("memory", *flags(specs), "--batch-size", "auto")
-    assert told.exit_code == 2
-    assert "--batch-size" in told.stderr
+    for words in (("--batch-size", "auto"), ("--memory-budget", "8GiB")):
+        told = invoke("memory", *flags(specs), *words)
+        assert told.exit_code == 2
+        assert f"error: {words[0]}" in told.stderr
 
 
 @pytest.mark.slow
@@ -114,6 +119,16 @@ def test_one_of_the_two_questions_is_asked(words: tuple[str, ...]) -> None:
     told = invoke("memory", *words)
     assert told.exit_code == 2
     assert "--params" in told.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("--params", "1e9", "--measure"), ("--ladder", "--params", "1e9"), ("--seeds", "3"), ("--gpu-memory", "8GB")],
+)
+def test_what_belongs_to_another_form_of_the_command_is_refused(words: tuple[str, ...], specs: dict[str, str]) -> None:
+    told = invoke("memory", *words, *([] if "--params" in words else flags(specs)))
+    assert told.exit_code == 2
+    assert "is not for this form of the command" in told.stderr
 
 
 def test_numerics_shows_pi() -> None:
