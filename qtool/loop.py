@@ -32,11 +32,11 @@ from qtool import checkpoint, processes, recipe
 from qtool.devices import memory_used, out_of_memory
 from qtool.errors import QtoolError, UsageError
 from qtool.evaluate import evaluate, shared_batches
-from qtool.nested import call, to_float32
+from qtool.nested import to_float32
 from qtool.nonfinite import first_bad_layer, first_bad_parameter
 from qtool.order import Batches, Order
 from qtool.recipe import TrainConfig
-from qtool.step import LossFunction, NotFinite, Setup, Step, learning_rate, plain, trained
+from qtool.step import LossFunction, NotFinite, Setup, Step, answer, learning_rate, plain, trained
 from qtool.tasks import Task
 
 _FREE = ("device", "devices", "checkpoint_every")
@@ -163,7 +163,7 @@ def task_loss(task: Task) -> LossFunction:
     """The loss of a task, computed from the model's output in float32."""
 
     def loss(model: Callable[[Any], Any], value: Any, target: Any) -> Any:
-        return task.loss(to_float32(call(model, value)), target)
+        return task.loss(to_float32(answer(model, value)), target)
 
     return loss
 

@@ -39,8 +39,8 @@ from torch.optim import Optimizer
 
 from qtool import processes
 from qtool.checkpoint import Files
-from qtool.devices import resolve_device
-from qtool.errors import UsageError
+from qtool.devices import out_of_memory, resolve_device
+from qtool.errors import QtoolError, UsageError, one_line
 from qtool.nested import call, map_tensors, num_samples, split, to_float32
 from qtool.recipe import TrainConfig
 
@@ -115,6 +115,22 @@ class Setup:
         if kind is not None and processes.size() > 1:
             self.on_close.clear()  # what puts a model together again would wait for processes that do not come
         self.close()
+
+
+def answer(model: Callable[[Any], Any], value: Any) -> Any:
+    """The output of ``model`` for an input. Raises QtoolError where it does not take that.
+
+    The end of memory is raised as it is; so is every error of one of several processes, which may come from another.
+    """
+    try:
+        return call(model, value)
+    except (RuntimeError, TypeError, IndexError) as error:
+        if processes.size() > 1 or out_of_memory(error):
+            raise
+        raise QtoolError(
+            "model", "a forward pass on the inputs of the data", f"{type(error).__name__}: {one_line(error)}",
+            "give a model and data that go together; --debug shows where it failed",
+        ) from error  # fmt: skip
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:

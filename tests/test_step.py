@@ -6,9 +6,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from qtool.errors import UsageError
+from qtool.errors import QtoolError, UsageError
 from qtool.recipe import TrainConfig
-from qtool.step import NotFinite, Setup, Step, learning_rate, no_scaler, plain
+from qtool.step import NotFinite, Setup, Step, answer, learning_rate, no_scaler, plain
+
+
+def test_what_a_model_does_not_take_is_told() -> None:
+    with pytest.raises(QtoolError, match=r"on the inputs of the data; got RuntimeError: mat1 and mat2.* go together"):
+        answer(nn.Linear(3, 2), torch.ones(1, 4))
+    with pytest.raises(QtoolError, match="missing 1 required positional"):
+        answer(nn.Bilinear(3, 2, 2), torch.ones(1, 3))
+
+    def full(value):
+        raise torch.OutOfMemoryError
+
+    with pytest.raises(torch.OutOfMemoryError):
+        answer(full, torch.ones(1))
 
 
 def make_model(seed=0, dtype=torch.float32):

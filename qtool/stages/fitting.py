@@ -30,6 +30,7 @@ from qtool.source import Source
 
 if TYPE_CHECKING:
     from qtool.loop import OutOfMemory
+    from qtool.memory.plan import Plan
 
 MIB = 2**20
 SHARE = 0.9
@@ -131,11 +132,11 @@ def _within(config: TrainConfig, source: Source, tell: Callable[[str], None]) ->
     plan, smallest = choose(config, budget, peak, pinned=pinned(config), legal=_legal, gpu=gpu)
     if plan is None:
         need = f"{-(-smallest.peak_bytes // MIB)}MiB"
-        others = f"{_more_devices(config, smallest.config, budget, peak)}--lora 8, or a smaller --batch-size"
+        others = _more_devices(config, smallest.config, budget, peak) + _adapters(smallest, peak)
         raise UsageError(
             "--memory-budget", f"at least {need}{_each(config)}, the smallest predicted need",
             str(config.memory_budget),
-            f"pass --memory-budget {need} {smallest.flags}".rstrip() + f", or {others}",
+            f"pass --memory-budget {need} {smallest.flags}".rstrip() + f", or {others}a smaller --batch-size",
         )  # fmt: skip
     why = f"with {plan.flags}, the fastest choice predicted to fit" if plan.changes else "as it is"
     tell(f"{config.memory_budget} budget{_each(config)}: predicted peak {plan.peak_bytes / MIB:.0f} MiB {why}")
@@ -156,6 +157,16 @@ def _more_devices(config: TrainConfig, smallest: TrainConfig, budget: float, pea
         return ""
     given, wanted = vars(config), vars(sharded(smallest, count))
     return f"{flags({name: value for name, value in wanted.items() if value != given[name]})}, or "
+
+
+def _adapters(smallest: Plan, peak: Callable[[TrainConfig], int]) -> str:
+    """The flag of adapters, ending in "or ", where the model takes them and needs less with them."""
+    wanted = dataclasses.replace(smallest.config, lora=8)
+    try:
+        less = smallest.config.lora is None and peak(wanted) < smallest.peak_bytes
+    except QtoolError:  # it has no layers for them, or peft is not there
+        return ""
+    return "--lora 8, or " if less else ""
 
 
 def _budget(config: TrainConfig) -> float | None:

@@ -9,7 +9,7 @@ import torch
 from nets import FeedForward
 from torch import nn
 
-from qtool.errors import UsageError
+from qtool.errors import QtoolError, UsageError
 from qtool.loop import task_loss
 from qtool.memory.measure import highest_sum, measure
 from qtool.memory.predict import predict
@@ -181,7 +181,7 @@ def test_gradients_of_micro_batches_lie_beside_the_buckets_of_copies() -> None:
 
 
 def test_errors_of_the_step_are_those_of_the_step() -> None:
-    with pytest.raises(RuntimeError, match="same reduction dim"):
+    with pytest.raises(QtoolError, match="same reduction dim"):
         predict(lambda: nn.Linear(31, 10), batch(2), config(), prepare=plain, loss=LOSS)
 
 

@@ -133,6 +133,18 @@ def test_a_budget_chooses_and_an_impossible_one_says_what_is_needed(small_data: 
         qtool.train(wide(), small_data, memory_budget="much", **plain)
 
 
+def test_adapters_are_named_where_the_model_takes_them(small_data: str) -> None:
+    def named(net: nn.Module) -> bool:
+        with pytest.raises(UsageError, match=", or a smaller --batch-size") as caught:
+            qtool.train(net, small_data, memory_budget="1KiB", device="cpu", batch_size=2, precision="bf16-true")
+        return "--lora" in str(caught.value)
+
+    pytest.importorskip("peft")
+    flat = nn.Flatten()
+    assert named(nn.Sequential(flat, nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 3)))
+    assert not named(nn.Sequential(flat, nn.Linear(64, 3)))  # a last layer alone: nothing to adapt
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_of_several_devices_each_has_the_budget(strategy: str, small_data: str) -> None:
     def peak(**options: Any) -> int:
