@@ -106,3 +106,32 @@ def rewritten_by(apply: Callable[[ir.Model], int], model: onnx.ModelProto) -> tu
     """What a pass returns for a file, and the file that it makes of it."""
     rewritten = ir.serde.deserialize_model(model)
     return apply(rewritten), ir.serde.serialize_model(rewritten)
+
+
+def first_layer(channels, kernel, pads, size, stride=2, seed=0):
+    """A quantizer, a convolution with int8 weights and int32 bias, a quantizer, and the way back to float."""
+    rng = np.random.default_rng(seed)
+    outputs = 5
+    weight = rng.integers(-127, 128, (outputs, channels, *kernel), dtype=np.int8)
+    constants = {
+        "xs": np.float32(0.03), "xz": np.uint8(117), "w": weight, "ws": np.full(outputs, 0.01, np.float32),
+        "b": rng.integers(-500, 500, outputs).astype(np.int32), "bs": np.full(outputs, 0.0003, np.float32),
+        "ys": np.float32(0.2), "yz": np.uint8(120),
+    }  # fmt: skip
+    nodes = [
+        helper.make_node("QuantizeLinear", ["x", "xs", "xz"], ["x_q"], name="x/quantize"),
+        helper.make_node("DequantizeLinear", ["x_q", "xs", "xz"], ["x_d"]),
+        helper.make_node("DequantizeLinear", ["w", "ws"], ["w_d"], axis=0),
+        helper.make_node("DequantizeLinear", ["b", "bs"], ["b_d"], axis=0),
+        helper.make_node("Conv", ["x_d", "w_d", "b_d"], ["c"], name="stem", strides=[stride, stride], pads=pads),
+        helper.make_node("QuantizeLinear", ["c", "ys", "yz"], ["c_q"]),
+        helper.make_node("DequantizeLinear", ["c_q", "ys", "yz"], ["y"]),
+    ]
+    shape = ["n", channels, *size]
+    graph = helper.make_graph(
+        nodes, "g", [helper.make_tensor_value_info("x", TensorProto.FLOAT, shape)],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
+        [onnx.numpy_helper.from_array(np.asarray(v), k) for k, v in constants.items()],
+    )  # fmt: skip
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    return onnx.shape_inference.infer_shapes(model)

@@ -34,6 +34,7 @@ from qtool.exporting.passes import (
     biases,
     conv_pads,
     even_channels,
+    even_inputs,
     float_units,
     global_pool,
     hard_sigmoid,
@@ -65,7 +66,7 @@ PASSES: dict[str, tuple[Pass, ...]] = {
 }  # fmt: skip
 """What is mended in a file, by target: operators on integers themselves are ONNX Runtime's alone."""
 QUICK: dict[str, tuple[Pass, ...]] = {
-    "ort-cpu": (mean_pools.apply, wide_groups.apply, even_channels.apply, wide_gates.apply),
+    "ort-cpu": (mean_pools.apply, wide_groups.apply, even_channels.apply, even_inputs.apply, wide_gates.apply),
 }
 """What gives integer layers, once it is settled which these are, the form that a target's kernels are quick with."""
 

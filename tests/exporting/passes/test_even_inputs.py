@@ -1,0 +1,83 @@
+"""The pass changes no output: the same integers in ONNX Runtime, and in the ONNX reference's own arithmetic."""
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from onnx.reference import ReferenceEvaluator
+from qdq_files import first_layer
+
+from qtool.exporting.integer_reference import IntegerReference
+from qtool.exporting.passes import even_inputs
+
+
+def rewritten(model):
+    changed = ir.serde.deserialize_model(model)
+    return even_inputs.apply(changed), ir.serde.serialize_model(changed)
+
+
+@pytest.fixture(autouse=True)
+def room(monkeypatch):
+    """The files here are one layer, of which zeros are more than a fiftieth."""
+    monkeypatch.setattr(even_inputs, "MOST_GROWTH", 5.0)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    channels=st.integers(2, 15).filter(lambda c: c % 4),
+    kernel=st.tuples(st.integers(1, 5), st.integers(2, 5)),
+    pads=st.tuples(*[st.integers(0, 2)] * 4),
+    stride=st.integers(1, 3),
+    size=st.tuples(st.integers(5, 9), st.integers(5, 9)),
+    seed=st.integers(0, 9),
+)
+def test_output_is_unchanged_for_any_kernel_padding_and_stride(channels, kernel, pads, stride, size, seed):
+    model = first_layer(channels, kernel, list(pads), size, stride, seed)
+    count, other = rewritten(model)
+    x = np.random.default_rng(seed).normal(0, 2, (2, channels, *size)).astype(np.float32)
+    assert count == 1
+    onnx.checker.check_model(other, full_check=True)
+    expected = ReferenceEvaluator(model).run(None, {"x": x})[0]
+    np.testing.assert_allclose(ReferenceEvaluator(other).run(None, {"x": x})[0], expected, atol=0.2 + 1e-6)
+    np.testing.assert_array_equal(IntegerReference(other).run({"x": x})[0], IntegerReference(model).run({"x": x})[0])
+
+
+@pytest.mark.parametrize("channels", [1, 3, 6])
+def test_onnx_runtime_gives_the_same_integers_and_fuses_the_convolution(channels, tmp_path):
+    from qtool.runtimes import open_session
+    from qtool.runtimes.ort import optimized_graph
+
+    model = first_layer(channels, (3, 3), [1, 1, 1, 1], (17, 16), stride=1)
+    _, other = rewritten(model)
+    x = np.random.default_rng(1).normal(0, 2, (4, channels, 17, 16)).astype(np.float32)
+    found = []
+    for name, proto in (("before", model), ("after", other)):
+        onnx.save(proto, str(tmp_path / f"{name}.onnx"))
+        found.append(open_session(tmp_path / f"{name}.onnx").run({"x": x})[0])
+    np.testing.assert_array_equal(found[0], found[1])
+    kernels = [node.op_type for node in optimized_graph(tmp_path / "after.onnx").graph.node]
+    assert {"QLinearConv", "Pad"} <= set(kernels)
+    assert "Conv" not in kernels
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"channels": 4}, {"channels": 17}, {"kernel": (1, 1), "pads": [0, 0, 0, 0]},
+        {"channels": 1, "kernel": (5, 5), "pads": [2, 2, 2, 2]},
+    ],
+    ids=["a whole word", "many channels", "pointwise", "one channel under a large kernel"],
+)  # fmt: skip
+def test_leaves_every_other_convolution_alone(changes):
+    options = {"channels": 3, "kernel": (3, 3), "pads": [1, 1, 1, 1], "size": (32, 32), "stride": 1} | changes
+    model = first_layer(**options)
+    count, other = rewritten(model)
+    assert count == 0
+    assert [node.op_type for node in other.graph.node] == [node.op_type for node in model.graph.node]
+
+
+def test_a_file_grows_by_a_fiftieth_at_most(monkeypatch):
+    monkeypatch.setattr(even_inputs, "MOST_GROWTH", 0.02)
+    assert rewritten(first_layer(3, (3, 3), [1, 1, 1, 1], (32, 32), stride=1))[0] == 0
