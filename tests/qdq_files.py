@@ -108,10 +108,9 @@ def rewritten_by(apply: Callable[[ir.Model], int], model: onnx.ModelProto) -> tu
     return apply(rewritten), ir.serde.serialize_model(rewritten)
 
 
-def first_layer(channels, kernel, pads, size, stride=2, seed=0):
+def first_layer(channels, kernel, pads, size, stride=2, seed=0, outputs=5):
     """A quantizer, a convolution with int8 weights and int32 bias, a quantizer, and the way back to float."""
     rng = np.random.default_rng(seed)
-    outputs = 5
     weight = rng.integers(-127, 128, (outputs, channels, *kernel), dtype=np.int8)
     constants = {
         "xs": np.float32(0.03), "xz": np.uint8(117), "w": weight, "ws": np.full(outputs, 0.01, np.float32),

@@ -1,15 +1,16 @@
-"""Fills up the channels that a convolution reads to a multiple of four, with zeros that change no sum.
+"""Fills up the channels of an input to a multiple of four, with zeros that change no sum.
 
 ONNX Runtime's integer convolution copies the patch under each output and multiplies four bytes at a time. A patch of
 three channels ends within such a word, row for row: a 3×3 convolution of stride 1 over an RGB image takes 1.5 to 2.2
-times as long as over four channels, one over 6 channels 1.7, over 18 still 1.3. A fourth channel that holds the zero
-point, and weights of zero for it, cost a copy of the input's bytes:
+times as long as over four channels. A fourth channel that holds the zero point, and weights of zero for it, cost a
+copy of the input's bytes:
 
     x'[c] = x[c], z for the channels that are new;    W'[o, c] = W[o, c], 0 for these.
 
-No product changes. Left alone: pointwise and grouped convolutions, 16 channels and more (the gain no longer pays the
-copy for certain), and a single channel under more than 3×3 taps, which would become four times the products. A
-file grows by 2 % of its constants at most. Of stride 2, an image's first layer is rewritten by ``stem.py`` already.
+No product changes. Left alone: layers behind the first, where channels lie side by side and filling them up takes
+longer than it saves; fewer than 16 outputs, which gain less than the copy; pointwise and grouped convolutions; 16
+channels and more; and a single channel under more than 3×3 taps, which would become four times the products. A file
+grows by 2 % of its constants at most. Of stride 2, an image's first layer is rewritten by ``stem.py`` already.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from qtool.exporting.passes.parts import MOST_GROWTH, constant, dequantized, num
 WORD = 4
 MAX_CHANNELS = 16
 MAX_SINGLE_TAPS = 9
+MIN_OUTPUTS = 16
 
 
 def apply(model: ir.Model) -> int:
@@ -51,14 +53,25 @@ def _suitable(node: ir.Node) -> npt.NDArray[np.int8] | None:
     source, weight = (value.producer() if value is not None else None for value in node.inputs[:2])
     if source is None or weight is None or {source.op_type, weight.op_type} != {"DequantizeLinear"}:
         return None
+    if not _is_input(source):
+        return None
     stored, zeros, origin = weight.inputs[0], zeros_of(weight), zeros_of(source)
     if stored is None or stored.const_value is None or zeros is None or zeros.any() or origin is None or origin.ndim:
         return None
     taps = stored.const_value.numpy()
     num_taps = int(np.prod(taps.shape[2:]))
     few = taps.shape[1] < MAX_CHANNELS and (taps.shape[1] > 1 or num_taps <= MAX_SINGLE_TAPS)
-    known = source.inputs[0] is not None and source.inputs[0].shape is not None
-    return taps if taps.dtype == np.int8 and num_taps > 1 and few and known and taps.shape[1] % WORD else None
+    spatial = num_taps > 1 and taps.dtype == np.int8
+    return taps if spatial and few and taps.shape[1] % WORD and len(taps) >= MIN_OUTPUTS else None
+
+
+def _is_input(dequantize: ir.Node) -> bool:
+    """Whether an input of the file, quantized, is what is dequantized, and its rank is known."""
+    integers = dequantize.inputs[0]
+    quantize = integers.producer() if integers is not None else None
+    if integers is None or integers.shape is None or quantize is None or quantize.op_type != "QuantizeLinear":
+        return False
+    return quantize.inputs[0] is not None and quantize.inputs[0].is_graph_input()
 
 
 def _rewrite(model: ir.Model, node: ir.Node, taps: npt.NDArray[np.int8], missing: int) -> None:

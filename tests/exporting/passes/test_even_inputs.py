@@ -4,13 +4,17 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
+import qdq_files
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx.reference import ReferenceEvaluator
-from qdq_files import first_layer
 
 from qtool.exporting.integer_reference import IntegerReference
 from qtool.exporting.passes import even_inputs
+
+
+def first_layer(*args, outputs=16, **options):
+    return qdq_files.first_layer(*args, **options, outputs=outputs)
 
 
 def rewritten(model):
@@ -66,9 +70,9 @@ def test_onnx_runtime_gives_the_same_integers_and_fuses_the_convolution(channels
     "changes",
     [
         {"channels": 4}, {"channels": 17}, {"kernel": (1, 1), "pads": [0, 0, 0, 0]},
-        {"channels": 1, "kernel": (5, 5), "pads": [2, 2, 2, 2]},
+        {"channels": 1, "kernel": (5, 5), "pads": [2, 2, 2, 2]}, {"outputs": 15},
     ],
-    ids=["a whole word", "many channels", "pointwise", "one channel under a large kernel"],
+    ids=["a whole word", "many channels", "pointwise", "one channel under a large kernel", "few outputs"],
 )  # fmt: skip
 def test_leaves_every_other_convolution_alone(changes):
     options = {"channels": 3, "kernel": (3, 3), "pads": [1, 1, 1, 1], "size": (32, 32), "stride": 1} | changes
@@ -76,6 +80,13 @@ def test_leaves_every_other_convolution_alone(changes):
     count, other = rewritten(model)
     assert count == 0
     assert [node.op_type for node in other.graph.node] == [node.op_type for node in model.graph.node]
+
+
+def test_leaves_layers_behind_the_first_alone():
+    model = first_layer(3, (3, 3), [1, 1, 1, 1], (32, 32), stride=1)
+    model.graph.input[0].name = "image"
+    model.graph.node.insert(0, onnx.helper.make_node("Relu", ["image"], ["x"]))
+    assert rewritten(model)[0] == 0
 
 
 def test_a_file_grows_by_a_fiftieth_at_most(monkeypatch):
