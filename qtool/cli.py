@@ -25,7 +25,7 @@ from click.core import ParameterSource
 from click.shell_completion import get_completion_class
 
 from qtool.artifacts import finite, named, read_result
-from qtool.errors import ContractError
+from qtool.errors import ContractError, QtoolWarning, warning_line
 from qtool.flags import Command, Flag, Program, field_options, given
 from qtool.options import flag, make
 from qtool.recipe import (
@@ -320,11 +320,17 @@ def work(ctx: click.Context) -> Iterator[ModuleType]:
     tune()
     if not ctx.params["as_debug"]:
         warnings.simplefilter("ignore")
+        if loud(ctx) and os.environ.get("RANK", "0") == "0":
+            warnings.simplefilter("once", QtoolWarning)
         logging.disable(logging.WARNING)
     from qtool import pipeline
 
-    with contextlib.redirect_stdout(sys.stderr):
-        yield pipeline
+    plain, warnings.formatwarning = warnings.formatwarning, warning_line
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield pipeline
+    finally:
+        warnings.formatwarning = plain
 
 
 @contextlib.contextmanager

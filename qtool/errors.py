@@ -49,6 +49,19 @@ class ContractError(QtoolError):
     details: Mapping[str, Any] | None = None
 
 
+class QtoolWarning(UserWarning):
+    """What a user has to know though it stops nothing. The command line shows these, and no library's."""
+
+
+def warning_line(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """How a warning is written (a ``warnings.formatwarning``): one of qtool's own in a line of its own."""
+    if issubclass(category, QtoolWarning):
+        return f"qtool: warning: {one_line(message)}\n"
+    return f"{filename}:{lineno}: {category.__name__}: {message}\n"
+
+
 def one_line(text: object) -> str:
     """``text`` with every run of white space, newlines included, made one space."""
     return " ".join(str(text).split())

@@ -31,7 +31,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from qtool.errors import QtoolError
+from qtool.errors import QtoolError, QtoolWarning, warning_line
 
 GRACE = 1.0
 """Seconds in which the errors of other processes are waited for after the first, and in which they stop when told."""
@@ -154,6 +154,9 @@ def _main(sent: bytes, rank: int, count: int, port: int, reports: Connection) ->
     try:
         function, arguments, filters = pickle.loads(sent)
         warnings.filters[:] = filters  # type: ignore[index]
+        warnings.formatwarning = warning_line
+        if rank:  # the first one's are enough
+            warnings.simplefilter("ignore", QtoolWarning)
         function(*arguments)
         code = 0
     except Exception as error:

@@ -61,6 +61,16 @@ def told(result: Result) -> str:
     return lines[0]
 
 
+@pytest.mark.parametrize("words", [(), ("--quiet",)])
+def test_own_warnings_are_shown_once_and_no_library_s(words: tuple[str, ...]) -> None:
+    done = qtool_process(
+        "memory", "--model", "resnet", "--data", "fashion-mnist", "--batch-size", "2", "--precision", "16-true",
+        "--device", "cpu", *words,
+    )  # fmt: skip
+    told = [] if words else ["qtool: warning: 16-true: weights, activations and gradients must stay within ±65,504"]
+    assert [line.partition(";")[0] for line in done.stderr.splitlines()] == told
+
+
 # Help
 
 

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from qtool.errors import QtoolWarning
 from qtool.step import Setup
 from qtool.training.nf4 import NF4Linear
 
@@ -71,6 +72,7 @@ def _true(setup: Setup, dtype: torch.dtype) -> None:
     if dtype == torch.float16:
         warnings.warn(
             "16-true: weights, activations and gradients must stay within ±65,504; bf16-true has float32's range",
+            QtoolWarning,
             stacklevel=2,
         )
     for _, value in _cast_values(setup.model):

@@ -36,7 +36,7 @@ from torch.distributed.tensor import DTensor
 
 from qtool import processes
 from qtool.checkpoint import BEST, Files, clear, learned, load_tree, save_tree
-from qtool.errors import QtoolError
+from qtool.errors import QtoolError, QtoolWarning
 from qtool.training.block_states import cut_anew
 from qtool.training.local_shards import LocalShards, like
 
@@ -94,6 +94,7 @@ class ShardedFiles(Files):
                 warnings.warn(
                     f"a checkpoint of {world} processes is read by {processes.size()}: 8-bit optimizer states are "
                     "quantized again where their blocks straddle the new shards, so the resume is not exact",
+                    QtoolWarning,
                     stacklevel=2,
                 )
             trees = [load_tree(path / _own(rank, world)) for rank in range(world)]
