@@ -68,7 +68,11 @@ def _mixed(setup: Setup, dtype: torch.dtype) -> None:
 
 
 def _true(setup: Setup, dtype: torch.dtype) -> None:
-    before = {name: setup.widths.get(name, value.dtype) for name, value in _cast_values(setup.model)}
+    first: dict[int, str] = {}  # a shared weight has come in under its first name
+    before = {
+        name: setup.widths.get(first.setdefault(id(value), name), value.dtype)
+        for name, value in _cast_values(setup.model)
+    }
     if dtype == torch.float16:
         warnings.warn(
             "16-true: weights, activations and gradients must stay within ±65,504; bf16-true has float32's range",

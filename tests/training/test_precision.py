@@ -128,6 +128,16 @@ def test_16_mixed_skips_overflowing_steps_and_goes_on():
     assert not torch.equal(before, after)
 
 
+@pytest.mark.parametrize("precision", ["16-true", "bf16-true"])
+@pytest.mark.filterwarnings("ignore:16-true")
+def test_a_shared_weight_gets_its_width_back(precision):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    setup(model, config(precision)).close()
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert model[1].weight is model[0].weight
+
+
 def test_16_true_says_that_its_range_is_small():
     with pytest.warns(UserWarning, match="65,504"):
         setup(make_model(), config("16-true")).close()
