@@ -59,7 +59,7 @@ def apply(setup: Setup, example: Any) -> None:
     _begin(model, config.seed, setup.device)
     setup.on_close.append(lambda: _merge(model, trained))
     if config.lora_base == "nf4":
-        _quantize(model, {*chosen, *_default(model, possible)})
+        _quantize(model, {*chosen, *_usual(model, possible)})
     if config.strategy != "fsdp":
         fill(model)
 
@@ -117,10 +117,14 @@ def targets(model: nn.Module, wanted: tuple[str, ...] | None, possible: dict[str
     return found
 
 
-def _default(model: nn.Module, possible: dict[str, nn.Module]) -> list[str]:
+def _usual(model: nn.Module, possible: dict[str, nn.Module]) -> list[str]:
     linear = [name for name, module in possible.items() if not isinstance(module, nn.Conv2d)]
     repeated = tuple(f"{name}." for name in blocks(model))
-    chosen = [name for name in linear if name.startswith(repeated)] if repeated else linear[:-1]
+    return [name for name in linear if name.startswith(repeated)] if repeated else linear[:-1]
+
+
+def _default(model: nn.Module, possible: dict[str, nn.Module]) -> list[str]:
+    chosen = _usual(model, possible)
     if not chosen:
         raise UsageError(
             "--lora", "a model with linear layers in repeated blocks", f"a {type(model).__name__} without any",
@@ -143,7 +147,7 @@ def adapter(model: nn.Module) -> Adapter | None:
     config = {
         "peft_type": "LORA", "r": first.r[_NAME], "lora_alpha": first.lora_alpha[_NAME],
         "lora_dropout": float(getattr(first.lora_dropout[_NAME], "p", 0.0)), "target_modules": list(found),
-        "fan_in_fan_out": any(layer.fan_in_fan_out for layer in found.values()), "bias": "none",
+        "fan_in_fan_out": any(getattr(layer, "fan_in_fan_out", False) for layer in found.values()), "bias": "none",
         "base_model_name_or_path": None,
     }  # fmt: skip
     return Adapter(tensors, config)

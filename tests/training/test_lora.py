@@ -223,3 +223,17 @@ def test_the_memory_of_adapters_is_predicted(peft: Any, options: dict[str, Any])
     predicted = predict(lambda: small(64), batch, config, **parts)
     measured = measure(lambda: small(64), batch, config, **parts)
     assert predicted.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.01)
+
+
+@FILTERS
+@pytest.mark.parametrize("base", ["full", "nf4"])
+def test_convolutions_that_are_named_are_adapted(base: str, peft: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3))
+    before, batch = model[0].weight.detach().clone(), (torch.randn(6, 2, 5, 5), torch.arange(6) % 3)
+    done = qtool.train(model, [batch] * 3, device="cpu", epochs=2, lora=2, lora_targets=("0",), lora_base=base)
+    assert done.adapter is not None
+    a, b = (done.adapter.tensors[f"base_model.model.0.lora_{part}.weight"] for part in "AB")
+    delta = 16.0 / 2 * torch.einsum("or,rikl->oikl", b[:, :, 0, 0], a)
+    assert delta.abs().max() > 1e-4
+    torch.testing.assert_close(model[0].weight.detach(), before + delta)
