@@ -36,6 +36,7 @@ DEFAULT: tuple[tuple[str, dict[str, Any]], ...] = (
     ("activation checkpointing", {"activation_checkpointing": True}),
 )
 _KEYS = ("model", "data", "task", "train", "rungs")
+_RUNG = ("name", "set", "published")
 
 
 @dataclass(frozen=True)
@@ -65,12 +66,24 @@ def load_ladder(path: Path) -> Ladder:
     for key in table:
         if key not in _KEYS:
             raise UsageError(f"ladder key '{key}'", "a known name", repr(key), nearest(key, _KEYS))
-    rungs = tuple(Rung(r["name"], r.get("set", {}), r.get("published", {})) for r in table.get("rungs", ()))
+    rungs = tuple(_read(rung) for rung in table.get("rungs", ()))
     ladder = Ladder(
         {k: table[k] for k in ("model", "data", "task") if k in table}, make(TrainConfig, table.get("train", {})), rungs
     )
     configs(ladder)
     return ladder
+
+
+def _read(table: Any) -> Rung:
+    """A rung of the file. Raises UsageError for one without a name, or with a key that is not known."""
+    if not isinstance(table, dict) or "name" not in table:
+        raise UsageError(
+            "ladder key 'rungs'", "tables that each have a name", repr(table), 'write [[rungs]], name = "…"'
+        )
+    for key in table:
+        if key not in _RUNG:
+            raise UsageError(f"rung '{table['name']}'", "known keys", repr(key), nearest(key, _RUNG))
+    return Rung(table["name"], table.get("set", {}), table.get("published", {}))
 
 
 def configs(ladder: Ladder) -> list[TrainConfig]:

@@ -91,3 +91,17 @@ def test_what_is_no_ladder_is_refused(tmp_path: Path) -> None:
         load_ladder(path)
     with pytest.raises(UsageError, match="no model; pass --model"):
         climb(None)
+
+
+@pytest.mark.parametrize(
+    ("rung", "told"),
+    [
+        ("[[rungs]]", "each have a name"),
+        ('[[rungs]]\nname = "a"\nsett = 3', "got 'sett'; did you mean 'set'"),
+        ('[rungs]\nname = "a"', "each have a name"),
+    ],
+)
+def test_a_rung_that_is_not_understood_is_told(rung: str, told: str, tmp_path: Path) -> None:
+    (tmp_path / "l.toml").write_text(rung)
+    with pytest.raises(UsageError, match=told):
+        load_ladder(tmp_path / "l.toml")
