@@ -31,6 +31,7 @@ from qtool.exporting import onnx_file
 from qtool.exporting.exporter import quicker
 from qtool.exporting.passes import (
     activations,
+    bare_weights,
     biases,
     conv_pads,
     even_channels,
@@ -61,7 +62,7 @@ PASSES: dict[str, tuple[Pass, ...]] = {
         global_pool.apply, activations.apply, hard_sigmoid.apply, conv_pads.apply, pads.apply, biases.apply,
         float_units.apply, stem.apply, lookups.apply,
     ),
-    "openvino": (global_pool.apply, activations.apply, conv_pads.apply, biases.apply),
+    "openvino": (global_pool.apply, activations.apply, conv_pads.apply, biases.apply, bare_weights.apply),
     "tensorrt": (global_pool.apply, activations.apply, conv_pads.apply),
 }  # fmt: skip
 """What is mended in a file, by target: operators on integers themselves are ONNX Runtime's alone."""
