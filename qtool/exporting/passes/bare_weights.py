@@ -1,8 +1,9 @@
 """Leaves out the zero points of symmetric weights: all of them are 0, which is what none means.
 
 An exporter stores equal constants once, so that layers of as many outputs share one vector of zeros. Where many do,
-OpenVINO's low-precision transformations give these layers up and run them in 16-bit floating point: 24 of the 49
-linear layers of a ViT-S/16, and its patches. With a vector each, or none, all of them run in integers.
+OpenVINO's low-precision transformations give these layers up: on a CPU with bfloat16 and OpenVINO's own settings, 24 of
+the 49 linear layers of a ViT-S/16 and its patches run in bfloat16, 41 ms for the net instead of 34. With a vector
+each, or none, all of them run in integers.
 """
 
 from __future__ import annotations
