@@ -41,9 +41,9 @@ def parse_shape(name: str, text: str) -> tuple[int, ...]:
 
 
 def _shape(info: TensorInfo, batch_size: int, given: tuple[int, ...] | None) -> tuple[int, ...]:
-    if given is not None and _fixed_batch(info):
-        return _checked(info, given)
     if given is not None:
+        if _fixed_batch(info):
+            return _checked(info, given)
         if given[0] not in (1, batch_size):
             raise UsageError(
                 f"shape of input '{info.name}'", f"1 or {batch_size} first, the batch", str(given[0]),

@@ -46,6 +46,7 @@ def test_rounds_end_when_the_interval_is_narrow_enough():
     noisy = Machine({"slow": 0.02, "fast": 0.01}, jitter=0.3).time(stopping=Stopping(width=0.02, seconds=1000))
     assert len(steady["fast"].rounds) == 40
     assert 40 < len(noisy["fast"].rounds) < 5000
+    assert len(noisy["fast"].rounds) in [round(40 * 1.25**k) for k in range(30)]
     entry = describe(noisy, reference="slow", batch_size=4, width=0.02)["fast"]
     assert entry["converged"]
     low, high = entry["speedup_ci95"]

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from qtool.exporting.passes.biases import drop_unused
-from qtool.exporting.passes.parts import MOST_GROWTH, constant, dequantized, num_stored, zeros_of
+from qtool.exporting.passes.parts import MOST_GROWTH, constant, dequantized, integer_taps, num_stored, zeros_of
 
 WORD = 4
 MAX_CHANNELS = 16
@@ -48,30 +48,24 @@ def apply(model: ir.Model) -> int:
 
 def _suitable(node: ir.Node) -> npt.NDArray[np.int8] | None:
     """The integer weight of a convolution that this rule applies to; None for any other."""
-    if node.op_type != "Conv" or node.attributes.get_int("group", 1) != 1:
+    taps = integer_taps(node)
+    if taps is None or node.attributes.get_int("group", 1) != 1 or not _reads_an_input(node):
         return None
-    source, weight = (value.producer() if value is not None else None for value in node.inputs[:2])
-    if source is None or weight is None or {source.op_type, weight.op_type} != {"DequantizeLinear"}:
-        return None
-    if not _is_input(source):
-        return None
-    stored, zeros, origin = weight.inputs[0], zeros_of(weight), zeros_of(source)
-    if stored is None or stored.const_value is None or zeros is None or zeros.any() or origin is None or origin.ndim:
-        return None
-    taps = stored.const_value.numpy()
     num_taps = int(np.prod(taps.shape[2:]))
     few = taps.shape[1] < MAX_CHANNELS and (taps.shape[1] > 1 or num_taps <= MAX_SINGLE_TAPS)
-    spatial = num_taps > 1 and taps.dtype == np.int8
-    return taps if spatial and few and taps.shape[1] % WORD and len(taps) >= MIN_OUTPUTS else None
+    return taps if num_taps > 1 and few and taps.shape[1] % WORD and len(taps) >= MIN_OUTPUTS else None
 
 
-def _is_input(dequantize: ir.Node) -> bool:
-    """Whether an input of the file, quantized, is what is dequantized, and its rank is known."""
-    integers = dequantize.inputs[0]
+def _reads_an_input(conv: ir.Node) -> bool:
+    """Whether a convolution reads an input of the file, of known rank, quantized with one zero point."""
+    source = conv.inputs[0].producer() if conv.inputs[0] is not None else None
+    integers = source.inputs[0] if source is not None else None
     quantize = integers.producer() if integers is not None else None
-    if integers is None or integers.shape is None or quantize is None or quantize.op_type != "QuantizeLinear":
+    if source is None or integers is None or integers.shape is None or quantize is None:
         return False
-    return quantize.inputs[0] is not None and quantize.inputs[0].is_graph_input()
+    zeros, image = zeros_of(source), quantize.inputs[0]
+    whole = zeros is not None and not zeros.ndim and image is not None and image.is_graph_input()
+    return whole and quantize.op_type == "QuantizeLinear"
 
 
 def _rewrite(model: ir.Model, node: ir.Node, taps: npt.NDArray[np.int8], missing: int) -> None:

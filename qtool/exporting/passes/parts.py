@@ -1,4 +1,4 @@
-"""What several passes look for and make: operators between integers, constants, dequantized constants."""
+"""What several passes look for and make: operators between integers, their weights, constants, dequantized ones."""
 
 from __future__ import annotations
 
@@ -36,6 +36,20 @@ def zeros_of(dequantize: ir.Node) -> npt.NDArray[Any] | None:
     if value is None:
         return np.zeros((), np.int8)
     return value.const_value.numpy() if value.const_value is not None else None
+
+
+def integer_taps(conv: ir.Node) -> npt.NDArray[np.int8] | None:
+    """The stored int8 weight, zero points 0, of a convolution between integers; None of anything else."""
+    if conv.op_type != "Conv":
+        return None
+    source, weight = (value.producer() if value is not None else None for value in conv.inputs[:2])
+    if source is None or weight is None or {source.op_type, weight.op_type} != {"DequantizeLinear"}:
+        return None
+    stored, zeros = weight.inputs[0], zeros_of(weight)
+    if stored is None or stored.const_value is None or zeros is None or zeros.any():
+        return None
+    taps = stored.const_value.numpy()
+    return taps if taps.dtype == np.int8 else None
 
 
 def constant(model: ir.Model, name: str, numbers: npt.NDArray[Any] | np.generic) -> ir.Value:

@@ -16,6 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
+from qtool.exporting.passes.parts import integer_taps
+
 MAX_CHANNELS = 4
 
 
@@ -23,7 +25,7 @@ def apply(model: ir.Model) -> int:
     """Rewrites in place; returns how many convolutions changed."""
     changed = 0
     for node in list(model.graph):
-        if node.op_type == "Conv" and (taps := _suitable(node)) is not None:
+        if (taps := _suitable(node)) is not None:
             _rewrite(model, node, taps)
             changed += 1
     return changed
@@ -31,13 +33,15 @@ def apply(model: ir.Model) -> int:
 
 def _suitable(node: ir.Node) -> npt.NDArray[np.int8] | None:
     """The integer weight of a convolution that this rule applies to; None for any other."""
+    taps = integer_taps(node)
+    if taps is None:
+        return None
     source, weight = (value.producer() if value is not None else None for value in node.inputs[:2])
-    if source is None or weight is None or {source.op_type, weight.op_type} != {"DequantizeLinear"}:
-        return None
+    assert source is not None
+    assert weight is not None
     stored = weight.inputs[0]
-    if stored is None or stored.const_value is None or len(stored.uses()) != 1 or len(weight.outputs[0].uses()) != 1:
+    if stored is None or len(stored.uses()) != 1 or len(weight.outputs[0].uses()) != 1:
         return None
-    taps = stored.const_value.numpy()
     shape = source.outputs[0].shape
     even = shape is not None and len(shape) == 4 and all(isinstance(d, int) and d % 2 == 0 for d in list(shape)[2:])
     plain = _ints(node, "strides", [1, 1]) == [2, 2] and _ints(node, "dilations", [1, 1]) == [1, 1]

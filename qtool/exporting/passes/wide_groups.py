@@ -20,7 +20,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from qtool.exporting.passes.biases import drop_unused
-from qtool.exporting.passes.parts import MOST_GROWTH, constant, dequantized, num_stored, zeros_of
+from qtool.exporting.passes.parts import MOST_GROWTH, constant, dequantized, integer_taps, num_stored
 
 WIDTH = 32
 
@@ -45,18 +45,11 @@ def apply(model: ir.Model) -> int:
 
 def _grouped_weight(node: ir.Node) -> npt.NDArray[np.int8] | None:
     """The integer weight of a grouped convolution that is not depthwise; None of anything else."""
-    if node.op_type != "Conv" or node.attributes.get_int("group", 1) == 1:
+    taps = integer_taps(node)
+    if taps is None or node.attributes.get_int("group", 1) == 1:
         return None
-    source, weight = (value.producer() if value is not None else None for value in node.inputs[:2])
-    if source is None or weight is None or {source.op_type, weight.op_type} != {"DequantizeLinear"}:
-        return None
-    stored = weight.inputs[0]
-    zeros = zeros_of(weight)
-    if stored is None or stored.const_value is None or zeros is None or zeros.any():
-        return None
-    taps = stored.const_value.numpy()
     depthwise = taps.shape[1] == 1 and len(taps) == node.attributes.get_int("group", 1)
-    return taps if taps.dtype == np.int8 and not depthwise else None
+    return None if depthwise else taps
 
 
 def _best(groups: int, width: int, most: float) -> int:

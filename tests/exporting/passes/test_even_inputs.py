@@ -2,12 +2,12 @@
 
 import numpy as np
 import onnx
-import onnx_ir as ir
 import pytest
 import qdq_files
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx.reference import ReferenceEvaluator
+from qdq_files import rewritten_by, run
 
 from qtool.exporting.integer_reference import IntegerReference
 from qtool.exporting.passes import even_inputs
@@ -15,11 +15,6 @@ from qtool.exporting.passes import even_inputs
 
 def first_layer(*args, outputs=16, **options):
     return qdq_files.first_layer(*args, **options, outputs=outputs)
-
-
-def rewritten(model):
-    changed = ir.serde.deserialize_model(model)
-    return even_inputs.apply(changed), ir.serde.serialize_model(changed)
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +34,7 @@ def room(monkeypatch):
 )
 def test_output_is_unchanged_for_any_kernel_padding_and_stride(channels, kernel, pads, stride, size, seed):
     model = first_layer(channels, kernel, list(pads), size, stride, seed)
-    count, other = rewritten(model)
+    count, other = rewritten_by(even_inputs.apply, model)
     x = np.random.default_rng(seed).normal(0, 2, (2, channels, *size)).astype(np.float32)
     assert count == 1
     onnx.checker.check_model(other, full_check=True)
@@ -50,18 +45,12 @@ def test_output_is_unchanged_for_any_kernel_padding_and_stride(channels, kernel,
 
 @pytest.mark.parametrize("channels", [1, 3, 6])
 def test_onnx_runtime_gives_the_same_integers_and_fuses_the_convolution(channels, tmp_path):
-    from qtool.runtimes import open_session
-    from qtool.runtimes.ort import optimized_graph
-
     model = first_layer(channels, (3, 3), [1, 1, 1, 1], (17, 16), stride=1)
-    _, other = rewritten(model)
+    _, other = rewritten_by(even_inputs.apply, model)
     x = np.random.default_rng(1).normal(0, 2, (4, channels, 17, 16)).astype(np.float32)
-    found = []
-    for name, proto in (("before", model), ("after", other)):
-        onnx.save(proto, str(tmp_path / f"{name}.onnx"))
-        found.append(open_session(tmp_path / f"{name}.onnx").run({"x": x})[0])
-    np.testing.assert_array_equal(found[0], found[1])
-    kernels = [node.op_type for node in optimized_graph(tmp_path / "after.onnx").graph.node]
+    (expected,), _ = run(model, {"x": x}, tmp_path)
+    (found,), kernels = run(other, {"x": x}, tmp_path)
+    np.testing.assert_array_equal(found, expected)
     assert {"QLinearConv", "Pad"} <= set(kernels)
     assert "Conv" not in kernels
 
@@ -77,7 +66,7 @@ def test_onnx_runtime_gives_the_same_integers_and_fuses_the_convolution(channels
 def test_leaves_every_other_convolution_alone(changes):
     options = {"channels": 3, "kernel": (3, 3), "pads": [1, 1, 1, 1], "size": (32, 32), "stride": 1} | changes
     model = first_layer(**options)
-    count, other = rewritten(model)
+    count, other = rewritten_by(even_inputs.apply, model)
     assert count == 0
     assert [node.op_type for node in other.graph.node] == [node.op_type for node in model.graph.node]
 
@@ -86,9 +75,9 @@ def test_leaves_layers_behind_the_first_alone():
     model = first_layer(3, (3, 3), [1, 1, 1, 1], (32, 32), stride=1)
     model.graph.input[0].name = "image"
     model.graph.node.insert(0, onnx.helper.make_node("Relu", ["image"], ["x"]))
-    assert rewritten(model)[0] == 0
+    assert rewritten_by(even_inputs.apply, model)[0] == 0
 
 
 def test_a_file_grows_by_a_fiftieth_at_most(monkeypatch):
     monkeypatch.setattr(even_inputs, "MOST_GROWTH", 0.02)
-    assert rewritten(first_layer(3, (3, 3), [1, 1, 1, 1], (32, 32), stride=1))[0] == 0
+    assert rewritten_by(even_inputs.apply, first_layer(3, (3, 3), [1, 1, 1, 1], (32, 32), stride=1))[0] == 0

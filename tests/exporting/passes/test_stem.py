@@ -1,21 +1,14 @@
 """The stem pass changes no output: the same integers in ONNX Runtime, and in the ONNX reference's own arithmetic."""
 
 import numpy as np
-import onnx
-import onnx_ir as ir
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx.reference import ReferenceEvaluator
-from qdq_files import first_layer
+from qdq_files import first_layer, rewritten_by, run
 
 from qtool.exporting.integer_reference import IntegerReference
 from qtool.exporting.passes import stem
-
-
-def rewritten(model):
-    changed = ir.serde.deserialize_model(model)
-    return stem.apply(changed), ir.serde.serialize_model(changed)
 
 
 @settings(max_examples=30, deadline=None)
@@ -28,7 +21,7 @@ def rewritten(model):
 )
 def test_output_is_unchanged_for_any_kernel_and_padding(channels, kernel, pads, size, seed):
     model = first_layer(channels, kernel, list(pads), size, seed=seed)
-    count, other = rewritten(model)
+    count, other = rewritten_by(stem.apply, model)
     x = np.random.default_rng(seed).normal(0, 2, (2, channels, *size)).astype(np.float32)
     assert count == 1
     expected = ReferenceEvaluator(model).run(None, {"x": x})[0]
@@ -37,18 +30,12 @@ def test_output_is_unchanged_for_any_kernel_and_padding(channels, kernel, pads, 
 
 
 def test_onnx_runtime_gives_the_same_integers_and_fuses_the_convolution(tmp_path):
-    from qtool.runtimes import open_session
-    from qtool.runtimes.ort import optimized_graph
-
     model = first_layer(3, (3, 3), [1, 1, 1, 1], (32, 32))
-    _, other = rewritten(model)
+    _, other = rewritten_by(stem.apply, model)
     x = np.random.default_rng(1).normal(0, 2, (4, 3, 32, 32)).astype(np.float32)
-    found = []
-    for name, proto in (("before", model), ("after", other)):
-        onnx.save(proto, str(tmp_path / f"{name}.onnx"))
-        found.append(open_session(tmp_path / f"{name}.onnx").run({"x": x})[0])
-    np.testing.assert_array_equal(found[0], found[1])
-    kernels = [node.op_type for node in optimized_graph(tmp_path / "after.onnx").graph.node]
+    (expected,), _ = run(model, {"x": x}, tmp_path)
+    (found,), kernels = run(other, {"x": x}, tmp_path)
+    np.testing.assert_array_equal(found, expected)
     assert "QLinearConv" in kernels
     assert "SpaceToDepth" in kernels
     assert "Conv" not in kernels
@@ -62,6 +49,6 @@ def test_onnx_runtime_gives_the_same_integers_and_fuses_the_convolution(tmp_path
 def test_leaves_every_other_convolution_alone(changes):
     options = {"channels": 3, "kernel": (3, 3), "pads": [1, 1, 1, 1], "size": (32, 32)} | changes
     model = first_layer(**options)
-    count, other = rewritten(model)
+    count, other = rewritten_by(stem.apply, model)
     assert count == 0
     assert [node.op_type for node in other.graph.node] == [node.op_type for node in model.graph.node]
