@@ -39,7 +39,7 @@ from qtool.recipe import TrainConfig
 from qtool.step import LossFunction, NotFinite, Setup, Step, answer, learning_rate, plain, trained
 from qtool.tasks import Task
 
-_FREE = ("device", "devices", "checkpoint_every")
+_FREE = ("device", "devices", "checkpoint_every", "keep")
 """Keys of a recipe that may differ when a run is resumed."""
 
 

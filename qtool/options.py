@@ -44,7 +44,8 @@ def flag(name: str) -> str:
 def make(kind: type[Config], values: Mapping[str, Any], name: Naming = recipe_key, *, prefix: str = "") -> Config:
     """Builds a config dataclass from plain values, checking names, types, choices and bounds.
 
-    ``name`` turns a key into the words of the caller. Raises UsageError naming the key, what it may be
+    ``name`` turns a key into the words of the caller. A config with a method ``knowing`` is told which fields were
+    given, since a value may be a default and yet be meant. Raises UsageError naming the key, what it may be
     and the nearest valid name.
     """
     hints = get_type_hints(kind)
@@ -63,7 +64,7 @@ def make(kind: type[Config], values: Mapping[str, Any], name: Naming = recipe_ke
         if getattr(made, key) != value:  # the config spells out what a word stands for, over a default given by name
             wanted = f"{getattr(made, key)!r}, which another option stands for"
             raise UsageError(name(prefix + key), wanted, repr(value), "leave one of the two out")
-    return made
+    return made.knowing(checked) if hasattr(made, "knowing") else made
 
 
 def check(value: Any, hint: Any, metadata: Mapping[str, Any], where: str) -> Any:

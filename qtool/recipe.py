@@ -9,8 +9,9 @@ written in a file is in ``recipe_files.py``.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Container
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from qtool.errors import UsageError
 from qtool.options import as_toml, option
@@ -30,6 +31,10 @@ KERNELS = ("fused", "foreach", "loop")
 ROUNDINGS = ("nearest", "stochastic", "compensated")
 AUTO = 0
 """The batch size that is found by itself."""
+PLANNED = (
+    "micro_batches", "precision", "rounding", "optimizer", "step_in_backward", "grad_clip", "activation_checkpointing",
+)  # fmt: skip
+"""What a memory budget may change."""
 LORA_BASES = ("full", "nf4")
 RANGES = ("minmax", "moving-average", "percentile", "entropy", "mse", "output")
 ENGINES = ("pt2e", "torch.ao")
@@ -83,6 +88,9 @@ class TrainConfig:
     )
     lora_base: str = option("full", "format of the frozen weights below the adapters", choices=LORA_BASES)
     memory_budget: str | None = option(None, "take the fastest techniques predicted to fit into this, such as 8GiB")
+    keep: tuple[str, ...] | None = option(
+        None, "what a memory budget leaves as it is; what is given by name it leaves anyway", choices=PLANNED
+    )
     compile: bool = option(False, "compile the model with torch.compile")
     checkpoint_every: int | None = option(None, "also checkpoint every N optimizer steps (each epoch always)", low=1)
     device: str = option("auto", "cpu, cuda, cuda:1 …; auto takes CUDA where there is one")
@@ -96,6 +104,12 @@ class TrainConfig:
         False, "read --weights straight to the device in the precision of training: never twice in memory"
     )
     seed: int = option(0, "seed of initialisation, data order and dropout", low=0)
+
+    def knowing(self, given: Container[str]) -> Self:
+        """The config once it knows which fields were ``given``: a budget leaves them alone, also at their defaults."""
+        if self.memory_budget is None or "keep" in given:
+            return self
+        return dataclasses.replace(self, keep=tuple(name for name in PLANNED if name in given) or None)
 
 
 @dataclass(frozen=True)

@@ -176,9 +176,10 @@ def _budget(config: TrainConfig) -> float | None:
 
 
 def pinned(config: TrainConfig) -> list[str]:
-    """The fields that are not at their defaults: what the user has set."""
+    """What the user has set: the fields that are not at their defaults, and those that are kept there."""
     plain = TrainConfig()
-    return [f.name for f in dataclasses.fields(TrainConfig) if getattr(config, f.name) != getattr(plain, f.name)]
+    changed = [f.name for f in dataclasses.fields(TrainConfig) if getattr(config, f.name) != getattr(plain, f.name)]
+    return [*changed, *(config.keep or ())]
 
 
 def _legal(config: TrainConfig) -> bool:

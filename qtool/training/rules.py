@@ -86,6 +86,13 @@ RULES = (
         "leave --micro-batches out",
     ),
     Rule(
+        "--keep",
+        lambda c: c.keep is not None and c.memory_budget is None,
+        "--memory-budget, which alone changes what was not asked for",
+        "none",
+        "pass --memory-budget, or leave --keep out",
+    ),
+    Rule(
         "--activation-offload",
         lambda c: c.activation_offload and resolve_device(c.device).type == "cpu",
         "a GPU, whose memory it saves",

@@ -19,8 +19,9 @@ from torch import nn
 import qtool
 from qtool import loop, processes
 from qtool.errors import QtoolError, UsageError
+from qtool.memory import plan
 from qtool.memory.plan import fewest_devices, sharded
-from qtool.recipe import AUTO, Recipe, TrainConfig
+from qtool.recipe import AUTO, PLANNED, Recipe, TrainConfig
 from qtool.recipe_files import load_recipe, to_toml
 from qtool.source import open_source
 from qtool.stages import fitting
@@ -131,6 +132,32 @@ def test_a_budget_chooses_and_an_impossible_one_says_what_is_needed(small_data: 
     qtool.train(wide(), small_data, memory_budget=need, **plain)
     with pytest.raises(UsageError, match="an amount of memory"):
         qtool.train(wide(), small_data, memory_budget="much", **plain)
+
+
+def test_what_is_given_at_its_default_is_kept(small_data: str, tmp_path: Path) -> None:
+    """By name: as keyword arguments, in a recipe and in one that was written out, but not of a config made whole."""
+    told: list[str] = []
+    plain: dict[str, Any] = {"device": "cpu", "max_steps": 1, "batch_size": 128, "memory_budget": "6MiB"}
+    fixed = {"precision": "32-true", "optimizer": "adamw"}
+    qtool.train(wide(), small_data, progress=told.append, **plain)
+    qtool.train(wide(), small_data, progress=told.append, **plain, **fixed)
+    assert "--precision" in told[0]
+    assert "--precision" not in told[1]
+    assert "--optimizer" not in told[1]
+    (tmp_path / "r.toml").write_text("[train]\nmemory_budget = '6MiB'\nprecision = '32-true'\n")
+    recipe = load_recipe(tmp_path / "r.toml", ["train.optimizer=adamw"])
+    assert {"precision", "optimizer"} <= set(fitting.pinned(recipe.train))
+    (tmp_path / "whole.toml").write_text(to_toml(recipe))
+    assert load_recipe(tmp_path / "whole.toml") == recipe
+    free = Recipe(train=TrainConfig(**plain))
+    (tmp_path / "free.toml").write_text(to_toml(free))
+    assert load_recipe(tmp_path / "free.toml") == free
+    assert "precision" not in fitting.pinned(free.train)
+
+
+def test_a_budget_changes_nothing_else() -> None:
+    rows_of = plan.rows(TrainConfig(batch_size=64))
+    assert {name for row in rows_of for choice in row for name in choice.changes} == set(PLANNED)
 
 
 def test_adapters_are_named_where_the_model_takes_them(small_data: str) -> None:

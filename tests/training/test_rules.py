@@ -16,6 +16,7 @@ BROKEN = [
     ({"optimizer": "paged-adamw"}, "paged-adamw on the CPU"),
     ({"rounding": "stochastic"}, "bf16-true"),
     ({"lora_base": "nf4"}, "pass for example --lora 8"),
+    ({"keep": ("precision",)}, "pass --memory-budget"),
     ({"activation_offload": True}, "host memory"),
     ({"devices": 8, "batch_size": 4}, "8 devices and --batch-size 4"),
     ({"devices": 2, "device": "cuda:0"}, "takes its own"),
