@@ -8,7 +8,9 @@ backward pass. Every choice has a time, relative to the plainest one::
 
 Those are rules of thumb: they order the plans, and nothing is promised of them. A plan's peak is predicted
 (``qtool.memory.predict``), the fastest first, and the first that fits is taken. Where one does not fit, plans that save
-nothing more are passed over, and so is what the model cannot take. What the user has set is never changed.
+nothing more are passed over, and so is what the model cannot take. Before all others but the fastest come the leanest,
+of which there are two or three: where even they need far more, no other is looked at. What the user has set is never
+changed.
 
 Of several devices, each has the budget, and a batch is so many samples for each. Where no plan fits, the number of
 devices is found over which shards of the smallest one would.
@@ -29,6 +31,9 @@ from qtool.recipe import TrainConfig
 
 Peak = Callable[[TrainConfig], int]
 """The predicted peak of a config, in bytes."""
+FAR = 1.25
+"""Times the budget that the leanest plan may need for the others to be looked at: a technique can save a little less
+than nothing."""
 
 
 @dataclass(frozen=True)
@@ -106,24 +111,66 @@ def choose(
 
     ``legal`` says whether a config's options go together; ``pinned`` are the fields that stay.
     """
-    failed: list[tuple[int, ...]] = []
-    smallest: Plan | None = None
-    for time, places, changes, wanted in plans(config, pinned, legal, gpu):
-        if any(all(a <= b for a, b in zip(places, worse, strict=True)) for worse in failed):
-            continue
+    search = _Search(list(plans(config, pinned, legal, gpu)), budget, peak)
+    found = search.first(search.made[:1]) or (None if search.hopeless() else search.first(search.made))
+    assert search.smallest is not None
+    return found, search.smallest
+
+
+class _Search:
+    """The plans ``made``, and what is known of them so far."""
+
+    def __init__(self, made: list[Any], budget: float, peak: Peak) -> None:
+        self.made, self.budget, self.peak = made, budget, peak
+        self.known: dict[tuple[int, ...], Plan | None] = {}
+        self.failed: list[tuple[int, ...]] = []
+        self.smallest: Plan | None = None
+
+    def first(self, made: list[Any]) -> Plan | None:
+        """The first of ``made`` that fits."""
+        for one in made:
+            if any(_saves_no_more(one[1], worse) for worse in self.failed):
+                continue
+            found = self._predicted(*one)
+            if found is not None and found.peak_bytes <= self.budget:
+                return found
+        return None
+
+    def hopeless(self) -> bool:
+        """Whether the leanest plans that the model takes are all far from fitting."""
+        left = self.made
+        while left:
+            most = max(left, key=lambda one: sum(one[1]))
+            found = self._predicted(*most)
+            if found is not None and found.peak_bytes <= FAR * self.budget:
+                return False
+            left = [one for one in left if one is not most and (found is None or not _saves_no_more(one[1], most[1]))]
+        return True
+
+    def _predicted(
+        self, time: float, places: tuple[int, ...], changes: dict[str, Any], wanted: TrainConfig
+    ) -> Plan | None:
+        """The plan, predicted once; None where the model cannot take it."""
+        if places in self.known:
+            return self.known[places]
+        found: Plan | None = None
         try:
-            found = Plan(wanted, time, peak(wanted), changes)
-        except QtoolError:  # this model cannot take that technique: it has no blocks, say
+            found = Plan(wanted, time, self.peak(wanted), changes)
+        except QtoolError:
             if not changes:
                 raise
-            continue
-        if smallest is None or found.peak_bytes < smallest.peak_bytes:
-            smallest = found
-        if found.peak_bytes <= budget:
-            return found, smallest
-        failed.append(places)
-    assert smallest is not None
-    return None, smallest
+        else:
+            if self.smallest is None or found.peak_bytes < self.smallest.peak_bytes:
+                self.smallest = found
+            if found.peak_bytes > self.budget:
+                self.failed.append(places)
+        self.known[places] = found
+        return found
+
+
+def _saves_no_more(places: tuple[int, ...], than: tuple[int, ...]) -> bool:
+    """Accumulation, the first row, may take more than none: of several copies, gradients and what exchanges them."""
+    return bool(places[0]) == bool(than[0]) and all(a <= b for a, b in zip(places, than, strict=True))
 
 
 def fewest_devices(config: TrainConfig, budget: float, peak: Peak, legal: Callable[[TrainConfig], bool]) -> int | None:

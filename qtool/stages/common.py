@@ -59,11 +59,11 @@ def teller(progress: Progress) -> Callable[[str], None]:
 
 
 @contextmanager
-def meter(progress: Progress) -> Iterator[Callable[[str, int, int], None]]:
+def meter(progress: Progress, stage: str) -> Iterator[Callable[[str, int, int], None]]:
     """What takes how far something is (what, parts done, parts in all): a bar on standard error, a line, or nothing."""
     if progress is not True:
         tell = teller(progress)
-        yield lambda what, done, total: tell(f"quantize: {what} ({done} of {total})")
+        yield lambda what, done, total: tell(f"{stage}: {what} ({done} of {total})")
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
@@ -75,6 +75,7 @@ def meter(progress: Progress) -> Iterator[Callable[[str, int, int], None]]:
         yield lambda what, done, total: bar.update(
             task, completed=done, total=total, description=what, visible=done < total
         )
+        bar.update(task, visible=False)
 
 
 def writable(out: AnyPath | None) -> Path | None:

@@ -16,10 +16,12 @@ in the middle of it: all are started again from the last checkpoint, with micro-
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +29,7 @@ from qtool.artifacts import write_json
 from qtool.errors import QtoolError, UsageError
 from qtool.recipe import AUTO, TrainConfig
 from qtool.source import Source
+from qtool.stages.common import Progress, meter, teller
 
 if TYPE_CHECKING:
     from qtool.loop import OutOfMemory
@@ -40,19 +43,17 @@ STEPS_PER_EPOCH = 8
 _FILE = Path("checkpoints", "batch_size.json")
 
 
-def fitted(
-    config: TrainConfig, source: Source, folder: Path | None, resume: bool, tell: Callable[[str], None]
-) -> TrainConfig:
+def fitted(config: TrainConfig, source: Source, folder: Path | None, resume: bool, progress: Progress) -> TrainConfig:
     """``config`` with the batch size and the techniques that it left to the memory there is.
 
     Raises UsageError for a budget that no choice of techniques reaches: the smallest need, and the flags of it.
     """
     if config.batch_size == AUTO:
-        config = _with_batch(config, source, folder, resume, tell)
+        config = _with_batch(config, source, folder, resume, progress)
     elif folder and not resume:
         (folder / _FILE).unlink(missing_ok=True)
     if config.memory_budget is not None:
-        config = _within(config, source, tell)
+        config = _within(config, source, progress)
     return config
 
 
@@ -67,7 +68,7 @@ def hold(config: TrainConfig) -> None:
 
 
 def _with_batch(
-    config: TrainConfig, source: Source, folder: Path | None, resume: bool, tell: Callable[[str], None]
+    config: TrainConfig, source: Source, folder: Path | None, resume: bool, progress: Progress
 ) -> TrainConfig:
     from qtool.memory.plan import largest_batch
 
@@ -78,8 +79,11 @@ def _with_batch(
     free = SHARE * _free(config)
     limit = min(free, _budget(config) or free)
     most = max(config.devices, len(source.parts.train) // STEPS_PER_EPOCH)  # type: ignore[arg-type]
-    size, peak = largest_batch(config, limit, predictor(source), most)
-    tell(f"batch size {size}: predicted peak {peak / MIB:.0f} MiB of {limit / MIB:.0f} MiB; at most {most} are taken")
+    with _telling(predictor(source), progress, config, 3 + most.bit_length()) as predicted:
+        size, peak = largest_batch(config, limit, predicted, most)
+    teller(progress)(
+        f"batch size {size}: predicted peak {peak / MIB:.0f} MiB of {limit / MIB:.0f} MiB; at most {most} are taken"
+    )
     if folder:
         write_json(folder / _FILE, {"batch_size": size, "halvings": 0})
     return dataclasses.replace(config, batch_size=size)
@@ -123,24 +127,52 @@ def halve(folder: Path, wanted: TrainConfig, begun: int) -> bool:
     return True
 
 
-def _within(config: TrainConfig, source: Source, tell: Callable[[str], None]) -> TrainConfig:
+def _within(config: TrainConfig, source: Source, progress: Progress) -> TrainConfig:
     from qtool.devices import resolve_device
-    from qtool.memory.plan import choose
+    from qtool.memory.plan import choose, plans
 
-    budget, gpu, peak = _budget(config), resolve_device(config.device).type == "cuda", predictor(source)
+    budget, gpu = _budget(config), resolve_device(config.device).type == "cuda"
     assert budget is not None
-    plan, smallest = choose(config, budget, peak, pinned=pinned(config), legal=_legal, gpu=gpu)
-    if plan is None:
-        need = f"{-(-smallest.peak_bytes // MIB)}MiB"
-        others = _more_devices(config, smallest.config, budget, peak) + _adapters(smallest, peak)
-        raise UsageError(
-            "--memory-budget", f"at least {need}{_each(config)}, the smallest predicted need",
-            str(config.memory_budget),
-            f"pass --memory-budget {need} {smallest.flags}".rstrip() + f", or {others}a smaller --batch-size",
-        )  # fmt: skip
+    legal = _legal_for(source)
+    count = sum(1 for _ in plans(config, pinned(config), legal, gpu))
+    with _telling(predictor(source), progress, config, count) as peak:
+        found, smallest = choose(config, budget, peak, pinned=pinned(config), legal=legal, gpu=gpu)
+        plan = found or _impossible(config, smallest, budget, peak)
+    if isinstance(plan, UsageError):
+        raise plan
     why = f"with {plan.flags}, the fastest choice predicted to fit" if plan.changes else "as it is"
-    tell(f"{config.memory_budget} budget{_each(config)}: predicted peak {plan.peak_bytes / MIB:.0f} MiB {why}")
+    told = f"predicted peak {plan.peak_bytes / MIB:.0f} MiB {why}"
+    teller(progress)(f"{config.memory_budget} budget{_each(config)}: {told}")
     return plan.config
+
+
+@contextmanager
+def _telling(
+    peak: Callable[[TrainConfig], int], progress: Progress, base: TrainConfig, most: int
+) -> Iterator[Callable[[TrainConfig], int]]:
+    """``peak``, which then tells before each prediction what it is of: what differs from ``base``, of ``most``."""
+    from qtool.memory.plan import flags
+
+    counted = itertools.count(1)
+    with meter(progress, "train") as report:
+
+        def told(config: TrainConfig) -> int:
+            given, done = vars(base), next(counted)
+            differing = flags({name: value for name, value in vars(config).items() if value != given[name]})
+            report(f"predicting {differing or 'it as it is'}", done, max(most, done + 1))
+            return peak(config)
+
+        yield told
+
+
+def _impossible(config: TrainConfig, smallest: Plan, budget: float, peak: Callable[[TrainConfig], int]) -> UsageError:
+    """What to say of a budget that no plan fits."""
+    need = f"{-(-smallest.peak_bytes // MIB)}MiB"
+    others = _more_devices(config, smallest.config, budget, peak) + _adapters(smallest, peak)
+    return UsageError(
+        "--memory-budget", f"at least {need}{_each(config)}, the smallest predicted need", str(config.memory_budget),
+        f"pass --memory-budget {need} {smallest.flags}".rstrip() + f", or {others}a smaller --batch-size",
+    )  # fmt: skip
 
 
 def _each(config: TrainConfig) -> str:
@@ -188,6 +220,21 @@ def _legal(config: TrainConfig) -> bool:
     return not any(rule.broken(config) for rule in rules.RULES)
 
 
+def _legal_for(source: Source) -> Callable[[TrainConfig], bool]:
+    """Whether a config's options go together, and with the model."""
+    from qtool.training.techniques import check
+
+    def legal(config: TrainConfig) -> bool:
+        assert source.model is not None
+        try:
+            check(source.model, config)
+        except QtoolError:
+            return False
+        return True
+
+    return legal
+
+
 def predictor(source: Source) -> Callable[[TrainConfig], int]:
     """The predicted peak, in bytes, of training ``source`` by a config."""
     from qtool.data import batches
@@ -229,7 +276,8 @@ def explained(error: OutOfMemory, config: TrainConfig, source: Source) -> QtoolE
     try:
         predicted = peak(config)
         gpu = resolve_device(config.device).type == "cuda"
-        plan, smallest = choose(config, 0.8 * predicted, peak, pinned=pinned(config), legal=_legal, gpu=gpu)
+        legal = _legal_for(source)
+        plan, smallest = choose(config, 0.8 * predicted, peak, pinned=pinned(config), legal=legal, gpu=gpu)
     except Exception:  # nothing may hide that memory ran out, the prediction of it least of all
         return error
     best = plan or smallest

@@ -105,7 +105,7 @@ def _maker(
 
         assert source.model is not None
         trains = tuning is not None and config.mode == "qat"
-        with meter(False if trains else progress) as report:
+        with meter(False if trains else progress, "quantize") as report:
             return stage.quantize(
                 source.model, config, example=example_of(source, inputs), calibration=inputs, tuning=tuning,
                 qat=_fine_tuning(source, tuning, folder, resume, progress) if trains and tuning else None,

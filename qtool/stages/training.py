@@ -87,7 +87,7 @@ def _launched(
             except OutOfMemory as error:
                 if halvings(run) <= before:
                     source = opened()
-                    wanted = fitted(config, source, run, True, teller(False))
+                    wanted = fitted(config, source, run, True, False)
                     raise explained(error, wanted, source) from None
                 teller(progress)(
                     f"{error.where}: out of memory; again from the last checkpoint in smaller micro-batches"
@@ -102,15 +102,18 @@ def _train(
     """Trains in this process, alone or as one of a group."""
     from qtool import processes
     from qtool.devices import resolve_device
+    from qtool.training.techniques import check
 
     source = open_source(
         model, data, task, weights, seed=config.seed, label_smoothing=config.label_smoothing, target=_target(config)
     )
+    assert source.model is not None
+    check(source.model, config)
     with tidy(folder):
         done = bool(folder and resume and finished(folder, "train", as_dict(config), source.inputs))
         wanted = config
         if processes.is_first() and not done:  # before they meet: a prediction makes a group of its own
-            wanted = fitted(config, source, folder, resume, teller(progress))
+            wanted = fitted(config, source, folder, resume, progress)
         with processes.joined(resolve_device(config.device)) if config.devices > 1 else nullcontext():
             if folder and processes.from_first(done):
                 return _trained(folder, source)

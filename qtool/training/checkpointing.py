@@ -26,7 +26,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from qtool.errors import QtoolError
+from qtool.errors import QtoolError, UsageError
+from qtool.recipe import TrainConfig
 from qtool.step import Setup
 
 Norm = nn.modules.batchnorm._BatchNorm
@@ -34,16 +35,19 @@ _LISTS = (nn.Sequential, nn.ModuleList)
 
 
 def apply(setup: Setup, example: Any) -> None:
-    """Checkpoints every block of the model. Raises QtoolError where no blocks are found."""
-    found = blocks(setup.model)
-    if not found:
-        raise QtoolError(
-            "--activation-checkpointing", "a model with repeated blocks", f"a {type(setup.model).__name__} without any",
-            "leave it out",
-        )  # fmt: skip
-    for block in found.values():
+    """Checkpoints every block of the model."""
+    for block in blocks(setup.model).values():
         _wrap(block)
         setup.on_close.append(lambda block=block: delattr(block, "forward"))  # type: ignore[misc]
+
+
+def require(model: nn.Module, config: TrainConfig) -> None:
+    """Raises UsageError where no blocks are found."""
+    if not blocks(model):
+        raise UsageError(
+            "--activation-checkpointing", "a model with repeated blocks", f"a {type(model).__name__} without any",
+            "leave it out",
+        )  # fmt: skip
 
 
 def blocks(model: nn.Module) -> dict[str, nn.Module]:

@@ -48,7 +48,7 @@ class Adapter:
 
 
 def apply(setup: Setup, example: Any) -> None:
-    """Freezes the model and puts adapters to its layers. Raises UsageError for a target that is no such layer."""
+    """Freezes the model and puts adapters to its layers."""
     model, config = setup.model, setup.config
     possible = layers(model)
     chosen = targets(model, config.lora_targets, possible)
@@ -62,6 +62,12 @@ def apply(setup: Setup, example: Any) -> None:
         _quantize(model, {*chosen, *_usual(model, possible)})
     if config.strategy != "fsdp":
         fill(model)
+
+
+def require(model: nn.Module, config: TrainConfig) -> None:
+    """Raises UsageError for a target that is no layer of the model, QtoolError where peft is not there."""
+    targets(model, config.lora_targets, layers(model))
+    _peft()
 
 
 @torch.no_grad()

@@ -36,18 +36,24 @@ from qtool.training import (
 
 @dataclass(frozen=True)
 class Technique:
-    """``apply(setup, example)`` is called where ``wanted(config)``; ``example`` is a small batch input or None."""
+    """``apply(setup, example)`` is called where ``wanted(config)``; ``example`` is a small batch input or None.
+
+    ``require(model, config)`` raises where the model cannot take it.
+    """
 
     name: str
     wanted: Callable[[TrainConfig], bool]
     apply: Callable[[Setup, Any], None]
+    require: Callable[[nn.Module, TrainConfig], None] = lambda model, config: None
 
 
 TECHNIQUES = (
-    Technique("lora", lambda c: c.lora is not None, lora.apply),
+    Technique("lora", lambda c: c.lora is not None, lora.apply, lora.require),
     Technique("precision", lambda c: c.precision != "32-true", precision.apply),
     Technique("channels last", lambda c: c.channels_last and c.strategy != "fsdp", layout.apply),
-    Technique("activation checkpointing", lambda c: c.activation_checkpointing, checkpointing.apply),
+    Technique(
+        "activation checkpointing", lambda c: c.activation_checkpointing, checkpointing.apply, checkpointing.require
+    ),
     Technique("activation offload", lambda c: c.activation_offload, offload.apply),
     Technique("compile", lambda c: c.compile, compiling.apply),
     Technique("replicas", lambda c: c.devices > 1 and c.strategy == "ddp", replicas.apply),
@@ -59,13 +65,21 @@ TECHNIQUES = (
 )
 
 
+def check(model: nn.Module, config: TrainConfig) -> None:
+    """Raises UsageError where options exclude each other or ask for what ``model`` does not have; changes nothing."""
+    rules.check(config)
+    for technique in TECHNIQUES:
+        if technique.wanted(config):
+            technique.require(model, config)
+
+
 def setup(model: nn.Module, config: TrainConfig, example: Any = None) -> Setup:
     """The step that ``config`` asks for, its model on the device. Close it (or use ``with``) when training is over.
 
-    ``example`` is an input of one or two samples; techniques that look at the model's shapes need it. Raises UsageError
-    where options exclude each other.
+    ``example`` is an input of one or two samples; techniques that look at the model's shapes need it. Raises what
+    :func:`check` raises.
     """
-    rules.check(config)
+    check(model, config)
     device = resolve_device(config.device)
     made = Setup(model, config, device, plain_optimizer(config), no_scaler(device))
     try:

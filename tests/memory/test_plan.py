@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 
+from qtool.errors import UsageError
 from qtool.memory.plan import choose, flags, largest_batch, plans
 from qtool.recipe import TrainConfig
 from qtool.training import rules
@@ -37,6 +38,25 @@ def test_the_fastest_plan_that_fits_is_chosen(budget: int) -> None:
     if found is None:
         assert smallest.peak_bytes == min(size for _, size in every)
     assert len(asked) <= len(every)
+
+
+def test_of_a_hopeless_budget_the_leanest_plans_are_enough() -> None:
+    """Blocks or not: of a model without any, the leanest are those without checkpointing."""
+
+    def asking(config: TrainConfig) -> int:
+        asked.append(config)
+        if blocks or not config.activation_checkpointing:
+            return peak(config)
+        raise UsageError("--activation-checkpointing", "blocks", "none", "leave it out")
+
+    for blocks in (True, False):
+        asked: list[TrainConfig] = []
+        found, smallest = choose(PLAIN, 30, asking, pinned=[], legal=legal, gpu=False)
+        every = [config for _, _, _, config in plans(PLAIN, [], legal, gpu=False)]
+        assert found is None
+        assert smallest.peak_bytes == min(peak(c) for c in every if blocks or not c.activation_checkpointing)
+        predicted = [c for c in asked if blocks or not c.activation_checkpointing]
+        assert len(predicted) == 3  # as it is; most micro-batches; the step in the backward pass, which excludes these
 
 
 def test_what_the_user_set_stays() -> None:

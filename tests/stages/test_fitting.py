@@ -88,13 +88,19 @@ def test_what_fails_while_weights_change_is_not_repeated(small_data: str, monkey
         qtool.train(Picky(16), small_data, **(OPTIONS | {"batch_size": "auto", "step_in_backward": True}))
 
 
+def decided(told: list[str]) -> list[str]:
+    """What was told but for each prediction."""
+    return [line for line in told if not line.startswith("train: predicting ")]
+
+
 def test_a_batch_finds_its_size_and_keeps_it(small_data: str, tmp_path: Path) -> None:
     told: list[str] = []
     options = OPTIONS | {"batch_size": "auto"}
     source = qtool.load_data(small_data)
     assert len(source.train) == 216
     qtool.train(Picky(), small_data, out=tmp_path / "a", progress=told.append, **options)
-    assert told[0].startswith("batch size 16: predicted peak")  # an eighth of an epoch, memory being plenty
+    assert told[0] == "train: predicting --batch-size 2 (1 of 8)"
+    assert decided(told)[0].startswith("batch size 16: predicted peak")  # an eighth of an epoch, memory being plenty
     with pytest.raises(KeyboardInterrupt):
         _interrupted(small_data, tmp_path / "b", options)
     (tmp_path / "b" / "checkpoints" / "batch_size.json").write_text(json.dumps({"batch_size": 16}))
@@ -123,11 +129,15 @@ def test_a_budget_chooses_and_an_impossible_one_says_what_is_needed(small_data: 
     plain = {"device": "cpu", "max_steps": 1, "batch_size": 128, "grad_clip": 0.5, "progress": told.append}
     qtool.train(wide(), small_data, memory_budget="1GiB", **plain)
     qtool.train(wide(), small_data, memory_budget="6MiB", **plain)
-    assert told[0].startswith("1GiB budget: predicted peak ")
-    assert told[0].endswith("MiB as it is")
-    assert " MiB with --" in told[1]
+    assert told[:2] == ["train: predicting it as it is (1 of 24)", decided(told)[0]]
+    assert decided(told)[0].startswith("1GiB budget: predicted peak ")
+    assert decided(told)[0].endswith("MiB as it is")
+    assert " MiB with --" in decided(told)[1]
+    told.clear()
     with pytest.raises(UsageError, match=r"at least \dMiB.*got 1MiB; pass --memory-budget \dMiB --") as caught:
         qtool.train(wide(), small_data, memory_budget="1MiB", **plain)
+    assert told[1].startswith("train: predicting --micro-batches 64 ")
+    assert len(told) < 8
     need = str(caught.value).split("at least ")[1].split(",")[0]
     qtool.train(wide(), small_data, memory_budget=need, **plain)
     with pytest.raises(UsageError, match="an amount of memory"):
@@ -141,9 +151,9 @@ def test_what_is_given_at_its_default_is_kept(small_data: str, tmp_path: Path) -
     fixed = {"precision": "32-true", "optimizer": "adamw"}
     qtool.train(wide(), small_data, progress=told.append, **plain)
     qtool.train(wide(), small_data, progress=told.append, **plain, **fixed)
-    assert "--precision" in told[0]
-    assert "--precision" not in told[1]
-    assert "--optimizer" not in told[1]
+    assert "--precision" in decided(told)[0]
+    assert "--precision" not in decided(told)[1]
+    assert "--optimizer" not in decided(told)[1]
     (tmp_path / "r.toml").write_text("[train]\nmemory_budget = '6MiB'\nprecision = '32-true'\n")
     recipe = load_recipe(tmp_path / "r.toml", ["train.optimizer=adamw"])
     assert {"precision", "optimizer"} <= set(fitting.pinned(recipe.train))
@@ -153,6 +163,14 @@ def test_what_is_given_at_its_default_is_kept(small_data: str, tmp_path: Path) -
     (tmp_path / "free.toml").write_text(to_toml(free))
     assert load_recipe(tmp_path / "free.toml") == free
     assert "precision" not in fitting.pinned(free.train)
+
+
+def test_what_the_model_cannot_take_is_refused_before_anything_is_predicted(small_data: str) -> None:
+    told: list[str] = []
+    for wanted in ({"activation_checkpointing": True}, {"lora": 4, "lora_targets": ("nowhere",)}):
+        with pytest.raises(UsageError, match=r"--activation-checkpointing|--lora-targets"):
+            qtool.train(wide(), small_data, memory_budget="1GiB", device="cpu", progress=told.append, **wanted)  # type: ignore[arg-type]
+    assert told == []
 
 
 def test_a_budget_changes_nothing_else() -> None:
@@ -185,9 +203,9 @@ def test_of_several_devices_each_has_the_budget(strategy: str, small_data: str) 
         config = TrainConfig(**plain, memory_budget=f"{int(share * whole)}")
         found = fitting.fitted(config, source, None, False, told.append)
         assert peak(**{key: getattr(found, key) for key in CHOSEN}) <= share * whole
-    assert "budget on each of 2 devices: predicted peak" in told[0]
-    assert told[0].endswith("as it is")
-    assert " MiB with --" in told[1]
+    assert "budget on each of 2 devices: predicted peak" in decided(told)[0]
+    assert decided(told)[0].endswith("as it is")
+    assert " MiB with --" in decided(told)[1]
     found = fitting.fitted(
         TrainConfig(**(plain | {"batch_size": AUTO, "devices": 3})), source, None, False, told.append
     )

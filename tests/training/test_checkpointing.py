@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from qtool.errors import QtoolError
+from qtool.errors import QtoolError, UsageError
 from qtool.recipe import TrainConfig
 from qtool.training.checkpointing import blocks
 from qtool.training.techniques import setup
@@ -162,5 +162,5 @@ def test_repeated_modules_outside_lists_will_do():
 
 
 def test_a_model_without_blocks_is_refused():
-    with pytest.raises(QtoolError, match="repeated blocks"):
+    with pytest.raises(UsageError, match="repeated blocks"):
         setup(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), TrainConfig(device="cpu", activation_checkpointing=True))
