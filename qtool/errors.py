@@ -32,8 +32,8 @@ class QtoolError(Exception):
         self.where, self.expected, self.got, self.do = where, expected, got, do
         super().__init__(one_line(f"{where}: expected {expected}; got {got}; {do}"))
 
-    def __reduce__(self) -> tuple[type[QtoolError], tuple[str, str, str, str]]:
-        return type(self), (self.where, self.expected, self.got, self.do)
+    def __reduce__(self) -> Any:
+        return type(self), (self.where, self.expected, self.got, self.do), vars(self)
 
 
 class UsageError(QtoolError):
@@ -65,6 +65,12 @@ def warning_line(
 def one_line(text: object) -> str:
     """``text`` with every run of white space, newlines included, made one space."""
     return " ".join(str(text).split())
+
+
+def says_that_another_ended(error: Exception) -> bool:
+    """Whether an error is that of an exchange whose other end is gone: what went wrong did so in another process."""
+    words = str(error).lower()
+    return any(word in words for word in ("connection", "socket", "gloo", "nccl", "peer"))
 
 
 SHOWN = 16  # names that a one-line error can hold

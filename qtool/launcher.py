@@ -31,7 +31,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from qtool.errors import QtoolError, QtoolWarning, warning_line
+from qtool.errors import QtoolError, QtoolWarning, says_that_another_ended, warning_line
 
 GRACE = 1.0
 """Seconds in which the errors of other processes are waited for after the first, and in which they stop when told."""
@@ -125,8 +125,7 @@ def _death(rank: int, count: int, code: int) -> QtoolError:
 def _blame(one: _Running) -> tuple[int, float]:
     """Sorts causes before what follows from them."""
     told, killed = isinstance(one.error, QtoolError), bool(one.process.exitcode and one.process.exitcode < 0)
-    words = str(one.error).lower()
-    follows = not told and any(word in words for word in ("connection", "socket", "gloo", "nccl", "peer"))
+    follows = not told and one.error is not None and says_that_another_ended(one.error)
     return (3 if follows else 1 if killed else 0 if told else 2), one.ended
 
 

@@ -51,7 +51,7 @@ class OutOfMemory(QtoolError):
         self.last = last
 
     def __reduce__(self) -> Any:
-        return type(self), (self.where, self.expected, self.got, self.do, self.last)
+        return type(self), (self.where, self.expected, self.got, self.do, self.last), vars(self)
 
 
 class HasParts(Protocol):

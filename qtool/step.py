@@ -40,12 +40,16 @@ from torch.optim import Optimizer
 from qtool import processes
 from qtool.checkpoint import Files
 from qtool.devices import out_of_memory, resolve_device
-from qtool.errors import QtoolError, UsageError, one_line
+from qtool.errors import QtoolError, UsageError, one_line, says_that_another_ended
 from qtool.nested import call, map_tensors, num_samples, split, to_float32
 from qtool.recipe import TrainConfig
 
 LossFunction = Callable[[Callable[[Any], Any], Any, Any], tuple[Tensor, "Tensor | float"]]
 """(model, input, target) -> (sum of the loss over samples or tokens, their number)."""
+
+
+OWN = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError, ArithmeticError)
+"""What the code of a model raises when it is wrong, or its input is."""
 
 
 @dataclass
@@ -101,7 +105,7 @@ class Setup:
     def predict(self, value: Any) -> Any:
         """The model's output for an input, as float32, without gradients. The model's mode is the caller's."""
         with torch.no_grad(), self.forward():
-            return to_float32(call(self.model, self.place(value)))
+            return to_float32(answer(self.model, self.place(value)))
 
     def close(self) -> None:
         """Takes back, last first, what the techniques did to the model. It may be called twice."""
@@ -118,14 +122,14 @@ class Setup:
 
 
 def answer(model: Callable[[Any], Any], value: Any) -> Any:
-    """The output of ``model`` for an input. Raises QtoolError where it does not take that.
+    """The output of ``model`` for an input. Raises QtoolError where it does not take that, whatever its code raises.
 
-    The end of memory is raised as it is; so is every error of one of several processes, which may come from another.
+    The end of memory is raised as it is, and so is what says that another process has ended.
     """
     try:
         return call(model, value)
-    except (RuntimeError, TypeError, IndexError) as error:
-        if processes.size() > 1 or out_of_memory(error):
+    except OWN as error:
+        if out_of_memory(error) or says_that_another_ended(error):
             raise
         raise QtoolError(
             "model", "a forward pass on the inputs of the data", f"{type(error).__name__}: {one_line(error)}",

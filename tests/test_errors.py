@@ -21,9 +21,11 @@ def test_an_error_says_where_expected_got_and_what_to_do(kind: type[QtoolError],
 
 def test_an_error_survives_pickling_as_workers_send_it() -> None:
     error = UsageError("a", "b", "c", "d")
+    error.add_note("in process 1 of 2")
     again = pickle.loads(pickle.dumps(error))
     assert type(again) is UsageError
     assert (again.where, again.expected, again.got, again.do) == ("a", "b", "c", "d")
+    assert again.__notes__ == ["in process 1 of 2"]
 
 
 @given(st.text(), st.text(), st.text(), st.text())

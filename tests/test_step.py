@@ -6,12 +6,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from qtool import processes
 from qtool.errors import QtoolError, UsageError
 from qtool.recipe import TrainConfig
 from qtool.step import NotFinite, Setup, Step, answer, learning_rate, no_scaler, plain
 
 
-def test_what_a_model_does_not_take_is_told() -> None:
+@pytest.mark.parametrize("count", [1, 2])
+def test_what_a_model_does_not_take_is_told(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several processes as of one; but not what comes from the end of another one."""
+    monkeypatch.setattr(processes, "size", lambda: count)
     with pytest.raises(QtoolError, match=r"on the inputs of the data; got RuntimeError: mat1 and mat2.* go together"):
         answer(nn.Linear(3, 2), torch.ones(1, 4))
     with pytest.raises(QtoolError, match="missing 1 required positional"):
@@ -22,6 +26,17 @@ def test_what_a_model_does_not_take_is_told() -> None:
 
     with pytest.raises(torch.OutOfMemoryError):
         answer(full, torch.ones(1))
+
+    def complaining(value):
+        raise ValueError("no such class")
+
+    def cut_off(value):
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:537] Connection closed by peer [127.0.0.1]:53406")
+
+    with pytest.raises(QtoolError, match="ValueError: no such class"):
+        answer(complaining, torch.ones(1))
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        answer(cut_off, torch.ones(1))
 
 
 def make_model(seed=0, dtype=torch.float32):

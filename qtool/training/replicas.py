@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from qtool.nested import call, tensors
-from qtool.step import Setup, trained
+from qtool.nested import tensors
+from qtool.step import Setup, answer, trained
 
 
 def apply(setup: Setup, example: Any) -> None:
@@ -43,7 +43,7 @@ def _leaves_some_out(setup: Setup, example: Any) -> bool:
         return False
     buffers = [(value, value.clone()) for value in setup.model.buffers()]
     with torch.random.fork_rng(devices=[]), setup.forward():
-        outputs = [t for t in tensors(call(setup.model.train(), setup.place(example))) if t.requires_grad]
+        outputs = [t for t in tensors(answer(setup.model.train(), setup.place(example))) if t.requires_grad]
         ones = [torch.ones_like(output) for output in outputs]
         gradients = torch.autograd.grad(outputs, trained(setup.model), ones, allow_unused=True)
     with torch.no_grad():
