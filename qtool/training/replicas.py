@@ -37,12 +37,13 @@ def apply(setup: Setup, example: Any) -> None:
 def _leaves_some_out(setup: Setup, example: Any) -> bool:
     """Whether a forward pass uses not all parameters: DDP, unless told to look, waits for the gradients of all.
 
-    To look costs time in every step and a warning where all are used, so a pass on ``example`` tells.
+    To look costs time in every step and a warning where all are used, so a pass on ``example`` tells, not compiled.
+    Without an example there is none: the data are batches made already, which several processes cannot share.
     """
-    if example is None or setup.config.compile:
+    if example is None:
         return False
     buffers = [(value, value.clone()) for value in setup.model.buffers()]
-    with torch.random.fork_rng(devices=[]), setup.forward():
+    with torch.random.fork_rng(devices=[]), setup.forward(), torch.compiler.set_stance("force_eager"):
         outputs = [t for t in tensors(answer(setup.model.train(), setup.place(example))) if t.requires_grad]
         ones = [torch.ones_like(output) for output in outputs]
         gradients = torch.autograd.grad(outputs, trained(setup.model), ones, allow_unused=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,7 +13,7 @@ from qtool.loop import task_loss
 from qtool.recipe import TrainConfig
 from qtool.step import Step, plain, trained
 from qtool.tasks import load_task
-from qtool.training import replicas
+from qtool.training import compiling, replicas
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 
@@ -40,3 +42,18 @@ def test_a_layer_that_is_not_used_is_not_waited_for(whole: bool) -> None:
         step = Step(setup, setup.make_optimizer(trained(model)), task_loss(load_task("classification")))
         losses = [step(x, target, 0.1) for _ in range(3)]
     assert losses[2] < losses[0]
+
+
+def test_the_look_at_a_model_that_is_compiled_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compiler(graph: object, inputs: object) -> None:
+        raise AssertionError("compiled")
+
+    monkeypatch.setattr(compiling, "require_compiler", lambda device: None)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=compiler))
+    config = TrainConfig(device="cpu", compile=True)
+    for whole in (True, False):
+        with processes.joined(torch.device("cpu")), plain(Half(whole), config) as setup:
+            compiling.apply(setup, None)
+            replicas.apply(setup, torch.randn(2, 4))
+            assert setup.replica is not None
+            assert setup.replica.find_unused_parameters is not whole
