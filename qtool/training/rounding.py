@@ -13,10 +13,11 @@ A float16 has 11 bits, and nearest will do. But its smallest number is 2⁻²⁴
 gradient, and the 10⁻⁸ that keeps it from a division by zero, are both zero there, and weights are infinite after a
 few steps. So under 16-true torch's adaptive optimizers keep float32 states too; their weights round to nearest.
 
-The update itself runs in float32: each step widens the weights and gradients of a few parameters at a time, into
-one piece of memory each, has the optimizer step those, and rounds that piece as a whole: kernels are launched for
-each piece and not for each parameter, of which there are hundreds. So it works with every optimizer, and the
-optimizer's states are those it would have for float32 weights. Parameters of other widths pass through.
+The update itself runs in float32: each step widens the weights and gradients of a few parameters at a time
+(``pieces``; at least one), into one piece of memory each, has the optimizer step those, and rounds that piece as a
+whole: kernels are launched for each piece and not for each parameter, of which there are hundreds. So it works with
+every optimizer, and the optimizer's states are those it would have for float32 weights. Parameters of other widths pass
+through.
 """
 
 from __future__ import annotations
@@ -31,16 +32,12 @@ from torch.optim import Optimizer
 
 from qtool.recipe import TrainConfig
 from qtool.step import Setup
+from qtool.training import pieces
 from qtool.training.block_states import SMALLEST
 
 NARROW = (torch.float16, torch.bfloat16)
 ADAPTIVE = ("adamw", "adafactor")
 """Optimizers of torch whose states have the dtype of the weights, and divide by what is tiny."""
-CHUNK = {"cpu": 5 * 2**20, "cuda": 13 * 2**20}
-"""Weights widened at a time (at least one parameter): on the CPU 20 MiB for them, and as much for their gradients. On a
-GPU a block of a large transformer: there a chunk costs the launches of a dozen kernels."""
-SHARE = 16
-"""Of a small model, that part of all is a chunk, since more would be no saving."""
 ALIGNED = 64
 _NAN = 0x7FC0_0000
 
@@ -93,7 +90,7 @@ class WideUpdates(Optimizer):
         self.inner = make(list(self.stand_ins.values()))
         self.param_groups[0].update({k: v for k, v in self.inner.param_groups[0].items() if k != "params"})
         self.order = {parameter: i for i, parameter in enumerate(self.stand_ins)}
-        self.most = min(CHUNK[_kind(parameters)], sum(p.numel() for p in parameters) // SHARE)
+        self.most = pieces.piece(parameters, pieces.SPARE)
         if hasattr(self.inner, "make_state"):
             self._make_states()
 
@@ -197,10 +194,6 @@ def _narrow(chunk: list[Any]) -> list[Any]:
 
 def _is_small(parameter: Tensor) -> bool:
     return parameter.numel() < SMALLEST
-
-
-def _kind(parameters: list[nn.Parameter]) -> str:
-    return "cuda" if parameters[0].device.type == "cuda" else "cpu"
 
 
 def _pieces(parameters: list[Any]) -> tuple[Tensor, list[Tensor]]:

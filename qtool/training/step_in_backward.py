@@ -1,9 +1,9 @@
 """The optimizer's step inside the backward pass: each gradient is used as soon as it is there, and freed.
 
-The gradients of all parameters, four bytes each in float32, are then never there together; the largest
-alone is, with small ones that wait until together they are worth an update. A weight is changed while the
-backward pass goes on towards the layers before it, which is sound because its own gradient and its input's are
-computed by then.
+The gradients of all parameters, four bytes each in float32, are then never there together; the largest alone is, with
+small ones that wait until together they are worth an update (``pieces``): on a GPU about those of a block of a large
+transformer, whose activations are freed when its gradients are there. A weight is changed while the backward pass goes
+on towards the layers before it, which is sound because its own gradient and its input's are computed by then.
 
 It excludes whatever needs all gradients at once: accumulation, clipping by the global norm, and loss
 scaling, which looks at them all to decide on the step. Out of memory within a backward pass leaves
@@ -20,14 +20,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from qtool.step import Setup
+from qtool.training import pieces
 
-ENOUGH = {"cpu": 4 * 2**20, "cuda": 12 * 2**20}
-"""Values that an update is made of: smaller gradients wait for each other, since each update costs kernel launches. On
-a GPU that is a block of a large transformer, whose activations are freed when its gradients are there."""
-SHARE = 16
-"""That part of all is enough, where it is less."""
 EARLY = 3
-"""One such part of it is enough until a whole one has been updated: when the backward pass begins, every block's
+"""One such part of a piece is enough until a whole one has been updated: when the backward pass begins, every block's
 activations are there, and nothing else should be."""
 
 
@@ -50,8 +46,7 @@ def apply(setup: Setup, example: Any) -> None:
 def _stepper(optimizer: Optimizer) -> Callable[[torch.Tensor], None]:
     """Updates as gradients come. What waits at the end of the backward pass is left to the step that follows it."""
     group = optimizer.param_groups[0]
-    device = "cuda" if group["params"][0].device.type == "cuda" else "cpu"
-    enough = min(ENOUGH[device], sum(p.numel() for p in group["params"]) // SHARE)
+    enough = pieces.piece(group["params"])
     waiting: dict[torch.Tensor, int] = {}
     everything, updated_now = group["params"], 0
 

@@ -4,7 +4,7 @@ from torch import nn
 
 from qtool import checkpoint
 from qtool.recipe import TrainConfig
-from qtool.training import rounding
+from qtool.training import pieces
 from qtool.training.rounding import WideUpdates, round_stochastically
 from qtool.training.techniques import setup
 
@@ -102,7 +102,8 @@ def test_parameters_in_float32_pass_through(run_steps, same_state):
 
 def test_chunks_do_not_change_the_result(run_steps, same_state, monkeypatch):
     whole = run_steps("transformer", rounding="compensated", **BF16)
-    monkeypatch.setitem(rounding.CHUNK, "cpu", 100)
+    monkeypatch.setitem(pieces.PIECE, "cpu", 100)
+    monkeypatch.setattr(pieces, "SPARE", 0)
     assert same_state(whole.model, run_steps("transformer", rounding="compensated", **BF16).model)
 
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from qtool.step import NotFinite
-from qtool.training import step_in_backward
+from qtool.training import pieces
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "adafactor", "adamw8bit", "lion8bit"])
@@ -21,7 +21,7 @@ def test_with_16_bit_weights(rounding, run_steps, same_state):
 
 
 def test_gradients_are_freed_as_they_are_used(run_steps, monkeypatch):
-    monkeypatch.setitem(step_in_backward.ENOUGH, "cpu", 1)
+    monkeypatch.setitem(pieces.PIECE, "cpu", 1)
     most = 0
 
     def watch(made):
@@ -43,7 +43,7 @@ def test_gradients_are_freed_as_they_are_used(run_steps, monkeypatch):
 @pytest.mark.parametrize("enough", [1, 300, 10**9])
 def test_small_gradients_wait_for_each_other_and_none_is_forgotten(enough, run_steps, same_state, monkeypatch):
     plain = run_steps("transformer", 3)
-    monkeypatch.setitem(step_in_backward.ENOUGH, "cpu", enough)
+    monkeypatch.setitem(pieces.PIECE, "cpu", enough)
     early = run_steps("transformer", 3, step_in_backward=True)
     assert same_state(early.model, plain.model)
     steps = {state["step"].item() for state in early.step.optimizer.state.values()}
@@ -51,8 +51,8 @@ def test_small_gradients_wait_for_each_other_and_none_is_forgotten(enough, run_s
 
 
 def test_updates_are_smaller_while_all_activations_are_there(run_steps, monkeypatch):
-    monkeypatch.setitem(step_in_backward.ENOUGH, "cpu", 20_000)
-    monkeypatch.setattr(step_in_backward, "SHARE", 1)
+    monkeypatch.setitem(pieces.PIECE, "cpu", 20_000)
+    monkeypatch.setattr(pieces, "SHARE", 1)
     sizes = []
 
     def watch(made):
