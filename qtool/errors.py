@@ -42,6 +42,17 @@ class UsageError(QtoolError):
     exit_code = 2
 
 
+class OutOfMemory(QtoolError):
+    """Memory ran out in a step. ``last`` says which checkpoint stands."""
+
+    def __init__(self, where: str, expected: str, got: str, do: str, last: str = "") -> None:
+        super().__init__(where, expected, got, do)
+        self.last = last
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.where, self.expected, self.got, self.do, self.last), vars(self)
+
+
 class ContractError(QtoolError):
     """A gate or an accuracy contract that was not met; ``details`` is what was found, plain values. Exit code 3."""
 

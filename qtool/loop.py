@@ -30,7 +30,7 @@ from torch import nn
 
 from qtool import checkpoint, processes, recipe
 from qtool.devices import memory_used, out_of_memory
-from qtool.errors import QtoolError, UsageError
+from qtool.errors import OutOfMemory, QtoolError, UsageError
 from qtool.evaluate import evaluate, shared_batches
 from qtool.nested import to_float32
 from qtool.nonfinite import first_bad_layer, first_bad_parameter
@@ -41,17 +41,6 @@ from qtool.tasks import Task
 
 _FREE = ("device", "devices", "checkpoint_every", "keep")
 """Keys of a recipe that may differ when a run is resumed."""
-
-
-class OutOfMemory(QtoolError):
-    """Memory ran out in a step. ``last`` says which checkpoint stands."""
-
-    def __init__(self, where: str, expected: str, got: str, do: str, last: str = "") -> None:
-        super().__init__(where, expected, got, do)
-        self.last = last
-
-    def __reduce__(self) -> Any:
-        return type(self), (self.where, self.expected, self.got, self.do, self.last), vars(self)
 
 
 class HasParts(Protocol):

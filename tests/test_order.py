@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qtool import checkpoint
+from qtool import checkpoint, processes
 from qtool.errors import QtoolError, UsageError
 from qtool.order import Batches, Order, batch_plan
 
@@ -55,6 +55,12 @@ def test_a_shuffling_loader_is_replayed():
         assert torch.equal(torch.get_rng_state(), now["torch"]), "replaying must not disturb the generators"
     assert rest == whole[4:]
     assert after.numel()
+
+
+def test_batches_that_several_processes_cannot_share_are_refused(monkeypatch):
+    monkeypatch.setattr(processes, "size", lambda: 2)
+    with pytest.raises(UsageError, match=r"several processes can share; got an iterable of batches.*map-style"):
+        Order(Batches([(torch.zeros(2), torch.zeros(2))]), 2, 0)
 
 
 def test_a_generator_without_length_is_refused():

@@ -26,13 +26,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qtool.artifacts import write_json
-from qtool.errors import QtoolError, UsageError
+from qtool.errors import OutOfMemory, QtoolError, UsageError
 from qtool.recipe import AUTO, TrainConfig
 from qtool.source import Source
 from qtool.stages.common import Progress, meter, teller
 
 if TYPE_CHECKING:
-    from qtool.loop import OutOfMemory
     from qtool.memory.plan import Plan
 
 MIB = 2**20

@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from qtool.artifacts import atomic_path, read_result, staging, write_json, write_result
-from qtool.errors import UsageError
+from qtool.errors import OutOfMemory, UsageError
 from qtool.recipe import TrainConfig, as_dict
 from qtool.source import Source, open_source
 from qtool.stages.common import AnyPath, Progress, configured, drop_checkpoints, finished, teller, tidy, writable
@@ -19,7 +19,6 @@ from qtool.stages.fitting import explained, fitted, gives_way, halve, halvings, 
 if TYPE_CHECKING:
     from torch import nn
 
-    from qtool.loop import OutOfMemory
     from qtool.materialise import Target
     from qtool.tasks import Task
     from qtool.training.stage import TrainResult
@@ -72,7 +71,6 @@ def _launched(
 ) -> TrainResult:  # fmt: skip
     """Trains in processes of their own, and returns what they left in the run directory (or in a temporary one)."""
     from qtool.launcher import launch
-    from qtool.loop import OutOfMemory
 
     def opened() -> Source:
         return open_source(model, data, task, weights, seed=config.seed, label_smoothing=config.label_smoothing)
@@ -125,7 +123,6 @@ def _fit(
 ) -> TrainResult:
     """Trains as ``wanted`` says, which is ``config`` fitted to the memory there is, and commits the result."""
     from qtool import processes
-    from qtool.loop import OutOfMemory
     from qtool.training import stage
 
     hold(wanted)

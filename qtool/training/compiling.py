@@ -18,7 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from qtool.devices import resolve_device
 from qtool.errors import QtoolError
+from qtool.recipe import TrainConfig
 from qtool.step import Setup
 from qtool.training.checkpointing import blocks
 
@@ -26,8 +28,7 @@ _COMPILERS = ("c++", "g++", "clang++", "clang", "gcc")
 
 
 def apply(setup: Setup, example: Any) -> None:
-    """Compiles the model in place. Raises QtoolError where the compiler that it needs is not there."""
-    require_compiler(setup.device.type)
+    """Compiles the model in place."""
     model = setup.model
     if setup.config.strategy == "fsdp":
         for block in blocks(model).values():
@@ -41,6 +42,11 @@ def apply(setup: Setup, example: Any) -> None:
     # model that is an nn.Sequential would stay as it is, without a word.
     model._compiled_call_impl = torch.compile(call)
     setup.on_close.append(lambda: setattr(model, "_compiled_call_impl", None))
+
+
+def require(model: nn.Module, config: TrainConfig) -> None:
+    """Raises QtoolError where the compiler that it needs is not there."""
+    require_compiler(resolve_device(config.device).type)
 
 
 def _compile_forward(block: nn.Module) -> Callable[[], None]:

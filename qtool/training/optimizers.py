@@ -29,6 +29,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from qtool.checkpoint import register_tensor_class
+from qtool.devices import resolve_device
 from qtool.recipe import TrainConfig
 from qtool.step import Setup, plain_optimizer
 from qtool.training.batched import batched, paged_when_fake
@@ -41,6 +42,12 @@ Make = Callable[[list[nn.Parameter]], Optimizer]
 def apply(setup: Setup, example: Any) -> None:
     """Has the setup make the optimizer that the config names."""
     setup.make_optimizer = OPTIMIZERS[setup.config.optimizer](setup.config)
+
+
+def require(model: nn.Module, config: TrainConfig) -> None:
+    """Raises QtoolError where torchao's step is asked for, and the compiler that it needs is not there."""
+    if config.optimizer == "torchao-adamw8bit":
+        require_compiler(resolve_device(config.device).type, "--optimizer torchao-adamw8bit")
 
 
 def adafactor(config: TrainConfig) -> Make:
@@ -75,10 +82,9 @@ def bitsandbytes(name: str) -> Callable[[TrainConfig], Make]:
 
 
 def torchao(config: TrainConfig) -> Make:
-    """torchao's 8-bit AdamW. Raises QtoolError where the compiler that its step needs is not there."""
+    """torchao's 8-bit AdamW."""
 
     def make(parameters: list[nn.Parameter]) -> Optimizer:
-        require_compiler(parameters[0].device.type, "--optimizer torchao-adamw8bit")
         from torchao.optim import AdamW8bit
         from torchao.optim.subclass_8bit import OptimState8bit
 

@@ -55,10 +55,10 @@ TECHNIQUES = (
         "activation checkpointing", lambda c: c.activation_checkpointing, checkpointing.apply, checkpointing.require
     ),
     Technique("activation offload", lambda c: c.activation_offload, offload.apply),
-    Technique("compile", lambda c: c.compile, compiling.apply),
+    Technique("compile", lambda c: c.compile, compiling.apply, compiling.require),
     Technique("replicas", lambda c: c.devices > 1 and c.strategy == "ddp", replicas.apply),
     Technique("sharding", lambda c: c.strategy == "fsdp", sharding.apply),
-    Technique("optimizer", lambda c: True, optimizers.apply),
+    Technique("optimizer", lambda c: True, optimizers.apply, optimizers.require),
     Technique("rounding", rounding.wanted, rounding.apply),
     Technique("local shards", lambda c: c.strategy == "fsdp", local_shards.apply),
     Technique("step in backward", lambda c: c.step_in_backward, step_in_backward.apply),

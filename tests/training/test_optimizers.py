@@ -8,6 +8,7 @@ from qtool.recipe import KERNELS, TrainConfig
 from qtool.recipe import OPTIMIZERS as NAMES
 from qtool.training import compiling
 from qtool.training.optimizers import OPTIMIZERS
+from qtool.training.techniques import check
 
 
 def make_model():
@@ -40,11 +41,11 @@ def steps(model, optimizer, count, seed=0):
     return losses
 
 
-def test_a_missing_compiler_is_named_before_the_first_step(monkeypatch):
+def test_a_missing_compiler_is_named_before_anything_is_made(monkeypatch):
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(compiling.shutil, "which", lambda name: None)
     with pytest.raises(QtoolError, match=r"torchao-adamw8bit: expected a C\+\+ compiler"):
-        made_optimizer(make_model(), "torchao-adamw8bit")
+        check(make_model(), TrainConfig(device="cpu", optimizer="torchao-adamw8bit"))
 
 
 def test_every_name_of_the_recipe_has_an_optimizer():

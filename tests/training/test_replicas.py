@@ -48,7 +48,6 @@ def test_the_look_at_a_model_that_is_compiled_compiles_nothing(monkeypatch: pyte
     def compiler(graph: object, inputs: object) -> None:
         raise AssertionError("compiled")
 
-    monkeypatch.setattr(compiling, "require_compiler", lambda device: None)
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=compiler))
     config = TrainConfig(device="cpu", compile=True)
     for whole in (True, False):
