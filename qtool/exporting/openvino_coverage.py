@@ -1,7 +1,9 @@
 """The coverage gate in OpenVINO: its compiled model is asked in which precision each product runs.
 
-OpenVINO renames what it fuses, so units are counted and not looked up: at least as many convolutions and matrix
-products have to run in 8 bits as the plan calls integer.
+OpenVINO renames what it fuses, so layers are counted and not looked up: at least as many convolutions and matrix
+products have to run in 8 bits as the plan calls integer. Attention is fused whole into one kernel, which tells which
+of the file's nodes it holds and the format of what it reads: none with a product that the plan calls integer may read
+floats.
 """
 
 from __future__ import annotations
@@ -23,10 +25,16 @@ def coverage(plan: Plan, path: Path, feeds: Mapping[str, Array]) -> Gate:
     if importlib.util.find_spec("openvino") is None:
         return Gate("coverage", None, expected, "not run: openvino is not installed (pip install 'qtool[openvino]')")
     session = open_session(path, provider="openvino")
-    ran = arithmetic(session.kernels(feeds))
+    kernels = session.kernels(feeds)
     session.close()
+    ran = arithmetic(kernels)
+    in_float = {part for kernel in kernels if kernel.dtype.startswith(("float", "bfloat")) for part in kernel.parts}
+    missing = [unit.name for unit in plan.integer_units if unit.kind == "matmul" and unit.name in in_float]
     found = f"{ran.get('int8', 0)} of {sum(ran.values())} products run in 8 bits"
+    if missing:
+        found += f"; in float: {', '.join(missing[:5])}{' …' if len(missing) > 5 else ''}"
+    passed = ran.get("int8", 0) >= weighted and not missing
     return Gate(
-        "coverage", ran.get("int8", 0) >= weighted, expected, found, "leave those units in float with an override",
-        {"arithmetic": ran},
+        "coverage", passed, expected, found, "leave those units in float with an override",
+        {"arithmetic": ran, "missing": missing},
     )  # fmt: skip

@@ -26,20 +26,26 @@ from qtool.quantization.capture import (
     set_parameter,
 )
 from qtool.quantization.constants import fold_computed
+from qtool.quantization.targets import MOVES, Target
 
 MAX_BIAS = 2.0**30
 WEIGHTED = (*CONVOLUTIONS, aten.linear.default)
 
 
-def finish(graph_module: GraphModule, *, integer_bias: bool = True) -> tuple[str, ...]:
-    """Makes biases int32 if wanted, and labels quantizers, in place; returns notes on channels that were changed."""
+def finish(graph_module: GraphModule, target: Target) -> tuple[str, ...]:
+    """Makes biases int32 and moves bare where the target wants it, and labels quantizers, all in place.
+
+    Returns notes on channels that were changed.
+    """
     notes: list[str] = []
     remove_dropout(graph_module)
     drop_requantization(graph_module)
     fold_computed(graph_module)
     for node in list(graph_module.graph.nodes):
-        if integer_bias and node.target in WEIGHTED and _is_integer_unit(node):
+        if target.integer_bias and node.target in WEIGHTED and _is_integer_unit(node):
             notes += _integer_bias(graph_module, node)
+    if target.bare_moves:
+        drop_pairs(graph_module)
     label(graph_module)
     graph_module.graph.eliminate_dead_code()
     graph_module.delete_all_unused_submodules()
@@ -60,6 +66,25 @@ def drop_requantization(graph_module: GraphModule) -> None:
             node.replace_all_uses_with(source.args[0])
             graph.erase_node(node)
     graph.eliminate_dead_code()
+
+
+def drop_pairs(graph_module: GraphModule) -> None:
+    """Drops each affine pair behind operators that only move the numbers of an equal pair.
+
+    OpenVINO rounds again for each that has a zero point. The others it drops itself; and where there are none, ONNX
+    Runtime 1.31 writes a file to itself that it cannot read, as it makes int8 activations uint8.
+    """
+    for node in list(graph_module.graph.nodes):
+        is_quantizer = node.target is quantized.quantize_per_tensor.default
+        if not is_quantizer or node.args[0].target not in MOVES or node.args[-1] != torch.uint8:
+            continue
+        source = node.args[0]
+        while source.target in MOVES:
+            source = source.args[0]
+        if source.target is quantized.dequantize_per_tensor.default and source.args[1:] == node.args[1:]:
+            for reader in list(node.users):
+                reader.replace_all_uses_with(node.args[0])
+    graph_module.graph.eliminate_dead_code()
 
 
 def _is_integer_unit(node: Node) -> bool:

@@ -32,7 +32,7 @@ from qtool.errors import UsageError
 from qtool.form import Plan, Unit
 from qtool.nested import tensors
 from qtool.quantization.capture import aten, owner
-from qtool.quantization.targets import RELU_LIKE, Format, Pattern, Target
+from qtool.quantization.targets import INT8_ACTIVATION, RELU_LIKE, SOFTMAX, Format, Pattern, Target
 
 # Operators whose output holds copies of their input's numbers (and zeros) only.
 _COPIES = ("move", "pad", "upsample")
@@ -81,6 +81,7 @@ class Placement:
         self._read_as_integer: set[Node] = set()
         self._added_unrounded: set[Node] = set()
         self._taken: set[Node] = set()
+        self._signed: set[Node] = set()
         self._names: set[str] = set()
         self._used_overrides: set[str] = set()
         self._weighted_anchors = {anchor for p in target.patterns if p.weighted for anchor in p.anchors}
@@ -95,6 +96,7 @@ class Placement:
             if node not in self._taken:
                 self._place(node)
         self._settle_weights()
+        self._settle_signs()
         if unused := set(self.overrides) - self._used_overrides:
             raise UsageError(
                 "overrides", "patterns that match a unit", ", ".join(sorted(unused)),
@@ -122,12 +124,33 @@ class Placement:
         return self.target.edge_weight if placed in (weighted[0], weighted[-1]) else self.target.weight
 
     def activation_format(self, node: Node) -> Format:
-        """The number format of a value that layers read: what the first and the last one read may have its own."""
+        """The number format of a value: what the first and the last layer read may have its own.
+
+        What a kernel without zero points reads is symmetric, unless it is never negative: then its zero point is 0.
+        """
+        if self.origin(node) in self._signed:
+            return INT8_ACTIVATION
         if self.target.edge_activation is None:
             return self.target.activation
         weighted = [p for p in self.placed if p.pattern is not None and p.pattern.weighted]
         edges = {n for p in (weighted[0], weighted[-1]) for o in p.operands for n in self._moved_from(o)}
         return self.target.edge_activation if node in edges else self.target.activation
+
+    def origin(self, node: Node) -> Node:
+        """Whose numbers a value holds: what made them, where ``node`` is behind operators that share its quantizer."""
+        while (placed := self._integer.get(node)) is not None and placed.pattern is not None and placed.pattern.shares:
+            node = placed.operands[0]
+        return node
+
+    def _settle_signs(self) -> None:
+        """Finds the values that have to be symmetric for the sake of what reads them."""
+        readers = [placed for placed in self.placed if placed.pattern is not None and placed.pattern.signed]
+        origins = {self.origin(operand) for placed in readers for operand in placed.operands}
+        self._signed = {node for node in origins if not self._is_positive(node)}
+
+    def _is_positive(self, node: Node) -> bool:
+        placed = self._integer.get(node)
+        return placed is not None and (placed.anchor.target in SOFTMAX or (placed.limits or (-math.inf,))[0] >= 0)
 
     def _settle_weights(self) -> None:
         """Tells each unit the bits of its weight, and those of four bits that they run in float."""

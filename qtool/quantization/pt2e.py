@@ -50,21 +50,18 @@ class PlacementQuantizer(Quantizer):  # type: ignore[misc]
 
     def annotate(self, model: GraphModule) -> GraphModule:
         """Writes an annotation on every node of every integer unit."""
-        target = self.placement.target
-        forms = (target.activation, target.edge_activation or target.activation)
-        specs = {form: self._activation_spec(form) for form in forms}
         for placed in self.placement.placed:
             if placed.pattern is not None:
-                self._annotate(placed, specs)
+                self._annotate(placed)
         return model
 
     def validate(self, model: GraphModule) -> None:
         """The placement only offers what the target supports; there is nothing left to refuse."""
 
-    def _annotate(self, placed: Placed, specs: dict[Format, QuantizationSpec]) -> None:
+    def _annotate(self, placed: Placed) -> None:
         pattern = placed.pattern
         assert pattern is not None
-        inputs: dict[Node, Any] = {node: specs[self.placement.activation_format(node)] for node in placed.operands}
+        inputs: dict[Node, Any] = {node: self._activation_spec(node) for node in placed.operands}
         if pattern.weighted:
             weight = placed.anchor.args[1]
             assert isinstance(weight, Node)
@@ -72,7 +69,7 @@ class PlacementQuantizer(Quantizer):  # type: ignore[misc]
         output: Any = None
         if placed.quantized_output:
             shared = SharedQuantizationSpec((placed.operands[0], placed.anchor)) if pattern.shares else None
-            output = shared or specs[self.placement.target.activation]
+            output = shared or self._activation_spec(placed.output)
         for node in placed.nodes:
             node.meta["unit"] = placed.unit.name
             node.meta[ANNOTATION] = QuantizationAnnotation(
@@ -81,7 +78,8 @@ class PlacementQuantizer(Quantizer):  # type: ignore[misc]
                 _annotated=True,
             )
 
-    def _activation_spec(self, form: Format) -> QuantizationSpec:
+    def _activation_spec(self, node: Node) -> QuantizationSpec:
+        form = self.placement.activation_format(node)
         observer = FakeQuantizer if self.train else RangeObserver.with_args(detailed=self.detailed)
         scheme = torch.per_tensor_symmetric if form.symmetric else torch.per_tensor_affine
         return QuantizationSpec(form.dtype, observer, form.qmin, form.qmax, scheme)

@@ -26,6 +26,7 @@ from qtool.quantization import pt2e
 from qtool.quantization.algorithms import ALGORITHMS, samples_read
 from qtool.quantization.algorithms.passes import Passes
 from qtool.quantization.algorithms.subject import Report, silent
+from qtool.quantization.attention import write_attention
 from qtool.quantization.calibrate import calibrate, choose_ranges, restore_ranges
 from qtool.quantization.capture import capture, copied, remove_dropout
 from qtool.quantization.constants import fold_computed
@@ -77,7 +78,7 @@ def quantize(
     )
     quantize_tables(made.graph, made.placement)
     plan = absorb(made.graph, made.placement.plan())
-    notes = (*made.notes, *finish(made.graph, integer_bias=made.placement.target.integer_bias))
+    notes = (*made.notes, *finish(made.graph, made.placement.target))
     notes += (AT_LOADING,) if config.weights_only and made.placement.target.name == ORT_CPU.name else ()
     plan = dataclasses.replace(plan, notes=(*plan.notes, *notes))
     return QuantizedModel(made.graph, plan, example, made.float_graph, made.ranges)
@@ -209,9 +210,13 @@ def _prepare(
         return _weighed(prepared, gains)
     graph = capture(model, example, train=True) if train else copied(float_graph)
     convolve_norms(graph)
-    flatten_linears(graph)
-    write_products(graph, _target(config).products)
-    placement = Placement(graph, _target(config), config.overrides)
+    target = _target(config)
+    if target.flat_linears:
+        flatten_linears(graph)
+    write_products(graph, target.products)
+    if target.attention:
+        write_attention(graph)
+    placement = Placement(graph, target, config.overrides)
     passes.improve(graph, placement)
     gains = _gains(graph, placement, config)
     ready = pt2e.prepare(graph, placement, train=train, detailed=detailed, weight_ranges=config.weight_ranges)

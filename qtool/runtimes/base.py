@@ -49,7 +49,8 @@ class TensorInfo:
 class Kernel:
     """One executed operation: ``dtype`` is the format of its arithmetic, ``provider`` where it ran.
 
-    ``num_elements`` is the size of its largest tensor and ``seconds`` its median time, where the runtime tells them.
+    ``num_elements`` is the size of its largest tensor, ``seconds`` its median time and ``parts`` the file's nodes that
+    were fused into it, where the runtime tells them.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Kernel:
     provider: str
     num_elements: int | None = None
     seconds: float | None = None
+    parts: tuple[str, ...] = ()
 
 
 class Session(Protocol):

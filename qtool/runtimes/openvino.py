@@ -62,8 +62,10 @@ class OpenVinoSession:
             info = node.get_rt_info()
             op, dtype = _text(info, "layerType"), _text(info, "runtimePrecision")
             if op not in _NOT_EXECUTED:
-                name = node.friendly_name
-                kernels.append(Kernel(name, op, _NAMES.get(dtype, dtype), "openvino", seconds=seconds.get(name)))
+                name, parts = node.friendly_name, tuple(_text(info, "originalLayersNames").split(","))
+                kernels.append(
+                    Kernel(name, op, _NAMES.get(dtype, dtype), "openvino", seconds=seconds.get(name), parts=parts)
+                )
         return tuple(kernels)
 
     def _seconds(self, feeds: Mapping[str, Array], runs: int) -> dict[str, float]:

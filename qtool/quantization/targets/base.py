@@ -66,6 +66,7 @@ class Pattern:
     empty where it has an integer kernel. ``fixed``: the output's range where the operator alone decides it.
     ``quantizes_output``: False where the result is float whoever reads it. ``sums``: the kernel adds an integer tensor
     to its result before it rounds; where only such a sum reads the result, it has no quantizer of its own.
+    ``signed``: the kernel knows no zero points, so that what it reads is symmetric int8, or never negative.
     """
 
     kind: str
@@ -81,6 +82,7 @@ class Pattern:
     fixed: tuple[float, float] | None = None
     quantizes_output: bool = True
     sums: bool = False
+    signed: bool = False
     accepts: Callable[[torch.fx.Node], str] | None = None
 
 
@@ -91,7 +93,10 @@ class Target:
     ``products``: activations that it runs faster as a gate and a product (see :mod:`qtool.quantization.products`).
     ``integer_bias``: biases are int32 in the accumulator's unit; otherwise they stay float32. ``weight`` is the format
     of all weights but those of the first and the last layer, which is ``edge_weight``; ``edge_activation`` is that of
-    what these two read, where it is another. ``leaves``: why operators without a pattern stay in float.
+    what these two read, where it is another. ``flat_linears``: linear layers are products of two matrices (see
+    :mod:`qtool.quantization.matrices`). ``attention``: it is written as its products, which are integer (see
+    :mod:`qtool.quantization.attention`). ``bare_moves``: what only moves numbers has no pair of its own behind it (see
+    :mod:`qtool.quantization.moves`). ``leaves``: why operators without a pattern stay in float.
     """
 
     name: str
@@ -102,6 +107,9 @@ class Target:
     weight: Format = INT8_WEIGHT
     edge_weight: Format = INT8_WEIGHT
     edge_activation: Format | None = None
+    flat_linears: bool = True
+    attention: bool = False
+    bare_moves: bool = False
     leaves: str = "no integer kernel on this target"
 
     def with_weights(self, bits: int, edge_bits: int) -> Target:
@@ -191,6 +199,7 @@ SMOOTH = (
     aten.hardswish.default, aten.silu.default, aten.gelu.default, aten.elu.default, aten.tanh.default,
     aten.mish.default,
 )  # fmt: skip
+SOFTMAX = (aten.softmax.int, aten._softmax.default)
 GLOBAL_POOLS = (aten.adaptive_avg_pool1d.default, aten.adaptive_avg_pool2d.default)
 PADS = (aten.constant_pad_nd.default, aten.pad.default)
 UPSAMPLES = (aten.upsample_nearest1d.vec, aten.upsample_nearest2d.vec)

@@ -1,0 +1,60 @@
+"""Attention as its products, for runtimes that multiply two activations in integers.
+
+    softmax(q kᵀ · scale + mask) v
+
+is one operator in a captured graph. Written out, both products are units: queries, keys and values are quantized where
+they are made, probabilities where softmax gives them; the factor, the mask and softmax stay in float. Whether a target
+wants it so is the target's (``Target.attention``); the float reference keeps the operator.
+
+Left whole on purpose: attention with dropout, a causal one (its mask is made inside), and one whose keys serve several
+heads each.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from qtool.quantization.capture import aten
+
+_NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+
+
+def write_attention(graph_module: GraphModule) -> int:
+    """Rewrites in place each attention that can be; returns how many."""
+    wanted = [node for node in graph_module.graph.nodes if node.target is aten.scaled_dot_product_attention.default]
+    written = [node for node in wanted if _write(node)]
+    graph_module.graph.lint()
+    graph_module.recompile()
+    return len(written)
+
+
+def _write(node: Node) -> bool:
+    given: dict[str, Any] = dict(zip(_NAMES, node.args, strict=False)) | node.kwargs
+    if any(given.get(name) for name in ("dropout_p", "is_causal", "enable_gqa")):
+        return False
+    query, key, value, mask = (given.get(name) for name in _NAMES[:4])
+    assert isinstance(query, Node) and isinstance(key, Node)  # noqa: PT018
+    q, k = query.meta["val"], key.meta["val"]
+    scores = q.new_empty([*q.shape[:-1], k.shape[-2]])  # of that shape; to compute it would fix the batch
+    factor = given.get("scale") or 1 / math.sqrt(q.shape[-1])
+    with node.graph.inserting_before(node):
+        turned = _call(node, aten.transpose.int, (key, -2, -1), k.transpose(-2, -1))
+        product = _call(node, aten.matmul.default, (query, turned), scores)
+        logits = _call(node, aten.mul.Tensor, (product, factor), scores)
+        if isinstance(mask, Node) and mask.meta["val"].dtype == torch.bool:
+            logits = _call(node, aten.where.ScalarOther, (mask, logits, -math.inf), scores)
+        elif isinstance(mask, Node):
+            logits = _call(node, aten.add.Tensor, (logits, mask), scores)
+        shares = _call(node, aten.softmax.int, (logits, -1), scores)
+    node.target, node.args, node.kwargs = aten.matmul.default, (shares, value), {}
+    return True
+
+
+def _call(node: Node, target: Any, args: tuple[Any, ...], value: torch.Tensor) -> Node:
+    made = node.graph.call_function(target, args)
+    made.meta = {**{key: entry for key, entry in node.meta.items() if key != "custom"}, "val": value}
+    return made
