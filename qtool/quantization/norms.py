@@ -51,14 +51,14 @@ def fold_batch_norm(graph_module: GraphModule) -> list[Node]:
     return folded
 
 
-def convolve_norms(graph_module: GraphModule) -> list[Node]:
+def write_norms(graph_module: GraphModule, *, convolve: bool = True) -> list[Node]:
     """Writes each batch-norm that has nothing to fold into as a depthwise convolution; returns those.
 
-    A batch-norm of vectors becomes a product and a sum. One that keeps no statistics becomes the arithmetic on the
-    batch that it does, in float.
+    A batch-norm of vectors becomes a product and a sum, and every one does without ``convolve``. One that keeps no
+    statistics becomes the arithmetic on the batch that it does, in float.
     """
     alone = [norm for norm in _norms(graph_module) if not _is_foldable(norm.args[0], norm)]
-    made = [_convolve(graph_module, norm) for norm in alone]
+    made = [_convolve(graph_module, norm, convolve) for norm in alone]
     stored = _norms(graph_module)
     for node in list(graph_module.graph.nodes):
         if node.target is aten.batch_norm.default and node not in stored:
@@ -224,20 +224,23 @@ def _fold(copies: _Copies, anchor: Node, norm: Node) -> None:
     graph_module.graph.erase_node(norm)
 
 
-def _convolve(graph_module: GraphModule, norm: Node) -> Node:
+def _convolve(graph_module: GraphModule, norm: Node, convolve: bool) -> Node:
     factor, shift = coefficients(graph_module, norm)
     source = norm.args[0]
     assert isinstance(source, Node)
     rank = norm.meta["val"].dim()
     stem = str(norm.args[3].target).rpartition(".")[0] or norm.name  # type: ignore[union-attr]
-    values = [factor.reshape(-1, *[1] * (rank - 1)) if rank > 2 else factor, shift]
+    convolve = convolve and rank > 2
+    values = [factor.reshape(-1, *[1] * (rank - 1)), shift]
+    if not convolve:
+        values = [value.reshape(-1, *[1] * (rank - 2)) for value in values]
     graph = graph_module.graph
     with graph.inserting_before(norm):
         stored = []
         for name, value in zip(("norm_weight", "norm_bias"), values, strict=True):
             set_parameter(graph_module, f"{stem}.{name}", value.float())
             stored.append(graph.get_attr(f"{stem}.{name}"))
-        if rank > 2:
+        if convolve:
             ones, zeros = [1] * (rank - 2), [0] * (rank - 2)
             result = graph.call_function(_DEPTHWISE[rank], (source, *stored, ones, zeros, ones, len(factor)))
         else:

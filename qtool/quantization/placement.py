@@ -80,6 +80,7 @@ class Placement:
         self._integer: dict[Node, Placed] = {}
         self._read_as_integer: set[Node] = set()
         self._added_unrounded: set[Node] = set()
+        self._joined: set[Node] = set()
         self._taken: set[Node] = set()
         self._signed: set[Node] = set()
         self._names: set[str] = set()
@@ -147,6 +148,16 @@ class Placement:
         readers = [placed for placed in self.placed if placed.pattern is not None and placed.pattern.signed]
         origins = {self.origin(operand) for placed in readers for operand in placed.operands}
         self._signed = {node for node in origins if not self._is_positive(node)}
+        settled = None
+        while settled != len(self._signed):  # what is in two joins ties their formats together
+            settled = len(self._signed)
+            for parts in map(self._parts, self._joined):
+                if not all(node not in self._signed and self._is_positive(node) for node in parts):
+                    self._signed.update(parts)
+
+    def _parts(self, joined: Node) -> list[Node]:
+        """Whose numbers a concatenation without a quantizer of its own holds."""
+        return [p for o in joined.all_input_nodes for p in (self._parts(o) if o in self._joined else [self.origin(o)])]
 
     def _is_positive(self, node: Node) -> bool:
         placed = self._integer.get(node)
@@ -188,7 +199,7 @@ class Placement:
         operands = _operands(node, pattern)
         if any(_is_constant(operand) for operand in operands):
             return "an operand is a constant"
-        integers = (self._integer, self._read_as_integer, self._added_unrounded, assumed)
+        integers = (self._integer, self._read_as_integer, self._added_unrounded, self._joined, assumed)
         floats = [operand for operand in operands if not any(operand in values for values in integers)]
         if pattern.needs_integer_inputs and floats:
             return f"its operand '{floats[0].name}' is float"
@@ -199,6 +210,9 @@ class Placement:
     def _accept(self, node: Node, pattern: Pattern) -> None:
         nodes = [node, *self._tail(node, pattern)]
         quantized_output = pattern.quantizes_output and not (pattern.float_output and self._is_read_in_float(nodes[-1]))
+        if pattern.joins and self._is_read_in_float(nodes[-1]):
+            self._joined.add(nodes[-1])
+            quantized_output = False
         if pattern.sums and self._is_added(nodes[-1]):
             self._added_unrounded.add(nodes[-1])
             quantized_output = False
@@ -208,7 +222,7 @@ class Placement:
             integer=not pattern.in_float, reason=pattern.in_float,
             weight_bits=self.target.weight.bits if pattern.weighted else None,
         )  # fmt: skip
-        operands = [operand for operand in _operands(node, pattern) if operand not in self._added_unrounded]
+        operands = [o for o in _operands(node, pattern) if o not in self._added_unrounded | self._joined]
         placed = Placed(unit, nodes, pattern, operands, quantized_output, override)
         self.placed.append(placed)
         self._taken.update(nodes)
@@ -239,10 +253,13 @@ class Placement:
         return found
 
     def _is_read_in_float(self, node: Node) -> bool:
-        """Whether no integer unit would read the node's value, reshaped on the way or not, if it were integers."""
+        """Whether no integer unit would read the node's value, reshaped or joined on the way or not, if it were integers."""
         users = (user for user in node.users if user.op != "output")
         return all(
-            self._is_read_in_float(user) if self._is_move(user) else not self._could_be_integer(user) for user in users
+            self._is_read_in_float(user)
+            if self._is_move(user) or self._joins(user)
+            else not self._could_be_integer(user)
+            for user in users
         )
 
     def _could_be_integer(self, node: Node) -> bool:
@@ -262,6 +279,9 @@ class Placement:
     def _is_move(self, node: Node, kinds: tuple[str, ...] = ("move",)) -> bool:
         patterns = (pattern for pattern in self.target.patterns if node.target in pattern.anchors)
         return any(p.kind in kinds and not (p.accepts and p.accepts(node)) for p in patterns)
+
+    def _joins(self, node: Node) -> bool:
+        return any(pattern.joins and node.target in pattern.anchors for pattern in self.target.patterns)
 
     def _leave_float(self, node: Node, reason: str) -> None:
         kind = "move" if self._is_move(node) else str(node.target).removeprefix("aten.").partition(".")[0]

@@ -34,7 +34,7 @@ from qtool.quantization.embeddings import quantize_tables
 from qtool.quantization.gains import Gains, channel_gains
 from qtool.quantization.integers import finish, label
 from qtool.quantization.matrices import flatten_linears
-from qtool.quantization.norms import convolve_norms, fold_batch_norm
+from qtool.quantization.norms import fold_batch_norm, write_norms
 from qtool.quantization.placement import Placement
 from qtool.quantization.prepared import Prepared
 from qtool.quantization.products import write_products
@@ -196,12 +196,13 @@ def _prepare(
 ) -> Prepared:
     """The model with observers or fake-quantizers, by the engine asked for."""
     train, detailed = config.mode == "qat", config.ranges != "minmax"
+    target = _target(config)
     if config.engine == "torch.ao":
         from qtool.quantization import torch_ao  # only here, since a later torch will not have it
 
         graph = copied(float_graph)
-        convolve_norms(graph)
-        placement = Placement(graph, _target(config), config.overrides)
+        write_norms(graph, convolve=not target.scales_in_float)
+        placement = Placement(graph, target, config.overrides)
         passes.decline_float("the torch.ao engine prepares the model's own modules", copied(graph))
         gains = _gains(graph, placement, config)
         prepared = torch_ao.prepare(
@@ -209,18 +210,22 @@ def _prepare(
         )
         return _weighed(prepared, gains)
     graph = capture(model, example, train=True) if train else copied(float_graph)
-    convolve_norms(graph)
-    target = _target(config)
-    if target.flat_linears:
-        flatten_linears(graph)
-    write_products(graph, target.products)
-    if target.attention:
-        write_attention(graph)
+    _spell_for(target, graph)
     placement = Placement(graph, target, config.overrides)
     passes.improve(graph, placement)
     gains = _gains(graph, placement, config)
     ready = pt2e.prepare(graph, placement, train=train, detailed=detailed, weight_ranges=config.weight_ranges)
     return _weighed(Prepared(ready, placement, pt2e.observers(ready), lambda: pt2e.convert(ready), set_training), gains)
+
+
+def _spell_for(target: Target, graph: GraphModule) -> None:
+    """Writes a graph's operators as the target's runtime is quickest with them, in place."""
+    write_norms(graph, convolve=not target.scales_in_float)
+    if target.flat_linears:
+        flatten_linears(graph)
+    write_products(graph, target.products)
+    if target.attention:
+        write_attention(graph)
 
 
 def _target(config: QuantizeConfig) -> Target:

@@ -19,7 +19,7 @@ from qtool.quantization.algorithms.equalize import NoiseModel, Seen, equalize, o
 from qtool.quantization.algorithms.streams import find_streams
 from qtool.quantization.algorithms.verify import parted
 from qtool.quantization.capture import copied, parameter
-from qtool.quantization.norms import convolve_norms
+from qtool.quantization.norms import write_norms
 from qtool.quantization.placement import Placement
 from qtool.quantization.stage import float_form, quantize
 from qtool.quantization.targets import get_target
@@ -30,7 +30,7 @@ BATCHES = [images(24), images(8, seed=1)]
 
 def subject(model: nn.Module, batches: list) -> Subject:
     graph = copied(float_form(model, batches[0]))
-    convolve_norms(graph)
+    write_norms(graph)
     return Subject(graph, graph, Placement(graph, get_target("ort-cpu")), batches)
 
 

@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 
 from qtool.quantization import pt2e
 from qtool.quantization.capture import aten, capture, copied
-from qtool.quantization.norms import convolve_norms, fold_batch_norm, make_live, settle_live
+from qtool.quantization.norms import fold_batch_norm, make_live, settle_live, write_norms
 from qtool.quantization.placement import Placement
 from qtool.quantization.qat import set_training
 from qtool.quantization.targets import ORT_CPU
@@ -95,7 +95,7 @@ def test_a_norm_over_tokens_is_not_taken_for_one_over_features() -> None:
     x = torch.randn(2, 5, 6)
     graph = capture(model, x)
     assert fold_batch_norm(graph) == []
-    convolve_norms(graph)
+    write_norms(graph)
     assert norms_of(graph) == 0
     assert distance(model, graph, x) < 2e-6
 
@@ -154,7 +154,7 @@ def test_a_convolution_with_another_reader_is_not_folded_but_its_norm_is_convolv
     graph = capture(model, x)
     assert fold_batch_norm(graph) == []
     assert norms_of(graph) == 1
-    (made,) = convolve_norms(graph)
+    (made,) = write_norms(graph)
     assert made.target is aten.conv2d.default
     assert made.args[6] == 4  # depthwise
     assert distance(model, graph, x) < 2e-6
@@ -174,7 +174,7 @@ def test_a_convolution_with_another_reader_is_not_folded_but_its_norm_is_convolv
 def test_a_norm_of_its_own_becomes_other_operators(norm: Callable[[], nn.Module], shape: tuple[int, ...]) -> None:
     model, x = randomised(nn.Sequential(norm())), torch.randn(shape)
     graph = capture(model, x)
-    convolve_norms(graph)
+    write_norms(graph)
     assert norms_of(graph) == 0
     assert distance(model, graph, x) < 2e-6
 

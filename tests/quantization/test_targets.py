@@ -20,6 +20,7 @@ from qtool.quantization.placement import Placement
 from qtool.quantization.stage import quantize
 from qtool.quantization.targets import get_target
 from qtool.recipe import ExportConfig, QuantizeConfig
+from qtool.runtimes import open_session
 
 
 def net() -> nn.Module:
@@ -108,3 +109,65 @@ def test_cuda_has_no_integer_convolution_and_auto_is_what_is_at_hand(monkeypatch
 def test_seven_bits_stop_at_63(tmp_path: Path) -> None:
     weight = get_target("ort-cpu", 7).weight
     assert (weight.qmin, weight.qmax, weight.bits) == (-63, 63, 7)
+
+
+class Dense(nn.Module):
+    """Norm-relu-conv twice, each appended to its input; the pooled relu in front gives nothing negative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(conv_bn(3, 8, 3), nn.ReLU(), nn.MaxPool2d(2))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(count) for count in (8, 12, 16))
+        self.convs = nn.ModuleList(nn.Conv2d(count, 4, 3, padding=1) for count in (8, 12))
+        self.head = nn.Linear(16, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for norm, conv in zip(self.norms, self.convs, strict=False):
+            x = torch.cat([x, conv(torch.relu(norm(x)))], 1)
+        return self.head(torch.relu(self.norms[-1](x)).mean((2, 3)))
+
+
+def test_openvino_joins_parts_that_keep_their_scales(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, batches = settled(Dense(), 16), list(torch.randn(16, 3, 16, 16).split(8))
+    quantized = quantize(model, QuantizeConfig(target="openvino"), example=batches[0][:2], calibration=batches)
+    result = export(quantized, tmp_path, ExportConfig(), samples=batches)  # the gates are the proof
+    graph = onnx.load(result.files["int8"]).graph
+    constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
+    made_by = {output: node for node in graph.node for output in node.output}
+    joins = [node for node in graph.node if node.op_type == "Concat"]
+    parts = [made_by[name] for node in joins for name in node.input if made_by[name].op_type != "Concat"]
+    assert [[made_by[name].op_type for name in node.input] for node in joins] == [
+        ["DequantizeLinear", "DequantizeLinear"],
+        ["Concat", "DequantizeLinear"],
+    ]
+    assert len({float(constants[node.input[1]]) for node in parts}) == 3  # no scale is shared
+    assert all(constants[node.input[2]].dtype == "int8" and not constants[node.input[2]] for node in parts)
+    assert not [node for node in graph.node if node.op_type == "Conv" and "norms" in node.name]
+    if importlib.util.find_spec("openvino"):
+        kernels = open_session(result.files["int8"], provider="openvino").kernels({"x": batches[0].numpy()})
+        assert {kernel.dtype for kernel in kernels if kernel.op == "Concatenation"} == {"int8"}
+
+
+def test_openvino_joins_what_starts_at_zero_in_uint8() -> None:
+    layers = nn.ModuleList([nn.Conv2d(3, 4, 3), nn.Conv2d(3, 4, 3)])
+    head = nn.Sequential(nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3))
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers, self.head = layers, head
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(torch.cat([torch.relu(layer(x)) for layer in self.layers], 1))
+
+    placement = Placement(capture(Two().eval(), torch.randn(2, 3, 9, 9)), get_target("openvino"))
+    formats = {placed.unit.name: placement.activation_format(placed.output) for placed in placement.placed}
+    assert formats["layers.0"].dtype is formats["layers.1"].dtype is torch.uint8
+    (joined,) = (placed for placed in placement.placed if placed.unit.kind == "concat")
+    assert not joined.quantized_output
+    read = Placement(
+        capture(nn.Sequential(Two(), nn.Conv2d(4, 4, 1)).eval(), torch.randn(2, 3, 9, 9)), get_target("ort-cpu")
+    )
+    assert all(placed.quantized_output for placed in read.placed if placed.unit.kind == "concat")

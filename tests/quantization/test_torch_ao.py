@@ -26,7 +26,7 @@ from qtool.nested import tensors
 from qtool.nets import mobilenet, resnet
 from qtool.quantization import torch_ao
 from qtool.quantization.capture import parameter
-from qtool.quantization.norms import convolve_norms
+from qtool.quantization.norms import write_norms
 from qtool.quantization.placement import Placement
 from qtool.quantization.stage import float_form, quantize
 from qtool.quantization.targets import ORT_CPU
@@ -147,7 +147,7 @@ def test_saved_ranges_of_one_engine_serve_the_other(tmp_path: Path) -> None:
 
 def prepared(model: nn.Module, *, train: bool) -> GraphModule:
     graph = float_form(model, images(2))
-    convolve_norms(graph)
+    write_norms(graph)
     return torch_ao.prepare(model, Placement(graph, ORT_CPU), images(2), train=train).graph
 
 

@@ -66,6 +66,8 @@ class Pattern:
     empty where it has an integer kernel. ``fixed``: the output's range where the operator alone decides it.
     ``quantizes_output``: False where the result is float whoever reads it. ``sums``: the kernel adds an integer tensor
     to its result before it rounds; where only such a sum reads the result, it has no quantizer of its own.
+    ``joins``: the result holds its operands' numbers as they are, each part with its scale, and has no quantizer where
+    only float reads it; its operands are of one format, without zero points.
     ``signed``: the kernel knows no zero points, so that what it reads is symmetric int8, or never negative.
     """
 
@@ -82,6 +84,7 @@ class Pattern:
     fixed: tuple[float, float] | None = None
     quantizes_output: bool = True
     sums: bool = False
+    joins: bool = False
     signed: bool = False
     accepts: Callable[[torch.fx.Node], str] | None = None
 
@@ -96,7 +99,9 @@ class Target:
     what these two read, where it is another. ``flat_linears``: linear layers are products of two matrices (see
     :mod:`qtool.quantization.matrices`). ``attention``: it is written as its products, which are integer (see
     :mod:`qtool.quantization.attention`). ``bare_moves``: what only moves numbers has no pair of its own behind it (see
-    :mod:`qtool.quantization.moves`). ``leaves``: why operators without a pattern stay in float.
+    :func:`qtool.quantization.integers.drop_pairs`). ``scales_in_float``: a batch-norm with nothing to fold into is a
+    product and a sum in float rather than a depthwise convolution. ``leaves``: why operators without a pattern stay in
+    float.
     """
 
     name: str
@@ -110,6 +115,7 @@ class Target:
     flat_linears: bool = True
     attention: bool = False
     bare_moves: bool = False
+    scales_in_float: bool = False
     leaves: str = "no integer kernel on this target"
 
     def with_weights(self, bits: int, edge_bits: int) -> Target:
@@ -210,14 +216,14 @@ TABLE = Pattern(
     in_float="rows of its 8-bit table are dequantized as they are read: what that gains is size",
 )  # fmt: skip
 
-POOLS_AND_JOINS = (
-    Pattern("concat", (aten.cat.default,), **BETWEEN),
+POOLS_AND_MOVES = (
     Pattern("global_avg_pool", GLOBAL_POOLS, accepts=pool_to_one, **BETWEEN),
     Pattern("global_avg_pool", (aten.mean.dim,), accepts=global_mean, **BETWEEN),
     Pattern("avg_pool", (aten.avg_pool1d.default, aten.avg_pool2d.default), **BETWEEN),
     Pattern("max_pool", (aten.max_pool1d.default, aten.max_pool2d.default), shares=True, **BETWEEN),
     Pattern("move", MOVES, shares=True, **BETWEEN),
 )
+POOLS_AND_JOINS = (Pattern("concat", (aten.cat.default,), **BETWEEN), *POOLS_AND_MOVES)
 """What every target so far runs in integers between integers."""
 
 

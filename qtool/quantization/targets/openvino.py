@@ -4,6 +4,13 @@ Its low-precision transformations turn each pair into scales on the operator, an
 products take any activation behind them as a post-operation: an output is quantized after hard-swish, SiLU or GELU as
 after relu, and never before. So it is with a residual sum, which a convolution adds before it rounds: only the sum's
 other operand has a pair. Activations are affine uint8, weights symmetric int8.
+
+Two kernels want no zero points, so that what they read is symmetric int8, or uint8 that starts at 0: attention's
+products, which run with their softmax as one kernel; and a concatenation of parts that each keep their scale where
+only a batch-norm's product and sum read it, as in a DenseNet. Those become one kernel from integers to integers then,
+and nothing that was concatenated is rounded anew. With zero points it all runs in float: 0.79 and 0.81 times the speed
+of what OpenVINO's own quantizer (NNCF) makes of a ViT-S/16 and a DenseNet-121, instead of 1.06 and 1.03 (AVX512-VNNI,
+one thread).
 """
 
 from __future__ import annotations
@@ -11,7 +18,7 @@ from __future__ import annotations
 from qtool.quantization.targets.base import (
     BETWEEN,
     BINARY,
-    POOLS_AND_JOINS,
+    POOLS_AND_MOVES,
     RELU_LIKE,
     SMOOTH,
     SOFTMAX,
@@ -29,7 +36,8 @@ OPENVINO = Target(
         *weighted(_FUSED, sums=True),
         Pattern("add", (aten.add.Tensor,), **BINARY, **BETWEEN),
         Pattern("mul", (aten.mul.Tensor,), **BINARY, **BETWEEN),
-        *POOLS_AND_JOINS,
+        Pattern("concat", (aten.cat.default,), joins=True, **BETWEEN),
+        *POOLS_AND_MOVES,
         Pattern("matmul", (aten.matmul.default, aten.bmm.default), operands=(0, 1), float_output=True, signed=True),
         Pattern("softmax", SOFTMAX, operands=(), float_output=True, in_float="it runs in float between integers"),
         Pattern("activation", _FUSED, in_float="it runs in float between integers", **BETWEEN),
@@ -37,4 +45,5 @@ OPENVINO = Target(
     flat_linears=False,
     attention=True,
     bare_moves=True,
+    scales_in_float=True,
 )
