@@ -253,7 +253,7 @@ class Placement:
         return found
 
     def _is_read_in_float(self, node: Node) -> bool:
-        """Whether no integer unit would read the node's value, reshaped or joined on the way or not, if it were integers."""
+        """Whether no integer unit would read the value, reshaped or joined on the way or not, if it were integers."""
         users = (user for user in node.users if user.op != "output")
         return all(
             self._is_read_in_float(user)
