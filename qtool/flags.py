@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
@@ -23,7 +24,7 @@ import click
 from click.core import ParameterSource
 
 from qtool.artifacts import NO_ROOM, finite
-from qtool.errors import ContractError, QtoolError, UsageError, nearest, one_line
+from qtool.errors import ContractError, QtoolError, UsageError, nearest, one_line, says_that_another_ended
 from qtool.options import check, flag, inner_type
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
@@ -246,6 +247,11 @@ def explain(error: Exception) -> QtoolError:
         where = f"'{error.filename}'" if error.filename else "a file"
         return QtoolError(where, "to read or write it", f"{name}: {error.strerror or error}", do)
     got = one_line(f"{name}: {error}")
+    if "RANK" in os.environ and says_that_another_ended(error):
+        return QtoolError(
+            f"process {os.environ['RANK']} of {os.environ.get('WORLD_SIZE')}", "the others to go on", got,
+            "see what another one said; the same command goes on from the last whole checkpoint",
+        )  # fmt: skip
     return QtoolError("qtool", "no internal error", got, "run it again with --debug for the traceback and report it")
 
 

@@ -377,7 +377,8 @@ class _Run:
 
     def _no_memory(self, used: int) -> OutOfMemory:
         where = f"training step {self.history.steps + 1}"
-        got = f"none left, {used / 2**20:.0f} MiB in use"
+        whose = "" if self.setup.device.type == "cuda" else " by the process"
+        got = f"none left, {used / 2**20:.0f} MiB in use{whose}"
         return OutOfMemory(where, "memory for it", got, f"use a smaller --batch-size; {self._last()}", self._last())
 
     def _last(self) -> str:

@@ -137,6 +137,11 @@ def answer(model: Callable[[Any], Any], value: Any) -> Any:
         ) from error  # fmt: skip
 
 
+def fewest_samples(model: nn.Module) -> int:
+    """How many a micro-batch that nobody asked for has at least: batch-norm may not train on one value per channel."""
+    return 2 if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()) else 1
+
+
 def trained(model: nn.Module) -> list[nn.Parameter]:
     """The parameters of ``model`` that training changes. Raises UsageError where there are none."""
     found = [p for p in model.parameters() if p.requires_grad]
@@ -224,6 +229,7 @@ class Step:
         self.setup, self.optimizer, self.loss = setup, optimizer, loss
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.micro_size = math.ceil(math.ceil(setup.config.batch_size / processes.size()) / setup.config.micro_batches)
+        self.least = 1
         self.skips: Tensor | int = 0
         self.updating = False
         """Whether parameters may have changed in the step that is being made."""
@@ -234,8 +240,10 @@ class Step:
         return int(self.skips)
 
     def halve(self) -> bool:
-        """Makes micro-batches half as large, from the next step on; False where they are one sample already."""
-        self.micro_size, before = math.ceil(self.micro_size / 2), self.micro_size
+        """Makes micro-batches half as large, from the next step on; False where they are as small as they can be."""
+        self.least = fewest_samples(self.setup.model)
+        before = self.micro_size
+        self.micro_size = min(before, max(self.least, math.ceil(before / 2)))
         return self.micro_size < before
 
     def __call__(self, value: Any, target: Any, rate: float, total: int | None = None) -> float:
@@ -256,7 +264,7 @@ class Step:
     def _parts(self, value: Any, target: Any, total: int) -> list[Part]:
         """The micro-batches: as many as the process with the largest share has."""
         share = processes.share(total)
-        wanted = math.ceil(share.largest / self.micro_size)
+        wanted = min(math.ceil(share.largest / self.micro_size), max(1, share.largest // self.least))
         count = min(wanted, max(1, share.count))
         parts = [Part(x, y, share.count > 0) for x, y in zip(split(value, count), split(target, count), strict=True)]
         return parts + [replace(parts[0], counts=False)] * (wanted - count)

@@ -274,6 +274,13 @@ def test_debug_shows_the_traceback_and_json_the_parts(monkeypatch: pytest.Monkey
     }
 
 
+def test_of_several_processes_the_end_of_another_one_is_no_defect(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    result = inspect_raises(monkeypatch, RuntimeError("[gloo] Connection closed by peer"))
+    assert "process 1 of 2: expected the others to go on; got RuntimeError: [gloo] Connection" in result.stderr
+
+
 def test_an_interrupt_is_130_and_says_that_the_run_resumes(monkeypatch: pytest.MonkeyPatch) -> None:
     result = inspect_raises(monkeypatch, KeyboardInterrupt())
     assert result.exit_code == 130

@@ -265,3 +265,19 @@ def test_inputs_reach_a_gpu_without_waiting_and_are_cast_there():
     setup._place(value)
     layout = ("memory_format", torch.preserve_format)
     assert value.way == ["pinned", (setup.device, ("non_blocking", True)), (torch.bfloat16, layout)]
+
+
+@pytest.mark.parametrize("norm", [True, False])
+def test_halved_to_the_end_a_batch_norm_has_two_samples(norm):
+    sizes = []
+
+    def loss(model, value, target):
+        sizes.append(len(value))
+        return cross_entropy(model, value, target)
+
+    model = nn.Sequential(nn.Linear(6, 4), *([nn.BatchNorm1d(4)] if norm else []))
+    with plain(model, TrainConfig(device="cpu", batch_size=5)) as setup:
+        step = Step(setup, setup.make_optimizer(list(model.parameters())), loss)
+        assert [step.halve() for _ in range(4)] == [True, True, not norm, False]
+        step(torch.randn(5, 6), torch.tensor([0, 1, 2, 3, 0]), 0.1)
+    assert sizes == ([2, 3] if norm else [1] * 5)

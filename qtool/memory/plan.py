@@ -137,12 +137,16 @@ class _Search:
         return None
 
     def hopeless(self) -> bool:
-        """Whether the leanest plans that the model takes are all far from fitting."""
+        """Whether the leanest plans that the model takes are all far from fitting.
+
+        Not where one of them needs more than the fastest: of a tiny model, techniques take more than they save.
+        """
         left = self.made
+        near, plain = FAR * self.budget, self.smallest.peak_bytes if self.smallest else math.inf
         while left:
             most = max(left, key=lambda one: sum(one[1]))
             found = self._predicted(*most)
-            if found is not None and found.peak_bytes <= FAR * self.budget:
+            if found is not None and not near < found.peak_bytes < plain:
                 return False
             left = [one for one in left if one is not most and (found is None or not _saves_no_more(one[1], most[1]))]
         return True

@@ -32,6 +32,8 @@ from qtool.source import Source
 from qtool.stages.common import Progress, meter, teller
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from qtool.memory.plan import Plan
 
 MIB = 2**20
@@ -114,13 +116,15 @@ def gives_way(config: TrainConfig) -> bool:
     return config.batch_size == AUTO or (config.memory_budget is not None and "micro_batches" not in pinned(config))
 
 
-def halve(folder: Path, wanted: TrainConfig, begun: int) -> bool:
+def halve(folder: Path, wanted: TrainConfig, begun: int, model: nn.Module) -> bool:
     """Has the next processes of the run in ``folder`` halve their micro-batches once more than the ``begun`` times.
 
-    Several of a group may say so. False, and nothing is written, where a micro-batch is one sample already.
+    Several of a group may say so. False, and nothing is written, where they are as small as they can be already.
     """
+    from qtool.step import fewest_samples
+
     micro = math.ceil(math.ceil(wanted.batch_size / wanted.devices) / wanted.micro_batches)
-    if micro <= 1 << begun:
+    if micro <= fewest_samples(model) << begun:
         return False
     write_json(folder / _FILE, {"batch_size": wanted.batch_size, "halvings": begun + 1})
     return True
@@ -266,8 +270,11 @@ def _fewer_micro_batches(config: TrainConfig) -> tuple[TrainConfig, int]:
     return dataclasses.replace(config, batch_size=kept * config.devices, micro_batches=3), share - kept
 
 
-def explained(error: OutOfMemory, config: TrainConfig, source: Source) -> QtoolError:
-    """The end of a run for lack of memory, told with what was predicted and the next cheapest flags."""
+def explained(error: OutOfMemory, asked: TrainConfig, config: TrainConfig, source: Source) -> QtoolError:
+    """The end of a run for lack of memory, told with what was predicted and the next cheapest flags.
+
+    ``config`` is what ``asked`` was fitted to.
+    """
     from qtool.devices import resolve_device
     from qtool.memory.plan import choose
 
@@ -279,9 +286,15 @@ def explained(error: OutOfMemory, config: TrainConfig, source: Source) -> QtoolE
         plan, smallest = choose(config, 0.8 * predicted, peak, pinned=pinned(config), legal=legal, gpu=gpu)
     except Exception:  # nothing may hide that memory ran out, the prediction of it least of all
         return error
-    best = plan or smallest
-    hint = (
-        f"pass {best.flags} (predicted {best.peak_bytes / MIB:.0f} MiB)" if best.changes else "pass --batch-size auto"
+    got = f"{error.got} ({predicted / MIB:.0f} MiB predicted for tensors)"
+    return type(error)(
+        error.where, error.expected, got, f"{_ways_out(asked, plan or smallest)}; {error.last}", error.last
     )
-    got = f"{error.got} ({predicted / MIB:.0f} MiB predicted)"
-    return type(error)(error.where, error.expected, got, f"{hint}, or a smaller --batch-size; {error.last}", error.last)
+
+
+def _ways_out(asked: TrainConfig, best: Plan) -> str:
+    """What to pass; where the batch was found by itself, and halved to the end, no smaller one."""
+    cheaper = [f"pass {best.flags} (predicted {best.peak_bytes / MIB:.0f} MiB)"] if best.changes else []
+    if asked.batch_size == AUTO:
+        return ", or ".join([*cheaper, "pass --strategy fsdp and more --devices", "take a smaller model"])
+    return ", or ".join([*(cheaper or ["pass --batch-size auto"]), "a smaller --batch-size"])

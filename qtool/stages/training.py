@@ -86,7 +86,7 @@ def _launched(
                 if halvings(run) <= before:
                     source = opened()
                     wanted = fitted(config, source, run, True, False)
-                    raise explained(error, wanted, source) from None
+                    raise explained(error, config, wanted, source) from None
                 teller(progress)(
                     f"{error.where}: out of memory; again from the last checkpoint in smaller micro-batches"
                 )
@@ -136,8 +136,9 @@ def _fit(
         )  # fmt: skip
     except OutOfMemory as error:
         if alone:
-            raise explained(error, wanted, source) from None
-        raise _told_in_group(error, wanted, bool(folder and yields and halve(folder, wanted, begun))) from None
+            raise explained(error, config, wanted, source) from None
+        goes_on = folder is not None and yields and halve(folder, wanted, begun, source.model)
+        raise _told_in_group(error, wanted, goes_on) from None
     if folder and first:
         _commit_train(folder, config, source, result)
     processes.wait()

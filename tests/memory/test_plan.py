@@ -59,6 +59,15 @@ def test_of_a_hopeless_budget_the_leanest_plans_are_enough() -> None:
         assert len(predicted) == 3  # as it is; most micro-batches; the step in the backward pass, which excludes these
 
 
+def test_where_techniques_take_more_than_they_save_all_are_looked_at() -> None:
+    def tiny(config: TrainConfig) -> int:
+        return 100 + 50 * config.activation_checkpointing - 5 * (config.optimizer == "adamw8bit")
+
+    found, smallest = choose(PLAIN, 10, tiny, pinned=[], legal=legal, gpu=False)
+    assert found is None
+    assert smallest.peak_bytes == 95
+
+
 def test_what_the_user_set_stays() -> None:
     pinned = ["optimizer", "precision", "grad_clip"]
     found, smallest = choose(PLAIN, 1, peak, pinned=pinned, legal=legal, gpu=True)

@@ -58,8 +58,8 @@ def test_the_message_has_prediction_flags_and_checkpoint(small_data: str, tmp_pa
         qtool.train(Picky(16, after=3), small_data, out=tmp_path, **OPTIONS)
     text = str(caught.value)
     assert text.startswith("training step 4: expected memory for it; got none left, ")
-    assert "MiB in use (" in text
-    assert "MiB predicted)" in text
+    assert "MiB in use by the process (" in text
+    assert "MiB predicted for tensors)" in text
     assert "pass --" in text
     assert "(predicted " in text
     kept = tmp_path / "checkpoints" / "step-00000002.safetensors"
@@ -80,6 +80,12 @@ def test_without_memory_the_micro_batch_is_halved_and_the_run_goes_on(
     assert found.history.losses[:2] == whole.history.losses[:2]
     assert found.history.losses[2] == pytest.approx(whole.history.losses[2], rel=0.2)  # other batch-norm, other dropout
     assert model.body[1].num_batches_tracked == 10  # the pass that failed is forgotten
+
+
+def test_where_one_sample_is_too_much_no_smaller_batch_is_named(small_data: str) -> None:
+    with pytest.raises(QtoolError, match="or take a smaller model; no checkpoint") as caught:
+        qtool.train(Picky(0, after=1), small_data, **(OPTIONS | {"batch_size": "auto"}))
+    assert "--batch-size" not in str(caught.value)
 
 
 def test_what_fails_while_weights_change_is_not_repeated(small_data: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,7 +277,7 @@ def test_several_processes_go_on_together_from_the_last_checkpoint_in_smaller_mi
     assert found.history.steps == 6
     assert told == ["training step 4: out of memory; again from the last checkpoint in smaller micro-batches"]
     start = time.monotonic()
-    with pytest.raises(QtoolError, match=r"training step 4: .*MiB predicted\); pass --.*step-00000002'"):
+    with pytest.raises(QtoolError, match=r"training step 4: .*MiB predicted for tensors\); pass --.*step-00000002'"):
         qtool.train(PickyInOne(after=3), small_data, out=tmp_path, **options | {"batch_size": 32})
     assert time.monotonic() - start < 60  # nobody waits for the one that failed
 
