@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import multiprocessing.util
 import os
 import pickle
 import signal
@@ -162,6 +163,7 @@ def _main(sent: bytes, rank: int, count: int, port: int, reports: Connection) ->
         reports.send_bytes(_told(error, rank, count))
         code = 1
     sys.stderr.flush()
+    multiprocessing.util._run_finalizers(0)  # type: ignore[attr-defined]  # semaphores, which would be told as leaked
     os._exit(code)  # threads of communication libraries that are still there make an orderly end abort now and then
 
 

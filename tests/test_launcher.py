@@ -1,6 +1,8 @@
+import multiprocessing
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
@@ -35,6 +37,18 @@ def raise_what_cannot_travel():
         pass
 
     raise Own("said so")
+
+
+def hold_a_semaphore(folder):
+    hold_a_semaphore.held = multiprocessing.get_context("spawn").Semaphore()
+    (folder / "name").write_text(hold_a_semaphore.held._semlock.name)
+
+
+def test_semaphores_end_with_their_process(tmp_path):
+    """As those of compilers' workers; the system keeps them otherwise, and a warning tells so at the end."""
+    launch(hold_a_semaphore, 1, tmp_path)
+    name = (tmp_path / "name").read_text().lstrip("/")
+    assert not Path("/dev/shm", f"sem.{name}").exists()
 
 
 def test_processes_know_their_places(tmp_path):
