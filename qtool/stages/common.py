@@ -68,9 +68,13 @@ def meter(progress: Progress, stage: str) -> Iterator[Callable[[str, int, int], 
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
+    from rich.table import Column
 
-    columns = (BarColumn(10), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
-    with Bar(*columns, console=Console(file=sys.stderr)) as bar:
+    what = TextColumn(
+        "{task.description}", table_column=Column(ratio=1)
+    )  # it goes on below where the line is too short
+    columns = (BarColumn(10), MofNCompleteColumn(), TimeRemainingColumn(), what)
+    with Bar(*columns, console=Console(file=sys.stderr), expand=True) as bar:
         task = bar.add_task("", total=None, visible=False)
         yield lambda what, done, total: bar.update(
             task, completed=done, total=total, description=what, visible=done < total

@@ -1,0 +1,31 @@
+"""What stages share: how far something is, told in a terminal."""
+
+from __future__ import annotations
+
+import io
+import sys
+import time
+
+import pytest
+
+from qtool.stages.common import meter
+
+
+def test_a_long_description_leaves_the_count_visible(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"COLUMNS": "60", "FORCE_COLOR": "1", "TERM": "xterm"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "stderr", shown := io.StringIO())
+    with meter(True, "train") as report:
+        report("predicting " + 5 * "--activation-checkpointing ", 2, 48)
+        time.sleep(0.3)  # it is drawn ten times a second
+    assert "2/48" in shown.getvalue()
+    assert shown.getvalue().count("--activation-checkpointing") >= 5
+
+
+def test_a_function_takes_lines_and_silence_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    told: list[str] = []
+    for wanted in (told.append, False):
+        with meter(wanted, "train") as report:
+            report("predicting", 2, 48)
+    assert told == ["train: predicting (2 of 48)"]
+    assert capsys.readouterr() == ("", "")
