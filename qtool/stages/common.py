@@ -70,9 +70,8 @@ def meter(progress: Progress, stage: str) -> Iterator[Callable[[str, int, int], 
     from rich.progress import Progress as Bar
     from rich.table import Column
 
-    what = TextColumn(
-        "{task.description}", table_column=Column(ratio=1)
-    )  # it goes on below where the line is too short
+    # the description goes on in further lines where one is too short, and takes no room from the rest
+    what = TextColumn("{task.description}", table_column=Column(ratio=1))
     columns = (BarColumn(10), MofNCompleteColumn(), TimeRemainingColumn(), what)
     with Bar(*columns, console=Console(file=sys.stderr), expand=True) as bar:
         task = bar.add_task("", total=None, visible=False)

@@ -28,7 +28,7 @@ def data():
 
 class Broken(nn.Linear):
     def forward(self, x):
-        return 1 / 0
+        raise SystemExit(5)
 
 def broken():
     return Broken(9, 3)
