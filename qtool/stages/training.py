@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from qtool.artifacts import atomic_path, read_result, staging, write_json, write_result
 from qtool.errors import OutOfMemory, UsageError
-from qtool.recipe import TrainConfig, as_dict
+from qtool.recipe import AUTO, TrainConfig, as_dict
 from qtool.source import Source, open_source
 from qtool.stages.common import AnyPath, Progress, configured, drop_checkpoints, finished, teller, tidy, writable
 from qtool.stages.fitting import explained, fitted, gives_way, halve, halvings, hold
@@ -138,16 +138,18 @@ def _fit(
         if alone:
             raise explained(error, config, wanted, source) from None
         goes_on = folder is not None and yields and halve(folder, wanted, begun, source.model)
-        raise _told_in_group(error, wanted, goes_on) from None
+        raise _told_in_group(error, config, wanted, goes_on) from None
     if folder and first:
         _commit_train(folder, config, source, result)
     processes.wait()
     return result
 
 
-def _told_in_group(error: OutOfMemory, wanted: TrainConfig, goes_on: bool) -> OutOfMemory:
+def _told_in_group(error: OutOfMemory, asked: TrainConfig, wanted: TrainConfig, goes_on: bool) -> OutOfMemory:
     """The end of one process of several, without a prediction, which makes a group of its own."""
     more = f"pass --micro-batches {2 * wanted.micro_batches}, --batch-size auto or a smaller one"
+    if asked.batch_size == AUTO:
+        more = "pass --strategy fsdp and more --devices, or take a smaller model"
     again = "run the same command again (torchrun --max-restarts 9 does): it goes on in smaller micro-batches"
     return type(error)(
         error.where, error.expected, error.got, f"{again if goes_on else more}; {error.last}", error.last

@@ -18,13 +18,14 @@ from torch import nn
 
 import qtool
 from qtool import loop, processes
-from qtool.errors import QtoolError, UsageError
+from qtool.errors import OutOfMemory, QtoolError, UsageError
 from qtool.memory import plan
 from qtool.memory.plan import fewest_devices, sharded
 from qtool.recipe import AUTO, PLANNED, Recipe, TrainConfig
 from qtool.recipe_files import load_recipe, to_toml
 from qtool.source import open_source
 from qtool.stages import fitting
+from qtool.stages.training import _told_in_group
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
 OPTIONS = {"device": "cpu", "max_steps": 6, "epochs": 9, "batch_size": 32, "checkpoint_every": 2, "grad_clip": None}
@@ -86,6 +87,9 @@ def test_where_one_sample_is_too_much_no_smaller_batch_is_named(small_data: str)
     with pytest.raises(QtoolError, match="or take a smaller model; no checkpoint") as caught:
         qtool.train(Picky(0, after=1), small_data, **(OPTIONS | {"batch_size": "auto"}))
     assert "--batch-size" not in str(caught.value)
+    error, auto = OutOfMemory("step 2", "memory for it", "none left", "", "no checkpoint"), TrainConfig(batch_size=AUTO)
+    for asked, named in ((auto, False), (TrainConfig(), True)):
+        assert ("--batch-size" in str(_told_in_group(error, asked, TrainConfig(), False))) is named
 
 
 def test_what_fails_while_weights_change_is_not_repeated(small_data: str, monkeypatch: pytest.MonkeyPatch) -> None:
