@@ -16,10 +16,13 @@ from onnx import numpy_helper
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from qtool.exporting.end_to_end import sqnr_in_torch
 from qtool.exporting.openvino_coverage import coverage
-from qtool.exporting.parity import feeds_of
+from qtool.exporting.parity import feeds_of, unit_parity
+from qtool.exporting.revert import in_float
 from qtool.exporting.stage import export
-from qtool.form import QuantizedModel, Unit
+from qtool.exporting.to_onnx import quantized_to_onnx, save
+from qtool.form import QuantizedModel, Unit, quantize_nodes
 from qtool.quantization.attention import write_attention
 from qtool.quantization.capture import aten, capture
 from qtool.quantization.stage import quantize
@@ -110,6 +113,18 @@ def test_nothing_is_rounded_again_behind_a_move() -> None:
     rounded = [node for node in quantized.graph.graph.nodes if node.target is ops.quantize_per_tensor.default]
     assert rounded
     assert not [node for node in rounded if node.args[0].target in moves and node.args[-1] == torch.uint8]
+
+
+def test_a_block_goes_back_to_float(tmp_path: Path) -> None:
+    quantized, batches = small_vit()
+    block = {unit.name: "asked" for unit in quantized.plan.units if unit.name.startswith("layers.0.")}
+    reverted = in_float(quantized, block)
+    assert {unit.name for unit in reverted.plan.float_units} >= block.keys()
+    assert len(quantize_nodes(reverted.graph)) < len(quantize_nodes(quantized.graph))
+    path = tmp_path / "a.onnx"
+    save(quantized_to_onnx(reverted, 21), path)
+    assert unit_parity(reverted, path, batches[:1]).passed
+    assert sqnr_in_torch(reverted, batches[:1]) >= sqnr_in_torch(quantized, batches[:1])
 
 
 @needs_openvino
