@@ -45,7 +45,7 @@ METHODS = ("auto", "ptq", "given")
 SENSITIVITIES = ("auto", "exact", "second-order")
 TARGETS = ("ort-cpu", "tensorrt", "openvino", "auto", "ort-cuda")
 WEIGHT_RANGES = ("minmax", "mse")
-ALGORITHMS = ("smooth", "equalize", "analytic-bias", "gptq", "adaround", "brecq", "renorm", "bias")
+ALGORITHMS = ("smooth", "equalize", "analytic-bias", "gptq", "adaround", "brecq", "renorm", "bias", "steps")
 DEFAULT_ALGORITHMS = ("analytic-bias", "bias")
 """What post-training quantization does unless told otherwise: files stay as fast. Without samples ``bias`` declines."""
 EFFORTS = ("fast", "best")

@@ -285,7 +285,7 @@ def read_ranges(path: Path) -> Mapping[str, Any]:
     try:
         ranges = json.loads(path.read_text(encoding="utf-8"))
         if not all(
-            isinstance(entry, Mapping) and ({"low", "high"} <= set(entry) or "bias" in entry)
+            isinstance(entry, Mapping) and ({"low", "high"} <= set(entry) or {"bias", "learned"} & set(entry))
             for entry in ranges.values()
         ):
             raise ValueError("an entry without low and high")

@@ -143,7 +143,7 @@ def test_a_file_that_holds_no_ranges_is_refused(text: str, tmp_path: Path) -> No
         read_ranges(tmp_path / "missing.json")
 
 
-@pytest.mark.parametrize("algorithms", ["bias", "equalize", "smooth", "gptq", "brecq"])
+@pytest.mark.parametrize("algorithms", ["bias", "equalize", "smooth", "gptq", "brecq", "steps"])
 def test_a_model_fed_by_name_and_one_fed_by_position(algorithms: str) -> None:
     class Two(nn.Module):
         def __init__(self) -> None:

@@ -31,6 +31,7 @@ from qtool.quantization.algorithms.equalize import equalize
 from qtool.quantization.algorithms.gptq import gptq
 from qtool.quantization.algorithms.renorm import renormalize
 from qtool.quantization.algorithms.smooth import smooth
+from qtool.quantization.algorithms.steps import learn_steps
 from qtool.quantization.algorithms.subject import Declined, Subject
 
 __all__ = ["ALGORITHMS", "Algorithm", "Declined", "Subject", "check_names", "run_passes", "samples_read"]
@@ -54,6 +55,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     "brecq": Algorithm("integer", brecq),
     "renorm": Algorithm("integer", renormalize),
     "bias": Algorithm("integer", correct_biases, samples=SAMPLES),
+    "steps": Algorithm("integer", learn_steps),
 }
 
 

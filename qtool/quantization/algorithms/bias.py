@@ -25,7 +25,7 @@ is all that an integer kernel adds).
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -46,7 +46,8 @@ def correct_biases(subject: Subject) -> None:
     anchors = subject.anchors()
     if not anchors:
         raise Declined("no convolution or linear layer is integer")
-    if subject.config.ranges_from is not None and _restored(subject, list(anchors)):
+    saved = {node: subject.ranges.get(str(node.meta["unit"]), {}) for node in anchors}
+    if subject.config.ranges_from is not None and take_biases(subject.graph, saved):
         subject.note(f"bias: as saved with the ranges in {len(anchors)} layers")
         return
     batches = thinned(subject.batches, SAMPLES)
@@ -61,19 +62,22 @@ def correct_biases(subject: Subject) -> None:
             walk.advance(segment)
     subject.graph.recompile()
     for node in anchors:
-        entry = {"bias": bias_of(subject.graph, node).tolist(), "weight": _digest(subject.graph, node)}
-        subject.ranges.setdefault(str(node.meta["unit"]), {}).update(entry)
+        subject.ranges.setdefault(str(node.meta["unit"]), {}).update(bias_entry(subject.graph, node))
     subject.note(f"bias: corrected in {len(anchors)} layers")
 
 
-def _restored(subject: Subject, nodes: list[Node]) -> bool:
+def bias_entry(graph: GraphModule, node: Node) -> dict[str, Any]:
+    """What is saved of a layer's bias, and of the integers that it belongs to."""
+    return {"bias": bias_of(graph, node).tolist(), "weight": _digest(graph, node)}
+
+
+def take_biases(graph: GraphModule, saved: Mapping[Node, Mapping[str, Any]]) -> bool:
     """Gives every layer the bias that was saved; changes nothing and is False unless all were, for these weights."""
-    saved = {node: subject.ranges.get(str(node.meta["unit"]), {}) for node in nodes}
-    if any(entry.get("weight") != _digest(subject.graph, node) for node, entry in saved.items()):
+    if any(entry.get("weight") != _digest(graph, node) for node, entry in saved.items()):
         return False
     for node, entry in saved.items():
-        set_bias(subject.graph, node, torch.tensor(entry["bias"]))
-    subject.graph.recompile()
+        set_bias(graph, node, torch.tensor(entry["bias"]))
+    graph.recompile()
     return True
 
 

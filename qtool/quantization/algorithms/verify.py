@@ -39,11 +39,11 @@ WIDTHS = (1.0, 0.8, 0.6, 0.45, 0.3)
 LEVELS, QMAX = 255, 127
 
 
-def parted(batches: Iterable[Any], held: bool) -> Iterator[Any]:
-    """The samples of each batch that are held out, or those that are not; a batch of one sample counts as both."""
+def parted(batches: Iterable[Any], held: bool, share: int = HELD) -> Iterator[Any]:
+    """One in ``share`` samples of each batch, held out, or the others; a batch of one sample counts as both."""
     for batch in batches:
         size = num_samples(batch)
-        kept = size - size // HELD if size >= HELD else size - 1
+        kept = size - size // share if size >= share else size - 1
         if size == 1:
             yield batch
         else:
