@@ -7,6 +7,10 @@ of their quiet times (``statistics.py``), with an interval; rounds go on until t
 time is up, which is then said. It is looked at after 40 rounds and after every quarter more: who looks at each one
 stops where chance made it narrow.
 
+Where a process's memory happens to lie makes the same file up to 2 % faster or slower for as long as it lives. So all
+variants start anew, together, after 10, 20 and 30 rounds and from then on so often that a fifth of the time goes
+into it; less often where opening them takes so long that a third of the time would be gone.
+
 What a busy neighbour makes of the speed-up is told beside it: the median over rounds of the ratio of the two bursts'
 medians. It is a figure of that hour on that machine, and the other one of the files.
 
@@ -38,6 +42,8 @@ BURST_SECONDS = 0.02
 _LONG_RUN = 0.1
 _NOISY = 0.05
 _BUSY = 0.02
+_SITTING = BLOCKS
+_SITTINGS = 4
 _LOOKS = frozenset(round(4 * BLOCKS * 1.25**k) for k in range(60))
 
 
@@ -49,10 +55,14 @@ class Burst(Protocol):
 
 @dataclass
 class Timings:
-    """What was measured of one variant: the seconds of every run, by round, and of the wait for a core."""
+    """What was measured of one variant: the seconds of every run, by round, and of the wait for a core.
+
+    ``processes`` is how many of them it ran in, one after the other.
+    """
 
     bursts: list[list[float]] = field(default_factory=list)
     waited: float = 0.0
+    processes: int = 1
 
     def add(self, seconds: list[float], waited: float) -> None:
         """Adds one burst."""
@@ -78,6 +88,30 @@ class Stopping:
     seconds: float = 20.0
 
 
+@dataclass
+class Renewal:
+    """Starts all variants anew when that is due: ``start`` does it, which took ``seconds`` when they were opened."""
+
+    start: Callable[[], None]
+    seconds: float
+    count: int = 0
+    spent: float = 0.0
+    rounds: int = 0
+    begun: float = 0.0
+
+    def is_due(self, rounds: int, elapsed: float, limit: float) -> bool:
+        """Whether to start anew after so many rounds and seconds, of which there are ``limit``."""
+        if rounds - self.rounds < _SITTING or self.spent + self.seconds > limit / 3:
+            return False
+        return self.count < _SITTINGS - 1 or elapsed - self.begun >= 4 * self.seconds
+
+    def done(self, rounds: int, before: float, after: float) -> None:
+        """Remembers a start: after how many rounds it was, when it began and when it was over."""
+        self.seconds = after - before
+        self.spent += self.seconds
+        self.count, self.rounds, self.begun = self.count + 1, rounds, after
+
+
 def interleave(
     bursts: Mapping[str, Burst],
     *,
@@ -87,16 +121,24 @@ def interleave(
     warm_up: int = 3,
     clock: Callable[[], float] = time.perf_counter,
     progress: Callable[[float], None] | None = None,
+    renewal: Renewal | None = None,
 ) -> dict[str, Timings]:
     """Times every variant in rounds of random order until the speed-ups are known well enough.
 
     At least six rounds are run whatever the time, since fewer give no 95 % interval. ``progress`` is
-    told the fraction of the time that is used up.
+    told the fraction of the time that is used up. ``renewal`` starts the variants anew in between.
     """
     order, timings = random.Random(seed), {name: Timings() for name in bursts}
     plan = {name: _burst_size(burst, warm_up) for name, burst in bursts.items()}
     start = clock()
     while not _done(timings, reference, stopping, clock() - start):
+        rounds, elapsed = len(timings[reference].bursts), clock() - start
+        if renewal and renewal.is_due(rounds, elapsed, stopping.seconds):
+            renewal.start()
+            for name, burst in bursts.items():
+                burst(1, warm_up)
+                timings[name].processes += 1
+            renewal.done(rounds, elapsed, clock() - start)
         for name in order.sample(list(bursts), len(bursts)):
             timings[name].add(*bursts[name](*plan[name]))
         if progress:
@@ -169,6 +211,7 @@ def _one(timings: Mapping[str, Timings], reference: str, name: str, batch_size: 
         "speedup_typical": 1.0 if name == reference else typical_speedup(timings, reference, name),
         "num_runs": len(runs),
         "num_rounds": len(own.bursts),
+        "num_processes": own.processes,
         "spread": spread(own.rounds),
         "waiting_share": own.waited / (own.waited + sum(runs)),
         "latency_quantiles_ms": quantile_sketch_ms(runs),

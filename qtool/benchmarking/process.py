@@ -2,8 +2,9 @@
 
 Models that share a process share its allocator, its thread pool and its caches, and nobody can say
 whose memory a peak was. A worker process holds one model and nothing else; while the others are timed
-it waits in a read and costs nothing. It is pinned to as many cores as it has threads (whole ones,
-counted from the last, since the first takes most interrupts), the same ones for every variant.
+it waits in a read and costs nothing. From time to time all begin anew (``latency.py``). Each is pinned to as
+many cores as it has threads (whole ones, counted from the last, since the first takes most interrupts), the same ones
+for every variant.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -21,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from qtool.benchmarking.latency import Renewal, Stopping, Timings, interleave
 from qtool.errors import QtoolError, one_line
 from qtool.runtimes.base import Array, ProviderError, TensorInfo
 
@@ -29,27 +32,32 @@ class Worker:
     """A process that holds one variant. Use as a context manager; leaving it ends the process."""
 
     def __init__(self, name: str, *, provider: str, cores: list[int] | None = None) -> None:
-        """Starts the process and imports the runtime in it."""
+        """Starts the process and imports the runtime in it. ``seconds`` is what opening and the first run take."""
         self.name, self.inputs = name, ()  # type: tuple[str, tuple[TensorInfo, ...]]
+        self.seconds = 0.0
         self._folder = tempfile.TemporaryDirectory(prefix="qtool-benchmark-")
         self._log = Path(self._folder.name) / "stderr"
+        self._told: dict[str, dict[str, Any]] = {}
+        self._launch()
+        try:
+            self._prepare("start", provider=provider, cores=cores)
+        except BaseException:
+            self.close()
+            raise
+
+    def _launch(self) -> None:
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "qtool.benchmarking.worker"],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=_environment(), encoding="utf-8",
             )  # fmt: skip
-        try:
-            self._ask("start", provider=provider, cores=cores)
-        except BaseException:
-            self.close()
-            raise
 
     def open(self, path: Path, **options: Any) -> dict[str, Any]:
         """Opens the file in the process as :func:`qtool.runtimes.open_session` does; raises what that raises.
 
         Gives ``load_ms``, the ``device``, and ``stored``, the format of most weights where the runtime knows it.
         """
-        answer = self._ask("open", path=str(path.resolve()), **options)
+        answer = self._prepare("open", path=str(path.resolve()), **options)
         self.inputs = tuple(TensorInfo(name, dtype, tuple(shape)) for name, dtype, shape in answer.pop("inputs"))
         return answer
 
@@ -57,7 +65,23 @@ class Worker:
         """Hands the inputs over and runs once; the milliseconds of that first run."""
         path = Path(self._folder.name) / "feeds.npz"
         np.savez(path, **dict(feeds))  # type: ignore[arg-type]
-        return float(self._ask("feed", path=str(path))["first_run_ms"])
+        return float(self._prepare("feed", path=str(path))["first_run_ms"])
+
+    def renew(self) -> None:
+        """Begins anew in another process: the same file, opened alike, with the same inputs."""
+        self._end()
+        told, self.seconds = self._told, 0.0
+        self._launch()
+        for do, arguments in told.items():
+            self._prepare(do, **arguments)
+
+    def _prepare(self, do: str, **arguments: Any) -> dict[str, Any]:
+        """Asks for a step towards the first run, which is remembered, and adds its seconds to what these take."""
+        start = time.perf_counter()
+        answer = self._ask(do, **arguments)
+        self.seconds += time.perf_counter() - start
+        self._told[do] = arguments
+        return answer
 
     def burst(self, runs: int, warm: int) -> tuple[list[float], float]:
         """Seconds of each of ``runs`` runs after ``warm`` thrown away, and seconds waited for a core in all."""
@@ -103,6 +127,10 @@ class Worker:
 
     def close(self) -> None:
         """Ends the process and removes its temporary files."""
+        self._end()
+        self._folder.cleanup()
+
+    def _end(self) -> None:
         if self._process.poll() is None:
             self._process.kill()
         self._process.wait()
@@ -110,7 +138,6 @@ class Worker:
             with contextlib.suppress(BrokenPipeError):  # what was written last had nobody to read it
                 assert stream is not None
                 stream.close()
-        self._folder.cleanup()
 
     def __enter__(self) -> Worker:
         return self
@@ -119,6 +146,18 @@ class Worker:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def race(workers: Mapping[str, Worker], *, reference: str, stopping: Stopping, seed: int = 0) -> dict[str, Timings]:
+    """Times workers that were fed side by side, in processes that begin anew together."""
+
+    def start() -> None:
+        for worker in workers.values():
+            worker.renew()
+
+    renewal = Renewal(start, sum(worker.seconds for worker in workers.values()))
+    bursts = {name: worker.burst for name, worker in workers.items()}
+    return interleave(bursts, reference=reference, stopping=stopping, seed=seed, renewal=renewal)
 
 
 def _environment() -> dict[str, str]:

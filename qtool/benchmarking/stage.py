@@ -1,8 +1,8 @@
 """The benchmark: variants of one model, measured side by side, as one plain result.
 
-Sizes come from the files; latency, load time and memory from one fresh process per variant, timed in
-interleaved rounds; accuracy from the labelled data, every file fed the same batches. The result is
-made of plain values with their units in the names, and is what ``benchmark.json`` holds. Any ONNX file
+Sizes come from the files; latency, load time and memory from a process of its own for each variant, timed in
+interleaved rounds and begun anew from time to time; accuracy from the labelled data, every file fed the same batches.
+The result is made of plain values with their units in the names, and is what ``benchmark.json`` holds. Any ONNX file
 that the runtime can open may be measured, not only those that qtool made.
 
 No verdict is given here: whether a figure is good enough is for the reader, or for a contract.
@@ -21,8 +21,8 @@ from qtool.artifacts import cpu_info
 from qtool.benchmarking.accuracy import Compare, judge, predict
 from qtool.benchmarking.claims import check_claim, is_integer, slower_causes, slower_sentence, stored_format
 from qtool.benchmarking.inputs import fixed_batch_size, random_feeds, resize_batch, to_feeds
-from qtool.benchmarking.latency import Stopping, describe, interleave, noise
-from qtool.benchmarking.process import Worker, whole_cores
+from qtool.benchmarking.latency import Stopping, describe, noise
+from qtool.benchmarking.process import Worker, race, whole_cores
 from qtool.benchmarking.regression import compare_with, read_benchmark, require_same_model
 from qtool.benchmarking.size import MIB, measure_size
 from qtool.errors import UsageError
@@ -143,8 +143,7 @@ def _time(
 ) -> dict[str, dict[str, Any]]:
     first_runs = {name: worker.feed(_feeds(worker, config, batch_size, batches)) for name, worker in workers.items()}
     stopping = Stopping(width=config.width, seconds=config.seconds)
-    bursts = {name: worker.burst for name, worker in workers.items()}
-    timings = interleave(bursts, reference=reference, stopping=stopping, seed=config.seed)
+    timings = race(workers, reference=reference, stopping=stopping, seed=config.seed)
     measured = describe(timings, reference=reference, batch_size=batch_size, width=config.width)
     for name, worker in workers.items():
         peak = worker.peak_bytes()

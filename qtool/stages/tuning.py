@@ -107,8 +107,9 @@ def profile_of(inputs: Any, how: Measured) -> Profile:
 def race_of(inputs: Any, how: Measured, seconds: float) -> Race:
     """What times files as the benchmark does: a process each, interleaved, until the ratios are known well."""
     from qtool.benchmarking.inputs import resize_batch, to_feeds
-    from qtool.benchmarking.latency import Stopping, describe, interleave
+    from qtool.benchmarking.latency import Stopping, describe
     from qtool.benchmarking.process import Worker, whole_cores
+    from qtool.benchmarking.process import race as timed
 
     def race(files: Mapping[str, Path]) -> Mapping[str, Mapping[str, Any]]:
         reference, cores = next(iter(files)), whole_cores(how.threads)
@@ -119,7 +120,7 @@ def race_of(inputs: Any, how: Measured, seconds: float) -> Race:
                 worker.open(path, provider=how.provider, threads=how.threads, precision=None, device=None)
                 worker.feed(resize_batch(to_feeds(inputs, worker.inputs), how.batch_size))
             stopping = Stopping(width=INTERVAL, seconds=seconds)
-            timings = interleave({n: w.burst for n, w in workers.items()}, reference=reference, stopping=stopping)
+            timings = timed(workers, reference=reference, stopping=stopping)
         return describe(timings, reference=reference, batch_size=how.batch_size, width=INTERVAL)
 
     return race

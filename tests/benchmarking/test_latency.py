@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
 
-from qtool.benchmarking.latency import Stopping, Timings, describe, interleave, noise, speedup
+from qtool.benchmarking.latency import Renewal, Stopping, Timings, describe, interleave, noise, speedup
 
 
 class Machine:
@@ -140,3 +141,53 @@ def test_progress_rises_to_the_end():
     Machine({"slow": 0.2, "fast": 0.1}, jitter=1.0).time(stopping=Stopping(width=0, seconds=5), progress=seen.append)
     assert seen == sorted(seen)
     assert seen[-1] == 1.0
+
+
+class Lucky(Machine):
+    """Each process is faster or slower as its memory happens to lie, by up to 4 %; to start all takes ``cost``."""
+
+    def __init__(self, cost):
+        super().__init__({"slow": 0.02, "fast": 0.01}, jitter=0.02)
+        self.cost, self.plain, self.starts = cost, dict(self.seconds), []
+
+    def start(self):
+        self.now += self.cost
+        self.starts.append(self.order.count("fast"))
+        self.seconds = {name: one * self.random.uniform(0.96, 1.04) for name, one in self.plain.items()}
+
+    def measure(self, seconds, width=0.0):
+        renewal = Renewal(self.start, self.cost)
+        return self.time(stopping=Stopping(width=width, seconds=seconds), renewal=renewal)
+
+
+def test_all_start_anew_after_ten_rounds_and_then_for_a_fifth_of_the_time():
+    machine = Lucky(0.2)
+    timings = machine.measure(40)
+    rounds = [count - 1 - index for index, count in enumerate(machine.starts)]  # a warm-up each
+    assert rounds[:3] == [10, 20, 30]
+    assert all(later - earlier >= 10 for earlier, later in itertools.pairwise(rounds))
+    assert timings["slow"].processes == timings["fast"].processes == 1 + len(rounds)
+    assert 0.1 < len(rounds) * machine.cost / machine.now < 0.25
+    assert describe(timings, reference="slow", batch_size=1, width=0.1)["fast"]["num_processes"] == 1 + len(rounds)
+
+
+@pytest.mark.parametrize(("cost", "starts"), [(3.0, 2), (7.0, 0)])
+def test_what_takes_long_to_open_is_started_anew_less_often(cost, starts):
+    machine = Lucky(cost)
+    assert machine.measure(20)["fast"].processes == 1 + starts
+    assert machine.now < 20.5
+
+
+def test_two_measurements_agree_better_in_several_processes():
+    def spread_of(renew):
+        ratios = []
+        for seed in range(12):
+            machine = Lucky(0.1)
+            machine.random.seed(seed)
+            machine.start()
+            machine.now = 0.0
+            timings = machine.measure(20) if renew else machine.time(stopping=Stopping(width=0.0, seconds=20))
+            ratios.append(speedup(timings, "slow", "fast").ratio)
+        return max(ratios) / min(ratios) - 1
+
+    assert spread_of(True) < spread_of(False) / 3

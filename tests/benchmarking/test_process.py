@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from qtool.benchmarking import process
-from qtool.benchmarking.process import Worker, whole_cores
+from qtool.benchmarking.latency import Stopping
+from qtool.benchmarking.process import Worker, race, whole_cores
 from qtool.errors import QtoolError
 
 FEEDS = {"x": np.zeros((2, 3, 8, 8), np.float32)}
@@ -42,6 +43,27 @@ def test_a_worker_tells_what_ran(worker):
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="no affinity on this system")
 def test_a_worker_is_pinned(worker):
     assert os.sched_getaffinity(worker._process.pid) == set(whole_cores(1))
+
+
+def test_a_worker_begins_anew_in_another_process(worker):
+    before, inputs = worker._process.pid, worker.inputs
+    worker.renew()
+    assert worker._process.pid != before
+    assert not Path(f"/proc/{before}").exists()
+    assert worker.inputs == inputs
+    assert len(worker.burst(2, 1)[0]) == 2
+    assert 0 < worker.seconds < 60
+
+
+def test_a_race_starts_its_workers_anew_and_keeps_their_inputs(files):
+    with Worker("a", provider="cpu") as one, Worker("b", provider="cpu") as other:
+        for worker in (one, other):
+            worker.open(files["int8"], provider="cpu", threads=1)
+            worker.feed(FEEDS)
+        before = {one._process.pid, other._process.pid}
+        timings = race({"a": one, "b": other}, reference="a", stopping=Stopping(width=9.0, seconds=30.0))
+        assert timings["a"].processes == timings["b"].processes == 4
+        assert not before & {one._process.pid, other._process.pid}
 
 
 def test_errors_arrive_as_they_were_raised(tmp_path):
