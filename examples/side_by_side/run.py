@@ -61,7 +61,8 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     result, made = options.out / "side_by_side.json", {}
     if options.resume and result.exists():
-        made = {name: told for name, told in json.loads(result.read_text())["quantizing"].items() if "seconds" in told}
+        told = json.loads(result.read_text())["quantizing"]
+        made = {name: entry for name, entry in told.items() if "seconds" in entry and path_of(name, options).exists()}
     else:
         prepare(options)
     for name in dict.fromkeys(("qtool", *options.peers)):
