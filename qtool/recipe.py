@@ -243,7 +243,7 @@ def settings_of(effort: str | None, weight_bits: int) -> dict[str, Any]:
     if effort == "fast":
         return {"ranges": "minmax", "algorithms": None}
     if weight_bits >= 7:
-        return {"ranges": "output", "algorithms": ("equalize", "gptq")}
+        return {"ranges": "output", "algorithms": ("equalize", "gptq", "steps")}
     return {"ranges": "output", "weight_ranges": "mse", "algorithms": ("brecq",)}
 
 

@@ -84,7 +84,7 @@ def test_an_effort_is_its_settings_written_out(effort: str | None, bits: int) ->
         ("fast", 4): ("minmax", "minmax", None),
         ("fast", 8): ("minmax", "minmax", None),
         ("best", 4): ("output", "mse", ("brecq",)),
-        ("best", 8): ("output", "minmax", ("equalize", "gptq")),
+        ("best", 8): ("output", "minmax", ("equalize", "gptq", "steps")),
     }
     assert (found.ranges, found.weight_ranges, found.algorithms) == wanted[effort, bits]
     assert found.effort == effort

@@ -59,7 +59,7 @@ def test_ranges_then_corrections_stand_on_what_helped() -> None:
     assert world.tried[:4] == [
         "ptq, minmax",
         "analytic-bias",
-        "ranges output + equalize + gptq",
+        "ranges output + equalize + gptq + steps",
         "ranges moving-average",
     ]
     assert len(set(world.tried)) == len(world.tried)
@@ -69,12 +69,12 @@ def test_the_usual_best_comes_after_what_is_free_and_is_stood_on_where_it_gains(
     world = World(0.3)
     world.error = lambda c: 0.5 if c.ranges == "output" and "gptq" in (c.algorithms or ()) else 1.0  # type: ignore[method-assign]
     world.search.run()
-    assert world.tried[1:3] == ["analytic-bias", "ranges output + equalize + gptq"]
-    assert world.search.base.config.algorithms == ("equalize", "gptq")
+    assert world.tried[1:3] == ["analytic-bias", "ranges output + equalize + gptq + steps"]
+    assert world.search.base.config.algorithms == ("equalize", "gptq", "steps")
     asked = World(0.3)
-    asked.search.config = dataclasses.replace(asked.config, ranges="output", algorithms=("equalize", "gptq"))
+    asked.search.config = dataclasses.replace(asked.config, ranges="output", algorithms=("equalize", "gptq", "steps"))
     asked.search.run()
-    assert "ranges output + equalize + gptq" not in asked.tried  # it was what was asked for
+    assert "ranges output + equalize + gptq + steps" not in asked.tried  # it was what was asked for
 
 
 def test_as_few_units_as_will_do_are_left_in_float() -> None:
