@@ -45,16 +45,14 @@ def _float_nodes(graph: GraphModule, reverted: set[str], plan: Plan) -> set[Node
     own = {unit.name for unit in plan.float_units} | reverted
     known = {unit.name for unit in plan.units}
     floats: set[Node] = set()
-    moved: set[Node] = set()
     for node in graph.graph.nodes:
         is_size = "custom" not in node.meta
         if node.op != "call_function" or node.target in (*QUANTIZE, *DEQUANTIZE) or is_size:
             continue
         name, source = unit_of(node), node.args[0] if node.args else None
-        if name in own:
+        moves_float = name not in known and isinstance(source, Node) and source.target not in DEQUANTIZE
+        if name in own or moves_float:
             floats.add(node)
-        elif name not in known and isinstance(source, Node):
-            (moved if source.target in DEQUANTIZE or source in moved else floats).add(node)
     return floats
 
 
