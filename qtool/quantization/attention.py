@@ -20,6 +20,8 @@ from torch.fx import GraphModule, Node
 
 from qtool.quantization.capture import aten
 
+UNSEEN = -1e30
+"""What a boolean mask leaves of a logit: its share is 0. A row that sees nothing is the mean of all, and no NaN."""
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
 
@@ -37,16 +39,18 @@ def _write(node: Node) -> bool:
     if any(given.get(name) for name in ("dropout_p", "is_causal", "enable_gqa")):
         return False
     query, key, value, mask = (given.get(name) for name in _NAMES[:4])
-    assert isinstance(query, Node) and isinstance(key, Node)  # noqa: PT018
+    assert isinstance(query, Node)
+    assert isinstance(key, Node)
     q, k = query.meta["val"], key.meta["val"]
     scores = q.new_empty([*q.shape[:-1], k.shape[-2]])  # of that shape; to compute it would fix the batch
-    factor = given.get("scale") or 1 / math.sqrt(q.shape[-1])
+    factor = given.get("scale")
+    factor = 1 / math.sqrt(q.shape[-1]) if factor is None else factor
     with node.graph.inserting_before(node):
         turned = _call(node, aten.transpose.int, (key, -2, -1), k.transpose(-2, -1))
         product = _call(node, aten.matmul.default, (query, turned), scores)
         logits = _call(node, aten.mul.Tensor, (product, factor), scores)
         if isinstance(mask, Node) and mask.meta["val"].dtype == torch.bool:
-            logits = _call(node, aten.where.ScalarOther, (mask, logits, -math.inf), scores)
+            logits = _call(node, aten.where.ScalarOther, (mask, logits, UNSEEN), scores)
         elif isinstance(mask, Node):
             logits = _call(node, aten.add.Tensor, (logits, mask), scores)
         shares = _call(node, aten.softmax.int, (logits, -1), scores)

@@ -50,6 +50,7 @@ class Heads(nn.Module):
 MIXES: dict[str, Mix] = {
     "plain": F.scaled_dot_product_attention,
     "a factor": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, scale=0.7),
+    "a factor of 0": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, scale=0.0),
     "a boolean mask": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, SEEN),
     "a mask to add": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=SEEN.float().log()),
 }
@@ -64,6 +65,18 @@ def test_the_graph_computes_the_same(mix: Mix) -> None:
     assert write_attention(graph) == 0
     assert sum(node.target is aten.matmul.default for node in graph.graph.nodes) == 2
     torch.testing.assert_close(graph(torch.cat([x, x])), net(torch.cat([x, x])), rtol=1e-5, atol=1e-6)
+
+
+def test_a_row_that_sees_nothing_is_a_number() -> None:
+    torch.manual_seed(0)
+    blind = SEEN.clone()
+    blind[2] = False
+    net, x = Heads(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, blind)).eval(), torch.randn(3, 5, 8)
+    graph = capture(net, x)
+    assert write_attention(graph) == 1
+    found, others = graph(x), [0, 1, 3, 4]
+    assert torch.isfinite(found).all()
+    torch.testing.assert_close(found[:, others], net(x)[:, others], rtol=1e-5, atol=1e-6)
 
 
 def test_what_cannot_be_written_stays_whole() -> None:
