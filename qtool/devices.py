@@ -58,11 +58,29 @@ def memory_free(device: torch.device) -> int:
 
 
 def _control_group(name: str) -> str:
+    return _read(f"/sys/fs/cgroup/{name}").strip()
+
+
+def _read(path: str) -> str:
     try:
-        with open(f"/sys/fs/cgroup/{name}") as file:
-            return file.read().strip()
+        with open(path) as file:
+            return file.read()
     except OSError:
         return ""
+
+
+def memory_kills() -> int | None:
+    """How many processes the system has killed for lack of host memory; None where it does not tell.
+
+    Counted in this process's control group, where that is known, and else in the whole system (Linux's ``oom_kill``).
+    """
+    own = re.findall(r"^\d+:(memory)?:(/.*)$", _read("/proc/self/cgroup"), re.MULTILINE)
+    places = [(f"memory{path}/memory.oom_control" if kind else f"{path}/memory.events") for kind, path in own]
+    groups = (*places, "memory/memory.oom_control", "memory.events")
+    for text in (*(_control_group(name) for name in groups), _read("/proc/vmstat")):
+        if found := re.search(r"^oom_kill (\d+)$", text, re.MULTILINE):
+            return int(found[1])
+    return None
 
 
 def limit_memory(device: torch.device, size: float) -> None:

@@ -39,6 +39,12 @@ GRACE = 1.0
 _HOST = "127.0.0.1"
 
 
+class Killed(QtoolError):
+    """A process was ended by the signal ``by``, without a word of its own."""
+
+    by: signal.Signals | int = 0
+
+
 @dataclass
 class _Running:
     rank: int
@@ -51,7 +57,7 @@ class _Running:
 def launch(function: Callable[..., object], count: int, *arguments: Any) -> None:
     """Runs ``function(*arguments)``, found by its module and name, in ``count`` processes, until all have ended.
 
-    Raises what one of them raised, or QtoolError naming the signal that killed one; the others have ended then.
+    Raises what one of them raised, or Killed where a signal ended one; the others have ended then.
     Raises QtoolError where the arguments cannot be sent to another process.
     """
     from torch._C._distributed_c10d import TCPStore
@@ -113,14 +119,13 @@ def _look(one: _Running, count: int) -> bool:
 
 
 def _death(rank: int, count: int, code: int) -> QtoolError:
-    got = f"an exit with code {code}"
-    if code < 0:
-        name = signal.Signals(-code).name if -code in list(signal.Signals) else str(-code)
-        got = f"a kill by {name}" + (", as the system does when host memory runs out" if name == "SIGKILL" else "")
-    return QtoolError(
-        f"process {rank} of {count}", "it to run to its end", got,
-        "run the same command again: it goes on from the last whole checkpoint",
-    )  # fmt: skip
+    where, do = f"process {rank} of {count}", "run the same command again: it goes on from the last whole checkpoint"
+    if code > 0:
+        return QtoolError(where, "it to run to its end", f"an exit with code {code}", do)
+    by = signal.Signals(-code) if -code in list(signal.Signals) else -code
+    error = Killed(where, "it to run to its end", f"a kill by {getattr(by, 'name', by)}", do)
+    error.by = by
+    return error
 
 
 def _blame(one: _Running) -> tuple[int, float]:

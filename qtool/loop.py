@@ -96,6 +96,7 @@ class History:
     losses: list[float] = field(default_factory=list)
     epochs: list[dict[str, float]] = field(default_factory=list)
     skipped_steps: int = 0
+    halvings: int = 0  # how often micro-batches were made half as large for lack of memory
     best_epoch: int | None = None
     best_metric: float | None = None
     stopped_early: bool = False
@@ -139,8 +140,7 @@ def fit(
         with checkpoint.seeded(config.seed + processes.rank()):
             run = _Run(data, task, config, setup or own, hooks, loss_fn or task_loss(task), out, progress, identity)  # type: ignore[arg-type]
             run.backs_off = backs_off
-            for _ in range(halvings):
-                run.step.halve()
+            run.halve(halvings)
             return run.run(resume)
     finally:
         hooks.mode(model, False)
@@ -225,9 +225,15 @@ class _Run:
                     raise
                 used = memory_used(self.setup.device)
             self.optimizer.zero_grad()
-            if before is None or self.step.updating or not self.step.halve():
+            if before is None or self.step.updating or not self.halve(self.history.halvings + 1):
                 raise self._no_memory(used)
             before()
+
+    def halve(self, times: int) -> bool:
+        """Halves micro-batches until they were ``times`` times; False where they are as small as can be before that."""
+        while self.history.halvings < times and self.step.halve():
+            self.history.halvings += 1
+        return self.history.halvings >= times
 
     def _before_step(self) -> Callable[[], None]:
         """What puts generators and buffers (batch-norm's statistics) back to where they are now."""
@@ -334,7 +340,8 @@ class _Run:
         self.setup.files.restore(state, self.model, self.optimizer)
         self.setup.scaler.load_state_dict(state["scaler"])
         self.hooks.load_state_dict(state["hooks"])
-        self.history = History(**state["history"])
+        self.history = History(**state["history"] | {"halvings": self.history.halvings})
+        self.halve(state["history"].get("halvings", 0))
         place = state["place"]
         self.epoch, self.batch, self.waited = place["epoch"], place["batch"], place["waited"]
         self.step.skips = place["skipped"]

@@ -56,6 +56,14 @@ def batch_plan(count: int, batch_size: int, seed: int, epoch: int) -> list[list[
     return plan
 
 
+def not_shared() -> UsageError:
+    """What is wrong with an iterable of batches where several processes train."""
+    return UsageError(
+        "training data", "samples that several processes can share", "an iterable of batches",
+        "give a map-style data set, or train on one device",
+    )  # fmt: skip
+
+
 class Order:
     """The training batches of every epoch; ``num_batches`` in each."""
 
@@ -63,10 +71,7 @@ class Order:
         self.train: Any = train
         self.batch_size, self.seed = batch_size, seed
         if isinstance(train, Batches) and processes.size() > 1:
-            raise UsageError(
-                "training data", "samples that several processes can share", "an iterable of batches",
-                "give a map-style data set, or train on one device",
-            )  # fmt: skip
+            raise not_shared()
         self.num_batches = len(train) if isinstance(train, Batches) else len(self._plan(0))
         if not self.num_batches:
             raise QtoolError("training data", "at least one sample", "none", "check the data")

@@ -116,7 +116,9 @@ def report(folder: str | Path) -> dict[str, Any]:
     for stage in STAGES:
         if has_result(place, stage):
             result = read_result(place, stage, verify=False, stale=True)
-            found[stage] = {key: result[key] for key in ("config", "metrics", "contract", "stale") if key in result}
+            found[stage] = {
+                key: result[key] for key in ("config", "metrics", "contract", "memory", "stale") if key in result
+            }
             found["environment"] = result["environment"]
     if not has_result(place, "quantize"):
         variants = {p.parent.name: report(p.parent) for p in sorted(place.glob("*/quantize.json"))}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from qtool.errors import QtoolError, UsageError
-from qtool.launcher import launch
+from qtool.launcher import Killed, launch
 
 RANK = "RANK"
 
@@ -66,8 +66,9 @@ def test_an_error_in_one_ends_the_others(tmp_path):
 
 def test_a_kill_is_told_before_what_followed_from_it():
     start = time.monotonic()
-    with pytest.raises(QtoolError, match=r"process 1 of 3.*SIGKILL.*host memory.*last whole checkpoint"):
+    with pytest.raises(Killed, match=r"process 1 of 3.*a kill by SIGKILL; .*last whole checkpoint") as caught:
         launch(die_in_one, 3, signal.SIGKILL)
+    assert caught.value.by == signal.SIGKILL
     assert time.monotonic() - start < 30
 
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -105,13 +106,14 @@ def plans(config: TrainConfig, pinned: Sequence[str], legal: Callable[[TrainConf
 
 def choose(
     config: TrainConfig, budget: float, peak: Peak, *, pinned: Sequence[str], legal: Callable[[TrainConfig], bool],
-    gpu: bool,
+    gpu: bool, most: int | None = None,
 ) -> tuple[Plan | None, Plan]:  # fmt: skip
     """The fastest plan that is predicted to fit ``budget`` bytes (or None), and the smallest that was looked at.
 
-    ``legal`` says whether a config's options go together; ``pinned`` are the fields that stay.
+    ``legal`` says whether a config's options go together; ``pinned`` are the fields that stay. With ``most`` no more
+    plans than that are predicted, and one that fits may not be found.
     """
-    search = _Search(list(plans(config, pinned, legal, gpu)), budget, peak)
+    search = _Search(list(plans(config, pinned, legal, gpu)), budget, peak, most or sys.maxsize)
     found = search.first(search.made[:1]) or (None if search.hopeless() else search.first(search.made))
     assert search.smallest is not None
     return found, search.smallest
@@ -120,8 +122,8 @@ def choose(
 class _Search:
     """The plans ``made``, and what is known of them so far."""
 
-    def __init__(self, made: list[Any], budget: float, peak: Peak) -> None:
-        self.made, self.budget, self.peak = made, budget, peak
+    def __init__(self, made: list[Any], budget: float, peak: Peak, most: int) -> None:
+        self.made, self.budget, self.peak, self.most = made, budget, peak, most
         self.known: dict[tuple[int, ...], Plan | None] = {}
         self.failed: list[tuple[int, ...]] = []
         self.smallest: Plan | None = None
@@ -131,6 +133,8 @@ class _Search:
         for one in made:
             if any(_saves_no_more(one[1], worse) for worse in self.failed):
                 continue
+            if len(self.known) >= self.most:
+                return None
             found = self._predicted(*one)
             if found is not None and found.peak_bytes <= self.budget:
                 return found

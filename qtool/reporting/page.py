@@ -13,6 +13,7 @@ from typing import Any
 
 from qtool.artifacts import atomic_path
 from qtool.reporting import sections
+from qtool.reporting.chosen import chosen_markdown
 from qtool.reporting.contracts import contract_markdown
 from qtool.reporting.gather import Run, gather
 from qtool.reporting.markup import Markup, el
@@ -143,5 +144,8 @@ def summary(run: Run) -> str:
         assert place.contract is not None
         title = f"### {place.name}: contract\n\n" if place is not run else "### Contract\n\n"
         parts.append(title + contract_markdown(place.contract))
+    trained = run.get("train")
+    if memory := trained.get("memory"):
+        parts.append(f"### Training memory\n\n{chosen_markdown(memory, trained['history'].get('halvings', 0))}")
     told = [f"- {place.name}: {text}" for place in (run, *run.variants) for text in place.missing]
     return "\n".join([*parts, *(["Missing:\n", *told] if told else [])]).rstrip() + "\n"

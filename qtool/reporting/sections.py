@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from qtool.reporting import charts
+from qtool.reporting.chosen import chosen_rows, chosen_sentence
 from qtool.reporting.contracts import advice, contract_sentence, contract_table, gate_verdict, tradeoffs
 from qtool.reporting.gather import Run
 from qtool.reporting.markup import Markup, el
@@ -254,7 +255,16 @@ def training(run: Run) -> Markup | None:
         }
     name = (metric or "").removeprefix("validation_")
     caption = "The line falling is the training loss; the marks are the validation metric after each epoch."
-    return el("div", figure(charts.curve(losses, scores, name), caption), _training_facts(result, history))
+    picture = figure(charts.curve(losses, scores, name), caption)
+    return el("div", picture, _training_facts(result, history), *_chosen(result, history))
+
+
+def _chosen(result: Mapping[str, Any], history: Mapping[str, Any]) -> Iterator[Markup]:
+    """What was chosen for the memory that there was, and what else was predicted."""
+    if memory := result.get("memory"):
+        head, body = chosen_rows(memory)
+        yield el("p", f"Memory: {chosen_sentence(memory, history.get('halvings', 0))}.")
+        yield grid(head, [list(row) for row in body])
 
 
 def _training_facts(result: Mapping[str, Any], history: Mapping[str, Any]) -> Markup:

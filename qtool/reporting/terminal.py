@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from qtool.reporting.chosen import chosen_sentence
 from qtool.reporting.contracts import contract_sentence, gate_verdict
 from qtool.reporting.ladder import ladder_lines
 from qtool.reporting.memory import memory_lines, numerics_lines
@@ -41,6 +42,8 @@ def train_lines(result: Result) -> Iterator[Any]:
         skipped = f", {history['skipped_steps']} skipped" if history["skipped_steps"] else ""
         epochs = f"{len(history['epochs'])} epoch{'s' if len(history['epochs']) > 1 else ''}"
         yield f"  {epochs}, {len(history['losses'])} steps{skipped}{early}"
+    if memory := result.get("memory"):
+        yield f"  {chosen_sentence(memory, (history or {}).get('halvings', 0))}"
 
 
 def scores(metrics: Result) -> str:

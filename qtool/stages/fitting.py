@@ -1,8 +1,8 @@
 """What the training stage does about memory: batches found by themselves, a budget kept to, and words for its end.
 
 ``--batch-size auto`` predicts the largest batch that fits what is free, trains with it, and where that still runs out
-of memory halves the micro-batch and repeats the step; the batch, and with it the training, stays what it was. The
-size found is kept beside the checkpoints, so that a run that is resumed, with other memory free, goes on as itself.
+of memory halves the micro-batch and repeats the step; the batch, and with it the training, stays what it was. What was
+found is kept beside the checkpoints (``qtool.stages.choice``), so that a run that is resumed goes on as itself.
 
 ``--memory-budget`` has ``qtool.memory.plan`` choose. On a GPU the allocator then refuses more than the budget; on the
 CPU, where no allocator can, the prediction alone stands for it.
@@ -11,29 +11,33 @@ Of several devices the budget is for each, and the processes of one machine shar
 predicts, before they meet. A step in which one of them has run out of memory cannot be repeated, since the others wait
 in the middle of it: all are started again from the last checkpoint, with micro-batches half as large. Under
 ``torchrun`` it is the one to start them (``--max-restarts``), or the user.
+
+Host memory that runs out mostly shows as a process that the system has killed. It is taken for that where the system's
+own count of such kills has risen meanwhile, since a user's ``kill -9`` looks the same, and then the run goes on in
+smaller micro-batches too: at once where this process has started the others, else when the command is given again.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
-import json
-import math
 import os
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qtool.artifacts import write_json
 from qtool.errors import OutOfMemory, QtoolError, UsageError
 from qtool.recipe import AUTO, TrainConfig
 from qtool.source import Source
+from qtool.stages import choice
+from qtool.stages.choice import Choice
 from qtool.stages.common import Progress, meter, teller
 
 if TYPE_CHECKING:
-    from torch import nn
-
+    from qtool.launcher import Killed
     from qtool.memory.plan import Plan
 
 MIB = 2**20
@@ -41,21 +45,56 @@ SHARE = 0.9
 """Of the free memory, what a batch found by itself may take; the rest is the allocator's and the system's."""
 STEPS_PER_EPOCH = 8
 """The least that a batch found by itself leaves of an epoch."""
-_FILE = Path("checkpoints", "batch_size.json")
+EXPLAINED = 8
+"""The most that is predicted to explain an end of memory, which nobody wants to wait long for."""
 
 
-def fitted(config: TrainConfig, source: Source, folder: Path | None, resume: bool, progress: Progress) -> TrainConfig:
-    """``config`` with the batch size and the techniques that it left to the memory there is.
+def fitted(config: TrainConfig, source: Source, folder: Path | None, resume: bool, progress: Progress) -> Choice:
+    """``config`` with the batch size and the techniques that it left to the memory there is, and why.
 
-    Raises UsageError for a budget that no choice of techniques reaches: the smallest need, and the flags of it.
+    A run that is resumed keeps those that were chosen for it. Raises UsageError for a budget that no choice of
+    techniques reaches: the smallest need, and the flags of it.
     """
+    if not resume:
+        choice.forget(folder)
+    if config.batch_size != AUTO and config.memory_budget is None:
+        return Choice(config)
+    if kept := choice.recorded(folder, config, source.inputs):
+        return _again(kept, source, progress)
+    found = Choice(config)
+    looked: list[dict[str, Any]] = []
     if config.batch_size == AUTO:
-        config = _with_batch(config, source, folder, resume, progress)
-    elif folder and not resume:
-        (folder / _FILE).unlink(missing_ok=True)
+        found = _with_batch(config, source, looked, progress)
     if config.memory_budget is not None:
-        config = _within(config, source, progress)
-    return config
+        found = _within(found, source, looked, progress)
+    found = _told(config, found, looked)
+    choice.record(folder, config, source.inputs, found.memory or {})
+    return found
+
+
+def _told(asked: TrainConfig, found: Choice, looked: list[dict[str, Any]]) -> Choice:
+    """With all that the result of the run says of the choice."""
+    from qtool.memory.plan import flags
+
+    given = vars(asked)
+    chosen = {name: value for name, value in vars(found.config).items() if value != given[name]}
+    wanted = ["--batch-size auto"] if asked.batch_size == AUTO else []
+    wanted += [f"--memory-budget {asked.memory_budget}"] if asked.memory_budget is not None else []
+    about = {"asked": " ".join(wanted), "chosen": chosen, "flags": flags(chosen), "considered": looked}
+    return Choice(found.config, about | (found.memory or {}))
+
+
+def _again(kept: Choice, source: Source, progress: Progress) -> Choice:
+    """What was chosen before. Raises UsageError where it does not keep to the budget on the devices there are now."""
+    assert kept.memory is not None
+    flags, budget = kept.memory["flags"] or "it as it is", _budget(kept.config)
+    if kept.moved and budget is not None and (peak := predictor(source)(kept.config)) > budget:
+        raise UsageError(
+            "--memory-budget", f"at least {-(-peak // MIB)}MiB{_each(kept.config)} for {flags}, as this run began",
+            str(kept.config.memory_budget), "train on devices as before, or start over with --no-resume",
+        )  # fmt: skip
+    teller(progress)(f"goes on with {flags}, chosen when this run began")
+    return kept
 
 
 def hold(config: TrainConfig) -> None:
@@ -68,26 +107,21 @@ def hold(config: TrainConfig) -> None:
         limit_memory(device, budget)
 
 
-def _with_batch(
-    config: TrainConfig, source: Source, folder: Path | None, resume: bool, progress: Progress
-) -> TrainConfig:
+def _with_batch(config: TrainConfig, source: Source, looked: list[dict[str, Any]], progress: Progress) -> Choice:
     from qtool.memory.plan import largest_batch
 
     if source.parts is None:
         raise UsageError("--batch-size auto", "a data set", "batches made already", "pass the data set itself")
-    if resume and (kept := _kept(folder)):
-        return dataclasses.replace(config, batch_size=kept["batch_size"])
     free = SHARE * _free(config)
     limit = min(free, _budget(config) or free)
     most = max(config.devices, len(source.parts.train) // STEPS_PER_EPOCH)  # type: ignore[arg-type]
-    with _telling(predictor(source), progress, config, 3 + most.bit_length()) as predicted:
+    with _telling(predictor(source), progress, config, 3 + most.bit_length(), looked) as predicted:
         size, peak = largest_batch(config, limit, predicted, most)
-    teller(progress)(
-        f"batch size {size}: predicted peak {peak / MIB:.0f} MiB of {limit / MIB:.0f} MiB; at most {most} are taken"
-    )
-    if folder:
-        write_json(folder / _FILE, {"batch_size": size, "halvings": 0})
-    return dataclasses.replace(config, batch_size=size)
+    why = f"the largest batch predicted to fit, of at most {most}, an eighth of an epoch"
+    told = f"predicted peak {peak / MIB:.0f} MiB of {limit / MIB:.0f} MiB; at most {most} are taken"
+    teller(progress)(f"batch size {size}: {told}")
+    memory = {"predicted_peak_bytes": peak, "limit_bytes": int(limit), "why": why}
+    return Choice(dataclasses.replace(config, batch_size=size), memory)
 
 
 def _free(config: TrainConfig) -> float:
@@ -99,61 +133,47 @@ def _free(config: TrainConfig) -> float:
     return memory_free(device) / sharing
 
 
-def _kept(folder: Path | None) -> dict[str, int] | None:
-    """The batch size that was found in this run directory, and how often its micro-batches were halved."""
-    file = folder / _FILE if folder else None
-    return {"halvings": 0, **json.loads(file.read_text())} if file and file.exists() else None
-
-
-def halvings(folder: Path | None) -> int:
-    """How often the micro-batches of the run in ``folder`` were halved for lack of memory."""
-    kept = _kept(folder)
-    return kept["halvings"] if kept else 0
-
-
 def gives_way(config: TrainConfig) -> bool:
     """Whether micro-batches may be made smaller unasked: qtool was left to find their size, or to keep to a budget."""
     return config.batch_size == AUTO or (config.memory_budget is not None and "micro_batches" not in pinned(config))
 
 
-def halve(folder: Path, wanted: TrainConfig, begun: int, model: nn.Module) -> bool:
-    """Has the next processes of the run in ``folder`` halve their micro-batches once more than the ``begun`` times.
-
-    Several of a group may say so. False, and nothing is written, where they are as small as they can be already.
-    """
-    from qtool.step import fewest_samples
-
-    micro = math.ceil(math.ceil(wanted.batch_size / wanted.devices) / wanted.micro_batches)
-    if micro <= fewest_samples(model) << begun:
-        return False
-    write_json(folder / _FILE, {"batch_size": wanted.batch_size, "halvings": begun + 1})
-    return True
-
-
-def _within(config: TrainConfig, source: Source, progress: Progress) -> TrainConfig:
+def _within(begun: Choice, source: Source, looked: list[dict[str, Any]], progress: Progress) -> Choice:
     from qtool.devices import resolve_device
     from qtool.memory.plan import choose, plans
 
+    config = begun.config
     budget, gpu = _budget(config), resolve_device(config.device).type == "cuda"
     assert budget is not None
     legal = _legal_for(source)
     count = sum(1 for _ in plans(config, pinned(config), legal, gpu))
-    with _telling(predictor(source), progress, config, count) as peak:
+    with _telling(predictor(source), progress, config, count, looked) as peak:
         found, smallest = choose(config, budget, peak, pinned=pinned(config), legal=legal, gpu=gpu)
         plan = found or _impossible(config, smallest, budget, peak)
     if isinstance(plan, UsageError):
         raise plan
-    why = f"with {plan.flags}, the fastest choice predicted to fit" if plan.changes else "as it is"
-    told = f"predicted peak {plan.peak_bytes / MIB:.0f} MiB {why}"
-    teller(progress)(f"{config.memory_budget} budget{_each(config)}: {told}")
-    return plan.config
+    why = "the fastest choice predicted to fit" if plan.changes else "it fits as it is"
+    told = f"with {plan.flags}, {why}" if plan.changes else "as it is"
+    teller(progress)(
+        f"{config.memory_budget} budget{_each(config)}: predicted peak {plan.peak_bytes / MIB:.0f} MiB {told}"
+    )
+    before = [begun.memory["why"]] if begun.memory else []
+    memory = {"predicted_peak_bytes": plan.peak_bytes, "limit_bytes": int(budget), "why": "; ".join([*before, why])}
+    return Choice(plan.config, memory)
 
 
 @contextmanager
 def _telling(
-    peak: Callable[[TrainConfig], int], progress: Progress, base: TrainConfig, most: int
+    peak: Callable[[TrainConfig], int],
+    progress: Progress,
+    base: TrainConfig,
+    most: int,
+    looked: list[dict[str, Any]] | None = None,
 ) -> Iterator[Callable[[TrainConfig], int]]:
-    """``peak``, which then tells before each prediction what it is of: what differs from ``base``, of ``most``."""
+    """``peak``, which then tells before each prediction what it is of: what differs from ``base``, of ``most``.
+
+    What was predicted is added to ``looked``: its flags and its peak, or None where the model does not take them.
+    """
     from qtool.memory.plan import flags
 
     counted = itertools.count(1)
@@ -163,7 +183,12 @@ def _telling(
             given, done = vars(base), next(counted)
             differing = flags({name: value for name, value in vars(config).items() if value != given[name]})
             report(f"predicting {differing or 'it as it is'}", done, max(most, done + 1))
-            return peak(config)
+            found: int | None = None
+            try:
+                found = peak(config)
+            finally:
+                (looked if looked is not None else []).append({"flags": differing, "predicted_peak_bytes": found})
+            return found
 
         yield told
 
@@ -249,6 +274,7 @@ def predictor(source: Source) -> Callable[[TrainConfig], int]:
 
     scratch = Scratch()
 
+    @functools.cache
     def peak(config: TrainConfig) -> int:
         config, spared = _fewer_micro_batches(config) if source.parts else (config, 0)
         data = batches(source.parts.train, config.batch_size) if source.parts else iter(source.data)
@@ -270,26 +296,56 @@ def _fewer_micro_batches(config: TrainConfig) -> tuple[TrainConfig, int]:
     return dataclasses.replace(config, batch_size=kept * config.devices, micro_batches=3), share - kept
 
 
-def explained(error: OutOfMemory, asked: TrainConfig, config: TrainConfig, source: Source) -> QtoolError:
+def explained(
+    error: OutOfMemory, asked: TrainConfig, config: TrainConfig, source: Source, progress: Progress
+) -> QtoolError:
     """The end of a run for lack of memory, told with what was predicted and the next cheapest flags.
 
-    ``config`` is what ``asked`` was fitted to.
+    ``config`` is what ``asked`` was fitted to. No more than ``EXPLAINED`` plans are predicted for it.
     """
     from qtool.devices import resolve_device
     from qtool.memory.plan import choose
 
-    peak = predictor(source)
     try:
-        predicted = peak(config)
-        gpu = resolve_device(config.device).type == "cuda"
-        legal = _legal_for(source)
-        plan, smallest = choose(config, 0.8 * predicted, peak, pinned=pinned(config), legal=legal, gpu=gpu)
+        gpu, legal = resolve_device(config.device).type == "cuda", _legal_for(source)
+        with _telling(predictor(source), progress, config, EXPLAINED) as peak:
+            predicted = peak(config)
+            plan, smallest = choose(
+                config, 0.8 * predicted, peak, pinned=pinned(config), legal=legal, gpu=gpu, most=EXPLAINED - 1
+            )
     except Exception:  # nothing may hide that memory ran out, the prediction of it least of all
         return error
-    got = f"{error.got} ({predicted / MIB:.0f} MiB predicted for tensors)"
+    each = f"{config.devices} times " if config.devices > 1 else ""
+    got = f"{error.got} ({each}{predicted / MIB:.0f} MiB predicted for tensors)"
     return type(error)(
         error.where, error.expected, got, f"{_ways_out(asked, plan or smallest)}; {error.last}", error.last
     )
+
+
+def on_host(config: TrainConfig) -> bool:
+    """Whether what a training needs for its batches is host memory."""
+    from qtool.devices import resolve_device
+
+    return resolve_device(config.device).type == "cpu"
+
+
+def memory_ended(
+    error: Killed, folder: Path, config: TrainConfig, kills: int | None, free: int | None
+) -> OutOfMemory | None:
+    """A kill told as the end of host memory, where the system has counted one since there were ``kills``; else None.
+
+    ``free`` bytes were free then. None for a GPU's training too, whose micro-batches do not decide about host memory.
+    """
+    from qtool.checkpoint import latest
+    from qtool.devices import memory_kills
+
+    now = memory_kills()
+    if error.by != signal.SIGKILL or now is None or kills is None or now <= kills or not on_host(config):
+        return None
+    had = "" if free is None else f", {free / MIB:.0f} MiB free when it began"
+    saved = latest(folder / "checkpoints")
+    last = f"last good checkpoint: '{saved}'" if saved else "no checkpoint was written before it"
+    return OutOfMemory(error.where, "host memory for it", f"{error.got}, probably for lack of it{had}", last, last)
 
 
 def _ways_out(asked: TrainConfig, best: Plan) -> str:

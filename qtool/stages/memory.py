@@ -117,14 +117,17 @@ def trained(spec: Spec, config: TrainConfig) -> dict[str, Any]:
 
 def _in_fresh_process(spec: Spec, config: TrainConfig, work: str = "measure") -> dict[str, Any]:
     """What another process answers that does ``work``: predict, measure, or train after measuring."""
-    request = json.dumps({**spec, "config": as_dict(config), "work": work})
+    from qtool.devices import memory_kills
+
+    request, kills = json.dumps({**spec, "config": as_dict(config), "work": work}), memory_kills()
     done = subprocess.run(
         [sys.executable, "-P", "-m", "qtool.stages.memory"], input=request, capture_output=True, text=True,
         check=False, env=_environment(),
     )  # fmt: skip
     if done.returncode or not done.stdout.strip():
         code = done.returncode
-        how = "the system ran out of memory" if code == -9 else f"exit code {code}"
+        short = code == -9 and kills is not None and (memory_kills() or 0) > kills
+        how = "a kill, probably for lack of host memory" if short else f"exit code {code}"
         raise QtoolError(
             "measurement", "a few steps in a fresh process", f"{how}: {one_line(done.stderr[-300:])}",
             "use a smaller --batch-size, or leave --measure out",

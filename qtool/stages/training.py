@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from qtool.artifacts import atomic_path, read_result, staging, write_json, write_result
-from qtool.errors import OutOfMemory, UsageError
+from qtool.errors import OutOfMemory, QtoolError, UsageError
 from qtool.recipe import AUTO, TrainConfig, as_dict
 from qtool.source import Source, open_source
+from qtool.stages.choice import Choice, at_work, halve, halvings, was_killed
 from qtool.stages.common import AnyPath, Progress, configured, drop_checkpoints, finished, teller, tidy, writable
-from qtool.stages.fitting import explained, fitted, gives_way, halve, halvings, hold
+from qtool.stages.fitting import explained, fitted, gives_way, hold, memory_ended, on_host
 
 if TYPE_CHECKING:
     from torch import nn
@@ -71,26 +73,46 @@ def _launched(
 ) -> TrainResult:  # fmt: skip
     """Trains in processes of their own, and returns what they left in the run directory (or in a temporary one)."""
     from qtool.launcher import launch
+    from qtool.order import not_shared
 
     def opened() -> Source:
         return open_source(model, data, task, weights, seed=config.seed, label_smoothing=config.label_smoothing)
 
+    if not isinstance(data, str | Mapping) and not hasattr(data, "train"):
+        raise not_shared()
     with TemporaryDirectory() if folder is None else nullcontext(folder) as place:
         run = Path(place)
         while True:
             before = halvings(run) if resume else 0
             try:
-                launch(_train, config.devices, model, data, run, task, weights, resume, config, progress is True)
+                with _kills_told(run, config):
+                    launch(_train, config.devices, model, data, run, task, weights, resume, config, progress is True)
                 return _trained(run, opened())
             except OutOfMemory as error:
-                if halvings(run) <= before:
-                    source = opened()
-                    wanted = fitted(config, source, run, True, False)
-                    raise explained(error, config, wanted, source) from None
+                source = opened()
+                assert source.model is not None
+                wanted = fitted(config, source, run, True, False).config
+                if halvings(run) <= before and not (gives_way(config) and halve(run, wanted, before, source.model)):
+                    raise explained(error, config, wanted, source, progress) from None
                 teller(progress)(
                     f"{error.where}: out of memory; again from the last checkpoint in smaller micro-batches"
                 )
                 resume = True
+
+
+@contextmanager
+def _kills_told(run: Path, config: TrainConfig) -> Iterator[None]:
+    """Raises OutOfMemory for a process that the system has killed for lack of host memory."""
+    from qtool.devices import memory_free, memory_kills, resolve_device
+    from qtool.launcher import Killed
+
+    kills, free = memory_kills(), None
+    with suppress(QtoolError):
+        free = memory_free(resolve_device("cpu"))
+    try:
+        yield
+    except Killed as error:
+        raise memory_ended(error, run, config, kills, free) or error from None
 
 
 def _train(
@@ -109,38 +131,56 @@ def _train(
     check(source.model, config)
     with tidy(folder):
         done = bool(folder and resume and finished(folder, "train", as_dict(config), source.inputs))
-        wanted = config
+        found = Choice(config)
         if processes.is_first() and not done:  # before they meet: a prediction makes a group of its own
-            wanted = fitted(config, source, folder, resume, progress)
+            found = fitted(config, source, folder, resume, progress)
+            _after_a_kill(folder, config, found, source, progress)
         with processes.joined(resolve_device(config.device)) if config.devices > 1 else nullcontext():
             if folder and processes.from_first(done):
                 return _trained(folder, source)
-            return _fit(source, folder, resume, config, processes.from_first(wanted), progress is True)
+            return _fit(source, folder, resume, config, processes.from_first(found), progress)
+
+
+def _after_a_kill(folder: Path | None, config: TrainConfig, found: Choice, source: Source, progress: Progress) -> None:
+    """Halves the micro-batches of a run that the system has probably killed, where their size was left to qtool."""
+    if folder and was_killed(folder) and on_host(config):
+        assert source.model is not None
+        halved = gives_way(config) and halve(folder, found.config, halvings(folder), source.model)
+        teller(progress)(
+            "the last attempt was killed, probably for lack of host memory: "
+            + (
+                "it goes on in smaller micro-batches"
+                if halved
+                else "--memory-budget or a smaller --batch-size may help"
+            )
+        )
 
 
 def _fit(
-    source: Source, folder: Path | None, resume: bool, config: TrainConfig, wanted: TrainConfig, bar: bool
+    source: Source, folder: Path | None, resume: bool, config: TrainConfig, found: Choice, progress: Progress
 ) -> TrainResult:
-    """Trains as ``wanted`` says, which is ``config`` fitted to the memory there is, and commits the result."""
+    """Trains as ``found`` says, which is ``config`` fitted to the memory there is, and commits the result."""
     from qtool import processes
     from qtool.training import stage
 
-    hold(wanted)
+    hold(found.config)
     first, alone, yields = processes.rank() == 0, processes.size() == 1, gives_way(config)
     begun = processes.from_first(halvings(folder)) if yields else 0
     assert source.model is not None
     try:
-        result = stage.train(
-            source.model, source.data, wanted, task=source.task, out=folder, resume=resume, progress=bar and first,
-            identity=source.inputs, backs_off=alone and yields, halvings=begun,
-        )  # fmt: skip
+        with at_work(folder if first else None):
+            result = stage.train(
+                source.model, source.data, found.config, task=source.task, out=folder, resume=resume,
+                progress=progress is True and first, identity=source.inputs, backs_off=alone and yields,
+                halvings=begun,
+            )  # fmt: skip
     except OutOfMemory as error:
         if alone:
-            raise explained(error, config, wanted, source) from None
-        goes_on = folder is not None and yields and halve(folder, wanted, begun, source.model)
-        raise _told_in_group(error, config, wanted, goes_on) from None
+            raise explained(error, config, found.config, source, progress) from None
+        goes_on = folder is not None and yields and halve(folder, found.config, begun, source.model)
+        raise _told_in_group(error, config, found.config, goes_on) from None
     if folder and first:
-        _commit_train(folder, config, source, result)
+        _commit_train(folder, config, source, result, found)
     processes.wait()
     return result
 
@@ -196,7 +236,12 @@ def _trained(run: Path, source: Source) -> TrainResult:
     return TrainResult(source.model.eval(), result["metrics"], History(**result["history"]))
 
 
-def _commit_train(run: Path, config: TrainConfig, source: Source, result: TrainResult) -> None:
+def _memory(found: Choice) -> dict[str, Any]:
+    """What the result says of memory, where any of it was left open."""
+    return {} if found.memory is None else {"memory": found.memory}
+
+
+def _commit_train(run: Path, config: TrainConfig, source: Source, result: TrainResult, found: Choice) -> None:
     from safetensors.torch import save_model
 
     with staging(run, "train") as folder:
@@ -206,6 +251,7 @@ def _commit_train(run: Path, config: TrainConfig, source: Source, result: TrainR
         write_result(
             run, "train", config=as_dict(config), inputs=source.inputs,
             outputs={"model": weights, **_write_adapter(folder, result)},
-            metrics=result.metrics, extra={"source": source.record, "history": as_dict(result.history)},
+            metrics=result.metrics,
+            extra={"source": source.record, "history": as_dict(result.history), **_memory(found)},
         )  # fmt: skip
     drop_checkpoints(run)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 import time
@@ -17,14 +19,17 @@ from nets import FeedForward
 from torch import nn
 
 import qtool
-from qtool import loop, processes
+from qtool import devices, launcher, loop, processes
 from qtool.errors import OutOfMemory, QtoolError, UsageError
+from qtool.launcher import _death
 from qtool.memory import plan
 from qtool.memory.plan import fewest_devices, sharded
+from qtool.options import make
 from qtool.recipe import AUTO, PLANNED, Recipe, TrainConfig
 from qtool.recipe_files import load_recipe, to_toml
 from qtool.source import open_source
-from qtool.stages import fitting
+from qtool.stages import choice, fitting
+from qtool.stages.choice import Choice
 from qtool.stages.training import _told_in_group
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -73,7 +78,7 @@ def test_without_memory_the_micro_batch_is_halved_and_the_run_goes_on(
     small_data: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps before it are the undisturbed run's; the step itself has the same batch and generators, in parts."""
-    monkeypatch.setattr(fitting, "_with_batch", lambda config, *_: TrainConfig(**OPTIONS))
+    monkeypatch.setattr(fitting, "_with_batch", lambda *_: Choice(TrainConfig(**OPTIONS)))
     model = Picky(16, after=2)
     found = qtool.train(model, small_data, **(OPTIONS | {"batch_size": "auto"}))
     whole = qtool.train(Picky(), small_data, **OPTIONS)
@@ -94,7 +99,7 @@ def test_where_one_sample_is_too_much_no_smaller_batch_is_named(small_data: str)
 
 
 def test_what_fails_while_weights_change_is_not_repeated(small_data: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fitting, "_with_batch", lambda config, *_: TrainConfig(**OPTIONS, step_in_backward=True))
+    monkeypatch.setattr(fitting, "_with_batch", lambda *_: Choice(TrainConfig(**OPTIONS, step_in_backward=True)))
     with pytest.raises(QtoolError, match="none left"):
         qtool.train(Picky(16), small_data, **(OPTIONS | {"batch_size": "auto", "step_in_backward": True}))
 
@@ -104,7 +109,7 @@ def decided(told: list[str]) -> list[str]:
     return [line for line in told if not line.startswith("train: predicting ")]
 
 
-def test_a_batch_finds_its_size_and_keeps_it(small_data: str, tmp_path: Path) -> None:
+def test_a_batch_finds_its_size_and_keeps_it(small_data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     options = OPTIONS | {"batch_size": "auto"}
     source = qtool.load_data(small_data)
@@ -112,10 +117,42 @@ def test_a_batch_finds_its_size_and_keeps_it(small_data: str, tmp_path: Path) ->
     qtool.train(Picky(), small_data, out=tmp_path / "a", progress=told.append, **options)
     assert told[0] == "train: predicting --batch-size 2 (1 of 8)"
     assert decided(told)[0].startswith("batch size 16: predicted peak")  # an eighth of an epoch, memory being plenty
+    kept = json.loads((tmp_path / "a" / "train.json").read_text())["memory"]
+    assert kept["flags"] == "--batch-size 16"
+    assert [one["flags"] for one in kept["considered"]] == [f"--batch-size {size}" for size in (2, 8, 16)]
+    assert kept["considered"][-1]["predicted_peak_bytes"] == kept["predicted_peak_bytes"] < kept["limit_bytes"]
     with pytest.raises(KeyboardInterrupt):
         _interrupted(small_data, tmp_path / "b", options)
-    (tmp_path / "b" / "checkpoints" / "batch_size.json").write_text(json.dumps({"batch_size": 16}))
-    assert qtool.train(Picky(), small_data, out=tmp_path / "b", **options).history.steps == 6
+    told.clear()
+    monkeypatch.setattr(fitting, "predictor", None)  # nothing is predicted again
+    assert qtool.train(Picky(), small_data, out=tmp_path / "b", progress=told.append, **options).history.steps == 6
+    assert told == ["goes on with --batch-size 16, chosen when this run began"]
+
+
+def test_what_a_budget_chose_is_held_to_by_the_same_command_alone(
+    small_data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def found(source: Any = None, **changes: Any) -> Choice:
+        config = TrainConfig(device="cpu", batch_size=128, grad_clip=None, memory_budget="6MiB")
+        return fitting.fitted(dataclasses.replace(config, **changes), source or one, tmp_path, True, told.append)
+
+    told: list[str] = []
+    one, other = (open_source(f"{__file__}:{name}", small_data, seed=0) for name in ("wide", "deep"))
+    first = found()
+    assert first.config.precision != "32-true" or first.config.micro_batches > 1
+    told.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(fitting, "predictor", None)
+        assert found() == first
+        assert found(checkpoint_every=3).config == dataclasses.replace(first.config, checkpoint_every=3)
+        patch.setattr(fitting, "predictor", lambda source: lambda config: config.devices * 4 * 2**20)
+        with pytest.raises(UsageError, match=r"at least 8MiB on each of 2 devices for --.*, as this run began; got 6"):
+            found(devices=2)
+    assert [line.split(" with ")[0] for line in told] == ["goes on"] * 2
+    for changes in ({"memory_budget": "1GiB"}, {"source": other}):
+        told.clear()
+        found(**changes)
+        assert told[0].startswith("train: predicting it as it is")
 
 
 def _interrupted(data: str, out: Path, options: dict[str, Any]) -> None:
@@ -212,14 +249,13 @@ def test_of_several_devices_each_has_the_budget(strategy: str, small_data: str) 
     told: list[str] = []
     for share in (1.01, 0.9):
         config = TrainConfig(**plain, memory_budget=f"{int(share * whole)}")
-        found = fitting.fitted(config, source, None, False, told.append)
+        found = fitting.fitted(config, source, None, False, told.append).config
         assert peak(**{key: getattr(found, key) for key in CHOSEN}) <= share * whole
     assert "budget on each of 2 devices: predicted peak" in decided(told)[0]
     assert decided(told)[0].endswith("as it is")
     assert " MiB with --" in decided(told)[1]
-    found = fitting.fitted(
-        TrainConfig(**(plain | {"batch_size": AUTO, "devices": 3})), source, None, False, told.append
-    )
+    three = TrainConfig(**(plain | {"batch_size": AUTO, "devices": 3}))
+    found = fitting.fitted(three, source, None, False, told.append).config
     assert found.batch_size == 24  # an eighth of 216 samples, in threes of powers of two
 
 
@@ -255,11 +291,18 @@ def test_such_a_budget_fits_over_that_many_devices(small_data: str) -> None:
     words = str(caught.value).split(", or ")[1]
     count = int(words.split("--devices ")[1].split()[0])
     given = dataclasses.replace(config, devices=count, strategy="fsdp")
-    assert fitting.fitted(given, source, None, False, lambda text: None).devices == count
+    assert fitting.fitted(given, source, None, False, lambda text: None).config.devices == count
 
 
 def deep() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 128), *(FeedForward(128) for _ in range(5)), nn.Linear(128, 3))
+
+
+def as_found(model: nn.Module, data: str, run: Path, options: dict[str, Any]) -> None:
+    """Has the run go on with a batch of 32, as if that had been found for it."""
+    asked = make(TrainConfig, {key: value for key, value in options.items() if key != "progress"})
+    memory = {"chosen": {"batch_size": 32}, "flags": "--batch-size 32"}
+    choice.record(run, asked, open_source(model, data, seed=0).inputs, memory)
 
 
 class PickyInOne(Picky):
@@ -275,9 +318,8 @@ def test_several_processes_go_on_together_from_the_last_checkpoint_in_smaller_mi
     small_data: str, tmp_path: Path
 ) -> None:
     told: list[str] = []
-    (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "checkpoints" / "batch_size.json").write_text(json.dumps({"batch_size": 32}))
     options = OPTIONS | {"batch_size": "auto", "devices": 2, "strategy": "fsdp", "progress": told.append}
+    as_found(PickyInOne(after=3), small_data, tmp_path, options)
     found = qtool.train(PickyInOne(after=3), small_data, out=tmp_path, **options)
     assert found.history.steps == 6
     assert told == ["training step 4: out of memory; again from the last checkpoint in smaller micro-batches"]
@@ -285,6 +327,95 @@ def test_several_processes_go_on_together_from_the_last_checkpoint_in_smaller_mi
     with pytest.raises(QtoolError, match=r"training step 4: .*MiB predicted for tensors\); pass --.*step-00000002'"):
         qtool.train(PickyInOne(after=3), small_data, out=tmp_path, **options | {"batch_size": 32})
     assert time.monotonic() - start < 60  # nobody waits for the one that failed
+
+
+class Killed(Picky):
+    """Its second process is killed at more than ``most`` samples, and leaves a file in ``folder``."""
+
+    def __init__(self, folder: Path, **options: int) -> None:
+        super().__init__(**options)
+        self.folder = folder
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        try:
+            return super().forward(x)
+        except torch.OutOfMemoryError:
+            if processes.rank() == 1:
+                (self.folder / str(time.monotonic_ns())).touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(60)
+            raise
+
+
+@pytest.mark.slow
+def test_a_process_that_the_system_kills_for_lack_of_memory_is_one_that_ran_out_of_it(
+    small_data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    killed, run = tmp_path / "killed", tmp_path / "run"
+    killed.mkdir()
+    options = OPTIONS | {"batch_size": "auto", "devices": 2, "progress": told.append}
+    model = Killed(killed, most=8, after=3)
+    as_found(model, small_data, run, options)
+    monkeypatch.setattr(devices, "memory_kills", lambda: len(list(killed.iterdir())))
+    assert qtool.train(model, small_data, out=run, **options).history.halvings == 1
+    assert told == ["process 1 of 2: out of memory; again from the last checkpoint in smaller micro-batches"]
+    assert len(list(killed.iterdir())) == 1
+
+
+def test_the_end_of_host_memory_is_told_with_what_was_free_and_what_was_predicted(
+    small_data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def launched(*_: Any) -> None:
+        counts.append(then)
+        raise died
+
+    counts, then, died = [7], 8, _death(1, 2, -signal.SIGKILL)
+    monkeypatch.setattr(devices, "memory_kills", lambda: counts[-1])
+    monkeypatch.setattr(devices, "memory_free", lambda device: 3 * 2**20)
+    monkeypatch.setattr(launcher, "launch", launched)
+    options = OPTIONS | {"devices": 2, "out": tmp_path}
+    with pytest.raises(OutOfMemory) as caught:
+        qtool.train(Picky(), small_data, **options)
+    assert re.fullmatch(
+        r"process 1 of 2: expected host memory for it; got a kill by SIGKILL, probably for lack of it, 3 MiB free when "
+        r"it began \(2 times 0 MiB predicted for tensors\); pass .*; no checkpoint was written before it",
+        str(caught.value),
+    )
+    counts, then = [8], 8  # a user's kill -9 looks the same
+    with pytest.raises(launcher.Killed, match=r"process 1 of 2: .* a kill by SIGKILL; run the same"):
+        qtool.train(Picky(), small_data, **options)
+
+
+def test_a_run_that_was_killed_for_lack_of_memory_goes_on_in_smaller_micro_batches(
+    small_data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it was alone, nobody saw it: what it left tells."""
+    told: list[str] = []
+    options = OPTIONS | {"batch_size": "auto", "progress": told.append}
+
+    def begun(run: str, kills: int, boot: str = choice._boot()) -> Picky:
+        as_found(Picky(), small_data, tmp_path / run, options)
+        (tmp_path / run / choice.NOTE).write_text(json.dumps({"boot": boot, "kills": kills}))
+        model = Picky()
+        qtool.train(model, small_data, out=tmp_path / run, **options)
+        return model
+
+    monkeypatch.setattr(devices, "memory_kills", lambda: 1)
+    assert begun("a", 0).sizes == [16] * 12
+    assert told[1].startswith("the last attempt was killed, probably for lack of host memory: it goes on in smaller")
+    assert begun("b", 1).sizes == [32] * 6
+    assert begun("c", 0, "another start of the system").sizes == [32] * 6
+    assert not (tmp_path / "b" / choice.NOTE).exists()
+
+
+def test_batches_made_already_are_refused_before_processes_start(
+    small_data: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launcher, "launch", None)
+    batches = [(torch.zeros(4, 64), torch.zeros(4, dtype=torch.int64))]
+    with pytest.raises(UsageError, match="several processes can share; got an iterable of batches"):
+        qtool.train(Picky(), batches, device="cpu", devices=2)
 
 
 def picky_in_one() -> nn.Module:

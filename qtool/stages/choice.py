@@ -1,0 +1,133 @@
+"""What was chosen for the memory of a run, kept beside its checkpoints.
+
+A batch that found its size, and techniques that a budget chose, belong to a training as its seed does: a run that is
+resumed, with other memory free or on another machine, goes on with them, and nothing is predicted again. They are
+kept for the command that asked for them, from the same inputs; of another one nothing is taken over.
+
+Beside them is how often micro-batches were halved since, and, as long as a run is at work, how many processes the
+system had killed for lack of host memory when it began. A run that ends by itself takes that note away. One that finds
+it, and the system's count risen, was probably one of them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qtool.artifacts import write_json
+from qtool.recipe import TrainConfig, as_dict
+
+if TYPE_CHECKING:
+    from torch import nn
+
+FILE = Path("checkpoints", "memory.json")
+NOTE = Path("checkpoints", "running.json")
+_WHERE = ("device", "devices")
+_FREE = (*_WHERE, "checkpoint_every")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is trained; and for the result what of it was chosen and why, or None where nothing was left open."""
+
+    config: TrainConfig
+    memory: dict[str, Any] | None = None
+    moved: bool = False
+    """Whether it was chosen for another device, or another number of them."""
+
+
+def recorded(folder: Path | None, asked: TrainConfig, inputs: Mapping[str, str]) -> Choice | None:
+    """What was chosen for ``asked`` and these inputs in the run directory ``folder``."""
+    kept = _read(folder, FILE)
+    if kept.get("asked") != _asked(asked, inputs):
+        return None
+    memory, now = kept["memory"], as_dict(asked)
+    return Choice(replace(asked, **memory["chosen"]), memory, kept["where"] != {key: now[key] for key in _WHERE})
+
+
+def record(folder: Path | None, asked: TrainConfig, inputs: Mapping[str, str], memory: Mapping[str, Any]) -> None:
+    """Keeps what was chosen for ``asked``, where there is a run directory to keep it in."""
+    if folder:
+        where = {key: getattr(asked, key) for key in _WHERE}
+        write_json(
+            folder / FILE, {"asked": _asked(asked, inputs), "where": where, "memory": dict(memory), "halvings": 0}
+        )
+
+
+def forget(folder: Path | None) -> None:
+    """Takes away what an earlier run in ``folder`` left there."""
+    for file in (FILE, NOTE) if folder else ():
+        (folder / file).unlink(missing_ok=True)  # type: ignore[operator]
+
+
+def halvings(folder: Path | None) -> int:
+    """How often the micro-batches of the run in ``folder`` were halved for lack of memory."""
+    return int(_read(folder, FILE).get("halvings", 0))
+
+
+def halve(folder: Path, wanted: TrainConfig, begun: int, model: nn.Module) -> bool:
+    """Has the next processes of the run in ``folder`` halve their micro-batches once more than the ``begun`` times.
+
+    Several of a group may say so. False, and nothing is written, where they are as small as they can be already, or
+    nothing was chosen yet.
+    """
+    from qtool.step import fewest_samples
+
+    kept = _read(folder, FILE)
+    micro = math.ceil(math.ceil(wanted.batch_size / wanted.devices) / wanted.micro_batches)
+    if not kept or micro <= fewest_samples(model) << begun:
+        return False
+    write_json(folder / FILE, kept | {"halvings": begun + 1})
+    (folder / NOTE).unlink(missing_ok=True)
+    return True
+
+
+@contextmanager
+def at_work(folder: Path | None) -> Iterator[None]:
+    """Inside the block the run in ``folder`` has a note that only a process that is killed leaves behind."""
+    from qtool.devices import memory_kills
+
+    kills = memory_kills()
+    if folder is None or kills is None:
+        yield
+        return
+    write_json(folder / NOTE, {"boot": _boot(), "kills": kills})
+    try:
+        yield
+    finally:
+        (folder / NOTE).unlink(missing_ok=True)
+
+
+def was_killed(folder: Path | None) -> bool:
+    """Whether the last run in ``folder`` ended without a word, and the system has killed for lack of memory since."""
+    from qtool.devices import memory_kills
+
+    note, kills = _read(folder, NOTE), memory_kills()
+    return bool(note) and kills is not None and note["boot"] == _boot() and kills > note["kills"]
+
+
+def _boot() -> str:
+    """What tells one start of the system from the next, which counts anew."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _asked(config: TrainConfig, inputs: Mapping[str, str]) -> dict[str, Any]:
+    options = {name: value for name, value in as_dict(config).items() if name not in _FREE}
+    return dict(json.loads(json.dumps(options | {"inputs": dict(inputs)})))
+
+
+def _read(folder: Path | None, file: Path) -> dict[str, Any]:
+    """What the file holds; nothing where it is not there, or damaged: then it is made anew."""
+    try:
+        found = json.loads((folder / file).read_text(encoding="utf-8")) if folder else {}
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
