@@ -15,6 +15,9 @@ what models write                                         what patterns look for
 a row pooled to one cell                                  a mean
 pooled to as many cells as divide the size; as it has     ``avg_pool``; nothing
 attention without an axis for heads                       attention with one head
+``stack``; a concatenation of one                         ``cat`` of ``unsqueeze``; nothing
+``x + 0``, ``x * 1``                                      nothing
+``new_zeros``, ``ones_like`` … of a fixed size            ``full``
 ``.float()`` of what is float32                           nothing
 ========================================================  ==========================================
 
@@ -55,6 +58,10 @@ _SIXES = {aten.relu6.default: (), aten.hardtanh.default: (0, 6), aten.clamp.defa
 _SPLITS = (
     aten.chunk.default, aten.split.Tensor, aten.split.sizes, aten.split_with_sizes.default, aten.tensor_split.sections,
 )  # fmt: skip
+_FILLED: dict[Any, int | None] = {
+    aten.new_zeros.default: 0, aten.zeros_like.default: 0, aten.new_ones.default: 1, aten.ones_like.default: 1,
+    aten.new_full.default: None, aten.full_like.default: None,
+}  # fmt: skip
 _PADDED = {aten.conv1d.padding: aten.conv1d.default, aten.conv2d.padding: aten.conv2d.default}
 
 
@@ -134,6 +141,47 @@ def _spell_conversion(node: Node) -> None:
         node.graph.erase_node(node)
 
 
+def _spell_cat(node: Node) -> None:
+    parts = node.args[0]
+    assert isinstance(parts, list | tuple)
+    if len(parts) == 1 and isinstance(parts[0], Node):
+        node.replace_all_uses_with(parts[0])
+        node.graph.erase_node(node)
+
+
+def _spell_stack(node: Node) -> None:
+    parts, axis = node.args[0], node.args[1] if len(node.args) > 1 else 0
+    assert isinstance(parts, list | tuple)
+    with node.graph.inserting_before(node):
+        tall = [node.graph.call_function(aten.unsqueeze.default, (part, axis)) for part in parts]
+    for part, source in zip(tall, parts, strict=True):
+        assert isinstance(source, Node)
+        part.meta = {**node.meta, "val": source.meta["val"].unsqueeze(axis)}
+    node.target, node.args, node.kwargs = aten.cat.default, (tall, axis), {}
+
+
+def _spell_filled(node: Node) -> None:
+    """A tensor of one number that takes shape and type of another is none of that tensor's: it can be stored."""
+    value = node.meta["val"]
+    if all(isinstance(size, int) for size in value.shape):
+        given = _FILLED[node.target]
+        number = node.args[-1] if given is None else given
+        node.target, node.args = aten.full.default, (list(value.shape), number)
+        node.kwargs = {"dtype": value.dtype, "device": value.device}
+
+
+def _spell_neutral(node: Node) -> None:
+    """A sum with 0 or a product with 1 is its operand, where it makes no other type of it."""
+    neutral = 0 if node.target is aten.add.Tensor else 1
+    for source, number in (node.args[:2], node.args[1::-1]):
+        if not (isinstance(source, Node) and isinstance(number, int | float) and number == neutral):
+            continue
+        if source.meta["val"].dtype == node.meta["val"].dtype:
+            node.replace_all_uses_with(source)
+            node.graph.erase_node(node)
+            return
+
+
 def _spell_part(node: Node) -> None:
     """Writes one part of a split tensor as a part of it, where the split dimension has a fixed size."""
     split, index = node.args
@@ -201,13 +249,16 @@ def _is(node: Any, target: Any) -> bool:
 
 
 def _spell_gated(node: Node) -> None:
-    """A value times its own gate, which nothing else reads; or a sixth written as a factor."""
+    """A value times its own gate, which nothing else reads; a sixth written as a factor; a factor of one."""
     _spell_sixth(node)
-    for source, gate in (node.args[:2], node.args[1::-1]) if node.target is aten.mul.Tensor else ():
+    if node.target is not aten.mul.Tensor:
+        return
+    for source, gate in (node.args[:2], node.args[1::-1]):
         whole = next((whole for whole, own in GATES.items() if _is(gate, own)), None)
         if whole is not None and gate.args[0] is source and len(gate.users) == 1:  # type: ignore[union-attr]
             node.target, node.args = whole, (source,)
             return
+    _spell_neutral(node)
 
 
 def _spell_padding(node: Node) -> None:
@@ -262,11 +313,15 @@ _RULES: dict[Any, Callable[[Node], None]] = {
     **dict.fromkeys(_TURNS, _spell_turn),
     **dict.fromkeys(_CONVERSIONS, _spell_conversion),
     **dict.fromkeys(_PADDED, _spell_padding),
+    **dict.fromkeys(_FILLED, _spell_filled),
     aten.adaptive_avg_pool1d.default: _spell_adaptive_pool,
     aten.adaptive_avg_pool2d.default: _spell_adaptive_pool,
     aten.expand_as.default: _spell_expand,
     aten.narrow.default: _spell_narrow,
     operator.getitem: _spell_part,
+    aten.cat.default: _spell_cat,
+    aten.stack.default: _spell_stack,
+    aten.add.Tensor: _spell_neutral,
     aten.div.Tensor: _spell_sixth,
     aten.mul.Tensor: _spell_gated,
     aten.scaled_dot_product_attention.default: _spell_attention,

@@ -98,7 +98,7 @@ def test_an_activation_that_reads_the_unit_second_is_not_absorbed() -> None:
 
 JOINS: dict[str, tuple[Callable[[Any, Tensor], Any], list[tuple[str, bool]], str]] = {
     "residual": (lambda m, x: m.b(torch.relu(m.a(x))) + x, [("conv", True), ("conv", True), ("add", True)], ""),
-    "itself": (lambda m, x: m.a(x) * 1 + x, [("conv", True), ("mul", False), ("add", False)], "Python number"),
+    "itself": (lambda m, x: m.a(x) * 2 + x, [("conv", True), ("mul", False), ("add", False)], "Python number"),
     "alpha": (lambda m, x: torch.add(m.a(x), m.b(x), alpha=2), [("conv", True)] * 2 + [("add", False)], "alpha"),
     "parameter": (lambda m, x: m.a(x) * m.row, [("conv", True), ("mul", False)], "constant"),
     "gate": (lambda m, x: m.a(x) * m.b(x).sigmoid(), [("conv", True)] * 2 + [("sigmoid", True), ("mul", True)], ""),

@@ -70,6 +70,13 @@ SAME = {
     "hard swish": (lambda x: x * F.relu6(x + 3) / 6, [aten.hardswish.default]),
     "hard swish of a gate": (lambda x: x * (F.hardtanh(x + 3, 0, 6) / 6), [aten.hardswish.default]),
     "hard swish in place": (lambda x: x * F.relu6(x + 3, inplace=True).div_(6), [aten.hardswish.default]),
+    "concat of one": (lambda x: torch.cat([x], 1).relu(), [aten.relu.default]),
+    "stack": (lambda x: torch.stack([x, x], -1), [aten.unsqueeze.default, aten.cat.default]),
+    "sum from zero": (lambda x: sum([x, x.relu()]), [aten.relu.default, aten.add.Tensor]),
+    "product with one": (lambda x: 1 * x.relu() * 1.0, [aten.relu.default]),
+    "new_zeros": (lambda x: x + x.new_zeros(6), [aten.full.default, aten.add.Tensor]),
+    "new_full": (lambda x: x + x.new_full((4, 1), 2.5), [aten.full.default, aten.add.Tensor]),
+    "ones_like": (lambda x: x * torch.ones_like(torch.arange(6)), [aten.full.default, aten.mul.Tensor]),
     "silu": (lambda x: torch.sigmoid(x) * x, [aten.silu.default]),
 }
 
@@ -90,6 +97,8 @@ OTHER = {
     "a scaled sum": lambda x: F.relu6(torch.add(x, 3, alpha=2)) / 6,
     "the product of another": lambda x: (x + 1) * F.relu6(x + 3) / 6,
     "a real conversion": lambda x: x.double().relu(),
+    "a sum that converts": lambda x: torch.arange(6) + 0.0 + x,
+    "zeros for every sample": lambda x: x + torch.zeros_like(x),
 }
 
 
