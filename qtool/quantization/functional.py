@@ -18,6 +18,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from qtool.form import as_graph
+from qtool.quantization.autocast import inline_autocast
 from qtool.quantization.quiet import quiet_pytree
 from qtool.quantization.respell import respell
 
@@ -51,7 +52,8 @@ _ASSERTIONS = (aten._assert_tensor_metadata.default, aten._assert_scalar.default
 
 
 def make_functional(graph_module: GraphModule) -> None:
-    """Rewrites in-place operators, where that keeps the meaning, and paddings given as words."""
+    """Rewrites in-place operators, where that keeps the meaning, and gives each operator its one spelling."""
+    inline_autocast(graph_module)
     graph = graph_module.graph
     for node in list(graph.nodes):
         if _is_guard(node) or _counts_batches(node):
