@@ -39,13 +39,13 @@ _DEPTHWISE = {3: aten.conv1d.default, 4: aten.conv2d.default, 5: aten.conv3d.def
 
 def fold_batch_norm(graph_module: GraphModule) -> list[Node]:
     """Folds each batch-norm that alone reads a convolution or linear into its weights; returns those operators."""
-    copies = _Copies(graph_module)
+    copies = Copies(graph_module)
     folded = []
     for norm in _norms(graph_module):
         anchor = _from_rows(norm) or norm.args[0]
         if isinstance(anchor, Node) and (anchor is not norm.args[0] or _is_foldable(anchor, norm)):
             _drop_views(norm, anchor)
-            _fold(copies, anchor, norm)
+            fold_into(copies, anchor, norm)
             folded.append(anchor)
     _clean(graph_module)
     return folded
@@ -155,12 +155,12 @@ def _groups(anchor: Node) -> int:
     return value
 
 
-class _Copies:
+class Copies:
     """Where folded weights are stored: in place of the weight, or beside it where something else still reads it."""
 
     def __init__(self, graph_module: GraphModule) -> None:
         self.graph_module = graph_module
-        self.readers = _readers(graph_module)
+        self.readers = readers_of(graph_module)
         self.made: dict[tuple[str, ...], tuple[str, str]] = {}
 
     def store(self, anchor: Node, norm: Node, weight: Tensor, bias: Tensor) -> tuple[str, str]:
@@ -189,7 +189,7 @@ class _Copies:
         return unique
 
 
-def _readers(graph_module: GraphModule) -> dict[str, int]:
+def readers_of(graph_module: GraphModule) -> dict[str, int]:
     """How many operators read each stored tensor."""
     counts: dict[str, int] = {}
     for node in graph_module.graph.nodes:
@@ -207,7 +207,8 @@ def _weight_node(anchor: Node) -> Node:
     return node
 
 
-def _fold(copies: _Copies, anchor: Node, norm: Node) -> None:
+def fold_into(copies: Copies, anchor: Node, norm: Node) -> None:
+    """Folds one batch-norm into the operator that it reads, in place."""
     graph_module = copies.graph_module
     factor, shift = coefficients(graph_module, norm)
     weight = parameter(graph_module, anchor.args[1])
@@ -321,7 +322,7 @@ def _scale(graph_module: GraphModule, anchor: Node, norm: Node) -> None:
 
 def settle_live(graph_module: GraphModule) -> None:
     """Folds each live batch-norm, fake-quantizers kept, and every other one that folds: the end of training."""
-    copies = _Copies(graph_module)
+    copies = Copies(graph_module)
     for norm in _norms(graph_module):
         if (parts := _live_parts(norm)) is not None:
             _settle(copies, norm, *parts)
@@ -354,7 +355,7 @@ def _depends(value: Any, source: Any) -> bool:
     return value is source
 
 
-def _settle(copies: _Copies, norm: Node, anchor: Node, bias: Node | None) -> None:
+def _settle(copies: Copies, norm: Node, anchor: Node, bias: Node | None) -> None:
     graph_module = copies.graph_module
     factor, shift = coefficients(graph_module, norm)
     weight, old_bias = parameter(graph_module, _weight_node(anchor)), parameter(graph_module, bias)

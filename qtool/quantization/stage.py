@@ -27,6 +27,7 @@ from qtool.quantization.algorithms import ALGORITHMS, samples_read
 from qtool.quantization.algorithms.passes import Passes
 from qtool.quantization.algorithms.subject import Report, silent
 from qtool.quantization.attention import write_attention
+from qtool.quantization.branches import merge_branches
 from qtool.quantization.calibrate import calibrate, choose_ranges, restore_ranges
 from qtool.quantization.capture import capture, copied, remove_dropout
 from qtool.quantization.constants import fold_computed
@@ -40,6 +41,7 @@ from qtool.quantization.prepared import Prepared
 from qtool.quantization.products import write_products
 from qtool.quantization.qat import FineTune, check_tuning, set_training, train_quantized
 from qtool.quantization.residence import Moved, on
+from qtool.quantization.scales import fold_scales
 from qtool.quantization.second_order import SecondOrder, is_slow
 from qtool.quantization.sensitivity import Sensitivities
 from qtool.quantization.targets import ORT_CPU, Target, get_target
@@ -210,6 +212,7 @@ def _prepare(
         )
         return _weighed(prepared, gains)
     graph = capture(model, example, train=True) if train else copied(float_graph)
+    merge_branches(graph, train=train)
     _spell_for(target, graph)
     placement = Placement(graph, target, config.overrides)
     passes.improve(graph, placement)
@@ -220,6 +223,7 @@ def _prepare(
 
 def _spell_for(target: Target, graph: GraphModule) -> None:
     """Writes a graph's operators as the target's runtime is quickest with them, in place."""
+    fold_scales(graph)
     write_norms(graph, convolve=not target.scales_in_float)
     if target.flat_linears:
         flatten_linears(graph)

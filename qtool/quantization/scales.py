@@ -1,0 +1,140 @@
+"""Products with stored numbers behind a layer, folded into its weights: layer scale, gains, temperatures.
+
+    (W x + b) · γ = (γ W) x + γ b,    γ one number for each output channel, or one for all
+
+ConvNeXt, CaiT and many after them scale so what a block adds to its input (layer scale, arXiv 2103.17239), networks
+without normalisation what a convolution gives. No target has an integer kernel for such a product, and so the
+convolution behind which it stands and the sum behind it would end in float. It may stand behind what only moves
+numbers. Where batch-norm trains in between, its γ and β take the factor.
+
+Left out on purpose: a factor in front of a layer, one behind an activation, and weights that something else reads too,
+which would be stored twice.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from qtool.quantization.capture import CONVOLUTIONS, aten, drop_unused, parameter, set_parameter
+from qtool.quantization.functional import DROPOUTS
+from qtool.quantization.norms import NORMAL, readers_of, scaled
+
+_LAYERS = (*CONVOLUTIONS, aten.linear.default, aten.batch_norm.default)
+_PRODUCTS = (aten.mul.Tensor, aten.div.Tensor)
+_VIEWS = (aten.reshape.default, aten.view.default, aten.flatten.using_ints)
+_SAME = (aten.contiguous.default, aten.clone.default, *DROPOUTS)
+_SHAPED = (*_VIEWS, *_SAME, aten.permute.default, aten.transpose.int, aten.unsqueeze.default)
+
+
+def fold_scales(graph_module: GraphModule) -> list[Node]:
+    """Folds in place each product of what a layer alone gives with stored numbers; returns these layers."""
+    readers = readers_of(graph_module)
+    products = [node for node in graph_module.graph.nodes if node.target in _PRODUCTS]
+    folded = [layer for node in products if (layer := _fold(graph_module, readers, node)) is not None]
+    if folded:
+        graph_module.graph.eliminate_dead_code()
+        drop_unused(graph_module)
+        graph_module.graph.lint()
+        graph_module.recompile()
+    return folded
+
+
+def _fold(graph_module: GraphModule, readers: Mapping[str, int], product: Node) -> Node | None:
+    pairs = (product.args[:2], product.args[1::-1])[: 1 if product.target is aten.div.Tensor else 2]
+    for source, factor in pairs:
+        if not isinstance(source, Node) or _sizes(source) != _sizes(product):
+            continue
+        layer, axis = _layer(source)
+        numbers = _numbers(graph_module, factor, source.meta["val"], axis)
+        if layer is None or numbers is None or any(readers[str(n.target)] > 1 for n in _stored_of(layer)):
+            continue
+        if product.target is aten.div.Tensor:
+            numbers = 1 / numbers
+        _scale(graph_module, layer, numbers)
+        product.replace_all_uses_with(source)
+        graph_module.graph.erase_node(product)
+        return layer
+    return None
+
+
+def _layer(node: Node) -> tuple[Node | None, int | None]:
+    """The layer whose results alone ``node`` holds, and the axis of its channels there, None where it is split."""
+    if len(node.users) != 1:
+        return None, None
+    if node.target in _LAYERS:
+        plain = isinstance(node.args[1], Node) and all(value.op == "get_attr" for value in _stored_of(node))
+        return (node if plain else None), node.meta["val"].dim() - 1 if node.target is aten.linear.default else 1
+    source = node.args[0] if node.target in _SHAPED else None
+    layer, axis = _layer(source) if isinstance(source, Node) else (None, None)
+    return layer, None if axis is None else _moved(node, axis)
+
+
+def _stored_of(layer: Node) -> list[Node]:
+    """Weight and bias of a layer, as far as it has them."""
+    return [value for value in layer.args[1:3] if isinstance(value, Node)]
+
+
+def _moved(node: Node, axis: int) -> int | None:
+    """Where an axis of the input of a move is in its output; None where it is split or joined with others."""
+    source, after = node.args[0], int(node.meta["val"].dim())
+    assert isinstance(source, Node)
+    if node.target in _SAME:
+        return axis
+    if node.target is aten.permute.default:
+        return [int(str(place)) % after for place in node.args[1]].index(axis)  # type: ignore[union-attr]
+    if node.target is aten.transpose.int:
+        one, other = (int(str(place)) % after for place in node.args[1:3])
+        return {one: other, other: one}.get(axis, axis)
+    before, now = _sizes(source), _sizes(node)
+    if node.target in _VIEWS and before[: axis + 1] == now[: axis + 1]:
+        return axis
+    if node.target in _VIEWS and axis == len(before) - 1 and before[-1] == now[-1]:
+        return len(now) - 1
+    return None
+
+
+def _sizes(node: Node) -> list[str]:
+    """Sizes as text: to compare one that is not fixed would fix it."""
+    return [str(size) for size in node.meta["val"].shape]
+
+
+def _numbers(graph_module: GraphModule, factor: Any, value: Tensor, axis: int | None) -> Tensor | None:
+    """The factor in float64, one for each channel or one for all; None where it is computed or of another axis."""
+    if isinstance(factor, int | float):
+        return torch.tensor([float(factor)], dtype=torch.float64)
+    stored = _stored(graph_module, factor)
+    if stored is None or stored.dtype != torch.float32 or stored.dim() > value.dim():
+        return None
+    sizes = [1] * (value.dim() - stored.dim()) + list(stored.shape)
+    alone = all(size == 1 for place, size in enumerate(sizes) if place != axis)
+    return stored.double().reshape(-1) if alone else None
+
+
+def _stored(graph_module: GraphModule, node: Any) -> Tensor | None:
+    """A stored tensor, reshaped or turned on the way or not."""
+    if not isinstance(node, Node):
+        return None
+    if node.op == "get_attr":
+        return parameter(graph_module, node)
+    source = _stored(graph_module, node.args[0]) if node.target in _SHAPED and node.args else None
+    return None if source is None else node.target(source, *node.args[1:])  # type: ignore[operator]
+
+
+def _scale(graph_module: GraphModule, layer: Node, numbers: Tensor) -> None:
+    channels = layer.meta["val"].shape[-1 if layer.target is aten.linear.default else 1]
+    numbers = numbers.expand(channels)
+    for node in _stored_of(layer):
+        path = str(node.target)
+        old = operator.attrgetter(path)(graph_module)
+        new = scaled(old.detach(), numbers, layer) if old.dim() > 1 else old.detach().double() * numbers
+        set_parameter(graph_module, path, new.to(old.dtype))
+        graph_module.get_parameter(path).requires_grad_(old.requires_grad)
+    if NORMAL in layer.meta:
+        mean, deviation = layer.meta[NORMAL]
+        layer.meta[NORMAL] = (mean * numbers.to(mean.dtype), deviation * numbers.abs().to(mean.dtype))

@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from qtool.quantization.capture import aten, capture
+from qtool.quantization.norms import NORMAL
+from qtool.quantization.placement import Placement
+from qtool.quantization.scales import fold_scales
+from qtool.quantization.stage import float_form, quantize
+from qtool.quantization.targets import ORT_CPU
+from qtool.recipe import QuantizeConfig
+
+PRODUCTS = (aten.mul.Tensor, aten.div.Tensor)
+
+
+class Scaled(nn.Module):
+    """Layers with a product behind them, of which ``write`` is told how it is written."""
+
+    def __init__(self, write: Callable[[Scaled, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.write = write
+        self.conv, self.linear = nn.Conv2d(4, 4, 3, padding=1), nn.Linear(4, 4, bias=False)
+        self.turned = nn.ConvTranspose2d(4, 6, 2, groups=2)
+        self.norm = nn.BatchNorm2d(4)
+        self.gain, self.one, self.of_six = (nn.Parameter(torch.randn(size)) for size in ((4,), (), (6, 1, 1)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.write(self, x)
+
+
+FOLDED: dict[str, Callable[[Scaled, Tensor], Tensor]] = {
+    "layer scale of a convolution": lambda m, x: x + m.conv(x) * m.gain.reshape(1, -1, 1, 1),
+    "in front": lambda m, x: x + m.gain.view(4, 1, 1) * m.conv(x),
+    "behind batch-norm": lambda m, x: x + m.norm(m.conv(x)).mul(m.gain[:, None, None]),
+    "behind a batch-norm alone": lambda m, x: m.norm(x.relu()) * m.gain[:, None, None],
+    "of a linear layer": lambda m, x: m.linear(x.flatten(2).mT) * m.gain,
+    "behind a turn": lambda m, x: x + m.linear(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2) * m.gain.view(4, 1, 1),
+    "behind a transposition": lambda m, x: m.linear(x.flatten(2).mT).transpose(1, 2) * m.gain[:, None],
+    "behind views": lambda m, x: (m.conv(x).flatten(2) * m.gain[:, None]).flatten(1) * m.one,
+    "of a transposed convolution": lambda m, x: m.turned(x) * m.of_six,
+    "a number": lambda m, x: x + m.conv(x) * 0.5 / 3,
+    "a number of heads": lambda m, x: m.linear(x.flatten(2).mT).unflatten(2, (2, 2)).transpose(1, 2) * 0.5,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FOLDED)
+def test_a_product_behind_a_layer_is_in_its_weights(name: str) -> None:
+    torch.manual_seed(0)
+    model, x = Scaled(FOLDED[name]).eval(), torch.randn(2, 4, 6, 6)
+    model.norm.running_mean.normal_()
+    model.norm.bias.data.normal_()
+    graph = float_form(model, x)
+    assert fold_scales(graph)
+    assert not {node.target for node in graph.graph.nodes} & set(PRODUCTS)
+    for batch in (x, x[:1]):
+        torch.testing.assert_close(graph(batch), model(batch))
+
+
+LEFT: dict[str, Callable[[Scaled, Tensor], Tensor]] = {
+    "behind an activation": lambda m, x: m.conv(x).relu() * 0.5,
+    "a value that is read twice": lambda m, x: (y := m.conv(x)) * 0.5 + y,
+    "along another axis": lambda m, x: m.conv(x[..., :4]) * m.gain,
+    "channels that a view splits": lambda m, x: m.conv(x).reshape(-1, 2, 2, 36) * m.gain[:2, None, None],
+    "a divisor of the layer": lambda m, x: 1 / m.conv(x),
+    "a computed factor": lambda m, x: m.conv(x) * x.mean((2, 3), keepdim=True),
+    "weights that are read twice": lambda m, x: m.conv(x) * 0.5 + m.conv(x.relu()),
+    "a result that grows": lambda m, x: m.linear(x.mean((2, 3))) * m.gain.view(4, 1, 1),
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_is_no_scale_of_a_layer_stays(name: str) -> None:
+    torch.manual_seed(0)
+    model, x = Scaled(LEFT[name]).eval(), torch.randn(2, 4, 6, 6)
+    graph = float_form(model, x)
+    assert not fold_scales(graph)
+    torch.testing.assert_close(graph(x), model(x))
+
+
+def test_what_is_known_of_the_channels_is_scaled_too() -> None:
+    torch.manual_seed(0)
+    model = Scaled(FOLDED["behind batch-norm"]).eval()
+    graph = float_form(model, torch.randn(2, 4, 6, 6))
+    (layer,) = fold_scales(graph)
+    mean, deviation = layer.meta[NORMAL]
+    torch.testing.assert_close(mean, model.norm.bias * model.gain)
+    torch.testing.assert_close(deviation, (model.norm.weight * model.gain).abs())
+
+
+def test_training_goes_on_with_the_product_folded() -> None:
+    torch.manual_seed(0)
+    model, x = Scaled(FOLDED["behind batch-norm"]), torch.randn(4, 4, 6, 6)
+    graph = capture(model, x, train=True)
+    assert len(fold_scales(graph)) == 1
+    torch.testing.assert_close(graph(x), model(x))
+    assert all(value.requires_grad for value in graph.parameters())
+
+
+def test_a_residual_block_with_layer_scale_is_integer() -> None:
+    torch.manual_seed(0)
+    model, x = Scaled(FOLDED["behind batch-norm"]).eval(), torch.randn(2, 4, 6, 6)
+    net = nn.Sequential(nn.Conv2d(4, 4, 1), nn.ReLU(), model, nn.Conv2d(4, 4, 1))
+    plan = quantize(net.eval(), QuantizeConfig(), example=x, calibration=[x]).plan
+    assert [(unit.kind, unit.integer) for unit in plan.units] == [
+        ("conv", True), ("conv", True), ("add", True), ("conv", True)
+    ]  # fmt: skip
+    assert any(not unit.integer for unit in Placement(float_form(net, x), ORT_CPU).plan().units)
