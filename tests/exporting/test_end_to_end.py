@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from qtool.exporting import end_to_end as module
-from qtool.exporting.end_to_end import Z, _Output, end_to_end, sqnr_in_torch
+from qtool.exporting.end_to_end import Z, _gate, _Output, end_to_end, sqnr_in_torch
 from qtool.exporting.to_onnx import quantized_to_onnx, save
 from qtool.form import QuantizedModel
 from qtool.quantization.stage import quantize
@@ -100,6 +100,13 @@ def test_clear_is_what_lies_off_the_bound(noise: float, loss: float, clear: bool
     output = energies(noise)
     assert output.loss_db == pytest.approx(loss, abs=0.1)
     assert output.clear is clear
+
+
+def test_a_loss_that_too_few_samples_tell_asks_for_more() -> None:
+    unclear, clear = (_gate(energies(noise), 1, 64, noise > 0.5) for noise in (0.15, 0.6))
+    assert (unclear.passed, clear.passed) == (False, False)
+    assert unclear.do.startswith("give more samples, since these tell the difference to 0.")
+    assert clear.do.startswith("report this model")
 
 
 def test_answers_that_are_not_numbers_fail() -> None:

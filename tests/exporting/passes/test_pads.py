@@ -56,6 +56,22 @@ def test_the_runtime_pads_bytes(tmp_path: Path) -> None:
     assert kinds == ["QuantizeLinear", "Pad", "QLinearConv", "DequantizeLinear"]
 
 
+def test_the_runtime_pads_bytes_for_several_readers(tmp_path: Path) -> None:
+    b = Builder()
+    x = b.pair(b.input("x", ["n", 3, 6, 6]), SCALE, ZERO)
+    y = b.pair(b.op("Pad", x, b.constant([0, 0, 0, 0, 0, 0, 1, 1], np.int64), b.constant(0.0, np.float32)), SCALE, ZERO)
+    conv = b.pair(b.op("Conv", y, b.weight(3, 3, 2, 2), b.bias(SCALE), kernel_shape=[2, 2]), 0.05, 100)
+    most = b.pair(b.op("MaxPool", y, kernel_shape=[2, 2]), SCALE, ZERO)
+    model = b.model(b.pair(b.op("Concat", conv, most, axis=1), 0.05, 100))
+    _, rewritten = applied(model)
+    onnx.save(rewritten, tmp_path / "a.onnx")
+    kinds = [node.op_type for node in optimized_graph(tmp_path / "a.onnx").graph.node]
+    assert (kinds.count("QuantizeLinear"), kinds.count("DequantizeLinear")) == (1, 1)
+    values = np.random.default_rng(0).normal(size=(2, 3, 6, 6)).astype(np.float32)
+    (want,), (got,) = (run(m, {"x": values}, tmp_path)[0] for m in (model, rewritten))
+    assert np.array_equal(want, got)
+
+
 @pytest.mark.parametrize("model", [padded([1] * 4, value=1.0), padded([1] * 4, out=0.02)], ids=["ones", "rescaled"])
 def test_others_stay(model: onnx.ModelProto) -> None:
     assert applied(model)[0] == 0
