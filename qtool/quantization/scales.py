@@ -5,10 +5,10 @@
 ConvNeXt, CaiT and many after them scale so what a block adds to its input (layer scale, arXiv 2103.17239), networks
 without normalisation what a convolution gives. No target has an integer kernel for such a product, and so the
 convolution behind which it stands and the sum behind it would end in float. It may stand behind what only moves
-numbers. Where batch-norm trains in between, its γ and β take the factor.
+numbers, and behind ReLU where γ > 0. Where batch-norm trains in between, its γ and β take the factor.
 
-Left out on purpose: a factor in front of a layer, one behind an activation, and weights that something else reads too,
-which would be stored twice.
+What cannot be folded so, and a sum with stored numbers, stays (see :func:`write_affines`). Left out on purpose: a
+factor in front of a layer, and weights that something else reads too, which would be stored twice.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ _LAYERS = (*CONVOLUTIONS, aten.linear.default, aten.batch_norm.default)
 _PRODUCTS = (aten.mul.Tensor, aten.div.Tensor)
 _VIEWS = (aten.reshape.default, aten.view.default, aten.flatten.using_ints)
 _SAME = (aten.contiguous.default, aten.clone.default, *DROPOUTS)
+_CLIPS = (aten.relu.default, aten.leaky_relu.default)
 _SHAPED = (*_VIEWS, *_SAME, aten.permute.default, aten.transpose.int, aten.unsqueeze.default)
 
 
@@ -50,9 +51,11 @@ def _fold(graph_module: GraphModule, readers: Mapping[str, int], product: Node) 
     for source, factor in pairs:
         if not isinstance(source, Node) or _sizes(source) != _sizes(product):
             continue
-        layer, axis = _layer(source)
-        numbers = _numbers(graph_module, factor, source.meta["val"], axis)
+        layer, axis, clipped = _layer(source)
+        numbers = stored_numbers(graph_module, factor, source.meta["val"], axis)
         if layer is None or numbers is None or any(readers[str(n.target)] > 1 for n in _stored_of(layer)):
+            continue
+        if clipped and not bool((numbers > 0).all()):
             continue
         if product.target is aten.div.Tensor:
             numbers = 1 / numbers
@@ -63,16 +66,19 @@ def _fold(graph_module: GraphModule, readers: Mapping[str, int], product: Node) 
     return None
 
 
-def _layer(node: Node) -> tuple[Node | None, int | None]:
-    """The layer whose results alone ``node`` holds, and the axis of its channels there, None where it is split."""
+def _layer(node: Node) -> tuple[Node | None, int | None, bool]:
+    """The layer whose results alone ``node`` holds, the axis of its channels there, and whether ReLU is in between.
+
+    The axis is None where it is split.
+    """
     if len(node.users) != 1:
-        return None, None
+        return None, None, False
     if node.target in _LAYERS:
         plain = isinstance(node.args[1], Node) and all(value.op == "get_attr" for value in _stored_of(node))
-        return (node if plain else None), node.meta["val"].dim() - 1 if node.target is aten.linear.default else 1
-    source = node.args[0] if node.target in _SHAPED else None
-    layer, axis = _layer(source) if isinstance(source, Node) else (None, None)
-    return layer, None if axis is None else _moved(node, axis)
+        return (node if plain else None), node.meta["val"].dim() - 1 if node.target is aten.linear.default else 1, False
+    source = node.args[0] if node.target in (*_SHAPED, *_CLIPS) else None
+    layer, axis, clipped = _layer(source) if isinstance(source, Node) else (None, None, False)
+    return layer, None if axis is None else _moved(node, axis), clipped or node.target in _CLIPS
 
 
 def _stored_of(layer: Node) -> list[Node]:
@@ -84,7 +90,7 @@ def _moved(node: Node, axis: int) -> int | None:
     """Where an axis of the input of a move is in its output; None where it is split or joined with others."""
     source, after = node.args[0], int(node.meta["val"].dim())
     assert isinstance(source, Node)
-    if node.target in _SAME:
+    if node.target in (*_SAME, *_CLIPS):
         return axis
     if node.target is aten.permute.default:
         return [int(str(place)) % after for place in node.args[1]].index(axis)  # type: ignore[union-attr]
@@ -104,8 +110,11 @@ def _sizes(node: Node) -> list[str]:
     return [str(size) for size in node.meta["val"].shape]
 
 
-def _numbers(graph_module: GraphModule, factor: Any, value: Tensor, axis: int | None) -> Tensor | None:
-    """The factor in float64, one for each channel or one for all; None where it is computed or of another axis."""
+def stored_numbers(graph_module: GraphModule, factor: Any, value: Tensor, axis: int | None) -> Tensor | None:
+    """Numbers in float64, one for each index of an axis of ``value`` or one for all; None where they are no such.
+
+    They are given as a number or a node, and None where they are computed.
+    """
     if isinstance(factor, int | float):
         return torch.tensor([float(factor)], dtype=torch.float64)
     stored = _stored(graph_module, factor)

@@ -23,6 +23,7 @@ from qtool.form import QuantizedModel
 from qtool.models import check_finite
 from qtool.nested import Once, call
 from qtool.quantization import pt2e
+from qtool.quantization.affines import write_affines
 from qtool.quantization.algorithms import ALGORITHMS, samples_read
 from qtool.quantization.algorithms.passes import Passes
 from qtool.quantization.algorithms.subject import Report, silent
@@ -228,6 +229,8 @@ def _spell_for(target: Target, graph: GraphModule) -> None:
     if target.flat_linears:
         flatten_linears(graph)
     write_products(graph, target.products)
+    if not target.scales_in_float:
+        write_affines(graph, target)
     if target.attention:
         write_attention(graph)
 

@@ -43,6 +43,7 @@ FOLDED: dict[str, Callable[[Scaled, Tensor], Tensor]] = {
     "behind views": lambda m, x: (m.conv(x).flatten(2) * m.gain[:, None]).flatten(1) * m.one,
     "of a transposed convolution": lambda m, x: m.turned(x) * m.of_six,
     "a number": lambda m, x: x + m.conv(x) * 0.5 / 3,
+    "behind ReLU": lambda m, x: m.conv(x).relu() * m.gain.abs().view(4, 1, 1) * 3,
     "a number of heads": lambda m, x: m.linear(x.flatten(2).mT).unflatten(2, (2, 2)).transpose(1, 2) * 0.5,
 }  # fmt: skip
 
@@ -61,7 +62,8 @@ def test_a_product_behind_a_layer_is_in_its_weights(name: str) -> None:
 
 
 LEFT: dict[str, Callable[[Scaled, Tensor], Tensor]] = {
-    "behind an activation": lambda m, x: m.conv(x).relu() * 0.5,
+    "behind an activation": lambda m, x: m.conv(x).sigmoid() * 0.5,
+    "behind ReLU, below zero": lambda m, x: m.conv(x).relu() * -0.5,
     "a value that is read twice": lambda m, x: (y := m.conv(x)) * 0.5 + y,
     "along another axis": lambda m, x: m.conv(x[..., :4]) * m.gain,
     "channels that a view splits": lambda m, x: m.conv(x).reshape(-1, 2, 2, 36) * m.gain[:2, None, None],

@@ -1,0 +1,111 @@
+"""Products and sums with stored numbers between integers, written as a convolution of one tap for each channel.
+
+    y = f · x + h,    f and h one number for each channel, or one for all
+
+is what a batch-norm does (``norms.py``) and has the same integer kernel, whatever the model calls it: a learnable
+affine behind an activation (HGNetV2), a gain (networks without normalisation). As a product and a sum with constants
+it would run in float, with everything behind it. What :func:`~qtool.quantization.scales.fold_scales` can fold into a
+layer has been folded before.
+
+Left as it is: what stands between floats, where a convolution would round its input; and vectors.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from qtool.quantization.capture import aten, drop_unused, set_parameter
+from qtool.quantization.scales import stored_numbers
+from qtool.quantization.targets import RELU_LIKE, Target
+
+_DEPTHWISE = {3: aten.conv1d.default, 4: aten.conv2d.default, 5: aten.conv3d.default}
+_PRODUCTS = (aten.mul.Tensor, aten.div.Tensor)
+_SUMS = (aten.add.Tensor, aten.sub.Tensor)
+_ABSORBED = (*RELU_LIKE, aten.batch_norm.default)
+
+
+def write_affines(graph_module: GraphModule, target: Target) -> list[Node]:
+    """Rewrites in place each product and sum with stored numbers of what is integer; returns the convolutions."""
+    made: list[Node] = []
+    integer: set[Node] = set()
+    for node in list(graph_module.graph.nodes):
+        if node.op != "call_function" or node in integer:
+            continue
+        if _runs_in_integers(node, target, integer):
+            integer.add(node)
+        elif (ends := _affine(graph_module, node, integer)) is not None and _is_read_in_integers(ends[0], target):
+            made.append(_convolve(graph_module, node, *ends))
+            integer.add(made[-1])
+    if made:
+        graph_module.graph.eliminate_dead_code()
+        drop_unused(graph_module)
+        graph_module.graph.lint()
+        graph_module.recompile()
+    return made
+
+
+def _runs_in_integers(node: Node, target: Target, integer: set[Node]) -> bool:
+    """Whether the target has an integer kernel for an operator of such operands, as far as is known before a plan."""
+    tensors = [source for source in node.all_input_nodes if isinstance(source.meta.get("val"), Tensor)]
+    for pattern in target.patterns:
+        if node.target not in pattern.anchors or pattern.in_float or (pattern.accepts and pattern.accepts(node)):
+            continue
+        if pattern.weighted:
+            return all(source.op == "get_attr" for source in tensors[1:])
+        return all(source in integer for source in tensors)
+    return node.target in _ABSORBED and tensors[0] in integer
+
+
+def _is_read_in_integers(node: Node, target: Target) -> bool:
+    anchors = {anchor for pattern in target.patterns if not pattern.in_float for anchor in pattern.anchors}
+    absorbed = (user for user in node.users if user.target in _ABSORBED)
+    return any(user.target in anchors for user in node.users) or any(
+        _is_read_in_integers(user, target) for user in absorbed
+    )
+
+
+def _affine(graph_module: GraphModule, node: Node, integer: set[Node]) -> tuple[Node, Node, Tensor, Tensor] | None:
+    """The last operator of an affine that begins at ``node``, what it is of, its factor and its shift."""
+    none = torch.zeros(1, dtype=torch.float64)
+    found = _step(graph_module, node, integer)
+    if found is None:
+        return None
+    source, numbers = found
+    if node.target in _SUMS:
+        return node, source, 1 + none, numbers
+    follower = next(iter(node.users))
+    more = _step(graph_module, follower, {node}) if len(node.users) == 1 and follower.target in _SUMS else None
+    return (node, source, numbers, none) if more is None else (follower, source, numbers, more[1])
+
+
+def _step(graph_module: GraphModule, node: Node, integer: set[Node]) -> tuple[Node, Tensor] | None:
+    """What a product or a sum with stored numbers is of, and the numbers: factors, or summands."""
+    if node.target not in (*_PRODUCTS, *_SUMS) or node.kwargs or node.meta["val"].dim() not in _DEPTHWISE:
+        return None
+    pairs = [node.args[:2]] if node.target in (aten.div.Tensor, aten.sub.Tensor) else [node.args[:2], node.args[1::-1]]
+    for source, given in pairs:
+        if not isinstance(source, Node) or source not in integer or not isinstance(node.meta["val"].shape[1], int):
+            continue
+        numbers = stored_numbers(graph_module, given, node.meta["val"], 1)
+        if numbers is not None and [*map(str, source.meta["val"].shape)] == [*map(str, node.meta["val"].shape)]:
+            return source, {aten.div.Tensor: 1 / numbers, aten.sub.Tensor: -numbers}.get(node.target, numbers)
+    return None
+
+
+def _convolve(graph_module: GraphModule, first: Node, last: Node, source: Node, factor: Tensor, shift: Tensor) -> Node:
+    rank, channels = last.meta["val"].dim(), last.meta["val"].shape[1]
+    tall = factor.expand(channels).reshape(-1, *[1] * (rank - 1))
+    values = {f"{first.name}_weight": tall, f"{first.name}_bias": shift.expand(channels)}
+    ones, zeros = [1] * (rank - 2), [0] * (rank - 2)
+    with last.graph.inserting_before(last):
+        stored = []
+        for name, value in values.items():
+            set_parameter(graph_module, name, value.float().contiguous())
+            stored.append(last.graph.get_attr(name))
+            stored[-1].meta["val"] = last.meta["val"].new_empty(list(value.shape))
+        made = last.graph.call_function(_DEPTHWISE[rank], (source, *stored, ones, zeros, ones, channels))
+    made.meta = dict(last.meta)
+    last.replace_all_uses_with(made)
+    return made
