@@ -16,6 +16,7 @@ Left out on purpose: several machines, which are ``torchrun``'s.
 from __future__ import annotations
 
 import contextlib
+import logging
 import multiprocessing
 import multiprocessing.util
 import os
@@ -62,7 +63,7 @@ def launch(function: Callable[..., object], count: int, *arguments: Any) -> None
     """
     from torch._C._distributed_c10d import TCPStore
 
-    sent = _packed((function, arguments, list(warnings.filters)))
+    sent = _packed((function, arguments, list(warnings.filters), logging.root.manager.disable))
     store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
     running = [_start(sent, rank, count, store.port) for rank in range(count)]
     try:
@@ -157,7 +158,8 @@ def _main(sent: bytes, rank: int, count: int, port: int, reports: Connection) ->
     os.environ |= {"MASTER_ADDR": _HOST, "TORCHELASTIC_USE_AGENT_STORE": "True"}
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
     try:
-        function, arguments, filters = pickle.loads(sent)
+        function, arguments, filters, silent = pickle.loads(sent)
+        logging.disable(silent)
         warnings.filters[:] = filters  # type: ignore[index]
         warnings.formatwarning = warning_line
         if rank:  # the first one's are enough

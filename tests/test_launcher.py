@@ -1,3 +1,4 @@
+import logging
 import multiprocessing
 import os
 import signal
@@ -13,7 +14,8 @@ RANK = "RANK"
 
 
 def write_place(folder):
-    (folder / os.environ[RANK]).write_text(f"{os.environ['LOCAL_RANK']} of {os.environ['WORLD_SIZE']}")
+    silent = logging.root.manager.disable
+    (folder / os.environ[RANK]).write_text(f"{os.environ['LOCAL_RANK']} of {os.environ['WORLD_SIZE']}, {silent}")
 
 
 def fail_in_one(wait_file):
@@ -51,9 +53,10 @@ def test_semaphores_end_with_their_process(tmp_path):
     assert not Path("/dev/shm", f"sem.{name}").exists()
 
 
-def test_processes_know_their_places(tmp_path):
+def test_processes_know_their_places_and_what_is_not_to_be_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(logging.root.manager, "disable", logging.WARNING)
     launch(write_place, 2, tmp_path)
-    assert sorted((p.name, p.read_text()) for p in tmp_path.iterdir()) == [("0", "0 of 2"), ("1", "1 of 2")]
+    assert sorted((p.name, p.read_text()) for p in tmp_path.iterdir()) == [("0", "0 of 2, 30"), ("1", "1 of 2, 30")]
 
 
 def test_an_error_in_one_ends_the_others(tmp_path):

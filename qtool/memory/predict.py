@@ -46,7 +46,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from qtool import processes
 from qtool.devices import resolve_device
-from qtool.errors import QtoolError
+from qtool.errors import UsageError
 from qtool.memory.compiled import Compiled, capture
 from qtool.memory.gpu_scratch import Gpu
 from qtool.memory.scratch import COPIED, Scratch
@@ -101,11 +101,7 @@ def predict(
     are: what cannot run for real cannot be predicted. ``scratch`` remembers operators from one prediction to the next.
     """
     start = time.monotonic()
-    if config.compile and config.strategy == "fsdp":
-        raise QtoolError(
-            "prediction", "--compile of a whole model", "--strategy fsdp, whose blocks are compiled one by one",
-            "leave --compile out here",
-        )  # fmt: skip
+    require_predictable(config)
     # New strides for fake parameters crash torch. Sizes are the same without; only what operators take depends on them
     layout, compiles = config.channels_last and config.strategy != "fsdp", config.compile
     config = replace(config, channels_last=False, compile=False)
@@ -124,6 +120,16 @@ def predict(
                 setup.replica = _compiled(setup, value, mode)
             tracker = Tracker(setup.device, scratch or Scratch(), layout)
             return _predicted(setup, (value, target), total, loss, start, tracker, copies)
+
+
+def require_predictable(config: TrainConfig) -> None:
+    """Raises UsageError for a combination of options whose memory is not predicted."""
+    if config.compile and config.strategy == "fsdp":
+        raise UsageError(
+            "--compile", "a model compiled as a whole, whose memory can be predicted",
+            "--strategy fsdp, whose blocks are compiled one by one",
+            "leave --compile out here",
+        )  # fmt: skip
 
 
 def _fake(model: nn.Module, device: torch.device) -> nn.Module:

@@ -54,9 +54,11 @@ def predict_memory(
     could open.
     """
     config = configured(TrainConfig, config, options)
+    from qtool.memory.predict import require_predictable
     from qtool.training import rules
 
     rules.check(config)
+    require_predictable(config)
     spec = {"model": model, "data": data, "task": task}
     if config.batch_size == AUTO:
         raise UsageError("--batch-size auto", "a number", "auto", "name one here: train tells which it found")
