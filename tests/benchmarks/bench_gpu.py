@@ -14,9 +14,10 @@ and the claims they bear on:
 - ``accuracy/NAME``: top-1 of precisions and optimizers on the embedded images, over three seeds.
 
 A part that fails is written down with its message, and the next one is measured; what is claimed comes first. Called
-again, the command goes on with what is missing or has failed, so it can be given in pieces of ten minutes. Whole epochs
-of real images (``--data`` without ``--steps``) take longer: pass ``--minutes 30``. TF32 is switched off. ``--quick``
-takes small nets and few steps, also on a CPU, to see that the script itself works.
+again, the command goes on with what is missing, has failed or was measured with other options, so it can be given in
+pieces of ten minutes; on another machine it goes on from ``DIR/gpu.json`` alone. Whole epochs of real images
+(``--data`` without ``--steps``) take longer: pass ``--minutes 30``. TF32 is switched off. ``--quick`` takes small nets
+and few steps, also on a CPU, to see that the script itself works.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 LEAST = "ladder/6"
 """The rung below the published ladder."""
+MACHINE = "machine"
 
 
 def main(words: list[str] | None = None) -> int:
@@ -54,17 +56,20 @@ def main(words: list[str] | None = None) -> int:
 
 def everything(options: argparse.Namespace, words: list[str]) -> int:
     """Measures what is missing, and returns how many parts failed."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # so that the part at work is stopped too
     (options.out / "parts").mkdir(exist_ok=True)
+    _restore(options)
+    _write(_file(options, MACHINE), _in_process(options, MACHINE, words))
     wanted = tuple((options.parts or "").split(","))
     names = [name for name in _parts(options) if name.startswith(wanted)]
     for name in names:
-        file = _file(options, name)
-        if file.exists() and "failed" not in json.loads(file.read_text()):
+        if _is_done(options, name):
             continue
         print(f"{name} …", end=" ", flush=True)
         start = time.monotonic()
         found = _in_process(options, name, words)
-        _write(file, found | {"part": name, "quick": options.quick, "seconds": round(time.monotonic() - start, 1)})
+        about = {"part": name, "options": _compared(options), "seconds": round(time.monotonic() - start, 1)}
+        _write(_file(options, name), found | about)
         print(found.get("failed") or "done", flush=True)
         _write(options.out / "gpu.json", gathered(options))
     result = gathered(options)
@@ -72,6 +77,26 @@ def everything(options: argparse.Namespace, words: list[str]) -> int:
     for claim in result["claims"]:
         print(f"{'yes' if claim['met'] else 'NO '} {claim['claim']}: {claim['value']:.4g} (bound {claim['bound']:.4g})")
     return sum("failed" in result["parts"][name] for name in names)
+
+
+def _restore(options: argparse.Namespace) -> None:
+    """Gives the parts in ``gpu.json`` their files again, where that came here alone."""
+    whole = options.out / "gpu.json"
+    known = json.loads(whole.read_text())["parts"] if whole.exists() else {}
+    for name, part in known.items():
+        if not _file(options, name).exists():
+            _write(_file(options, name), part)
+
+
+def _is_done(options: argparse.Namespace, name: str) -> bool:
+    file = _file(options, name)
+    found = json.loads(file.read_text()) if file.exists() else {"failed": "not measured"}
+    return "failed" not in found and found.get("options") == _compared(options)
+
+
+def _compared(options: argparse.Namespace) -> dict[str, Any]:
+    """The options that change what is measured."""
+    return {name: getattr(options, name) for name in ("device", "data", "steps", "quick")}
 
 
 def one(options: argparse.Namespace) -> int:
@@ -82,7 +107,7 @@ def one(options: argparse.Namespace) -> int:
     from qtool.errors import QtoolError
 
     try:
-        found = _parts(options)[options.one](_told(options))
+        found = machine() if options.one == MACHINE else _parts(options)[options.one](_told(options))
     except QtoolError as error:
         found = {"failed": str(error)}
     _write(_file(options, options.one), found)
@@ -118,16 +143,15 @@ def _in_process(options: argparse.Namespace, name: str, words: list[str]) -> dic
     log = file.with_suffix(".log")
     with log.open("w") as told:
         command = [sys.executable, str(Path(__file__).resolve()), *words, "--one", name]
+        running = subprocess.Popen(command, env=environment, stdout=told, stderr=told, start_new_session=True)
         try:
-            running = subprocess.Popen(command, env=environment, stdout=told, stderr=told, start_new_session=True)
             code = running.wait(60 * options.minutes)
         except subprocess.TimeoutExpired:
-            os.killpg(running.pid, signal.SIGKILL)  # with the processes that it has started, which hold the GPU too
-            running.wait()
             return {"failed": f"not done after {options.minutes:g} minutes"}
-        except KeyboardInterrupt:
-            os.killpg(running.pid, signal.SIGKILL)
-            raise
+        finally:
+            if running.poll() is None:
+                os.killpg(running.pid, signal.SIGKILL)  # with the processes that it has started, which hold the GPU too
+                running.wait()
     if code == 0 and file.exists():
         found: dict[str, Any] = json.loads(file.read_text())
         return found
@@ -139,10 +163,12 @@ def gathered(options: argparse.Namespace) -> dict[str, Any]:
     """All that is measured so far, the machine, and the claims that can be judged by it."""
     found = [json.loads(path.read_text()) for path in sorted((options.out / "parts").glob("*.json"))]
     parts = {part["part"]: part for part in found if "part" in part}
-    return {"machine": machine(), "data": options.data, "claims": claims(parts), "parts": parts}
+    about = json.loads(_file(options, MACHINE).read_text())
+    return {"machine": about, "data": options.data, "claims": claims(parts), "parts": parts}
 
 
 def machine() -> dict[str, Any]:
+    """What the figures are of; asked in a process of its own, since a driver that fails must not end the whole."""
     import torch
 
     from qtool.artifacts import cpu_info, environment
@@ -194,7 +220,7 @@ def claims(parts: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def _write(path: Path, value: Mapping[str, Any]) -> None:
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(value, indent=1) + "\n")
+    temporary.write_text(json.dumps(value, indent=1, default=str) + "\n")
     temporary.replace(path)
 
 

@@ -121,7 +121,7 @@ def rung(options: Options, number: int) -> dict[str, Any]:
 
 def technique(options: Options, changes: dict[str, Any]) -> dict[str, Any]:
     """The same of some techniques on their own, at batch 16."""
-    shared = {"batch_size": options.batch_size, "grad_clip": None, "device": options.device}
+    shared = {"batch_size": options.batch_size, "grad_clip": None, "learning_rate": 5e-5, "device": options.device}
     return _trained(options, TrainConfig(**shared | {"max_steps": options.steps or 20} | changes))
 
 
@@ -151,7 +151,8 @@ def _write_weights(spec: dict[str, str], file: Path) -> None:
 
     made = open_source(spec["model"], spec["data"], seed=0).model
     assert made is not None
-    save_file(made.state_dict(), file)
+    save_file(made.state_dict(), file.with_suffix(".part"))
+    file.with_suffix(".part").replace(file)
 
 
 def create(options: Options, on_device: bool) -> dict[str, Any]:
@@ -204,7 +205,7 @@ def int8(options: Options, provider: str) -> dict[str, Any]:
     calibration = "train:8" if quick else "train:64"
     qtool.quantize(network, data, out=run, target=PROVIDERS[provider], calibration=calibration, trust=True)
     if not provider.startswith("torch"):
-        qtool.export(run, parity_samples=8, reference_samples=1, trust=True, resume=True)
+        qtool.export(run, parity_samples=16 if quick else 64, reference_samples=1, trust=True, resume=True)
     found: dict[str, Any] = qtool.benchmark(
         run, out=run / provider, provider=provider, trust=True, batch_sizes=(1,) if quick else (1, 32),
         allow_slower=True, seconds=0.05 if quick else 10.0, samples=8 if quick else 64, device=options.device,

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
+import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,9 +29,39 @@ def test_parts_are_measured_failures_told_and_what_is_missing_made_up_for(tmp_pa
     assert result["machine"]["gpus"] == []
     assert result["parts"]["rounding/adaround"]["images"] == 16
     assert result["parts"]["rounding/adaround"]["quantize_seconds"] > 0
-    before = (tmp_path / "parts" / "create--on-device.json").stat().st_mtime_ns
-    assert bench_gpu.main(words) == 1
-    assert (tmp_path / "parts" / "create--on-device.json").stat().st_mtime_ns == before
+    for file in (tmp_path / "parts").iterdir():
+        file.unlink()
+    assert bench_gpu.main(words) == 1  # gpu.json alone is enough to go on from
+    again = json.loads((tmp_path / "gpu.json").read_text())
+    assert again["parts"]["rounding/adaround"] == result["parts"]["rounding/adaround"]
+    options = argparse.Namespace(out=tmp_path, device="cpu", data=None, steps=None, quick=True)
+    assert bench_gpu._is_done(options, "create/on-device")
+    options.quick = False
+    assert not bench_gpu._is_done(options, "create/on-device"), "what was measured otherwise is measured again"
+
+
+def test_a_part_that_is_stopped_or_breaks_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sleeping process in place of the script, told to stop as by a scheduler, and after its time."""
+
+    def stop(*_: Any) -> None:
+        raise SystemExit
+
+    script = tmp_path / "script.py"
+    script.write_text("import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(99)")
+    monkeypatch.setattr(bench_gpu, "__file__", str(script))
+    (tmp_path / "parts").mkdir()
+    options = argparse.Namespace(out=tmp_path, minutes=0.02)
+    assert bench_gpu._in_process(options, "a", [str(tmp_path / "a")]) == {"failed": "not done after 0.02 minutes"}
+    options.minutes, before = 9.0, signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, 1.0)
+    with pytest.raises(SystemExit):
+        bench_gpu._in_process(options, "a", [str(tmp_path / "b")])
+    signal.signal(signal.SIGALRM, before)
+    for name in ("a", "b"):
+        with pytest.raises(ProcessLookupError):
+            os.kill(int((tmp_path / name).read_text()), 0)
 
 
 def test_every_rung_and_every_part_has_a_name() -> None:
