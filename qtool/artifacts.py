@@ -297,8 +297,19 @@ def settle(run: Path, stage: str) -> None:
             if (run / path.name).is_dir():
                 shutil.rmtree(run / path.name)
             path.replace(run / path.name)
+        for name in _files(run / result.name) - _files(result):  # of another model than the one that is there now
+            (run / name).unlink(missing_ok=True)
         result.replace(run / result.name)
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def _files(result: Path) -> set[str]:
+    """The files, not folders, that a result names; none where it cannot be read."""
+    try:
+        outputs = json.loads(result.read_text(encoding="utf-8"))["outputs"].values()
+        return {Path(entry["file"]).name for entry in outputs if not (result.parent / entry["file"]).is_dir()}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return set()
 
 
 def mark_stale(run: Path, stage: str, reason: str) -> None:

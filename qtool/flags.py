@@ -260,6 +260,8 @@ def _usage(error: click.ClickException) -> UsageError:
     where = ctx.command_path if ctx else "qtool"
     see = f"see '{where} --help'"
     if isinstance(error, click.NoSuchOption):
+        if error.option_name[1:].isdecimal():
+            return UsageError(where, "a known option", error.option_name, "write -- before numbers below zero")
         close = difflib.get_close_matches(error.option_name, error.possibilities or (), n=1, cutoff=0.0)
         return UsageError(where, "a known option", error.option_name, f"did you mean {close[0]}?" if close else see)
     if isinstance(error, click.MissingParameter) and error.param:

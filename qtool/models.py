@@ -90,7 +90,8 @@ def _safetensors(weights: str | Path | None) -> Path:
     """The safetensors file that ``weights`` names. Raises UsageError where it is another kind of file, or none."""
     file = weights_file(Path(weights)) if weights is not None and str(weights) != PRETRAINED else None
     if file is None or file.suffix != ".safetensors":
-        raise UsageError(WHERE, "--weights FILE.safetensors or a run directory", str(weights), "name such a file")
+        got = "no --weights" if weights is None else str(weights)
+        raise UsageError(WHERE, "--weights FILE.safetensors or a run directory", got, "name such a file")
     return file
 
 

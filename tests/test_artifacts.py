@@ -71,6 +71,16 @@ def test_a_committed_stage_reads_back(tmp_path: Path) -> None:
     assert not pending(tmp_path / "run", "train").exists()
 
 
+def test_what_only_the_result_before_had_is_gone(tmp_path: Path) -> None:
+    commit(tmp_path, {"model": "old", "adapter": "of the old one"})
+    (tmp_path / "mine.txt").write_text("a user's")
+    commit(tmp_path, {"model": "new"})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.txt", "model.txt", "train.json"]
+    (tmp_path / "train.json").write_text("damaged")
+    commit(tmp_path, {"other": "new"})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.txt", "model.txt", "other.txt", "train.json"]
+
+
 def test_what_depends_on_the_machine_is_recorded(tmp_path: Path) -> None:
     found = commit(tmp_path, {})["environment"]
     assert found["packages"]["torch"]

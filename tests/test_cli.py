@@ -162,6 +162,7 @@ def test_completion_completes_commands_options_choices_and_recipes(words: str, f
     ("words", "parts"),
     [
         (["trian"], ["a command", "'trian'", "did you mean 'train'?"]),
+        (["numerics", "-1.5"], ["qtool numerics", "-1", "write -- before numbers below zero"]),
         (["train", "--modle", "resnet"], ["qtool train", "--modle", "did you mean --model?"]),
         (["train", "--data", "fashion-mnist", "--out", "x"], ["qtool train: expected --model; got nothing"]),
         (["train", "--model", "resnet", "--out", "x"], ["expected --data"]),
