@@ -77,6 +77,22 @@ def test_means_are_carried_through_the_graph() -> None:
         torch.testing.assert_close(mean, wanted, rtol=0, atol=0.12)
 
 
+def test_a_sum_with_a_stored_tensor_is_of_unknown_mean() -> None:
+    class Placed(Residual):
+        def __init__(self) -> None:
+            super().__init__()
+            self.places = nn.Parameter(torch.randn(1, 16, 8, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.first(x)
+            return self.head(self.body(y + self.places if hasattr(self, "places") else y))
+
+    graph = float_form(Placed(), noise(4, 0))
+    known = {node.target for node in distributions(graph)}
+    assert aten.conv2d.default in known
+    assert aten.add.Tensor not in known
+
+
 def test_the_correction_is_about_that_of_data() -> None:
     """Weights far too coarse, activations nearly exact: what is left of each mean shift is small."""
     shifts = []

@@ -103,8 +103,8 @@ def _distribution(node: Node, found: dict[Node, Normal]) -> Normal | None:
     if node.target in RELU_LIKE:
         return clipped(*first, *clip_limits(node))
     if node.target is aten.add.Tensor and keeps_channels(node):
-        left, right = (found[operand] for operand in node.args[:2])  # type: ignore[index]
-        return left[0] + right[0], left[1] + right[1]
+        left, right = (found.get(operand) for operand in node.args[:2])  # type: ignore[arg-type]
+        return None if left is None or right is None else (left[0] + right[0], left[1] + right[1])
     if node.target not in _PADS and not keeps_channels(node):
         return None
     return (first[0], torch.zeros_like(first[1])) if _is_whole_mean(node) else first
