@@ -5,9 +5,9 @@ A convolution is linear in its weights, and so is a sum of several of the same i
     conv(x; W, b) ± conv(x; V, c) = conv(x; W ± V', b ± c),    V' the kernel V among zeros of W's size
 
 (arXiv 2101.03697). A batch-norm of the input is a kernel that is a diagonal at its centre, and the input itself the
-unit matrix there. Models that are to run so have a method that merges them; where nobody called it, the merged layer is
-what is quantized: one rounding instead of one for each branch and each sum, in a fraction of the time. The float
-reference stays as it was given.
+unit matrix there. Models that are to run so have a method that merges them. Where nobody called it, it is done here, in
+the float reference too, as batch-norm is folded: one rounding instead of one for each branch and each sum, and a
+fraction of the time.
 
 The input itself is merged only where a batch-norm reads the sum, which is how such blocks end: elsewhere it is the
 residual connection, which the weights' 8 bits should not have to hold. A network that trains goes on merged, with the

@@ -97,7 +97,7 @@ def from_eager(
     label_units(placement, pairs)
     units = tuple(_unit(placed, pairs) for placed in placement.placed if placed.unit.kind != "move")
     plan = Plan(chosen.name, units, finish(graph, chosen))
-    float_graph = float_form(float_model, example_inputs) if float_model is not None else None
+    float_graph = float_form(float_model, example_inputs, merged=False) if float_model is not None else None
     made = QuantizedModel(graph, plan, example_inputs, float_graph)
     _check(made, expected)
     return made

@@ -131,7 +131,7 @@ def convert(
             )
     if iter(calibration) is calibration:
         calibration = _again(calibration, config, keep)
-    float_graph = float_form(model, example)
+    float_graph = float_form(model, example, merged=config.engine == "pt2e")
     passes = Passes(config, calibration, keep=keep, report=report, scratch=scratch)
     prepared = _prepare(model, float_graph, config, example, passes)
     _fix_ranges(prepared)
@@ -184,11 +184,16 @@ def sensitivities(
     return SecondOrder(*parts, state) if kind == "second-order" else Sensitivities(*parts, state)
 
 
-def float_form(model: nn.Module, example: Any) -> GraphModule:
-    """The captured float model in evaluation form, batch-norm folded: the reference of every comparison."""
+def float_form(model: nn.Module, example: Any, *, merged: bool = True) -> GraphModule:
+    """The captured float model in evaluation form: the reference of every comparison.
+
+    Batch-norm is folded, and parallel branches are one convolution unless they are not to be ``merged``.
+    """
     graph = capture(model, example)
     remove_dropout(graph)
     fold_batch_norm(graph)
+    if merged:
+        merge_branches(graph)
     fold_computed(graph)
     label(graph)
     return graph
@@ -213,7 +218,8 @@ def _prepare(
         )
         return _weighed(prepared, gains)
     graph = capture(model, example, train=True) if train else copied(float_graph)
-    merge_branches(graph, train=train)
+    if train:
+        merge_branches(graph, train=True)
     _spell_for(target, graph)
     placement = Placement(graph, target, config.overrides)
     passes.improve(graph, placement)

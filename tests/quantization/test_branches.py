@@ -58,7 +58,7 @@ def test_branches_are_one_convolution(name: str) -> None:
     torch.manual_seed(0)
     write, sums = MERGED[name]
     model, x = Branches(write).eval(), torch.randn(2, 4, 7, 7)
-    graph = float_form(model, x)
+    graph = float_form(model, x, merged=False)
     (_,) = merge_branches(graph)
     targets = [node.target for node in graph.graph.nodes if node.op == "call_function"]
     assert targets.count(aten.conv2d.default) == 1
@@ -86,19 +86,30 @@ LEFT: dict[str, Write] = {
 def test_what_is_no_one_convolution_stays(name: str) -> None:
     torch.manual_seed(0)
     model, x = Branches(LEFT[name]).eval(), torch.randn(2, 4, 7, 7)
-    graph = float_form(model, x)
+    graph = float_form(model, x, merged=False)
     assert not merge_branches(graph)
     torch.testing.assert_close(graph(x), model(x))
 
 
-def test_the_plan_has_one_unit_and_the_float_reference_all_branches() -> None:
+@pytest.mark.parametrize(("engine", "units"), [("pt2e", 3), ("torch.ao", 7)])
+def test_the_plan_and_the_float_reference_have_one_layer(engine: str, units: int) -> None:
     torch.manual_seed(0)
-    model, x = Branches(rep_vgg).eval(), torch.randn(4, 4, 7, 7)
-    net = nn.Sequential(nn.Conv2d(4, 4, 1), model, nn.Conv2d(4, 4, 1)).eval()
-    made = quantize(net, QuantizeConfig(), example=x, calibration=[x])
-    assert [(unit.kind, unit.integer) for unit in made.plan.units] == [("conv", True)] * 3
+
+    class RepVGG(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wide, self.small = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 1)
+            self.norm = nn.BatchNorm2d(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.relu(self.wide(x) + self.small(x) + self.norm(x))
+
+    net, x = nn.Sequential(nn.Conv2d(4, 4, 1), RepVGG(), nn.Conv2d(4, 4, 1)).eval(), torch.randn(4, 4, 7, 7)
+    made = quantize(net, QuantizeConfig(engine=engine), example=x, calibration=[x])
+    assert [unit.integer for unit in made.plan.units] == [True] * units
     assert made.float_graph is not None
-    assert aten.batch_norm.default in {node.target for node in made.float_graph.graph.nodes}
+    convolutions = [node for node in made.float_graph.graph.nodes if node.target is aten.conv2d.default]
+    assert len(convolutions) == (3 if engine == "pt2e" else 4)
     error = (made(x) - net(x)).square().mean() / net(x).square().mean()
     assert error < 1e-3
 
