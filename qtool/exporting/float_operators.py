@@ -210,7 +210,8 @@ def by_reference(
         for n, x in zip(names, arrays, strict=True)
         if x is not None
     ]
-    node = onnx.helper.make_node(op, names, results, **attributes)
+    given = {key: onnx.numpy_helper.from_array(a) if isinstance(a, np.ndarray) else a for key, a in attributes.items()}
+    node = onnx.helper.make_node(op, names, results, **given)
     graph = onnx.helper.make_graph([node], op, typed, [onnx.ValueInfoProto(name=name) for name in results])
     model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid(d, v) for d, v in opsets.items()])
     feeds = {n: x for n, x in zip(names, arrays, strict=True) if x is not None}

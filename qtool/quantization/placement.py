@@ -209,7 +209,8 @@ class Placement:
 
     def _accept(self, node: Node, pattern: Pattern) -> None:
         nodes = [node, *self._tail(node, pattern)]
-        quantized_output = pattern.quantizes_output and not (pattern.float_output and self._is_read_in_float(nodes[-1]))
+        gives_float = pattern.float_output and self._is_read_in_float(nodes[-1]) and not self._clips(nodes, pattern)
+        quantized_output = pattern.quantizes_output and not gives_float
         if pattern.joins and self._is_read_in_float(nodes[-1]):
             self._joined.add(nodes[-1])
             quantized_output = False
@@ -228,6 +229,15 @@ class Placement:
         self._taken.update(nodes)
         if quantized_output:
             self._integer[nodes[-1]] = placed
+
+    def _clips(self, nodes: list[Node], pattern: Pattern) -> bool:
+        """Whether the kernel has no activation of its own: it clips to the range of an output that it rounds.
+
+        With an activation behind it that others read, a kernel that gives float would be the runtime's float one.
+        """
+        own = any(activation not in RELU_LIKE for activation in pattern.activations)
+        inner = any(user.op != "output" for user in nodes[-1].users)
+        return nodes[-1].target in RELU_LIKE and inner and not own
 
     def _tail(self, node: Node, pattern: Pattern) -> list[Node]:
         """The batch-norm and the activation that fuse behind ``node``."""

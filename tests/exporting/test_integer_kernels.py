@@ -13,7 +13,7 @@ import torch
 from onnx import TensorProto
 from qdq_files import Array, Builder, needs_vnni, run
 
-from qtool.exporting.float_operators import EXACT, MOVERS, conv_transpose
+from qtool.exporting.float_operators import EXACT, MOVERS, conv_transpose, evaluate
 from qtool.exporting.integer_arithmetic import Affine, Quantized
 from qtool.exporting.integer_kernels import KERNELS, logistic, padding, repeats_along_rows
 
@@ -302,6 +302,12 @@ def test_elements_are_gathered_as_the_runtime_does(axis: int, tmp_path: Path) ->
     expected = run(builder.model(taken), {"x": x}, tmp_path)[0][0]
     found = MOVERS["GatherElements"]({"axis": axis}, torch.from_numpy(x), torch.from_numpy(indices))
     assert np.array_equal(found.numpy(), expected)
+
+
+def test_a_tensor_among_the_attributes_is_read() -> None:
+    given: dict[str, Any] = {"value": np.asarray([2.5], np.float32)}
+    (made,) = evaluate("ConstantOfShape", given, [torch.tensor([2, 3])], outputs=1, opsets={"": 21})
+    torch.testing.assert_close(made, torch.full((2, 3), 2.5))
 
 
 def test_logistic_is_a_sigmoid() -> None:

@@ -167,6 +167,8 @@ READERS: dict[str, tuple[Callable[[Any, Tensor, Tensor], Any], bool]] = {
     "a sum with itself": (lambda m, floats, y: y + y, True),
     "a sum with what comes later": (lambda m, floats, y: y + m.again(floats), True),
     "softmax and a layer": (lambda m, floats, y: (y.softmax(1), m.again(y)), True),
+    "softmax behind ReLU, which clips the integers": (lambda m, floats, y: y.relu().softmax(1), True),
+    "the end behind ReLU": (lambda m, floats, y: y.relu(), False),
 }
 
 
