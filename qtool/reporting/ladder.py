@@ -23,9 +23,20 @@ def ladder_lines(result: Result) -> Iterator[Any]:
     """The source, then a row for each rung; rungs that failed say why below."""
     rungs = result["rungs"]
     yield f"ladder: {result['source']['model']} on {result['source']['data']}, each rung on top of the one above it"
-    heads = ["rung", "predicted MB", "measured MB", "off by", "ms/step", "samples/s", "loss", *_metric_names(rungs)]
-    published = sorted({key for rung in rungs for key in rung["published"]})
-    yield table([*heads, *(f"published {key}" for key in published)], [_row(r, heads[7:], published) for r in rungs])
+    heads = [
+        "rung",
+        "predicted\nMB",
+        "measured\nMB",
+        "off by",
+        "ms\n/step",
+        "samples\n/s",
+        "loss",
+        *_metric_names(rungs),
+    ]
+    yield table(heads, [_row(rung, heads[7:]) for rung in rungs])
+    if published := sorted({key for rung in rungs for key in rung["published"]}):
+        yield ""
+        yield table(["published", *published], [_published_row(rung, published) for rung in rungs])
     if (count := max((len(rung.get("seeds", ())) for rung in rungs), default=1)) > 1:
         yield f"losses and metrics are means over {count} seeds"
     yield from (f"  {rung['name']}: {rung['failed']}" for rung in rungs if "failed" in rung)
@@ -36,7 +47,11 @@ def _metric_names(rungs: Sequence[Result]) -> list[str]:
     return sorted(names - {"num_samples", "loss"})
 
 
-def _row(rung: Result, metrics: Sequence[str], published: Sequence[str]) -> tuple[str, ...]:
+def _published_row(rung: Result, names: Sequence[str]) -> tuple[str, ...]:
+    return (rung["name"], *(_scaled(rung["published"].get(name)) for name in names))
+
+
+def _row(rung: Result, metrics: Sequence[str]) -> tuple[str, ...]:
     known = {
         "predicted": _scaled(rung.get("predicted_bytes"), 1 / MB), "measured": _scaled(rung.get("peak_bytes"), 1 / MB),
         "error": f"{rung['error']:+.1%}" if "error" in rung else UNKNOWN,
@@ -44,7 +59,7 @@ def _row(rung: Result, metrics: Sequence[str], published: Sequence[str]) -> tupl
         "loss": _scaled(rung.get("loss")),
     }  # fmt: skip
     found = (_scaled(rung.get("metrics", {}).get(name)) for name in metrics)
-    return (rung["name"], *known.values(), *found, *(_scaled(rung["published"].get(key)) for key in published))
+    return (rung["name"], *known.values(), *found)
 
 
 def _scaled(value: float | None, by: float = 1.0) -> str:

@@ -17,12 +17,12 @@ WIDTHS = ("32-bit", "16-bit", "8-bit", "4-bit")
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """A plain table: the first column to the left, figures to the right."""
+    """A plain table: the first column to the left, and broken where there is little room; figures to the right."""
     from rich.table import Table
 
     made = Table(box=None, pad_edge=False, header_style="bold")
     for index, head in enumerate(heads):
-        made.add_column(head, justify="right" if index else "left", no_wrap=True)
+        made.add_column(head, justify="right" if index else "left", no_wrap=index > 0)
     for row in rows:
         made.add_row(*row)
     return made

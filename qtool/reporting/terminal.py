@@ -6,6 +6,7 @@ files later are the same.
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,13 +21,20 @@ from qtool.reporting.tables import terminal
 
 Result = Mapping[str, Any]
 MIB = 2**20
+WIDE = 1000
+"""Columns where nobody looks at a terminal."""
 
 
 def show(kind: str, result: Result) -> None:
-    """Prints the result of a stage, of a whole run or of an inspection to standard output."""
+    """Prints the result of a stage, of a whole run or of an inspection to standard output.
+
+    To a terminal as wide as that is; to a file or another program each sentence in one line.
+    """
     from rich.console import Console
 
     console = Console(highlight=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = WIDE
     for item in STAGES[kind](result):
         console.print(item, markup=False)
 

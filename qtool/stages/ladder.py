@@ -25,7 +25,7 @@ from qtool.errors import QtoolError, UsageError, nearest, one_line
 from qtool.options import make
 from qtool.recipe import TrainConfig, as_dict
 from qtool.stages.common import AnyPath, Progress, teller, writable
-from qtool.stages.memory import predict_memory, trained
+from qtool.stages.memory import predict_memory, require_named, trained
 
 DEFAULT: tuple[tuple[str, dict[str, Any]], ...] = (
     ("as given", {}),
@@ -118,6 +118,7 @@ def climb(
     if missing := [key for key in ("model", "data") if key not in source]:
         raise UsageError("--ladder", "a model and data", f"no {missing[0]}", f"pass --{missing[0]}")
     wanted = replace(wanted, config=make(TrainConfig, as_dict(wanted.config) | options))
+    require_named(wanted.config)
     folder, tell = writable(out), teller(progress)
     rungs = []
     for rung, config in zip(wanted.rungs, configs(wanted), strict=True):

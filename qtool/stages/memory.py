@@ -60,13 +60,7 @@ def predict_memory(
     rules.check(config)
     require_predictable(config)
     spec = {"model": model, "data": data, "task": task}
-    if config.batch_size == AUTO:
-        raise UsageError("--batch-size auto", "a number", "auto", "name one here: train tells which it found")
-    if config.memory_budget is not None:
-        raise UsageError(
-            "--memory-budget", "the techniques themselves, whose peak is told", config.memory_budget,
-            "leave it out here: train chooses, and tells what",
-        )  # fmt: skip
+    require_named(config)
     if measure and not all(isinstance(value, str) for value in spec.values()):
         raise UsageError("argument 'measure'", "model, data and task as specs", "an object", "pass specs")
     predicted = _in_fresh_process(spec, config, "predict") if train else _predicted(spec, config)
@@ -79,6 +73,17 @@ def predict_memory(
         result["measured"] = measured = _in_fresh_process(spec, config, "train" if train else "measure")
         result["error"] = predicted["peak_bytes"] / measured["peak_bytes"] - 1
     return result
+
+
+def require_named(config: TrainConfig) -> None:
+    """Raises UsageError for a config that leaves the batch or the techniques open: its peak is what decides them."""
+    if config.batch_size == AUTO:
+        raise UsageError("--batch-size auto", "a number", "auto", "name one here: train tells which it found")
+    if config.memory_budget is not None:
+        raise UsageError(
+            "--memory-budget", "the techniques themselves, whose peak is told", config.memory_budget,
+            "leave it out here: train chooses, and tells what",
+        )  # fmt: skip
 
 
 def _arguments(spec: Spec, config: TrainConfig) -> tuple[Callable[[], Any], tuple[Any, Any], TrainConfig]:

@@ -113,3 +113,13 @@ def test_a_run_is_inspected_stage_by_stage_and_unit_by_unit(capsys: pytest.Captu
     assert ["integer", "reference", "not", "run", "this", "CPU", "has", "no", "VNNI"] in lines
     assert "stale: a gate failed" in text
     assert "made with qtool 0.1, torch 2.13, Python 3.12, on a CPU" in text
+
+
+def test_what_no_terminal_shows_is_a_line_for_each_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = TRAIN | {"metrics": {"num_samples": 1.0} | {f"a long metric {i}": 0.5 for i in range(20)}}
+    monkeypatch.setenv("COLUMNS", "80")
+    assert len(shown(capsys, "train", result).splitlines()) > 2
+    monkeypatch.delenv("COLUMNS")
+    assert len(shown(capsys, "train", result).splitlines()) == 2

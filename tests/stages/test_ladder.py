@@ -11,6 +11,7 @@ import pytest
 from qtool.errors import UsageError
 from qtool.recipe import TrainConfig
 from qtool.reporting.ladder import ladder_lines, picture
+from qtool.reporting.terminal import show
 from qtool.stages.ladder import DEFAULT, Ladder, Rung, climb, configs, load_ladder
 from qtool.training import rules
 
@@ -54,8 +55,33 @@ def test_each_rung_is_predicted_measured_and_trained(small_data: str, small_net:
     assert len(drawn.findall(f"{SVG}rect")) == 4
     lines = list(ladder_lines(found))
     assert lines[1].row_count == 3
-    assert "means over 2 seeds" in lines[2]
-    assert "too clever: --activation-checkpointing" in lines[3]
+    assert lines[3].row_count == 3
+    assert "means over 2 seeds" in lines[4]
+    assert "too clever: --activation-checkpointing" in lines[5]
+
+
+def test_figures_are_whole_where_there_is_little_room(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured = {"predicted_bytes": 23.3e6, "peak_bytes": 1234.5e6, "error": -0.009, "seconds_per_step": 0.0598}
+    scores = {"samples_per_s": 1070.0, "loss": 1.94, "metrics": {"top1": 0.1, "top5": 0.52}}
+    published = {"peak_gb": 26.84, "minutes": 17.88, "accuracy": 0.9606}
+    names = ("8-bit AdamW, stochastic rounding, step in backward, checkpointing", "other")
+    rungs = [{"name": name, "published": published, **measured, **scores} for name in names]
+    monkeypatch.setenv("COLUMNS", "80")
+    show("ladder", {"source": {"model": "m", "data": "d"}, "rungs": rungs})
+    told = capsys.readouterr().out
+    assert "…" not in told
+    rows = [line.split() for line in told.splitlines() if line.startswith("other")]
+    assert rows == [
+        ["other", "23.3", "1,234", "-0.9%", "59.8", "1,070", "1.94", "0.100", "0.520"],
+        ["other", "0.961", "17.9", "26.8"],
+    ]
+
+
+def test_a_ladder_needs_its_batch_and_techniques_named(small_net: str, small_data: str) -> None:
+    with pytest.raises(UsageError, match="--memory-budget: expected the techniques themselves"):
+        climb(None, model=small_net, data=small_data, memory_budget="1GiB")
 
 
 def test_changes_add_up() -> None:
