@@ -26,8 +26,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 
+from qtool import processes
 from qtool.checkpoint import register_tensor_class
 from qtool.devices import resolve_device
 from qtool.recipe import TrainConfig
@@ -98,15 +100,35 @@ def torchao(config: TrainConfig) -> Make:
 
 
 def _with_plain_rate(kind: Any) -> Any:
-    """torchao wants its learning rate in one tensor, so as not to be compiled anew for each; here it is a number."""
+    """torchao wants its learning rate in one tensor, so as not to be compiled anew for each; here it is a number.
+
+    Fake parameters are not updated: what that takes is allocated, their states, and both moments of each weight in turn
+    in float32, which the compiled update has side by side.
+    """
 
     class Plain(kind):  # type: ignore[misc]
-        def step(self, closure: Any = None) -> Any:
+        def step(self, closure: Any = None) -> None:
             group = self.param_groups[0]
+            if isinstance(processes.local(group["params"][0]), FakeTensor):
+                self._allocate(group["params"])
+                return
             rate = group["lr"]
             group["lr"] = torch.tensor(float(rate), dtype=torch.float32)
             super().step(closure)
             group["lr"] = rate
+
+        def _allocate(self, parameters: list[nn.Parameter]) -> None:
+            for parameter in parameters:
+                if parameter.grad is None:
+                    continue
+                moments = {"exp_avg": True, "exp_avg_sq": False}
+                if not self.state[parameter]:
+                    made = {name: self._new_buffer(parameter, signed) for name, signed in moments.items()}
+                    self.state[parameter] = {"step": torch.tensor(0.0)} | made
+                states = [processes.local(self.state[parameter][name]) for name in moments]
+                coded = [state for state in states if hasattr(state, "codes")]
+                taken = [torch.empty_like(state.codes, dtype=torch.float32) for state in coded]
+                del taken
 
     return Plain
 

@@ -58,6 +58,16 @@ def test_the_prediction_is_near_what_is_allocated(name: str) -> None:
     assert sum(predicted.parts.values()) == predicted.peak_bytes
 
 
+@pytest.mark.slow
+def test_torchaos_compiled_update_is_predicted_without_compiling_it() -> None:
+    """Of a small batch, where the update is what takes most."""
+    pytest.importorskip("torchao")
+    for options in ({}, {"precision": "bf16-true", "step_in_backward": True, "grad_clip": None}):
+        wanted = config(optimizer="torchao-adamw8bit", **options)
+        predicted, measured = (f(blocks, batch(2), wanted, prepare=setup, loss=LOSS) for f in (predict, measure))
+        assert predicted.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.01)
+
+
 def colour() -> nn.Module:
     features = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1))
     return nn.Sequential(*features, nn.Flatten(), nn.Linear(8, 3))

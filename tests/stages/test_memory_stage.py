@@ -87,12 +87,12 @@ def test_what_is_not_predicted_is_refused(specs: dict[str, str]) -> None:
         assert f"error: {words[0]}" in told.stderr
 
 
-@pytest.mark.slow
 def test_what_cannot_be_predicted_is_refused_before_anything_is_opened() -> None:
     with pytest.raises(UsageError, match=r"--compile: .* blocks are compiled one by one; leave --compile out here"):
         stage.predict_memory("none", "none", device="cpu", compile=True, strategy="fsdp")
 
 
+@pytest.mark.slow
 def test_a_compiled_step_is_predicted_and_measured(specs: dict[str, str]) -> None:
     found = stage.predict_memory(**specs, measure=True, device="cpu", batch_size=256, compile=True)
     assert abs(found["error"]) < 0.1
