@@ -175,8 +175,9 @@ class QuantizeConfig:
     )
     weight_ranges: str = option("minmax", "how each channel's weight range is chosen", choices=WEIGHT_RANGES)
     algorithms: tuple[str, ...] | None = option(
-        DEFAULT_ALGORITHMS, "what else post-training quantization does for accuracy", choices=ALGORITHMS
-    )
+        DEFAULT_ALGORITHMS, "what else post-training quantization does for accuracy; nothing by default beside min-max",
+        choices=ALGORITHMS,
+    )  # fmt: skip
     rounding_steps: int = option(500, "training steps of each layer or block by adaround and brecq", low=1)
     device: str = option(
         "cpu",
@@ -221,6 +222,12 @@ class QuantizeConfig:
                     as_toml(getattr(self, name)), "leave one of the two out",
                 )  # fmt: skip
             object.__setattr__(self, name, value)
+
+    def knowing(self, given: Container[str]) -> Self:
+        """The config once it knows which fields were ``given``: min-max asked for by name is min-max alone."""
+        if self.ranges != "minmax" or "algorithms" in given:
+            return self
+        return dataclasses.replace(self, algorithms=None)
 
     @property
     def least_bits(self) -> int:

@@ -92,6 +92,15 @@ def test_an_effort_is_its_settings_written_out(effort: str | None, bits: int) ->
     assert QuantizeConfig(effort=effort, weight_bits=bits) == found
 
 
+def test_min_max_by_name_is_min_max_alone_unless_algorithms_are_named_too() -> None:
+    alone = make(QuantizeConfig, {"ranges": "minmax"})
+    assert alone == make(QuantizeConfig, {"ranges": "minmax", "algorithms": "none"})
+    assert alone == dataclasses.replace(make(QuantizeConfig, {"effort": "fast"}), effort=None)
+    names = ("analytic-bias", "bias")
+    assert make(QuantizeConfig, {"ranges": "minmax", "algorithms": names}).algorithms == names
+    assert make(QuantizeConfig, {"ranges": "percentile"}).algorithms == names
+
+
 @pytest.mark.parametrize("other", [{"ranges": "mse"}, {"ranges": "entropy"}, {"algorithms": ["bias"]}])
 def test_an_effort_beside_other_settings_is_refused(other: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="leave one of the two out"):
