@@ -86,20 +86,42 @@ def thinned(batches: Iterable[Any], most: int) -> list[Any]:
     return kept.batches
 
 
+def first(batches: Iterable[Any], most: int) -> list[Any]:
+    """The first batches: as many as it takes to have ``most`` samples, and none behind them is read."""
+    kept: list[Any] = []
+    for batch in batches:
+        kept.append(batch)
+        if sum(map(num_samples, kept)) >= most:
+            break
+    return kept
+
+
 class Once:
-    """Batches that can be gone through once; whoever asks again gets a share of them, ``most`` samples."""
+    """Batches that can be gone through once; whoever asks again gets a share of them, ``most`` samples.
+
+    Whoever stops within the first ``most`` samples has not gone through them: they are given again.
+    """
 
     def __init__(self, batches: Iterable[Any], most: int) -> None:
-        self._batches, self._kept, self._begun = batches, Thinned(most), False
+        self._batches, self._most = iter(batches), most
+        self._kept, self._begun = Thinned(most), False
+        self._head: list[Any] = []
 
     def __iter__(self) -> Iterator[Any]:
         if self._begun:
             yield from self._kept.batches
             return
-        self._begun = True
+        yield from self._head
         for batch in self._batches:
             self._kept.add(batch)
+            self._remember(batch)
             yield batch
+        self._begun, self._head = True, []
+
+    def _remember(self, batch: Any) -> None:
+        """Keeps a batch of the head; with the first one behind it the one time has begun."""
+        self._begun = sum(map(num_samples, self._head)) >= self._most
+        self._head = [] if self._begun else [*self._head, batch]
 
 
 def _shares(batches: Iterable[tuple[int, int, Any]], step: int) -> Iterator[tuple[int, int, Any]]:

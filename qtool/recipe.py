@@ -46,7 +46,7 @@ SENSITIVITIES = ("auto", "exact", "second-order")
 TARGETS = ("ort-cpu", "tensorrt", "openvino", "auto", "ort-cuda")
 WEIGHT_RANGES = ("minmax", "mse")
 ALGORITHMS = ("smooth", "equalize", "analytic-bias", "gptq", "adaround", "brecq", "renorm", "bias", "steps")
-DEFAULT_ALGORITHMS = ("analytic-bias", "bias")
+DEFAULT_ALGORITHMS = ("smooth", "analytic-bias", "bias")
 """What post-training quantization does unless told otherwise: files stay as fast. Without samples ``bias`` declines."""
 EFFORTS = ("fast", "best")
 PROVIDERS = ("cpu", "cuda", "tensorrt", "openvino", "torch", "torch-compile")
@@ -250,8 +250,8 @@ def settings_of(effort: str | None, weight_bits: int) -> dict[str, Any]:
     if effort == "fast":
         return {"ranges": "minmax", "algorithms": None}
     if weight_bits >= 7:
-        return {"ranges": "output", "algorithms": ("equalize", "gptq", "steps")}
-    return {"ranges": "output", "weight_ranges": "mse", "algorithms": ("brecq",)}
+        return {"ranges": "output", "algorithms": ("smooth", "equalize", "gptq", "steps")}
+    return {"ranges": "output", "weight_ranges": "mse", "algorithms": ("smooth", "brecq")}
 
 
 CONTRACT_FIELDS = (

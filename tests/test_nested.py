@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qtool.nested import Once, call, map_tensors, num_samples, split, tensors, thinned, to_float32
+from qtool.nested import Once, call, first, map_tensors, num_samples, split, tensors, thinned, to_float32
 
 
 def test_containers_keep_their_type():
@@ -61,6 +61,17 @@ def test_what_can_be_gone_through_once_leaves_a_share() -> None:
     once = Once(iter(torch.arange(40).split(4)), 10)
     assert torch.cat(list(once)).tolist() == list(range(40))
     assert [torch.cat(list(once)).tolist() for _ in range(2)] == [list(range(0, 40, 4))] * 2
+
+
+def test_the_first_samples_are_read_and_given_again() -> None:
+    once = Once(iter(torch.arange(40).split(4)), 10)
+    for _ in range(2):
+        assert torch.cat(first(once, 10)).tolist() == list(range(12))
+    assert torch.cat(list(once)).tolist() == list(range(40))
+    assert torch.cat(list(once)).tolist() == list(range(0, 40, 4))
+    short = Once(iter(torch.arange(6).split(4)), 10)
+    assert torch.cat(first(short, 10)).tolist() == torch.cat(list(short)).tolist() == list(range(6))
+    assert first([], 3) == []
 
 
 @given(sizes=st.lists(st.integers(1, 40), max_size=60), most=st.integers(1, 64))

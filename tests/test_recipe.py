@@ -79,12 +79,12 @@ def test_an_effort_is_its_settings_written_out(effort: str | None, bits: int) ->
     recipe = make(Recipe, {"quantize": {"effort": effort, "weight_bits": bits}})
     found = recipe.quantize
     wanted = {
-        (None, 4): ("mse", "minmax", ("analytic-bias", "bias")),
-        (None, 8): ("mse", "minmax", ("analytic-bias", "bias")),
+        (None, 4): ("mse", "minmax", ("smooth", "analytic-bias", "bias")),
+        (None, 8): ("mse", "minmax", ("smooth", "analytic-bias", "bias")),
         ("fast", 4): ("minmax", "minmax", None),
         ("fast", 8): ("minmax", "minmax", None),
-        ("best", 4): ("output", "mse", ("brecq",)),
-        ("best", 8): ("output", "minmax", ("equalize", "gptq", "steps")),
+        ("best", 4): ("output", "mse", ("smooth", "brecq")),
+        ("best", 8): ("output", "minmax", ("smooth", "equalize", "gptq", "steps")),
     }
     assert (found.ranges, found.weight_ranges, found.algorithms) == wanted[effort, bits]
     assert found.effort == effort
@@ -96,7 +96,7 @@ def test_min_max_by_name_is_min_max_alone_unless_algorithms_are_named_too() -> N
     alone = make(QuantizeConfig, {"ranges": "minmax"})
     assert alone == make(QuantizeConfig, {"ranges": "minmax", "algorithms": "none"})
     assert alone == dataclasses.replace(make(QuantizeConfig, {"effort": "fast"}), effort=None)
-    names = ("analytic-bias", "bias")
+    names = ("smooth", "analytic-bias", "bias")
     assert make(QuantizeConfig, {"ranges": "minmax", "algorithms": names}).algorithms == names
     assert make(QuantizeConfig, {"ranges": "percentile"}).algorithms == names
 

@@ -132,14 +132,18 @@ def convert(
     if iter(calibration) is calibration:
         calibration = _again(calibration, config, keep)
     float_graph = float_form(model, example, merged=config.engine == "pt2e")
-    passes = Passes(config, calibration, keep=keep, report=report, scratch=scratch)
+    saved = read_ranges(Path(config.ranges_from)) if config.ranges_from is not None else {}
+    _check_smoothed(saved, config)
+    passes = Passes(config, calibration, saved=saved, keep=keep, report=report, scratch=scratch)
     prepared = _prepare(model, float_graph, config, example, passes)
     _fix_ranges(prepared)
     if qat is not None and config.mode == "qat":
         first = _first_ranges(model, config, example, calibration)
         ranges = train_quantized(prepared, calibration, qat, tuning or QatConfig(), float_graph, first)
     else:
-        ranges = _observe(prepared, config, calibration, example)
+        ranges = _observe(prepared, config, calibration, example, saved)
+        for name, entry in passes.saved.items():
+            ranges.setdefault(name, {}).update(entry)
     graph = prepared.convert()
     notes = passes.correct(graph, prepared.placement, ranges)
     return Converted(graph, prepared.placement, float_graph, passes.reference, ranges, notes)
@@ -268,12 +272,13 @@ def _fix_ranges(prepared: Prepared) -> None:
             observer.fix(*placed.pattern.fixed)
 
 
-def _observe(prepared: Prepared, config: QuantizeConfig, calibration: Iterable[Any], example: Any) -> dict[str, Any]:
+def _observe(
+    prepared: Prepared, config: QuantizeConfig, calibration: Iterable[Any], example: Any, saved: Mapping[str, Any]
+) -> dict[str, Any]:
     if config.ranges_from is not None:
-        ranges = read_ranges(Path(config.ranges_from))
-        restore_ranges(prepared.observers, ranges, config.ranges_from)
+        restore_ranges(prepared.observers, saved, config.ranges_from)
         _observe_weights(prepared, example)
-        return dict(ranges)
+        return dict(saved)
     if config.weights_only:
         _observe_weights(prepared, example)
         return {}
@@ -283,6 +288,17 @@ def _observe(prepared: Prepared, config: QuantizeConfig, calibration: Iterable[A
     with on(device, prepared.graph):
         calibrate(prepared.graph, Moved(calibration, device))
     return choose_ranges(prepared.observers, config)
+
+
+def _check_smoothed(saved: Mapping[str, Any], config: QuantizeConfig) -> None:
+    """Raises UsageError for ranges that were observed behind smoothed norms where these will not be smoothed."""
+    smoothed = any("smooth" in entry for entry in saved.values())
+    names = config.algorithms or ("none",)
+    if smoothed and ("smooth" not in names or config.engine != "pt2e"):
+        raise UsageError(
+            "--ranges-from", "smooth among --algorithms, and --engine pt2e, as when the ranges were saved",
+            f"{', '.join(names)} and {config.engine}", "repeat these settings or calibrate anew",
+        )  # fmt: skip
 
 
 def _observe_weights(prepared: Prepared, example: Any) -> None:
@@ -298,7 +314,7 @@ def read_ranges(path: Path) -> Mapping[str, Any]:
     try:
         ranges = json.loads(path.read_text(encoding="utf-8"))
         if not all(
-            isinstance(entry, Mapping) and ({"low", "high"} <= set(entry) or {"bias", "learned"} & set(entry))
+            isinstance(entry, Mapping) and ({"low", "high"} <= set(entry) or {"bias", "learned", "smooth"} & set(entry))
             for entry in ranges.values()
         ):
             raise ValueError("an entry without low and high")

@@ -59,7 +59,7 @@ def test_ranges_then_corrections_stand_on_what_helped() -> None:
     assert world.tried[:4] == [
         "ptq, minmax",
         "analytic-bias",
-        "ranges output + equalize + gptq + steps",
+        "ranges output + smooth + equalize + gptq + steps",
         "ranges moving-average",
     ]
     assert len(set(world.tried)) == len(world.tried)
@@ -69,12 +69,14 @@ def test_the_usual_best_comes_after_what_is_free_and_is_stood_on_where_it_gains(
     world = World(0.3)
     world.error = lambda c: 0.5 if c.ranges == "output" and "gptq" in (c.algorithms or ()) else 1.0  # type: ignore[method-assign]
     world.search.run()
-    assert world.tried[1:3] == ["analytic-bias", "ranges output + equalize + gptq + steps"]
-    assert world.search.base.config.algorithms == ("equalize", "gptq", "steps")
+    assert world.tried[1:3] == ["analytic-bias", "ranges output + smooth + equalize + gptq + steps"]
+    assert world.search.base.config.algorithms == ("smooth", "equalize", "gptq", "steps")
     asked = World(0.3)
-    asked.search.config = dataclasses.replace(asked.config, ranges="output", algorithms=("equalize", "gptq", "steps"))
+    asked.search.config = dataclasses.replace(
+        asked.config, ranges="output", algorithms=("smooth", "equalize", "gptq", "steps")
+    )
     asked.search.run()
-    assert "ranges output + equalize + gptq + steps" not in asked.tried  # it was what was asked for
+    assert "ranges output + smooth + equalize + gptq + steps" not in asked.tried  # it was what was asked for
 
 
 def test_as_few_units_as_will_do_are_left_in_float() -> None:
@@ -114,17 +116,17 @@ def test_what_changes_nothing_is_no_candidate_and_is_not_stood_on() -> None:
     attempt = world.attempt
 
     def repeating(name: str, config: QuantizeConfig) -> Trial:
-        declined = "smooth" in (config.algorithms or ())
+        declined = "renorm" in (config.algorithms or ())
         trial = attempt(name, dataclasses.replace(config, algorithms=None) if declined else config)
         return dataclasses.replace(trial, config=config, same_as="ptq, minmax" if declined else None)
 
     world.search._attempt = repeating
     world.search.run()
-    assert any("smooth" in name for name in world.tried)
-    assert not any("smooth" in (trial.config.algorithms or ()) for trial in world.search.trials)
+    assert any("renorm" in name for name in world.tried)
+    assert not any("renorm" in (trial.config.algorithms or ()) for trial in world.search.trials)
     assert len(set(world.tried)) == len(world.tried)
     (note,) = world.search.notes
-    assert note.startswith("smooth")
+    assert note.startswith("renorm")
     assert note.endswith("changes nothing: it is the model of 'ptq, minmax'")
 
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 import torch
 from nets_modern import EncoderLayer
 from torch import Tensor, nn
 
+from qtool.errors import UsageError
 from qtool.evaluate import sqnr_db
 from qtool.quantization.algorithms import Declined, Subject
 from qtool.quantization.algorithms.smooth import apply, best_alpha, factors, output_error, place_of, smooth
@@ -120,3 +125,70 @@ def test_what_is_applied_is_undone_by_its_inverse() -> None:
     torch.testing.assert_close(parameter(given.graph, norm.args[2]), before / scales)
     apply(given.graph, place, 1 / scales)
     torch.testing.assert_close(parameter(given.graph, norm.args[2]), before)
+
+
+def test_it_is_a_default_that_says_nothing_where_there_is_no_norm() -> None:
+    found = quantize(transformer(), QuantizeConfig(), example=BATCHES[0], calibration=BATCHES)
+    assert any(note.startswith("smooth: rescaled 4 of 4 norms") for note in found.plan.notes)
+    plain, x = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()).eval(), torch.rand(4, 3, 8, 8)
+    for config in (QuantizeConfig(), QuantizeConfig(effort="best"), QuantizeConfig(engine="torch.ao")):
+        notes = quantize(plain, config, example=x, calibration=[x]).plan.notes
+        assert not any(note.startswith("smooth") for note in notes)
+    asked = quantize(plain, QuantizeConfig(algorithms=("smooth",)), example=x, calibration=[x])
+    assert "smooth declined: there is no layer norm" in asked.plan.notes
+    floats = quantize(transformer(), QuantizeConfig(weights_only=True), example=BATCHES[0], calibration=BATCHES)
+    assert not any(note.startswith("smooth") for note in floats.plan.notes)
+
+
+def test_batches_that_can_be_read_once_make_the_same_model() -> None:
+    often = quantize(transformer(), QuantizeConfig(), example=BATCHES[0], calibration=BATCHES)
+    once = quantize(transformer(), QuantizeConfig(), example=BATCHES[0], calibration=iter(BATCHES))
+    assert torch.equal(often(tokens(8, seed=3)), once(tokens(8, seed=3)))
+
+
+def test_factors_are_repeated_with_the_ranges_that_belong_to_them(tmp_path: Path) -> None:
+    form = quantize(transformer(), QuantizeConfig(), example=BATCHES[0], calibration=BATCHES)
+    path = tmp_path / "ranges.json"
+    path.write_text(json.dumps(form.ranges))
+    again = quantize(transformer(), QuantizeConfig(ranges_from=str(path)), example=BATCHES[0])
+    assert "smooth: as saved with the ranges in 4 of 4 norms" in again.plan.notes
+    assert torch.equal(again(tokens(8)), form(tokens(8)))
+    assert again.ranges == json.loads(path.read_text())
+    for changed in ({"algorithms": ("bias",)}, {"algorithms": None}, {"engine": "torch.ao"}):
+        with pytest.raises(UsageError, match="--ranges-from: expected smooth among --algorithms"):
+            quantize(transformer(), QuantizeConfig(ranges_from=str(path), **changed), example=BATCHES[0])
+
+
+@pytest.mark.parametrize("part", [lambda y: y[:, 0], lambda y: y[:, 1:]])
+def test_a_norm_of_which_a_part_is_read_is_smoothed(part: Callable[[Tensor], Tensor]) -> None:
+    class Part(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.linear = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(part(self.norm(x)))
+
+    torch.manual_seed(0)
+    model = Part().eval()
+    model.norm.weight.data[5] = 40
+    given = subject(model)
+    before = copied(given.graph)
+    smooth(given)
+    assert given.notes[-1].startswith("smooth: rescaled 1 of 1 norms")
+    torch.testing.assert_close(given.graph(BATCHES[1]), before(BATCHES[1]), rtol=1e-4, atol=1e-4)
+
+
+def test_a_part_of_the_channels_is_a_stranger() -> None:
+    class Few(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.linear = nn.LayerNorm(6), nn.Linear(6, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(self.norm(x)[..., 2])  # 6 tokens of 6 channels: the shape alone would not tell
+
+    graph = float_form(Few().eval(), torch.randn(4, 6, 6))
+    flatten_linears(graph)
+    with pytest.raises(Declined):
+        smooth(Subject(graph, graph, Placement(graph, get_target("ort-cpu")), [torch.randn(4, 6, 6)]))

@@ -25,14 +25,17 @@ from dataclasses import dataclass
 from qtool.errors import UsageError, nearest
 from qtool.quantization.algorithms.adaround import adaround
 from qtool.quantization.algorithms.analytic import correct_biases_analytically
-from qtool.quantization.algorithms.bias import SAMPLES, correct_biases
+from qtool.quantization.algorithms.bias import SAMPLES as BIAS_SAMPLES
+from qtool.quantization.algorithms.bias import correct_biases
 from qtool.quantization.algorithms.brecq import brecq
 from qtool.quantization.algorithms.equalize import equalize
 from qtool.quantization.algorithms.gptq import gptq
 from qtool.quantization.algorithms.renorm import renormalize
+from qtool.quantization.algorithms.smooth import SAMPLES as SMOOTH_SAMPLES
 from qtool.quantization.algorithms.smooth import smooth
 from qtool.quantization.algorithms.steps import learn_steps
-from qtool.quantization.algorithms.subject import Declined, Subject
+from qtool.quantization.algorithms.subject import Declined, NothingToDo, Subject
+from qtool.recipe import DEFAULT_ALGORITHMS
 
 __all__ = ["ALGORITHMS", "Algorithm", "Declined", "Subject", "check_names", "run_passes", "samples_read"]
 
@@ -47,14 +50,14 @@ class Algorithm:
 
 
 ALGORITHMS: dict[str, Algorithm] = {
-    "smooth": Algorithm("float", smooth),
+    "smooth": Algorithm("float", smooth, samples=SMOOTH_SAMPLES),
     "equalize": Algorithm("float", equalize),
     "analytic-bias": Algorithm("integer", correct_biases_analytically, samples=0),
     "gptq": Algorithm("integer", gptq),
     "adaround": Algorithm("integer", adaround),
     "brecq": Algorithm("integer", brecq),
     "renorm": Algorithm("integer", renormalize),
-    "bias": Algorithm("integer", correct_biases, samples=SAMPLES),
+    "bias": Algorithm("integer", correct_biases, samples=BIAS_SAMPLES),
     "steps": Algorithm("integer", learn_steps),
 }
 
@@ -76,10 +79,11 @@ def samples_read(names: Iterable[str]) -> int | None:
 def run_passes(names: Iterable[str], moment: str, subject: Subject | None, reason: str = "") -> tuple[str, ...]:
     """Runs those of ``names`` whose moment it is on ``subject``; returns the notes of all, refusals included.
 
-    Without a subject each of them is declined for ``reason``.
+    Without a subject each of them is declined for ``reason``. What nobody named and has nothing to do is silent.
     """
     check_names(asked := list(names))
     notes: list[str] = []
+    named = subject is None or (subject.config.effort is None and tuple(asked) != DEFAULT_ALGORITHMS)
     for name, algorithm in ALGORITHMS.items():
         if name in asked and algorithm.moment == moment:
             try:
@@ -87,5 +91,6 @@ def run_passes(names: Iterable[str], moment: str, subject: Subject | None, reaso
                     raise Declined(reason)
                 algorithm.run(subject)
             except Declined as refusal:
-                notes.append(f"{name} declined: {refusal}")
+                if named or not isinstance(refusal, NothingToDo):
+                    notes.append(f"{name} declined: {refusal}")
     return (*(subject.notes if subject else ()), *notes)

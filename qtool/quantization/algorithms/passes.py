@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,13 +21,14 @@ from qtool.recipe import DEFAULT_ALGORITHMS, QuantizeConfig
 class Passes:
     """What ``config.algorithms`` asks for, over calibration ``batches`` that can be gone through again and again.
 
-    ``reference`` is the float graph as the passes over it left it, where one of them or ``keep`` asks for it. Long
+    ``reference`` is the float graph as the passes over it left it, where one of them or ``keep`` asks for it. ``saved``
+    is what an earlier ranges.json holds, and then what the passes over the float graph add to the next one. Long
     passes tell ``report`` how far they are and keep what is finished in ``scratch``.
     """
 
     def __init__(
-        self, config: QuantizeConfig, batches: Iterable[Any], *, keep: bool = False, report: Report = silent,
-        scratch: Path | None = None,
+        self, config: QuantizeConfig, batches: Iterable[Any], *, saved: Mapping[str, Any] | None = None,
+        keep: bool = False, report: Report = silent, scratch: Path | None = None,
     ) -> None:  # fmt: skip
         self.names, self.device = tuple(config.algorithms or ()), resolve_device(config.device)
         self.batches = Moved(batches, self.device)
@@ -36,30 +37,34 @@ class Passes:
         self.notes: list[str] = []
         self._declined = f"mode '{config.mode}' trains weights and ranges instead" if config.mode == "qat" else ""
         self.reference: GraphModule | None = None
+        self.saved = dict(saved or {})
         self._keep = keep
 
     def improve(self, graph: GraphModule, placement: Placement) -> None:
         """Runs the passes over the float graph in place, and remembers what it then computes."""
         if self.names and not self._declined:
-            self._run("float", self._subject(graph, graph, placement, self.batches))
+            self._run("float", self._subject(graph, graph, placement, self.batches, self.saved))
         if (self.names or self._keep) and not self._declined:
             self.reference = copied(graph)
 
     def decline_float(self, reason: str, reference: GraphModule) -> None:
         """Says that the float graph is not what will be quantized; ``reference`` is what the placement is over."""
         if self.names and not self._declined:
-            self.notes += run_passes(self.names, "float", None, reason)
+            self.notes += run_passes(self._asked(), "float", None, reason)
         if (self.names or self._keep) and not self._declined:
             self.reference = reference
 
     def correct(self, graph: GraphModule, placement: Placement, ranges: dict[str, Any]) -> tuple[str, ...]:
         """Runs the passes over the converted graph in place; returns the notes of all."""
-        if self._declined:  # what nobody asked for is not refused
-            asked = (name for name in self.names if name not in DEFAULT_ALGORITHMS)
-            return tuple(f"{name} declined: {self._declined}" for name in asked)
+        if self._declined:
+            return tuple(f"{name} declined: {self._declined}" for name in self._asked())
         if self.names and self.reference is not None:
             self._run("integer", self._subject(graph, self.reference, placement, self.batches, ranges))
         return tuple(self.notes)
+
+    def _asked(self) -> list[str]:
+        """The names that are no defaults: what nobody asked for is not refused."""
+        return [name for name in self.names if name not in DEFAULT_ALGORITHMS]
 
     def _run(self, moment: str, subject: Subject) -> None:
         with on(self.device, subject.graph, subject.reference):

@@ -32,6 +32,10 @@ class Declined(Exception):
     """An algorithm does not apply; the text is the reason for the report."""
 
 
+class NothingToDo(Declined):
+    """The model has nothing that an algorithm works on, which is told to whoever named the algorithm."""
+
+
 @dataclass
 class Subject:
     """A graph to change in place, the float graph it stands for, and what is known of both.
