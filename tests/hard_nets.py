@@ -2,12 +2,14 @@
 
 ``scaled_mobilenet`` is an inverted-residual net whose channels were rescaled and shifted where that changes nothing
 in float: across the depthwise convolutions (activation ReLU) and along the residual stream. It computes what a tame net
-does, and per-tensor activations lose most of it. ``images`` are smooth, as real ones are.
+does, and per-tensor activations lose most of it. ``hard_transformer`` has three channels in each layer norm that stick
+out, as trained transformers have. ``images`` are smooth, as real ones are.
 """
 
 from __future__ import annotations
 
 import torch
+from nets_modern import VisionTransformer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -79,3 +81,22 @@ def images(count: int, size: int = 16, seed: int = 0) -> Tensor:
     return F.interpolate(coarse, size=size, mode="bilinear") + 0.1 * torch.randn(
         count, 3, size, size, generator=generator
     )
+
+
+def hard_transformer(outliers: float = 20.0, seed: int = 0) -> VisionTransformer:
+    """A small vision transformer, 48 pixels, three channels of each norm up to ``outliers`` times as large."""
+    torch.manual_seed(seed)
+    model = VisionTransformer(10, 48, 6, 96, 4, 4)
+    with torch.no_grad():
+        for norm in (module for module in model.modules() if isinstance(module, nn.LayerNorm)):
+            few = torch.randperm(96)[:3]
+            norm.weight[few] *= outliers * torch.rand(3)
+            norm.bias[few] += outliers / 10 * torch.randn(3)
+    return model.eval()
+
+
+def image_sets() -> dict[str, list[tuple[Tensor, int]]]:
+    """512 images of 48 pixels to calibrate on and 500 others, without labels that mean anything."""
+    return {
+        part: [(x, 0) for x in images(count, 48, seed)] for part, count, seed in (("train", 512, 1), ("test", 500, 2))
+    }

@@ -100,7 +100,10 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, An
         given, told = inputs, f"ORT {name}"
         if options.peer_samples and name != "minmax":
             given, told = inputs[: max(1, options.peer_samples // 32)], f"ORT {name} ({options.peer_samples} samples)"
-        timed(told, lambda out, name=name, given=given: by_ort(files["FP32"], name, given, out))  # type: ignore[misc]
+        try:
+            timed(told, lambda out, name=name, given=given: by_ort(files["FP32"], name, given, out))  # type: ignore[misc]
+        except Exception as error:  # a peer that cannot take the model has no row, and the others stay
+            print(f"{told} made no file: {type(error).__name__}: {str(error).splitlines()[0]}")
     rows = judged(files, data.test, options)
     for name, row in rows.items():
         row |= {"seconds": seconds.get(name), "notes": notes.get(name, [])}

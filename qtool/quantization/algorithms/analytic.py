@@ -28,7 +28,7 @@ from torch.fx import GraphModule, Node
 from qtool.form import quantized
 from qtool.quantization.algorithms.bias import add_to_bias
 from qtool.quantization.algorithms.streams import ANCHORS, keeps_channels, per_input
-from qtool.quantization.algorithms.subject import Declined, Subject
+from qtool.quantization.algorithms.subject import Declined, NothingToDo, Subject
 from qtool.quantization.capture import aten, parameter
 from qtool.quantization.norms import NORMAL
 from qtool.quantization.placement import clip_limits
@@ -48,7 +48,7 @@ def correct_biases_analytically(subject: Subject) -> None:
     anchors = {node: other for node, other in subject.anchors().items() if other.target in ANCHORS}
     fit = {node: other for node, other in anchors.items() if other.args[0] in known}
     if not fit:
-        raise Declined("no integer layer has a batch-norm before it")
+        raise NothingToDo("no integer layer has a batch-norm before it")
     true = {node: other for node, other in fit.items() if _reaches(node, *known[other.args[0]])}  # type: ignore[index]
     if not true:
         raise Declined("the statistics of the batch-norms are not those of the data")
