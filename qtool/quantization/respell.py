@@ -14,7 +14,7 @@ what models write                                         what patterns look for
 ``padding="same"``                                        numbers, behind a padding where they are not symmetric
 a row pooled to one cell                                  a mean
 pooled to as many cells as divide the size; as it has     ``avg_pool``; nothing
-attention without an axis for heads                       attention with one head
+attention without an axis for heads, or with several      attention with one head, or all in one axis
 ``stack``; a concatenation of one                         ``cat`` of ``unsqueeze``; nothing
 ``x + 0``, ``x * 1``                                      nothing
 ``new_zeros``, ``ones_like`` … of a fixed size            ``full``
@@ -27,6 +27,7 @@ the batch where it is one, so that the result has as many dimensions for every b
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -285,7 +286,9 @@ def _padded(value: Tensor, total: list[int]) -> Tensor:
 
 
 def _spell_attention(node: Node) -> None:
-    """Gives attention over batch × tokens × features an axis of one head, which its ONNX form asks for."""
+    """Gives attention one axis of heads, which its ONNX form asks for."""
+    if node.meta["val"].dim() > 4:
+        _join_heads(node)
     if node.meta["val"].dim() != 3:
         return
     values = [arg if isinstance(arg, Node) else None for arg in node.args[:4]]
@@ -300,6 +303,28 @@ def _spell_attention(node: Node) -> None:
     mixed.meta = dict(node.meta)
     node.replace_all_uses_with(mixed, delete_user_cb=lambda user: user is not mixed)
     node.args, node.meta = tuple(spread), {**node.meta, "val": node.meta["val"].unsqueeze(1)}
+
+
+def _join_heads(node: Node) -> None:
+    """Writes attention over batch × heads × windows … × tokens × features with all of these but batch as heads."""
+    mask = [value for value in node.args[3:4] if isinstance(value, Node)]
+    sources = [value for value in node.args[:3] if isinstance(value, Node)]
+    shapes = [list(value.meta["val"].shape) for value in (*sources, node)]
+    plain = not node.kwargs.get("attn_mask") and not node.kwargs.get("enable_gqa") and not mask
+    if not plain or not all(isinstance(size, int) for shape in shapes for size in shape[1:]):
+        return
+    joined = [[-1, math.prod(shape[1:-2]), *shape[-2:]] for shape in shapes]
+    graph, value = node.graph, node.meta["val"]
+    for index, (source, sizes) in enumerate(zip(sources, joined, strict=False)):
+        with graph.inserting_before(node):
+            flat = graph.call_function(aten.reshape.default, (source, sizes))
+        flat.meta = {**node.meta, "val": source.meta["val"].flatten(1, -3)}
+        node.update_arg(index, flat)
+    with graph.inserting_after(node):
+        restored = graph.call_function(aten.reshape.default, (node, [-1, *shapes[-1][1:]]))
+    restored.meta = dict(node.meta)
+    node.replace_all_uses_with(restored, delete_user_cb=lambda user: user is not restored)
+    node.meta = {**node.meta, "val": value.flatten(1, -3)}
 
 
 def _listed(value: Any, count: int) -> list[int]:

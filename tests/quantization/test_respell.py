@@ -39,6 +39,7 @@ def spelled(function: Forward, x: Tensor) -> list[Any]:
 
 
 X = torch.randn(2, 8, 4, 6, generator=torch.Generator().manual_seed(0)) * 3
+ATTENTION = aten.scaled_dot_product_attention.default
 SAME = {
     "concat": (lambda x: torch.concat([x, x], 1), [aten.cat.default]),
     "swapaxes": (lambda x: x.swapaxes(1, 3), [aten.transpose.int]),
@@ -70,6 +71,10 @@ SAME = {
     "hard swish": (lambda x: x * F.relu6(x + 3) / 6, [aten.hardswish.default]),
     "hard swish of a gate": (lambda x: x * (F.hardtanh(x + 3, 0, 6) / 6), [aten.hardswish.default]),
     "hard swish in place": (lambda x: x * F.relu6(x + 3, inplace=True).div_(6), [aten.hardswish.default]),
+    "attention in windows": (
+        lambda x: F.scaled_dot_product_attention(y := x.unflatten(1, (2, 2, 2)), y, y[..., :3], scale=0.3),
+        [aten.reshape.default, aten.slice.Tensor, *[aten.reshape.default] * 2, ATTENTION, aten.reshape.default],
+    ),
     "concat of one": (lambda x: torch.cat([x], 1).relu(), [aten.relu.default]),
     "stack": (lambda x: torch.stack([x, x], -1), [aten.unsqueeze.default, aten.cat.default]),
     "sum from zero": (lambda x: sum([x, x.relu()]), [aten.relu.default, aten.add.Tensor]),
