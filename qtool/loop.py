@@ -33,7 +33,7 @@ from qtool.devices import memory_used, out_of_memory
 from qtool.errors import OutOfMemory, QtoolError, UsageError
 from qtool.evaluate import evaluate, shared_batches
 from qtool.nested import to_float32
-from qtool.nonfinite import first_bad_layer, first_bad_parameter
+from qtool.nonfinite import INPUTS, first_bad_layer, first_bad_parameter
 from qtool.order import Batches, Order
 from qtool.recipe import TrainConfig
 from qtool.step import LossFunction, NotFinite, Setup, Step, answer, learning_rate, plain, trained
@@ -393,7 +393,7 @@ class _Run:
 
     def _error(self, got: str) -> QtoolError:
         last = self._last()
-        hint = "lower --learning-rate"
+        hint = "correct the data" if INPUTS in got else "lower --learning-rate"
         if self.config.precision.startswith("16"):
             hint += " or use --precision " + self.config.precision.replace("16-", "bf16-") + " (fp16 ends at 65,504)"
         return QtoolError(f"training step {self.history.steps + 1}", "a finite loss", got, f"{hint}; {last}")

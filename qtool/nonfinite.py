@@ -18,6 +18,10 @@ from torch import Tensor, fx, nn
 from qtool import processes
 from qtool.nested import tensors
 
+INPUTS = "the inputs of the model"
+BETWEEN = "what the model does between its layers"
+LOSS = "the loss, of outputs that are finite"
+
 
 class _Found(Exception):
     """Ends the second forward pass at the layer that it names."""
@@ -39,19 +43,22 @@ def _bad_value(model: nn.Module, buffers: bool) -> str | None:
 def first_bad_layer(model: nn.Module, forward: Callable[[], Any]) -> str | None:
     """What first made a value that is not finite when ``forward`` ran ``model``; None where nothing did this time.
 
-    Returns ``parameter 'NAME'`` or ``layer 'NAME'``. ``forward`` is called once, without gradients.
+    Returns ``parameter 'NAME'``, ``layer 'NAME'``, or that it was the inputs, the model between its layers, or the
+    loss, of which ``forward`` returns the value. It is called once, without gradients.
     """
     if (name := first_bad_parameter(model)) is not None:
         return f"parameter '{name}'"
     found: list[str] = []
     handles = [
-        module.register_forward_hook(_watch(name, found))
+        module.register_forward_hook(_watch(f"layer '{name}'" if name else BETWEEN, found))
         for name, module in model.named_modules()
-        if name and not isinstance(module, nn.Sequential | nn.ModuleList)
+        if not isinstance(module, nn.Sequential | nn.ModuleList)
     ]
+    handles.append(model.register_forward_pre_hook(_watch_inputs(found), with_kwargs=True))
     try:
         with torch.no_grad(), torch.compiler.set_stance("force_eager"), _watched_graph(model):
-            forward()
+            if _bad(forward()) and not found:
+                found.append(LOSS)
     except _Found as end:
         found.append(str(end))
     finally:
@@ -64,16 +71,26 @@ def _bad(value: Any) -> bool:
     return any(t.is_floating_point() and not bool(torch.isfinite(t).all()) for t in tensors(value))
 
 
-def _watch(name: str, found: list[str]) -> Callable[[nn.Module, Any, Any], None]:
-    """Alone, a forward pass ends at the first bad layer; among processes that exchange parameters in it, it goes on."""
-
+def _watch(where: str, found: list[str]) -> Callable[[nn.Module, Any, Any], None]:
     def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-        if not found and _bad(output):
-            if processes.size() == 1:
-                raise _Found(f"layer '{name}'")
-            found.append(f"layer '{name}'")
+        _note(output, where, found)
 
     return hook
+
+
+def _watch_inputs(found: list[str]) -> Callable[[nn.Module, Any, Any], None]:
+    def hook(module: nn.Module, inputs: Any, named: Any) -> None:
+        _note((inputs, named), INPUTS, found)
+
+    return hook
+
+
+def _note(value: Any, where: str, found: list[str]) -> None:
+    """Alone, a forward pass ends at the first bad value; among processes that exchange parameters in it, it goes on."""
+    if not found and _bad(value):
+        if processes.size() == 1:
+            raise _Found(where)
+        found.append(where)
 
 
 class _Watched(fx.Interpreter):

@@ -229,6 +229,15 @@ def test_a_loss_that_is_not_finite_is_explained(tmp_path):
     assert checkpoint.latest(tmp_path / "checkpoints").name == "step-00000006.safetensors"
 
 
+def test_data_that_is_not_finite_is_told_as_such():
+    data = [(torch.full((4, 2, 5, 5), float("nan")), torch.zeros(4, dtype=torch.int64))]
+    data = SimpleNamespace(train=Batches(data), validation=None)
+    with pytest.raises(
+        QtoolError, match=r"nan at .*, first non-finite in the inputs.*; correct the data; no checkpoint"
+    ):
+        fit(make_model(), data, TASK, config())
+
+
 class Ruin(Hooks):
     """Damages a parameter after the loss of the last step has been read."""
 

@@ -1,7 +1,7 @@
 import torch
 from torch import nn
 
-from qtool.nonfinite import first_bad_layer, first_bad_parameter
+from qtool.nonfinite import BETWEEN, INPUTS, LOSS, first_bad_layer, first_bad_parameter
 
 
 class Log(nn.Module):
@@ -27,12 +27,28 @@ def test_a_damaged_parameter_is_the_cause():
 
 
 def test_running_statistics_are_a_symptom_of_the_step_that_spoiled_them():
-    net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
-    x = torch.tensor([[float("inf"), 0, 0], [0, 0, 0]])
+    net = nn.Sequential(Log(), nn.BatchNorm1d(3))
+    x = torch.zeros(2, 3)
     net(x)
     assert first_bad_parameter(net) is None
     assert first_bad_parameter(net, buffers=True) == "1.running_mean"
     assert first_bad_layer(net, lambda: net(x)) == "layer '0'"
+
+
+def test_inputs_the_model_itself_and_the_loss_are_told_apart():
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, x, scale=1.0):
+            return self.layer(x) / scale
+
+    net, x = Own(), torch.ones(2, 3)
+    assert first_bad_layer(net, lambda: net(x * float("nan"))) == INPUTS
+    assert first_bad_layer(net, lambda: net(x, scale=x * float("nan"))) == INPUTS
+    assert first_bad_layer(net, lambda: net(x, scale=0.0)) == BETWEEN
+    assert first_bad_layer(net, lambda: [(net(x).sum() / 0.0, 2)]) == LOSS
 
 
 def test_nothing_is_named_where_all_is_finite_and_no_hook_stays():
@@ -40,6 +56,7 @@ def test_nothing_is_named_where_all_is_finite_and_no_hook_stays():
     assert first_bad_parameter(net) is None
     assert first_bad_layer(net, lambda: net(torch.zeros(1, 3))) is None
     assert not net[0]._forward_hooks
+    assert not net._forward_pre_hooks
 
 
 def test_nodes_of_a_captured_graph_are_named_by_their_module():

@@ -145,6 +145,8 @@ def test_16_true_says_that_its_range_is_small():
 
 def test_an_overflow_in_16_true_names_the_layer_and_suggests_bf16():
     with pytest.raises(QtoolError, match=r"layer '0'.*bf16-true"):
+        trained("16-true", data=make_data(scale=1e4), learning_rate=1e3)
+    with pytest.raises(QtoolError, match=r"the inputs of the model.*bf16-true"):
         trained("16-true", data=make_data(scale=1e6))
 
 
