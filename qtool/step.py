@@ -137,6 +137,12 @@ def answer(model: Callable[[Any], Any], value: Any) -> Any:
         ) from error  # fmt: skip
 
 
+def micro_size(config: TrainConfig, halvings: int = 0) -> int:
+    """Samples of a process's micro-batch, that many times halved."""
+    size = math.ceil(math.ceil(config.batch_size / processes.size()) / config.micro_batches)
+    return -(-size // (1 << halvings))
+
+
 def fewest_samples(model: nn.Module) -> int:
     """How many a micro-batch that nobody asked for has at least: batch-norm may not train on one value per channel."""
     return 2 if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()) else 1
@@ -228,7 +234,7 @@ class Step:
     def __init__(self, setup: Setup, optimizer: Optimizer, loss: LossFunction) -> None:
         self.setup, self.optimizer, self.loss = setup, optimizer, loss
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self.micro_size = math.ceil(math.ceil(setup.config.batch_size / processes.size()) / setup.config.micro_batches)
+        self.micro_size = micro_size(setup.config)
         self.least = 1
         self.skips: Tensor | int = 0
         self.updating = False

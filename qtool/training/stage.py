@@ -6,7 +6,8 @@ result.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,12 +15,15 @@ from typing import Any
 
 from torch import nn
 
+from qtool.checkpoint import latest
 from qtool.data import example_input
+from qtool.devices import memory_used, out_of_memory
+from qtool.errors import OutOfMemory
 from qtool.evaluate import evaluate, shared_batches
 from qtool.loop import HasParts, History, fit
 from qtool.order import Batches
 from qtool.recipe import TrainConfig
-from qtool.step import LossFunction, Setup
+from qtool.step import LossFunction, Setup, micro_size
 from qtool.tasks import Task
 from qtool.training.lora import Adapter, adapter
 from qtool.training.progress import Report, reporter
@@ -62,12 +66,12 @@ def train(
     :func:`qtool.loop.fit` raises.
     """
     parts: Any = data if hasattr(data, "train") else SimpleNamespace(train=Batches(data), validation=None, test=None)
-    with setup(model, config, _example(parts)) as made, reporter(progress) as report:
+    with setup(model, config, _example(parts)) as made, reporter(progress) as report, _memory_told(made, out):
         history = fit(
             model, parts, task, config, setup=made, loss_fn=loss_fn, out=out, resume=resume, progress=report,
             identity=identity, backs_off=backs_off, halvings=halvings,
         )  # fmt: skip
-        metrics = _judge(made, getattr(parts, "test", None), task)
+        metrics = _judge(made, getattr(parts, "test", None), task, micro_size(config, history.halvings))
         found = adapter(model)
     return TrainResult(model, metrics, history, found)
 
@@ -78,8 +82,25 @@ def _example(parts: HasParts) -> Any:
     return None  # taking a batch from an iterator could disturb its order
 
 
-def _judge(made: Setup, test: Any, task: Task) -> dict[str, float]:
+@contextmanager
+def _memory_told(made: Setup, out: Path | None) -> Iterator[None]:
+    """Raises OutOfMemory where memory runs out beside the steps, which tell it themselves: in an evaluation."""
+    try:
+        yield
+    except Exception as error:
+        if not out_of_memory(error):
+            raise
+        used, saved = memory_used(made.device) / 2**20, latest(out / "checkpoints") if out else None
+        last = f"last good checkpoint: '{saved}'" if saved else "no checkpoint was written before it"
+        raise OutOfMemory(
+            "evaluation", "memory for it", f"none left, {used:.0f} MiB in use", f"use a smaller --batch-size; {last}",
+            last,
+        ) from error  # fmt: skip
+
+
+def _judge(made: Setup, test: Any, task: Task, size: int) -> dict[str, float]:
+    """The metrics of ``test`` in batches of ``size``, as training has found room for."""
     if test is None or not len(test):
         return {}
-    held = shared_batches(test, made.config.batch_size, made.predict)
+    held = shared_batches(test, size, made.predict)
     return evaluate(made.predict, ((value, made.place(target)) for value, target in held), task)

@@ -104,6 +104,24 @@ def test_what_fails_while_weights_change_is_not_repeated(small_data: str, monkey
         qtool.train(Picky(16), small_data, **(OPTIONS | {"batch_size": "auto", "step_in_backward": True}))
 
 
+class PickyJudge(Picky):
+    """Runs out of memory at more than eight samples outside of training."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training and len(x) > 8:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+        return super().forward(x)
+
+
+def test_a_model_is_judged_in_batches_that_training_had_room_for(small_data: str, tmp_path: Path) -> None:
+    found = qtool.train(PickyJudge(), small_data, micro_batches=4, **OPTIONS)
+    assert found.metrics["num_samples"] > 8
+    with pytest.raises(
+        OutOfMemory, match=r"evaluation: expected memory for it; got none left, .*last good checkpoint: '"
+    ):
+        qtool.train(PickyJudge(), small_data, out=tmp_path, **OPTIONS)
+
+
 def decided(told: list[str]) -> list[str]:
     """What was told but for each prediction."""
     return [line for line in told if not line.startswith("train: predicting ")]
