@@ -203,6 +203,9 @@ class Placement:
         floats = [operand for operand in operands if not any(operand in values for values in integers)]
         if pattern.needs_integer_inputs and floats:
             return f"its operand '{floats[0].name}' is float"
+        unrounded = [operand for operand in operands if operand in self._joined | self._added_unrounded]
+        if pattern.shares and unrounded:
+            return f"its operand '{unrounded[0].name}' has no scale of its own to share"
         if pattern.fixed and self._is_read_in_float(node):
             return "its result is read in float, and 256 steps would be coarse"
         return ""

@@ -11,7 +11,7 @@ import pytest
 import torch
 from nets import conv_bn, settled, small_resnet
 from onnx import numpy_helper
-from torch import nn
+from torch import Tensor, nn
 
 from qtool.errors import UsageError
 from qtool.exporting.stage import export
@@ -171,3 +171,19 @@ def test_openvino_joins_what_starts_at_zero_in_uint8() -> None:
         capture(nn.Sequential(Two(), nn.Conv2d(4, 4, 1)).eval(), torch.randn(2, 3, 9, 9)), get_target("ort-cpu")
     )
     assert all(placed.quantized_output for placed in read.placed if placed.unit.kind == "concat")
+
+
+def test_a_part_of_what_openvino_joins_has_no_scale_to_share() -> None:
+    class Parts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Conv2d(3, 6, 1), nn.Conv2d(6, 6, 3, padding=1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.a(x)
+            z = torch.cat([y, self.b(y)], 1).unflatten(1, (2, 6))
+            return z[:, 0].softmax(2) * z[:, 1].sin()
+
+    x = torch.randn(2, 3, 8, 8)
+    plan = quantize(Parts().eval(), QuantizeConfig(target="openvino"), example=x, calibration=[x]).plan
+    assert [unit.kind for unit in plan.integer_units] == ["conv", "conv", "concat"]
