@@ -192,3 +192,26 @@ def test_a_part_of_the_channels_is_a_stranger() -> None:
     flatten_linears(graph)
     with pytest.raises(Declined):
         smooth(Subject(graph, graph, Placement(graph, get_target("ort-cpu")), [torch.randn(4, 6, 6)]))
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_norm_that_is_written_out_is_one(turned: bool) -> None:
+    class Root(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.linear = nn.Parameter(torch.ones(WIDTH)), nn.Linear(WIDTH, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+            return self.linear(self.weight * x if turned else x * self.weight)
+
+    torch.manual_seed(0)
+    model = Root().eval()
+    model.weight.data[5] = 40
+    given = subject(model)
+    before = copied(given.graph)
+    smooth(given)
+    assert given.notes[-1].startswith("smooth: rescaled 1 of 1 norms")
+    torch.testing.assert_close(given.graph(BATCHES[1]), before(BATCHES[1]), rtol=1e-4, atol=1e-4)
+    weight = next(n for n in given.graph.graph.nodes if n.op == "get_attr" and n.meta["val"].shape == (WIDTH,))
+    assert parameter(given.graph, weight)[5] < 20

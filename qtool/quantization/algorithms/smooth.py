@@ -14,8 +14,9 @@ is left. A pass over the first ``SAMPLES`` samples is all that it costs, and a m
 
 The factors are saved beside the ranges that were observed behind them, and taken from there where these are repeated.
 
-Left out on purpose: layers behind anything else than a norm. Between two linear layers that is equalization's business
-(``equalize.py``), and behind a GELU nothing can be moved.
+A norm is a layer norm, a root-mean-square norm, or a product with a stored number for each channel, as many models end
+the latter. Left out on purpose: layers behind anything else. Between two linear layers that is equalization's business
+(``equalize.py``), and behind a GELU nothing can be moved. So is a norm that a residual sum reads too (BERT).
 """
 
 from __future__ import annotations
@@ -64,12 +65,13 @@ def smooth(subject: Subject) -> None:
 
     Raises Declined where no norm is read by linear layers alone.
     """
-    norms = [node for node in subject.graph.graph.nodes if node.target in _VECTORS]
-    if not norms:
-        raise NothingToDo("there is no layer norm")
     if subject.config.weights_only:
         raise NothingToDo("activations stay in float")
-    found = {norm: place_of(norm, subject) for norm in norms}
+    found = {node: place_of(node, subject) for node in subject.graph.graph.nodes if _vectors(node)}
+    norms = [node for node, place in found.items() if node.target in _VECTORS or isinstance(place, Place)]
+    if not norms:
+        raise NothingToDo("there is no layer norm")
+    found = {norm: found[norm] for norm in norms}
     for reason, count in sorted(Counter(f for f in found.values() if isinstance(f, str)).items()):
         subject.note(f"smooth: {count} of {len(norms)} norms left as they are: {reason}")
     places = [place for place in found.values() if isinstance(place, Place)]
@@ -111,12 +113,12 @@ def _choose(subject: Subject, places: list[Place], total: int) -> str:
 
 def place_of(norm: Node, subject: Subject) -> Place | str:
     """What of a norm can be moved, or why nothing can."""
-    stored = [norm.args[i] for i in _VECTORS[norm.target] if i < len(norm.args)]
+    stored = [norm.args[i] for i in _vectors(norm) if i < len(norm.args)]
     if not any(isinstance(value, Node) for value in stored):
         return "it has no weights"
     if reason := unfit(stored):
         return reason
-    if len(norm.args[1]) != 1:  # type: ignore[arg-type]
+    if norm.target in _VECTORS and len(norm.args[1]) != 1:  # type: ignore[arg-type]
         return "it normalises several dimensions"
     readers: list[Node] = []
     if (stranger := _gather(norm, norm.meta["val"].shape[-1], readers)) is not None:
@@ -128,6 +130,16 @@ def place_of(norm: Node, subject: Subject) -> Place | str:
     reasons = (unfit([a for a in reader.args[1:3] if a is not None]) for reader in readers)
     qmax = min(subject.placement.weight_format(units[reader]).qmax for reader in readers)
     return next(filter(None, reasons), "") or Place(norm, readers, qmax)
+
+
+def _vectors(node: Node) -> tuple[int, ...]:
+    """Which arguments of a node multiply or shift its channels, the last dimension; none for anything but a norm."""
+    if node.target is not aten.mul.Tensor:
+        return _VECTORS.get(node.target, ())
+    shape = node.meta["val"].shape[-1:]
+    held = [a.meta.get("val") if isinstance(a, Node) and a.op == "get_attr" else None for a in node.args[:2]]
+    stored = [isinstance(value, Tensor) and value.shape == shape for value in held]
+    return (stored.index(True),) if sum(stored) == 1 else ()
 
 
 def _gather(node: Node, width: int, readers: list[Node]) -> Node | None:
@@ -216,7 +228,7 @@ def output_error(graph: GraphModule, place: Place, scales: Tensor, levels: int) 
 
 def apply(graph: GraphModule, place: Place, scales: Tensor) -> None:
     """Divides the norm's weights by ``scales`` and multiplies the columns of its readers, in place."""
-    for index in _VECTORS[place.norm.target]:
+    for index in _vectors(place.norm):
         stored = place.norm.args[index] if index < len(place.norm.args) else None
         if isinstance(stored, Node):
             value = parameter(graph, stored)
