@@ -187,3 +187,22 @@ def test_a_part_of_what_openvino_joins_has_no_scale_to_share() -> None:
     x = torch.randn(2, 3, 8, 8)
     plan = quantize(Parts().eval(), QuantizeConfig(target="openvino"), example=x, calibration=[x]).plan
     assert [unit.kind for unit in plan.integer_units] == ["conv", "conv", "concat"]
+
+
+def test_openvino_rounds_the_softmax_of_attention_alone() -> None:
+    class Chosen(nn.Module):
+        """Two branches and how much of each, as in selective kernels."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 16, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.a(x)
+            shares = self.b(y.mean((2, 3), keepdim=True)).unflatten(1, (2, 8)).softmax(1)
+            return self.b(y * shares[:, 0] + y * shares[:, 1])
+
+    plan = Placement(capture(Chosen().eval(), torch.randn(2, 3, 8, 8)), get_target("openvino")).plan()
+    reasons = {unit.kind: unit.reason for unit in plan.float_units}
+    assert reasons["softmax"] == "it runs in float"
+    assert "is float" in reasons["mul"]

@@ -15,6 +15,8 @@ one thread).
 
 from __future__ import annotations
 
+import torch
+
 from qtool.quantization.targets.base import (
     BETWEEN,
     BINARY,
@@ -30,6 +32,18 @@ from qtool.quantization.targets.base import (
 
 _FUSED = (*RELU_LIKE, *SMOOTH, aten.sigmoid.default, aten.hardsigmoid.default, aten.leaky_relu.default)
 
+_LOGITS = (aten.mul.Tensor, aten.div.Tensor, aten.add.Tensor, aten.where.ScalarOther, aten.masked_fill.Scalar)
+
+
+def of_products(softmax: torch.fx.Node) -> str:
+    """Why a softmax is none of attention's; empty where it is one. Elsewhere its result is not worth rounding."""
+    waiting = softmax.all_input_nodes
+    while any(node.target in _LOGITS for node in waiting):
+        waiting = [n for node in waiting for n in (node.all_input_nodes if node.target in _LOGITS else [node])]
+    product = any(node.target in (aten.matmul.default, aten.bmm.default) for node in waiting)
+    return "" if product else "it runs in float"
+
+
 OPENVINO = Target(
     "openvino",
     (
@@ -39,7 +53,14 @@ OPENVINO = Target(
         Pattern("concat", (aten.cat.default,), joins=True, **BETWEEN),
         *POOLS_AND_MOVES,
         Pattern("matmul", (aten.matmul.default, aten.bmm.default), operands=(0, 1), float_output=True, signed=True),
-        Pattern("softmax", SOFTMAX, operands=(), float_output=True, in_float="it runs in float between integers"),
+        Pattern(
+            "softmax",
+            SOFTMAX,
+            operands=(),
+            float_output=True,
+            in_float="it runs in float between integers",
+            accepts=of_products,
+        ),
         Pattern("activation", _FUSED, in_float="it runs in float between integers", **BETWEEN),
     ),
     flat_linears=False,
