@@ -202,10 +202,9 @@ def int8(options: Options, provider: str) -> dict[str, Any]:
     run, quick = options.out / f"int8-{PROVIDERS[provider]}", options.quick
     network = "resnet" if quick else f"{HERE / 'gpu_nets.py'}:resnet50"
     data = "fashion-mnist" if quick else f"{HERE / 'gpu_nets.py'}:images"
-    calibration = "train:8" if quick else "train:64"
-    qtool.quantize(network, data, out=run, target=PROVIDERS[provider], calibration=calibration, trust=True)
+    qtool.quantize(network, data, out=run, target=PROVIDERS[provider], calibration="train:64", trust=True)
     if not provider.startswith("torch"):
-        qtool.export(run, parity_samples=16 if quick else 64, reference_samples=1, trust=True, resume=True)
+        qtool.export(run, parity_samples=64, reference_samples=1, trust=True, resume=True)
     found: dict[str, Any] = qtool.benchmark(
         run, out=run / provider, provider=provider, trust=True, batch_sizes=(1,) if quick else (1, 32),
         allow_slower=True, seconds=0.05 if quick else 10.0, samples=8 if quick else 64, device=options.device,
