@@ -34,7 +34,7 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.relu(self.first(x))
-        x = torch.relu(self.second(x) + self.third(x))
+        x = torch.relu(self.second(x) + torch.relu(self.third(x)))
         return self.last(x.mean((2, 3)))
 
 

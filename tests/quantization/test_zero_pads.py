@@ -35,7 +35,7 @@ class Uneven(nn.Module):
         x = self.relu(self.first(self.pad(self.stem(x))))
         x = self.depthwise(self.wide(x))
         both = nn.functional.pad(x, (2, 0, 0, 1))
-        return (self.left(both) + self.right(both)).mean((2, 3))
+        return (self.relu(self.left(both)) + self.right(both)).mean((2, 3))
 
 
 def made(**options: Any) -> tuple[Any, torch.Tensor]:
