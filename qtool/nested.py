@@ -120,7 +120,7 @@ class Once:
 
     def _remember(self, batch: Any) -> None:
         """Keeps a batch of the head; with the first one behind it the one time has begun."""
-        self._begun = sum(map(num_samples, self._head)) >= self._most
+        self._begun = self._begun or sum(map(num_samples, self._head)) >= self._most
         self._head = [] if self._begun else [*self._head, batch]
 
 

@@ -69,6 +69,9 @@ def test_the_first_samples_are_read_and_given_again() -> None:
         assert torch.cat(first(once, 10)).tolist() == list(range(12))
     assert torch.cat(list(once)).tolist() == list(range(40))
     assert torch.cat(list(once)).tolist() == list(range(0, 40, 4))
+    left = Once(iter(torch.arange(40).split(4)), 10)
+    assert len(first(left, 20)) == 5
+    assert torch.cat(list(left)).tolist() == [0, 1, 4, 5, 8, 9, 12, 13, 16, 17]  # a share
     short = Once(iter(torch.arange(6).split(4)), 10)
     assert torch.cat(first(short, 10)).tolist() == torch.cat(list(short)).tolist() == list(range(6))
     assert first([], 3) == []
