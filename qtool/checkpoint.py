@@ -93,6 +93,11 @@ def latest(folder: Path) -> Path | None:
     return max(found)[1] if found else None
 
 
+def last_good(saved: Path | None) -> str:
+    """How an error ends that stops a run: where it can go on from."""
+    return f"last good checkpoint: '{saved}'" if saved else "no checkpoint was written before it"
+
+
 def commit(folder: Path, step: int, tree: Any) -> Path:
     """Stores ``tree`` as the checkpoint of ``step`` and, once it is whole, removes the others."""
     path = folder / f"step-{step:08d}.safetensors"

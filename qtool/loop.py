@@ -389,7 +389,7 @@ class _Run:
         return OutOfMemory(where, "memory for it", got, f"use a smaller --batch-size; {self._last()}", self._last())
 
     def _last(self) -> str:
-        return f"last good checkpoint: '{self.saved}'" if self.saved else "no checkpoint was written before it"
+        return checkpoint.last_good(self.saved)
 
     def _error(self, got: str) -> QtoolError:
         last = self._last()

@@ -69,6 +69,12 @@ def flags(changes: dict[str, Any]) -> str:
     return " ".join(_flag(name, value) for name, value in changes.items())
 
 
+def difference(base: TrainConfig, config: TrainConfig) -> dict[str, Any]:
+    """The fields of ``config`` that differ from ``base``."""
+    given = vars(base)
+    return {name: value for name, value in vars(config).items() if value != given[name]}
+
+
 def _flag(name: str, value: Any) -> str:
     word = "--" + name.replace("_", "-")
     return word if value is True else f"{word} {'none' if value is None else value}"

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from qtool.quantization.capture import aten, drop_unused, set_parameter
+from qtool.quantization.capture import aten, clean, set_parameter
 from qtool.quantization.scales import stored_numbers
 from qtool.quantization.targets import RELU_LIKE, Target
 
@@ -39,10 +39,7 @@ def write_affines(graph_module: GraphModule, target: Target) -> list[Node]:
             made.append(_convolve(graph_module, node, *ends))
             integer.add(made[-1])
     if made:
-        graph_module.graph.eliminate_dead_code()
-        drop_unused(graph_module)
-        graph_module.graph.lint()
-        graph_module.recompile()
+        clean(graph_module)
     return made
 
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from qtool.quantization.capture import aten, drop_unused, parameter, set_parameter
+from qtool.quantization.capture import aten, clean, parameter, set_parameter
 from qtool.quantization.norms import NORMAL, Copies, coefficients, fold_batch_norm, fold_into
 
 _CONVOLUTIONS = (aten.conv1d.default, aten.conv2d.default, aten.conv3d.default)
@@ -40,10 +40,7 @@ def merge_branches(graph_module: GraphModule, *, train: bool = False) -> list[No
     merging = _Merging(graph_module)
     merged = [node for total in list(graph_module.graph.nodes) if (node := merging.merge(total)) is not None]
     if merged:
-        graph_module.graph.eliminate_dead_code()
-        drop_unused(graph_module)
-        graph_module.graph.lint()
-        graph_module.recompile()
+        clean(graph_module)
     if merged and not train:
         fold_batch_norm(graph_module)
     return [node for node in dict.fromkeys(merged) if node.users]

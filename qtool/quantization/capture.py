@@ -242,6 +242,14 @@ def set_parameter(graph_module: GraphModule, path: str, value: Tensor) -> None:
         holder.register_buffer(name, value)
 
 
+def clean(graph_module: GraphModule) -> None:
+    """Removes nodes and stored tensors that nothing reads any more, and has the graph checked and its code written."""
+    graph_module.graph.eliminate_dead_code()
+    drop_unused(graph_module)
+    graph_module.graph.lint()
+    graph_module.recompile()
+
+
 def drop_unused(graph_module: GraphModule) -> None:
     """Removes parameters and buffers that no node reads or called module holds, so that none reaches the artifact."""
     used = {str(node.target) for node in graph_module.graph.nodes if node.op == "get_attr"}

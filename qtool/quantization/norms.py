@@ -25,7 +25,7 @@ from torch.fx import GraphModule, Node
 from qtool.quantization.capture import (
     CONVOLUTIONS,
     aten,
-    drop_unused,
+    clean,
     output_axis,
     parameter,
     set_parameter,
@@ -47,7 +47,7 @@ def fold_batch_norm(graph_module: GraphModule) -> list[Node]:
             _drop_views(norm, anchor)
             fold_into(copies, anchor, norm)
             folded.append(anchor)
-    _clean(graph_module)
+    clean(graph_module)
     return folded
 
 
@@ -63,7 +63,7 @@ def write_norms(graph_module: GraphModule, *, convolve: bool = True) -> list[Nod
     for node in list(graph_module.graph.nodes):
         if node.target is aten.batch_norm.default and node not in stored:
             _spell_out(node)
-    _clean(graph_module)
+    clean(graph_module)
     return made
 
 
@@ -374,10 +374,3 @@ def _settle(copies: Copies, norm: Node, anchor: Node, bias: Node | None) -> None
     anchor.update_arg(2, stored[1])
     norm.replace_all_uses_with(anchor)
     graph_module.graph.erase_node(norm)
-
-
-def _clean(graph_module: GraphModule) -> None:
-    graph_module.graph.eliminate_dead_code()
-    drop_unused(graph_module)
-    graph_module.graph.lint()
-    graph_module.recompile()

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from qtool.quantization.capture import CONVOLUTIONS, aten, drop_unused, parameter, set_parameter
+from qtool.quantization.capture import CONVOLUTIONS, aten, clean, parameter, set_parameter
 from qtool.quantization.functional import DROPOUTS
 from qtool.quantization.norms import NORMAL, readers_of, scaled
 
@@ -39,10 +39,7 @@ def fold_scales(graph_module: GraphModule) -> list[Node]:
     products = [node for node in graph_module.graph.nodes if node.target in _PRODUCTS]
     folded = [layer for node in products if (layer := _fold(graph_module, readers, node)) is not None]
     if folded:
-        graph_module.graph.eliminate_dead_code()
-        drop_unused(graph_module)
-        graph_module.graph.lint()
-        graph_module.recompile()
+        clean(graph_module)
     return folded
 
 

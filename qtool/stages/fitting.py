@@ -74,10 +74,9 @@ def fitted(config: TrainConfig, source: Source, folder: Path | None, resume: boo
 
 def _told(asked: TrainConfig, found: Choice, looked: list[dict[str, Any]]) -> Choice:
     """With all that the result of the run says of the choice."""
-    from qtool.memory.plan import flags
+    from qtool.memory.plan import difference, flags
 
-    given = vars(asked)
-    chosen = {name: value for name, value in vars(found.config).items() if value != given[name]}
+    chosen = difference(asked, found.config)
     wanted = ["--batch-size auto"] if asked.batch_size == AUTO else []
     wanted += [f"--memory-budget {asked.memory_budget}"] if asked.memory_budget is not None else []
     about = {"asked": " ".join(wanted), "chosen": chosen, "flags": flags(chosen), "considered": looked}
@@ -168,26 +167,25 @@ def _telling(
     progress: Progress,
     base: TrainConfig,
     most: int,
-    looked: list[dict[str, Any]] | None = None,
+    looked: list[dict[str, Any]],
 ) -> Iterator[Callable[[TrainConfig], int]]:
     """``peak``, which then tells before each prediction what it is of: what differs from ``base``, of ``most``.
 
     What was predicted is added to ``looked``: its flags and its peak, or None where the model does not take them.
     """
-    from qtool.memory.plan import flags
+    from qtool.memory.plan import difference, flags
 
     counted = itertools.count(1)
     with meter(progress, "train") as report:
 
         def told(config: TrainConfig) -> int:
-            given, done = vars(base), next(counted)
-            differing = flags({name: value for name, value in vars(config).items() if value != given[name]})
+            differing, done = flags(difference(base, config)), next(counted)
             report(f"predicting {differing or 'it as it is'}", done, max(most, done + 1))
             found: int | None = None
             try:
                 found = peak(config)
             finally:
-                (looked if looked is not None else []).append({"flags": differing, "predicted_peak_bytes": found})
+                looked.append({"flags": differing, "predicted_peak_bytes": found})
             return found
 
         yield told
@@ -209,14 +207,13 @@ def _each(config: TrainConfig) -> str:
 
 def _more_devices(config: TrainConfig, smallest: TrainConfig, budget: float, peak: Callable[[TrainConfig], int]) -> str:
     """What to pass for enough devices, ending in "or ", where there is a number of them that is enough."""
-    from qtool.memory.plan import fewest_devices, flags, sharded
+    from qtool.memory.plan import difference, fewest_devices, flags, sharded
 
     smallest = dataclasses.replace(smallest, grad_clip=config.grad_clip)
     count = fewest_devices(smallest, budget, peak, _legal)
     if count is None:
         return ""
-    given, wanted = vars(config), vars(sharded(smallest, count))
-    return f"{flags({name: value for name, value in wanted.items() if value != given[name]})}, or "
+    return f"{flags(difference(config, sharded(smallest, count)))}, or "
 
 
 def _adapters(smallest: Plan, peak: Callable[[TrainConfig], int]) -> str:
@@ -308,7 +305,7 @@ def explained(
 
     try:
         gpu, legal = resolve_device(config.device).type == "cuda", _legal_for(source)
-        with _telling(predictor(source), progress, config, EXPLAINED) as peak:
+        with _telling(predictor(source), progress, config, EXPLAINED, []) as peak:
             predicted = peak(config)
             plan, smallest = choose(
                 config, 0.8 * predicted, peak, pinned=pinned(config), legal=legal, gpu=gpu, most=EXPLAINED - 1
@@ -336,15 +333,14 @@ def memory_ended(
 
     ``free`` bytes were free then. None for a GPU's training too, whose micro-batches do not decide about host memory.
     """
-    from qtool.checkpoint import latest
+    from qtool.checkpoint import last_good, latest
     from qtool.devices import memory_kills
 
     now = memory_kills()
     if error.by != signal.SIGKILL or now is None or kills is None or now <= kills or not on_host(config):
         return None
     had = "" if free is None else f", {free / MIB:.0f} MiB free when it began"
-    saved = latest(folder / "checkpoints")
-    last = f"last good checkpoint: '{saved}'" if saved else "no checkpoint was written before it"
+    last = last_good(latest(folder / "checkpoints"))
     return OutOfMemory(error.where, "host memory for it", f"{error.got}, probably for lack of it{had}", last, last)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from qtool.checkpoint import latest
+from qtool.checkpoint import last_good, latest
 from qtool.data import example_input
 from qtool.devices import memory_used, out_of_memory
 from qtool.errors import OutOfMemory
@@ -90,8 +90,7 @@ def _memory_told(made: Setup, out: Path | None) -> Iterator[None]:
     except Exception as error:
         if not out_of_memory(error):
             raise
-        used, saved = memory_used(made.device) / 2**20, latest(out / "checkpoints") if out else None
-        last = f"last good checkpoint: '{saved}'" if saved else "no checkpoint was written before it"
+        used, last = memory_used(made.device) / 2**20, last_good(latest(out / "checkpoints") if out else None)
         raise OutOfMemory(
             "evaluation", "memory for it", f"none left, {used:.0f} MiB in use", f"use a smaller --batch-size; {last}",
             last,
