@@ -105,11 +105,14 @@ def open_source(
     return Source(module, opened, loss, record, inputs)
 
 
-def recall_source(run: Path, stage: str, *, trust: bool = False, model: bool = False, **options: Any) -> Source:
+def recall_source(
+    run: Path, stage: str, *, trust: bool = False, model: bool = False, argument: str = "data", **options: Any
+) -> Source:
     """Opens the source that ``stage`` recorded in ``run``.
 
     With ``model`` the model too: with the weights that a training left there, or with those that another stage was
-    given. Raises QtoolError where these are not what they were.
+    given. ``argument`` is how the caller takes data that no record can name. Raises QtoolError where the weights are
+    not what they were, or nothing is recorded.
     """
     from qtool.factories import require_same
 
@@ -121,7 +124,7 @@ def recall_source(run: Path, stage: str, *, trust: bool = False, model: bool = F
     if missing:
         raise QtoolError(
             f"run directory '{run}'", f"the spec of its {missing[0]}", "one that was given as a Python object",
-            f"call the stage from Python with {missing[0]}=…",
+            f"call the stage from Python with {argument if missing[0] == 'data' else missing[0]}=…",
         )  # fmt: skip
     weights = run if trained else record["weights"]
     source = open_source(

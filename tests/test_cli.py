@@ -50,7 +50,9 @@ def run_python(code: str, *words: str, **options: Any) -> subprocess.CompletedPr
 
 
 def qtool_process(*words: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    return run_python("from qtool.cli import main; main()", *words, **options)
+    return subprocess.run(
+        [sys.executable, "-m", "qtool", *words], capture_output=True, text=True, check=False, **options
+    )
 
 
 def told(result: Result) -> str:

@@ -221,7 +221,7 @@ def test_a_run_killed_in_every_stage_gives_the_files_of_an_undisturbed_one(
     tmp_path: Path, small_recipe: Path, undisturbed: Path
 ) -> None:
     out = tmp_path / "run"
-    words = [sys.executable, "-m", "qtool.cli", "run", str(small_recipe), "--out", str(out), "--quiet"]
+    words = [sys.executable, "-m", "qtool", "run", str(small_recipe), "--out", str(out), "--quiet"]
     for name, reached in MOMENTS:
         process = subprocess.Popen(words, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
         while not reached(out):

@@ -64,7 +64,7 @@ def test_every_qtool_command_works_as_written(tmp_path: Path) -> None:
     for line in lines:
         _, command, *words = shlex.split(line)
         done = subprocess.run(
-            [sys.executable, "-m", "qtool.cli", command, *words, *SHORTER[command], "--json"],
+            [sys.executable, "-m", "qtool", command, *words, *SHORTER[command], "--json"],
             cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False,
         )  # fmt: skip
         assert done.returncode == 0, f"{line}\n{done.stderr}"

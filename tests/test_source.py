@@ -107,6 +107,16 @@ def test_a_stage_that_needs_an_object_that_had_no_spec_says_so(tmp_path: Path, s
     assert recall_source(tmp_path, "train").parts is not None
 
 
+def test_the_argument_that_is_named_is_the_caller_s_own(tmp_path: Path) -> None:
+    images = torch.randn(16, 4)
+    qtool.quantize(nn.Linear(4, 3), [images], out=tmp_path)
+    with pytest.raises(QtoolError, match="call the stage from Python with samples="):
+        qtool.export(tmp_path)
+    assert qtool.export(tmp_path, samples=[images]).files["int8"].is_file()
+    with pytest.raises(QtoolError, match="call the stage from Python with data="):
+        recall_source(tmp_path, "quantize")
+
+
 def test_a_wrong_run_directory_gets_the_nearest_one(trained: Path, tmp_path: Path) -> None:
     assert is_run_directory(trained)
     assert not is_run_directory(tmp_path)

@@ -155,5 +155,5 @@ def _as_quantized(model: Any, example_inputs: tuple[Any, ...] | None, float_mode
 def _recorded_samples(run: Path, recorded: Mapping[str, Any], trust: bool) -> Iterable[Any]:
     """The calibration samples of a quantized model, drawn again from its record."""
     config = recorded["config"]
-    source = recall_source(run, "quantize", trust=trust)
+    source = recall_source(run, "quantize", trust=trust, argument="samples")
     return draw(config["calibration"], source.parts, config["seed"], config["calibration_batch_size"])[0]
