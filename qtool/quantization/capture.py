@@ -5,7 +5,8 @@ activations are still whole. It is then made uniform, so that a placement has on
 to look for (``functional.py``, ``linears.py``); the guards that torch inserts are dropped, since shapes are the ONNX
 file's contract and not the graph's; calls that repeat another become one (``repeats.py``); and every operator learns
 which module it came from (``owner``), the name that a user knows it by. Modules that the graph leaves out, such as a
-head for training alone, are named in its ``meta["notes"]``.
+head for training alone, are named in its ``meta["notes"]``, and so is what it asks of a batch's size; ``any_batch``
+there says that it asks nothing.
 
 What becomes of batch-norm is told in ``norms.py``. What is left out on purpose: FX symbolic tracing as a
 second way in.
@@ -78,7 +79,9 @@ def capture(model: nn.Module, example: Any, *, train: bool = False) -> GraphModu
         if train:
             raise _written(model, writes[0])
         graph_module = functionalized(program)
-    graph_module.meta["notes"] = (*_left_out(model, graph_module), *_conditions(program))
+    conditions = _conditions(program)
+    graph_module.meta["notes"] = (*_left_out(model, graph_module), *conditions)
+    graph_module.meta["any_batch"] = not conditions
     _detach_parameters(graph_module)
     if write_linears(graph_module):
         drop_unused(graph_module)

@@ -6,7 +6,8 @@ before, or the tensor that the overwritten one is a view of. Where one is, or wh
 torch's own functionalization is asked, which knows all views and spells batch-norm and flatten differently. A
 quantizer on a tensor that is still written into would separate it from its views, so none may be left.
 
-On the way each operator gets its one spelling (``respell.py``).
+Behind that each operator gets its one spelling (``respell.py``): one that only copies can go once nothing is written
+into the copy.
 """
 
 from __future__ import annotations
@@ -58,9 +59,9 @@ def make_functional(graph_module: GraphModule) -> None:
     for node in list(graph.nodes):
         if _is_guard(node) or _counts_batches(node):
             graph.erase_node(node)
-            continue
-        if node.target in FUNCTIONAL and _is_safe(node):
+        elif node.target in FUNCTIONAL and _is_safe(node):
             _replace_later(node)
+    for node in list(graph.nodes):
         respell(node)
     graph.eliminate_dead_code()
     graph.lint()

@@ -169,18 +169,21 @@ def _replace_bias(graph_module: GraphModule, node: Node, steps: Tensor, scale: T
 
 def label(graph_module: GraphModule) -> None:
     """Writes into each node's ``meta['custom']`` the unit it belongs to, which survives saving and export."""
+    units = {str(node.meta["unit"]) for node in graph_module.graph.nodes if "unit" in node.meta}
     for node in graph_module.graph.nodes:
-        if node.op != "call_function":
-            continue
-        node.meta["custom"] = {"unit": _unit_of(node)}
+        if node.op == "call_function":
+            node.meta["custom"] = {"unit": _unit_of(node, units)}
 
 
-def _unit_of(node: Node) -> str:
+def _unit_of(node: Node, units: set[str]) -> str:
+    """What a node is called after: its unit, or else its module, or its operator there if a unit has that name."""
     if "unit" in node.meta:
         return str(node.meta["unit"])
     source: Any = node
     while isinstance(source, Node) and source.target in (*QUANTIZE, *DEQUANTIZE):
         source = source.args[0]
     if isinstance(source, Node) and source.op == "call_function":
-        return str(source.meta.get("unit", source.meta.get("owner") or source.name))
+        name = str(source.meta.get("unit", source.meta.get("owner") or source.name))
+        free = "unit" in source.meta or name not in units
+        return name if free else f"{name}.{str(source.target).removeprefix('aten.').partition('.')[0]}"
     return str(getattr(source, "target", node.name))

@@ -16,7 +16,7 @@ a row pooled to one cell                                  a mean
 pooled to as many cells as divide the size; as it has     ``avg_pool``; nothing
 attention without an axis for heads, or with several      attention with one head, or all in one axis
 ``stack``; a concatenation of one                         ``cat`` of ``unsqueeze``; nothing
-``x + 0``, ``x * 1``                                      nothing
+``x + 0``, ``x * 1``, a padding by nothing                nothing
 ``new_zeros``, ``ones_like`` … of a fixed size            ``full``
 ``.float()`` of what is float32                           nothing
 ========================================================  ==========================================
@@ -63,6 +63,7 @@ _FILLED: dict[Any, int | None] = {
     aten.new_zeros.default: 0, aten.zeros_like.default: 0, aten.new_ones.default: 1, aten.ones_like.default: 1,
     aten.new_full.default: None, aten.full_like.default: None,
 }  # fmt: skip
+_PADS = (aten.pad.default, aten.constant_pad_nd.default)
 _PADDED = {aten.conv1d.padding: aten.conv1d.default, aten.conv2d.padding: aten.conv2d.default}
 
 
@@ -89,8 +90,7 @@ def _spell_adaptive_pool(node: Node) -> None:
         if rank == 1:
             node.target, node.args = aten.mean.dim, (source, [2], True)
     elif all(size == cells for size, cells in sizes):
-        node.replace_all_uses_with(source)
-        node.graph.erase_node(node)
+        _drop(node)
     elif all(isinstance(size, int) and size % cells == 0 for size, cells in sizes):
         windows = [size // cells for size, cells in sizes]
         node.target = (aten.avg_pool1d.default, aten.avg_pool2d.default)[rank - 1]
@@ -138,8 +138,7 @@ def _spell_conversion(node: Node) -> None:
     source = node.args[0]
     assert isinstance(source, Node)
     if len(node.args) == 2 and not node.kwargs and source.meta["val"].dtype == node.meta["val"].dtype:
-        node.replace_all_uses_with(source)
-        node.graph.erase_node(node)
+        _drop(node)
 
 
 def _spell_cat(node: Node) -> None:
@@ -181,6 +180,22 @@ def _spell_neutral(node: Node) -> None:
             node.replace_all_uses_with(source)
             node.graph.erase_node(node)
             return
+
+
+def _spell_pad(node: Node) -> None:
+    """Sizes that need no padding are padded by nothing all the same, as windows of attention are."""
+    amounts = node.args[1]
+    assert isinstance(amounts, list | tuple)
+    if all(isinstance(amount, int) and amount == 0 for amount in amounts):
+        _drop(node)
+
+
+def _drop(node: Node) -> None:
+    """Has the readers of an operator that does nothing read what it reads."""
+    source = node.args[0]
+    assert isinstance(source, Node)
+    node.replace_all_uses_with(source)
+    node.graph.erase_node(node)
 
 
 def _spell_part(node: Node) -> None:
@@ -339,6 +354,7 @@ _RULES: dict[Any, Callable[[Node], None]] = {
     **dict.fromkeys(_CONVERSIONS, _spell_conversion),
     **dict.fromkeys(_PADDED, _spell_padding),
     **dict.fromkeys(_FILLED, _spell_filled),
+    **dict.fromkeys(_PADS, _spell_pad),
     aten.adaptive_avg_pool1d.default: _spell_adaptive_pool,
     aten.adaptive_avg_pool2d.default: _spell_adaptive_pool,
     aten.expand_as.default: _spell_expand,

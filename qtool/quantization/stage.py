@@ -33,6 +33,7 @@ from qtool.quantization.calibrate import calibrate, choose_ranges, restore_range
 from qtool.quantization.capture import capture, copied, remove_dropout
 from qtool.quantization.constants import fold_computed
 from qtool.quantization.embeddings import quantize_tables
+from qtool.quantization.fidelity import require_faithful
 from qtool.quantization.gains import Gains, channel_gains
 from qtool.quantization.integers import finish, label
 from qtool.quantization.matrices import flatten_linears
@@ -191,7 +192,8 @@ def sensitivities(
 def float_form(model: nn.Module, example: Any, *, merged: bool = True) -> GraphModule:
     """The captured float model in evaluation form: the reference of every comparison.
 
-    Batch-norm is folded, and parallel branches are one convolution unless they are not to be ``merged``.
+    Batch-norm is folded, and parallel branches are one convolution unless they are not to be ``merged``. Raises
+    QtoolError where it does not compute what ``model`` does.
     """
     graph = capture(model, example)
     remove_dropout(graph)
@@ -199,6 +201,7 @@ def float_form(model: nn.Module, example: Any, *, merged: bool = True) -> GraphM
     if merged:
         merge_branches(graph)
     fold_computed(graph)
+    require_faithful(graph, model, example)
     label(graph)
     return graph
 

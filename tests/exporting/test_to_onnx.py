@@ -293,6 +293,32 @@ def test_an_input_may_be_called_as_a_layer_is(tmp_path: Path) -> None:
     assert coverage(form.plan, tmp_path / "named.onnx").passed
 
 
+class Shifted(nn.Module):
+    """A layer whose module moves numbers in float before it, as attention over shifted windows does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(torch.roll(nn.functional.pad(x, (0, 0, 0, 1)), 1, 1), self.weight).softmax(-1)
+
+
+def test_only_a_unit_s_own_operators_bear_its_name(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.LayerNorm(6), Shifted()), torch.randn(4, 5, 6)
+    form = quantize(model, QuantizeConfig(), example=x, calibration=[x])
+    assert [(unit.name, unit.integer) for unit in form.plan.units if unit.name.startswith("1")] == [
+        ("1.pad", False), ("1.roll", False), ("1", True), ("1.softmax", False)
+    ]  # fmt: skip
+    save(quantized_to_onnx(form, OPSET), tmp_path / "shifted.onnx")
+    kernels = {node.name: node.op_type for node in onnx.load(tmp_path / "shifted.onnx").graph.node}
+    assert kernels["1.pad"] == "Pad"
+    assert kernels["1.softmax"] == "Softmax"
+    gate = coverage(form.plan, tmp_path / "shifted.onnx")
+    assert gate.passed, gate
+
+
 class Gated(nn.Module):
     def __init__(self) -> None:
         super().__init__()

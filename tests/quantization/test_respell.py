@@ -79,6 +79,8 @@ SAME = {
     "stack": (lambda x: torch.stack([x, x], -1), [aten.unsqueeze.default, aten.cat.default]),
     "sum from zero": (lambda x: sum([x, x.relu()]), [aten.relu.default, aten.add.Tensor]),
     "product with one": (lambda x: 1 * x.relu() * 1.0, [aten.relu.default]),
+    "padding by nothing": (lambda x: F.pad(F.pad(x, (0, 0)), (0, 0, 0, 0), "reflect").relu(), [aten.relu.default]),
+    "padding": (lambda x: F.pad(x, (0, 0, 1, 0)).relu(), [aten.pad.default, aten.relu.default]),
     "new_zeros": (lambda x: x + x.new_zeros(6), [aten.full.default, aten.add.Tensor]),
     "new_full": (lambda x: x + x.new_full((4, 1), 2.5), [aten.full.default, aten.add.Tensor]),
     "ones_like": (lambda x: x * torch.ones_like(torch.arange(6)), [aten.full.default, aten.mul.Tensor]),
@@ -115,8 +117,19 @@ def test_what_means_something_else_is_left(name: str) -> None:
     assert (aten.to.dtype in operators) == (name == "a real conversion")
 
 
-def test_a_copy_that_is_written_into_stays_one() -> None:
-    spelled(lambda x: x.to(torch.float32, copy=True).relu_() + x, X)
+COPIES: dict[str, Forward] = {
+    "conversion": lambda x: x.to(torch.float32, copy=True),
+    "padding": lambda x: F.pad(x, (0, 0)),
+    "concat": lambda x: torch.cat([x], 1),
+    "sum": lambda x: x + 0,
+    "pool": lambda x: F.adaptive_avg_pool2d(x, (4, None)),
+}
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_what_is_written_into_a_copy_is_not_in_the_other(name: str) -> None:
+    spelled(lambda x: COPIES[name](x).relu_() + x, X)
+    spelled(lambda x: (y := x * 2, COPIES[name](y), y.relu_())[1] + y.sigmoid(), X)
 
 
 def test_squeezing_keeps_a_batch_of_one() -> None:

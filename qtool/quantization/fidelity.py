@@ -1,0 +1,75 @@
+"""Whether the captured graph is the model: both compute the same samples, and have to agree.
+
+All that follows is proven against the float graph, so that a fault of the capture itself (a value overwritten through
+another name, a branch merged that should not have been) would be proven faithfully to the end. Rounding in another
+order leaves 100 dB and more between the two, a wrong operator rarely 40.
+
+A model that is random in evaluation differs from itself as much. That is noted, and nothing can be compared.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.utils import _pytree as pytree
+
+from qtool.errors import QtoolError
+from qtool.evaluate import sqnr_db
+from qtool.nested import call, map_tensors, num_samples, samples_of
+from qtool.quantization.quiet import quiet_pytree
+
+LEAST_DB = 60.0
+SAMPLES = 2
+RANDOM = "the captured graph was not compared with the model, which is random in evaluation"
+
+
+def require_faithful(graph: GraphModule, model: nn.Module, example: Any) -> None:
+    """Raises QtoolError where the graph's outputs are not the model's in evaluation, on samples of ``example``.
+
+    Of a model that is random :data:`RANDOM` is added to the notes in the graph's ``meta``.
+    """
+    few = samples_of(example, 0, SAMPLES) if graph.meta.get("any_batch") else example
+    wanted, found = _evaluated(model, few), _floats(graph, few)
+    least = _least(wanted, found)
+    if least >= LEAST_DB:
+        return
+    if _least(wanted, _evaluated(model, few)) < LEAST_DB:
+        graph.meta["notes"] = (*graph.meta.get("notes", ()), RANDOM)
+        return
+    raise QtoolError(
+        f"model '{type(model).__name__}'", f"a captured graph that computes what it does, to {LEAST_DB:.0f} dB",
+        f"{least:.1f} dB on {num_samples(few)} samples", "report this model: the capture changed its meaning",
+    )  # fmt: skip
+
+
+def _evaluated(model: nn.Module, inputs: Any) -> list[Tensor]:
+    """What the model computes in evaluation; its modes and buffers are as before."""
+    modes = [(module, module.training) for module in model.modules()]
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    model.eval()
+    try:
+        return _floats(model, inputs)
+    finally:
+        for module, training in modes:
+            module.training = training
+        for buffer, before in buffers:
+            buffer.copy_(before)
+
+
+def _floats(model: nn.Module, inputs: Any) -> list[Tensor]:
+    with torch.no_grad(), quiet_pytree():
+        leaves = pytree.tree_leaves(call(model, map_tensors(torch.clone, inputs)))
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+
+def _least(wanted: list[Tensor], found: list[Tensor]) -> float:
+    """The least agreement of two lists of outputs in dB; −infinite where they are not finite in the same places."""
+    agreements = [float("inf") if len(wanted) == len(found) else float("-inf")]
+    for one, other in zip(wanted, found, strict=False):
+        finite = one.isfinite()
+        same = one.shape == other.shape and torch.equal(finite, other.isfinite())
+        agreements.append(sqnr_db(one[finite], other[finite]) if same else float("-inf"))
+    return min(agreements)
