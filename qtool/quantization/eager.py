@@ -45,6 +45,7 @@ from qtool.quantization.eager_modules import (
 from qtool.quantization.integers import finish
 from qtool.quantization.placement import Placed, Placement
 from qtool.quantization.quiet import quiet_torch_ao
+from qtool.quantization.respell import ADAPTIVE_POOLS, AVERAGE_POOLS, MAX_POOLS
 from qtool.quantization.stage import float_form
 from qtool.quantization.targets import RELU_LIKE, Target, get_target
 
@@ -54,8 +55,7 @@ Grid = tuple[Any, ...]
 
 # What torch computes on quantized tensors with the scale and zero point of the (first) input.
 _KEEPS_GRID = (
-    *RELU_LIKE, aten.max_pool1d.default, aten.max_pool2d.default, aten.avg_pool1d.default, aten.avg_pool2d.default,
-    aten.adaptive_avg_pool1d.default, aten.adaptive_avg_pool2d.default, aten.mean.dim, aten.cat.default,
+    *RELU_LIKE, *MAX_POOLS, *AVERAGE_POOLS, *ADAPTIVE_POOLS, aten.mean.dim, aten.cat.default,
     aten.flatten.using_ints, aten.view.default, aten.reshape.default, aten.permute.default, aten.transpose.int,
     aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default, aten.contiguous.default,
     aten.clone.default, aten.slice.Tensor, aten.select.int, aten.expand.default, aten.pixel_shuffle.default,
@@ -63,10 +63,7 @@ _KEEPS_GRID = (
     aten.pad.default, aten.chunk.default, aten.split.Tensor, aten.split_with_sizes.default, operator.getitem,
 )  # fmt: skip
 # Averages on one grid end in a half as often as one in their count. In steps, not in real units, a half is exact.
-_AVERAGES = (
-    aten.mean.dim, aten.avg_pool1d.default, aten.avg_pool2d.default, aten.adaptive_avg_pool1d.default,
-    aten.adaptive_avg_pool2d.default,
-)  # fmt: skip
+_AVERAGES = (aten.mean.dim, *AVERAGE_POOLS, *ADAPTIVE_POOLS)
 _OWN_GRID: dict[Any, Grid] = {aten.sigmoid.default: (1 / 256, 0, 0, 255, torch.uint8)}
 _LEAST_SQNR_DB = 10.0
 

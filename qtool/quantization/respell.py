@@ -38,6 +38,11 @@ from torch.fx import Node
 
 aten = torch.ops.aten
 
+AVERAGE_POOLS = (aten.avg_pool1d.default, aten.avg_pool2d.default, aten.avg_pool3d.default)
+ADAPTIVE_POOLS = (
+    aten.adaptive_avg_pool1d.default, aten.adaptive_avg_pool2d.default, aten.adaptive_avg_pool3d.default,
+)  # fmt: skip
+MAX_POOLS = (aten.max_pool1d.default, aten.max_pool2d.default, aten.max_pool3d.default)
 GATES: dict[Any, Any] = {aten.silu.default: aten.sigmoid.default, aten.hardswish.default: aten.hardsigmoid.default}
 """Activations that are their input times a gate, and the gate: silu(x) = x · sigmoid(x)."""
 
@@ -64,7 +69,11 @@ _FILLED: dict[Any, int | None] = {
     aten.new_full.default: None, aten.full_like.default: None,
 }  # fmt: skip
 _PADS = (aten.pad.default, aten.constant_pad_nd.default)
-_PADDED = {aten.conv1d.padding: aten.conv1d.default, aten.conv2d.padding: aten.conv2d.default}
+_PADDED = {
+    aten.conv1d.padding: aten.conv1d.default,
+    aten.conv2d.padding: aten.conv2d.default,
+    aten.conv3d.padding: aten.conv3d.default,
+}
 
 
 def respell(node: Node) -> None:
@@ -84,16 +93,16 @@ def _spell_adaptive_pool(node: Node) -> None:
     source = node.args[0]
     assert isinstance(source, Node)
     before, after = source.meta["val"].shape, node.meta["val"].shape
-    rank = 1 if node.target is aten.adaptive_avg_pool1d.default else 2
+    rank = 1 + ADAPTIVE_POOLS.index(node.target)
     sizes = list(zip(before[-rank:], after[-rank:], strict=True))
     if all(cells == 1 for _, cells in sizes):
-        if rank == 1:
-            node.target, node.args = aten.mean.dim, (source, [2], True)
+        if rank != 2:
+            node.target, node.args = aten.mean.dim, (source, list(range(2, 2 + rank)), True)
     elif all(size == cells for size, cells in sizes):
         _drop(node)
     elif all(isinstance(size, int) and size % cells == 0 for size, cells in sizes):
         windows = [size // cells for size, cells in sizes]
-        node.target = (aten.avg_pool1d.default, aten.avg_pool2d.default)[rank - 1]
+        node.target = AVERAGE_POOLS[rank - 1]
         node.args = (source, windows, windows)
 
 
@@ -355,8 +364,7 @@ _RULES: dict[Any, Callable[[Node], None]] = {
     **dict.fromkeys(_PADDED, _spell_padding),
     **dict.fromkeys(_FILLED, _spell_filled),
     **dict.fromkeys(_PADS, _spell_pad),
-    aten.adaptive_avg_pool1d.default: _spell_adaptive_pool,
-    aten.adaptive_avg_pool2d.default: _spell_adaptive_pool,
+    **dict.fromkeys(ADAPTIVE_POOLS, _spell_adaptive_pool),
     aten.expand_as.default: _spell_expand,
     aten.narrow.default: _spell_narrow,
     operator.getitem: _spell_part,

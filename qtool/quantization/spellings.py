@@ -31,8 +31,10 @@ WRITTEN: dict[Any, tuple[Any, ...]] = {
     aten.mean.dim: (torch.mean, "mean"),
     aten.avg_pool1d.default: (nn.AvgPool1d, F.avg_pool1d),
     aten.avg_pool2d.default: (nn.AvgPool2d, F.avg_pool2d),
+    aten.avg_pool3d.default: (nn.AvgPool3d, F.avg_pool3d),
     aten.max_pool1d.default: (nn.MaxPool1d, F.max_pool1d, torch.max_pool1d),
     aten.max_pool2d.default: (nn.MaxPool2d, F.max_pool2d, torch.max_pool2d),
+    aten.max_pool3d.default: (nn.MaxPool3d, F.max_pool3d, torch.max_pool3d),
     aten.flatten.using_ints: (nn.Flatten, torch.flatten, "flatten"),
     aten.view.default: ("view",),
     aten.reshape.default: (
@@ -69,13 +71,14 @@ WRITTEN: dict[Any, tuple[Any, ...]] = {
     aten.clamp_max.default: (torch.clamp_max, "clamp_max", "clamp_max_"),
     aten.conv1d.default: (nn.Conv1d, F.conv1d),
     aten.conv2d.default: (nn.Conv2d, F.conv2d),
+    aten.conv3d.default: (nn.Conv3d, F.conv3d),
     aten.linear.default: (nn.Linear, F.linear),
 }
 
 # What the capture writes as another operator where that means the same: clamp(min=0) is a ReLU, for instance.
 RESPELT: dict[Any, tuple[Any, ...]] = {
     aten.relu.default: (*WRITTEN[aten.clamp.default], *WRITTEN[aten.clamp_min.default]),
-    aten.mean.dim: WRITTEN[aten.adaptive_avg_pool1d.default],
+    aten.mean.dim: (*WRITTEN[aten.adaptive_avg_pool1d.default], nn.AdaptiveAvgPool3d, F.adaptive_avg_pool3d),
 }
 
 _PARTS = (torch.chunk, torch.split, torch.tensor_split, torch.unbind, "chunk", "split", "tensor_split", "unbind")

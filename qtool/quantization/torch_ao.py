@@ -136,6 +136,7 @@ _RELUS = (nn.ReLU, F.relu)
 _MODULES = (
     _Weighted(nn.Conv1d, F.conv1d, nn.BatchNorm1d, nni.ConvReLU1d, nni.ConvBn1d, nni.ConvBnReLU1d),
     _Weighted(nn.Conv2d, F.conv2d, nn.BatchNorm2d, nni.ConvReLU2d, nni.ConvBn2d, nni.ConvBnReLU2d),
+    _Weighted(nn.Conv3d, F.conv3d, nn.BatchNorm3d, nni.ConvReLU3d, nni.ConvBn3d, nni.ConvBnReLU3d),
     _Weighted(nn.Linear, F.linear, nn.BatchNorm1d, nni.LinearReLU, nni.LinearBn1d),
 )
 

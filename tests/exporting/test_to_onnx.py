@@ -434,6 +434,16 @@ def test_a_layer_left_in_float_between_integers_is_float(tmp_path: Path, layer: 
         assert gate.passed, gate
 
 
+def test_volumes_run_in_integers(tmp_path: Path) -> None:
+    net = conv_nets.Net(tuple(conv_nets.Layer(kind) for kind in ("plain", "residual", "concat", "max", "avg")), rank=3)
+    inputs = conv_nets.example(net, 8)
+    form = quantize(conv_nets.build(net), QuantizeConfig(), example=inputs, calibration=[inputs])
+    assert form.plan.float_units == ()
+    gates = {gate["name"]: gate for gate in export(form, tmp_path, ExportConfig(), samples=[inputs]).gates}
+    assert gates["coverage"]["passed"]
+    assert gates["integer reference"]["passed"] or not has_vnni()
+
+
 class Unsupported(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -153,6 +153,7 @@ def test_parts_of_a_split_tensor_are_slices_of_it() -> None:
         (lambda: nn.Conv2d(3, 4, (2, 4), padding="same", dilation=(1, 3)), (2, 3, 8, 9), 1),
         (lambda: nn.Conv2d(3, 4, 2, padding="valid", stride=2), (2, 3, 7, 6), 0),
         (lambda: nn.Conv1d(3, 4, 4, padding="same"), (2, 3, 9), 1),
+        (lambda: nn.Conv3d(3, 4, (2, 3, 1), padding="same"), (2, 3, 4, 5, 6), 1),
         (lambda: nn.Conv1d(4, 4, 3, padding="same", groups=2, bias=False), (2, 4, 9), 0),
     ],
 )
@@ -163,7 +164,7 @@ def test_padding_in_words_becomes_numbers(conv: Callable[[], nn.Module], shape: 
     graph = capture(model, x)
     torch.testing.assert_close(graph(x[:1]), model(x[:1]), rtol=1e-5, atol=1e-6)
     assert targets(graph).count(aten.constant_pad_nd.default) == pads
-    assert any(t in (aten.conv1d.default, aten.conv2d.default) for t in targets(graph))
+    assert any(t in (aten.conv1d.default, aten.conv2d.default, aten.conv3d.default) for t in targets(graph))
 
 
 def test_one_spelling_for_relu_and_for_pooling_a_row() -> None:

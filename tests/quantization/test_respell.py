@@ -58,6 +58,14 @@ SAME = {
         lambda x: F.adaptive_avg_pool1d(x.flatten(2), 8),
         [aten.flatten.using_ints, aten.avg_pool1d.default],
     ),
+    "adaptive pool of volumes": (
+        lambda x: F.adaptive_avg_pool3d(x.unsqueeze(1), (4, 2, 6)),
+        [aten.unsqueeze.default, aten.avg_pool3d.default],
+    ),
+    "adaptive pool of volumes to one": (
+        lambda x: F.adaptive_avg_pool3d(x.unsqueeze(1), 1),
+        [aten.unsqueeze.default, aten.mean.dim],
+    ),
     "adaptive pool to the same": (lambda x: F.adaptive_avg_pool2d(x, (4, None)).relu(), [aten.relu.default]),
     "adaptive pool to one": (lambda x: F.adaptive_avg_pool2d(x, 1), [aten.adaptive_avg_pool2d.default]),
     "adaptive pool unevenly": (lambda x: F.adaptive_avg_pool2d(x, 3), [aten.adaptive_avg_pool2d.default]),

@@ -22,10 +22,10 @@ from qtool.quantization.algorithms.bias import add_to_bias
 from qtool.quantization.algorithms.streams import Stream, input_sums, pads_zeros
 from qtool.quantization.capture import CONVOLUTIONS, aten
 from qtool.quantization.norms import NORMAL
+from qtool.quantization.respell import AVERAGE_POOLS
 
 _RELUS = (aten.relu.default, aten.clamp_min.default)
 _ADDS = (aten.add.Tensor,)
-_AVERAGES = (aten.avg_pool1d.default, aten.avg_pool2d.default)  # a maximum pads with −∞
 
 
 def shifts(stream: Stream, lowest: dict[Node, Tensor], middle: dict[Node, Tensor]) -> dict[Node, Tensor]:
@@ -61,7 +61,7 @@ def _pads(node: Node) -> bool:
     """Whether an operator reads zeros beyond the border, or puts them there."""
     if pads_zeros(node):
         return True
-    index = 4 if node.target in CONVOLUTIONS else 3 if node.target in _AVERAGES else None
+    index = 4 if node.target in CONVOLUTIONS else 3 if node.target in AVERAGE_POOLS else None  # a maximum pads with −∞
     padding = node.args[index] if index is not None and len(node.args) > index else 0
     return any(padding) if isinstance(padding, list | tuple) else bool(padding)
 

@@ -32,13 +32,14 @@ from qtool.quantization.algorithms.subject import Declined, NothingToDo, Subject
 from qtool.quantization.capture import aten, parameter
 from qtool.quantization.norms import NORMAL
 from qtool.quantization.placement import clip_limits
+from qtool.quantization.respell import ADAPTIVE_POOLS, MAX_POOLS
 from qtool.quantization.targets import RELU_LIKE
 
 Normal = tuple[Tensor, Tensor]
 REACH = 0.6
 """The root mean square that batch-norms tell of a tensor is at most this part of its range, where they are true."""
 _PADS = (aten.pad.default, aten.constant_pad_nd.default)
-_UNKNOWN = (aten.max_pool1d.default, aten.max_pool2d.default, aten.leaky_relu.default)
+_UNKNOWN = (*MAX_POOLS, aten.leaky_relu.default)
 
 
 @torch.no_grad()
@@ -112,8 +113,7 @@ def _distribution(node: Node, found: dict[Node, Normal]) -> Normal | None:
 
 def _is_whole_mean(node: Node) -> bool:
     """Whether a pooling leaves one value of a channel."""
-    pools = (aten.mean.dim, aten.adaptive_avg_pool1d.default, aten.adaptive_avg_pool2d.default)
-    return node.target in pools and all(size == 1 for size in node.meta["val"].shape[2:])
+    return node.target in (aten.mean.dim, *ADAPTIVE_POOLS) and all(size == 1 for size in node.meta["val"].shape[2:])
 
 
 def clipped(mean: Tensor, variance: Tensor, low: float, high: float) -> Normal:

@@ -21,13 +21,11 @@ from torch.fx import GraphModule, Node
 
 from qtool.form import padding_of
 from qtool.quantization.capture import CONVOLUTIONS, aten, parameter
+from qtool.quantization.respell import ADAPTIVE_POOLS, AVERAGE_POOLS, MAX_POOLS
 
 ANCHORS = (*CONVOLUTIONS[:3], aten.linear.default)
 _HOMOGENEOUS = (aten.relu.default, aten.leaky_relu.default, aten.dropout.default, aten.clone.default)
-_POOLS = (
-    aten.max_pool1d.default, aten.max_pool2d.default, aten.avg_pool1d.default, aten.avg_pool2d.default,
-    aten.adaptive_avg_pool1d.default, aten.adaptive_avg_pool2d.default, aten.mean.dim,
-)  # fmt: skip
+_POOLS = (*MAX_POOLS, *AVERAGE_POOLS, *ADAPTIVE_POOLS, aten.mean.dim)
 _RESHAPES = (
     aten.flatten.using_ints, aten.view.default, aten.reshape.default, aten.squeeze.dims, aten.squeeze.dim,
 )  # fmt: skip

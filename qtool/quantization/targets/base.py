@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from qtool.quantization.capture import CONVOLUTIONS
+from qtool.quantization.respell import ADAPTIVE_POOLS, AVERAGE_POOLS, MAX_POOLS
 
 aten = torch.ops.aten
 
@@ -206,7 +207,6 @@ SMOOTH = (
     aten.mish.default,
 )  # fmt: skip
 SOFTMAX = (aten.softmax.int, aten._softmax.default)
-GLOBAL_POOLS = (aten.adaptive_avg_pool1d.default, aten.adaptive_avg_pool2d.default)
 PADS = (aten.constant_pad_nd.default, aten.pad.default)
 UPSAMPLES = (aten.upsample_nearest1d.vec, aten.upsample_nearest2d.vec)
 BINARY: dict[str, Any] = {"activations": RELU_LIKE, "operands": (0, 1), "accepts": plain_sum}
@@ -217,10 +217,10 @@ TABLE = Pattern(
 )  # fmt: skip
 
 POOLS_AND_MOVES = (
-    Pattern("global_avg_pool", GLOBAL_POOLS, accepts=pool_to_one, **BETWEEN),
+    Pattern("global_avg_pool", ADAPTIVE_POOLS, accepts=pool_to_one, **BETWEEN),
     Pattern("global_avg_pool", (aten.mean.dim,), accepts=global_mean, **BETWEEN),
-    Pattern("avg_pool", (aten.avg_pool1d.default, aten.avg_pool2d.default), **BETWEEN),
-    Pattern("max_pool", (aten.max_pool1d.default, aten.max_pool2d.default), shares=True, **BETWEEN),
+    Pattern("avg_pool", AVERAGE_POOLS, **BETWEEN),
+    Pattern("max_pool", MAX_POOLS, shares=True, **BETWEEN),
     Pattern("move", MOVES, shares=True, **BETWEEN),
 )
 POOLS_AND_JOINS = (Pattern("concat", (aten.cat.default,), **BETWEEN), *POOLS_AND_MOVES)
@@ -231,6 +231,6 @@ def weighted(activations: tuple[Any, ...], **convolutions: Any) -> tuple[Pattern
     """Convolutions, of which more is told by name, and linear layers: their kernels take batch-norm and these in."""
     common: dict[str, Any] = {"batch_norm": True, "activations": activations, "weighted": True}
     return (
-        Pattern("conv", CONVOLUTIONS[:2], **common, **convolutions),
+        Pattern("conv", CONVOLUTIONS[:3], **common, **convolutions),
         Pattern("linear", (aten.linear.default,), float_output=True, **common),
     )
