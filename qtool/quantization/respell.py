@@ -5,7 +5,7 @@ what models write                                         what patterns look for
 ========================================================  ==========================================
 ``concat``, ``swapaxes``, ``clip``                        ``cat``, ``transpose``, ``clamp``
 ``unflatten``, ``view_as``, ``squeeze()``                 ``reshape`` to fixed sizes
-``movedim``, ``mT``, ``t``                                ``permute``
+``movedim``, ``mT``, ``t``; an order that is the same     ``permute``; nothing
 ``chunk``, ``split``, ``narrow``; ``unbind``              ``slice``; ``select``: each part is a value of its own
 ``expand_as``                                             ``expand``
 ``clamp(min=0)``                                          ``relu``
@@ -120,6 +120,13 @@ def _spell_turn(node: Node) -> None:
     marked = torch.empty(tuple(range(2, 2 + source.meta["val"].dim())), device="meta")
     order = [size - 2 for size in node.target(marked, *node.args[1:]).shape]  # type: ignore[operator]
     node.target, node.args = aten.permute.default, (source, order)
+
+
+def _spell_order(node: Node) -> None:
+    order = node.args[1]
+    assert isinstance(order, list | tuple)
+    if [int(str(axis)) % len(order) for axis in order] == list(range(len(order))):
+        _drop(node)
 
 
 def _spell_expand(node: Node) -> None:
@@ -365,6 +372,7 @@ _RULES: dict[Any, Callable[[Node], None]] = {
     **dict.fromkeys(_FILLED, _spell_filled),
     **dict.fromkeys(_PADS, _spell_pad),
     **dict.fromkeys(ADAPTIVE_POOLS, _spell_adaptive_pool),
+    aten.permute.default: _spell_order,
     aten.expand_as.default: _spell_expand,
     aten.narrow.default: _spell_narrow,
     operator.getitem: _spell_part,

@@ -1,17 +1,20 @@
-"""Keeps a convolution or linear that the plan left in float from being quantized by the runtime.
+"""Keeps a layer or a softmax that the plan left in float from being quantized by the runtime.
 
 ONNX Runtime quantizes by itself the float weight of a Conv, ConvTranspose or Gemm that stands between a
 DequantizeLinear and a QuantizeLinear (also through a Relu or Clip): to int8, one scale for the whole tensor. A
 layer that was left in float because careful eight bits hurt it would lose more. The rule looks for exactly that
 pattern, so ``LeakyRelu`` with slope 1, which is the identity, is put behind the layer; the runtime runs it as the
 activation inside the float kernel.
+
+A softmax there becomes a table of exponentials whose sums in 32 bits overflow where the output's step is far below
+1/256, as between the convolutions over heads of EfficientFormerV2: every result is wrong. The same identity keeps it.
 """
 
 from __future__ import annotations
 
 import onnx_ir as ir
 
-LAYERS = frozenset({"Conv", "ConvTranspose", "Gemm"})
+LAYERS = frozenset({"Conv", "ConvTranspose", "Gemm", "Softmax"})
 
 
 def apply(model: ir.Model) -> int:
@@ -23,7 +26,7 @@ def apply(model: ir.Model) -> int:
 
 
 def _would_be_quantized(node: ir.Node) -> bool:
-    source, weight = (value.producer() if value is not None else None for value in node.inputs[:2])
+    source, weight = (value.producer() if value is not None else None for value in (*node.inputs, None)[:2])
     if source is None or source.op_type != "DequantizeLinear" or weight is not None:
         return False
     readers = [use.node for use in node.outputs[0].uses()]

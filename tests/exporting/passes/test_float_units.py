@@ -9,7 +9,7 @@ from onnx.reference import ReferenceEvaluator
 from qdq_files import Builder
 
 from qtool.exporting.passes import float_units
-from qtool.runtimes.ort import optimized_graph
+from qtool.runtimes.ort import OrtSession, optimized_graph
 
 SHAPES = {"Conv": (6, 4, 3, 3), "ConvTranspose": (4, 6, 3, 3), "Gemm": (4, 6)}
 OUTPUTS = {"Conv": (6, 1, 1, 1), "ConvTranspose": (1, 6, 1, 1), "Gemm": (1, 6)}
@@ -68,3 +68,19 @@ def test_layers_in_no_danger_are_left_alone():
     del to_float.graph.node[list(to_float.graph.node).index(layer) + 1 :]
     to_float.graph.output[0].name = layer.output[0]
     assert guarded(to_float)[0] == 0
+
+
+def test_a_softmax_of_small_steps_is_computed_in_float(tmp_path):
+    builder = Builder()
+    x = builder.pair(builder.input("x", [2, 49]), 0.02, 128)
+    model = builder.model(builder.pair(builder.op("Softmax", x), 8e-5, 0))
+    count, other = guarded(model)
+    assert count == 1
+    feeds = {"x": np.random.default_rng(1).normal(size=(2, 49)).astype(np.float32)}
+    wanted = ReferenceEvaluator(model).run(None, feeds)[0]
+    found = {}
+    for name, one in (("bare", model), ("guarded", other)):
+        onnx.save(one, tmp_path / f"{name}.onnx")
+        found[name] = OrtSession(tmp_path / f"{name}.onnx").run(feeds)[0]
+    assert np.abs(found["bare"] - wanted).max() > 20 * 8e-5  # without this, the pass has no reason to be
+    np.testing.assert_allclose(found["guarded"], wanted, atol=8.1e-5)
