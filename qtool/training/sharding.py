@@ -20,11 +20,12 @@ first process, one after the other; other processes keep none, so that the host 
 from __future__ import annotations
 
 import copy
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -46,17 +47,34 @@ def apply(setup: Setup, example: Any) -> None:
     setup.on_close.append(group.close)
     mesh = processes.mesh(setup.device)
     before = _unsharded(setup.model)
-    for module in _groups(setup.model):
-        fully_shard(
-            module, mesh=mesh, reshard_after_forward=None if setup.config.reshard else False,
-            mp_policy=_policy(setup, module),
-            offload_policy=_offload(setup),
-        )  # fmt: skip
+    with _parameters_of_integers():
+        for module in _groups(setup.model):
+            fully_shard(
+                module, mesh=mesh, reshard_after_forward=None if setup.config.reshard else False,
+                mp_policy=_policy(setup, module),
+                offload_policy=_offload(setup),
+            )  # fmt: skip
     fill(setup.model)
     for buffer in setup.model.buffers():
         buffer.data = buffer.data.to(setup.device)
     setup.files = ShardedFiles()
     setup.on_close.append(lambda: _gather(setup.model, before))
+
+
+@contextmanager
+def _parameters_of_integers() -> Iterator[None]:
+    """Lets 4-bit weights be cut: torch 2.11 makes each part require a gradient first, and then what the whole did."""
+    original = nn.Parameter.__dict__["__new__"]
+
+    def made(cls: type, data: Tensor | None = None, requires_grad: bool = True) -> Any:
+        whole = data is not None and not (data.is_floating_point() or data.is_complex())
+        return original.__func__(cls, data, requires_grad and not whole)
+
+    setattr(nn.Parameter, "__new__", staticmethod(made))  # noqa: B010
+    try:
+        yield
+    finally:
+        setattr(nn.Parameter, "__new__", original)  # noqa: B010
 
 
 def _offload(setup: Setup) -> OffloadPolicy:
