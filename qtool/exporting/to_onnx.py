@@ -33,6 +33,7 @@ from qtool.exporting.passes import (
     activations,
     bare_weights,
     biases,
+    casts,
     conv_pads,
     even_channels,
     even_inputs,
@@ -94,6 +95,7 @@ def quantized_to_onnx(quantized: QuantizedModel, opset: int) -> ir.Model:
             "export", f"{len(wanted)} activation quantizers in the graph's order", f"{len(found)} in the ONNX graph",
             "report this model",
         )  # fmt: skip
+    casts.apply(model)
     names.apply(model, units)
     for rewrite in PASSES[quantized.plan.target]:
         rewrite(model)
