@@ -4,11 +4,13 @@ All that follows is proven against the float graph, so that a fault of the captu
 another name, a branch merged that should not have been) would be proven faithfully to the end. Rounding in another
 order leaves 100 dB and more between the two, a wrong operator rarely 40.
 
-A model that is random in evaluation differs from itself as much. That is noted, and nothing can be compared.
+A model that is random in evaluation differs from itself as much, and one whose outputs are all but nothing (some
+untrained ones give 1e-41) from itself in float64. That is noted: there nothing can be told apart.
 """
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -22,6 +24,8 @@ from qtool.nested import call, map_tensors, num_samples, samples_of
 from qtool.quantization.quiet import quiet_pytree
 
 LEAST_DB = 60.0
+ROUNDING_DB = 12.0
+"""How much further than the model itself the graph may be from the model in float64."""
 SAMPLES = 2
 RANDOM = "the captured graph was not compared with the model, which is random in evaluation"
 
@@ -29,7 +33,7 @@ RANDOM = "the captured graph was not compared with the model, which is random in
 def require_faithful(graph: GraphModule, model: nn.Module, example: Any) -> None:
     """Raises QtoolError where the graph's outputs are not the model's in evaluation, on samples of ``example``.
 
-    Of a model that is random :data:`RANDOM` is added to the notes in the graph's ``meta``.
+    Where nothing can be compared, the reason is added to the notes in the graph's ``meta``.
     """
     few = samples_of(example, 0, SAMPLES) if graph.meta.get("any_batch") else example
     wanted, found = _evaluated(model, few), _floats(graph, few)
@@ -37,12 +41,26 @@ def require_faithful(graph: GraphModule, model: nn.Module, example: Any) -> None
     if least >= LEAST_DB:
         return
     if _least(wanted, _evaluated(model, few)) < LEAST_DB:
-        graph.meta["notes"] = (*graph.meta.get("notes", ()), RANDOM)
+        _note(graph, RANDOM)
+        return
+    exact = _exact(model, few)
+    own = _least(exact, wanted)
+    if own < LEAST_DB + ROUNDING_DB and _least(exact, found) > own - ROUNDING_DB:
+        _note(graph, f"rounding decides what the model computes: in float32 it is {own:.1f} dB from itself in float64")
         return
     raise QtoolError(
         f"model '{type(model).__name__}'", f"a captured graph that computes what it does, to {LEAST_DB:.0f} dB",
         f"{least:.1f} dB on {num_samples(few)} samples", "report this model: the capture changed its meaning",
     )  # fmt: skip
+
+
+def _exact(model: nn.Module, inputs: Any) -> list[Tensor]:
+    """What the model computes in float64; nothing where it cannot."""
+    wide = map_tensors(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor, inputs)
+    try:
+        return [value.float() for value in _evaluated(copy.deepcopy(model).double(), wide)]
+    except Exception:  # whatever a model's own code may say of another type, or of being copied
+        return []
 
 
 def _evaluated(model: nn.Module, inputs: Any) -> list[Tensor]:
@@ -73,3 +91,7 @@ def _least(wanted: list[Tensor], found: list[Tensor]) -> float:
         same = one.shape == other.shape and torch.equal(finite, other.isfinite())
         agreements.append(sqnr_db(one[finite], other[finite]) if same else float("-inf"))
     return min(agreements)
+
+
+def _note(graph: GraphModule, reason: str) -> None:
+    graph.meta["notes"] = (*graph.meta.get("notes", ()), reason)

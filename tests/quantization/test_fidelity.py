@@ -98,6 +98,22 @@ def test_a_random_model_is_noted() -> None:
     assert graph.meta["notes"] == (RANDOM,)
 
 
+def test_a_model_that_rounding_decides_is_noted_and_a_wrong_one_of_its_kind_is_found() -> None:
+    class Cancelling(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return ((x + 1e6) - 1e6).relu()
+
+    class Otherwise(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return ((x + 2e6) - 2e6).relu()
+
+    graph = capture(Otherwise(), X)
+    require_faithful(graph, Cancelling(), X)
+    assert [note.partition(":")[0] for note in graph.meta["notes"]] == ["rounding decides what the model computes"]
+    with pytest.raises(QtoolError, match="changed its meaning"):
+        require_faithful(broken(graph, aten.relu.default, aten.neg.default), Cancelling(), X)
+
+
 def test_buffers_are_as_before() -> None:
     class Counting(nn.Module):
         def __init__(self) -> None:
