@@ -228,6 +228,20 @@ def test_what_blocks_a_path_is_said(kind: str, reason: str) -> None:
     assert any(note.endswith(reason) for note in given.notes), given.notes
 
 
+def test_a_graph_that_computes_with_sizes_is_no_obstacle() -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = hard_mobilenet()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(x) + torch.arange(x.shape[0])[:, None] * 0.0
+
+    given = subject(Counts(), BATCHES)
+    equalize(given)
+    assert any(note.startswith("equalize: rescaled") for note in given.notes)
+
+
 def test_without_data_it_declines() -> None:
     given = subject(hard_mobilenet(), BATCHES)
     given.batches = []

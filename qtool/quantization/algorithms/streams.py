@@ -15,7 +15,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
@@ -171,7 +170,7 @@ def _passes(node: Node) -> bool:
     if node.target is aten.clamp_min.default:
         return node.args[1] in (0, 0.0)
     source = node.args[0] if node.args else None
-    if not isinstance(source, Node) or not isinstance(node.meta.get("val"), torch.Tensor):
+    if not isinstance(source, Node) or any(not isinstance(n.meta.get("val"), Tensor) for n in (source, node)):
         return False
     before, after = source.meta["val"].shape, node.meta["val"].shape
     if pads_zeros(node):
