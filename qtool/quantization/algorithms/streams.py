@@ -176,7 +176,8 @@ def _passes(node: Node) -> bool:
     if pads_zeros(node):
         return True
     if node.target in _POOLS:
-        return len(before) > 2 and len(after) >= 2 and before[1] == after[1] and _keeps_channels(node)
+        plain = len(node.args) < 7 or node.args[6] is None  # a pool with a divisor of its own keeps no constant
+        return plain and len(before) > 2 and len(after) >= 2 and before[1] == after[1] and _keeps_channels(node)
     return (
         node.target in _RESHAPES and len(after) == 2 and before[1] == after[1] and all(size == 1 for size in before[2:])
     )
