@@ -12,6 +12,7 @@ kept apart: what is fitted on one half can be judged on the other.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -22,7 +23,7 @@ from torch.fx import Node
 from qtool.quantization.algorithms.bias import bias_of, set_bias
 from qtool.quantization.algorithms.rows import reason, rows
 from qtool.quantization.algorithms.streams import groups_of
-from qtool.quantization.algorithms.subject import Declined, Subject
+from qtool.quantization.algorithms.subject import Declined, Subject, few
 from qtool.quantization.algorithms.walk import Beside, Segment, Walk
 from qtool.quantization.capture import parameter, set_parameter
 from qtool.quantization.integers import store_before
@@ -51,6 +52,26 @@ def in_order(subject: Subject) -> Iterator[Layer]:
                     beside.finish(source_of(anchors[node]))
             walk.advance(segment)
     subject.graph.recompile()
+
+
+def integers_of(layer: Node) -> Node:
+    """The stored integers of a layer."""
+    stored = layer.args[1]
+    assert isinstance(stored, Node)
+    found = stored.args[0]
+    assert isinstance(found, Node)
+    return found
+
+
+def leave_shared(subject: Subject, name: str) -> set[Node]:
+    """The integer layers whose integers another reads too, which no pass can fit to the inputs of one; notes them."""
+    stored = {layer: str(integers_of(layer).target) for layer in subject.anchors()}
+    counts = Counter(stored.values())
+    shared = [layer for layer, target in stored.items() if counts[target] > 1]
+    if shared:
+        told = few([str(layer.meta["unit"]) for layer in shared])
+        subject.note(f"{name} left layers that share a weight as they are: {told}")
+    return set(shared)
 
 
 def source_of(layer: Node) -> Node:
@@ -115,7 +136,7 @@ class Layer:
         """Writes the integers, and the float model's bias with ``change``, whatever bias there was."""
         integers = parameter(self.graph, self.stored.args[0])
         assert integers is not None
-        path = str(self.stored.args[0].target)  # type: ignore[union-attr]
+        path = str(integers_of(self.node).target)
         set_parameter(self.graph, path, made.reshape(integers.shape).to(integers.dtype))
         self.nearest = made
         self._change_bias(change)
