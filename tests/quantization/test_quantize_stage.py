@@ -128,6 +128,16 @@ def test_training_starts_from_ranges_that_are_given(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("name", ["gptq", "renorm", "adaround", "brecq", "steps", "bias"])
+def test_what_reads_samples_declines_where_ranges_are_repeated_without_any(name: str, tmp_path: Path) -> None:
+    path, config = tmp_path / "ranges.json", QuantizeConfig(algorithms=None)
+    form = made(net(), config)
+    path.write_text(json.dumps(form.ranges))
+    again = quantize(net(), QuantizeConfig(algorithms=(name,), ranges_from=str(path)), example=X)
+    assert any(note.startswith(f"{name} declined: ") and "calibration samples" in note for note in again.plan.notes)
+    assert torch.equal(again(X), form(X))
+
+
 def test_saved_biases_are_not_taken_for_other_weights(tmp_path: Path) -> None:
     path = tmp_path / "ranges.json"
     path.write_text(json.dumps(made(net()).ranges))

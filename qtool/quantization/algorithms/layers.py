@@ -36,11 +36,13 @@ def in_order(subject: Subject) -> Iterator[Layer]:
     """Every integer convolution and linear layer of one or two dimensions, each once those before it are settled.
 
     What a layer is given is read with ``layer.observe()``; its stored tensors may be changed before the next is asked
-    for. Raises Declined where there is none.
+    for. Raises Declined where there is none, and without calibration samples.
     """
     anchors = {node: other for node, other in subject.anchors().items() if not reason(node)}
     if not anchors:
         raise Declined("no convolution or linear layer is integer and of one or two dimensions")
+    if next(iter(subject.batches), None) is None:
+        raise Declined("no calibration samples")
     held = [source_of(other) for other in anchors.values()]
     with Walk(subject.graph, subject.batches) as walk, Walk(subject.reference, subject.batches, held=held) as plain:
         beside = Beside(plain, held)
