@@ -29,9 +29,10 @@ from qtool.recipe import QuantizeConfig
         (nn.Conv2d(4, 6, 3, stride=2, padding=1, groups=2), (4, 9, 7)),
         (nn.Conv2d(6, 6, (3, 1), padding=(2, 0), dilation=(2, 1), groups=6), (6, 8, 5)),
         (nn.Conv1d(4, 6, 5, stride=2, padding=2, groups=2), (4, 11)),
+        (nn.Conv3d(4, 6, (3, 2, 1), stride=(1, 2, 1), padding=(1, 0, 2), groups=2), (4, 5, 7, 3)),
         (nn.Linear(5, 3), (4, 5)),
     ],
-    ids=["grouped", "depthwise", "1d", "linear"],
+    ids=["grouped", "depthwise", "1d", "3d", "linear"],
 )
 def test_weights_times_rows_are_the_layers_outputs(layer: nn.Module, shape: tuple[int, ...]) -> None:
     x = torch.randn(3, *shape)

@@ -33,14 +33,14 @@ ROWS = 16384
 
 
 def in_order(subject: Subject) -> Iterator[Layer]:
-    """Every integer convolution and linear layer of one or two dimensions, each once those before it are settled.
+    """Every integer convolution and linear layer that can be written as rows, each once those before it are settled.
 
     What a layer is given is read with ``layer.observe()``; its stored tensors may be changed before the next is asked
     for. Raises Declined where there is none, and without calibration samples.
     """
     anchors = {node: other for node, other in subject.anchors().items() if not reason(node)}
     if not anchors:
-        raise Declined("no convolution or linear layer is integer and of one or two dimensions")
+        raise Declined("no convolution or linear layer is integer and can be written as rows")
     if next(iter(subject.batches), None) is None:
         raise Declined("no calibration samples")
     held = [source_of(other) for other in anchors.values()]
