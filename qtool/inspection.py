@@ -1,7 +1,8 @@
 """What is inside a run directory or a file, as plain values: an ONNX model, a ``.pt2``, weights, a stage's result.
 
-Of a run directory: what each stage recorded, and of every quantized unit what it runs in and why, the range of its
-output, and what quantizing it alone does to the model's output where ``qtool sensitivity`` has measured it.
+Of a run directory: what each stage recorded, what became of a contract that was not kept, and of every quantized unit
+what it runs in and why, the range of its output, and what quantizing it alone does to the model's output where
+``qtool sensitivity`` has measured it.
 
 Any ONNX file can be read, not only those made here. What is counted is the file as it stands; what a
 runtime makes of it (fusions, kernels) is the benchmark's and the export gates' to say.
@@ -18,6 +19,7 @@ from typing import Any
 from qtool.artifacts import STAGES, has_result, read_result
 from qtool.errors import QtoolError, UsageError, nearest, one_line
 from qtool.lineage import outdated
+from qtool.reporting.gather import REFUSED, refused
 
 MIB = 2**20
 STANDARD = frozenset({"", "ai.onnx", "ai.onnx.ml", "com.microsoft"})
@@ -49,14 +51,26 @@ def describe_run(place: Path) -> dict[str, Any]:
     for stage in STAGES:
         if has_result(place, stage):
             found[stage] = read_result(place, stage, verify=False, stale=True)
-    if notes := outdated({stage: found[stage] for stage in STAGES if stage in found}, place):
-        found["notes"] = notes
+    notes = outdated({stage: found[stage] for stage in STAGES if stage in found}, place)
+    if outcome := refused(place, notes):
+        found["contract"] = outcome
+    found |= {"notes": notes} if notes else {}
     if plan := found.get("export", found.get("quantize", {})).get("plan"):
         found["units"] = _units(plan, place, found.get("quantize", {}).get("sensitivity") or ())
     else:
-        variants = {path.parent.name: describe_run(path.parent) for path in sorted(place.glob("*/quantize.json"))}
+        variants = {folder.name: describe_run(folder) for folder in variant_folders(place)}
         found |= {"variants": variants} if variants else {}
     return found
+
+
+def is_refused(place: Path) -> bool:
+    """Whether a contract was not kept there."""
+    return (place / REFUSED).exists()
+
+
+def variant_folders(place: Path) -> list[Path]:
+    """The folders within a run directory that hold a quantization, or why there is none."""
+    return sorted({path.parent for name in ("quantize.json", REFUSED) for path in place.glob(f"*/{name}")})
 
 
 def _units(plan: dict[str, Any], place: Path, measured: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -128,11 +128,11 @@ def report(folder: str | Path) -> dict[str, Any]:
 
 def inspect(artifact: str | Path) -> dict[str, Any]:
     """What is inside a run directory, an ONNX file, a ``.pt2``, a ``.safetensors`` or a result, as plain values."""
-    from qtool.inspection import describe, describe_run
+    from qtool.inspection import describe, describe_run, is_refused, variant_folders
 
     path = Path(artifact)
     if not path.is_dir():
         return describe(path)
-    if not any(path.glob("*/quantize.json")):
+    if not variant_folders(path) and not is_refused(path):
         require_run_directory(path, next((s for s in STAGES if has_result(path, s)), "train"))
     return describe_run(path)

@@ -67,7 +67,7 @@ def restore_ranges(observers: Mapping[str, RangeObserver], ranges: Mapping[str, 
         if "low" not in ranges.get(name, ()):
             raise QtoolError(
                 where, f"a range for '{name}'", f"ranges for {len(ranges)} other tensors",
-                "use the ranges of the same model and target",
+                "use the ranges of the same model, target and overrides",
             )  # fmt: skip
         saved = ranges[name]
         observer.chosen = (float(saved["low"]), float(saved["high"]))

@@ -56,10 +56,11 @@ def make_functional(graph_module: GraphModule) -> None:
     """Rewrites in-place operators, where that keeps the meaning, and gives each operator its one spelling."""
     inline_autocast(graph_module)
     graph = graph_module.graph
-    for node in list(graph.nodes):
+    for node in reversed(graph.nodes):  # of a norm that is used twice the later count reads the earlier
         if _is_guard(node) or _counts_batches(node):
             graph.erase_node(node)
-        elif node.target in FUNCTIONAL and _is_safe(node):
+    for node in list(graph.nodes):
+        if node.target in FUNCTIONAL and _is_safe(node):
             _replace_later(node)
     for node in list(graph.nodes):
         respell(node)
@@ -122,6 +123,8 @@ def _respell_norm(node: Node) -> None:
 def _counts_batches(node: Node) -> bool:
     """Batch-norm's own count, which only a cumulative average would need."""
     source = node.args[0] if node.target is aten.add_.Tensor else None
+    while isinstance(source, Node) and source.target is aten.add_.Tensor:
+        source = source.args[0]
     return isinstance(source, Node) and str(source.target).endswith("num_batches_tracked") and not node.users
 
 

@@ -13,6 +13,8 @@ The rungs of a ladder, in the order of what they cost whoever runs the model, th
    of them, then as few as will do;
 8. *training*: quantization-aware training, where there is data to train on.
 
+The last two calibrate anew where ranges were given.
+
 A rung stands on the best options so far, and "best" means closer to the float model by more than noise on the same
 validation samples: otherwise the earlier, cheaper options stay, and what gained nothing is part of no later candidate.
 No options are tried twice, and a model that equals an earlier one (an algorithm declined, say) is not judged again: it
@@ -201,8 +203,10 @@ def mixed(search: Search) -> Trial | None:
 
 
 def _leave(search: Search, base: QuantizeConfig, names: list[str], choice: str) -> Trial:
+    """A trial with these units in more bits; other values are rounded then, of which saved ranges know nothing."""
     overrides = {glob.escape(name): choice for name in names} | base.overrides
-    return search.attempt(f"{len(names)} unit{'s' if len(names) > 1 else ''} in {choice}", overrides=overrides)
+    name = f"{len(names)} unit{'s' if len(names) > 1 else ''} in {choice}"
+    return search.attempt(name, overrides=overrides, ranges_from=None)
 
 
 def _as_few(search: Search, base: QuantizeConfig, order: list[str], count: int, met: Trial) -> Trial:
@@ -222,9 +226,11 @@ def _as_few(search: Search, base: QuantizeConfig, order: list[str], count: int, 
 
 
 def training(search: Search) -> Trial | None:
-    """Quantization-aware training of the options that did best."""
+    """Quantization-aware training of the options that did best, from ranges of its own: saved ones may be another
+    graph's.
+    """
     best = search.base
-    trial = search.attempt("qat", mode="qat", algorithms=None)
+    trial = search.attempt("qat", mode="qat", algorithms=None, ranges_from=None)
     if trial.verdict.met:
         return trial
     if not search.judge.better(trial.scores, best.scores):

@@ -24,7 +24,7 @@ from qtool.models import check_finite
 from qtool.nested import Once, call
 from qtool.quantization import pt2e
 from qtool.quantization.affines import write_affines
-from qtool.quantization.algorithms import ALGORITHMS, samples_read
+from qtool.quantization.algorithms import ALGORITHMS, CHANGES, samples_read
 from qtool.quantization.algorithms.passes import Passes
 from qtool.quantization.algorithms.subject import Report, silent
 from qtool.quantization.attention import write_attention
@@ -134,7 +134,7 @@ def convert(
         calibration = _again(calibration, config, keep)
     float_graph = float_form(model, example, merged=config.engine == "pt2e")
     saved = read_ranges(Path(config.ranges_from)) if config.ranges_from is not None else {}
-    _check_smoothed(saved, config)
+    _check_repeated(saved, config)
     passes = Passes(config, calibration, saved=saved, keep=keep, report=report, scratch=scratch)
     prepared = _prepare(model, float_graph, config, example, passes)
     _fix_ranges(prepared)
@@ -157,8 +157,8 @@ def _again(calibration: Iterable[Any], config: QuantizeConfig, keep: bool) -> It
 
 
 def _first_ranges(model: nn.Module, config: QuantizeConfig, example: Any, calibration: Iterable[Any]) -> Any:
-    """The ranges that training starts from: those of a post-training quantization, unless min-max is asked for."""
-    if config.ranges == "minmax":
+    """The ranges that training starts from, saved or of a post-training quantization; None for observed extremes."""
+    if config.ranges == "minmax" and config.ranges_from is None:
         return None
     config = dataclasses.replace(config, mode="ptq", algorithms=None, effort=None)
     return convert(model, config, example=example, calibration=calibration).ranges
@@ -293,15 +293,16 @@ def _observe(
     return choose_ranges(prepared.observers, config)
 
 
-def _check_smoothed(saved: Mapping[str, Any], config: QuantizeConfig) -> None:
-    """Raises UsageError for ranges that were observed behind smoothed norms where these will not be smoothed."""
-    smoothed = any("smooth" in entry for entry in saved.values())
+def _check_repeated(saved: Mapping[str, Any], config: QuantizeConfig) -> None:
+    """Raises UsageError for ranges that were observed behind changes of the graph which will not be repeated."""
     names = config.algorithms or ("none",)
-    if smoothed and ("smooth" not in names or config.engine != "pt2e"):
-        raise UsageError(
-            "--ranges-from", "smooth among --algorithms, and --engine pt2e, as when the ranges were saved",
-            f"{', '.join(names)} and {config.engine}", "repeat these settings or calibrate anew",
-        )  # fmt: skip
+    for kind in CHANGES:
+        repeats = kind in names and config.engine == "pt2e" and config.mode == "ptq"
+        if not repeats and any(kind in entry for entry in saved.values()):
+            raise UsageError(
+                "--ranges-from", f"{kind} among --algorithms, --engine pt2e and --mode ptq, as when they were saved",
+                f"{', '.join(names)}, {config.engine} and {config.mode}", "repeat these settings or calibrate anew",
+            )  # fmt: skip
 
 
 def _observe_weights(prepared: Prepared, example: Any) -> None:
@@ -317,7 +318,7 @@ def read_ranges(path: Path) -> Mapping[str, Any]:
     try:
         ranges = json.loads(path.read_text(encoding="utf-8"))
         if not all(
-            isinstance(entry, Mapping) and ({"low", "high"} <= set(entry) or {"bias", "learned", "smooth"} & set(entry))
+            isinstance(entry, Mapping) and ({"low", "high"} <= set(entry) or {"bias", "learned", *CHANGES} & set(entry))
             for entry in ranges.values()
         ):
             raise ValueError("an entry without low and high")

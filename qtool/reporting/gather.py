@@ -99,17 +99,17 @@ def _read(path: Path, name: str) -> Run:
         if result.get("stale"):
             run.missing.append(f"{stage} is stale: {result['stale']}")
     run.missing += outdated(run.results, path)
-    run.refused = _refused(path / REFUSED, run.missing)
+    run.refused = refused(path, run.missing)
     return run
 
 
-def _refused(path: Path, missing: list[str]) -> dict[str, Any] | None:
+def refused(run: Path, missing: list[str]) -> dict[str, Any] | None:
     """The outcome of a contract that was not kept; None where there is none, or none that can be read."""
-    if not path.exists():
+    if not (path := run / REFUSED).exists():
         return None
     try:
         outcome = json.loads(path.read_text(encoding="utf-8"))
-        if not {"met", "chosen", "criteria", "num_samples", "trials", "frontier", "harmful"} <= set(outcome):
+        if not {"met", "chosen", "method", "criteria", "num_samples", "trials", "frontier", "harmful"} <= set(outcome):
             raise ValueError("no outcome of a contract")
     except (OSError, ValueError, TypeError) as error:
         missing.append(f"'{path}' cannot be read: {error}")

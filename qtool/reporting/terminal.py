@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from qtool.reporting.chosen import chosen_sentence
-from qtool.reporting.contracts import contract_sentence, gate_verdict
+from qtool.reporting.contracts import advice, contract_sentence, gate_verdict
 from qtool.reporting.ladder import ladder_lines
 from qtool.reporting.memory import memory_lines, numerics_lines
 from qtool.reporting.numbers import UNKNOWN, interval, percent, points, significant
@@ -165,7 +165,8 @@ def inspect_lines(result: Result) -> Iterator[Any]:
         return
     yield f"── {result['run']} ──"
     made = [stage for stage in ("train", "quantize", "export", "benchmark") if stage in result]
-    if source := next((result[stage]["source"] for stage in made if "source" in result[stage]), None):
+    told = [result[name] for name in (*made, "contract") if name in result]
+    if source := next((each["source"] for each in told if "source" in each), None):
         yield f"model {source['model'] or 'given as an object'}, data {source['data'] or 'given as an object'}"
     for stage in made:
         yield from STAGES[stage](result[stage])
@@ -173,6 +174,9 @@ def inspect_lines(result: Result) -> Iterator[Any]:
             yield f"  stale: {result[stage]['stale']}"
         if stage == "quantize":
             yield _units_table(result["units"])
+    if outcome := result.get("contract"):
+        yield contract_sentence(outcome)
+        yield advice(outcome)
     yield from result.get("notes", ())
     if made:
         environment = result[made[-1]]["environment"]

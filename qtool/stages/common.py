@@ -73,7 +73,8 @@ def meter(progress: Progress, stage: str) -> Iterator[Callable[[str, int, int], 
     # the description goes on in further lines where one is too short, and takes no room from the rest
     what = TextColumn("{task.description}", table_column=Column(ratio=1))
     columns = (BarColumn(10), MofNCompleteColumn(), TimeRemainingColumn(), what)
-    with Bar(*columns, console=Console(file=sys.stderr), expand=True) as bar:
+    console = Console(file=sys.stderr)
+    with Bar(*columns, console=console, expand=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=None, visible=False)
         yield lambda what, done, total: bar.update(
             task, completed=done, total=total, description=what, visible=done < total

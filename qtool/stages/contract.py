@@ -274,6 +274,7 @@ def _outcome(search: Search, met: Trial | None, candidates: Candidates) -> dict[
     return {
         "met": met is not None,
         "chosen": chosen.name,
+        "method": search.config.method,
         "options": {key: value for key, value in as_dict(chosen.config).items() if value != asked[key]},
         "criteria": chosen.verdict.as_dict()["criteria"],
         "source": {part: candidates.source.record[part] for part in ("model", "data")},
@@ -312,7 +313,8 @@ def _refused(search: Search, candidates: Candidates, outcome: dict[str, Any]) ->
         do = f"too few samples to tell it from noise: give about {needed:,} validation samples"
     else:
         tried = any(trial.config.mode == "qat" for trial in search.trials)
-        do = f"promise less, {'' if tried else 'give labelled training data, '}or look at those units"
+        more = "give labelled training data" if search.config.method == "auto" else "allow more by method 'auto'"
+        do = f"promise less, {'' if tried else f'{more}, '}or look at those units"
     error = ContractError(
         "contract", f"{wanted}, with 95 % confidence",
         f"{found}, on {candidates.judge.num_samples:,} samples{'; units that hurt: ' + worst if worst else ''}", do,

@@ -162,11 +162,11 @@ def _quantize_source(
 
 
 def _calibrated_by(config: QuantizeConfig, drawn: Mapping[str, Any]) -> dict[str, str]:
-    """What names the samples that were drawn, or the ranges that are repeated instead."""
-    if config.ranges_from is not None and Path(config.ranges_from).is_file():
-        return {"ranges": sha256_of(Path(config.ranges_from))}
+    """What names the samples that were drawn, which passes may read, and the ranges that are repeated."""
+    saved = config.ranges_from is not None and Path(config.ranges_from).is_file()
+    ranges = {"ranges": sha256_of(Path(str(config.ranges_from)))} if saved else {}
     named = drawn["spec"] is not None
-    return {"calibration": f"{drawn['data']} {drawn['indices_sha256']}" if named else UNIDENTIFIED}
+    return ranges | {"calibration": f"{drawn['data']} {drawn['indices_sha256']}" if named else UNIDENTIFIED}
 
 
 def _fine_tuning(

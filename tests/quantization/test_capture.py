@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import textwrap
 from types import ModuleType
@@ -25,6 +26,8 @@ from qtool.quantization.capture import (
     remove_dropout,
     set_parameter,
 )
+from qtool.quantization.functional import mutations
+from qtool.quantization.qat import set_training
 
 
 @settings(
@@ -276,3 +279,19 @@ def test_positional_arguments_of_any_number_have_a_dynamic_batch_too() -> None:
     model, x = Passed(4, 4), torch.randn(3, 4)
     captured = capture(model, (x, x, x))
     torch.testing.assert_close(captured(*[torch.ones(5, 4)] * 3), model(*[torch.ones(5, 4)] * 3))
+
+
+def test_a_batch_norm_that_is_used_twice_can_be_trained() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(self.conv(self.norm(self.conv(x)).relu()))
+
+    model, x = Twice(), torch.randn(4, 3, 5, 5)
+    graph = capture(model, x, train=True)
+    assert mutations(graph) == []
+    set_training(graph, batch_norm=True, dropout=False)
+    torch.testing.assert_close(graph(x), copy.deepcopy(model).train()(x))

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import pathlib
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from qtool.errors import UsageError
 from qtool.evaluate import sqnr_db
 from qtool.nested import call, tensors
 from qtool.quantization.algorithms import Declined, Subject
@@ -204,6 +209,8 @@ class Blocked(nn.Module):
             y = F.hardswish(y)
         elif self.kind == "concat":
             y = torch.cat([y[:, :2], self.other(x)[:, :2]], 1)
+        elif self.kind == "divisor":
+            y = F.avg_pool2d(y, 2, divisor_override=1)
         elif self.kind == "input":
             y = y + x.mean(1, keepdim=True)
         elif self.kind == "shared":
@@ -214,7 +221,7 @@ class Blocked(nn.Module):
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [("product", "mul reads it"), ("curve", "hardswish reads it"), ("concat", "slice reads it"),
-     ("input", "add reads it"), ("shared", "a weight is shared by several layers")],
+     ("divisor", "avg_pool2d reads it"), ("input", "add reads it"), ("shared", "a weight is shared by several layers")],
 )  # fmt: skip
 def test_what_blocks_a_path_is_said(kind: str, reason: str) -> None:
     given = subject(Blocked(kind), BATCHES)
@@ -223,8 +230,70 @@ def test_what_blocks_a_path_is_said(kind: str, reason: str) -> None:
     assert any(note.endswith(reason) for note in given.notes), given.notes
 
 
+def test_a_graph_that_computes_with_sizes_is_no_obstacle() -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = hard_mobilenet()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(x) + torch.arange(x.shape[0])[:, None] * 0.0
+
+    given = subject(Counts(), BATCHES)
+    equalize(given)
+    assert any(note.startswith("equalize: rescaled") for note in given.notes)
+
+
 def test_without_data_it_declines() -> None:
     given = subject(hard_mobilenet(), BATCHES)
     given.batches = []
     with pytest.raises(Declined, match="no calibration data"):
         equalize(given)
+
+
+def test_what_was_changed_is_repeated_with_the_ranges_that_belong_to_it(tmp_path: pathlib.Path) -> None:
+    class Levels(nn.Module):
+        """The hard net, with a path whose channels lie far from zero and that is shifted."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.net, self.first, self.second = hard_mobilenet(nn.ReLU6), nn.Conv2d(3, 8, 1), nn.Conv2d(8, 10, 1)
+            self.first.bias.data = torch.linspace(-90, 90, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(x) + self.second(self.first(x)).mean((2, 3))
+
+    model, path, test = Levels().eval(), tmp_path / "ranges.json", images(16, seed=3)
+    config = QuantizeConfig(algorithms=("equalize",))
+    form = quantize(model, config, example=BATCHES[0], calibration=BATCHES)
+    assert [note for note in form.plan.notes if "and shifted" in note and "shifted 0" not in note]
+    path.write_text(json.dumps(form.ranges))
+    again = dataclasses.replace(config, ranges_from=str(path))
+    for others in ([], [torch.zeros_like(BATCHES[0])]):
+        made = quantize(model, again, example=BATCHES[0], calibration=others)
+        assert torch.equal(made(test), form(test))
+        assert made.ranges == json.loads(path.read_text())
+        assert any(note.startswith("equalize: as saved with the ranges in ") for note in made.plan.notes)
+    for changed in ({"algorithms": ("bias",)}, {"algorithms": None}, {"engine": "torch.ao"}, {"mode": "qat"}):
+        with pytest.raises(UsageError, match="--ranges-from: expected equalize among --algorithms"):
+            quantize(model, dataclasses.replace(again, **changed), example=BATCHES[0], qat=lambda *_: None)
+
+
+def test_ranges_that_were_not_equalized_are_not_equalized_when_they_are_repeated(tmp_path: pathlib.Path) -> None:
+    model, path = hard_mobilenet(nn.ReLU), tmp_path / "ranges.json"
+    plain = quantize(model, QuantizeConfig(algorithms=None), example=BATCHES[0], calibration=BATCHES)
+    path.write_text(json.dumps(plain.ranges))
+    config = QuantizeConfig(algorithms=("equalize",), ranges_from=str(path))
+    made = quantize(model, config, example=BATCHES[0], calibration=BATCHES)
+    assert "equalize: as saved with the ranges in 0 of 10 paths" in made.plan.notes
+    assert torch.equal(made(BATCHES[0]), plain(BATCHES[0]))
+
+
+def test_changes_of_a_path_that_is_not_there_are_refused(tmp_path: pathlib.Path) -> None:
+    path, x = tmp_path / "ranges.json", BATCHES[0]
+    plain = quantize(nn.Conv2d(3, 4, 1), QuantizeConfig(algorithms=None), example=x, calibration=BATCHES)
+    path.write_text(json.dumps(plain.ranges | {"other": {"equalize": {"scales": [1.0], "shifts": []}}}))
+    config = QuantizeConfig(algorithms=("equalize",), ranges_from=str(path))
+    with pytest.raises(UsageError, match="expected a place for what equalize changed at 'other'"):
+        quantize(nn.Conv2d(3, 4, 1), config, example=x)

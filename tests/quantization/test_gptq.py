@@ -29,9 +29,10 @@ from qtool.recipe import QuantizeConfig
         (nn.Conv2d(4, 6, 3, stride=2, padding=1, groups=2), (4, 9, 7)),
         (nn.Conv2d(6, 6, (3, 1), padding=(2, 0), dilation=(2, 1), groups=6), (6, 8, 5)),
         (nn.Conv1d(4, 6, 5, stride=2, padding=2, groups=2), (4, 11)),
+        (nn.Conv3d(4, 6, (3, 2, 1), stride=(1, 2, 1), padding=(1, 0, 2), groups=2), (4, 5, 7, 3)),
         (nn.Linear(5, 3), (4, 5)),
     ],
-    ids=["grouped", "depthwise", "1d", "linear"],
+    ids=["grouped", "depthwise", "1d", "3d", "linear"],
 )
 def test_weights_times_rows_are_the_layers_outputs(layer: nn.Module, shape: tuple[int, ...]) -> None:
     x = torch.randn(3, *shape)
@@ -171,3 +172,30 @@ def test_inputs_whose_spread_no_float_can_hold_leave_the_layer_as_it_was(monkeyp
     gptq(given)
     for node in given.anchors():
         assert torch.equal(parameter(given.graph, node.args[1].args[0]), before[node.name])
+
+
+@pytest.mark.parametrize("bits", [8, 5])
+def test_a_weight_that_layers_share_is_fitted_to_none_of_them(bits: int) -> None:
+    class Twice(nn.Module):
+        """One convolution over inputs of very unlike channels, the second time around."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.last = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 10, 1)
+            self.twice = nn.Conv2d(8, 8, 3, padding=1)
+            self.twice.weight.data *= torch.randn(8, 8, 1, 1).exp()
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.twice(self.first(x).relu()).relu()
+            y = self.twice(y * torch.linspace(0.05, 5, 8)[:, None, None]).relu()
+            return self.last(y).mean((2, 3))
+
+    model, test, found = Twice().eval(), images(128, seed=9), {}
+    for algorithms in (("bias",), ("gptq",)):
+        config = QuantizeConfig(algorithms=algorithms, weight_bits=bits)
+        quantized = quantize(model, config, example=BATCHES[0], calibration=BATCHES)
+        with torch.no_grad():
+            found[algorithms] = sqnr_db(model(test), quantized(test))
+    assert quantized.plan.notes[0] == "gptq left layers that share a weight as they are: twice, twice_2"
+    assert found["gptq",] > found["bias",] - 1

@@ -117,6 +117,27 @@ def test_saved_ranges_repeat_a_quantization_without_data(method: str, engine: st
     assert "bias: as saved with the ranges in 3 layers" in again.plan.notes
 
 
+def test_training_starts_from_ranges_that_are_given(tmp_path: Path) -> None:
+    path, config = tmp_path / "ranges.json", QuantizeConfig(ranges="minmax", algorithms=None)
+    wide = {name: entry | {"high": 2 * entry["high"]} for name, entry in made(net(), config).ranges.items()}
+    path.write_text(json.dumps(wide))
+    trained = dataclasses.replace(config, mode="qat", ranges_from=str(path))
+    found = quantize(net(), trained, example=X, calibration=[X], qat=lambda *_: None).ranges
+    assert {name: entry["high"] for name, entry in found.items()} == pytest.approx(
+        {name: entry["high"] for name, entry in wide.items()}, rel=1e-2
+    )
+
+
+@pytest.mark.parametrize("name", ["gptq", "renorm", "adaround", "brecq", "steps", "bias"])
+def test_what_reads_samples_declines_where_ranges_are_repeated_without_any(name: str, tmp_path: Path) -> None:
+    path, config = tmp_path / "ranges.json", QuantizeConfig(algorithms=None)
+    form = made(net(), config)
+    path.write_text(json.dumps(form.ranges))
+    again = quantize(net(), QuantizeConfig(algorithms=(name,), ranges_from=str(path)), example=X)
+    assert any(note.startswith(f"{name} declined: ") and "calibration samples" in note for note in again.plan.notes)
+    assert torch.equal(again(X), form(X))
+
+
 def test_saved_biases_are_not_taken_for_other_weights(tmp_path: Path) -> None:
     path = tmp_path / "ranges.json"
     path.write_text(json.dumps(made(net()).ranges))

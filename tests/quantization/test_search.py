@@ -181,6 +181,16 @@ def test_ranges_that_are_given_are_not_searched() -> None:
     assert not any("ranges" in name for name in world.tried)
 
 
+def test_ranges_that_are_given_are_not_those_of_other_quantizers() -> None:
+    world = World(0.01)
+    world.search.config = dataclasses.replace(world.config, ranges_from="ranges.json")
+    world.search.run()
+    others = [trial.config for trial in world.search.trials if trial.config.overrides or trial.config.mode == "qat"]
+    assert len(others) == 6
+    for trial in world.search.trials:
+        assert trial.config.ranges_from == (None if trial.config in others else "ranges.json")
+
+
 @pytest.mark.parametrize("limit", [0.95, 0.75, 0.5, 0.2])
 def test_what_is_returned_is_met(limit: float) -> None:
     met = World(limit).search.run()

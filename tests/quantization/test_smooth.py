@@ -62,7 +62,7 @@ def test_the_function_stays_and_every_norm_is_changed() -> None:
 def test_factors_are_the_papers() -> None:
     given = subject(transformer())
     norm = next(n for n in given.graph.graph.nodes if n.target is aten.layer_norm.default)
-    place = place_of(norm, given)
+    place = place_of(norm)
     place.low, place.high = -torch.rand(WIDTH) - 0.1, torch.rand(WIDTH) + 0.1
     weights = torch.cat([parameter(given.graph, r.args[1]) for r in place.readers])
     wanted = torch.maximum(-place.low, place.high) ** 0.7 / weights.abs().amax(0) ** 0.3
@@ -73,7 +73,7 @@ def test_factors_are_the_papers() -> None:
 def test_the_error_that_is_judged_is_that_of_a_quantized_layer() -> None:
     given = subject(transformer())
     norm = next(n for n in given.graph.graph.nodes if n.target is aten.layer_norm.default)
-    place = place_of(norm, given)
+    place = place_of(norm)
     x = torch.randn(500, WIDTH)
     place.kept, place.low, place.high = [x], x.amin(0), x.amax(0)
     step = float(x.max() - x.min()) / 255
@@ -103,7 +103,7 @@ def test_the_output_comes_much_nearer_to_float_where_channels_stick_out() -> Non
 def test_a_norm_that_would_not_gain_is_left_and_so_is_one_that_others_read() -> None:
     given = subject(transformer(outliers=1.0))
     norm = next(n for n in given.graph.graph.nodes if n.target is aten.layer_norm.default)
-    place = place_of(norm, given)
+    place = place_of(norm)
     x = torch.rand(500, WIDTH) * 2 - 1  # flat already, and so are the weights
     place.kept, place.low, place.high = [x], x.amin(0), x.amax(0)
     for reader in place.readers:
@@ -118,7 +118,7 @@ def test_a_norm_that_would_not_gain_is_left_and_so_is_one_that_others_read() -> 
 def test_what_is_applied_is_undone_by_its_inverse() -> None:
     given = subject(transformer())
     norm = next(n for n in given.graph.graph.nodes if n.target is aten.layer_norm.default)
-    place = place_of(norm, given)
+    place = place_of(norm)
     before = parameter(given.graph, norm.args[2]).clone()
     scales = torch.rand(WIDTH) + 0.5
     apply(given.graph, place, scales)
@@ -157,6 +157,30 @@ def test_factors_are_repeated_with_the_ranges_that_belong_to_them(tmp_path: Path
     for changed in ({"algorithms": ("bias",)}, {"algorithms": None}, {"engine": "torch.ao"}):
         with pytest.raises(UsageError, match="--ranges-from: expected smooth among --algorithms"):
             quantize(transformer(), QuantizeConfig(ranges_from=str(path), **changed), example=BATCHES[0])
+
+
+def test_saved_factors_are_repeated_where_a_layer_behind_the_norm_is_float_now(tmp_path: Path) -> None:
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.norm, self.left, self.right = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 8), nn.Linear(WIDTH, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.left(y := self.norm(x)) + self.right(y)
+
+    model, path = Pair().eval(), tmp_path / "ranges.json"
+    model.norm.weight.data[[3, 11]] *= 60
+    for linear in (model.left, model.right):
+        linear.weight.data[:, [3, 11]] /= 60
+    config, rows = QuantizeConfig(algorithms=("smooth",)), [batch.flatten(0, 1) for batch in BATCHES]
+    form = quantize(model, config, example=rows[0], calibration=rows)
+    path.write_text(json.dumps(form.ranges))
+    mixed = QuantizeConfig(algorithms=("smooth",), ranges_from=str(path), overrides={"left": "float"})
+    test = tokens(32, seed=4).flatten(0, 1)
+    made = quantize(model, mixed, example=rows[0])
+    with torch.no_grad():
+        assert sqnr_db(model(test), made(test)) > sqnr_db(model(test), form(test)) - 1
 
 
 @pytest.mark.parametrize("part", [lambda y: y[:, 0], lambda y: y[:, 1:]])

@@ -37,7 +37,8 @@ def outcome(**changes: object) -> dict[str, object]:
         for i, speed in ((1, 2.0), (2, None), (3, 1.5))
     ]  # fmt: skip
     return {
-        "met": False, "chosen": "trial 3", "criteria": [criterion], "num_samples": 500, "trials": trials,
+        "met": False, "chosen": "trial 3", "method": "auto", "criteria": [criterion], "num_samples": 500,
+        "trials": trials,
         "frontier": ["trial 1"], "harmful": [{"name": "a.0", "sqnr_db": 3.0}, {"name": "b", "sqnr_db": None}],
     } | changes  # fmt: skip
 
@@ -56,6 +57,8 @@ def test_a_contract_that_was_not_kept_in_pictures_words_and_markdown() -> None:
 @pytest.mark.parametrize(
     ("changes", "part"),
     [
+        ({}, "Promise less, give labelled training data, or look"),
+        ({"method": "ptq"}, "Promise less, allow more by method 'auto', or look"),
         ({"out_of_time": True}, "the search goes on where it stopped"),
         ({"criteria": [{"met": None, "needed": 7000}]}, "the samples are too few to tell: give about 7,000"),
     ],

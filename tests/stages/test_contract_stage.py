@@ -23,6 +23,7 @@ from qtool.errors import ContractError, QtoolError, UsageError
 from qtool.quantization import search
 from qtool.quantization.contract import Judge
 from qtool.reporting.page import report, write_report
+from qtool.reporting.terminal import show
 from qtool.stages import cost
 
 OPTIONS = {"calibration": "train:64"}
@@ -199,7 +200,9 @@ def test_no_time_at_all_is_told(trained: Path) -> None:
         qtool.quantize(trained, max_kl=1e-9, time_budget=0.01, **OPTIONS)
 
 
-def test_a_recipe_holds_a_contract_for_each_variant(tmp_path: Path, small_net: str, held_out_data: str) -> None:
+def test_a_recipe_holds_a_contract_for_each_variant(
+    tmp_path: Path, small_net: str, held_out_data: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     recipe = {
         "model": small_net, "data": held_out_data, "variants": ["ptq"], "train": {"epochs": 1, "batch_size": 16},
         "quantize": {"calibration": "train:64", "max_kl": 1e-9, "method": "given"},
@@ -208,6 +211,13 @@ def test_a_recipe_holds_a_contract_for_each_variant(tmp_path: Path, small_net: s
         qtool.run(recipe, tmp_path / "out")
     assert not has_result(tmp_path / "out" / "ptq", "quantize")
     assert (tmp_path / "out" / "ptq" / "contract.json").exists()
+    found = qtool.inspect(tmp_path / "out")["variants"]["ptq"]
+    assert found == qtool.inspect(tmp_path / "out" / "ptq")
+    assert "contract" in found
+    show("inspect", found)
+    told = capsys.readouterr().out
+    assert "contract not kept; closest is 'ptq, mse + smooth + analytic-bias + bias': KL ≤ 1e-09 nats" in told
+    assert "allow more by method 'auto'" in told
 
 
 SLOW = """

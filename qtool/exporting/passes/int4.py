@@ -13,6 +13,7 @@ import onnx_ir as ir
 
 from qtool.errors import UsageError
 from qtool.exporting.passes.biases import drop_unused
+from qtool.exporting.passes.names import WEIGHTED
 
 LEAST_OPSET = 21
 
@@ -23,8 +24,9 @@ def apply(model: ir.Model, units: Collection[str], opset: int) -> int:
         raise UsageError("--opset", f"{LEAST_OPSET} or more for 4-bit weights", str(opset), "leave --opset out")
     packed = 0
     for node in model.graph:
-        weight = node.inputs[1] if len(node.inputs) > 1 else None
-        source = weight.producer() if weight is not None and node.name in units else None
+        unit = (node.name or "").partition("/")[0]  # a reshape before it may be the unit's first operator
+        weight = node.inputs[1] if node.op_type in WEIGHTED and unit in units else None
+        source = weight.producer() if weight is not None else None
         if source is not None and source.op_type == "DequantizeLinear":
             _pack(source)
             packed += 1

@@ -37,7 +37,7 @@ from qtool.quantization.algorithms.steps import learn_steps
 from qtool.quantization.algorithms.subject import Declined, NothingToDo, Subject
 from qtool.recipe import DEFAULT_ALGORITHMS
 
-__all__ = ["ALGORITHMS", "Algorithm", "Declined", "Subject", "check_names", "run_passes", "samples_read"]
+__all__ = ["ALGORITHMS", "CHANGES", "Algorithm", "Declined", "Subject", "check_names", "run_passes", "samples_read"]
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,8 @@ ALGORITHMS: dict[str, Algorithm] = {
     "bias": Algorithm("integer", correct_biases, samples=BIAS_SAMPLES),
     "steps": Algorithm("integer", learn_steps),
 }
+CHANGES = tuple(name for name, algorithm in ALGORITHMS.items() if algorithm.moment == "float")
+"""Those that change what is calibrated: what they did is saved with the ranges, and repeated with them."""
 
 
 def check_names(names: Iterable[str]) -> None:

@@ -37,17 +37,17 @@ def shifts(stream: Stream, lowest: dict[Node, Tensor], middle: dict[Node, Tensor
         return {}
     curved = [v for v in stream.values if v.target in _RELUS or v.target is aten.leaky_relu.default]
     if not curved:
-        return _carried(stream, {p: middle[p] for p in stream.producers})
+        return carried(stream, {p: middle[p] for p in stream.producers})
     if len(stream.producers) > 1 or len(curved) > 1 or curved[0].target not in _RELUS:
         return {}
     (producer,) = stream.producers
     least = lowest[producer].clamp(min=0.0)
     if curved[0].args[0] is not producer or list(producer.users) != [curved[0]] or not bool(least.any()):
         return {}
-    return _carried(stream, {producer: least})
+    return carried(stream, {producer: least})
 
 
-def _carried(stream: Stream, made: dict[Node, Tensor]) -> dict[Node, Tensor]:
+def carried(stream: Stream, made: dict[Node, Tensor]) -> dict[Node, Tensor]:
     """The shifts of all values, from those of the producers."""
     found = dict(made)
     for value in sorted(stream.values, key=list(stream.values[0].graph.nodes).index):

@@ -20,6 +20,9 @@ and scaling, each alone and neither are compared on samples held out (``verify.p
 not done.
 
 A path that something else reads (a concatenation, a product, an output) is left as it is, and the note says so.
+
+Shifts and scales are saved beside the ranges that were observed behind them, and taken from there where these are
+repeated: ranges of one graph are wrong for the other.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
 from qtool.nested import thinned
-from qtool.quantization.algorithms.absorb import shift, shifts
+from qtool.quantization.algorithms.absorb import carried, shift, shifts
 from qtool.quantization.algorithms.streams import ANCHORS, Stream, find_streams, per_input, towards_inputs
 from qtool.quantization.algorithms.subject import Declined, Subject
 from qtool.quantization.algorithms.verify import Samples, parted
@@ -61,6 +64,28 @@ _NOISE = 1 / 12
 def equalize(subject: Subject) -> None:
     """Rescales the channels of every stream that allows it, in place; notes how many and why others were left."""
     streams = find_streams(subject.graph)
+    if subject.config.ranges_from is not None:
+        _repeat(subject, streams)
+    else:
+        _choose(subject, streams)
+    subject.graph.graph.eliminate_dead_code()
+    subject.graph.recompile()
+
+
+def _repeat(subject: Subject, streams: list[Stream]) -> None:
+    """Applies the shifts and scales that were saved with the ranges."""
+    places = {_place(stream): stream for stream in streams if not stream.blocked and stream.consumers}
+    saved = subject.saved("equalize", places)
+    for place, entry in saved.items():
+        stream = places[place]
+        scales, *made = (torch.tensor(v).to(subject.device) for v in (entry["scales"], *entry["shifts"]))
+        by = carried(stream, dict(zip(stream.producers, made, strict=True))) if made else {}
+        _change(subject, stream, by, scales)
+    subject.note(f"equalize: as saved with the ranges in {len(saved)} of {len(streams)} paths")
+
+
+def _choose(subject: Subject, streams: list[Stream]) -> None:
+    """Finds and applies each stream's best shifts and scales, and saves them."""
     refusals = {stream: _refusal(stream, subject) for stream in streams}
     fit = [stream for stream, reason in refusals.items() if not reason]
     for reason, count in sorted(Counter(reason for reason in refusals.values() if reason).items()):
@@ -75,17 +100,28 @@ def equalize(subject: Subject) -> None:
     for stream in fit:
         by, scales, better = _best_change(subject, stream, seen, gains, samples)
         worse += not better
-        if by:
-            shift(subject.graph, stream, by)
-            moved += 1
-        if not bool((scales == 1).all()):
-            rescale(subject.graph, stream, scales)
-            changed += 1
-    subject.graph.graph.eliminate_dead_code()
-    subject.graph.recompile()
+        moved += bool(by)
+        changed += not bool((scales == 1).all())
+        if better:
+            _change(subject, stream, by, scales)
+            made = [by[producer].tolist() for producer in stream.producers if by]
+            subject.ranges.setdefault(_place(stream), {})["equalize"] = {"scales": scales.tolist(), "shifts": made}
     subject.note(f"equalize: rescaled {changed} and shifted {moved} of {len(streams)} paths")
     if worse:
         subject.note(f"equalize: {worse} paths left as they are: their readers did no better on samples")
+
+
+def _place(stream: Stream) -> str:
+    """What a stream is saved under."""
+    return stream.producers[0].name
+
+
+def _change(subject: Subject, stream: Stream, by: dict[Node, Tensor], scales: Tensor) -> None:
+    """Shifts and rescales a stream."""
+    if by:
+        shift(subject.graph, stream, by)
+    if not bool((scales == 1).all()):
+        rescale(subject.graph, stream, scales)
 
 
 def _best_change(

@@ -25,7 +25,8 @@ The cost is one pass through each, and algebra of the order K³ + outputs · K²
 
 Each layer's result is kept in a journal (``journal.py``) where there is a folder for it.
 
-Left out on purpose: reordering columns by curvature.
+Left out on purpose: reordering columns by curvature. Layers that share a weight keep its rounding, since what is fitted
+to the inputs of one is wrong for the other; their biases are their own.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ import torch
 from torch import Tensor
 
 from qtool.quantization.algorithms.journal import Journal, State
-from qtool.quantization.algorithms.layers import Layer, Moments, in_order, output_error
+from qtool.quantization.algorithms.layers import Layer, Moments, in_order, leave_shared, output_error
 from qtool.quantization.algorithms.subject import Subject, few
 
 DAMPINGS = (0.003, 0.03, 0.3, 3.0)
@@ -47,21 +48,25 @@ _BLOCK = 128
 @torch.no_grad()
 def gptq(subject: Subject) -> None:
     """Refits the integers and the bias of every integer convolution and linear layer, in order, in place."""
-    journal, total = Journal(subject, "gptq"), len(subject.anchors())
+    journal, total, shared = Journal(subject, "gptq"), len(subject.anchors()), leave_shared(subject, "gptq")
     better: dict[str, bool] = {}
     for layer in in_order(subject):
         subject.report(f"gptq {layer.name}", len(better), total)
-        better[layer.name] = fit(layer, journal)
+        better[layer.name] = fit(layer, journal, alone=layer.node not in shared)
     subject.report("gptq", total, total)
-    kept = [name for name, fitting in better.items() if not fitting]
-    subject.note(f"gptq: refitted {len(better) - len(kept)} layers")
+    subject.note(f"gptq: refitted {sum(better.values())} layers")
+    left = {str(node.meta["unit"]) for node in shared}
+    kept = [name for name, fitting in better.items() if not fitting and name not in left]
     if kept:
         subject.note(f"gptq: {len(kept)} layers keep their rounded weights, which fitting made worse: {few(kept)}")
 
 
-def fit(layer: Layer, journal: Journal) -> bool:
-    """Gives one layer its integers and bias; returns whether the integers are another than plain rounding's."""
-    state = journal.once(layer.node.name, partial(_refit, layer))
+def fit(layer: Layer, journal: Journal, *, alone: bool = True) -> bool:
+    """Gives one layer its integers and bias, the bias only where its integers are not its ``alone``.
+
+    Returns whether the integers are another than plain rounding's.
+    """
+    state = journal.once(layer.node.name, partial(_refit, layer, alone))
     layer.store(state["integers"].double(), state["bias"])
     return "kept" not in state
 
@@ -99,11 +104,11 @@ def rounded(weight: Tensor, damped: Tensor, scale: Tensor, qmax: int) -> Tensor:
     return made.double()
 
 
-def _refit(layer: Layer) -> State:
+def _refit(layer: Layer, alone: bool) -> State:
     """The integers of one layer and the change of its bias; ``kept`` where they are plain rounding's."""
     seen, unseen = layer.observe()
     both = seen if unseen is None else seen + unseen
-    best = None if unseen is None else _best_damping(layer, seen, unseen)
+    best = _best_damping(layer, seen, unseen) if unseen is not None and alone else None
     made = None if best is None else _solve(layer, both, best)
     better = made is not None and output_error(layer.real, made * layer.scale, both) < layer.plain_error(both)
     made = made if made is not None and better else layer.nearest

@@ -12,6 +12,7 @@ kept apart: what is fitted on one half can be judged on the other.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -22,7 +23,7 @@ from torch.fx import Node
 from qtool.quantization.algorithms.bias import bias_of, set_bias
 from qtool.quantization.algorithms.rows import reason, rows
 from qtool.quantization.algorithms.streams import groups_of
-from qtool.quantization.algorithms.subject import Declined, Subject
+from qtool.quantization.algorithms.subject import Declined, Subject, few
 from qtool.quantization.algorithms.walk import Beside, Segment, Walk
 from qtool.quantization.capture import parameter, set_parameter
 from qtool.quantization.integers import store_before
@@ -32,14 +33,16 @@ ROWS = 16384
 
 
 def in_order(subject: Subject) -> Iterator[Layer]:
-    """Every integer convolution and linear layer of one or two dimensions, each once those before it are settled.
+    """Every integer convolution and linear layer that can be written as rows, each once those before it are settled.
 
     What a layer is given is read with ``layer.observe()``; its stored tensors may be changed before the next is asked
-    for. Raises Declined where there is none.
+    for. Raises Declined where there is none, and without calibration samples.
     """
     anchors = {node: other for node, other in subject.anchors().items() if not reason(node)}
     if not anchors:
-        raise Declined("no convolution or linear layer is integer and of one or two dimensions")
+        raise Declined("no convolution or linear layer is integer and can be written as rows")
+    if next(iter(subject.batches), None) is None:
+        raise Declined("no calibration samples")
     held = [source_of(other) for other in anchors.values()]
     with Walk(subject.graph, subject.batches) as walk, Walk(subject.reference, subject.batches, held=held) as plain:
         beside = Beside(plain, held)
@@ -51,6 +54,26 @@ def in_order(subject: Subject) -> Iterator[Layer]:
                     beside.finish(source_of(anchors[node]))
             walk.advance(segment)
     subject.graph.recompile()
+
+
+def integers_of(layer: Node) -> Node:
+    """The stored integers of a layer."""
+    stored = layer.args[1]
+    assert isinstance(stored, Node)
+    found = stored.args[0]
+    assert isinstance(found, Node)
+    return found
+
+
+def leave_shared(subject: Subject, name: str) -> set[Node]:
+    """The integer layers whose integers another reads too, which no pass can fit to the inputs of one; notes them."""
+    stored = {layer: str(integers_of(layer).target) for layer in subject.anchors()}
+    counts = Counter(stored.values())
+    shared = [layer for layer, target in stored.items() if counts[target] > 1]
+    if shared:
+        told = few([str(layer.meta["unit"]) for layer in shared])
+        subject.note(f"{name} left layers that share a weight as they are: {told}")
+    return set(shared)
 
 
 def source_of(layer: Node) -> Node:
@@ -115,7 +138,7 @@ class Layer:
         """Writes the integers, and the float model's bias with ``change``, whatever bias there was."""
         integers = parameter(self.graph, self.stored.args[0])
         assert integers is not None
-        path = str(self.stored.args[0].target)  # type: ignore[union-attr]
+        path = str(integers_of(self.node).target)
         set_parameter(self.graph, path, made.reshape(integers.shape).to(integers.dtype))
         self.nearest = made
         self._change_bias(change)

@@ -26,7 +26,6 @@ Left out on purpose: learned activation steps (the ranges are the observers' and
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -41,7 +40,7 @@ from qtool.quantization.algorithms.bias import add_to_bias, channel_axis
 from qtool.quantization.algorithms.gptq import fit
 from qtool.quantization.algorithms.importance import importance
 from qtool.quantization.algorithms.journal import Journal, State
-from qtool.quantization.algorithms.layers import Layer, source_of
+from qtool.quantization.algorithms.layers import Layer, integers_of, leave_shared, source_of
 from qtool.quantization.algorithms.part import HELD, Given, Part
 from qtool.quantization.algorithms.regions import Region, counterparts, unit_ends
 from qtool.quantization.algorithms.rows import reason
@@ -93,21 +92,10 @@ def reconstruct(subject: Subject, name: str, cut: Cut, *, drop: float = 0.0) -> 
 def _learnable(subject: Subject, name: str) -> dict[Node, Node]:
     """The layers with integers of their own, each with its node in the float graph; notes the others."""
     anchors = subject.anchors()
-    stored = Counter(str(_integers(layer).target) for layer in anchors)
-    shared = [str(layer.meta["unit"]) for layer in anchors if stored[str(_integers(layer).target)] > 1]
-    if shared:
-        subject.note(f"{name} left layers that share a weight as they are: {few(shared)}")
-    found = {layer: other for layer, other in anchors.items() if str(layer.meta["unit"]) not in shared}
+    shared = leave_shared(subject, name)
+    found = {layer: other for layer, other in anchors.items() if layer not in shared}
     if not found:
         raise Declined("no convolution or linear layer is integer with a weight of its own")
-    return found
-
-
-def _integers(layer: Node) -> Node:
-    stored = layer.args[1]
-    assert isinstance(stored, Node)
-    found = stored.args[0]
-    assert isinstance(found, Node)
     return found
 
 
@@ -203,7 +191,7 @@ class _Learner:
         if "kept" in state:
             return False
         for layer in region.layers:
-            set_parameter(self.walk.graph, str(_integers(layer).target), state[f"{layer.name}.weight"])
+            set_parameter(self.walk.graph, str(integers_of(layer).target), state[f"{layer.name}.weight"])
             add_to_bias(self.walk.graph, layer, state[f"{layer.name}.bias"])
         self.walk.forget()
         return True

@@ -22,6 +22,7 @@ the latter. Left out on purpose: layers behind anything else. Between two linear
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,31 +68,39 @@ def smooth(subject: Subject) -> None:
     """
     if subject.config.weights_only:
         raise NothingToDo("activations stay in float")
-    found = {node: place_of(node, subject) for node in subject.graph.graph.nodes if _vectors(node)}
-    norms = [node for node, place in found.items() if node.target in _VECTORS or isinstance(place, Place)]
-    if not norms:
-        raise NothingToDo("there is no layer norm")
-    found = {norm: found[norm] for norm in norms}
-    for reason, count in sorted(Counter(f for f in found.values() if isinstance(f, str)).items()):
-        subject.note(f"smooth: {count} of {len(norms)} norms left as they are: {reason}")
-    places = [place for place in found.values() if isinstance(place, Place)]
-    if not places:
-        raise Declined("no norm is read by integer linear layers alone")
+    found = {node: place_of(node) for node in subject.graph.graph.nodes if _vectors(node)}
     if subject.config.ranges_from is not None:
-        told = _repeat(subject, places, len(norms))
+        told = _repeat(subject, found)
     else:
-        told = _choose(subject, places, len(norms))
+        told = _choose(subject, *_places(subject, found))
     subject.graph.recompile()
     subject.note(f"smooth: {told}")
 
 
-def _repeat(subject: Subject, places: list[Place], total: int) -> str:
-    """Applies the factors that were saved with the ranges."""
-    saved = {place: subject.ranges.get(place.norm.name, {}).get("smooth") for place in places}
-    for place, scales in saved.items():
-        if scales is not None:
-            apply(subject.graph, place, torch.tensor(scales))
-    return f"as saved with the ranges in {sum(s is not None for s in saved.values())} of {total} norms"
+def _places(subject: Subject, found: Mapping[Node, Place | str]) -> tuple[list[Place], int]:
+    """What is worth moving, and the number of norms; notes why others are left."""
+    told = {norm: _unrounded(place, subject) if isinstance(place, Place) else place for norm, place in found.items()}
+    norms = [norm for norm, reason in told.items() if norm.target in _VECTORS or not reason]
+    if not norms:
+        raise NothingToDo("there is no layer norm")
+    for reason, count in sorted(Counter(told[norm] for norm in norms if told[norm]).items()):
+        subject.note(f"smooth: {count} of {len(norms)} norms left as they are: {reason}")
+    places = [place for norm in norms if not told[norm] and isinstance(place := found[norm], Place)]
+    if not places:
+        raise Declined("no norm is read by integer linear layers alone")
+    return places, len(norms)
+
+
+def _repeat(subject: Subject, found: Mapping[Node, Place | str]) -> str:
+    """Applies the factors that were saved with the ranges, whichever layers are integer this time."""
+    places = {norm.name: place for norm, place in found.items() if isinstance(place, Place)}
+    saved = subject.saved("smooth", places)
+    norms = [norm for norm in found if norm.target in _VECTORS or norm.name in saved]
+    if not norms:
+        raise NothingToDo("there is no layer norm")
+    for name, scales in saved.items():
+        apply(subject.graph, places[name], torch.tensor(scales).to(subject.device))
+    return f"as saved with the ranges in {len(saved)} of {len(norms)} norms"
 
 
 def _choose(subject: Subject, places: list[Place], total: int) -> str:
@@ -111,8 +120,8 @@ def _choose(subject: Subject, places: list[Place], total: int) -> str:
     return f"rescaled {len(changed)} of {total} norms{told}"
 
 
-def place_of(norm: Node, subject: Subject) -> Place | str:
-    """What of a norm can be moved, or why nothing can."""
+def place_of(norm: Node) -> Place | str:
+    """What of a norm can be moved, or why nothing can, whatever is quantized."""
     stored = [norm.args[i] for i in _vectors(norm) if i < len(norm.args)]
     if not any(isinstance(value, Node) for value in stored):
         return "it has no weights"
@@ -124,12 +133,17 @@ def place_of(norm: Node, subject: Subject) -> Place | str:
     if (stranger := _gather(norm, norm.meta["val"].shape[-1], readers)) is not None:
         name = "the graph's output" if stranger.op == "output" else str(stranger.target).removeprefix("aten.")
         return f"{name.partition('.')[0]} reads it"
-    units = {p.anchor: p for p in subject.placement.placed if p.pattern is not None and p.pattern.weighted}
-    if not readers or not all(reader in units for reader in readers):
-        return "not all layers that read it are integer"
     reasons = (unfit([a for a in reader.args[1:3] if a is not None]) for reader in readers)
-    qmax = min(subject.placement.weight_format(units[reader]).qmax for reader in readers)
-    return next(filter(None, reasons), "") or Place(norm, readers, qmax)
+    return next(filter(None, reasons), "") or Place(norm, readers)
+
+
+def _unrounded(place: Place, subject: Subject) -> str:
+    """Why nothing is gained by moving; empty where integer layers alone read the norm, whose bits are noted."""
+    units = {p.anchor: p for p in subject.placement.placed if p.pattern is not None and p.pattern.weighted}
+    if not place.readers or not all(reader in units for reader in place.readers):
+        return "not all layers that read it are integer"
+    place.qmax = min(subject.placement.weight_format(units[reader]).qmax for reader in place.readers)
+    return ""
 
 
 def _vectors(node: Node) -> tuple[int, ...]:

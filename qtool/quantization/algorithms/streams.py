@@ -15,7 +15,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
@@ -171,13 +170,14 @@ def _passes(node: Node) -> bool:
     if node.target is aten.clamp_min.default:
         return node.args[1] in (0, 0.0)
     source = node.args[0] if node.args else None
-    if not isinstance(source, Node) or not isinstance(node.meta.get("val"), torch.Tensor):
+    if not isinstance(source, Node) or any(not isinstance(n.meta.get("val"), Tensor) for n in (source, node)):
         return False
     before, after = source.meta["val"].shape, node.meta["val"].shape
     if pads_zeros(node):
         return True
     if node.target in _POOLS:
-        return len(before) > 2 and len(after) >= 2 and before[1] == after[1] and _keeps_channels(node)
+        plain = len(node.args) < 7 or node.args[6] is None  # a pool with a divisor of its own keeps no constant
+        return plain and len(before) > 2 and len(after) >= 2 and before[1] == after[1] and _keeps_channels(node)
     return (
         node.target in _RESHAPES and len(after) == 2 and before[1] == after[1] and all(size == 1 for size in before[2:])
     )

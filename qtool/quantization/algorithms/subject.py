@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from qtool.errors import UsageError
 from qtool.quantization.integers import WEIGHTED
 from qtool.quantization.placement import Placed, Placement
 from qtool.quantization.residence import device_of
@@ -64,6 +65,20 @@ class Subject:
     def note(self, text: str) -> None:
         """Adds a line to the plan's notes."""
         self.notes.append(text)
+
+    def saved(self, kind: str, places: Collection[str]) -> dict[str, Any]:
+        """What is to be repeated of the changes of one ``kind`` that are beside the saved ranges, by their places.
+
+        Raises UsageError for one whose place is not among ``places``: ranges would be of another graph than this one.
+        """
+        found = {name: entry[kind] for name, entry in self.ranges.items() if kind in entry}
+        for name in found:
+            if name not in places:
+                raise UsageError(
+                    "--ranges-from", f"a place for what {kind} changed at '{name}' when the ranges were saved", "none",
+                    "use the ranges of the same model and target, or calibrate anew",
+                )  # fmt: skip
+        return found
 
     def anchors(self) -> dict[Node, Node]:
         """The convolutions and linear layers of ``graph`` that run in integers, each with its node in ``reference``."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 import torch
 from hard_nets import hard_mobilenet, images
@@ -78,6 +80,17 @@ def test_zero_points_that_a_layer_of_eight_bits_has_too_stay_there(tmp_path: Pat
     assert bits_of(quantized) == [8, 4, 4, 8]
     result = export(quantized, tmp_path, ExportConfig(), samples=BATCHES)
     assert all(gate["passed"] is not False for gate in result.gates)
+
+
+@pytest.mark.parametrize("weights_only", [True, False])
+def test_layers_over_stacked_rows_are_packed_too(weights_only: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(4))).eval()
+    rows = torch.randn(16, 5, 8)
+    config = QuantizeConfig(weight_bits=4, weights_only=weights_only)
+    quantized = quantize(model, config, example=rows, calibration=[rows])
+    stored = [t for t in quantized_to_onnx(quantized, 21).graph.initializers.values() if t.shape == ir.Shape([8, 8])]
+    assert Counter(t.dtype for t in stored) == {ir.DataType.INT8: 2, ir.DataType.INT4: 2}
 
 
 def test_an_opset_without_four_bits_is_refused() -> None:
