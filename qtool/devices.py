@@ -6,6 +6,7 @@ import ctypes
 import os
 import re
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
@@ -35,6 +36,11 @@ def resolve_device(text: str) -> torch.device:
         kind = "a build of torch without CUDA" if torch.version.cuda is None else f"{found} CUDA device(s)"
         raise QtoolError(f"device '{text}'", "that CUDA device", kind, "ask for --device cpu, or install a CUDA build")
     return torch.device("cuda", index)
+
+
+def current(device: torch.device) -> AbstractContextManager[object]:
+    """Inside it a GPU is the one that is meant where none is named: by events, generators and other libraries."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def out_of_memory(error: BaseException) -> bool:
