@@ -134,11 +134,6 @@ def test_every_field_is_a_flag_with_its_help_default_and_choices(command: str, k
         assert all(choice in option.make_metavar(context) for choice in field.metadata["choices"])
 
 
-def test_the_package_runs_as_a_module() -> None:
-    done = subprocess.run([sys.executable, "-m", "qtool", "--version"], capture_output=True, text=True, check=False)
-    assert done.stdout == f"qtool, version {qtool.__version__}\n"
-
-
 def test_version() -> None:
     assert invoke("--version").output == f"qtool, version {qtool.__version__}\n"
 
