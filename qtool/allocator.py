@@ -11,7 +11,10 @@ Two settings of ``mallopt(3)`` end it: ``M_MMAP_MAX = 0`` serves every block fro
 own: blocks of 2 MiB and more are aligned to that size and offered to the kernel as huge pages. First touches cost a
 512th of the faults, and since such a block no longer begins a few bytes into a gap, the heap reaches its size
 within the first batches and stays there (``tests/benchmarks/bench_allocator.py`` and ``bench_calibration.py --memory``
-show time and peak; gaps between blocks of many sizes cost about a third more memory).
+show time and peak; gaps between blocks of many sizes cost about a third more memory). Training does without it: such a
+block fits no gap of its own size, since aligned it needs up to 2 MiB more. Where many of one size come and go, as
+activations do that are kept for a backward pass, the heap grew to more than twice what was in use, and no step was
+faster.
 
 What is kept can be given back where one kind of work ends and another begins (:func:`release`): gaps that the one
 left are of no use to the other, whose blocks have other sizes.
@@ -40,8 +43,10 @@ _NEVER = 2**31 - 1
 _tuned = False
 
 
-def tune() -> bool:
+def tune(huge_pages: bool = True) -> bool:
     """Makes this process keep freed memory; True where it did, False off glibc or when switched off.
+
+    ``huge_pages`` offers large blocks as such, for work whose blocks do not live long.
 
     The environment variable ``QTOOL_MALLOC`` set to ``0`` switches it off.
     """
@@ -50,7 +55,8 @@ def tune() -> bool:
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "gnu_get_libc_version"):
         return False
-    os.environ.setdefault(_HUGE_PAGES, "1")
+    if huge_pages:
+        os.environ.setdefault(_HUGE_PAGES, "1")
     global _tuned
     _tuned = bool(libc.mallopt(_M_MMAP_MAX, 0)) and bool(libc.mallopt(_M_TRIM_THRESHOLD, _NEVER))
     return _tuned

@@ -249,7 +249,7 @@ def all_rng_states() -> list[dict[str, Any]]:
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Puts the generators back into a state that :func:`rng_state` gave."""
+    """Puts the generators back into a state that :func:`rng_state` gave, those of GPUs that are still there."""
     random.setstate(state["python"])
     torch.set_rng_state(state["torch"])
     if "numpy" in state:
@@ -258,7 +258,7 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
         name, keys, *rest = state["numpy"]
         numpy.random.set_state((name, keys.numpy(), *rest))
     if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(state["cuda"])
+        torch.cuda.set_rng_state_all(state["cuda"][: torch.cuda.device_count()])
 
 
 @contextmanager

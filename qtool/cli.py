@@ -317,7 +317,7 @@ def work(ctx: click.Context) -> Iterator[ModuleType]:
     """The surroundings of a stage: allocator settings before torch comes in, stdout kept clean, progress on stderr."""
     from qtool.allocator import tune
 
-    tune()
+    tune(huge_pages=ctx.command.name not in ("train", "memory"))
     if not ctx.params["as_debug"]:
         warnings.simplefilter("ignore")
         if loud(ctx) and os.environ.get("RANK", "0") == "0":

@@ -5,11 +5,16 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import PurePosixPath
 
 import torch
 
 from qtool.errors import QtoolError, UsageError
+
+_CONTROL_GROUPS = "/sys/fs/cgroup"
 
 
 def resolve_device(text: str) -> torch.device:
@@ -33,6 +38,11 @@ def resolve_device(text: str) -> torch.device:
     return torch.device("cuda", index)
 
 
+def current(device: torch.device) -> AbstractContextManager[object]:
+    """Inside it a GPU is the one that is meant where none is named: by events, generators and other libraries."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
 def out_of_memory(error: BaseException) -> bool:
     """Whether an error says that an allocation failed, on a GPU or in host memory."""
     said = isinstance(error, RuntimeError) and "allocate memory" in str(error)
@@ -42,23 +52,55 @@ def out_of_memory(error: BaseException) -> bool:
 def memory_free(device: torch.device) -> int:
     """Bytes that this process can still allocate: on a GPU the free ones, on the CPU what the system says is available.
 
-    The limit of a control group, where it is lower, counts for the CPU. Raises QtoolError where neither is known.
+    On the CPU, what is left of a limit of one of its control groups counts, where that is less. Pages of files that are
+    not in use do not: they give way. Raises QtoolError where nothing is known.
     """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:
-        with open("/proc/meminfo") as file:
-            known = [int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable")]
-        for limit, used in (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "")):
-            text = _control_group(limit)
-            known += [int(text) - int(_control_group(used) or 0)] if text.isdecimal() else []
+        known = [int(re.findall(r"^MemAvailable: *(\d+) kB$", _read("/proc/meminfo"), re.MULTILINE)[0]) * 1024]
+        known += [left for group in _control_groups() if (left := group.left()) is not None]
         return max(0, min(known))
-    except (OSError, ValueError) as error:
+    except (IndexError, ValueError) as error:
         raise QtoolError("free memory", "that the system tells it", str(error), "pass a --memory-budget") from error
 
 
-def _control_group(name: str) -> str:
-    return _read(f"/sys/fs/cgroup/{name}").strip()
+@dataclass(frozen=True)
+class _ControlGroup:
+    """A group of processes that share a limit of memory: its folder, and whether that is as in the first version."""
+
+    folder: str
+    first: bool
+
+    def left(self) -> int | None:
+        """Bytes of its limit that are not in use; None where it has none, or is not to be seen."""
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if self.first else ("memory.max", "memory.current")
+        limit, used = (_read(f"{self.folder}/{name}").strip() for name in names)
+        if not (limit.isdecimal() and used.isdecimal()):
+            return None
+        unused = re.findall(rf"^{'total_' * self.first}inactive_file (\d+)$", self._read("memory.stat"), re.MULTILINE)
+        return int(limit) - int(used) + sum(map(int, unused))
+
+    def kills(self) -> int | None:
+        """How many of its processes were killed for lack of memory; None where it is not told."""
+        return _kills(self._read("memory.oom_control" if self.first else "memory.events"))
+
+    def identity(self) -> str:
+        """What tells it from another one that takes its name later, or has it elsewhere."""
+        return f"{self.folder} {os.stat(self.folder).st_ino}"
+
+    def _read(self, name: str) -> str:
+        return _read(f"{self.folder}/{name}")
+
+
+def _control_groups() -> list[_ControlGroup]:
+    """Those that this process is in, inner ones first. In a container the outermost that it sees is its own."""
+    own = re.findall(r"^\d+:(memory)?:(/.*)$", _read("/proc/self/cgroup"), re.MULTILINE) or [("memory", "/"), ("", "/")]
+    return [
+        _ControlGroup(f"{_CONTROL_GROUPS}/{kind}{path}".rstrip("/"), bool(kind))
+        for kind, inner in own
+        for path in (inner, *map(str, PurePosixPath(inner).parents))
+    ]
 
 
 def _read(path: str) -> str:
@@ -69,18 +111,31 @@ def _read(path: str) -> str:
         return ""
 
 
-def memory_kills() -> int | None:
-    """How many processes the system has killed for lack of host memory; None where it does not tell.
+def _kills(text: str) -> int | None:
+    found = re.search(r"^oom_kill (\d+)$", text, re.MULTILINE)
+    return int(found[1]) if found else None
 
-    Counted in this process's control group, where that is known, and else in the whole system (Linux's ``oom_kill``).
+
+def memory_kills() -> dict[str, int]:
+    """How many processes the system has killed for lack of host memory, by where it counts (Linux's ``oom_kill``).
+
+    In this process's control group, where that is known, and in the whole system. Empty where it does not tell.
     """
-    own = re.findall(r"^\d+:(memory)?:(/.*)$", _read("/proc/self/cgroup"), re.MULTILINE)
-    places = [(f"memory{path}/memory.oom_control" if kind else f"{path}/memory.events") for kind, path in own]
-    groups = (*places, "memory/memory.oom_control", "memory.events")
-    for text in (*(_control_group(name) for name in groups), _read("/proc/vmstat")):
-        if found := re.search(r"^oom_kill (\d+)$", text, re.MULTILINE):
-            return int(found[1])
-    return None
+    found = {}
+    for group in _control_groups():
+        if (count := group.kills()) is not None:
+            found[group.identity()] = count
+            break
+    count = _kills(_read("/proc/vmstat"))
+    return found | ({} if count is None else {"system": count})
+
+
+def killed_since(before: Mapping[str, int]) -> bool:
+    """Whether the system has killed for lack of host memory since it had counted ``before``.
+
+    Whoever was started again in another control group goes by the count of the whole system.
+    """
+    return next((count > before[place] for place, count in memory_kills().items() if place in before), False)
 
 
 def limit_memory(device: torch.device, size: float) -> None:

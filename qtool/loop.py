@@ -22,6 +22,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,7 +30,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from qtool import checkpoint, processes, recipe
-from qtool.devices import memory_used, out_of_memory
+from qtool.devices import current, memory_used, out_of_memory
 from qtool.errors import OutOfMemory, QtoolError, UsageError
 from qtool.evaluate import evaluate, shared_batches
 from qtool.nested import to_float32
@@ -134,18 +135,16 @@ def fit(
     Raises QtoolError where the loss is not finite (step, learning rate, first bad layer, last checkpoint),
     where a checkpoint is damaged or from another recipe, or where the disk is full.
     """
-    own = plain(model, config) if setup is None else None
     hooks = hooks or Hooks()
-    try:
-        with checkpoint.seeded(config.seed + processes.rank()):
-            run = _Run(data, task, config, setup or own, hooks, loss_fn or task_loss(task), out, progress, identity)  # type: ignore[arg-type]
-            run.backs_off = backs_off
-            run.halve(halvings)
-            return run.run(resume)
-    finally:
-        hooks.mode(model, False)
-        if own is not None:
-            own.close()
+    with plain(model, config) if setup is None else nullcontext(setup) as made:
+        try:
+            with current(made.device), checkpoint.seeded(config.seed + processes.rank()):
+                run = _Run(data, task, config, made, hooks, loss_fn or task_loss(task), out, progress, identity)
+                run.backs_off = backs_off
+                run.halve(halvings)
+                return run.run(resume)
+        finally:
+            hooks.mode(model, False)
 
 
 def task_loss(task: Task) -> LossFunction:

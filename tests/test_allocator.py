@@ -4,8 +4,10 @@ import subprocess
 import sys
 
 import pytest
+from click.testing import CliRunner
 
 from qtool import allocator
+from qtool.cli import main
 
 PROBE = """
 import ctypes, sys
@@ -46,6 +48,42 @@ glibc = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's
 @glibc
 def test_large_blocks_come_from_the_heap_after_tuning():
     assert probe("tune") == (True, 0)
+
+
+HUGE = """
+import ctypes, sys
+from qtool import allocator
+allocator.tune(huge_pages=sys.argv[1] == "True")
+import torch
+def peak():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) >> 10
+before, blocks = peak(), 24
+for step in range(4):
+    kept, small = [], []
+    for i in range(blocks):  # as a forward pass keeps them, with small ones between
+        kept.append(torch.ones(2**21))
+        small.append(torch.ones(2**14))
+    gradient = torch.ones(2**21)
+    for i in range(blocks):  # as a backward pass lets go of them
+        gradient = gradient + kept.pop()
+print((peak() - before) / (8 * (blocks + 2)))
+"""
+
+
+@glibc
+def test_without_huge_pages_blocks_that_are_kept_and_freed_in_turn_leave_no_gaps():
+    """The heap's growth over what is in use, for blocks of 8 MiB."""
+    without = subprocess.run([sys.executable, "-c", HUGE, "False"], capture_output=True, text=True, check=True)
+    assert float(without.stdout) < 1.6
+
+
+@pytest.mark.parametrize(("words", "wanted"), [(["train", "--data", "none:x"], False), (["inspect"], True)])
+def test_training_does_without_huge_pages(words, wanted, monkeypatch, tmp_path):
+    told = []
+    monkeypatch.setattr(allocator, "tune", lambda huge_pages=True: told.append(huge_pages))
+    more = ["--model", "resnet", "--out", str(tmp_path / "run")] if words[0] == "train" else [str(tmp_path / "none")]
+    assert CliRunner().invoke(main, [*words, *more]).exit_code
+    assert told == [wanted]
 
 
 @glibc

@@ -152,3 +152,13 @@ def test_seeding_is_repeatable_and_leaves_the_caller_alone():
     assert checkpoint.rng_state()["python"] == before["python"]
     assert torch.equal(torch.get_rng_state(), before["torch"])
     assert torch.equal(checkpoint.rng_state()["numpy"][1], before["numpy"][1])
+
+
+def test_a_machine_with_fewer_gpus_takes_the_generators_that_it_has(monkeypatch):
+    told = []
+    state = checkpoint.rng_state() | {"cuda": ["first", "second"]}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_rng_state_all", told.append)
+    checkpoint.set_rng_state(state)
+    assert told == [["first"]]

@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from qtool.devices import grow_in_place, memory_used, resolve_device
+from qtool import devices
+from qtool.devices import grow_in_place, killed_since, memory_free, memory_kills, memory_used, resolve_device
 from qtool.errors import QtoolError, UsageError
 
 
@@ -33,6 +34,87 @@ def test_one_gpu_too_few_is_an_error(monkeypatch):
 
 def test_memory_is_measured():
     assert memory_used(torch.device("cpu")) >= 0
+
+
+MIB = 2**20
+CPU = torch.device("cpu")
+FIRST = {
+    "memory/job/memory.limit_in_bytes": 900 * MIB, "memory/job/memory.usage_in_bytes": 700 * MIB,
+    "memory/job/memory.stat": f"inactive_file 1\ntotal_inactive_file {300 * MIB}\ntotal_active_file {50 * MIB}\n",
+    "memory/job/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 4\n",
+    "memory/memory.limit_in_bytes": 2**63 - 4096, "memory/memory.usage_in_bytes": 5000 * MIB,
+}  # fmt: skip
+SECOND = {
+    "slice/memory.max": 1500 * MIB, "slice/memory.current": 1250 * MIB,
+    "slice/job/memory.max": "max\n", "slice/job/memory.current": 10 * MIB,
+    "slice/memory.stat": f"active_file {100 * MIB}\ninactive_file {50 * MIB}\n",
+    "slice/job/memory.events": "low 0\noom 5\noom_kill 4\n",
+}  # fmt: skip
+CONTAINER = {
+    "memory.max": 500 * MIB, "memory.current": 100 * MIB, "memory.stat": "inactive_file 0\n",
+    "memory.events": "oom_kill 4\n",
+}  # fmt: skip
+
+
+@pytest.fixture
+def system(monkeypatch, tmp_path):
+    """Has this process be in control groups with the files given, of a system with 8 GiB available and 6 kills."""
+
+    def made(groups, files):
+        known = {
+            "/proc/self/cgroup": groups, "/proc/meminfo": f"MemTotal: 1 kB\nMemAvailable:    {8 * MIB} kB\n",
+            "/proc/vmstat": "oom_kill 6\n",
+        }  # fmt: skip
+        for name, text in files.items():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(str(text))
+        read = devices._read
+        monkeypatch.setattr(devices, "_CONTROL_GROUPS", str(tmp_path))
+        monkeypatch.setattr(devices, "_read", lambda path: known.get(path) or read(path))
+        return known
+
+    return made
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "free"),
+    [
+        ("0::/\n", {}, 8192),
+        ("", {}, 8192),
+        ("4:memory:/job\n0::/\n", FIRST, 900 - 700 + 300),
+        ("0::/slice/job\n", SECOND, 1500 - 1250 + 50),
+        ("0::/\n", CONTAINER, 400),
+        ("4:memory:/elsewhere/of/the/host\n", {k.replace("/job", ""): v for k, v in [*FIRST.items()][:4]}, 500),
+    ],
+)
+def test_free_memory_is_what_the_nearest_limit_leaves_without_unused_files(system, groups, files, free):
+    system(groups, files)
+    assert memory_free(CPU) == free * MIB
+
+
+def test_kills_are_counted_in_the_own_group_and_in_the_system(system, tmp_path):
+    known = system("0::/slice/job\n", SECOND)
+    begun = memory_kills()
+    assert list(begun.values()) == [4, 6]
+    assert not killed_since(begun)
+    known["/proc/vmstat"] = "oom_kill 7\n"
+    assert not killed_since(begun), "that of another group"
+    (tmp_path / "slice/job/memory.events").write_text("oom_kill 5\n")
+    assert killed_since(begun)
+
+
+def test_in_a_new_group_the_count_of_the_system_tells(system, tmp_path):
+    """A container that is started again is another one, whose count begins with zero."""
+    known = system("0::/slice/job\n", SECOND)
+    begun = memory_kills()
+    (tmp_path / "slice/job2").mkdir()
+    (tmp_path / "slice/job2/memory.events").write_text("oom_kill 0\n")
+    known["/proc/self/cgroup"] = "0::/slice/job2\n"
+    assert not killed_since(begun)
+    known["/proc/vmstat"] = "oom_kill 7\n"
+    assert killed_since(begun)
+    known["/proc/vmstat"] = "nothing\n"
+    assert not killed_since(begun)
 
 
 @pytest.fixture

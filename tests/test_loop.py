@@ -3,6 +3,7 @@ import random
 import signal
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from qtool import checkpoint, loop
+from qtool import checkpoint, devices, loop
 from qtool.errors import QtoolError, UsageError
 from qtool.loop import Hooks, fit
 from qtool.order import Batches
@@ -415,3 +416,19 @@ def test_no_module_of_the_loop_names_a_technique():
         assert not any(
             word in text for word in ("autocast", "bitsandbytes", "channels_last", "bfloat16", "fully_shard")
         )
+
+
+def test_the_device_of_a_training_is_the_current_one_while_it_lasts(monkeypatch):
+    """A second GPU's events and generators are not those of the first."""
+    seen = []
+
+    @contextmanager
+    def current(device):
+        seen.append(device)
+        yield
+        seen.append("left")
+
+    monkeypatch.setattr(loop, "current", current)
+    fit(make_model(), make_data(), TASK, config(max_steps=1), progress=lambda at: seen.append(at.step))
+    assert seen == [torch.device("cpu"), 1, "left"]
+    assert isinstance(devices.current(torch.device("cuda", 1)), torch.cuda.device)

@@ -24,7 +24,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from qtool import processes
-from qtool.devices import grow_in_place, memory_used, resolve_device
+from qtool.devices import current, grow_in_place, memory_used, resolve_device
 from qtool.nested import map_tensors, num_samples
 from qtool.recipe import TrainConfig
 from qtool.step import LossFunction, Setup, Step, trained
@@ -65,7 +65,8 @@ def measure(
     grow_in_place(device)
     count = _on_gpu if device.type == "cuda" else _on_cpu
     seconds: list[float] = []
-    with ExitStack() as setups:  # what closing one does, weights in 16 bits made float32 again, is no part of a step
+    # what closing a setup does, weights in 16 bits made float32 again, is no part of a step
+    with current(device), ExitStack() as setups:
 
         def run() -> int:
             return _run(build, batch, config, prepare, loss, steps, seconds, setups)

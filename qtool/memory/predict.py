@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -49,7 +50,7 @@ from qtool.devices import resolve_device
 from qtool.errors import UsageError
 from qtool.memory.compiled import Compiled, capture
 from qtool.memory.gpu_scratch import Gpu
-from qtool.memory.scratch import COPIED, Scratch
+from qtool.memory.scratch import COPIED, LSTM, Scratch
 from qtool.nested import map_tensors, num_samples, tensors
 from qtool.recipe import TrainConfig
 from qtool.step import LossFunction, Setup, Step, no_scaler, trained
@@ -182,10 +183,24 @@ def _predicted(
         return loss(model, map_tensors(_laid_out, value) if images else value, target)
 
     step = Step(setup, optimizer, tracked)
-    with tracker, Scalars():
+    with tracker, Scalars(), _taken_for_real():
         for _ in range(STEPS):
             step(*batch, setup.config.learning_rate, total)
     return tracker.prediction(time.monotonic() - start)
+
+
+@contextmanager
+def _taken_for_real() -> Iterator[None]:
+    """Has transformers ask fake tensors for their values, which :class:`Scalars` answers.
+
+    Where it cannot, it makes masks and repeats keys for each layer, which it does not for real.
+    """
+    library = sys.modules.get("transformers.utils.import_utils")
+    if not hasattr(library, "is_fake_tensor"):
+        yield
+        return
+    with mock.patch.object(library, "is_fake_tensor", return_value=False):
+        yield
 
 
 def _laid_out(tensor: torch.Tensor) -> torch.Tensor:
@@ -225,6 +240,8 @@ class Tracker(MemTracker):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        if func.overloadpacket.__name__ == LSTM:
+            result = self._with_what_it_keeps(result, func, args, kwargs)
         taken = self._taken(func, args, kwargs)
         if func.overloadpacket.__name__ in COPIED and processes.size() > 1:
             self.late = max(self.late, THREADS * 2 * taken)
@@ -233,6 +250,11 @@ class Tracker(MemTracker):
             self.highest, self.at = now, (self._moment(), self._innermost())
             self.with_scratch = self._parts("current", taken) if taken else None
         return result
+
+    def _with_what_it_keeps(self, result: Any, func: Any, args: Any, kwargs: Any) -> Any:
+        size, options = self.scratch.kept(func, args, kwargs), {"dtype": torch.uint8, "device": self.device}
+        kept = super().__torch_dispatch__(torch.ops.aten.empty.memory_format, (), ([size],), options)  # type: ignore[no-untyped-call]
+        return (*result[:-1], kept)
 
     def _taken(self, func: Any, args: Any, kwargs: Any) -> int:
         """What the operator takes for itself while it runs."""

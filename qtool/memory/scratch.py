@@ -22,12 +22,18 @@ from qtool.memory.measure import allocations, highest_sum
 
 LARGEST = 64 * 2**20
 """Bytes of operands up to which a call is tried."""
+LSTM = "mkldnn_rnn_layer"
 HEAVY = (
-    "mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward", "mean", "update_8bit",
+    "mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward", "mean", "update_8bit", LSTM,
+    f"{LSTM}_backward", "_scaled_dot_product_flash_attention_for_cpu_backward", "max_pool2d_with_indices_backward",
+    "avg_pool2d_backward", "_adaptive_avg_pool2d_backward", "upsample_nearest2d_backward",
+    "upsample_bilinear2d_backward", "upsample_bicubic2d_backward", "reflection_pad2d_backward", "im2col", "logsumexp",
+    "mse_loss",
 )  # fmt: skip
-"""Matrix products, convolutions, means (those of 16 bits are taken in float32), and the update of 8-bit states, which
-widens its moments. They check their operands; a norm's backward, given a dtype that only a fake one returned, reads
-past its end."""
+"""Matrix products, convolutions, means (those of 16 bits are taken in float32), the update of 8-bit states, which
+widens its moments, and others that copy an operand. They check their operands."""
+IN_FLOAT32 = ("native_batch_norm_backward",)
+"""Tried in float32 alone: it does not check, and given a dtype that only a fake one returned, reads past its end."""
 
 COPIED = {"_allgather_base_": 0, "_reduce_scatter_base_": 1}
 """Exchanges of which gloo has a copy of its own while they last: of what is gathered, of what is summed."""
@@ -37,7 +43,7 @@ class Scratch:
     """Remembers what each kind of call took."""
 
     def __init__(self) -> None:
-        self.known: dict[Any, int] = {}
+        self.known: dict[Any, tuple[int, int]] = {}
 
     def of(self, function: Any, args: Any, kwargs: Any, channels_last: bool = False) -> int:
         """Bytes that a call of ``function`` with operands like these on the CPU takes beyond what it returns.
@@ -48,12 +54,18 @@ class Scratch:
         if name in COPIED:
             exchanged: Tensor = args[COPIED[name]]
             return exchanged.nbytes if exchanged.device.type == "cpu" else 0
-        if name not in HEAVY:
-            return 0
+        return self._tried(function, args, kwargs, channels_last)[0]
+
+    def kept(self, function: Any, args: Any, kwargs: Any) -> int:
+        """Bytes of an LSTM layer's fourth result, kept for its backward pass, which a fake layer has empty."""
+        return self._tried(function, args, kwargs, False)[1]
+
+    def _tried(self, function: Any, args: Any, kwargs: Any, channels_last: bool) -> tuple[int, int]:
+        name = function.overloadpacket.__name__
         leaves, tree = tree_flatten((args, kwargs or {}))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        if any(t.device.type != "cpu" for t in tensors) or sum(t.numel() * t.element_size() for t in tensors) > LARGEST:
-            return 0
+        if not _may_be_called(name, tensors):
+            return 0, 0
         channels_last = channels_last and name != "update_8bit"  # which makes its operands contiguous
         key = (function, channels_last, *(_kind(leaf) for leaf in leaves))
         if key not in self.known:
@@ -61,20 +73,31 @@ class Scratch:
         return self.known[key]
 
 
+def _may_be_called(name: str, tensors: list[Tensor]) -> bool:
+    if name not in HEAVY and (name not in IN_FLOAT32 or any(t.dtype != torch.float32 for t in tensors)):
+        return False
+    if name == f"{LSTM}_backward" and not tensors[-1].numel():  # what it kept, where that is not known; it would crash
+        return False
+    small = sum(t.numel() * t.element_size() for t in tensors) <= LARGEST
+    return small and all(t.device.type == "cpu" for t in tensors)
+
+
 def _kind(leaf: Any) -> Any:
     return (tuple(leaf.shape), leaf.stride(), leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf)
 
 
-@torch.no_grad()
-def _taken(function: Any, leaves: list[Any], tree: Any, channels_last: bool) -> int:
+@torch.enable_grad()  # without, an LSTM keeps nothing; no operand asks for a gradient
+def _taken(function: Any, leaves: list[Any], tree: Any, channels_last: bool) -> tuple[int, int]:
+    """What the call takes beside its results, and the bytes of the last of those."""
     with _disable_current_modes(), torch.autocast("cpu", enabled=False):
         real = [_zeros(leaf, channels_last) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         args, kwargs = tree_unflatten(real, tree)
         try:
-            changes, _ = allocations(lambda: function(*args, **kwargs))
+            changes, result = allocations(lambda: function(*args, **kwargs))
         except RuntimeError:  # a fake operator before it returned a dtype that the real one does not
-            return 0
-        return highest_sum(changes) - sum(changes)
+            return 0, 0
+        last = tree_flatten(result)[0][-1]
+        return highest_sum(changes) - sum(changes), last.nbytes if isinstance(last, Tensor) else 0
 
 
 def _zeros(like: Tensor, channels_last: bool) -> Tensor:

@@ -61,7 +61,7 @@ class OrtSession:
     def __init__(self, path: Path, *, provider: str = "cpu", threads: int = 1, optimize: bool = True) -> None:
         """Raises ProviderError where the provider is absent or would be replaced, QtoolError for a bad file."""
         self.path, self.provider, self.threads, self.optimize = path, provider, threads, optimize
-        _require(provider)
+        require(provider)
         self.device = "cpu" if provider == "cpu" else "cuda"
         self._session, self.cuda_graph = _create_with_graph(path, provider, _options(threads, optimize))
         _refuse_fallback(provider, self._session.get_providers())
@@ -148,7 +148,7 @@ def optimized_graph(path: Path, *, weights: bool = True, provider: str = "cpu") 
     """
     import onnx
 
-    _require(provider)
+    require(provider)
     with tempfile.TemporaryDirectory() as folder:
         options = _options(1, True)
         options.optimized_model_filepath = os.path.join(folder, "optimized.onnx")
@@ -242,7 +242,7 @@ def _quiet(provider: str) -> Iterator[None]:
         ort.set_default_logger_severity(_ERRORS_ONLY)
 
 
-def _require(provider: str) -> None:
+def require(provider: str) -> None:
     """Raises ProviderError unless this build of ONNX Runtime has the provider."""
     refuse_conflict(provider)
     if PROVIDERS[provider] not in ort.get_available_providers():

@@ -93,7 +93,7 @@ def at_work(folder: Path | None) -> Iterator[None]:
     from qtool.devices import memory_kills
 
     kills = memory_kills()
-    if folder is None or kills is None:
+    if folder is None or not kills:
         yield
         return
     write_json(folder / NOTE, {"boot": _boot(), "kills": kills})
@@ -105,10 +105,11 @@ def at_work(folder: Path | None) -> Iterator[None]:
 
 def was_killed(folder: Path | None) -> bool:
     """Whether the last run in ``folder`` ended without a word, and the system has killed for lack of memory since."""
-    from qtool.devices import memory_kills
+    from qtool.devices import killed_since
 
-    note, kills = _read(folder, NOTE), memory_kills()
-    return bool(note) and kills is not None and note["boot"] == _boot() and kills > note["kills"]
+    note = _read(folder, NOTE)
+    kills = note.get("kills")
+    return note.get("boot") == _boot() and isinstance(kills, dict) and killed_since(kills)
 
 
 def _boot() -> str:

@@ -24,7 +24,7 @@ import functools
 import itertools
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -327,17 +327,16 @@ def on_host(config: TrainConfig) -> bool:
 
 
 def memory_ended(
-    error: Killed, folder: Path, config: TrainConfig, kills: int | None, free: int | None
+    error: Killed, folder: Path, config: TrainConfig, kills: Mapping[str, int], free: int | None
 ) -> OutOfMemory | None:
-    """A kill told as the end of host memory, where the system has counted one since there were ``kills``; else None.
+    """A kill told as the end of host memory, where the system has counted one since it had ``kills``; else None.
 
     ``free`` bytes were free then. None for a GPU's training too, whose micro-batches do not decide about host memory.
     """
     from qtool.checkpoint import last_good, latest
-    from qtool.devices import memory_kills
+    from qtool.devices import killed_since
 
-    now = memory_kills()
-    if error.by != signal.SIGKILL or now is None or kills is None or now <= kills or not on_host(config):
+    if error.by != signal.SIGKILL or not killed_since(kills) or not on_host(config):
         return None
     had = "" if free is None else f", {free / MIB:.0f} MiB free when it began"
     last = last_good(latest(folder / "checkpoints"))

@@ -124,7 +124,7 @@ def trained(spec: Spec, config: TrainConfig) -> dict[str, Any]:
 
 def _in_fresh_process(spec: Spec, config: TrainConfig, work: str = "measure") -> dict[str, Any]:
     """What another process answers that does ``work``: predict, measure, or train after measuring."""
-    from qtool.devices import memory_kills
+    from qtool.devices import killed_since, memory_kills
 
     request, kills = json.dumps({**spec, "config": as_dict(config), "work": work}), memory_kills()
     done = subprocess.run(
@@ -133,7 +133,7 @@ def _in_fresh_process(spec: Spec, config: TrainConfig, work: str = "measure") ->
     )  # fmt: skip
     if done.returncode or not done.stdout.strip():
         code = done.returncode
-        short = code == -9 and kills is not None and (memory_kills() or 0) > kills
+        short = code == -9 and killed_since(kills)
         how = "a kill, probably for lack of host memory" if short else f"exit code {code}"
         raise QtoolError(
             "measurement", "a few steps in a fresh process", f"{how}: {one_line(done.stderr[-300:])}",
@@ -188,7 +188,7 @@ def _one_of_a_group(spec: Spec, config: TrainConfig, work: str, folder: str) -> 
     from qtool.allocator import tune
     from qtool.devices import resolve_device
 
-    tune()
+    tune(huge_pages=False)
     with processes.joined(resolve_device(config.device)):
         answer = _measured(spec, config, work)
         (Path(folder) / f"{processes.rank():06}.json").write_text(json.dumps(answer))
@@ -216,7 +216,7 @@ def main() -> None:
     os.dup2(2, 1)
     from qtool.allocator import tune
 
-    tune()
+    tune(huge_pages=False)
     answers.write(json.dumps(_answer(json.load(sys.stdin))))
     answers.close()
 

@@ -17,6 +17,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import bench_gpu
 import gpu_parts
 
+from qtool.runtimes import ProviderError
+
 
 @pytest.mark.slow
 def test_parts_are_measured_failures_told_and_what_is_missing_made_up_for(tmp_path: Path) -> None:
@@ -74,6 +76,13 @@ def test_every_rung_and_every_part_has_a_name() -> None:
     assert not any(
         name.startswith("group/") for name in gpu_parts.parts(gpu_parts.Options(Path(), "cuda", None, 20, False, 1))
     )
+
+
+def test_a_provider_that_is_not_there_is_told_before_any_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(gpu_parts.ort.ort, "get_available_providers", lambda: ["CPUExecutionProvider"])
+    monkeypatch.setattr(gpu_parts.qtool, "quantize", None)
+    with pytest.raises(ProviderError, match="an ONNX Runtime with TensorrtExecutionProvider"):
+        gpu_parts.int8(gpu_parts.Options(tmp_path, "cuda", None, 20, False, 1), "tensorrt")
 
 
 def test_claims_are_judged_by_what_was_measured() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -56,6 +58,53 @@ def test_the_prediction_is_near_what_is_allocated(name: str) -> None:
     ratio = predicted.peak_bytes / measured.peak_bytes
     assert 0.99 < ratio < 1.01
     assert sum(predicted.parts.values()) == predicted.peak_bytes
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(32, 64, num_layers=2, batch_first=True), nn.Linear(64, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.lstm(x.view(-1, 16, 32))[0].mean(1))
+
+
+def test_what_an_lstm_keeps_for_its_backward_pass_is_counted() -> None:
+    """Its operator returns that, and a fake one returns nothing in its place."""
+    wanted, inputs = config(), (torch.randn(64, 16, 32), torch.zeros(64, dtype=torch.int64))
+    predicted, measured = (f(Recurrent, inputs, wanted, prepare=setup, loss=LOSS) for f in (predict, measure))
+    assert predicted.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.01)
+
+
+def test_what_the_backward_pass_of_batch_norm_copies_is_counted() -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(
+            nn.Conv2d(3, 32, 1), nn.BatchNorm2d(32), nn.Conv2d(32, 1, 1), nn.Flatten(), nn.Linear(4096, 10)
+        )
+
+    inputs = (torch.randn(8, 3, 64, 64), torch.zeros(8, dtype=torch.int64))
+    predicted, measured = (f(build, inputs, config(), prepare=setup, loss=LOSS) for f in (predict, measure))
+    assert predicted.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.01)
+
+
+class Masked(nn.Linear):
+    """As transformers' models: where it may not look into a tensor, it keeps a mask for what else would need none."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tracing = sys.modules["transformers.utils.import_utils"].is_fake_tensor(x)
+        mask = torch.ones(len(x), 10) if tracing or not (x == x).all() else 1.0
+        return super().forward(x) * mask
+
+
+def test_masks_that_transformers_makes_for_fake_tensors_alone_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = SimpleNamespace(is_fake_tensor=lambda value: isinstance(value, torch._subclasses.FakeTensor))
+    monkeypatch.setitem(sys.modules, "transformers.utils.import_utils", library)
+    told = library.is_fake_tensor
+    predicted, measured = (
+        f(lambda: Masked(32, 10), batch(), config(), prepare=setup, loss=LOSS) for f in (predict, measure)
+    )
+    assert predicted.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.01)
+    assert library.is_fake_tensor is told
 
 
 @pytest.mark.slow

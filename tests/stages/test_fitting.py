@@ -375,7 +375,7 @@ def test_a_process_that_the_system_kills_for_lack_of_memory_is_one_that_ran_out_
     options = OPTIONS | {"batch_size": "auto", "devices": 2, "progress": told.append}
     model = Killed(killed, most=8, after=3)
     as_found(model, small_data, run, options)
-    monkeypatch.setattr(devices, "memory_kills", lambda: len(list(killed.iterdir())))
+    monkeypatch.setattr(devices, "memory_kills", lambda: {"system": len(list(killed.iterdir()))})
     assert qtool.train(model, small_data, out=run, **options).history.halvings == 1
     assert told == ["process 1 of 2: out of memory; again from the last checkpoint in smaller micro-batches"]
     assert len(list(killed.iterdir())) == 1
@@ -389,7 +389,7 @@ def test_the_end_of_host_memory_is_told_with_what_was_free_and_what_was_predicte
         raise died
 
     counts, then, died = [7], 8, _death(1, 2, -signal.SIGKILL)
-    monkeypatch.setattr(devices, "memory_kills", lambda: counts[-1])
+    monkeypatch.setattr(devices, "memory_kills", lambda: {"system": counts[-1]})
     monkeypatch.setattr(devices, "memory_free", lambda device: 3 * 2**20)
     monkeypatch.setattr(launcher, "launch", launched)
     options = OPTIONS | {"devices": 2, "out": tmp_path}
@@ -414,12 +414,12 @@ def test_a_run_that_was_killed_for_lack_of_memory_goes_on_in_smaller_micro_batch
 
     def begun(run: str, kills: int, boot: str = choice._boot()) -> Picky:
         as_found(Picky(), small_data, tmp_path / run, options)
-        (tmp_path / run / choice.NOTE).write_text(json.dumps({"boot": boot, "kills": kills}))
+        (tmp_path / run / choice.NOTE).write_text(json.dumps({"boot": boot, "kills": {"system": kills}}))
         model = Picky()
         qtool.train(model, small_data, out=tmp_path / run, **options)
         return model
 
-    monkeypatch.setattr(devices, "memory_kills", lambda: 1)
+    monkeypatch.setattr(devices, "memory_kills", lambda: {"system": 1})
     assert begun("a", 0).sizes == [16] * 12
     assert told[1].startswith("the last attempt was killed, probably for lack of host memory: it goes on in smaller")
     assert begun("b", 1).sizes == [32] * 6
