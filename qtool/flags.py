@@ -16,6 +16,7 @@ import dataclasses
 import difflib
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
@@ -234,6 +235,8 @@ def _fail(error: Exception, arguments: Sequence[str]) -> int:
 
 def explain(error: Exception) -> QtoolError:
     """Any exception as a QtoolError: what the user can act on, and for a defect how to see its traceback."""
+    if isinstance(error, UsageError) and (named := re.fullmatch(r"argument '(\w+)'", error.where)):
+        return UsageError(flag(named[1]), error.expected, error.got, error.do)  # the Python function's word for it
     if isinstance(error, QtoolError):
         return error
     if isinstance(error, click.ClickException):

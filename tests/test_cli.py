@@ -19,7 +19,7 @@ from click.testing import CliRunner, Result
 import qtool
 from qtool import pipeline
 from qtool.cli import main
-from qtool.errors import ContractError
+from qtool.errors import ContractError, UsageError
 from qtool.recipe import BenchmarkConfig, ExportConfig, QatConfig, QuantizeConfig, TrainConfig
 
 COMMANDS = sorted(main.commands)
@@ -246,6 +246,7 @@ def inspect_raises(monkeypatch: pytest.MonkeyPatch, error: BaseException, *words
 @pytest.mark.parametrize(
     ("error", "code", "parts"),
     [
+        (UsageError("argument 'max_drop'", "a", "b", "c"), 2, ["option '--max-drop': expected a; got b; c"]),
         (ContractError("gate", "parity", "none", "look"), 3, ["gate: expected parity; got none; look"]),
         (OSError(errno.ENOSPC, "No space left on device", "a/b"), 1, ["'a/b'", "No space left", "free space"]),
         (PermissionError(errno.EACCES, "Permission denied", "a/b"), 1, ["'a/b'", "Permission denied"]),

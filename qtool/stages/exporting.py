@@ -65,7 +65,8 @@ def export(
         inputs = {"quantized": recorded["outputs"]["int8"]["sha256"]}
         if resume and finished(folder, "export", as_dict(config), inputs):
             return _exported(folder)
-        drawn = _recorded_samples(run, recorded, trust) if samples is None else None
+        asked = config.gates or config.tune or recorded["source"]["data"] is not None
+        drawn = _recorded_samples(run, recorded, trust) if samples is None and asked else None
         if recorded.get("contract") and config.gates:
             held = functools.partial(contract_gate, run, recorded, model, validation=validation, trust=trust)
     else:

@@ -215,7 +215,7 @@ def test_a_recipe_holds_a_contract_for_each_variant(
     assert found == qtool.inspect(tmp_path / "out" / "ptq")
     assert "contract" in found
     show("inspect", found)
-    told = capsys.readouterr().out
+    told = " ".join(capsys.readouterr().out.split())
     assert "contract not kept; closest is 'ptq, mse + smooth + analytic-bias + bias': KL ≤ 1e-09 nats" in told
     assert "allow more by method 'auto'" in told
 
