@@ -22,6 +22,7 @@ from qtool.source import (
     recall_source,
     require_run_directory,
 )  # fmt: skip
+from qtool.stages import exporting
 
 
 @pytest.fixture
@@ -105,6 +106,17 @@ def test_a_stage_that_needs_an_object_that_had_no_spec_says_so(tmp_path: Path, s
     with pytest.raises(QtoolError, match="the spec of its model; got one that was given as a Python object"):
         recall_source(tmp_path, "train", model=True)
     assert recall_source(tmp_path, "train").parts is not None
+
+
+def test_export_without_gates_reads_samples_where_they_are_recorded(
+    tmp_path: Path, small_data: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[Path] = []
+    original = exporting._recorded_samples
+    monkeypatch.setattr(exporting, "_recorded_samples", lambda run, *rest: (read.append(run), original(run, *rest))[1])
+    qtool.quantize(nn.Sequential(nn.Flatten(), nn.Linear(64, 3)), small_data, out=tmp_path)
+    qtool.export(tmp_path, gates=False)
+    assert read == [tmp_path]
 
 
 def test_the_argument_that_is_named_is_the_caller_s_own(tmp_path: Path) -> None:

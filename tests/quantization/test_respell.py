@@ -49,6 +49,7 @@ SAME = {
     "squeeze": (lambda x: x[:, :1].squeeze(), [aten.slice.Tensor, aten.slice.Tensor, aten.reshape.default]),
     "movedim": (lambda x: x.movedim(1, -1), [aten.permute.default]),
     "movedim of several": (lambda x: x.movedim((1, 2), (3, 0)), [aten.permute.default]),
+    "an order that is another": (lambda x: x.permute(0, 1, 3, 2).relu(), [aten.permute.default, aten.relu.default]),
     "an order that is the same": (lambda x: x.permute(0, 1, -2, 3).relu(), [aten.relu.default]),
     "mT": (lambda x: x.mT, [aten.permute.default]),
     "t": (lambda x: x.flatten(1).t(), [aten.flatten.using_ints, aten.permute.default]),
