@@ -4,6 +4,7 @@
 what models write                                         what patterns look for
 ========================================================  ==========================================
 ``concat``, ``swapaxes``, ``clip``                        ``cat``, ``transpose``, ``clamp``
+``view``, which refuses some layouts in memory            ``reshape``
 ``unflatten``, ``view_as``, ``squeeze()``                 ``reshape`` to fixed sizes
 ``movedim``, ``mT``, ``t``; an order that is the same     ``permute``; nothing
 ``chunk``, ``split``, ``narrow``; ``unbind``              ``slice``; ``select``: each part is a value of its own
@@ -52,6 +53,8 @@ _OTHER_NAMES: dict[Any, Any] = {
     aten.concatenate.default: aten.cat.default,
     aten.swapaxes.default: aten.transpose.int,
     aten.swapdims.default: aten.transpose.int,
+    aten.view.default: aten.reshape.default,
+    aten._unsafe_view.default: aten.reshape.default,
 }
 _RESHAPES = (aten.unflatten.int, aten.view_as.default, aten.reshape_as.default, aten.squeeze.default)
 _TURNS = (

@@ -40,6 +40,7 @@ WRITTEN: dict[Any, tuple[Any, ...]] = {
     aten.reshape.default: (
         torch.reshape,
         "reshape",
+        "view",
         nn.Unflatten,
         torch.unflatten,
         "unflatten",

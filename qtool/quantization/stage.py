@@ -31,6 +31,7 @@ from qtool.quantization.attention import write_attention
 from qtool.quantization.branches import merge_branches
 from qtool.quantization.calibrate import calibrate, choose_ranges, restore_ranges
 from qtool.quantization.capture import capture, copied, remove_dropout
+from qtool.quantization.clipping import clip_early
 from qtool.quantization.constants import fold_computed
 from qtool.quantization.embeddings import quantize_tables
 from qtool.quantization.fidelity import require_faithful
@@ -192,7 +193,8 @@ def sensitivities(
 def float_form(model: nn.Module, example: Any, *, merged: bool = True) -> GraphModule:
     """The captured float model in evaluation form: the reference of every comparison.
 
-    Batch-norm is folded, and parallel branches are one convolution unless they are not to be ``merged``. Raises
+    Batch-norm is folded; unless they are not to be ``merged``, parallel branches are one convolution and activations
+    stand behind the layers that take them in. Raises
     QtoolError where it does not compute what ``model`` does.
     """
     graph = capture(model, example)
@@ -200,6 +202,7 @@ def float_form(model: nn.Module, example: Any, *, merged: bool = True) -> GraphM
     fold_batch_norm(graph)
     if merged:
         merge_branches(graph)
+        clip_early(graph)
     fold_computed(graph)
     require_faithful(graph, model, example)
     label(graph)
@@ -227,6 +230,7 @@ def _prepare(
     graph = capture(model, example, train=True) if train else copied(float_graph)
     if train:
         merge_branches(graph, train=True)
+        clip_early(graph)
     _spell_for(target, graph)
     placement = Placement(graph, target, config.overrides)
     passes.improve(graph, placement)

@@ -444,6 +444,23 @@ def test_volumes_run_in_integers(tmp_path: Path) -> None:
     assert gates["integer reference"]["passed"] or not has_vnni()
 
 
+class Viewed(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.view(-1, 8 * 7 * 7)
+
+
+def test_an_activation_behind_a_pool_is_the_layer_s(tmp_path: Path) -> None:
+    """As in the first network of many a tutorial."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.MaxPool2d(2), nn.ReLU(), Viewed(), nn.Linear(8 * 7 * 7, 5))
+    x = torch.randn(8, 3, 16, 16)
+    form = quantize(model, QuantizeConfig(), example=x, calibration=[x])
+    assert form.plan.float_units == ()
+    assert len(quantize_nodes(form.graph)) == 4
+    gates = {gate["name"]: gate["passed"] for gate in export(form, tmp_path, ExportConfig(), samples=[x]).gates}
+    assert gates["coverage"]
+
+
 class Unsupported(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -42,6 +42,7 @@ X = torch.randn(2, 8, 4, 6, generator=torch.Generator().manual_seed(0)) * 3
 ATTENTION = aten.scaled_dot_product_attention.default
 SAME = {
     "concat": (lambda x: torch.concat([x, x], 1), [aten.cat.default]),
+    "view": (lambda x: x.view(x.shape[0], -1), [aten.reshape.default]),
     "swapaxes": (lambda x: x.swapaxes(1, 3), [aten.transpose.int]),
     "clip": (lambda x: x.clip(-1, 2), [aten.clamp.default]),
     "unflatten": (lambda x: x.unflatten(1, (2, -1)), [aten.reshape.default]),
