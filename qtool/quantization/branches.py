@@ -25,10 +25,10 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from qtool.quantization.capture import aten, clean, parameter, set_parameter
+from qtool.quantization.capture import CONVOLUTIONS, aten, clean, parameter, set_parameter
 from qtool.quantization.norms import NORMAL, Copies, coefficients, fold_batch_norm, fold_into
 
-_CONVOLUTIONS = (aten.conv1d.default, aten.conv2d.default, aten.conv3d.default)
+_CONVOLUTIONS = CONVOLUTIONS[:3]
 _SIGNS: dict[Any, int] = {aten.add.Tensor: 1, aten.sub.Tensor: -1}
 
 

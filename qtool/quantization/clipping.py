@@ -17,14 +17,12 @@ from torch.fx import GraphModule, Node
 
 from qtool.quantization.capture import CONVOLUTIONS, aten, clean
 from qtool.quantization.respell import MAX_POOLS
+from qtool.quantization.targets import RELU_LIKE
+from qtool.quantization.targets.base import UPSAMPLES
 
-_CLIPS = (
-    aten.relu.default, aten.relu6.default, aten.hardtanh.default, aten.clamp.default, aten.clamp_min.default,
-    aten.clamp_max.default,
-)  # fmt: skip
 _ORDERLY = (
-    *MAX_POOLS, aten.upsample_nearest1d.vec, aten.upsample_nearest2d.vec, aten.pixel_shuffle.default,
-    aten.flatten.using_ints, aten.view.default, aten.reshape.default, aten.permute.default, aten.transpose.int,
+    *MAX_POOLS, *UPSAMPLES, aten.pixel_shuffle.default, aten.flatten.using_ints, aten.reshape.default,
+    aten.permute.default, aten.transpose.int,
 )  # fmt: skip
 _DROPOUTS = (aten.dropout.default, aten.feature_dropout.default)
 _LAYERS = (*CONVOLUTIONS, aten.linear.default, aten.batch_norm.default, aten.add.Tensor)
@@ -32,7 +30,7 @@ _LAYERS = (*CONVOLUTIONS, aten.linear.default, aten.batch_norm.default, aten.add
 
 def clip_early(graph_module: GraphModule) -> int:
     """Moves such activations in place; returns how many."""
-    moved = [node for node in list(graph_module.graph.nodes) if node.target in _CLIPS and _move(node)]
+    moved = [node for node in list(graph_module.graph.nodes) if node.target in RELU_LIKE and _move(node)]
     if moved:
         clean(graph_module)
     return len(moved)

@@ -56,7 +56,7 @@ Grid = tuple[Any, ...]
 # What torch computes on quantized tensors with the scale and zero point of the (first) input.
 _KEEPS_GRID = (
     *RELU_LIKE, *MAX_POOLS, *AVERAGE_POOLS, *ADAPTIVE_POOLS, aten.mean.dim, aten.cat.default,
-    aten.flatten.using_ints, aten.view.default, aten.reshape.default, aten.permute.default, aten.transpose.int,
+    aten.flatten.using_ints, aten.reshape.default, aten.permute.default, aten.transpose.int,
     aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default, aten.contiguous.default,
     aten.clone.default, aten.slice.Tensor, aten.select.int, aten.expand.default, aten.pixel_shuffle.default,
     aten.channel_shuffle.default, aten.leaky_relu.default, aten.upsample_nearest2d.vec, aten.upsample_bilinear2d.vec,

@@ -71,7 +71,7 @@ _FILLED: dict[Any, int | None] = {
     aten.new_zeros.default: 0, aten.zeros_like.default: 0, aten.new_ones.default: 1, aten.ones_like.default: 1,
     aten.new_full.default: None, aten.full_like.default: None,
 }  # fmt: skip
-_PADS = (aten.pad.default, aten.constant_pad_nd.default)
+PADS = (aten.pad.default, aten.constant_pad_nd.default)
 _PADDED = {
     aten.conv1d.padding: aten.conv1d.default,
     aten.conv2d.padding: aten.conv2d.default,
@@ -164,8 +164,7 @@ def _spell_cat(node: Node) -> None:
     parts = node.args[0]
     assert isinstance(parts, list | tuple)
     if len(parts) == 1 and isinstance(parts[0], Node):
-        node.replace_all_uses_with(parts[0])
-        node.graph.erase_node(node)
+        _replace(node, parts[0])
 
 
 def _spell_stack(node: Node) -> None:
@@ -196,8 +195,7 @@ def _spell_neutral(node: Node) -> None:
         if not (isinstance(source, Node) and isinstance(number, int | float) and number == neutral):
             continue
         if source.meta["val"].dtype == node.meta["val"].dtype:
-            node.replace_all_uses_with(source)
-            node.graph.erase_node(node)
+            _replace(node, source)
             return
 
 
@@ -213,6 +211,10 @@ def _drop(node: Node) -> None:
     """Has the readers of an operator that does nothing read what it reads."""
     source = node.args[0]
     assert isinstance(source, Node)
+    _replace(node, source)
+
+
+def _replace(node: Node, source: Node) -> None:
     node.replace_all_uses_with(source)
     node.graph.erase_node(node)
 
@@ -230,8 +232,7 @@ def _spell_part(node: Node) -> None:
         part = node.graph.call_function(*place)
     part.meta = {**split.meta, **node.meta, "val": split.meta["val"][index]}
     part.meta.setdefault("nn_module_stack", split.meta.get("nn_module_stack"))
-    node.replace_all_uses_with(part)
-    node.graph.erase_node(node)
+    _replace(node, part)
 
 
 def _slice(split: Node, index: int) -> tuple[Any, tuple[Any, ...]] | None:
@@ -373,7 +374,7 @@ _RULES: dict[Any, Callable[[Node], None]] = {
     **dict.fromkeys(_CONVERSIONS, _spell_conversion),
     **dict.fromkeys(_PADDED, _spell_padding),
     **dict.fromkeys(_FILLED, _spell_filled),
-    **dict.fromkeys(_PADS, _spell_pad),
+    **dict.fromkeys(PADS, _spell_pad),
     **dict.fromkeys(ADAPTIVE_POOLS, _spell_adaptive_pool),
     aten.permute.default: _spell_order,
     aten.expand_as.default: _spell_expand,

@@ -27,7 +27,7 @@ from qtool.quantization.norms import NORMAL, readers_of, scaled
 
 _LAYERS = (*CONVOLUTIONS, aten.linear.default, aten.batch_norm.default)
 _PRODUCTS = (aten.mul.Tensor, aten.div.Tensor)
-_VIEWS = (aten.reshape.default, aten.view.default, aten.flatten.using_ints)
+_VIEWS = (aten.reshape.default, aten.flatten.using_ints)
 _SAME = (aten.contiguous.default, aten.clone.default, *DROPOUTS)
 _CLIPS = (aten.relu.default, aten.leaky_relu.default)
 _SHAPED = (*_VIEWS, *_SAME, aten.permute.default, aten.transpose.int, aten.unsqueeze.default)

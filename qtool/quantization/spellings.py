@@ -36,7 +36,6 @@ WRITTEN: dict[Any, tuple[Any, ...]] = {
     aten.max_pool2d.default: (nn.MaxPool2d, F.max_pool2d, torch.max_pool2d),
     aten.max_pool3d.default: (nn.MaxPool3d, F.max_pool3d, torch.max_pool3d),
     aten.flatten.using_ints: (nn.Flatten, torch.flatten, "flatten"),
-    aten.view.default: ("view",),
     aten.reshape.default: (
         torch.reshape,
         "reshape",

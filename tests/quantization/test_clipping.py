@@ -2,36 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
 from torch.nn import functional as F
+from written import Forward, Written
 
 from qtool.quantization.capture import aten, capture
 from qtool.quantization.clipping import clip_early
 
 X = torch.randn(2, 8, 4, 6, generator=torch.Generator().manual_seed(0)) * 3
-Forward = Callable[[Tensor], Any]
 
 
-class Written(nn.Module):
-    def __init__(self, function: Forward) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Any:
-        return self.function(x + x.sin())
+def summed(function: Forward) -> Written:
+    """A model that begins with a sum, which takes an activation in."""
+    return Written(lambda x: function(x + x.sin()))
 
 
 def moved(function: Forward) -> tuple[int, list[str]]:
     """How many activations moved, and the operators behind the sum; the graph computes the same to the bit."""
-    graph = capture(Written(function), X)
+    graph = capture(summed(function), X)
     count = clip_early(graph)
     for batch in (X, X[:1]):
-        torch.testing.assert_close(graph(batch), Written(function)(batch), rtol=0, atol=0)
+        torch.testing.assert_close(graph(batch), summed(function)(batch), rtol=0, atol=0)
     names = [str(n.target).split(".")[1] for n in graph.graph.nodes if n.op == "call_function"]
     return count, [name for name in names[2:] if name != "sym_size"]
 
@@ -67,7 +59,7 @@ def test_it_stays(name: str) -> None:
 
 @pytest.mark.parametrize(("clip", "moves"), [(F.relu, 1), (F.relu6, 0)])
 def test_in_training_a_relu_passes_a_dropout(clip: Forward, moves: int) -> None:
-    graph = capture(Written(lambda x: clip(F.max_pool2d(F.dropout2d(x, 0.5), 2))), X, train=True)
+    graph = capture(summed(lambda x: clip(F.max_pool2d(F.dropout2d(x, 0.5), 2))), X, train=True)
     torch.manual_seed(1)
     before = graph(X)
     assert clip_early(graph) == moves
@@ -76,7 +68,7 @@ def test_in_training_a_relu_passes_a_dropout(clip: Forward, moves: int) -> None:
 
 
 def test_what_it_clips_to_stays_with_it() -> None:
-    graph = capture(Written(lambda x: F.max_pool2d(x, 2).clamp(-1.0, 0.25)), X)
+    graph = capture(summed(lambda x: F.max_pool2d(x, 2).clamp(-1.0, 0.25)), X)
     clip_early(graph)
     (node,) = (n for n in graph.graph.nodes if n.target is aten.clamp.default)
     assert node.args[1:] == (-1.0, 0.25)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,21 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
+from written import Forward, Written
 
 from qtool.quantization.capture import aten, capture
 from qtool.quantization.placement import Placement
 from qtool.quantization.targets import ORT_CPU
-
-Forward = Callable[[Tensor], Any]
-
-
-class Written(nn.Module):
-    def __init__(self, function: Forward) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Any:
-        return self.function(x)
 
 
 def spelled(function: Forward, x: Tensor) -> list[Any]:

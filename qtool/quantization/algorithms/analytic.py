@@ -32,13 +32,12 @@ from qtool.quantization.algorithms.subject import Declined, NothingToDo, Subject
 from qtool.quantization.capture import aten, parameter
 from qtool.quantization.norms import NORMAL
 from qtool.quantization.placement import clip_limits
-from qtool.quantization.respell import ADAPTIVE_POOLS, MAX_POOLS
+from qtool.quantization.respell import ADAPTIVE_POOLS, MAX_POOLS, PADS
 from qtool.quantization.targets import RELU_LIKE
 
 Normal = tuple[Tensor, Tensor]
 REACH = 0.6
 """The root mean square that batch-norms tell of a tensor is at most this part of its range, where they are true."""
-_PADS = (aten.pad.default, aten.constant_pad_nd.default)
 _UNKNOWN = (*MAX_POOLS, aten.leaky_relu.default)
 
 
@@ -106,7 +105,7 @@ def _distribution(node: Node, found: dict[Node, Normal]) -> Normal | None:
     if node.target is aten.add.Tensor and keeps_channels(node):
         left, right = (found.get(operand) for operand in node.args[:2])  # type: ignore[arg-type]
         return None if left is None or right is None else (left[0] + right[0], left[1] + right[1])
-    if node.target not in _PADS and not keeps_channels(node):
+    if node.target not in PADS and not keeps_channels(node):
         return None
     return (first[0], torch.zeros_like(first[1])) if _is_whole_mean(node) else first
 

@@ -19,9 +19,9 @@ from torch.fx import Node
 from torch.nn import functional
 
 from qtool.quantization.algorithms.streams import groups_of
-from qtool.quantization.capture import aten
+from qtool.quantization.capture import CONVOLUTIONS, aten
 
-_CONVOLUTIONS = (aten.conv1d.default, aten.conv2d.default, aten.conv3d.default)
+_CONVOLUTIONS = CONVOLUTIONS[:3]
 
 
 def reason(node: Node) -> str:

@@ -44,7 +44,7 @@ ROWS = 2048
 GAIN = 0.98
 """The share of the error that has to be left for a change to be made."""
 _VECTORS: dict[Any, tuple[int, ...]] = {aten.layer_norm.default: (2, 3), aten.rms_norm.default: (2,)}
-_MOVES = (aten.reshape.default, aten.view.default, aten.clone.default, aten.dropout.default, aten.contiguous.default)
+_MOVES = (aten.reshape.default, aten.clone.default, aten.dropout.default, aten.contiguous.default)
 _PARTS = (aten.select.int, aten.slice.Tensor)
 
 

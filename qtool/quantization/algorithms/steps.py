@@ -40,7 +40,6 @@ from qtool.quantization.algorithms.spool import Store
 from qtool.quantization.algorithms.student import Student
 from qtool.quantization.algorithms.subject import Declined, Subject
 from qtool.quantization.algorithms.verify import parted
-from qtool.quantization.capture import aten
 
 EPOCHS, BATCH, PIECE, HELD = 8, 32, 8, 8
 SAMPLES = 256
@@ -90,8 +89,6 @@ class Samples:
     def __init__(self, subject: Subject, *, held: bool) -> None:
         self.batches, self.held = subject.batches, held
         self.store, self._key = Store(device=subject.device), next(iter(subject.reference.graph.nodes))
-        views = any(node.target is aten.view.default for node in subject.graph.graph.nodes)
-        self._layout = torch.preserve_format if views else torch.channels_last  # which a view cannot take apart
         self._rates: list[Tensor] = []
         for index, piece in enumerate(self._pieces()):
             wanted = call(subject.reference, piece)
@@ -132,7 +129,7 @@ class Samples:
                 yield map_tensors(self._laid_out, piece)
 
     def _laid_out(self, value: Tensor) -> Tensor:
-        return value.contiguous(memory_format=self._layout) if value.dim() == 4 else value
+        return value.contiguous(memory_format=torch.channels_last) if value.dim() == 4 else value
 
 
 def _floating(value: Any) -> list[Tensor]:

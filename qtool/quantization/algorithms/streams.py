@@ -26,7 +26,7 @@ ANCHORS = (*CONVOLUTIONS[:3], aten.linear.default)
 _HOMOGENEOUS = (aten.relu.default, aten.leaky_relu.default, aten.dropout.default, aten.clone.default)
 _POOLS = (*MAX_POOLS, *AVERAGE_POOLS, *ADAPTIVE_POOLS, aten.mean.dim)
 _RESHAPES = (
-    aten.flatten.using_ints, aten.view.default, aten.reshape.default, aten.squeeze.dims, aten.squeeze.dim,
+    aten.flatten.using_ints, aten.reshape.default, aten.squeeze.dims, aten.squeeze.dim,
 )  # fmt: skip
 _SILENT = (aten.sym_size.int,)
 

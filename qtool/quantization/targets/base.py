@@ -196,7 +196,7 @@ def pad_in_integers(node: torch.fx.Node) -> str:
 
 
 MOVES = (
-    aten.flatten.using_ints, aten.view.default, aten.reshape.default, aten._unsafe_view.default,
+    aten.flatten.using_ints, aten.reshape.default,
     aten.permute.default, aten.transpose.int, aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default,
     aten.contiguous.default, aten.clone.default, aten.slice.Tensor, aten.select.int, aten.expand.default,
     aten.pixel_shuffle.default, aten.channel_shuffle.default, aten.dropout.default, aten.feature_dropout.default,
@@ -207,7 +207,6 @@ SMOOTH = (
     aten.mish.default,
 )  # fmt: skip
 SOFTMAX = (aten.softmax.int, aten._softmax.default)
-PADS = (aten.constant_pad_nd.default, aten.pad.default)
 UPSAMPLES = (aten.upsample_nearest1d.vec, aten.upsample_nearest2d.vec)
 BINARY: dict[str, Any] = {"activations": RELU_LIKE, "operands": (0, 1), "accepts": plain_sum}
 BETWEEN: dict[str, Any] = {"needs_integer_inputs": True}

@@ -18,11 +18,11 @@ from __future__ import annotations
 import torch
 
 from qtool.quantization.capture import CONVOLUTIONS
+from qtool.quantization.respell import PADS
 from qtool.quantization.targets.base import (
     BETWEEN,
     BINARY,
     GATE_RANGE,
-    PADS,
     POOLS_AND_JOINS,
     RELU_LIKE,
     SMOOTH,
