@@ -4,7 +4,8 @@ Candidates are made from the calibration samples and judged on the validation pa
 them; the test part is not looked at. What each candidate made of every validation sample is kept in ``search/``, named
 by a hash of its options, the model and both sets of samples, so that a search that was killed goes on, and one with
 another limit starts from what is known. A contract that is met leaves the artifact and removes ``search/``; one that is
-not leaves ``contract.json`` and the closest candidate in ``search/closest``, and no artifact of the final name.
+not leaves ``contract.json`` and no artifact of the final name; the closest candidate is in ``search/closest``, whole,
+its record saying that the contract is not kept, for whoever wants to export and time it all the same.
 """
 
 from __future__ import annotations
@@ -40,7 +41,10 @@ FOLDER = "search"
 OUTCOME = "contract.json"
 SCHEMA = 2
 """Of what is kept of a candidate in ``search/``."""
+CLOSEST = "closest"
 Make = Callable[[QuantizeConfig], "QuantizedModel"]
+Keep = Callable[[Path, QuantizeConfig, "QuantizedModel", dict[str, Any]], None]
+"""Commits a model that was quantized with these options to a folder, with its contract's outcome."""
 
 
 class Pairs:
@@ -169,16 +173,14 @@ class Candidates:
             return self.kept[1]
         return self.make(trial.config)
 
-    def save(self, trial: Trial, place: Path) -> None:
-        """Writes a trial's model into a folder, unless it is there; the file that names it comes last."""
+    def save(self, trial: Trial, place: Path, keep: Callable[[QuantizedModel], None]) -> None:
+        """Has a trial's model kept in a folder, unless it is there; the file that names it comes last."""
         name = self._path(trial.config).stem
         if (place / name).exists():
             return
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir(parents=True)
-        model = self.model_of(trial)
-        model.save(place)
-        write_json(place / "ranges.json", model.ranges)
+        keep(self.model_of(trial))
         (place / name).touch()
 
     def harmful(self, config: QuantizeConfig) -> list[dict[str, Any]]:
@@ -226,8 +228,8 @@ def _apart(inputs: Iterable[Any], pairs: Pairs) -> str:
 
 
 def fulfil(
-    source: Source, config: QuantizeConfig, inputs: Iterable[Any], validation: Iterable[Any] | None, make: Make, *,
-    folder: Path | None, tell: Callable[[str], None], tuning: QatConfig | None,
+    source: Source, config: QuantizeConfig, inputs: Iterable[Any], validation: Iterable[Any] | None, make: Make,
+    keep: Keep, *, folder: Path | None, tell: Callable[[str], None], tuning: QatConfig | None,
 ) -> tuple[QuantizedModel, dict[str, Any]]:  # fmt: skip
     """The cheapest quantization found that keeps the contract in ``config``, and the outcome as plain values.
 
@@ -255,7 +257,10 @@ def fulfil(
         if met is None:
             for trial in frontier(search.trials):
                 tell(f"contract: frontier: {_line(trial)}")
-            raise _refused(search, candidates, outcome)
+            error = _refused(search, candidates, outcome, keep)
+            if candidates.folder is not None:
+                tell(f"contract: the closest is in '{candidates.folder / CLOSEST}': 'qtool export' writes it from there")
+            raise error
         return candidates.model_of(met), outcome
 
 
@@ -298,7 +303,7 @@ def _told(trial: Trial) -> dict[str, Any]:
     return {"name": trial.name, **trial.verdict.as_dict(), **trial.facts}
 
 
-def _refused(search: Search, candidates: Candidates, outcome: dict[str, Any]) -> ContractError:
+def _refused(search: Search, candidates: Candidates, outcome: dict[str, Any], keep: Keep) -> ContractError:
     """The error that ends a search in vain; leaves the outcome and the closest candidate."""
     closest = search.closest
     wanted = ", ".join(
@@ -320,7 +325,8 @@ def _refused(search: Search, candidates: Candidates, outcome: dict[str, Any]) ->
         f"{found}, on {candidates.judge.num_samples:,} samples{'; units that hurt: ' + worst if worst else ''}", do,
     )  # fmt: skip
     if (folder := candidates.run_folder) is not None and candidates.folder is not None:
-        candidates.save(closest, candidates.folder / "closest")
+        place = candidates.folder / CLOSEST
+        candidates.save(closest, place, lambda model: keep(place, closest.config, model, outcome))
         write_json(folder / OUTCOME, outcome)
         mark_stale(folder, "quantize", f"a later quantization did not keep its contract ({found})")
     error.details = outcome

@@ -69,7 +69,7 @@ def quantize(
     """
     config, tuning = _quantize_configs(config, qat, options)
     source, folder = _quantize_source(model, data, task, weights, writable(out), tuning, trust)
-    settings = as_dict(config) | ({"qat": as_dict(tuning)} if tuning else {})
+    settings = _settings(config, tuning)
     inputs, drawn = calibration_of(config, source)
     known = source.inputs | _calibrated_by(config, drawn) | ({"validation": UNIDENTIFIED} if validation else {})
     if folder and resume and finished(folder, "quantize", settings, known):
@@ -82,13 +82,27 @@ def quantize(
         if config.has_contract:
             if folder and not resume:
                 forget(folder)
-            found = fulfil(source, config, inputs, validation, make, folder=folder, tell=tell, tuning=tuning)
-            quantized, more = found[0], {"contract": found[1], "sensitivity": found[1]["harmful"]}
+
+            def keep(place: Path, tried: QuantizeConfig, model: QuantizedModel, outcome: dict[str, Any]) -> None:
+                more = _contracted(outcome)
+                _commit_quantize(place, _settings(tried, tuning), known, source.record, model, drawn, more)
+
+            found = fulfil(source, config, inputs, validation, make, keep, folder=folder, tell=tell, tuning=tuning)
+            quantized, more = found[0], _contracted(found[1])
         else:
             quantized, more = make(config), measured_before(folder, source, config, inputs)
         if folder:
             _commit_quantize(folder, settings, known, source.record, quantized, drawn, more)
     return quantized
+
+
+def _settings(config: QuantizeConfig, tuning: QatConfig | None) -> dict[str, Any]:
+    return as_dict(config) | ({"qat": as_dict(tuning)} if tuning else {})
+
+
+def _contracted(outcome: dict[str, Any]) -> dict[str, Any]:
+    """What a quantization under a contract records beside itself."""
+    return {"contract": outcome, "sensitivity": outcome["harmful"]}
 
 
 def _maker(

@@ -41,6 +41,8 @@ def contract_gate(
     """
     from qtool.exporting.gates import Gate
 
+    if not recorded["contract"]["met"]:
+        return Gate("contract", None, EXPECTED, "not run: the quantization did not keep it, and is the closest found")
     try:
         verdict, count = _judged(run, recorded, model, path, validation, trust)
     except QtoolError as error:

@@ -92,6 +92,25 @@ def test_one_that_is_not_kept_leaves_no_artifact(trained: Path, monkeypatch: pyt
         qtool.quantize(trained, max_kl=1e-9, method="ptq", **OPTIONS)
 
 
+def test_the_closest_candidate_is_exported_when_it_is_named(trained: Path) -> None:
+    told: list[str] = []
+    with pytest.raises(ContractError) as caught:
+        qtool.quantize(trained, max_kl=1e-9, method="given", progress=told.append, **OPTIONS)
+    closest = trained / "search" / "closest"
+    assert f"'{closest}'" in told[-1]
+    recorded = read_result(closest, "quantize")
+    assert recorded["contract"] == json.loads(json.dumps(caught.value.details))
+    exported = qtool.export(closest)
+    gates = {gate["name"]: gate for gate in exported.gates}
+    assert gates["contract"]["passed"] is None
+    assert "did not keep it" in gates["contract"]["found"]
+    assert all(gate["passed"] for name, gate in gates.items() if name != "contract")
+    x = torch.zeros(2, 1, 8, 8)
+    alone = qtool.quantize(trained, out=trained.parent / "alone", **OPTIONS)
+    torch.testing.assert_close(qtool.stages.quantization.open_quantized(closest)(x), alone(x))
+    assert "contract not kept" in Path(report(closest)["files"]["html"]).read_text(encoding="utf-8")
+
+
 def test_the_command_line_exits_with_3_and_tells_all(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["quantize", str(trained), "--calibration", "train:64", "--max-kl", "1e-9", "--method", "given", "--json"]
     with pytest.raises(SystemExit) as left:
