@@ -16,6 +16,10 @@ max_kl         mean KL(float ‖ candidate) in nats              mean ± 1.96 s/
 min_agreement  share of samples with the same argmax           Wilson's for a proportion
 =============  ==============================================  =====================================================
 
+A sample of a language model is a sequence: its KL and its agreement are the means over its tokens, those without a
+target left out. Tokens of one sequence are alike, so the intervals are over sequences, as if each agreed whole or not
+at all: no mean of shares between 0 and 1 varies more.
+
 Two candidates are compared in the same way, by the mean of their paired differences in divergence (KL for logits, the
 squared error otherwise), which is far less noisy than a count of right answers. Left out on purpose: a correction
 for looking many times; the search stops at the first candidate that is met, and each look is at its own candidate.
@@ -36,8 +40,11 @@ from qtool.evaluate import Z95, paired_interval
 from qtool.nested import map_tensors, num_samples, per_sample, samples_of, tensors
 from qtool.recipe import QuantizeConfig
 from qtool.tasks import Task
+from qtool.text import IGNORED
 
 DRAWS = 1000
+KEPT = 2**28
+"""Bytes of float outputs that are held in memory; what is beyond them is computed anew for every candidate."""
 Batches = Iterable[tuple[Any, Any]]
 Sums = dict[str, Tensor]
 
@@ -95,7 +102,7 @@ class Verdict:
 @dataclass
 class Scores:
     """What one candidate made of each of N validation samples: ``divergence`` from the float outputs (float64),
-    ``agree`` (bool, None without logits) and the task's sums by name (float64)."""
+    ``agree`` (float64 shares, None without logits) and the task's sums by name (float64)."""
 
     divergence: Tensor
     agree: Tensor | None
@@ -106,43 +113,55 @@ class Judge:
     """The validation set, the float model's answers to it, and the contract that candidates are held to.
 
     ``batches`` are (inputs, targets) that can be gone through again and again, targets None where there are no labels.
-    The float outputs are kept in memory. Raises UsageError for a metric that the task does not have, for labels that
+    Raises UsageError for a metric that the task does not have, for labels that
     are not there, and for fewer samples than could ever show the contract to be kept.
     """
 
     def __init__(
         self, config: QuantizeConfig, batches: Batches, reference: Callable[[Any], Any], task: Task | None
     ) -> None:
-        self.config, self.batches, self.task = config, batches, task
-        self.outputs: list[Tensor] = []
+        self.config, self.batches, self.task, self.reference = config, batches, task, reference
+        self.outputs: list[Tensor | None] = []
+        self.num_samples, held = 0, 0
+        self.counted: list[Tensor | None] = []
         self.metric = config.metric or (task.metric if task else "")
         parts, weights = [], []
         for inputs, targets in batches:
             output = _on_cpu(reference(inputs))
-            self.outputs.append(_first(output))
+            wanted = _first(output)
+            self.shape = tuple(wanted.shape)
+            self.num_samples += len(wanted)
+            held += wanted.nbytes
+            self.outputs.append(wanted if held <= KEPT else None)
+            self.counted.append(_counted(wanted, targets))
             sums, weight = self._task_sums(output, targets)
             parts.append(sums)
             weights.append(weight)
         if not self.outputs:
             raise QtoolError("contract", "validation samples", "none", "give validation data")
-        self.num_samples = sum(len(output) for output in self.outputs)
         self.sums, self.weights = _joined(parts), torch.cat(weights)
         self._check()
 
     @property
     def has_logits(self) -> bool:
-        """Whether outputs are rows of logits, for which KL and agreement mean something."""
-        return self.outputs[0].dim() == 2 and self.outputs[0].shape[1] > 1
+        """Whether outputs are rows of logits, N×C or N×T×C, for which KL and agreement mean something.
 
+        Three dimensions are taken for tokens' logits where the targets say so, or the contract does.
+        """
+        told = self.counted[0] is not None or self.config.max_kl is not None or self.config.min_agreement is not None
+        return (len(self.shape) == 2 or (len(self.shape) == 3 and told)) and self.shape[-1] > 1
+
+    @torch.no_grad()
     def score(self, predict: Callable[[Any], Any]) -> Scores:
         """Runs a candidate on every validation sample."""
         divergence, agree, parts = [], [], []
-        for wanted, (inputs, targets) in zip(self.outputs, self.batches, strict=True):
+        for kept, counted, (inputs, targets) in zip(self.outputs, self.counted, self.batches, strict=True):
+            wanted = _first(_on_cpu(self.reference(inputs))) if kept is None else kept
             output = _on_cpu(predict(inputs))
             given = _first(output)
-            divergence.append(_divergence(wanted, given, self.has_logits))
+            divergence.append(_divergence(wanted, given, self.has_logits, counted))
             if self.has_logits:
-                agree.append(wanted.argmax(1) == given.argmax(1))
+                agree.append(_means((wanted.argmax(-1) == given.argmax(-1)).double(), counted))
             parts.append(self._task_sums(output, targets)[0])
         return Scores(torch.cat(divergence), torch.cat(agree) if agree else None, _joined(parts))
 
@@ -155,7 +174,7 @@ class Judge:
             found.append(_kl(scores.divergence, config.max_kl))
         if config.min_agreement is not None:
             assert scores.agree is not None
-            found.append(_agreement(int(scores.agree.sum()), len(scores.agree), config.min_agreement))
+            found.append(_agreement(float(scores.agree.sum()), len(scores.agree), config.min_agreement))
         return Verdict(tuple(found))
 
     def better(self, one: Scores, other: Scores) -> bool:
@@ -196,8 +215,9 @@ class Judge:
         if config.max_drop is None and config.metric is not None:
             raise UsageError("--metric", "--max-drop beside it", "none", "say how much of the metric may be lost")
         if (config.max_kl is not None or config.min_agreement is not None) and not self.has_logits:
-            shape = tuple(self.outputs[0].shape)
-            raise UsageError("contract", "N×C logits for KL or agreement", str(shape), "use --max-drop with a metric")
+            raise UsageError(
+                "contract", "N×C or N×T×C logits for KL or agreement", str(self.shape), "use --max-drop with a metric"
+            )
         for needed, flag in ((self._least_for_drop(), "--max-drop"), (self._least_for_agreement(), "--min-agreement")):
             if needed > self.num_samples:
                 least = f"at least {needed:,.0f}" if math.isfinite(needed) else "more than any number of"
@@ -266,7 +286,7 @@ def mean_interval(values: Tensor) -> tuple[float, float]:
     return middle - half, middle + half
 
 
-def wilson_interval(count: int, total: int) -> tuple[float, float]:
+def wilson_interval(count: float, total: int) -> tuple[float, float]:
     """Wilson's 95 % interval of a proportion: ``count`` of ``total``, as shares."""
     share, z2 = count / total, Z95**2
     middle = (share + z2 / (2 * total)) / (1 + z2 / total)
@@ -278,7 +298,7 @@ def _kl(divergence: Tensor, limit: float) -> Criterion:
     return _judged("KL", limit, float(divergence.mean()), mean_interval(divergence), float(divergence.var()))
 
 
-def _agreement(count: int, total: int, limit: float) -> Criterion:
+def _agreement(count: float, total: int, limit: float) -> Criterion:
     low, high = (100 * end for end in wilson_interval(count, total))
     value = 100 * count / total
     flipped = _judged("agreement", -limit, -value, (-high, -low), value * (100 - value))
@@ -294,14 +314,29 @@ def _judged(name: str, limit: float, value: float, ci95: tuple[float, float], va
     return Criterion(name, limit, value, ci95, met, needed)
 
 
-def _divergence(wanted: Tensor, given: Tensor, logits: bool) -> Tensor:
+def _divergence(wanted: Tensor, given: Tensor, logits: bool, counted: Tensor | None) -> Tensor:
     """How far each sample's output is from the wanted one, float64."""
     if not given.isfinite().all():
         return torch.full((len(given),), math.inf, dtype=torch.float64)
     if not logits:
         return per_sample(wanted.double() - given.double()).square().mean(1)
-    log_p, log_q = wanted.double().log_softmax(1), given.double().log_softmax(1)
-    return (log_p.exp() * (log_p - log_q)).sum(1)
+    log_p, log_q = wanted.double().log_softmax(-1), given.double().log_softmax(-1)
+    return _means((log_p.exp() * (log_p - log_q)).sum(-1), counted)
+
+
+def _counted(output: Tensor, targets: Any) -> Tensor | None:
+    """Which tokens of N×T×C outputs have a target (N×T, bool); None where targets are not class indices of tokens."""
+    if output.dim() != 3 or not isinstance(targets, Tensor) or targets.is_floating_point():
+        return None
+    return (targets != IGNORED).cpu() if targets.shape == output.shape[:2] else None
+
+
+def _means(values: Tensor, counted: Tensor | None) -> Tensor:
+    """The mean of each sample's values (N, or N×T), of those that are counted where any is."""
+    if counted is None:
+        return per_sample(values).mean(1)
+    weights = (counted | ~counted.any(1, keepdim=True)).double()
+    return (values * weights).sum(1) / weights.sum(1)
 
 
 def _on_cpu(output: Any) -> Any:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 FOLDER = "search"
 OUTCOME = "contract.json"
-SCHEMA = 2
+SCHEMA = 3
 """Of what is kept of a candidate in ``search/``."""
 CLOSEST = "closest"
 Make = Callable[[QuantizeConfig], "QuantizedModel"]
@@ -259,7 +259,7 @@ def fulfil(
                 tell(f"contract: frontier: {_line(trial)}")
             error = _refused(search, candidates, outcome, keep)
             if candidates.folder is not None:
-                tell(f"contract: the closest is in '{candidates.folder / CLOSEST}': 'qtool export' writes it from there")
+                tell(f"contract: the closest is in '{candidates.folder / CLOSEST}', for 'qtool export' to write")
             raise error
         return candidates.model_of(met), outcome
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from qtool.errors import QtoolError, UsageError
 from qtool.quantization.contract import Judge, mean_interval, wilson_interval
 from qtool.recipe import QuantizeConfig
-from qtool.tasks import Classification
+from qtool.tasks import Classification, LanguageModelling
 
 N = 1000
 LOGITS = torch.randn(N, 5, generator=torch.Generator().manual_seed(0)) * 3
@@ -22,7 +22,8 @@ TARGETS = LOGITS.argmax(1)
 
 def judge(task: Any = None, targets: Tensor | None = TARGETS, logits: Tensor = LOGITS, **options: Any) -> Judge:
     """A judge for whom inputs are the float model's logits themselves."""
-    parts = zip(logits.split(300), targets.split(300) if targets is not None else [None] * 4, strict=True)
+    given = logits.split(300)
+    parts = zip(given, targets.split(300) if targets is not None else [None] * len(given), strict=True)
     return Judge(QuantizeConfig(**options), list(parts), lambda inputs: inputs, task or Classification())
 
 
@@ -163,7 +164,7 @@ def test_what_cannot_be_judged_is_refused(options: dict[str, Any], part: str) ->
 def test_labels_and_logits_and_samples_are_needed() -> None:
     with pytest.raises(UsageError, match="labels to measure the metric with"):
         judge(targets=None, max_drop=1.0)
-    with pytest.raises(UsageError, match="N×C logits"):
+    with pytest.raises(UsageError, match="N×C or N×T×C logits"):
         judge(targets=None, logits=LOGITS[:, :1], max_kl=1.0)
     with pytest.raises(QtoolError, match="expected validation samples; got none"):
         Judge(QuantizeConfig(max_kl=1.0), [], lambda inputs: inputs, None)
@@ -172,3 +173,57 @@ def test_labels_and_logits_and_samples_are_needed() -> None:
 def test_values_that_are_not_finite_never_keep_a_contract() -> None:
     held = judge(max_kl=1.0)
     assert not held.verdict(held.score(lambda x: x / 0)).met
+
+
+def tokens(targets: Tensor | None, other: Tensor, **options: Any) -> Any:
+    """The criteria of a candidate that answers ``other`` for the 200 sequences of five tokens in LOGITS."""
+    held = judge(logits=LOGITS.view(200, 5, 5), targets=targets, **options)
+    parts = iter(other.view(200, 5, 5).split(300))
+    return held.verdict(held.score(lambda _: next(parts))).criteria
+
+
+def test_a_sequence_counts_as_the_mean_of_its_tokens_with_a_target() -> None:
+    other = LOGITS.clone()
+    other[:10] = -LOGITS[:10]  # two whole sequences
+    kl, agreement = tokens(None, other, max_kl=1.0, min_agreement=90.0)
+    p, q = (torch.softmax(v.double(), 1).numpy() for v in (LOGITS[:10], -LOGITS[:10]))
+    each = np.zeros(N)
+    each[:10] = (p * np.log(p / q)).sum(1)
+    sequences = each.reshape(200, 5).mean(1)
+    assert kl.value == pytest.approx(sequences.mean())
+    assert kl.ci95[1] == pytest.approx(sequences.mean() + 1.959964 * sequences.std(ddof=1) / math.sqrt(200))
+    assert agreement.value == pytest.approx(99.0)
+    assert agreement.ci95 == pytest.approx([100 * end for end in wilson_interval(198, 200)])
+    targets = TARGETS.view(200, 5).clone()
+    targets[0, 1:], targets[1] = -100, -100  # one token of the first counts; of the second none has a target: all do
+    kl = tokens(targets, other, max_kl=1.0)[0]
+    assert kl.value == pytest.approx((each[0] + each[5:10].mean()) / 200)
+
+
+def test_agreement_of_tokens_is_never_surer_than_that_of_as_many_whole_sequences() -> None:
+    other = LOGITS.clone()
+    other[::5] = -LOGITS[::5]  # the first token of every sequence: all sequences agree in 80 %
+    agreement = tokens(None, other, min_agreement=70.0)[0]
+    assert agreement.value == pytest.approx(80.0)
+    assert agreement.ci95 == pytest.approx([100 * end for end in wilson_interval(160, 200)])
+
+
+def test_three_dimensions_are_logits_only_where_targets_or_the_contract_say_so() -> None:
+    hidden = LOGITS.view(200, 5, 5)
+    task = LanguageModelling()
+    assert judge(task, TARGETS.view(200, 5), hidden, max_drop=50.0, metric="loss").has_logits
+    assert judge(logits=hidden, targets=None, max_kl=1.0).has_logits
+    assert not Judge(QuantizeConfig(), [(hidden, None)], lambda x: x, None).has_logits
+    with pytest.raises(UsageError, match="N×C or N×T×C logits"):
+        judge(logits=LOGITS.view(200, 1, 5, 5), targets=None, max_kl=1.0)
+
+
+def test_outputs_beyond_what_is_held_are_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = judge(max_kl=1.0).score(wrong(5))
+    monkeypatch.setattr("qtool.quantization.contract.KEPT", 2 * LOGITS[:300].nbytes)
+    calls: list[int] = []
+    parts = [(part, None) for part in LOGITS.split(300)]
+    frugal = Judge(QuantizeConfig(max_kl=1.0), parts, lambda x: (calls.append(len(x)), x)[1], None)
+    assert len(calls) == 4
+    assert torch.equal(frugal.score(wrong(5)).divergence, held.divergence)
+    assert calls[4:] == [300, 100]
