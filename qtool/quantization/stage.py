@@ -48,6 +48,7 @@ from qtool.quantization.scales import fold_scales
 from qtool.quantization.second_order import SecondOrder, is_slow
 from qtool.quantization.sensitivity import Sensitivities
 from qtool.quantization.targets import ORT_CPU, Target, get_target
+from qtool.quantization.transposed import write_transposed
 from qtool.quantization.zero_pads import absorb
 from qtool.recipe import QatConfig, QuantizeConfig
 
@@ -231,7 +232,7 @@ def _prepare(
     if train:
         merge_branches(graph, train=True)
         clip_early(graph)
-    _spell_for(target, graph)
+    _spell_for(target, graph, train=train)
     placement = Placement(graph, target, config.overrides)
     passes.improve(graph, placement)
     gains = _gains(graph, placement, config)
@@ -239,10 +240,11 @@ def _prepare(
     return _weighed(Prepared(ready, placement, pt2e.observers(ready), lambda: pt2e.convert(ready), set_training), gains)
 
 
-def _spell_for(target: Target, graph: GraphModule) -> None:
+def _spell_for(target: Target, graph: GraphModule, *, train: bool) -> None:
     """Writes a graph's operators as the target's runtime is quickest with them, in place."""
     fold_scales(graph)
     write_norms(graph, convolve=not target.scales_in_float)
+    write_transposed(graph, train=train)
     if target.flat_linears:
         flatten_linears(graph)
     write_products(graph, target.products)

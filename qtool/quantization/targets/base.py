@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from qtool.quantization.capture import CONVOLUTIONS
-from qtool.quantization.respell import ADAPTIVE_POOLS, AVERAGE_POOLS, MAX_POOLS
+from qtool.quantization.respell import ADAPTIVE_POOLS, AVERAGE_POOLS, MAX_POOLS, PADS
 
 aten = torch.ops.aten
 
@@ -206,6 +206,7 @@ SMOOTH = (
     aten.hardswish.default, aten.silu.default, aten.gelu.default, aten.elu.default, aten.tanh.default,
     aten.mish.default,
 )  # fmt: skip
+POINTWISE = (*RELU_LIKE, *SMOOTH, aten.sigmoid.default, aten.hardsigmoid.default, aten.leaky_relu.default)
 SOFTMAX = (aten.softmax.int, aten._softmax.default)
 UPSAMPLES = (aten.upsample_nearest1d.vec, aten.upsample_nearest2d.vec)
 BINARY: dict[str, Any] = {"activations": RELU_LIKE, "operands": (0, 1), "accepts": plain_sum}
@@ -221,6 +222,7 @@ POOLS_AND_MOVES = (
     Pattern("avg_pool", AVERAGE_POOLS, **BETWEEN),
     Pattern("max_pool", MAX_POOLS, shares=True, **BETWEEN),
     Pattern("move", MOVES, shares=True, **BETWEEN),
+    Pattern("pad", PADS, shares=True, accepts=pad_in_integers, **BETWEEN),
 )
 POOLS_AND_JOINS = (Pattern("concat", (aten.cat.default,), **BETWEEN), *POOLS_AND_MOVES)
 """What every target so far runs in integers between integers."""

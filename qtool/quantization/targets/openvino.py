@@ -20,17 +20,14 @@ import torch
 from qtool.quantization.targets.base import (
     BETWEEN,
     BINARY,
+    POINTWISE,
     POOLS_AND_MOVES,
-    RELU_LIKE,
-    SMOOTH,
     SOFTMAX,
     Pattern,
     Target,
     aten,
     weighted,
 )
-
-_FUSED = (*RELU_LIKE, *SMOOTH, aten.sigmoid.default, aten.hardsigmoid.default, aten.leaky_relu.default)
 
 _LOGITS = (aten.mul.Tensor, aten.div.Tensor, aten.add.Tensor, aten.where.ScalarOther, aten.masked_fill.Scalar)
 
@@ -47,7 +44,7 @@ def of_products(softmax: torch.fx.Node) -> str:
 OPENVINO = Target(
     "openvino",
     (
-        *weighted(_FUSED, sums=True),
+        *weighted(POINTWISE, sums=True),
         Pattern("add", (aten.add.Tensor,), **BINARY, **BETWEEN),
         Pattern("mul", (aten.mul.Tensor,), **BINARY, **BETWEEN),
         Pattern("concat", (aten.cat.default,), joins=True, **BETWEEN),
@@ -61,7 +58,7 @@ OPENVINO = Target(
             in_float="it runs in float between integers",
             accepts=of_products,
         ),
-        Pattern("activation", _FUSED, in_float="it runs in float between integers", **BETWEEN),
+        Pattern("activation", POINTWISE, in_float="it runs in float between integers", **BETWEEN),
     ),
     flat_linears=False,
     attention=True,

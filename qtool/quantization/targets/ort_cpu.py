@@ -18,7 +18,6 @@ from __future__ import annotations
 import torch
 
 from qtool.quantization.capture import CONVOLUTIONS
-from qtool.quantization.respell import PADS
 from qtool.quantization.targets.base import (
     BETWEEN,
     BINARY,
@@ -31,7 +30,6 @@ from qtool.quantization.targets.base import (
     Pattern,
     Target,
     aten,
-    pad_in_integers,
     weighted,
 )
 
@@ -77,7 +75,6 @@ ORT_CPU = Target(
         Pattern("add", (aten.add.Tensor,), **BINARY, **BETWEEN),
         Pattern("mul", (aten.mul.Tensor,), **BINARY, **BETWEEN),
         *POOLS_AND_JOINS,
-        Pattern("pad", PADS, shares=True, accepts=pad_in_integers, **BETWEEN),
         Pattern("upsample", UPSAMPLES, shares=True, **BETWEEN),
         Pattern("sigmoid", (aten.sigmoid.default,), fixed=GATE_RANGE, **BETWEEN),
         Pattern("hard_sigmoid", (aten.hardsigmoid.default,), fixed=GATE_RANGE, **BETWEEN),

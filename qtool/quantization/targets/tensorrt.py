@@ -12,21 +12,18 @@ from qtool.quantization.targets.base import (
     BETWEEN,
     BINARY,
     INT8_ACTIVATION,
+    POINTWISE,
     POOLS_AND_JOINS,
-    RELU_LIKE,
-    SMOOTH,
     Pattern,
     Target,
     aten,
     weighted,
 )
 
-_FUSED = (*RELU_LIKE, *SMOOTH, aten.sigmoid.default, aten.hardsigmoid.default, aten.leaky_relu.default)
-
 TENSORRT = Target(
     "tensorrt",
     (
-        *weighted(_FUSED),
+        *weighted(POINTWISE),
         Pattern("add", (aten.add.Tensor,), **BINARY, **BETWEEN),
         *POOLS_AND_JOINS,
     ),
