@@ -155,15 +155,37 @@ def as_graph(program: torch.export.ExportedProgram) -> GraphModule:
     return module
 
 
-def to_program(model: torch.nn.Module, example: Any) -> torch.export.ExportedProgram:
-    """Exports ``model`` with a dynamic first dimension of every input tensor.
+def to_program(model: torch.nn.Module, example: Any, axes: tuple[int, ...] = ()) -> torch.export.ExportedProgram:
+    """Exports ``model`` with a dynamic first dimension of every input tensor, and as many of ``axes`` as it leaves so.
 
-    ``example`` is a batch of inputs: a tensor, a tuple of arguments or a dict of keyword arguments.
+    ``example`` is a batch of inputs: a tensor, a tuple of arguments or a dict of keyword arguments. The axes that a
+    captured graph has open stay open.
     """
     args, kwargs = arguments(map_tensors(_at_least_two, example))
+    axes = tuple({*axes, *open_axes(model)})
     with torch.no_grad(), allocator.uncollected():
-        shapes = _dynamic(kwargs) if kwargs else _gathered(model, _dynamic(args))
+        shapes = _dynamic(kwargs, axes) if kwargs else _gathered(model, _dynamic(args, axes))
         return torch.export.export(model, args, kwargs or None, dynamic_shapes=shapes)
+
+
+def symbols_of(size: int | torch.SymInt) -> set[Any]:
+    """The symbols that a size is computed from; none of a number."""
+    return set() if isinstance(size, int) else set(size.node.expr.free_symbols)
+
+
+def batch_symbols(graph: torch.fx.Graph) -> set[Any]:
+    """The symbols that count the samples of a captured graph's inputs."""
+    values = [node.meta.get("val") for node in graph.nodes if node.op == "placeholder"]
+    shapes = [value.shape for value in values if isinstance(value, torch.Tensor) and value.dim()]
+    return {symbol for shape in shapes for symbol in symbols_of(shape[0])}
+
+
+def open_axes(model: torch.nn.Module) -> set[int]:
+    """The axes behind the batch whose size a captured graph leaves open in some input; none of any other module."""
+    nodes = model.graph.nodes if isinstance(model, GraphModule) else ()
+    values = [node.meta.get("val") for node in nodes if node.op == "placeholder"]
+    shapes = [value.shape for value in values if isinstance(value, torch.Tensor)]
+    return {axis for shape in shapes for axis, size in enumerate(shape) if axis and symbols_of(size)}
 
 
 def _gathered(model: torch.nn.Module, shapes: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -194,12 +216,12 @@ def check_inputs(graph: GraphModule, inputs: Any, where: str) -> None:
 
 
 def _fits(shape: torch.Size, wanted: torch.Size) -> bool:
-    sizes = [(size, fixed) for size, fixed in zip(shape, wanted, strict=False) if isinstance(fixed, int)]
+    sizes = [(size, fixed) for size, fixed in zip(shape, wanted, strict=False) if not symbols_of(fixed)]
     return len(shape) == len(wanted) and all(size == fixed for size, fixed in sizes)
 
 
 def _describe(value: torch.Tensor) -> str:
-    sizes = " × ".join(str(size) if isinstance(size, int) else "N" for size in value.shape)
+    sizes = " × ".join("N" if symbols_of(size) else str(size) for size in value.shape)
     return f"{str(value.dtype).removeprefix('torch.')} of {sizes or 'one value'}"
 
 
@@ -214,13 +236,19 @@ def _at_least_two(value: torch.Tensor) -> torch.Tensor:
     return torch.cat([value, value]) if value.dim() and value.shape[0] == 1 else value
 
 
-def _dynamic(value: Any) -> Any:
-    """The structure of ``value`` with a dynamic first dimension for each tensor and None for anything else."""
+def _dynamic(value: Any, axes: tuple[int, ...]) -> Any:
+    """The structure of ``value`` with a dynamic first dimension for each tensor and None for anything else.
+
+    Of ``axes`` those are dynamic that the model does not fix.
+    """
     if isinstance(value, Mapping):
-        return {key: _dynamic(item) for key, item in value.items()}
+        return {key: _dynamic(item, axes) for key, item in value.items()}
     if isinstance(value, tuple | list):
-        return type(value)(_dynamic(item) for item in value)
-    return {0: torch.export.Dim.DYNAMIC} if isinstance(value, torch.Tensor) and value.dim() else None
+        return type(value)(_dynamic(item, axes) for item in value)
+    if not isinstance(value, torch.Tensor) or not value.dim():
+        return None
+    wanted = {axis: torch.export.Dim.AUTO for axis in axes if axis < value.dim()}
+    return wanted | {0: torch.export.Dim.DYNAMIC}
 
 
 def save_graph(graph: GraphModule, example: Any, path: Path) -> None:

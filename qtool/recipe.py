@@ -184,6 +184,9 @@ class QuantizeConfig:
         "where calibration and algorithms run, QAT too if named: "
         "cpu, cuda, cuda:1 …; auto takes CUDA where there is one",
     )
+    dynamic_axes: tuple[int, ...] | None = option(
+        None, "axes of the inputs, beside the batch, whose size is to stay open: 1 for sequences, 2,3 for images", low=1
+    )
     calibration: str = option(
         "train:512", "train:N (N training samples, stratified by label), a set's name, or a recipe file"
     )

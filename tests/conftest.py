@@ -15,6 +15,11 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, settings
+
+# How long an example takes says nothing here: these tests run beside others, on machines with others.
+settings.register_profile("qtool", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("qtool")
 
 
 def bright_bands(folder: Path, parts: dict[str, int], noise: int, band: int) -> str:

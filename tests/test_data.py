@@ -164,7 +164,7 @@ def test_identity_names_the_content(npz: Path) -> None:
 # ---- drawing samples
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=60), st.data())
 def test_stratified_samples_keep_the_shares(labels: list[int], data: Any) -> None:
     count = data.draw(st.integers(1, len(labels)))
@@ -208,7 +208,7 @@ class Lazy(Dataset[Any]):
         return self.inputs[index], self.rows[index]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(1, 20), st.integers(1, 25), st.randoms())
 def test_fast_and_slow_paths_give_the_same_batches(count: int, size: int, random: Any) -> None:
     x, y = torch.arange(count * 3.0).view(count, 3), torch.arange(count)

@@ -24,7 +24,7 @@ def cut(x: torch.Tensor, y: torch.Tensor, size: int) -> list[tuple[torch.Tensor,
     return list(zip(x.split(size), y.split(size), strict=True))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(1, 40), st.integers(2, 12), st.integers(1, 17), st.integers(0, 2**31))
 def test_streaming_means_equal_the_whole(samples: int, classes: int, size: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -76,7 +76,7 @@ def test_no_sample_is_an_error(call) -> None:
         call()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(1, 50), st.integers(2, 8), st.floats(0, 2), st.integers(0, 2**31))
 def test_compare_equals_numpy(samples: int, classes: int, noise: float, seed: int) -> None:
     rng = np.random.default_rng(seed)

@@ -89,7 +89,7 @@ def test_steps_equal_the_loop_written_by_hand_bit_for_bit(optimizer):
 
 
 @given(size=st.integers(1, 20), micro=st.integers(1, 8), seed=st.integers(0, 99), data=st.data())
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_micro_batches_give_the_large_batch(size, micro, seed, data):
     """In float64, for a loss whose weights differ from sample to sample and may be zero."""
     tokens = torch.tensor(data.draw(st.lists(st.integers(0, 9), min_size=size, max_size=size)), dtype=torch.float64)

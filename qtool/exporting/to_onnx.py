@@ -46,6 +46,7 @@ from qtool.exporting.passes import (
     metadata,
     names,
     pads,
+    sizes,
     stem,
     wide_gates,
     wide_groups,
@@ -123,6 +124,7 @@ def _translate(graph: GraphModule, example: Any, opset: int) -> tuple[ir.Model, 
     assert exported is not None
     assert exported.exported_program is not None
     _require_opset(exported.model, opset)
+    sizes.apply(exported.model)
     _restore_inputs(exported.model, {str(name) for name in program.graph_signature.user_inputs})
     labelled = (node for node in exported.exported_program.graph.nodes if "unit" in (node.meta.get("custom") or {}))
     return exported.model, {node.name: unit_of(node) for node in labelled}

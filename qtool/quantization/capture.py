@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from qtool.errors import QtoolError, one_line
-from qtool.form import as_graph, to_program
+from qtool.errors import QtoolError, UsageError, one_line
+from qtool.form import as_graph, open_axes, to_program
 from qtool.nested import call, map_tensors, tensors
 from qtool.quantization.functional import DROPOUTS, functionalized, make_functional, mutations
 from qtool.quantization.linears import write_linears
@@ -45,17 +45,19 @@ DEFAULT_MOMENTUM = 0.1
 TRANSPOSED = (aten.conv_transpose1d.default, aten.conv_transpose2d.input)
 
 
-def capture(model: nn.Module, example: Any, *, train: bool = False) -> GraphModule:
+def capture(model: nn.Module, example: Any, *, train: bool = False, axes: tuple[int, ...] = ()) -> GraphModule:
     """Captures ``model`` with a dynamic first dimension of every input tensor.
 
     ``example`` is a batch of inputs: a tensor, a tuple of arguments or a dict of keyword arguments, batch
     first (a single sample is doubled, since torch treats a batch of one as a constant). ``train`` captures
     the training form, with live batch-norm and dropout; otherwise evaluation mode is captured. The model
     itself, its weights included, is left as it was. Batch-norm that averages cumulatively (momentum None) is
-    captured with torch's default momentum, since a graph cannot hold a momentum that depends on a count.
+    captured with torch's default momentum, since a graph cannot hold a momentum that depends on a count. ``axes`` are
+    those behind the first whose size is open as well, in every input that has them.
 
-    Raises QtoolError naming the user's line when the model refuses the example or ``torch.export`` cannot capture
-    it, and when weights or inputs are floats of another size than 32 bits.
+    Raises UsageError for one of ``axes`` that the model fixes, QtoolError naming the user's line when the model refuses
+    the example or ``torch.export`` cannot capture it, and when weights or inputs are floats of another size than 32
+    bits.
     """
     require_float32(model, example)
     modes = [(module, module.training) for module in model.modules()]
@@ -65,7 +67,7 @@ def capture(model: nn.Module, example: Any, *, train: bool = False) -> GraphModu
         for norm in averages:
             norm.momentum = DEFAULT_MOMENTUM
         with quiet_export():
-            program = to_program(model, example)
+            program = to_program(model, example, axes)
     except Exception as error:
         raise _refused(model, example, error) from error
     finally:
@@ -74,6 +76,8 @@ def capture(model: nn.Module, example: Any, *, train: bool = False) -> GraphModu
         for norm in averages:
             norm.momentum = None
     graph_module = as_graph(program)
+    for axis in axes:
+        _require_open(graph_module, axis)
     make_functional(graph_module)
     if writes := mutations(graph_module):
         if train:
@@ -90,6 +94,16 @@ def capture(model: nn.Module, example: Any, *, train: bool = False) -> GraphModu
             node.meta["owner"] = owner(node)
     merge_repeats(graph_module)
     return graph_module
+
+
+def _require_open(graph_module: GraphModule, axis: int) -> None:
+    if axis in open_axes(graph_module):
+        return
+    values = [node.meta.get("val") for node in graph_module.graph.nodes if node.op == "placeholder"]
+    sizes = [int(value.shape[axis]) for value in values if isinstance(value, Tensor) and value.dim() > axis]
+    got = f"axis {axis}, which it fixes to {sizes[0]}" if sizes else f"axis {axis}, which no input has"
+    do = "have the model read x.shape instead of a number, or leave it out" if sizes else "leave it out"
+    raise UsageError("--dynamic-axes", "axes of the inputs whose size the model leaves open", got, do)
 
 
 def require_float32(model: nn.Module, example: Any) -> None:

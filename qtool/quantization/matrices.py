@@ -4,7 +4,7 @@ A runtime's integer kernel for a linear layer with a bias (Gemm) takes matrices;
 and the bias are two operators and the second runs in float. So ``linear(x)`` with x of N × T × C becomes a linear
 layer over NT × C between two reshapes, which cost nothing. An activation behind it moves in front of the second
 reshape, where it fuses. The dimension whose size is not fixed, the batch, may stand anywhere: attention over
-T × N × C is written so.
+T × N × C is written so. Where the length of sequences is open as well, the second reshape reads it from the input.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from qtool.quantization.targets import RELU_LIKE
 
 
 def flatten_linears(graph_module: GraphModule) -> int:
-    """Rewrites in place each linear layer of which one dimension at most has no fixed size; returns how many."""
+    """Rewrites in place each linear layer; returns how many."""
     linears = [node for node in graph_module.graph.nodes if node.target is aten.linear.default]
     changed = [node for node in linears if node.meta["val"].dim() != 2 and _flatten(node)]
     graph_module.graph.eliminate_dead_code()
@@ -33,14 +33,14 @@ def flatten_linears(graph_module: GraphModule) -> int:
 def _flatten(node: Node) -> bool:
     source, value = node.args[0], node.meta["val"]
     assert isinstance(source, Node)
-    sizes = [size if isinstance(size, int) else -1 for size in value.shape]
-    if value.dim() < 3 or sizes.count(-1) > 1:
+    if value.dim() < 3:
         return False
+    sizes = _sizes(node, source)
     follower = next(iter(node.users)) if len(node.users) == 1 else None
     last = follower if follower is not None and follower.target in RELU_LIKE and follower.args[0] is node else node
     rows = math.prod(value.shape[:-1])
     flat_in = source.meta["val"].new_empty([rows, source.meta["val"].shape[-1]])
-    flat_out = value.new_empty([rows, sizes[-1]])
+    flat_out = value.new_empty([rows, value.shape[-1]])
     with node.graph.inserting_before(node):
         node.update_arg(0, _reshape(node, source, [-1, flat_in.shape[1]], flat_in))
     with node.graph.inserting_after(last):
@@ -49,6 +49,19 @@ def _flatten(node: Node) -> bool:
     for flattened in {node, last}:
         flattened.meta = {**flattened.meta, "val": flat_out}
     return True
+
+
+def _sizes(node: Node, source: Node) -> list[Any]:
+    """The shape of a layer's result: −1 for the first size that is open, and what the input says for any other."""
+    sizes: list[Any] = list(node.meta["val"].shape)
+    for axis in [axis for axis, size in enumerate(sizes) if not isinstance(size, int)]:
+        if -1 not in sizes:
+            sizes[axis] = -1
+            continue
+        with node.graph.inserting_before(node):
+            size = node.graph.call_function(aten.sym_size.int, (source, axis))
+        size.meta["val"], sizes[axis] = sizes[axis], size
+    return sizes
 
 
 def _reshape(near: Node, source: Node, shape: list[Any], value: Any) -> Node:

@@ -134,7 +134,7 @@ def convert(
             )
     if iter(calibration) is calibration:
         calibration = _again(calibration, config, keep)
-    float_graph = float_form(model, example, merged=config.engine == "pt2e")
+    float_graph = float_form(model, example, merged=config.engine == "pt2e", axes=config.dynamic_axes or ())
     saved = read_ranges(Path(config.ranges_from)) if config.ranges_from is not None else {}
     _check_repeated(saved, config)
     passes = Passes(config, calibration, saved=saved, keep=keep, report=report, scratch=scratch)
@@ -191,14 +191,14 @@ def sensitivities(
     return SecondOrder(*parts, state) if kind == "second-order" else Sensitivities(*parts, state)
 
 
-def float_form(model: nn.Module, example: Any, *, merged: bool = True) -> GraphModule:
+def float_form(model: nn.Module, example: Any, *, merged: bool = True, axes: tuple[int, ...] = ()) -> GraphModule:
     """The captured float model in evaluation form: the reference of every comparison.
 
     Batch-norm is folded; unless they are not to be ``merged``, parallel branches are one convolution and activations
     stand behind the layers that take them in. Raises
     QtoolError where it does not compute what ``model`` does.
     """
-    graph = capture(model, example)
+    graph = capture(model, example, axes=axes)
     remove_dropout(graph)
     fold_batch_norm(graph)
     if merged:
@@ -228,7 +228,7 @@ def _prepare(
             model, placement, example, train=train, detailed=detailed, weight_ranges=config.weight_ranges
         )
         return _weighed(prepared, gains)
-    graph = capture(model, example, train=True) if train else copied(float_graph)
+    graph = capture(model, example, train=True, axes=config.dynamic_axes or ()) if train else copied(float_graph)
     if train:
         merge_branches(graph, train=True)
         clip_early(graph)

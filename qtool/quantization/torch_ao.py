@@ -30,7 +30,7 @@ from torch.fx import GraphModule, Node
 from torch.nn import functional as F
 
 from qtool.errors import QtoolError, one_line
-from qtool.form import arguments
+from qtool.form import arguments, open_axes
 from qtool.quantization import observers as own
 from qtool.quantization.align import Misaligned, align, check_quantizers, label_units, quantized_values
 from qtool.quantization.capture import aten, capture, owner, remove_dropout, user_line
@@ -373,7 +373,7 @@ def _convert(prepared: GraphModule, placement: Placement, config: BackendConfig,
     """The quantized graph, its units named by the placement. Raises QtoolError where torch.ao placed otherwise."""
     with quiet_torch_ao():
         reference = _convert_to_reference_decomposed_fx(prepared, backend_config=config)
-    graph = capture(reference, example)
+    graph = capture(reference, example, axes=tuple(open_axes(placement.graph_module)))
     remove_dropout(graph)
     fold_quantized(graph)
     drop_requantization(graph)

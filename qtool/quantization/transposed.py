@@ -11,7 +11,7 @@ the kernel, as in 2×2 and 4×4 with stride 2, there are as many products as bef
 fewer taps are filled up with zeros, 16 for 9 in a 3×3 of stride 2.
 
 The float reference and baseline keep the layer as it is. Left out on purpose: groups, whose many small convolutions are
-slow in integers; dilation; sizes that are not fixed; and in training a batch-norm behind, which is to see the channels,
+slow in integers; dilation; and in training a batch-norm behind, which is to see the channels,
 and kernels that zeros would be filled into, since training would move them.
 """
 
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,8 +52,12 @@ class Axis:
 
     @property
     def result(self) -> int:
-        """The size of the result."""
-        return (self.size - 1) * self.stride - 2 * self.padding + self.kernel + self.output_padding
+        """The size of the result, which may be open as that of the input is."""
+        return self.size * self.stride + self._more
+
+    @property
+    def _more(self) -> int:
+        return self.kernel + self.output_padding - 2 * self.padding - self.stride
 
     @property
     def first(self) -> int:
@@ -87,12 +92,17 @@ class Axis:
     @property
     def places(self) -> int:
         """The size of the convolution's result."""
-        return self.size + sum(self.pads) - self.taps + 1
+        return self.size + self._more_places
 
     @property
-    def cut(self) -> int:
-        """Results before the first that is wanted."""
-        return self.padding - self.first - self.skipped * self.stride
+    def _more_places(self) -> int:
+        return sum(self.pads) - self.taps + 1
+
+    @property
+    def cut(self) -> tuple[int, int]:
+        """Results before the first and behind the last that is wanted, however many there are between."""
+        before = self.padding - self.first - self.skipped * self.stride
+        return before, self._more_places * self.stride - before - self._more
 
     @property
     def zeros(self) -> tuple[int, int]:
@@ -125,10 +135,11 @@ def _axes(graph_module: GraphModule, node: Node) -> list[Axis] | None:
     groups = given.pop(3)
     stride, padding, more, dilation = (_spread(value, rank) for value in given)
     sizes = list(node.args[0].meta["val"].shape[2:])  # type: ignore[union-attr]
-    if groups != 1 or set(dilation) != {1} or not all(isinstance(size, int) for size in sizes):
+    if groups != 1 or set(dilation) != {1}:
         return None
     kernel = list(weight.shape[2:])
-    for i in (i for i, size in enumerate(sizes) if size == 1):  # a single place has no next: all results are its phases
+    for i in (i for i, size in enumerate(sizes) if isinstance(size, int) and size == 1):
+        # a single place has no next: all results are its phases
         stride[i] = kernel[i] + more[i]
     return [Axis(*sides) for sides in zip(sizes, kernel, stride, padding, more, strict=True)]
 
@@ -167,9 +178,10 @@ def _rewrite(graph_module: GraphModule, node: Node, axes: list[Axis], written: d
             last = _call(node, activation.target, (last, *activation.args[1:]), last.meta["val"].shape)
         last = _shuffled(node, last, strides)
         for index, axis in enumerate(axes, 2):
-            sizes = list(last.meta["val"].shape)
-            if sizes[index] != axis.result:
-                cut = (last, index, axis.cut, axis.cut + axis.result)
+            before, behind = axis.cut
+            if before or behind:
+                sizes, end = list(last.meta["val"].shape), -behind if behind else sys.maxsize
+                cut = (last, index, before, end)
                 last = _call(node, aten.slice.Tensor, cut, [*sizes[:index], axis.result, *sizes[index + 1 :]])
     (activation or node).replace_all_uses_with(last)
 
@@ -193,9 +205,12 @@ def _shuffled(node: Node, phases: Node, strides: list[int]) -> Node:
     rank = len(sizes)
     order = [0, 1, *(axis for i in range(rank) for axis in (2 + rank + i, 2 + i))]
     apart = [batch, inner, *strides, *sizes]
-    split = _call(node, aten.reshape.default, (phases, [-1, *apart[1:]]), apart)
-    turned = _call(node, aten.permute.default, (split, order), [apart[axis] for axis in order])
-    return _call(node, aten.reshape.default, (turned, [-1, *shape[1:]]), shape)
+    last = _call(node, aten.unflatten.int, (phases, 1, apart[1 : 2 + rank]), apart)
+    turned = [apart[axis] for axis in order]
+    last = _call(node, aten.permute.default, (last, order), turned)
+    for axis in range(2, 2 + rank):
+        last = _call(node, aten.flatten.using_ints, (last, axis, axis + 1), [*shape[: axis + 1], *turned[2 * axis :]])
+    return last
 
 
 def _call(node: Node, target: Any, arguments: tuple[Any, ...], shape: list[Any]) -> Node:

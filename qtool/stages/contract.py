@@ -208,7 +208,7 @@ def _judge(source: Source, config: QuantizeConfig, inputs: Iterable[Any], pairs:
     from qtool.quantization.stage import float_form
 
     assert source.model is not None
-    graph = float_form(source.model, example_of(source, inputs))
+    graph = float_form(source.model, example_of(source, inputs), axes=config.dynamic_axes or ())
     import torch
 
     with torch.no_grad():

@@ -24,7 +24,7 @@ def test_a_gate_and_a_branch_stay_whole(gated: tuple[QuantizedModel, torch.Tenso
     assert [name for block in found for name in block.units if name != "4"] == units  # a flatten is in no plan
 
 
-@settings(max_examples=100, deadline=None, derandomize=True, database=None)
+@settings(max_examples=100, derandomize=True, database=None)
 @given(st.lists(st.tuples(st.floats(0, 9), st.floats(0, 9), st.floats(0, 5)), min_size=1, max_size=7))
 def test_the_fastest_formats_are_those_of_trying_all(rows: list[tuple[float, float, float]]) -> None:
     times, conversions = [row[:2] for row in rows], [row[2] for row in rows]

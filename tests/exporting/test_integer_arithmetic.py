@@ -37,7 +37,7 @@ def rounded(exact: Fraction) -> np.float32:
 
 
 @given(floats, floats, floats)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_fused_multiply_add_rounds_once(a: float, b: float, c: float) -> None:
     result = fused_multiply_add(*(torch.tensor([v], dtype=torch.float32) for v in (a, b, c)))
     assert result.numpy()[0] == rounded(Fraction(a) * Fraction(b) + Fraction(c))

@@ -74,7 +74,7 @@ def networks(draw: st.DrawFn) -> onnx.ModelProto:
 
 @needs_vnni
 @given(model=networks(), batch=st.integers(1, 5))
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 def test_drawn_networks_equal_the_runtime(
     tmp_path_factory: pytest.TempPathFactory, model: onnx.ModelProto, batch: int
 ) -> None:

@@ -480,7 +480,7 @@ def test_an_operator_without_an_onnx_form_is_told_with_the_users_line() -> None:
 
 
 @settings(
-    max_examples=8, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck),
+    max_examples=8, derandomize=True, database=None, suppress_health_check=list(HealthCheck),
     phases=[Phase.explicit, Phase.generate],
 )  # fmt: skip
 @given(conv_nets.nets())

@@ -273,7 +273,7 @@ def test_a_division_of_the_users_own_is_not_taken_for_a_live_norm() -> None:
     assert distance(model, graph, x) < 2e-6
 
 
-@settings(max_examples=12, deadline=None, derandomize=True, database=None)
+@settings(max_examples=12, derandomize=True, database=None)
 @given(
     groups=st.sampled_from([1, 2, 3]), per_group=st.integers(1, 3), outputs=st.integers(1, 3), bias=st.booleans(),
     transposed=st.booleans(), seed=st.integers(0, 9),

@@ -98,7 +98,7 @@ def test_a_constant_keeps_its_value(method, value):
     assert max(high, 0) == pytest.approx(max(np.float32(value), 0), rel=2e-3)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.integers(-80, 80), st.sampled_from(KINDS), st.sampled_from(sorted(ESTIMATORS)))
 def test_ranges_scale_with_the_unit(power, kind, method):
     x = samples(kind, 3000)

@@ -137,7 +137,7 @@ def test_squeezing_keeps_a_batch_of_one() -> None:
     assert graph(X[:1]).shape == (1, 8)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(st.data())
 def test_any_turn_is_a_permutation(data: st.DataObject) -> None:
     rank = data.draw(st.integers(3, 5))

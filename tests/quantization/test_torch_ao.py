@@ -111,7 +111,7 @@ def test_the_engines_agree_on_small_nets(name: str, rank: int) -> None:
     assert_same(*both(conv_nets.build(net), example, calibration), calibration[0])
 
 
-@settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=5, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(
     net=st.builds(Net, layers=st.lists(conv_nets.layers(), min_size=1, max_size=2).map(tuple), seed=st.integers(0, 99))
 )

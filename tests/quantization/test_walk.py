@@ -28,7 +28,7 @@ def walked(graph: torch.fx.GraphModule, batches: list, budget: int = 2**30) -> l
         return list(walk.output())
 
 
-@settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=4, suppress_health_check=list(HealthCheck))
 @given(nets(most=3))
 def test_a_walk_through_any_quantized_net_gives_what_running_it_gives(net) -> None:
     model = build(net)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node, map_arg
 
-from qtool.form import quantized
+from qtool.form import batch_symbols, quantized, symbols_of
 from qtool.quantization.algorithms.regions import Region
 from qtool.quantization.algorithms.walk import Walk, dequantize
 
@@ -140,7 +140,7 @@ def _varies(node: Node) -> bool:
     assert isinstance(source, Node)
     known = source.meta.get("val")
     first = known.shape[0] if isinstance(known, Tensor) and known.dim() else known
-    return isinstance(first, torch.SymInt)
+    return isinstance(first, torch.SymInt) and bool(symbols_of(first) & batch_symbols(source.graph))
 
 
 def _samples(value: Tensor, size: int, rows: Tensor) -> Tensor:

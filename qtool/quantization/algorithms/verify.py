@@ -103,6 +103,8 @@ def _unpadded(source: Any) -> Node:
 
 
 class _Keep(Interpreter):
+    """Keeps values, in whole samples of one size: where sizes are open, that of the first."""
+
     def __init__(self, graph: GraphModule, wanted: set[Any]) -> None:
         super().__init__(graph)
         self.wanted = wanted
@@ -112,6 +114,8 @@ class _Keep(Interpreter):
         result = super().run_node(n)
         if n in self.wanted:
             kept = self.kept.setdefault(n, [])
+            if kept and kept[0].shape[1:] != result.shape[1:]:
+                return result
             room = max(2, VALUES // max(1, result[0].numel())) - sum(map(len, kept))
             kept.append(result[: max(0, room)].clone())
         return result

@@ -196,7 +196,7 @@ def pad_in_integers(node: torch.fx.Node) -> str:
 
 
 MOVES = (
-    aten.flatten.using_ints, aten.reshape.default,
+    aten.flatten.using_ints, aten.unflatten.int, aten.reshape.default,
     aten.permute.default, aten.transpose.int, aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default,
     aten.contiguous.default, aten.clone.default, aten.slice.Tensor, aten.select.int, aten.expand.default,
     aten.pixel_shuffle.default, aten.channel_shuffle.default, aten.dropout.default, aten.feature_dropout.default,

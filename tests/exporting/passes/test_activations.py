@@ -48,7 +48,7 @@ def outputs(model: onnx.ModelProto, x: np.ndarray) -> np.ndarray:
 limits = st.one_of(st.none(), st.sampled_from([-6.0, -1.0, -0.5, 0.0, 0.5, 1.0, 6.0]), st.floats(-8, 8, width=32))
 
 
-@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+@settings(max_examples=150, derandomize=True, database=None)
 @given(
     bounds=st.one_of(st.none(), st.tuples(limits, limits)), span=st.floats(0.125, 12, width=32),
     share=st.floats(0, 1), dtype=st.sampled_from([np.uint8, np.int8]),

@@ -41,7 +41,7 @@ applied = functools.partial(rewritten_by, conv_pads.apply)
 
 
 @needs_vnni
-@settings(max_examples=15, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=15, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 @given(
     ends=st.lists(st.integers(0, 3), min_size=4, max_size=4), own=st.lists(st.integers(0, 1), min_size=4, max_size=4),
     stride=st.integers(1, 3), value=st.sampled_from([0.0, None]), elsewhere=st.booleans(), seed=st.integers(0, 99),

@@ -23,7 +23,7 @@ def room(monkeypatch):
     monkeypatch.setattr(even_inputs, "MOST_GROWTH", 5.0)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     channels=st.integers(2, 15).filter(lambda c: c % 4),
     kernel=st.tuples(st.integers(1, 5), st.integers(2, 5)),

@@ -37,7 +37,7 @@ def every_value(scale: float, zero_point: int) -> np.ndarray:
 
 
 @needs_vnni
-@settings(max_examples=40, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 @given(scale=st.floats(1e-3, 0.2), zero_point=st.integers(0, 255))
 def test_all_integers_are_those_of_the_hard_sigmoid(scale: float, zero_point: int, tmp_path: Path) -> None:
     changed, rewritten = applied(gate(scale, zero_point))

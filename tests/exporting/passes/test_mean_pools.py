@@ -31,7 +31,7 @@ def pooled(
 
 
 @needs_vnni
-@settings(max_examples=15, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=15, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 @given(
     kernel=st.integers(1, 4), stride=st.integers(1, 3), pad=st.integers(0, 1), scale=st.sampled_from([0.03, 0.021]),
     seed=st.integers(0, 9),

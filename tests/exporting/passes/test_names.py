@@ -42,7 +42,7 @@ def applied(model: onnx.ModelProto, unit_names: list[str]) -> onnx.ModelProto:
 paths = st.sampled_from(["a", "a.b", "layer1.0.conv", "x", "output", "output_0", "a/quantized"])
 
 
-@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@settings(max_examples=40, derandomize=True, database=None)
 @given(unit_names=st.lists(paths, min_size=1, max_size=3), outputs=st.integers(1, 2), batch=st.integers(1, 2))
 def test_only_names_change_and_each_is_unique(unit_names: list[str], outputs: int, batch: int) -> None:
     model, _ = net(len(unit_names), min(outputs, len(unit_names)))

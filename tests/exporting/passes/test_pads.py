@@ -33,7 +33,7 @@ applied = functools.partial(rewritten_by, pads.apply)
 
 
 @needs_vnni
-@settings(max_examples=15, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=15, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 @given(
     ends=st.lists(st.integers(0, 3), min_size=4, max_size=4), mode=st.sampled_from(["constant", "reflect", "edge"]),
     value=st.sampled_from([0.0, None]), seed=st.integers(0, 99),

@@ -11,7 +11,7 @@ from qtool.exporting.integer_reference import IntegerReference
 from qtool.exporting.passes import stem
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     channels=st.integers(1, 4),
     kernel=st.tuples(st.integers(2, 7), st.integers(2, 7)),

@@ -39,7 +39,7 @@ def applied(model: onnx.ModelProto) -> tuple[int, onnx.ModelProto]:
     return wide_gates.apply(rewritten), ir.serde.serialize_model(rewritten)
 
 
-@settings(max_examples=20, deadline=None, derandomize=True, database=None)
+@settings(max_examples=20, derandomize=True, database=None)
 @given(
     channels=st.integers(1, 9), size=st.tuples(st.integers(1, 6), st.integers(2, 6)), first=st.booleans(),
     batch=st.integers(1, 3),

@@ -1,0 +1,156 @@
+"""Sizes behind the batch that stay open, from the captured graph to the file that is served."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import qtool
+from qtool.errors import UsageError
+from qtool.stages.quantization import open_quantized
+
+
+class Segmenter(nn.Module):
+    """Images of any size that 2 divides to maps of classes: down, up again, and beside what was there before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU())
+        self.down = nn.Conv2d(8, 16, 3, 2, 1)
+        self.up = nn.ConvTranspose2d(16, 8, 4, 2, 1)
+        self.last = nn.Conv2d(16, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.last(torch.cat([x, F.relu(self.up(F.relu(self.down(x))))], 1))  # type: ignore[no-any-return]
+
+
+class Reader(nn.Module):
+    """Tokens, and which of them count, to classes: attention over sequences of any length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(60, 32)
+        self.mix = nn.Linear(32, 96)
+        self.out = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+        self.norm = nn.LayerNorm(32)
+        self.head = nn.Linear(32, 5)
+
+    def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        x = self.words(tokens)
+        q, k, v = (part.unflatten(2, (4, 8)).transpose(1, 2) for part in self.mix(x).chunk(3, dim=2))
+        mixed = F.scaled_dot_product_attention(q, k, v, mask[:, None, None, :] > 0)
+        x = self.norm(x + mixed.transpose(1, 2).flatten(2))
+        x = x + self.out(x)
+        counted = mask[:, :, None].float()
+        return self.head((x * counted).sum(1) / counted.sum(1))  # type: ignore[no-any-return]
+
+
+def images(count: int, size: int) -> Tensor:
+    return torch.randn(count, 3, size, size + 4)
+
+
+def texts(count: int, length: int) -> dict[str, Tensor]:
+    mask = torch.ones(count, length, dtype=torch.int64)
+    mask[0, length // 2 :] = 0
+    return {"tokens": torch.randint(0, 60, (count, length)), "mask": mask}
+
+
+NETS: dict[str, tuple[Any, Any, tuple[int, ...], list[str]]] = {
+    "images": (Segmenter, images, (2, 3), ["batch", "axis_2", "axis_3"]),
+    "texts": (Reader, texts, (1,), ["batch", "axis_1"]),
+}
+
+
+def run(path: Path, inputs: Any) -> Tensor:
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    names = [value.name for value in session.get_inputs()]
+    values = inputs if isinstance(inputs, dict) else dict(zip(names, [inputs], strict=True))
+    return torch.from_numpy(np.asarray(session.run(None, {name: values[name].numpy() for name in names})[0]))
+
+
+def db(wanted: Tensor, got: Tensor) -> float:
+    return float(10 * torch.log10(wanted.square().sum() / (wanted - got).square().sum()))
+
+
+@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize(
+    "settings", [{}, {"effort": "best"}, {"algorithms": ["adaround"], "rounding_steps": 5}], ids=str
+)
+def test_the_file_takes_sizes_that_it_was_not_calibrated_with(
+    name: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    make, sample, axes, names = NETS[name]
+    model = make().eval()
+    batches = [sample(8, 8 if index % 2 else 12) for index in range(8)]
+    qtool.quantize(model, batches, dynamic_axes=axes, out=tmp_path, **settings)
+    quantized = open_quantized(tmp_path)
+    assert not [unit for unit in quantized.plan.float_units if unit.kind in ("conv", "linear", "conv_transpose2d")]
+    exported = qtool.export(tmp_path, samples=batches)
+    assert all(gate["passed"] for gate in exported.gates)
+    session = onnxruntime.InferenceSession(exported.files["int8"], providers=["CPUExecutionProvider"])
+    assert all([size for size in value.shape if isinstance(size, str)] == names for value in session.get_inputs())
+    for size in (8, 16, 22):
+        inputs = sample(3, size)
+        with torch.no_grad():
+            wanted = model(**inputs) if isinstance(inputs, dict) else model(inputs)
+        assert db(wanted, run(exported.files["fp32"], inputs)) > 90
+        assert db(wanted, quantized(inputs)) > 20
+        assert db(quantized(inputs), run(exported.files["int8"], inputs)) > 25
+
+
+def test_without_the_flag_other_sizes_are_refused() -> None:
+    quantized = qtool.quantize(Segmenter(), [images(4, 8)], effort="fast")
+    with pytest.raises(qtool.QtoolError, match="N × 3 × 8 × 12"):
+        quantized(images(2, 10))
+
+
+class Fixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8 * 8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.flatten(1))  # type: ignore[no-any-return]
+
+
+def test_an_axis_that_the_model_fixes_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"axis 2, which it fixes to 8; have the model read x\.shape"):
+        qtool.quantize(Fixed(), [torch.randn(4, 8, 8)], dynamic_axes=[2])
+    with pytest.raises(UsageError, match="axis 5, which no input has; leave it out"):
+        qtool.quantize(Fixed(), [torch.randn(4, 8, 8)], dynamic_axes=[5])
+
+
+@pytest.mark.parametrize("settings", [{"engine": "torch.ao"}, {"target": "openvino"}, {"weights_only": True}], ids=str)
+def test_other_ways_of_quantizing_leave_them_open_too(settings: dict[str, Any], tmp_path: Path) -> None:
+    if settings.get("target"):
+        pytest.importorskip("openvino")
+    torch.manual_seed(0)
+    model, batches = Segmenter().eval(), [images(8, size) for size in (8, 12)]
+    quantized = qtool.quantize(model, batches, dynamic_axes=(2, 3), effort="fast", **settings)
+    exported = qtool.export(quantized, tmp_path, samples=batches)
+    x = images(3, 18)
+    assert db(quantized(x), run(exported.files["int8"], x)) > 25
+
+
+def test_training_for_quantization_leaves_them_open(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x, labels = torch.randn(96, 3, 8, 12), torch.arange(96) % 4
+
+    class Classifier(nn.Sequential):
+        def __init__(self) -> None:
+            super().__init__(Segmenter(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+    parts = torch.utils.data.TensorDataset(x, labels)
+    quantized = qtool.quantize(
+        Classifier(), {"train": parts, "test": parts}, mode="qat", dynamic_axes=(2, 3), epochs=1, batch_size=32
+    )
+    assert quantized(torch.randn(2, 3, 20, 16)).shape == (2, 4)
