@@ -17,7 +17,7 @@ a row pooled to one cell                                  a mean
 pooled to as many cells as divide the size; as it has     ``avg_pool``; nothing
 attention without an axis for heads, or with several      attention with one head, or all in one axis
 ``stack``; a concatenation of one                         ``cat`` of ``unsqueeze``; nothing
-``x + 0``, ``x * 1``, a padding by nothing                nothing
+``x + 0``, ``x * 1``, a padding by nothing, ``x[:]``      nothing
 ``new_zeros``, ``ones_like`` … of a fixed size            ``full``
 ``.float()`` of what is float32                           nothing
 ========================================================  ==========================================
@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -207,6 +208,15 @@ def _spell_pad(node: Node) -> None:
         _drop(node)
 
 
+def _spell_slice(node: Node) -> None:
+    """``x[:, 1:]`` is written as a slice of each axis, of which the first takes everything."""
+    axis, start, end, step = (*node.args[1:], *(0, None, None, 1)[len(node.args) - 1 :])  # type: ignore[misc]
+    size = node.args[0].meta["val"].shape[axis]  # type: ignore[union-attr]
+    whole = end in (None, sys.maxsize) or (isinstance(end, int) and isinstance(size, int) and end >= size)
+    if whole and start in (0, None) and step == 1:
+        _drop(node)
+
+
 def _drop(node: Node) -> None:
     """Has the readers of an operator that does nothing read what it reads."""
     source = node.args[0]
@@ -377,6 +387,7 @@ _RULES: dict[Any, Callable[[Node], None]] = {
     **dict.fromkeys(PADS, _spell_pad),
     **dict.fromkeys(ADAPTIVE_POOLS, _spell_adaptive_pool),
     aten.permute.default: _spell_order,
+    aten.slice.Tensor: _spell_slice,
     aten.expand_as.default: _spell_expand,
     aten.narrow.default: _spell_narrow,
     operator.getitem: _spell_part,

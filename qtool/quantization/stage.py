@@ -47,6 +47,7 @@ from qtool.quantization.residence import Moved, on
 from qtool.quantization.scales import fold_scales
 from qtool.quantization.second_order import SecondOrder, is_slow
 from qtool.quantization.sensitivity import Sensitivities
+from qtool.quantization.shuffles import write_rows
 from qtool.quantization.targets import ORT_CPU, Target, get_target
 from qtool.quantization.transposed import write_transposed
 from qtool.quantization.zero_pads import absorb
@@ -245,6 +246,8 @@ def _spell_for(target: Target, graph: GraphModule, *, train: bool) -> None:
     fold_scales(graph)
     write_norms(graph, convolve=not target.scales_in_float)
     write_transposed(graph, train=train)
+    if target.channels_last:
+        write_rows(graph)
     if target.flat_linears:
         flatten_linears(graph)
     write_products(graph, target.products)

@@ -28,6 +28,7 @@ from torch.fx import GraphModule, Node
 from torch.nn import functional as F
 
 from qtool.quantization.capture import aten, clean, parameter, set_parameter
+from qtool.quantization.shuffles import call, channels_first, rows
 from qtool.quantization.targets.base import POINTWISE
 
 _PLAIN = {
@@ -169,20 +170,14 @@ def _rewrite(graph_module: GraphModule, node: Node, axes: list[Axis], written: d
         if any(before != behind for before, behind in (axis.pads for axis in axes)):
             around = [amount for axis in reversed(axes) for amount in axis.pads]
             padded = [axis.size + sum(axis.pads) for axis in axes]
-            last = _call(node, aten.constant_pad_nd.default, (source, around), [*source.meta["val"].shape[:2], *padded])
+            last = call(node, aten.constant_pad_nd.default, (source, around), [*source.meta["val"].shape[:2], *padded])
             padding = [0] * len(axes)
         arguments = (last, *stored, [1] * len(axes), padding)
         plain: Any = _PLAIN[node.target]  # type: ignore[index]
-        last = _call(node, plain, arguments, [*outer, *(axis.places for axis in axes)])
+        last = call(node, plain, arguments, [*outer, *(axis.places for axis in axes)])
         if activation is not None:
-            last = _call(node, activation.target, (last, *activation.args[1:]), last.meta["val"].shape)
-        last = _shuffled(node, last, strides)
-        for index, axis in enumerate(axes, 2):
-            before, behind = axis.cut
-            if before or behind:
-                sizes, end = list(last.meta["val"].shape), -behind if behind else sys.maxsize
-                cut = (last, index, before, end)
-                last = _call(node, aten.slice.Tensor, cut, [*sizes[:index], axis.result, *sizes[index + 1 :]])
+            last = call(node, activation.target, (last, *activation.args[1:]), last.meta["val"].shape)
+        last = _laid_out(node, last, axes)
     (activation or node).replace_all_uses_with(last)
 
 
@@ -193,30 +188,31 @@ def _activation(node: Node) -> Node | None:
     return user if plain else None
 
 
-def _shuffled(node: Node, phases: Node, strides: list[int]) -> Node:
-    """The channels of each phase as the pixels that they are."""
-    if set(strides) == {1}:
-        return phases
-    batch, channels, *sizes = phases.meta["val"].shape
-    inner = channels // math.prod(strides)
-    shape = [batch, inner, *(size * stride for size, stride in zip(sizes, strides, strict=True))]
-    if strides[0] == strides[-1] and len(strides) == 2:
-        return _call(node, aten.pixel_shuffle.default, (phases, strides[0]), shape)
-    rank = len(sizes)
-    order = [0, 1, *(axis for i in range(rank) for axis in (2 + rank + i, 2 + i))]
-    apart = [batch, inner, *strides, *sizes]
-    last = _call(node, aten.unflatten.int, (phases, 1, apart[1 : 2 + rank]), apart)
-    turned = [apart[axis] for axis in order]
-    last = _call(node, aten.permute.default, (last, order), turned)
-    for axis in range(2, 2 + rank):
-        last = _call(node, aten.flatten.using_ints, (last, axis, axis + 1), [*shape[: axis + 1], *turned[2 * axis :]])
+def _laid_out(node: Node, phases: Node, axes: list[Axis]) -> Node:
+    """The channels of each phase as the pixels that they are, and of these those that are wanted."""
+    if math.prod(axis.stride for axis in axes) == 1:
+        return _cut(node, phases, axes, 2)
+    if _is_pixel_shuffle(axes):
+        (stride, _), (batch, channels, *_) = (axis.stride for axis in axes), phases.meta["val"].shape
+        shape = [batch, channels // stride**2, *(axis.places * stride for axis in axes)]
+        return _cut(node, call(node, aten.pixel_shuffle.default, (phases, stride), shape), axes, 2)
+    return channels_first(node, _cut(node, rows(node, phases, [axis.stride for axis in axes]), axes, 1))
+
+
+def _is_pixel_shuffle(axes: list[Axis]) -> bool:
+    """Whether there is an operator for it, which takes a channel's phases from one after the other."""
+    return len(axes) == 2 and axes[0].stride == axes[1].stride
+
+
+def _cut(node: Node, last: Node, axes: list[Axis], first: int) -> Node:
+    """The results that are wanted of each axis, the first of which is the dimension ``first``."""
+    for index, axis in enumerate(axes, first):
+        before, behind = axis.cut
+        if before or behind:
+            sizes, end = list(last.meta["val"].shape), -behind if behind else sys.maxsize
+            cut = (last, index, before, end)
+            last = call(node, aten.slice.Tensor, cut, [*sizes[:index], axis.result, *sizes[index + 1 :]])
     return last
-
-
-def _call(node: Node, target: Any, arguments: tuple[Any, ...], shape: list[Any]) -> Node:
-    made = node.graph.call_function(target, arguments)
-    made.meta = {**node.meta, "val": node.meta["val"].new_empty(shape)}
-    return made
 
 
 def _stored(
@@ -227,10 +223,9 @@ def _stored(
     key = (*(str(getattr(value, "target", "")) for value in given), *((a.stride, a.first, a.taps) for a in axes))
     if key not in written:
         written[key] = [f"{value.target}_phases{len(written)}" if isinstance(value, Node) else "" for value in given]
-        num_phases = math.prod(axis.stride for axis in axes)
         for name, value in zip(written[key], given, strict=True):
             if (old := parameter(graph_module, value)) is not None:
-                made = phases(old, axes) if old.dim() > 1 else old.repeat_interleave(num_phases)
+                made = phases(old, axes) if old.dim() > 1 else _repeated(old, axes)
                 set_parameter(graph_module, name, made)
                 trains = operator.attrgetter(str(value.target))(graph_module).requires_grad  # type: ignore[union-attr]
                 graph_module.get_parameter(name).requires_grad_(trains)
@@ -242,11 +237,21 @@ def _stored(
     return nodes
 
 
+def _repeated(bias: Tensor, axes: list[Axis]) -> Tensor:
+    """A bias for each phase of each output, in the order of ``phases``."""
+    count = math.prod(axis.stride for axis in axes)
+    return bias.repeat_interleave(count) if _is_pixel_shuffle(axes) else bias.repeat(count)
+
+
 def phases(weight: Tensor, axes: list[Axis]) -> Tensor:
-    """Inputs × outputs × taps of a transposed convolution as (outputs · phases) × inputs × taps of the plain one."""
+    """Inputs × outputs × taps of a transposed convolution as N × inputs × taps of the plain one.
+
+    N are the phases of one output after the other where a pixel shuffle reads them, else the outputs of one phase.
+    """
     rank = len(axes)
     padded = F.pad(weight, [amount for axis in reversed(axes) for amount in axis.zeros])
     apart = padded.reshape(*weight.shape[:2], *(size for axis in axes for size in (axis.taps, axis.stride)))
     taps, steps = [2 + 2 * i for i in range(rank)], [3 + 2 * i for i in range(rank)]
-    turned = apart.flip(taps).permute(1, *steps, 0, *taps)
+    order = (1, *steps) if _is_pixel_shuffle(axes) else (*steps, 1)
+    turned = apart.flip(taps).permute(*order, 0, *taps)
     return turned.reshape(-1, weight.shape[0], *(axis.taps for axis in axes)).contiguous()

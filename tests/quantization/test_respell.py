@@ -36,7 +36,11 @@ SAME = {
     "clip": (lambda x: x.clip(-1, 2), [aten.clamp.default]),
     "unflatten": (lambda x: x.unflatten(1, (2, -1)), [aten.reshape.default]),
     "view_as": (lambda x: x.view_as(x), [aten.reshape.default]),
-    "squeeze": (lambda x: x[:, :1].squeeze(), [aten.slice.Tensor, aten.slice.Tensor, aten.reshape.default]),
+    "squeeze": (lambda x: x[:, :1].squeeze(), [aten.slice.Tensor, aten.reshape.default]),
+    "a slice of all": (
+        lambda x: x[:, :, 0:4, :].relu() + x[:, 1:2],
+        [aten.relu.default, aten.slice.Tensor, aten.add.Tensor],
+    ),
     "movedim": (lambda x: x.movedim(1, -1), [aten.permute.default]),
     "movedim of several": (lambda x: x.movedim((1, 2), (3, 0)), [aten.permute.default]),
     "an order that is another": (lambda x: x.permute(0, 1, 3, 2).relu(), [aten.permute.default, aten.relu.default]),

@@ -51,7 +51,7 @@ COSTS = {
                       ["constant_pad_nd", "conv2d", "pixel_shuffle"]),
     "3×3, stride 1": (lambda: nn.ConvTranspose2d(3, 4, 3, 1, 1), (4, 3, 3, 3), ["conv2d"]),
     "strides of their own": (lambda: nn.ConvTranspose2d(3, 4, (2, 3), (2, 3)), (24, 3, 1, 1),
-                             ["conv2d", "unflatten", "permute", "flatten", "flatten"]),
+                             ["conv2d", "permute", "unflatten", "permute", "flatten", "flatten", "permute"]),
 }  # fmt: skip
 
 

@@ -101,8 +101,9 @@ class Target:
     :mod:`qtool.quantization.matrices`). ``attention``: it is written as its products, which are integer (see
     :mod:`qtool.quantization.attention`). ``bare_moves``: what only moves numbers has no pair of its own behind it (see
     :func:`qtool.quantization.integers.drop_pairs`). ``scales_in_float``: a batch-norm with nothing to fold into is a
-    product and a sum in float rather than a depthwise convolution. ``leaves``: why operators without a pattern stay in
-    float.
+    product and a sum in float rather than a depthwise convolution. ``channels_last``: its integer convolutions are,
+    and rows of channels quicker to shuffle than bytes (see :mod:`qtool.quantization.shuffles`). ``leaves``: why
+    operators without a pattern stay in float.
     """
 
     name: str
@@ -117,6 +118,7 @@ class Target:
     attention: bool = False
     bare_moves: bool = False
     scales_in_float: bool = False
+    channels_last: bool = False
     leaves: str = "no integer kernel on this target"
 
     def with_weights(self, bits: int, edge_bits: int) -> Target:

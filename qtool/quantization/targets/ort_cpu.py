@@ -83,4 +83,5 @@ ORT_CPU = Target(
         Pattern("activation", (*RELU_LIKE, *SMOOTH), in_float="it runs in float between integers", **BETWEEN),
     ),
     products=(aten.silu.default, aten.hardswish.default),
+    channels_last=True,
 )
