@@ -1,10 +1,12 @@
 """Definitions whose operators are harder for integers than ResNet's: hard-swish, squeeze-excite, concat, attention.
 
-MobileNetV3-Large, EfficientNet-B0, DenseNet-121 and ViT-S/16 as published, with random weights; :func:`nets.settled`
-gives batch-norm its statistics.
+MobileNetV3-Large, EfficientNet-B0, DenseNet-121 and ViT-S/16 as published, and a U-Net, whose way up is transposed
+convolutions; with random weights. :func:`nets.settled` gives batch-norm its statistics.
 """
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -179,3 +181,35 @@ def vit_s16(
 ) -> VisionTransformer:
     """The ViT-S/16 definition (Touvron et al., arXiv:2012.12877, without distillation); 22 M parameters."""
     return VisionTransformer(classes, size, patch, width, depth, heads)
+
+
+class UNet(nn.Module):
+    """The U-Net of arXiv 1505.04597 with batch-norm and padded convolutions: four levels, up by 2×2 transposed ones."""
+
+    def __init__(self, width: int = 32, classes: int = 4, levels: int = 4) -> None:
+        super().__init__()
+        widths = [width * 2**level for level in range(levels + 1)]
+        pairs = list(pairwise(widths))
+        self.first = _double(3, width)
+        self.down = nn.ModuleList(nn.Sequential(nn.MaxPool2d(2), _double(narrow, wide)) for narrow, wide in pairs)
+        self.up = nn.ModuleList(nn.ConvTranspose2d(wide, narrow, 2, 2) for narrow, wide in reversed(pairs))
+        self.join = nn.ModuleList(_double(wide, narrow) for narrow, wide in reversed(pairs))
+        self.head = nn.Conv2d(width, classes, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        passed = [self.first(x)]
+        for down in self.down:
+            passed.append(down(passed[-1]))
+        y = passed.pop()
+        for up, join in zip(self.up, self.join, strict=True):
+            y = join(torch.cat([passed.pop(), up(y)], 1))
+        return self.head(y)  # type: ignore[no-any-return]
+
+
+def _double(inputs: int, outputs: int) -> nn.Sequential:
+    return nn.Sequential(*conv_bn(inputs, outputs, 3), nn.ReLU(), *conv_bn(outputs, outputs, 3), nn.ReLU())
+
+
+def unet() -> UNet:
+    """Images to maps of four classes, by 7.8 million parameters."""
+    return UNet()

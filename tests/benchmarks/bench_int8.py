@@ -2,7 +2,7 @@
 
     python tests/benchmarks/bench_int8.py [resnet50] [mobilenet_v2] [--calibration 64] [--tune] [--json FILE]
 
-Other names: resnext50, mobilenet_v3_large, efficientnet_b0, densenet121, vit_s16.
+Other names: resnext50, mobilenet_v3_large, efficientnet_b0, densenet121, vit_s16, unet.
 
 Weights are random, batch-norm statistics settled on random batches, inputs random images of 224 pixels. Printed:
 
