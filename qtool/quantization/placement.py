@@ -39,6 +39,7 @@ _COPIES = ("move", "pad", "upsample")
 # Operators that compute nothing worth a line in the plan.
 _SILENT = (aten.sym_size.int, aten.detach.default, aten.alias.default, operator.getitem)
 
+BY_OVERRIDE = "left in float by an override"
 IN_FLOAT = "its {bits}-bit weights are dequantized and it runs in float: what they gain is size"
 
 
@@ -175,7 +176,7 @@ class Placement:
             )
 
     def _place(self, node: Node) -> None:
-        reason = self.target.leaves
+        reason = BY_OVERRIDE if self._override(node) == "float" else self.target.leaves
         for pattern in self.target.patterns:
             if node.target not in pattern.anchors:
                 continue
@@ -188,7 +189,7 @@ class Placement:
     def _refusal(self, node: Node, pattern: Pattern, assumed: Collection[Node] = ()) -> str:
         """Why ``pattern`` does not apply to ``node``; empty when it does. ``assumed`` are integers for all we know."""
         if self._override(node) == "float":
-            return "left in float by an override"
+            return BY_OVERRIDE
         if pattern.accepts and (reason := pattern.accepts(node)):
             return reason
         value = node.meta.get("val")

@@ -12,21 +12,26 @@ tenth of a small U-Net's time, and nearly nothing so; OpenVINO's is quicker as i
 
 from __future__ import annotations
 
+import fnmatch
 import math
+from collections.abc import Mapping
 from typing import Any
 
+from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from qtool.quantization.capture import CONVOLUTIONS, aten, clean, parameter, set_parameter
+from qtool.quantization.capture import CONVOLUTIONS, aten, clean, owner, parameter, set_parameter
+from qtool.quantization.norms import NORMAL
 from qtool.quantization.targets.base import POINTWISE
 
 _PLAIN = CONVOLUTIONS[:3]
 
 
-def write_rows(graph_module: GraphModule) -> int:
-    """Rewrites in place each pixel shuffle of what one convolution gives; returns how many."""
+def write_rows(graph_module: GraphModule, overrides: Mapping[str, str]) -> int:
+    """Rewrites in place each pixel shuffle of what one convolution gives in integers; returns how many."""
     shuffles = [node for node in graph_module.graph.nodes if node.target is aten.pixel_shuffle.default]
     pairs = [(conv, node) for node in shuffles if (conv := _convolution(node)) is not None]
+    pairs = [(conv, node) for conv, node in pairs if not stays_float(conv, overrides)]
     for conv, shuffle in pairs:
         stride = int(str(shuffle.args[1]))
         _sort(graph_module, conv, stride**2)
@@ -34,6 +39,12 @@ def write_rows(graph_module: GraphModule) -> int:
     if pairs:
         clean(graph_module)
     return len(pairs)
+
+
+def stays_float(layer: Node, overrides: Mapping[str, str]) -> bool:
+    """Whether it is to stay in float by its name."""
+    choices = (choice for name, choice in overrides.items() if fnmatch.fnmatchcase(owner(layer), name))
+    return next(choices, None) == "float"
 
 
 def _convolution(shuffle: Node) -> Node | None:
@@ -52,13 +63,18 @@ def _convolution(shuffle: Node) -> Node | None:
 
 def _sort(graph_module: GraphModule, conv: Node, num_phases: int) -> None:
     """Puts the rows of a convolution's weight and bias in the order of phases, then channels."""
+
+    def turned(rows: Tensor) -> Tensor:
+        return rows.reshape(-1, num_phases, *rows.shape[1:]).transpose(0, 1).reshape(rows.shape).contiguous()
+
     for value in conv.args[1:3]:
         if isinstance(value, Node) and (old := parameter(graph_module, value)) is not None:
             path = str(value.target)
             trains = graph_module.get_parameter(path).requires_grad
-            turned = old.reshape(-1, num_phases, *old.shape[1:]).transpose(0, 1)
-            set_parameter(graph_module, path, turned.reshape(old.shape).contiguous())
+            set_parameter(graph_module, path, turned(old))
             graph_module.get_parameter(path).requires_grad_(trains)
+    if NORMAL in conv.meta:
+        conv.meta[NORMAL] = tuple(turned(value) for value in conv.meta[NORMAL])
 
 
 def _rewrite(shuffle: Node, stride: int) -> None:
@@ -110,5 +126,6 @@ def channels_first(near: Node, value: Node) -> Node:
 def call(near: Node, target: Any, arguments: tuple[Any, ...], shape: list[Any]) -> Node:
     """An operator of the module that ``near`` belongs to, which gives a tensor of that shape."""
     made = near.graph.call_function(target, arguments)
-    made.meta = {**near.meta, "val": near.meta["val"].new_empty(shape)}
+    made.meta = {key: value for key, value in near.meta.items() if key != NORMAL}
+    made.meta["val"] = near.meta["val"].new_empty(shape)
     return made

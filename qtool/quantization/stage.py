@@ -233,7 +233,7 @@ def _prepare(
     if train:
         merge_branches(graph, train=True)
         clip_early(graph)
-    _spell_for(target, graph, train=train)
+    _spell_for(target, graph, config.overrides, train=train)
     placement = Placement(graph, target, config.overrides)
     passes.improve(graph, placement)
     gains = _gains(graph, placement, config)
@@ -241,13 +241,13 @@ def _prepare(
     return _weighed(Prepared(ready, placement, pt2e.observers(ready), lambda: pt2e.convert(ready), set_training), gains)
 
 
-def _spell_for(target: Target, graph: GraphModule, *, train: bool) -> None:
+def _spell_for(target: Target, graph: GraphModule, overrides: Mapping[str, str], *, train: bool) -> None:
     """Writes a graph's operators as the target's runtime is quickest with them, in place."""
     fold_scales(graph)
     write_norms(graph, convolve=not target.scales_in_float)
-    write_transposed(graph, train=train)
+    write_transposed(graph, overrides, train=train)
     if target.channels_last:
-        write_rows(graph)
+        write_rows(graph, overrides)
     if target.flat_linears:
         flatten_linears(graph)
     write_products(graph, target.products)

@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 import operator
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +29,7 @@ from torch.fx import GraphModule, Node
 from torch.nn import functional as F
 
 from qtool.quantization.capture import aten, clean, parameter, set_parameter
-from qtool.quantization.shuffles import call, channels_first, rows
+from qtool.quantization.shuffles import call, channels_first, rows, stays_float
 from qtool.quantization.targets.base import POINTWISE
 
 _PLAIN = {
@@ -112,11 +113,16 @@ class Axis:
         return before, self.taps * self.stride - self.kernel - before
 
 
-def write_transposed(graph_module: GraphModule, *, train: bool = False) -> int:
-    """Rewrites transposed convolutions in place; returns how many. ``train``: the graph is going to be trained."""
+def write_transposed(graph_module: GraphModule, overrides: Mapping[str, str], *, train: bool = False) -> int:
+    """Rewrites transposed convolutions in place, but those that ``overrides`` leave in float; returns how many.
+
+    ``train``: the graph is going to be trained.
+    """
     written: dict[Any, list[str]] = {}
     changed = 0
     for node in list(graph_module.graph.nodes):
+        if stays_float(node, overrides):
+            continue
         if (axes := _axes(graph_module, node)) is not None and not (train and _trains_otherwise(node, axes)):
             _rewrite(graph_module, node, axes, written)
             changed += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ from torch import Tensor, nn
 
 import qtool
 from qtool.quantization.capture import capture
+from qtool.quantization.norms import NORMAL
 from qtool.quantization.shuffles import write_rows
+from qtool.quantization.stage import float_form
 
 
 class Cropped(nn.Sequential):
@@ -20,7 +23,7 @@ class Cropped(nn.Sequential):
 
 def shuffled(model: nn.Module, x: Tensor) -> tuple[int, Tensor, list[str]]:
     graph = capture(model.eval(), x)
-    count = write_rows(graph)
+    count = write_rows(graph, {})
     calls = [
         str(n.target).removeprefix("aten.").partition(".")[0] for n in graph.graph.nodes if n.op == "call_function"
     ]
@@ -89,3 +92,40 @@ def test_a_net_that_enlarges_images_passes_every_gate(tmp_path: Path) -> None:
     assert all(gate["passed"] for gate in qtool.export(quantized, tmp_path, samples=batches).gates)
     wanted = model(batches[0])
     assert 10 * torch.log10(wanted.square().sum() / (wanted - quantized(batches[0])).square().sum()) > 30
+
+
+def test_statistics_of_batch_norm_follow_the_channels() -> None:
+    """Channels that differ much in their means: read in another order, a correction by them would do harm."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.PixelShuffle(2), nn.Conv2d(4, 4, 3, padding=1)
+    )
+    model[1].weight.data, model[1].bias.data = torch.linspace(0.1, 2, 16), torch.linspace(-1, 3, 16)
+    x = torch.randn(32, 3, 10, 10)
+    with torch.no_grad():
+        for _ in range(20):
+            model(x)
+    graph = float_form(model.eval(), x)
+    write_rows(graph, {})
+    conv = next(node for node in graph.graph.nodes if node.target is torch.ops.aten.conv2d.default)
+    mean = Recorded(graph, conv).value(x).mean((0, 2, 3))
+    torch.testing.assert_close(conv.meta[NORMAL][0], mean, rtol=0.05, atol=0.1)
+
+
+class Recorded(torch.fx.Interpreter):
+    """A graph's value at one of its operators."""
+
+    def __init__(self, graph: torch.fx.GraphModule, node: torch.fx.Node) -> None:
+        super().__init__(graph)
+        self.node, self.found = node, torch.empty(0)
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        made = super().run_node(n)
+        if n is self.node:
+            self.found = made
+        return made
+
+    def value(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.run(x)
+        return self.found

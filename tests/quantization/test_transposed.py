@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import qtool
 from qtool.quantization.capture import capture
+from qtool.quantization.norms import NORMAL
 from qtool.quantization.stage import float_form
 from qtool.quantization.transposed import write_transposed
 
@@ -26,7 +27,7 @@ def kinds(graph: Any) -> list[str]:
 
 def written(model: nn.Module, x: Tensor, *, train: bool = False) -> Any:
     graph = capture(model.train(train), x, train=train)
-    write_transposed(graph, train=train)
+    write_transposed(graph, {}, train=train)
     return graph
 
 
@@ -76,7 +77,7 @@ def test_from_a_single_place_it_is_one_product() -> None:
 )
 def test_what_stays(model: nn.Module) -> None:
     graph = capture(model, torch.randn(2, 4, 5, 5))
-    assert write_transposed(graph) == 0
+    assert write_transposed(graph, {}) == 0
 
 
 @pytest.mark.parametrize("activation", [nn.ReLU, nn.LeakyReLU, nn.SiLU, nn.Tanh, nn.ReLU6])
@@ -180,3 +181,17 @@ def test_the_first_tap_of_the_kernel_is_the_first_phase() -> None:
         layer.weight.data = torch.eye(5)[tap].view(1, 1, 5)
         x = torch.arange(1.0, 5.0).view(1, 1, 4).expand(2, 1, 4).contiguous()
         assert torch.equal(written(layer, x)(x), layer(x))
+
+
+def test_one_that_is_to_stay_in_float_stays_as_it_is() -> None:
+    batches = [torch.randn(4, 3, 12, 12)]
+    quantized = qtool.quantize(Decoder(UPS["4×4, norm, relu"]()), batches, overrides={"up.*": "float"})
+    assert "conv_transpose2d" in kinds(quantized.graph)
+    assert {u.reason for u in quantized.plan.float_units if u.name.startswith("up")} == {"left in float by an override"}
+
+
+def test_what_batch_norm_tells_of_its_channels_is_not_taken_for_that_of_the_phases() -> None:
+    graph = float_form(Decoder(UPS["4×4, norm, relu"]()).eval(), torch.randn(2, 3, 12, 12))
+    assert any(NORMAL in node.meta for node in graph.graph.nodes)
+    write_transposed(graph, {})
+    assert not any(NORMAL in node.meta for node in graph.graph.nodes)
