@@ -16,7 +16,7 @@ from typing import Any
 import onnx
 
 from qtool.exporting.gates import Gate
-from qtool.form import Plan, Unit
+from qtool.form import Plan
 from qtool.runtimes.ort import optimized_graph
 
 INTEGER_KERNELS = {
@@ -34,6 +34,11 @@ INTEGER_KERNELS = {
     "pad": ("Pad",),
     "upsample": ("Resize",),
 }
+COPIES = frozenset({
+    "MaxPool", "NhwcMaxPool", "Pad", "Resize", "Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Slice",
+    "Split", "Gather", "Expand", "Tile", "Identity",
+})  # fmt: skip
+"""Kernels that give numbers of the type they read, integers or floats."""
 FLOAT_COMPUTE = frozenset({
     "Conv", "FusedConv", "NhwcFusedConv", "ConvTranspose", "Gemm", "FusedGemm", "MatMul", "FusedMatMul", "Add", "Mul",
     "Concat", "GlobalAveragePool", "AveragePool", "ReduceMean", "Sigmoid", "LeakyRelu", "Relu", "Clip",
@@ -47,11 +52,12 @@ def coverage(plan: Plan, path: Path) -> Gate:
     kernels: dict[str, list[onnx.NodeProto]] = {}
     for node in graph.node:
         kernels.setdefault(_unit_name(node.name), []).append(node)
+    makers = {output: node for node in graph.node for output in node.output}
     missing = [
         f"{unit.name} ({unit.kind}) runs as {_kernel_names(kernels.get(unit.name, []))}"
         for unit in plan.integer_units
         if unit.kind in INTEGER_KERNELS
-        and not (_is_integer(unit.kind, kernels.get(unit.name, [])) and not _is_float_copy(unit, kernels))
+        and not (_is_integer(unit.kind, kernels.get(unit.name, [])) and not _is_float_copy(kernels[unit.name], makers))
     ]
     counts = Counter(node.op_type for node in graph.node)
     checked = [unit for unit in plan.integer_units if unit.kind in INTEGER_KERNELS]
@@ -84,9 +90,12 @@ def _is_integer(kind: str, nodes: list[Any]) -> bool:
     )
 
 
-def _is_float_copy(unit: Unit, kernels: Mapping[str, Any]) -> bool:
-    """Whether an operator that only copies or compares does it with floats: its quantizer is still there."""
-    return unit.kind in ("max_pool", "pad", "upsample") and f"{unit.name}/quantize" in kernels
+def _is_float_copy(nodes: list[Any], makers: Mapping[str, Any]) -> bool:
+    """Whether an operator that only copies or compares numbers does it with floats, by what made the numbers."""
+    makes = [node for node in nodes if node.op_type in COPIES]
+    while makes and makes[0].op_type in COPIES and (maker := makers.get(makes[0].input[0])) is not None:
+        makes = [maker]
+    return bool(makes) and makes[0].op_type == "DequantizeLinear"
 
 
 def _kernel_names(nodes: list[Any]) -> str:

@@ -19,30 +19,34 @@ _SUFFIXES = ("", "_scale", "_zero_point")
 
 def apply(model: ir.Model, units: Mapping[str, str]) -> int:
     """Renames in place; ``units`` maps the exporter's name of a value to its unit. Returns the nodes renamed."""
-    taken = {value.name for value in model.graph.inputs if value.name}
-    nodes: set[str] = set()
-    renamed = 0
-    _name_outputs(model, units, taken)
-    for node in model.graph:
-        unit = units.get(node.outputs[0].metadata_props.pop("unit", node.outputs[0].name or ""))
-        if unit is None or _reads_constant(node):
-            continue
+    found = {node: unit for node in model.graph if (unit := units.get(node.outputs[0].name or "")) is not None}
+    named = {node: unit for node, unit in found.items() if not _reads_constant(node)}
+    taken, nodes = _kept(model, named)
+    _name_outputs(model, taken)
+    for node, unit in named.items():
         _name_node(node, unit, taken, nodes)
-        renamed += 1
     for node in model.graph:
         if node.op_type in WEIGHTED:
             _name_parameters(node, taken)
-    return renamed
+    return len(named)
 
 
-def _name_outputs(model: ir.Model, units: Mapping[str, str], taken: set[str]) -> None:
-    """Names the outputs, leaving each node a note of what the exporter called its value."""
+def _kept(model: ir.Model, named: Mapping[ir.Node, str]) -> tuple[set[str], set[str]]:
+    """Names of values and of nodes that stay the exporter's, in inner graphs too, where no unit is called so."""
+    units, inputs = set(named.values()), {value.name for value in model.graph.inputs if value.name}
+    others = [node for node in model.graph.all_nodes() if node not in named]
+    values = [*model.graph.initializers.values(), *(value for node in others for value in node.outputs)]
+    for holder in (*others, *values):
+        if holder.name in units:
+            holder.name = f"{holder.name}/other"
+    return inputs | {value.name for value in values if value.name}, {node.name for node in others if node.name}
+
+
+def _name_outputs(model: ir.Model, taken: set[str]) -> None:
     outputs = list(model.graph.outputs)
     for index, value in enumerate(outputs):
-        if value.is_graph_input() or value.name in taken:
+        if value.is_graph_input() or value in outputs[:index]:
             continue
-        if value.name in units:
-            value.metadata_props["unit"] = value.name
         value.name = _unique("output" if len(outputs) == 1 else f"output_{index}", taken)
 
 

@@ -83,3 +83,15 @@ def test_several_outputs_are_numbered_in_order() -> None:
     renamed = applied(model, ["a", "b", "c"])
     assert [value.name for value in renamed.graph.output] == ["output_0", "output_1"]
     assert values[-2:] == [value.name for value in model.graph.output]
+
+
+def test_what_keeps_its_name_shares_it_with_no_module() -> None:
+    """Operators that the exporter writes as functions have nodes and values of names such as n1 and tmp, inlined."""
+    model, _ = net(3, 1)
+    convolutions = [node for node in model.graph.node if node.op_type == "Conv"]
+    convolutions[0].name = "n1"
+    units = {convolutions[1].output[0]: "n1", convolutions[2].output[0]: convolutions[0].output[0]}
+    renamed = ir.serde.deserialize_model(model)
+    names.apply(renamed, units)
+    onnx.checker.check_model(made := ir.serde.serialize_model(renamed), full_check=True)
+    assert [node.name for node in made.graph.node if node.op_type == "Conv"][:2] == ["n1/other", "n1"]

@@ -1,0 +1,67 @@
+"""The coverage gate reads the runtime's graph: what copies integers is integer, also where a pair is left behind it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from qtool.exporting.coverage import coverage
+from qtool.exporting.to_onnx import quantized_to_onnx, save
+from qtool.form import QuantizedModel
+from qtool.quantization.stage import quantize
+from qtool.recipe import QuantizeConfig
+
+
+class Correlated(nn.Module):
+    """Shifted copies of padded features times other features, as cost volumes of optical flow are made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU())
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        first, second = self.conv(x), F.pad(self.conv(y), (1, 1, 1, 1))
+        return torch.stack([(first * second[:, :, i : i + 8, :8]).mean(1) for i in range(3)], 1)
+
+
+def form_of(model: nn.Module, *inputs: Tensor) -> QuantizedModel:
+    torch.manual_seed(0)
+    return quantize(model.eval(), QuantizeConfig(), example=inputs, calibration=[inputs])
+
+
+def test_a_padding_of_bytes_is_integer_whatever_is_left_behind_it(tmp_path: Path) -> None:
+    form = form_of(Correlated(), torch.randn(4, 3, 8, 8), torch.randn(4, 3, 8, 8))
+    assert "pad" in {unit.name for unit in form.plan.integer_units}
+    save(quantized_to_onnx(form, 21), tmp_path / "a.onnx")
+    assert coverage(form.plan, tmp_path / "a.onnx").passed
+
+
+@pytest.mark.parametrize("operator", [lambda x: F.max_pool2d(x, 2), lambda x: F.interpolate(x, scale_factor=2.0)])
+def test_a_copy_of_floats_is_told(operator: object, tmp_path: Path) -> None:
+    """A copy whose quantizer was given another scale than its input's runs in float."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Conv2d(3, 16, 3), nn.Conv2d(16, 4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(operator(self.first(x)))  # type: ignore[operator]
+
+    form = form_of(Net(), torch.randn(4, 3, 8, 8))
+    model = quantized_to_onnx(form, 21)
+    save(model, tmp_path / "a.onnx")
+    assert coverage(form.plan, tmp_path / "a.onnx").passed
+    pair = [node for node in model.graph if node.op_type in ("QuantizeLinear", "DequantizeLinear")]
+    name = next(u.name for u in form.plan.integer_units if u.kind in ("max_pool", "upsample"))
+    for node in pair:
+        if (node.name or "").startswith(f"{name}/"):
+            node.replace_input_with(1, next(n for n in pair if (n.name or "").startswith("x/")).inputs[1])
+    save(model, tmp_path / "b.onnx")
+    gate = coverage(form.plan, tmp_path / "b.onnx")
+    assert not gate.passed
+    assert name in gate.found
