@@ -87,6 +87,41 @@ def energies(noise: float, rows: int = 64) -> _Output:
     return output
 
 
+class Beside(nn.Module):
+    """A layer, and a second output that nothing quantized reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.layer(x.flatten(2).mean(1)[:, :6]), x.flatten(1).norm(dim=-1)
+
+
+def test_an_output_that_stays_in_float_is_the_same_to_rounding(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    form = quantize(Beside().eval(), QuantizeConfig(), example=next(batches(8)), calibration=list(batches(64)))
+    save(quantized_to_onnx(form, 21), tmp_path / "a.onnx")
+    gate = end_to_end(form, tmp_path / "a.onnx", batches(64))
+    assert gate.passed, gate
+    assert gate.details["sqnr_db_file"] < 60  # the layer's
+
+
+@pytest.mark.parametrize(("file_db", "loss"), [(130.0, 0.0), (105.0, 1.2), (80.0, 20.04), (-10.0, 110.0)])
+def test_a_graph_without_error_is_as_good_as_float32(file_db: float, loss: float) -> None:
+    output, wanted = _Output(), torch.randn(40, 100, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    noise = torch.randn(40, 100, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    output.add(wanted, wanted, wanted + noise * 10 ** (-file_db / 20))
+    assert output.loss_db == pytest.approx(loss, abs=0.1)
+    assert output.clear
+
+
+def test_a_file_that_is_not_finite_is_told() -> None:
+    output, wanted = _Output(), torch.ones(20, 3)
+    output.add(wanted, wanted * 1.01, wanted * torch.nan)
+    assert output.loss_db == np.inf
+
+
 def test_the_interval_is_the_bootstraps() -> None:
     output = energies(0.5)
     _, in_torch, in_file = torch.cat(output.parts, 1).numpy()
