@@ -1,7 +1,7 @@
 """Batches that a caller gives: (input, target) pairs, or inputs alone.
 
-A batch is a pair where it is a tuple or list of two. A model of two arguments without targets is therefore given dicts,
-or pairs whose second part is None. Something that can be gone through only once is kept in memory, since calibration,
+A batch is a pair where it is a tuple or list of two, and an input alone where it is one of one, as data loaders give
+it. A model of two arguments without targets is therefore given dicts, or ``((first, second),)``. Something that can be gone through only once is kept in memory, since calibration,
 timing and judging each go through it again.
 """
 
@@ -30,7 +30,8 @@ class _Pairs:
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self.batches:
-            yield tuple(batch) if isinstance(batch, tuple | list) and len(batch) == 2 else (batch, None)
+            parts = tuple(batch) if isinstance(batch, tuple | list) and 1 <= len(batch) <= 2 else (batch,)
+            yield parts if len(parts) == 2 else (parts[0], None)
 
 
 class _Inputs(_Pairs):

@@ -22,7 +22,11 @@ def test_batches_with_and_without_targets() -> None:
 
 def test_a_batch_of_three_is_the_input_of_a_model_of_three_arguments() -> None:
     assert list(pairs_of([(X, Y, X)])) == [((X, Y, X), None)]
-    assert list(pairs_of([(X,)])) == [((X,), None)]
+
+
+def test_a_batch_of_one_is_an_input_alone() -> None:
+    assert list(pairs_of([(X,), [X]])) == [(X, None)] * 2
+    assert list(pairs_of([((X, Y),)])) == [((X, Y), None)]
 
 
 def test_an_iterator_is_kept_so_that_it_can_be_gone_through_again() -> None:
