@@ -1,8 +1,8 @@
 """Batches that a caller gives: (input, target) pairs, or inputs alone.
 
 A batch is a pair where it is a tuple or list of two, and an input alone where it is one of one, as data loaders give
-it. A model of two arguments without targets is therefore given dicts, or ``((first, second),)``. Something that can be gone through only once is kept in memory, since calibration,
-timing and judging each go through it again.
+it. A model of two arguments without targets is therefore given dicts, or ``((first, second),)``. Something that can be
+gone through only once is kept in memory, since calibration, timing and judging each go through it again.
 """
 
 from __future__ import annotations

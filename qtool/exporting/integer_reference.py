@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from qtool.errors import QtoolError
+from qtool.exporting.drawn import RANDOM
 from qtool.exporting.float_operators import APPROXIMATE, EXACT, evaluate, moves_only
 from qtool.exporting.integer_arithmetic import Affine, Quantized, dequantize, quantize
 from qtool.exporting.integer_graph import (
@@ -48,8 +49,8 @@ class IntegerReference:
     """A QDQ ONNX model as a function of numpy arrays, in the runtime's integer arithmetic.
 
     ``covered`` counts the operators whose results are the runtime's bit for bit; ``uncovered`` lists the others as
-    ``{"node", "op", "done"}``; ``units`` are the steps, in order. Where there is ``control_flow`` (operators with
-    graphs of their own) the file cannot be run here.
+    ``{"node", "op", "done"}``; ``units`` are the steps, in order. Where it is ``barred`` by operators (with graphs of
+    their own, or random) the file cannot be run here.
     """
 
     def __init__(self, model: onnx.ModelProto | str | Path) -> None:
@@ -59,7 +60,7 @@ class IntegerReference:
         for node in self.graph.nodes:
             if node.op in (QUANTIZE, DEQUANTIZE) and (node.domain or self.graph.affine(node) is None):
                 raise _unknown(node)
-        self.control_flow = sorted({node.op for node in self.graph.nodes} & CONTROL_FLOW)
+        self.barred = sorted({node.op for node in self.graph.nodes} & (CONTROL_FLOW | RANDOM))
         units = Planner(self.graph).plan()
         self.affines = {n.name: self.graph.affine(n) for n in self.graph.nodes if n.op in (QUANTIZE, DEQUANTIZE)}
         self.constants: dict[str, Value] = {n: _tensor(a) for n, a in self.graph.constants.items()}

@@ -8,7 +8,7 @@ integers must be those of the torch graph: 99.9 % exactly, none off by more than
 simulates a unit in float32; the runtime rounds once from an exact accumulator. They can differ only
 where a value lies on the edge between two integers. Where scales have a simple ratio, as a product's may,
 one value in a hundred does: such ties are counted apart, and held against no unit.) A unit that returns
-float is compared in units of its own greatest value.
+float is compared in units of its own greatest value. A unit that reads random numbers drawn in the file is left out.
 
 *Integer reference.* On a CPU with VNNI the whole file must equal, bit for bit, an evaluation with the
 runtime's own arithmetic (``integer_reference.py``). Operators that the reference does not cover are named,
@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from qtool.artifacts import VNNI, cpu_info
+from qtool.exporting.drawn import drawn
 from qtool.exporting.gates import Gate
 from qtool.exporting.integer_reference import IntegerReference
 from qtool.exporting.simulation import QuantizerRecorder
@@ -80,8 +81,9 @@ def unit_parity(quantized: QuantizedModel, path: Path, samples: Sequence[Any]) -
     units = {name: _Unit() for name in names}
     worst_float = 0.0
     with tempfile.TemporaryDirectory() as folder:
-        cut_path = Path(folder) / "cut.onnx"
-        onnx.save(cut(model), str(cut_path), save_as_external_data=model.ByteSize() > 1 << 30)
+        cut_path, parts = Path(folder) / "cut.onnx", cut(model)
+        random = drawn(parts)
+        onnx.save(parts, str(cut_path), save_as_external_data=model.ByteSize() > 1 << 30)
         session = open_session(cut_path, threads=torch.get_num_threads())
         order = [info.name for info in session.outputs]
         for batch in samples:
@@ -91,11 +93,14 @@ def unit_parity(quantized: QuantizedModel, path: Path, samples: Sequence[Any]) -
             feeds = {**feeds_of(model, batch), **fed}
             got = dict(zip(order, session.run({k: v for k, v in feeds.items() if k in wanted}), strict=True))
             for name, expected, ties in zip(names, integers, recorder.ties, strict=True):
-                units[name].add(expected, _first_channels(got[name], expected), ties)
+                if name not in random:
+                    units[name].add(expected, _first_channels(got[name], expected), ties)
             for name, value in zip(outputs, tensors(output), strict=False):
-                worst_float = max(worst_float, _relative_error(value, got[name]))
+                if name not in random:
+                    worst_float = max(worst_float, _relative_error(value, got[name]))
         session.close()
-    return _unit_gate(units, worst_float, sum(num_samples(batch) for batch in samples))
+    left_out = [units.pop(name) for name in names if name in random]
+    return _unit_gate(units, worst_float, sum(num_samples(batch) for batch in samples), len(left_out))
 
 
 class _Unit:
@@ -119,7 +124,7 @@ class _Unit:
         return 1 - (self.unequal - self.ties) / max(self.total, 1)
 
 
-def _unit_gate(units: Mapping[str, _Unit], worst_float: float, samples: int) -> Gate:
+def _unit_gate(units: Mapping[str, _Unit], worst_float: float, samples: int, random: int) -> Gate:
     failing = [name for name, unit in units.items() if unit.equal < MIN_EQUAL or unit.worst > MAX_STEPS]
     total = sum(unit.total for unit in units.values())
     unequal = sum(unit.unequal for unit in units.values())
@@ -127,6 +132,8 @@ def _unit_gate(units: Mapping[str, _Unit], worst_float: float, samples: int) -> 
     passed = not failing and worst_float <= MAX_FLOAT_ERROR
     equal = f"{1 - unequal / max(total, 1):.6%} of {total} integers equal, at most {worst} steps apart"
     found = f"{len(units)} units, {equal}" if units else "no unit computes in integers"
+    if random:
+        found += f", {random} more read random numbers and are not compared"
     if ties := sum(unit.ties for unit in units.values()):
         found += f", {ties} of the others ties"
     if failing:

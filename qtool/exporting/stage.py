@@ -156,8 +156,8 @@ def _integer(
     if quantized.plan.target != "ort-cpu":
         return Gate("integer reference", None, "bit-equal outputs", "not run: it models ONNX Runtime's CPU kernels")
     reference = read()
-    if reference.control_flow:
-        reason = f"not run: it evaluates no {' or '.join(reference.control_flow)}"
+    if reference.barred:
+        reason = f"not run: it evaluates no {' or '.join(reference.barred)}"
         return Gate("integer reference", None, "bit-equal outputs", reason)
     return parity.integer_parity(path, reference, list(parity.take(few, config.reference_samples)))
 
@@ -168,8 +168,8 @@ def _saturation(quantized: QuantizedModel, read: Read, few: list[Any]) -> Gate:
         return Gate("saturation", None, "no product beyond 16 bits", "not run: it concerns ONNX Runtime's CPU kernels")
     reference = read()
     read.cache_clear()  # nobody asks after this gate
-    if reference.control_flow:
-        reason = f"not run: the reference evaluates no {' or '.join(reference.control_flow)}"
+    if reference.barred:
+        reason = f"not run: the reference evaluates no {' or '.join(reference.barred)}"
         return Gate("saturation", None, "no product beyond 16 bits", reason)
     return saturation(reference, parity.by_name(reference.graph.inputs, next(parity.take(few, 1))))
 

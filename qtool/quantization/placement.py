@@ -21,7 +21,7 @@ import dataclasses
 import fnmatch
 import math
 import operator
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,6 +84,7 @@ class Placement:
         self._joined: set[Node] = set()
         self._taken: set[Node] = set()
         self._signed: set[Node] = set()
+        self._asked: set[Node] = set()
         self._names: set[str] = set()
         self._used_overrides: set[str] = set()
         self._weighted_anchors = {anchor for p in target.patterns if p.weighted for anchor in p.anchors}
@@ -278,9 +279,19 @@ class Placement:
 
     def _could_be_integer(self, node: Node) -> bool:
         """Whether an operator runs in integers as far as is known before it is its turn."""
-        patterns = [p for p in self.target.patterns if node.target in p.anchors and not p.in_float]
+        return self._could_be(node, lambda pattern: not pattern.in_float)
+
+    def _could_be(self, node: Node, wanted: Callable[[Pattern], bool]) -> bool:
+        """Whether a pattern that is wanted may take an operator; operands whose turn is to come are asked likewise."""
+        if node in self._asked:
+            return True
+        self._asked.add(node)
+        patterns = [p for p in self.target.patterns if node.target in p.anchors and wanted(p)]
         unknown = [o for p in patterns for o in _operands(node, p) if o not in self._taken]
-        return any(not self._refusal(node, pattern, unknown) for pattern in patterns)
+        assumed = [o for o in unknown if self._could_be(o, lambda pattern: pattern.quantizes_output)]
+        found = any(not self._refusal(node, pattern, assumed) for pattern in patterns)
+        self._asked.discard(node)
+        return found
 
     def _is_added(self, node: Node) -> bool:
         """Whether all that reads the node's value is a sum with an integer that is there already."""

@@ -166,6 +166,8 @@ READERS: dict[str, tuple[Callable[[Any, Tensor, Tensor], Any], bool]] = {
     "a layer": (lambda m, floats, y: m.again(y), True),
     "a sum with itself": (lambda m, floats, y: y + y, True),
     "a sum with what comes later": (lambda m, floats, y: y + m.again(floats), True),
+    "a sum with a float that comes later": (lambda m, floats, y: m.again(y + 0.5 * floats), False),
+    "a product with what its own table makes": (lambda m, floats, y: m.again(y * (y + y).sigmoid()), True),
     "softmax and a layer": (lambda m, floats, y: (y.softmax(1), m.again(y)), True),
     "softmax behind ReLU, which clips the integers": (lambda m, floats, y: y.relu().softmax(1), True),
     "the end behind ReLU": (lambda m, floats, y: y.relu(), False),
