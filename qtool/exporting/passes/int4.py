@@ -35,11 +35,15 @@ def apply(model: ir.Model, units: Collection[str], opset: int) -> int:
 
 
 def _pack(dequantize: ir.Node) -> None:
-    """Stores the weight in four bits, its zero points not at all: they are 0, and may be another layer's too."""
+    """Stores the weight in four bits, its zero points not at all: they are 0, and may be another layer's too.
+
+    Equal weights are stored once: all that dequantizes this one finds four bits there.
+    """
     value = dequantize.inputs[0]
     if value is None or value.const_value is None or value.dtype != ir.DataType.INT8:
         return
     numbers = value.const_value.numpy().astype(ir.DataType.INT4.numpy())
     value.const_value = ir.Tensor(numbers, dtype=ir.DataType.INT4, name=value.name)
     value.dtype = ir.DataType.INT4
-    dequantize.resize_inputs(2)
+    for reader in value.consumers():
+        reader.resize_inputs(2)

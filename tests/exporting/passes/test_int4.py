@@ -110,3 +110,23 @@ def test_gptq_gains_most_where_bits_are_few() -> None:
         wanted = hard_mobilenet(nn.ReLU6, 0.3)(test)
     found = {name: sqnr_db(wanted, quantized_to(4, algorithms=(name,))(test)) for name in ("bias", "gptq")}
     assert found["gptq"] > found["bias"] + 2
+
+
+def test_equal_weights_that_are_stored_once_are_packed_once(tmp_path: Path) -> None:
+    """A gain and a sum with one number are such: depthwise convolutions, all their integers 7."""
+
+    class Shifts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.inner, self.last = (nn.Conv2d(3 if i == 0 else 8, 8, 3) for i in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.inner(2 * torch.sigmoid(self.first(x)))
+            return self.last(torch.relu(x) + 2)
+
+    x = torch.randn(8, 3, 12, 12, generator=torch.Generator().manual_seed(0))
+    quantized = quantize(Shifts().eval(), QuantizeConfig(weight_bits=4), example=x, calibration=[x])
+    model = quantized_to_onnx(quantized, 21)
+    kinds = [value.dtype for value in model.graph.initializers.values() if value.shape == (8, 1, 1, 1)]
+    assert kinds == [ir.DataType.INT4]
+    export(quantized, tmp_path, ExportConfig(), samples=[x])
