@@ -80,13 +80,20 @@ class Graph:
         self.nodes: list[Node] = []
         for index, proto in enumerate(graph.node):
             attributes = {a.name: read_attribute(a) for a in proto.attribute}
-            if proto.op_type == "Constant":
-                self.constants[proto.output[0]] = np.asarray(next(iter(attributes.values())))
+            if proto.op_type in ("Constant", "ConstantOfShape") and self._is_stored(proto):
+                self.constants[proto.output[0]] = self._constant(proto, attributes)
                 continue
             name = proto.name or f"{proto.op_type}_{index}"
             self.nodes.append(
                 Node(proto.op_type, name, list(proto.input), list(proto.output), attributes, proto.domain)
             )
+
+    def _is_stored(self, proto: onnx.NodeProto) -> bool:
+        return all(name in self.constants for name in proto.input)
+
+    def _constant(self, proto: onnx.NodeProto, attributes: dict[str, Any]) -> npt.NDArray[Any]:
+        value = np.asarray(next(iter(attributes.values()), np.zeros(1, np.float32)))
+        return np.full(self.constants[proto.input[0]].tolist(), value[0]) if proto.input else value
 
     def link(self) -> None:
         """Work out again who produces and who reads what; call after a change to ``nodes``."""

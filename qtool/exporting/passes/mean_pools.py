@@ -7,7 +7,8 @@ scale 1 / n, n the size of a window:
     y = R(Σ (x − z_x) · s_x / (s_y n)) + z_y,
 
 an exact sum and one rounding, where the pool rounds float32 sums. Zero padding that counts as values pads a convolution
-as well.
+as well. The ones of large windows (a pyramid of pools) are not stored: a ``ConstantOfShape`` says how many, and the
+runtime makes them when it opens the file.
 
 Left out on purpose: windows whose size differs at the edges (``count_include_pad`` 0 with padding, ``ceil_mode``,
 dilations), and a window over the whole image, which runs as a global pool.
@@ -21,6 +22,9 @@ import numpy as np
 import onnx_ir as ir
 
 from qtool.exporting.passes.parts import between_integers, constant
+
+MOST_STORED = 1024
+"""Ones that are worth their bytes: another pass can fill up their channels."""
 
 
 def apply(model: ir.Model) -> int:
@@ -55,15 +59,11 @@ def _rewrite(model: ir.Model, node: ir.Node) -> None:
     channels, kernel = source.shape[1], list(node.attributes.get_ints("kernel_shape", []))
     assert isinstance(channels, int)
     name = node.name or str(node.outputs[0].name)
-    ones = np.ones((channels, 1, *kernel), np.int8)
-    scale = np.float32(1 / math.prod(kernel))
-    weight = ir.node(
-        "DequantizeLinear",
-        [constant(model, f"{name}/ones", ones), constant(model, f"{name}/share", scale)],
-        name=f"{name}/weight",
-    )
+    ones = _ones(model, node, f"{name}/ones", [channels, 1, *kernel])
+    scale = constant(model, f"{name}/share", np.float32(1 / math.prod(kernel)))
+    weight = ir.node("DequantizeLinear", [ones, scale], name=f"{name}/weight")
     weight.outputs[0].name, weight.outputs[0].dtype = weight.name, ir.DataType.FLOAT
-    weight.outputs[0].shape = ir.Shape(ones.shape)
+    weight.outputs[0].shape = ones.shape
     kept = [node.attributes[key] for key in ("kernel_shape", "strides", "pads") if key in node.attributes]
     conv = ir.Node("", "Conv", [source, weight.outputs[0]], [*kept, ir.AttrInt64("group", channels)], name=node.name)
     result, made = node.outputs[0], conv.outputs[0]
@@ -72,3 +72,15 @@ def _rewrite(model: ir.Model, node: ir.Node) -> None:
     for quantizer in result.consumers():
         quantizer.replace_input_with(0, made)
     model.graph.remove(node, safe=True)
+
+
+def _ones(model: ir.Model, before: ir.Node, name: str, sizes: list[int]) -> ir.Value:
+    """So many int8 ones, stored where they are few."""
+    if math.prod(sizes) <= MOST_STORED:
+        return constant(model, name, np.ones(sizes, np.int8))
+    one = ir.AttrTensor("value", ir.tensor(np.ones(1, np.int8)))
+    made = ir.Node("", "ConstantOfShape", [constant(model, f"{name}/sizes", np.array(sizes))], [one], name=name)
+    value = made.outputs[0]
+    value.name, value.dtype, value.shape = name, ir.DataType.INT8, ir.Shape(sizes)
+    model.graph.insert_before(before, made)
+    return value

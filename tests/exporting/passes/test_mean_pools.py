@@ -21,10 +21,11 @@ applied = functools.partial(rewritten_by, mean_pools.apply)
 
 
 def pooled(
-    kernel: int = 2, stride: int = 2, pad: int = 0, *, scale: float = 0.03, end: str = "", **attributes: Any
-) -> onnx.ModelProto:
+    kernel: int = 2, stride: int = 2, pad: int = 0, *, scale: float = 0.03, end: str = "", channels: int = 5,
+    **attributes: Any,
+) -> onnx.ModelProto:  # fmt: skip
     b = Builder()
-    x = b.pair(b.input("x", ["n", 5, 9, 8]), 0.03, 110)
+    x = b.pair(b.input("x", ["n", channels, 9, 8]), 0.03, 110)
     window: dict[str, Any] = {"kernel_shape": [kernel] * 2, "strides": [stride] * 2, "pads": [pad] * 4} | attributes
     y = b.op("AveragePool", x, **window)
     return b.model(y if end == "float" else b.pair(y, scale, 110))
@@ -70,3 +71,20 @@ def test_others_stay(changes: dict[str, Any]) -> None:
     changed, rewritten = applied(model)
     assert changed == 0
     assert [node.op_type for node in rewritten.graph.node] == [node.op_type for node in model.graph.node]
+
+
+@needs_vnni
+def test_the_ones_of_large_windows_are_not_stored(tmp_path: Path) -> None:
+    changed, rewritten = applied(pooled(4, 4, channels=80))
+    assert changed == 1
+    onnx.checker.check_model(rewritten, full_check=True)
+    assert rewritten.ByteSize() < 1500
+    x = np.random.default_rng(0).uniform(-3, 3, size=(2, 80, 9, 8)).astype(np.float32)
+    got, kernels = run(rewritten, {"x": x}, tmp_path)
+    assert "QLinearConv" in kernels
+    assert not {"ConstantOfShape", "Conv", "QLinearAveragePool"} & set(kernels)
+    reference = IntegerReference(rewritten)
+    assert reference.uncovered == []
+    np.testing.assert_array_equal(got[0], reference.run({"x": x})[0])
+    means = torch.nn.functional.avg_pool2d(torch.from_numpy(x), 4, 4).numpy()
+    assert np.abs(got[0] - means).max() < 0.03
