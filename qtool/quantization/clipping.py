@@ -2,8 +2,8 @@
 
     relu(max_pool(conv(x))) = max_pool(relu(conv(x))),
 
-number for number, since clipping keeps their order: so it is for a reshape, a nearest upsampling, a pixel shuffle, and
-in training for a dropout, whose factors are never negative, before a ReLU.
+number for number, since clipping keeps their order: so it is for a reshape, a slice, a nearest upsampling, a pixel
+shuffle, and in training for a dropout, whose factors are never negative, before a ReLU.
 Behind the layer, the range of its quantizer clips, and nothing is left to compute. Behind the pool it would be a
 quantizer of its own, and ONNX Runtime makes one of that and the pool's: the pool then has another scale than its
 input, and runs in float.
@@ -22,7 +22,8 @@ from qtool.quantization.targets.base import UPSAMPLES
 
 _ORDERLY = (
     *MAX_POOLS, *UPSAMPLES, aten.pixel_shuffle.default, aten.flatten.using_ints, aten.reshape.default,
-    aten.permute.default, aten.transpose.int,
+    aten.permute.default, aten.transpose.int, aten.slice.Tensor, aten.squeeze.dim, aten.unsqueeze.default,
+    aten.contiguous.default,
 )  # fmt: skip
 _DROPOUTS = (aten.dropout.default, aten.feature_dropout.default)
 _LAYERS = (*CONVOLUTIONS, aten.linear.default, aten.batch_norm.default, aten.add.Tensor)

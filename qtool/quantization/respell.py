@@ -210,10 +210,10 @@ def _spell_pad(node: Node) -> None:
 
 def _spell_slice(node: Node) -> None:
     """``x[:, 1:]`` is written as a slice of each axis, of which the first takes everything."""
-    axis, start, end, step = (*node.args[1:], *(0, None, None, 1)[len(node.args) - 1 :])  # type: ignore[misc]
-    size = node.args[0].meta["val"].shape[axis]  # type: ignore[union-attr]
+    given: dict[str, Any] = dict(zip(("dim", "start", "end", "step"), node.args[1:], strict=False)) | node.kwargs
+    size, end = node.args[0].meta["val"].shape[given.get("dim", 0)], given.get("end")  # type: ignore[union-attr]
     whole = end in (None, sys.maxsize) or (isinstance(end, int) and isinstance(size, int) and end >= size)
-    if whole and start in (0, None) and step == 1:
+    if whole and given.get("start") in (None, 0) and given.get("step", 1) == 1:
         _drop(node)
 
 
@@ -387,12 +387,12 @@ _RULES: dict[Any, Callable[[Node], None]] = {
     **dict.fromkeys(PADS, _spell_pad),
     **dict.fromkeys(ADAPTIVE_POOLS, _spell_adaptive_pool),
     aten.permute.default: _spell_order,
-    aten.slice.Tensor: _spell_slice,
     aten.expand_as.default: _spell_expand,
     aten.narrow.default: _spell_narrow,
     operator.getitem: _spell_part,
     aten.cat.default: _spell_cat,
     aten.stack.default: _spell_stack,
+    aten.slice.Tensor: _spell_slice,
     aten.add.Tensor: _spell_neutral,
     aten.div.Tensor: _spell_sixth,
     aten.mul.Tensor: _spell_gated,

@@ -31,6 +31,7 @@ from qtool.quantization.attention import write_attention
 from qtool.quantization.branches import merge_branches
 from qtool.quantization.calibrate import calibrate, choose_ranges, restore_ranges
 from qtool.quantization.capture import capture, copied, remove_dropout
+from qtool.quantization.chomps import drop_chomps
 from qtool.quantization.clipping import clip_early
 from qtool.quantization.constants import fold_computed
 from qtool.quantization.embeddings import quantize_tables
@@ -204,6 +205,7 @@ def float_form(model: nn.Module, example: Any, *, merged: bool = True, axes: tup
     fold_batch_norm(graph)
     if merged:
         merge_branches(graph)
+        drop_chomps(graph)
         clip_early(graph)
     fold_computed(graph)
     require_faithful(graph, model, example)
@@ -232,6 +234,7 @@ def _prepare(
     graph = capture(model, example, train=True, axes=config.dynamic_axes or ()) if train else copied(float_graph)
     if train:
         merge_branches(graph, train=True)
+        drop_chomps(graph)
         clip_early(graph)
     _spell_for(target, graph, config.overrides, train=train)
     placement = Placement(graph, target, config.overrides)

@@ -33,6 +33,7 @@ MOVES: dict[str, tuple[Forward, list[str]]] = {
     "relu6": (lambda x: F.relu6(F.interpolate(x, scale_factor=2.0)), ["relu6", "upsample_nearest2d"]),
     "hardtanh": (lambda x: F.hardtanh(F.pixel_shuffle(x, 2), -0.5, 2.0), ["hardtanh", "pixel_shuffle"]),
     "clamp": (lambda x: F.max_pool2d(x, 3, 2, 1).clamp(0.5, 1.5), ["clamp", "max_pool2d"]),
+    "a slice": (lambda x: x[:, 2:].contiguous().relu(), ["relu", "slice", "contiguous"]),
     "in place": (lambda x: F.max_pool2d(x, 2).relu_().permute(0, 2, 3, 1), ["relu", "max_pool2d", "permute"]),
 }
 
