@@ -215,3 +215,19 @@ def test_it_declines(batches: list[Tensor], overrides: dict[str, str] | None, re
         given = make(hard_mobilenet(), batches)
     with pytest.raises(Declined, match=reason):
         learn_steps(given)
+
+
+def test_it_declines_a_model_that_gives_classes() -> None:
+    """Such as a segmentation that ends in an arg-max."""
+
+    class Classes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers(x).argmax(1)
+
+    config = QuantizeConfig(effort="best")
+    form = quantize(Classes().eval(), config, example=images(2), calibration=[images(16)])
+    assert "steps declined: the model gives no floating point numbers to learn from" in form.plan.notes

@@ -54,7 +54,8 @@ RATE, WARMUP = 0.005, 0.05
 def learn_steps(subject: Subject) -> None:
     """Learns every activation's scale and every integer layer's bias, in place; undoes it where that is worse.
 
-    Raises Declined without an activation whose range could be learned, and for fewer than ``SAMPLES`` samples.
+    Raises Declined without an activation whose range could be learned, for fewer than ``SAMPLES`` samples, and for a
+    model that gives whole numbers alone.
     """
     student = Student(subject)
     if subject.config.ranges_from is not None and student.restore():
@@ -63,6 +64,8 @@ def learn_steps(subject: Subject) -> None:
     count = sum(num_samples(batch) for batch in subject.batches)
     if count < SAMPLES:
         raise Declined(f"{count} calibration samples, and {SAMPLES} are the fewest to learn from")
+    if not _floating([node.meta["val"] for node in subject.reference.graph.output_node().all_input_nodes]):
+        raise Declined("the model gives no floating point numbers to learn from")
     with Samples(subject, held=True) as unseen, Samples(subject, held=False) as seen:
         student.prepare(next(iter(seen))[0])
         before = [errors(student, samples) for samples in (seen, unseen)]
