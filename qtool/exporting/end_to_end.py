@@ -90,9 +90,14 @@ class _Output:
         self.parts: list[Tensor] = []
 
     def add(self, wanted: Tensor, in_torch: Tensor, in_file: Tensor) -> None:
-        """Takes the three answers to one batch."""
-        values = [per_sample(value.double()) for value in (wanted, in_torch, in_file)]
-        errors = [values[0], values[0] - values[1], values[0] - values[2]]
+        """Takes the three answers to one batch; of whole numbers, such as classes, those that differ are counted."""
+        values = [per_sample(value) for value in (wanted, in_torch, in_file)]
+        if wanted.is_floating_point():
+            values = [value.double() for value in values]
+            errors = [values[0], values[0] - values[1], values[0] - values[2]]
+        else:
+            errors = [(value != values[0]).double() for value in values]
+            errors[0] = torch.ones_like(errors[0])
         self.parts.append(torch.stack([error.square().sum(1) for error in errors]))
 
     @property

@@ -116,6 +116,18 @@ def test_a_graph_without_error_is_as_good_as_float32(file_db: float, loss: float
     assert output.clear
 
 
+def test_of_classes_those_that_differ_are_counted() -> None:
+    """By how much a class's number is another says nothing."""
+    wanted = torch.arange(40).reshape(20, 2)
+    in_torch, in_file = wanted.clone(), wanted.clone()
+    in_torch[3, 0] += 1000
+    in_file[5] += 1
+    output = _Output()
+    output.add(wanted, in_torch, in_file)
+    assert output.ratios_db == pytest.approx((10 * np.log10(40), 10 * np.log10(40 / 2)))
+    assert output.loss_db == pytest.approx(10 * np.log10(2), abs=1e-6)
+
+
 def test_a_file_that_is_not_finite_is_told() -> None:
     output, wanted = _Output(), torch.ones(20, 3)
     output.add(wanted, wanted * 1.01, wanted * torch.nan)

@@ -1,0 +1,46 @@
+"""Unit parity of what leaves the graph: floats by their error, whole numbers by how many differ."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from qtool.exporting import parity
+from qtool.exporting.parity import MAX_FLOAT_ERROR, unit_parity
+from qtool.exporting.to_onnx import quantized_to_onnx, save
+from qtool.quantization.stage import quantize
+from qtool.recipe import QuantizeConfig
+
+
+@pytest.mark.parametrize(("differ", "passes"), [(0, True), (4, True), (6, False)])
+def test_a_class_that_falls_the_other_way_is_a_tie_and_many_are_a_fault(differ: int, passes: bool) -> None:
+    wanted = torch.arange(5000)
+    got = wanted.numpy().copy()
+    got[:differ] += 1
+    assert (parity._relative_error(wanted, got) <= MAX_FLOAT_ERROR) is passes
+
+
+def test_the_error_of_floats_is_in_units_of_the_greatest() -> None:
+    assert parity._relative_error(torch.tensor([1.0, -4.0]), np.array([1.0, -3.0], np.float32)) == 0.25
+
+
+class Segmenting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).argmax(1)
+
+
+def test_a_model_that_gives_classes_is_compared_unit_by_unit(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(8, 3, 12, 12)
+    form = quantize(Segmenting().eval(), QuantizeConfig(), example=x, calibration=[x])
+    save(quantized_to_onnx(form, 21), tmp_path / "a.onnx")
+    gate = unit_parity(form, tmp_path / "a.onnx", [x])
+    assert gate.passed, gate
