@@ -19,35 +19,13 @@ import torch
 from torch.fx import GraphModule, Node
 
 from qtool.form import as_graph
+from qtool.nested import tensors
 from qtool.quantization.autocast import inline_autocast
 from qtool.quantization.quiet import quiet_pytree
 from qtool.quantization.respell import respell
 
 aten = torch.ops.aten
 
-FUNCTIONAL = {
-    aten.relu_.default: aten.relu.default,
-    aten.hardtanh_.default: aten.hardtanh.default,
-    aten.relu6_.default: aten.relu6.default,
-    aten.hardswish_.default: aten.hardswish.default,
-    aten.hardsigmoid_.default: aten.hardsigmoid.default,
-    aten.silu_.default: aten.silu.default,
-    aten.mish_.default: aten.mish.default,
-    aten.sigmoid_.default: aten.sigmoid.default,
-    aten.tanh_.default: aten.tanh.default,
-    aten.leaky_relu_.default: aten.leaky_relu.default,
-    aten.elu_.default: aten.elu.default,
-    aten.clamp_.default: aten.clamp.default,
-    aten.clip_.default: aten.clip.default,
-    aten.clamp_min_.default: aten.clamp_min.default,
-    aten.clamp_max_.default: aten.clamp_max.default,
-    aten.add_.Tensor: aten.add.Tensor,
-    aten.sub_.Tensor: aten.sub.Tensor,
-    aten.mul_.Tensor: aten.mul.Tensor,
-    aten.div_.Tensor: aten.div.Tensor,
-    aten.dropout_.default: aten.dropout.default,
-    aten.feature_dropout_.default: aten.feature_dropout.default,
-}
 DROPOUTS = (aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default)
 _ASSERTIONS = (aten._assert_tensor_metadata.default, aten._assert_scalar.default)
 
@@ -60,8 +38,9 @@ def make_functional(graph_module: GraphModule) -> None:
         if _is_guard(node) or _counts_batches(node):
             graph.erase_node(node)
     for node in list(graph.nodes):
-        if node.target in FUNCTIONAL and _is_safe(node):
-            _replace_later(node)
+        twin = _twin(node)
+        if twin is not None and _is_safe(node):
+            _replace_later(node, twin)
     for node in list(graph.nodes):
         respell(node)
     graph.eliminate_dead_code()
@@ -128,14 +107,39 @@ def _counts_batches(node: Node) -> bool:
     return isinstance(source, Node) and str(source.target).endswith("num_batches_tracked") and not node.users
 
 
-def _replace_later(node: Node) -> None:
+def _twin(node: Node) -> Any:
+    """The functional twin of an operator that writes into its first argument alone; None where it has none.
+
+    What is written keeps its type, also where a twin would take that of another argument. A copy is left to torch.
+    """
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not (schema.name.startswith("aten::") and schema.name.endswith("_")):
+        return None
+    written = [argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments]
+    if written[:1] != [True] or any(written[1:]) or node.target is aten.copy_.default:
+        return None
+    types = {value.dtype for n in node.all_input_nodes for value in tensors(n.meta.get("val"))}
+    if len({kind for kind in types if kind.is_floating_point}) > 1:
+        return None
+    packet = getattr(aten, schema.name.removeprefix("aten::")[:-1], None)
+    twins = (getattr(packet, name) for name in (packet.overloads() if packet is not None else ()))
+    return next((twin for twin in twins if _takes(twin) == _takes(node.target)), None)
+
+
+def _takes(target: Any) -> list[tuple[str, str]]:
+    """The types of an operator's arguments, and the names of all but the first."""
+    arguments = target._schema.arguments
+    return [(argument.name if place else "", str(argument.type)) for place, argument in enumerate(arguments)]
+
+
+def _replace_later(node: Node, twin: Any) -> None:
     source = node.args[0]
     assert isinstance(source, Node)
     order = _order(node)
     for user in list(source.users):
         if user is not node and order[user] > order[node]:
             user.replace_input_with(source, node)
-    node.target = FUNCTIONAL[node.target]  # type: ignore[index]
+    node.target = twin
 
 
 def _is_safe(node: Node) -> bool:

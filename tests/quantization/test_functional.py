@@ -99,9 +99,29 @@ def chunk_written(m: Any, x: Tensor) -> Tensor:
     return y
 
 
+def masked(m: Any, x: Tensor) -> Tensor:
+    """As torch's own encoder makes a float mask of a padding mask."""
+    y = m.conv(x)
+    mask = torch.zeros_like(y).masked_fill_(y > 0, float(-3))
+    return y.exp_().pow_(2).neg_() + mask
+
+
+def dropped_in_place(m: Any, x: Tensor) -> Tensor:
+    y = m.conv(x)
+    F.dropout(y, 0.0, training=True, inplace=True)
+    return y + 1
+
+
+def wider(m: Any, x: Tensor) -> Tensor:
+    """What is written into keeps its type."""
+    y = m.conv(x)
+    y.mul_(torch.full((4, 1, 1), 1 / 3, dtype=torch.float64))
+    return y
+
+
 WRITTEN = [
     chain, view_before, view_of_view, view_alone, part_assigned, overwritten_twice, dropped, input_written, chunked,
-    chunk_written,
+    chunk_written, masked, dropped_in_place, wider,
 ]  # fmt: skip
 
 
@@ -124,7 +144,9 @@ def test_training_graphs_refuse_what_only_functionalization_could_mend(function:
     assert line == Written.forward.__code__.co_firstlineno + 1  # the innermost forward that torch recorded
 
 
-@pytest.mark.parametrize("function", [chain, view_alone, input_written], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "function", [chain, view_alone, input_written, masked, dropped_in_place], ids=lambda f: f.__name__
+)
 def test_training_graphs_take_the_rest(function: Any) -> None:
     x = torch.randn(SHAPE)
     model = Written(function)
