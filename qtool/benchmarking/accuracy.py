@@ -1,7 +1,7 @@
 """How well each variant's file does on labelled data, and how far it is from the reference file.
 
 Every batch goes through all the files before the next is read, so the data is read once and is never
-held; what is kept are the outputs of the first output tensor, N × C in float32 for each variant. Files
+held; what is kept are the values of the first output, N × C for each variant. Files
 with a fixed batch size, and runtimes that compile for each size anew, are fed whole batches, the last one
 padded and its padding dropped.
 """
@@ -48,8 +48,13 @@ def predict(
             break
     if not seen:
         raise QtoolError("benchmark data", "at least one batch", "none", "pass test data with samples in it")
-    joined = {name: torch.from_numpy(np.concatenate(parts)).float() for name, parts in outputs.items()}
-    return joined, _joined(targets)
+    return {name: _as_tensor(parts) for name, parts in outputs.items()}, _joined(targets)
+
+
+def _as_tensor(parts: list[Array]) -> torch.Tensor:
+    """The parts as one tensor, floats of any size as float32."""
+    value = torch.from_numpy(np.concatenate(parts))
+    return value.float() if value.is_floating_point() else value
 
 
 def _run(session: Session, value: Any, count: int, whole: int | None) -> Array:
@@ -89,11 +94,18 @@ def judge(
 
 
 def _compare_any(reference: torch.Tensor, other: torch.Tensor, targets: Any) -> dict[str, Any]:
-    """Logits of samples, or of tokens, are compared as classifications; other outputs by their SQNR alone."""
+    """Logits of samples, or of tokens, are compared as classifications; other outputs by their SQNR alone.
+
+    Of one number for each there is nothing to choose: every two would agree. Of whole numbers (classes) the share that
+    is equal is told.
+    """
     from qtool import evaluate
 
-    indices = targets is not None and not targets.is_floating_point()
+    if not reference.is_floating_point():
+        return {"num_samples": len(reference), "agreement": (reference == other).double().mean().item()}
+    logits = reference.shape[-1] > 1
+    indices = logits and targets is not None and not targets.is_floating_point()
     classes = indices and targets.shape == reference.shape[: reference.ndim - 1] and reference.ndim <= 3
-    if reference.ndim != 2 and not classes:
+    if not (logits and reference.ndim == 2) and not classes:
         return {"num_samples": len(reference), "sqnr_db": evaluate.sqnr_db(reference, other)}
     return evaluate.compare(reference, other, targets if classes else None)

@@ -2,7 +2,8 @@
 
 The aim of quantization is the model that was trained, not another one that scores as well. The float model's
 outputs say what that model answers for every sample, with more to learn from than one label: for rows of
-logits the loss is ``KL(softmax(teacher) ‖ softmax(student))``, for any other output the mean squared error.
+two logits or more the loss is ``KL(softmax(teacher) ‖ softmax(student))``, for any other output the mean squared error;
+whole numbers have no part in it.
 
 Where asked, values inside are compared too (FitNets, arXiv 1412.6550): what leaves a module in both networks, by the
 squared error relative to the teacher's mean square, so that every module counts alike. Both graphs are captures of one
@@ -52,7 +53,13 @@ def towards(teacher: nn.Module, taps: Pairs = ()) -> LossFunction:
         with torch.no_grad():
             wanted = to_float32(call(teacher, value))
         given = to_float32(call(model, value))
-        parts = [_distance(w, g) for w, g in zip(tensors(wanted), tensors(given), strict=True)]
+        pairs = zip(tensors(wanted), tensors(given), strict=True)
+        parts = [_distance(w, g) for w, g in pairs if w.is_floating_point()]
+        if not parts:
+            raise UsageError(
+                "--distill", "a model that gives floating point numbers", "whole numbers alone",
+                "take the arg-max out of the model, or train towards labels with --no-distill",
+            )  # fmt: skip
         parts += [_relative(wants.value.float(), gives.value.float()) for wants, gives in taps]
         return torch.stack(parts).sum(), float(next(tensors(wanted)).shape[0])
 
@@ -61,7 +68,7 @@ def towards(teacher: nn.Module, taps: Pairs = ()) -> LossFunction:
 
 def _distance(wanted: Tensor, given: Tensor) -> Tensor:
     """The distance summed over the batch."""
-    if wanted.dim() == 2:
+    if wanted.dim() == 2 and wanted.shape[1] > 1:
         log_p, log_q = wanted.log_softmax(1), given.log_softmax(1)
         return (log_p.exp() * (log_p - log_q)).sum()
     return per_sample(wanted - given).square().mean(1).sum()

@@ -31,7 +31,7 @@ def export(
     quantized: QuantizedModel | nn.Module | AnyPath,
     out: AnyPath | None = None,
     *,
-    samples: Iterable[Any] | Data | str | None = None,
+    samples: Iterable[Any] | Data | Mapping[str, Any] | str | None = None,
     validation: Iterable[Any] | None = None,
     example_inputs: tuple[Any, ...] | None = None,
     float_model: nn.Module | None = None,
@@ -88,7 +88,7 @@ def _absolute(run: Path, record: Mapping[str, Any]) -> dict[str, Any]:
 
 def _opened(samples: Any, config: ExportConfig) -> tuple[Iterable[Any] | None, dict[str, Any]]:
     """Batches of inputs, and what the files are to say of the data that they were drawn from."""
-    if isinstance(samples, str) or hasattr(samples, "train"):
+    if isinstance(samples, str | Mapping) or hasattr(samples, "train"):
         data = open_data(samples, 0)
         return draw(f"train:{config.parity_samples}", data, 0, 32)[0], data_facts(data)
     return None if samples is None else inputs_of(samples), {}

@@ -78,6 +78,22 @@ def test_targets_that_are_no_classes_and_outputs_that_are_no_logits_are_compared
     assert "top1" not in told["int8"]
 
 
+@pytest.mark.parametrize("targets", [None, torch.tensor([0, 1, 1])])
+def test_of_one_number_for_each_sample_nothing_agrees_by_itself(targets):
+    """A regression, or a probability: its arg-max is always the same, and its softmax always 1."""
+    wanted, got = torch.tensor([[0.1], [2.0], [-1.0]]), torch.tensor([[-5.0], [7.0], [9.0]])
+    found = judge({"a": wanted, "b": got}, targets, reference="a")["b"]
+    assert set(found) == {"num_samples", "sqnr_db"}
+
+
+def test_of_classes_the_share_that_is_equal_is_told():
+    wanted = torch.arange(24).reshape(2, 3, 4)
+    got = wanted.clone()
+    got[0, 0, :3] += 100
+    found = judge({"a": wanted, "b": got}, None, reference="a")["b"]
+    assert found == {"num_samples": 2, "agreement": 1 - 3 / 24}
+
+
 def test_sequences_with_their_tokens_are_compared_token_by_token():
     base, noise = torch.randn(2, 4, 3, 5, generator=torch.Generator().manual_seed(0))
     targets = torch.tensor([[0, 1, -100]] * 4)

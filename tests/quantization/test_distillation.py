@@ -60,6 +60,31 @@ def test_the_loss_is_divergence_and_the_relative_errors() -> None:
     assert count == 4
 
 
+def test_one_number_for_each_sample_has_a_squared_error_and_classes_have_none() -> None:
+    """The softmax of one number is 1 whatever it is: such a loss would teach nothing."""
+    teacher, student, x = nn.Linear(3, 1), nn.Linear(3, 1), torch.randn(4, 3)
+    total, _ = towards(teacher)(student, x, None)
+    torch.testing.assert_close(total, (teacher(x) - student(x)).square().sum())
+    both = [Both(layer) for layer in (teacher, student)]
+    torch.testing.assert_close(towards(both[0])(both[1], x, None)[0], total)
+    with pytest.raises(UsageError, match="a model that gives floating point numbers; got whole numbers alone"):
+        towards(nn.Sequential(teacher, Classes()))(nn.Sequential(student, Classes()), x, None)
+
+
+class Classes(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.argmax(1)
+
+
+class Both(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return (y := self.layer(x)), y.argmax(1)
+
+
 def test_features_come_closer_when_they_are_asked_for(trained: nn.Module) -> None:
     made = {
         asked: qat(trained, "pt2e", config(epochs=4, learning_rate=5e-3, distill_features=asked))
