@@ -40,6 +40,7 @@ from qtool.quantization.gains import Gains, channel_gains
 from qtool.quantization.integers import finish, label
 from qtool.quantization.matrices import flatten_linears
 from qtool.quantization.norms import fold_batch_norm, write_norms
+from qtool.quantization.parametrized import with_stored_weights
 from qtool.quantization.placement import Placement
 from qtool.quantization.prepared import Prepared
 from qtool.quantization.products import write_products
@@ -200,7 +201,7 @@ def float_form(model: nn.Module, example: Any, *, merged: bool = True, axes: tup
     stand behind the layers that take them in. Raises
     QtoolError where it does not compute what ``model`` does.
     """
-    graph = capture(model, example, axes=axes)
+    graph = capture(with_stored_weights(model), example, axes=axes)
     remove_dropout(graph)
     fold_batch_norm(graph)
     if merged:
@@ -231,8 +232,9 @@ def _prepare(
             model, placement, example, train=train, detailed=detailed, weight_ranges=config.weight_ranges
         )
         return _weighed(prepared, gains)
-    graph = capture(model, example, train=True, axes=config.dynamic_axes or ()) if train else copied(float_graph)
+    graph = copied(float_graph)
     if train:
+        graph = capture(with_stored_weights(model), example, train=True, axes=config.dynamic_axes or ())
         merge_branches(graph, train=True)
         drop_chomps(graph)
         clip_early(graph)
