@@ -126,6 +126,8 @@ def test_the_argument_that_is_named_is_the_caller_s_own(tmp_path: Path) -> None:
         qtool.export(tmp_path)
     assert qtool.export(tmp_path, gates=False).files["int8"].is_file()
     assert qtool.export(tmp_path, samples=[images]).files["int8"].is_file()
+    parts = {"train": [(image,) for image in images], "test": [(image,) for image in images]}
+    assert qtool.export(tmp_path, samples=parts).files["int8"].is_file()
     with pytest.raises(QtoolError, match="call the stage from Python with data="):
         recall_source(tmp_path, "quantize")
 

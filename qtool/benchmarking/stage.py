@@ -68,8 +68,9 @@ def benchmark(
         tell(f"size of {name}")
         variants[name] = {"file": path.name, "stored": stored_format(path), **measure_size(path)}
     steadiness = _measure_speed(files, config, base, variants, batches, tell)
+    told = "inputs were random; accuracy was not measured"
     if batches is not None:
-        _measure_accuracy(files, config, base, variants, batches, compare, tell)
+        told = _measure_accuracy(files, config, base, variants, batches, compare, tell)
     for entry in variants.values():
         entry["size_ratio"] = entry["size_stripped_mib"] / variants[base]["size_stripped_mib"]
     result: dict[str, Any] = {
@@ -81,7 +82,7 @@ def benchmark(
         "cpu": cpu_info(),
         "variants": variants,
         "noise": steadiness,
-        "notes": _notes(variants, config, base, batches is not None),
+        "notes": [*_notes(variants, config, base), *([told] if told else [])],
     }
     if config.compare and earlier is not None:
         result["comparison"] = compare_with(Path(config.compare), earlier, result, config.tolerance)
@@ -174,8 +175,11 @@ def _measure_accuracy(
     batches: Batches,
     compare: Compare | None,
     tell: Progress,
-) -> None:
-    """Fills in accuracy and agreement. All cores are used: threads change the time and not the result."""
+) -> str:
+    """Fills in accuracy and agreement, and gives what is to be told of it.
+
+    All cores are used: threads change the time and not the result.
+    """
     tell("accuracy on the test data")
     with contextlib.ExitStack() as stack:
         sessions = {}
@@ -187,13 +191,13 @@ def _measure_accuracy(
         outputs, targets = predict(
             sessions, data, samples=config.samples, whole=ACCURACY_BATCH if config.provider == "torch-compile" else None
         )
+        count = len(sessions[reference].outputs)
     for name, values in judge(outputs, targets, reference=reference, compare=compare).items():
         variants[name]["accuracy"] = values
+    return f"accuracy is that of the first of {count} outputs" if count > 1 else ""
 
 
-def _notes(
-    variants: Mapping[str, dict[str, Any]], config: BenchmarkConfig, reference: str, have_data: bool
-) -> list[str]:
+def _notes(variants: Mapping[str, dict[str, Any]], config: BenchmarkConfig, reference: str) -> list[str]:
     """What a reader of the figures has to know, one sentence each."""
     notes = [text for text in (conflict(),) if text]
     where = {"provider": config.provider, "features": cpu_info()["features"]}
@@ -209,6 +213,4 @@ def _notes(
             notes.append(
                 f"{name}: {len(entry['elsewhere'])} shape nodes ran on the CPU: {', '.join(entry['elsewhere'][:5])}"
             )
-    if not have_data:
-        notes.append("inputs were random; accuracy was not measured")
     return notes

@@ -190,12 +190,18 @@ def _untranslated(program: torch.export.ExportedProgram, error: BaseException) -
     """What to tell of a failed translation: the operator, its module and the user's line where torch knows them."""
     causes = list(_causes(error))
     operator = re.search(r"op='([\w.:]+)', overload='(\w*)'", str(causes[-1]))
-    node = _first_of(program, ".".join(operator.groups())) if operator else None
+    broken = re.search(r"translating node %(\w+) ", "\n".join(map(str, causes)))
+    node = None
+    if operator or broken:
+        node = _first_of(program, ".".join(operator.groups()) if operator else "", broken.group(1) if broken else "")
     first = next((line for line in str(causes[-1]).splitlines() if line.strip()), "")
+    found = f"{type(causes[-1]).__name__}: {first}"
+    if node is not None and "SymbolicTensor" in first:
+        found = f"{node.target} with an argument computed from the inputs, where ONNX has a fixed number"
     module = list((node.meta.get("nn_module_stack") or {}).values())[-1:] if node is not None else []
     return QtoolError(
         f"export, module '{module[0][0]}'" if module and module[0][0] else "export", "operators that have an ONNX form",
-        one_line(f"{type(causes[-1]).__name__}: {first}")[:300],
+        one_line(found)[:300],
         f"{_user_line(node)}replace that operator in the model, or leave its module out of the exported graph",
     )  # fmt: skip
 
@@ -206,11 +212,11 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__
 
 
-def _first_of(program: torch.export.ExportedProgram, operator: str) -> torch.fx.Node | None:
-    """The first node that calls ``operator`` once the program is decomposed as the exporter decomposes it."""
+def _first_of(program: torch.export.ExportedProgram, operator: str, name: str) -> torch.fx.Node | None:
+    """The first node that calls ``operator``, or is called so, once decomposed as the exporter decomposes it."""
     with quiet_exporter():
-        nodes = program.run_decompositions().graph.nodes
-    return next((node for node in nodes if str(node.target) == operator), None)
+        nodes = [*program.graph.nodes, *program.run_decompositions().graph.nodes]
+    return next((node for node in nodes if (str(node.target) == operator if operator else node.name == name)), None)
 
 
 def _user_line(node: torch.fx.Node | None) -> str:

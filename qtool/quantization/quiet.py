@@ -31,7 +31,9 @@ def quiet_loggers(*names: str, below: int = logging.ERROR) -> Iterator[None]:
 def quiet_export() -> Iterator[None]:
     """Drops what ``torch.export`` logs, its advice on torch's own LSTM, and the partial graph it prints as it fails."""
     said = io.StringIO()
-    names = ("torch.fx.experimental.symbolic_shapes", "torch.export", "torch._export")
+    names = (
+        "torch.fx.experimental.symbolic_shapes", "torch.export", "torch._export", "torch._subclasses.fake_tensor",
+    )  # fmt: skip
     with quiet_loggers(*names, below=logging.CRITICAL), contextlib.redirect_stderr(said), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r"The tensor attributes? .*_flat_weights", category=UserWarning)
         yield

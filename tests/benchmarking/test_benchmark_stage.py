@@ -53,6 +53,16 @@ def test_the_result_is_plain_values(result, tmp_path):
     assert read["variants"]["int8"]["latency"] == result["variants"]["int8"]["latency"]
 
 
+def test_of_several_outputs_the_first_is_judged_and_that_is_said(files, batches, result, tmp_path):
+    model = onnx.load(files["fp32"])
+    inner = helper.make_tensor_value_info(model.graph.node[0].output[0], onnx.TensorProto.FLOAT, None)
+    model.graph.output.append(inner)
+    onnx.save(model, tmp_path / "two.onnx")
+    told = benchmark({"two": tmp_path / "two.onnx"}, BenchmarkConfig(seconds=0.0), batches=batches)
+    assert told["notes"] == ["accuracy is that of the first of 2 outputs"]
+    assert not any("outputs" in note for note in result["notes"])
+
+
 def test_without_data_inputs_are_random_and_that_is_said(files):
     told = benchmark({"only": files["fp32"]}, BenchmarkConfig(seconds=0.0))
     assert told["reference"] == "only"

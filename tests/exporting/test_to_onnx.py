@@ -479,6 +479,27 @@ def test_an_operator_without_an_onnx_form_is_told_with_the_users_line() -> None:
     assert "\n" not in str(caught.value)
 
 
+class Modulated(nn.Module):
+    """A convolution with weights for each sample, as groups of one: its number of groups is the batch's size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.style = nn.Conv2d(3, 4, 3), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv(x)
+        weight = self.style(x.mean((2, 3)))[:, :, None, None] * torch.ones(1, 4, 3, 3)
+        made = nn.functional.conv2d(x.reshape(1, -1, 8, 8), weight.reshape(-1, 1, 3, 3), groups=4 * x.shape[0])
+        return made.reshape(-1, 4, 6, 6)
+
+
+def test_an_argument_that_depends_on_the_inputs_is_told_with_the_users_line() -> None:
+    form = made(Modulated(), torch.randn(4, 3, 10, 10))
+    with pytest.raises(QtoolError, match=r"conv2d\.default with an argument computed from") as caught:
+        quantized_to_onnx(form, OPSET)
+    assert "test_to_onnx.py:" in str(caught.value)
+
+
 @settings(
     max_examples=8, derandomize=True, database=None, suppress_health_check=list(HealthCheck),
     phases=[Phase.explicit, Phase.generate],

@@ -234,6 +234,14 @@ def test_the_error_is_one_line_with_the_users_own(
     assert "conv2d" not in err
 
 
+def test_torch_logs_nothing_of_an_image_that_is_too_small(caplog: pytest.LogCaptureFixture) -> None:
+    """A linear layer behind a flattened image takes one size, which torch's fake tensors log with a traceback."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 16, 5))
+    with caplog.at_level("ERROR"), pytest.raises(QtoolError, match="mat1 and mat2 shapes cannot be multiplied"):
+        capture(model, X[:, :, 1:])
+    assert not [record for record in caplog.records if "fake_tensor" in record.name]
+
+
 def test_a_fixed_batch_size_is_refused(written: ModuleType, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(QtoolError, match=r"dynamic batch; got code that takes the batch size for a constant"):
         capture(written.FixedBatch(), X)
