@@ -79,8 +79,7 @@ class OrtSession:
         """A call that computes once with inputs and outputs where the computation is."""
         check_feeds(f"'{self.path}'", self.inputs, feeds)
         if self.provider == "cpu":
-            session, values = self._session, dict(feeds)
-            return lambda: session.run(None, values) and None
+            return self._step(dict(feeds))
         from qtool.runtimes.binding import bind
 
         session, names = self._session, [info.name for info in self.outputs]
@@ -113,13 +112,30 @@ class OrtSession:
 
         return graph_options("-1")
 
+    def _step(self, feeds: dict[str, Array]) -> Callable[[], None]:
+        """One run, with nothing around it that would be timed as well."""
+        session = self._session
+
+        def step() -> None:
+            try:
+                session.run(None, feeds)
+            except Exception as error:
+                raise self._failed(error) from error
+
+        return step
+
     def _call(self, run: Callable[[], Any]) -> Any:
         try:
             return run()
         except Exception as error:
-            raise QtoolError(
-                f"'{self.path}'", f"ONNX Runtime to compute it on {self.provider}", _reason(error), "check the model"
-            ) from error
+            raise self._failed(error) from error
+
+    def _failed(self, error: Exception) -> QtoolError:
+        shapes = ", ".join(f"'{info.name}' {info}" for info in self.inputs)
+        return QtoolError(
+            f"'{self.path}'", f"ONNX Runtime to compute it on {self.provider}", _reason(error),
+            f"check the model, and that its inputs fit together: {shapes}",
+        )  # fmt: skip
 
 
 def open_file(
