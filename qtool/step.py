@@ -279,7 +279,7 @@ class Step:
         setup = self.setup
         with setup.forward():
             loss, weight = self.loss(setup.replica or setup.model, setup.place(part.value), setup.place(part.target))
-        return (loss, weight) if part.counts else (loss * 0.0, weight * 0.0)
+        return (loss, weight) if part.counts else (loss * 0.0, weight * 0)  # of one dtype in all processes
 
     def _losses(self, parts: list[Part]) -> list[Any]:
         return [self._forward(part) for part in parts]
