@@ -36,6 +36,10 @@ class QtoolError(Exception):
         return type(self), (self.where, self.expected, self.got, self.do), vars(self)
 
 
+OWN = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError, ArithmeticError)
+"""What a user's own code raises, a model's or a task's, when it is wrong or what it is given is."""
+
+
 class UsageError(QtoolError):
     """A wrong command line, recipe or argument, found before any work. Exit code 2."""
 

@@ -31,7 +31,7 @@ from torch import Tensor
 from qtool import processes
 from qtool.data import batches
 from qtool.errors import QtoolError
-from qtool.tasks import Task
+from qtool.tasks import Task, loss_of, metrics_of
 from qtool.text import IGNORED
 
 Predict = Callable[[Any], Any]
@@ -48,9 +48,9 @@ def evaluate(predict: Predict, batches: Iterable[tuple[Any, Any]], task: Task) -
     weight = 0.0
     for inputs, target in batches:
         output = predict(inputs)
-        loss, count = task.loss(output, target)
+        loss, count = loss_of(task, output, target)
         weight += float(count)
-        for name, value in {"loss": loss, **task.metrics(output, target)}.items():
+        for name, value in {"loss": loss, **metrics_of(task, output, target)}.items():
             sums[name] = sums.get(name, 0.0) + (value.double() if isinstance(value, Tensor) else value)
     gathered = processes.gather((weight, {name: float(value) for name, value in sums.items()}))
     weight = sum(part for part, _ in gathered)

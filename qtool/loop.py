@@ -37,8 +37,8 @@ from qtool.nested import to_float32
 from qtool.nonfinite import INPUTS, first_bad_layer, first_bad_parameter
 from qtool.order import Batches, Order
 from qtool.recipe import TrainConfig
-from qtool.step import LossFunction, NotFinite, Setup, Step, answer, learning_rate, plain, trained
-from qtool.tasks import Task
+from qtool.step import LossFunction, NotFinite, Setup, Step, answer, learning_rate, micro_size, plain, trained
+from qtool.tasks import Task, loss_of
 
 _FREE = ("device", "devices", "checkpoint_every", "keep")
 """Keys of a recipe that may differ when a run is resumed."""
@@ -151,7 +151,7 @@ def task_loss(task: Task) -> LossFunction:
     """The loss of a task, computed from the model's output in float32."""
 
     def loss(model: Callable[[Any], Any], value: Any, target: Any) -> Any:
-        return task.loss(to_float32(answer(model, value)), target)
+        return loss_of(task, to_float32(answer(model, value)), target)
 
     return loss
 
@@ -203,6 +203,8 @@ class _Run:
             step = self.history.steps
             self.hooks.before_step(self.model, step, self.total)
             rate = learning_rate(self.config, step, self.total)
+            if isinstance(self.data.train, Batches):
+                self.step.micro_size = micro_size(self.config, self.history.halvings, size)
             loss = self._step(value, target, rate, size)
             self.history.losses.append(loss)
             self.batch += 1
@@ -266,11 +268,11 @@ class _Run:
         if validation is None:
             return {}
         if isinstance(validation, Batches):
-            held: Iterable[tuple[Any, Any]] = validation.batches
+            held: Iterable[tuple[Any, Any]] = validation
         else:
             held = shared_batches(validation, self.step.micro_size, self.setup.predict)
         self.hooks.mode(self.model, False)
-        metrics = evaluate(self.setup.predict, ((x, self.setup.place(y)) for x, y in held), self.task)
+        metrics = evaluate(self.setup.predict, ((x, self.setup.move(y)) for x, y in held), self.task)
         return {f"validation_{name}": value for name, value in metrics.items() if name != "num_samples"}
 
     def _keep_best(self, metrics: Mapping[str, float]) -> None:

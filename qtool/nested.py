@@ -1,29 +1,59 @@
-"""Inputs and targets of any shape: a tensor, or tuples, lists and dicts of them.
+"""Inputs, targets and outputs of any shape: a tensor, or tuples, lists, mappings and dataclasses of them.
 
 A dataset's input may be one tensor, a tuple for a model of several arguments, or a dict for a model of
-keyword arguments. These few functions treat all three alike, so that nothing above asks which it is.
-The first dimension of every tensor is the batch.
+keyword arguments; a model's output may be a named tuple, a dataclass or one of transformers' outputs. These few
+functions treat all of them alike, so that nothing above asks which it is. The first dimension of every tensor is the
+batch, but in a list of samples (one dict of boxes for each image, say).
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from qtool.errors import QtoolError
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     """``value`` with ``function`` applied to each tensor in it; containers keep their type and order."""
     if isinstance(value, Tensor):
         return function(value)
+    return _rebuilt(value, lambda item: map_tensors(function, item))
+
+
+def _rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
+    """A container with each of its items changed; anything else as it is."""
     if isinstance(value, Mapping):
-        return {key: map_tensors(function, item) for key, item in value.items()}
+        return _with_items(value, {key: change(item) for key, item in value.items()})
     if isinstance(value, tuple | list):
-        return type(value)(map_tensors(function, item) for item in value)
+        items = [change(item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if _is_record(value):
+        made = copy.copy(value)
+        for field in fields(value):
+            object.__setattr__(made, field.name, change(getattr(value, field.name)))  # it may be frozen
+        return made
     return value
+
+
+def _with_items(value: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]:
+    """``items`` in a mapping of the type of ``value``. Transformers' outputs have them as attributes too."""
+    if type(value) is dict or not isinstance(value, MutableMapping):
+        return items
+    made = copy.copy(value)
+    for key, item in items.items():
+        made[key] = item
+    return made
+
+
+def _is_record(value: Any) -> bool:
+    return is_dataclass(value) and not isinstance(value, type)
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
@@ -36,6 +66,9 @@ def tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, tuple | list):
         for item in value:
             yield from tensors(item)
+    elif _is_record(value):
+        for field in fields(value):
+            yield from tensors(getattr(value, field.name))
 
 
 def num_samples(value: Any) -> int:
@@ -140,15 +173,36 @@ def micro_batches(value: Any, size: int) -> Iterator[Any]:
 
 
 def split(value: Any, parts: int) -> list[Any]:
-    """``value`` cut along the batch into ``parts`` whose sizes differ by one at most (as ``torch.tensor_split``)."""
+    """``value`` cut along the batch into ``parts`` whose sizes differ by one at most (as ``torch.tensor_split``).
+
+    The batch is the first dimension of the first tensor. Raises QtoolError for a tensor that has another one.
+    """
     if parts == 1:
         return [value]
     size = num_samples(value)
     bounds = [size * part // parts for part in range(parts + 1)]
-    return [
-        map_tensors(lambda t, a=low, b=high: t[a:b] if t.dim() else t, value)  # type: ignore[misc]
-        for low, high in itertools.pairwise(bounds)
-    ]
+    return [cut(value, low, high, size) for low, high in itertools.pairwise(bounds)]
+
+
+def cut(value: Any, low: int, high: int, size: int) -> Any:
+    """Samples ``low`` to ``high`` of a batch of ``size``; single numbers, and what is no tensor, as they are."""
+    if (low, high) == (0, size):
+        return value
+    if isinstance(value, list) and len(value) == size and _is_of_samples(value, size):
+        return value[low:high]
+    if not isinstance(value, Tensor):
+        return _rebuilt(value, lambda item: cut(item, low, high, size))
+    if value.dim() and len(value) != size:
+        raise QtoolError(
+            "batch", f"tensors of {size} samples, to be cut into micro-batches", f"one of shape {tuple(value.shape)}",
+            "give each sample its own, or train whole batches",
+        )  # fmt: skip
+    return value[low:high] if value.dim() else value
+
+
+def _is_of_samples(value: list[Any], size: int) -> bool:
+    """Whether a list as long as the batch has an item for each sample: mappings, or tensors of other lengths."""
+    return all(isinstance(item, Mapping) for item in value) or any(t.dim() and len(t) != size for t in tensors(value))
 
 
 def to_float32(value: Any) -> Any:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,22 +22,37 @@ import torch
 from qtool import checkpoint, processes
 from qtool.data import batches
 from qtool.errors import QtoolError, UsageError
-from qtool.nested import num_samples
+from qtool.nested import num_samples, tensors
 
 
 @dataclass(frozen=True)
 class Batches:
-    """An iterable of (input, target) batches in the place of a data set; each epoch iterates it anew."""
+    """An iterable of batches in the place of a data set; each epoch iterates it anew."""
 
-    batches: Iterable[tuple[Any, Any]]
+    batches: Iterable[Any]
 
     def __len__(self) -> int:
-        if not isinstance(self.batches, Sized):
+        try:
+            return len(self.batches)  # type: ignore[arg-type]
+        except TypeError as error:  # a DataLoader has a length if its data set has
             raise UsageError(
-                "training batches", "an iterable with a length", type(self.batches).__name__,
-                "pass a list, a DataLoader or an object with __len__ and __iter__",
-            )  # fmt: skip
-        return len(self.batches)
+                "training batches", "an iterable with a length", f"a {type(self.batches).__name__} without one",
+                "pass a list, a DataLoader of a map-style data set, or an object with __len__ and __iter__",
+            ) from error  # fmt: skip
+
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        return map(_pair, self.batches)
+
+
+def _pair(batch: Any) -> tuple[Any, Any]:
+    """(input, target) of a batch, None for no target. Raises QtoolError for one without tensors."""
+    value, target = batch if isinstance(batch, tuple | list) and len(batch) == 2 else (batch, None)
+    if not any(tensor.dim() for tensor in tensors(value)):
+        raise QtoolError(
+            "training batches", "tensors with a batch dimension, or tuples or dicts of them", type(value).__name__,
+            "convert inputs with torch.as_tensor, and stack samples into batches",
+        )  # fmt: skip
+    return value, target
 
 
 def batch_plan(count: int, batch_size: int, seed: int, epoch: int) -> list[list[int]]:
@@ -85,8 +100,7 @@ class Order:
         Yields this process's share of each, and the size of the whole. A process whose share is empty gets a sample.
         """
         if isinstance(self.train, Batches):
-            iterator = self._replayed(start, began) if start else iter(self.train.batches)
-            yield from ((x, y, num_samples(x)) for x, y in itertools.islice(iterator, stop - start))
+            yield from self._given(start, stop, began)
             return
         for positions in self._plan(epoch)[start:stop]:
             share = processes.share(len(positions))
@@ -94,10 +108,21 @@ class Order:
             for value, target in batches(self.train, len(own), order=own):
                 yield value, target, len(positions)
 
+    def _given(self, start: int, stop: int, began: Mapping[str, Any]) -> Iterator[tuple[Any, Any, int]]:
+        iterator, place = self._replayed(start, began) if start else iter(self.train), start
+        for value, target in itertools.islice(iterator, stop - start):
+            yield value, target, num_samples(value)
+            place += 1
+        if place < stop:
+            raise QtoolError(
+                "training batches", f"{self.num_batches} in each epoch, as their length says", f"{place} in this one",
+                "pass an object whose __iter__ begins anew each time",
+            )  # fmt: skip
+
     def _replayed(self, start: int, began: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
         now = checkpoint.rng_state()
         checkpoint.set_rng_state(began)
-        iterator: Iterator[tuple[Any, Any]] = iter(self.train.batches)
-        next(itertools.islice(iterator, start - 1, None))
+        iterator: Iterator[tuple[Any, Any]] = iter(self.train)
+        next(itertools.islice(iterator, start - 1, None), None)
         checkpoint.set_rng_state(now)
         return iterator

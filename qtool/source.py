@@ -181,9 +181,11 @@ def open_data(data: object, seed: int) -> Any:
 
 def open_task(task: Task | str, label_smoothing: float = 0.0) -> Task:
     """A spec or a task object, as a task."""
-    from qtool.tasks import load_task
+    from qtool.tasks import load_task, require_task
 
-    return load_task(task, label_smoothing=label_smoothing) if isinstance(task, str) else task
+    if isinstance(task, str):
+        return load_task(task, label_smoothing=label_smoothing)
+    return require_task(task, "argument 'task'")
 
 
 def open_model(

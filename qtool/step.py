@@ -40,16 +40,12 @@ from torch.optim import Optimizer
 from qtool import processes
 from qtool.checkpoint import Files
 from qtool.devices import out_of_memory, resolve_device
-from qtool.errors import QtoolError, UsageError, one_line, says_that_another_ended
+from qtool.errors import OWN, QtoolError, UsageError, one_line, says_that_another_ended
 from qtool.nested import call, map_tensors, num_samples, split, to_float32
 from qtool.recipe import TrainConfig
 
 LossFunction = Callable[[Callable[[Any], Any], Any, Any], tuple[Tensor, "Tensor | float"]]
 """(model, input, target) -> (sum of the loss over samples or tokens, their number)."""
-
-
-OWN = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError, ArithmeticError)
-"""What the code of a model raises when it is wrong, or its input is."""
 
 
 @dataclass
@@ -88,8 +84,12 @@ class Setup:
             yield
 
     def place(self, value: Any) -> Any:
-        """An input or target on the device, in the dtype and memory format that the model takes."""
+        """An input on the device, in the dtype and memory format that the model takes."""
         return map_tensors(self._place, value)
+
+    def move(self, value: Any) -> Any:
+        """A target on the device, as it is: 1,001 in 16 bits would be 1,000."""
+        return map_tensors(self._moved, value)
 
     def _place(self, tensor: Tensor) -> Tensor:
         dtype = self.input_dtype if tensor.is_floating_point() and self.input_dtype else tensor.dtype
@@ -137,9 +137,9 @@ def answer(model: Callable[[Any], Any], value: Any) -> Any:
         ) from error  # fmt: skip
 
 
-def micro_size(config: TrainConfig, halvings: int = 0) -> int:
-    """Samples of a process's micro-batch, that many times halved."""
-    size = math.ceil(math.ceil(config.batch_size / processes.size()) / config.micro_batches)
+def micro_size(config: TrainConfig, halvings: int = 0, batch_size: int | None = None) -> int:
+    """Samples of a process's micro-batch, that many times halved; of batches of another size than the config's."""
+    size = math.ceil(math.ceil((batch_size or config.batch_size) / processes.size()) / config.micro_batches)
     return -(-size // (1 << halvings))
 
 
@@ -272,13 +272,13 @@ class Step:
         share = processes.share(total)
         wanted = min(math.ceil(share.largest / self.micro_size), max(1, share.largest // self.least))
         count = min(wanted, max(1, share.count))
-        parts = [Part(x, y, share.count > 0) for x, y in zip(split(value, count), split(target, count), strict=True)]
+        parts = [Part(x, y, share.count > 0) for x, y in split((value, target), count)]
         return parts + [replace(parts[0], counts=False)] * (wanted - count)
 
     def _forward(self, part: Part) -> tuple[Tensor, Tensor | float]:
         setup = self.setup
         with setup.forward():
-            loss, weight = self.loss(setup.replica or setup.model, setup.place(part.value), setup.place(part.target))
+            loss, weight = self.loss(setup.replica or setup.model, setup.place(part.value), setup.move(part.target))
         return (loss, weight) if part.counts else (loss * 0.0, weight * 0)  # of one dtype in all processes
 
     def _losses(self, parts: list[Part]) -> list[Any]:

@@ -4,20 +4,25 @@ A task gives the loss to descend and the metric to report, both as *sums over a 
 samples, or of tokens) that turns sums into means. Sums of batches of any size then add up to the right mean, which
 gradient accumulation and a short last batch would otherwise get wrong.
 
-A user's own task is a factory that returns an object with the attributes of :class:`Task`.
+A user's own task is an object with the attributes of :class:`Task`, or a factory that returns one. What it raises, and
+what it returns that is no sum with its weight, is told as its own.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+import numbers
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qtool.errors import QtoolError, UsageError, nearest
+from qtool.devices import out_of_memory
+from qtool.errors import OWN, QtoolError, UsageError, nearest, one_line
 from qtool.factories import is_factory, load_factory
 from qtool.text import IGNORED
 
@@ -168,8 +173,79 @@ def load_task(spec: str, *, label_smoothing: float = 0.0) -> Task:
         raise UsageError(
             f"task '{spec}'", "a task", "none of that name", nearest(spec, [*BUILT_INS, "FILE.py:factory"])
         )
-    task = load_factory(spec)()
+    return require_task(load_factory(spec)(), f"task '{spec}'")
+
+
+def require_task(task: Any, where: str) -> Task:
+    """``task`` itself. Raises QtoolError naming the attributes of a task that it does not have."""
     missing = [name for name in ("name", "metric", "higher_is_better", "loss", "metrics") if not hasattr(task, name)]
     if missing or not isinstance(task, Task):
-        raise QtoolError(f"task '{spec}'", "an object with a task's attributes", f"no {', '.join(missing)}", "add them")
+        got = f"a {type(task).__name__} with no {', '.join(missing)}"
+        raise QtoolError(where, "an object with a task's attributes", got, "add them")
     return task
+
+
+def loss_of(task: Task, output: Any, target: Any) -> tuple[Tensor, Tensor | float]:
+    """The task's loss of a batch and its weight. Raises QtoolError where it raises, or gives something else."""
+    with _told(task, "loss"):
+        found = task.loss(output, target)
+    if not (_is_pair(found) and all(map(_is_number, found))):
+        raise _no_loss(task, f"a pair of {' and '.join(map(_shape, found))}" if _is_pair(found) else _shape(found))
+    loss, weight = found
+    if torch.is_grad_enabled() and not (isinstance(loss, Tensor) and loss.requires_grad):
+        raise _no_loss(task, "one without a gradient")
+    return loss, weight
+
+
+def metrics_of(task: Task, output: Any, target: Any) -> Mapping[str, Tensor | float]:
+    """The task's sums over a batch. Raises QtoolError where it raises, or gives something else."""
+    with _told(task, "metrics"):
+        found = task.metrics(output, target)
+    if not isinstance(found, Mapping):
+        raise _no_metrics(task, _shape(found))
+    for name, value in found.items():
+        if not _is_number(value):
+            raise _no_metrics(task, f"'{name}', {_shape(value)}")
+    return found
+
+
+@contextmanager
+def _told(task: Task, what: str) -> Iterator[None]:
+    try:
+        yield
+    except OWN as error:
+        if out_of_memory(error):
+            raise
+        raise QtoolError(
+            f"task '{task.name}'", f"a {what} of the model's output and the target",
+            f"{type(error).__name__}: {one_line(error)}",
+            "correct the task, or the output or target that it is given; --debug shows where it failed",
+        ) from error  # fmt: skip
+
+
+def _no_loss(task: Task, got: str) -> QtoolError:
+    return QtoolError(
+        f"task '{task.name}'", "a loss: its sum over the batch, with a gradient, and how many samples or tokens", got,
+        "return for example F.mse_loss(output, target, reduction='sum'), float(len(target))",
+    )  # fmt: skip
+
+
+def _no_metrics(task: Task, got: str) -> QtoolError:
+    return QtoolError(
+        f"task '{task.name}'", "metrics: names and their sums over the batch, one number each", got,
+        "return for example {'top1': (output.argmax(1) == target).sum()}, or {}",
+    )  # fmt: skip
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, tuple | list) and len(value) == 2
+
+
+def _is_number(value: Any) -> bool:
+    return value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, numbers.Real)
+
+
+def _shape(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"tensor of shape {tuple(value.shape)}"
+    return type(value).__name__ + (f" of {len(value)}" if isinstance(value, tuple | list) else "")

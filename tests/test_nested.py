@@ -1,8 +1,12 @@
+from collections import OrderedDict, namedtuple
+from dataclasses import dataclass
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from qtool.errors import QtoolError
 from qtool.nested import Once, call, first, map_tensors, num_samples, split, tensors, thinned, to_float32
 
 
@@ -16,6 +20,39 @@ def test_containers_keep_their_type():
     assert len(list(tensors(value))) == 3
 
 
+Pair = namedtuple("Pair", "x y")
+
+
+@dataclass(frozen=True)
+class Record:
+    x: torch.Tensor
+    note: str = "kept"
+
+
+class Output(OrderedDict):
+    """As those of transformers: an entry is an attribute too, and there is no ``update``."""
+
+    def __setitem__(self, key, value):
+        super().__setitem__(key, value)
+        super().__setattr__(key, value)
+
+    def update(self, *_):
+        raise AssertionError
+
+
+def test_named_tuples_dataclasses_and_outputs_of_transformers_stay_what_they_are():
+    output = Output()
+    output["x"] = torch.ones(2)
+    for value in (Pair(torch.ones(2), 3), Record(torch.ones(2)), output):
+        doubled = map_tensors(lambda t: t * 2, value)
+        assert type(doubled) is type(value)
+        assert doubled.x.tolist() == [2, 2]
+        assert value.x.tolist() == [1, 1]
+        assert [t.tolist() for t in tensors(doubled)] == [[2, 2]]
+    assert map_tensors(torch.neg, Record(torch.ones(2))).note == "kept"
+    assert map_tensors(torch.neg, Pair(torch.ones(2), 3)).y == 3
+
+
 @pytest.mark.parametrize(("size", "parts"), [(8, 3), (7, 7), (5, 2), (3, 1)])
 def test_split_is_tensor_split_up_to_order(size, parts):
     pieces = split((torch.arange(size), {"x": torch.arange(size) * 10}), parts)
@@ -27,6 +64,24 @@ def test_split_is_tensor_split_up_to_order(size, parts):
 
 def test_split_leaves_scalars_alone():
     assert [p[1].item() for p in split((torch.arange(4), torch.tensor(5.0)), 2)] == [5.0, 5.0]
+
+
+def test_split_cuts_a_list_of_samples_as_one():
+    boxes = [{"boxes": torch.zeros(count, 4)} for count in (3, 0, 1, 4)]
+    lengths = [torch.zeros(count) for count in (5, 2, 4, 4)]
+    pieces = split((torch.arange(4), boxes, lengths, None, "text"), 2)
+    assert [piece[0].tolist() for piece in pieces] == [[0, 1], [2, 3]]
+    assert [[len(one["boxes"]) for one in piece[1]] for piece in pieces] == [[3, 0], [1, 4]]
+    assert [[len(one) for one in piece[2]] for piece in pieces] == [[5, 2], [4, 4]]
+    assert [piece[3:] for piece in pieces] == [(None, "text")] * 2
+    two = split((torch.arange(2), [torch.arange(2), torch.arange(2) + 10]), 2)
+    assert [[t.tolist() for t in piece[1]] for piece in two] == [[[0], [10]], [[1], [11]]]
+
+
+def test_split_refuses_what_has_no_share_for_each_sample():
+    with pytest.raises(QtoolError, match=r"tensors of 4 samples.*shape \(6, 6\)"):
+        split({"x": torch.zeros(4, 6), "mask": torch.zeros(6, 6)}, 2)
+    assert split({"x": torch.zeros(4, 6), "mask": torch.zeros(6, 6)}, 1)[0]["mask"].shape == (6, 6)
 
 
 def test_num_samples():

@@ -64,8 +64,55 @@ def test_batches_that_several_processes_cannot_share_are_refused(monkeypatch):
 
 
 def test_a_generator_without_length_is_refused():
-    with pytest.raises(UsageError, match="length"):
+    with pytest.raises(UsageError, match="a generator without one"):
         Order(Batches(x for x in [1]), 1, 0)
+
+
+class Endless(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter([(torch.zeros(2), torch.zeros(2))])
+
+
+def test_a_loader_of_a_set_without_length_is_refused():
+    with pytest.raises(UsageError, match=r"a DataLoader without one.*map-style"):
+        Order(Batches(torch.utils.data.DataLoader(Endless())), 1, 0)
+
+
+@pytest.mark.parametrize("batch", [(["a", "b"], torch.zeros(2)), ("text", "label"), torch.zeros(3).numpy(), {}])
+def test_batches_without_tensors_are_told(batch):
+    with pytest.raises(QtoolError, match="expected tensors with a batch dimension"):
+        list(Order(Batches([batch]), 1, 0).epoch(0, 0, 1, {}))
+
+
+def test_what_is_no_pair_is_an_input_alone():
+    batches = [{"x": torch.zeros(2)}, [torch.ones(3), torch.zeros(3)], (torch.zeros(4), None)]
+    found = list(Order(Batches(batches), 1, 0).epoch(0, 0, 3, {}))
+    assert [(type(x), y is None, size) for x, y, size in found] == [
+        (dict, True, 2), (torch.Tensor, False, 3), (torch.Tensor, True, 4),
+    ]  # fmt: skip
+
+
+class Once:
+    """As many as it says, in its first epoch."""
+
+    def __init__(self):
+        self.left = iter([(torch.zeros(2), torch.zeros(2))] * 3)
+
+    def __len__(self):
+        return 3
+
+    def __iter__(self):
+        return self.left
+
+
+def test_an_epoch_with_fewer_batches_than_it_says_is_an_error():
+    """And not one more epoch without any, for ever."""
+    order = Order(Batches(Once()), 1, 0)
+    assert len(list(order.epoch(0, 0, 3, {}))) == 3
+    with pytest.raises(QtoolError, match="3 in each epoch, as their length says; got 0 in this one"):
+        list(order.epoch(1, 0, 3, {}))
+    with pytest.raises(QtoolError, match="got 1 in this one"):
+        list(order.epoch(1, 1, 3, checkpoint.rng_state()))
 
 
 def test_no_data_is_an_error():

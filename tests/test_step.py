@@ -204,10 +204,12 @@ def test_a_constant_schedule_and_no_warm_up():
 def test_inputs_are_cast_and_laid_out_and_targets_are_not():
     setup = Setup(make_model(), config(), torch.device("cpu"), lambda p: None, no_scaler(torch.device("cpu")))
     setup.input_dtype, setup.memory_format = torch.bfloat16, torch.channels_last
-    image, label = setup.place((torch.randn(2, 3, 4, 4), torch.tensor([1, 2])))
+    image, number = setup.place((torch.randn(2, 3, 4, 4), torch.tensor([1, 2])))
     assert image.dtype == torch.bfloat16
     assert image.is_contiguous(memory_format=torch.channels_last)
-    assert label.dtype == torch.int64
+    assert number.dtype == torch.int64
+    target = {"price": torch.tensor([1001.0, 70_000.0]), "map": torch.randn(2, 3, 4, 4)}
+    assert all(setup.move(target)[name] is value for name, value in target.items())
 
 
 def test_closing_undoes_in_reverse_and_once():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from torch.nn import functional as F
 
 from qtool.errors import QtoolError, UsageError
 from qtool.evaluate import evaluate
-from qtool.tasks import Classification, LanguageModelling, Task, load_task
+from qtool.source import open_task
+from qtool.tasks import Classification, LanguageModelling, Task, load_task, loss_of, metrics_of
 
 TASK = """
 import torch
@@ -63,6 +65,60 @@ def test_a_users_task(tmp_path: Path) -> None:
     assert (task.name, task.metric, task.higher_is_better) == ("regression", "mae", False)
     with pytest.raises(QtoolError, match="no name, metric, higher_is_better, loss, metrics"):
         load_task(f"{tmp_path / 't.py'}:half")
+
+
+class Own:
+    """A task that gives what it was told to."""
+
+    name, metric, higher_is_better = "own", "loss", False
+
+    def __init__(self, loss: Any, metrics: Any = None) -> None:
+        self.given, self.sums = loss, {} if metrics is None else metrics
+
+    def loss(self, output: Any, target: Any) -> Any:
+        return self.given(output) if callable(self.given) else self.given
+
+    def metrics(self, output: Any, target: Any) -> Any:
+        return self.sums
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (lambda o: o.sum(), r"got tensor of shape \(\)"),
+        (lambda o: (o.sum(1), 3.0), r"got a pair of tensor of shape \(3,\) and float"),
+        (lambda o: ({"boxes": o.sum()}, 3), "got a pair of dict and int"),
+        (lambda o: (o.sum(), 3.0, {}), "got tuple of 3"),
+        (lambda o: (o.detach().sum(), 3.0), "one without a gradient"),
+        (lambda o: o.no_such_thing, "AttributeError: 'Tensor' object has no attribute 'no_such_thing'"),
+    ],
+)
+def test_what_a_users_task_gives_in_the_place_of_a_loss_is_told(given: Any, told: str) -> None:
+    output = torch.randn(3, 4, requires_grad=True)
+    with pytest.raises(QtoolError, match=rf"task 'own': expected .*{told}"):
+        loss_of(Own(given), output, None)
+    loss, weight = loss_of(Own(lambda o: (o.sum(), 3)), output, None)
+    assert (loss.item(), weight) == (pytest.approx(output.sum().item()), 3)
+    with torch.no_grad():
+        assert loss_of(Own((1.5, 3)), output, None) == (1.5, 3)
+
+
+def test_what_a_users_task_gives_in_the_place_of_metrics_is_told() -> None:
+    for sums, told in (([1.0], "got list of 1"), ({"top1": torch.ones(3)}, r"'top1', tensor of shape \(3,\)")):
+        with pytest.raises(QtoolError, match=rf"task 'own': expected metrics.*{told}"):
+            metrics_of(Own(None, sums), None, None)
+    with pytest.raises(torch.OutOfMemoryError):
+        loss_of(Own(_no_memory), None, None)
+
+
+def _no_memory(output: Any) -> Any:
+    raise torch.OutOfMemoryError("allocate memory")
+
+
+def test_what_is_no_task_is_told() -> None:
+    with pytest.raises(QtoolError, match=r"argument 'task'.*a function with no name, metric"):
+        open_task(F.cross_entropy)
+    assert open_task(task := Own(None)) is task
 
 
 def test_wrong_outputs_and_names() -> None:

@@ -25,7 +25,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from qtool import processes
 from qtool.devices import current, grow_in_place, memory_used, resolve_device
-from qtool.nested import map_tensors, num_samples
+from qtool.nested import cut, map_tensors, num_samples
 from qtool.recipe import TrainConfig
 from qtool.step import LossFunction, Setup, Step, trained
 
@@ -88,9 +88,7 @@ def _run(
     """Takes the steps; the resident or reserved memory after them, while everything is still there."""
     total = num_samples(batch[0])
     mine = processes.share(total)
-    value, target = (
-        map_tensors(lambda t: (t[mine.start : mine.stop] if t.dim() else t).clone(), part) for part in batch
-    )
+    value, target = map_tensors(torch.clone, cut(tuple(batch), mine.start, mine.stop, total))
     first = map_tensors(lambda t: t[:2] if t.dim() else t, value)
     setup = setups.enter_context(prepare(build().train(), config, first))
     optimizer = setup.make_optimizer(trained(setup.model))

@@ -51,7 +51,7 @@ from qtool.errors import UsageError
 from qtool.memory.compiled import Compiled, capture
 from qtool.memory.gpu_scratch import Gpu
 from qtool.memory.scratch import COPIED, LSTM, Scratch
-from qtool.nested import map_tensors, num_samples, tensors
+from qtool.nested import cut, map_tensors, num_samples, tensors
 from qtool.recipe import TrainConfig
 from qtool.step import LossFunction, Setup, Step, no_scaler, trained
 
@@ -115,7 +115,7 @@ def predict(
     with group, torch.random.fork_rng(devices=[]), mode, Scalars():
         device = resolve_device(config.device)
         model = _fake(build(), device)
-        value, target = (map_tensors(lambda t: mode.from_tensor(_share(t, share)), part) for part in batch)
+        value, target = map_tensors(mode.from_tensor, _some(tuple(batch), share))
         with _in_place(device), prepare(model, config, _first(value)) as setup:
             if compiles:
                 setup.replica = _compiled(setup, value, mode)
@@ -153,13 +153,15 @@ def _in_place(device: torch.device) -> Iterator[None]:
 def _compiled(setup: Setup, value: Any, mode: FakeTensorMode) -> nn.Module:
     """What allocates in the place of the model what it would, compiled for the first micro-batch of ``value``."""
     micro = math.ceil(num_samples(value) / setup.config.micro_batches)
-    part = setup.place(map_tensors(lambda t: _share(t, micro), value))
+    part = setup.place(_some(value, micro))
     with _disable_current_modes(), mode, setup.forward():
         return Compiled(capture(setup.model, part))
 
 
-def _share(tensor: torch.Tensor, count: int) -> torch.Tensor:
-    return tensor if not tensor.dim() or len(tensor) <= count else tensor[:count].clone()
+def _some(value: Any, count: int) -> Any:
+    """``count`` samples of a batch, without the memory of the others."""
+    size = num_samples(value)
+    return value if size <= count else map_tensors(torch.clone, cut(value, 0, count, size))
 
 
 def _first(value: Any) -> Any:

@@ -267,6 +267,7 @@ def predictor(source: Source) -> Callable[[TrainConfig], int]:
     from qtool.memory.predict import predict
     from qtool.memory.scratch import Scratch
     from qtool.nested import num_samples, tensors
+    from qtool.order import Batches
     from qtool.training.techniques import setup
 
     scratch = Scratch()
@@ -274,9 +275,10 @@ def predictor(source: Source) -> Callable[[TrainConfig], int]:
     @functools.cache
     def peak(config: TrainConfig) -> int:
         config, spared = _fewer_micro_batches(config) if source.parts else (config, 0)
-        data = batches(source.parts.train, config.batch_size) if source.parts else iter(source.data)
         parts: dict[str, Any] = {"prepare": setup, "loss": task_loss(source.task), "scratch": scratch}
-        batch = next(data)
+        batch = next(batches(source.parts.train, config.batch_size) if source.parts else iter(Batches(source.data)))
+        if source.parts is None:
+            config = dataclasses.replace(config, batch_size=num_samples(batch[0]))
         each = sum(t.nbytes for t in tensors(batch)) / num_samples(batch)
         assert source.model is not None
         return int(spared * each) + predict(lambda: source.model, batch, config, **parts).peak_bytes  # type: ignore[arg-type, return-value]

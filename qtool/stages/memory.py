@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -87,9 +87,14 @@ def require_named(config: TrainConfig) -> None:
 
 
 def _arguments(spec: Spec, config: TrainConfig) -> tuple[Callable[[], Any], tuple[Any, Any], TrainConfig]:
-    """How the model is built, one batch of the training data, and the config."""
+    """How the model is built, one batch of the training data, and the config, with a given batch's size."""
+    from qtool.nested import num_samples
+
     source = open_source(None, spec["data"], seed=config.seed)
-    return lambda: open_model(spec["model"], source.record, None, config.seed), _batch(source, config), config
+    batch = _batch(source, config)
+    if source.parts is None:
+        config = replace(config, batch_size=num_samples(batch[0]))
+    return lambda: open_model(spec["model"], source.record, None, config.seed), batch, config
 
 
 def _parts(spec: Spec, config: TrainConfig) -> dict[str, Any]:
@@ -103,8 +108,9 @@ def _parts(spec: Spec, config: TrainConfig) -> dict[str, Any]:
 
 def _batch(source: Source, config: TrainConfig) -> tuple[Any, Any]:
     from qtool.data import batches
+    from qtool.order import Batches
 
-    found = iter(batches(source.parts.train, config.batch_size) if source.parts else source.data)
+    found = iter(batches(source.parts.train, config.batch_size) if source.parts else Batches(source.data))
     batch: tuple[Any, Any] | None = next(found, None)
     if batch is None:
         raise QtoolError("training data", "at least one batch", "none", "give data that is not empty")

@@ -102,4 +102,4 @@ def _judge(made: Setup, test: Any, task: Task, size: int) -> dict[str, float]:
     if test is None or not len(test):
         return {}
     held = shared_batches(test, size, made.predict)
-    return evaluate(made.predict, ((value, made.place(target)) for value, target in held), task)
+    return evaluate(made.predict, ((value, made.move(target)) for value, target in held), task)

@@ -71,8 +71,10 @@ def test_several_processes_are_predicted_and_measured(specs: dict[str, str], str
 
 def test_objects_are_predicted_but_not_measured(specs: dict[str, str]) -> None:
     model = nn.Sequential(nn.Linear(8, 3))
-    batches = [(torch.randn(4, 8), torch.zeros(4, dtype=torch.int64))]
-    found = stage.predict_memory(model, batches, device="cpu")
+    batches = [(torch.randn(512, 8), torch.zeros(512, dtype=torch.int64))]
+    found, less = (stage.predict_memory(model, batches, device="cpu", micro_batches=count) for count in (1, 4))
+    sizes = [one["predicted"]["parts"]["activations"] for one in (found, less)]
+    assert sizes[0] > 512 * 3 * 4 > 2 * sizes[1]  # the logits of a whole batch, whose size no option names
     assert found["predicted"]["parts"]["parameters"] == (8 * 3 + 3) * 4
     with pytest.raises(UsageError, match="specs"):
         stage.predict_memory(model, batches, measure=True, device="cpu")

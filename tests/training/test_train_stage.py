@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from qtool.errors import QtoolError
 from qtool.loop import Progress
@@ -56,6 +57,45 @@ def test_an_iterable_of_batches_is_enough():
     result = train(make_model(), batches, CONFIG, task=TASK)
     assert result.metrics == {}
     assert result.history.steps == 8
+
+
+def test_given_batches_are_cut_into_as_many_micro_batches_as_are_asked_for():
+    """Whatever their size; the batch size of a recipe is that of batches which are made here."""
+    sizes = []
+
+    def loss(model, value, target):
+        sizes.append(len(value))
+        return nn.functional.cross_entropy(model(value), target, reduction="sum"), float(len(target))
+
+    batches = [Points(size, 0).batch(list(range(size))) for size in (12, 20)]
+    train(make_model(), batches, TrainConfig(device="cpu", epochs=1, batch_size=8, micro_batches=4), task=TASK,
+          loss_fn=loss)  # fmt: skip
+    assert sizes == [3, 3, 3, 3, 5, 5, 5, 5]
+    sizes.clear()
+    train(make_model(), batches, CONFIG, task=TASK, loss_fn=loss, halvings=1)
+    assert sizes[:4] == [6, 6, 10, 10]
+
+
+def test_the_loss_and_the_metrics_get_targets_as_they_are():
+    """Those of a regression, which 16 bits would round, or make infinite."""
+    seen = []
+
+    class Prices:
+        name, metric, higher_is_better = "prices", "loss", False
+
+        def loss(self, output, target):
+            seen.append(target)
+            return (output - target).square().sum(), float(len(target))
+
+        def metrics(self, output, target):
+            return {}
+
+    x, y = torch.randn(6, 6), torch.full((6, 1), 70_001.0)
+    parts = SimpleNamespace(train=TensorDataset(x, y), validation=TensorDataset(x, y), test=TensorDataset(x, y))
+    options = {"device": "cpu", "epochs": 1, "batch_size": 6, "precision": "bf16-true"}
+    train(nn.Linear(6, 1), parts, TrainConfig(**options), task=Prices())
+    assert len(seen) == 3
+    assert all(torch.equal(target, y) for target in seen)
 
 
 def test_the_model_is_restored_even_when_training_fails():
