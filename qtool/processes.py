@@ -182,5 +182,14 @@ def agree_on_buffers(model: nn.Module) -> None:
         for name, buffer in module.named_buffers(recurse=False):
             if averaged and name in ("running_mean", "running_var"):
                 buffer.copy_(total(buffer) / size())
-            else:
+            elif buffer.is_contiguous():
                 dist.broadcast(buffer, 0)
+            else:
+                _broadcast(buffer)
+
+
+def _broadcast(buffer: Tensor) -> None:
+    """Of a buffer whose memory has gaps or repeats, its values; constants of that kind cannot be written."""
+    dist.broadcast(values := buffer.contiguous(), 0)
+    if not torch.equal(values, buffer):
+        buffer.copy_(values)

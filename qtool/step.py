@@ -67,8 +67,8 @@ class Setup:
     """How four-dimensional inputs lie in memory."""
     updates_in_backward: bool = False
     """Whether the backward pass itself changes parameters: a loss is then looked at before it."""
-    replica: nn.Module | None = None
-    """What the forward pass calls in the model's place, where that exchanges gradients with other processes."""
+    replica: Callable[[LossFunction, Any, Any], tuple[Tensor, Tensor | float]] | None = None
+    """What computes a loss in the model's place, where that exchanges gradients with other processes."""
     accumulating: Callable[[], AbstractContextManager[object]] = nullcontext
     """Entered around all micro-batches but the last."""
     files: Files = field(default_factory=Files)
@@ -278,7 +278,8 @@ class Step:
     def _forward(self, part: Part) -> tuple[Tensor, Tensor | float]:
         setup = self.setup
         with setup.forward():
-            loss, weight = self.loss(setup.replica or setup.model, setup.place(part.value), setup.move(part.target))
+            given = setup.place(part.value), setup.move(part.target)
+            loss, weight = setup.replica(self.loss, *given) if setup.replica else self.loss(setup.model, *given)
         return (loss, weight) if part.counts else (loss * 0.0, weight * 0)  # of one dtype in all processes
 
     def _losses(self, parts: list[Part]) -> list[Any]:

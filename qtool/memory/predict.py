@@ -118,7 +118,8 @@ def predict(
         value, target = map_tensors(mode.from_tensor, _some(tuple(batch), share))
         with _in_place(device), prepare(model, config, _first(value)) as setup:
             if compiles:
-                setup.replica = _compiled(setup, value, mode)
+                compiled = _compiled(setup, value, mode)
+                setup.replica = lambda loss, *given: loss(compiled, *given)
             tracker = Tracker(setup.device, scratch or Scratch(), layout)
             return _predicted(setup, (value, target), total, loss, start, tracker, copies)
 

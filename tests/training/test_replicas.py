@@ -2,57 +2,116 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from qtool import processes
-from qtool.loop import task_loss
+from qtool.errors import QtoolError
+from qtool.launcher import launch
 from qtool.recipe import TrainConfig
 from qtool.step import Step, plain, trained
-from qtool.tasks import load_task
 from qtool.training import compiling, replicas
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 
 
 class Half(nn.Module):
-    """A model with a layer that its forward pass does not use, unless ``whole``."""
+    """A model with a layer that is not used unless ``whole``; with ``aside``, for an output that no loss reads."""
 
-    def __init__(self, whole: bool) -> None:
+    def __init__(self, whole: bool, aside: bool = False) -> None:
         super().__init__()
-        self.norm, self.used, self.other, self.whole = nn.BatchNorm1d(4), nn.Linear(4, 3), nn.Linear(4, 3), whole
+        self.norm, self.used, self.other = nn.BatchNorm1d(4), nn.Linear(4, 3), nn.Linear(4, 3)
+        self.whole, self.aside = whole, aside
+        self.register_buffer("repeated", torch.ones(1).expand(3), persistent=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.used(self.norm(x))
+    def forward(self, x: Tensor) -> object:
+        y = self.used(self.norm(x)) * self.repeated
+        if self.aside:
+            return SimpleNamespace(logits=y, aside=self.other(x))
         return y + self.other(x) if self.whole else y
 
 
-@pytest.mark.parametrize("whole", [True, False])
-def test_a_layer_that_is_not_used_is_not_waited_for(whole: bool) -> None:
+def loss(model: nn.Module, value: Tensor, target: Tensor) -> tuple[Tensor, float]:
+    output = model(value)
+    return nn.functional.cross_entropy(getattr(output, "logits", output), target, reduction="sum"), float(len(target))
+
+
+@pytest.mark.parametrize(("whole", "aside"), [(True, False), (False, False), (True, True)])
+def test_a_layer_that_the_loss_does_not_depend_on_is_not_waited_for(whole: bool, aside: bool) -> None:
     x, target = torch.randn(6, 4), torch.tensor([0, 1, 2, 0, 1, 2])
-    model = Half(whole)
-    with processes.joined(torch.device("cpu")), plain(model, TrainConfig(device="cpu", batch_size=6)) as setup:
+    model = Half(whole, aside)
+    alone = copy.deepcopy(model)
+    config = TrainConfig(device="cpu", batch_size=6)
+    with processes.joined(torch.device("cpu")), plain(model, config) as setup, plain(alone, config) as other:
         replicas.apply(setup, x[:2])
-        assert setup.replica is not None
-        assert setup.replica.find_unused_parameters is not whole
-        assert model.norm.num_batches_tracked == 0
-        step = Step(setup, setup.make_optimizer(trained(model)), task_loss(load_task("classification")))
-        losses = [step(x, target, 0.1) for _ in range(3)]
-    assert losses[2] < losses[0]
+        steps = [Step(s, s.make_optimizer(trained(s.model)), loss) for s in (setup, other)]
+        before = torch.get_rng_state()
+        losses = [[step(x, target, 0.1) for _ in range(3)] for step in steps]
+        assert isinstance(setup.replica, replicas.Replica)
+        assert setup.replica.inner is not None
+        assert setup.replica.inner.find_unused_parameters is (aside or not whole)
+        assert torch.equal(torch.get_rng_state(), before)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    assert losses[0][2] < losses[0][0]
+    assert model.norm.num_batches_tracked == 3
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(model.parameters(), alone.parameters(), strict=True))
+
+
+class Now(nn.Linear):
+    """A second layer has a part in every other step."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 3)
+        self.second, self.count = nn.Linear(4, 3), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return super().forward(x) + (self.second(x) if self.count % 2 else 0)
+
+
+def test_a_layer_that_some_steps_leave_out_is_told() -> None:
+    x, target = torch.randn(6, 4), torch.tensor([0, 1, 2, 0, 1, 2])
+    with processes.joined(torch.device("cpu")), plain(Now(), TrainConfig(device="cpu", batch_size=6)) as setup:
+        replicas.apply(setup, x[:2])
+        step = Step(setup, setup.make_optimizer(trained(setup.model)), loss)
+        step(x, target, 0.1)
+        with pytest.raises(QtoolError, match=r"depends on the same parameters in every step.*--strategy fsdp"):
+            [step(x, target, 0.1) for _ in range(2)]
 
 
 def test_the_look_at_a_model_that_is_compiled_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def compiler(graph: object, inputs: object) -> None:
-        raise AssertionError("compiled")
+    compiled: list[int] = []
+
+    def compiler(graph: object, inputs: object) -> object:
+        compiled.append(1)
+        return graph
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=compiler))
-    config = TrainConfig(device="cpu", compile=True)
+    config, target = TrainConfig(device="cpu", compile=True), torch.tensor([0, 1, 2])
     for whole in (True, False):
-        with processes.joined(torch.device("cpu")), plain(Half(whole), config) as setup:
+        with plain(Half(whole), config) as setup:
             compiling.apply(setup, None)
-            replicas.apply(setup, torch.randn(2, 4))
-            assert setup.replica is not None
-            assert setup.replica.find_unused_parameters is not whole
+            assert replicas._leaves_some_out(setup.model, loss, torch.randn(3, 4), target) is not whole
+    assert not compiled
+
+
+def test_buffers_are_agreed_on_whatever_memory_they_have(tmp_path: Path) -> None:
+    launch(_agree, 2, tmp_path)
+    assert [(tmp_path / str(rank)).read_text() for rank in (0, 1)] == ["[0.0, 1.0, 2.0, 3.0, 7.0, 7.0]"] * 2
+
+
+def _agree(folder: Path) -> None:
+    with processes.joined(torch.device("cpu")):
+        rank = processes.rank()
+        model = nn.Module()
+        model.register_buffer("turned", (torch.arange(4.0).view(2, 2) + 10 * rank).t())
+        model.register_buffer("repeated", torch.full((1,), 7.0).expand(2))
+        processes.agree_on_buffers(model)
+        values = [*model.turned.t().flatten().tolist(), *model.repeated.tolist()]
+        (folder / str(rank)).write_text(str(values))
