@@ -184,15 +184,41 @@ def _encode_tensor(value: Tensor, name: str, tensors: dict[str, Tensor], seen: d
     packed = value.permute(order)
     if not packed.is_contiguous():
         order, packed = list(range(value.dim())), value.contiguous()
-    key = (value.untyped_storage().data_ptr(), value.storage_offset(), value.shape, value.stride(), value.dtype)
+    key = _view(value)
     if value.numel() and key in seen:
         return {"tensor": seen[key], "order": order}
-    # A part of a larger storage is copied: safetensors refuses tensors that overlap, and stores whole ones. To host
-    # memory, since all copies are there together.
-    whole = packed.untyped_storage().nbytes() == packed.numel() * packed.element_size()
-    tensors[name] = packed if whole else packed.to("cpu", copy=True)
+    tensors[name] = _apart(packed, seen)
     seen[key] = name
     return {"tensor": name, "order": order}
+
+
+def _view(value: Tensor) -> Any:
+    """What two tensors have in common that are one."""
+    return (value.untyped_storage().data_ptr(), value.storage_offset(), value.shape, value.stride(), value.dtype)
+
+
+def _apart(packed: Tensor, seen: dict[Any, str]) -> Tensor:
+    """``packed``, or a copy where it is a part of a larger storage, or another view of one that was ``seen``.
+
+    Safetensors refuses tensors that overlap, and stores whole ones. The copy is in host memory, since all copies are
+    there together.
+    """
+    storage = packed.untyped_storage()
+    whole = storage.nbytes() == packed.numel() * packed.element_size() and storage.data_ptr() not in seen
+    if packed.numel():
+        seen[storage.data_ptr()] = ""
+    return packed if whole else packed.to("cpu", copy=True)
+
+
+def save_weights(path: Path, model: nn.Module) -> None:
+    """Writes a model's weights to a new safetensors file, those that have several names under the first of them."""
+    tensors: dict[str, Tensor] = {}
+    seen: dict[Any, str] = {}
+    for name, value in model.state_dict().items():
+        key = _view(value)
+        if not value.numel() or key not in seen:
+            tensors[name], seen[key] = _apart(value.contiguous(), seen), name
+    save_file(tensors, path)
 
 
 def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:

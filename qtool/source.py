@@ -201,18 +201,24 @@ def open_model(
     if isinstance(model, str):
         classes, channels = facts["num_classes"], facts["in_channels"]
         return load_model(model, num_classes=classes, in_channels=channels, weights=weights, seed=seed, target=target)
-    if model is not None and not hasattr(model, "named_parameters"):
-        raise UsageError(
-            "argument 'model'",
-            "an nn.Module, a spec or a run directory",
-            f"a {type(model).__name__}",
-            "pass the float model",
-        )
+    if model is not None:
+        _require_module(model)
     if target is not None:
         raise UsageError("--create-on-device", "a model's spec", "a model that is there already", "leave it out")
     if model is not None and weights:
         load_weights(model, Path(weights))
     return model
+
+
+def _require_module(model: Any) -> None:
+    """Raises UsageError for what is no module, or one whose parameters have no shapes yet."""
+    where, expected = "argument 'model'", "an nn.Module, a spec or a run directory"
+    if isinstance(model, type) or not hasattr(model, "named_parameters"):
+        got = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        raise UsageError(where, expected, got, "pass the float model")
+    lazy = [name for name, p in model.named_parameters() if type(p).__name__ == "UninitializedParameter"]
+    if lazy:
+        raise UsageError(where, "parameters with shapes", f"'{lazy[0]}' without one", "call the model on a batch first")
 
 
 def weights_file(path: Path) -> Path:

@@ -6,9 +6,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from qtool import checkpoint
 from qtool.errors import QtoolError
+from qtool.models import load_weights
 
 leaves = (
     st.none()
@@ -162,3 +164,31 @@ def test_a_machine_with_fewer_gpus_takes_the_generators_that_it_has(monkeypatch)
     monkeypatch.setattr(torch.cuda, "set_rng_state_all", told.append)
     checkpoint.set_rng_state(state)
     assert told == [["first"]]
+
+
+class Views(nn.Module):
+    """A weight with two names and a transposed one, a buffer that repeats its memory, a part of another."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.second.weight = self.first.weight
+        self.register_buffer("turned", self.first.weight.detach().t())
+        self.register_buffer("repeated", torch.ones(1).expand(4))
+        self.register_buffer("part", torch.arange(6.0)[2:4])
+
+
+def test_views_of_one_memory_are_stored_apart(tmp_path):
+    model = Views()
+    checkpoint.save_tree(tmp_path / "tree.safetensors", model.state_dict())
+    checkpoint.save_weights(tmp_path / "weights.safetensors", model)
+    tree, weights = (checkpoint.load_tree(tmp_path / "tree.safetensors"), load_file(tmp_path / "weights.safetensors"))
+    for name, value in model.state_dict().items():
+        assert torch.equal(tree[name], value), name
+        assert name == "second.weight" or torch.equal(weights[name], value), name
+    assert "second.weight" not in weights
+    assert tree["second.weight"].data_ptr() == tree["first.weight"].data_ptr()
+    fresh = Views()
+    fresh.repeated = torch.zeros(4)
+    load_weights(fresh, tmp_path / "weights.safetensors")
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in fresh.state_dict().items())

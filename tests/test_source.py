@@ -154,6 +154,13 @@ def test_what_is_no_model_is_refused_by_its_type(thing: object) -> None:
         open_source(thing, None)  # type: ignore[arg-type]
 
 
+def test_a_class_and_parameters_without_shapes_are_no_model_yet() -> None:
+    with pytest.raises(UsageError, match="got the class Identity; pass the float model"):
+        open_source(torch.nn.Identity, None)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"parameters with shapes; got '0\.weight' without one; call the model"):
+        open_source(torch.nn.Sequential(torch.nn.LazyLinear(3)), None)
+
+
 def test_the_float_model_of_a_quantization_is_opened_again(trained: Path, small_net: str, small_data: str) -> None:
     expected = dict(recall_source(trained, "train", model=True).model.named_parameters())  # type: ignore[union-attr]
     qtool.quantize(trained, out=trained / "ptq", calibration="train:8")

@@ -129,6 +129,8 @@ def _train(
     )
     assert source.model is not None
     check(source.model, config)
+    if folder:
+        _require_storable(source.model)
     with tidy(folder):
         done = bool(folder and resume and finished(folder, "train", as_dict(config), source.inputs))
         found = Choice(config)
@@ -139,6 +141,16 @@ def _train(
             if folder and processes.from_first(done):
                 return _trained(folder, source)
             return _fit(source, folder, resume, config, processes.from_first(found), progress)
+
+
+def _require_storable(model: nn.Module) -> None:
+    """Raises QtoolError naming what is no tensor in a model's state: a file of weights cannot hold it."""
+    for name, value in model.state_dict().items():
+        if not hasattr(value, "untyped_storage"):
+            raise QtoolError(
+                "model", "a state dict of tensors, which can be written", f"'{name}', a {type(value).__name__}",
+                "have get_extra_state return a tensor, or train without a run directory",
+            )  # fmt: skip
 
 
 def _after_a_kill(folder: Path | None, config: TrainConfig, found: Choice, source: Source, progress: Progress) -> None:
@@ -242,12 +254,12 @@ def _memory(found: Choice) -> dict[str, Any]:
 
 
 def _commit_train(run: Path, config: TrainConfig, source: Source, result: TrainResult, found: Choice) -> None:
-    from safetensors.torch import save_model
+    from qtool.checkpoint import save_weights
 
     with staging(run, "train") as folder:
         weights = folder / "model.safetensors"
         with atomic_path(weights) as temporary:
-            save_model(result.model, str(temporary))
+            save_weights(temporary, result.model)
         write_result(
             run, "train", config=as_dict(config), inputs=source.inputs,
             outputs={"model": weights, **_write_adapter(folder, result)},

@@ -24,6 +24,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
+from torch.nn.utils.parametrize import type_before_parametrizations as kind
 from torch.utils.checkpoint import checkpoint
 
 from qtool.errors import QtoolError, UsageError
@@ -53,21 +55,24 @@ def require(model: nn.Module, config: TrainConfig) -> None:
 def blocks(model: nn.Module) -> dict[str, nn.Module]:
     """The model's blocks by name, in order."""
     items = Counter(
-        type(child) for parent in model.modules() if type(parent) in _LISTS for child in parent.children() if _is(child)
+        kind(child) for parent in model.modules() if type(parent) in _LISTS for child in parent.children() if _is(child)
     )
-    anywhere = Counter(type(module) for module in model.modules() if module is not model and _is(module))
+    anywhere = Counter(kind(module) for module in model.modules() if module is not model and _is(module))
     kinds = {kind for kind, count in items.items() if count > 1} or {kind for kind, n in anywhere.items() if n > 1}
     return dict(_outermost(model, "", kinds))
 
 
 def _is(module: nn.Module) -> bool:
-    return type(module) not in _LISTS and next(module.children(), None) is not None
+    """Whether a module may be a block: it is called itself, and consists of others that are no parametrizations."""
+    called = type(module) not in _LISTS and type(module).forward is not nn.Module.forward
+    inside = (name for name, _ in module.named_children() if name != "parametrizations" or not is_parametrized(module))
+    return called and not isinstance(module, ParametrizationList) and next(inside, None) is not None
 
 
 def _outermost(module: nn.Module, name: str, kinds: set[type]) -> Iterator[tuple[str, nn.Module]]:
     for key, child in module.named_children():
         path = f"{name}.{key}".strip(".")
-        if type(child) in kinds:
+        if kind(child) in kinds:
             yield path, child
         else:
             yield from _outermost(child, path, kinds)

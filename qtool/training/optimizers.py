@@ -32,6 +32,7 @@ from torch.optim import Optimizer
 from qtool import processes
 from qtool.checkpoint import register_tensor_class
 from qtool.devices import resolve_device
+from qtool.errors import QtoolError
 from qtool.recipe import TrainConfig
 from qtool.step import Setup, plain_optimizer
 from qtool.training.batched import batched, paged_when_fake
@@ -47,9 +48,29 @@ def apply(setup: Setup, example: Any) -> None:
 
 
 def require(model: nn.Module, config: TrainConfig) -> None:
-    """Raises QtoolError where torchao's step is asked for, and the compiler that it needs is not there."""
+    """Raises QtoolError where the optimizer cannot update the model, or has not the compiler that it needs."""
     if config.optimizer == "torchao-adamw8bit":
         require_compiler(resolve_device(config.device).type, "--optimizer torchao-adamw8bit")
+    _require_real(model, config)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
+            raise QtoolError(
+                "--optimizer", "gradients of whole weights", f"'{name}', an embedding with sparse ones",
+                "build it with sparse=False",
+            )  # fmt: skip
+
+
+def _require_real(model: nn.Module, config: TrainConfig) -> None:
+    """Raises QtoolError for complex parameters, but of torch's AdamW and SGD without their fused kernels."""
+    plain = config.optimizer in ("adamw", "sgd")
+    if plain and config.optimizer_kernels != "fused":
+        return
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.is_complex():
+            raise QtoolError(
+                "--optimizer-kernels" if plain else "--optimizer", "real parameters", f"'{name}' of {parameter.dtype}",
+                f"pass {'' if plain else '--optimizer adamw '}--optimizer-kernels foreach",
+            )  # fmt: skip
 
 
 def adafactor(config: TrainConfig) -> Make:

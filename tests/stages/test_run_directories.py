@@ -43,6 +43,22 @@ def test_training_returns_the_model_and_commits_it(tmp_path: Path, small_net: st
     assert sorted(p.name for p in tmp_path.iterdir() if p.suffix != ".py") == ["model.safetensors", "train.json"]
 
 
+class Noted(nn.Linear):
+    def get_extra_state(self) -> dict[str, int]:
+        return {"version": 3}
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
+
+
+def test_what_a_file_of_weights_cannot_hold_is_told_before_the_training(tmp_path: Path) -> None:
+    batches, model = [(torch.randn(4, 3), torch.tensor([0, 1, 0, 1]))], nn.Sequential(Noted(3, 2))
+    with pytest.raises(QtoolError, match=r"a state dict of tensors.*got '0\._extra_state', a dict"):
+        qtool.train(model, batches, out=tmp_path / "run", epochs=1)
+    assert not (tmp_path / "run").exists()
+    assert qtool.train(model, batches, epochs=1).history.steps == 1
+
+
 def test_a_finished_training_is_not_done_again(
     tmp_path: Path, small_net: str, small_data: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

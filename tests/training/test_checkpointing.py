@@ -4,6 +4,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations
 
 from qtool.errors import QtoolError, UsageError
 from qtool.recipe import TrainConfig
@@ -155,6 +156,24 @@ def test_blocks_are_the_repeated_items_of_lists():
 def test_blocks_of_stages_with_one_block_each(run_steps):
     net = nn.Sequential(*(nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16)) for _ in range(2)))
     assert list(blocks(net)) == ["0.0", "1.0"]
+
+
+class Normed(nn.Module):
+    def __init__(self, parametrized):
+        super().__init__()
+        self.wide, self.narrow = (parametrized(nn.Linear(4, 4)) for _ in range(2))
+
+    def forward(self, x):
+        return self.narrow(torch.relu(self.wide(x)))
+
+
+@pytest.mark.parametrize("normed", [parametrizations.weight_norm, parametrizations.spectral_norm])
+def test_parametrizations_are_no_blocks_and_hide_none(normed):
+    layers = nn.Sequential(*(normed(nn.Linear(4, 4)) for _ in range(3)))
+    assert not blocks(layers)
+    assert list(blocks(nn.Sequential(*(Normed(normed) for _ in range(2))))) == ["0", "1"]
+    pairs = [nn.ModuleDict({"a": nn.Linear(2, 2)}) for _ in range(2)]
+    assert not blocks(nn.ModuleList(pairs))  # which nobody calls
 
 
 def test_repeated_modules_outside_lists_will_do():

@@ -4,11 +4,14 @@ from torch import nn
 
 from qtool import checkpoint
 from qtool.errors import QtoolError
+from qtool.loop import task_loss
 from qtool.recipe import KERNELS, TrainConfig
 from qtool.recipe import OPTIMIZERS as NAMES
+from qtool.step import Step
+from qtool.tasks import load_task
 from qtool.training import compiling
 from qtool.training.optimizers import OPTIMIZERS
-from qtool.training.techniques import check
+from qtool.training.techniques import check, setup
 
 
 def make_model():
@@ -152,3 +155,27 @@ def test_small_parameters_are_updated_together_as_bitsandbytes_would(steps_made,
     for (name, a), b in zip(one.named_parameters(), other.parameters(), strict=True):
         assert torch.allclose(a, b, rtol=1e-5, atol=1e-6), name
     assert {state["step"] for state in together.state.values()} == {steps_made}
+
+
+class Waves(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 4, dtype=torch.complex64))
+
+    def forward(self, x):
+        return (x.to(torch.complex64) @ self.weight).abs()
+
+
+def test_parameters_that_an_optimizer_cannot_update_are_told_before_the_training():
+    for options, do in (({}, "pass --optimizer-kernels"), ({"optimizer": "adafactor"}, "pass --optimizer adamw")):
+        with pytest.raises(QtoolError, match=f"real parameters; got 'weight' of torch.complex64; {do}"):
+            setup(Waves(), TrainConfig(device="cpu", **options))
+    setup(Waves().requires_grad_(False), TrainConfig(device="cpu")).close()
+    model = Waves()
+    before = model.weight.detach().clone()
+    with setup(model, TrainConfig(device="cpu", optimizer_kernels="foreach")) as made:
+        step = Step(made, made.make_optimizer([model.weight]), task_loss(load_task("classification")))
+        step(torch.randn(4, 16), torch.arange(4), 0.1)
+    assert not torch.equal(model.weight, before)
+    with pytest.raises(QtoolError, match="'1', an embedding with sparse ones; build it with sparse=False"):
+        setup(nn.Sequential(nn.Identity(), nn.Embedding(4, 3, sparse=True)), TrainConfig(device="cpu"))

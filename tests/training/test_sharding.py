@@ -9,11 +9,13 @@ import group_runs
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.nn.utils import parametrizations
 
 from qtool import checkpoint
 from qtool.errors import QtoolError
 from qtool.launcher import launch
 from qtool.recipe import TrainConfig
+from qtool.step import Step, trained
 from qtool.training.techniques import setup
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
@@ -132,6 +134,21 @@ def test_a_step_of_a_sharded_model_is_the_step(net, precision, run_steps):
         assert name == other
         if precision == "32-true":
             assert torch.allclose(one.float(), two.float(), atol=1e-6), name
+
+
+@pytest.mark.parametrize("normed", [parametrizations.weight_norm, parametrizations.spectral_norm])
+def test_weights_that_are_computed_from_parameters_are_sharded(normed):
+    def steps(**options):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(normed(torch.nn.Linear(4, 4)) for _ in range(3)))
+        with setup(model, TrainConfig(device="cpu", batch_size=8, **options)) as made:
+            step = Step(made, made.make_optimizer(trained(model)), group_runs.weighted)
+            return [step(torch.randn(8, 4), torch.arange(8) % 4, 0.1) for _ in range(3)], model
+
+    (losses, sharded), (expected, whole) = steps(strategy="fsdp"), steps()
+    assert losses == pytest.approx(expected, rel=1e-6)
+    for name, value in whole.state_dict().items():
+        assert torch.allclose(sharded.state_dict()[name], value, atol=1e-6), name
 
 
 def test_a_weight_with_two_names_is_stored_once_and_comes_back_in_both(tmp_path):
