@@ -38,7 +38,7 @@ from unittest import mock
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -60,6 +60,7 @@ Prepare = Callable[[nn.Module, TrainConfig, Any], Setup]
 STEPS = 2
 THREADS = 2
 """Of gloo's, that make exchanges."""
+_COPY = "torch._subclasses.fake_tensor.FakeTensor.__deepcopy__"
 _NO_HOOKS: Any = (RemovableHandle(OrderedDict()), RemovableHandle(OrderedDict()))
 PARTS = {
     "Parameter": "parameters",
@@ -103,16 +104,14 @@ def predict(
     """
     start = time.monotonic()
     require_predictable(config)
-    # New strides for fake parameters crash torch. Sizes are the same without; only what operators take depends on them
-    layout, compiles = config.channels_last and config.strategy != "fsdp", config.compile
-    config = replace(config, channels_last=False, compile=False)
+    compiles, config = config.compile, replace(config, compile=False)
     total, share = num_samples(batch[0]), math.ceil(num_samples(batch[0]) / config.devices)
     copies = config.devices > 1 and config.strategy == "ddp"
     if copies:
         total, config = share, replace(config, devices=1, batch_size=math.ceil(config.batch_size / config.devices))
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     group = processes.pretended(config.devices) if config.strategy == "fsdp" else nullcontext()
-    with group, torch.random.fork_rng(devices=[]), mode, Scalars():
+    with group, torch.random.fork_rng(devices=[]), mode, Scalars(), mock.patch(_COPY, _copied, create=True):
         device = resolve_device(config.device)
         model = _fake(build(), device)
         value, target = map_tensors(mode.from_tensor, _some(tuple(batch), share))
@@ -120,7 +119,7 @@ def predict(
             if compiles:
                 compiled = _compiled(setup, value, mode)
                 setup.replica = lambda loss, *given: loss(compiled, *given)
-            tracker = Tracker(setup.device, scratch or Scratch(), layout)
+            tracker = Tracker(setup.device, scratch or Scratch())
             return _predicted(setup, (value, target), total, loss, start, tracker, copies)
 
 
@@ -142,6 +141,15 @@ def _fake(model: nn.Module, device: torch.device) -> nn.Module:
         is_parameter = isinstance(tensor, nn.Parameter)
         memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
     return copy.deepcopy(model, memo).train()
+
+
+def _copied(tensor: FakeTensor, memo: dict[int, Any]) -> torch.Tensor:
+    """A deep copy of a fake tensor. torch's own copies its mode too, and all that this remembers, which crashes."""
+    made: torch.Tensor = tensor.detach().clone()
+    if isinstance(tensor, nn.Parameter):
+        made = nn.Parameter(made, tensor.requires_grad)
+    memo[id(tensor)] = made
+    return made
 
 
 @contextmanager
@@ -179,11 +187,9 @@ def _predicted(
     tracker.track_external(setup.model, *_nested(optimizer), *tensors(batch), *buckets)
     setup.scaler = no_scaler(setup.device)
 
-    images = tracker.channels_last and setup.input_dtype is None and any(p.dim() == 4 for p in setup.model.parameters())
-
     def tracked(model: Any, value: Any, target: Any) -> Any:
         tracker.reset_mod_stats()  # MemTracker knows one forward pass at a time
-        return loss(model, map_tensors(_laid_out, value) if images else value, target)
+        return loss(model, value, target)
 
     step = Step(setup, optimizer, tracked)
     with tracker, Scalars(), _taken_for_real():
@@ -204,12 +210,6 @@ def _taken_for_real() -> Iterator[None]:
         return
     with mock.patch.object(library, "is_fake_tensor", return_value=False):
         yield
-
-
-def _laid_out(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of an input that would lie channels-last only in a copy; where it was cast, it has been copied anyway."""
-    there = tensor.dim() != 4 or tensor.is_contiguous(memory_format=torch.channels_last)
-    return tensor if there else tensor.clone()
 
 
 def _nested(optimizer: Optimizer | None) -> Iterator[Optimizer]:
@@ -233,11 +233,11 @@ def _buckets(setup: Setup, optimizer: Optimizer) -> list[torch.Tensor]:
 class Tracker(MemTracker):
     """MemTracker that also remembers the moment and the module of the highest sum on one device."""
 
-    def __init__(self, device: torch.device, scratch: Scratch, channels_last: bool) -> None:
+    def __init__(self, device: torch.device, scratch: Scratch) -> None:
         super().__init__()
         self.device = device
         self.highest, self.at = 0, ("start", "")
-        self.scratch, self.channels_last, self.gpu = scratch, channels_last, Gpu.of(device)
+        self.scratch, self.gpu = scratch, Gpu.of(device)
         self.with_scratch: dict[str, int] | None = None
         self.late = 0
 
@@ -262,7 +262,7 @@ class Tracker(MemTracker):
     def _taken(self, func: Any, args: Any, kwargs: Any) -> int:
         """What the operator takes for itself while it runs."""
         if self.gpu is None:
-            return self.scratch.of(func, args, kwargs, self.channels_last)
+            return self.scratch.of(func, args, kwargs)
         return self.gpu.summed(args) if func.overloadpacket is torch.ops.aten.sum else 0
 
     def _current(self) -> int:

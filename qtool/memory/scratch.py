@@ -45,31 +45,27 @@ class Scratch:
     def __init__(self) -> None:
         self.known: dict[Any, tuple[int, int]] = {}
 
-    def of(self, function: Any, args: Any, kwargs: Any, channels_last: bool = False) -> int:
-        """Bytes that a call of ``function`` with operands like these on the CPU takes beyond what it returns.
-
-        With ``channels_last`` four-dimensional ones are taken to lie in that order.
-        """
+    def of(self, function: Any, args: Any, kwargs: Any) -> int:
+        """Bytes that a call of ``function`` with operands like these on the CPU takes beyond what it returns."""
         name = function.overloadpacket.__name__
         if name in COPIED:
             exchanged: Tensor = args[COPIED[name]]
             return exchanged.nbytes if exchanged.device.type == "cpu" else 0
-        return self._tried(function, args, kwargs, channels_last)[0]
+        return self._tried(function, args, kwargs)[0]
 
     def kept(self, function: Any, args: Any, kwargs: Any) -> int:
         """Bytes of an LSTM layer's fourth result, kept for its backward pass, which a fake layer has empty."""
-        return self._tried(function, args, kwargs, False)[1]
+        return self._tried(function, args, kwargs)[1]
 
-    def _tried(self, function: Any, args: Any, kwargs: Any, channels_last: bool) -> tuple[int, int]:
+    def _tried(self, function: Any, args: Any, kwargs: Any) -> tuple[int, int]:
         name = function.overloadpacket.__name__
         leaves, tree = tree_flatten((args, kwargs or {}))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if not _may_be_called(name, tensors):
             return 0, 0
-        channels_last = channels_last and name != "update_8bit"  # which makes its operands contiguous
-        key = (function, channels_last, *(_kind(leaf) for leaf in leaves))
+        key = (function, *(_kind(leaf) for leaf in leaves))
         if key not in self.known:
-            self.known[key] = _taken(function, leaves, tree, channels_last)
+            self.known[key] = _taken(function, leaves, tree)
         return self.known[key]
 
 
@@ -87,10 +83,10 @@ def _kind(leaf: Any) -> Any:
 
 
 @torch.enable_grad()  # without, an LSTM keeps nothing; no operand asks for a gradient
-def _taken(function: Any, leaves: list[Any], tree: Any, channels_last: bool) -> tuple[int, int]:
+def _taken(function: Any, leaves: list[Any], tree: Any) -> tuple[int, int]:
     """What the call takes beside its results, and the bytes of the last of those."""
     with _disable_current_modes(), torch.autocast("cpu", enabled=False):
-        real = [_zeros(leaf, channels_last) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        real = [_zeros(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         args, kwargs = tree_unflatten(real, tree)
         try:
             changes, result = allocations(lambda: function(*args, **kwargs))
@@ -100,7 +96,5 @@ def _taken(function: Any, leaves: list[Any], tree: Any, channels_last: bool) -> 
         return highest_sum(changes) - sum(changes), last.nbytes if isinstance(last, Tensor) else 0
 
 
-def _zeros(like: Tensor, channels_last: bool) -> Tensor:
-    if channels_last and like.dim() == 4:
-        return torch.empty(like.shape, dtype=like.dtype, memory_format=torch.channels_last).zero_()
+def _zeros(like: Tensor) -> Tensor:
     return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype).zero_()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import sys
 from types import SimpleNamespace
@@ -133,6 +134,58 @@ def test_images_in_colour_are_copied_to_lie_channels_last(precision: str) -> Non
         for f in (predict, measure)
     )
     assert predicted.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.01)
+
+
+class Attended(nn.Module):
+    """Attention over the places of an image: its kernel is chosen by the strides that a convolution leaves behind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inputs, self.norm, self.parts = nn.Conv2d(3, 32, 3, padding=1), nn.GroupNorm(8, 32), nn.Conv2d(32, 96, 1)
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.inputs(x))
+        query, key, value = self.parts(x).reshape(len(x), 3, 4, 8, -1).transpose(-1, -2).unbind(1)
+        mixed = nn.functional.scaled_dot_product_attention(query, key, value)
+        return self.head(x.mean((2, 3)) + mixed.mean(2).flatten(1))
+
+
+@pytest.mark.parametrize("channels_last", [True, False])
+def test_kernels_are_those_of_the_strides_that_there_will_be(channels_last: bool) -> None:
+    wanted = config(batch_size=8, channels_last=channels_last)
+    images = torch.randn(8, 3, 16, 16), torch.zeros(8, dtype=torch.int64)
+    predicted, measured = (f(Attended, images, wanted, prepare=setup, loss=LOSS) for f in (predict, measure))
+    assert predicted.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.02)
+
+
+class Cloned(nn.Module):
+    """Layers that are copies of one, which torch makes in the constructor, behind a batch-norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inputs, self.norm = nn.Conv2d(3, 32, 4, 4), nn.BatchNorm2d(32)
+        self.layers = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 2, 64, batch_first=True), 2)
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layers(self.norm(self.inputs(x)).flatten(2).transpose(1, 2)).mean(1))
+
+
+def test_models_that_copy_their_layers_are_predicted() -> None:
+    """torch's copies of fake tensors took what had made them along, and ended the process now and then."""
+    images = torch.randn(8, 3, 16, 16), torch.zeros(8, dtype=torch.int64)
+    kept: list[Any] = []
+
+    def build() -> nn.Module:
+        kept.append(copy.deepcopy(Cloned()))
+        return kept[-1]
+
+    predicted, measured = (f(build, images, config(batch_size=8), prepare=setup, loss=LOSS) for f in (predict, measure))
+    assert predicted.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.01)
+    modes = {value.fake_mode for value in kept[0].state_dict(keep_vars=True).values()}
+    assert len(modes) == 1
+    assert all(isinstance(value, nn.Parameter) for value in kept[0].parameters())
 
 
 def test_without_anything_to_train_there_is_nothing_to_predict() -> None:
