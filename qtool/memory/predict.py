@@ -48,6 +48,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from qtool import processes
 from qtool.devices import resolve_device
 from qtool.errors import UsageError
+from qtool.memory.accumulation import IN_PLACE, Accumulation
 from qtool.memory.compiled import Compiled, capture
 from qtool.memory.gpu_scratch import Gpu
 from qtool.memory.scratch import COPIED, LSTM, Scratch
@@ -57,6 +58,7 @@ from qtool.step import LossFunction, Setup, Step, no_scaler, trained
 
 Prepare = Callable[[nn.Module, TrainConfig, Any], Setup]
 """(model, config, example input) -> the step that the config asks for."""
+GROUP_NORM = "native_group_norm_backward"
 STEPS = 2
 THREADS = 2
 """Of gloo's, that make exchanges."""
@@ -193,6 +195,7 @@ def _predicted(
 
     step = Step(setup, optimizer, tracked)
     with tracker, Scalars(), _taken_for_real():
+        tracker.accumulation.learn(setup.device)
         for _ in range(STEPS):
             step(*batch, setup.config.learning_rate, total)
     return tracker.prediction(time.monotonic() - start)
@@ -238,11 +241,17 @@ class Tracker(MemTracker):
         self.device = device
         self.highest, self.at = 0, ("start", "")
         self.scratch, self.gpu = scratch, Gpu.of(device)
+        self.accumulation = Accumulation()
         self.with_scratch: dict[str, int] | None = None
         self.late = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        if self.accumulation.is_in_place(func, args):
+            func = IN_PLACE
+        if func.overloadpacket.__name__ == GROUP_NORM and args[4] is not None:
+            result = self._of_group_norm(args)
+        else:
+            result = super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         if func.overloadpacket.__name__ == LSTM:
             result = self._with_what_it_keeps(result, func, args, kwargs)
         taken = self._taken(func, args, kwargs)
@@ -253,6 +262,14 @@ class Tracker(MemTracker):
             self.highest, self.at = now, (self._moment(), self._innermost())
             self.with_scratch = self._parts("current", taken) if taken else None
         return result
+
+    def _of_group_norm(self, args: Any) -> Any:
+        """The gradients of input, weight and bias, each as wide as what it is of; a fake one has that of the widest."""
+        empty = torch.ops.aten.empty_like.default
+        return tuple(
+            super(Tracker, self).__torch_dispatch__(empty, (), (like,), {}) if wanted else None  # type: ignore[no-untyped-call]
+            for like, wanted in zip((args[1], args[4], args[4]), args[-1], strict=True)
+        )
 
     def _with_what_it_keeps(self, result: Any, func: Any, args: Any, kwargs: Any) -> Any:
         size, options = self.scratch.kept(func, args, kwargs), {"dtype": torch.uint8, "device": self.device}

@@ -28,12 +28,12 @@ HEAVY = (
     f"{LSTM}_backward", "_scaled_dot_product_flash_attention_for_cpu_backward", "max_pool2d_with_indices_backward",
     "avg_pool2d_backward", "_adaptive_avg_pool2d_backward", "upsample_nearest2d_backward",
     "upsample_bilinear2d_backward", "upsample_bicubic2d_backward", "reflection_pad2d_backward", "im2col", "logsumexp",
-    "mse_loss",
+    "mse_loss", "sum", "upsample_bilinear2d", "upsample_bicubic2d",
 )  # fmt: skip
-"""Matrix products, convolutions, means (those of 16 bits are taken in float32), the update of 8-bit states, which
-widens its moments, and others that copy an operand. They check their operands."""
-IN_FLOAT32 = ("native_batch_norm_backward",)
-"""Tried in float32 alone: it does not check, and given a dtype that only a fake one returned, reads past its end."""
+"""Matrix products, convolutions, means and sums (those of 16 bits are taken in float32), the update of 8-bit states,
+which widens its moments, and others that copy an operand. They check their operands."""
+IN_FLOAT32 = ("native_batch_norm_backward", "native_layer_norm_backward", "native_group_norm_backward")
+"""Tried in float32 alone: they do not check, and given a dtype that only a fake one returned, read past its end."""
 
 COPIED = {"_allgather_base_": 0, "_reduce_scatter_base_": 1}
 """Exchanges of which gloo has a copy of its own while they last: of what is gathered, of what is summed."""

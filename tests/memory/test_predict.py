@@ -136,6 +136,41 @@ def test_images_in_colour_are_copied_to_lie_channels_last(precision: str) -> Non
     assert predicted.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.01)
 
 
+class Scan(nn.Module):
+    """Reads its input step by step: gradients of all of it are added up, one for each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.head = nn.Linear(32, 2048), nn.Linear(64, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = torch.sigmoid(self.wide(x)).view(len(x), 32, 64)
+        state = parts[:, 0]
+        for step in range(1, 32):
+            state = state * parts[:, step] + parts[:, step - 1]
+        return self.head(state)
+
+
+def test_gradients_are_added_up_in_place_where_nobody_else_holds_them() -> None:
+    predicted, measured = (
+        f(Scan, batch(256), config(batch_size=256), prepare=setup, loss=LOSS) for f in (predict, measure)
+    )
+    assert predicted.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.01)
+
+
+def test_group_norm_in_autocast_is_as_wide_backward_as_forward() -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(
+            nn.Conv2d(3, 32, 3, padding=1), nn.GroupNorm(8, 32), nn.ReLU(), nn.Conv2d(32, 1, 1), nn.Flatten(),
+            nn.Linear(4096, 10),
+        )  # fmt: skip
+
+    images = torch.randn(8, 3, 64, 64), torch.zeros(8, dtype=torch.int64)
+    wanted = config(batch_size=8, precision="bf16-mixed")
+    predicted, measured = (f(build, images, wanted, prepare=setup, loss=LOSS) for f in (predict, measure))
+    assert predicted.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.01)
+
+
 class Attended(nn.Module):
     """Attention over the places of an image: its kernel is chosen by the strides that a convolution leaves behind."""
 

@@ -15,6 +15,7 @@ from qtool.memory.scratch import Scratch
 from qtool.training import blockwise  # noqa: F401
 
 MM = torch.ops.aten.mm.default
+LAST = torch.channels_last
 
 
 def test_a_fake_call_takes_what_a_real_one_takes() -> None:
@@ -26,12 +27,19 @@ def test_a_fake_call_takes_what_a_real_one_takes() -> None:
     assert changes[0] == 512 * 128 * 2  # the result itself
 
 
-def test_an_8_bit_update_takes_the_same_in_every_layout() -> None:
+def test_an_8_bit_update_takes_memory_of_its_own() -> None:
     weight, codes, scales, book = torch.ones(32, 16, 3, 3), torch.zeros(32, 16, 3, 3), torch.ones(18), torch.ones(256)
     codes = codes.to(torch.uint8)
     args = (weight, weight, [codes], [scales], [book], 0.9, 0.99, 1e-8, 1, 0.01, 0.0)
-    update = torch.ops.qtool.update_8bit.default
-    assert Scratch().of(update, args, None, True) == Scratch().of(update, args, None) > weight.nbytes
+    assert Scratch().of(torch.ops.qtool.update_8bit.default, args, None) > weight.nbytes
+
+
+def test_what_is_copied_depends_on_how_operands_lie() -> None:
+    images = torch.ones(2, 8, 16, 16)
+    resize = torch.ops.aten.upsample_bilinear2d.default
+    taken = [Scratch().of(resize, (x, [32, 32], False), None) for x in (images, images.contiguous(memory_format=LAST))]
+    assert taken[0] > images.nbytes
+    assert taken[1] < images.nbytes
 
 
 def test_other_operators_and_large_ones_are_not_called(monkeypatch) -> None:

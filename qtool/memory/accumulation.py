@@ -1,0 +1,66 @@
+"""How autograd adds up the gradients that come back from several readers of a tensor: in place where it may.
+
+The engine writes into the sum so far if nobody else holds it or its memory (``torch/csrc/autograd/input_buffer.cpp``).
+While operators are watched it never does, and a sum takes memory of its own beside both of its parts: one more of the
+gradients of a tensor that is read step by step, or by many layers. So it is made up for: an addition of the engine's is
+known by its operands, which have no holders but the engine and those that hand them over here. How many those are
+depends on the version of torch and on who else watches; it is counted once, on an addition that is known to be one.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ADD = torch.ops.aten.add.Tensor
+IN_PLACE = torch.ops.aten.add_.Tensor
+Holders = tuple[int, int, int]
+
+
+class Accumulation:
+    """Tells additions that the engine makes in place. :meth:`learn` is called first, under the same modes."""
+
+    def __init__(self) -> None:
+        self.alone: Holders | None = None
+        self.learning = False
+
+    def learn(self, device: torch.device) -> None:
+        """Has the engine add up two gradients that only it holds."""
+        value = torch.empty(2, 3, device=device, requires_grad=True)
+        result = value[0] * 1 + value[1] * 1
+        self.learning = True
+        try:
+            with torch.autograd.set_multithreading_enabled(False):
+                result.sum().backward()  # type: ignore[no-untyped-call]
+        finally:
+            self.learning = False
+
+    def is_in_place(self, func: Any, args: Any) -> bool:
+        """Whether a call is such an addition."""
+        if func is not ADD or torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
+            return False
+        if not isinstance(args[1], Tensor) or args[0].shape != args[1].shape:
+            return False
+        found = _holders(args)
+        if self.learning:
+            self.alone = found
+        return found == self.alone and _is_dense(args[0])
+
+
+def _holders(args: Any) -> Holders:
+    """Of the first operand, of its memory, and of what Python has of it."""
+    storage = args[0].untyped_storage()._cdata
+    return args[0]._use_count(), torch._C._storage_Use_Count(storage), sys.getrefcount(args[0])
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor's values lie side by side, each once, in whatever order of its dimensions."""
+    expected = 1
+    for stride, size in sorted(pair for pair in zip(tensor.stride(), tensor.shape, strict=True) if pair[1] != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
