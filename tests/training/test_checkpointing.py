@@ -129,6 +129,11 @@ class Tower(nn.Module):
         self.layers = nn.ModuleList([nn.TransformerEncoderLayer(8, 2, 16) for _ in range(3)])
         self.head = nn.Linear(8, 2)
 
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
 
 class Pair(nn.Module):
     """Two towers of one class: the towers are not the blocks, their layers are."""
