@@ -15,6 +15,8 @@ import torch
 from qtool.errors import QtoolError, UsageError
 
 _CONTROL_GROUPS = "/sys/fs/cgroup"
+_NO_MEMORY = ("allocate memory", "CUDA error: out of memory", "STATUS_ALLOC_FAILED")
+"""What those say who allocate beside torch's allocator of a GPU: the host's, the driver, cuBLAS and cuDNN."""
 
 
 def resolve_device(text: str) -> torch.device:
@@ -45,7 +47,7 @@ def current(device: torch.device) -> AbstractContextManager[object]:
 
 def out_of_memory(error: BaseException) -> bool:
     """Whether an error says that an allocation failed, on a GPU or in host memory."""
-    said = isinstance(error, RuntimeError) and "allocate memory" in str(error)
+    said = isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
     return said or isinstance(error, torch.OutOfMemoryError | MemoryError)
 
 

@@ -166,9 +166,10 @@ def _told(spec: str, file: Path | None) -> Iterator[None]:
     except QtoolError:
         raise
     except Exception as error:
+        within = isinstance(error, ImportError) and "no known parent package" in str(error)
         raise QtoolError(
             f"factory '{spec}'", "no exception", f"{type(error).__name__}: {error} ({_line(error, file)})",
-            "correct that line",
+            "name it package.module:factory, from the folder of the package" if within else "correct that line",
         ) from error  # fmt: skip
 
 

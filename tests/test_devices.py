@@ -2,7 +2,15 @@ import pytest
 import torch
 
 from qtool import devices
-from qtool.devices import grow_in_place, killed_since, memory_free, memory_kills, memory_used, resolve_device
+from qtool.devices import (
+    grow_in_place,
+    killed_since,
+    memory_free,
+    memory_kills,
+    memory_used,
+    out_of_memory,
+    resolve_device,
+)  # fmt: skip
 from qtool.errors import QtoolError, UsageError
 
 
@@ -34,6 +42,24 @@ def test_one_gpu_too_few_is_an_error(monkeypatch):
 
 def test_memory_is_measured():
     assert memory_used(torch.device("cpu")) >= 0
+
+
+@pytest.mark.parametrize(
+    ("error", "short"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), True),
+        (
+            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"),
+            True,
+        ),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("CUDA error: out of memory\nCompile with `TORCH_USE_CUDA_DSA`"), True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+        (ValueError("CUDA error: out of memory"), False),
+    ],
+)
+def test_the_end_of_memory_is_known_whoever_tells_it(error, short):
+    assert out_of_memory(error) is short
 
 
 MIB = 2**20

@@ -87,6 +87,19 @@ def test_a_file_that_does_not_import(file: Path, source: str, told: str) -> None
             load_factory(f"{file}:build")
 
 
+@pytest.mark.filterwarnings("ignore:can.t resolve package:ImportWarning")
+def test_a_file_of_a_package_is_named_as_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "kit"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "parts.py").write_text("SIZE = 3\n")
+    (package / "net.py").write_text("from .parts import SIZE\ndef build():\n    return SIZE\n")
+    with pytest.raises(QtoolError, match=r"net\.py:1\); name it package\.module:factory, from the folder of the"):
+        load_factory(f"{package / 'net.py'}:build")
+    monkeypatch.chdir(tmp_path)
+    assert load_factory("kit.net:build")() == 3
+
+
 def test_misspelt_names(file: Path) -> None:
     with pytest.raises(UsageError, match=r"did you mean 'build'\?"):
         load_factory(f"{file}:biuld")

@@ -30,7 +30,7 @@ class Accumulation:
     def learn(self, device: torch.device) -> None:
         """Has the engine add up two gradients that only it holds."""
         value = torch.empty(2, 3, device=device, requires_grad=True)
-        result = value[0] * 1 + value[1] * 1
+        result = value * 2 + value * 3
         self.learning = True
         try:
             with torch.autograd.set_multithreading_enabled(False):

@@ -101,7 +101,8 @@ def _leaves_some_out(model: nn.Module, loss: LossFunction, value: Any, target: A
     size = num_samples(value)
     few = cut((value, target), 0, min(FEW, size), size)
     generators, buffers = checkpoint.rng_state(), [(buffer, buffer.clone()) for buffer in model.buffers()]
-    with torch.compiler.set_stance("force_eager"):
+    # in this thread, as in a step: autograd's own would have a second workspace of cuBLAS from then on
+    with torch.compiler.set_stance("force_eager"), torch.autograd.set_multithreading_enabled(False):
         gradients = torch.autograd.grad(loss(model, *few)[0], trained(model), allow_unused=True)
     checkpoint.set_rng_state(generators)
     with torch.no_grad():
