@@ -38,7 +38,12 @@ from unittest import mock
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -47,7 +52,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from qtool import processes
 from qtool.devices import resolve_device
-from qtool.errors import UsageError
+from qtool.errors import QtoolError, UsageError
 from qtool.memory.accumulation import IN_PLACE, Accumulation
 from qtool.memory.compiled import Compiled, capture
 from qtool.memory.gpu_scratch import Gpu
@@ -103,7 +108,33 @@ def predict(
 
     ``build`` makes the model, or gives one that exists, which is left alone. The step's own errors are raised as they
     are: what cannot run for real cannot be predicted. ``scratch`` remembers operators from one prediction to the next.
+
+    Raises QtoolError too where a tensor's size depends on values (a selection by a mask, say): fake ones have none.
     """
+    try:
+        return _prediction(build, batch, config, prepare, loss, scratch or Scratch())
+    except Exception as error:
+        if (operator := _sized_by_values(error)) is None:
+            raise
+        raise QtoolError(
+            "prediction", "a step in which no tensor's size depends on values", f"'{operator}', whose result's does",
+            "leave --memory-budget and --batch-size auto out, or multiply with a mask instead of selecting by it",
+        ) from error  # fmt: skip
+
+
+def _sized_by_values(error: BaseException | None) -> str | None:
+    """The operator that fake tensors could not run for lack of values, if that is behind an error."""
+    while error is not None:
+        if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
+            return str(error.func)
+        error = error.__cause__
+    return None
+
+
+def _prediction(
+    build: Callable[[], nn.Module], batch: tuple[Any, Any], config: TrainConfig, prepare: Prepare, loss: LossFunction,
+    scratch: Scratch,
+) -> Prediction:  # fmt: skip
     start = time.monotonic()
     require_predictable(config)
     compiles, config = config.compile, replace(config, compile=False)
@@ -121,7 +152,7 @@ def predict(
             if compiles:
                 compiled = _compiled(setup, value, mode)
                 setup.replica = lambda loss, *given: loss(compiled, *given)
-            tracker = Tracker(setup.device, scratch or Scratch())
+            tracker = Tracker(setup.device, scratch)
             return _predicted(setup, (value, target), total, loss, start, tracker, copies)
 
 

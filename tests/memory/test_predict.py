@@ -335,6 +335,26 @@ def test_errors_of_the_step_are_those_of_the_step() -> None:
         predict(lambda: nn.Linear(31, 10), batch(2), config(), prepare=plain, loss=LOSS)
 
 
+class Selecting(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        return y + y[y > 0].mean()
+
+
+def test_sizes_that_depend_on_values_are_told() -> None:
+    """In the model, whose errors are told as its own, and in the loss."""
+
+    def selected(model: Any, value: Any, target: Any) -> Any:
+        losses = nn.functional.cross_entropy(model(value), target, reduction="none")
+        return losses[losses > 0].sum(), float(len(target))
+
+    for build, loss in ((lambda: Selecting(32, 10), LOSS), (lambda: nn.Linear(32, 10), selected)):
+        with pytest.raises(
+            QtoolError, match=r"prediction: expected a step .*got 'aten\.nonzero\.default'.*--memory-budget"
+        ):
+            predict(build, batch(4), config(batch_size=4), prepare=setup, loss=loss)
+
+
 def test_the_highest_running_sum() -> None:
     assert highest_sum([]) == 0
     assert highest_sum([-5, 3]) == 0
