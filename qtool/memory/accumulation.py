@@ -1,10 +1,15 @@
-"""How autograd adds up the gradients that come back from several readers of a tensor: in place where it may.
+"""What autograd does in place in a backward pass, but not while operators are watched.
+
+Gradients that come back from several readers of a tensor are added up.
 
 The engine writes into the sum so far if nobody else holds it or its memory (``torch/csrc/autograd/input_buffer.cpp``).
 While operators are watched it never does, and a sum takes memory of its own beside both of its parts: one more of the
 gradients of a tensor that is read step by step, or by many layers. So it is made up for: an addition of the engine's is
 known by its operands, which have no holders but the engine and those that hand them over here. How many those are
 depends on the version of torch and on who else watches; it is counted once, on an addition that is known to be one.
+
+The backward formulas of indexing, ``gather`` and what selects values (``max``, ``topk``) write into zeros that they
+have made, and watched, into a copy of those.
 """
 
 from __future__ import annotations
@@ -16,12 +21,19 @@ import torch
 from torch import Tensor
 
 ADD = torch.ops.aten.add.Tensor
-IN_PLACE = torch.ops.aten.add_.Tensor
+IN_PLACE = {
+    ADD: torch.ops.aten.add_.Tensor,
+    torch.ops.aten.index_put.default: torch.ops.aten.index_put_.default,
+    torch.ops.aten.scatter_add.default: torch.ops.aten.scatter_add_.default,
+    torch.ops.aten.scatter.src: torch.ops.aten.scatter_.src,
+    torch.ops.aten.index_add.default: torch.ops.aten.index_add_.default,
+    torch.ops.aten.masked_scatter.default: torch.ops.aten.masked_scatter_.default,
+}
 Holders = tuple[int, int, int]
 
 
 class Accumulation:
-    """Tells additions that the engine makes in place. :meth:`learn` is called first, under the same modes."""
+    """Tells what is done in place. :meth:`learn` is called first, under the same modes."""
 
     def __init__(self) -> None:
         self.alone: Holders | None = None
@@ -38,13 +50,16 @@ class Accumulation:
         finally:
             self.learning = False
 
-    def is_in_place(self, func: Any, args: Any) -> bool:
-        """Whether a call is such an addition."""
-        if func is not ADD or torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
-            return False
+    def operator(self, func: Any, args: Any) -> Any:
+        """``func``, or what would run in its place."""
+        if func not in IN_PLACE or torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
+            return func
+        return IN_PLACE[func] if func is not ADD or self._is_the_engines(args, _holders(args)) else func
+
+    def _is_the_engines(self, args: Any, found: Holders) -> bool:
+        """Whether an addition to an operand with such holders is made by the engine, in place."""
         if not isinstance(args[1], Tensor) or args[0].shape != args[1].shape:
             return False
-        found = _holders(args)
         if self.learning:
             self.alone = found
         return found == self.alone and _is_dense(args[0])

@@ -6,8 +6,8 @@ every operator and every death of a tensor and keeps the sum, split by what the 
 snapshot at the highest sum is the prediction. Two steps are taken: optimizer states come into being
 during the first, and are there from the beginning of the second.
 
-A fake loss has no value, and code that asks for one (``loss.item()``) is told one. The gradient scaler, which
-would find an overflow in that, is left out; it holds two numbers.
+Where code asks for values, which fake tensors have not, it is told some (``qtool.memory.fakes``). The gradient scaler,
+which would find an overflow in them, is left out; it holds two numbers.
 
 What an operator allocates for itself, and gives back before it returns, is not seen by any of that; on the CPU it is
 found by calling it (``qtool.memory.scratch``), on a GPU by rule (``qtool.memory.gpu_scratch``). A compiled model has
@@ -41,20 +41,19 @@ from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensor,
     FakeTensorMode,
 )
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import WeakIdKeyDictionary
 
 from qtool import processes
 from qtool.devices import resolve_device
 from qtool.errors import QtoolError, UsageError
-from qtool.memory.accumulation import IN_PLACE, Accumulation
+from qtool.memory.accumulation import Accumulation
 from qtool.memory.compiled import Compiled, capture
+from qtool.memory.fakes import Scalars, answered
 from qtool.memory.gpu_scratch import Gpu
 from qtool.memory.scratch import COPIED, LSTM, Scratch
 from qtool.nested import cut, map_tensors, num_samples, tensors
@@ -67,7 +66,6 @@ GROUP_NORM = "native_group_norm_backward"
 STEPS = 2
 THREADS = 2
 """Of gloo's, that make exchanges."""
-_COPY = "torch._subclasses.fake_tensor.FakeTensor.__deepcopy__"
 _NO_HOOKS: Any = (RemovableHandle(OrderedDict()), RemovableHandle(OrderedDict()))
 PARTS = {
     "Parameter": "parameters",
@@ -109,7 +107,7 @@ def predict(
     ``build`` makes the model, or gives one that exists, which is left alone. The step's own errors are raised as they
     are: what cannot run for real cannot be predicted. ``scratch`` remembers operators from one prediction to the next.
 
-    Raises QtoolError too where a tensor's size depends on values (a selection by a mask, say): fake ones have none.
+    Raises QtoolError too where a tensor's size depends on values in a way that ``qtool.memory.fakes`` does not know.
     """
     try:
         return _prediction(build, batch, config, prepare, loss, scratch or Scratch())
@@ -118,7 +116,7 @@ def predict(
             raise
         raise QtoolError(
             "prediction", "a step in which no tensor's size depends on values", f"'{operator}', whose result's does",
-            "leave --memory-budget and --batch-size auto out, or multiply with a mask instead of selecting by it",
+            "leave --memory-budget and --batch-size auto out",
         ) from error  # fmt: skip
 
 
@@ -144,7 +142,7 @@ def _prediction(
         total, config = share, replace(config, devices=1, batch_size=math.ceil(config.batch_size / config.devices))
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     group = processes.pretended(config.devices) if config.strategy == "fsdp" else nullcontext()
-    with group, torch.random.fork_rng(devices=[]), mode, Scalars(), mock.patch(_COPY, _copied, create=True):
+    with group, torch.random.fork_rng(devices=[]), mode, answered():
         device = resolve_device(config.device)
         model = _fake(build(), device)
         value, target = map_tensors(mode.from_tensor, _some(tuple(batch), share))
@@ -174,15 +172,6 @@ def _fake(model: nn.Module, device: torch.device) -> nn.Module:
         is_parameter = isinstance(tensor, nn.Parameter)
         memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
     return copy.deepcopy(model, memo).train()
-
-
-def _copied(tensor: FakeTensor, memo: dict[int, Any]) -> torch.Tensor:
-    """A deep copy of a fake tensor. torch's own copies its mode too, and all that this remembers, which crashes."""
-    made: torch.Tensor = tensor.detach().clone()
-    if isinstance(tensor, nn.Parameter):
-        made = nn.Parameter(made, tensor.requires_grad)
-    memo[id(tensor)] = made
-    return made
 
 
 @contextmanager
@@ -277,8 +266,7 @@ class Tracker(MemTracker):
         self.late = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.accumulation.is_in_place(func, args):
-            func = IN_PLACE
+        func = self.accumulation.operator(func, args)
         if func.overloadpacket.__name__ == GROUP_NORM and args[4] is not None:
             result = self._of_group_norm(args)
         else:
@@ -348,20 +336,3 @@ class Tracker(MemTracker):
         held = self.gpu.workspace() if self.gpu else 0
         parts |= {"temporary": parts["temporary"] + held}
         return Prediction(self.highest + held, parts, *self.at, str(self.device), seconds, self.late)
-
-
-class Scalars(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Answers whoever asks a tensor for its value: one, and True for ``all`` (``x.isfinite().all()``, say)."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._true = WeakIdKeyDictionary()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
-            asked = args[0]
-            return asked in self._true if asked.dtype == torch.bool else 1.0 if asked.is_floating_point() else 1
-        result = func(*args, **(kwargs or {}))
-        if func.overloadpacket is torch.ops.aten.all:
-            self._true[result] = True
-        return result

@@ -35,6 +35,9 @@ which widens its moments, and others that copy an operand. They check their oper
 IN_FLOAT32 = ("native_batch_norm_backward", "native_layer_norm_backward", "native_group_norm_backward")
 """Tried in float32 alone: they do not check, and given a dtype that only a fake one returned, read past its end."""
 
+BY_MASK = ("index", "index_put", "index_put_", "_index_put_impl_")
+PLACE = 8
+"""Operators that look up the places that a mask selects, and the bytes of a place, in each dimension."""
 COPIED = {"_allgather_base_": 0, "_reduce_scatter_base_": 1}
 """Exchanges of which gloo has a copy of its own while they last: of what is gathered, of what is summed."""
 
@@ -48,6 +51,9 @@ class Scratch:
     def of(self, function: Any, args: Any, kwargs: Any) -> int:
         """Bytes that a call of ``function`` with operands like these on the CPU takes beyond what it returns."""
         name = function.overloadpacket.__name__
+        if name in BY_MASK:
+            masks = (leaf for leaf in tree_flatten(args[1])[0] if isinstance(leaf, Tensor) and leaf.dtype == torch.bool)
+            return sum(PLACE * mask.dim() * mask.numel() for mask in masks)
         if name in COPIED:
             exchanged: Tensor = args[COPIED[name]]
             return exchanged.nbytes if exchanged.device.type == "cpu" else 0

@@ -158,6 +158,26 @@ def test_gradients_are_added_up_in_place_where_nobody_else_holds_them() -> None:
     assert predicted.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.01)
 
 
+class Largest(nn.Linear):
+    """Selects values, whose gradients are put into zeros."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x).view(len(x), 10, -1)
+        return (
+            y.max(2).values
+            + y.gather(2, torch.zeros(len(x), 10, 1, dtype=torch.int64))[:, :, 0]
+            + y[:, :, [0, 1]].sum(2)
+        )
+
+
+def test_gradients_of_what_was_selected_are_put_in_place() -> None:
+    predicted, measured = (
+        f(lambda: Largest(32, 10_000), batch(32), config(batch_size=32), prepare=setup, loss=LOSS)
+        for f in (predict, measure)
+    )
+    assert predicted.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.01)
+
+
 def test_group_norm_in_autocast_is_as_wide_backward_as_forward() -> None:
     def build() -> nn.Module:
         return nn.Sequential(
@@ -338,20 +358,36 @@ def test_errors_of_the_step_are_those_of_the_step() -> None:
 class Selecting(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = super().forward(x)
-        return y + y[y > 0].mean()
+        return y + y[y > -1e9].mean()
+
+
+def selected(model: Any, value: Any, target: Any) -> Any:
+    losses = nn.functional.cross_entropy(model(value), target, reduction="none")
+    return losses[losses >= 0].sum(), (losses >= 0).sum()
+
+
+def test_what_a_mask_selects_is_taken_for_all() -> None:
+    for build, loss in ((lambda: Selecting(32, 2000), LOSS), (lambda: nn.Linear(32, 2000), selected)):
+        predicted, measured = (
+            f(build, batch(64), config(batch_size=64), prepare=setup, loss=loss) for f in (predict, measure)
+        )
+        assert predicted.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.02)
+
+
+class Distinct(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        return y + y.unique().mean()
 
 
 def test_sizes_that_depend_on_values_are_told() -> None:
     """In the model, whose errors are told as its own, and in the loss."""
 
-    def selected(model: Any, value: Any, target: Any) -> Any:
-        losses = nn.functional.cross_entropy(model(value), target, reduction="none")
-        return losses[losses > 0].sum(), float(len(target))
+    def distinct(model: Any, value: Any, target: Any) -> Any:
+        return model(value).sum() * target.unique().sum(), float(len(target))
 
-    for build, loss in ((lambda: Selecting(32, 10), LOSS), (lambda: nn.Linear(32, 10), selected)):
-        with pytest.raises(
-            QtoolError, match=r"prediction: expected a step .*got 'aten\.nonzero\.default'.*--memory-budget"
-        ):
+    for build, loss in ((lambda: Distinct(32, 10), LOSS), (lambda: nn.Linear(32, 10), distinct)):
+        with pytest.raises(QtoolError, match=r"prediction: expected a step .*got 'aten\._unique.*--memory-budget"):
             predict(build, batch(4), config(batch_size=4), prepare=setup, loss=loss)
 
 
