@@ -219,7 +219,7 @@ def _prepare(
 ) -> Prepared:
     """The model with observers or fake-quantizers, by the engine asked for."""
     train, detailed = config.mode == "qat", config.ranges != "minmax"
-    target = _target(config)
+    target, model = _target(config), with_stored_weights(model)
     if config.engine == "torch.ao":
         from qtool.quantization import torch_ao  # only here, since a later torch will not have it
 
@@ -234,7 +234,7 @@ def _prepare(
         return _weighed(prepared, gains)
     graph = copied(float_graph)
     if train:
-        graph = capture(with_stored_weights(model), example, train=True, axes=config.dynamic_axes or ())
+        graph = capture(model, example, train=True, axes=config.dynamic_axes or ())
         merge_branches(graph, train=True)
         drop_chomps(graph)
         clip_early(graph)

@@ -268,6 +268,12 @@ def test_an_override_may_name_a_unit_that_is_no_module() -> None:
     assert units == {"a": True, "add": True, "b": True, "add_2": False}
 
 
+def test_an_override_may_leave_in_float_what_has_no_kernel_anyway() -> None:
+    """Such as a module that has one on another target, or once did."""
+    units = placed(lambda m, x: m.b(m.a(x).softmax(1)), {"softmax": "float"}).plan().units
+    assert [(u.name, u.integer) for u in units] == [("a", True), ("softmax", False), ("b", True)]
+
+
 def test_an_override_gives_a_layer_of_few_bits_all_eight() -> None:
     def three(m: Any, x: Tensor) -> Tensor:
         return m.b(torch.relu(m.b(torch.relu(m.a(x) + x)) + x))
