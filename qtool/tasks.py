@@ -94,10 +94,11 @@ def _check(output: Any, target: Any) -> None:
     _require_targets("classification", target)
     if not isinstance(output, Tensor) or output.ndim != 2 or target.shape != output.shape[:1]:
         got = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+        tokens = isinstance(output, Tensor) and output.ndim == 3
+        task = "--task language-modelling" if tokens else "a task of your own, --task FILE.py:factory"
         raise QtoolError(
             "task 'classification'", "N×classes logits and N class indices",
-            f"output {got}, target {tuple(target.shape)}",
-            "correct the model's output, or pass --task language-modelling or one of your own",
+            f"output {got}, target {tuple(target.shape)}", f"correct the model's output, or pass {task}",
         )  # fmt: skip
     if target.is_floating_point():
         got = str(target.dtype).removeprefix("torch.")

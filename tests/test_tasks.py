@@ -156,3 +156,15 @@ def test_language_modelling_counts_tokens() -> None:
 def test_language_modelling_wants_sequences() -> None:
     with pytest.raises(QtoolError, match=r"got output \(3, 7\), target \(3,\); use a language model"):
         LanguageModelling().loss(torch.randn(3, 7), torch.zeros(3, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(
+    ("output", "advice"),
+    [
+        (torch.zeros(2, 7, 5), "--task language-modelling"),
+        (torch.zeros(2, 4, 8, 8), "a task of your own, --task FILE.py"),
+    ],
+)
+def test_another_output_is_told_which_task_may_take_it(output: torch.Tensor, advice: str) -> None:
+    with pytest.raises(QtoolError, match=advice):
+        Classification().loss(output, torch.zeros(output.shape[0], *output.shape[2:], dtype=torch.int64))
