@@ -207,15 +207,28 @@ class Program(click.Group):
         extra["standalone_mode"] = False
         try:
             code = super().main(arguments, prog_name, **extra)
-            sys.exit(code if isinstance(code, int) else 0)
+            _leave(code if isinstance(code, int) else 0)
         except click.Abort:
             click.echo("qtool: interrupted; run the same command again and it resumes from what is finished", err=True)
-            sys.exit(INTERRUPTED)
+            _leave(INTERRUPTED)
         except click.exceptions.NoArgsIsHelpError as error:
             click.echo(error.format_message(), err=True)
-            sys.exit(UsageError.exit_code)
+            _leave(UsageError.exit_code)
         except Exception as error:
-            sys.exit(_fail(error, arguments))
+            _leave(_fail(error, arguments))
+
+
+def _leave(code: int) -> NoReturn:
+    """Ends the program; one of several that torchrun started at once, without the interpreter's own end.
+
+    A thread of gloo's that gives back a tensor of an exchange that is over aborts that end now and then, and torchrun
+    takes the run for failed. All that is to be written is written by now.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def _fail(error: Exception, arguments: Sequence[str]) -> int:

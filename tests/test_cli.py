@@ -363,3 +363,16 @@ def test_an_interrupted_process_leaves_with_130() -> None:
     done = run_python(code, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
     assert done.returncode == 130
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(("run", "ends"), [("", "the interpreter's end\n"), ("1", "")])
+def test_a_process_of_torchruns_ends_at_once(run: str, ends: str) -> None:
+    """Threads of gloo's abort the interpreter's own end now and then; what was printed is there all the same."""
+    script = (
+        "import atexit; from qtool.cli import main; "
+        "atexit.register(print, \"the interpreter's end\"); main.main(['--version'])"
+    )
+    environment = {key: value for key, value in os.environ.items() if key != "TORCHELASTIC_RUN_ID"}
+    environment |= {"TORCHELASTIC_RUN_ID": run} if run else {}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout == f"qtool, version {qtool.__version__}\n{ends}"
