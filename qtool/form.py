@@ -173,19 +173,21 @@ def symbols_of(size: int | torch.SymInt) -> set[Any]:
     return set() if isinstance(size, int) else set(size.node.expr.free_symbols)
 
 
+def input_values(graph: torch.fx.Graph) -> dict[str, torch.Tensor]:
+    """What is known of the tensors that a captured graph takes, by name, in order."""
+    known = {str(node.target): node.meta.get("val") for node in graph.nodes if node.op == "placeholder"}
+    return {name: value for name, value in known.items() if isinstance(value, torch.Tensor)}
+
+
 def batch_symbols(graph: torch.fx.Graph) -> set[Any]:
     """The symbols that count the samples of a captured graph's inputs."""
-    values = [node.meta.get("val") for node in graph.nodes if node.op == "placeholder"]
-    shapes = [value.shape for value in values if isinstance(value, torch.Tensor) and value.dim()]
-    return {symbol for shape in shapes for symbol in symbols_of(shape[0])}
+    return {symbol for value in input_values(graph).values() if value.dim() for symbol in symbols_of(value.shape[0])}
 
 
 def open_axes(model: torch.nn.Module) -> set[int]:
     """The axes behind the batch whose size a captured graph leaves open in some input; none of any other module."""
-    nodes = model.graph.nodes if isinstance(model, GraphModule) else ()
-    values = [node.meta.get("val") for node in nodes if node.op == "placeholder"]
-    shapes = [value.shape for value in values if isinstance(value, torch.Tensor)]
-    return {axis for shape in shapes for axis, size in enumerate(shape) if axis and symbols_of(size)}
+    values = input_values(model.graph).values() if isinstance(model, GraphModule) else ()
+    return {axis for value in values for axis, size in enumerate(value.shape) if axis and symbols_of(size)}
 
 
 def _gathered(model: torch.nn.Module, shapes: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -199,8 +201,7 @@ def _gathered(model: torch.nn.Module, shapes: tuple[Any, ...]) -> tuple[Any, ...
 
 def check_inputs(graph: GraphModule, inputs: Any, where: str) -> None:
     """Raises QtoolError, naming ``where``, unless ``inputs`` have the graph's number, types and sizes (batch aside)."""
-    nodes = [node for node in graph.graph.nodes if node.op == "placeholder"]
-    kinds = [(str(node.target), node.meta["val"]) for node in nodes if isinstance(node.meta.get("val"), torch.Tensor)]
+    kinds = list(input_values(graph.graph).items())
     given = list(tensors(inputs))
     if isinstance(inputs, Mapping) and all(name in inputs for name, _ in kinds):
         given = [inputs[name] for name, _ in kinds]

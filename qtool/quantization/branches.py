@@ -27,6 +27,7 @@ from torch.fx import GraphModule, Node
 
 from qtool.quantization.capture import CONVOLUTIONS, aten, clean, parameter, set_parameter
 from qtool.quantization.norms import NORMAL, Copies, coefficients, fold_batch_norm, fold_into
+from qtool.quantization.respell import by_axis
 
 _CONVOLUTIONS = CONVOLUTIONS[:3]
 _SIGNS: dict[Any, int] = {aten.add.Tensor: 1, aten.sub.Tensor: -1}
@@ -161,8 +162,7 @@ class _Merging:
         assert weight is not None
         rank = weight.dim() - 2
         given: list[Any] = [*conv.args[3:7], *[1, 0, 1, 1][len(conv.args[3:7]) :]]
-        spread = [list(value) if isinstance(value, tuple | list) else [value] for value in given[:3]]
-        stride, padding, dilation = (values * rank if len(values) == 1 else values for values in spread)
+        stride, padding, dilation = (by_axis(value, rank) for value in given[:3])
         geometry = _Geometry(list(weight.shape[2:]), stride, padding, dilation, int(given[3]))
         return geometry, weight.double(), None if bias is None else bias.double()
 

@@ -15,6 +15,7 @@ second way in.
 from __future__ import annotations
 
 import copy
+import operator
 import os
 import re
 from pathlib import Path
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from qtool.errors import QtoolError, UsageError, one_line
-from qtool.form import as_graph, open_axes, to_program
+from qtool.form import as_graph, input_values, open_axes, to_program
 from qtool.nested import call, map_tensors, tensors
 from qtool.quantization.functional import DROPOUTS, functionalized, make_functional, mutations
 from qtool.quantization.linears import write_linears
@@ -99,8 +100,8 @@ def capture(model: nn.Module, example: Any, *, train: bool = False, axes: tuple[
 def _require_open(graph_module: GraphModule, axis: int) -> None:
     if axis in open_axes(graph_module):
         return
-    values = [node.meta.get("val") for node in graph_module.graph.nodes if node.op == "placeholder"]
-    sizes = [int(value.shape[axis]) for value in values if isinstance(value, Tensor) and value.dim() > axis]
+    values = input_values(graph_module.graph).values()
+    sizes = [int(value.shape[axis]) for value in values if value.dim() > axis]
     got = f"axis {axis}, which it fixes to {sizes[0]}" if sizes else f"axis {axis}, which no input has"
     do = "have the model read x.shape instead of a number, or leave it out" if sizes else "leave it out"
     raise UsageError("--dynamic-axes", "axes of the inputs whose size the model leaves open", got, do)
@@ -243,8 +244,12 @@ def parameter(graph_module: GraphModule, node: Any) -> Tensor | None:
     return value.detach()
 
 
-def set_parameter(graph_module: GraphModule, path: str, value: Tensor) -> None:
-    """Stores ``value`` under a dotted path of the graph module, as a parameter where it is a float."""
+def set_parameter(graph_module: GraphModule, path: str, value: Tensor, *, like: str | None = None) -> None:
+    """Stores ``value`` under a dotted path of the graph module, as a parameter where it is a float.
+
+    It trains if the tensor under the path ``like`` does, which may be the one that it replaces.
+    """
+    trains = like is not None and operator.attrgetter(like)(graph_module).requires_grad
     holder_path, _, name = path.rpartition(".")
     holder: Any = graph_module
     for part in holder_path.split(".") if holder_path else ():
@@ -254,7 +259,7 @@ def set_parameter(graph_module: GraphModule, path: str, value: Tensor) -> None:
     if hasattr(holder, name):
         delattr(holder, name)
     if value.is_floating_point():
-        holder.register_parameter(name, nn.Parameter(value, requires_grad=False))
+        holder.register_parameter(name, nn.Parameter(value, requires_grad=trains))
     else:
         holder.register_buffer(name, value)
 

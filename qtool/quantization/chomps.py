@@ -19,6 +19,7 @@ from typing import Any
 from torch.fx import GraphModule, Node
 
 from qtool.quantization.capture import CONVOLUTIONS, aten, clean
+from qtool.quantization.respell import by_axis
 
 _RANKS = {target: rank for rank, target in enumerate(CONVOLUTIONS[:3], 1)}
 
@@ -37,7 +38,7 @@ def _drop(node: Node) -> bool:
         return False
     given: list[Any] = [*conv.args, *[None, 1, 0][len(conv.args) - 2 :]] if len(conv.args) < 5 else [*conv.args]
     rank = _RANKS[conv.target]
-    strides, pads = (_by_axis(value, rank) for value in given[3:5])
+    strides, pads = (by_axis(value, rank) for value in given[3:5])
     axis = int(str(node.args[1])) % (rank + 2) - 2 if len(node.args) > 1 else -2
     cut = _cut(node, axis + 2)
     if axis < 0 or cut is None or strides[axis] != 1 or max(cut) > pads[axis]:
@@ -50,11 +51,6 @@ def _drop(node: Node) -> bool:
     node.replace_all_uses_with(conv)
     node.graph.erase_node(node)
     return True
-
-
-def _by_axis(value: Any, rank: int) -> list[int]:
-    values = list(value) if isinstance(value, list | tuple) else [value]
-    return values * rank if len(values) == 1 else values
 
 
 def _cut(node: Node, axis: int) -> tuple[int, int] | None:

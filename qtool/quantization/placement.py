@@ -71,6 +71,11 @@ class Placed:
         return self.nodes[-1]
 
 
+def first_match(overrides: Mapping[str, str], names: Collection[str]) -> str | None:
+    """The first pattern of ``overrides`` that one of an operator's names matches, which decides."""
+    return next((pattern for pattern in overrides if any(fnmatch.fnmatchcase(name, pattern) for name in names)), None)
+
+
 class Placement:
     """The units of one graph for one target; see the module's text for the rules."""
 
@@ -315,12 +320,11 @@ class Placement:
         self._taken.add(node)
 
     def _override(self, node: Node) -> str | None:
-        names = (owner(node), self._free_name(node))
-        for pattern, choice in self.overrides.items():
-            if any(fnmatch.fnmatchcase(name, pattern) for name in names):
-                self._used_overrides.add(pattern)
-                return choice
-        return None
+        pattern = first_match(self.overrides, (owner(node), self._free_name(node)))
+        if pattern is None:
+            return None
+        self._used_overrides.add(pattern)
+        return self.overrides[pattern]
 
     def _name(self, node: Node) -> str:
         name = self._free_name(node)

@@ -313,7 +313,7 @@ def _spell_padding(node: Node) -> None:
     assert isinstance(source, Node)
     assert isinstance(weight, Node)
     sizes = list(weight.meta["val"].shape[2:])
-    strides, dilations = (_listed(value, len(sizes)) for value in (stride, dilation))
+    strides, dilations = (by_axis(value, len(sizes)) for value in (stride, dilation))
     total = [d * (k - 1) for d, k in zip(dilations, sizes, strict=True)] if word == "same" else [0] * len(sizes)
     if any(t % 2 for t in total):
         ends = [end for t in reversed(total) for end in (t // 2, t - t // 2)]
@@ -372,7 +372,8 @@ def _join_heads(node: Node) -> None:
     node.meta = {**node.meta, "val": value.flatten(1, -3)}
 
 
-def _listed(value: Any, count: int) -> list[int]:
+def by_axis(value: Any, count: int) -> list[int]:
+    """A number for each of ``count`` axes, of one for all or a list."""
     values = list(value) if isinstance(value, tuple | list) else [value]
     return values * count if len(values) == 1 else values
 

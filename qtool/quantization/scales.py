@@ -139,8 +139,7 @@ def _scale(graph_module: GraphModule, layer: Node, numbers: Tensor) -> None:
         path = str(node.target)
         old = operator.attrgetter(path)(graph_module)
         new = scaled(old.detach(), numbers, layer) if old.dim() > 1 else old.detach().double() * numbers
-        set_parameter(graph_module, path, new.to(old.dtype))
-        graph_module.get_parameter(path).requires_grad_(old.requires_grad)
+        set_parameter(graph_module, path, new.to(old.dtype), like=path)
     if NORMAL in layer.meta:
         mean, deviation = layer.meta[NORMAL]
         layer.meta[NORMAL] = (mean * numbers.to(mean.dtype), deviation * numbers.abs().to(mean.dtype))

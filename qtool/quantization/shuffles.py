@@ -12,7 +12,6 @@ tenth of a small U-Net's time, and nearly nothing so; OpenVINO's is quicker as i
 
 from __future__ import annotations
 
-import fnmatch
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -21,7 +20,8 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from qtool.quantization.capture import CONVOLUTIONS, aten, clean, owner, parameter, set_parameter
-from qtool.quantization.norms import NORMAL
+from qtool.quantization.norms import NORMAL, readers_of
+from qtool.quantization.placement import first_match
 from qtool.quantization.targets.base import POINTWISE
 
 _PLAIN = CONVOLUTIONS[:3]
@@ -30,7 +30,8 @@ _PLAIN = CONVOLUTIONS[:3]
 def write_rows(graph_module: GraphModule, overrides: Mapping[str, str]) -> int:
     """Rewrites in place each pixel shuffle of what one convolution gives in integers; returns how many."""
     shuffles = [node for node in graph_module.graph.nodes if node.target is aten.pixel_shuffle.default]
-    pairs = [(conv, node) for node in shuffles if (conv := _convolution(node)) is not None]
+    readers = readers_of(graph_module)
+    pairs = [(conv, node) for node in shuffles if (conv := _convolution(node, readers)) is not None]
     pairs = [(conv, node) for conv, node in pairs if not stays_float(conv, overrides)]
     for conv, shuffle in pairs:
         stride = int(str(shuffle.args[1]))
@@ -43,11 +44,11 @@ def write_rows(graph_module: GraphModule, overrides: Mapping[str, str]) -> int:
 
 def stays_float(layer: Node, overrides: Mapping[str, str]) -> bool:
     """Whether it is to stay in float by its name."""
-    choices = (choice for name, choice in overrides.items() if fnmatch.fnmatchcase(owner(layer), name))
-    return next(choices, None) == "float"
+    pattern = first_match(overrides, [owner(layer)])
+    return pattern is not None and overrides[pattern] == "float"
 
 
-def _convolution(shuffle: Node) -> Node | None:
+def _convolution(shuffle: Node, readers: Mapping[str, int]) -> Node | None:
     """What gives the shuffled channels, if nothing else reads them or its weights."""
     node = shuffle.args[0]
     if isinstance(node, Node) and node.target in POINTWISE and len(node.users) == 1:
@@ -56,8 +57,7 @@ def _convolution(shuffle: Node) -> Node | None:
         return None
     groups = node.args[6] if len(node.args) > 6 else node.kwargs.get("groups", 1)
     stored = [value for value in node.args[1:3] if isinstance(value, Node)]
-    targets = [str(other.target) for other in node.graph.nodes if other.op == "get_attr"]
-    alone = all(v.op == "get_attr" and len(v.users) == 1 and targets.count(str(v.target)) == 1 for v in stored)
+    alone = all(value.op == "get_attr" and readers[str(value.target)] == 1 for value in stored)
     return node if groups == 1 and alone else None
 
 
@@ -70,9 +70,7 @@ def _sort(graph_module: GraphModule, conv: Node, num_phases: int) -> None:
     for value in conv.args[1:3]:
         if isinstance(value, Node) and (old := parameter(graph_module, value)) is not None:
             path = str(value.target)
-            trains = graph_module.get_parameter(path).requires_grad
-            set_parameter(graph_module, path, turned(old))
-            graph_module.get_parameter(path).requires_grad_(trains)
+            set_parameter(graph_module, path, turned(old), like=path)
     if NORMAL in conv.meta:
         conv.meta[NORMAL] = tuple(turned(value) for value in conv.meta[NORMAL])
 

@@ -198,8 +198,7 @@ def float_form(model: nn.Module, example: Any, *, merged: bool = True, axes: tup
     """The captured float model in evaluation form: the reference of every comparison.
 
     Batch-norm is folded; unless they are not to be ``merged``, parallel branches are one convolution and activations
-    stand behind the layers that take them in. Raises
-    QtoolError where it does not compute what ``model`` does.
+    stand behind the layers that take them in. Raises QtoolError where it does not compute what ``model`` does.
     """
     graph = capture(with_stored_weights(model), example, axes=axes)
     remove_dropout(graph)

@@ -11,14 +11,13 @@ the kernel, as in 2×2 and 4×4 with stride 2, there are as many products as bef
 fewer taps are filled up with zeros, 16 for 9 in a 3×3 of stride 2.
 
 The float reference and baseline keep the layer as it is. Left out on purpose: groups, whose many small convolutions are
-slow in integers; dilation; and in training a batch-norm behind, which is to see the channels,
-and kernels that zeros would be filled into, since training would move them.
+slow in integers; dilation; and in training a batch-norm behind, which is to see the channels, and kernels that zeros
+would be filled into, since training would move them.
 """
 
 from __future__ import annotations
 
 import math
-import operator
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from torch.fx import GraphModule, Node
 from torch.nn import functional as F
 
 from qtool.quantization.capture import aten, clean, parameter, set_parameter
+from qtool.quantization.respell import by_axis
 from qtool.quantization.shuffles import call, channels_first, rows, stays_float
 from qtool.quantization.targets.base import POINTWISE
 
@@ -140,7 +140,7 @@ def _axes(graph_module: GraphModule, node: Node) -> list[Axis] | None:
     rank = weight.dim() - 2
     given: list[Any] = [*node.args[3:8], *[1, 0, 0, 1, 1][len(node.args[3:8]) :]]
     groups = given.pop(3)
-    stride, padding, more, dilation = (_spread(value, rank) for value in given)
+    stride, padding, more, dilation = (by_axis(value, rank) for value in given)
     sizes = list(node.args[0].meta["val"].shape[2:])  # type: ignore[union-attr]
     if groups != 1 or set(dilation) != {1}:
         return None
@@ -153,11 +153,6 @@ def _axes(graph_module: GraphModule, node: Node) -> list[Axis] | None:
 
 def _is_stored(value: Any) -> bool:
     return value is None or (isinstance(value, Node) and value.op == "get_attr")
-
-
-def _spread(value: Any, rank: int) -> list[int]:
-    values = list(value) if isinstance(value, tuple | list) else [value]
-    return values * rank if len(values) == 1 else values
 
 
 def _trains_otherwise(node: Node, axes: list[Axis]) -> bool:
@@ -232,9 +227,7 @@ def _stored(
         for name, value in zip(written[key], given, strict=True):
             if (old := parameter(graph_module, value)) is not None:
                 made = phases(old, axes) if old.dim() > 1 else _repeated(old, axes)
-                set_parameter(graph_module, name, made)
-                trains = operator.attrgetter(str(value.target))(graph_module).requires_grad  # type: ignore[union-attr]
-                graph_module.get_parameter(name).requires_grad_(trains)
+                set_parameter(graph_module, name, made, like=str(value.target))  # type: ignore[union-attr]
     with node.graph.inserting_before(node):
         nodes = [node.graph.get_attr(name) if name else None for name in written[key]]
     for stored in nodes:

@@ -10,6 +10,7 @@ Every ``HELD`` th sample is held out: it is never trained on, and says what was 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -129,18 +130,21 @@ class Part:
     def _picked(self, node: Node, walk: Walk, index: int, rows: Tensor) -> Any:
         """A stored value, of some samples of its batch; what does not depend on how many there are stays whole."""
         value, size = walk.stored(node, index), self.sizes[index]
-        if not _varies(node):
+        if not self._varies(node):
             return value
         return _samples(value, size, rows) if isinstance(value, Tensor) else value * len(rows) // size
 
+    @functools.cached_property
+    def _batch(self) -> set[Any]:
+        return batch_symbols(self.walk.graph.graph) | batch_symbols(self.plain.graph.graph)
 
-def _varies(node: Node) -> bool:
-    """Whether a value has a first dimension that grows with the batch, or is a size that does."""
-    source = node.args[0] if node.target is _QUANTIZE else node
-    assert isinstance(source, Node)
-    known = source.meta.get("val")
-    first = known.shape[0] if isinstance(known, Tensor) and known.dim() else known
-    return isinstance(first, torch.SymInt) and bool(symbols_of(first) & batch_symbols(source.graph))
+    def _varies(self, node: Node) -> bool:
+        """Whether a value has a first dimension that grows with the batch, or is a size that does."""
+        source = node.args[0] if node.target is _QUANTIZE else node
+        assert isinstance(source, Node)
+        known = source.meta.get("val")
+        first = known.shape[0] if isinstance(known, Tensor) and known.dim() else known
+        return isinstance(first, torch.SymInt) and not self._batch.isdisjoint(symbols_of(first))
 
 
 def _samples(value: Tensor, size: int, rows: Tensor) -> Tensor:
