@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,8 @@ from torch.nn import functional as F
 
 import qtool
 from qtool.errors import UsageError
+from qtool.quantization.algorithms.part import Part
+from qtool.quantization.capture import capture
 from qtool.stages.quantization import open_quantized
 
 
@@ -154,3 +157,18 @@ def test_training_for_quantization_leaves_them_open(tmp_path: Path) -> None:
         Classifier(), {"train": parts, "test": parts}, mode="qat", dynamic_axes=(2, 3), epochs=1, batch_size=32
     )
     assert quantized(torch.randn(2, 3, 20, 16)).shape == (2, 4)
+
+
+def test_reconstruction_takes_samples_of_what_counts_them_alone() -> None:
+    """A value as long as the sequences are is whole for every part of a batch."""
+
+    class Placed(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + torch.arange(x.shape[1]) * 2
+
+    graph = capture(Placed(), torch.randn(4, 6), axes=(1,))
+    walk: Any = SimpleNamespace(graph=SimpleNamespace(graph=graph.graph))
+    part = Part(region=None, goal={}, walk=walk, plain=walk, sizes=[4], axis=1)  # type: ignore[arg-type]
+    varies = {str(node.target): part._varies(node) for node in graph.graph.nodes if node.op == "call_function"}
+    assert varies["aten.add.Tensor"]
+    assert not varies["aten.mul.Tensor"]
