@@ -31,7 +31,7 @@ from torch import Tensor
 from qtool import processes
 from qtool.data import batches
 from qtool.errors import QtoolError
-from qtool.tasks import Task, loss_of, metrics_of
+from qtool.tasks import Task, finished, loss_of, metrics_of
 from qtool.text import IGNORED
 
 Predict = Callable[[Any], Any]
@@ -58,8 +58,7 @@ def evaluate(predict: Predict, batches: Iterable[tuple[Any, Any]], task: Task) -
         raise QtoolError("evaluation", "at least one sample", "none", "pass data with samples in it")
     names = dict.fromkeys(name for _, part in gathered for name in part)
     means = {name: sum(part.get(name, 0.0) for _, part in gathered) / weight for name in names}
-    finish = getattr(task, "finish", None)
-    return {"num_samples": weight, **(finish(means) if finish else means)}
+    return {"num_samples": weight, **finished(task, means)}
 
 
 def shared_batches(dataset: Any, batch_size: int, predict: Predict) -> Iterator[tuple[Any, Any]]:
@@ -167,6 +166,17 @@ def _drop(reference_right: Tensor, other_right: Tensor) -> dict[str, Any]:
         "top1_drop": (only_reference - only_other) / len(reference_right),
         "top1_drop_ci95": paired_interval(only_reference, only_other, len(reference_right)),
     }
+
+
+def student95(freedom: int) -> float:
+    """The 97.5 % point of Student's t: exact for 1 and 2 degrees of freedom, else by Fisher's series (within 1 %)."""
+    if freedom == 1:
+        return math.tan(0.475 * math.pi)
+    if freedom == 2:
+        return 0.95 * math.sqrt(2 / (1 - 0.95**2))
+    z, n = Z95, float(freedom)
+    terms = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+    return z + sum(term / n**power for power, term in enumerate(terms, 1))
 
 
 def paired_interval(only_first: int, only_second: int, total: int) -> tuple[float, float]:

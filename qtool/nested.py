@@ -194,8 +194,8 @@ def cut(value: Any, low: int, high: int, size: int) -> Any:
         return _rebuilt(value, lambda item: cut(item, low, high, size))
     if value.dim() and len(value) != size:
         raise QtoolError(
-            "batch", f"tensors of {size} samples, to be cut into micro-batches", f"one of shape {tuple(value.shape)}",
-            "give each sample its own, or train whole batches",
+            "batch", f"tensors of {size} samples, to be cut along the batch", f"one of shape {tuple(value.shape)}",
+            "give each sample its own, or do not have batches cut",
         )  # fmt: skip
     return value[low:high] if value.dim() else value
 

@@ -15,7 +15,7 @@ import numbers
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -32,7 +32,8 @@ class Task(Protocol):
     """A loss and metrics.
 
     ``metric`` names the entry of :meth:`metrics` (or ``"loss"``) that decides which model is better. A task may also
-    have ``finish(means) -> means``, to derive what is no mean of samples (an F1 score, a perplexity).
+    have ``finish(means) -> means``, to derive what is no mean of samples (an F1 score, a perplexity), and
+    ``directions``, a mapping from its other metrics to whether more is better; see :func:`is_higher_better`.
     """
 
     @property
@@ -122,6 +123,7 @@ class LanguageModelling:
     name: str = "language-modelling"
     metric: str = "perplexity"
     higher_is_better: bool = False
+    directions: ClassVar[Mapping[str, bool]] = {"top1": True, "nll": False}
 
     def loss(self, output: Any, target: Any) -> tuple[Tensor, Tensor]:
         """Summed cross-entropy over the counted tokens, and their number."""
@@ -188,7 +190,7 @@ def require_task(task: Any, where: str) -> Task:
 
 def loss_of(task: Task, output: Any, target: Any) -> tuple[Tensor, Tensor | float]:
     """The task's loss of a batch and its weight. Raises QtoolError where it raises, or gives something else."""
-    with _told(task, "loss"):
+    with _told(task, "a loss"):
         found = task.loss(output, target)
     if not (_is_pair(found) and all(map(_is_number, found))):
         raise _no_loss(task, f"a pair of {' and '.join(map(_shape, found))}" if _is_pair(found) else _shape(found))
@@ -210,15 +212,40 @@ def metrics_of(task: Task, output: Any, target: Any) -> Mapping[str, Tensor | fl
     return found
 
 
+def is_higher_better(task: Task, metric: str) -> bool | None:
+    """Whether more of ``metric`` is better.
+
+    The task says so of the metric that decides, and of others in its ``directions``. Less loss is better, and more of
+    anything else where more of the metric that decides is; otherwise it is not known.
+    """
+    known = {"loss": False, **getattr(task, "directions", {}), task.metric: task.higher_is_better}
+    return known.get(metric, True if task.higher_is_better else None)
+
+
+def finished(task: Task, means: dict[str, float]) -> dict[str, float]:
+    """The task's metrics once its sums are ``means``: what its ``finish`` makes of them, where it has one.
+
+    Raises QtoolError where that raises, or gives something else.
+    """
+    finish = getattr(task, "finish", None)
+    if finish is None:
+        return means
+    with _told(task, "metrics by 'finish'", "the means of its sums"):
+        found = finish(means)
+    if not isinstance(found, Mapping) or not all(map(_is_number, found.values())):
+        raise _no_metrics(task, f"{_shape(found)} from 'finish'", "names and one number each", "{**means, 'f1': f1}")
+    return {str(name): float(value) for name, value in found.items()}
+
+
 @contextmanager
-def _told(task: Task, what: str) -> Iterator[None]:
+def _told(task: Task, what: str, given: str = "the model's output and the target") -> Iterator[None]:
     try:
         yield
     except OWN as error:
         if out_of_memory(error):
             raise
         raise QtoolError(
-            f"task '{task.name}'", f"a {what} of the model's output and the target",
+            f"task '{task.name}'", f"{what} of {given}",
             f"{type(error).__name__}: {one_line(error)}",
             "correct the task, or the output or target that it is given; --debug shows where it failed",
         ) from error  # fmt: skip
@@ -231,11 +258,11 @@ def _no_loss(task: Task, got: str) -> QtoolError:
     )  # fmt: skip
 
 
-def _no_metrics(task: Task, got: str) -> QtoolError:
-    return QtoolError(
-        f"task '{task.name}'", "metrics: names and their sums over the batch, one number each", got,
-        "return for example {'top1': (output.argmax(1) == target).sum()}, or {}",
-    )  # fmt: skip
+def _no_metrics(
+    task: Task, got: str, expected: str = "names and their sums over the batch, one number each",
+    example: str = "{'top1': (output.argmax(1) == target).sum()}, or {}",
+) -> QtoolError:  # fmt: skip
+    return QtoolError(f"task '{task.name}'", f"metrics: {expected}", got, f"return for example {example}")
 
 
 def _is_pair(value: Any) -> bool:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from qtool.errors import QtoolError, UsageError
 from qtool.evaluate import evaluate
 from qtool.source import open_task
-from qtool.tasks import Classification, LanguageModelling, Task, load_task, loss_of, metrics_of
+from qtool.tasks import Classification, LanguageModelling, Task, finished, load_task, loss_of, metrics_of
 
 TASK = """
 import torch
@@ -113,6 +113,24 @@ def test_what_a_users_task_gives_in_the_place_of_metrics_is_told() -> None:
 
 def _no_memory(output: Any) -> Any:
     raise torch.OutOfMemoryError("allocate memory")
+
+
+@pytest.mark.parametrize(
+    ("finish", "told"),
+    [
+        (lambda means: means["f1"], "metrics by 'finish' of the means of its sums; got KeyError: 'f1'"),
+        (lambda means: 0.5, "names and one number each; got float from 'finish'"),
+        (lambda means: {"f1": torch.ones(2)}, "names and one number each; got dict from 'finish'"),
+    ],
+)
+def test_what_a_users_task_finishes_with_is_told(finish: Any, told: str) -> None:
+    task = Own(None)
+    task.finish = finish  # type: ignore[attr-defined]
+    with pytest.raises(QtoolError, match=f"task 'own': expected .*{told}"):
+        finished(task, {"loss": 1.0})
+    task.finish = lambda means: {"half": torch.tensor(means["loss"] / 2)}  # type: ignore[attr-defined]
+    assert finished(task, {"loss": 1.0}) == {"half": 0.5}
+    assert finished(Own(None), {"loss": 1.0}) == {"loss": 1.0}
 
 
 def test_what_is_no_task_is_told() -> None:

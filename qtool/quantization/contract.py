@@ -9,10 +9,10 @@ side, and otherwise there are too few samples to tell, and it is said how many w
 criterion      value                                           interval
 =============  ==============================================  =====================================================
 max_drop       metric of the float model less the candidate's  Agresti and Min's for paired proportions where samples
-                                                               are right or wrong; d ± 1.96 s/√N of the paired
-                                                               differences for other means; the paired bootstrap
-                                                               (1,000 draws) for what is no mean of samples
-max_kl         mean KL(float ‖ candidate) in nats              mean ± 1.96 s/√N
+                                                               are right or wrong, or none differs; d ± t s/√N of the
+                                                               paired differences for other means; the paired
+                                                               bootstrap (1,000 draws) for what is no mean of samples
+max_kl         mean KL(float ‖ candidate) in nats              mean ± t s/√N, t Student's for N − 1 (1.96 for many)
 min_agreement  share of samples with the same argmax           Wilson's for a proportion
 =============  ==============================================  =====================================================
 
@@ -36,13 +36,15 @@ import torch
 from torch import Tensor
 
 from qtool.errors import QtoolError, UsageError, nearest
-from qtool.evaluate import Z95, paired_interval
-from qtool.nested import map_tensors, num_samples, per_sample, samples_of, tensors
+from qtool.evaluate import Z95, paired_interval, student95
+from qtool.nested import cut, map_tensors, num_samples, per_sample, tensors
 from qtool.recipe import QuantizeConfig
-from qtool.tasks import Task
+from qtool.tasks import Task, finished, is_higher_better, loss_of, metrics_of
 from qtool.text import IGNORED
 
 DRAWS = 1000
+LEAST = 2
+"""Samples without which nothing can be said of how much they differ."""
 KEPT = 2**28
 """Bytes of float outputs that are held in memory; what is beyond them is computed anew for every candidate."""
 Batches = Iterable[tuple[Any, Any]]
@@ -66,7 +68,8 @@ class Criterion:
     def excess(self) -> float:
         """How far the value is beyond its limit, relative to the limit; negative within it."""
         sign = -1.0 if self.name == "agreement" else 1.0
-        return sign * (self.value - self.limit) / (self.limit or 1.0)
+        excess = sign * (self.value - self.limit) / (self.limit or 1.0)
+        return math.inf if math.isnan(excess) else excess
 
     def __str__(self) -> str:
         low, high = self.ci95
@@ -179,22 +182,27 @@ class Judge:
 
     def better(self, one: Scores, other: Scores) -> bool:
         """Whether ``one`` is closer to the float model than ``other``, by more than noise."""
+        if not other.divergence.isfinite().all():
+            return bool(one.divergence.isfinite().all())
         low, _ = mean_interval(other.divergence - one.divergence)
         return low > 0
 
+    @torch.no_grad()
     def _task_sums(self, output: Any, targets: Any) -> tuple[Sums, Tensor]:
         """The task's sums and weight of every sample alone; nothing where no drop is asked for."""
+        size = num_samples(output)
         if self.config.max_drop is None:
-            return {}, torch.ones(num_samples(output), dtype=torch.float64)
+            return {}, torch.ones(size, dtype=torch.float64)
         if targets is None or self.task is None:
             raise UsageError(
                 "--max-drop", "labels to measure the metric with", "none", "use --max-kl or --min-agreement"
             )
         rows, weights = [], []
-        for index in range(num_samples(output)):
-            one, target = samples_of(output, index, index + 1), samples_of(targets, index, index + 1)
-            loss, weight = self.task.loss(one, target)
-            rows.append({"loss": float(loss), **{k: float(v) for k, v in self.task.metrics(one, target).items()}})
+        for index in range(size):
+            one, target = (cut(value, index, index + 1, size) for value in (output, targets))
+            loss, weight = loss_of(self.task, one, target)
+            sums = metrics_of(self.task, one, target)
+            rows.append({"loss": float(loss), **{k: float(v) for k, v in sums.items()}})
             weights.append(float(weight))
         columns = {name: torch.tensor([row[name] for row in rows], dtype=torch.float64) for name in rows[0]}
         return columns, torch.tensor(weights, dtype=torch.float64)
@@ -204,21 +212,29 @@ class Judge:
         rows = torch.arange(self.num_samples) if rows is None else rows
         total = float(self.weights[rows].sum())
         means = {name: float(column[rows].sum()) / total for name, column in sums.items()}
-        finish = getattr(self.task, "finish", None)
-        return {**means, **(finish(means) if finish else {})}
+        return {**means, **(finished(self.task, means) if self.task else {})}
 
     def _check(self) -> None:
         config = self.config
         if config.max_drop is not None and self.metric not in (known := self._value(self.sums)):
             name = self.task.name if self.task else "none"
             raise UsageError("--metric", f"a metric of task '{name}'", repr(self.metric), nearest(self.metric, known))
+        if config.max_drop is not None and self.task and is_higher_better(self.task, self.metric) is None:
+            raise UsageError(
+                "--metric", "one that is known to be better when it is higher or lower",
+                f"'{self.metric}', of which nothing says whether more is better",
+                f"give the task directions = {{'{self.metric}': False}} where less is",
+            )  # fmt: skip
         if config.max_drop is None and config.metric is not None:
             raise UsageError("--metric", "--max-drop beside it", "none", "say how much of the metric may be lost")
         if (config.max_kl is not None or config.min_agreement is not None) and not self.has_logits:
             raise UsageError(
                 "contract", "N×C or N×T×C logits for KL or agreement", str(self.shape), "use --max-drop with a metric"
             )
-        for needed, flag in ((self._least_for_drop(), "--max-drop"), (self._least_for_agreement(), "--min-agreement")):
+        for needed, flag in (
+            (self._least_for_drop(), "--max-drop"), (self._least_for_agreement(), "--min-agreement"),
+            (LEAST if config.max_kl is not None else 0, "--max-kl"),
+        ):  # fmt: skip
             if needed > self.num_samples:
                 least = f"at least {needed:,.0f}" if math.isfinite(needed) else "more than any number of"
                 raise UsageError(
@@ -228,9 +244,11 @@ class Judge:
 
     def _least_for_drop(self) -> float:
         """The fewest samples on which equal answers would show the drop to be within its limit."""
-        if self.config.max_drop is None or not self._is_counted():
+        if self.config.max_drop is None:
             return 0
-        return math.ceil(100 * Z95 / self.config.max_drop - 2) if self.config.max_drop else math.inf
+        if not (self._is_mean() and _is_counted(self.sums[self.metric], self.weights)):
+            return LEAST
+        return max(LEAST, _least_alike(self.config.max_drop))
 
     def _least_for_agreement(self) -> float:
         if self.config.min_agreement is None:
@@ -238,28 +256,36 @@ class Judge:
         share = self.config.min_agreement / 100
         return math.ceil(Z95**2 * share / (1 - share)) if share < 1 else math.inf
 
-    def _is_counted(self) -> bool:
-        """Whether each sample is simply right or wrong."""
+    def _is_mean(self) -> bool:
+        """Whether the metric is the mean of the task's sums, and not what its ``finish`` makes of them."""
         column = self.sums.get(self.metric)
-        return column is not None and bool(((column == 0) | (column == 1)).all() and (self.weights == 1).all())
+        if column is None:
+            return False
+        return math.isclose(self._value(self.sums)[self.metric], float(column.sum() / self.weights.sum()))
 
     def _drop(self, scores: Scores, limit: float) -> Criterion:
-        sign = 1.0 if self._is_higher_better() else -1.0
+        sign = 1.0 if self.task is None or is_higher_better(self.task, self.metric) else -1.0
         value = 100 * sign * (self._value(self.sums)[self.metric] - self._value(scores.sums)[self.metric])
-        if self.metric not in self.sums:
+        if self._is_mean():
+            (low, high), variance = self._mean_drop(scores, value, sign)
+        else:
             low, high = self._bootstrap(scores, sign)
-            spread = ((high - low) / 2 / Z95) ** 2 * self.num_samples
-            return _judged("drop", limit, value, (low, high), spread)
+            variance = ((high - low) / 2 / Z95) ** 2 * self.num_samples
+        if low == high == 0:  # as little as that tells of others, answers that are right or wrong would
+            low, high = (100 * end for end in paired_interval(0, 0, self.num_samples))
+            variance = (limit / Z95) ** 2 * _least_alike(limit)
+        return _judged("drop", limit, value, (low, high), variance, self.num_samples)
+
+    def _mean_drop(self, scores: Scores, value: float, sign: float) -> tuple[tuple[float, float], float]:
+        """The interval of the drop of a mean of samples, and the variance of one sample."""
         change = 100 * sign * (self.sums[self.metric] - scores.sums[self.metric])
         residual = (change - value * self.weights) / self.weights.mean()
-        if self._is_counted():
-            counts = int((change * sign > 0).sum()), int((change * sign < 0).sum())
-            first, second = counts if sign > 0 else counts[::-1]
-            low, high = (100 * end for end in paired_interval(first, second, self.num_samples))
-        else:
-            half = Z95 * float(residual.std()) / math.sqrt(self.num_samples)
-            low, high = value - half, value + half
-        return _judged("drop", limit, value, (low, high), float(residual.var()))
+        variance = float(residual.var())
+        if all(_is_counted(sums[self.metric], self.weights) for sums in (self.sums, scores.sums)):
+            low, high = paired_interval(int((change > 0).sum()), int((change < 0).sum()), self.num_samples)
+            return (100 * low, 100 * high), variance
+        half = mean_interval(residual)[1] - float(residual.mean())
+        return (value - half, value + half), variance
 
     def _bootstrap(self, scores: Scores, sign: float) -> tuple[float, float]:
         """The 2.5 and 97.5 % points of the drop over draws of samples with replacement, by a fixed seed."""
@@ -271,17 +297,22 @@ class Judge:
         ends = torch.tensor(found, dtype=torch.float64).mul(100 * sign).quantile(torch.tensor([0.025, 0.975]).double())
         return float(ends[0]), float(ends[1])
 
-    def _is_higher_better(self) -> bool:
-        if self.task is not None and self.metric == self.task.metric:
-            return self.task.higher_is_better
-        return self.metric != "loss"
+
+def _is_counted(column: Tensor, weights: Tensor) -> bool:
+    """Whether each sample is simply right or wrong."""
+    return bool(((column == 0) | (column == 1)).all() and (weights == 1).all())
+
+
+def _least_alike(limit: float) -> float:
+    """The fewest samples on which equal answers show that a drop is at most ``limit`` points."""
+    return math.ceil(100 * Z95 / limit - 2) if limit else math.inf
 
 
 def mean_interval(values: Tensor) -> tuple[float, float]:
     """The 95 % interval of the mean of N independent values; infinitely wide for a single one."""
     if len(values) < 2:
         return -math.inf, math.inf
-    half = Z95 * float(values.std()) / math.sqrt(len(values))
+    half = student95(len(values) - 1) * float(values.std()) / math.sqrt(len(values))
     middle = float(values.mean())
     return middle - half, middle + half
 
@@ -295,22 +326,25 @@ def wilson_interval(count: float, total: int) -> tuple[float, float]:
 
 
 def _kl(divergence: Tensor, limit: float) -> Criterion:
-    return _judged("KL", limit, float(divergence.mean()), mean_interval(divergence), float(divergence.var()))
+    interval, total = mean_interval(divergence), len(divergence)
+    return _judged("KL", limit, float(divergence.mean()), interval, float(divergence.var()), total)
 
 
 def _agreement(count: float, total: int, limit: float) -> Criterion:
     low, high = (100 * end for end in wilson_interval(count, total))
     value = 100 * count / total
-    flipped = _judged("agreement", -limit, -value, (-high, -low), value * (100 - value))
+    flipped = _judged("agreement", -limit, -value, (-high, -low), value * (100 - value), total)
     return Criterion("agreement", limit, value, (low, high), flipped.met, flipped.needed)
 
 
-def _judged(name: str, limit: float, value: float, ci95: tuple[float, float], variance: float) -> Criterion:
-    """A criterion whose value is to be at most ``limit``; ``variance`` is that of one sample."""
+def _judged(
+    name: str, limit: float, value: float, ci95: tuple[float, float], variance: float, total: int
+) -> Criterion:  # fmt: skip
+    """A criterion whose value is to be at most ``limit``; ``variance`` is that of one of the ``total`` samples."""
     met = True if ci95[1] <= limit else False if ci95[0] > limit else None
     needed = None
     if met is None and value < limit:
-        needed = max(2, math.ceil(variance * Z95**2 / (limit - value) ** 2))
+        needed = max(total + 1, math.ceil(variance * Z95**2 / (limit - value) ** 2))
     return Criterion(name, limit, value, ci95, met, needed)
 
 

@@ -18,6 +18,7 @@ from qtool.tasks import Classification, LanguageModelling
 N = 1000
 LOGITS = torch.randn(N, 5, generator=torch.Generator().manual_seed(0)) * 3
 TARGETS = LOGITS.argmax(1)
+T999 = 1.9623415  # the 97.5 % point of Student's t with 999 degrees of freedom
 
 
 def judge(task: Any = None, targets: Tensor | None = TARGETS, logits: Tensor = LOGITS, **options: Any) -> Judge:
@@ -63,7 +64,7 @@ def test_kl_and_agreement() -> None:
     each = np.zeros(N)
     each[:5] = (p * np.log(p / q)).sum(1)
     assert kl.value == pytest.approx(each.mean())
-    half = 1.959964 * each.std(ddof=1) / math.sqrt(N)
+    half = T999 * each.std(ddof=1) / math.sqrt(N)
     assert kl.ci95 == pytest.approx((each.mean() - half, each.mean() + half))
     assert agreement.value == pytest.approx(99.5)
     z2, share = 1.959964**2, 0.995
@@ -141,8 +142,10 @@ def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
     draw = np.random.default_rng(0)
     held = [wilson_interval(int(count), 500) for count in draw.binomial(500, 0.99, 2000)]
     assert np.mean([low <= 0.99 <= high for low, high in held]) == pytest.approx(0.95, abs=0.025)
-    values = torch.from_numpy(draw.normal(1.0, 2.0, (1000, 60)))
-    assert np.mean([low <= 1.0 <= high for low, high in map(mean_interval, values)]) == pytest.approx(0.95, abs=0.02)
+    for count in (2, 7, 60):
+        values = torch.from_numpy(draw.normal(1.0, 2.0, (1000, count)))
+        held = [low <= 1.0 <= high for low, high in map(mean_interval, values)]
+        assert np.mean(held) == pytest.approx(0.95, abs=0.02)
 
 
 @pytest.mark.parametrize(
@@ -172,7 +175,119 @@ def test_labels_and_logits_and_samples_are_needed() -> None:
 
 def test_values_that_are_not_finite_never_keep_a_contract() -> None:
     held = judge(max_kl=1.0)
-    assert not held.verdict(held.score(lambda x: x / 0)).met
+    lost = held.score(lambda x: x / 0)
+    assert not held.verdict(lost).met
+    assert held.better(held.score(wrong(5)), lost)
+    assert not held.better(lost, lost)
+    loss = judge(max_drop=1.0, metric="loss")
+    assert loss.verdict(loss.score(lambda x: x / 0)).excess == math.inf
+
+
+def test_a_single_sample_tells_nothing() -> None:
+    for options in ({"max_kl": 1.0}, {"max_drop": 1.0, "metric": "loss"}, {"max_drop": 400.0}):
+        with pytest.raises(UsageError, match=r"at least 2 validation samples .* got 1;"):
+            judge(targets=TARGETS[:1], logits=LOGITS[:1], **options)
+    with pytest.raises(UsageError, match=r"at least 2 validation samples .* got 1;"):
+        judge(SquareRoot(), TARGETS[:1], LOGITS[:1], max_drop=1.0, metric="root")
+
+
+class Shares(Classification):
+    """A task whose samples are right in parts, and a score that is no mean of them."""
+
+    def metrics(self, output: Tensor, target: Tensor) -> dict[str, Tensor | float]:
+        return {"share": 0.5 * (output.argmax(1) == target).sum()}
+
+    def finish(self, means: dict[str, float]) -> dict[str, float]:
+        return {**means, "score": math.sqrt(means["share"])}
+
+
+@pytest.mark.parametrize("metric", ["share", "score"])
+def test_answers_that_do_not_differ_tell_as_much_as_if_they_were_right_or_wrong(metric: str) -> None:
+    """With N equal ones Agresti and Min's interval is ±1.96/(N + 2)."""
+    few = judge(Shares(), TARGETS[:7], LOGITS[:7], max_drop=0.5, metric=metric)
+    found = few.verdict(few.score(lambda inputs: inputs)).criteria[0]
+    assert (found.value, found.met, found.needed) == (0.0, None, 390)
+    assert found.ci95[1] == pytest.approx(100 * 1.959964 / 9)
+    many = judge(Shares(), max_drop=0.5, metric=metric)
+    assert many.verdict(many.score(lambda inputs: inputs)).met
+
+
+class Percent(Classification):
+    """A task that tells its means in percent."""
+
+    def finish(self, means: dict[str, float]) -> dict[str, float]:
+        return {name: 100 * value for name, value in means.items()}
+
+
+def test_the_interval_is_that_of_what_finish_made_of_a_mean() -> None:
+    held = judge(Percent(), max_drop=200.0)
+    criterion = held.verdict(held.score(wrong(10))).criteria[0]
+    spread = 100 * math.sqrt(0.01 * 0.99 / N)
+    assert criterion.value == pytest.approx(100.0)
+    assert criterion.ci95 == pytest.approx((100 * (1 - 1.96 * spread), 100 * (1 + 1.96 * spread)), rel=0.12)
+
+
+class Alarms(Classification):
+    """A task that counts something, of which the float model has one or none."""
+
+    def metrics(self, output: Tensor, target: Tensor) -> dict[str, Tensor | float]:
+        return {"count": (output.argmax(1) != target).sum() * 3}
+
+
+def test_counts_that_a_candidate_alone_has_are_no_right_and_wrong() -> None:
+    held = judge(Alarms(metric="count", higher_is_better=False), max_drop=20.0)
+    criterion = held.verdict(held.score(wrong(40))).criteria[0]
+    each = np.zeros(N)
+    each[:40] = 300
+    half = T999 * each.std(ddof=1) / math.sqrt(N)
+    assert criterion.value == pytest.approx(12.0)
+    assert criterion.ci95 == pytest.approx((12.0 - half, 12.0 + half))
+
+
+def test_of_which_metrics_less_is_better() -> None:
+    def dropped(task: Classification, metric: str) -> float:
+        held = judge(task, max_drop=400.0, metric=metric)
+        return held.verdict(held.score(wrong(40))).criteria[0].value
+
+    errors = Alarms(metric="loss", higher_is_better=False)
+    with pytest.raises(UsageError, match=r"'count', of which nothing says whether more is better"):
+        dropped(errors, "count")
+    object.__setattr__(errors, "directions", {"count": False})
+    assert dropped(errors, "count") == pytest.approx(12.0)
+    assert dropped(errors, "loss") > 0
+    tokens = LanguageModelling()
+    held = judge(tokens, TARGETS.view(200, 5), LOGITS.view(200, 5, 5), max_drop=50.0, metric="top1")
+    other = torch.cat([-LOGITS[:40], LOGITS[40:]]).view(200, 5, 5)
+    assert held.verdict(held.score(lambda _: other)).criteria[0].value == pytest.approx(4.0)
+
+
+class Boxes:
+    """A task whose targets are a list, one dict of another number of boxes for each sample."""
+
+    name, metric, higher_is_better = "boxes", "right", True
+
+    def loss(self, output: Tensor, target: Any) -> tuple[Tensor, float]:
+        return output.sum() * 0, float(len(target))
+
+    def metrics(self, output: Tensor, target: Any) -> dict[str, float]:
+        pairs = zip(output.argmax(1).tolist(), target, strict=True)
+        return {"right": float(sum(answer == len(each["boxes"]) for answer, each in pairs))}
+
+
+def test_targets_that_are_a_list_of_samples() -> None:
+    targets = [{"boxes": torch.zeros(int(count), 4)} for count in TARGETS]
+    held = Judge(QuantizeConfig(max_drop=2.0), [(LOGITS, targets)], lambda inputs: inputs, Boxes())
+    other = torch.cat([-LOGITS[:10], LOGITS[10:]])
+    assert held.verdict(held.score(lambda _: other)).criteria[0].value == pytest.approx(1.0)
+
+
+def test_a_task_that_fails_is_told_as_its_own() -> None:
+    class Broken(Classification):
+        def metrics(self, output: Tensor, target: Tensor) -> dict[str, Tensor | float]:
+            return {"top1": output.no_such_thing}
+
+    with pytest.raises(QtoolError, match=r"task 'classification': expected metrics of .*'no_such_thing'"):
+        judge(Broken(), max_drop=1.0)
 
 
 def tokens(targets: Tensor | None, other: Tensor, **options: Any) -> Any:
@@ -191,7 +306,7 @@ def test_a_sequence_counts_as_the_mean_of_its_tokens_with_a_target() -> None:
     each[:10] = (p * np.log(p / q)).sum(1)
     sequences = each.reshape(200, 5).mean(1)
     assert kl.value == pytest.approx(sequences.mean())
-    assert kl.ci95[1] == pytest.approx(sequences.mean() + 1.959964 * sequences.std(ddof=1) / math.sqrt(200))
+    assert kl.ci95[1] == pytest.approx(sequences.mean() + 1.9719565 * sequences.std(ddof=1) / math.sqrt(200))
     assert agreement.value == pytest.approx(99.0)
     assert agreement.ci95 == pytest.approx([100 * end for end in wilson_interval(198, 200)])
     targets = TARGETS.view(200, 5).clone()
