@@ -2,10 +2,11 @@
 
 Candidates are made from the calibration samples and judged on the validation part, which must not share a sample with
 them; the test part is not looked at. What each candidate made of every validation sample is kept in ``search/``, named
-by a hash of its options, the model and both sets of samples, so that a search that was killed goes on, and one with
-another limit starts from what is known. A contract that is met leaves the artifact and removes ``search/``; one that is
-not leaves ``contract.json`` and no artifact of the final name; the closest candidate is in ``search/closest``, whole,
-its record saying that the contract is not kept, for whoever wants to export and time it all the same.
+by a hash of its options, the model, both sets of samples and what the task makes of the float model's answers: a search
+that was killed goes on, one with another limit starts from what is known, and with other labels or another task it
+begins anew. A contract that is met leaves the artifact and removes ``search/``; one that is not leaves
+``contract.json`` and no artifact of the final name; the closest candidate is in ``search/closest``, whole, its record
+saying that the contract is not kept, for whoever wants to export and time it all the same.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from qtool.calibration_data import sample_hashes
 from qtool.errors import ContractError, QtoolError, UsageError
 from qtool.given import pairs_of
 from qtool.recipe import CONTRACT_FIELDS, QatConfig, QuantizeConfig, as_dict
-from qtool.source import Source
+from qtool.source import Source, state_hash
 from qtool.stages.common import example_of
 from qtool.stages.cost import Cost
 from qtool.stages.sensitivity import Measurement
@@ -59,16 +60,17 @@ class Pairs:
         self.given = None if given is None else pairs_of(given)
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
-        from qtool.nested import num_samples, samples_of
+        from qtool.nested import cut, num_samples
 
         left = self.config.validation_samples
         for inputs, targets in self._all():
             size = num_samples(inputs)
             if left is not None and size > left:
-                inputs, targets, size = samples_of(inputs, 0, left), samples_of(targets, 0, left), left
-            if size:
-                yield inputs, targets
+                inputs, targets, size = cut(inputs, 0, left, size), cut(targets, 0, left, size), left
+            yield inputs, targets
             left = None if left is None else left - size
+            if left == 0:
+                return
 
     def _all(self) -> Iterator[tuple[Any, Any]]:
         if self.given is not None:
@@ -98,6 +100,7 @@ class Candidates:
         self.judged: dict[str, tuple[str, Judged]] = {}
         self.units: list[dict[str, Any]] = []
         self.judge = _judge(source, config, self.measurement.inputs, pairs)
+        self.identity |= {"answers": state_hash({**self.judge.sums, "weights": self.judge.weights}.items())}
 
     def attempt(self, name: str, config: QuantizeConfig) -> Trial:
         """A candidate with these options: remembered, or made and judged unless it is the model of an earlier one.

@@ -92,6 +92,23 @@ def test_one_that_is_not_kept_leaves_no_artifact(trained: Path, monkeypatch: pyt
         qtool.quantize(trained, max_kl=1e-9, method="ptq", **OPTIONS)
 
 
+def test_other_labels_begin_a_search_anew(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 3)).eval()
+    calibration, held = torch.randn(32, 1, 8, 8), torch.randn(300, 1, 8, 8)
+    right = model(held).argmax(1)
+    for labels in (torch.zeros_like(right), right):
+        with pytest.raises(ContractError) as caught:
+            qtool.quantize(
+                model, [calibration], validation=[(held, labels)], max_drop=0.7, metric="loss",
+                max_kl=1e-9, method="given", out=tmp_path, activation_bits=3,
+            )  # fmt: skip
+        drop = caught.value.details["trials"][0]["criteria"][0]["value"]
+        logits = qtool.stages.quantization.open_quantized(tmp_path / "search" / "closest")(held)
+        losses = [nn.functional.cross_entropy(outputs, labels).item() for outputs in (model(held), logits)]
+        assert drop == pytest.approx(100 * (losses[1] - losses[0]), rel=1e-3)
+
+
 def test_the_closest_candidate_is_exported_when_it_is_named(trained: Path) -> None:
     told: list[str] = []
     with pytest.raises(ContractError) as caught:
