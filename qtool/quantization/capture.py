@@ -43,6 +43,8 @@ CONVOLUTIONS = (
     aten.conv_transpose2d.input,
 )
 DEFAULT_MOMENTUM = 0.1
+LIVE = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)
+"""Layers that are captured as in training where the graph is to be trained; ``set_training`` switches them."""
 TRANSPOSED = (aten.conv_transpose1d.default, aten.conv_transpose2d.input)
 
 
@@ -50,8 +52,9 @@ def capture(model: nn.Module, example: Any, *, train: bool = False, axes: tuple[
     """Captures ``model`` with a dynamic first dimension of every input tensor.
 
     ``example`` is a batch of inputs: a tensor, a tuple of arguments or a dict of keyword arguments, batch
-    first (a single sample is doubled, since torch treats a batch of one as a constant). ``train`` captures
-    the training form, with live batch-norm and dropout; otherwise evaluation mode is captured. The model
+    first (a single sample is doubled, since torch treats a batch of one as a constant). Evaluation mode is captured,
+    since that is what is shipped; with ``train`` batch-norm and dropout layers are live in it. What else a model does
+    in training alone (drop paths, noise, outputs for a loss of their own) has no part in either. The model
     itself, its weights included, is left as it was. Batch-norm that averages cumulatively (momentum None) is
     captured with torch's default momentum, since a graph cannot hold a momentum that depends on a count. ``axes`` are
     those behind the first whose size is open as well, in every input that has them.
@@ -63,7 +66,7 @@ def capture(model: nn.Module, example: Any, *, train: bool = False, axes: tuple[
     require_float32(model, example)
     modes = [(module, module.training) for module in model.modules()]
     averages = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase) and m.momentum is None]
-    model.train(train)
+    set_modes(model, train=train)
     try:
         for norm in averages:
             norm.momentum = DEFAULT_MOMENTUM
@@ -80,9 +83,9 @@ def capture(model: nn.Module, example: Any, *, train: bool = False, axes: tuple[
     for axis in axes:
         _require_open(graph_module, axis)
     make_functional(graph_module)
-    if writes := mutations(graph_module):
+    if mutations(graph_module):
         if train:
-            raise _written(model, writes[0])
+            return _evaluated(model, example, axes)
         graph_module = functionalized(program)
     conditions = _conditions(program)
     graph_module.meta["notes"] = (*_left_out(model, graph_module), *conditions)
@@ -95,6 +98,13 @@ def capture(model: nn.Module, example: Any, *, train: bool = False, axes: tuple[
             node.meta["owner"] = owner(node)
     merge_repeats(graph_module)
     return graph_module
+
+
+def set_modes(model: nn.Module, *, train: bool) -> None:
+    """Evaluation mode; with ``train`` batch-norm and dropout layers are in training mode all the same."""
+    model.eval()
+    for module in model.modules():
+        module.training = train and isinstance(module, LIVE)
 
 
 def _require_open(graph_module: GraphModule, axis: int) -> None:
@@ -159,14 +169,13 @@ def _fixed_batch(model: nn.Module, example: Any) -> str:
     return ""
 
 
-def _written(model: nn.Module, node: Node) -> QtoolError:
-    places = re.findall(r'File "(.+?)", line (\d+)', node.meta.get("stack_trace", ""))
-    own = [f"at {name}:{line}, " for name, line in places if not any(part in name for part in _NOT_THE_USERS)]
-    return QtoolError(
-        f"model '{type(model).__name__}'", "operators that leave a tensor as it is while views of it are read",
-        f"'{str(node.target).removeprefix('aten.')}' in module '{owner(node)}'",
-        f"{own[-1] if own else ''}write it out of place, or use mode 'ptq'",
-    )  # fmt: skip
+def _evaluated(model: nn.Module, example: Any, axes: tuple[int, ...]) -> GraphModule:
+    """The evaluation form where the training form writes into tensors: torch's functionalization knows it alone."""
+    graph_module = capture(model, example, axes=axes)
+    if any(isinstance(module, nn.modules.dropout._DropoutNd) for module in model.modules()):
+        note = "dropout is off in training too, since the model writes into tensors while views of them are read"
+        graph_module.meta["notes"] = (*graph_module.meta["notes"], note)
+    return graph_module
 
 
 def _left_out(model: nn.Module, graph_module: GraphModule) -> tuple[str, ...]:

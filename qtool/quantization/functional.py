@@ -26,7 +26,9 @@ from qtool.quantization.respell import respell
 
 aten = torch.ops.aten
 
-DROPOUTS = (aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default)
+DROPOUTS = (
+    aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default, aten.feature_alpha_dropout.default,
+)  # fmt: skip
 _ASSERTIONS = (aten._assert_tensor_metadata.default, aten._assert_scalar.default)
 
 

@@ -1,10 +1,11 @@
 """Quantization-aware training: fine-tuning through fake-quantizers (arXiv 1712.05877, 1806.08342).
 
-The captured training graph keeps its batch-norm: each convolution is trained as if batch-norm were already folded, its
-scaled weight fake-quantized. Ranges start from a calibration pass, so that the first step does not see a network
-quantized to noise. Then, in order: batch-norm statistics are frozen after a fraction of the steps, and the ranges
-after another, so that the last steps train exactly the integers that will be shipped. A folded weight's range
-follows its batch-norm, and is frozen when both are.
+The graph that is trained is the one that is shipped, the model's evaluation form, with batch-norm and dropout live
+in it: drop paths, noise and outputs for training alone have no part in it. Each convolution is trained as if
+batch-norm were already folded, its scaled weight fake-quantized. Ranges start from a calibration pass, so that the
+first step does not see a network quantized to noise. Then, in order: batch-norm statistics are frozen after a fraction
+of the steps, and the ranges after another, so that the last steps train exactly the integers that will be shipped. A
+folded weight's range follows its batch-norm, and is frozen when both are.
 
 By default statistics are frozen from the start. Batches of fine-tuning are small and few, and seldom augmented as those
 of training were: live statistics alone, without one step of the weights, took a ResNet-20 from 37.4 dB at the logits
@@ -31,6 +32,7 @@ from qtool.quantization.averaging import Average
 from qtool.quantization.calibrate import calibrate
 from qtool.quantization.capture import aten
 from qtool.quantization.distillation import tapped, towards
+from qtool.quantization.functional import DROPOUTS
 from qtool.quantization.learned import learn_steps
 from qtool.quantization.observers import FakeQuantizer
 from qtool.quantization.prepared import Prepared, Switch
@@ -38,7 +40,6 @@ from qtool.recipe import AUTO, QatConfig
 from qtool.step import LossFunction
 
 FineTune = Callable[[nn.Module, Hooks, LossFunction | None], Any]
-_DROPOUTS = (aten.dropout.default, aten.feature_dropout.default)
 
 
 def check_tuning(config: QatConfig) -> None:
@@ -181,7 +182,7 @@ def set_training(graph: GraphModule, *, batch_norm: bool, dropout: bool) -> None
     changed = False
     for node in graph.graph.nodes:
         position, value = (5, batch_norm) if node.target is aten.batch_norm.default else (2, dropout)
-        if node.target is aten.batch_norm.default or node.target in _DROPOUTS:
+        if node.target is aten.batch_norm.default or node.target in DROPOUTS:
             changed |= node.args[position] is not value
             node.update_arg(position, value)
         elif node.target is aten.add_.Tensor and _counts_batches(node):

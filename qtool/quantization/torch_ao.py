@@ -33,7 +33,7 @@ from qtool.errors import QtoolError, one_line
 from qtool.form import arguments, open_axes
 from qtool.quantization import observers as own
 from qtool.quantization.align import Misaligned, align, check_quantizers, label_units, quantized_values
-from qtool.quantization.capture import aten, capture, owner, remove_dropout, user_line
+from qtool.quantization.capture import aten, capture, owner, remove_dropout, set_modes, user_line
 from qtool.quantization.constants import fold_quantized
 from qtool.quantization.integers import drop_requantization
 from qtool.quantization.module_norms import convolve_norms, folded
@@ -225,7 +225,7 @@ def prepare(
     with _blaming(model):
         ours = copy.deepcopy(model)
         convolve_norms(ours, placement.graph_module)
-        traced, nodes = _trace(ours.train(train), train)
+        traced, nodes = _trace(ours, train)
     units = _link(traced, nodes, placement)
     config = backend_config(target, train=train)
     mapping = QConfigMapping().set_global(qconfig(target, train=train, detailed=detailed, weight_ranges=weight_ranges))
@@ -258,7 +258,8 @@ def _trace(model: nn.Module, train: bool) -> tuple[GraphModule, list[tuple[Node,
     torch.ao traces what it is given once more; the nodes are those of that second trace, whose names it keeps.
     """
     tracer = QuantizationTracer([], [])
-    graph = GraphModule(model, tracer.trace(model))
+    set_modes(model, train=train)
+    graph = GraphModule(model, tracer.trace(model)).train(train)
     refuse_parts(graph.graph)
     modules = dict(graph.named_modules())
     for node in list(graph.graph.nodes):

@@ -84,8 +84,34 @@ def test_operators_know_the_module_they_come_from() -> None:
 
 
 def test_a_module_that_the_graph_leaves_out_is_named_once() -> None:
-    assert capture(Net().eval(), X).meta["notes"] == ("module 'unused' is no part of the captured graph",)
-    assert copied(capture(Net(), X, train=True)).meta["notes"] == ()
+    for train in (False, True):
+        graph = copied(capture(Net(), X, train=train))
+        assert graph.meta["notes"] == ("module 'unused' is no part of the captured graph",)
+
+
+def test_what_a_model_does_in_training_alone_is_no_part_of_either_form() -> None:
+    class Path(Net):
+        def forward(self, x: Tensor) -> Any:
+            y = nn.functional.rrelu(self.head(self.body(x).mean((2, 3))), training=self.training)
+            return (y * torch.empty(len(x), 1).bernoulli_(0.5), y) if self.training else y.softmax(1)
+
+    model = Path()
+    graph = capture(model, X, train=True)
+    assert model.training
+    set_training(graph, batch_norm=False, dropout=False)
+    with torch.no_grad():
+        torch.testing.assert_close(graph(X), model.eval()(X))
+    set_training(graph, batch_norm=True, dropout=False)
+    assert not torch.allclose(graph(X), model(X), atol=1e-3)
+
+
+def test_every_dropout_is_switched() -> None:
+    model = nn.Sequential(nn.Dropout(0.5), nn.Dropout2d(0.5), nn.AlphaDropout(0.5), nn.FeatureAlphaDropout(0.5))
+    graph = capture(model, X, train=True)
+    set_training(graph, batch_norm=False, dropout=True)
+    assert not torch.equal(graph(X), X)
+    set_training(graph, batch_norm=False, dropout=False)
+    assert torch.equal(graph(X), X)
 
 
 def test_a_tied_weight_counts_under_all_its_names() -> None:

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.nn import functional as F
 
-from qtool.errors import QtoolError
 from qtool.quantization.capture import aten, capture
 from qtool.quantization.functional import mutations
+from qtool.quantization.qat import set_training
 
 SHAPE = (4, 4, 6, 6)
 Forward = Callable[[Tensor], Any]
@@ -137,11 +137,19 @@ def test_the_graph_computes_what_the_model_does_and_writes_nowhere(function: Any
 
 
 @pytest.mark.parametrize("function", [view_before, view_of_view, part_assigned], ids=lambda f: f.__name__)
-def test_training_graphs_refuse_what_only_functionalization_could_mend(function: Any) -> None:
-    with pytest.raises(QtoolError, match=r"model 'Written'.*test_functional\.py:\d+, write it out of place") as caught:
-        capture(Written(function), torch.randn(SHAPE), train=True)
-    line = int(str(caught.value).partition("test_functional.py:")[2].partition(",")[0])
-    assert line == Written.forward.__code__.co_firstlineno + 1  # the innermost forward that torch recorded
+def test_training_graphs_take_what_only_functionalization_could_mend(function: Any) -> None:
+    x = torch.randn(SHAPE)
+    model = Written(function)
+    graph = capture(model, x, train=True)
+    assert mutations(graph) == []
+    set_training(graph, batch_norm=True, dropout=True)
+    torch.testing.assert_close(graph(x.clone()), model.train()(x.clone()), rtol=1e-5, atol=1e-5)
+
+
+def test_dropout_is_told_to_be_off_where_only_functionalization_knows_the_graph() -> None:
+    model = nn.Sequential(Written(part_assigned), nn.Dropout(0.5))
+    (note,) = capture(model, torch.randn(SHAPE), train=True).meta["notes"]
+    assert note.startswith("dropout is off in training too")
 
 
 @pytest.mark.parametrize(

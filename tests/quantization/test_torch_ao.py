@@ -218,3 +218,18 @@ def test_a_torch_without_fx_mode_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.delitem(sys.modules, "qtool.quantization.torch_ao")
     with pytest.raises(QtoolError, match=rf"FX graph mode; got torch {torch.__version__.split('+')[0]}.*--engine pt2e"):
         importlib.import_module("qtool.quantization.torch_ao")
+
+
+def test_what_a_model_does_in_training_alone_is_not_traced() -> None:
+    class Path(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(1, 1, 1), nn.BatchNorm2d(1)
+
+        def forward(self, x: Tensor) -> Any:
+            y = self.norm(self.conv(x)).relu()
+            return [y.bernoulli(), y] if self.training else y + x
+
+    graph = prepared(Path(), train=True)
+    assert type(graph.get_submodule("conv")) is nniqat.ConvBn2d or type(graph.conv) is nniqat.ConvBnReLU2d
+    assert isinstance(graph(images(2)), Tensor)
