@@ -43,7 +43,8 @@ OUTCOME = "contract.json"
 SCHEMA = 3
 """Of what is kept of a candidate in ``search/``."""
 CLOSEST = "closest"
-Make = Callable[[QuantizeConfig], "QuantizedModel"]
+Make = Callable[[QuantizeConfig, Path | None], "QuantizedModel"]
+"""Quantizes with these options; training goes on, and is saved, in the folder."""
 Keep = Callable[[Path, QuantizeConfig, "QuantizedModel", dict[str, Any]], None]
 """Commits a model that was quantized with these options to a folder, with its contract's outcome."""
 
@@ -134,7 +135,7 @@ class Candidates:
         from qtool.form import graph_sha256
 
         start = time.monotonic()
-        model = self.make(config)
+        model = self._make(config)
         digest = graph_sha256(model.graph)
         scores, facts = self.judged[digest][1] if digest in self.judged else self._judge(model)
         found = scores, facts | {"model_sha256": digest, "seconds": time.monotonic() - start}
@@ -174,7 +175,11 @@ class Candidates:
         """The quantized model of a trial, made again where it is not at hand."""
         if self.kept is not None and self.kept[0].config == trial.config:
             return self.kept[1]
-        return self.make(trial.config)
+        return self._make(trial.config)
+
+    def _make(self, config: QuantizeConfig) -> QuantizedModel:
+        """The model of a candidate, whose training is no other candidate's."""
+        return self.make(config, self._path(config).with_suffix("") if self.folder else None)
 
     def save(self, trial: Trial, place: Path, keep: Callable[[QuantizedModel], None]) -> None:
         """Has a trial's model kept in a folder, unless it is there; the file that names it comes last."""

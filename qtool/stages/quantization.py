@@ -30,7 +30,7 @@ from qtool.stages.common import (
     tidy,
     writable,
 )
-from qtool.stages.contract import forget, fulfil
+from qtool.stages.contract import Make, forget, fulfil
 from qtool.stages.sensitivity import measured_before
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def quantize(
             found = fulfil(source, config, inputs, validation, make, keep, folder=folder, tell=tell, tuning=tuning)
             quantized, more = found[0], _contracted(found[1])
         else:
-            quantized, more = make(config), measured_before(folder, source, config, inputs)
+            quantized, more = make(config, folder), measured_before(folder, source, config, inputs)
         if folder:
             _commit_quantize(folder, settings, known, source.record, quantized, drawn, more)
     return quantized
@@ -108,13 +108,13 @@ def _contracted(outcome: dict[str, Any]) -> dict[str, Any]:
 def _maker(
     source: Source, tuning: QatConfig | None, inputs: Iterable[Any], folder: Path | None, resume: bool,
     progress: Progress,
-) -> Callable[[QuantizeConfig], QuantizedModel]:  # fmt: skip
+) -> Make:  # fmt: skip
     """What quantizes the source's model as it is told; what a run that was killed goes on from is in ``folder``."""
     scratch = folder / "checkpoints" / "algorithms" if folder else None
     if scratch and not resume:
         shutil.rmtree(scratch, ignore_errors=True)
 
-    def make(config: QuantizeConfig) -> QuantizedModel:
+    def make(config: QuantizeConfig, place: Path | None) -> QuantizedModel:
         from qtool.quantization import stage
 
         assert source.model is not None
@@ -122,7 +122,7 @@ def _maker(
         with meter(False if trains else progress, "quantize") as report:
             return stage.quantize(
                 source.model, config, example=example_of(source, inputs), calibration=inputs, tuning=tuning,
-                qat=_fine_tuning(source, tuning, folder, resume, progress) if trains and tuning else None,
+                qat=_fine_tuning(source, tuning, place, resume, progress) if trains and tuning else None,
                 report=report, scratch=scratch,
             )  # fmt: skip
 

@@ -170,6 +170,16 @@ def test_training_is_the_last_resort(trained: Path, monkeypatch: pytest.MonkeyPa
     ]
 
 
+def test_another_training_is_another_candidate(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "RUNGS", (search.as_asked, search.training))
+    found = []
+    for epochs in (1, 2, 1):
+        with pytest.raises(ContractError) as caught:
+            qtool.quantize(trained, max_kl=1e-9, epochs=epochs, batch_size=64, learning_rate=0.01, **OPTIONS)
+        found.append(caught.value.details["trials"][1]["model_sha256"])
+    assert found[0] == found[2] != found[1]
+
+
 def test_a_model_that_equals_an_earlier_one_is_not_judged_again(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "RUNGS", (search.as_asked, search.free, search.training))
     monkeypatch.setattr(search, "FREE", ("smooth",))  # it declines: no linear layer reads a normalisation
