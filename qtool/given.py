@@ -7,7 +7,7 @@ gone through only once is kept in memory, since calibration, timing and judging 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from qtool.errors import UsageError
@@ -46,6 +46,9 @@ def require_batches(given: Any) -> None:
 
     if isinstance(given, Tensor):
         raise UsageError("data", "an iterable of batches", "one tensor", "pass [tensor]")
+    if isinstance(given, str | Mapping):
+        got = f"a {type(given).__name__}"
+        raise UsageError("data", "an iterable of batches", got, "pass a list of batches, or a DataLoader")
     if isinstance(given, Dataset) and not isinstance(given, IterableDataset):
         do = "wrap it in a DataLoader, or pass {'train': …, 'test': …}"
         raise UsageError("data", "batches, or a mapping of datasets", f"a {type(given).__name__} of single samples", do)

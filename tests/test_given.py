@@ -41,8 +41,11 @@ def test_a_data_loader_is_read_anew_each_time() -> None:
 
 @pytest.mark.parametrize(
     ("given", "message"),
-    [(X, r"pass \[tensor\]"), (TensorDataset(X, Y), "wrap it in a DataLoader"), (7, "got a int")],
-)
+    [
+        (X, r"pass \[tensor\]"), (TensorDataset(X, Y), "wrap it in a DataLoader"), (7, "got a int"),
+        ("x", "got a str"), ({}, "got a dict"),
+    ],
+)  # fmt: skip
 def test_what_would_be_read_sample_by_sample_is_refused(given: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         inputs_of(given)

@@ -132,6 +132,11 @@ class Judge:
         for inputs, targets in batches:
             output = _on_cpu(reference(inputs))
             wanted = _first(output)
+            if wanted.isnan().any():
+                raise QtoolError(
+                    "contract", "answers of the float model to every validation sample", "NaN among them",
+                    "check the validation data, and the model's weights",
+                )  # fmt: skip
             self.shape = tuple(wanted.shape)
             self.num_samples += len(wanted)
             held += wanted.nbytes

@@ -16,6 +16,7 @@ import hashlib
 import json
 import shutil
 import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,8 @@ from qtool.stages.cost import Cost
 from qtool.stages.sensitivity import Measurement
 
 if TYPE_CHECKING:
+    from torch.fx import GraphModule
+
     from qtool.data import Data
     from qtool.form import QuantizedModel
     from qtool.quantization.contract import Scores
@@ -50,7 +53,11 @@ Keep = Callable[[Path, QuantizeConfig, "QuantizedModel", dict[str, Any]], None]
 
 
 class Pairs:
-    """(inputs, targets) of validation samples, again and again; targets are None where there are none."""
+    """(inputs, targets) of validation samples, again and again; targets are None where there are none.
+
+    Raises UsageError for batches without tensors, and QtoolError where they are others than the first time: answers are
+    compared sample by sample.
+    """
 
     def __init__(self, source: Source, given: Iterable[Any] | None, config: QuantizeConfig) -> None:
         if given is None and source.parts is None:
@@ -59,12 +66,14 @@ class Pairs:
             )
         self.source, self.config = source, config
         self.given = None if given is None else pairs_of(given)
+        self.seen: list[int] = []
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
         from qtool.nested import cut, num_samples
 
         left = self.config.validation_samples
-        for inputs, targets in self._all():
+        for index, (inputs, targets) in enumerate(self._all()):
+            self._recognise(index, inputs)
             size = num_samples(inputs)
             if left is not None and size > left:
                 inputs, targets, size = cut(inputs, 0, left, size), cut(targets, 0, left, size), left
@@ -72,6 +81,24 @@ class Pairs:
             left = None if left is None else left - size
             if left == 0:
                 return
+
+    def _recognise(self, index: int, inputs: Any) -> None:
+        from qtool.nested import tensors
+
+        values = [tensor for tensor in tensors(inputs) if tensor.dim()]
+        if not values:
+            got = type(inputs).__name__
+            raise UsageError(f"validation batch {index}", "tensors, batch first", got, "pass validation=[batch, …]")
+        mark = 0
+        for value in values:
+            mark = zlib.crc32(value.detach().cpu().contiguous().numpy().data, mark)
+        if index == len(self.seen):
+            self.seen.append(mark)
+        elif self.seen[index] != mark:
+            raise QtoolError(
+                "contract", "the same validation samples in the same order each time",
+                f"others in batch {index}", "pass batches that are neither shuffled nor augmented",
+            )  # fmt: skip
 
     def _all(self) -> Iterator[tuple[Any, Any]]:
         if self.given is not None:
@@ -211,7 +238,6 @@ def _rank(trial: Trial) -> tuple[bool, float]:
 
 
 def _judge(source: Source, config: QuantizeConfig, inputs: Iterable[Any], pairs: Pairs) -> Any:
-    from qtool.nested import call
     from qtool.quantization.contract import Judge
     from qtool.quantization.stage import float_form
 
@@ -220,7 +246,19 @@ def _judge(source: Source, config: QuantizeConfig, inputs: Iterable[Any], pairs:
     import torch
 
     with torch.no_grad():
-        return Judge(config, pairs, lambda inputs: call(graph, inputs), source.task)
+        return Judge(config, pairs, answers(graph), source.task)
+
+
+def answers(graph: GraphModule) -> Callable[[Any], Any]:
+    """What a float graph answers to validation inputs, which are looked at first."""
+    from qtool.form import check_inputs
+    from qtool.nested import call
+
+    def answer(inputs: Any) -> Any:
+        check_inputs(graph, inputs, "validation samples")
+        return call(graph, inputs)
+
+    return answer
 
 
 def _apart(inputs: Iterable[Any], pairs: Pairs) -> str:

@@ -71,7 +71,9 @@ def quantize(
     source, folder = _quantize_source(model, data, task, weights, writable(out), tuning, trust)
     settings = _settings(config, tuning)
     inputs, drawn = calibration_of(config, source)
-    known = source.inputs | _calibrated_by(config, drawn) | ({"validation": UNIDENTIFIED} if validation else {})
+    known = (
+        source.inputs | _calibrated_by(config, drawn) | ({"validation": UNIDENTIFIED} if validation is not None else {})
+    )
     if folder and resume and finished(folder, "quantize", settings, known):
         return open_quantized(folder)
     writable(folder)

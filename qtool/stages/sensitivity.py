@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from qtool.artifacts import finite, has_result, read_result, write_json
 from qtool.calibration_data import sample_hashes
-from qtool.errors import QtoolError, UsageError
-from qtool.options import make
+from qtool.errors import QtoolError
+from qtool.options import argument, check, make
 from qtool.recipe import CONTRACT_FIELDS, QuantizeConfig, as_dict
 from qtool.source import Source, open_float, state_hash
 from qtool.stages.common import AnyPath, Progress, calibration_of, configured, example_of, teller, tidy, writable
@@ -55,20 +55,20 @@ def sensitivity(
     ``model`` is a module, a spec, or a run directory (of a training, or of a quantization, whose options are then the
     defaults). ``options`` are the fields of QuantizeConfig. The result is plain values, ``units`` the most harmful
     first, exact or estimated (``sensitivity=``). It is also written to ``sensitivity.json`` in ``out`` (by default the
-    run directory) and into a ``quantize.json`` there, where the report finds it. Raises QtoolError where
-    ``sensitivity.json`` is of another model or other samples, unless ``resume`` is off.
+    run directory) and into a ``quantize.json`` of these options there, where the report finds it. Raises QtoolError
+    where ``sensitivity.json`` is of another model or other samples, unless ``resume`` is off.
     """
     source, folder, recorded = _source(model, data, task, weights, writable(out), trust)
     config = configured(QuantizeConfig, config, options) if config or not recorded else _updated(recorded, options)
-    if samples < 1:
-        raise UsageError("argument 'samples'", "at least 1", repr(samples), "raise the value")
+    check(samples, int, {"low": 1}, argument("samples"))
     inputs, _ = calibration_of(config, source)
     measuring = Measurement(source, config, inputs, samples)
     with tidy(folder):
         result = measuring.run(folder, resume=resume, tell=teller(progress))
     if folder and has_result(folder, "quantize"):
         quantized = read_result(folder, "quantize", verify=False, stale=True)
-        write_json(folder / "quantize.json", quantized | {"sensitivity": result["units"]})
+        if "stale" not in quantized and measuring.is_of(quantized["config"]):
+            write_json(folder / "quantize.json", quantized | {"sensitivity": result["units"]})
     return result
 
 
@@ -107,6 +107,11 @@ class Measurement:
         }
         asked = {key: value for key, value in as_dict(self.config).items() if key not in CONTRACT_FIELDS}
         self.asked = json.loads(json.dumps(asked)) | {"samples": self.samples, "sensitivity": self.config.sensitivity}
+
+    def is_of(self, recorded: Mapping[str, Any]) -> bool:
+        """Whether a quantization with these options is what is measured; how it was trained is no matter."""
+        left_out = (*CONTRACT_FIELDS, "mode", "samples")
+        return all(recorded.get(key) == value for key, value in self.asked.items() if key not in left_out)
 
     def cached(self, folder: Path | None) -> dict[str, Any] | None:
         """The result in ``folder``, whatever its options were. Raises QtoolError for one of another model or data."""

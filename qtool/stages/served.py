@@ -20,7 +20,7 @@ from qtool.errors import QtoolError
 from qtool.options import make
 from qtool.recipe import QuantizeConfig
 from qtool.source import UNIDENTIFIED, Source, recall_source
-from qtool.stages.contract import Pairs
+from qtool.stages.contract import Pairs, answers
 
 if TYPE_CHECKING:
     from qtool.exporting.gates import Gate
@@ -75,14 +75,13 @@ def _source(run: Path, recorded: Mapping[str, Any], validation: Iterable[Any] | 
 def _judge(config: QuantizeConfig, source: Source, model: QuantizedModel, validation: Iterable[Any] | None) -> Judge:
     import torch
 
-    from qtool.nested import call
     from qtool.quantization.contract import Judge
 
     graph = model.float_graph
     if graph is None:
         raise QtoolError("contract", "the float model to compare with", "none", "quantize from the float model")
     with torch.no_grad():
-        return Judge(config, Pairs(source, validation, config), lambda inputs: call(graph, inputs), source.task)
+        return Judge(config, Pairs(source, validation, config), answers(graph), source.task)
 
 
 @contextmanager

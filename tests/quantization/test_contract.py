@@ -169,6 +169,8 @@ def test_labels_and_logits_and_samples_are_needed() -> None:
         judge(targets=None, max_drop=1.0)
     with pytest.raises(UsageError, match="N×C or N×T×C logits"):
         judge(targets=None, logits=LOGITS[:, :1], max_kl=1.0)
+    with pytest.raises(QtoolError, match="float model to every validation sample; got NaN"):
+        judge(targets=None, logits=LOGITS / 0 * 0, max_kl=1.0)
     with pytest.raises(QtoolError, match="expected validation samples; got none"):
         Judge(QuantizeConfig(max_kl=1.0), [], lambda inputs: inputs, None)
 

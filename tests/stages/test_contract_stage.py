@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 import qtool
 from qtool import cli
@@ -210,6 +211,22 @@ def test_batches_need_validation_batches_of_their_own() -> None:
         qtool.quantize(model, [calibration], validation=[held], max_drop=5.0)
     with pytest.raises(QtoolError, match=r"got 3 of 300 that are \(equal bytes\)"):
         qtool.quantize(model, [torch.cat([calibration, held[5:8]])], validation=[held], max_kl=0.01)
+
+
+def test_validation_batches_that_cannot_be_judged_are_told() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 3)).eval()
+    held = torch.randn(60, 1, 8, 8)
+    shuffled = DataLoader(held.tolist(), 10, shuffle=True, collate_fn=torch.tensor)
+    for validation, told in (
+        (shuffled, "the same validation samples in the same order each time; got others in batch"),
+        ([held.double()], "validation samples, 'input': expected float32 of N × 1 × 8 × 8; got float64"),
+        ([held[:, :, :4]], "got float32 of 60 × 1 × 4 × 8"),
+        (held, r"pass \[tensor\]"),
+        ([3], "validation batch 0: expected tensors, batch first; got int"),
+        ("fashion-mnist", "expected an iterable of batches; got a str"),
+    ):
+        with pytest.raises(QtoolError, match=told):
+            qtool.quantize(model, [torch.randn(32, 1, 8, 8)], validation=validation, max_kl=1e-4, method="given")
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,20 @@ def test_measured_before_the_quantization_it_is_of_it_and_of_no_other(trained: P
     assert {unit["sqnr_db"] for unit in describe_run(trained)["units"]} == {None}
 
 
+def test_measured_with_other_options_it_is_not_of_the_quantization(trained: Path) -> None:
+    qtool.quantize(trained, calibration="train:64")
+    qtool.sensitivity(trained, samples=16, weight_bits=7)
+    assert "sensitivity" not in read_result(trained, "quantize")
+    units = qtool.sensitivity(trained, samples=16)["units"]
+    assert read_result(trained, "quantize")["sensitivity"] == units
+
+
+def test_samples_are_a_number(trained: Path) -> None:
+    for samples in (0, "3", None):
+        with pytest.raises(UsageError, match="argument 'samples': expected"):
+            qtool.sensitivity(trained, samples=samples)
+
+
 def test_other_options_are_measured_anew(trained: Path) -> None:
     first = qtool.sensitivity(trained, **OPTIONS)
     second = qtool.sensitivity(trained, **OPTIONS, ranges="minmax")
