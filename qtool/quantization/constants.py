@@ -1,13 +1,14 @@
 """What a graph computes from stored tensors alone, and storing the result instead.
 
-A weight that the model normalises itself, positions cut to the length of the input and looked up: such values are
-the same for every input. torch's exporter computes some of them as it writes the file; done before placement, the
-plan, the gates and the file mean the same tensors, and a weight is a weight however the model spells it.
+A weight that the model normalises itself, one that is cut out of a packed tensor (attention between two sequences),
+positions cut to the length of the input and looked up: such values are the same for every input. torch's exporter
+computes some of them as it writes the file; done before placement, the plan, the gates and the file mean the same
+tensors, and a weight is a weight however the model spells it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -15,13 +16,17 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from qtool.form import DEQUANTIZE, QUANTIZE
-from qtool.quantization.capture import drop_unused, parameter, set_parameter
+from qtool.quantization.capture import aten, drop_unused, parameter, set_parameter
 from qtool.quantization.repeats import draws
 
 LARGEST_RESULT, LARGEST_SOURCE = 512 * 512, 8192
 """How many values torch's exporter stores of what it computes beforehand, and from tensors of how many."""
 
 Wanted = Callable[[Node], bool]
+_PARTS = (
+    aten.slice.Tensor, aten.select.int, aten.reshape.default, aten.transpose.int, aten.permute.default,
+    aten.flatten.using_ints, aten.unflatten.int, aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default,
+)  # fmt: skip
 
 
 def constant_nodes(graph_module: GraphModule) -> set[Node]:
@@ -44,10 +49,18 @@ def fold_quantized(graph_module: GraphModule) -> None:
     _fold(graph_module, lambda node: node.target in QUANTIZE)
 
 
-def fold_computed(graph_module: GraphModule) -> None:
-    """Stores each tensor that is computed from constants, where the file takes no more bytes then; in place."""
+def fold_computed(graph_module: GraphModule, *, train: bool = False) -> None:
+    """Stores each tensor that is computed from constants, where the file takes no more bytes then; in place.
+
+    A graph that is to ``train`` has parts of a parameter stored alone, which train as parameters of their own.
+    """
     constants = constant_nodes(graph_module)
-    _fold(graph_module, lambda node: _ends(node, constants) and _is_worth_it(node))
+    ends = [node for node in graph_module.graph.nodes if node in constants and _ends(node, constants)]
+    ends = [node for node in ends if not train or _is_part(node)]
+    wanted = {node for group in _sharing(ends) if _bytes(group) <= _bytes(_spared(group)) for node in group}
+    if not train:
+        wanted |= {node for node in ends if _is_stored_anyway(node)}
+    _fold(graph_module, wanted.__contains__)
 
 
 def _fold(graph_module: GraphModule, wanted: Wanted) -> None:
@@ -68,7 +81,8 @@ def _fold(graph_module: GraphModule, wanted: Wanted) -> None:
 
 def _store(graph_module: GraphModule, node: Node, value: Tensor) -> Node:
     path = f"{node.name}_folded"
-    set_parameter(graph_module, path, value.clone())
+    part_of = str(_stored(node)[0].target) if _is_part(node) else None
+    set_parameter(graph_module, path, value.clone(), like=part_of)
     with graph_module.graph.inserting_before(node):
         stored = graph_module.graph.get_attr(path)
     stored.meta["val"] = node.meta.get("val", value)
@@ -86,11 +100,31 @@ def _ends(node: Node, constants: set[Node]) -> bool:
     )
 
 
-def _is_worth_it(node: Node) -> bool:
-    """Whether what is no longer read weighs as much as the result, or the exporter would store that anyway."""
-    stored = [source for source in _sources(node) if source.op == "get_attr"]
-    exported = _values(node) <= LARGEST_RESULT and all(_values(source) <= LARGEST_SOURCE for source in stored)
-    return exported or _bytes([node]) <= _bytes(_spared(node))
+def _is_part(node: Node) -> bool:
+    """Whether ``node`` is some of the numbers of one stored tensor."""
+    sources = _sources(node)
+    return len(_stored(node)) == 1 and all(source.op == "get_attr" or source.target in _PARTS for source in sources)
+
+
+def _is_stored_anyway(node: Node) -> bool:
+    """Whether the exporter would store what ``node`` comes to."""
+    return _values(node) <= LARGEST_RESULT and all(_values(source) <= LARGEST_SOURCE for source in _stored(node))
+
+
+def _sharing(ends: Iterable[Node]) -> list[list[Node]]:
+    """The nodes in groups: those that are computed from one stored tensor, however indirectly, are together."""
+    groups: dict[Node, list[Node]] = {}
+    for node in ends:
+        group = [node]
+        for source in _stored(node):
+            group += [other for other in groups.get(source, []) if other not in group]
+        groups |= dict.fromkeys([source for member in group for source in _stored(member)], group)
+    return list({id(group): group for group in groups.values()}.values())
+
+
+def _stored(node: Node) -> list[Node]:
+    """The stored tensors that ``node`` is computed from."""
+    return [source for source in _sources(node) if source.op == "get_attr"]
 
 
 def _sources(node: Node) -> set[Node]:
@@ -104,9 +138,9 @@ def _sources(node: Node) -> set[Node]:
     return found
 
 
-def _spared(node: Node) -> list[Node]:
-    """The stored tensors that nothing else reads than what ``node`` is computed by."""
-    sources = _sources(node)
+def _spared(group: list[Node]) -> list[Node]:
+    """The stored tensors that nothing else reads than what these nodes are computed by."""
+    sources = {source for node in group for source in _sources(node)}
     return [source for source in sources if source.op == "get_attr" and all(user in sources for user in source.users)]
 
 

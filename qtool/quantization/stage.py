@@ -237,6 +237,7 @@ def _prepare(
         merge_branches(graph, train=True)
         drop_chomps(graph)
         clip_early(graph)
+        fold_computed(graph, train=True)
     _spell_for(target, graph, config.overrides, train=train)
     placement = Placement(graph, target, config.overrides)
     passes.improve(graph, placement)

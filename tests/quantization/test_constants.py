@@ -106,3 +106,67 @@ def test_constants_are_what_no_input_reaches() -> None:
     found = constant_nodes(graph)
     assert found
     assert not found & reached
+
+
+class Crossed(nn.Module):
+    """Attention between two sequences, whose three weights torch packs into one: 192 × 64 values, above 8,192."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(64, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x[:, :2], x[:, 2:], x[:, 2:], need_weights=False)[0]
+
+
+def test_weights_that_are_packed_into_one_are_stored_apart() -> None:
+    torch.manual_seed(0)
+    model, x = Crossed().eval(), torch.randn(2, 5, 64)
+    graph = float_form(model, x)
+    layers = [node for node in graph.graph.nodes if node.target is aten.linear.default]
+    assert len(layers) > 1
+    assert all(source.op == "get_attr" for layer in layers for source in layer.args[1:])
+    assert sum(value.numel() for value in graph.parameters()) == sum(value.numel() for value in model.parameters())
+    torch.testing.assert_close(graph(x), model(x))
+
+
+def test_parts_of_a_weight_train_on_their_own() -> None:
+    torch.manual_seed(0)
+    model, x = Crossed(), torch.randn(4, 5, 64)
+    graph = capture(model, x, train=True)
+    fold_computed(graph, train=True)
+    graph(x).square().sum().backward()
+    model.eval()(x).square().sum().backward()
+    found = torch.cat([v.grad for k, v in graph.named_parameters() if k.endswith("folded") and v.dim() == 2])
+    torch.testing.assert_close(found, model.attention.in_proj_weight.grad)
+
+
+def test_training_computes_what_is_no_part_of_a_weight() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.mask = nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.ones(4, 3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(x, self.weight * self.mask)
+
+    x = torch.randn(2, 3)
+    for train, stored in ((True, False), (False, True)):
+        graph = capture(Masked(), x, train=train)
+        fold_computed(graph, train=train)
+        (layer,) = (node for node in graph.graph.nodes if node.target is aten.linear.default)
+        assert (layer.args[1].op == "get_attr") is stored
+
+
+def test_a_weight_that_is_also_read_whole_is_not_stored_twice() -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(200, 100))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(x, self.weight).sum(1, keepdim=True) + F.linear(x, self.weight[:50])
+
+    graph = capture(Both(), torch.randn(2, 100))
+    fold_computed(graph)
+    assert sum(value.numel() for value in graph.parameters()) == 20000
