@@ -259,23 +259,23 @@ def _spell_out(norm: Node) -> None:
     source, gamma, beta = norm.args[:3]
     epsilon, rank = norm.args[7], norm.meta["val"].dim()
     axes, shape = [0, *range(2, rank)], [1, -1, *[1] * (rank - 2)]
-    graph = norm.graph
-    with graph.inserting_before(norm):
-        centred = graph.call_function(
-            aten.sub.Tensor, (source, graph.call_function(aten.mean.dim, (source, axes, True)))
-        )
-        square = graph.call_function(aten.mul.Tensor, (centred, centred))
-        variance = graph.call_function(
-            aten.add.Tensor, (graph.call_function(aten.mean.dim, (square, axes, True)), epsilon)
-        )
-        result = graph.call_function(aten.mul.Tensor, (centred, graph.call_function(aten.rsqrt.default, (variance,))))
+
+    def call(operation: Any, *args: Any) -> Node:
+        node = norm.graph.call_function(operation, args)
+        value = operation(*torch.fx.node.map_arg(args, lambda read: read.meta["val"]))
+        node.meta = {**norm.meta, "val": value}
+        return node
+
+    with norm.graph.inserting_before(norm):
+        centred = call(aten.sub.Tensor, source, call(aten.mean.dim, source, axes, True))
+        square = call(aten.mul.Tensor, centred, centred)
+        variance = call(aten.add.Tensor, call(aten.mean.dim, square, axes, True), epsilon)
+        result = call(aten.mul.Tensor, centred, call(aten.rsqrt.default, variance))
         for operation, value in ((aten.mul.Tensor, gamma), (aten.add.Tensor, beta)):
             if value is not None:
-                along = graph.call_function(aten.reshape.default, (value, shape))
-                result = graph.call_function(operation, (result, along))
-    result.meta = dict(norm.meta)
+                result = call(operation, result, call(aten.reshape.default, value, shape))
     norm.replace_all_uses_with(result)
-    graph.erase_node(norm)
+    norm.graph.erase_node(norm)
 
 
 def make_live(graph_module: GraphModule, units: Iterable[list[Node]]) -> None:

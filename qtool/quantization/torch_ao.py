@@ -393,8 +393,8 @@ def switch(graph: GraphModule, *, batch_norm: bool, dropout: bool) -> None:
     """Sets batch-norm and dropout of a prepared model to training or evaluation, each on its own."""
     graph.train(dropout)
     for module in graph.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            module.training = batch_norm
+        if isinstance(module, nn.modules.batchnorm._NormBase):  # instance norm's statistics stay the trained ones
+            module.training = batch_norm and isinstance(module, nn.modules.batchnorm._BatchNorm)
     changed = False
     for node in graph.graph.nodes:
         if node.op == "call_function" and node.target in _TRANSPARENT:

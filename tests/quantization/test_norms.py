@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,11 +13,13 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from qtool.quantization import pt2e
-from qtool.quantization.capture import aten, capture, copied
+from qtool.quantization.capture import aten, capture, copied, owner
 from qtool.quantization.norms import fold_batch_norm, make_live, settle_live, write_norms
 from qtool.quantization.placement import Placement
 from qtool.quantization.qat import set_training
+from qtool.quantization.stage import quantize
 from qtool.quantization.targets import ORT_CPU
+from qtool.recipe import QuantizeConfig
 
 CONV2D = (2, 6, 9, 9)
 
@@ -177,6 +180,30 @@ def test_a_norm_of_its_own_becomes_other_operators(norm: Callable[[], nn.Module]
     write_norms(graph)
     assert norms_of(graph) == 0
     assert distance(model, graph, x) < 2e-6
+
+
+def _seen(node: torch.fx.Node, value: Any) -> Any:
+    """A computed value, whose rank and fixed sizes are those that its node tells."""
+    if node.op == "call_function":
+        told = node.meta["val"].shape
+        assert len(told) == value.dim()
+        assert all(size == fixed for size, fixed in zip(value.shape, told, strict=True) if isinstance(fixed, int))
+    return value
+
+
+def test_a_norm_over_the_batch_alone_is_known_by_its_module_and_quantized_beside() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4, track_running_stats=False), nn.ReLU()).eval()
+    x = torch.randn(8, 3, 6, 6)
+    graph = capture(model, x)
+    write_norms(graph)
+    spelled = [node for node in graph.graph.nodes if node.op == "call_function" and owner(node) == "1"]
+    assert len(spelled) == 11
+    watch = torch.fx.Interpreter(graph)
+    watch.run_node = lambda node: _seen(node, torch.fx.Interpreter.run_node(watch, node))  # type: ignore[method-assign]
+    with torch.no_grad():
+        watch.run(x)
+    quantized = quantize(model, QuantizeConfig(), example=x, calibration=[x])
+    torch.testing.assert_close(quantized(x), model(x), rtol=0, atol=0.1)
 
 
 def trained() -> nn.Module:

@@ -350,3 +350,10 @@ def test_in_any_net_units_are_disjoint_and_read_only_integers(net: conv_nets.Net
             assert not placement.is_integer(unit.output)
         for inner, follower in zip(unit.nodes, unit.nodes[1:], strict=False):
             assert list(inner.users) == [follower]
+
+
+def test_every_dropout_of_a_training_graph_lets_integers_through() -> None:
+    parts = nn.Dropout(), nn.Dropout2d(), nn.AlphaDropout(), nn.FeatureAlphaDropout()
+    model = nn.Sequential(nn.Conv2d(4, 4, 1), *parts, nn.Conv2d(4, 4, 1))
+    plan = Placement(capture(model, torch.randn(2, 4, 5, 5), train=True), ORT_CPU).plan()
+    assert [(unit.kind, unit.integer) for unit in plan.units] == [("conv", True)] * 2

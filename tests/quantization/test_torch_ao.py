@@ -166,6 +166,13 @@ def test_modules_are_fused_as_torch_ao_fuses_them() -> None:
     assert not any(issubclass(kind, nn.BatchNorm2d) for kind in trained.values())
 
 
+def test_training_leaves_the_statistics_of_instance_norm() -> None:
+    graph = prepared(nn.Sequential(nn.Conv2d(1, 2, 3), nn.InstanceNorm2d(2, track_running_stats=True)), train=True)
+    torch_ao.switch(graph, batch_norm=True, dropout=True)
+    graph(images(4) + 3)
+    assert torch.equal(graph.get_submodule("1").running_mean, torch.zeros(2))
+
+
 def test_the_model_is_left_as_it_was() -> None:
     model = built_in("mobilenet").train()
     before = {name: value.clone() for name, value in model.state_dict().items()}

@@ -202,6 +202,7 @@ MOVES = (
     aten.permute.default, aten.transpose.int, aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default,
     aten.contiguous.default, aten.clone.default, aten.slice.Tensor, aten.select.int, aten.expand.default,
     aten.pixel_shuffle.default, aten.channel_shuffle.default, aten.dropout.default, aten.feature_dropout.default,
+    aten.alpha_dropout.default, aten.feature_alpha_dropout.default,
 )  # fmt: skip
 
 SMOOTH = (
