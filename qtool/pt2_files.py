@@ -38,6 +38,7 @@ import torch
 from qtool import allocator
 from qtool.artifacts import atomic_path
 from qtool.errors import QtoolError, one_line
+from qtool.structures import know_types, name_types
 
 try:  # registers torch.ops.quantized_decomposed, which a file's operators are looked up in
     from torch.ao.quantization.fx import _decomposed  # noqa: F401
@@ -77,6 +78,7 @@ def save_program(program: torch.export.ExportedProgram, path: Path) -> None:
     for node in program.graph.nodes:
         for key in _TRACES:
             node.meta.pop(key, None)
+    name_types(program)
     with atomic_path(path) as temporary, temporary.open("wb") as file:
         stream = _Forgiving(file)  # a stream, lest the archive's inner folder take the temporary name
         with _overheard([]), allocator.uncollected():
@@ -112,7 +114,7 @@ def load_program(path: Path) -> torch.export.ExportedProgram:
         raise QtoolError(f"'{path}'", "a .pt2 file", "no file of that name", "run 'qtool quantize' first")
     said: list[BaseException] = []
     try:
-        check_archive(path)
+        know_types(check_archive(path))
         with _weights_only(), _overheard(said), _hints_once(), allocator.uncollected():
             return torch.export.load(path)
     except QtoolError:
@@ -187,8 +189,8 @@ def _hints_once() -> Iterator[None]:
             setattr(serialize, "typing", typing)  # noqa: B010
 
 
-def check_archive(path: Path) -> None:
-    """Raises QtoolError when the archive holds anything but tensors and a graph of known operators."""
+def check_archive(path: Path) -> str:
+    """The JSON of the archive's program. Raises QtoolError when it holds anything but tensors and known operators."""
     reader = torch._C.PyTorchFileReader(str(path))  # what torch.export.load reads with
     names = reader.get_all_records()
     with zipfile.ZipFile(path) as archive:
@@ -201,10 +203,12 @@ def check_archive(path: Path) -> None:
     for name in (_WEIGHTS_CONFIG, _CONSTANTS_CONFIG):
         _check_config(path, name, json.loads(reader.get_record(name)))
     _check_pickle(path, _INPUTS, reader.get_record(_INPUTS))
+    program = reader.get_record(_PROGRAM).decode()
     try:
-        _check_graph(json.loads(reader.get_record(_PROGRAM)))
+        _check_graph(json.loads(program))
     except _Refused as refused:
         raise _unsafe(path, _PROGRAM, str(refused)) from None
+    return program
 
 
 def _check_config(path: Path, name: str, config: Any) -> None:

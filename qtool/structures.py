@@ -1,0 +1,80 @@
+"""What a model's inputs and outputs are packed in, written into a saved graph and known again in another process.
+
+torch stores a graph's structure by the names of its container types, and opens the graph where types of these names
+are registered. Tuples, lists and dicts always are. A named tuple is of the user's own class, so its name and fields are
+stored, and a process without that class gets a like one, with the same attributes. The output types of transformers
+register themselves when their module is imported. Left out on purpose: types of other packages, which have to be
+imported, and registered with torch, by whoever opens the file.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+from collections import namedtuple
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from qtool.errors import QtoolError, one_line
+
+_NAMED = re.compile(r"qtool\.namedtuple:(\w+):(\w*(?:,\w+)*)")
+_TRANSFORMERS = re.compile(r'"(transformers\.(?:models\.\w+\.)?modeling_\w+)\.\w+')
+
+
+def name_types(program: torch.export.ExportedProgram) -> None:
+    """Gives each class of named tuples in a program's inputs and outputs the name that a file can hold."""
+    for spec in (program.call_spec.in_spec, program.call_spec.out_spec):
+        for kind in _classes(spec):
+            if kind not in pytree.SUPPORTED_SERIALIZED_TYPES:
+                _register(kind)
+
+
+def know_types(program: str) -> None:
+    """Registers the container types that the JSON of a saved program names, as far as they are not known here.
+
+    Raises QtoolError where they are of transformers, which is not there.
+    """
+    for spec in _specs(json.loads(program)):
+        for module in _TRANSFORMERS.findall(spec):
+            _import(module)
+        for found in _NAMED.finditer(spec):
+            if found[0] not in pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE:
+                _register(namedtuple(found[1], found[2].split(",") if found[2] else ()))
+
+
+def _import(module: str) -> None:
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        raise QtoolError(
+            "saved graph", f"'{module}', whose types the model gives", one_line(error), "pip install 'qtool[text]'"
+        ) from error
+
+
+def _register(kind: Any) -> None:
+    name = f"qtool.namedtuple:{kind.__name__}:{','.join(kind._fields)}"
+    pytree._register_namedtuple(kind, serialized_type_name=name)
+
+
+def _classes(spec: Any) -> Iterator[Any]:
+    """The classes of named tuples in a structure."""
+    if spec is None:
+        return
+    for kind in (spec.type, spec.context):
+        if isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields"):
+            yield kind
+    for child in spec.children():
+        yield from _classes(child)
+
+
+def _specs(value: Any) -> Iterator[str]:
+    """The structures in the JSON of a program, each a text."""
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        if key in ("in_spec", "out_spec") and isinstance(item, str):
+            yield item
+        else:
+            yield from _specs(item)
