@@ -168,6 +168,23 @@ def _drop(reference_right: Tensor, other_right: Tensor) -> dict[str, Any]:
     }
 
 
+def mean_interval(values: Tensor) -> tuple[float, float]:
+    """The 95 % interval of the mean of N independent values; infinitely wide for a single one."""
+    if len(values) < 2:
+        return -math.inf, math.inf
+    half = student95(len(values) - 1) * float(values.std()) / math.sqrt(len(values))
+    middle = float(values.mean())
+    return middle - half, middle + half
+
+
+def wilson_interval(count: float, total: int) -> tuple[float, float]:
+    """Wilson's 95 % interval of a proportion: ``count`` of ``total``, as shares."""
+    share, z2 = count / total, Z95**2
+    middle = (share + z2 / (2 * total)) / (1 + z2 / total)
+    half = Z95 * math.sqrt(share * (1 - share) / total + z2 / (4 * total**2)) / (1 + z2 / total)
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
 def student95(freedom: int) -> float:
     """The 97.5 % point of Student's t: exact for 1 and 2 degrees of freedom, else by Fisher's series (within 1 %)."""
     if freedom == 1:

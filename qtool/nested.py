@@ -80,8 +80,11 @@ def num_samples(value: Any) -> int:
 
 
 def per_sample(value: Tensor) -> Tensor:
-    """A batch of anything as samples × numbers; one number a sample where ``value`` has no second dimension."""
-    return value.reshape(len(value), -1)
+    """A batch of anything as samples × numbers; one number a sample where ``value`` has no second dimension.
+
+    A single number is that of one sample.
+    """
+    return value.reshape(len(value) if value.dim() else 1, -1)
 
 
 def samples_of(value: Any, start: int, stop: int) -> Any:

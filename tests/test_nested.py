@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qtool.errors import QtoolError
-from qtool.nested import Once, call, first, map_tensors, num_samples, split, tensors, thinned, to_float32
+from qtool.nested import Once, call, first, map_tensors, num_samples, per_sample, split, tensors, thinned, to_float32
 
 
 def test_containers_keep_their_type():
@@ -144,3 +144,8 @@ def test_thinned_takes_nearly_as_many_as_are_asked_for_from_everywhere(sizes: li
     else:
         assert len(taken) >= most / 2
         assert taken.unique().tolist() == taken.tolist()
+
+
+def test_samples_by_numbers() -> None:
+    shapes = {(): (1, 1), (3,): (3, 1), (3, 4): (3, 4), (3, 4, 5): (3, 20)}
+    assert {shape: tuple(per_sample(torch.zeros(shape)).shape) for shape in shapes} == shapes

@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from qtool.errors import QtoolError, UsageError, nearest
-from qtool.evaluate import Z95, paired_interval, student95
+from qtool.evaluate import Z95, mean_interval, paired_interval, wilson_interval
 from qtool.nested import cut, map_tensors, num_samples, per_sample, tensors
 from qtool.recipe import QuantizeConfig
 from qtool.tasks import Task, finished, is_higher_better, loss_of, metrics_of
@@ -131,13 +131,8 @@ class Judge:
         parts, weights = [], []
         for inputs, targets in batches:
             output = _on_cpu(reference(inputs))
-            wanted = _first(output)
-            if wanted.isnan().any():
-                raise QtoolError(
-                    "contract", "answers of the float model to every validation sample", "NaN among them",
-                    "check the validation data, and the model's weights",
-                )  # fmt: skip
-            self.shape = tuple(wanted.shape)
+            wanted = _answered(output, num_samples(inputs))
+            self.shape, self.in_float = tuple(wanted.shape), wanted.is_floating_point()
             self.num_samples += len(wanted)
             held += wanted.nbytes
             self.outputs.append(wanted if held <= KEPT else None)
@@ -157,7 +152,7 @@ class Judge:
         Three dimensions are taken for tokens' logits where the targets say so, or the contract does.
         """
         told = self.counted[0] is not None or self.config.max_kl is not None or self.config.min_agreement is not None
-        return (len(self.shape) == 2 or (len(self.shape) == 3 and told)) and self.shape[-1] > 1
+        return (len(self.shape) == 2 or (len(self.shape) == 3 and told)) and self.shape[-1] > 1 and self.in_float
 
     @torch.no_grad()
     def score(self, predict: Callable[[Any], Any]) -> Scores:
@@ -313,23 +308,6 @@ def _least_alike(limit: float) -> float:
     return math.ceil(100 * Z95 / limit - 2) if limit else math.inf
 
 
-def mean_interval(values: Tensor) -> tuple[float, float]:
-    """The 95 % interval of the mean of N independent values; infinitely wide for a single one."""
-    if len(values) < 2:
-        return -math.inf, math.inf
-    half = student95(len(values) - 1) * float(values.std()) / math.sqrt(len(values))
-    middle = float(values.mean())
-    return middle - half, middle + half
-
-
-def wilson_interval(count: float, total: int) -> tuple[float, float]:
-    """Wilson's 95 % interval of a proportion: ``count`` of ``total``, as shares."""
-    share, z2 = count / total, Z95**2
-    middle = (share + z2 / (2 * total)) / (1 + z2 / total)
-    half = Z95 * math.sqrt(share * (1 - share) / total + z2 / (4 * total**2)) / (1 + z2 / total)
-    return max(0.0, middle - half), min(1.0, middle + half)
-
-
 def _kl(divergence: Tensor, limit: float) -> Criterion:
     interval, total = mean_interval(divergence), len(divergence)
     return _judged("KL", limit, float(divergence.mean()), interval, float(divergence.var()), total)
@@ -384,6 +362,22 @@ def _on_cpu(output: Any) -> Any:
 
 def _first(output: Any) -> Tensor:
     return next(iter(tensors(output)))
+
+
+def _answered(output: Any, size: int) -> Tensor:
+    """The first output, with an answer to each of ``size`` samples. Raises QtoolError for one without, and for NaN."""
+    wanted = _first(output)
+    if not wanted.dim() or len(wanted) != size:
+        raise QtoolError(
+            "contract", f"a first output with a row for each of {size} samples", f"one of shape {tuple(wanted.shape)}",
+            "have the model return it batch first",
+        )  # fmt: skip
+    if wanted.isnan().any():
+        raise QtoolError(
+            "contract", "answers of the float model to every validation sample", "NaN among them",
+            "check the validation data, and the model's weights",
+        )  # fmt: skip
+    return wanted
 
 
 def _joined(parts: list[Sums]) -> Sums:

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from qtool.errors import UsageError
 from qtool.nested import num_samples, samples_of
 from qtool.quantization.sensitivity import SLICE, Sensitivities
 
@@ -47,6 +48,11 @@ class SecondOrder(Sensitivities):
         with torch.enable_grad():
             values = self._float_pass(piece)
             outputs = self._outputs(values)
+        if not outputs[0].is_floating_point():
+            raise UsageError(
+                "--sensitivity", "exact, for a model that gives whole numbers", "second-order, which has no gradients",
+                "measure it unit by unit",
+            )  # fmt: skip
         slopes = {
             kind: self._backward(outputs, probe, [values[node] for node in ends])
             for kind, probe in self._probes([output.detach() for output in outputs]).items()

@@ -6,6 +6,7 @@ and ``z_u`` the output with only unit u quantized, over all samples,
 
     SQNR_u = 10 log10(Σ z² / Σ (z − z_u)²) dB,    KL_u = mean over samples of KL(softmax z ‖ softmax z_u) nats
 
+Where a model gives whole numbers alone, those that differ are counted: 10 log10(number / number that differ).
 Run naively that is one forward pass per unit. What stands before a unit does not change, so each slice of the
 calibration set passes through the float network once, its intermediate values are kept, and for a unit only what
 lies behind it is computed again: half a pass on average. Sums add up over slices, so a stopped measurement goes on
@@ -116,18 +117,19 @@ class Sensitivities:
     def _add(self, piece: Any) -> None:
         values = self._float_pass(piece)
         wanted = self._outputs(values)
-        self.state["signal"] += sum(t.double().square().sum().item() for t in wanted)
+        self.state["signal"] += sum(map(_energy, wanted))
         for alone in self.units:
             given = self._outputs({**values, **self._with_only(alone, values)})
             self._compare(self.state["units"][alone.placed.unit.name], wanted, given)
 
     def _outputs(self, values: Mapping[Node, Any]) -> list[Tensor]:
+        """The outputs that are floating point numbers; where there are none, the whole numbers."""
         result = next(node for node in self.reference.graph.nodes if node.op == "output").args[0]
-        return [t for t in tensors(map_arg(result, values.__getitem__)) if t.is_floating_point()]
+        found = list(tensors(map_arg(result, values.__getitem__)))
+        return [t for t in found if t.is_floating_point()] or found
 
     def _compare(self, sums: dict[str, float], wanted: list[Tensor], given: list[Tensor]) -> None:
-        pairs = zip(wanted, given, strict=True)
-        sums["noise"] += sum((a.double() - b.double()).square().sum().item() for a, b in pairs)
+        sums["noise"] += sum(_error(a, b) for a, b in zip(wanted, given, strict=True))
         if not self._has_logits(wanted):
             return
         log_p, log_q = wanted[0].double().log_softmax(1), given[0].double().log_softmax(1)
@@ -135,7 +137,8 @@ class Sensitivities:
         sums["agree"] += float((wanted[0].argmax(1) == given[0].argmax(1)).sum())
 
     def _has_logits(self, outputs: list[Tensor]) -> bool:
-        self.state["has_logits"] = outputs[0].dim() == 2 and outputs[0].shape[1] > 1
+        first = outputs[0]
+        self.state["has_logits"] = first.dim() == 2 and first.shape[1] > 1 and first.is_floating_point()
         return bool(self.state["has_logits"])
 
     def _float_pass(self, piece: Any) -> dict[Node, Any]:
@@ -202,6 +205,18 @@ class Sensitivities:
                 "agreement": sums["agree"] / count if logits and counted else None, "measured": self.kind,
             })  # fmt: skip
         return sorted(found, key=lambda entry: float(entry["sqnr_db"]))
+
+
+def _energy(value: Tensor) -> float:
+    """The squares of an output, summed; of whole numbers, how many there are."""
+    return value.double().square().sum().item() if value.is_floating_point() else float(value.numel())
+
+
+def _error(wanted: Tensor, given: Tensor) -> float:
+    """The squares of the difference, summed; of whole numbers, how many differ."""
+    if not wanted.is_floating_point():
+        return float((wanted != given).sum())
+    return (wanted.double() - given.double()).square().sum().item()
 
 
 def _slices(batches: Iterable[Any], samples: int | None) -> Iterator[Any]:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from qtool.errors import QtoolError, UsageError
-from qtool.quantization.contract import Judge, mean_interval, wilson_interval
+from qtool.evaluate import mean_interval, wilson_interval
+from qtool.quantization.contract import Judge
 from qtool.recipe import QuantizeConfig
 from qtool.tasks import Classification, LanguageModelling
 
@@ -169,6 +170,12 @@ def test_labels_and_logits_and_samples_are_needed() -> None:
         judge(targets=None, max_drop=1.0)
     with pytest.raises(UsageError, match="N×C or N×T×C logits"):
         judge(targets=None, logits=LOGITS[:, :1], max_kl=1.0)
+    with pytest.raises(UsageError, match="N×C or N×T×C logits"):
+        judge(targets=None, logits=LOGITS.argsort(1), max_kl=1.0)
+    with pytest.raises(QtoolError, match=r"a row for each of 300 samples; got one of shape \(5,\)"):
+        Judge(QuantizeConfig(max_kl=1.0), [(LOGITS[:300], None)], lambda inputs: inputs.sum(0), None)
+    with pytest.raises(QtoolError, match=r"a row for each of 300 samples; got one of shape \(\)"):
+        Judge(QuantizeConfig(max_drop=1.0), [(LOGITS[:300], None)], lambda inputs: inputs.sum(), None)
     with pytest.raises(QtoolError, match="float model to every validation sample; got NaN"):
         judge(targets=None, logits=LOGITS / 0 * 0, max_kl=1.0)
     with pytest.raises(QtoolError, match="expected validation samples; got none"):

@@ -108,6 +108,29 @@ def test_any_number_of_inputs_and_outputs_that_are_no_logits() -> None:
     assert all(20 < entry["sqnr_db"] < 60 and entry["kl"] is None for entry in results)
 
 
+def test_whole_numbers_are_judged_by_how_many_differ(net: nn.Module) -> None:
+    class Classes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            order = self.net(x).argsort(1)
+            return order, order[:, 0]
+
+    model = Classes().eval()
+    found = {entry["name"]: entry for entry in measured(model, weight_bits=4).results()}
+    one = alone(model, "net.0.0", algorithms=None, weight_bits=4)
+    with torch.no_grad():
+        wrong = sum(int((a != b).sum()) for a, b in zip(model(X), one(X), strict=True))
+        total = sum(output.numel() for output in model(X))
+    assert wrong
+    assert found["net.0.0"]["sqnr_db"] == pytest.approx(10 * np.log10(total / wrong))
+    assert found["net.0.0"]["kl"] is None
+    with pytest.raises(UsageError, match="exact, for a model that gives whole numbers"):
+        measured(model, sensitivity="second-order")
+
+
 def test_what_cannot_be_measured_is_refused(net: nn.Module) -> None:
     with pytest.raises(UsageError, match="sensitivity: expected mode 'ptq'"):
         sensitivities(net, QuantizeConfig(mode="qat"), example=X, calibration=[X])
