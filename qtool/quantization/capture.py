@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
+from torch.utils import _pytree as pytree
 
 from qtool.errors import QtoolError, UsageError, one_line
 from qtool.form import as_graph, input_values, open_axes, to_program
@@ -60,8 +61,8 @@ def capture(model: nn.Module, example: Any, *, train: bool = False, axes: tuple[
     those behind the first whose size is open as well, in every input that has them.
 
     Raises UsageError for one of ``axes`` that the model fixes, QtoolError naming the user's line when the model refuses
-    the example or ``torch.export`` cannot capture it, and when weights or inputs are floats of another size than 32
-    bits.
+    the example or ``torch.export`` cannot capture it, when weights or inputs are floats of another size than 32
+    bits, and when outputs are numbers or sizes.
     """
     require_float32(model, example)
     modes = [(module, module.training) for module in model.modules()]
@@ -80,6 +81,7 @@ def capture(model: nn.Module, example: Any, *, train: bool = False, axes: tuple[
         for norm in averages:
             norm.momentum = None
     graph_module = as_graph(program)
+    _require_tensors(model, graph_module)
     for axis in axes:
         _require_open(graph_module, axis)
     make_functional(graph_module)
@@ -115,6 +117,17 @@ def _require_open(graph_module: GraphModule, axis: int) -> None:
     got = f"axis {axis}, which it fixes to {sizes[0]}" if sizes else f"axis {axis}, which no input has"
     do = "have the model read x.shape instead of a number, or leave it out" if sizes else "leave it out"
     raise UsageError("--dynamic-axes", "axes of the inputs whose size the model leaves open", got, do)
+
+
+def _require_tensors(model: nn.Module, graph_module: GraphModule) -> None:
+    (result,) = (node for node in graph_module.graph.nodes if node.op == "output")
+    for leaf in pytree.tree_leaves(result.args[0]):
+        if leaf is not None and not (isinstance(leaf, Node) and isinstance(leaf.meta.get("val"), Tensor)):
+            got = repr(leaf)[:40] if not isinstance(leaf, Node) else f"a size, {leaf.meta.get('val')}"
+            raise QtoolError(
+                f"model '{type(model).__name__}'", "outputs that are tensors, or None", got,
+                "have its forward return tensors alone",
+            )  # fmt: skip
 
 
 def require_float32(model: nn.Module, example: Any) -> None:

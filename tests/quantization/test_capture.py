@@ -105,6 +105,19 @@ def test_what_a_model_does_in_training_alone_is_no_part_of_either_form() -> None
     assert not torch.allclose(graph(X), model(X), atol=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("extra", "told"),
+    [(lambda x: 3, "got 3;"), (lambda x: "three", "got 'three';"), (lambda x: x.shape[0], "got a size, s")],
+)
+def test_outputs_that_are_no_tensors_are_refused(extra: Any, told: str) -> None:
+    class More(Net):
+        def forward(self, x: Tensor) -> Any:
+            return {"first": super().forward(x), "none": None, "more": extra(x)}
+
+    with pytest.raises(QtoolError, match=f"outputs that are tensors, or None; {told}"):
+        capture(More().eval(), X)
+
+
 def test_every_dropout_is_switched() -> None:
     model = nn.Sequential(nn.Dropout(0.5), nn.Dropout2d(0.5), nn.AlphaDropout(0.5), nn.FeatureAlphaDropout(0.5))
     graph = capture(model, X, train=True)
