@@ -28,6 +28,7 @@ ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "clamp low": lambda: Function(lambda x: x.clamp(min=0)),
     "clamp high": lambda: Function(lambda x: x.clamp(max=0.5)),
     "leaky": lambda: nn.LeakyReLU(0.1),
+    "drawn slope": lambda: nn.RReLU(0.1, 0.3),
     "sigmoid": nn.Sigmoid,
     "gelu": nn.GELU,
     "tanh": nn.Tanh,

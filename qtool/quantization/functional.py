@@ -22,7 +22,7 @@ from qtool.form import as_graph
 from qtool.nested import tensors
 from qtool.quantization.autocast import inline_autocast
 from qtool.quantization.quiet import quiet_pytree
-from qtool.quantization.respell import respell
+from qtool.quantization.respell import RANDOM_SLOPES, respell, spell_random_slope
 
 aten = torch.ops.aten
 
@@ -66,7 +66,7 @@ def functionalized(program: torch.export.ExportedProgram) -> GraphModule:
 
     What the model writes into its inputs and buffers is dropped: it is no output.
     """
-    _drop_idle_dropout(program)
+    _decide_draws(program)
     with quiet_pytree():
         graph_module = as_graph(program.run_decompositions({}))
     for node in list(graph_module.graph.nodes):
@@ -80,13 +80,18 @@ def functionalized(program: torch.export.ExportedProgram) -> GraphModule:
     return graph_module
 
 
-def _drop_idle_dropout(program: torch.export.ExportedProgram) -> None:
-    """Removes dropout that is off: it returns its input's own memory, which functionalization takes for a copy."""
+def _decide_draws(program: torch.export.ExportedProgram) -> None:
+    """Removes dropout that is off: it returns its input's own memory, which functionalization takes for a copy.
+
+    A slope that would be drawn in training gets its mean: functionalization has no spelling for it in evaluation.
+    """
     graph = program.graph_module.graph
     for node in list(graph.nodes):
         if node.target in DROPOUTS and node.args[2] is False and not any(user.op == "output" for user in node.users):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
+        elif node.target in RANDOM_SLOPES:
+            spell_random_slope(node)
     program.graph_module.recompile()
 
 

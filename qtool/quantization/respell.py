@@ -10,6 +10,7 @@ what models write                                         what patterns look for
 ``chunk``, ``split``, ``narrow``; ``unbind``              ``slice``; ``select``: each part is a value of its own
 ``expand_as``                                             ``expand``
 ``clamp(min=0)``                                          ``relu``
+``rrelu``, which draws its slopes in training             ``leaky_relu`` of the mean slope
 ``relu6(x + 3) / 6``                                      ``hardsigmoid(x)``
 ``x * sigmoid(x)``, ``x * hardsigmoid(x)``                ``silu(x)``, ``hardswish(x)``
 ``padding="same"``                                        numbers, behind a padding where they are not symmetric
@@ -28,7 +29,6 @@ the batch where it is one, so that the result has as many dimensions for every b
 
 from __future__ import annotations
 
-import math
 import operator
 import sys
 from collections.abc import Callable
@@ -37,6 +37,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Node
+
+from qtool.quantization.heads import spell_attention
 
 aten = torch.ops.aten
 
@@ -64,6 +66,9 @@ _TURNS = (
 )  # fmt: skip
 _CONVERSIONS = (aten.to.dtype, aten.type_as.default)
 _CLAMPS = (aten.clamp.default, aten.clamp_min.default)
+RANDOM_SLOPES: dict[Any, Any] = {
+    aten.rrelu.default: aten.leaky_relu.default, aten.rrelu_.default: aten.leaky_relu_.default,
+}  # fmt: skip
 _SIXES = {aten.relu6.default: (), aten.hardtanh.default: (0, 6), aten.clamp.default: (0, 6)}
 _SPLITS = (
     aten.chunk.default, aten.split.Tensor, aten.split.sizes, aten.split_with_sizes.default, aten.tensor_split.sections,
@@ -90,6 +95,14 @@ def respell(node: Node) -> None:
 def _spell_clamp(node: Node) -> None:
     if tuple(node.args[1:]) in ((0,), (0, None)):
         node.target, node.args = aten.relu.default, node.args[:1]
+
+
+def spell_random_slope(node: Node) -> None:
+    """Evaluation takes the middle of the slopes that training draws from. One that is drawn anyway is left alone."""
+    given: list[Any] = [*node.args[1:], *[1 / 8, 1 / 3, False][len(node.args) - 1 :]]
+    lower, upper, drawn = given[:3]
+    if not drawn:
+        node.target, node.args = RANDOM_SLOPES[node.target], (node.args[0], (lower + upper) / 2)
 
 
 def _spell_adaptive_pool(node: Node) -> None:
@@ -330,48 +343,6 @@ def _padded(value: Tensor, total: list[int]) -> Tensor:
     return value.new_empty([*value.shape[:2], *(size + t for size, t in zip(value.shape[2:], total, strict=True))])
 
 
-def _spell_attention(node: Node) -> None:
-    """Gives attention one axis of heads, which its ONNX form asks for."""
-    if node.meta["val"].dim() > 4:
-        _join_heads(node)
-    if node.meta["val"].dim() != 3:
-        return
-    values = [arg if isinstance(arg, Node) else None for arg in node.args[:4]]
-    spread = list(node.args)
-    for index, value in enumerate(values):
-        if value is not None and value.meta["val"].dim() == 3:  # a mask of tokens × tokens is for all heads
-            with node.graph.inserting_before(node):
-                spread[index] = one_head = node.graph.call_function(aten.unsqueeze.default, (value, 1))
-            one_head.meta = {**node.meta, "val": value.meta["val"].unsqueeze(1)}
-    with node.graph.inserting_after(node):
-        mixed = node.graph.call_function(aten.squeeze.dim, (node, 1))
-    mixed.meta = dict(node.meta)
-    node.replace_all_uses_with(mixed, delete_user_cb=lambda user: user is not mixed)
-    node.args, node.meta = tuple(spread), {**node.meta, "val": node.meta["val"].unsqueeze(1)}
-
-
-def _join_heads(node: Node) -> None:
-    """Writes attention over batch × heads × windows … × tokens × features with all of these but batch as heads."""
-    mask = [value for value in node.args[3:4] if isinstance(value, Node)]
-    sources = [value for value in node.args[:3] if isinstance(value, Node)]
-    shapes = [list(value.meta["val"].shape) for value in (*sources, node)]
-    plain = not node.kwargs.get("attn_mask") and not node.kwargs.get("enable_gqa") and not mask
-    if not plain or not all(isinstance(size, int) for shape in shapes for size in shape[1:]):
-        return
-    joined = [[-1, math.prod(shape[1:-2]), *shape[-2:]] for shape in shapes]
-    graph, value = node.graph, node.meta["val"]
-    for index, (source, sizes) in enumerate(zip(sources, joined, strict=False)):
-        with graph.inserting_before(node):
-            flat = graph.call_function(aten.reshape.default, (source, sizes))
-        flat.meta = {**node.meta, "val": source.meta["val"].flatten(1, -3)}
-        node.update_arg(index, flat)
-    with graph.inserting_after(node):
-        restored = graph.call_function(aten.reshape.default, (node, [-1, *shapes[-1][1:]]))
-    restored.meta = dict(node.meta)
-    node.replace_all_uses_with(restored, delete_user_cb=lambda user: user is not restored)
-    node.meta = {**node.meta, "val": value.flatten(1, -3)}
-
-
 def by_axis(value: Any, count: int) -> list[int]:
     """A number for each of ``count`` axes, of one for all or a list."""
     values = list(value) if isinstance(value, tuple | list) else [value]
@@ -380,6 +351,7 @@ def by_axis(value: Any, count: int) -> list[int]:
 
 _RULES: dict[Any, Callable[[Node], None]] = {
     **dict.fromkeys(_CLAMPS, _spell_clamp),
+    **dict.fromkeys(RANDOM_SLOPES, spell_random_slope),
     **dict.fromkeys(_RESHAPES, _spell_reshape),
     **dict.fromkeys(_TURNS, _spell_turn),
     **dict.fromkeys(_CONVERSIONS, _spell_conversion),
@@ -397,5 +369,5 @@ _RULES: dict[Any, Callable[[Node], None]] = {
     aten.add.Tensor: _spell_neutral,
     aten.div.Tensor: _spell_sixth,
     aten.mul.Tensor: _spell_gated,
-    aten.scaled_dot_product_attention.default: _spell_attention,
+    aten.scaled_dot_product_attention.default: spell_attention,
 }

@@ -78,6 +78,7 @@ WRITTEN: dict[Any, tuple[Any, ...]] = {
 # What the capture writes as another operator where that means the same: clamp(min=0) is a ReLU, for instance.
 RESPELT: dict[Any, tuple[Any, ...]] = {
     aten.relu.default: (*WRITTEN[aten.clamp.default], *WRITTEN[aten.clamp_min.default]),
+    aten.leaky_relu.default: (nn.RReLU, F.rrelu, F.rrelu_),
     aten.mean.dim: (*WRITTEN[aten.adaptive_avg_pool1d.default], nn.AdaptiveAvgPool3d, F.adaptive_avg_pool3d),
 }
 

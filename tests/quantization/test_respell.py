@@ -71,6 +71,12 @@ SAME = {
     "expand_as": (lambda x: x.mean((2, 3), keepdim=True).expand_as(x), [aten.mean.dim, aten.expand.default]),
     "float": (lambda x: x.float().relu(), [aten.relu.default]),
     "clamp": (lambda x: x.clamp(min=0), [aten.relu.default]),
+    "a drawn slope": (lambda x: F.rrelu(F.rrelu(x), 0.05, 0.25), [aten.leaky_relu.default] * 2),
+    "a drawn slope in place": (lambda x: F.rrelu(x * 2, 0.2, inplace=True), [aten.mul.Tensor, aten.leaky_relu.default]),
+    "a drawn slope seen through a view": (
+        lambda x: (y := x * 2, y.mT, F.rrelu_(y))[1] + 1,
+        [aten.mul.Tensor, aten.leaky_relu.default, aten.transpose.int, aten.add.Tensor],
+    ),
     "hard sigmoid": (lambda x: F.relu6(x + 3) / 6, [aten.hardsigmoid.default]),
     "hard sigmoid times": (lambda x: (x + 3.0).clamp(0, 6) * (1 / 6), [aten.hardsigmoid.default]),
     "hard swish": (lambda x: x * F.relu6(x + 3) / 6, [aten.hardswish.default]),

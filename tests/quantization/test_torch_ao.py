@@ -99,6 +99,7 @@ NETS = {
     "shared": (Layer("twice", activation="relu6"), Layer("reread", groups="two", bias=True)),
     "norms": (Layer("norm", norm="plain"), Layer("norm", norm="none", activation="sigmoid")),
     "pools": (Layer("max", activation="leaky"), Layer("avg", activation="relu6 inplace"), Layer("residual")),
+    "slopes": (Layer(activation="leaky"), Layer("max", activation="drawn slope")),
     "floats": (Layer(activation="gelu"), Layer("residual", activation="tanh")),
 }
 
