@@ -10,6 +10,7 @@ runtime makes of it (fusions, kernels) is the benchmark's and the export gates' 
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -18,7 +19,7 @@ from typing import Any
 
 from qtool.artifacts import STAGES, has_result, read_result
 from qtool.errors import QtoolError, UsageError, nearest, one_line
-from qtool.lineage import outdated
+from qtool.lineage import altered, outdated
 from qtool.reporting.gather import REFUSED, refused
 
 MIB = 2**20
@@ -26,7 +27,10 @@ STANDARD = frozenset({"", "ai.onnx", "ai.onnx.ml", "com.microsoft"})
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """The file's kind, its size, and what that kind holds. Raises QtoolError where it cannot be read."""
+    """The file's kind, its size, and what that kind holds. Raises QtoolError where it cannot be read.
+
+    ``notes`` is there for a file of a run directory that is not the one that its stage wrote.
+    """
     if not path.is_file():
         beside = [p.name for p in path.parent.iterdir() if p.suffix in KINDS] if path.parent.is_dir() else []
         do = nearest(path.name, beside) if beside else "check the path"
@@ -42,7 +46,18 @@ def describe(path: Path) -> dict[str, Any]:
         raise QtoolError(
             f"artifact '{path}'", f"a whole {path.suffix} file", got, "make or download it again"
         ) from error
-    return {"file": path.name, "size_mib": path.stat().st_size / MIB, **found}
+    notes = [text for result in _results(path.parent).values() for text in altered(result, path.parent, path.name)]
+    told = {"notes": notes} if notes else {}
+    return {"file": path.name, "size_mib": path.stat().st_size / MIB, **told, **found}
+
+
+def _results(run: Path) -> dict[str, dict[str, Any]]:
+    """The results beside a file, as far as they can be read."""
+    found = {}
+    for stage in STAGES:
+        with contextlib.suppress(QtoolError):
+            found[stage] = read_result(run, stage, verify=False, stale=True)
+    return found
 
 
 def describe_run(place: Path) -> dict[str, Any]:

@@ -1,16 +1,20 @@
-"""What a stage's result was made from, and whether that is still what lies beside it.
+"""What a stage's result was made from, and whether that and its files are still what lies beside it.
 
 A result records the sha256 of what it read. A run directory whose quantization was made anew holds an export of one
-that is gone: each file is whole, and the two do not belong together.
+that is gone: each file is whole, and the two do not belong together. It records the sha256 of its own files as well:
+one that was changed since is not what the result tells of.
 
 Left out on purpose: results in other folders, and inputs that were never a file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from qtool.artifacts import output_path
+from qtool.errors import QtoolError
 
 SHA256 = 64  # hexadecimal digits
 
@@ -38,6 +42,20 @@ def superseded(results: Mapping[str, Mapping[str, Any]], stage: str) -> str:
 
 
 def outdated(results: Mapping[str, Mapping[str, Any]], run: Path) -> list[str]:
-    """A sentence for each stage of ``run`` whose result is of another than lies there now, with what to do."""
+    """A sentence for each stage of ``run`` whose result is of another than lies there now, with what to do.
+
+    Then one for each file of theirs that is gone or was changed.
+    """
     told = {stage: superseded(results, stage) for stage in results}
-    return [f"{stage} is {why}: run 'qtool {stage} {run}' again" for stage, why in told.items() if why]
+    old = [f"{stage} is {why}: run 'qtool {stage} {run}' again" for stage, why in told.items() if why]
+    return [*old, *(text for result in results.values() for text in altered(result, run))]
+
+
+def altered(result: Mapping[str, Any], run: Path, file: str | None = None) -> Iterator[str]:
+    """A sentence for each output of a result (or for ``file`` alone) that is not what the result records."""
+    for name, entry in result["outputs"].items():
+        try:
+            if file in (None, entry["file"]):
+                output_path(run, result, name)
+        except QtoolError as error:
+            yield str(error)

@@ -21,6 +21,7 @@ from qtool.artifacts import read_result, sha256_of
 from qtool.errors import ContractError, QtoolError, UsageError
 from qtool.recipe import Recipe
 from qtool.recipe_files import load_recipe
+from qtool.reporting.page import report
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(qtool.__file__).parents[1])}
 VARIANT = {
@@ -191,6 +192,21 @@ def test_inspecting_a_run_and_its_files(undisturbed: Path) -> None:
     weights = pipeline.inspect(undisturbed / "model.safetensors")["tensors"]
     assert weights["last.weight"]["shape"] == [3, 32]
     assert pipeline.inspect(undisturbed / "train.json")["content"]["stage"] == "train"
+
+
+def test_a_file_that_was_changed_is_said_wherever_it_is_looked_at(done: Path) -> None:
+    weights, graph = done / "model.safetensors", done / "ptq" / "int8.pt2"
+    assert not {"notes"} & {*pipeline.inspect(done), *pipeline.inspect(weights), *pipeline.inspect(graph)}
+    for path in (weights, graph):
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    inside = pipeline.inspect(done)
+    for path, place in ((weights, inside), (graph, inside["variants"]["ptq"])):
+        (told,) = place["notes"]
+        assert f"'{path}': expected sha256" in told
+    assert pipeline.inspect(weights)["notes"] == inside["notes"]
+    assert any(f"ptq: '{graph}': expected sha256" in told for told in report(done)["notes"])
 
 
 @pytest.mark.parametrize("name", ["a.onnx", "a.pt2", "a.safetensors", "a.json"])

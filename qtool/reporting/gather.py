@@ -37,6 +37,11 @@ class Run:
         return self.results.get(stage, {})
 
     @property
+    def told(self) -> list[str]:
+        """What is missing or stale, here and in the variants, each sentence with the variant's name."""
+        return [*self.missing, *(f"{place.name}: {text}" for place in self.variants for text in place.missing)]
+
+    @property
     def benchmark(self) -> Mapping[str, Any] | None:
         """The figures of the benchmark, or None."""
         figures = self.get("benchmark").get("metrics")

@@ -78,8 +78,10 @@ def write_report(path: Path, out: Path | None = None) -> dict[str, Path]:
     ``out`` is the folder they go to, by default the run's own. Raises QtoolError where there is no
     result in the run directory; an unfinished run gives a report that says what is missing.
     """
-    run = gather(path)
-    folder = out or path
+    return _written(gather(path), out or path)
+
+
+def _written(run: Run, folder: Path) -> dict[str, Path]:
     texts = {"html": (folder / "report.html", page(run)), "markdown": (folder / "report.md", summary(run))}
     for target, text in texts.values():
         with atomic_path(target) as temporary:
@@ -88,9 +90,14 @@ def write_report(path: Path, out: Path | None = None) -> dict[str, Path]:
 
 
 def report(path: Path, out: Path | None = None) -> dict[str, Any]:
-    """Writes the report, and gives its ``files`` and the outcome of every contract, by folder, as plain values."""
-    files = {name: str(target) for name, target in write_report(path, out).items()}
-    return {"files": files, "contracts": {place.name: place.contract for place in gather(path).contracted}}
+    """Writes the report, and gives plain values: its ``files``, the outcome of every contract by folder, the ``notes``.
+
+    Those say what is not there, and what was changed since.
+    """
+    run = gather(path)
+    files = {name: str(target) for name, target in _written(run, out or path).items()}
+    contracts = {place.name: place.contract for place in run.contracted}
+    return {"files": files, "contracts": contracts, "notes": run.told}
 
 
 def page(run: Run) -> str:
@@ -120,7 +127,7 @@ def _sections(run: Run) -> list[Markup]:
     """The sections that have something to show, in reading order."""
     wanted: list[tuple[str, list[Markup | None]]] = [
         ("Verdict", list(sections.verdict(run))),
-        ("Missing", [sections.missing(run)]),
+        ("Missing or changed", [sections.missing(run)]),
         ("Against an earlier benchmark", list(sections.regressions(run))),
         ("Accuracy, time and size", [sections.frontier(run)]),
         ("Figures", list(sections.figures_table(run))),
@@ -147,5 +154,5 @@ def summary(run: Run) -> str:
     trained = run.get("train")
     if memory := trained.get("memory"):
         parts.append(f"### Training memory\n\n{chosen_markdown(memory, trained['history'].get('halvings', 0))}")
-    told = [f"- {place.name}: {text}" for place in (run, *run.variants) for text in place.missing]
-    return "\n".join([*parts, *(["Missing:\n", *told] if told else [])]).rstrip() + "\n"
+    told = [f"- {text}" for text in run.told]
+    return "\n".join([*parts, *(["Missing or changed:\n", *told] if told else [])]).rstrip() + "\n"

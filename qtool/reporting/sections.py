@@ -343,12 +343,7 @@ def _plain(value: Any) -> str:
 
 def missing(run: Run) -> Markup | None:
     """What is not there, so that nobody takes this for the whole."""
-    told = [
-        f"{place.name}: {text}" if place is not run else text
-        for place in (run, *run.variants)
-        for text in place.missing
-    ]
-    return el("ul", [el("li", text) for text in told], cls="notes") if told else None
+    return el("ul", [el("li", text) for text in run.told], cls="notes") if run.told else None
 
 
 def regressions(run: Run) -> Iterator[Markup]:

@@ -153,9 +153,10 @@ def against_float(accuracy: Result) -> str:
 
 
 def report_lines(result: Result) -> Iterator[Any]:
-    """Where the page and the summary are, and what became of contracts."""
+    """Where the page and the summary are, what became of contracts, and what is missing."""
     yield from (f"{name}: {path}" for name, path in result["files"].items())
     yield from (f"{name}: {contract_sentence(outcome)}" for name, outcome in result["contracts"].items())
+    yield from result["notes"]
 
 
 def inspect_lines(result: Result) -> Iterator[Any]:

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from qtool.artifacts import sha256_of
 from qtool.errors import QtoolError
 from qtool.reporting.gather import gather
 
@@ -66,13 +67,28 @@ def test_a_stale_result_is_shown_as_such(finished_run):
 def test_what_was_made_from_an_earlier_result_is_said(finished_run, stage, output):
     later = {"quantize": "export", "export": "benchmark"}[stage]
     taken = {"quantize": "quantized", "export": "int8"}[stage]
-    for name, key, value in ((stage, "outputs", {output: {"sha256": "b" * 64}}), (later, "inputs", {taken: "a" * 64})):
+    (finished_run / "ptq" / "made").write_text("anew")
+    made = {"file": "made", "sha256": sha256_of(finished_run / "ptq" / "made")}
+    for name, key, value in ((stage, "outputs", {output: made}), (later, "inputs", {taken: "a" * 64})):
         path = finished_run / "ptq" / f"{name}.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
     told = f"{later} is of an earlier {stage}: run 'qtool {later} {finished_run / 'ptq'}' again"
     assert told in gather(finished_run).variants[0].missing
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"inputs": {taken: "b" * 64}}))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"inputs": {taken: made["sha256"]}}))
     assert gather(finished_run).variants[0].missing == []
+
+
+def test_a_file_that_was_changed_or_taken_away_is_said(finished_run):
+    place, result = finished_run / "ptq", finished_run / "ptq" / "quantize.json"
+    (place / "int8.pt2").write_bytes(b"integers")
+    entry = {"file": "int8.pt2", "sha256": sha256_of(place / "int8.pt2")}
+    result.write_text(json.dumps(json.loads(result.read_text()) | {"outputs": {"int8": entry}}))
+    assert gather(finished_run).told == []
+    (place / "int8.pt2").write_bytes(b"inteqers")
+    (told,) = gather(finished_run).told
+    assert told.startswith(f"ptq: '{place / 'int8.pt2'}': expected sha256 {entry['sha256'][:12]}… as recorded")
+    (place / "int8.pt2").unlink()
+    assert "no file" in gather(finished_run).told[0]
 
 
 def test_a_folder_without_results_is_refused(tmp_path):

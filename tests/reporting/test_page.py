@@ -76,7 +76,7 @@ def test_an_unfinished_run_shows_what_there_is(finished_run):
     for name in ("ptq", "qat"):
         (finished_run / name / "benchmark.json").unlink()
     read = Outline(page(gather(finished_run)))
-    assert read.headings == ["Missing", "Error by layer", "Coverage and gates", "Training", "Provenance"]
+    assert read.headings == ["Missing or changed", "Error by layer", "Coverage and gates", "Training", "Provenance"]
     assert "ptq: not there yet: benchmark (next: qtool benchmark" in read.text
 
 
