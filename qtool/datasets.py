@@ -117,6 +117,9 @@ def in_memory(where: str, images: NDArray[Any], labels: NDArray[Any]) -> Images:
     if images.dtype != np.uint8 or images.ndim not in (3, 4) or 0 in images.shape:
         got = f"{images.dtype} {'×'.join(map(str, images.shape)) or 'scalar'}"
         raise QtoolError(where, "images as uint8, N×H×W or N×H×W×C, none of them 0", got, "convert the images")
+    if images.ndim == 4 and images.shape[1] <= 4 < images.shape[3]:
+        got = f"{'×'.join(map(str, images.shape))}, where only the second is a number of channels"
+        raise QtoolError(where, "images as N×H×W×C", got, "store images.transpose(0, 2, 3, 1)")
     if labels.shape != images.shape[:1] or labels.dtype.kind not in "iu":
         got = f"{labels.dtype} of shape {labels.shape}"
         raise QtoolError(where, f"{len(images)} whole-number labels", got, "give one class index per image")
@@ -181,7 +184,9 @@ def _open_npz(path: Path) -> dict[str, NDArray[Any]]:
     except FileNotFoundError as error:
         raise absent(path) from error
     except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error, TypeError) as error:
-        raise QtoolError(f"'{path}'", "an npz file of plain arrays", str(error), "write it with numpy.savez") from error
+        raise QtoolError(
+            f"'{path}'", "an npz file of plain arrays", str(error), "store arrays of numbers with numpy.savez"
+        ) from error
 
 
 def read_idx(path: Path) -> dict[str, Images]:

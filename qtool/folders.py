@@ -2,7 +2,9 @@
 
 Each read decodes with Pillow, so that a set larger than memory can be used; what a set weighs is its list of names.
 Images are grey if the first one is, colour otherwise. Without a size, all must have the size of the first; with one,
-the shorter side is brought to it (bilinear with antialiasing, as Pillow does) and the centre is cut out.
+the shorter side is brought to it (bilinear with antialiasing, as Pillow does) and the centre is cut out. What is
+hidden (a name that begins with a dot) is no image. Images of more than 8 bits a channel are refused, since Pillow would
+cut their values off; of an animation the first picture is taken.
 
 Left out on purpose: decoding in parallel, and the other sizes and crops of the world; a factory can have them all.
 """
@@ -20,9 +22,10 @@ import torch
 from torch import Tensor
 
 from qtool.datasets import Images, Labels, absent
-from qtool.errors import QtoolError, UsageError, nearest
+from qtool.errors import QtoolError, UsageError, nearest, one_line
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
+DEEP = ("I", "F")  # modes of 16 and 32 bits: I;16, I;16B, I, F
 Open = Callable[[int], Any]  # position -> PIL.Image
 
 
@@ -35,6 +38,10 @@ def read_imagefolder(text: str) -> tuple[dict[str, Images], tuple[str, ...]]:
     path, side = (Path(place), int(size)) if place and size.isdecimal() else (Path(text), None)
     if side == 0:
         raise UsageError(f"data 'imagefolder:{text}'", "a size of at least 1", "0", "write for example :224")
+    if path.is_dir() and not all((path / part).is_dir() for part in ("train", "test")):
+        there = ", ".join(sorted(p.name for p in path.iterdir())[:20]) or "nothing"
+        expected = "folders 'train' and 'test', in each a folder for each class"
+        raise UsageError(f"data '{path}'", expected, there, "move or link the images into them")
     folders = {part: path / part for part in ("train", "test", "validation", "val")}
     folders = {part: folder for part, folder in folders.items() if part in ("train", "test") or folder.is_dir()}
     names = tuple(_classes(folders["train"]))
@@ -59,17 +66,35 @@ def _folder(folder: Path, names: tuple[str, ...], side: int | None, like: list[s
     for name in _classes(folder):
         if name not in names:
             raise QtoolError(f"'{folder}'", "the classes of the training part", f"'{name}'", nearest(name, names))
-        found = sorted(p for p in (folder / name).rglob("*") if p.suffix.lower() in SUFFIXES)
+        found = _image_files(folder / name)
+        if not found and folder.name == "train":
+            raise _no_images(folder / name)
         files += found
         labels += [names.index(name)] * len(found)
     if not files:
-        raise QtoolError(f"'{folder}'", f"image files ({', '.join(SUFFIXES)})", "none", "check the folder")
-    listing = [f"{file.relative_to(folder).as_posix()} {file.stat().st_size}" for file in files]
+        raise _no_images(folder)
+    listing = [f"{file.relative_to(folder).as_posix()} {_size(file)}" for file in files]
     image = _pillow()
     return decoded(
         lambda i: image.open(files[i]), lambda i: f"'{files[i]}'", np.array(labels), side, like,
         hashlib.sha256("\n".join([f"size {side}", *listing]).encode()).hexdigest(),
     )  # fmt: skip
+
+
+def _image_files(folder: Path) -> list[Path]:
+    found = (p for p in folder.rglob("*") if p.suffix.lower() in SUFFIXES)
+    return sorted(p for p in found if not any(part.startswith(".") for part in p.relative_to(folder).parts))
+
+
+def _no_images(folder: Path) -> QtoolError:
+    return QtoolError(f"'{folder}'", f"image files ({', '.join(SUFFIXES)})", "none", "add some, or remove the folder")
+
+
+def _size(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except OSError as error:
+        raise QtoolError(f"'{file}'", "a file that can be read", str(error.strerror), "remove or replace it") from error
 
 
 def decoded(
@@ -83,15 +108,19 @@ def decoded(
         try:
             with open_image(index) as opened:
                 picture = ops.exif_transpose(opened)
+                if picture.mode.startswith(DEEP):
+                    do = "save it with 8 bits, or read it with a factory"
+                    raise QtoolError(where(index), "8 bits a channel", f"Pillow's mode '{picture.mode}'", do)
                 mode = like[0] if like else ("L" if picture.mode in ("1", "L") else "RGB")
                 if mode == "L" and picture.mode not in ("1", "L"):
                     raise QtoolError(where(index), "a grey image, as the first one", picture.mode, "convert one or all")
                 picture = picture.convert(mode)
                 picture = picture if side is None else ops.fit(picture, (side, side), image.Resampling.BILINEAR)
-        except (OSError, SyntaxError, ValueError) as error:
-            raise QtoolError(
-                where(index), "an image that Pillow decodes", str(error), "remove or replace it"
-            ) from error
+        except QtoolError:
+            raise
+        except Exception as error:  # of a damaged file each of Pillow's readers raises its own kind
+            got = one_line(str(error) or type(error).__name__)
+            raise QtoolError(where(index), "an image that Pillow decodes", got, "remove or replace it") from error
         found = [mode, picture.size]
         like.extend(found[len(like) :])
         if found != like:

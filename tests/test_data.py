@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import re
+import shutil
 import struct
 import sys
 import types
@@ -437,6 +438,10 @@ def test_one_npz_file(tmp_path: Path) -> None:
         ({"images": np.zeros((4, 5, 5), np.float32), "labels": np.zeros(4, int)}, "images as uint8.*got float32 4×5×5"),
         ({"images": np.zeros((4, 5), np.uint8), "labels": np.zeros(4, int)}, "images as uint8"),
         ({"images": np.zeros((0, 5, 5), np.uint8), "labels": np.zeros(0, int)}, "none of them 0"),
+        (
+            {"images": np.zeros((6, 3, 5, 5), np.uint8), "labels": np.zeros(6, int)},
+            r"C; got 6×3×5×5.*transpose\(0, 2, 3, 1\)",
+        ),
         ({"images": np.zeros((4, 5, 5), np.uint8), "labels": np.zeros(3, int)}, "4 whole-number labels"),
         ({"images": np.zeros((4, 5, 5), np.uint8), "labels": np.zeros(4)}, "4 whole-number labels; got float64"),
         ({"images": np.zeros((4, 5, 5), np.uint8)}, "arrays images and labels; got images; add labels"),
@@ -479,8 +484,9 @@ def test_specs_that_name_nothing() -> None:
 
 
 def test_without_pillow_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "train" / "a").mkdir(parents=True)
-    (tmp_path / "train" / "a" / "1.png").write_bytes(b"")
+    for part in ("train", "test"):
+        (tmp_path / part / "a").mkdir(parents=True)
+        (tmp_path / part / "a" / "1.png").write_bytes(b"")
     monkeypatch.setitem(sys.modules, "PIL", None)
     with pytest.raises(QtoolError, match="pip install 'pillow'"):
         load_data(f"imagefolder:{tmp_path}")
@@ -544,6 +550,38 @@ def test_image_folders_that_are_wrong(tmp_path: Path) -> None:
         load_data(f"imagefolder:{tmp_path / 'train'}")
     with pytest.raises(UsageError, match="a size of at least 1"):
         load_data(f"imagefolder:{tmp_path}:0")
+
+
+@pytest.mark.parametrize("mode", ["uint16", "int32", "float32"])
+def test_images_that_would_be_cut_off_to_eight_bits_are_refused(tmp_path: Path, mode: str) -> None:
+    write_folder(tmp_path)
+    image = pytest.importorskip("PIL.Image")
+    pixels = np.full((6, 8), 0.5 if mode == "float32" else 700, mode)
+    image.fromarray(pixels).save(tmp_path / "train" / "cat" / "1.tiff")
+    with pytest.raises(QtoolError, match=r"1\.tiff': expected 8 bits a channel; got Pillow's mode '[IF].*factory"):
+        load_data(f"imagefolder:{tmp_path}")
+
+
+def test_what_is_hidden_is_no_image(tmp_path: Path) -> None:
+    write_folder(tmp_path)
+    cats = tmp_path / "train" / "cat"
+    (cats / "._0.png").write_bytes(b"of another system")
+    (cats / ".ipynb_checkpoints").mkdir()
+    shutil.copy(cats / "0.png", cats / ".ipynb_checkpoints" / "0-checkpoint.png")
+    data = load_data(f"imagefolder:{tmp_path}")
+    assert len(data.train) + len(data.validation) == 8
+
+
+def test_image_folders_of_another_layout_are_told_which_is_asked_for(tmp_path: Path) -> None:
+    write_folder(tmp_path)
+    (tmp_path / "train" / "bird").mkdir()
+    with pytest.raises(QtoolError, match=r"train/bird': expected image files .*; got none; add some, or remove"):
+        load_data(f"imagefolder:{tmp_path}")
+    (tmp_path / "train" / "bird" / "0.png").symlink_to("nowhere.png")
+    with pytest.raises(QtoolError, match=r"bird/0\.png': expected a file that can be read; got No such file"):
+        load_data(f"imagefolder:{tmp_path}")
+    with pytest.raises(UsageError, match="expected folders 'train' and 'test', in each a folder for each class; got "):
+        load_data(f"imagefolder:{tmp_path / 'test'}")
 
 
 # ---- the hub
