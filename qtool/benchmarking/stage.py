@@ -142,7 +142,8 @@ def _options(name: str, path: Path, config: BenchmarkConfig) -> dict[str, Any]:
 def _time(
     workers: Mapping[str, Worker], config: BenchmarkConfig, reference: str, batch_size: int, batches: Batches | None
 ) -> dict[str, dict[str, Any]]:
-    first_runs = {name: worker.feed(_feeds(worker, config, batch_size, batches)) for name, worker in workers.items()}
+    given = None if batches is None else _first(batches(batch_size))  # once: a loader that shuffles gives another next
+    first_runs = {name: worker.feed(_feeds(worker, config, batch_size, given)) for name, worker in workers.items()}
     stopping = Stopping(width=config.width, seconds=config.seconds)
     timings = race(workers, reference=reference, stopping=stopping, seed=config.seed)
     measured = describe(timings, reference=reference, batch_size=batch_size, width=config.width)
@@ -153,18 +154,23 @@ def _time(
     return measured
 
 
-def _feeds(worker: Worker, config: BenchmarkConfig, batch_size: int, batches: Batches | None) -> dict[str, Array]:
+def _first(batches: Iterable[tuple[Any, Any]]) -> tuple[Any]:
+    """The inputs of the first batch, in a tuple of their own."""
+    for value, _ in itertools.islice(batches, 1):
+        return (value,)
+    raise UsageError("benchmark data", "at least one batch", "none", "pass data with samples in it")
+
+
+def _feeds(worker: Worker, config: BenchmarkConfig, batch_size: int, given: tuple[Any] | None) -> dict[str, Array]:
     fixed = fixed_batch_size(worker.inputs)
     if fixed is not None and fixed != batch_size:
         raise UsageError(
             f"benchmark of '{worker.name}'", f"batch size {fixed}, to which the file is fixed", str(batch_size),
             f"use --batch-sizes {fixed}, or export with a dynamic batch",
         )  # fmt: skip
-    if batches is None:
+    if given is None:
         return random_feeds(worker.inputs, batch_size, shapes=config.shapes, seed=config.seed)
-    for value, _ in itertools.islice(batches(batch_size), 1):
-        return resize_batch(to_feeds(value, worker.inputs), batch_size)
-    raise UsageError("benchmark data", "at least one batch", "none", "pass data with samples in it")
+    return resize_batch(to_feeds(given[0], worker.inputs), batch_size)
 
 
 def _measure_accuracy(

@@ -9,6 +9,7 @@ import pytest
 from onnx import helper
 
 from qtool.artifacts import write_json
+from qtool.benchmarking.process import Worker
 from qtool.benchmarking.stage import benchmark
 from qtool.errors import QtoolError, UsageError
 from qtool.recipe import BenchmarkConfig
@@ -39,6 +40,21 @@ def test_what_ran_is_told_and_half_precision_is_not_taken_for_granted(result):
     assert result["variants"]["int8"]["arithmetic"] == {"int8": 3}
     half = result["variants"]["fp16"]["arithmetic"]
     assert any("storage only" in note for note in result["notes"]) is ("float16" not in half)
+
+
+def test_all_files_are_timed_on_one_batch_of_a_loader_that_shuffles(files, batches, monkeypatch):
+    fed, feed = [], Worker.feed
+    monkeypatch.setattr(Worker, "feed", lambda self, feeds: (fed.append(feeds), feed(self, feeds))[1])
+    draw = np.random.default_rng(0)
+
+    def shuffled(size):
+        for x, y in batches(size):
+            rows = draw.permutation(len(x))
+            yield x[rows], y[rows]
+
+    benchmark(files, BenchmarkConfig(seconds=0.0, batch_sizes=(32,)), batches=shuffled)
+    assert len(fed) == 3
+    assert all(np.array_equal(feeds["x"], fed[0]["x"]) for feeds in fed)
 
 
 def test_sizes_are_ratios_to_the_reference(result):
