@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qtool.errors import QtoolError, UsageError, nearest
+from qtool.given import Repeated
 from qtool.options import make, option
 
 if TYPE_CHECKING:
@@ -43,18 +44,32 @@ class CalibrationRecipe:
 
 
 class Inputs:
-    """Batches of inputs that can be gone through again and again, none of them kept in memory."""
+    """Batches of inputs that can be gone through again and again, none of them kept in memory.
 
-    def __init__(self, dataset: Any, indices: list[int], batch_size: int) -> None:
+    A dataset that augments draws from the ``seed``, so that every pass meets the same inputs.
+    """
+
+    def __init__(self, dataset: Any, indices: list[int], batch_size: int, seed: int = 0) -> None:
         self.dataset, self.indices, self.batch_size = dataset, indices, batch_size
+        self._same = Repeated(_Read(self), seed)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._same)
+
+    def __len__(self) -> int:
+        return -(-len(self.indices) // self.batch_size)
+
+
+@dataclass(frozen=True)
+class _Read:
+    """One pass over the samples, as the dataset gives them this time."""
+
+    of: Inputs
 
     def __iter__(self) -> Iterator[Any]:
         from qtool.data import batches
 
-        return (inputs for inputs, _ in batches(self.dataset, self.batch_size, order=self.indices))
-
-    def __len__(self) -> int:
-        return -(-len(self.indices) // self.batch_size)
+        return (inputs for inputs, _ in batches(self.of.dataset, self.of.batch_size, order=self.of.indices))
 
 
 def draw(spec: str, data: Data | None, seed: int, batch_size: int) -> tuple[Inputs, dict[str, Any]]:
@@ -80,7 +95,7 @@ def _drawn(
     indices = stratified_sample(dataset, min(recipe.samples, len(dataset)), seed)
     digest = hashlib.sha256(",".join(map(str, indices)).encode()).hexdigest()
     drawn = {"part": recipe.part, "seed": seed, "num_samples": len(indices), "indices_sha256": digest}
-    return Inputs(dataset, indices, batch_size), record | drawn | {"num_asked": recipe.samples}
+    return Inputs(dataset, indices, batch_size, seed), record | drawn | {"num_asked": recipe.samples}
 
 
 def _open(recipe: CalibrationRecipe, data: Data | None, spec: str) -> Data:

@@ -3,14 +3,23 @@
 A batch is a pair where it is a tuple or list of two, and an input alone where it is one of one, as data loaders give
 it. A model of two arguments without targets is therefore given dicts, or ``((first, second),)``. Something that can be
 gone through only once is kept in memory, since calibration, timing and judging each go through it again.
+
+What one pass found in a batch the next one looks up by the batch's place, so every pass has to meet the same batches. A
+loader that shuffles or augments does, since each pass draws the same random numbers: those of torch, numpy and Python's
+``random`` as they stood at first, and of the loader's own generators. The caller's are left as they are. A loader that
+gives others all the same is refused: a batch is known by its checksum.
+
+Left out on purpose: keeping batches, which would take the memory that streaming them saves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
-from qtool.errors import UsageError
+from qtool.errors import QtoolError, UsageError
 
 
 def pairs_of(batches: Iterable[Any]) -> Iterable[tuple[Any, Any]]:
@@ -26,7 +35,9 @@ def inputs_of(batches: Iterable[Any]) -> Iterable[Any]:
 class _Pairs:
     def __init__(self, batches: Iterable[Any]) -> None:
         require_batches(batches)
-        self.batches = list(batches) if iter(batches) is batches else batches
+        self.batches: Iterable[Any] = list(batches) if isinstance(batches, Iterator) else batches
+        if not isinstance(self.batches, tuple | list):
+            self.batches = Repeated(self.batches)
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self.batches:
@@ -37,6 +48,100 @@ class _Pairs:
 class _Inputs(_Pairs):
     def __iter__(self) -> Iterator[Any]:
         return (value for value, _ in super().__iter__())
+
+
+class Repeated:
+    """Batches that are the same in every pass over ``batches``, whatever they draw.
+
+    They draw from the random states that there are now, or from those of a ``seed``. Raises QtoolError, while they are
+    gone through, where a batch is another than in an earlier pass, or there are fewer.
+    """
+
+    def __init__(self, batches: Iterable[Any], seed: int | None = None) -> None:
+        self.batches = batches
+        self._states = _states(batches)
+        self._begin = _read(self._states) if seed is None else _seeded(seed)
+        self._marks: list[int] = []
+
+    def __iter__(self) -> Iterator[Any]:
+        from qtool.nested import checksum
+
+        index = -1
+        for index, batch in enumerate(self._drawn()):
+            mark = checksum(batch)
+            if index == len(self._marks):
+                self._marks.append(mark)
+            elif mark != self._marks[index]:
+                raise _changed(f"another batch {index}")
+            yield batch
+        if index + 1 < len(self._marks):
+            raise _changed(f"{index + 1} batches, after {len(self._marks)} before")
+
+    def _drawn(self) -> Iterator[Any]:
+        own = list(self._begin)
+        with self._drawing(own):
+            iterator = iter(self.batches)
+        while True:
+            with self._drawing(own):
+                try:
+                    batch = next(iterator)
+                except StopIteration:
+                    return
+            yield batch
+
+    @contextmanager
+    def _drawing(self, own: list[Any]) -> Iterator[None]:
+        """Has ``own`` states in place for the block, and what they have become in ``own`` behind it."""
+        callers = _read(self._states)
+        _write(self._states, own)
+        try:
+            yield
+        finally:
+            own[:] = _read(self._states)
+            _write(self._states, callers)
+
+
+def _changed(got: str) -> QtoolError:
+    return QtoolError(
+        "data", "the same batches each time they are gone through", got, "pass list(batches), which keeps them"
+    )
+
+
+States = list[tuple[Callable[[], Any], Callable[[Any], Any]]]
+
+
+def _states(loader: Any) -> States:
+    """How to read and to write each random state that a loader in this process may draw from."""
+    import numpy as np
+    import torch
+
+    sampler, batched = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
+    places = (loader, sampler, batched, getattr(batched, "sampler", None))
+    own = {id(g): g for g in (getattr(p, "generator", None) for p in places) if isinstance(g, torch.Generator)}
+    return [
+        (torch.get_rng_state, torch.set_rng_state),
+        (np.random.get_state, np.random.set_state),
+        (random.getstate, random.setstate),
+        *((generator.get_state, generator.set_state) for generator in own.values()),
+    ]
+
+
+def _seeded(seed: int) -> list[Any]:
+    """The random states of this process (those of torch, numpy and Python) as they are after seeding."""
+    import numpy as np
+    import torch
+
+    generator = np.random.RandomState(seed % 2**32)
+    return [torch.Generator().manual_seed(seed).get_state(), generator.get_state(), random.Random(seed).getstate()]
+
+
+def _read(states: States) -> list[Any]:
+    return [read() for read, _ in states]
+
+
+def _write(states: States, values: list[Any]) -> None:
+    for (_, write), value in zip(states, values, strict=True):
+        write(value)
 
 
 def require_batches(given: Any) -> None:

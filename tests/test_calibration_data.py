@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import Dataset
 
 from qtool.calibration_data import FOLDERS, Inputs, draw, read
-from qtool.data import load_data, targets_of
+from qtool.data import from_mapping, load_data, targets_of
 from qtool.errors import QtoolError, UsageError
 
 
@@ -30,6 +32,25 @@ def test_batches_can_be_gone_through_again_and_hold_all_samples(small_data: str)
     sizes = [len(batch) for batch in inputs]
     assert sizes == [len(batch) for batch in inputs] == [8, 8, 8, 6]
     assert len(inputs) == 4  # type: ignore[arg-type]
+
+
+class Augmented(Dataset[Any]):
+    """Noise, drawn whenever it is read."""
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.randn(3), index % 2
+
+
+def test_a_set_that_augments_gives_the_same_inputs_in_every_pass_by_the_seed() -> None:
+    data = from_mapping({"train": Augmented(), "test": Augmented()})
+    inputs, again, other = (torch.cat(list(draw("train:12", data, seed, 5)[0])) for seed in (0, 0, 1))
+    (kept, _), _ = draw("train:12", data, 0, 5), torch.rand(3)
+    assert all(torch.equal(torch.cat(list(kept)), inputs) for _ in range(2))
+    assert torch.equal(inputs, again)
+    assert not torch.isin(inputs, other).any()
 
 
 def test_a_small_set_is_taken_whole_and_the_record_says_so(small_data: str) -> None:

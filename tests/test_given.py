@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from qtool.errors import UsageError
+from qtool.errors import QtoolError, UsageError
 from qtool.given import inputs_of, pairs_of
 
 X, Y = torch.zeros(2, 3), torch.zeros(2)
@@ -49,3 +52,49 @@ def test_a_data_loader_is_read_anew_each_time() -> None:
 def test_what_would_be_read_sample_by_sample_is_refused(given: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         inputs_of(given)
+
+
+class Noisy(Dataset[Any]):
+    """Numbers with noise that is drawn from each of the random states that datasets draw from."""
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> Any:
+        return index + torch.rand(1) + np.random.rand() + random.random(), index
+
+
+@pytest.mark.parametrize("generator", [None, torch.Generator()], ids=["global", "own"])
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_every_pass_of_a_loader_that_shuffles_and_augments_is_the_same(generator: Any, num_workers: int) -> None:
+    loader = DataLoader(Noisy(), batch_size=4, shuffle=True, generator=generator, num_workers=num_workers)
+    before, inputs = torch.get_rng_state(), inputs_of(loader)
+    first = torch.cat([next(iter(inputs)), *inputs])
+    torch.rand(3)  # what the caller draws in between changes nothing
+    torch.testing.assert_close(torch.cat([next(iter(inputs)), *inputs]), first, rtol=0, atol=0)
+    torch.set_rng_state(before)
+    expected = torch.rand(3)
+    torch.set_rng_state(before)
+    list(inputs)
+    assert torch.equal(torch.rand(3), expected)
+
+
+class Stream(IterableDataset[Any]):
+    """Samples that can be had once, from an object that can be iterated again."""
+
+    def __init__(self, count: int) -> None:
+        self.samples = iter(torch.arange(float(count)))
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.samples
+
+
+def test_a_loader_that_gives_other_batches_the_next_time_is_refused() -> None:
+    inputs = inputs_of(DataLoader(Stream(6), batch_size=2))
+    assert len(list(inputs)) == 3
+    with pytest.raises(QtoolError, match=r"got 0 batches, after 3 before; pass list\(batches\)"):
+        list(inputs)
+    inputs = inputs_of(DataLoader(Stream(6), batch_size=2))
+    next(iter(inputs))
+    with pytest.raises(QtoolError, match="got another batch 0"):
+        list(inputs)

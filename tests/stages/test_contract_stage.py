@@ -12,10 +12,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 import qtool
 from qtool import cli
@@ -216,9 +217,10 @@ def test_batches_need_validation_batches_of_their_own() -> None:
 def test_validation_batches_that_cannot_be_judged_are_told() -> None:
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 3)).eval()
     held = torch.randn(60, 1, 8, 8)
-    shuffled = DataLoader(held.tolist(), 10, shuffle=True, collate_fn=torch.tensor)
+    draw = np.random.default_rng(0)
+    drawn = DataLoader(held.tolist(), 10, collate_fn=lambda rows: torch.tensor(rows) + draw.random())
     for validation, told in (
-        (shuffled, "the same validation samples in the same order each time; got others in batch"),
+        (drawn, "the same batches each time they are gone through; got another batch 0"),
         ([held.double()], "validation samples, 'input': expected float32 of N × 1 × 8 × 8; got float64"),
         ([held[:, :, :4]], "got float32 of 60 × 1 × 4 × 8"),
         (held, r"pass \[tensor\]"),
@@ -227,6 +229,25 @@ def test_validation_batches_that_cannot_be_judged_are_told() -> None:
     ):
         with pytest.raises(QtoolError, match=told):
             qtool.quantize(model, [torch.randn(32, 1, 8, 8)], validation=validation, max_kl=1e-4, method="given")
+
+
+class Augmented(Dataset[Any]):
+    """Images of noise, which is drawn whenever one is read."""
+
+    def __len__(self) -> int:
+        return 60
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.randn(1, 8, 8), index % 3
+
+
+def test_a_validation_part_that_changes_is_told() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 3)).eval()
+    data = dict.fromkeys(("train", "validation", "test"), Augmented())
+    with pytest.raises(
+        QtoolError, match="the same validation samples in the same order each time; got others in batch"
+    ):
+        qtool.quantize(model, data, max_kl=1e-4, method="given")
 
 
 @pytest.mark.parametrize(

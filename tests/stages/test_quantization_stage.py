@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import qtool
 from qtool.recipe import QatConfig
 from qtool.stages.quantization import _quantize_configs
 
@@ -17,3 +22,16 @@ def test_a_device_that_is_named_is_that_of_training_too() -> None:
     config, tuning = _quantize_configs(None, None, {"mode": "qat"})
     assert tuning is not None
     assert (config.device, tuning.device) == ("cpu", "auto")
+
+
+def test_a_loader_that_shuffles_is_read_in_one_order_by_every_pass() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(128, 5))
+    images = torch.randn(64, 1, 8, 8)
+    loader = DataLoader(TensorDataset(images), 8, shuffle=True)
+    torch.manual_seed(1)
+    kept = list(loader)
+    torch.manual_seed(1)
+    found, expected = (qtool.quantize(model.eval(), data, algorithms=["gptq"]) for data in (loader, kept))
+    with torch.no_grad():
+        assert torch.equal(found(images), expected(images))
