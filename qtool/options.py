@@ -76,13 +76,23 @@ def check(value: Any, hint: Any, metadata: Mapping[str, Any], where: str) -> Any
         return None
     if get_origin(kind) is dict:
         items = _table(where, where, value).items()
+        if nested := next((key for key, item in items if isinstance(item, Mapping)), None):
+            do = "quote the whole of a name with dots in it"
+            raise UsageError(where, f"a value for '{nested}'", f"a table {value[nested]!r}", do)
         return {str(key): check(item, get_args(kind)[1], metadata, where) for key, item in items}
     if get_origin(kind) is tuple:
         if not isinstance(value, list | tuple) or not value:
             got = "an empty list" if value in ([], ()) else repr(value)
-            raise UsageError(where, "a list of at least one value", got, f"write [{value!r}]" if value else "add one")
+            raise UsageError(where, "a list of at least one value", got, _as_list(value, kind) if value else "add one")
         return tuple(check(item, get_args(kind)[0], metadata, where) for item in value)
     return _bounded(_scalar(value, kind, where), metadata, where)
+
+
+def _as_list(value: Any, kind: Any) -> str:
+    """The advice where no list was given: to write the parts between commas as one."""
+    parts = value.split(",") if isinstance(value, str) else [value]
+    bare = get_args(kind)[0] is not str
+    return f"write [{', '.join(str(part).strip() if bare else as_toml(str(part).strip()) for part in parts)}]"
 
 
 def inner_type(hint: Any) -> tuple[Any, bool]:

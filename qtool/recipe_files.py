@@ -71,7 +71,8 @@ def override(table: dict[str, Any], text: str) -> None:
     """Applies one ``a.b=c`` to a nested table in place; a part with dots in it is quoted, as in TOML."""
     key, equals, value = text.partition("=")
     if not equals or not key.strip():
-        raise UsageError(f"--set '{text}'", "KEY=VALUE", "no '='", "write for example --set train.epochs=8")
+        got = "no key" if equals else "no '='"
+        raise UsageError(f"--set '{text}'", "KEY=VALUE", got, "write for example --set train.epochs=8")
     *parents, last = _key_parts(key.strip())
     for parent in parents:
         table = table.setdefault(parent, {})
@@ -97,7 +98,7 @@ def _plain_value(text: str) -> Any:
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
-        return text
+        return text.strip()
 
 
 def to_toml(recipe: Recipe) -> str:
