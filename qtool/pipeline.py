@@ -110,7 +110,10 @@ def _measured(place: Path, recipe: Recipe) -> bool:
 
 
 def report(folder: str | Path) -> dict[str, Any]:
-    """What is known of a run directory, from its results: each stage's metrics, and each variant's the same way."""
+    """What is known of a run directory, from its results: each stage's metrics, and each variant's the same way.
+
+    Raises QtoolError where there is no result.
+    """
     place = Path(folder)
     found: dict[str, Any] = {"run": os.fspath(place)}
     for stage in STAGES:
@@ -123,6 +126,8 @@ def report(folder: str | Path) -> dict[str, Any]:
     if not has_result(place, "quantize"):
         variants = {p.parent.name: report(p.parent) for p in sorted(place.glob("*/quantize.json"))}
         found |= {"variants": variants} if variants else {}
+    if len(found) == 1:
+        require_run_directory(place, "train")
     return found
 
 

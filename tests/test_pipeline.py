@@ -194,6 +194,21 @@ def test_inspecting_a_run_and_its_files(undisturbed: Path) -> None:
     assert pipeline.inspect(undisturbed / "train.json")["content"]["stage"] == "train"
 
 
+def test_a_report_of_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="a folder that a stage has written; got no such folder"):
+        qtool.report(tmp_path / "none")
+    with pytest.raises(QtoolError, match="finished stages: none"):
+        qtool.report(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("what", "got"), [(["a.onnx"], "got a list"), ("a.onnx", "got 'a.onnx', a file"), (None, "None")]
+)
+def test_files_to_benchmark_are_given_by_name(what: Any, got: str) -> None:
+    with pytest.raises(UsageError, match=rf"'what': expected a run directory, or a mapping .*{got}.*pass {{'fp32'"):
+        qtool.benchmark(what)
+
+
 def test_a_file_that_was_changed_is_said_wherever_it_is_looked_at(done: Path) -> None:
     weights, graph = done / "model.safetensors", done / "ptq" / "int8.pt2"
     assert not {"notes"} & {*pipeline.inspect(done), *pipeline.inspect(weights), *pipeline.inspect(graph)}

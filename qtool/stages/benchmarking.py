@@ -10,6 +10,7 @@ from qtool.artifacts import STAGES, has_result, output_path, read_result, stagin
 from qtool.errors import QtoolError, UsageError
 from qtool.given import pairs_of
 from qtool.lineage import superseded
+from qtool.options import argument
 from qtool.recipe import BenchmarkConfig, as_dict
 from qtool.source import UNIDENTIFIED, open_data, recall_source, require_run_directory
 from qtool.stages.common import AnyPath, Progress, configured, teller, writable
@@ -41,6 +42,11 @@ def benchmark(
         found = stage.benchmark(files, config, batches=_test_batches(open_data(data, 0)), progress=teller(progress))
         _require(found, config)
         return found
+    if not isinstance(what, str | Path) or Path(what).suffix == ".onnx":
+        got = f"'{what}', a file" if isinstance(what, str | Path) else f"a {type(what).__name__}"
+        raise UsageError(
+            argument("what"), "a run directory, or a mapping of names to files", got, "pass {'fp32': 'a.onnx', …}"
+        )
     if "bf16" in config.variants and not config.provider.startswith("torch"):
         raise UsageError(
             "--variants bf16", "--provider torch, which computes in bfloat16", f"--provider {config.provider}",

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from qtool.artifacts import has_result, output_path, read_result
 from qtool.calibration_data import draw
@@ -22,6 +24,25 @@ from qtool.source import UNIDENTIFIED, Source
 Config = TypeVar("Config")
 AnyPath = str | Path
 Progress = bool | Callable[[str], None]
+
+
+_TURN = threading.RLock()
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+
+def in_turn(stage: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """A stage that captures graphs, of which a process runs one at a time: other threads wait for their turn.
+
+    What ``torch.export`` knows of the model that it is tracing belongs to the whole process.
+    """
+
+    @functools.wraps(stage)
+    def waiting(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        with _TURN:
+            return stage(*args, **kwargs)
+
+    return waiting
 
 
 def configured(kind: type[Config], config: Config | None, options: Mapping[str, Any]) -> Config:

@@ -14,7 +14,17 @@ from qtool.given import inputs_of
 from qtool.options import argument
 from qtool.recipe import ExportConfig, as_dict
 from qtool.source import UNIDENTIFIED, data_facts, open_data, recall_source, require_run_directory
-from qtool.stages.common import AnyPath, Progress, configured, finished, required_folder, seen_from, teller, writable
+from qtool.stages.common import (
+    AnyPath,
+    Progress,
+    configured,
+    finished,
+    in_turn,
+    required_folder,
+    seen_from,
+    teller,
+    writable,
+)
 from qtool.stages.quantization import open_quantized
 from qtool.stages.served import contract_gate
 
@@ -27,6 +37,7 @@ if TYPE_CHECKING:
     from qtool.form import QuantizedModel
 
 
+@in_turn
 def export(
     quantized: QuantizedModel | nn.Module | AnyPath,
     out: AnyPath | None = None,

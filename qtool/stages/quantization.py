@@ -24,6 +24,7 @@ from qtool.stages.common import (
     drop_checkpoints,
     example_of,
     finished,
+    in_turn,
     meter,
     seen_from,
     teller,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from qtool.tasks import Task
 
 
+@in_turn
 def quantize(
     model: nn.Module | AnyPath,
     data: object = None,

@@ -22,7 +22,17 @@ from qtool.errors import QtoolError
 from qtool.options import argument, check, make
 from qtool.recipe import CONTRACT_FIELDS, QuantizeConfig, as_dict
 from qtool.source import Source, open_float, state_hash
-from qtool.stages.common import AnyPath, Progress, calibration_of, configured, example_of, teller, tidy, writable
+from qtool.stages.common import (
+    AnyPath,
+    Progress,
+    calibration_of,
+    configured,
+    example_of,
+    in_turn,
+    teller,
+    tidy,
+    writable,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -36,6 +46,7 @@ SAVE_SECONDS = 1.0
 SAMPLES = 128
 
 
+@in_turn
 def sensitivity(
     model: nn.Module | AnyPath,
     data: object = None,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -35,3 +38,14 @@ def test_a_loader_that_shuffles_is_read_in_one_order_by_every_pass() -> None:
     found, expected = (qtool.quantize(model.eval(), data, algorithms=["gptq"]) for data in (loader, kept))
     with torch.no_grad():
         assert torch.equal(found(images), expected(images))
+
+
+def test_threads_that_quantize_and_export_at_once_take_turns(tmp_path: Path) -> None:
+    def made(seed: int) -> bool:
+        model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 5)).eval()
+        images = torch.randn(16, 1, 8, 8, generator=torch.Generator().manual_seed(seed))
+        exported = qtool.export(qtool.quantize(model, [images]), tmp_path / str(seed), samples=[images])
+        return all(gate["passed"] for gate in exported.gates)
+
+    with ThreadPoolExecutor(3) as pool:
+        assert all(pool.map(made, range(3)))
