@@ -22,7 +22,7 @@ integer operations   fewer of the multiplying operations run in INT8
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,14 @@ SIZE_TOLERANCE = 0.01
 MEMORY_TOLERANCE = 0.10
 HALF_A_POINT = 0.005
 HALF_A_DECIBEL = 0.5
+EACH = "*"
+READ: dict[str, Any] = {
+    "reference": None, "cpu": {"name": None}, "noise": {"noisy": None},
+    "variants": {EACH: {"latency": [dict.fromkeys(
+        ("batch_size", "latency_p50_ms", "speedup", "speedup_ci95", "spread")
+    )]}},
+}  # fmt: skip
+"""What every comparison reads of an earlier result, each variant and each row of its latency alike."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +64,7 @@ def compare_with(old: Path, before: Mapping[str, Any], new: Mapping[str, Any], t
     Raises QtoolError where the two have no variant in common, or are known to be of two models.
     """
     require_same_model(old, before, new)
-    if not any(name in before["variants"] for name in new["variants"]):
-        raise QtoolError(
-            f"comparison with '{old}'", f"a variant of {', '.join(new['variants'])}", ", ".join(before["variants"]),
-            "compare like with like",
-        )  # fmt: skip
+    require_common(old, before, new["variants"])
     worse = regressions(before, new, tolerance)
     return {
         "with": str(old),
@@ -83,6 +87,15 @@ def require_same_model(old: Path, before: Mapping[str, Any], new: Mapping[str, A
         )  # fmt: skip
 
 
+def require_common(old: Path, before: Mapping[str, Any], names: Iterable[str]) -> None:
+    """Raises QtoolError where the figures in ``old`` have none of the variants ``names``."""
+    if not set(names) & set(before["variants"]):
+        there = ", ".join(before["variants"]) or "none"
+        raise QtoolError(
+            f"comparison with '{old}'", f"a variant of {', '.join(names)}", there, "compare like with like"
+        )
+
+
 def require_no_regression(result: Mapping[str, Any]) -> None:
     """Raises ContractError naming every figure of a benchmark result that became worse."""
     comparison = result.get("comparison")
@@ -103,9 +116,24 @@ def read_benchmark(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise QtoolError(f"'{path}'", "a benchmark.json", str(error), "give one that qtool benchmark wrote") from error
     figures = value.get("metrics", value) if isinstance(value, dict) else {}
-    if not isinstance(figures, dict) or not isinstance(figures.get("variants"), dict) or "reference" not in figures:
-        raise QtoolError(f"'{path}'", "a benchmark.json", "other JSON", "give one that qtool benchmark wrote")
-    return figures
+    if lost := "its figures" if not isinstance(figures, dict) else _lost(figures, READ, ""):
+        raise QtoolError(f"'{path}'", "a benchmark.json", f"JSON without {lost}", "give one that qtool benchmark wrote")
+    return dict(figures)
+
+
+def _lost(value: Any, asked: Any, at: str) -> str:
+    """Where the first thing that ``asked`` names is missing in ``value``; empty where all is there."""
+    if isinstance(asked, list):
+        if not isinstance(value, list):
+            return at
+        return next(filter(None, (_lost(item, asked[0], f"{at}[{i}]") for i, item in enumerate(value))), "")
+    if asked is not None and not isinstance(value, dict):
+        return at
+    for key in () if asked is None else value if EACH in asked else asked:
+        place = f"{at}.{key}".lstrip(".")
+        if lost := place if key not in value else _lost(value[key], asked.get(EACH) or asked[key], place):
+            return lost
+    return ""
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

@@ -41,7 +41,8 @@ def model_files(path: Path) -> list[Path]:
     """The file and, for ONNX, the external data files that it names, each once."""
     if path.suffix != ".onnx":
         if not path.is_file():
-            raise QtoolError(f"'{path}'", "a model file", "no such file", "check the path")
+            got = "a folder" if path.is_dir() else "no such file"
+            raise QtoolError(f"'{path}'", "a model file", got, "check the path")
         return [path]
     return [path, *_external(path, load_onnx(path))]
 

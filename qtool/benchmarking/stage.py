@@ -23,7 +23,7 @@ from qtool.benchmarking.claims import check_claim, is_integer, slower_causes, sl
 from qtool.benchmarking.inputs import fixed_batch_size, random_feeds, resize_batch, to_feeds
 from qtool.benchmarking.latency import Stopping, describe, noise
 from qtool.benchmarking.process import Worker, race, whole_cores
-from qtool.benchmarking.regression import compare_with, read_benchmark, require_same_model
+from qtool.benchmarking.regression import compare_with, read_benchmark, require_common, require_same_model
 from qtool.benchmarking.size import MIB, measure_size
 from qtool.errors import UsageError
 from qtool.recipe import BenchmarkConfig
@@ -63,6 +63,7 @@ def benchmark(
     earlier = read_benchmark(Path(config.compare)) if config.compare else None
     if config.compare and earlier:
         require_same_model(Path(config.compare), earlier, subject or {})
+        require_common(Path(config.compare), earlier, files)
     variants: dict[str, dict[str, Any]] = {}
     for name, path in files.items():
         tell(f"size of {name}")

@@ -150,7 +150,10 @@ def test_what_to_compare_with_is_read_before_anything_is_measured(files, tmp_pat
     config = BenchmarkConfig(seconds=0.0, compare=str(tmp_path / "absent.json"))
     with pytest.raises(QtoolError, match=r"benchmark\.json"):
         benchmark({"fp32": files["fp32"]}, config, progress=said.append)
-    write_json(tmp_path / "absent.json", {"variants": {}, "reference": "fp32", "model": "other"})
+    there = {"variants": {}, "reference": "fp32", "model": "other", "cpu": {"name": "A"}, "noise": {"noisy": False}}
+    write_json(tmp_path / "absent.json", there)
     with pytest.raises(QtoolError, match="the model 'this'; got those of 'other'"):
         benchmark({"fp32": files["fp32"]}, config, subject={"model": "this"}, progress=said.append)
+    with pytest.raises(QtoolError, match="expected a variant of fp32; got none; compare like"):
+        benchmark({"fp32": files["fp32"]}, config, progress=said.append)
     assert said == []

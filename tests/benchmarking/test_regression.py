@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 
 import pytest
 
@@ -154,6 +155,19 @@ def test_another_file_is_refused(tmp_path, text):
         read_benchmark(path)
     with pytest.raises(QtoolError, match="No such file"):
         read_benchmark(tmp_path / "absent.json")
+
+
+@pytest.mark.parametrize("path", ["cpu", "noise.noisy", "variants.int8.latency", "variants.int8.latency[0].spread"])
+def test_a_file_without_what_is_compared_is_refused(old_file, path):
+    figures = result()
+    *parents, last = path.replace("[0]", ".0").split(".")
+    place = figures
+    for part in parents:
+        place = place[int(part)] if isinstance(place, list) else place[part]
+    del place[last]
+    old_file.write_text(json.dumps(figures))
+    with pytest.raises(QtoolError, match=re.escape(f"JSON without {path}; give one")):
+        read_benchmark(old_file)
 
 
 def test_nothing_in_common_is_an_error(old_file):
