@@ -36,7 +36,7 @@ PLANNED = (
 )  # fmt: skip
 """What a memory budget may change."""
 LORA_BASES = ("full", "nf4")
-RANGES = ("minmax", "moving-average", "percentile", "entropy", "mse", "output")
+RANGES = ("minmax", "moving-average", "percentile", "entropy", "mse", "output", "network")
 ENGINES = ("pt2e", "torch.ao")
 STRATEGIES = ("ddp", "fsdp")
 MODES = ("ptq", "qat")
@@ -169,7 +169,7 @@ class QuantizeConfig:
         None, "settings by name: fast reads extremes alone, best takes minutes; files run at the same speed either way",
         choices=EFFORTS,
     )  # fmt: skip
-    ranges: str = option("mse", "how activation ranges are read from the histogram", choices=RANGES)
+    ranges: str = option("network", "how activation ranges are read from the histogram", choices=RANGES)
     percentile: float = option(
         99.99, "share of the values that --ranges percentile keeps, in percent", low=50, high=100
     )
@@ -253,8 +253,8 @@ def settings_of(effort: str | None, weight_bits: int) -> dict[str, Any]:
     if effort == "fast":
         return {"ranges": "minmax", "algorithms": None}
     if weight_bits >= 7:
-        return {"ranges": "output", "algorithms": ("smooth", "equalize", "gptq", "steps")}
-    return {"ranges": "output", "weight_ranges": "mse", "algorithms": ("smooth", "brecq")}
+        return {"ranges": "network", "algorithms": ("smooth", "equalize", "gptq", "steps")}
+    return {"ranges": "network", "weight_ranges": "mse", "algorithms": ("smooth", "brecq")}
 
 
 CONTRACT_FIELDS = (

@@ -79,12 +79,12 @@ def test_an_effort_is_its_settings_written_out(effort: str | None, bits: int) ->
     recipe = make(Recipe, {"quantize": {"effort": effort, "weight_bits": bits}})
     found = recipe.quantize
     wanted = {
-        (None, 4): ("mse", "minmax", ("smooth", "analytic-bias", "bias")),
-        (None, 8): ("mse", "minmax", ("smooth", "analytic-bias", "bias")),
+        (None, 4): ("network", "minmax", ("smooth", "analytic-bias", "bias")),
+        (None, 8): ("network", "minmax", ("smooth", "analytic-bias", "bias")),
         ("fast", 4): ("minmax", "minmax", None),
         ("fast", 8): ("minmax", "minmax", None),
-        ("best", 4): ("output", "mse", ("smooth", "brecq")),
-        ("best", 8): ("output", "minmax", ("smooth", "equalize", "gptq", "steps")),
+        ("best", 4): ("network", "mse", ("smooth", "brecq")),
+        ("best", 8): ("network", "minmax", ("smooth", "equalize", "gptq", "steps")),
     }
     assert (found.ranges, found.weight_ranges, found.algorithms) == wanted[effort, bits]
     assert found.effort == effort

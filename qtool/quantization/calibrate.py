@@ -10,6 +10,7 @@ and activations of one piece at a time are all the memory that is needed.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -49,10 +50,8 @@ def choose_ranges(observers: Mapping[str, RangeObserver], config: QuantizeConfig
     ranges = {}
     for name, observer in observers.items():
         low, high = estimate(
-            observer.histogram, config.ranges, percentile=config.percentile,
-            num_levels=observer.quant_max - observer.quant_min + 1,
-            symmetric=observer.qscheme == torch.per_tensor_symmetric,
-        )  # fmt: skip
+            observer.histogram, config.ranges, **asdict(observer.options) | {"percentile": config.percentile}
+        )
         method = config.ranges if observer.fixed is None else "fixed"
         low, high = observer.chosen = observer.fixed or (low, high)
         ranges[name] = {

@@ -13,6 +13,7 @@ Left out on purpose: how the errors of neighbouring values go together, which wo
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -48,7 +49,7 @@ def channel_gains(graph: GraphModule, placement: Placement) -> dict[str, Gains]:
     return {
         names.get(node, node.name): Gains(axis, values / values.mean())
         for node, (axis, values) in found.items()
-        if (node in names or node.op == "placeholder") and bool(values.sum() > 0)
+        if (node in names or node.op == "placeholder") and 0 < float(values.sum()) < math.inf
     }
 
 
@@ -59,7 +60,11 @@ def _through(
     if user.target in ANCHORS and user.args[0] is node:
         weight = parameter(graph, user.args[1])
         axis = node.meta["val"].dim() - 1 if user.target is aten.linear.default else 1
-        return None if weight is None else (axis - 1, towards_inputs(weight, user, torch.ones(len(weight))))
+        return (
+            None
+            if weight is None
+            else (axis - 1, towards_inputs(weight.double(), user, torch.ones(len(weight)).double()))
+        )
     if user in found and keeps_channels(user):
         return found[user]
     return None

@@ -30,13 +30,16 @@ import functools
 import math
 import zlib
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from qtool.errors import QtoolError
+
+if TYPE_CHECKING:
+    from qtool.quantization.ranges.network import Tails
 
 HALF_BINS = 4096
 """Bins on either side of zero; a power of two."""
@@ -68,6 +71,7 @@ class Histogram:
         self.maximum = -math.inf
         self.num_samples = 0
         self.num_zeros = 0
+        self.tails: Tails | None = None
         self.average = (math.nan, math.nan)
         self.exponent = _LEAST_EXPONENT
         self.counts: Counts = np.zeros(2 * HALF_BINS if bins else 0, dtype=np.int64)

@@ -12,7 +12,7 @@ A new observer is a class here with ``forward`` and ``calculate_qparams``.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,8 +21,14 @@ from qtool.errors import QtoolError
 from qtool.quantization.histogram import Histogram
 from qtool.quantization.learned import LearnedSteps
 from qtool.quantization.qparams import affine_qparams, symmetric_qparams
-from qtool.quantization.ranges import estimate, weight_range
+from qtool.quantization.ranges import RangeOptions, estimate, weight_range
 from qtool.quantization.torchao_api import FakeQuantizeBase, ObserverBase
+
+
+class Watching(Protocol):
+    """Takes part in what an observer passes on."""
+
+    def see(self, observer: RangeObserver, x: Tensor) -> Tensor: ...
 
 
 class RangeObserver(ObserverBase):  # type: ignore[misc]
@@ -43,12 +49,19 @@ class RangeObserver(ObserverBase):  # type: ignore[misc]
         self.fixed: tuple[float, float] | None = None
         self.limits: tuple[float, float] | None = None
         self.enabled = True
+        self.watch: Watching | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Adds ``x`` to the histogram and returns it."""
+        """Adds ``x`` to the histogram, shows it to whoever watches, and returns it."""
         if self.enabled:
             self.histogram.update(x.detach())
-        return x
+        return x if self.watch is None else self.watch.see(self, x)
+
+    @property
+    def options(self) -> RangeOptions:
+        """What an estimator of its range is told, but for the percentile."""
+        levels = self.quant_max - self.quant_min + 1
+        return RangeOptions(num_levels=levels, symmetric=self.qscheme == torch.per_tensor_symmetric)
 
     def fix(self, low: float, high: float) -> None:
         """Takes a range that the operator alone decides, whatever the data; they are still looked at."""

@@ -52,6 +52,8 @@ from qtool.quantization.sensitivity import Sensitivities
 from qtool.quantization.shuffles import write_rows
 from qtool.quantization.targets import ORT_CPU, Target, get_target
 from qtool.quantization.transposed import write_transposed
+from qtool.quantization.watching import SAMPLES as WATCHED
+from qtool.quantization.watching import watch
 from qtool.quantization.zero_pads import absorb
 from qtool.recipe import QatConfig, QuantizeConfig
 
@@ -147,7 +149,7 @@ def convert(
         first = _first_ranges(model, config, example, calibration)
         ranges = train_quantized(prepared, calibration, qat, tuning or QatConfig(), float_graph, first)
     else:
-        ranges = _observe(prepared, config, calibration, example, saved)
+        ranges = _observe(prepared, config, calibration, example, saved, passes)
         for name, entry in passes.saved.items():
             ranges.setdefault(name, {}).update(entry)
     graph = prepared.convert()
@@ -158,6 +160,8 @@ def convert(
 def _again(calibration: Iterable[Any], config: QuantizeConfig, keep: bool) -> Iterable[Any]:
     """Batches that can be gone through once, so that what reads them behind the calibration finds them, or enough."""
     most = None if keep or config.mode == "qat" else samples_read(config.algorithms or ())
+    if most is not None and config.ranges == "network":
+        most = max(most, WATCHED)
     return list(calibration) if most is None else Once(calibration, most) if most else calibration
 
 
@@ -268,7 +272,8 @@ def _target(config: QuantizeConfig) -> Target:
 
 
 def _gains(graph: GraphModule, placement: Placement, config: QuantizeConfig) -> dict[str, Gains]:
-    return channel_gains(graph, placement) if config.ranges == "output" and config.mode == "ptq" else {}
+    asked = config.ranges in ("output", "network") and config.mode == "ptq"
+    return channel_gains(graph, placement) if asked else {}
 
 
 def _weighed(prepared: Prepared, gains: Mapping[str, Gains]) -> Prepared:
@@ -290,8 +295,9 @@ def _fix_ranges(prepared: Prepared) -> None:
 
 
 def _observe(
-    prepared: Prepared, config: QuantizeConfig, calibration: Iterable[Any], example: Any, saved: Mapping[str, Any]
-) -> dict[str, Any]:
+    prepared: Prepared, config: QuantizeConfig, calibration: Iterable[Any], example: Any, saved: Mapping[str, Any],
+    passes: Passes,
+) -> dict[str, Any]:  # fmt: skip
     if config.ranges_from is not None:
         restore_ranges(prepared.observers, saved, config.ranges_from)
         _observe_weights(prepared, example)
@@ -302,8 +308,11 @@ def _observe(
     for name, observer in prepared.observers.items():
         observer.histogram.name = name
     device = resolve_device(config.device)
+    batches = Moved(calibration, device)
     with on(device, prepared.graph):
-        calibrate(prepared.graph, Moved(calibration, device))
+        calibrate(prepared.graph, batches)
+        if config.ranges == "network" and (reason := watch(prepared, batches, passes.report)) is not None:
+            passes.notes.append(f"ranges: those of 'output', since {reason}")
     return choose_ranges(prepared.observers, config)
 
 

@@ -309,17 +309,32 @@ def _keep_wanted(graph: GraphModule, placement: Placement, units: Mapping[str, P
     }
     last = {id(units[n.name]): n for n in graph.graph.nodes if n.name in units}
     naming = _Naming(placement, units, last, carriers, modules)
-    found: dict[int, tuple[str, Any]] = {}
+    kept: dict[str, Carrier] = {}
     for node, carrier in carriers.items():
         name = naming.of(node)
         if name is None:
             node.replace_all_uses_with(node.args[0])
             graph.graph.erase_node(node)
-        elif isinstance(carrier.inner, RangeObserver | FakeQuantizer):
-            found.setdefault(id(carrier), (name, carrier.inner))
+        elif isinstance(carrier.inner, RangeObserver | FakeQuantizer) and carrier not in kept.values():
+            kept[name] = carrier
     graph.delete_all_unused_submodules()
     graph.recompile()
-    return named(dict(found.values()))
+    _share(placement, kept)
+    return named({name: carrier.inner for name, carrier in kept.items()})
+
+
+def _share(placement: Placement, kept: dict[str, Carrier]) -> None:
+    """Gives what only moves values the observer of the values, and takes its own out of ``kept``."""
+    names = {placed.output: placed.unit.name for placed in placement.placed}
+
+    def watched(node: Node) -> str:
+        return names[node] if names.get(node) in kept else node.name
+
+    for placed in placement.placed:
+        if placed.pattern is not None and placed.pattern.shares:
+            source, moved = watched(placed.operands[0]), watched(placed.output)
+            if {source, moved} <= kept.keys() and isinstance(kept[source].inner, RangeObserver):
+                kept.pop(moved).inner = kept[source].inner
 
 
 @dataclass

@@ -167,5 +167,7 @@ def test_batches_that_come_once_are_not_kept() -> None:
             yield batch
             assert sum(ref() is not None for ref in alive) <= 2
 
-    quantize(Residual(), QuantizeConfig(algorithms=("analytic-bias",)), example=BATCHES[0], calibration=once())
+    quantize(
+        Residual(), QuantizeConfig(ranges="mse", algorithms=("analytic-bias",)), example=BATCHES[0], calibration=once()
+    )
     assert len(alive) == 6

@@ -59,7 +59,7 @@ def test_ranges_then_corrections_stand_on_what_helped() -> None:
     assert world.tried[:4] == [
         "ptq, minmax",
         "analytic-bias",
-        "ranges output + smooth + equalize + gptq + steps",
+        "ranges network + smooth + equalize + gptq + steps",
         "ranges moving-average",
     ]
     assert len(set(world.tried)) == len(world.tried)
@@ -67,16 +67,16 @@ def test_ranges_then_corrections_stand_on_what_helped() -> None:
 
 def test_the_usual_best_comes_after_what_is_free_and_is_stood_on_where_it_gains() -> None:
     world = World(0.3)
-    world.error = lambda c: 0.5 if c.ranges == "output" and "gptq" in (c.algorithms or ()) else 1.0  # type: ignore[method-assign]
+    world.error = lambda c: 0.5 if c.ranges == "network" and "gptq" in (c.algorithms or ()) else 1.0  # type: ignore[method-assign]
     world.search.run()
-    assert world.tried[1:3] == ["analytic-bias", "ranges output + smooth + equalize + gptq + steps"]
+    assert world.tried[1:3] == ["analytic-bias", "ranges network + smooth + equalize + gptq + steps"]
     assert world.search.base.config.algorithms == ("smooth", "equalize", "gptq", "steps")
     asked = World(0.3)
     asked.search.config = dataclasses.replace(
-        asked.config, ranges="output", algorithms=("smooth", "equalize", "gptq", "steps")
+        asked.config, ranges="network", algorithms=("smooth", "equalize", "gptq", "steps")
     )
     asked.search.run()
-    assert "ranges output + smooth + equalize + gptq + steps" not in asked.tried  # it was what was asked for
+    assert "ranges network + smooth + equalize + gptq + steps" not in asked.tried  # it was what was asked for
 
 
 def test_as_few_units_as_will_do_are_left_in_float() -> None:

@@ -55,7 +55,7 @@ def test_a_contract_that_is_kept(trained: Path) -> None:
     outcome = read_result(trained, "quantize")["contract"]
     assert outcome["met"]
     assert outcome["num_samples"] == 300
-    assert [trial["name"] for trial in outcome["trials"]] == ["ptq, mse + smooth + analytic-bias + bias"]
+    assert [trial["name"] for trial in outcome["trials"]] == ["ptq, network + smooth + analytic-bias + bias"]
     assert outcome["options"] == {}
     assert not (trained / "search").exists()
     torch.testing.assert_close(
@@ -167,7 +167,7 @@ def test_training_is_the_last_resort(trained: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(ContractError) as caught:
         qtool.quantize(trained, max_kl=1e-9, epochs=1, batch_size=16, **OPTIONS)
     assert [trial["name"] for trial in caught.value.details["trials"]] == [
-        "ptq, mse + smooth + analytic-bias + bias",
+        "ptq, network + smooth + analytic-bias + bias",
         "qat",
     ]
 
@@ -258,7 +258,7 @@ def test_a_validation_part_that_changes_is_told() -> None:
         ({"max_drop": 5.0, "validation_samples": 20}, "at least 38 validation samples"),
         ({"metric": "top1"}, "'metric': expected max_drop, max_kl or min_agreement beside it; got none of them"),
         ({"time_budget": 5.0}, "'time_budget': expected max_drop"),
-        ({"percentile": 99.5}, "'percentile': expected ranges 'percentile' beside it; got 'mse'"),
+        ({"percentile": 99.5}, "'percentile': expected ranges 'percentile' beside it; got 'network'"),
         ({"max_drop": -1.0}, "argument 'max_drop': expected at least 0"),
         ({"max_drop": 5.0, "method": "magic"}, "argument 'method': expected one of auto, ptq, given"),
     ],
@@ -300,7 +300,7 @@ def test_a_recipe_holds_a_contract_for_each_variant(
     assert "contract" in found
     show("inspect", found)
     told = " ".join(capsys.readouterr().out.split())
-    assert "contract not kept; closest is 'ptq, mse + smooth + analytic-bias + bias': KL ≤ 1e-09 nats" in told
+    assert "contract not kept; closest is 'ptq, network + smooth + analytic-bias + bias': KL ≤ 1e-09 nats" in told
     assert "allow more by method 'auto'" in told
 
 

@@ -32,7 +32,7 @@ class Passes:
     ) -> None:  # fmt: skip
         self.names, self.device = tuple(config.algorithms or ()), resolve_device(config.device)
         self.batches = Moved(batches, self.device)
-        self._subject = partial(Subject, config=config, report=report, scratch=scratch)
+        self.report, self._subject = report, partial(Subject, config=config, report=report, scratch=scratch)
         check_names(self.names)
         self.notes: list[str] = []
         self._declined = f"mode '{config.mode}' trains weights and ranges instead" if config.mode == "qat" else ""

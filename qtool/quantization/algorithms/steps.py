@@ -34,12 +34,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qtool.nested import call, map_tensors, micro_batches, num_samples, tensors
+from qtool.nested import call, map_tensors, micro_batches, num_samples
 from qtool.quantization.algorithms.journal import Journal, State
 from qtool.quantization.algorithms.spool import Store
 from qtool.quantization.algorithms.student import Student
 from qtool.quantization.algorithms.subject import Declined, Subject
 from qtool.quantization.algorithms.verify import parted
+from qtool.quantization.outputs import floating, rates, vector
 
 EPOCHS, BATCH, PIECE, HELD = 8, 32, 8, 8
 SAMPLES = 256
@@ -64,7 +65,7 @@ def learn_steps(subject: Subject) -> None:
     count = sum(num_samples(batch) for batch in subject.batches)
     if count < SAMPLES:
         raise Declined(f"{count} calibration samples, and {SAMPLES} are the fewest to learn from")
-    if not _floating([node.meta["val"] for node in subject.reference.graph.output_node().all_input_nodes]):
+    if not floating([node.meta["val"] for node in subject.reference.graph.output_node().all_input_nodes]):
         raise Declined("the model gives no floating point numbers to learn from")
     with Samples(subject, held=True) as unseen, Samples(subject, held=False) as seen:
         student.prepare(next(iter(seen))[0])
@@ -95,9 +96,7 @@ class Samples:
         self._rates: list[Tensor] = []
         for index, piece in enumerate(self._pieces()):
             wanted = call(subject.reference, piece)
-            if not index:
-                squares = [value.float().square().mean() for value in _floating(wanted)]
-                self._rates = [square.clamp(min=1e-30).rsqrt() for square in squares]
+            self._rates = self._rates or rates(wanted)
             self.store.put(self._key, index, self.vector(wanted))
 
     def __enter__(self) -> Samples:
@@ -123,8 +122,7 @@ class Samples:
 
     def vector(self, outputs: Any) -> Tensor:
         """All floating point outputs in one dimension, float32."""
-        values = zip(_floating(outputs), self._rates, strict=True)
-        return torch.cat([value.float().flatten() * rate for value, rate in values])
+        return vector(outputs, self._rates)
 
     def _pieces(self) -> Iterator[Any]:
         for batch in parted(self.batches, held=self.held, share=HELD):
@@ -133,10 +131,6 @@ class Samples:
 
     def _laid_out(self, value: Tensor) -> Tensor:
         return value.contiguous(memory_format=torch.channels_last) if value.dim() == 4 else value
-
-
-def _floating(value: Any) -> list[Tensor]:
-    return [tensor for tensor in tensors(value) if tensor.is_floating_point()]
 
 
 @torch.no_grad()

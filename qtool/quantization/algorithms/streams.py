@@ -160,7 +160,8 @@ def _is_plain_sum(node: Node) -> bool:
 
 
 def _same_shape(left: Any, right: Any) -> bool:
-    return bool(tuple(left.meta["val"].shape[1:]) == tuple(right.meta["val"].shape[1:]))
+    values = [side.meta.get("val") for side in (left, right)]  # a stored constant has none
+    return all(value is not None for value in values) and values[0].shape[1:] == values[1].shape[1:]
 
 
 def _passes(node: Node) -> bool:

@@ -10,6 +10,7 @@ estimator answers from the same histogram, after calibration, so one pass over t
 ``mse``             the least expected squared error of quantization
 ``entropy``         the least Kullback-Leibler divergence between the values and their quantization
 ``output``          the least expected squared error at the outputs of the layers that read the tensor
+``network``         the same, and wider where what is clipped adds up at the network's outputs
 ==================  ================================================================================
 
 A new estimator is one file with a function ``(Histogram, RangeOptions) -> (minimum, maximum)``, one line in
@@ -28,6 +29,7 @@ from qtool.quantization.ranges.entropy import entropy
 from qtool.quantization.ranges.minmax import minmax
 from qtool.quantization.ranges.moving import moving_average
 from qtool.quantization.ranges.mse import mse
+from qtool.quantization.ranges.network import network
 from qtool.quantization.ranges.output import output
 from qtool.quantization.ranges.percentile import percentile
 from qtool.quantization.ranges.weights import weight_range
@@ -43,6 +45,7 @@ ESTIMATORS: dict[str, Estimator] = {
     "mse": mse,
     "entropy": entropy,
     "output": output,
+    "network": network,
 }
 
 

@@ -1,0 +1,25 @@
+"""A model's outputs as one vector: what errors at the outputs are counted in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qtool.nested import tensors
+
+
+def floating(value: Any) -> list[Tensor]:
+    """The floating point tensors among outputs."""
+    return [tensor for tensor in tensors(value) if tensor.is_floating_point()]
+
+
+def rates(outputs: Any) -> list[Tensor]:
+    """One over each output's root mean square, so that outputs of different sizes matter alike."""
+    return [value.float().square().mean().clamp(min=1e-30).rsqrt() for value in floating(outputs)]
+
+
+def vector(outputs: Any, by: list[Tensor]) -> Tensor:
+    """All floating point outputs times their rates in one dimension, float32."""
+    return torch.cat([value.float().flatten() * rate for value, rate in zip(floating(outputs), by, strict=True)])
