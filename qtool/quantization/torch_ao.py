@@ -25,34 +25,34 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.fx import GraphModule, Node
 from torch.nn import functional as F
 
 from qtool.errors import QtoolError, one_line
 from qtool.form import arguments, open_axes
-from qtool.quantization import observers as own
-from qtool.quantization.align import Misaligned, align, check_quantizers, label_units, quantized_values
+from qtool.quantization.align import Misaligned, align, check_quantizers, label_units
 from qtool.quantization.capture import aten, capture, owner, remove_dropout, set_modes, user_line
 from qtool.quantization.constants import fold_quantized
 from qtool.quantization.integers import drop_requantization
 from qtool.quantization.module_norms import convolve_norms, folded
-from qtool.quantization.observers import FakeQuantizer, RangeObserver, named
 from qtool.quantization.placement import Placed, Placement
 from qtool.quantization.prepared import Prepared
 from qtool.quantization.quiet import quiet_torch_ao
 from qtool.quantization.spellings import RESPELT, WRITTEN, refuse_parts
-from qtool.quantization.targets import Format, Pattern, Target
+from qtool.quantization.targets import Pattern, Target
 
 try:
     import torch.ao.nn.intrinsic as nni
     import torch.ao.nn.intrinsic.qat as nniqat
     import torch.ao.nn.qat as nnqat
     import torch.ao.nn.quantized.reference as nnqr
-    from torch.ao.quantization import ObserverBase, QConfig, QConfigMapping
+    from torch.ao.quantization import QConfigMapping
     from torch.ao.quantization.backend_config import BackendConfig, BackendPatternConfig, DTypeConfig, ObservationType
     from torch.ao.quantization.fx.tracer import QuantizationTracer
     from torch.ao.quantization.quantize_fx import _convert_to_reference_decomposed_fx, prepare_fx, prepare_qat_fx
+
+    from qtool.quantization.torch_ao_observers import STORAGE, TRANSPARENT, keep_wanted, qconfig
 except ImportError as missing:
     raise QtoolError(
         "engine 'torch.ao'", "a torch with torch.ao's FX graph mode", f"torch {torch.__version__} ({missing})",
@@ -62,45 +62,6 @@ except ImportError as missing:
 
 # Other activations are absorbed by their bounds, which a pattern cannot see; the placement takes observers out there.
 _ALWAYS_FUSED = (aten.relu.default, aten.relu6.default)
-_TRANSPARENT = (nn.Identity, nn.Dropout, nn.Dropout2d, F.dropout, F.dropout2d)
-_STORAGE = {torch.uint8: torch.quint8, torch.int8: torch.qint8}
-
-
-class Carrier(ObserverBase):
-    """One of qtool's observers or fake-quantizers in the shape that torch.ao expects."""
-
-    def __init__(self, inner: Any) -> None:
-        super().__init__(dtype=_STORAGE[inner.dtype])
-        self.inner = inner
-        self.quant_min, self.quant_max, self.qscheme = inner.quant_min, inner.quant_max, inner.qscheme
-        self.ch_axis = getattr(inner, "ch_axis", -1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """What the inner observer makes of ``x``."""
-        return self.inner(x)  # type: ignore[no-any-return]
-
-    def calculate_qparams(self, **_: Any) -> tuple[Tensor, Tensor]:
-        """The inner observer's scale and zero point."""
-        return self.inner.calculate_qparams()  # type: ignore[no-any-return]
-
-
-def qconfig(target: Target, *, train: bool, detailed: bool = False, weight_ranges: str = "minmax") -> Any:
-    """torch.ao's pair of constructors, for the target's formats of activations and weights."""
-
-    def activation(**_: Any) -> Carrier:
-        scheme = torch.per_tensor_symmetric if target.activation.symmetric else torch.per_tensor_affine
-        make: Any = FakeQuantizer if train else RangeObserver
-        return Carrier(make(*_limits(target.activation), scheme, detailed=detailed))
-
-    def weight(**_: Any) -> Carrier:
-        make: Any = own.PerChannelFakeQuantizer if train else own.PerChannelWeightObserver
-        return Carrier(make(*_limits(target.weight), torch.per_channel_symmetric, 0, method=weight_ranges))
-
-    return QConfig(activation=activation, weight=weight)  # type: ignore[no-untyped-call]
-
-
-def _limits(form: Format) -> tuple[torch.dtype, int, int]:
-    return form.dtype, form.qmin, form.qmax
 
 
 # The BackendConfig, generated from the target's patterns.
@@ -155,7 +116,7 @@ def backend_config(target: Target, *, train: bool) -> BackendConfig:
 
 
 def _observed(config: BackendPatternConfig, target: Target, pattern: Pattern) -> BackendPatternConfig:
-    activation, weight = _STORAGE[target.activation.dtype], _STORAGE[target.weight.dtype]
+    activation, weight = STORAGE[target.activation.dtype], STORAGE[target.weight.dtype]
     dtypes = (activation, activation, weight, torch.float) if pattern.weighted else (activation, activation)
     kind = "OUTPUT_SHARE_OBSERVER_WITH_INPUT" if pattern.shares else "OUTPUT_USE_DIFFERENT_OBSERVER_AS_INPUT"
     return config.set_observation_type(ObservationType[kind]).set_dtype_configs([DTypeConfig(*dtypes)])
@@ -235,7 +196,7 @@ def prepare(
     inputs, _ = arguments(example)
     with quiet_torch_ao(), _blaming(model):
         graph = (prepare_qat_fx if train else prepare_fx)(traced, mapping, inputs, backend_config=config)
-    observers = _keep_wanted(graph, placement, units)
+    observers = keep_wanted(graph, placement, units)
     return Prepared(graph, placement, observers, lambda: _convert(graph, placement, config, example), switch)
 
 
@@ -278,7 +239,7 @@ def _is_identity(node: Node, modules: Mapping[str, nn.Module], train: bool) -> b
     if node.op == "call_module":
         module = modules[str(node.target)]
         return isinstance(module, nn.Identity) or (not train and isinstance(module, nn.modules.dropout._DropoutNd))
-    return not train and node.op == "call_function" and node.target in _TRANSPARENT
+    return not train and node.op == "call_function" and node.target in TRANSPARENT
 
 
 def _link(traced: GraphModule, nodes: list[tuple[Node, str]], placement: Placement) -> dict[str, Placed]:
@@ -297,89 +258,6 @@ def _link(traced: GraphModule, nodes: list[tuple[Node, str]], placement: Placeme
                 waiting[path].remove(pair)
                 break
     return units
-
-
-def _keep_wanted(graph: GraphModule, placement: Placement, units: Mapping[str, Placed]) -> dict[str, Any]:
-    """Takes out the observers that the placement does not ask for; returns those that stay, by name."""
-    modules = dict(graph.named_modules(remove_duplicate=False))
-    carriers = {
-        n: modules[str(n.target)]
-        for n in graph.graph.nodes
-        if n.op == "call_module" and isinstance(modules[str(n.target)], Carrier)
-    }
-    last = {id(units[n.name]): n for n in graph.graph.nodes if n.name in units}
-    naming = _Naming(placement, units, last, carriers, modules)
-    kept: dict[str, Carrier] = {}
-    for node, carrier in carriers.items():
-        name = naming.of(node)
-        if name is None:
-            node.replace_all_uses_with(node.args[0])
-            graph.graph.erase_node(node)
-        elif isinstance(carrier.inner, RangeObserver | FakeQuantizer) and carrier not in kept.values():
-            kept[name] = carrier
-    graph.delete_all_unused_submodules()
-    graph.recompile()
-    _share(placement, kept)
-    return named({name: carrier.inner for name, carrier in kept.items()})
-
-
-def _share(placement: Placement, kept: dict[str, Carrier]) -> None:
-    """Gives what only moves values the observer of the values, and takes its own out of ``kept``."""
-    names = {placed.output: placed.unit.name for placed in placement.placed}
-
-    def watched(node: Node) -> str:
-        return names[node] if names.get(node) in kept else node.name
-
-    for placed in placement.placed:
-        if placed.pattern is not None and placed.pattern.shares:
-            source, moved = watched(placed.operands[0]), watched(placed.output)
-            if {source, moved} <= kept.keys() and isinstance(kept[source].inner, RangeObserver):
-                kept.pop(moved).inner = kept[source].inner
-
-
-@dataclass
-class _Naming:
-    """Which tensor an observer watches, by the name that the default engine would give it."""
-
-    placement: Placement
-    units: Mapping[str, Placed]
-    last: Mapping[int, Node]
-    carriers: Mapping[Node, Any]
-    modules: Mapping[str, nn.Module]
-
-    def __post_init__(self) -> None:
-        self.wanted = quantized_values(self.placement)
-        self.inputs = [n for n in self.placement.graph_module.graph.nodes if n.op == "placeholder"]
-
-    def of(self, carrier: Node) -> str | None:
-        """The name of what ``carrier`` watches; None where nothing is to be quantized."""
-        source = self._source(carrier.args[0])
-        if source.op == "get_attr":
-            return str(source.target) if self._reader(carrier) else None
-        if source.op == "placeholder":
-            value = self.inputs[[n for n in source.graph.nodes if n.op == "placeholder"].index(source)]
-            return value.name if value in self.wanted else None
-        placed = self.units.get(source.name)
-        if placed is None:  # an operator that is quantized nowhere; it may still feed one that is
-            reader = self._reader(carrier)
-            return reader.operands[0].name if reader else None
-        if self.last[id(placed)] is not source or placed.output not in self.wanted:
-            return None
-        return placed.unit.name if placed.pattern is not None else placed.output.name
-
-    def _source(self, value: Any) -> Node:
-        while value in self.carriers or self._is_transparent(value):
-            value = value.args[0]
-        assert isinstance(value, Node)
-        return value
-
-    def _is_transparent(self, node: Node) -> bool:
-        written = type(self.modules[str(node.target)]) if node.op == "call_module" else node.target
-        return node.op.startswith("call") and node.name not in self.units and written in _TRANSPARENT
-
-    def _reader(self, carrier: Node) -> Placed | None:
-        placed = (self.units.get(user.name) for user in carrier.users)
-        return next((p for p in placed if p is not None and p.pattern is not None), None)
 
 
 # Converting.
@@ -412,7 +290,7 @@ def switch(graph: GraphModule, *, batch_norm: bool, dropout: bool) -> None:
             module.training = batch_norm and isinstance(module, nn.modules.batchnorm._BatchNorm)
     changed = False
     for node in graph.graph.nodes:
-        if node.op == "call_function" and node.target in _TRANSPARENT:
+        if node.op == "call_function" and node.target in TRANSPARENT:
             changed |= node.kwargs.get("training", True) is not dropout
             node.update_kwarg("training", dropout)
     if changed:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from qtool.nested import call, micro_batches, thinned
 from qtool.quantization.algorithms.subject import Report, silent
+from qtool.quantization.histogram import subsample
 from qtool.quantization.observers import RangeObserver
 from qtool.quantization.outputs import rates, vector
 from qtool.quantization.prepared import Prepared
@@ -71,13 +72,20 @@ class Watch:
 
 
 def _tail_sums(x: Tensor, gradient: Tensor, tails: Tails) -> tuple[Any, float]:
-    """The sums of ``gradient`` by the bins of the tails, and that of its squares where ``x`` is not zero."""
-    edges = torch.from_numpy(tails.edges).to(x.device, torch.float32)
+    """The sums of ``gradient`` by the bins of the tails, and that of its squares where ``x`` is not zero.
+
+    The latter is read from the values that a histogram counts, each of which stands for others; the former from all.
+    """
+    low, high = (float(end) for end in torch.aminmax(x))
     sums = torch.zeros(2 * BINS, dtype=torch.float64, device=x.device)
-    for side, beyond in enumerate((x < edges[0, -1], x > edges[1, 0])):
-        bins = torch.bucketize(x[beyond], edges[side, 1:-1], right=True) + side * BINS
-        sums.index_add_(0, bins, gradient[beyond].double())
-    energy = torch.where(x == 0, 0.0, gradient).square().sum()
+    edges = torch.from_numpy(tails.edges).to(x.device, torch.float32)
+    for side, (reached, end) in enumerate(((low < tails.low, tails.low), (high > tails.high, tails.high))):
+        if reached:  # by few samples: most are done with their extremes
+            beyond = (x > end) if side else (x < end)
+            bins = torch.bucketize(x[beyond], edges[side, 1:-1], right=True) + side * BINS
+            sums.index_add_(0, bins, gradient[beyond].double())
+    (values, stride), (slopes, _) = subsample(x[None]), subsample(gradient[None])
+    energy = torch.where(values == 0, 0.0, slopes).square().sum() * stride
     return sums.cpu().numpy(), float(energy)
 
 

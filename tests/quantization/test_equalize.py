@@ -133,7 +133,8 @@ def test_relu6_is_never_pushed_beyond_what_was_seen() -> None:
     assert bool((before * noise.best() <= 6).all())
     assert bool((noise.best() >= 1 / 256).all())
     clipped = {
-        node: Seen(*[v + 7 for v in (s.low, s.high, s.highest, s.lowest, s.mean, s.square)]) for node, s in seen.items()
+        node: Seen(*[v + 7 for v in (s.low, s.high, s.highest, s.lowest, s.mean, s.square)], s.num_samples)
+        for node, s in seen.items()
     }
     assert bool((NoiseModel(given.graph, stream, clipped, gains, stream.values[1:]).best() == 1).all())
 

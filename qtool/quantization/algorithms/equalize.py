@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -51,11 +51,11 @@ SAMPLES = 256
 ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0)
 MOST = 256.0
 """The greatest factor, either way: a channel that is hardly used stays nearly so."""
-HEADROOM = 3.0
-"""How much further than the largest value seen a channel may go before a ReLU6 clips it: unseen samples do."""
-DEVIATIONS = 12.0
-"""How many standard deviations above its mean it may go likewise: a channel that was silent so far may speak up."""
-LEFT = 0.8
+HEADROOM = 48.0
+"""Unseen samples go further than n seen: a ReLU6 may clip a channel at 1 + ``HEADROOM`` / n of its largest value."""
+DEVIATIONS = 4.0, 192.0
+"""And d + e / n standard deviations above its mean: a channel that was silent so far may speak up."""
+LEFT = 0.9
 """The share of the readers' error that may be left where a path is changed: less gain is none at the output."""
 _STEPS = 60
 _NOISE = 1 / 12
@@ -163,6 +163,7 @@ class Seen:
     lowest: Tensor
     mean: Tensor
     square: Tensor
+    num_samples: int
     num_batches: int = 1
 
     @property
@@ -173,14 +174,15 @@ class Seen:
     def reach(self) -> Tensor:
         """How far up values are taken to go: beyond what was seen, by its largest value and by its deviation."""
         deviation = (self.square - self.mean.square()).clamp(min=0.0).sqrt()
-        return torch.maximum(self.highest * HEADROOM, self.mean + DEVIATIONS * deviation).clamp(min=0.0)
+        factor, deviations = 1 + HEADROOM / self.num_samples, DEVIATIONS[0] + DEVIATIONS[1] / self.num_samples
+        return torch.maximum(self.highest * factor, self.mean + deviations * deviation).clamp(min=0.0)
 
     @classmethod
     def of(cls, value: Tensor, axis: int) -> Seen:
         """Statistics of one batch."""
         rest = [d for d in range(value.dim()) if d != axis % value.dim()]
         low, high = value.amin(rest), value.amax(rest)
-        return cls(low, high, high, low, value.mean(rest), value.square().mean(rest))
+        return cls(low, high, high, low, value.mean(rest), value.square().mean(rest), len(value))
 
     def add(self, other: Seen) -> None:
         """Adds a batch; the means are left as sums."""
@@ -188,17 +190,21 @@ class Seen:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.highest = torch.maximum(self.highest, other.highest)
         self.lowest = torch.minimum(self.lowest, other.lowest)
+        self.num_samples += other.num_samples
         self.num_batches += 1
 
     def averaged(self) -> Seen:
         """With sums turned into means."""
-        n = self.num_batches
-        return Seen(self.low / n, self.high / n, self.highest, self.lowest, self.mean / n, self.square / n)
+        sums = {name: getattr(self, name) / self.num_batches for name in ("low", "high", "mean", "square")}
+        return replace(self, **sums, num_batches=1)
 
     def shifted(self, m: Tensor) -> Seen:
         """What would have been seen of the value less ``m``."""
         square = (self.square - 2 * m * self.mean + m.square()).clamp(min=0.0)
-        return Seen(self.low - m, self.high - m, self.highest - m, self.lowest - m, self.mean - m, square)
+        return replace(
+            self, low=self.low - m, high=self.high - m, highest=self.highest - m, lowest=self.lowest - m,
+            mean=self.mean - m, square=square,
+        )  # fmt: skip
 
 
 class _Observe(Interpreter):
