@@ -95,6 +95,16 @@ def test_random_signs_give_the_squares_of_several_outputs() -> None:
     assert np.mean(tails.energy) == pytest.approx(energy, rel=0.1)
 
 
+def test_zeros_cost_nothing_and_few_of_many_values_tell_what_rounding_costs() -> None:
+    x = uneven(32).relu()
+    weight = torch.randn(4, 1024, generator=torch.Generator().manual_seed(3))
+    seen = observer(x)
+    watch(Prepared(lambda value: (seen(value) * weight).sum((1, 2))[:, None], x=seen), [x])  # type: ignore[arg-type]
+    rate = float((x[0] * weight).sum()) ** -2
+    expected = float((weight.square() * (x != 0)).sum((1, 2)).mean()) * rate
+    assert np.mean(tails_of(seen).energy) == pytest.approx(expected, rel=0.05)
+
+
 def test_the_range_is_the_one_of_least_error_at_the_output() -> None:
     x, errors = uneven(SAMPLES), {}
     for heed in (30.0, 0.0):
