@@ -139,6 +139,18 @@ def test_relu6_is_never_pushed_beyond_what_was_seen() -> None:
     assert bool((NoiseModel(given.graph, stream, clipped, gains, stream.values[1:]).best() == 1).all())
 
 
+def test_the_more_samples_were_seen_the_less_room_is_left_below_a_relu6() -> None:
+    given = subject(hard_mobilenet(nn.ReLU6), BATCHES)
+    stream = find_streams(given.graph)[0]
+    value = stream.producers[0]
+    few, many = (observe(given.graph, [stream], batches)[value] for batches in (BATCHES[:1], BATCHES[:1] * 8))
+    assert many.num_samples == 8 * few.num_samples == 8 * len(BATCHES[0])
+    torch.testing.assert_close(many.highest, few.highest)
+    assert bool((many.reach() <= few.reach()).all())
+    assert bool((many.reach() < few.reach()).any())
+    assert bool((many.reach() >= many.highest.clamp(min=0)).all())
+
+
 def test_a_depthwise_and_a_grouped_reader_are_divided_channel_by_channel() -> None:
     for groups, outputs in ((4, 8), (2, 6), (1, 3)):
         model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Conv2d(4, outputs, 3, groups=groups)).eval()
