@@ -256,8 +256,8 @@ def output_axis(anchor: Node) -> int:
 
 
 def parameter(graph_module: GraphModule, node: Any) -> Tensor | None:
-    """The tensor behind a ``get_attr`` node; None for an absent argument."""
-    if node is None:
+    """The tensor behind a ``get_attr`` node; None for an absent argument, and for one that the graph computes."""
+    if not isinstance(node, Node) or node.op != "get_attr":
         return None
     value: Any = graph_module
     for part in str(node.target).split("."):
