@@ -262,11 +262,13 @@ def test_quantizers_follow_the_order_of_the_graph() -> None:
     assert labels == ["x", "conv", "second", "add", "mean"]
 
 
-def test_batches_that_can_be_gone_through_once_give_the_same() -> None:
+@pytest.mark.parametrize("options", [{}, {"algorithms": None}], ids=["corrected", "ranges"])
+def test_batches_that_can_be_gone_through_once_give_the_same(options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3)).eval()
     batches = list(torch.randn(300, 3, 8, 8).split(20))
-    taken = (quantize(model, QuantizeConfig(), example=X, calibration=given) for given in (batches, iter(batches)))
+    config = QuantizeConfig(**options)
+    taken = (quantize(model, config, example=X, calibration=given) for given in (batches, iter(batches)))
     kept, streamed = (made.ranges for made in taken)
-    assert any("bias" in entry for entry in kept.values())
+    assert any("bias" in entry for entry in kept.values()) != bool(options)
     assert streamed == kept
