@@ -1,4 +1,4 @@
-"""A model's outputs as one vector: what errors at the outputs are counted in."""
+"""A model's outputs as one vector, which errors are counted in, and values on the way to them."""
 
 from __future__ import annotations
 
@@ -18,6 +18,12 @@ def floating(value: Any) -> list[Tensor]:
 def rates(outputs: Any) -> list[Tensor]:
     """One over each output's root mean square, so that outputs of different sizes matter alike."""
     return [value.float().square().mean().clamp(min=1e-30).rsqrt() for value in floating(outputs)]
+
+
+def tapped(value: Tensor) -> tuple[Tensor, Tensor]:
+    """``value`` as one to take gradients by, and what to pass on in its place, which may be changed in place."""
+    leaf = value if value.requires_grad else value.detach().requires_grad_()
+    return leaf, leaf.clone()
 
 
 def vector(outputs: Any, by: list[Tensor]) -> Tensor:

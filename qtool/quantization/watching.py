@@ -18,7 +18,7 @@ from qtool.nested import call, micro_batches, thinned
 from qtool.quantization.algorithms.subject import Report, silent
 from qtool.quantization.histogram import subsample
 from qtool.quantization.observers import RangeObserver
-from qtool.quantization.outputs import rates, vector
+from qtool.quantization.outputs import rates, tapped, vector
 from qtool.quantization.prepared import Prepared
 from qtool.quantization.ranges.network import BINS, Tails
 
@@ -31,9 +31,10 @@ class Watch:
     def __init__(self, observers: Iterable[RangeObserver]) -> None:
         self.tails: dict[RangeObserver, Tails] = {}
         for observer in observers:
-            tails = Tails.beyond(observer.histogram, observer.options)
-            if observer.fixed is None and (tails.least < tails.low or tails.most > tails.high):
-                self.tails[observer] = tails
+            if observer.fixed is None:
+                tails = Tails.beyond(observer.histogram, observer.options)
+                if tails.least < tails.low or tails.most > tails.high:
+                    self.tails[observer] = tails
         self.values: list[tuple[RangeObserver, Tensor]] = []
 
     def __enter__(self) -> Watch:
@@ -47,9 +48,9 @@ class Watch:
 
     def see(self, observer: RangeObserver, x: Tensor) -> Tensor:
         """Remembers ``x``, which takes part in gradients from here on."""
-        value = x if x.requires_grad else x.detach().requires_grad_()
+        value, passed = tapped(x)
         self.values.append((observer, value))
-        return value.clone()  # what changes it in place changes another
+        return passed
 
     def record(self, total: Tensor) -> None:
         """Adds a sample: the gradients of ``total`` by all that was seen on the way to it."""
@@ -78,11 +79,11 @@ def _tail_sums(x: Tensor, gradient: Tensor, tails: Tails) -> tuple[Any, float]:
     """
     low, high = (float(end) for end in torch.aminmax(x))
     sums = torch.zeros(2 * BINS, dtype=torch.float64, device=x.device)
-    edges = torch.from_numpy(tails.edges).to(x.device, torch.float32)
     for side, (reached, end) in enumerate(((low < tails.low, tails.low), (high > tails.high, tails.high))):
         if reached:  # by few samples: most are done with their extremes
             beyond = (x > end) if side else (x < end)
-            bins = torch.bucketize(x[beyond], edges[side, 1:-1], right=True) + side * BINS
+            edges = torch.from_numpy(tails.edges[side, 1:-1]).to(x.device, torch.float32)
+            bins = torch.bucketize(x[beyond], edges, right=True) + side * BINS
             sums.index_add_(0, bins, gradient[beyond].double())
     (values, stride), (slopes, _) = subsample(x[None]), subsample(gradient[None])
     energy = torch.where(values == 0, 0.0, slopes).square().sum() * stride
@@ -105,8 +106,6 @@ def watch(prepared: Prepared, batches: Iterable[Any], report: Report = silent) -
             draw = torch.rand(found.shape, generator=signs) < 0.5
             try:
                 watching.record(torch.where(draw.to(found.device), found, -found).sum())
-            except NotImplementedError as error:
-                return str(error).splitlines()[0]
             except RuntimeError as error:
                 if not _has_no_gradient(error):
                     raise
@@ -117,4 +116,6 @@ def watch(prepared: Prepared, batches: Iterable[Any], report: Report = silent) -
 
 def _has_no_gradient(error: RuntimeError) -> bool:
     """Whether an operator without a derivative is the reason, and not lack of memory, say."""
-    return any(word in str(error) for word in ("derivative", "autograd formula", "does not require grad"))
+    return isinstance(error, NotImplementedError) or any(
+        word in str(error) for word in ("derivative", "autograd formula", "does not require grad")
+    )

@@ -24,6 +24,7 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from qtool.nested import num_samples, tensors
 from qtool.quantization.algorithms.walk import interpret
+from qtool.quantization.outputs import tapped
 
 SAMPLES = 128
 
@@ -39,8 +40,8 @@ class _Tapped(Interpreter):
         result = super().run_node(n)
         if n not in self.nodes:
             return result
-        self.values[n] = result if result.requires_grad else result.detach().requires_grad_()
-        return self.values[n].clone()  # what changes it in place changes another
+        self.values[n], passed = tapped(result)
+        return passed
 
 
 @torch.enable_grad()
