@@ -69,7 +69,7 @@ class LearnedSteps(nn.Module):
 
     def _zero(self) -> Tensor:
         if self.offset is None:
-            return torch.tensor(float(self.zero_point), device=self.log_scale.device)
+            return self.log_scale.new_full((), float(self.zero_point))  # made where it is used
         return (self.qmin + _rounded(self.offset * (self.qmax - self.qmin))).clamp(self.qmin, self.qmax)
 
     def _rate(self, value: Tensor) -> float:

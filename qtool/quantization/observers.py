@@ -20,8 +20,8 @@ from torch import Tensor
 from qtool.errors import QtoolError
 from qtool.quantization.histogram import Histogram
 from qtool.quantization.learned import LearnedSteps
-from qtool.quantization.qparams import affine_qparams, symmetric_qparams
-from qtool.quantization.ranges import RangeOptions, estimate, weight_range
+from qtool.quantization.qparams import affine_qparams, affine_step, symmetric_qparams, symmetric_step
+from qtool.quantization.ranges import RangeOptions, estimate, weight_extremes, weight_range
 from qtool.quantization.torchao_api import FakeQuantizeBase, ObserverBase
 
 
@@ -70,30 +70,36 @@ class RangeObserver(ObserverBase):  # type: ignore[misc]
     def calculate_qparams(self, **_: Any) -> tuple[Tensor, Tensor]:
         """Scale and zero point of the chosen range."""
         low, high = self.fixed or self.chosen or estimate(self.histogram)
-        return _activation_qparams(low, high, self)
+        affine_qparams(low, high)  # raises for a range that is none
+        return _activation_qparams(torch.tensor([low]), torch.tensor([high]), self)
 
 
-def _activation_qparams(low: float, high: float, of: Any) -> tuple[Tensor, Tensor]:
+def _activation_qparams(low: Tensor, high: Tensor, of: Any) -> tuple[Tensor, Tensor]:
     """Scale and zero point of a range; a little less of it where rounding would let the activation's limits slip."""
     found = _range_qparams(low, high, of)
-    if of.limits is None or clips_at(*found, of.limits, of.quant_min, of.quant_max):
+    if of.limits is None:
         return found
     levels = of.quant_max - of.quant_min
-    return _range_qparams(low * levels / (levels + 0.5), high * levels / (levels + 0.5), of)
+    share = levels / (levels + 0.5)
+    keeps = clips_at(*found, of.limits, of.quant_min, of.quant_max)
+    scale, zero_point = (
+        torch.where(keeps, *both) for both in zip(found, _range_qparams(low * share, high * share, of), strict=True)
+    )
+    return scale, zero_point
 
 
-def clips_at(scale: Tensor, zero_point: Tensor, limits: tuple[float, float], qmin: int, qmax: int) -> bool:
+def clips_at(scale: Tensor, zero_point: Tensor, limits: tuple[float, float], qmin: int, qmax: int) -> Tensor:
     """Whether everything beyond ``limits`` becomes the least or the greatest integer, whoever else clips."""
-    low, high = ((torch.tensor(limits, dtype=torch.float32) / scale).round() + zero_point).tolist()
-    return bool(low <= qmin and high >= qmax)
+    low, high = ((torch.full_like(scale, limit) / scale).round() + zero_point for limit in limits)
+    return (low <= qmin) & (high >= qmax)
 
 
-def _range_qparams(low: float, high: float, of: Any) -> tuple[Tensor, Tensor]:
+def _range_qparams(low: Tensor, high: Tensor, of: Any) -> tuple[Tensor, Tensor]:
     if of.qscheme == torch.per_tensor_symmetric:
-        scale, zero_point = symmetric_qparams(max(-low, high, 0.0), of.quant_max), 0
-    else:
-        scale, zero_point = affine_qparams(low, high, of.quant_min, of.quant_max)
-    return torch.tensor([scale], dtype=torch.float32), torch.tensor([zero_point], dtype=torch.int64)
+        scale = symmetric_step(torch.maximum(-low, high).clamp(min=0.0), of.quant_max)
+        return scale, torch.zeros_like(scale, dtype=torch.int64)
+    scale, zero_point = affine_step(low, high, of.quant_min, of.quant_max)
+    return scale, zero_point.to(torch.int64)
 
 
 class PerChannelWeightObserver(ObserverBase):  # type: ignore[misc]
@@ -125,7 +131,8 @@ class FakeQuantizer(FakeQuantizeBase):  # type: ignore[misc]
     """Quantizes and dequantizes an activation with gradients; its range is a moving average.
 
     ``low`` and ``high`` follow each batch's extremes by ``averaging`` (torch.ao's default 0.01), or are
-    the extremes of all batches with None; the first batch sets them.
+    the extremes of all batches with None; the first batch sets them. Nothing in a step waits for a GPU or leaves a
+    compiled graph: a range that is not finite makes the output NaN, and ``calculate_qparams`` names the layer.
     """
 
     is_per_channel = False
@@ -165,12 +172,13 @@ class FakeQuantizer(FakeQuantizeBase):  # type: ignore[misc]
         if self.fixed:
             return
         low, high = (value.float() for value in torch.aminmax(x))
-        if self.averaging is None or bool(torch.isinf(self.low)):
-            low, high = torch.minimum(self.low, low), torch.maximum(self.high, high)
-        else:
-            low, high = self.low.lerp(low, self.averaging), self.high.lerp(high, self.averaging)
-        self.low.copy_(low)
-        self.high.copy_(high)
+        lowest, highest = torch.minimum(self.low, low), torch.maximum(self.high, high)
+        if self.averaging is not None:
+            first, share = torch.isposinf(self.low), self.averaging
+            lowest = torch.where(first, lowest, self.low.lerp(low, share))
+            highest = torch.where(first, highest, self.high.lerp(high, share))
+        self.low.copy_(lowest)
+        self.high.copy_(highest)
         self._refresh()
 
     def set_range(self, low: float, high: float) -> None:
@@ -191,7 +199,7 @@ class FakeQuantizer(FakeQuantizeBase):  # type: ignore[misc]
         return self.learner.range() if self.learner is not None else (float(self.low), float(self.high))
 
     def _refresh(self) -> None:
-        scale, zero_point = self.calculate_qparams()
+        scale, zero_point = _activation_qparams(self.low.reshape(1), self.high.reshape(1), self)
         self.scale.copy_(scale)
         self.zero_point.copy_(zero_point)
 
@@ -205,7 +213,7 @@ class FakeQuantizer(FakeQuantizeBase):  # type: ignore[misc]
                 f"layer '{self.name}'", "finite min <= max", f"{low}, {high}",
                 "check the inputs, and the weights of the layers before it",
             )  # fmt: skip
-        return _activation_qparams(low, high, self)
+        return _activation_qparams(self.low.reshape(1), self.high.reshape(1), self)
 
 
 class PerChannelFakeQuantizer(FakeQuantizeBase):  # type: ignore[misc]
@@ -232,8 +240,7 @@ class PerChannelFakeQuantizer(FakeQuantizeBase):  # type: ignore[misc]
             return self.learner(x, self.observing)  # type: ignore[no-any-return]
         weight = x.detach()
         if self.observing or self.scale.numel() == 0:
-            amax = weight_range(weight, self.ch_axis, self.method, self.quant_max)
-            self.scale = symmetric_qparams(amax, self.quant_max)
+            self.scale = symmetric_step(self._ends(weight), self.quant_max)
         if not self.quantizing:
             return x
         zero = torch.zeros_like(self.scale, dtype=torch.int32)
@@ -241,6 +248,11 @@ class PerChannelFakeQuantizer(FakeQuantizeBase):  # type: ignore[misc]
             x.float(), self.scale, zero, self.ch_axis, self.quant_min, self.quant_max
         )
         return rounded.to(x.dtype)
+
+    def _ends(self, weight: Tensor) -> Tensor:
+        if self.method == "minmax":
+            return weight_extremes(weight, self.ch_axis)
+        return weight_range(weight, self.ch_axis, self.method, self.quant_max)
 
     def calculate_qparams(self, **_: Any) -> tuple[Tensor, Tensor]:
         """Scales of shape (channels,), float32, and zero points, all zero."""

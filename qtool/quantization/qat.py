@@ -118,6 +118,7 @@ def _start_ranges(prepared: GraphModule, calibration: Iterable[Any], *, learned:
         fake.quantizing = True
         if isinstance(fake, FakeQuantizer):
             fake.averaging = averaging[id(fake)]
+            fake.calculate_qparams()  # raises where the data were not finite
 
 
 class QatHooks(Hooks):

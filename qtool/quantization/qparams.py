@@ -46,10 +46,16 @@ def affine_qparams_of(
     """``affine_qparams`` of many ranges at once: scales float32 and zero points int32, shaped like ``minimum``."""
     low, high = minimum.to(torch.float32), maximum.to(torch.float32)
     _require(low.isfinite() & high.isfinite() & (low <= high), "finite min <= max", (low, high), where)
+    scale, zero_point = affine_step(low, high, qmin, qmax)
+    _require(scale.isfinite(), "max - min within float32", (low, high), where)
+    return scale, zero_point
+
+
+def affine_step(low: Tensor, high: Tensor, qmin: int, qmax: int) -> tuple[Tensor, Tensor]:
+    """``affine_qparams_of`` of float32 ends, unchecked: nothing here waits for a GPU. NaN gives a scale of NaN."""
     low, high = low.clamp(max=0.0), high.clamp(min=0.0)
     scale = ((high - low) / float(qmax - qmin)).clamp(min=EPSILON)
-    _require(scale.isfinite(), "max - min within float32", (low, high), where)
-    zero_point = qmin - torch.round(low / scale)
+    zero_point = (qmin - torch.round(low / scale)).nan_to_num(nan=float(qmin))
     return scale, zero_point.clamp(qmin, qmax).to(torch.int32)
 
 
@@ -67,6 +73,11 @@ def symmetric_qparams(amax: float | Tensor, qmax: int = 127, *, where: str = "ra
         return float(symmetric_qparams(torch.tensor(amax), qmax, where=where))
     end = amax.to(torch.float32)
     _require(end.isfinite() & (end >= 0), "finite amax >= 0", (end,), where)
+    return symmetric_step(end, qmax)
+
+
+def symmetric_step(end: Tensor, qmax: int) -> Tensor:
+    """``symmetric_qparams`` of float32 ends, unchecked, like ``affine_step``."""
     return (end / float(qmax)).clamp(min=EPSILON)
 
 

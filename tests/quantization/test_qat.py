@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.ao.quantization import FakeQuantize, MovingAverageMinMaxObserver
 from torch.fx import GraphModule
 from torch.utils.data import TensorDataset
 
@@ -21,7 +20,7 @@ from qtool.evaluate import sqnr_db
 from qtool.form import QuantizedModel
 from qtool.loop import fit
 from qtool.quantization import pt2e, targets
-from qtool.quantization.observers import FakeQuantizer, PerChannelFakeQuantizer
+from qtool.quantization.observers import PerChannelFakeQuantizer
 from qtool.quantization.qat import QatHooks
 from qtool.quantization.stage import quantize
 from qtool.quantization.targets import INT8_WEIGHT, ORT_CPU
@@ -245,63 +244,6 @@ def test_the_hooks_state_is_what_is_frozen() -> None:
 
 def _ignore(graph: GraphModule, *, batch_norm: bool, dropout: bool) -> None:
     """A switch without anything to switch."""
-
-
-def test_a_fresh_fake_quantizer_takes_a_saved_ones_state() -> None:
-    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
-    for make in (_weight_fake, _activation_fake):
-        saved, fresh = make(), make()
-        saved(x)
-        fresh.load_state_dict(saved.state_dict())
-        saved.observing = fresh.observing = False
-        assert torch.equal(fresh(10 * x), saved(10 * x))  # clipped to the range of x
-        assert fresh(10 * x).abs().max() < 2 * x.abs().max()
-
-
-def _activation_fake(averaging: float | None = 0.01) -> FakeQuantizer:
-    return FakeQuantizer(torch.uint8, 0, 255, torch.per_tensor_affine, averaging=averaging)
-
-
-def _weight_fake() -> PerChannelFakeQuantizer:
-    return PerChannelFakeQuantizer(torch.int8, -127, 127, torch.per_channel_symmetric, 0)
-
-
-@pytest.mark.filterwarnings("ignore:Please use quant_min and quant_max:UserWarning:torch")
-def test_the_moving_average_is_torch_aos() -> None:
-    ours = _activation_fake()
-    theirs = FakeQuantize(MovingAverageMinMaxObserver, 0, 255, dtype=torch.quint8, averaging_constant=0.01)
-    draw = torch.Generator().manual_seed(0)
-    for step in range(5):
-        x = torch.randn(32, generator=draw) * (1 + step)
-        torch.testing.assert_close(ours(x), theirs(x), rtol=0, atol=1e-5)
-        torch.testing.assert_close(ours.scale, theirs.scale, rtol=1e-6, atol=0)
-        assert int(ours.zero_point) == int(theirs.zero_point)
-
-
-def test_gradients_pass_inside_the_range_and_nowhere_else() -> None:
-    fake = _activation_fake()
-    fake.set_range(-1.0, 1.0)
-    fake.observing = False
-    x = torch.tensor([-3.0, -0.5, 0.2, 0.9, 3.0], requires_grad=True)
-    fake(x).sum().backward()
-    assert x.grad is not None
-    assert x.grad.tolist() == [0, 1, 1, 1, 0]
-
-
-def test_fake_quantizers_compute_in_float32_under_autocast() -> None:
-    fake = _activation_fake()
-    x = torch.linspace(-1, 1, 101).to(torch.bfloat16)
-    with torch.autocast("cpu", torch.bfloat16):
-        y = fake(x)
-    assert y.dtype == torch.bfloat16
-    assert fake.scale.dtype == fake.low.dtype == torch.float32
-    assert (y.float() - x.float()).abs().max() <= float(fake.scale) / 2 + 2**-8
-
-
-def test_moving_a_graph_moves_its_fake_quantizers() -> None:
-    for fake in (_activation_fake(), _weight_fake()):
-        fake(torch.randn(4, 3))
-        assert {value.device.type for value in fake.to("meta").state_dict().values()} == {"meta"}
 
 
 @pytest.mark.parametrize("engine", ENGINES)

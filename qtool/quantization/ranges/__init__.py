@@ -32,9 +32,9 @@ from qtool.quantization.ranges.mse import mse
 from qtool.quantization.ranges.network import network
 from qtool.quantization.ranges.output import output
 from qtool.quantization.ranges.percentile import percentile
-from qtool.quantization.ranges.weights import weight_range
+from qtool.quantization.ranges.weights import weight_extremes, weight_range
 
-__all__ = ["ESTIMATORS", "RangeOptions", "estimate", "weight_range"]
+__all__ = ["ESTIMATORS", "RangeOptions", "estimate", "weight_extremes", "weight_range"]
 
 Estimator = Callable[[Histogram, RangeOptions], tuple[float, float]]
 

@@ -30,14 +30,28 @@ def weight_range(
     """
     if method not in WEIGHT_METHODS:
         raise UsageError(where, "a known method of weight ranges", repr(method), nearest(method, WEIGHT_METHODS))
-    values = weight.detach().to(torch.float32)
-    rows = values.reshape(1, -1) if ch_axis is None else values.transpose(0, ch_axis).flatten(1)
-    largest = rows.abs().amax(dim=1) if rows.shape[1] else rows.new_zeros(rows.shape[0])
+    rows = _rows(weight, ch_axis)
+    largest = _largest(rows)
     if not bool(largest.isfinite().all()):
         channel = int((~largest.isfinite()).nonzero()[0])
         raise QtoolError(where, "finite weights", f"NaN or infinity in channel {channel}", "check the checkpoint")
     end = largest if method == "minmax" else _least_error(rows, largest, qmax)
     return end[0] if ch_axis is None else end
+
+
+def weight_extremes(weight: torch.Tensor, ch_axis: int | None) -> torch.Tensor:
+    """``weight_range`` by ``minmax``, unchecked: nothing here waits for a GPU, and what is not finite stays so."""
+    end = _largest(_rows(weight, ch_axis))
+    return end[0] if ch_axis is None else end
+
+
+def _rows(weight: torch.Tensor, ch_axis: int | None) -> torch.Tensor:
+    values = weight.detach().to(torch.float32)
+    return values.reshape(1, -1) if ch_axis is None else values.transpose(0, ch_axis).flatten(1)
+
+
+def _largest(rows: torch.Tensor) -> torch.Tensor:
+    return rows.abs().amax(dim=1) if rows.shape[1] else rows.new_zeros(rows.shape[0])
 
 
 def _least_error(rows: torch.Tensor, largest: torch.Tensor, qmax: int) -> torch.Tensor:
