@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qtool.quantization.fake_quantize import rounded, shaped
 from qtool.quantization.qparams import EPSILON
 
 
@@ -50,8 +51,8 @@ class LearnedSteps(nn.Module):
         scale, zero = self._scale(), self._zero()
         if not learning:
             scale, zero = scale.detach(), zero.detach()
-        scale = _shaped(_slowed(scale, self._rate(value)), value, self.axis)
-        steps = _rounded(value / scale) + zero
+        scale = shaped(_slowed(scale, self._rate(value)), value, self.axis)
+        steps = rounded(value / scale) + zero
         return ((steps.clamp(self.qmin, self.qmax) - zero) * scale).to(x.dtype)
 
     def qparams(self) -> tuple[Tensor, Tensor]:
@@ -70,27 +71,16 @@ class LearnedSteps(nn.Module):
     def _zero(self) -> Tensor:
         if self.offset is None:
             return self.log_scale.new_full((), float(self.zero_point))  # made where it is used
-        return (self.qmin + _rounded(self.offset * (self.qmax - self.qmin))).clamp(self.qmin, self.qmax)
+        return (self.qmin + rounded(self.offset * (self.qmax - self.qmin))).clamp(self.qmin, self.qmax)
 
     def _rate(self, value: Tensor) -> float:
         count = value.numel() // value.shape[0 if self.axis is None else self.axis] if value.dim() else 1
         return 1 / math.sqrt(max(count, 1) * (self.qmax - self.qmin))
 
 
-def _rounded(value: Tensor) -> Tensor:
-    """Rounded half to even; the gradient passes as if it were not."""
-    return value + (value.round() - value).detach()
-
-
 def _slowed(value: Tensor, rate: float) -> Tensor:
     """``value``, its gradient times ``rate``."""
     return value * rate + (value - value * rate).detach()
-
-
-def _shaped(scale: Tensor, value: Tensor, axis: int | None) -> Tensor:
-    if axis is None:
-        return scale
-    return scale.reshape([-1 if dim == axis % value.dim() else 1 for dim in range(value.dim())])
 
 
 def learn_steps(fakes: Iterable[Any]) -> None:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from qtool.errors import QtoolError
+from qtool.quantization.fake_quantize import fake_quantize
 from qtool.quantization.histogram import Histogram
 from qtool.quantization.learned import LearnedSteps
 from qtool.quantization.qparams import affine_qparams, affine_step, symmetric_qparams, symmetric_step
@@ -163,10 +164,7 @@ class FakeQuantizer(FakeQuantizeBase):  # type: ignore[misc]
             self._observe(x.detach())
         if not self.quantizing:
             return x
-        rounded = torch.fake_quantize_per_tensor_affine(
-            x.float(), self.scale, self.zero_point, self.quant_min, self.quant_max
-        )
-        return rounded.to(x.dtype)
+        return fake_quantize(x, self.scale, self.zero_point, self.quant_min, self.quant_max, None)
 
     def _observe(self, x: Tensor) -> None:
         if self.fixed:
@@ -244,10 +242,7 @@ class PerChannelFakeQuantizer(FakeQuantizeBase):  # type: ignore[misc]
         if not self.quantizing:
             return x
         zero = torch.zeros_like(self.scale, dtype=torch.int32)
-        rounded = torch.fake_quantize_per_channel_affine(
-            x.float(), self.scale, zero, self.ch_axis, self.quant_min, self.quant_max
-        )
-        return rounded.to(x.dtype)
+        return fake_quantize(x, self.scale, zero, self.quant_min, self.quant_max, self.ch_axis)
 
     def _ends(self, weight: Tensor) -> Tensor:
         if self.method == "minmax":

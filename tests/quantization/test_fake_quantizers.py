@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._dynamo.backends.registry import lookup_backend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.ao.quantization import FakeQuantize, MovingAverageMinMaxObserver
 
@@ -49,17 +51,24 @@ def test_a_step_asks_for_no_number(name: str) -> None:
 def test_compiled_whole_it_computes_the_same_and_is_compiled_once(name: str) -> None:
     ours, seen = fakes()[name], 0
 
-    def backend(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
         nonlocal seen
         seen += 1
-        return graph
+        return lookup_backend("aot_eager")(graph, inputs)
+
+    def twice(fake: nn.Module, x: Tensor) -> Tensor:
+        return fake(2 * fake(x))
 
     torch._dynamo.reset()
     theirs = copy.deepcopy(ours)
-    compiled = torch.compile(theirs, backend=backend, fullgraph=True)
+    compiled = torch.compile(twice, backend=backend, fullgraph=True)
     for step in range(4):
         x = torch.randn(4, 3, generator=torch.Generator().manual_seed(step)) * (1 + step)
-        assert torch.equal(ours(x), compiled(x))
+        one, other = x.clone().requires_grad_(), x.clone().requires_grad_()
+        expected, found = twice(ours, one), compiled(theirs, other)
+        assert torch.equal(found, expected)
+        gradients = (torch.autograd.grad(y.square().sum(), of)[0] for y, of in ((expected, one), (found, other)))
+        torch.testing.assert_close(*gradients, rtol=1e-6, atol=0)
     assert all(torch.equal(value, theirs.state_dict()[key]) for key, value in ours.state_dict().items())
     assert seen == 1
 
