@@ -33,7 +33,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from qtool.errors import QtoolError
+from qtool.errors import QtoolError, UsageError
 
 SCHEMA_VERSION = 1
 STAGES = ("train", "quantize", "export", "benchmark")
@@ -54,6 +54,14 @@ def sha256_of(path: Path) -> str:
         return digest.hexdigest()
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def require_writable(folder: Path) -> None:
+    """Raises UsageError where ``folder`` takes no files, or cannot be made."""
+    there = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        got = "a folder that cannot be written" if there.is_dir() else f"'{there}', which is a file"
+        raise UsageError(f"run directory '{folder}'", "a folder to write to", got, "name another folder")
 
 
 def named(paths: Sequence[Path]) -> dict[str, Path]:

@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from qtool.artifacts import atomic_path
+from qtool.artifacts import atomic_path, require_writable
 from qtool.reporting import sections
 from qtool.reporting.chosen import chosen_markdown
 from qtool.reporting.contracts import contract_markdown
@@ -82,6 +82,7 @@ def write_report(path: Path, out: Path | None = None) -> dict[str, Path]:
 
 
 def _written(run: Run, folder: Path) -> dict[str, Path]:
+    require_writable(folder)
     texts = {"html": (folder / "report.html", page(run)), "markdown": (folder / "report.md", summary(run))}
     for target, text in texts.values():
         with atomic_path(target) as temporary:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from qtool.artifacts import has_result, output_path, read_result
+from qtool.artifacts import has_result, output_path, read_result, require_writable
 from qtool.calibration_data import draw
 from qtool.errors import QtoolError, UsageError
 from qtool.given import inputs_of
@@ -107,12 +107,8 @@ def writable(out: AnyPath | None) -> Path | None:
     """``out`` as a path, looked at before any work is done. Raises UsageError where no folder can be made there."""
     if out is None:
         return None
-    folder = Path(out)
-    there = next(p for p in (folder, *folder.absolute().parents) if p.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        got = "a folder that cannot be written" if there.is_dir() else f"'{there}', which is a file"
-        raise UsageError(f"run directory '{out}'", "a folder to write to", got, "name another folder")
-    return folder
+    require_writable(Path(out))
+    return Path(out)
 
 
 @contextmanager

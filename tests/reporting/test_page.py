@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from qtool.errors import QtoolError
+from qtool.errors import QtoolError, UsageError
 from qtool.reporting.gather import gather
 from qtool.reporting.page import page, summary, write_report
 
@@ -137,6 +137,13 @@ def test_markdown_has_the_verdicts_tables_and_what_is_missing(finished_run):
     assert text.count("int8 against fp32") == 2
     (finished_run / "qat" / "benchmark.json").unlink()
     assert "- qat: not there yet: benchmark" in summary(gather(finished_run))
+
+
+def test_a_folder_that_cannot_be_written_is_refused(finished_run, tmp_path):
+    (tmp_path / "taken").write_text("a file")
+    with pytest.raises(UsageError, match=r"expected a folder to write to; got '.*taken', which is a file"):
+        write_report(finished_run, tmp_path / "taken")
+    assert (tmp_path / "taken").read_text() == "a file"
 
 
 def test_a_folder_without_results_writes_nothing(tmp_path):
