@@ -6,7 +6,8 @@ a convolution, behind a concatenation) it is a depthwise 1×1 convolution with w
 targets have an integer kernel, and whose weights are represented exactly, one channel having one.
 
 Quantization-aware training must quantize the folded weight while statistics still move (arXiv 1712.05877,
-1806.08342): ``batch_norm(conv(x, q(w·f)) / f + b)`` with ``f`` from the running variance. A channel with
+1806.08342): ``batch_norm(conv(x, q(w·f) / f) + b)`` with ``f`` from the running variance. The papers divide the
+outputs, which is the same, but takes two more passes over them and keeps them for the gradient. A channel with
 ``γ = 0`` would divide by zero; it is scaled by 1 there, and its output is ``β`` all the same. After training the same
 fold as above is made.
 
@@ -281,7 +282,7 @@ def _spell_out(norm: Node) -> None:
 def make_live(graph_module: GraphModule, units: Iterable[list[Node]]) -> None:
     """Scales the weights of each unit that starts with an operator and its batch-norm, for training.
 
-    ``units`` are lists of nodes, anchor first. The anchor's weight argument becomes ``w·f``.
+    ``units`` are lists of nodes, anchor first. The anchor's weight becomes ``w·f / f``, of which ``w·f`` is quantized.
     """
     for nodes in units:
         if len(nodes) > 1 and nodes[1].target is aten.batch_norm.default and nodes[1] in _norms(graph_module):
@@ -291,11 +292,9 @@ def make_live(graph_module: GraphModule, units: Iterable[list[Node]]) -> None:
 
 
 def _scale(graph_module: GraphModule, anchor: Node, norm: Node) -> None:
-    graph = graph_module.graph
-    weight, bias = anchor.args[1], anchor.args[2] if len(anchor.args) > 2 else None
+    graph, weight = graph_module.graph, anchor.args[1]
     gamma, variance, epsilon = norm.args[1], norm.args[4], norm.args[7]
-    rank = anchor.meta["val"].dim()
-    vector = [1, -1, *[1] * (rank - 2)] if anchor.target is not aten.linear.default else [-1]
+    assert isinstance(weight, Node)
     assert output_axis(anchor) == 0
     with graph.inserting_before(anchor):
         deviation = graph.call_function(aten.sqrt.default, (graph.call_function(aten.add.Tensor, (variance, epsilon)),))
@@ -304,47 +303,43 @@ def _scale(graph_module: GraphModule, anchor: Node, norm: Node) -> None:
             factor = graph.call_function(aten.mul.Tensor, (gamma, factor))
             dead = graph.call_function(aten.eq.Scalar, (factor, 0.0))
             factor = graph.call_function(aten.masked_fill.Scalar, (factor, dead, 1.0))
-        shape = [-1, *[1] * (weight.meta["val"].dim() - 1)]  # type: ignore[union-attr]
+        shape = [-1, *[1] * (weight.meta["val"].dim() - 1)]
         tall = graph.call_function(aten.reshape.default, (factor, shape))
-        product = graph.call_function(aten.mul.Tensor, (weight, tall))
-        product.meta["val"] = weight.meta["val"]  # type: ignore[union-attr]
-    with graph.inserting_before(norm):
-        result = graph.call_function(
-            aten.div.Tensor, (anchor, graph.call_function(aten.reshape.default, (factor, vector)))
-        )
-        if bias is not None:
-            result = graph.call_function(
-                aten.add.Tensor, (result, graph.call_function(aten.reshape.default, (bias, vector)))
-            )
-    anchor.args = (anchor.args[0], product, None, *anchor.args[3:])
-    norm.update_arg(0, result)
+        folded = graph.call_function(aten.mul.Tensor, (weight, tall))
+        unfolded = graph.call_function(aten.div.Tensor, (folded, tall))
+    for node in (folded, unfolded):
+        node.meta["val"] = weight.meta["val"]
+    bias = anchor.args[2] if len(anchor.args) > 2 else None
+    anchor.args = (anchor.args[0], unfolded, bias, *anchor.args[3:])
+
+
+def weight_edge(anchor: Node) -> tuple[Node, Node]:
+    """The weight that is to be quantized, and the node that reads it: the anchor, or what takes ``f`` out again."""
+    weight = anchor.args[1]
+    assert isinstance(weight, Node)
+    live = weight.args[0] if weight.target is aten.div.Tensor else None
+    return (live, weight) if isinstance(live, Node) else (weight, anchor)
 
 
 def settle_live(graph_module: GraphModule) -> None:
     """Folds each live batch-norm, fake-quantizers kept, and every other one that folds: the end of training."""
     copies = Copies(graph_module)
     for norm in _norms(graph_module):
-        if (parts := _live_parts(norm)) is not None:
-            _settle(copies, norm, *parts)
+        if (anchor := _live_anchor(norm)) is not None:
+            _settle(copies, norm, anchor)
     for node in list(graph_module.graph.nodes):  # the count of batches, of which only training makes use
         if node.target is aten.add_.Tensor and str(node.args[0].target).endswith("num_batches_tracked"):
             graph_module.graph.erase_node(node)
     fold_batch_norm(graph_module)
 
 
-def _live_parts(norm: Node) -> tuple[Node, Node | None] | None:
-    """The anchor and the bias under a live batch-norm; None where ``make_live`` made no such thing."""
-    node, bias = norm.args[0], None
-    if isinstance(node, Node) and node.target is aten.add.Tensor:
-        reshaped = node.args[1]
-        bias = reshaped.args[0] if isinstance(reshaped, Node) and reshaped.args else None
-        node = node.args[0]
-    if not (isinstance(node, Node) and node.target is aten.div.Tensor and _depends(node.args[1], norm.args[4])):
+def _live_anchor(norm: Node) -> Node | None:
+    """The anchor under a live batch-norm; None where ``make_live`` made no such thing."""
+    anchor = norm.args[0]
+    if not (isinstance(anchor, Node) and anchor.target in ANCHORS):
         return None
-    anchor = node.args[0]
-    assert isinstance(anchor, Node)
-    assert bias is None or isinstance(bias, Node)
-    return anchor, bias
+    _, reader = weight_edge(anchor)
+    return anchor if reader is not anchor and _depends(reader.args[1], norm.args[4]) else None
 
 
 def _depends(value: Any, source: Any) -> bool:
@@ -355,22 +350,20 @@ def _depends(value: Any, source: Any) -> bool:
     return value is source
 
 
-def _settle(copies: Copies, norm: Node, anchor: Node, bias: Node | None) -> None:
+def _settle(copies: Copies, norm: Node, anchor: Node) -> None:
     graph_module = copies.graph_module
     factor, shift = coefficients(graph_module, norm)
-    weight, old_bias = parameter(graph_module, _weight_node(anchor)), parameter(graph_module, bias)
+    weight, bias = parameter(graph_module, _weight_node(anchor)), parameter(graph_module, anchor.args[2])
     assert weight is not None
     folded = scaled(weight, factor, anchor).to(weight.dtype)
-    new_bias = shift if old_bias is None else shift + old_bias.double() * factor
+    new_bias = shift if bias is None else shift + bias.double() * factor
     names = copies.store(anchor, norm, folded, new_bias.to(weight.dtype))
-    quantizer = anchor.args[1]
-    assert isinstance(quantizer, Node)
+    quantizer, _ = weight_edge(anchor)
     with graph_module.graph.inserting_before(quantizer):
         stored = [graph_module.graph.get_attr(name) for name in names]
     if quantizer.op == "call_module":
         quantizer.update_arg(0, stored[0])
-    else:
-        anchor.update_arg(1, stored[0])
+    anchor.update_arg(1, quantizer if quantizer.op == "call_module" else stored[0])
     anchor.update_arg(2, stored[1])
     norm.replace_all_uses_with(anchor)
     graph_module.graph.erase_node(norm)

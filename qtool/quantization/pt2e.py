@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 
 from qtool.errors import QtoolError
 from qtool.quantization.capture import output_axis
-from qtool.quantization.norms import make_live, settle_live
+from qtool.quantization.norms import make_live, settle_live, weight_edge
 from qtool.quantization.observers import (
     FAKE_QUANTIZERS,
     FakeQuantizer,
@@ -63,9 +63,12 @@ class PlacementQuantizer(Quantizer):  # type: ignore[misc]
         assert pattern is not None
         inputs: dict[Node, Any] = {node: self._activation_spec(node) for node in placed.operands}
         if pattern.weighted:
-            weight = placed.anchor.args[1]
-            assert isinstance(weight, Node)
-            inputs[weight] = self._weight_spec(self.placement.weight_format(placed), output_axis(placed.anchor))
+            weight, reader = weight_edge(placed.anchor)
+            spec = self._weight_spec(self.placement.weight_format(placed), output_axis(placed.anchor))
+            if reader is placed.anchor:
+                inputs[weight] = spec
+            else:
+                reader.meta[ANNOTATION] = QuantizationAnnotation(input_qspec_map={weight: spec}, _annotated=True)
         output: Any = None
         if placed.quantized_output:
             shared = SharedQuantizationSpec((placed.operands[0], placed.anchor)) if pattern.shares else None

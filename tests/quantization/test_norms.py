@@ -252,6 +252,22 @@ def test_a_live_norm_trains_as_the_plain_one_does_gradients_and_statistics_inclu
         torch.testing.assert_close(value, statistics[name], rtol=1e-4, atol=1e-5, msg=name)
 
 
+def test_a_live_norm_keeps_no_more_activations_than_the_plain_one() -> None:
+    live, plain = live_and_plain(trained(), torch.randn(4, 3, 32, 32))
+    kept = []
+    for graph in (live, plain):
+        sizes: dict[int, int] = {}
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda value, sizes=sizes: (sizes.setdefault(value.data_ptr(), value.numel()), value)[1],
+            lambda value: value,
+        ):
+            output = graph(torch.randn(4, 3, 32, 32))
+        kept.append(sorted(size for size in sizes.values() if size > 1000))
+        output.sum().backward()
+    assert kept[0] == kept[1]
+    assert kept[0]
+
+
 def test_settling_a_live_norm_is_folding_the_plain_one() -> None:
     torch.manual_seed(0)
     x = torch.randn(4, 3, 8, 8)
