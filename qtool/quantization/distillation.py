@@ -24,6 +24,7 @@ from torch.fx import GraphModule, Node
 from qtool.errors import UsageError, nearest
 from qtool.nested import call, per_sample, tensors, to_float32
 from qtool.quantization.capture import owner
+from qtool.quantization.norms import is_live
 from qtool.step import LossFunction
 
 
@@ -123,13 +124,9 @@ def _ends(graph: GraphModule) -> dict[str, Node]:
 
 
 def _is_same(teachers: Node, students: Node) -> bool:
-    """Whether the two are one value: of one shape, and not before a batch-norm that is folded in the teacher.
-
-    There the student's is divided first by what scaled the weight, in an operator that no capture wrote.
-    """
+    """Whether the two are one value: of one shape, and not before a batch-norm that is folded in the teacher."""
     shapes = [tuple(node.meta["val"].shape[1:]) for node in (teachers, students)]
-    divided = any(user.op == "call_function" and "val" not in user.meta for user in students.users)
-    return shapes[0] == shapes[1] and not divided
+    return shapes[0] == shapes[1] and not is_live(students)
 
 
 def _tap(graph: GraphModule, node: Node) -> Node:

@@ -321,6 +321,11 @@ def weight_edge(anchor: Node) -> tuple[Node, Node]:
     return (live, weight) if isinstance(live, Node) else (weight, anchor)
 
 
+def is_live(node: Node) -> bool:
+    """Whether ``node`` is an anchor whose batch-norm is live behind it."""
+    return node.target in ANCHORS and weight_edge(node)[1] is not node
+
+
 def settle_live(graph_module: GraphModule) -> None:
     """Folds each live batch-norm, fake-quantizers kept, and every other one that folds: the end of training."""
     copies = Copies(graph_module)
@@ -336,10 +341,9 @@ def settle_live(graph_module: GraphModule) -> None:
 def _live_anchor(norm: Node) -> Node | None:
     """The anchor under a live batch-norm; None where ``make_live`` made no such thing."""
     anchor = norm.args[0]
-    if not (isinstance(anchor, Node) and anchor.target in ANCHORS):
+    if not (isinstance(anchor, Node) and is_live(anchor)):
         return None
-    _, reader = weight_edge(anchor)
-    return anchor if reader is not anchor and _depends(reader.args[1], norm.args[4]) else None
+    return anchor if _depends(weight_edge(anchor)[1].args[1], norm.args[4]) else None
 
 
 def _depends(value: Any, source: Any) -> bool:
