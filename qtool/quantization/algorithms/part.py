@@ -22,6 +22,7 @@ from torch.fx import Node, map_arg
 from qtool.form import batch_symbols, quantized, symbols_of
 from qtool.quantization.algorithms.regions import Region
 from qtool.quantization.algorithms.walk import Walk, dequantize
+from qtool.quantization.fake_quantize import fake_quantize
 
 HELD = 8
 """Every so many samples one is held out."""
@@ -108,7 +109,9 @@ class Part:
         return env
 
     def _quantized(self, value: Tensor, node: Node, generator: torch.Generator | None) -> Tensor:
-        rounded = torch.fake_quantize_per_tensor_affine(value, *node.args[1:5])  # type: ignore[arg-type]
+        scale, zero_point, qmin, qmax = cast(tuple[float, int, int, int], node.args[1:5])
+        grid = value.new_full((), scale), value.new_full((), zero_point, dtype=torch.int32)
+        rounded = fake_quantize(value, *grid, qmin, qmax)
         return rounded if generator is None else self._dropped(rounded, value, generator)
 
     def _dropped(self, rounded: Tensor, value: Tensor, generator: torch.Generator) -> Tensor:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 
 from qtool.errors import QtoolError, UsageError, nearest
+from qtool.quantization.fake_quantize import fake_quantize
 from qtool.quantization.qparams import symmetric_qparams
 
 WEIGHT_METHODS = ("minmax", "mse")
@@ -75,5 +76,5 @@ def _least_error(rows: torch.Tensor, largest: torch.Tensor, qmax: int) -> torch.
 def _squared_error(rows: torch.Tensor, end: torch.Tensor, qmax: int) -> torch.Tensor:
     scale = symmetric_qparams(end, qmax)
     zero_point = torch.zeros_like(scale, dtype=torch.int32)
-    quantized = torch.fake_quantize_per_channel_affine(rows, scale, zero_point, 0, -qmax, qmax)
+    quantized = fake_quantize(rows, scale, zero_point, -qmax, qmax, 0)
     return quantized.sub_(rows).square_().sum(dim=1)
