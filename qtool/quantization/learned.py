@@ -47,13 +47,11 @@ class LearnedSteps(nn.Module):
 
     def forward(self, x: Tensor, learning: bool) -> Tensor:
         """``x`` quantized and dequantized, in its own type; the scale has a gradient where ``learning``."""
-        value = x.float()
         scale, zero = self._scale(), self._zero()
         if not learning:
             scale, zero = scale.detach(), zero.detach()
-        scale = shaped(_slowed(scale, self._rate(value)), value, self.axis)
-        steps = rounded(value / scale) + zero
-        return ((steps.clamp(self.qmin, self.qmax) - zero) * scale).to(x.dtype)
+        scale = shaped(_slowed(scale, self._rate(x)), x, self.axis)
+        return _Learned.apply(x, scale, zero, self.qmin, self.qmax)  # type: ignore[no-any-return, no-untyped-call]
 
     def qparams(self) -> tuple[Tensor, Tensor]:
         """Scales, float32, and zero points, int64, of one shape."""
@@ -76,6 +74,27 @@ class LearnedSteps(nn.Module):
     def _rate(self, value: Tensor) -> float:
         count = value.numel() // value.shape[0 if self.axis is None else self.axis] if value.dim() else 1
         return 1 / math.sqrt(max(count, 1) * (self.qmax - self.qmin))
+
+
+class _Learned(torch.autograd.Function):
+    """The equations above. Only ``x`` is kept for the gradient, which whatever made it mostly keeps anyway."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor, zero: Tensor, qmin: int, qmax: int) -> Tensor:
+        ctx.save_for_backward(x, scale, zero)
+        ctx.ends = qmin, qmax
+        steps = (x.float() / scale).round_().add_(zero)
+        return steps.clamp_(qmin, qmax).sub_(zero).mul_(scale).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, scale, zero = ctx.saved_tensors
+        given, ratio = gradients[0].float(), x.float() / scale
+        steps = ratio.round().add_(zero)
+        inside = (steps >= ctx.ends[0]).logical_and_(steps <= ctx.ends[1])
+        change = steps.clamp_(*ctx.ends).sub_(zero).sub_(torch.where(inside, ratio, 0.0)).mul_(given)
+        beyond = torch.where(inside, 0.0, given).mul_(-scale).sum() if ctx.needs_input_grad[2] else None
+        return torch.where(inside, given, 0.0).to(x.dtype), change.sum_to_size(scale.shape), beyond, None, None
 
 
 def _slowed(value: Tensor, rate: float) -> Tensor:
