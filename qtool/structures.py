@@ -12,8 +12,10 @@ from __future__ import annotations
 import importlib
 import json
 import re
+import warnings
 from collections import namedtuple
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -78,3 +80,11 @@ def _specs(value: Any) -> Iterator[str]:
             yield item
         else:
             yield from _specs(item)
+
+
+@contextmanager
+def quiet_pytree() -> Iterator[None]:
+    """Drops torch's warning of deprecated leaves in its own records of a graph's inputs, which copying one gives."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
+        yield

@@ -31,8 +31,9 @@ from qtool.form import as_graph, input_values, open_axes, to_program
 from qtool.nested import call, map_tensors, tensors
 from qtool.quantization.functional import DROPOUTS, functionalized, make_functional, mutations
 from qtool.quantization.linears import write_linears
-from qtool.quantization.quiet import quiet_export, quiet_pytree
+from qtool.quantization.quiet import quiet_export
 from qtool.quantization.repeats import merge_repeats
+from qtool.structures import quiet_pytree
 
 aten = torch.ops.aten
 

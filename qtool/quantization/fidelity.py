@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from qtool.errors import QtoolError
 from qtool.evaluate import sqnr_db
 from qtool.nested import call, map_tensors, num_samples, samples_of
-from qtool.quantization.quiet import quiet_pytree
+from qtool.structures import quiet_pytree
 
 LEAST_DB = 60.0
 ROUNDING_DB = 12.0

@@ -41,14 +41,6 @@ def quiet_export() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def quiet_pytree() -> Iterator[None]:
-    """Drops torch's warning of deprecated leaves in its own records of a graph's inputs, which copying one gives."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
-        yield
-
-
-@contextlib.contextmanager
 def quiet_torch_ao() -> Iterator[None]:
     """Drops what torch.ao and its kernels say of their own removal."""
     with warnings.catch_warnings():

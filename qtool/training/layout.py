@@ -16,6 +16,7 @@ from torch import nn
 
 from qtool.nested import call, tensors
 from qtool.step import Setup
+from qtool.structures import quiet_pytree
 
 
 def apply(setup: Setup, example: Any) -> None:
@@ -46,7 +47,8 @@ def _runs(setup: Setup, example: Any) -> bool:
 
     The copy has the model's own weights: a second set of them could be the peak of the whole training.
     """
-    model = copy.deepcopy(setup.model, {id(parameter): parameter for parameter in setup.model.parameters()})
+    with quiet_pytree():
+        model = copy.deepcopy(setup.model, {id(parameter): parameter for parameter in setup.model.parameters()})
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             call(model, setup.place(example))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -128,6 +129,13 @@ def test_training_recovers_what_coarse_weights_lose(
         wanted = trained(TEST)
     assert agreement(trained, after) > agreement(trained, before)
     assert sqnr_db(wanted, after(TEST)) > sqnr_db(wanted, before(TEST)) + 1
+
+
+def test_nothing_that_torch_says_of_itself_reaches_the_user(trained: nn.Module) -> None:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        qat(trained, "pt2e", config())
+    assert [str(word.message) for word in said if not issubclass(word.category, DeprecationWarning)] == []
 
 
 @pytest.mark.parametrize("engine", ENGINES)
