@@ -99,7 +99,7 @@ def train(ctx: click.Context, out: Path, resume: bool, **_: Any) -> None:
 
 @command(
     "quantize",
-    "qtool quantize runs/a --mode ptq --ranges mse\n"
+    "qtool quantize runs/a --mode ptq\n"
     "qtool quantize --model net.py:build --weights net.safetensors --data idx:mnist --out runs/b",
 )
 @click.argument("run_dir", type=RUN_DIR, required=False)
@@ -186,7 +186,7 @@ def complete_recipe(ctx: click.Context, param: click.Parameter, incomplete: str)
 
 
 @command(
-    "run", "qtool run fashion-mnist\nqtool run my.toml --out runs/a --set train.epochs=8 --set quantize.ranges=mse"
+    "run", "qtool run fashion-mnist\nqtool run my.toml --out runs/a --set train.epochs=8 --set quantize.effort=best"
 )
 @click.argument("recipe", metavar="RECIPE", shell_complete=complete_recipe)
 @out_option("Where everything goes. [default: runs/NAME-OF-RECIPE]")
