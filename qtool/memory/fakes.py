@@ -1,6 +1,7 @@
 """What fake tensors are told where torch gives up on them, or goes wrong.
 
-* A number that is asked for (``loss.item()``) is one, and True for ``all`` (``x.isfinite().all()``, say).
+* A number that is asked for (``loss.item()``) is what it is where it follows from constants (``qtool.memory.known``),
+  else one, and True for ``all`` (``x.isfinite().all()``, say).
 * A selection by a mask takes everything: what is predicted of it is the most that it can be.
 * A deep copy is a copy. torch's own takes the mode along, and all that this remembers, which ends the process now and
   then. Constructors copy layers (``nn.TransformerEncoder``), and so does whoever tries a model out.
@@ -22,13 +23,15 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from qtool.memory.known import Known, known
+
 
 @contextmanager
 def answered() -> Iterator[None]:
-    """Inside the block fake tensors know all of that. Operators within it are seen by :class:`Scalars` last."""
+    """Inside the block fake tensors know all of that. Operators within it are seen by :class:`Known` last."""
     selections = {torch.ops.aten.nonzero.default: _nonzero, torch.ops.aten.masked_select.default: _selected}
     copying = mock.patch.object(FakeTensor, "__deepcopy__", _copied, create=True)
-    with mock.patch.dict(IMPLEMENTATIONS, selections), copying, Scalars():
+    with mock.patch.dict(IMPLEMENTATIONS, selections), copying, Known(), Scalars():
         yield
 
 
@@ -42,6 +45,8 @@ class Scalars(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             asked = args[0]
+            if (value := known(asked)) is not None:
+                return value.item()
             return asked in self._true if asked.dtype == torch.bool else 1.0 if asked.is_floating_point() else 1
         result = func(*args, **(kwargs or {}))
         if func.overloadpacket is torch.ops.aten.all:

@@ -55,6 +55,7 @@ from qtool.memory.accumulation import Accumulation
 from qtool.memory.compiled import Compiled, capture
 from qtool.memory.fakes import Scalars, answered
 from qtool.memory.gpu_scratch import Gpu
+from qtool.memory.known import know
 from qtool.memory.scratch import COPIED, LSTM, Scratch
 from qtool.nested import cut, map_tensors, num_samples, tensors
 from qtool.recipe import TrainConfig
@@ -171,6 +172,8 @@ def _fake(model: nn.Module, device: torch.device) -> nn.Module:
         empty = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
         is_parameter = isinstance(tensor, nn.Parameter)
         memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+        if not is_parameter:
+            know(empty, tensor)
     return copy.deepcopy(model, memo).train()
 
 
