@@ -40,6 +40,8 @@ ADAPTIVE = ("adamw", "adafactor")
 """Optimizers of torch whose states have the dtype of the weights, and divide by what is tiny."""
 ALIGNED = 64
 _NAN = 0x7FC0_0000
+SLICE = 2**20
+"""Values that are rounded at a time on the CPU: four of them share a number drawn."""
 
 
 def apply(setup: Setup, example: Any) -> None:
@@ -58,10 +60,13 @@ def round_stochastically(memory: Tensor, values: list[Tensor], out: list[Any]) -
 
     Draws from torch's generator, 15 bits each: with r of them, the upper half of value + 2r is the answer, which a
     conversion leaves as it is. A NaN with all bits set, as GPUs make it, would go round to zero: it is made another.
+    On the CPU it goes slice by slice: an addition there takes the bits once more, in 32, while it lasts.
     """
-    bits = memory.view(torch.int32).clamp_(max=_NAN)
-    torch.add(bits, _random(memory), alpha=2, out=bits)
-    bits.bitwise_and_(-(2**16))
+    bits = memory.view(torch.int32).view(-1)
+    for part in torch.split(bits, SLICE) if bits.device.type == "cpu" else [bits]:
+        part.clamp_(max=_NAN)
+        torch.add(part, _random(part), alpha=2, out=part)
+        part.bitwise_and_(-(2**16))
     torch._foreach_copy_(out, values)
 
 

@@ -3,8 +3,9 @@ import torch
 from torch import nn
 
 from qtool import checkpoint
+from qtool.memory.measure import allocations, highest_sum
 from qtool.recipe import TrainConfig
-from qtool.training import pieces
+from qtool.training import pieces, rounding
 from qtool.training.rounding import WideUpdates, round_stochastically
 from qtool.training.techniques import setup
 
@@ -27,6 +28,17 @@ def test_rounding_is_right_on_average_and_to_a_neighbour():
     assert (error <= 4 * step / (20000**0.5) + 1e-45).all()
     assert len(draws[:, 0].unique()) == 1, "what bfloat16 holds exactly stays"
     assert 0.2 < (draws[:, 5] == 1.0).double().mean() < 0.8, "1 + 2⁻⁹ is a quarter of a step above 1 of 2⁻⁷"
+
+
+def test_rounding_slice_by_slice_gives_the_same_in_less_memory(monkeypatch):
+    value = torch.randn(3 * rounding.SLICE + 17)
+    out, lost = torch.empty_like(value, dtype=torch.bfloat16), value.clone()
+    torch.manual_seed(1)
+    changes, _ = allocations(lambda: round_stochastically(lost, [lost], [out]))
+    assert highest_sum(changes) < 1.1 * 6 * rounding.SLICE, "two bytes drawn for each value, and its bits once more"
+    monkeypatch.setattr(rounding, "SLICE", 2 * len(value))
+    torch.manual_seed(1)
+    assert torch.equal(rounded(value), out)
 
 
 def test_rounding_keeps_infinities_and_finds_nan():
