@@ -31,13 +31,17 @@ HEAVY = (
     "mse_loss", "sum", "upsample_bilinear2d", "upsample_bicubic2d",
 )  # fmt: skip
 """Matrix products, convolutions, means and sums (those of 16 bits are taken in float32), the update of 8-bit states,
-which widens its moments, and others that copy an operand. They check their operands."""
+which widens its moments, and others that copy an operand. They check their operands. So do those that work on values
+one by one, which are tried where these have several dtypes."""
 IN_FLOAT32 = ("native_batch_norm_backward", "native_layer_norm_backward", "native_group_norm_backward")
 """Tried in float32 alone: they do not check, and given a dtype that only a fake one returned, read past its end."""
 
 BY_MASK = ("index", "index_put", "index_put_", "_index_put_impl_")
 PLACE = 8
 """Operators that look up the places that a mask selects, and the bytes of a place, in each dimension."""
+FUSED = ("_fused_adamw_", "_fused_adam_", "_fused_sgd_")
+"""Updates of many weights, which take gradients that do not lie in the order of their dimensions as copies, each in its
+turn."""
 COPIED = {"_allgather_base_": 0, "_reduce_scatter_base_": 1}
 """Exchanges of which gloo has a copy of its own while they last: of what is gathered, of what is summed."""
 
@@ -54,6 +58,8 @@ class Scratch:
         if name in BY_MASK:
             masks = (leaf for leaf in tree_flatten(args[1])[0] if isinstance(leaf, Tensor) and leaf.dtype == torch.bool)
             return sum(PLACE * mask.dim() * mask.numel() for mask in masks)
+        if name in FUSED:
+            return max((g.nbytes for g in args[1] if g.device.type == "cpu" and not g.is_contiguous()), default=0)
         if name in COPIED:
             exchanged: Tensor = args[COPIED[name]]
             return exchanged.nbytes if exchanged.device.type == "cpu" else 0
@@ -67,7 +73,7 @@ class Scratch:
         name = function.overloadpacket.__name__
         leaves, tree = tree_flatten((args, kwargs or {}))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        if not _may_be_called(name, tensors):
+        if not (_may_be_called(name, tensors) or (_converts(function, tensors) and _are_small(tensors))):
             return 0, 0
         key = (function, *(_kind(leaf) for leaf in leaves))
         if key not in self.known:
@@ -80,6 +86,16 @@ def _may_be_called(name: str, tensors: list[Tensor]) -> bool:
         return False
     if name == f"{LSTM}_backward" and not tensors[-1].numel():  # what it kept, where that is not known; it would crash
         return False
+    return _are_small(tensors)
+
+
+def _converts(function: Any, tensors: list[Tensor]) -> bool:
+    """Whether it works on values one by one, in another dtype than all of them have, in which it takes copies."""
+    one_by_one = torch.Tag.pointwise in function.tags or function.overloadpacket.__name__.startswith("_foreach_")
+    return one_by_one and len({t.dtype for t in tensors if t.dim()}) > 1
+
+
+def _are_small(tensors: list[Tensor]) -> bool:
     small = sum(t.numel() * t.element_size() for t in tensors) <= LARGEST
     return small and all(t.device.type == "cpu" for t in tensors)
 

@@ -42,6 +42,32 @@ def test_what_is_copied_depends_on_how_operands_lie() -> None:
     assert taken[1] < images.nbytes
 
 
+@pytest.mark.parametrize("name", ["add", "add_", "mul", "sub"])
+def test_values_of_several_dtypes_are_converted_before_they_meet(name: str) -> None:
+    """A residual in float32 beside a branch in bfloat16: torch converts the branch as a whole."""
+    wide, narrow = torch.ones(64, 100), torch.ones(64, 100).bfloat16()
+    operator = getattr(torch.ops.aten, name).Tensor
+    assert Scratch().of(operator, (wide, narrow), None) == wide.nbytes
+    assert Scratch().of(operator, (wide, torch.ones((), dtype=torch.float64)), None) == 0
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
+def test_a_fused_update_takes_images_weights_gradients_as_copies(optimizer: type) -> None:
+    shapes = (8, 16, 3, 3), (4, 16, 3, 3), (64, 64)
+    weights = [torch.ones(shape, requires_grad=True) for shape in shapes]
+    for weight in weights[:2]:
+        weight.data = weight.data.contiguous(memory_format=LAST)
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    update = optimizer(weights, lr=0.1, fused=True)
+    update.step()
+    changes, _ = allocations(update.step)
+    grads = [weight.grad for weight in weights]
+    found = Scratch().of(torch.ops.aten._fused_sgd_.default, (weights, grads), None)
+    assert found == weights[0].nbytes == max(changes)
+    assert Scratch().of(torch.ops.aten._fused_adamw_.default, (weights[2:], grads[2:]), None) == 0
+
+
 def test_other_operators_and_large_ones_are_not_called(monkeypatch) -> None:
     taken = Scratch()
     x = torch.ones(4, 4)
