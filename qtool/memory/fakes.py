@@ -3,6 +3,8 @@
 * A number that is asked for (``loss.item()``) is what it is where it follows from constants (``qtool.memory.known``),
   else one, and True for ``all`` (``x.isfinite().all()``, say).
 * A selection by a mask takes everything: what is predicted of it is the most that it can be.
+* A product of groups of rows, each with a matrix of its own (experts), is one in every dtype; torch's own fake
+  one knows bfloat16 alone.
 * A deep copy is a copy. torch's own takes the mode along, and all that this remembers, which ends the process now and
   then. Constructors copy layers (``nn.TransformerEncoder``), and so does whoever tries a model out.
 
@@ -29,9 +31,13 @@ from qtool.memory.known import Known, known
 @contextmanager
 def answered() -> Iterator[None]:
     """Inside the block fake tensors know all of that. Operators within it are seen by :class:`Known` last."""
-    selections = {torch.ops.aten.nonzero.default: _nonzero, torch.ops.aten.masked_select.default: _selected}
+    own = {
+        torch.ops.aten.nonzero.default: _nonzero,
+        torch.ops.aten.masked_select.default: _selected,
+        torch.ops.aten._grouped_mm.default: _grouped,
+    }
     copying = mock.patch.object(FakeTensor, "__deepcopy__", _copied, create=True)
-    with mock.patch.dict(IMPLEMENTATIONS, selections), copying, Known(), Scalars():
+    with mock.patch.dict(IMPLEMENTATIONS, own), copying, Known(), Scalars():
         yield
 
 
@@ -61,6 +67,14 @@ def _nonzero(mode: Any, func: Any, tensor: Tensor) -> Tensor:
 def _selected(mode: Any, func: Any, tensor: Tensor, mask: Tensor) -> Tensor:
     shape = torch.broadcast_shapes(tensor.shape, mask.shape)  # type: ignore[no-untyped-call]
     return tensor.new_empty((shape.numel(),))
+
+
+def _grouped(
+    mode: Any, func: Any, a: Tensor, b: Tensor, offs: Any = None, bias: Any = None, out_dtype: Any = None
+) -> Tensor:
+    """Rows of ``a`` by columns of ``b``; one for each group, where neither rows nor columns have groups."""
+    groups = [] if a.dim() != b.dim() else [len(offs) if a.dim() == 2 else len(a)]
+    return a.new_empty((*groups, a.shape[-2], b.shape[-1]), dtype=out_dtype)
 
 
 def _copied(tensor: FakeTensor, memo: dict[int, Any]) -> Tensor:

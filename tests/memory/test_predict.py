@@ -374,6 +374,31 @@ def test_what_a_mask_selects_is_taken_for_all() -> None:
         assert predicted.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.02)
 
 
+class Experts(nn.Module):
+    """Rows sorted by expert, each group of them by a matrix of its own, as transformers' mixtures have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.route = nn.Linear(32, 4)
+        self.up = nn.Parameter(torch.randn(4, 32, 96) * 0.1)
+        self.down = nn.Parameter(torch.randn(4, 96, 16) * 0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight, expert = self.route(x).softmax(-1).max(-1)
+        order = expert.argsort()
+        ends = torch.histc(expert.float(), 4, 0, 3).cumsum(0).to(torch.int32)
+        hidden = nn.functional.grouped_mm(x[order], self.up.to(x.dtype), offs=ends).relu()
+        found = nn.functional.grouped_mm(hidden, self.down.to(hidden.dtype), offs=ends)
+        return torch.zeros_like(found).index_copy(0, order, found) * weight[:, None]
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_experts_in_groups_are_predicted_in_every_precision(precision: str) -> None:
+    options = config(precision=precision)
+    predicted, measured = (f(Experts, batch(), options, prepare=setup, loss=LOSS) for f in (predict, measure))
+    assert predicted.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.02)
+
+
 class Distinct(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = super().forward(x)
