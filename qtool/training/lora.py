@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from qtool import processes
-from qtool.errors import QtoolError, UsageError, nearest
+from qtool.errors import QtoolError, UsageError, nearest, one_line
 from qtool.materialise import fill
 from qtool.recipe import TrainConfig
 from qtool.step import Setup
@@ -54,10 +54,15 @@ def apply(setup: Setup, example: Any) -> None:
     chosen = targets(model, config.lora_targets, possible)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     model.requires_grad_(False)
-    peft = _peft()
-    peft.inject_adapter_in_model(_config(peft, config, chosen), model)
-    _begin(model, config.seed, setup.device)
     setup.on_close.append(lambda: _merge(model, trained))
+    peft = _peft()
+    try:
+        peft.inject_adapter_in_model(_config(peft, config, chosen), model)
+    except ValueError as error:  # it knows layers whose model reads their weights past them, Mamba's
+        raise UsageError(
+            "--lora", "layers that peft puts adapters to", one_line(error), "name others with --lora-targets"
+        ) from error
+    _begin(model, config.seed, setup.device)
     if config.lora_base == "nf4":
         _quantize(model, {*chosen, *_usual(model, possible)})
     if config.strategy != "fsdp":

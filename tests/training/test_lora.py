@@ -178,6 +178,22 @@ def test_a_wrong_target_stops_the_run_before_training(tmp_path: Path) -> None:
         qtool.train(small(), TEXT, **(OPTIONS | {"lora": None, "lora_base": "nf4"}))
 
 
+@FILTERS
+def test_layers_that_peft_refuses_are_told_and_the_model_stays_as_it_was(
+    peft: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It knows models that read a layer's weights past it, such as Mamba."""
+
+    def refuse(*_: Any) -> None:
+        raise ValueError("Module 'out_proj' is incompatible with Mamba-based models")
+
+    monkeypatch.setattr(peft, "inject_adapter_in_model", refuse)
+    model = small()
+    with pytest.raises(UsageError, match=r"--lora: .*'out_proj' is incompatible.*--lora-targets"):
+        setup(model, TrainConfig(device="cpu", lora=2))
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
 @pytest.mark.parametrize("bias", [True, False])
 def test_nf4_multiplies_with_what_it_restores(bias: bool) -> None:
     """The reference finds the nearest of NF4's 16 levels, and for scales of those of e4m3, one by one."""
