@@ -12,6 +12,9 @@ them, so that they may be offloaded. Where a compiler traces the model, it is gi
 Blocks are found by repetition: the outermost modules with children whose class occurs at least twice
 as items of a ``ModuleList`` or ``Sequential`` (transformer layers, residual blocks), and where there are
 none, whose class occurs twice anywhere.
+
+transformers' models remember keys and values for generating, and a block that finds its own there does less the second
+time. They do without while they train.
 """
 
 from __future__ import annotations
@@ -38,6 +41,9 @@ _LISTS = (nn.Sequential, nn.ModuleList)
 
 def apply(setup: Setup, example: Any) -> None:
     """Checkpoints every block of the model."""
+    for config in _remembering(setup.model):
+        config.use_cache = False
+        setup.on_close.append(lambda config=config: setattr(config, "use_cache", True))  # type: ignore[misc]
     for block in blocks(setup.model).values():
         _wrap(block)
         setup.on_close.append(lambda block=block: delattr(block, "forward"))  # type: ignore[misc]
@@ -50,6 +56,12 @@ def require(model: nn.Module, config: TrainConfig) -> None:
             "--activation-checkpointing", "a model with repeated blocks", f"a {type(model).__name__} without any",
             "leave it out",
         )  # fmt: skip
+
+
+def _remembering(model: nn.Module) -> list[Any]:
+    """The configurations in a model that have it remember keys and values."""
+    configs = {id(found): found for module in model.modules() if (found := getattr(module, "config", None)) is not None}
+    return [config for config in configs.values() if getattr(config, "use_cache", None) is True]
 
 
 def blocks(model: nn.Module) -> dict[str, nn.Module]:

@@ -1,5 +1,6 @@
 import gc
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -35,6 +36,48 @@ def test_nothing_changes_but_memory(run_steps, same_state, net):
     assert saving.losses == plain.losses
     assert same_state(saving.model, plain.model)
     assert saved_bytes(run_steps, net, activation_checkpointing=True) < 0.6 * saved_bytes(run_steps, net)
+
+
+class CrossAttending(nn.Module):
+    """A block that has its keys from what is remembered, once they are there, as an encoder-decoder's."""
+
+    def __init__(self, place):
+        super().__init__()
+        self.place, self.query, self.key = place, nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x, memory, kept):
+        if kept is None or self.place not in kept:
+            key = self.key(memory).tanh()
+            if kept is not None:
+                kept[self.place] = key
+        else:
+            key = kept[self.place]
+        return x + (self.query(x) @ key.T).softmax(-1) @ key
+
+
+class Decoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.config = SimpleNamespace(use_cache=True)
+        self.layers = nn.ModuleList([CrossAttending(place) for place in range(2)])
+
+    def forward(self, x):
+        kept, memory = {} if self.config.use_cache else None, x * 2
+        for layer in self.layers:
+            x = layer(x, memory, kept)
+        return x
+
+
+def test_blocks_that_remember_keys_for_generating_do_without_while_they_train():
+    gradients = []
+    for wanted in (False, True):
+        torch.manual_seed(0)
+        model = Decoder()
+        with setup(model, TrainConfig(device="cpu", activation_checkpointing=wanted)) as made:
+            made.model(torch.linspace(-1, 1, 64).view(4, 16)).square().sum().backward()
+        assert model.config.use_cache is True, "generating afterwards remembers again"
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
 def test_under_autocast_and_with_micro_batches(run_steps, same_state, net):
