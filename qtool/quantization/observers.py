@@ -170,13 +170,14 @@ class FakeQuantizer(FakeQuantizeBase):  # type: ignore[misc]
         if self.fixed:
             return
         low, high = (value.float() for value in torch.aminmax(x))
-        lowest, highest = torch.minimum(self.low, low), torch.maximum(self.high, high)
-        if self.averaging is not None:
+        if self.averaging is None:
+            low, high = torch.minimum(self.low, low), torch.maximum(self.high, high)
+        else:
             first, share = torch.isposinf(self.low), self.averaging
-            lowest = torch.where(first, lowest, self.low.lerp(low, share))
-            highest = torch.where(first, highest, self.high.lerp(high, share))
-        self.low.copy_(lowest)
-        self.high.copy_(highest)
+            low = torch.where(first, low, self.low.lerp(low, share))
+            high = torch.where(first, high, self.high.lerp(high, share))
+        self.low.copy_(low)
+        self.high.copy_(high)
         self._refresh()
 
     def set_range(self, low: float, high: float) -> None:

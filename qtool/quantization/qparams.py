@@ -55,7 +55,7 @@ def affine_step(low: Tensor, high: Tensor, qmin: int, qmax: int) -> tuple[Tensor
     """``affine_qparams_of`` of float32 ends, unchecked: nothing here waits for a GPU. NaN gives a scale of NaN."""
     low, high = low.clamp(max=0.0), high.clamp(min=0.0)
     scale = ((high - low) / float(qmax - qmin)).clamp(min=EPSILON)
-    zero_point = (qmin - torch.round(low / scale)).nan_to_num(nan=float(qmin))
+    zero_point = qmin - torch.round(low / scale)
     return scale, zero_point.clamp(qmin, qmax).to(torch.int32)
 
 

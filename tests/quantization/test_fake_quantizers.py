@@ -59,12 +59,13 @@ def test_values_and_gradients_are_those_of_torchs_kernel(
     axis: int | None, bits: int, affine: bool, seed: int, dtype: torch.dtype, last: bool
 ) -> None:
     draw = torch.Generator().manual_seed(seed)
-    x = torch.randn(3, 4, 5, 6, generator=draw).to(dtype)
-    x = x.contiguous(memory_format=torch.channels_last) if last else x
+    x = torch.randn(3, 4, 5, 6, generator=draw)
     channels = 1 if axis is None else x.shape[axis]
     qmin, qmax = (0, 2**bits - 1) if affine else (1 - 2 ** (bits - 1), 2 ** (bits - 1) - 1)
     scale = torch.rand(channels, generator=draw) * 4 / 2**bits + 1e-3
-    scale[0] = 2.0**-4  # 16-bit values on ties
+    if axis is None:  # half-way between two integers the rounding of x · (1/s) decides
+        x.view(-1)[:120] = (torch.arange(-60, 60) + 0.5) * scale
+    x = x.to(dtype).contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
     zero = torch.randint(qmin, qmax + 1, (channels,), generator=draw, dtype=torch.int32) * affine
     found, expected = x.clone().requires_grad_(), x.clone().requires_grad_()
     ours = fake_quantize(found, scale, zero, qmin, qmax, axis)
