@@ -4,7 +4,8 @@
 
 PyTorch has one kernel for it. A compiler can neither trace that (it has no form without data) nor fuse it with what is
 around it, and on a CPU it handles one value at a time: the same operations one after the other take a quarter of its
-time and give the same bits. So the kernel is for other devices, where each launch counts.
+time and give the same bits. So the kernel is for other devices, where each launch counts. (Nothing is written in place,
+nor returned from an operator that may give its operand: torch 2.11 compiles such a function with gradients of zero.)
 """
 
 from __future__ import annotations
@@ -35,10 +36,11 @@ def fake_quantize(
 class _Rounded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor, zero_point: Tensor, qmin: int, qmax: int) -> Tensor:
-        steps = (x * scale.reciprocal()).round_().add_(zero_point)
+        steps = (x * scale.reciprocal()).round() + zero_point
         if ctx.needs_input_grad[0]:
-            ctx.save_for_backward((steps >= qmin).logical_and_(steps <= qmax))
-        return steps.clamp_(qmin, qmax).sub_(zero_point).mul_(scale)
+            ctx.save_for_backward((steps >= qmin) & (steps <= qmax))
+        steps = steps.clamp(qmin, qmax)
+        return (steps - zero_point) * scale
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:

@@ -83,17 +83,18 @@ class _Learned(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, scale: Tensor, zero: Tensor, qmin: int, qmax: int) -> Tensor:
         ctx.save_for_backward(x, scale, zero)
         ctx.ends = qmin, qmax
-        steps = (x.float() / scale).round_().add_(zero)
-        return steps.clamp_(qmin, qmax).sub_(zero).mul_(scale).to(x.dtype)
+        steps = ((x.float() / scale).round() + zero).clamp(qmin, qmax)
+        made = (steps - zero) * scale
+        return made if made.dtype == x.dtype else made.to(x.dtype)  # a conversion to itself: see fake_quantize.py
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, scale, zero = ctx.saved_tensors
         given, ratio = gradients[0].float(), x.float() / scale
-        steps = ratio.round().add_(zero)
-        inside = (steps >= ctx.ends[0]).logical_and_(steps <= ctx.ends[1])
-        change = steps.clamp_(*ctx.ends).sub_(zero).sub_(torch.where(inside, ratio, 0.0)).mul_(given)
-        beyond = torch.where(inside, 0.0, given).mul_(-scale).sum() if ctx.needs_input_grad[2] else None
+        steps = ratio.round() + zero
+        inside = (steps >= ctx.ends[0]) & (steps <= ctx.ends[1])
+        change = (steps.clamp(*ctx.ends) - zero - torch.where(inside, ratio, 0.0)) * given
+        beyond = (torch.where(inside, 0.0, given) * -scale).sum() if ctx.needs_input_grad[2] else None
         return torch.where(inside, given, 0.0).to(x.dtype), change.sum_to_size(scale.shape), beyond, None, None
 
 

@@ -82,8 +82,9 @@ def test_values_and_gradients_are_those_of_torchs_kernel(
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by torch's own tracer
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", [*fakes()])
-def test_compiled_whole_it_computes_the_same_and_is_compiled_once(name: str) -> None:
+def test_compiled_whole_it_computes_the_same_and_is_compiled_once(name: str, dtype: torch.dtype) -> None:
     ours, seen = fakes()[name], 0
 
     def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
@@ -98,7 +99,7 @@ def test_compiled_whole_it_computes_the_same_and_is_compiled_once(name: str) -> 
     theirs = copy.deepcopy(ours)
     compiled = torch.compile(twice, backend=backend, fullgraph=True)
     for step in range(4):
-        x = torch.randn(4, 3, generator=torch.Generator().manual_seed(step)) * (1 + step)
+        x = (torch.randn(4, 3, generator=torch.Generator().manual_seed(step)) * (1 + step)).to(dtype)
         one, other = x.clone().requires_grad_(), x.clone().requires_grad_()
         expected, found = twice(ours, one), compiled(theirs, other)
         assert torch.equal(found, expected)
