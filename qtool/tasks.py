@@ -51,7 +51,8 @@ class Task(Protocol):
     def loss(self, output: Any, target: Any) -> tuple[Tensor, Tensor | float]:
         """(sum of the losses, weight): a scalar with a gradient, and the number of samples or tokens it sums.
 
-        The weight is a number, or a scalar tensor on the target's device.
+        The weight is a number, or a scalar tensor on the target's device. It divides the metrics too, so that class
+        weights belong to the losses alone.
         """
 
     def metrics(self, output: Any, target: Any) -> Mapping[str, Tensor | float]:
