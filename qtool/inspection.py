@@ -4,8 +4,9 @@ Of a run directory: what each stage recorded, what became of a contract that was
 what it runs in and why, the range of its output, and what quantizing it alone does to the model's output where
 ``qtool sensitivity`` has measured it.
 
-Any ONNX file can be read, not only those made here. What is counted is the file as it stands; what a
-runtime makes of it (fusions, kernels) is the benchmark's and the export gates' to say.
+Any ONNX file can be read, not only those made here. What is counted is the file as it stands, with its external data
+and what its branches, loops and functions hold; what a runtime makes of it (fusions, kernels) is the benchmark's and
+the export gates' to say.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from qtool.artifacts import STAGES, has_result, read_result
+from qtool.benchmarking.size import all_graphs, model_files
 from qtool.errors import QtoolError, UsageError, nearest, one_line
 from qtool.lineage import altered, outdated
 from qtool.reporting.gather import REFUSED, refused
@@ -48,7 +50,8 @@ def describe(path: Path) -> dict[str, Any]:
         ) from error
     notes = [text for result in _results(path.parent).values() for text in altered(result, path.parent, path.name)]
     told = {"notes": notes} if notes else {}
-    return {"file": path.name, "size_mib": path.stat().st_size / MIB, **told, **found}
+    size = sum(file.stat().st_size for file in model_files(path))
+    return {"file": path.name, "size_mib": size / MIB, **told, **found}
 
 
 def _results(run: Path) -> dict[str, dict[str, Any]]:
@@ -110,15 +113,20 @@ def _onnx(path: Path) -> dict[str, Any]:
     graph = model.graph
     if not graph.node:
         raise QtoolError(f"artifact '{path}'", "an ONNX model", "no operators in it", "make or download it again")
-    weights = Counter(onnx.TensorProto.DataType.Name(tensor.data_type) for tensor in graph.initializer)
+    parts = [part for body in (graph, *model.functions) for part in all_graphs(body)]
+    nodes = [node for part in parts for node in part.node]
+    own = {(function.domain, function.name) for function in model.functions}
+    stored = [tensor for part in parts for tensor in getattr(part, "initializer", ())]
+    weights = Counter(onnx.TensorProto.DataType.Name(tensor.data_type) for tensor in stored)
+    foreign = [n for n in nodes if n.domain not in STANDARD and (n.domain, n.op_type) not in own]
     return {
         "kind": "onnx",
         "producer": f"{model.producer_name} {model.producer_version}".strip(),
         "opset": {entry.domain or "ai.onnx": entry.version for entry in model.opset_import},
         "inputs": {value.name: _onnx_shape(value) for value in graph.input},
         "outputs": {value.name: _onnx_shape(value) for value in graph.output},
-        "custom_operators": sorted({f"{n.domain}:{n.op_type}" for n in graph.node if n.domain not in STANDARD}),
-        "operators": dict(Counter(node.op_type for node in graph.node).most_common()),
+        "custom_operators": sorted({f"{n.domain}:{n.op_type}" for n in foreign}),
+        "operators": dict(Counter(node.op_type for node in nodes).most_common()),
         "num_initializers": {name.lower(): count for name, count in weights.items()},
         "metadata": {entry.key: entry.value for entry in model.metadata_props},
     }

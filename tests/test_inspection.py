@@ -19,7 +19,8 @@ from qtool.inspection import describe
 def written(folder: Path, node: onnx.NodeProto, *inputs: onnx.ValueInfoProto) -> Path:
     output = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
     opsets = [helper.make_opsetid("", 21), helper.make_opsetid("my.ops", 1)]
-    model = helper.make_model(helper.make_graph([node], "g", list(inputs), [output]), opset_imports=opsets)
+    graph = helper.make_graph([node], "g", list(inputs), [output])
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
     onnx.save(model, folder / "m.onnx")
     return folder / "m.onnx"
 
@@ -32,6 +33,31 @@ def test_shapes_that_are_not_known_and_operators_of_others_are_told(tmp_path: Pa
     found = describe(written(tmp_path, node, x, s, z))
     assert found["inputs"] == {"x": ["n", 3, None], "s": "sequence", "z": "unknown shape"}
     assert found["custom_operators"] == ["my.ops:Foo"]
+
+
+def test_branches_and_functions_of_the_file_are_looked_into(tmp_path: Path) -> None:
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n"])
+    call = helper.make_node("Twice", ["x"], ["y"], domain="here")
+    model = onnx.load(written(tmp_path, call, x))
+    y = helper.make_tensor_value_info("t", TensorProto.FLOAT, None)
+    branch = helper.make_graph([helper.make_node("Foo", ["a"], ["t"], domain="my.ops")], "branch", [], [y])
+    choose = helper.make_node("If", ["c"], ["b"], then_branch=branch, else_branch=branch)
+    body = [helper.make_node("IsNaN", ["a"], ["c"]), choose]
+    model.functions.append(helper.make_function("here", "Twice", ["a"], ["b"], body, model.opset_import))
+    onnx.save(model, tmp_path / "m.onnx")
+    found = describe(tmp_path / "m.onnx")
+    assert found["custom_operators"] == ["my.ops:Foo"]  # "Twice" is the file's own
+    assert found["operators"] == {"Foo": 2, "Twice": 1, "IsNaN": 1, "If": 1}
+
+
+def test_external_data_count_for_the_size_and_have_to_be_there(tmp_path: Path) -> None:
+    path = tmp_path / "m.onnx"
+    onnx.save(onnx_files.residual_net(), path, save_as_external_data=True, location="m.data", size_threshold=0)
+    found = describe(path)
+    assert found["size_mib"] * 2**20 == path.stat().st_size + (tmp_path / "m.data").stat().st_size
+    (tmp_path / "m.data").unlink()
+    with pytest.raises(QtoolError, match=r"expected its external data 'm\.data'; got no such file"):
+        describe(path)
 
 
 @pytest.mark.parametrize("content", [b"", b"\x99" * 50], ids=["empty", "garbage"])
@@ -48,6 +74,18 @@ def test_foreign_files_are_measured_side_by_side(tmp_path: Path) -> None:
     result = CliRunner().invoke(main, words)
     assert result.exit_code == 0
     assert set(json.loads(result.stdout)["metrics"]["variants"]) == {"a", "b"}
+
+
+@pytest.mark.parametrize(("shape", "given"), [(None, ["--shapes", "x=1x4"]), ([], [])], ids=["unknown", "scalar"])
+def test_inputs_without_sizes_are_scalars_or_take_the_shape_that_is_given(
+    shape: list[int] | None, given: list[str], tmp_path: Path
+) -> None:
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, shape)
+    path = written(tmp_path, helper.make_node("Softmax" if given else "Relu", ["x"], ["y"]), x)
+    result = CliRunner().invoke(main, ["benchmark", str(path), "--seconds", "0", "--json", "--quiet", *given])
+    assert result.exit_code == 0, result.output
+    refused = CliRunner().invoke(main, ["benchmark", str(path), "--seconds", "0", "--quiet"])
+    assert given == [] or "got float32 of unknown shape; give it as x=1x" in refused.output
 
 
 def test_files_of_one_name_are_told_apart_by_their_folders(tmp_path: Path) -> None:

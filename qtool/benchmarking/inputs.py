@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from qtool.benchmarking.size import load_onnx
 from qtool.errors import QtoolError, UsageError
-from qtool.runtimes.base import Array, TensorInfo
+from qtool.runtimes.base import Array, TensorInfo, fits
 
 
 def random_feeds(
@@ -27,6 +30,14 @@ def random_feeds(
         names = ", ".join(info.name for info in inputs)
         raise UsageError("input shapes", f"inputs {names}", f"'{unknown[0]}'", "name an input of the file")
     return {info.name: _random(generator, info, _shape(info, batch_size, given.get(info.name))) for info in inputs}
+
+
+def with_scalars(inputs: Sequence[TensorInfo], path: Path) -> tuple[TensorInfo, ...]:
+    """``inputs`` of an ONNX file, of which a runtime tells scalars and unknown shapes alike: the file knows scalars."""
+    if all(info.shape is not None for info in inputs):
+        return tuple(inputs)
+    told = {value.name for value in load_onnx(path).graph.input if value.type.tensor_type.HasField("shape")}
+    return tuple(replace(info, shape=()) if info.shape is None and info.name in told else info for info in inputs)
 
 
 def parse_shape(name: str, text: str) -> tuple[int, ...]:
@@ -50,26 +61,17 @@ def _shape(info: TensorInfo, batch_size: int, given: tuple[int, ...] | None) -> 
                 f"ask for the batch with --batch-sizes {given[0]}",
             )  # fmt: skip
         return _checked(info, (batch_size, *given[1:]))
-    rest = info.shape[1:]
-    if any(not isinstance(d, int) for d in rest) or (
-        info.shape and isinstance(info.shape[0], int) and info.shape[0] < 1
-    ):
+    shape = info.shape
+    if shape is None or any(not isinstance(d, int) for d in shape[1:]) or 0 in shape:
         raise QtoolError(
             f"input '{info.name}'", "sizes known beside the batch", str(info),
             f"give it as {info.name}=1x… with --shapes, or pass data",
         )  # fmt: skip
-    return fixed_or(info, batch_size)
-
-
-def fixed_or(info: TensorInfo, batch_size: int) -> tuple[int, ...]:
-    """The input's shape with its open batch dimension filled in."""
-    first = info.shape[:1]
-    batch = (first[0] if isinstance(first[0], int) else batch_size,) if first else ()
-    return (*batch, *(d for d in info.shape[1:] if isinstance(d, int)))
+    return tuple(d if isinstance(d, int) else batch_size for d in shape)
 
 
 def _fixed_batch(info: TensorInfo) -> bool:
-    return bool(info.shape) and isinstance(info.shape[0], int)
+    return isinstance((info.shape or (None,))[0], int)
 
 
 def fixed_batch_size(inputs: Sequence[TensorInfo]) -> int | None:
@@ -79,10 +81,7 @@ def fixed_batch_size(inputs: Sequence[TensorInfo]) -> int | None:
 
 
 def _checked(info: TensorInfo, shape: tuple[int, ...]) -> tuple[int, ...]:
-    fits = len(shape) == len(info.shape) and all(
-        not isinstance(d, int) or d == s for d, s in zip(info.shape, shape, strict=True)
-    )
-    if not fits:
+    if not fits(shape, info.shape):
         raise UsageError(f"shape of input '{info.name}'", str(info), "x".join(map(str, shape)), "correct the shape")
     return shape
 

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from qtool.benchmarking.inputs import with_scalars
 from qtool.benchmarking.latency import Renewal, Stopping, Timings, interleave
 from qtool.errors import QtoolError, one_line
 from qtool.runtimes.base import Array, ProviderError, TensorInfo
@@ -58,7 +59,9 @@ class Worker:
         Gives ``load_ms``, the ``device``, and ``stored``, the format of most weights where the runtime knows it.
         """
         answer = self._prepare("open", path=str(path.resolve()), **options)
-        self.inputs = tuple(TensorInfo(name, dtype, tuple(shape)) for name, dtype, shape in answer.pop("inputs"))
+        told = answer.pop("inputs")
+        inputs = [TensorInfo(name, dtype, shape if shape is None else tuple(shape)) for name, dtype, shape in told]
+        self.inputs = with_scalars(inputs, path)
         return answer
 
     def feed(self, feeds: Mapping[str, Array]) -> float:

@@ -77,18 +77,19 @@ def _external(path: Path, model: Any) -> list[Path]:
 
 
 def all_tensors(model: Any) -> Iterator[Any]:
-    for graph in _graphs(model.graph):
+    for graph in all_graphs(model.graph):
         yield from graph.initializer
         for node in graph.node:
             yield from (attribute.t for attribute in node.attribute if attribute.HasField("t"))
 
 
-def _graphs(graph: Any) -> Iterator[Any]:
+def all_graphs(graph: Any) -> Iterator[Any]:
+    """A graph, or a function's body, and the graphs within its nodes: branches and loops."""
     yield graph
     for node in graph.node:
         for attribute in node.attribute:
             if attribute.HasField("g"):
-                yield from _graphs(attribute.g)
+                yield from all_graphs(attribute.g)
 
 
 def stripped_bytes(path: Path) -> int:
@@ -96,7 +97,7 @@ def stripped_bytes(path: Path) -> int:
     model = load_onnx(path)
     external = sum(file.stat().st_size for file in _external(path, model))
     model.ClearField("doc_string")
-    for part in [*_graphs(model.graph), *model.functions]:
+    for part in [*all_graphs(model.graph), *(g for f in model.functions for g in all_graphs(f))]:
         part.ClearField("value_info")
         _strip([part, *part.node])
         if hasattr(part, "initializer"):

@@ -57,7 +57,7 @@ class Server:
             "load_ms": (time.perf_counter() - start) * 1e3,
             "device": self._session.device,
             "stored": getattr(self._session, "stored", None),
-            "inputs": [[info.name, info.dtype, list(info.shape)] for info in self._session.inputs],
+            "inputs": [[info.name, info.dtype, info.shape] for info in self._session.inputs],
         }
 
     def feed(self, path: str) -> dict[str, Any]:

@@ -35,13 +35,18 @@ class ProviderError(QtoolError):
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One input or output: its name, numpy dtype name, and shape (an int, a symbol, or None where unknown)."""
+    """One input or output: its name, numpy dtype name, and shape (an int, a symbol, or None where unknown).
+
+    A ``shape`` of None says that the runtime does not tell even the number of dimensions.
+    """
 
     name: str
     dtype: str
-    shape: tuple[int | str | None, ...]
+    shape: tuple[int | str | None, ...] | None
 
     def __str__(self) -> str:
+        if self.shape is None:
+            return f"{self.dtype} of unknown shape"
         return f"{self.dtype}[{', '.join('?' if d is None else str(d) for d in self.shape)}]"
 
 
@@ -123,11 +128,12 @@ def check_feeds(where: str, inputs: Iterable[TensorInfo], feeds: Mapping[str, Ar
     for name, info in wanted.items():
         value = np.asarray(feeds[name])
         got = f"{value.dtype}{list(value.shape)}"
-        if str(value.dtype) != info.dtype or not _fits(value.shape, info.shape):
+        if str(value.dtype) != info.dtype or not fits(value.shape, info.shape):
             raise QtoolError(f"{where}: input '{name}'", str(info), got, "convert the input or use another model")
 
 
-def _fits(shape: tuple[int, ...], wanted: tuple[int | str | None, ...]) -> bool:
-    return len(shape) == len(wanted) and all(
-        not isinstance(w, int) or s == w for s, w in zip(shape, wanted, strict=True)
+def fits(shape: tuple[int, ...], wanted: tuple[int | str | None, ...] | None) -> bool:
+    """Whether an array of ``shape`` can be fed where ``wanted`` is asked for."""
+    return wanted is None or (
+        len(shape) == len(wanted) and all(not isinstance(w, int) or s == w for s, w in zip(shape, wanted, strict=True))
     )

@@ -48,8 +48,8 @@ _INSTALL = {
     "tensorrt": "pip install onnxruntime-gpu tensorrt and an NVIDIA driver, or use --provider cuda",
 }
 _DTYPES = {
-    "float": "float32", "double": "float64", "float16": "float16", "bfloat16": "bfloat16", "bool": "bool",
-    "int8": "int8", "uint8": "uint8", "int16": "int16", "uint16": "uint16", "int32": "int32", "uint32": "uint32",
+    "float": "float32", "double": "float64", "float16": "float16", "bool": "bool", "int8": "int8",
+    "uint8": "uint8", "int16": "int16", "uint16": "uint16", "int32": "int32", "uint32": "uint32",
     "int64": "int64", "uint64": "uint64",
 }  # fmt: skip
 _ERRORS_ONLY = 3
@@ -290,13 +290,15 @@ def _library_name(provider: str) -> str:
 
 
 def _info(path: Path, value: Any) -> TensorInfo:
+    """An input or output, whose shape is None for a scalar too: ONNX Runtime gives [] for either."""
     kind = re.fullmatch(r"tensor\((\w+)\)", value.type)
     if kind is None or kind[1] not in _DTYPES:
         raise QtoolError(
-            f"'{path}': '{value.name}'", "a tensor of numbers", value.type, "use a model whose inputs are tensors"
-        )
+            f"'{path}': '{value.name}'", "a tensor of numbers of a type that numpy has", value.type,
+            "use a model whose inputs and outputs are such tensors",
+        )  # fmt: skip
     shape = tuple(d if isinstance(d, int | str) and d != "" else None for d in value.shape)
-    return TensorInfo(value.name, _DTYPES[kind[1]], shape)
+    return TensorInfo(value.name, _DTYPES[kind[1]], shape or None)
 
 
 def _reason(error: Exception) -> str:
@@ -304,8 +306,8 @@ def _reason(error: Exception) -> str:
     text = one_line(error)
     text = re.sub(r"^\[ONNXRuntimeError\] : \d+ : \w+ : ", "", text)
     text = re.sub(r"^Load model from .*? failed: ?", "", text)
-    text = re.sub(r"/\S*/onnxruntime/\S+:\d+ (\S+ )?", "", text)
-    text = re.sub(r"^onnxruntime::\S+?\(.*?\) (?=ONNX Runtime )", "", text)  # the signature of a C++ function
+    signature = r"[^()]*onnxruntime::[^()]*\([^()]*\) "  # of the C++ function that failed
+    text = re.sub(rf"/\S*/onnxruntime/\S+:\d+ ({signature}|\S+ )?", "", text)
     return text if len(text) <= 300 else text[:299] + "…"
 
 
@@ -315,6 +317,8 @@ def _cure(error: Exception) -> str:
         return "use a file of standard ONNX operators, or a newer onnxruntime"
     if "External data" in text or "external data" in text:
         return "put the external data file beside the model"
-    if "opset" in text.lower() or "ir_version" in text.lower() or "IR version" in text:
+    if "IR version" in text:
+        return "save it with a lower ir_version, or install a newer onnxruntime"
+    if "opset" in text.lower():
         return "export with a lower opset, or install a newer onnxruntime"
     return "check that the file is complete and is ONNX"

@@ -34,6 +34,13 @@ def test_a_size_that_the_file_leaves_open_has_to_be_given():
         random_feeds([TOKENS], 1)
 
 
+def test_an_input_of_unknown_shape_takes_any_that_is_given():
+    anything = TensorInfo("x", "float32", None)
+    assert random_feeds([anything], 2, shapes={"x": "1x8"})["x"].shape == (2, 8)
+    with pytest.raises(QtoolError, match=r"input 'x'.*got float32 of unknown shape; give it as x=1x"):
+        random_feeds([anything], 1)
+
+
 @pytest.mark.parametrize("shape", ["1x4x8x8", "1x3x8", "3x8x8x8x8"])
 def test_a_given_shape_has_to_fit_the_file(shape):
     with pytest.raises(UsageError, match="input 'x'"):

@@ -96,6 +96,14 @@ def test_a_truncated_file_is_refused(files, tmp_path):
         open_session(path)
 
 
+def test_a_file_of_a_newer_onnx_is_told_in_words(tmp_path):
+    model = onnx_files.residual_net()
+    model.ir_version = 99
+    onnx.save(model, tmp_path / "new.onnx")
+    with pytest.raises(QtoolError, match=r"; got Unsupported model IR version: 99, .* lower ir_version"):
+        open_session(tmp_path / "new.onnx")
+
+
 def test_custom_operators_are_named(tmp_path):
     nodes = [helper.make_node("Foo", ["x"], ["y"], domain="my.ops")]
     path = tmp_path / "custom.onnx"
