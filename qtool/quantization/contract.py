@@ -133,6 +133,7 @@ class Judge:
             output = _on_cpu(reference(inputs))
             wanted = _answered(output, num_samples(inputs))
             self.shape, self.in_float = tuple(wanted.shape), wanted.is_floating_point()
+            self.num_outputs = len(list(tensors(output)))
             self.num_samples += len(wanted)
             held += wanted.nbytes
             self.outputs.append(wanted if held <= KEPT else None)

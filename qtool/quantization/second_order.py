@@ -1,4 +1,4 @@
-"""Second-order sensitivity: every unit's effect from one pass forward and two back, instead of a pass for each unit.
+"""Second-order sensitivity: every unit's effect from one pass forward and a few back, instead of a pass for each unit.
 
 With only unit u quantized its output changes by ``δ_u``, which is computed where the unit stands. What that does to
 the network's output z is, to first order, ``J_u δ_u``; and to second order, the first vanishing at the float network,
@@ -11,9 +11,9 @@ against the network's own answers, so that no labels are needed). Both need J_u,
 
     ‖J_u δ_u‖² = E (vᵀ J_u δ_u)²,    KL_u ≈ ½ E (wᵀ J_u δ_u)²,    w = √p ∘ r − p (√pᵀ r),  r ~ N(0, I)
 
-and ``vᵀ J_u`` of every unit at once is one backward pass. One probe for each sample: a sum of squares over N samples is
-within about √(2/N) of what it estimates. Unlike Fisher's or the Hessian's diagonal, errors of different values of
-one output are not taken for independent.
+and ``vᵀ J_u`` of every unit at once is one backward pass for each output, and one for KL. One probe for each sample: a
+sum of squares over N samples is within about √(2/N) of what it estimates. Unlike Fisher's or the Hessian's diagonal,
+errors of different values of one output are not taken for independent.
 
 Left out on purpose: what is beyond the second order. A unit that turns the answer over is understated, though still
 first; and agreement, which is no smooth function.
@@ -31,7 +31,7 @@ from torch.fx import Node
 
 from qtool.errors import UsageError
 from qtool.nested import num_samples, samples_of
-from qtool.quantization.sensitivity import SLICE, Sensitivities
+from qtool.quantization.sensitivity import SLICE, Sensitivities, added, energy
 
 SLOW = 300.0
 """Seconds that the exact measurement may take before the estimate is taken instead, where that is left open."""
@@ -41,7 +41,7 @@ class SecondOrder(Sensitivities):
     """Estimates what ``Sensitivities`` measures, but for agreement; the same results otherwise."""
 
     kind = "second-order"
-    empty: Mapping[str, float] = {"noise": 0.0, "kl": 0.0}
+    empty: Mapping[str, float] = {"kl": 0.0}
 
     def _add(self, piece: Any) -> None:
         ends = [alone.placed.output for alone in self.units]
@@ -53,18 +53,19 @@ class SecondOrder(Sensitivities):
                 "--sensitivity", "exact, for a model that gives whole numbers", "second-order, which has no gradients",
                 "measure it unit by unit",
             )  # fmt: skip
-        slopes = {
-            kind: self._backward(outputs, probe, [values[node] for node in ends])
-            for kind, probe in self._probes([output.detach() for output in outputs]).items()
-        }
-        self.state["signal"] += sum(t.detach().double().square().sum().item() for t in outputs)
+        probes, fisher = self._probes([output.detach() for output in outputs])
+        reached = [values[node] for node in ends]
+        slopes = [_backward(output, probe, reached) for output, probe in zip(outputs, probes, strict=True)]
+        of_kl = None if fisher is None else _backward(outputs[0], fisher, reached)
+        self.state["signal"] = added(self.state["signal"], (energy(output.detach()) for output in outputs))
         values = {node: value.detach() if isinstance(value, Tensor) else value for node, value in values.items()}
         for index, alone in enumerate(self.units):
             error = self._within(alone, values)[ends[index]] - values[ends[index]]
             sums = self.state["units"][alone.placed.unit.name]
-            for kind, found in slopes.items():
-                if (slope := found[index]) is not None:
-                    sums[kind] += _squares(slope * error, num_samples(piece)) / (2 if kind == "kl" else 1)
+            size = num_samples(piece)
+            sums["noise"] = added(sums["noise"], (_squares(slope[index], error, size) for slope in slopes))
+            if of_kl is not None:
+                sums["kl"] += _squares(of_kl[index], error, size) / 2
 
     def _seen(self, node: Node, value: Any) -> Any:
         """Lets gradients reach the output of every unit."""
@@ -75,26 +76,29 @@ class SecondOrder(Sensitivities):
     def _ends(self) -> set[Node]:
         return {alone.placed.output for alone in self.units}
 
-    def _probes(self, outputs: list[Tensor]) -> dict[str, list[Tensor]]:
-        """A random direction in the outputs for each sum, the same each time for the same samples."""
+    def _probes(self, outputs: list[Tensor]) -> tuple[list[Tensor], Tensor | None]:
+        """A random direction in each output, and one for KL in the first; the same each time for the same samples."""
         draw = torch.Generator().manual_seed(int(self.state["num_samples"]))
-        probes = {"noise": [torch.randn(t.shape, generator=draw).to(t) for t in outputs]}
-        if self._has_logits(outputs):
-            p = outputs[0].softmax(1)
-            r = torch.randn(p.shape, generator=draw).to(p)
-            fisher = p.sqrt() * r - p * (p.sqrt() * r).sum(1, keepdim=True)
-            probes["kl"] = [fisher, *map(torch.zeros_like, outputs[1:])]
-        return probes
-
-    @staticmethod
-    def _backward(outputs: list[Tensor], probe: list[Tensor], values: list[Tensor]) -> tuple[Tensor | None, ...]:
-        reached = [(output, part) for output, part in zip(outputs, probe, strict=True) if output.requires_grad]
-        ends, parts = zip(*reached, strict=True)
-        return torch.autograd.grad(ends, values, parts, retain_graph=True, allow_unused=True)
+        probes = [torch.randn(t.shape, generator=draw).to(t) for t in outputs]
+        if not self._has_logits(outputs):
+            return probes, None
+        p = outputs[0].softmax(1)
+        r = torch.randn(p.shape, generator=draw).to(p)
+        return probes, p.sqrt() * r - p * (p.sqrt() * r).sum(1, keepdim=True)
 
 
-def _squares(products: Tensor, samples: int) -> float:
-    """The sum over samples of their squared sums; a first dimension of several per sample counts as that sample's."""
+def _backward(output: Tensor, probe: Tensor, values: list[Tensor]) -> tuple[Tensor | None, ...]:
+    """The gradients of one output in the probe's direction, None for values that it does not depend on."""
+    if not output.requires_grad:
+        return (None,) * len(values)
+    return torch.autograd.grad(output, values, probe, retain_graph=True, allow_unused=True)
+
+
+def _squares(slope: Tensor | None, error: Tensor, samples: int) -> float:
+    """The sum over samples of (slope · error)²; a first dimension of several per sample counts as that sample's."""
+    if slope is None:
+        return 0.0
+    products = slope * error
     rows = products.double().reshape(samples, -1) if len(products) % samples == 0 else products.double().flatten(1)
     return float(rows.sum(1).square().sum())
 

@@ -6,7 +6,9 @@ and ``z_u`` the output with only unit u quantized, over all samples,
 
     SQNR_u = 10 log10(Σ z² / Σ (z − z_u)²) dB,    KL_u = mean over samples of KL(softmax z ‖ softmax z_u) nats
 
-Where a model gives whole numbers alone, those that differ are counted: 10 log10(number / number that differ).
+Of several outputs the noise is each one's share of its own signal, Σ (z − z_u)² / Σ z², and the mean of these shares,
+so that one in pixels does not drown one in logits; KL and agreement are of the first. Where a model gives whole numbers
+alone, those that differ are counted: 10 log10(number / number that differ).
 Run naively that is one forward pass per unit. What stands before a unit does not change, so each slice of the
 calibration set passes through the float network once, its intermediate values are kept, and for a unit only what
 lies behind it is computed again: half a pass on average. Sums add up over slices, so a stopped measurement goes on
@@ -14,7 +16,7 @@ where it was, to the same bits.
 
 Noise of several units adds up only to first order: the sum over units is a guess at the whole network's error, and
 the ranking is what it is for. Where half a pass for each unit is too slow, ``second_order.py`` estimates all of
-them from one pass forward and two back.
+them from one pass forward and a few back.
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ class Sensitivities:
     """
 
     kind = "exact"
-    empty: Mapping[str, float] = {"noise": 0.0, "kl": 0.0, "agree": 0.0}
+    empty: Mapping[str, float] = {"kl": 0.0, "agree": 0.0}
 
     def __init__(
         self, graph: GraphModule, reference: GraphModule, placement: Placement, state: Mapping[str, Any] | None = None
@@ -70,9 +72,9 @@ class Sensitivities:
         self._constant_nodes = constant_nodes(graph) | constant_nodes(reference)
         nodes = {node.name: node for node in reference.graph.nodes}
         self.units = [alone for placed in placement.placed if (alone := self._alone(placed, nodes)) is not None]
-        empty = {alone.placed.unit.name: dict(self.empty) for alone in self.units}
+        empty = {alone.placed.unit.name: {"noise": [], **self.empty} for alone in self.units}
         self.state: dict[str, Any] = {
-            "kind": self.kind, "num_samples": 0, "signal": 0.0, "units": empty, "has_logits": True
+            "kind": self.kind, "num_samples": 0, "signal": [], "units": empty, "has_logits": True
         }  # fmt: skip
         if state is not None:
             self._restore(state)
@@ -117,7 +119,7 @@ class Sensitivities:
     def _add(self, piece: Any) -> None:
         values = self._float_pass(piece)
         wanted = self._outputs(values)
-        self.state["signal"] += sum(map(_energy, wanted))
+        self.state["signal"] = added(self.state["signal"], map(energy, wanted))
         for alone in self.units:
             given = self._outputs({**values, **self._with_only(alone, values)})
             self._compare(self.state["units"][alone.placed.unit.name], wanted, given)
@@ -128,8 +130,8 @@ class Sensitivities:
         found = list(tensors(map_arg(result, values.__getitem__)))
         return [t for t in found if t.is_floating_point()] or found
 
-    def _compare(self, sums: dict[str, float], wanted: list[Tensor], given: list[Tensor]) -> None:
-        sums["noise"] += sum(_error(a, b) for a, b in zip(wanted, given, strict=True))
+    def _compare(self, sums: dict[str, Any], wanted: list[Tensor], given: list[Tensor]) -> None:
+        sums["noise"] = added(sums["noise"], map(_error, wanted, given))
         if not self._has_logits(wanted):
             return
         log_p, log_q = wanted[0].double().log_softmax(1), given[0].double().log_softmax(1)
@@ -207,7 +209,13 @@ class Sensitivities:
         return sorted(found, key=lambda entry: float(entry["sqnr_db"]))
 
 
-def _energy(value: Tensor) -> float:
+def added(sums: list[float], terms: Iterable[float]) -> list[float]:
+    """Sums, one for each output, with another slice's terms; none before the first."""
+    terms = list(terms)
+    return [a + b for a, b in zip(sums or [0.0] * len(terms), terms, strict=True)]
+
+
+def energy(value: Tensor) -> float:
     """The squares of an output, summed; of whole numbers, how many there are."""
     return value.double().square().sum().item() if value.is_floating_point() else float(value.numel())
 
@@ -277,7 +285,8 @@ def _rounded(value: Tensor, quantizer: tuple[Any, ...]) -> Tensor:
     )
 
 
-def _decibels(signal: float, noise: float) -> float:
-    if noise == 0:
-        return math.inf
-    return 10 * math.log10(signal / noise) if signal else -math.inf
+def _decibels(signal: list[float], noise: list[float]) -> float:
+    """The SQNR of outputs together: minus the mean of their shares of noise."""
+    shares = [n / s if s else math.inf if n else 0.0 for s, n in zip(signal, noise, strict=True)]
+    share = sum(shares) / len(shares)
+    return -10 * math.log10(share) if share else math.inf

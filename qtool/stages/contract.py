@@ -215,7 +215,10 @@ class Candidates:
         (place / name).touch()
 
     def harmful(self, config: QuantizeConfig) -> list[dict[str, Any]]:
-        """The integer units, the most harmful first: measured with these options, or before for this model."""
+        """The integer units, the most harmful first: measured with these options, or before for this model.
+
+        Harm is KL divergence where nothing but the first output's answers is promised, and noise in all outputs else.
+        """
         if not self.units:
             start = time.monotonic()
             found = self.measurement.cached(self.run_folder)
@@ -225,6 +228,8 @@ class Candidates:
                     self.run_folder, resume=True, tell=self.tell
                 )
             self.units = found["units"]
+            if self.config.max_drop is None and all(unit["kl"] is not None for unit in self.units):
+                self.units = sorted(self.units, key=lambda unit: unit["kl"], reverse=True)
             self.seconds += time.monotonic() - start
         return self.units
 
@@ -286,6 +291,8 @@ def fulfil(
         search = Search(
             config, candidates.judge, candidates.attempt, candidates.harmful, tuning is not None and labelled
         )
+        if (count := candidates.judge.num_outputs) > 1 and (config.max_kl, config.min_agreement) != (None, None):
+            search.notes.append(f"KL and agreement are those of the first of {count} outputs")
         met = search.run()
         if met is None and not search.out_of_time:
             candidates.harmful(search.base.config)

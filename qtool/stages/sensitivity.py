@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 FILE = "sensitivity.json"
 PART = "sensitivity.part.json"
-SCHEMA = 1
+SCHEMA = 2
 SAVE_SECONDS = 1.0
 SAMPLES = 128
 
@@ -208,7 +208,7 @@ def read_sensitivity(path: Path) -> dict[str, Any]:
     try:
         result = json.loads(path.read_text(encoding="utf-8"))
         if result["schema"] != SCHEMA or not {"identity", "config", "units", "num_samples"} <= set(result):
-            raise ValueError("no schema, identity, config or units")
+            raise ValueError(f"no schema {SCHEMA}, or no identity, config or units")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise QtoolError(f"'{path}'", "what 'qtool sensitivity' wrote", str(error), "delete it") from error
     return dict(result)

@@ -108,6 +108,36 @@ def test_any_number_of_inputs_and_outputs_that_are_no_logits() -> None:
     assert all(20 < entry["sqnr_db"] < 60 and entry["kl"] is None for entry in results)
 
 
+class Heads(nn.Module):
+    """Logits, and boxes in pixels: each head has layers of its own."""
+
+    def __init__(self, pixels: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.classes, self.boxes = (nn.Sequential(nn.Conv2d(3, 8, 3, 2), nn.Flatten(), nn.Linear(392, 4)) for _ in "ab")
+        self.pixels = pixels
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"logits": self.classes(x), "boxes": self.pixels * self.boxes(x)}
+
+
+@pytest.mark.parametrize("kind", ["exact", "second-order"])
+def test_an_output_in_large_units_does_not_drown_the_others(kind: str) -> None:
+    small, large = (
+        {e["name"]: e["sqnr_db"] for e in measured(Heads(pixels).eval(), sensitivity=kind).results()}
+        for pixels in (1.0, 1000.0)
+    )
+    assert set(small) == {"classes.0", "classes.2", "boxes.0", "boxes.2"}
+    assert large == pytest.approx(small, abs=1e-3)
+    if kind == "exact":
+        model, options = Heads(1000.0).eval(), {"algorithms": None}
+        with torch.no_grad():
+            pairs = zip(model(X).values(), alone(model, "classes.2", **options)(X).values(), strict=True)
+            shares = [float(((a - b) ** 2).sum() / (a**2).sum()) for a, b in pairs]
+        assert shares[1] < 1e-9
+        assert large["classes.2"] == pytest.approx(-10 * np.log10(shares[0] / 2), abs=0.5)  # half of it would be 3 dB
+
+
 def test_whole_numbers_are_judged_by_how_many_differ(net: nn.Module) -> None:
     class Classes(nn.Module):
         def __init__(self) -> None:
@@ -122,10 +152,9 @@ def test_whole_numbers_are_judged_by_how_many_differ(net: nn.Module) -> None:
     found = {entry["name"]: entry for entry in measured(model, weight_bits=4).results()}
     one = alone(model, "net.0.0", algorithms=None, weight_bits=4)
     with torch.no_grad():
-        wrong = sum(int((a != b).sum()) for a, b in zip(model(X), one(X), strict=True))
-        total = sum(output.numel() for output in model(X))
+        wrong = np.mean([(a != b).double().mean().item() for a, b in zip(model(X), one(X), strict=True)])
     assert wrong
-    assert found["net.0.0"]["sqnr_db"] == pytest.approx(10 * np.log10(total / wrong))
+    assert found["net.0.0"]["sqnr_db"] == pytest.approx(-10 * np.log10(wrong))
     assert found["net.0.0"]["kl"] is None
     with pytest.raises(UsageError, match="exact, for a model that gives whole numbers"):
         measured(model, sensitivity="second-order")

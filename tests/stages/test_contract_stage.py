@@ -214,6 +214,28 @@ def test_batches_need_validation_batches_of_their_own() -> None:
         qtool.quantize(model, [torch.cat([calibration, held[5:8]])], validation=[held], max_kl=0.01)
 
 
+class Heads(nn.Module):
+    """Logits and, from layers of their own, boxes in pixels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.classes, self.boxes = (nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(144, 3)) for _ in "ab")
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"logits": self.classes(x), "boxes": 1000 * self.boxes(x)}
+
+
+def test_of_several_outputs_the_first_is_judged_which_is_told_and_its_units_come_first() -> None:
+    calibration, held = torch.randn(32, 1, 8, 8), torch.randn(60, 1, 8, 8)
+    with pytest.raises(ContractError) as caught:
+        qtool.quantize(Heads().eval(), [calibration], validation=[held], max_kl=1e-12, method="given")
+    assert caught.value.details is not None
+    assert caught.value.details["notes"] == ["KL and agreement are those of the first of 2 outputs"]
+    order = [unit["name"].split(".")[0] for unit in caught.value.details["harmful"]]
+    assert order == ["classes", "classes", "boxes", "boxes"]
+
+
 def test_validation_batches_that_cannot_be_judged_are_told() -> None:
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 3)).eval()
     held = torch.randn(60, 1, 8, 8)
