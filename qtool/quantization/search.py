@@ -18,7 +18,8 @@ The last two calibrate anew where ranges were given.
 A rung stands on the best options so far, and "best" means closer to the float model by more than noise on the same
 validation samples: otherwise the earlier, cheaper options stay, and what gained nothing is part of no later candidate.
 No options are tried twice, and a model that equals an earlier one (an algorithm declined, say) is not judged again: it
-is no candidate of its own, and ``notes`` say so. The first candidate that is met ends the search.
+is no candidate of its own, and ``notes`` say so. One that cannot be made (the last integer unit left in float, a
+training that fails) is passed over, its reason among the notes. The first candidate that is met ends the search.
 
 Candidates are made and judged by a function handed in, which may know them already: a search that was killed goes
 through the same candidates again and finds their results.
@@ -32,6 +33,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from qtool.errors import QtoolError
 from qtool.quantization.contract import Judge, Scores, Verdict
 from qtool.recipe import ALGORITHMS, RANGES, WEIGHT_RANGES, QuantizeConfig, settings_of
 
@@ -57,8 +59,17 @@ class Trial:
     same_as: str | None = None
 
 
+QAT = "qat"
+"""The name of the candidate that is trained."""
+
+
 class OutOfTime(Exception):
     """The time budget is used up."""
+
+
+def kept(trial: Trial | None) -> Trial | None:
+    """The trial where it was made and keeps the contract."""
+    return trial if trial is not None and trial.verdict.met else None
 
 
 Attempt = Callable[[str, QuantizeConfig], Trial]
@@ -78,6 +89,7 @@ class Search:
         self.trials: list[Trial] = []
         self.repeats: list[Trial] = []
         self.notes: list[str] = []
+        self.failed: list[str] = []
         self.out_of_time = False
 
     def run(self) -> Trial | None:
@@ -109,9 +121,16 @@ class Search:
         """The trial that is nearest to the contract; of equals, the first."""
         return min(self.trials, key=lambda trial: trial.verdict.excess)
 
-    def attempt(self, name: str, **changes: Any) -> Trial:
-        """Makes and judges the base's options with ``changes``."""
-        trial = self._attempt(name, self._changed(changes))
+    def attempt(self, name: str, **changes: Any) -> Trial | None:
+        """Makes and judges the base's options with ``changes``; None where that fails, but for the first candidate."""
+        try:
+            trial = self._attempt(name, self._changed(changes))
+        except QtoolError as error:
+            if not self.trials:
+                raise
+            self.notes.append(f"{name} could not be made: {error}")
+            self.failed.append(name)
+            return None
         if trial.same_as is not None:
             self.notes.append(f"{name} changes nothing: it is the model of '{trial.same_as}'")
         (self.trials if trial.same_as is None else self.repeats).append(trial)
@@ -121,8 +140,7 @@ class Search:
         """The trial of the base's options with ``changes`` where they are new and met; None otherwise."""
         if any(trial.config == self._changed(changes) for trial in (*self.trials, *self.repeats)):
             return None
-        trial = self.attempt(name, **changes)
-        return trial if trial.verdict.met else None
+        return kept(self.attempt(name, **changes))
 
     def _changed(self, changes: Mapping[str, Any]) -> QuantizeConfig:
         return dataclasses.replace(self.base.config if self.trials else self.config, **changes)
@@ -131,8 +149,7 @@ class Search:
 def as_asked(search: Search) -> Trial | None:
     """The options as they were given."""
     algorithms = search.config.algorithms or () if search.config.mode == "ptq" else ()
-    trial = search.attempt(f"{search.config.mode}, {' + '.join((search.config.ranges, *algorithms))}")
-    return trial if trial.verdict.met else None
+    return kept(search.attempt(f"{search.config.mode}, {' + '.join((search.config.ranges, *algorithms))}"))
 
 
 def free(search: Search) -> Trial | None:
@@ -193,8 +210,8 @@ def mixed(search: Search) -> Trial | None:
     for choice in ("int8", "float") if base.weight_bits < 7 else ("float",):
         count, most = 1, max(1, int(len(order) * MOST_FLOAT))
         while True:
-            trial = _leave(search, base, order[:count], choice)
-            if trial.verdict.met:
+            trial = kept(_leave(search, base, order[:count], choice))
+            if trial is not None:
                 return _as_few(search, base, order, count, trial)
             if count == most:
                 break
@@ -202,7 +219,7 @@ def mixed(search: Search) -> Trial | None:
     return None
 
 
-def _leave(search: Search, base: QuantizeConfig, names: list[str], choice: str) -> Trial:
+def _leave(search: Search, base: QuantizeConfig, names: list[str], choice: str) -> Trial | None:
     """A trial with these units in more bits; other values are rounded then, of which saved ranges know nothing."""
     overrides = {glob.escape(name): choice for name in names} | base.overrides
     name = f"{len(names)} unit{'s' if len(names) > 1 else ''} in {choice}"
@@ -215,10 +232,10 @@ def _as_few(search: Search, base: QuantizeConfig, order: list[str], count: int, 
     while count - low > 1:
         middle = (low + count) // 2
         try:
-            trial = _leave(search, base, order[:middle], next(iter(met.config.overrides.values())))
+            trial = kept(_leave(search, base, order[:middle], next(iter(met.config.overrides.values()))))
         except OutOfTime:
             return met
-        if trial.verdict.met:
+        if trial is not None:
             count, met = middle, trial
         else:
             low = middle
@@ -230,8 +247,8 @@ def training(search: Search) -> Trial | None:
     graph's.
     """
     best = search.base
-    trial = search.attempt("qat", mode="qat", algorithms=None, ranges_from=None)
-    if trial.verdict.met:
+    trial = search.attempt(QAT, mode="qat", algorithms=None, ranges_from=None)
+    if trial is None or trial.verdict.met:
         return trial
     if not search.judge.better(trial.scores, best.scores):
         search.notes.append(f"qat comes no nearer to the float model than '{best.name}', and is left")

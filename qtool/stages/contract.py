@@ -354,6 +354,8 @@ def _told(trial: Trial) -> dict[str, Any]:
 
 def _refused(search: Search, candidates: Candidates, outcome: dict[str, Any], keep: Keep) -> ContractError:
     """The error that ends a search in vain; leaves the outcome and the closest candidate."""
+    from qtool.quantization.search import QAT
+
     closest = search.closest
     wanted = ", ".join(
         f"{c.name} {'≥' if c.name == 'agreement' else '≤'} {c.limit:g}" for c in closest.verdict.criteria
@@ -366,7 +368,7 @@ def _refused(search: Search, candidates: Candidates, outcome: dict[str, Any], ke
     elif closest.verdict.within:
         do = f"too few samples to tell it from noise: give about {needed:,} validation samples"
     else:
-        tried = any(trial.config.mode == "qat" for trial in search.trials)
+        tried = any(trial.config.mode == "qat" for trial in search.trials) or QAT in search.failed
         more = "give labelled training data" if search.config.method == "auto" else "allow more by method 'auto'"
         do = f"promise less, {'' if tried else f'{more}, '}or look at those units"
     error = ContractError(

@@ -6,6 +6,7 @@ handed to the quantizer as a function of the prepared graph.
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -195,6 +196,7 @@ def _fine_tuning(
     if data is None:
         raise QtoolError("quantization-aware training", "training data", "none", "pass data with labels, or mode 'ptq'")
     _require_targets(data)
+    _require_judged(source, data)
 
     def fine_tune(model: nn.Module, hooks: Any, loss_fn: Any = None) -> Any:
         from qtool.data import example_input
@@ -219,6 +221,26 @@ def _require_targets(data: Data) -> None:
             raise QtoolError(
                 "quantization-aware training", "targets", "inputs alone", "give labelled data, or mode 'ptq'"
             )
+
+
+def _require_judged(source: Source, data: Data) -> None:
+    """Raises QtoolError where the task cannot judge what the model answers, which is found after an epoch else."""
+    import torch
+
+    from qtool.data import batches
+    from qtool.evaluate import evaluate
+    from qtool.nested import call
+
+    model = source.model
+    assert model is not None
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.no_grad():
+            evaluate(lambda inputs: call(model, inputs), itertools.islice(batches(data.validation, 2), 1), source.task)
+    finally:
+        for module, training in modes.items():
+            module.training = training
 
 
 def _describe(drawn: Mapping[str, Any]) -> str:

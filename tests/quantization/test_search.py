@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from qtool.errors import QtoolError
 from qtool.quantization.contract import Judge, Scores
 from qtool.quantization.search import OutOfTime, Search, Trial, frontier
 from qtool.recipe import QuantizeConfig
@@ -128,6 +129,28 @@ def test_what_changes_nothing_is_no_candidate_and_is_not_stood_on() -> None:
     (note,) = world.search.notes
     assert note.startswith("renorm")
     assert note.endswith("changes nothing: it is the model of 'ptq, minmax'")
+
+
+def test_a_candidate_that_cannot_be_made_is_passed_over_and_told() -> None:
+    world, attempt = World(0.01), World.attempt
+
+    def fails(name: str, config: QuantizeConfig) -> Trial:
+        if config.ranges == "mse" or len(config.overrides) == 2 or config.mode == "qat":
+            raise QtoolError("here", "this", "that", "do so")
+        return attempt(world, name, config)
+
+    world.search._attempt = fails
+    assert world.search.run() is None
+    why = "could not be made: here: expected this; got that; do so"
+    told = [note for note in world.search.notes if note.endswith(why)]
+    assert (
+        [note.split(" could")[0] for note in told] == ["ranges mse", "2 units in float", "qat"] == world.search.failed
+    )
+    assert "4 units in float" in world.tried
+    world = World(0.01)
+    world.search._attempt = lambda name, config: fails(name, dataclasses.replace(config, mode="qat"))
+    with pytest.raises(QtoolError, match="expected this"):
+        world.search.run()
 
 
 def test_training_that_comes_no_nearer_is_left_and_told() -> None:

@@ -214,6 +214,16 @@ def test_batches_need_validation_batches_of_their_own() -> None:
         qtool.quantize(model, [torch.cat([calibration, held[5:8]])], validation=[held], max_kl=0.01)
 
 
+def test_a_net_whose_only_layer_cannot_be_left_in_float_ends_as_a_contract_that_is_not_kept() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 3)).eval()
+    calibration, held = torch.randn(32, 1, 8, 8), torch.randn(60, 1, 8, 8)
+    with pytest.raises(ContractError) as caught:
+        qtool.quantize(model, [calibration], validation=[held], max_kl=1e-14)
+    assert caught.value.details is not None
+    (note,) = caught.value.details["notes"]
+    assert note.startswith("1 unit in float could not be made: quantize: expected a model with operators that")
+
+
 class Heads(nn.Module):
     """Logits and, from layers of their own, boxes in pixels."""
 

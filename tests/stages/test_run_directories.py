@@ -395,6 +395,41 @@ def test_a_contract_that_only_training_could_keep_ends_as_one_that_is_not_kept_w
     assert caught.value.details["notes"] == ["no training was tried: the data have no labels"]
 
 
+ANSWERS_BY_NAME = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.linear = nn.Conv2d(1, 4, 3), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return {"logits": self.linear(self.conv(x).relu().mean((2, 3)))}
+
+def build():
+    torch.manual_seed(0)
+    return Net()
+"""
+
+
+def test_answers_that_the_task_cannot_judge_are_found_before_the_training(
+    tmp_path: Path, held_out_data: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "fit", lambda *_, **__: pytest.fail("trained in vain"))
+    monkeypatch.setattr(search, "RUNGS", (search.as_asked, search.training))
+    file = tmp_path / "by_name.py"
+    file.write_text(ANSWERS_BY_NAME)
+    with pytest.raises(QtoolError, match="expected N×classes logits and N class indices; got output dict"):
+        qtool.quantize(f"{file}:build", held_out_data, mode="qat", calibration="train:32")
+    with pytest.raises(ContractError, match=r"promise less, or look at those units") as caught:
+        qtool.quantize(f"{file}:build", held_out_data, max_kl=1e-14, calibration="train:32")
+    assert caught.value.details is not None
+    assert caught.value.details["notes"][0].startswith(
+        "qat could not be made: task 'classification': expected N×classes"
+    )
+
+
 TWO_INPUTS = """
 import torch
 from torch import nn
