@@ -34,7 +34,9 @@ def in_float(quantized: QuantizedModel, reasons: Mapping[str, str]) -> Quantized
     _drop_unused(graph)
     graph.recompile()
     units = (
-        dataclasses.replace(unit, integer=False, reason=reasons[unit.name]) if unit.name in reasons else unit
+        dataclasses.replace(unit, integer=False, reason=reasons[unit.name], weight_bits=None)
+        if unit.name in reasons
+        else unit
         for unit in quantized.plan.units
     )
     return dataclasses.replace(quantized, graph=graph, plan=dataclasses.replace(quantized.plan, units=tuple(units)))

@@ -41,6 +41,7 @@ def test_a_reverted_block_keeps_the_gates(gated: Gated, tmp_path: Path) -> None:
     save(quantized_to_onnx(reverted, 21), path)
     for gate in (size(reverted, path), coverage(reverted.plan, path), unit_parity(reverted, path, [x])):
         assert gate.passed, gate
+    assert "from integer weights" not in coverage(reverted.plan, path).found
     kinds = {node.name: node.op_type for node in optimized_graph(path).graph.node}
     assert any(op in ("Conv", "FusedConv") for name, op in kinds.items() if name.startswith("2.body"))
     assert any(op == "QGemm" for op in kinds.values())
