@@ -10,19 +10,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hard_nets import hard_mobilenet, images
+from hard_nets import hard_mobilenet, hard_transformer, images
 from torch import Tensor, nn
 
 from qtool.quantization import pt2e
 from qtool.quantization.algorithms import Declined, Subject, reconstruct
 from qtool.quantization.algorithms.adaround import adaround
 from qtool.quantization.algorithms.gptq import gptq
-from qtool.quantization.algorithms.part import Part
+from qtool.quantization.algorithms.part import Part, _samples
 from qtool.quantization.algorithms.soft import SoftWeight
 from qtool.quantization.calibrate import calibrate
 from qtool.quantization.capture import copied, parameter
 from qtool.quantization.placement import Placement
-from qtool.quantization.stage import float_form
+from qtool.quantization.stage import float_form, quantize
 from qtool.quantization.targets import get_target
 from qtool.recipe import QuantizeConfig
 
@@ -244,3 +244,23 @@ def test_a_shared_weight_stays_as_it_is() -> None:
         pytest.skip("this torch gives each use of a weight integers of its own")
     adaround(given)
     assert given.notes[0].startswith("adaround left layers that share a weight as they are: shared")
+
+
+@pytest.mark.parametrize("options", [{}, {"weights_only": True}], ids=["integer", "weights only"])
+def test_queries_keys_and_values_are_learned_although_samples_are_not_first_behind_them(
+    options: dict[str, bool],
+) -> None:
+    """Attention written as ``qkv(x).reshape(n, l, 3, h, d).permute(2, 0, 3, 1, 4).unbind(0)``, batches of two sizes."""
+    config = QuantizeConfig(algorithms=("adaround",), rounding_steps=100, weight_bits=4, edge_bits=4, **options)
+    batches = [images(24, 48), images(16, 48, seed=1)]
+    model = quantize(hard_transformer(), config, example=batches[0], calibration=batches)
+    undone = [note.split(": ")[-1].split(", ") for note in model.plan.notes if "undone" in note]
+    assert sum("qkv" in name for names in undone for name in names) < 2  # of 4
+    assert f"adaround: learned the rounding of {18 - sum(map(len, undone))} of 18 regions" in model.plan.notes
+
+
+def test_samples_are_taken_along_the_dimension_that_counts_them() -> None:
+    value, rows = torch.arange(3 * 4 * 5).reshape(3, 4, 5), torch.tensor([2, 0])
+    assert torch.equal(_samples(value, 4, rows, 1), value[:, rows])
+    assert torch.equal(_samples(value, 2, torch.tensor([1]), 1), value[:, 2:])  # two positions of each
+    assert torch.equal(_samples(value, 3, rows, 0), value[rows])

@@ -169,6 +169,6 @@ def test_reconstruction_takes_samples_of_what_counts_them_alone() -> None:
     graph = capture(Placed(), torch.randn(4, 6), axes=(1,))
     walk: Any = SimpleNamespace(graph=SimpleNamespace(graph=graph.graph))
     part = Part(region=None, goal={}, walk=walk, plain=walk, sizes=[4], axis=1)  # type: ignore[arg-type]
-    varies = {str(node.target): part._varies(node) for node in graph.graph.nodes if node.op == "call_function"}
-    assert varies["aten.add.Tensor"]
-    assert not varies["aten.mul.Tensor"]
+    axes = {str(node.target): part._batch_axis(node) for node in graph.graph.nodes if node.op == "call_function"}
+    assert axes["aten.add.Tensor"] == 0
+    assert axes["aten.mul.Tensor"] is None

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.fx import Node, map_arg
 
-from qtool.form import batch_symbols, quantized, symbols_of
-from qtool.quantization.algorithms.regions import Region
+from qtool.form import batch_symbols, quantized
+from qtool.quantization.algorithms.regions import Region, batch_axis
 from qtool.quantization.algorithms.walk import Walk, dequantize
 from qtool.quantization.fake_quantize import fake_quantize
 
@@ -132,30 +132,31 @@ class Part:
 
     def _picked(self, node: Node, walk: Walk, index: int, rows: Tensor) -> Any:
         """A stored value, of some samples of its batch; what does not depend on how many there are stays whole."""
-        value, size = walk.stored(node, index), self.sizes[index]
-        if not self._varies(node):
+        value, size, axis = walk.stored(node, index), self.sizes[index], self._batch_axis(node)
+        if axis is None:
             return value
-        return _samples(value, size, rows) if isinstance(value, Tensor) else value * len(rows) // size
+        return _samples(value, size, rows, axis) if isinstance(value, Tensor) else value * len(rows) // size
 
     @functools.cached_property
     def _batch(self) -> set[Any]:
         return batch_symbols(self.walk.graph.graph) | batch_symbols(self.plain.graph.graph)
 
-    def _varies(self, node: Node) -> bool:
-        """Whether a value has a first dimension that grows with the batch, or is a size that does."""
+    def _batch_axis(self, node: Node) -> int | None:
+        """The dimension of a value that grows with the batch, 0 for a size that does; None for what does not."""
         source = node.args[0] if node.target is _QUANTIZE else node
         assert isinstance(source, Node)
-        known = source.meta.get("val")
-        first = known.shape[0] if isinstance(known, Tensor) and known.dim() else known
-        return isinstance(first, torch.SymInt) and not self._batch.isdisjoint(symbols_of(first))
+        return batch_axis(source, self._batch)
 
 
-def _samples(value: Tensor, size: int, rows: Tensor) -> Tensor:
-    """Some of the ``size`` samples of a value whose first dimension counts them, or the positions of each in turn."""
+def _samples(value: Tensor, size: int, rows: Tensor, axis: int) -> Tensor:
+    """Some of the ``size`` samples of a value whose ``axis`` counts them, or the positions of each in turn."""
     rows = rows.to(value.device)
-    if len(value) == size:
-        return value.index_select(0, rows) if value.is_contiguous() else value[rows]  # which keeps the order in memory
-    return value.reshape(size, -1, *value.shape[1:]).index_select(0, rows).flatten(0, 1)
+    if value.shape[axis] != size:
+        parts = value.reshape(*value.shape[:axis], size, -1, *value.shape[axis + 1 :])
+        return parts.index_select(axis, rows).flatten(axis, axis + 1)
+    if axis or value.is_contiguous():
+        return value.index_select(axis, rows)
+    return value[rows]  # which keeps the order in memory
 
 
 def _with(layer: Node, given: tuple[Tensor, Tensor], value: Callable[[Node], Any]) -> tuple[Any, ...]:

@@ -15,11 +15,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
+import torch
 from torch import Tensor
 from torch.fx import Node
 
-from qtool.form import quantized
+from qtool.form import batch_symbols, quantized, symbols_of
 from qtool.quantization.algorithms.subject import Subject
 from qtool.quantization.algorithms.walk import Segment
 
@@ -66,13 +68,29 @@ def units(segments: Iterable[Segment], layers: Iterable[Node]) -> list[Region]:
 
 
 def unit_ends(segments: Iterable[Segment], layers: Iterable[Node]) -> list[Node]:
-    """Where segments of several layers are to be cut too, as there are where activations stay in float.
+    """Where segments are to be cut too, as where activations stay in float: behind layers and what is fused to them.
 
-    That is behind each layer but the last, and the operators fused to it.
+    The last layer of a segment needs no cut, unless its values are turned about in the end, samples no longer first
+    (queries, keys and values of attention): its channels are told apart in front of that alone.
     """
-    wanted = set(layers)
-    several = [[node for node in segment.nodes if node in wanted] for segment in segments]
-    return [_end(layer) for inside in several for layer in inside[:-1]]
+    wanted, found = set(layers), []
+    for segment in segments:
+        inside = [node for node in segment.nodes if node in wanted]
+        found += [_end(layer) for layer in (inside if inside and _turns(segment) else inside[:-1])]
+    return found
+
+
+def _turns(segment: Segment) -> bool:
+    end = Region((segment,), ()).output
+    return bool(batch_axis(end, batch_symbols(end.graph)))
+
+
+def batch_axis(node: Node, symbols: set[Any]) -> int | None:
+    """The dimension of a value that grows with the batch, 0 for a size that does; None for what does not."""
+    known = node.meta.get("val")
+    sizes = known.shape if isinstance(known, Tensor) else (known,)
+    grows = (isinstance(size, torch.SymInt) and not symbols.isdisjoint(symbols_of(size)) for size in sizes)
+    return next((axis for axis, grown in enumerate(grows) if grown), None)
 
 
 def _end(layer: Node) -> Node:
