@@ -239,3 +239,11 @@ def test_a_norm_that_is_written_out_is_one(turned: bool) -> None:
     torch.testing.assert_close(given.graph(BATCHES[1]), before(BATCHES[1]), rtol=1e-4, atol=1e-4)
     weight = next(n for n in given.graph.graph.nodes if n.op == "get_attr" and n.meta["val"].shape == (WIDTH,))
     assert parameter(given.graph, weight)[5] < 20
+
+
+def test_a_norm_whose_length_is_read_is_smoothed() -> None:
+    """Where the length of sequences is left open, attention asks what the norm gives for it."""
+    layers = transformer()[:2]
+    config = QuantizeConfig(ranges="minmax", algorithms=("smooth",), dynamic_axes=(1,))
+    made = quantize(layers, config, example=BATCHES[0], calibration=BATCHES)
+    assert any(note.startswith("smooth: rescaled 4 of 4 norms") for note in made.plan.notes)

@@ -161,6 +161,8 @@ def _gather(node: Node, width: int, readers: list[Node]) -> Node | None:
     for user in node.users:
         if user.target is aten.linear.default and user.args[0] is node:
             readers.append(user)
+        elif user.target is aten.sym_size.int:  # which reads no values
+            continue
         elif not _keeps_channels(user, width):
             return user
         elif (stranger := _gather(user, width, readers)) is not None:
