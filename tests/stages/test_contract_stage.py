@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -119,6 +120,8 @@ def test_the_closest_candidate_is_exported_when_it_is_named(trained: Path) -> No
     assert f"'{closest}'" in told[-1]
     recorded = read_result(closest, "quantize")
     assert recorded["contract"] == json.loads(json.dumps(caught.value.details))
+    with pytest.raises(UsageError, match=rf"got variants search/closest; name one: {re.escape(str(closest))}"):
+        qtool.export(trained)
     exported = qtool.export(closest)
     gates = {gate["name"]: gate for gate in exported.gates}
     assert gates["contract"]["passed"] is None
