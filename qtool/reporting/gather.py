@@ -140,6 +140,9 @@ def _note_missing(run: Run) -> None:
     done = [stage for stage in VARIANT_STAGES if stage in run.results]
     if done == ["benchmark"]:
         return  # files that were measured as they came
+    if run.results.get("quantize", {}).get("config", {}).get("activation_bits", 8) < 8:
+        run.missing.append("no file: activations of fewer than 8 bits are a simulation")
+        return
     later = [stage for stage in VARIANT_STAGES if stage not in run.results]
     if later:
         run.missing.append(f"not there yet: {', '.join(later)} (next: qtool {later[0]} {run.path})")

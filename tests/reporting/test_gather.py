@@ -99,3 +99,13 @@ def test_a_folder_without_results_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(QtoolError, match="a file"):
         gather(tmp_path / "file")
+
+
+def test_a_simulation_is_not_sent_to_an_export_that_refuses_it(finished_run):
+    for stage in ("export", "benchmark"):
+        (finished_run / "qat" / f"{stage}.json").unlink()
+    path = finished_run / "qat" / "quantize.json"
+    result = json.loads(path.read_text())
+    result.setdefault("config", {})["activation_bits"] = 4
+    path.write_text(json.dumps(result))
+    assert gather(finished_run).variants[1].missing == ["no file: activations of fewer than 8 bits are a simulation"]
