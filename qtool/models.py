@@ -23,7 +23,8 @@ Left out on purpose: loading the keys that happen to fit. Weights are of this ar
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -218,6 +219,17 @@ def check_finite(model: nn.Module, where: str = "model") -> None:
     _require_finite(where, {key: value for key, value in model.state_dict().items() if isinstance(value, Tensor)})
 
 
+@contextmanager
+def modes_kept(model: nn.Module) -> Iterator[None]:
+    """Gives every module the mode back, training or evaluation, that it had before the block."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
 @torch.no_grad()
 def check_input(model: nn.Module, inputs: Any, where: str = "model") -> None:
     """Raises QtoolError where ``model`` cannot take ``inputs`` (a tensor, a tuple or a dict), naming their shapes.
@@ -225,9 +237,9 @@ def check_input(model: nn.Module, inputs: Any, where: str = "model") -> None:
     Runs one forward pass in evaluation mode, on the device that the model is on, and leaves the model as it was.
     """
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    modes = {name: module.training for name, module in model.named_modules()}
     try:
-        call(model.eval(), map_tensors(lambda t: t.to(device), inputs))
+        with modes_kept(model):
+            call(model.eval(), map_tensors(lambda t: t.to(device), inputs))
     except QtoolError:
         raise
     except Exception as error:
@@ -236,6 +248,3 @@ def check_input(model: nn.Module, inputs: Any, where: str = "model") -> None:
         raise QtoolError(
             where, expected, got, "use images of another size or channel count, or another model"
         ) from error
-    finally:
-        for name, module in model.named_modules():
-            module.training = modes[name]

@@ -28,6 +28,7 @@ from torch.utils import _pytree as pytree
 
 from qtool.errors import QtoolError, UsageError, one_line
 from qtool.form import as_graph, input_values, open_axes, to_program
+from qtool.models import modes_kept
 from qtool.nested import call, map_tensors, tensors
 from qtool.quantization.functional import DROPOUTS, functionalized, make_functional, mutations
 from qtool.quantization.linears import write_linears
@@ -66,21 +67,19 @@ def capture(model: nn.Module, example: Any, *, train: bool = False, axes: tuple[
     bits, and when outputs are numbers or sizes.
     """
     require_float32(model, example)
-    modes = [(module, module.training) for module in model.modules()]
     averages = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase) and m.momentum is None]
-    set_modes(model, train=train)
-    try:
-        for norm in averages:
-            norm.momentum = DEFAULT_MOMENTUM
-        with quiet_export():
-            program = to_program(model, example, axes)
-    except Exception as error:
-        raise _refused(model, example, error) from error
-    finally:
-        for module, training in modes:
-            module.training = training
-        for norm in averages:
-            norm.momentum = None
+    with modes_kept(model):
+        set_modes(model, train=train)
+        try:
+            for norm in averages:
+                norm.momentum = DEFAULT_MOMENTUM
+            with quiet_export():
+                program = to_program(model, example, axes)
+        except Exception as error:
+            raise _refused(model, example, error) from error
+        finally:
+            for norm in averages:
+                norm.momentum = None
     graph_module = as_graph(program)
     _require_tensors(model, graph_module)
     for axis in axes:

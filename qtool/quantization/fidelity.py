@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from qtool.errors import QtoolError
 from qtool.evaluate import sqnr_db
+from qtool.models import modes_kept
 from qtool.nested import call, map_tensors, num_samples, samples_of
 from qtool.structures import quiet_pytree
 
@@ -65,14 +66,11 @@ def _exact(model: nn.Module, inputs: Any) -> list[Tensor]:
 
 def _evaluated(model: nn.Module, inputs: Any) -> list[Tensor]:
     """What the model computes in evaluation; its modes and buffers are as before."""
-    modes = [(module, module.training) for module in model.modules()]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    model.eval()
     try:
-        return _floats(model, inputs)
+        with modes_kept(model):
+            return _floats(model.eval(), inputs)
     finally:
-        for module, training in modes:
-            module.training = training
         for buffer, before in buffers:
             buffer.copy_(before)
 

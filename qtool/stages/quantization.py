@@ -229,18 +229,14 @@ def _require_judged(source: Source, data: Data) -> None:
 
     from qtool.data import batches
     from qtool.evaluate import evaluate
+    from qtool.models import modes_kept
     from qtool.nested import call
 
     model = source.model
     assert model is not None
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        with torch.no_grad():
-            evaluate(lambda inputs: call(model, inputs), itertools.islice(batches(data.validation, 2), 1), source.task)
-    finally:
-        for module, training in modes.items():
-            module.training = training
+    with modes_kept(model), torch.no_grad():
+        model.eval()
+        evaluate(lambda inputs: call(model, inputs), itertools.islice(batches(data.validation, 2), 1), source.task)
 
 
 def _describe(drawn: Mapping[str, Any]) -> str:
