@@ -35,6 +35,8 @@ from qtool.quantization.capture import (
 ANCHORS = (*CONVOLUTIONS, aten.linear.default)
 NORMAL = "normal"
 """Where an operator's ``meta`` keeps mean and standard deviation of its output channels, as its batch-norm says."""
+LIVE = "live"
+"""In the ``meta`` of what takes a live batch-norm's ``f`` out of a weight again."""
 _DEPTHWISE = {3: aten.conv1d.default, 4: aten.conv2d.default, 5: aten.conv3d.default}
 
 
@@ -309,6 +311,7 @@ def _scale(graph_module: GraphModule, anchor: Node, norm: Node) -> None:
         unfolded = graph.call_function(aten.div.Tensor, (folded, tall))
     for node in (folded, unfolded):
         node.meta["val"] = weight.meta["val"]
+    unfolded.meta[LIVE] = True
     bias = anchor.args[2] if len(anchor.args) > 2 else None
     anchor.args = (anchor.args[0], unfolded, bias, *anchor.args[3:])
 
@@ -317,8 +320,11 @@ def weight_edge(anchor: Node) -> tuple[Node, Node]:
     """The weight that is to be quantized, and the node that reads it: the anchor, or what takes ``f`` out again."""
     weight = anchor.args[1]
     assert isinstance(weight, Node)
-    live = weight.args[0] if weight.target is aten.div.Tensor else None
-    return (live, weight) if isinstance(live, Node) else (weight, anchor)
+    if LIVE not in weight.meta:
+        return weight, anchor
+    folded = weight.args[0]
+    assert isinstance(folded, Node)
+    return folded, weight
 
 
 def is_live(node: Node) -> bool:
@@ -330,28 +336,13 @@ def settle_live(graph_module: GraphModule) -> None:
     """Folds each live batch-norm, fake-quantizers kept, and every other one that folds: the end of training."""
     copies = Copies(graph_module)
     for norm in _norms(graph_module):
-        if (anchor := _live_anchor(norm)) is not None:
+        anchor = norm.args[0]
+        if isinstance(anchor, Node) and is_live(anchor):
             _settle(copies, norm, anchor)
     for node in list(graph_module.graph.nodes):  # the count of batches, of which only training makes use
         if node.target is aten.add_.Tensor and str(node.args[0].target).endswith("num_batches_tracked"):
             graph_module.graph.erase_node(node)
     fold_batch_norm(graph_module)
-
-
-def _live_anchor(norm: Node) -> Node | None:
-    """The anchor under a live batch-norm; None where ``make_live`` made no such thing."""
-    anchor = norm.args[0]
-    if not (isinstance(anchor, Node) and is_live(anchor)):
-        return None
-    return anchor if _depends(weight_edge(anchor)[1].args[1], norm.args[4]) else None
-
-
-def _depends(value: Any, source: Any) -> bool:
-    """Whether ``value`` is computed from ``source`` by operators on tensors of one value per channel."""
-    while isinstance(value, Node) and value is not source and value.op == "call_function":
-        nodes = [n for n in value.all_input_nodes if n.op == "call_function" or n is source]
-        value = nodes[0] if nodes else None
-    return value is source
 
 
 def _settle(copies: Copies, norm: Node, anchor: Node) -> None:

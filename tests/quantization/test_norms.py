@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 
 from qtool.quantization import pt2e
 from qtool.quantization.capture import aten, capture, copied, owner
-from qtool.quantization.norms import fold_batch_norm, make_live, settle_live, write_norms
+from qtool.quantization.norms import fold_batch_norm, is_live, make_live, settle_live, write_norms
 from qtool.quantization.placement import Placement
 from qtool.quantization.qat import set_training
 from qtool.quantization.stage import quantize
@@ -314,6 +314,21 @@ def test_a_division_of_the_users_own_is_not_taken_for_a_live_norm() -> None:
     graph = capture(model, x)
     settle_live(graph)
     assert distance(model, graph, x) < 2e-6
+
+
+def test_a_weight_that_the_user_divides_is_not_taken_for_a_live_one() -> None:
+    class Divided(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.scale = nn.Parameter(torch.randn(4, 3, 3, 3)), nn.Parameter(torch.full((4, 1, 1, 1), 2.0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.conv2d(x, self.weight / self.scale)
+
+    graph = capture(Divided(), torch.randn(2, 3, 6, 6), train=True)
+    assert [is_live(node) for node in graph.graph.nodes if node.target is aten.conv2d.default] == [False]
+    live, _ = live_and_plain(trained(), torch.randn(2, 3, 8, 8))
+    assert [is_live(node) for node in live.graph.nodes if node.target is aten.conv2d.default] == [True, True]
 
 
 @settings(max_examples=12, derandomize=True, database=None)
