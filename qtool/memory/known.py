@@ -34,13 +34,21 @@ def know(fake: Tensor, like: Tensor) -> None:
 
 def known(tensor: Tensor) -> Tensor | None:
     """What ``tensor`` holds, if that is known and small; of a fake one shared with its views, of a real one a copy."""
-    if isinstance(tensor, FakeTensor):
-        value: Tensor | None = _VALUES.get(tensor)  # type: ignore[no-untyped-call]
-        return None if value is None or _is_forgotten(value) else value
-    if isinstance(tensor, nn.Parameter) or tensor.device.type != "cpu" or tensor.numel() > LARGEST:
+    if not is_known(tensor):
         return None
+    if isinstance(tensor, FakeTensor):
+        value: Tensor = _VALUES[tensor]
+        return value
     with _disable_current_modes():
         return tensor.detach().clone()
+
+
+def is_known(tensor: Tensor) -> bool:
+    """Whether ``known`` has an answer; asking copies nothing."""
+    if isinstance(tensor, FakeTensor):
+        value: Tensor | None = _VALUES.get(tensor)  # type: ignore[no-untyped-call]
+        return value is not None and not _is_forgotten(value)
+    return not isinstance(tensor, nn.Parameter) and tensor.device.type == "cpu" and tensor.numel() <= LARGEST
 
 
 class Known(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -52,7 +60,7 @@ class Known(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         operands = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
-        followed = _is_followed(func) and all(known(operand) is not None for operand in operands)
+        followed = _is_followed(func) and all(map(is_known, operands))
         if followed and any(tag in func.tags for tag in _SIZED_BY_VALUES):
             return _faked(_for_real(func, args, kwargs), operands)
         result = func(*args, **kwargs)

@@ -115,7 +115,7 @@ def watch(prepared: Prepared, batches: Iterable[Any], report: Report = silent) -
 
 
 def _has_no_gradient(error: RuntimeError) -> bool:
-    """Whether an operator without a derivative is the reason, and not lack of memory, say."""
+    """Whether an operator without a derivative is the reason, which torch tells in two ways, and not lack of memory."""
     return isinstance(error, NotImplementedError) or any(
         word in str(error) for word in ("derivative", "autograd formula", "does not require grad")
     )
