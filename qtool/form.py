@@ -40,7 +40,8 @@ class Unit:
     """Operators that the target runs as one kernel, or one operator that stays in float.
 
     ``name`` is unique in a plan and is the module path where there is one. ``kind`` is the placement
-    table's word (conv, linear, add, …). ``modules`` are the paths of what was fused.
+    table's word (conv, linear, add, …). ``modules`` are the paths of what was fused. ``block``: how many inputs the
+    runtime rounds to 8 bits together, as they come, to multiply them by stored integers; None where it does not.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Unit:
     integer: bool = True
     reason: str = ""
     weight_bits: int | None = None
+    block: int | None = None
 
 
 @dataclass(frozen=True)
@@ -274,6 +276,11 @@ def digest_tensor(digest: hashlib._Hash, name: str, value: torch.Tensor) -> None
 def quantize_nodes(graph: GraphModule) -> list[Node]:
     """The activation quantize nodes of a quantized graph, in order."""
     return [node for node in graph.graph.nodes if node.target is quantized.quantize_per_tensor.default]
+
+
+def unit_of(node: Node) -> str:
+    """The unit that a node of a labelled graph belongs to."""
+    return str(node.meta["custom"]["unit"])
 
 
 def padding_of(node: Node) -> list[int] | None:

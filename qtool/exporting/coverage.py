@@ -2,22 +2,24 @@
 
 The runtime is asked for the graph that it executes, and each unit is looked up there by its name. A unit is
 integer when its kernel is one of ONNX Runtime's integer kernels; a convolution, matrix product or sum that the
-plan calls integer and that appears there as a float kernel fails the gate, by name.
+plan calls integer and that appears there as a float kernel fails the gate, by name. So does a layer of stored integers
+that the runtime dequantizes in every run where the plan says that it multiplies them.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import onnx
 
 from qtool.exporting.gates import Gate
-from qtool.form import Plan
+from qtool.form import Plan, Unit
 from qtool.runtimes.ort import optimized_graph
+from qtool.runtimes.profile import BLOCK_PRODUCT
 
 INTEGER_KERNELS = {
     "conv": ("QLinearConv", "ConvInteger", "QLinearConvTranspose"),
@@ -53,16 +55,22 @@ def coverage(plan: Plan, path: Path) -> Gate:
     for node in graph.node:
         kernels.setdefault(_unit_name(node.name), []).append(node)
     makers = {output: node for node in graph.node for output in node.output}
-    missing = [
-        f"{unit.name} ({unit.kind}) runs as {_kernel_names(kernels.get(unit.name, []))}"
-        for unit in plan.integer_units
-        if unit.kind in INTEGER_KERNELS
-        and not (_is_integer(unit.kind, kernels.get(unit.name, [])) and not _is_float_copy(kernels[unit.name], makers))
-    ]
-    counts = Counter(node.op_type for node in graph.node)
+
+    def absent(units: Iterable[Unit], is_there: Callable[[str, list[onnx.NodeProto]], bool]) -> list[str]:
+        named = ((unit, kernels.get(unit.name, [])) for unit in units)
+        told = ((f"{unit.name} ({unit.kind}) runs as {_kernel_names(ran)}", unit.kind, ran) for unit, ran in named)
+        return [text for text, kind, ran in told if not is_there(kind, ran)]
+
     checked = [unit for unit in plan.integer_units if unit.kind in INTEGER_KERNELS]
+    blocks = [unit for unit in plan.float_units if unit.block]
+    missing = absent(checked, lambda kind, ran: _is_integer(kind, ran) and not _is_float_copy(ran, makers))
     found = f"{len(checked) - len(missing)} of {len(checked)} integer units run in integers"
-    if weights := sum(unit.weight_bits is not None for unit in plan.float_units):
+    if blocks:
+        dequantized = absent(blocks, lambda _, ran: any(node.op_type == BLOCK_PRODUCT for node in ran))
+        found += f"; {len(blocks) - len(dequantized)} of {len(blocks)} multiply stored integers"
+        missing += dequantized
+    counts = Counter(node.op_type for node in graph.node)
+    if weights := sum(unit.weight_bits is not None and not unit.block for unit in plan.float_units):
         found += f"; {weights} run in float from integer weights, as planned"
     if missing:
         found += f"; not: {'; '.join(missing[:5])}{' …' if len(missing) > 5 else ''}"

@@ -23,8 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import GraphModule, Node
 
-from qtool.exporting.to_onnx import unit_of
-from qtool.form import DEQUANTIZE, QUANTIZE, Plan
+from qtool.form import DEQUANTIZE, QUANTIZE, Plan, unit_of
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ steps grow. This evaluator does what the runtime does instead (:mod:`qtool.expor
 are one integer operator, :mod:`qtool.exporting.integer_kernels` what each computes), so its outputs equal those of
 ONNX Runtime's CPU provider on an x86 CPU with AVX512-VNNI bit for bit, for every operator listed in ``covered``.
 
-Between units tensors stay integers. Operators that are not fused run in float32: the exact ones of
+Between units tensors stay integers. What stored integers alone are multiplied by is rounded in blocks. Operators that
+are not fused run in float32: the exact ones of
 :mod:`qtool.exporting.float_operators` are covered too; anything else is listed in ``uncovered``, and its last bits may
 differ from the runtime's.
 """
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor
 
 from qtool.errors import QtoolError
+from qtool.exporting.block_products import BLOCK, rounded_in_blocks
 from qtool.exporting.drawn import RANDOM
 from qtool.exporting.float_operators import APPROXIMATE, EXACT, evaluate, moves_only
 from qtool.exporting.integer_arithmetic import Affine, Quantized, dequantize, quantize
@@ -68,6 +70,7 @@ class IntegerReference:
         for unit in weights:
             self.constants.update(self._step(unit, self.constants))
         self.units = [unit for unit in units if unit not in weights]
+        self.blocks = {u.node.name: BLOCK for u in self.units if not u.fused and self._is_block_product(u.node)}
         self.covered = Counter(unit.node.op for unit in self.units if is_covered(unit))
         self.uncovered = [_told(unit.node) for unit in self.units if not is_covered(unit)]
 
@@ -105,7 +108,20 @@ class IntegerReference:
         if node.op in PROPAGATED and isinstance(first, Quantized) and first.affine.axis is None:
             return {unit.output: self._moved(node, first, inputs[1:])}
         plain = [None if x is None else _real(x) for x in inputs]
+        if node.name in self.blocks and plain[0] is not None:
+            plain[0] = rounded_in_blocks(plain[0], self.blocks[node.name])
         return dict(zip(node.outputs, self._in_float(node, plain), strict=False))
+
+    def _is_block_product(self, node: Node) -> bool:
+        """Whether the runtime multiplies what the node reads by a matrix of stored integers, inputs × outputs."""
+        if node.op not in ("Gemm", "MatMul") or node.attributes.get("transA") or node.attributes.get("transB"):
+            return False
+        source = self.graph.producers.get(node.inputs[1])
+        if source is None or source.op != DEQUANTIZE or self._affine(source).axis != 1:
+            return False
+        turned = self.graph.producers.get(source.inputs[0])
+        stored = turned.inputs[0] if turned is not None and turned.op == "Transpose" else source.inputs[0]
+        return stored in self.graph.constants
 
     def _affine(self, node: Node) -> Affine:
         affine = self.affines[node.name]

@@ -8,7 +8,8 @@ integers must be those of the torch graph: 99.9 % exactly, none off by more than
 simulates a unit in float32; the runtime rounds once from an exact accumulator. They can differ only
 where a value lies on the edge between two integers. Where scales have a simple ratio, as a product's may,
 one value in a hundred does: such ties are counted apart, and held against no unit.) A unit that returns
-float is compared in units of its own greatest value. A unit that reads random numbers drawn in the file is left out.
+float is compared in units of its own greatest value, its inputs unrounded: what the runtime rounds by itself is judged
+end to end. A unit that reads random numbers drawn in the file is left out.
 
 *Integer reference.* On a CPU with VNNI the whole file must equal, bit for bit, an evaluation with the
 runtime's own arithmetic (``integer_reference.py``). Operators that the reference does not cover are named,
@@ -37,6 +38,7 @@ from qtool.exporting.simulation import QuantizerRecorder
 from qtool.form import QuantizedModel
 from qtool.nested import num_samples, samples_of, tensors
 from qtool.runtimes import open_session
+from qtool.runtimes.ort import OrtSession
 
 Array = npt.NDArray[Any]
 MIN_EQUAL = 0.999
@@ -84,7 +86,7 @@ def unit_parity(quantized: QuantizedModel, path: Path, samples: Sequence[Any]) -
         cut_path, parts = Path(folder) / "cut.onnx", cut(model)
         random = drawn(parts)
         onnx.save(parts, str(cut_path), save_as_external_data=model.ByteSize() > 1 << 30)
-        session = open_session(cut_path, threads=torch.get_num_threads())
+        session = OrtSession(cut_path, threads=torch.get_num_threads(), rounds=False)
         order = [info.name for info in session.outputs]
         for batch in samples:
             integers, output = recorder.record(batch)

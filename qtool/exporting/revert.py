@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from qtool.exporting.to_onnx import quiet_exporter, unit_of
-from qtool.form import DEQUANTIZE, QUANTIZE, Plan, QuantizedModel
+from qtool.exporting.to_onnx import quiet_exporter
+from qtool.form import DEQUANTIZE, QUANTIZE, Plan, QuantizedModel, unit_of
 
 
 def in_float(quantized: QuantizedModel, reasons: Mapping[str, str]) -> QuantizedModel:
@@ -34,7 +34,7 @@ def in_float(quantized: QuantizedModel, reasons: Mapping[str, str]) -> Quantized
     _drop_unused(graph)
     graph.recompile()
     units = (
-        dataclasses.replace(unit, integer=False, reason=reasons[unit.name], weight_bits=None)
+        dataclasses.replace(unit, integer=False, reason=reasons[unit.name], weight_bits=None, block=None)
         if unit.name in reasons
         else unit
         for unit in quantized.plan.units

@@ -6,7 +6,8 @@ activation's size. Here weights are dequantized once, and a quantizer works in o
     q = clamp(round(x · (1 / scale)) + zero_point),    x' = (q − zero_point) · scale
 
 which are the operators' own steps in their own order, so that no bit differs. Where no bit has to be the same, but what
-the graph does over many samples, convolutions are added up in integers where the CPU can (:func:`fast_simulation`).
+the graph does over many samples, convolutions are added up in integers where the CPU can, and what a block product
+reads is rounded as the runtime rounds it (:func:`fast_simulation`).
 
 What a quantizer was given lies half-way between two steps now and then (a tie), and then arithmetic in another order
 may take the other one: :class:`QuantizerRecorder` keeps which values these were, beside the integers.
@@ -24,7 +25,8 @@ import torch
 from torch import Tensor
 from torch.fx import Interpreter, Node
 
-from qtool.form import DEQUANTIZE, QuantizedModel, arguments, check_inputs, quantize_nodes
+from qtool.exporting.block_products import rounded_in_blocks
+from qtool.form import DEQUANTIZE, QuantizedModel, arguments, check_inputs, quantize_nodes, unit_of
 from qtool.form import quantized as quantized_ops
 from qtool.runtimes.torch_integer_conv import is_exact_here, with_integer_convolutions
 
@@ -36,8 +38,10 @@ TIE = 2.0**-12
 class Simulation(Interpreter):
     """A quantized model as a function of a batch of inputs, integers simulated in float32."""
 
-    def __init__(self, quantized: QuantizedModel) -> None:
+    def __init__(self, quantized: QuantizedModel, *, blocks: bool = False) -> None:
+        """With ``blocks``, what a block product reads is rounded as the runtime rounds it."""
         super().__init__(quantized.graph)
+        self.blocks = block_products(quantized) if blocks else {}
         self.constants: dict[Node, Tensor] = {}
         for node in quantized.graph.graph.nodes:
             if node.target in DEQUANTIZE and all(operand.op == "get_attr" for operand in node.all_input_nodes):
@@ -54,6 +58,9 @@ class Simulation(Interpreter):
         """Runs one node: a constant is there already, and what is quantized or dequantized is so in place."""
         if n in self.constants:
             return self.constants[n]
+        if n in self.blocks:
+            x, *others = self.fetch_args_kwargs_from_env(n)[0]
+            return n.target(rounded_in_blocks(x, self.blocks[n]), *others)  # type: ignore[operator]
         if n.target is quantized_ops.quantize_per_tensor.default:
             return quantize(*self.fetch_args_kwargs_from_env(n)[0])
         if n.target is quantized_ops.dequantize_per_tensor.default and not n.kwargs:
@@ -70,10 +77,18 @@ def interpret(interpreter: Interpreter, inputs: Any) -> Any:
 
 
 def fast_simulation(quantized: QuantizedModel) -> Simulation:
-    """The simulation with exact integer convolutions where this CPU has them: another rounding of the same sums."""
+    """The simulation as the runtime rounds: with exact integer convolutions where this CPU has them, and in blocks."""
     if not is_exact_here():
-        return Simulation(quantized)
-    return Simulation(dataclasses.replace(quantized, graph=with_integer_convolutions(quantized.graph)[0]))
+        return Simulation(quantized, blocks=True)
+    graph = with_integer_convolutions(quantized.graph)[0]
+    return Simulation(dataclasses.replace(quantized, graph=graph), blocks=True)
+
+
+def block_products(quantized: QuantizedModel) -> dict[Node, int]:
+    """The linear layers that the target runs as block products, each with the inputs that are rounded together."""
+    blocks = {unit.name: unit.block for unit in quantized.plan.units if unit.block}
+    linears = [node for node in quantized.graph.graph.nodes if node.target is torch.ops.aten.linear.default]
+    return {node: block for node in linears if (block := blocks.get(unit_of(node)))}
 
 
 def quantize(x: Tensor, scale: float, zero_point: int, low: int, high: int, dtype: torch.dtype) -> Tensor:

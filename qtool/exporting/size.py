@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from qtool.exporting.gates import Gate
-from qtool.form import QuantizedModel
+from qtool.form import QuantizedModel, unit_of
 from qtool.form import quantized as quantized_ops
 
 TOLERANCE = 0.05
@@ -31,7 +31,8 @@ def predicted_bytes(quantized: QuantizedModel) -> int:
     """Bytes of all constants of the quantized graph; zero points of weights as int8, of biases and tables as nothing.
 
     Small constants that are equal are stored once, as the exporter does: norms that were not trained, zero points.
-    Weights of four bits take half a byte; their zero points, which the file leaves out, are within the tolerance.
+    Weights of four bits take half a byte; their zero points, which the file leaves out, are within the tolerance. The
+    scales of a table are stored twice where a layer multiplies its integers too.
     """
     graph = quantized.graph
     tensors = dict(graph.named_parameters(remove_duplicate=True)) | dict(graph.named_buffers(remove_duplicate=True))
@@ -43,7 +44,17 @@ def predicted_bytes(quantized: QuantizedModel) -> int:
             key = stored.numpy().tobytes() if stored.numel() <= SHARED_VALUES else name
             size = stored.numel() * stored.element_size()
             found[stored.dtype, stored.shape, key] = (size + 1) // 2 if name in packed else size
-    return sum(found.values())
+    return sum(found.values()) + sum(tensors[name].numel() * 4 for name in _scales_stored_twice(quantized))
+
+
+def _scales_stored_twice(quantized: QuantizedModel) -> set[str]:
+    """The scales that a block product reads beside another operator."""
+    blocks = {unit.name for unit in quantized.plan.units if unit.block}
+    readers: dict[str, set[str]] = {}
+    for node in quantized.graph.graph.nodes:
+        if node.target is quantized_ops.dequantize_per_channel.default:
+            readers.setdefault(str(node.args[1].target), set()).update(unit_of(user) for user in node.users)
+    return {name for name, units in readers.items() if len(units) > 1 and units & blocks}
 
 
 def _as_stored(name: str, tensor: Tensor) -> Tensor | None:

@@ -33,6 +33,7 @@ from qtool.exporting.passes import (
     activations,
     bare_weights,
     biases,
+    block_products,
     casts,
     conv_pads,
     even_channels,
@@ -51,7 +52,7 @@ from qtool.exporting.passes import (
     wide_gates,
     wide_groups,
 )
-from qtool.form import QuantizedModel, program_of, quantize_nodes
+from qtool.form import QuantizedModel, program_of, quantize_nodes, unit_of
 
 DEFAULT_OPSET = {"ort-cpu": 21, "tensorrt": 19, "openvino": 21}
 EXTERNAL_DATA_BYTES = 2_000_000_000  # protobuf cannot hold 2 GiB
@@ -69,8 +70,11 @@ PASSES: dict[str, tuple[Pass, ...]] = {
 }  # fmt: skip
 """What is mended in a file, by target: operators on integers themselves are ONNX Runtime's alone."""
 QUICK: dict[str, tuple[Pass, ...]] = {
-    "ort-cpu": (mean_pools.apply, wide_groups.apply, even_channels.apply, even_inputs.apply, wide_gates.apply),
-}
+    "ort-cpu": (
+        mean_pools.apply, wide_groups.apply, even_channels.apply, even_inputs.apply, wide_gates.apply,
+        block_products.apply,
+    ),
+}  # fmt: skip
 """What gives integer layers, once it is settled which these are, the form that a target's kernels are quick with."""
 
 
@@ -105,11 +109,6 @@ def quantized_to_onnx(quantized: QuantizedModel, opset: int) -> ir.Model:
         rewrite(model)
     metadata.strip(model)
     return model
-
-
-def unit_of(node: torch.fx.Node) -> str:
-    """The unit that a node of a labelled graph belongs to."""
-    return str(node.meta["custom"]["unit"])
 
 
 def _translate(graph: GraphModule, example: Any, opset: int) -> tuple[ir.Model, dict[str, str]]:

@@ -32,7 +32,16 @@ from qtool.errors import UsageError
 from qtool.form import Plan, Unit
 from qtool.nested import tensors
 from qtool.quantization.capture import aten, owner
-from qtool.quantization.targets import INT8_ACTIVATION, RELU_LIKE, SOFTMAX, Format, Pattern, Target
+from qtool.quantization.targets import (
+    IN_BLOCKS,
+    IN_FLOAT,
+    INT8_ACTIVATION,
+    RELU_LIKE,
+    SOFTMAX,
+    Format,
+    Pattern,
+    Target,
+)
 
 # Operators whose output holds copies of their input's numbers (and zeros) only.
 _COPIES = ("move", "pad", "upsample")
@@ -40,7 +49,6 @@ _COPIES = ("move", "pad", "upsample")
 _SILENT = (aten.sym_size.int, aten.detach.default, aten.alias.default, operator.getitem)
 
 BY_OVERRIDE = "left in float by an override"
-IN_FLOAT = "its {bits}-bit weights are dequantized and it runs in float: what they gain is size"
 
 
 @dataclass
@@ -178,8 +186,9 @@ class Placement:
             bits = self.weight_format(placed).bits
             reason = placed.unit.reason or (IN_FLOAT if bits == 4 else "")
             placed.unit = dataclasses.replace(
-                placed.unit, weight_bits=bits, integer=not reason, reason=reason.format(bits=bits)
-            )
+                placed.unit, weight_bits=bits, integer=not reason, reason=reason.format(bits=bits),
+                block=self.target.block if reason == IN_BLOCKS else None,
+            )  # fmt: skip
 
     def _place(self, node: Node) -> None:
         reason = BY_OVERRIDE if self._override(node) == "float" else self.target.leaves

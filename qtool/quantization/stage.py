@@ -19,7 +19,7 @@ from torch.fx import GraphModule
 
 from qtool.devices import resolve_device
 from qtool.errors import QtoolError, UsageError
-from qtool.form import QuantizedModel
+from qtool.form import Plan, QuantizedModel
 from qtool.models import check_finite
 from qtool.nested import Once, call
 from qtool.quantization import pt2e
@@ -61,6 +61,10 @@ AT_LOADING = (
     "ONNX Runtime dequantizes weights in every run; with the session option session.disable_quant_qdq=1 it does so "
     "once, when the file is opened, and runs as fast as FP32"
 )
+IN_BLOCKS = (
+    "ONNX Runtime multiplies the weights of linear layers as they are stored, by inputs that it rounds to 8 bits; with "
+    "the session option session.qdq_matmulnbits_accuracy_level=1 inputs stay float32, which takes longer"
+)
 
 
 def quantize(
@@ -90,9 +94,15 @@ def quantize(
     quantize_tables(made.graph, made.placement)
     plan = absorb(made.graph, made.placement.plan())
     notes = (*made.notes, *finish(made.graph, made.placement.target))
-    notes += (AT_LOADING,) if config.weights_only and made.placement.target.name == ORT_CPU.name else ()
-    plan = dataclasses.replace(plan, notes=(*plan.notes, *notes))
+    plan = dataclasses.replace(plan, notes=(*plan.notes, *notes, *_advice(plan, config)))
     return QuantizedModel(made.graph, plan, example, made.float_graph, made.ranges)
+
+
+def _advice(plan: Plan, config: QuantizeConfig) -> tuple[str, ...]:
+    """Which session options matter to a file whose weights alone are integers."""
+    if any(unit.block for unit in plan.units):
+        return (IN_BLOCKS,)
+    return (AT_LOADING,) if config.weights_only and plan.target == ORT_CPU.name else ()
 
 
 @dataclass(frozen=True)

@@ -205,10 +205,15 @@ def _plan(plan: Mapping[str, Any]) -> Markup:
     integer = Counter(unit["kind"] for unit in units if unit["integer"])
     told = f"{integer.total()} of {len(units)} units are integer for {plan['target']}."
     table = grid(["kind", "integer", "of"], [[kind, integer[kind], count] for kind, count in kinds.most_common()])
-    floats = [el("li", f"{unit['name']} ({unit['kind']}): {unit['reason']}") for unit in units if not unit["integer"]]
-    left = el("div", el("p", "Left in float:"), el("ul", floats)) if floats else None
+    stored = _reasons("Multiplied as stored:", [unit for unit in units if unit.get("block")])
+    left = _reasons("Left in float:", [unit for unit in units if not unit["integer"] and not unit.get("block")])
     notes = el("ul", [el("li", note) for note in plan.get("notes", [])]) if plan.get("notes") else None
-    return el("div", el("p", told), table, left, notes)
+    return el("div", el("p", told), table, stored, left, notes)
+
+
+def _reasons(title: str, units: list[Any]) -> Markup | None:
+    listed = [el("li", f"{unit['name']} ({unit['kind']}): {unit['reason']}") for unit in units]
+    return el("div", el("p", title), el("ul", listed)) if listed else None
 
 
 def _gates(gates: Any) -> Markup | None:

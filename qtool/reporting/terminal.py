@@ -73,8 +73,9 @@ def quantize_lines(result: Result) -> Iterator[Any]:
     yield f"quantize: {mode} for {result['plan']['target']}, {len(units) - len(floats)} of {len(units)} units integer"
     if drawn.get("num_samples"):
         yield f"  calibrated on {drawn['num_samples']} samples ({drawn['spec']}, seed {drawn['seed']})"
-    for reason, count in Counter(re.sub("its operand '[^']*'", "an operand", u["reason"]) for u in floats).items():
-        yield f"  {count} in float: {reason}"
+    told = (f"{'from stored integers' if u.get('block') else 'in float'}: {u['reason']}" for u in floats)
+    for reason, count in Counter(re.sub("its operand '[^']*'", "an operand", text) for text in told).items():
+        yield f"  {count} {reason}"
     yield from (f"  note: {note}" for note in result["plan"]["notes"])
     if outcome := result.get("contract"):
         yield f"  {contract_sentence(outcome)}"
@@ -199,6 +200,7 @@ def _units_table(units: Sequence[Result]) -> Any:
         table.add_column(name, justify="right")
     for unit in units:
         bits = f"int{unit['weight_bits'] or 8}" if unit["integer"] else "float"
+        bits = f"float, int{unit['weight_bits']} weights" if unit["weight_bits"] and not unit["integer"] else bits
         span = UNKNOWN if unit["low"] is None else f"{unit['low']:.3g} to {unit['high']:.3g}"
         noise = [UNKNOWN if unit["sqnr_db"] is None else f"{unit['sqnr_db']:.1f}"] if measured else []
         table.add_row(unit["name"], unit["kind"], bits, span, *noise)

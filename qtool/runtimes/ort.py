@@ -34,6 +34,7 @@ import onnxruntime as ort
 from qtool.errors import QtoolError, one_line
 from qtool.runtimes.base import Array, Kernel, ProviderError, TensorInfo, check_feeds
 from qtool.runtimes.packages import missing_library, refuse_conflict
+from qtool.runtimes.profile import BLOCK_PRODUCT, read_profile
 
 if TYPE_CHECKING:
     import onnx
@@ -53,17 +54,27 @@ _DTYPES = {
     "int64": "int64", "uint64": "uint64",
 }  # fmt: skip
 _ERRORS_ONLY = 3
+_IN_BYTES = 4
+"""The accuracy level at which MatMulNBits rounds what it reads to 8 bits."""
 
 
 class OrtSession:
     """An ONNX file opened by ONNX Runtime on one provider. See :class:`qtool.runtimes.base.Session`."""
 
-    def __init__(self, path: Path, *, provider: str = "cpu", threads: int = 1, optimize: bool = True) -> None:
-        """Raises ProviderError where the provider is absent or would be replaced, QtoolError for a bad file."""
+    def __init__(
+        self, path: Path, *, provider: str = "cpu", threads: int = 1, optimize: bool = True, rounds: bool = True
+    ) -> None:
+        """Without ``rounds``, what stored integers alone are multiplied by stays float32 (see MatMulNBits).
+
+        Raises ProviderError where the provider is absent or would be replaced, QtoolError for a bad file.
+        """
         self.path, self.provider, self.threads, self.optimize = path, provider, threads, optimize
         require(provider)
         self.device = "cpu" if provider == "cpu" else "cuda"
-        self._session, self.cuda_graph = _create_with_graph(path, provider, _options(threads, optimize))
+        options = _options(threads, optimize)
+        if not rounds:
+            options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
+        self._session, self.cuda_graph = _create_with_graph(path, provider, options)
         _refuse_fallback(provider, self._session.get_providers())
         self.inputs = tuple(_info(path, value) for value in self._session.get_inputs())
         self.outputs = tuple(_info(path, value) for value in self._session.get_outputs())
@@ -88,8 +99,6 @@ class OrtSession:
 
     def kernels(self, feeds: Mapping[str, Array], runs: int = 1) -> tuple[Kernel, ...]:
         """What ran for ``feeds``, from the profile of a second session with the same options, over ``runs`` runs."""
-        from qtool.runtimes.profile import read_profile
-
         check_feeds(f"'{self.path}'", self.inputs, feeds)
         with tempfile.TemporaryDirectory() as folder:
             options = _options(self.threads, self.optimize)
@@ -98,7 +107,7 @@ class OrtSession:
             session = _create(self.path, self.provider, options)
             for _ in range(runs):
                 self._call(lambda: session.run(None, dict(feeds)))
-            return read_profile(Path(session.end_profiling()), runs)
+            return read_profile(Path(session.end_profiling()), runs, _unrounded(self.path))
 
     def close(self) -> None:
         """Frees the model; the session cannot be used afterwards."""
@@ -233,6 +242,15 @@ def _provider_list(path: Path, provider: str, record: bool) -> list[Any]:
         "trt_cuda_graph_enable": graph,
     }
     return [(PROVIDERS["tensorrt"], options), cuda, PROVIDERS["cpu"]]
+
+
+def _unrounded(path: Path) -> set[str]:
+    """The nodes of a file that multiply stored integers by floats as they are, at its own word."""
+    import onnx
+
+    products = (node for node in onnx.load(path, load_external_data=False).graph.node if node.op_type == BLOCK_PRODUCT)
+    levels = {node.name: {a.name: a.i for a in node.attribute}.get("accuracy_level", 0) for node in products}
+    return {name for name, level in levels.items() if level != _IN_BYTES}
 
 
 def _lower_formats(path: Path) -> tuple[bool, bool]:

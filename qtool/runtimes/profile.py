@@ -4,7 +4,7 @@ The profile is a JSON list of timed events; those of category ``Node`` whose nam
 ``_kernel_time`` are the executed kernels, each with the provider that ran it and the types and shapes
 of its inputs and outputs. The format of a kernel's arithmetic is that of its first input, which for a
 convolution or a matrix product is the activation; kernels that quantize that input themselves are
-named apart.
+named apart. MatMulNBits does so on the CPU where the runtime made it of a dequantized weight, or its file says so.
 
 A node is about *shapes* when everything it reads and writes is small and at most one-dimensional, or
 is an integer computed from a shape: those belong on the CPU beside any accelerator.
@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,37 +23,43 @@ from qtool.errors import QtoolError
 from qtool.runtimes.base import Kernel, ProviderError
 
 _QUANTIZES_ITS_INPUT = {"DynamicQuantizeMatMul", "DynamicQuantizeLSTM"}
+BLOCK_PRODUCT = "MatMulNBits"
 _NAMES = {"float": "float32", "double": "float64", "uint8": "int8"}
 _SHAPE_OPS = {"Shape", "Size", "ConstantOfShape", "Range", "MemcpyFromHost", "MemcpyToHost"}
 _SHAPE_TYPES = {"int64", "int32", "bool"}
 _SMALL = 16
 
 
-def read_profile(path: Path, runs: int = 1) -> tuple[Kernel, ...]:
-    """The kernels of one run, in order, each with its median time over all ``runs`` that were profiled."""
+def read_profile(path: Path, runs: int = 1, in_float: Collection[str] = ()) -> tuple[Kernel, ...]:
+    """The kernels of one run, in order, each with its median time over all ``runs`` that were profiled.
+
+    ``in_float`` names the MatMulNBits that the file itself holds and that leave what they read as it is.
+    """
     try:
         events = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise QtoolError(f"'{path}'", "ONNX Runtime's profile", str(error), "run again") from error
     found = [e for e in events if e.get("cat") == "Node" and e["name"].endswith("_kernel_time")]
     each = len(found) // runs
-    return tuple(_kernel(found[i::each]) for i in range(each))
+    return tuple(_kernel(found[i::each], in_float) for i in range(each))
 
 
-def _kernel(repeats: list[dict[str, Any]]) -> Kernel:
+def _kernel(repeats: list[dict[str, Any]], in_float: Collection[str]) -> Kernel:
     """One kernel from its events, one a run: a sequential session executes its nodes in the same order every time."""
     event = repeats[0]
     arguments = event["args"]
     op, tensors = arguments.get("op_name", "?"), _tensors(arguments)
     inputs = [next(iter(entry)) for entry in arguments.get("input_type_shape", [])]
     first = inputs[0] if inputs else "unknown"
-    dtype = "int8" if op in _QUANTIZES_ITS_INPUT else _NAMES.get(first, first)
+    name, provider = event["name"].removesuffix("_kernel_time"), arguments.get("provider", "?")
+    by_itself = op == BLOCK_PRODUCT and provider == "CPUExecutionProvider" and name not in in_float
+    dtype = "int8" if op in _QUANTIZES_ITS_INPUT or by_itself else _NAMES.get(first, first)
     largest = max((_count(shape) for _, shape in tensors), default=None)
     return Kernel(
-        name=event["name"].removesuffix("_kernel_time"),
+        name=name,
         op=f"shape:{op}" if _is_about_shapes(op, tensors) else op,
         dtype=dtype,
-        provider=arguments.get("provider", "?"),
+        provider=provider,
         num_elements=largest,
         seconds=statistics.median(e["dur"] for e in repeats) / 1e6 if all("dur" in e for e in repeats) else None,
     )

@@ -90,8 +90,8 @@ def _require_current(run: Path, stage: str) -> None:
 
 
 def _gains_size_alone(recorded: Mapping[str, Any]) -> bool:
-    """Whether nothing was planned to run in integers: weights alone are, or the quantization is simulated."""
-    return not any(unit["integer"] for unit in recorded["plan"]["units"])
+    """Whether nothing was planned to multiply integers: stored weights are dequantized, or all is simulated."""
+    return not any(unit["integer"] or unit.get("block") for unit in recorded["plan"]["units"])
 
 
 def _require(found: dict[str, Any], config: BenchmarkConfig, may_be_slower: bool = False) -> None:

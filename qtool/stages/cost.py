@@ -26,7 +26,7 @@ class Cost:
     """Sizes and speeds of candidates of one model. Use it as a context: it holds a temporary folder."""
 
     def __init__(self) -> None:
-        self._speeds: dict[tuple[str, ...], float | None] = {}
+        self._speeds: dict[tuple[tuple[str, int | None], ...], float | None] = {}
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def __enter__(self) -> Cost:
@@ -45,7 +45,7 @@ class Cost:
 
     def speedup(self, model: QuantizedModel) -> float | None:
         """How many times faster than FP32; None for another target, a simulation, or where it cannot be opened."""
-        key = tuple(unit.name for unit in model.plan.float_units)
+        key = tuple((unit.name, unit.weight_bits) for unit in model.plan.float_units)
         if model.plan.target != TIMED or model.plan.simulated:
             return None
         if key not in self._speeds:

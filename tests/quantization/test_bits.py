@@ -55,7 +55,7 @@ def rounded_weights(bits: int) -> Net:
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_weights_alone_are_integers_and_run_in_float(bits: int, tmp_path: Path) -> None:
+def test_weights_alone_are_integers(bits: int, tmp_path: Path) -> None:
     quantized = made(weights_only=True, weight_bits=bits)
     torch.testing.assert_close(quantized(X), rounded_weights(bits)(X), rtol=0, atol=1e-6)
     layers = [unit for unit in quantized.plan.units if unit.weight_bits]
@@ -63,20 +63,26 @@ def test_weights_alone_are_integers_and_run_in_float(bits: int, tmp_path: Path) 
     assert [(unit.name, unit.weight_bits) for unit in layers] == [
         ("first", 8), ("second", bits), ("third", bits), ("last", 8),
     ]  # fmt: skip
-    assert all("run in float: what they gain is size" in unit.reason.replace("runs", "run") for unit in layers)
+    assert all("it runs in float: what they gain is size" in unit.reason for unit in layers[:3])
+    assert "multiplied by inputs that the runtime rounds" in layers[3].reason
+    assert [unit.block for unit in layers] == [None, None, None, 32]
     exported = export(quantized, tmp_path, ExportConfig(), samples=[X])
     assert {gate["passed"] for gate in exported.gates} == {True}
     coverage = next(gate["found"] for gate in exported.gates if gate["name"] == "coverage")
-    assert coverage.endswith("4 run in float from integer weights, as planned")
+    assert coverage.endswith("1 of 1 multiply stored integers; 3 run in float from integer weights, as planned")
     model = onnx.load(str(exported.files["int8"]))
     kinds = {t.data_type for t in model.graph.initializer if len(t.dims) > 1}
     assert kinds == {onnx.TensorProto.INT8} | ({onnx.TensorProto.INT4} if bits == 4 else set())
     assert not any(node.op_type == "QuantizeLinear" for node in model.graph.node)
-    assert "session.disable_quant_qdq=1" in quantized.plan.notes[-1]
+    assert "session.qdq_matmulnbits_accuracy_level=1" in quantized.plan.notes[-1]
     kernels, answers = zip(*(opened(exported.files["int8"], tmp_path, folded) for folded in (False, True)), strict=True)
     assert ["DequantizeLinear" in ran for ran in kernels] == [True, False]
-    assert np.allclose(*answers, atol=1e-6)
-    assert _gains_size_alone({"plan": quantized.plan.as_dict()})
+    assert np.allclose(*answers, atol=0.01)
+    assert "MatMulNBits" in kernels[0]
+    assert not _gains_size_alone({"plan": quantized.plan.as_dict()})
+    images = quantize(Net().eval(), QuantizeConfig(weights_only=True, overrides={"last": "float"}), example=X)
+    assert _gains_size_alone({"plan": images.plan.as_dict()})
+    assert "session.disable_quant_qdq=1" in images.plan.notes[-1]
     assert not _gains_size_alone({"plan": made().plan.as_dict()})
 
 

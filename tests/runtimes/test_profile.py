@@ -18,10 +18,10 @@ def event(name, op, inputs, outputs, provider=CUDA):
 
 @pytest.fixture
 def profile(tmp_path):
-    def write(*events):
+    def write(*events, **options):
         path = tmp_path / "profile.json"
         path.write_text(json.dumps([{"cat": "Session", "name": "model_run", "args": {}}, *events]))
-        return read_profile(path)
+        return read_profile(path, **options)
 
     return write
 
@@ -31,12 +31,17 @@ def test_a_kernel_has_the_format_of_its_activation(profile):
     kernels = profile(
         event("a", "QLinearConv", [{"uint8": image}, {"float": []}, {"uint8": []}], [{"uint8": image}]),
         event("b", "Conv", [{"float16": image}, {"float16": weights}], [{"float16": image}]),
-        event("c", "MatMulNBits", [{"float": [1, 16]}, {"uint8": [8]}], [{"float": [1, 16]}]),
         event("d", "DynamicQuantizeMatMul", [{"float": [1, 16]}, {"int8": [8]}], [{"float": [1, 16]}]),
     )
-    assert [k.dtype for k in kernels] == ["int8", "float16", "float32", "int8"]
-    assert [k.name for k in kernels] == ["a", "b", "c", "d"]
+    assert [k.dtype for k in kernels] == ["int8", "float16", "int8"]
+    assert [k.name for k in kernels] == ["a", "b", "d"]
     assert kernels[0].num_elements == 1024
+
+
+def test_a_product_by_stored_integers_rounds_what_it_reads_on_the_cpu_unless_its_file_says_otherwise(profile):
+    shapes = [{"float": [1, 16]}, {"uint8": [8]}], [{"float": [1, 16]}]
+    events = [event(name, "MatMulNBits", *shapes, provider) for name, provider in (("a", CPU), ("b", CPU), ("c", CUDA))]
+    assert [kernel.dtype for kernel in profile(*events, in_float={"b"})] == ["int8", "float32", "float32"]
 
 
 def test_repeated_runs_give_each_kernel_its_median_time(tmp_path):

@@ -1,8 +1,8 @@
 """Weights of four bits are stored as such: two to a byte, behind the DequantizeLinear that they had.
 
-The graph holds them as int8 between −7 and 7. ONNX knows ``INT4`` from opset 21 on. No kernel of ONNX Runtime's CPU
-provider multiplies them: a convolution or linear layer dequantizes its weights and runs in float, so that what is
-gained is size.
+The graph holds them as int8 between −7 and 7. ONNX knows ``INT4`` from opset 21 on. Of ONNX Runtime's CPU provider, a
+linear layer over floats multiplies them as they are (``block_products.py``); a convolution dequantizes its weights and
+runs in float, so that what is gained is size.
 """
 
 from __future__ import annotations

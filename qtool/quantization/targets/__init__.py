@@ -12,6 +12,8 @@ import torch
 
 from qtool.errors import UsageError, nearest
 from qtool.quantization.targets.base import (
+    IN_BLOCKS,
+    IN_FLOAT,
     INT8_ACTIVATION,
     INT8_WEIGHT,
     MOVES,
@@ -27,8 +29,8 @@ from qtool.quantization.targets.ort_cpu import ORT_CPU
 from qtool.quantization.targets.tensorrt import TENSORRT
 
 __all__ = [
-    "INT8_ACTIVATION", "INT8_WEIGHT", "MOVES", "OPENVINO", "ORT_CPU", "RELU_LIKE", "SOFTMAX", "TARGETS", "TENSORRT",
-    "UINT8", "Format", "Pattern", "Target", "get_target",
+    "INT8_ACTIVATION", "INT8_WEIGHT", "IN_BLOCKS", "IN_FLOAT", "MOVES", "OPENVINO", "ORT_CPU", "RELU_LIKE", "SOFTMAX",
+    "TARGETS", "TENSORRT", "UINT8", "Format", "Pattern", "Target", "get_target",
 ]  # fmt: skip
 
 TARGETS = {target.name: target for target in (ORT_CPU, TENSORRT, OPENVINO)}

@@ -28,6 +28,8 @@ GATE_RANGE = (0.0, 255 / 256)
 """Steps of 1/256 from 0: a gate's 0.5 is an integer, and its 1 the last integer's nearest."""
 LEAST_ROWS = 256
 """Of an embedding table that is worth quantizing."""
+IN_FLOAT = "its {bits}-bit weights are dequantized and it runs in float: what they gain is size"
+IN_BLOCKS = "its {bits}-bit weights are multiplied by inputs that the runtime rounds to 8 bits as they come"
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,8 @@ class Target:
     :func:`qtool.quantization.integers.drop_pairs`). ``scales_in_float``: a batch-norm with nothing to fold into is a
     product and a sum in float rather than a depthwise convolution. ``channels_last``: its integer convolutions are,
     and rows of channels quicker to shuffle than bytes (see :mod:`qtool.quantization.shuffles`). ``leaves``: why
-    operators without a pattern stay in float.
+    operators without a pattern stay in float. ``block``: how many inputs of a linear layer whose weights alone are
+    integers it rounds to 8 bits together, to multiply them by these; None where it dequantizes such weights.
     """
 
     name: str
@@ -119,6 +122,7 @@ class Target:
     bare_moves: bool = False
     scales_in_float: bool = False
     channels_last: bool = False
+    block: int | None = None
     leaves: str = "no integer kernel on this target"
 
     def with_weights(self, bits: int, edge_bits: int) -> Target:
@@ -127,11 +131,14 @@ class Target:
         return dataclasses.replace(self, weight=self.weight.narrowed(bits), edge_weight=self.weight.narrowed(edges))
 
     def with_weights_only(self) -> Target:
-        """Layers whose weights alone are integers: they are dequantized, and everything runs in float."""
-        patterns = self._layers("its {bits}-bit weights are dequantized and it runs in float: what they gain is size")
-        patterns = tuple(dataclasses.replace(p, operands=()) if p.weighted else p for p in patterns)
+        """Layers whose weights alone are integers: everything else is float, as far as the plan has a say in it."""
+        patterns = tuple(self._from_weights(p) if p.weighted else p for p in self._layers(IN_FLOAT))
         patterns += tuple(pattern for pattern in self.patterns if pattern.kind == "embedding")
         return dataclasses.replace(self, patterns=patterns, leaves="only weights are quantized")
+
+    def _from_weights(self, pattern: Pattern) -> Pattern:
+        in_blocks = pattern.kind == "linear" and self.block is not None
+        return dataclasses.replace(pattern, operands=(), in_float=IN_BLOCKS if in_blocks else IN_FLOAT)
 
     def with_activations(self, bits: int) -> Target:
         """Layers whose weights and inputs are integers of so many bits, as in the literature: sums stay in float.

@@ -1,0 +1,159 @@
+"""Layers of stored integers: what ONNX Runtime makes of them, in which form of the file, against arithmetic by hand."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from onnx import TensorProto, helper, numpy_helper
+from torch import Tensor, nn
+
+from qtool.errors import ContractError
+from qtool.evaluate import sqnr_db
+from qtool.exporting import to_onnx
+from qtool.exporting.block_products import rounded_in_blocks
+from qtool.exporting.integer_reference import IntegerReference
+from qtool.exporting.passes import block_products
+from qtool.exporting.simulation import fast_simulation
+from qtool.exporting.stage import export
+from qtool.form import QuantizedModel
+from qtool.quantization.stage import quantize
+from qtool.recipe import ExportConfig, QuantizeConfig
+from qtool.runtimes import open_session
+from qtool.runtimes.ort import OrtSession, optimized_graph
+
+X = torch.randn(4, 7, 48, generator=torch.Generator().manual_seed(0))
+TOKENS = torch.randint(0, 300, (4, 7), generator=torch.Generator().manual_seed(1))
+
+
+class Layers(nn.Module):
+    """Linear layers over sequences, the last without a bias, with what no integer kernel takes in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.third = nn.Linear(48, 100), nn.Linear(100, 33), nn.Linear(33, 5, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.third(torch.tanh(self.second(torch.softmax(self.first(x), -1))))
+
+
+class Tied(nn.Module):
+    """A language model's two ends: a table, and a last layer that shares it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.inner, self.last = nn.Embedding(300, 48), nn.Linear(48, 48), nn.Linear(48, 300, bias=False)
+        self.last.weight = self.table.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.inner(self.table(tokens))))
+
+
+def made(model: nn.Module, x: Tensor, **options: object) -> QuantizedModel:
+    config = QuantizeConfig(**{"weights_only": True, "algorithms": None} | options)  # type: ignore[arg-type]
+    return quantize(model.eval(), config, example=x, calibration=[x])
+
+
+def layer(x: np.ndarray, bits: int, *, turned: bool = False) -> tuple[onnx.ModelProto, np.ndarray]:
+    """A file of one product by stored integers, and the matrix that they stand for."""
+    most, size = 2 ** (bits - 1) - 1, x.shape[1]
+    generator = np.random.default_rng(size)
+    integers = generator.integers(-most, most + 1, (size, 24)).astype(np.int8)
+    scales = generator.uniform(0.01, 0.02, 24).astype(np.float32)
+    stored = ir.tensor(integers.T if turned else integers).numpy().copy()
+    weight = numpy_helper.from_array(stored.astype(ir.DataType.INT4.numpy()) if bits == 4 else stored, "weight")
+    nodes = [
+        helper.make_node("DequantizeLinear", ["weight", "scale"], ["real"], axis=0 if turned else 1),
+        helper.make_node("Gemm", ["x", "real"], ["y"], name="layer", transB=int(turned)),
+    ]
+    values = [helper.make_tensor_value_info(n, TensorProto.FLOAT, ["N", size]) for n, size in (("x", size), ("y", 24))]
+    graph = helper.make_graph(nodes, "g", values[:1], values[1:], [weight, numpy_helper.from_array(scales, "scale")])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    return model, integers.astype(np.float64) * scales.astype(np.float64)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("size", [7, 32, 100])
+def test_the_runtime_rounds_in_blocks_of_32_and_the_reference_repeats_it(bits: int, size: int, tmp_path: Path) -> None:
+    x = np.random.default_rng(0).standard_normal((9, size)).astype(np.float32)
+    x[0] = 0
+    model, weight = layer(x, bits)
+    onnx.save(model, str(tmp_path / "m.onnx"))
+    (got,) = open_session(tmp_path / "m.onnx").run({"x": x})
+    wanted = rounded_in_blocks(torch.from_numpy(x)).double().numpy() @ weight
+    assert sqnr_db(torch.from_numpy(wanted), torch.from_numpy(got)) > 100
+    assert sqnr_db(torch.from_numpy(x.astype(np.float64) @ weight), torch.from_numpy(got)) < 55
+    (reference,) = IntegerReference(model).run({"x": x})
+    assert sqnr_db(torch.from_numpy(reference), torch.from_numpy(got)) > 100
+    (unrounded,) = OrtSession(tmp_path / "m.onnx", rounds=False).run({"x": x})
+    np.testing.assert_allclose(unrounded, x @ weight, rtol=0, atol=1e-5)
+
+
+@given(st.integers(1, 80), st.sampled_from([16, 32]), st.integers(0, 5))
+def test_no_value_moves_by_more_than_half_a_step_of_its_block(size: int, block: int, seed: int) -> None:
+    x = torch.randn(2, 3, size, generator=torch.Generator().manual_seed(seed))
+    rounded = rounded_in_blocks(x, block)
+    assert rounded.shape == x.shape
+    for start in range(0, size, block):
+        part, made = x[..., start : start + block], rounded[..., start : start + block]
+        step = part.abs().amax(-1, keepdim=True) / 127
+        assert ((part - made).abs() <= step / 2 * 1.001).all()
+        torch.testing.assert_close(made.abs().amax(-1), part.abs().amax(-1))
+
+
+def test_a_layer_that_the_runtime_would_dequantize_in_every_run_is_turned(tmp_path: Path) -> None:
+    x = np.random.default_rng(0).standard_normal((3, 40)).astype(np.float32)
+    proto, weight = layer(x, 4, turned=True)
+    kernels = []
+    for name, is_applied in (("before", False), ("after", True)):
+        model = ir.from_proto(proto)
+        assert not is_applied or block_products.apply(model) == 1
+        path = tmp_path / f"{name}.onnx"
+        ir.save(model, path)
+        kernels.append({node.op_type for node in optimized_graph(path).graph.node})
+        (got,) = OrtSession(path, rounds=False).run({"x": x})
+        np.testing.assert_allclose(got, x @ weight, rtol=0, atol=1e-5)
+    assert "DequantizeLinear" in kernels[0]
+    assert kernels[1] == {"MatMulNBits"}
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_layers_of_a_model_multiply_their_stored_integers_and_pass_the_gates(bits: int, tmp_path: Path) -> None:
+    quantized = made(Layers(), X, weight_bits=bits, edge_bits=bits)
+    exported = export(quantized, tmp_path, ExportConfig(), samples=[X])
+    assert all(gate["passed"] is not False for gate in exported.gates)
+    kernels = Counter(node.op_type for node in optimized_graph(exported.files["int8"]).graph.node)
+    assert kernels["MatMulNBits"] == 3
+    assert not kernels["DequantizeLinear"]
+    (got,) = open_session(exported.files["int8"]).run({"x": X.numpy()})
+    assert sqnr_db(fast_simulation(quantized)(X), torch.from_numpy(got)) > 60
+    assert sqnr_db(quantized(X), torch.from_numpy(got)) < 60  # whose inputs are not rounded
+
+
+@pytest.mark.parametrize("algorithms", [None, ("bias",)], ids=["plain", "with a bias"])
+def test_a_table_that_a_layer_shares_is_turned_in_the_file_and_stored_once(algorithms, tmp_path: Path) -> None:
+    quantized = made(Tied(), TOKENS, algorithms=algorithms)
+    exported = export(quantized, tmp_path, ExportConfig(), samples=[TOKENS])
+    assert all(gate["passed"] is not False for gate in exported.gates)
+    stored = [t for t in onnx.load(str(exported.files["int8"])).graph.initializer if list(t.dims) == [300, 48]]
+    assert len(stored) == 1
+    kernels = Counter(node.op_type for node in optimized_graph(exported.files["int8"]).graph.node)
+    assert kernels["MatMulNBits"] == 2
+
+
+def test_a_layer_that_is_dequantized_after_all_fails_the_coverage_gate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = tuple(rewrite for rewrite in to_onnx.QUICK["ort-cpu"] if rewrite is not block_products.apply)
+    monkeypatch.setitem(to_onnx.QUICK, "ort-cpu", kept)
+    with pytest.raises(ContractError, match=r"0 of 3 multiply stored integers; not: first \(linear\) runs as"):
+        export(made(Layers(), X), tmp_path, ExportConfig(), samples=[X])
