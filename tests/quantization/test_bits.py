@@ -86,14 +86,14 @@ def test_weights_alone_are_integers(bits: int, tmp_path: Path) -> None:
     assert not _gains_size_alone({"plan": made().plan.as_dict()})
 
 
-def opened(path: Path, folder: Path, folded: bool) -> tuple[set[str], Any]:
+def opened(path: Path, folder: Path, folded: bool, feeds: Any = None) -> tuple[set[str], Any]:
     """The kernels that run a file, and its outputs, weights dequantized when it is opened or in every run."""
     options = onnxruntime.SessionOptions()
     options.optimized_model_filepath = str(folder / "optimized.onnx")
     options.log_severity_level = 3
     options.add_session_config_entry("session.disable_quant_qdq", str(int(folded)))
     session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    (output,) = session.run(None, {"x": X.numpy()})
+    (output,) = session.run(None, feeds or {"x": X.numpy()})
     return {node.op_type for node in onnx.load(options.optimized_model_filepath).graph.node}, output
 
 
@@ -150,3 +150,30 @@ def test_training_starts_from_the_same_integers(options: dict[str, Any]) -> None
     trained = quantize(Net().eval(), config, example=X, calibration=[X], qat=lambda *_: None)
     torch.testing.assert_close(trained(X), made(**options)(X), rtol=0, atol=1e-5)
     assert trained.plan.simulated is ("activation_bits" in options)
+
+
+class Perceptron(nn.Module):
+    """Linear layers with a sum before the third, which only layers of 8 bits would read in integers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.third, self.last = (nn.Linear(32, 32) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.first(x))
+        return self.last(torch.relu(self.third(self.second(x) + x)))
+
+
+def test_linear_layers_of_four_bits_read_what_the_runtime_rounds_itself(tmp_path: Path) -> None:
+    """Nothing is rounded for their sake, and what reads them is float; an override gives a layer all 8 bits."""
+    x = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
+    config = QuantizeConfig(weight_bits=4, algorithms=None, overrides={"third": "int8"})
+    quantized = quantize(Perceptron().eval(), config, example=x, calibration=[x])
+    units = {unit.name: (unit.integer, unit.weight_bits, unit.block) for unit in quantized.plan.units}
+    assert units["first"] == units["third"] == units["last"] == (True, 8, None)
+    assert units["second"] == (False, 4, 32)
+    result = export(quantized, tmp_path, ExportConfig(), samples=[x])
+    assert all(gate["passed"] is not False for gate in result.gates)
+    kernels, _ = opened(result.files["int8"], tmp_path, False, {"x": x.numpy()})
+    assert {"MatMulNBits", "QGemm"} <= kernels

@@ -6,7 +6,8 @@ turns them, which the runtime does not recognise: it dequantizes the whole weigh
 times over. So they are stored turned. Where a lookup reads the same integers, a Transpose turns them instead, which the
 runtime does once, and the scales are stored twice: it recognises none that something else reads.
 
-What reads a DequantizeLinear is integer or a simulation of it, and stays.
+A layer of 8 bits that reads a DequantizeLinear is integer, and stays. One of 4 bits is not, and reads it behind an
+identity (``float_units.py``): the runtime would take the pair for its own and run neither in integers.
 """
 
 from __future__ import annotations
@@ -15,14 +16,20 @@ import numpy as np
 import onnx_ir as ir
 
 from qtool.exporting.passes.biases import drop_unused
+from qtool.exporting.passes.float_units import keep_in_float
 from qtool.exporting.passes.parts import constant, zeros_of
 
 DEQUANTIZE = "DequantizeLinear"
+MOVES = ("Reshape", "Transpose", "Flatten", "Squeeze", "Unsqueeze", "Slice", "Identity")
 
 
 def apply(model: ir.Model) -> int:
     """Rewrites in place each such layer; returns how many."""
     layers = [node for node in model.graph if _turns_its_weight(node)]
+    fed = [node for node in layers if _reads_integers(node)]
+    for value in dict.fromkeys(node.inputs[0] for node in fed):
+        assert value is not None
+        keep_in_float(model, value, [node for node in fed if node.inputs[0] is value])
     for weight in dict.fromkeys(node.inputs[1] for node in layers):
         assert weight is not None
         _turn(model, weight, [node for node in layers if node.inputs[1] is weight])
@@ -34,12 +41,22 @@ def _turns_its_weight(node: ir.Node) -> bool:
     """Whether a Gemm of floats turns integers that one scale for each output dequantizes, along the first axis."""
     if node.op_type != "Gemm" or not node.attributes.get_int("transB", 0):
         return False
-    source, weight = (value.producer() if value is not None else None for value in node.inputs[:2])
-    if weight is None or weight.op_type != DEQUANTIZE or (source is not None and source.op_type == DEQUANTIZE):
+    weight = node.inputs[1].producer() if node.inputs[1] is not None else None
+    if weight is None or weight.op_type != DEQUANTIZE:
         return False
     stored, zeros = weight.inputs[0], zeros_of(weight)
-    known = stored is not None and stored.const_value is not None and zeros is not None and not zeros.any()
-    return known and weight.attributes.get_int("axis", 1) == 0
+    if stored is None or stored.const_value is None or zeros is None or zeros.any():
+        return False
+    is_integer = _reads_integers(node) and stored.dtype != ir.DataType.INT4
+    return not is_integer and weight.attributes.get_int("axis", 1) == 0
+
+
+def _reads_integers(node: ir.Node) -> bool:
+    """Whether what a layer reads comes from a DequantizeLinear, behind a reshape or not."""
+    source = node.inputs[0].producer() if node.inputs[0] is not None else None
+    while source is not None and source.op_type in MOVES and source.inputs[0] is not None:
+        source = source.inputs[0].producer()
+    return source is not None and source.op_type == DEQUANTIZE
 
 
 def _turn(model: ir.Model, weight: ir.Value, layers: list[ir.Node]) -> None:

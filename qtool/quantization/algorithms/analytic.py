@@ -30,8 +30,8 @@ from qtool.quantization.algorithms.bias import add_to_bias
 from qtool.quantization.algorithms.streams import ANCHORS, keeps_channels, per_input
 from qtool.quantization.algorithms.subject import Declined, NothingToDo, Subject
 from qtool.quantization.capture import aten, parameter
+from qtool.quantization.limits import clip_limits
 from qtool.quantization.norms import NORMAL
-from qtool.quantization.placement import clip_limits
 from qtool.quantization.respell import ADAPTIVE_POOLS, MAX_POOLS, PADS
 from qtool.quantization.targets import RELU_LIKE
 

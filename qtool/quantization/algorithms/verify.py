@@ -27,7 +27,7 @@ from qtool.nested import num_samples, samples_of
 from qtool.quantization.algorithms.streams import Stream, pads_zeros, per_input
 from qtool.quantization.algorithms.walk import interpret
 from qtool.quantization.capture import aten, parameter
-from qtool.quantization.placement import clip_limits
+from qtool.quantization.limits import clip_limits
 from qtool.quantization.targets import RELU_LIKE
 
 HELD = 4

@@ -149,7 +149,7 @@ class Target:
         return dataclasses.replace(
             self, patterns=self._layers(f"{bits}-bit activations are simulated: no runtime has kernels for them"),
             activation=self.activation.narrowed(bits), edge_activation=self.activation,
-            leaves="only the inputs and weights of layers are quantized", integer_bias=False,
+            leaves="only the inputs and weights of layers are quantized", integer_bias=False, block=None,
         )  # fmt: skip
 
     def _layers(self, in_float: str) -> tuple[Pattern, ...]:
