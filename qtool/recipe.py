@@ -162,6 +162,10 @@ class QuantizeConfig:
         8, "bits of an activation; fewer than 8, of layers' inputs alone, are for study: they cannot be exported",
         low=2, high=8,
     )  # fmt: skip
+    group_size: int | None = option(
+        None, "inputs of a linear layer that share a scale, 16 to 256 and a power of 2, where its weights alone are "
+        "integers; by default all of an output share one", low=16, high=256,
+    )  # fmt: skip
     weights_only: bool = option(
         False, "quantize weights alone: linear layers round what they read as it comes, convolutions run in float"
     )

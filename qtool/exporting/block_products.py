@@ -12,6 +12,11 @@ session option ``session.qdq_matmulnbits_accuracy_level=1`` inputs stay float32,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -19,6 +24,18 @@ from torch.nn import functional
 BLOCK = 32
 """Inputs that are rounded together where all inputs of an output share a scale."""
 _MOST = 127
+
+
+def from_blocks(
+    stored: Sequence[npt.NDArray[Any]], block_size: int, axis: int = 1, **_: Any
+) -> npt.NDArray[np.float32]:
+    """What a DequantizeLinear gives of integers, scales and zero points if there are any, one for each block."""
+    integers, *others = stored
+    scale, *zero_points = (np.repeat(each, block_size, axis).take(range(integers.shape[axis]), axis) for each in others)
+    steps = integers.astype(np.float32)
+    for zero_point in zero_points:
+        steps = steps - zero_point.astype(np.float32)
+    return np.asarray(steps * scale, dtype=np.float32)
 
 
 def rounded_in_blocks(x: Tensor, block: int = BLOCK) -> Tensor:

@@ -12,8 +12,7 @@ runs in float32. The rules are stated here again, from the runtime's transformer
   dequantised, nothing else reads its output, and the types fit; a ``Gemm`` or ``MatMul`` may do without a quantiser;
 * a float32 bias of such an operator is rounded to int32 with the scale ``sx·sw``.
 
-Left out on purpose: quantisers of the ``com.microsoft`` domain, 16-bit types, blocked scales, subgraphs,
-models of local functions.
+Left out on purpose: quantisers of the ``com.microsoft`` domain, 16-bit types, subgraphs, models of local functions.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ import onnx
 import torch
 from onnx import numpy_helper
 
+from qtool.exporting.block_products import from_blocks
 from qtool.exporting.integer_arithmetic import Affine
 from qtool.exporting.integer_kernels import KERNELS
 
@@ -78,10 +78,15 @@ class Graph:
         self.outputs = [value.name for value in graph.output]
         self.shapes = known_shapes(model) if any(n.op_type == "MatMul" for n in graph.node) else {}
         self.nodes: list[Node] = []
+        self.blocks: dict[str, int] = {}
         for index, proto in enumerate(graph.node):
             attributes = {a.name: read_attribute(a) for a in proto.attribute}
             if proto.op_type in ("Constant", "ConstantOfShape") and self._is_stored(proto):
                 self.constants[proto.output[0]] = self._constant(proto, attributes)
+                continue
+            if "block_size" in attributes and self._is_stored(proto):
+                self.constants[proto.output[0]] = from_blocks([self.constants[n] for n in proto.input], **attributes)
+                self.blocks[proto.output[0]] = attributes["block_size"]
                 continue
             name = proto.name or f"{proto.op_type}_{index}"
             self.nodes.append(

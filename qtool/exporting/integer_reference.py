@@ -70,7 +70,8 @@ class IntegerReference:
         for unit in weights:
             self.constants.update(self._step(unit, self.constants))
         self.units = [unit for unit in units if unit not in weights]
-        self.blocks = {u.node.name: BLOCK for u in self.units if not u.fused and self._is_block_product(u.node)}
+        products = (unit.node for unit in self.units if not unit.fused)
+        self.blocks = {node.name: block for node in products if (block := self._block(node)) is not None}
         self.covered = Counter(unit.node.op for unit in self.units if is_covered(unit))
         self.uncovered = [_told(unit.node) for unit in self.units if not is_covered(unit)]
 
@@ -112,16 +113,18 @@ class IntegerReference:
             plain[0] = rounded_in_blocks(plain[0], self.blocks[node.name])
         return dict(zip(node.outputs, self._in_float(node, plain), strict=False))
 
-    def _is_block_product(self, node: Node) -> bool:
-        """Whether the runtime multiplies what the node reads by a matrix of stored integers, inputs × outputs."""
+    def _block(self, node: Node) -> int | None:
+        """How many inputs the runtime rounds together to multiply them by a matrix of stored integers, if it does."""
         if node.op not in ("Gemm", "MatMul") or node.attributes.get("transA") or node.attributes.get("transB"):
-            return False
+            return None
+        if node.inputs[1] in self.graph.blocks:
+            return self.graph.blocks[node.inputs[1]]
         source = self.graph.producers.get(node.inputs[1])
         if source is None or source.op != DEQUANTIZE or self._affine(source).axis != 1:
-            return False
+            return None
         turned = self.graph.producers.get(source.inputs[0])
         stored = turned.inputs[0] if turned is not None and turned.op == "Transpose" else source.inputs[0]
-        return stored in self.graph.constants
+        return BLOCK if stored in self.graph.constants else None
 
     def _affine(self, node: Node) -> Affine:
         affine = self.affines[node.name]

@@ -37,8 +37,11 @@ def predicted_bytes(quantized: QuantizedModel) -> int:
     graph = quantized.graph
     tensors = dict(graph.named_parameters(remove_duplicate=True)) | dict(graph.named_buffers(remove_duplicate=True))
     packed = {str(node.args[0].target) for node in graph.graph.nodes if _is_int4(node)}
+    bare = {str(node.args[2].target) for node in graph.graph.nodes if _is_grouped(node)}
     found: dict[Any, int] = {}
     for name, tensor in tensors.items():
+        if name in bare:
+            continue
         stored = _as_stored(name, tensor.detach())
         if stored is not None:
             key = stored.numpy().tobytes() if stored.numel() <= SHARED_VALUES else name
@@ -66,6 +69,12 @@ def _as_stored(name: str, tensor: Tensor) -> Tensor | None:
 
 def _is_int4(node: Node) -> bool:
     return node.target is quantized_ops.dequantize_per_channel.default and node.args[4:6] == (-7, 7)
+
+
+def _is_grouped(node: Node) -> bool:
+    """Whether a node dequantizes groups, whose zero points are left out."""
+    reshaped = any(user.target is torch.ops.aten.reshape.default for user in node.users)
+    return node.target is quantized_ops.dequantize_per_channel.default and reshaped
 
 
 def size(quantized: QuantizedModel, path: Path) -> Gate:

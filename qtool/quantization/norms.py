@@ -35,6 +35,8 @@ from qtool.quantization.capture import (
 ANCHORS = (*CONVOLUTIONS, aten.linear.default)
 NORMAL = "normal"
 """Where an operator's ``meta`` keeps mean and standard deviation of its output channels, as its batch-norm says."""
+GROUPED = "grouped"
+"""The mark of the reshape that makes a weight of its groups (see ``stored_weights.py``)."""
 LIVE = "live"
 """In the ``meta`` of what takes a live batch-norm's ``f`` out of a weight again."""
 _DEPTHWISE = {3: aten.conv1d.default, 4: aten.conv2d.default, 5: aten.conv3d.default}
@@ -317,19 +319,22 @@ def _scale(graph_module: GraphModule, anchor: Node, norm: Node) -> None:
 
 
 def weight_edge(anchor: Node) -> tuple[Node, Node]:
-    """The weight that is to be quantized, and the node that reads it: the anchor, or what takes ``f`` out again."""
+    """The weight that is to be quantized, and the node that reads it.
+
+    That is the anchor, or what takes ``f`` out again, or what makes a weight of its groups.
+    """
     weight = anchor.args[1]
     assert isinstance(weight, Node)
-    if LIVE not in weight.meta:
+    if LIVE not in weight.meta and GROUPED not in weight.meta:
         return weight, anchor
-    folded = weight.args[0]
-    assert isinstance(folded, Node)
-    return folded, weight
+    stored = weight.args[0]
+    assert isinstance(stored, Node)
+    return stored, weight
 
 
 def is_live(node: Node) -> bool:
     """Whether ``node`` is an anchor whose batch-norm is live behind it."""
-    return node.target in ANCHORS and weight_edge(node)[1] is not node
+    return node.target in ANCHORS and LIVE in weight_edge(node)[1].meta
 
 
 def settle_live(graph_module: GraphModule) -> None:

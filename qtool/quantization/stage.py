@@ -50,6 +50,7 @@ from qtool.quantization.scales import fold_scales
 from qtool.quantization.second_order import SecondOrder, is_slow
 from qtool.quantization.sensitivity import Sensitivities
 from qtool.quantization.shuffles import write_rows
+from qtool.quantization.stored_weights import group_weights
 from qtool.quantization.targets import ORT_CPU, Target, get_target
 from qtool.quantization.transposed import write_transposed
 from qtool.quantization.watching import SAMPLES as WATCHED
@@ -134,6 +135,7 @@ def convert(
 ) -> Converted:
     """All of ``quantize`` but the last step; with ``keep`` the reference is kept although no pass asks for it."""
     check_finite(model)
+    _check_groups(config, _target(config))
     if config.engine == "torch.ao" and config.weight_bits < 7:
         raise UsageError("--weight-bits", "7 or 8 for engine 'torch.ao'", str(config.weight_bits), "choose pt2e")
     if config.engine == "torch.ao" and (config.weights_only or config.activation_bits < 8):
@@ -255,6 +257,8 @@ def _prepare(
     _spell_for(target, graph, config.overrides, train=train)
     placement = Placement(graph, target, config.overrides)
     passes.improve(graph, placement)
+    if config.group_size is not None:
+        passes.notes += group_weights(graph, placement, config.group_size)
     gains = _gains(graph, placement, config)
     ready = pt2e.prepare(graph, placement, train=train, detailed=detailed, weight_ranges=config.weight_ranges)
     return _weighed(Prepared(ready, placement, pt2e.observers(ready), lambda: pt2e.convert(ready), set_training), gains)
@@ -279,6 +283,20 @@ def _spell_for(target: Target, graph: GraphModule, overrides: Mapping[str, str],
 def _target(config: QuantizeConfig) -> Target:
     bits = (config.weight_bits, config.edge_bits)
     return get_target(config.target, *bits, activation_bits=config.activation_bits, weights_only=config.weights_only)
+
+
+def _check_groups(config: QuantizeConfig, target: Target) -> None:
+    size = config.group_size
+    if size is None:
+        return
+    if size & (size - 1):
+        raise UsageError("--group-size", "a power of 2", str(size), "give 16, 32, 64, 128 or 256")
+    if target.block is None or not (config.weights_only or config.weight_bits == 4):
+        raise UsageError(
+            "--group-size", "--target ort-cpu, with --weights-only or --weight-bits 4",
+            f"--target {target.name} with {'weights alone' if config.weights_only else 'integer activations'}",
+            "leave it out: there is one scale for each output",
+        )  # fmt: skip
 
 
 def _gains(graph: GraphModule, placement: Placement, config: QuantizeConfig) -> dict[str, Gains]:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor, nn
 
-from qtool.errors import ContractError
+from qtool.errors import ContractError, UsageError
 from qtool.evaluate import sqnr_db
 from qtool.exporting import to_onnx
 from qtool.exporting.block_products import rounded_in_blocks
@@ -25,6 +25,7 @@ from qtool.exporting.simulation import fast_simulation
 from qtool.exporting.stage import export
 from qtool.form import QuantizedModel
 from qtool.quantization.stage import quantize
+from qtool.quantization.stored_weights import dequantize_of, integers_of, scales_of
 from qtool.recipe import ExportConfig, QuantizeConfig
 from qtool.runtimes import open_session
 from qtool.runtimes.ort import OrtSession, optimized_graph
@@ -157,3 +158,87 @@ def test_a_layer_that_is_dequantized_after_all_fails_the_coverage_gate(
     monkeypatch.setitem(to_onnx.QUICK, "ort-cpu", kept)
     with pytest.raises(ContractError, match=r"0 of 3 multiply stored integers; not: first \(linear\) runs as"):
         export(made(Layers(), X), tmp_path, ExportConfig(), samples=[X])
+
+
+@pytest.mark.parametrize("activation", [nn.ReLU(), nn.ReLU6(), nn.Sigmoid()], ids=["relu", "relu6", "sigmoid"])
+def test_an_activation_behind_a_layer_does_not_keep_the_runtime_from_its_integers(activation, tmp_path: Path) -> None:
+    x = torch.randn(6, 32, generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 48), activation, nn.Linear(48, 8), activation)
+    exported = export(made(model, x), tmp_path, ExportConfig(), samples=[x])
+    kernels = Counter(node.op_type for node in optimized_graph(exported.files["int8"]).graph.node)
+    assert kernels["MatMulNBits"] == 2
+
+
+class Uneven(nn.Module):
+    """A layer whose inputs have weights of very different size, a group of 16 each, and one that 16 does not divide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.third, self.last = (
+            nn.Linear(*sizes) for sizes in ((20, 64), (64, 20), (20, 9), (9, 4))
+        )
+        self.second.weight.data *= torch.logspace(0, 3, 4).repeat_interleave(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.third(torch.tanh(self.second(torch.relu(self.first(x)))))))
+
+
+def by_hand(weight: Tensor, size: int) -> Tensor:
+    """A weight in 4 bits, with a scale for each group of inputs."""
+    groups = weight.reshape(len(weight), -1, size)
+    scale = groups.abs().amax(-1, keepdim=True) / 7
+    return ((groups / scale).round() * scale).reshape(weight.shape)
+
+
+X20 = torch.randn(64, 20, generator=torch.Generator().manual_seed(0))
+
+
+@torch.no_grad()
+def test_groups_have_scales_of_their_own(tmp_path: Path) -> None:
+    model = Uneven().eval()
+    quantized = made(model, X20, weight_bits=4, group_size=16, weight_ranges="minmax", ranges="minmax")
+    blocks = {unit.name: unit.block for unit in quantized.plan.units if unit.weight_bits}
+    assert blocks == {"first": 32, "second": 16, "third": 32, "last": 32}
+    assert any("one scale for each output where groups of 16 do not fit: third" in n for n in quantized.plan.notes)
+    node = next(
+        n
+        for n in quantized.graph.graph.nodes
+        if n.meta.get("custom", {}).get("unit") == "second" and "linear" in str(n.target)
+    )
+    stored = integers_of(quantized.graph, node) * scales_of(quantized.graph, node)
+    torch.testing.assert_close(stored, by_hand(model.second.weight, 16))
+    exported = export(quantized, tmp_path, ExportConfig(), samples=[X20])
+    assert all(gate["passed"] is not False for gate in exported.gates)
+    graph = onnx.load(str(exported.files["int8"])).graph
+    sizes = [a.i for n in graph.node if n.op_type == "DequantizeLinear" for a in n.attribute if a.name == "block_size"]
+    assert sizes == [16]
+    packed = next(tensor for tensor in graph.initializer if tensor.name == "second/weight")
+    assert (packed.data_type, list(packed.dims)) == (TensorProto.INT4, [64, 20])
+    plain = made(model, X20, weight_bits=4)
+    assert sqnr_db(model(X20), quantized(X20)) > sqnr_db(model(X20), plain(X20)) + 3
+
+
+@pytest.mark.parametrize("algorithm", ["gptq", "adaround", "renorm", "bias"])
+def test_methods_fit_groups(algorithm: str) -> None:
+    model = Uneven().eval()
+    options = {"weight_bits": 4, "group_size": 16, "rounding_steps": 200}
+    before, after = made(model, X20, **options), made(model, X20, algorithms=(algorithm,), **options)
+    with torch.no_grad():
+        assert sqnr_db(model(X20), after(X20)) > sqnr_db(model(X20), before(X20))
+    steps = [dequantize_of(n).args[1] for n in after.graph.graph.nodes if n.target is torch.ops.aten.linear.default]
+    assert len(steps) == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        ({"group_size": 24}, "expected a power of 2; got 24"),
+        ({"group_size": 32, "weights_only": False}, "got --target ort-cpu with integer activations"),
+        ({"group_size": 32, "target": "openvino"}, "got --target openvino with weights alone"),
+    ],
+)
+def test_groups_where_there_is_no_kernel_for_them_are_refused(options: dict[str, object], part: str) -> None:
+    with pytest.raises(UsageError, match=part):
+        made(Uneven(), X20, **options)

@@ -6,20 +6,29 @@ turns them, which the runtime does not recognise: it dequantizes the whole weigh
 times over. So they are stored turned. Where a lookup reads the same integers, a Transpose turns them instead, which the
 runtime does once, and the scales are stored twice: it recognises none that something else reads.
 
+Where inputs share scales in groups, the graph has a row for each group and a reshape; the file has ONNX's own form, a
+DequantizeLinear with ``block_size``.
+
+A Relu or a Clip right behind the layer keeps the runtime from it as well: it acts on a view with an axis more.
+
 A layer of 8 bits that reads a DequantizeLinear is integer, and stays. One of 4 bits is not, and reads it behind an
 identity (``float_units.py``): the runtime would take the pair for its own and run neither in integers.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import numpy.typing as npt
 import onnx_ir as ir
 
 from qtool.exporting.passes.biases import drop_unused
 from qtool.exporting.passes.float_units import keep_in_float
-from qtool.exporting.passes.parts import constant, zeros_of
+from qtool.exporting.passes.parts import constant, dequantizer_of, zeros_of
 
 DEQUANTIZE = "DequantizeLinear"
+CLIPS = ("Relu", "Clip")
 MOVES = ("Reshape", "Transpose", "Flatten", "Squeeze", "Unsqueeze", "Slice", "Identity")
 
 
@@ -32,7 +41,16 @@ def apply(model: ir.Model) -> int:
         keep_in_float(model, value, [node for node in fed if node.inputs[0] is value])
     for weight in dict.fromkeys(node.inputs[1] for node in layers):
         assert weight is not None
-        _turn(model, weight, [node for node in layers if node.inputs[1] is weight])
+        readers = [node for node in layers if node.inputs[1] is weight]
+        source = dequantizer_of(readers[0])
+        assert source is not None
+        if source is weight.producer():
+            _turn(model, weight, readers)
+        else:
+            _join_groups(model, weight, source, readers)
+        for layer in readers:
+            layer.attributes["transB"] = ir.AttrInt64("transB", 0)
+            _set_apart(model, layer)
     drop_unused(model)
     return len(layers)
 
@@ -41,13 +59,13 @@ def _turns_its_weight(node: ir.Node) -> bool:
     """Whether a Gemm of floats turns integers that one scale for each output dequantizes, along the first axis."""
     if node.op_type != "Gemm" or not node.attributes.get_int("transB", 0):
         return False
-    weight = node.inputs[1].producer() if node.inputs[1] is not None else None
-    if weight is None or weight.op_type != DEQUANTIZE:
+    weight = dequantizer_of(node)
+    if weight is None or weight.inputs[0] is None:
         return False
-    stored, zeros = weight.inputs[0], zeros_of(weight)
-    if stored is None or stored.const_value is None or zeros is None or zeros.any():
+    zeros = zeros_of(weight)
+    if zeros is None or zeros.any():
         return False
-    is_integer = _reads_integers(node) and stored.dtype != ir.DataType.INT4
+    is_integer = _reads_integers(node) and weight.inputs[0].dtype != ir.DataType.INT4
     return not is_integer and weight.attributes.get_int("axis", 1) == 0
 
 
@@ -66,8 +84,10 @@ def _turn(model: ir.Model, weight: ir.Value, layers: list[ir.Node]) -> None:
     stored = source.inputs[0]
     assert stored is not None
     if set(weight.consumers()) == set(layers) and list(stored.consumers()) == [source]:
-        _store_turned(stored)
+        assert stored.const_value is not None
+        _store(stored, stored.const_value.numpy().T)
         source.attributes["axis"] = ir.AttrInt64("axis", 1)
+        source.resize_inputs(2)
         weight.shape = stored.shape
     else:
         assert source.inputs[1] is not None
@@ -82,12 +102,52 @@ def _turn(model: ir.Model, weight: ir.Value, layers: list[ir.Node]) -> None:
             layer.replace_input_with(1, real.outputs[0])
         if not weight.consumers():
             model.graph.remove(source, safe=True)
+
+
+def _set_apart(model: ir.Model, layer: ir.Node) -> None:
+    """Puts views around what clips a layer's results."""
+    for clip in [node for node in layer.outputs[0].consumers() if node.op_type in CLIPS]:
+        axis = constant(model, f"{clip.outputs[0].name}/axis", np.array([0]))
+        view, result = ir.node("Unsqueeze", [clip.inputs[0], axis], name=f"{clip.name}/view"), clip.outputs[0]
+        view.outputs[0].name, view.outputs[0].dtype = f"{result.name}/view", result.dtype
+        clip.replace_input_with(0, view.outputs[0])
+        back = ir.node("Squeeze", [result, axis], name=f"{clip.name}/back")
+        model.graph.insert_before(clip, view)
+        model.graph.insert_after(clip, back)
+        made, back.outputs[0].dtype = back.outputs[0], result.dtype
+        ir.convenience.replace_all_uses_with(result, made, replace_graph_outputs=True)
+        back.replace_input_with(0, result)
+        made.name, made.shape, result.name, result.shape = result.name, result.shape, f"{result.name}/clipped", None
+
+
+def _join_groups(model: ir.Model, weight: ir.Value, source: ir.Node, layers: list[ir.Node]) -> None:
+    """Stores rows of groups as one matrix, inputs × outputs, with a scale for each block of inputs."""
+    (rows, scale), reshape = source.inputs[:2], weight.producer()
+    assert rows is not None
+    assert rows.const_value is not None
+    assert scale is not None
+    assert scale.const_value is not None
+    assert reshape is not None
+    numbers, (outputs, inputs) = rows.const_value.numpy(), _sizes(reshape)
+    _store(rows, numbers.reshape(outputs, inputs).T)
+    _store(scale, scale.const_value.numpy().reshape(outputs, -1).T)
+    for name, value in (("axis", 0), ("block_size", numbers.shape[1])):
+        source.attributes[name] = ir.AttrInt64(name, value)
+    source.resize_inputs(2)
+    source.outputs[0].shape = rows.shape
     for layer in layers:
-        layer.attributes["transB"] = ir.AttrInt64("transB", 0)
+        layer.replace_input_with(1, source.outputs[0])
+    model.graph.remove(reshape, safe=True)
 
 
-def _store_turned(stored: ir.Value) -> None:
-    assert stored.const_value is not None
-    numbers = np.ascontiguousarray(stored.const_value.numpy().T)
-    stored.const_value = ir.Tensor(numbers, dtype=stored.dtype, name=stored.name)
-    stored.shape = ir.Shape(numbers.shape)
+def _sizes(reshape: ir.Node) -> list[int]:
+    shape = reshape.inputs[1]
+    assert shape is not None
+    assert shape.const_value is not None
+    return [int(size) for size in shape.const_value.numpy()]
+
+
+def _store(value: ir.Value, numbers: npt.NDArray[Any]) -> None:
+    assert value.const_value is not None
+    value.const_value = ir.Tensor(np.ascontiguousarray(numbers), dtype=value.dtype, name=value.name)
+    value.shape = ir.Shape(numbers.shape)

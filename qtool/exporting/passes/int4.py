@@ -14,6 +14,7 @@ import onnx_ir as ir
 from qtool.errors import UsageError
 from qtool.exporting.passes.biases import drop_unused
 from qtool.exporting.passes.names import WEIGHTED
+from qtool.exporting.passes.parts import dequantizer_of
 
 LEAST_OPSET = 21
 
@@ -25,9 +26,8 @@ def apply(model: ir.Model, units: Collection[str], opset: int) -> int:
     packed = 0
     for node in model.graph:
         unit = (node.name or "").partition("/")[0]  # a reshape before it may be the unit's first operator
-        weight = node.inputs[1] if node.op_type in WEIGHTED and unit in units else None
-        source = weight.producer() if weight is not None else None
-        if source is not None and source.op_type == "DequantizeLinear":
+        source = dequantizer_of(node) if node.op_type in WEIGHTED and unit in units else None
+        if source is not None:
             _pack(source)
             packed += 1
     drop_unused(model)

@@ -76,15 +76,21 @@ def _name_parameters(node: ir.Node, taken: set[str]) -> None:
         if value is None or not node.name:
             continue
         stem = f"{node.name}/{word}"
-        producer = value.producer()
+        producer = _before_groups(value.producer())
         if producer is None:
             _name_constant(value, stem, taken)
         elif _reads_constant(producer):
             producer.name = f"{stem}/dequantize"  # one reader, so as unique as the reader's own name
-            value.name = _unique(f"{stem}/dequantized", taken)
+            producer.outputs[0].name = _unique(f"{stem}/dequantized", taken)
             for constant, suffix in zip(producer.inputs, _SUFFIXES, strict=False):
                 if constant is not None:
                     _name_constant(constant, stem + suffix, taken)
+
+
+def _before_groups(node: ir.Node | None) -> ir.Node | None:
+    """What makes the groups that a reshape joins to a weight; any other node itself."""
+    source = node.inputs[0].producer() if node is not None and node.op_type == "Reshape" and node.inputs[0] else None
+    return source if source is not None and _reads_constant(source) else node
 
 
 def _name_constant(value: ir.Value, name: str, taken: set[str]) -> None:

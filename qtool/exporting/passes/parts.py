@@ -30,6 +30,16 @@ def num_stored(model: ir.Model) -> int:
     return sum(value.const_value.size for value in values if value.const_value is not None)
 
 
+def dequantizer_of(node: ir.Node) -> ir.Node | None:
+    """What dequantizes the stored weight of a layer, behind the reshape that joins its groups or not."""
+    source = node.inputs[1].producer() if len(node.inputs) > 1 and node.inputs[1] is not None else None
+    if source is not None and source.op_type == "Reshape" and source.inputs[0] is not None:
+        source = source.inputs[0].producer()
+    if source is None or source.op_type != "DequantizeLinear" or source.inputs[0] is None:
+        return None
+    return source if source.inputs[0].const_value is not None else None
+
+
 def zeros_of(dequantize: ir.Node) -> npt.NDArray[Any] | None:
     """The zero points of a DequantizeLinear, 0 where it names none; None where they are computed."""
     value = dequantize.inputs[2] if len(dequantize.inputs) > 2 else None

@@ -33,6 +33,7 @@ from qtool.quantization.capture import aten, parameter
 from qtool.quantization.limits import clip_limits
 from qtool.quantization.norms import NORMAL
 from qtool.quantization.respell import ADAPTIVE_POOLS, MAX_POOLS, PADS
+from qtool.quantization.stored_weights import integers_of, scales_of
 from qtool.quantization.targets import RELU_LIKE
 
 Normal = tuple[Tensor, Tensor]
@@ -74,12 +75,7 @@ def _reaches(node: Node, mean: Tensor, variance: Tensor) -> bool:
 
 
 def _dequantized(graph: GraphModule, node: Node) -> Tensor:
-    stored = node.args[1]
-    assert isinstance(stored, Node)
-    integers, scales = parameter(graph, stored.args[0]), parameter(graph, stored.args[1])
-    assert integers is not None
-    assert scales is not None
-    return integers.double() * scales.double().reshape(-1, *[1] * (integers.dim() - 1))
+    return integers_of(graph, node).double() * scales_of(graph, node).double()
 
 
 def distributions(graph: GraphModule) -> dict[Node, Normal]:

@@ -36,6 +36,7 @@ from qtool.nested import thinned
 from qtool.quantization.algorithms.subject import Declined, Subject
 from qtool.quantization.algorithms.walk import Segment, Walk, execute, interpret
 from qtool.quantization.capture import aten, parameter, set_parameter
+from qtool.quantization.stored_weights import dequantize_of
 
 SAMPLES = 128
 """How many samples the means are taken over, where there are so many."""
@@ -83,9 +84,7 @@ def take_biases(graph: GraphModule, saved: Mapping[Node, Mapping[str, Any]]) -> 
 
 def _digest(graph: GraphModule, node: Node) -> int:
     """A number that tells a layer's integers and their scales from others."""
-    stored = node.args[1]
-    assert isinstance(stored, Node)
-    values = [parameter(graph, part) for part in stored.args[:2]]
+    values = [parameter(graph, part) for part in dequantize_of(node).args[:2]]
     return zlib.crc32(b"".join(value.cpu().contiguous().numpy().tobytes() for value in values if value is not None))
 
 

@@ -82,22 +82,22 @@ def fitted(real: Tensor, moments: Moments, damping: float) -> tuple[Tensor, Tens
 
 
 def rounded(weight: Tensor, damped: Tensor, scale: Tensor, qmax: int) -> Tensor:
-    """The integers, as floats G × outputs × K, that GPTQ rounds ``weight`` to; ``scale`` is G × outputs × 1.
+    """The integers, as floats G × outputs × K, that GPTQ rounds ``weight`` to; ``scale`` is G × outputs × 1 or K.
 
     Raises LinAlgError where ``damped`` is not positive definite in float64.
     """
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
     upper = torch.linalg.cholesky(inverse).mT.float()
-    left, scale = weight.float().clone(), scale.float()
+    left, scale = weight.float().clone(), scale.float().expand_as(weight)
     made = torch.empty_like(left)
     size = left.shape[2]
     for start in range(0, size, _BLOCK):
         stop = min(start + _BLOCK, size)
         errors = torch.empty_like(left[:, :, start:stop])
         for column in range(start, stop):
-            value = left[:, :, column : column + 1]
-            made[:, :, column : column + 1] = (value / scale).round().clamp(-qmax, qmax)
-            error = (value - made[:, :, column : column + 1] * scale) / upper[:, column, column, None, None]
+            value, step = left[:, :, column : column + 1], scale[:, :, column : column + 1]
+            made[:, :, column : column + 1] = (value / step).round().clamp(-qmax, qmax)
+            error = (value - made[:, :, column : column + 1] * step) / upper[:, column, column, None, None]
             left[:, :, column:stop] -= error * upper[:, column, None, column:stop]
             errors[:, :, column - start] = error[:, :, 0]
         left[:, :, stop:] -= errors @ upper[:, start:stop, stop:]

@@ -25,8 +25,9 @@ from qtool.quantization.algorithms.rows import reason, rows
 from qtool.quantization.algorithms.streams import groups_of
 from qtool.quantization.algorithms.subject import Declined, Subject, few
 from qtool.quantization.algorithms.walk import Beside, Segment, Walk
-from qtool.quantization.capture import parameter, set_parameter
+from qtool.quantization.capture import parameter
 from qtool.quantization.integers import store_before
+from qtool.quantization.stored_weights import dequantize_of, integers_of, is_grouped, scales_of, store_integers
 
 ROWS = 16384
 """About how many rows a layer is observed on; four for each of its K inputs where that is more."""
@@ -56,18 +57,9 @@ def in_order(subject: Subject) -> Iterator[Layer]:
     subject.graph.recompile()
 
 
-def integers_of(layer: Node) -> Node:
-    """The stored integers of a layer."""
-    stored = layer.args[1]
-    assert isinstance(stored, Node)
-    found = stored.args[0]
-    assert isinstance(found, Node)
-    return found
-
-
 def leave_shared(subject: Subject, name: str) -> set[Node]:
     """The integer layers whose integers another reads too, which no pass can fit to the inputs of one; notes them."""
-    stored = {layer: str(integers_of(layer).target) for layer in subject.anchors()}
+    stored = {layer: str(dequantize_of(layer).args[0]) for layer in subject.anchors()}
     counts = Counter(stored.values())
     shared = [layer for layer, target in stored.items() if counts[target] > 1]
     if shared:
@@ -84,24 +76,23 @@ def source_of(layer: Node) -> Node:
 
 
 class Layer:
-    """One layer as matrices: real weights G × outputs × K, the scales of its integers, the integers it came with."""
+    """One layer as matrices: real weights G × outputs × K, the scales of its integers, the integers it came with.
+
+    Scales are G × outputs × 1, or × K where inputs share them in groups.
+    """
 
     def __init__(self, walk: Walk, segment: Segment, node: Node, beside: Beside, other: Node) -> None:
         self.walk, self.segment, self.beside = walk, segment, beside
         graph, reference = walk.graph, beside.walk.graph
         self.graph, self.node, self.other = graph, node, other
         weight = parameter(reference, other.args[1])
-        stored = node.args[1]
         assert weight is not None
-        assert isinstance(stored, Node)
-        self.weight, self.stored, self.qmax = weight, stored, int(str(stored.args[5]))
+        self.weight, self.stored = weight, dequantize_of(node)
+        self.qmax = int(str(self.stored.args[5]))
         self.groups = groups_of(node)
         self.real = self._matrix(weight)
-        integers, scales = parameter(graph, stored.args[0]), parameter(graph, stored.args[1])
-        assert integers is not None
-        assert scales is not None
-        self.scale = scales.double().reshape(self.groups, -1, 1)
-        self.nearest = self._matrix(integers)
+        self.scale = self._matrix(scales_of(graph, node))
+        self.nearest = self._matrix(integers_of(graph, node))
 
     def _matrix(self, weight: Tensor) -> Tensor:
         return weight.double().flatten(1).reshape(self.groups, -1, weight[0].numel())
@@ -136,17 +127,16 @@ class Layer:
 
     def store(self, made: Tensor, change: Tensor) -> None:
         """Writes the integers, and the float model's bias with ``change``, whatever bias there was."""
-        integers = parameter(self.graph, self.stored.args[0])
-        assert integers is not None
-        path = str(integers_of(self.node).target)
-        set_parameter(self.graph, path, made.reshape(integers.shape).to(integers.dtype))
+        store_integers(self.graph, self.node, made)
         self.nearest = made
         self._change_bias(change)
 
     def rescale(self, factor: Tensor) -> None:
         """Multiplies the scales of the layer's integers, G × outputs × 1."""
         self.scale = (self.scale * factor).float().double()
-        value = self.scale.flatten().float()
+        integers = parameter(self.graph, self.stored.args[0])
+        assert integers is not None
+        value = self.scale[..., :: integers.shape[1] if is_grouped(self.node) else 1].flatten().float()
         self.stored.update_arg(1, store_before(self.graph, self.stored, f"{self.node.name}_weight_scale", value))
 
     def keep_mean(self, moments: Moments) -> None:

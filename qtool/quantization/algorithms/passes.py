@@ -57,7 +57,7 @@ class Passes:
     def correct(self, graph: GraphModule, placement: Placement, ranges: dict[str, Any]) -> tuple[str, ...]:
         """Runs the passes over the converted graph in place; returns the notes of all."""
         if self._declined:
-            return tuple(f"{name} declined: {self._declined}" for name in self._asked())
+            return (*self.notes, *(f"{name} declined: {self._declined}" for name in self._asked()))
         if self.names and self.reference is not None:
             self._run("integer", self._subject(graph, self.reference, placement, self.batches, ranges))
         return tuple(self.notes)

@@ -40,7 +40,7 @@ from qtool.quantization.algorithms.bias import add_to_bias, channel_axis
 from qtool.quantization.algorithms.gptq import fit
 from qtool.quantization.algorithms.importance import importance
 from qtool.quantization.algorithms.journal import Journal, State
-from qtool.quantization.algorithms.layers import Layer, integers_of, leave_shared, source_of
+from qtool.quantization.algorithms.layers import Layer, leave_shared, source_of
 from qtool.quantization.algorithms.part import HELD, Given, Part
 from qtool.quantization.algorithms.regions import Region, counterparts, unit_ends
 from qtool.quantization.algorithms.rows import reason
@@ -48,8 +48,9 @@ from qtool.quantization.algorithms.soft import SoftWeight, soften, strength
 from qtool.quantization.algorithms.subject import Declined, Subject, few
 from qtool.quantization.algorithms.walk import Beside, Segment, Walk
 from qtool.quantization.algorithms.walk import cut as segments_of
-from qtool.quantization.capture import parameter, set_parameter
+from qtool.quantization.capture import parameter
 from qtool.quantization.residence import CPU
+from qtool.quantization.stored_weights import store_integers
 
 WARMUP = 0.2
 TRAVEL, BIAS_RATE = 30.0, 0.002
@@ -191,7 +192,7 @@ class _Learner:
         if "kept" in state:
             return False
         for layer in region.layers:
-            set_parameter(self.walk.graph, str(integers_of(layer).target), state[f"{layer.name}.weight"])
+            store_integers(self.walk.graph, layer, state[f"{layer.name}.weight"])
             add_to_bias(self.walk.graph, layer, state[f"{layer.name}.bias"])
         self.walk.forget()
         return True
@@ -256,5 +257,5 @@ def _drawing(seed: int, device: torch.device = CPU) -> torch.Generator:
 
 def _choose(soft: SoftWeight, better: Tensor) -> None:
     """Takes back the channels that are not better, where the weight has as many."""
-    if len(better) == soft.scale.numel() == len(soft.shift):
+    if len(better) == max(soft.outputs) == len(soft.shift):
         soft.take_back(~better)

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from qtool.quantization.capture import parameter
+from qtool.quantization.capture import output_axis
+from qtool.quantization.stored_weights import dequantize_of, integers_of, scales_of
 
 LOW, HIGH = -0.1, 1.1
 DECIDED = 10.0
@@ -35,14 +36,15 @@ STRENGTH, GROWTH = 0.1, 1000.0
 class SoftWeight(nn.Module):
     """The weight of one layer and the shift of its bias while they are learned.
 
-    ``real`` are real weights, ``integers`` those that the layer has, ``scale`` one per index of ``axis``. ``spread``,
-    one per output, is the unit in which the shift of the bias is learned.
+    ``real`` are real weights, ``integers`` those that the layer has, ``scale`` one per index of ``axis`` or for each.
+    ``spread``, one per output, is the unit in which the shift of the bias is learned.
     """
 
     def __init__(self, real: Tensor, integers: Tensor, scale: Tensor, axis: int, qmax: int, spread: Tensor) -> None:
         super().__init__()
-        shape = [-1 if dim == axis else 1 for dim in range(real.dim())]
-        self.scale, self.qmax, self.spread = scale.reshape(shape).to(real.dtype), qmax, spread
+        self.outputs = [real.shape[axis] if dim == axis else 1 for dim in range(real.dim())]
+        each = scale if scale.shape == real.shape else scale.reshape(self.outputs)
+        self.scale, self.qmax, self.spread = each.to(real.dtype), qmax, spread
         self.before = integers.to(real.dtype)
         near = torch.minimum(torch.maximum(real / self.scale, self.before - 0.499), self.before + 0.499)
         self.floor = near.floor()
@@ -73,7 +75,7 @@ class SoftWeight(nn.Module):
     @torch.no_grad()
     def take_back(self, channels: Tensor) -> None:
         """Gives some output channels the integers and the bias that they had."""
-        where = channels.reshape(self.scale.shape)
+        where = channels.reshape(self.outputs)
         up = (self.before > self.floor).to(self.floor.dtype)
         self.logits.copy_(torch.where(where, (2 * up - 1) * DECIDED, self.logits))
         self.shift.masked_fill_(channels, 0.0)
@@ -86,9 +88,6 @@ def strength(share: float) -> float:
 
 def soften(graph: GraphModule, layer: Node, real: Tensor, spread: Tensor) -> SoftWeight:
     """The soft weight of a quantized layer; ``real`` is its weight in the float graph."""
-    stored = layer.args[1]
-    assert isinstance(stored, Node)
-    integers, scale = parameter(graph, stored.args[0]), parameter(graph, stored.args[1])
-    assert integers is not None
-    assert scale is not None
-    return SoftWeight(real.float(), integers, scale, int(str(stored.args[3])), int(str(stored.args[5])), spread)
+    qmax = int(str(dequantize_of(layer).args[5]))
+    integers, scales = integers_of(graph, layer), scales_of(graph, layer)
+    return SoftWeight(real.float(), integers, scales, output_axis(layer), qmax, spread)
