@@ -1,9 +1,9 @@
 """The coverage gate in OpenVINO: its compiled model is asked in which precision each product runs.
 
 OpenVINO renames what it fuses, so layers are counted and not looked up: at least as many convolutions and matrix
-products have to run in 8 bits as the plan calls integer. Attention is fused whole into one kernel, which tells which
-of the file's nodes it holds and the format of what it reads: none with a product that the plan calls integer may read
-floats.
+products have to run in 8 bits, or 4, as the plan calls integer or lets multiply weights as they are stored. Attention
+is fused whole into one kernel, which tells which of the file's nodes it holds and the format of what it reads: none
+with a product that the plan calls integer may read floats.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from qtool.runtimes.base import Array, arithmetic
 
 def coverage(plan: Plan, path: Path, feeds: Mapping[str, Array]) -> Gate:
     """Compares the plan with OpenVINO's compiled model of the file; not run where OpenVINO is not installed."""
-    weighted = sum(unit.weight_bits is not None for unit in plan.integer_units)
-    expected = f"{weighted} convolutions and matrix products, integer in the plan, in 8 bits in OpenVINO's model"
+    weighted = sum(unit.weight_bits is not None and (unit.integer or unit.block is not None) for unit in plan.units)
+    expected = f"{weighted} convolutions and matrix products, integer in the plan, in 8 bits or 4 in OpenVINO's model"
     if importlib.util.find_spec("openvino") is None:
         return Gate("coverage", None, expected, "not run: openvino is not installed (pip install 'qtool[openvino]')")
     session = open_session(path, provider="openvino")
@@ -30,10 +30,12 @@ def coverage(plan: Plan, path: Path, feeds: Mapping[str, Array]) -> Gate:
     ran = arithmetic(kernels)
     in_float = {part for kernel in kernels if kernel.dtype.startswith(("float", "bfloat")) for part in kernel.parts}
     missing = [unit.name for unit in plan.integer_units if unit.kind == "matmul" and unit.name in in_float]
-    found = f"{ran.get('int8', 0)} of {sum(ran.values())} products run in 8 bits"
+    integers = {kind: ran[kind] for kind in ("int8", "int4") if kind in ran}
+    bits = " and ".join(f"{count} in {kind.removeprefix('int')} bits" for kind, count in integers.items()) or "none"
+    found = f"of {sum(ran.values())} products {bits}"
     if missing:
         found += f"; in float: {', '.join(missing[:5])}{' …' if len(missing) > 5 else ''}"
-    passed = ran.get("int8", 0) >= weighted and not missing
+    passed = sum(integers.values()) >= weighted and not missing
     return Gate(
         "coverage", passed, expected, found, "leave those units in float with an override",
         {"arithmetic": ran, "missing": missing},

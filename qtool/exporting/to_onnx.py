@@ -65,7 +65,9 @@ PASSES: dict[str, tuple[Pass, ...]] = {
         global_pool.apply, activations.apply, hard_sigmoid.apply, conv_pads.apply, pads.apply, biases.apply,
         float_units.apply, stem.apply, lookups.apply,
     ),
-    "openvino": (global_pool.apply, activations.apply, conv_pads.apply, biases.apply, bare_weights.apply),
+    "openvino": (
+        global_pool.apply, activations.apply, conv_pads.apply, biases.apply, bare_weights.apply, lookups.apply,
+    ),
     "tensorrt": (global_pool.apply, activations.apply, conv_pads.apply),
 }  # fmt: skip
 """What is mended in a file, by target: operators on integers themselves are ONNX Runtime's alone."""
@@ -74,6 +76,7 @@ QUICK: dict[str, tuple[Pass, ...]] = {
         mean_pools.apply, wide_groups.apply, even_channels.apply, even_inputs.apply, wide_gates.apply,
         block_products.apply,
     ),
+    "openvino": (block_products.join_groups,),
 }  # fmt: skip
 """What gives integer layers, once it is settled which these are, the form that a target's kernels are quick with."""
 

@@ -101,9 +101,11 @@ def quantize(
 
 def _advice(plan: Plan, config: QuantizeConfig) -> tuple[str, ...]:
     """Which session options matter to a file whose weights alone are integers."""
+    if plan.target != ORT_CPU.name:
+        return ()
     if any(unit.block for unit in plan.units):
         return (IN_BLOCKS,)
-    return (AT_LOADING,) if config.weights_only and plan.target == ORT_CPU.name else ()
+    return (AT_LOADING,) if config.weights_only else ()
 
 
 @dataclass(frozen=True)
@@ -293,7 +295,7 @@ def _check_groups(config: QuantizeConfig, target: Target) -> None:
         raise UsageError("--group-size", "a power of 2", str(size), "give 16, 32, 64, 128 or 256")
     if target.block is None or not (config.weights_only or config.weight_bits == 4):
         raise UsageError(
-            "--group-size", "--target ort-cpu, with --weights-only or --weight-bits 4",
+            "--group-size", "--target ort-cpu or openvino, with --weights-only, or ort-cpu with --weight-bits 4",
             f"--target {target.name} with {'weights alone' if config.weights_only else 'integer activations'}",
             "leave it out: there is one scale for each output",
         )  # fmt: skip

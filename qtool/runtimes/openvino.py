@@ -18,7 +18,10 @@ import numpy as np
 from qtool.errors import QtoolError, one_line
 from qtool.runtimes.base import Array, Kernel, ProviderError, TensorInfo, check_feeds
 
-_NAMES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16", "u8": "int8", "i8": "int8", "i32": "int32"}
+_NAMES = {
+    "f32": "float32", "f16": "float16", "bf16": "bfloat16", "u8": "int8", "i8": "int8", "i32": "int32", "u4": "int4",
+    "i4": "int4",
+}  # fmt: skip
 _NOT_EXECUTED = {"Input", "Output", "Const"}
 
 

@@ -140,6 +140,21 @@ def test_layers_of_a_model_multiply_their_stored_integers_and_pass_the_gates(bit
     assert sqnr_db(quantized(X), torch.from_numpy(got)) < 60  # whose inputs are not rounded
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+def test_openvino_multiplies_stored_integers_too(bits: int, tmp_path: Path) -> None:
+    pytest.importorskip("openvino")
+    quantized = made(Tied(), TOKENS, target="openvino", weight_bits=bits, edge_bits=bits, group_size=16)
+    exported = export(quantized, tmp_path, ExportConfig(), samples=[TOKENS])
+    assert all(gate["passed"] is not False for gate in exported.gates)
+    found = next(gate["found"] for gate in exported.gates if gate["name"] == "coverage")
+    assert found == f"of 2 products 2 in {bits} bits"
+    (got,) = open_session(exported.files["int8"], provider="openvino").run({"tokens": TOKENS.numpy()})
+    assert sqnr_db(quantized(TOKENS), torch.from_numpy(got)) > 30
+    stored = onnx.load(str(exported.files["int8"])).graph.initializer
+    kinds = [tensor.data_type for tensor in stored if list(tensor.dims) == [300, 48]]
+    assert kinds == [TensorProto.INT8] + ([TensorProto.INT4] if bits == 4 else [])
+
+
 @pytest.mark.parametrize("algorithms", [None, ("bias",)], ids=["plain", "with a bias"])
 def test_a_table_that_a_layer_shares_is_turned_in_the_file_and_stored_once(algorithms, tmp_path: Path) -> None:
     quantized = made(Tied(), TOKENS, algorithms=algorithms)
@@ -236,7 +251,8 @@ def test_methods_fit_groups(algorithm: str) -> None:
     [
         ({"group_size": 24}, "expected a power of 2; got 24"),
         ({"group_size": 32, "weights_only": False}, "got --target ort-cpu with integer activations"),
-        ({"group_size": 32, "target": "openvino"}, "got --target openvino with weights alone"),
+        ({"group_size": 32, "target": "tensorrt"}, "got --target tensorrt with weights alone"),
+        ({"weight_bits": 4, "target": "openvino", "weights_only": False}, "7 or 8 for target 'openvino'"),
     ],
 )
 def test_groups_where_there_is_no_kernel_for_them_are_refused(options: dict[str, object], part: str) -> None:

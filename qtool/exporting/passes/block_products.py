@@ -34,7 +34,20 @@ MOVES = ("Reshape", "Transpose", "Flatten", "Squeeze", "Unsqueeze", "Slice", "Id
 
 def apply(model: ir.Model) -> int:
     """Rewrites in place each such layer; returns how many."""
+    return _rewrite(model, [node for node in model.graph if _turns_its_weight(node)])
+
+
+def join_groups(model: ir.Model) -> int:
+    """The same for weights in groups alone, which OpenVINO knows in that form; others it reads as they stand."""
     layers = [node for node in model.graph if _turns_its_weight(node)]
+    return _rewrite(model, [node for node in layers if _producer(node.inputs[1]) is not dequantizer_of(node)])
+
+
+def _producer(value: ir.Value | None) -> ir.Node | None:
+    return value.producer() if value is not None else None
+
+
+def _rewrite(model: ir.Model, layers: list[ir.Node]) -> int:
     fed = [node for node in layers if _reads_integers(node)]
     for value in dict.fromkeys(node.inputs[0] for node in fed):
         assert value is not None

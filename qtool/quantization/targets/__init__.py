@@ -42,8 +42,8 @@ def get_target(
     """The target of that name, its weights in ``weight_bits``, those of the first and last layer in ``edge_bits``.
 
     With ``weights_only`` nothing else is quantized; fewer ``activation_bits`` than 8 are a simulation's.
-    Raises UsageError for a target that is unknown or without INT8, for one whose 4-bit weights are not known, and for
-    bits of activations that are not to be quantized.
+    Raises UsageError for a target that is unknown or without INT8, for one whose 4-bit weights are not known, beside
+    integer activations or at all, and for bits of activations that are not to be quantized.
     """
     if name == "ort-cuda":
         raise UsageError(
@@ -54,7 +54,7 @@ def get_target(
     name = _at_hand() if name == "auto" else name
     if name not in TARGETS:
         raise UsageError("--target", "a known runtime", repr(name), nearest(name, [*TARGETS, "auto"]))
-    if weight_bits < 7 and name != ORT_CPU.name:
+    if weight_bits < 7 and name != ORT_CPU.name and not (weights_only and TARGETS[name].block):
         raise UsageError("--weight-bits", f"7 or 8 for target '{name}'", str(weight_bits), "choose ort-cpu")
     if weights_only and activation_bits < 8:
         raise UsageError("--activation-bits", "8 with --weights-only", str(activation_bits), "leave one of them out")

@@ -134,7 +134,7 @@ class Target:
         """Layers whose weights alone are integers: everything else is float, as far as the plan has a say in it."""
         patterns = tuple(self._from_weights(p) if p.weighted else p for p in self._layers(IN_FLOAT))
         patterns += tuple(pattern for pattern in self.patterns if pattern.kind == "embedding")
-        return dataclasses.replace(self, patterns=patterns, leaves="only weights are quantized")
+        return dataclasses.replace(self, patterns=patterns, flat_linears=True, leaves="only weights are quantized")
 
     def _from_weights(self, pattern: Pattern) -> Pattern:
         in_blocks = pattern.kind == "linear" and self.block is not None
