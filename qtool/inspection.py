@@ -95,7 +95,7 @@ def _units(plan: dict[str, Any], place: Path, measured: Iterable[dict[str, Any]]
     ranges = _read(place / "ranges.json")
     alone = {unit["name"]: unit for unit in measured}
     return [
-        {key: unit[key] for key in ("name", "kind", "integer", "weight_bits", "reason")}
+        {key: unit.get(key) for key in ("name", "kind", "integer", "weight_bits", "block", "reason")}
         | {key: ranges.get(unit["name"], {}).get(key) for key in ("low", "high", "method")}
         | {key: alone.get(unit["name"], {}).get(key) for key in ("sqnr_db", "kl")}
         for unit in plan["units"]

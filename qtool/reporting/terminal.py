@@ -200,7 +200,8 @@ def _units_table(units: Sequence[Result]) -> Any:
         table.add_column(name, justify="right")
     for unit in units:
         bits = f"int{unit['weight_bits'] or 8}" if unit["integer"] else "float"
-        bits = f"float, int{unit['weight_bits']} weights" if unit["weight_bits"] and not unit["integer"] else bits
+        if unit["weight_bits"] and not unit["integer"]:
+            bits = f"{'as stored' if unit['block'] else 'float'}, int{unit['weight_bits']} weights"
         span = UNKNOWN if unit["low"] is None else f"{unit['low']:.3g} to {unit['high']:.3g}"
         noise = [UNKNOWN if unit["sqnr_db"] is None else f"{unit['sqnr_db']:.1f}"] if measured else []
         table.add_row(unit["name"], unit["kind"], bits, span, *noise)
