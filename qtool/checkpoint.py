@@ -21,7 +21,7 @@ import random
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -285,6 +285,27 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
         numpy.random.set_state((name, keys.numpy(), *rest))
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state_all(state["cuda"][: torch.cuda.device_count()])
+
+
+def restorer(model: nn.Module, buffers: Iterable[Tensor]) -> Callable[[], None]:
+    """What puts the generators, and those ``buffers`` of a model, back to where they are now."""
+    generators, wanted = rng_state(), {id(buffer) for buffer in buffers}
+    kept = [
+        (module, name, buffer, buffer.clone())
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if id(buffer) in wanted
+    ]
+
+    @torch.no_grad()
+    def restore() -> None:
+        set_rng_state(generators)
+        for module, name, buffer, value in kept:
+            module._buffers[name] = buffer  # it may have been replaced instead of written
+            if not torch.equal(buffer, value):  # one that is a view of less memory cannot be written
+                buffer.copy_(value)
+
+    return restore
 
 
 @contextmanager

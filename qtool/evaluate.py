@@ -44,6 +44,34 @@ def evaluate(predict: Predict, batches: Iterable[tuple[Any, Any]], task: Task) -
 
     Streams: nothing grows with the number of batches. Raises QtoolError where there is no batch.
     """
+    gathered = processes.gather(_sums(predict, batches, task))
+    weight = sum(part for part, _ in gathered)
+    if not weight:
+        raise QtoolError("evaluation", "at least one sample", "none", "pass data with samples in it")
+    names = dict.fromkeys(name for _, part in gathered for name in part)
+    means = {name: sum(part.get(name, 0.0) for _, part in gathered) / weight for name in names}
+    return {"num_samples": weight, **finished(task, means)}
+
+
+@torch.no_grad()
+def metrics_in(predict: Predict, batches: Iterable[tuple[Any, Any]], task: Task) -> set[str] | None:
+    """The names of the metrics that :func:`evaluate` gives of such batches; the values of a few mean nothing.
+
+    None where nothing in them is weighed, or the task's ``finish`` cannot compute with them, as it may with all.
+    """
+    weight, sums = _sums(predict, batches, task)
+    if not weight:
+        return None
+    try:
+        return set(finished(task, {name: value / weight for name, value in sums.items()}))
+    except QtoolError as error:
+        if isinstance(error.__cause__, ArithmeticError | ValueError):
+            return None
+        raise
+
+
+def _sums(predict: Predict, batches: Iterable[tuple[Any, Any]], task: Task) -> tuple[float, dict[str, float]]:
+    """The weight of this process's batches, and the sums of loss and metrics over them."""
     sums: dict[str, Any] = {}
     weight = 0.0
     for inputs, target in batches:
@@ -52,13 +80,7 @@ def evaluate(predict: Predict, batches: Iterable[tuple[Any, Any]], task: Task) -
         weight += float(count)
         for name, value in {"loss": loss, **metrics_of(task, output, target)}.items():
             sums[name] = sums.get(name, 0.0) + (value.double() if isinstance(value, Tensor) else value)
-    gathered = processes.gather((weight, {name: float(value) for name, value in sums.items()}))
-    weight = sum(part for part, _ in gathered)
-    if not weight:
-        raise QtoolError("evaluation", "at least one sample", "none", "pass data with samples in it")
-    names = dict.fromkeys(name for _, part in gathered for name in part)
-    means = {name: sum(part.get(name, 0.0) for _, part in gathered) / weight for name in names}
-    return {"num_samples": weight, **finished(task, means)}
+    return weight, {name: float(value) for name, value in sums.items()}
 
 
 def shared_batches(dataset: Any, batch_size: int, predict: Predict) -> Iterator[tuple[Any, Any]]:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -31,8 +31,8 @@ from torch import nn
 
 from qtool import checkpoint, processes, recipe
 from qtool.devices import current, memory_used, out_of_memory
-from qtool.errors import OutOfMemory, QtoolError, UsageError
-from qtool.evaluate import evaluate, shared_batches
+from qtool.errors import OutOfMemory, QtoolError
+from qtool.judging import judge, rehearse, require_metric
 from qtool.nested import to_float32
 from qtool.nonfinite import INPUTS, first_bad_layer, first_bad_parameter
 from qtool.order import Batches, Order
@@ -121,6 +121,7 @@ def fit(
     resume: bool = True,
     progress: Callable[[Progress], None] | None = None,
     identity: Mapping[str, str] | None = None,
+    test: Any = None,
     backs_off: bool = False,
     halvings: int = 0,
 ) -> History:
@@ -128,19 +129,20 @@ def fit(
 
     ``setup`` holds the techniques (by default none; the caller closes what it gives), ``loss_fn`` replaces
     the task's loss, ``out/checkpoints`` takes the checkpoints, ``identity`` names what else must be the
-    same for a checkpoint to be resumed. With ``backs_off`` a step that runs out of memory is made again in smaller
-    micro-batches; ``halvings`` says how often they are halved to begin with. The caller's random generators are left
-    as they were.
+    same for a checkpoint to be resumed. The validation data, and ``test`` data that the caller will judge the model on,
+    are rehearsed before the first step (``qtool.judging``). With ``backs_off`` a step that runs out of memory is made
+    again in smaller micro-batches; ``halvings`` says how often they are halved to begin with. The caller's random
+    generators are left as they were.
 
-    Raises QtoolError where the loss is not finite (step, learning rate, first bad layer, last checkpoint),
-    where a checkpoint is damaged or from another recipe, or where the disk is full.
+    Raises QtoolError where a part cannot be judged (before any step), where the loss is not finite (step, learning
+    rate, first bad layer, last checkpoint), where a checkpoint is damaged or another recipe's, or the disk is full.
     """
     hooks = hooks or Hooks()
     with plain(model, config) if setup is None else nullcontext(setup) as made:
         try:
             with current(made.device), checkpoint.seeded(config.seed + processes.rank()):
                 run = _Run(data, task, config, made, hooks, loss_fn or task_loss(task), out, progress, identity)
-                run.backs_off = backs_off
+                run.test, run.backs_off = test, backs_off
                 run.halve(halvings)
                 return run.run(resume)
         finally:
@@ -181,7 +183,7 @@ class _Run:
         self.total = total if config.max_steps is None else min(total, config.max_steps)
         self.history = History()
         self.epoch, self.batch, self.waited = 0, 0, 0
-        self.backs_off = False
+        self.test, self.backs_off = None, False
         self.best: list[Any] | None = None
         self.saved: Path | None = None
         self.identity = self._identity(identity or {})
@@ -189,6 +191,8 @@ class _Run:
     def run(self, resume: bool) -> History:
         self.epoch_rng = checkpoint.rng_state()
         self._start(resume)
+        if self.history.steps < self.total and not self.history.stopped_early:
+            self._rehearse()
         start = time.monotonic() - self.history.seconds
         while self.history.steps < self.total and not self.history.stopped_early:
             self._train_epoch()
@@ -216,7 +220,7 @@ class _Run:
     def _step(self, value: Any, target: Any, rate: float, size: int) -> float:
         """One step; with ``backs_off``, once more in smaller micro-batches for as long as memory runs out."""
         while True:
-            before = self._before_step() if self.backs_off else None
+            before = checkpoint.restorer(self.model, checkpoint.statistics(self.model)) if self.backs_off else None
             try:
                 return self.step(value, target, rate, size)
             except NotFinite as error:
@@ -236,18 +240,6 @@ class _Run:
             self.history.halvings += 1
         return self.history.halvings >= times
 
-    def _before_step(self) -> Callable[[], None]:
-        """What puts generators and buffers (batch-norm's statistics) back to where they are now."""
-        generators = checkpoint.rng_state()
-        buffers = [(value, value.clone()) for value in checkpoint.statistics(self.model)]
-
-        def restore() -> None:
-            checkpoint.set_rng_state(generators)
-            for buffer, value in buffers:
-                buffer.copy_(value)
-
-        return restore
-
     def _end_epoch(self, start: float) -> None:
         processes.agree_on_buffers(self.model)
         losses = self.history.losses[-self.batch :]
@@ -263,27 +255,35 @@ class _Run:
 
     # Validation and early stopping
 
+    def _rehearse(self) -> None:
+        """Judges one batch of each part that will be, so that what is wrong there is told before the first step."""
+        parts = {"validation": self.data.validation, "test": self.test}
+        given = {name: part for name, part in parts.items() if part is not None}
+        self.hooks.mode(self.model, False)
+        try:
+            names = rehearse(self.setup, given, self.step.micro_size, self.task)
+        except Exception as error:
+            if self.backs_off and out_of_memory(error):  # the first step will have smaller micro-batches
+                return
+            raise
+        if self.config.early_stopping is not None:
+            require_metric(names.get("validation", set()), self.task)
+
     def _validate(self) -> dict[str, float]:
         validation = self.data.validation
         if validation is None:
             return {}
-        if isinstance(validation, Batches):
-            held: Iterable[tuple[Any, Any]] = validation
-        else:
-            held = shared_batches(validation, self.step.micro_size, self.setup.predict)
         self.hooks.mode(self.model, False)
-        metrics = evaluate(self.setup.predict, ((x, self.setup.move(y)) for x, y in held), self.task)
+        metrics = judge(self.setup, validation, self.step.micro_size, self.task)
         return {f"validation_{name}": value for name, value in metrics.items() if name != "num_samples"}
 
     def _keep_best(self, metrics: Mapping[str, float]) -> None:
         if self.config.early_stopping is None:
             return
-        value = metrics.get(f"validation_{self.task.metric}")
-        if value is None:
-            raise UsageError(
-                "early stopping", f"validation data with the metric '{self.task.metric}'", "none",
-                "give validation data, or switch early stopping off",
-            )  # fmt: skip
+        require_metric(
+            {name.removeprefix("validation_") for name in metrics if name.startswith("validation_")}, self.task
+        )
+        value = metrics[f"validation_{self.task.metric}"]
         best = self.history.best_metric
         better = best is None or (value > best if self.task.higher_is_better else value < best)
         self.waited = 0 if better else self.waited + 1

@@ -253,8 +253,8 @@ def test_a_damaged_model_is_never_checkpointed(tmp_path):
 
 
 def scores(values):
-    """A task whose validation metric is the next of ``values`` at each call."""
-    left = list(values)
+    """A task whose validation metric is the next of ``values`` at each call, behind the one before training."""
+    left = [1.0, *values]
 
     class Scripted:
         name, metric, higher_is_better = "scripted", "score", True
@@ -302,7 +302,7 @@ def test_early_stopping_needs_validation_data():
     data = make_data()
     data.validation = None
     with pytest.raises(UsageError, match="top1"):
-        fit(make_model(), data, TASK, config(epochs=1, early_stopping=1))
+        fit(make_model(), data, TASK, config(epochs=1, early_stopping=1), progress=stop_after(1))
     assert fit(make_model(), data, TASK, config(epochs=1)).epochs[0].keys() == {"loss"}
 
 
@@ -333,7 +333,7 @@ def test_hooks_see_every_step_and_resume(tmp_path):
     whole, hooks = make_model(), Freezing()
     fit(whole, make_data(), TASK, config(), hooks=hooks)
     assert hooks.calls == [(step, 15) for step in range(15)]
-    assert hooks.modes == [True, False] * 3 + [False]
+    assert hooks.modes == [False] + [True, False] * 3 + [False]
     assert whole[1].num_batches_tracked == 7
     with pytest.raises(Stop):
         fit(make_model(), make_data(), TASK, config(), hooks=Freezing(), out=tmp_path, progress=stop_after(9))

@@ -224,11 +224,11 @@ def _require_targets(data: Data) -> None:
 
 
 def _require_judged(source: Source, data: Data) -> None:
-    """Raises QtoolError where the task cannot judge what the model answers, which is found after an epoch else."""
+    """Raises QtoolError where the task cannot judge what the model answers, before anything is calibrated."""
     import torch
 
     from qtool.data import batches
-    from qtool.evaluate import evaluate
+    from qtool.evaluate import metrics_in
     from qtool.models import modes_kept
     from qtool.nested import call
 
@@ -236,7 +236,7 @@ def _require_judged(source: Source, data: Data) -> None:
     assert model is not None
     with modes_kept(model), torch.no_grad():
         model.eval()
-        evaluate(lambda inputs: call(model, inputs), itertools.islice(batches(data.validation, 2), 1), source.task)
+        metrics_in(lambda inputs: call(model, inputs), itertools.islice(batches(data.validation, 2), 1), source.task)
 
 
 def _describe(drawn: Mapping[str, Any]) -> str:

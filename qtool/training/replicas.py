@@ -100,15 +100,11 @@ def _leaves_some_out(model: nn.Module, loss: LossFunction, value: Any, target: A
     """
     size = num_samples(value)
     few = cut((value, target), 0, min(FEW, size), size)
-    generators, buffers = checkpoint.rng_state(), [(buffer, buffer.clone()) for buffer in model.buffers()]
+    restore = checkpoint.restorer(model, model.buffers())
     # in this thread, as in a step: autograd's own would have a second workspace of cuBLAS from then on
     with torch.compiler.set_stance("force_eager"), torch.autograd.set_multithreading_enabled(False):
         gradients = torch.autograd.grad(loss(model, *few)[0], trained(model), allow_unused=True)
-    checkpoint.set_rng_state(generators)
-    with torch.no_grad():
-        for buffer, before in buffers:
-            if not torch.equal(buffer, before):  # one that is a view of less memory cannot be written
-                buffer.copy_(before)
+    restore()
     return any(processes.gather(any(gradient is None for gradient in gradients)))
 
 

@@ -19,7 +19,7 @@ from qtool.checkpoint import last_good, latest
 from qtool.data import example_input
 from qtool.devices import memory_used, out_of_memory
 from qtool.errors import OutOfMemory
-from qtool.evaluate import evaluate, shared_batches
+from qtool.judging import judge
 from qtool.loop import HasParts, History, fit
 from qtool.order import Batches
 from qtool.recipe import TrainConfig
@@ -66,12 +66,14 @@ def train(
     :func:`qtool.loop.fit` raises.
     """
     parts: Any = data if hasattr(data, "train") else SimpleNamespace(train=Batches(data), validation=None, test=None)
+    test = getattr(parts, "test", None)
+    test = test if test is not None and len(test) else None
     with setup(model, config, _example(parts)) as made, reporter(progress) as report, _memory_told(made, out):
         history = fit(
             model, parts, task, config, setup=made, loss_fn=loss_fn, out=out, resume=resume, progress=report,
-            identity=identity, backs_off=backs_off, halvings=halvings,
+            identity=identity, test=test, backs_off=backs_off, halvings=halvings,
         )  # fmt: skip
-        metrics = _judge(made, getattr(parts, "test", None), task, micro_size(config, history.halvings))
+        metrics = {} if test is None else judge(made, test, micro_size(config, history.halvings), task)
         found = adapter(model)
     return TrainResult(model, metrics, history, found)
 
@@ -95,11 +97,3 @@ def _memory_told(made: Setup, out: Path | None) -> Iterator[None]:
             "evaluation", "memory for it", f"none left, {used:.0f} MiB in use", f"use a smaller --batch-size; {last}",
             last,
         ) from error  # fmt: skip
-
-
-def _judge(made: Setup, test: Any, task: Task, size: int) -> dict[str, float]:
-    """The metrics of ``test`` in batches of ``size``, as training has found room for."""
-    if test is None or not len(test):
-        return {}
-    held = shared_batches(test, size, made.predict)
-    return evaluate(made.predict, ((value, made.move(target)) for value, target in held), task)

@@ -105,10 +105,12 @@ def test_what_fails_while_weights_change_is_not_repeated(small_data: str, monkey
 
 
 class PickyJudge(Picky):
-    """Runs out of memory at more than eight samples outside of training."""
+    """Runs out of memory at more than eight samples outside of training; if ``later``, once it was trained."""
+
+    later = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.training and len(x) > 8:
+        if not self.training and len(x) > 8 and self.body[1].num_batches_tracked >= self.later:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
         return super().forward(x)
 
@@ -116,10 +118,11 @@ class PickyJudge(Picky):
 def test_a_model_is_judged_in_batches_that_training_had_room_for(small_data: str, tmp_path: Path) -> None:
     found = qtool.train(PickyJudge(), small_data, micro_batches=4, **OPTIONS)
     assert found.metrics["num_samples"] > 8
-    with pytest.raises(
-        OutOfMemory, match=r"evaluation: expected memory for it; got none left, .*last good checkpoint: '"
-    ):
-        qtool.train(PickyJudge(), small_data, out=tmp_path, **OPTIONS)
+    for later, last in ((False, "no checkpoint was written before it"), (True, "last good checkpoint: '")):
+        model = PickyJudge()
+        model.later = later
+        with pytest.raises(OutOfMemory, match=f"evaluation: expected memory for it; got none left, .*{last}"):
+            qtool.train(model, small_data, out=tmp_path, **OPTIONS)
 
 
 def decided(told: list[str]) -> list[str]:

@@ -1,0 +1,67 @@
+"""What a training is judged on: its validation and its test part, run by the step's own model.
+
+:func:`judge` gives the metrics of a part. :func:`rehearse` judges one batch of each part before the first step, by the
+same code: a metric that raises, or a part with samples of another shape, would otherwise be found after an epoch, or
+when all are over. What one batch cannot show is left to the whole: memory that a smaller micro-batch would need less
+of, and a ``finish`` that cannot compute with what an untrained model gets right in one batch (0/0).
+
+A rehearsal leaves no trace in generators and buffers. Compiled models run uncompiled in it, since what is compiled
+first decides what is compiled next. It takes less memory than the judging that it stands for: no gradients are there,
+and no optimizer states.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from qtool import checkpoint
+from qtool.errors import OutOfMemory, QtoolError, UsageError
+from qtool.evaluate import evaluate, metrics_in, shared_batches
+from qtool.order import Batches
+from qtool.step import Setup
+from qtool.tasks import Task
+
+
+def judge(setup: Setup, part: Any, size: int, task: Task) -> dict[str, float]:
+    """The metrics of ``part``, a data set or batches, in batches of ``size``. The model's mode is the caller's."""
+    return evaluate(setup.predict, _batches(setup, part, size), task)
+
+
+def rehearse(setup: Setup, parts: Mapping[str, Any], size: int, task: Task) -> dict[str, set[str] | None]:
+    """The names of the metrics that :func:`judge` will give of each part (None where one batch does not tell).
+
+    Raises what it would raise, and names the part.
+    """
+    restore = checkpoint.restorer(setup.model, checkpoint.statistics(setup.model))
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            return {name: _rehearsed(setup, name, _batches(setup, part, size), task) for name, part in parts.items()}
+    finally:
+        restore()
+
+
+def _rehearsed(setup: Setup, name: str, batches: Iterable[Any], task: Task) -> set[str] | None:
+    try:
+        return metrics_in(setup.predict, itertools.islice(batches, 1), task)
+    except OutOfMemory:
+        raise
+    except QtoolError as error:
+        raise type(error)(f"{error.where}, on {name} data", error.expected, error.got, error.do) from error
+
+
+def require_metric(names: Collection[str] | None, task: Task) -> None:
+    """Raises UsageError where the metric that decides is not among ``names``, those of the validation data."""
+    if names is not None and task.metric not in names:
+        raise UsageError(
+            "early stopping", f"validation data with the metric '{task.metric}'", ", ".join(sorted(names)) or "none",
+            "give validation data, correct the task's 'metric', or switch early stopping off",
+        )  # fmt: skip
+
+
+def _batches(setup: Setup, part: Any, size: int) -> Iterator[tuple[Any, Any]]:
+    held = part if isinstance(part, Batches) else shared_batches(part, size, setup.predict)
+    return ((value, setup.move(target)) for value, target in held)
