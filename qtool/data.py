@@ -20,8 +20,9 @@ spec                           what it is
 =============================  ===========================================================================
 
 A factory's mapping may also hold ``labels`` (class names), ``num_classes`` and ``preprocessing`` (see
-:class:`Preprocessing`). Its inputs are tensors, or tuples or dicts of tensors, and are taken as they are. Where nothing
-is trained, samples may be inputs alone: calibration, agreement with FP32 and contracts on it ask for no targets.
+:class:`Preprocessing`). A part may be a DataLoader of a map-style dataset (see ``qtool.loaders``). Inputs are tensors,
+or tuples or dicts of tensors, and are taken as they are. Where nothing is trained, samples may be inputs alone:
+calibration, agreement with FP32 and contracts on it ask for no targets.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from qtool.datasets import Images, Labels, Preprocessing, measure, read_idx, rea
 from qtool.errors import QtoolError, UsageError, nearest
 from qtool.factories import is_factory, load_factory
 from qtool.folders import read_hub, read_imagefolder
+from qtool.loaders import opened
 from qtool.samples import Samples, targets_of
 from qtool.text import LENGTH, read_text
 
@@ -109,7 +111,7 @@ def from_mapping(mapping: Any, *, seed: int = 0, spec: str = "mapping", digest: 
     preprocessing = given.get("preprocessing")
     if isinstance(preprocessing, Mapping):
         preprocessing = Preprocessing.from_dict(preprocessing)
-    parts = {part: Samples(f"data '{spec}', {part}", given[part]) for part in KEYS[:3] if given.get(part) is not None}
+    parts = opened(spec, {part: given[part] for part in KEYS[:3] if given.get(part) is not None})
     names = tuple(map(str, given["labels"])) if given.get("labels") is not None else None
     labels = {part: samples.targets.numpy() for part, samples in parts.items() if samples.targets is not None}
     count = len(names) if names else given.get("num_classes")

@@ -32,6 +32,16 @@ def inputs_of(batches: Iterable[Any]) -> Iterable[Any]:
     return _Inputs(batches)
 
 
+def pair_of(batch: Any) -> tuple[Any, Any]:
+    """(input, target) of a batch; the target is None where it is an input alone.
+
+    >>> pair_of([1, 2]), pair_of((1,)), pair_of((1, 2, 3))
+    ((1, 2), (1, None), ((1, 2, 3), None))
+    """
+    parts = tuple(batch) if isinstance(batch, tuple | list) and 1 <= len(batch) <= 2 else (batch,)
+    return (parts[0], parts[1] if len(parts) == 2 else None)
+
+
 class _Pairs:
     def __init__(self, batches: Iterable[Any]) -> None:
         require_batches(batches)
@@ -41,8 +51,7 @@ class _Pairs:
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self.batches:
-            parts = tuple(batch) if isinstance(batch, tuple | list) and 1 <= len(batch) <= 2 else (batch,)
-            yield parts if len(parts) == 2 else (parts[0], None)
+            yield pair_of(batch)
 
 
 class _Inputs(_Pairs):

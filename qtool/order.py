@@ -22,6 +22,7 @@ import torch
 from qtool import checkpoint, processes
 from qtool.data import batches
 from qtool.errors import QtoolError, UsageError
+from qtool.given import pair_of
 from qtool.nested import num_samples, tensors
 
 
@@ -46,7 +47,7 @@ class Batches:
 
 def _pair(batch: Any) -> tuple[Any, Any]:
     """(input, target) of a batch, None for no target. Raises QtoolError for one without tensors."""
-    value, target = batch if isinstance(batch, tuple | list) and len(batch) == 2 else (batch, None)
+    value, target = pair_of(batch)
     if not any(tensor.dim() for tensor in tensors(value)):
         raise QtoolError(
             "training batches", "tensors with a batch dimension, or tuples or dicts of them", type(value).__name__,
@@ -75,7 +76,7 @@ def not_shared() -> UsageError:
     """What is wrong with an iterable of batches where several processes train."""
     return UsageError(
         "training data", "samples that several processes can share", "an iterable of batches",
-        "give a map-style data set, or train on one device",
+        "pass {'train': …, 'test': …} of map-style data sets, or train on one device",
     )  # fmt: skip
 
 

@@ -4,7 +4,8 @@ Anything with ``__len__`` and ``__getitem__`` that gives (input, target), or an 
 tensors, or tuples or dicts of tensors; numpy arrays and numbers are taken for tensors. An input alone is a tensor, an
 array, a dict, or a tuple of one, and its target is None: enough to calibrate, to compare and for contracts on
 agreement. What is held in memory as tensors (a TensorDataset,
-or a Subset of one) is indexed in one go, which is a hundred times faster than sample by sample.
+or a Subset of one) is indexed in one go, which is a hundred times faster than sample by sample. With a ``collate``
+function, a DataLoader's, samples are whatever that makes batches of.
 
 A batch is summed to see whether it is finite: one pass at memory speed, since NaN and infinity survive a sum. Only
 where the sum is not finite are the samples looked at one by one.
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,33 +24,38 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from qtool.errors import QtoolError
-from qtool.nested import tensors
+from qtool.given import pair_of
+from qtool.nested import map_tensors, tensors
+
+Collate = Callable[[list[Any]], Any]
 
 
 class Samples(Dataset[tuple[Any, Any]]):
     """The samples of ``dataset``, or those at ``rows``; ``where`` names it in errors.
+
+    ``collate`` makes a batch, (input, target) or an input alone, of a list of samples; else they are stacked.
 
     ``targets`` holds every class index (int64), or None where targets are no whole-number scalars.
     """
 
     def __init__(
         self, where: str, dataset: Any, rows: Sequence[int] | None = None, *, targets: Tensor | None = None,
-        read_targets: bool = True,
+        read_targets: bool = True, collate: Collate | None = None,
     ) -> None:  # fmt: skip
-        self.where, self.dataset = where, dataset
+        self.where, self.dataset, self.collate = where, dataset, collate
         if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")) or isinstance(dataset, Mapping | str):
             got = type(dataset).__name__
             raise QtoolError(where, "a map-style dataset: __getitem__ and __len__", got, "return such an object")
         if not len(dataset):
             raise QtoolError(where, "at least one sample", "none", "add samples")
         self.rows = range(len(dataset)) if rows is None else rows
-        self.targets = targets_of(dataset, where) if read_targets else targets
-        self.tensors = _tensors(dataset)
+        self.targets = targets_of(dataset, where, collate) if read_targets else targets
+        self.tensors = _tensors(dataset) if collate is None else None
 
     def subset(self, rows: Sequence[int]) -> Samples:
         """The samples at ``rows`` of this one, which must be a whole dataset."""
         targets = None if self.targets is None else self.targets[torch.as_tensor(rows)]
-        return Samples(self.where, self.dataset, rows, targets=targets, read_targets=False)
+        return Samples(self.where, self.dataset, rows, targets=targets, read_targets=False, collate=self.collate)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -59,28 +65,53 @@ class Samples(Dataset[tuple[Any, Any]]):
 
     def sample(self, row: int) -> tuple[Any, Any]:
         """The sample at ``row`` of the dataset. Raises QtoolError where it is no pair, or the dataset raises."""
-        try:
-            sample = self.dataset[row]
-        except Exception as error:
-            got = f"{type(error).__name__}: {error}"
-            raise QtoolError(f"{self.where}[{row}]", "a sample", got, "correct the dataset") from error
+        if self.collate is not None:
+            only: tuple[Any, Any] = map_tensors(lambda t: t[0] if t.dim() else t, self._collated([row]))
+            return only
+        sample = self._read(row)
         if isinstance(sample, Tensor | np.ndarray | Mapping):
             return sample, None
         if isinstance(sample, tuple | list) and 1 <= len(sample) <= 2:
-            return sample[0], sample[1] if len(sample) == 2 else None
+            return pair_of(sample)
         got = f"{type(sample).__name__} of {len(sample)}" if hasattr(sample, "__len__") else type(sample).__name__
         raise QtoolError(f"{self.where}[{row}]", "a pair (input, target), or an input", got, "return two values")
 
+    def _read(self, row: int) -> Any:
+        try:
+            return self.dataset[row]
+        except Exception as error:
+            got = f"{type(error).__name__}: {error}"
+            raise QtoolError(f"{self.where}[{row}]", "a sample", got, "correct the dataset") from error
+
     def batch(self, indices: Sequence[int]) -> tuple[Any, Any]:
-        """The samples at ``indices``, stacked and checked."""
+        """The samples at ``indices``, stacked or collated, and checked."""
         rows = [self.rows[i] for i in indices]
+        inputs, targets = self._batch(rows)
+        self._check(inputs, rows)
+        return inputs, targets
+
+    def _batch(self, rows: list[int]) -> tuple[Any, Any]:
+        if self.collate is not None:
+            return self._collated(rows)
         if self.tensors:
             at = torch.as_tensor(rows)
-            inputs, targets = (tensor[at] for tensor in self.tensors)
-        else:
-            samples = [self.sample(row) for row in rows]
-            inputs, targets = (self._stack([pair[side] for pair in samples], rows) for side in (0, 1))
-        self._check(inputs, rows)
+            return self.tensors[0][at], self.tensors[1][at]
+        samples = [self.sample(row) for row in rows]
+        return self._stack([value for value, _ in samples], rows), self._stack([target for _, target in samples], rows)
+
+    def _collated(self, rows: list[int]) -> tuple[Any, Any]:
+        assert self.collate is not None
+        samples = [self._read(row) for row in rows]
+        try:
+            inputs, targets = pair_of(self.collate(samples))
+        except Exception as error:
+            got = f"{type(error).__name__}: {error}"
+            raise QtoolError(f"{self.where}[{rows[0]}]", "a batch by 'collate_fn'", got, "correct it") from error
+        if not any(tensor.dim() for tensor in tensors(inputs)):
+            raise QtoolError(
+                f"{self.where}[{rows[0]}]", "tensors with a batch dimension from 'collate_fn', or tuples or dicts",
+                type(inputs).__name__, "have it return (input, target), or an input",
+            )  # fmt: skip
         return inputs, targets
 
     def _stack(self, values: list[Any], rows: list[int]) -> Any:
@@ -109,16 +140,17 @@ class Samples(Dataset[tuple[Any, Any]]):
             if tensor.dtype == torch.float64:
                 raise QtoolError(f"{self.where}[{rows[0]}]", "float32 inputs", "float64", "return x.float()")
             if tensor.is_floating_point() and not tensor.sum().isfinite():
-                for value, row in zip(tensor, rows, strict=True):
+                apart = tensor if tensor.dim() and len(tensor) == len(rows) else [tensor]
+                for value, row in zip(apart, rows, strict=False):
                     if not value.isfinite().all():
                         raise QtoolError(f"{self.where}[{row}]", "finite inputs", "NaN or infinity", "clean the data")
 
     def content(self) -> str:
         """A sha256 of what can be read without running the user's code: targets, and inputs held in memory."""
         digest = hashlib.sha256(f"{len(self.dataset)}".encode())
-        held: Sequence[Tensor] = self.tensors or ([] if self.targets is None else [self.targets])
+        held: Sequence[Tensor] = _tensors(self.dataset) or ([] if self.targets is None else [self.targets])
         if isinstance(self.dataset, tuple | list):
-            held = [leaf for row in self.rows for leaf in tensors(self._stack([self.dataset[row]], [row]))]
+            held = [leaf for row in self.rows for leaf in tensors(self._batch([row]))]
         for tensor in held:
             digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
             digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
@@ -135,20 +167,21 @@ def _tensors(dataset: Any) -> tuple[Tensor, Tensor] | None:
     return None
 
 
-def targets_of(dataset: Any, where: str = "data") -> Tensor | None:
+def targets_of(dataset: Any, where: str = "data", collate: Collate | None = None) -> Tensor | None:
     """The class index of every sample as int64 (N), or None where targets are no whole-number scalars.
 
-    Read from ``targets`` or from tensors where the dataset has them, else sample by sample.
+    Read from ``targets`` or from tensors where the dataset has them, else sample by sample; through ``collate``, which
+    may change them, always so.
     """
     if isinstance(dataset, Samples):
         return dataset.targets
-    if isinstance(dataset, Subset):
+    if isinstance(dataset, Subset) and collate is None:
         whole = targets_of(dataset.dataset, where)
         return None if whole is None else whole[torch.as_tensor(dataset.indices)]
     tensors = _tensors(dataset)
-    found = getattr(dataset, "targets", tensors[1] if tensors else None)
+    found = getattr(dataset, "targets", tensors[1] if tensors else None) if collate is None else None
     if found is None:
-        found = _collected(dataset, where)
+        found = _collected(dataset, where, collate)
     try:
         targets = torch.as_tensor(found)
     except (TypeError, ValueError, RuntimeError):
@@ -157,9 +190,9 @@ def targets_of(dataset: Any, where: str = "data") -> Tensor | None:
     return targets.to(torch.int64) if whole_numbers and targets.shape == (len(dataset),) else None
 
 
-def _collected(dataset: Any, where: str) -> list[Any]:
+def _collected(dataset: Any, where: str, collate: Collate | None) -> list[Any]:
     """All targets, or those up to the first that is no number: enough to see that they are no class indices."""
-    samples = Samples(where, dataset, read_targets=False)
+    samples = Samples(where, dataset, read_targets=False, collate=collate)
     found: list[Any] = []
     for row in range(len(dataset)):
         target = samples.sample(row)[1]
