@@ -17,6 +17,7 @@ sharded over several processes has another way (``qtool.training.sharded_files``
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import shutil
@@ -51,12 +52,22 @@ def save_tree(path: Path, tree: Any) -> None:
     structure = _encode(tree, "", tensors, {})
     try:
         with atomic_path(path) as temporary:
-            save_file(tensors, temporary, metadata={"qtool": json.dumps(structure)})
-    except (OSError, SafetensorError) as error:
+            write_tensors(temporary, tensors, {"qtool": json.dumps(structure)})
+    except OSError as error:
         raise QtoolError(
             f"checkpoint '{path}'", "a writable disk with enough space", str(error),
             "make room and run the same command again: it goes on from the last whole checkpoint",
         ) from error  # fmt: skip
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """Writes a safetensors file. Raises OSError where the disk does not take it, as other writers do."""
+    try:
+        save_file(tensors, path, metadata)
+    except SafetensorError as error:
+        if (number := re.search(r"os error (\d+)", str(error))) is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
 
 
 def load_tree(path: Path) -> Any:
@@ -218,7 +229,7 @@ def save_weights(path: Path, model: nn.Module) -> None:
         key = _view(value)
         if not value.numel() or key not in seen:
             tensors[name], seen[key] = _apart(value.contiguous(), seen), name
-    save_file(tensors, path)
+    write_tensors(path, tensors)
 
 
 def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:

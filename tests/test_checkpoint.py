@@ -1,4 +1,6 @@
+import errno
 import random
+import sys
 
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from qtool import checkpoint
+from qtool.artifacts import atomic_path
 from qtool.errors import QtoolError
 from qtool.models import load_weights
 
@@ -119,6 +122,21 @@ def test_a_full_disk_keeps_the_old_checkpoint(tmp_path, monkeypatch):
         checkpoint.commit(tmp_path, 6, {"a": 2})
     assert list(tmp_path.iterdir()) == [first]
     assert checkpoint.latest(tmp_path) == first
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a limit of file sizes")
+def test_weights_that_the_disk_does_not_take_are_told_as_those_of_any_file(tmp_path):
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
+    try:
+        with pytest.raises(OSError, match="File too large") as caught, atomic_path(tmp_path / "a.bin") as path:
+            checkpoint.save_weights(path, nn.Linear(100, 100))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert (caught.value.errno, caught.value.filename) == (errno.EFBIG, str(tmp_path / "a.bin"))
+    assert not list(tmp_path.iterdir())
 
 
 def test_commit_keeps_the_latest_alone(tmp_path):

@@ -225,13 +225,13 @@ def _target(config: TrainConfig) -> Target | None:
 
 def _write_adapter(folder: Path, result: TrainResult) -> dict[str, Path]:
     """The adapters alone, under the names that peft's ``from_pretrained`` of a folder looks for."""
-    from safetensors.torch import save_file
+    from qtool.checkpoint import write_tensors
 
     if result.adapter is None:
         return {}
     files = {"adapter": folder / "adapter_model.safetensors", "adapter_config": folder / "adapter_config.json"}
     with atomic_path(files["adapter"]) as temporary:
-        save_file(result.adapter.tensors, str(temporary))
+        write_tensors(temporary, result.adapter.tensors)
     write_json(files["adapter_config"], result.adapter.config)
     return files
 

@@ -138,7 +138,11 @@ def _committed(path: Path) -> Iterator[Path]:
         shutil.rmtree(new, ignore_errors=True)
         new.mkdir(parents=True)
     processes.wait()
-    yield new
+    try:
+        yield new
+    except BaseException:
+        shutil.rmtree(new, ignore_errors=True)
+        raise
     processes.wait()
     if processes.rank() == 0:
         shutil.rmtree(path, ignore_errors=True)

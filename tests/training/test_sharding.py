@@ -9,6 +9,7 @@ import group_runs
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 from torch.nn.utils import parametrizations
 
 from qtool import checkpoint
@@ -16,6 +17,7 @@ from qtool.errors import QtoolError
 from qtool.launcher import launch
 from qtool.recipe import TrainConfig
 from qtool.step import Step, trained
+from qtool.training import sharded_files
 from qtool.training.techniques import setup
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
@@ -162,6 +164,21 @@ def test_a_weight_with_two_names_is_stored_once_and_comes_back_in_both(tmp_path)
         made.files.restore(made.files.read(path), model, optimizer)
     assert torch.equal(model[0].weight, before)
     assert model[1].weight is model[0].weight
+
+
+def test_a_sharded_checkpoint_that_the_disk_does_not_take_leaves_the_last_one_alone(tmp_path, monkeypatch):
+    model = nn.Linear(4, 4)
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    with setup(model, TrainConfig(device="cpu", strategy="fsdp")) as made:
+        optimizer = made.make_optimizer(list(model.parameters()))
+        kept = made.files.commit(tmp_path, 1, {}, model, optimizer)
+        monkeypatch.setattr(sharded_files, "save", full)
+        with pytest.raises(QtoolError, match="No space left"):
+            made.files.commit(tmp_path, 2, {}, model, optimizer)
+    assert list(tmp_path.iterdir()) == [kept]
 
 
 def test_a_parameter_that_cannot_be_cut_is_named():

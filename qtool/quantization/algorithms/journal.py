@@ -17,10 +17,11 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from qtool.artifacts import atomic_path
+from qtool.checkpoint import write_tensors
 from qtool.form import digest_tensor, graph_sha256
 from qtool.nested import tensors
 from qtool.quantization.algorithms.subject import Subject
@@ -61,7 +62,7 @@ class Journal:
         if (path := self._path(name)) is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             with atomic_path(path) as temporary:
-                save_file({key: value.cpu().contiguous() for key, value in state.items()}, temporary)
+                write_tensors(temporary, {key: value.cpu().contiguous() for key, value in state.items()})
 
     def _path(self, name: str) -> Path | None:
         return self.folder / f"{name}.safetensors" if self.folder is not None else None
