@@ -8,8 +8,9 @@ records the sha256 of every input and output, the versions of the packages that 
 and the metrics. Reading a result re-hashes its outputs: a file that was changed since is refused, not used.
 
 Of two processes that write one stage, the second waits for the first (a lock that the system takes back from a
-process that dies), so that no artifact is a mixture. What is left out on purpose: keeping a whole run directory
-for one process; stages of different names go on beside each other, and each reads what is committed.
+process that dies), so that no artifact is a mixture; of two that train, from the first checkpoint on. What is left out
+on purpose: keeping a whole run directory for one process; stages of different names go on beside each other, and each
+reads what is committed.
 """
 
 from __future__ import annotations
@@ -204,7 +205,7 @@ def staging(run: Path, stage: str) -> Iterator[Path]:
     settle(run, stage)
     folder = pending(run, stage)
     try:
-        with _alone(folder, stage), _told_as(folder):
+        with alone(folder, stage), _told_as(folder):
             for left in folder.iterdir():
                 shutil.rmtree(left) if left.is_dir() else left.unlink()
             try:
@@ -217,8 +218,11 @@ def staging(run: Path, stage: str) -> Iterator[Path]:
 
 
 @contextmanager
-def _alone(folder: Path, stage: str) -> Iterator[None]:
-    """Makes ``folder`` and holds the system's lock on it, which a process that is killed gives back."""
+def alone(folder: Path, stage: str) -> Iterator[None]:
+    """Makes ``folder`` and holds the system's lock on it, which a process that is killed gives back.
+
+    Of several processes one has it at a time; see :func:`staging`.
+    """
     if sys.platform == "win32":
         folder.mkdir(parents=True, exist_ok=True)
         yield

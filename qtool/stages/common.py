@@ -9,11 +9,11 @@ import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from qtool.artifacts import has_result, output_path, read_result, require_writable
+from qtool.artifacts import alone, has_result, output_path, read_result, require_writable
 from qtool.calibration_data import draw
 from qtool.errors import QtoolError, UsageError
 from qtool.given import inputs_of
@@ -121,6 +121,23 @@ def tidy(run: Path | None) -> Iterator[None]:
             if folder.is_dir() and not any(folder.iterdir()):
                 folder.rmdir()
         raise
+
+
+@contextmanager
+def checkpointing(run: Path | None, stage: str) -> Iterator[None]:
+    """Keeps the checkpoints of ``run`` for this process: those of two trainings would be taken for one's.
+
+    Another that trains there waits a moment, and is then refused with QtoolError.
+    """
+    if run is None:
+        yield
+        return
+    with alone(run / "checkpoints", stage):
+        try:
+            yield
+        finally:
+            with suppress(OSError):  # it is not empty, or was taken away
+                (run / "checkpoints").rmdir()
 
 
 def required_folder(out: AnyPath | None) -> Path:

@@ -21,6 +21,7 @@ from qtool.stages.common import (
     AnyPath,
     Progress,
     calibration_of,
+    checkpointing,
     configured,
     drop_checkpoints,
     example_of,
@@ -77,13 +78,19 @@ def quantize(
     known = (
         source.inputs | _calibrated_by(config, drawn) | ({"validation": UNIDENTIFIED} if validation is not None else {})
     )
-    if folder and resume and finished(folder, "quantize", settings, known):
+
+    def is_done() -> bool:
+        return bool(folder and resume and finished(folder, "quantize", settings, known))
+
+    if folder and is_done():
         return open_quantized(folder)
     writable(folder)
     tell = teller(progress)
     tell(f"quantize: {config.mode}, calibrated on {_describe(drawn)}")
     make = _maker(source, tuning, inputs, folder, resume, progress)
-    with tidy(folder):
+    with checkpointing(folder if tuning else None, "quantize"), tidy(folder):
+        if folder and tuning and is_done():  # by another process, meanwhile
+            return open_quantized(folder)
         if config.has_contract:
             if folder and not resume:
                 forget(folder)

@@ -15,7 +15,17 @@ from qtool.errors import OutOfMemory, QtoolError, UsageError
 from qtool.recipe import AUTO, TrainConfig, as_dict
 from qtool.source import Source, open_source
 from qtool.stages.choice import Choice, at_work, halve, halvings, was_killed
-from qtool.stages.common import AnyPath, Progress, configured, drop_checkpoints, finished, teller, tidy, writable
+from qtool.stages.common import (
+    AnyPath,
+    Progress,
+    checkpointing,
+    configured,
+    drop_checkpoints,
+    finished,
+    teller,
+    tidy,
+    writable,
+)
 from qtool.stages.fitting import explained, fitted, gives_way, hold, memory_ended, on_host
 
 if TYPE_CHECKING:
@@ -131,7 +141,7 @@ def _train(
     check(source.model, config)
     if folder:
         _require_storable(source.model)
-    with tidy(folder):
+    with checkpointing(folder if processes.is_first() else None, "train"), tidy(folder):
         done = bool(folder and resume and finished(folder, "train", as_dict(config), source.inputs))
         found = Choice(config)
         if processes.is_first() and not done:  # before they meet: a prediction makes a group of its own

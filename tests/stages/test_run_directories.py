@@ -43,6 +43,29 @@ def test_training_returns_the_model_and_commits_it(tmp_path: Path, small_net: st
     assert sorted(p.name for p in tmp_path.iterdir() if p.suffix != ".py") == ["model.safetensors", "train.json"]
 
 
+@pytest.mark.parametrize("work", ["train", "quantize"])
+def test_a_second_training_in_a_run_directory_is_refused_while_the_first_is_at_work(
+    work: str, tmp_path: Path, small_data: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qtool.artifacts.WAIT_SECONDS", 0.0)
+    more = {} if work == "train" else {"mode": "qat", "calibration": "train:32"}
+    options = {"out": tmp_path / "run", "epochs": 1, "batch_size": 64} | more
+    begun = []
+    step = loop.Step.__call__
+
+    def meddled(self: Any, *args: Any) -> float:
+        if not begun:
+            begun.append(True)
+            with pytest.raises(QtoolError, match=f"one 'qtool {work}' at a time; got another at work"):
+                getattr(qtool, work)(plain_net(), small_data, **options)
+        return step(self, *args)
+
+    monkeypatch.setattr(loop.Step, "__call__", meddled)
+    getattr(qtool, work)(plain_net(), small_data, **options)
+    assert begun
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
 class Noted(nn.Linear):
     def get_extra_state(self) -> dict[str, int]:
         return {"version": 3}
