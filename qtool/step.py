@@ -44,6 +44,8 @@ from qtool.errors import OWN, QtoolError, UsageError, one_line, says_that_anothe
 from qtool.nested import call, map_tensors, num_samples, split, to_float32
 from qtool.recipe import TrainConfig
 
+_ONE_VALUE = "Expected more than 1 value per channel when training"
+"""What torch's batch-norm says of a single sample without further dimensions."""
 LossFunction = Callable[[Callable[[Any], Any], Any, Any], tuple[Tensor, "Tensor | float"]]
 """(model, input, target) -> (sum of the loss over samples or tokens, their number)."""
 
@@ -131,10 +133,12 @@ def answer(model: Callable[[Any], Any], value: Any) -> Any:
     except OWN as error:
         if out_of_memory(error) or says_that_another_ended(error):
             raise
+        do = "give a model and data that go together; --debug shows where it failed"
+        if _ONE_VALUE in str(error):
+            do = "take a --batch-size that leaves every micro-batch of every process two samples for batch-norm"
         raise QtoolError(
-            "model", "a forward pass on the inputs of the data", f"{type(error).__name__}: {one_line(error)}",
-            "give a model and data that go together; --debug shows where it failed",
-        ) from error  # fmt: skip
+            "model", "a forward pass on the inputs of the data", f"{type(error).__name__}: {one_line(error)}", do
+        ) from error
 
 
 def micro_size(config: TrainConfig, halvings: int = 0, batch_size: int | None = None) -> int:
@@ -235,7 +239,7 @@ class Step:
         self.setup, self.optimizer, self.loss = setup, optimizer, loss
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.micro_size = micro_size(setup.config)
-        self.least = 1
+        self.fewest = fewest_samples(setup.model)
         self.skips: Tensor | int = 0
         self.updating = False
         """Whether parameters may have changed in the step that is being made."""
@@ -247,9 +251,8 @@ class Step:
 
     def halve(self) -> bool:
         """Makes micro-batches half as large, from the next step on; False where they are as small as they can be."""
-        self.least = fewest_samples(self.setup.model)
         before = self.micro_size
-        self.micro_size = min(before, max(self.least, math.ceil(before / 2)))
+        self.micro_size = min(before, max(self.fewest, math.ceil(before / 2)))
         return self.micro_size < before
 
     def __call__(self, value: Any, target: Any, rate: float, total: int | None = None) -> float:
@@ -268,9 +271,12 @@ class Step:
         return mean
 
     def _parts(self, value: Any, target: Any, total: int) -> list[Part]:
-        """The micro-batches: as many as the process with the largest share has."""
-        share = processes.share(total)
-        wanted = min(math.ceil(share.largest / self.micro_size), max(1, share.largest // self.least))
+        """The micro-batches: as many as the process with the largest share has.
+
+        One of a single sample, which batch-norm may not take, is made only where that is the size of all.
+        """
+        share, least = processes.share(total), min(self.fewest, self.micro_size)
+        wanted = min(math.ceil(share.largest / self.micro_size), max(1, share.largest // least))
         count = min(wanted, max(1, share.count))
         parts = [Part(x, y, share.count > 0) for x, y in split((value, target), count)]
         return parts + [replace(parts[0], counts=False)] * (wanted - count)

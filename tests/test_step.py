@@ -135,6 +135,21 @@ def test_a_scale_of_a_power_of_two_changes_nothing_even_with_clipping():
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize(("batch", "micro", "sizes"), [(5, 3, [2, 3]), (7, 4, [2, 2, 3]), (6, 6, [1] * 6), (3, 1, [3])])
+def test_no_micro_batch_of_batch_norm_is_a_single_sample_that_nobody_asked_for(batch, micro, sizes):
+    model, seen = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)), []
+    model[0].register_forward_hook(lambda module, inputs, output: seen.append(len(inputs[0])))
+    model[1].eval()
+    one_step(model, config(batch_size=batch, micro_batches=micro), torch.randn(batch, 6), torch.zeros(batch).long())
+    assert seen == sizes
+
+
+def test_a_single_sample_that_batch_norm_does_not_take_is_told_as_such():
+    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))
+    with pytest.raises(QtoolError, match="--batch-size that leaves every micro-batch of every process two samples"):
+        answer(model, torch.randn(1, 6))
+
+
 def test_a_step_whose_gradients_overflow_is_skipped_and_counted():
     model = make_model()
     before = [p.clone() for p in model.parameters()]

@@ -214,22 +214,23 @@ def sharded(config: TrainConfig, devices: int) -> TrainConfig:
     return replace(config, devices=devices, strategy="fsdp", step_in_backward=False, micro_batches=micro)
 
 
-def largest_batch(config: TrainConfig, budget: float, peak: Peak, most: int) -> tuple[int, int]:
+def largest_batch(config: TrainConfig, budget: float, peak: Peak, most: int, least: int = 1) -> tuple[int, int]:
     """The largest power of two up to ``most`` whose step is predicted to fit ``budget`` bytes, and that peak.
 
     Of several devices, each takes such a power of two, and ``budget`` is for each. Two predictions give the line that
-    the peak follows, further ones correct it. One sample is the answer where not even that fits: trying will tell.
+    the peak follows, further ones correct it. ``least`` samples for each device are the answer where not even they fit:
+    trying will tell.
     """
 
     def of(share: int) -> int:
         return peak(replace(config, batch_size=share * config.devices, micro_batches=1))
 
-    most = 2 ** int(math.log2(max(1, most // config.devices)))
+    most = 2 ** int(math.log2(max(least, most // config.devices)))
     low, high = of(min(2, most)), of(min(8, most))
     each = max((high - low) / 6, 1.0)
-    size = 2 ** int(math.log2(max(1.0, min(most, 2 + (budget - low) / each))))
+    size = 2 ** int(math.log2(max(least, min(most, 2 + (budget - low) / each))))
     found = of(size)
-    while found > budget and size > 1:
+    while found > budget and size > least:
         size //= 2
         found = of(size)
     while size < most and (next_one := of(2 * size)) <= budget:

@@ -108,14 +108,17 @@ def hold(config: TrainConfig) -> None:
 
 def _with_batch(config: TrainConfig, source: Source, looked: list[dict[str, Any]], progress: Progress) -> Choice:
     from qtool.memory.plan import largest_batch
+    from qtool.step import fewest_samples
 
     if source.parts is None:
         raise UsageError("--batch-size auto", "a data set", "batches made already", "pass the data set itself")
     free = SHARE * _free(config)
     limit = min(free, _budget(config) or free)
-    most = max(config.devices, len(source.parts.train) // STEPS_PER_EPOCH)  # type: ignore[arg-type]
+    assert source.model is not None
+    least = fewest_samples(source.model)
+    most = max(least * config.devices, len(source.parts.train) // STEPS_PER_EPOCH)  # type: ignore[arg-type]
     with _telling(predictor(source), progress, config, 3 + most.bit_length(), looked) as predicted:
-        size, peak = largest_batch(config, limit, predicted, most)
+        size, peak = largest_batch(config, limit, predicted, most, least)
     why = f"the largest batch predicted to fit, of at most {most}, an eighth of an epoch"
     told = f"predicted peak {peak / MIB:.0f} MiB of {limit / MIB:.0f} MiB; at most {most} are taken"
     teller(progress)(f"batch size {size}: {told}")

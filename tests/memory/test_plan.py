@@ -93,3 +93,6 @@ def test_the_largest_batch_that_fits(each: int, base: int, budget: int) -> None:
     fitting = [n for n in (1, 2, 4, 8, 16, 32, 64, 128, 256) if base + each * n <= budget]
     assert size == max(fitting, default=1)
     assert found == base + each * size
+    asked: list[int] = []
+    assert largest_batch(PLAIN, 0, lambda c: asked.append(c.batch_size) or line(c), 300, least=2)[0] == 2
+    assert min(asked) == 2
