@@ -13,22 +13,35 @@ and no optimizer states.
 from __future__ import annotations
 
 import itertools
+import math
+import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from qtool import checkpoint
-from qtool.errors import OutOfMemory, QtoolError, UsageError
+from qtool.errors import OutOfMemory, QtoolError, QtoolWarning, UsageError
 from qtool.evaluate import evaluate, metrics_in, shared_batches
 from qtool.order import Batches
 from qtool.step import Setup
 from qtool.tasks import Task
 
 
-def judge(setup: Setup, part: Any, size: int, task: Task) -> dict[str, float]:
-    """The metrics of ``part``, a data set or batches, in batches of ``size``. The model's mode is the caller's."""
-    return evaluate(setup.predict, _batches(setup, part, size), task)
+def judge(setup: Setup, name: str, part: Any, size: int, task: Task) -> dict[str, float]:
+    """The metrics of ``part``, a data set or batches, in batches of ``size``. The model's mode is the caller's.
+
+    A loss that is not finite does not end a training, which may come back from it; it is told by a QtoolWarning.
+    """
+    metrics = evaluate(setup.predict, _batches(setup, part, size), task)
+    if not math.isfinite(loss := metrics.get("loss", 0.0)):
+        warnings.warn(
+            f"{name} data: the loss is {loss}, so that metrics say nothing: of some sample the model's output in "
+            "evaluation mode, or its loss, is not finite",
+            QtoolWarning,
+            stacklevel=2,
+        )
+    return metrics
 
 
 def rehearse(setup: Setup, parts: Mapping[str, Any], size: int, task: Task) -> dict[str, set[str] | None]:

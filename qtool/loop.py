@@ -20,6 +20,7 @@ Left out on purpose: validation within an epoch, and more than one learning rate
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -270,11 +271,10 @@ class _Run:
             require_metric(names.get("validation", set()), self.task)
 
     def _validate(self) -> dict[str, float]:
-        validation = self.data.validation
-        if validation is None:
+        if self.data.validation is None:
             return {}
         self.hooks.mode(self.model, False)
-        metrics = judge(self.setup, validation, self.step.micro_size, self.task)
+        metrics = judge(self.setup, "validation", self.data.validation, self.step.micro_size, self.task)
         return {f"validation_{name}": value for name, value in metrics.items() if name != "num_samples"}
 
     def _keep_best(self, metrics: Mapping[str, float]) -> None:
@@ -284,8 +284,8 @@ class _Run:
             {name.removeprefix("validation_") for name in metrics if name.startswith("validation_")}, self.task
         )
         value = metrics[f"validation_{self.task.metric}"]
-        best = self.history.best_metric
-        better = best is None or (value > best if self.task.higher_is_better else value < best)
+        best, more = self.history.best_metric, self.task.higher_is_better
+        better = not math.isnan(value) and (best is None or (value > best if more else value < best))
         self.waited = 0 if better else self.waited + 1
         self.history.stopped_early = self.waited >= self.config.early_stopping
         if not better:

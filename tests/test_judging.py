@@ -1,4 +1,5 @@
 import copy
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +9,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from qtool import judging, loop
-from qtool.errors import OutOfMemory, QtoolError, UsageError
+from qtool.errors import OutOfMemory, QtoolError, QtoolWarning, UsageError
 from qtool.loop import fit
 from qtool.tasks import Classification
 from qtool.training import compiling
@@ -127,7 +128,7 @@ def test_what_is_compiled_is_not_compiled_by_a_rehearsal(monkeypatch):
             "validation": {"loss", "top1"}
         }
         assert not compiled
-        judging.judge(made, data.validation, 8, Classification())
+        judging.judge(made, "validation", data.validation, 8, Classification())
         assert compiled
 
 
@@ -145,3 +146,28 @@ def test_memory_that_a_smaller_micro_batch_spares_is_left_to_the_steps(monkeypat
     assert fit(Full(), make_data(), Classification(), config(epochs=1), backs_off=True).halvings == 1
     with pytest.raises(OutOfMemory, match="evaluation"):
         train(Full(), make_data(), config(epochs=1), task=Classification())
+
+
+def test_a_loss_that_is_not_finite_in_evaluation_alone_is_told_and_never_the_best():
+    """A NaN compares as no better and no worse: taken for the best of all it would end the search at once."""
+
+    class Bad(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.epochs = make_model(), 0
+
+        def forward(self, x):
+            return self.inner(x) * (float("nan") if not self.training and self.epochs < 2 else 1.0)
+
+        def train(self, mode=True):
+            self.epochs += mode and hasattr(self, "epochs")
+            return super().train(mode)
+
+    class Metric(Classification):
+        def metrics(self, output, target):
+            return {"top1": output.sum()}
+
+    with pytest.warns(QtoolWarning, match="^validation data: the loss is nan, so that metrics say nothing"):
+        history = fit(Bad(), make_data(), Metric(), config(early_stopping=2))
+    assert history.best_epoch in (1, 2)
+    assert [math.isnan(epoch["validation_loss"]) for epoch in history.epochs] == [True, False, False]

@@ -51,6 +51,13 @@ RULES = (
         "pass --precision bf16-mixed",
     ),
     Rule(
+        "--grad-clip",
+        lambda c: c.grad_clip == 0,
+        "a norm above 0",
+        "0, which leaves nothing of any gradient",
+        "pass --grad-clip none to switch clipping off",
+    ),
+    Rule(
         "--optimizer-kernels",
         lambda c: c.optimizer_kernels != "fused" and c.optimizer not in ("adamw", "sgd"),
         "the optimizer's own kernels",

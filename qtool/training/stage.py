@@ -73,7 +73,7 @@ def train(
             model, parts, task, config, setup=made, loss_fn=loss_fn, out=out, resume=resume, progress=report,
             identity=identity, test=test, backs_off=backs_off, halvings=halvings,
         )  # fmt: skip
-        metrics = {} if test is None else judge(made, test, micro_size(config, history.halvings), task)
+        metrics = {} if test is None else judge(made, "test", test, micro_size(config, history.halvings), task)
         found = adapter(model)
     return TrainResult(model, metrics, history, found)
 

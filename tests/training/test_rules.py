@@ -12,6 +12,7 @@ BROKEN = [
     ({"step_in_backward": True, "micro_batches": 2, "grad_clip": None}, "whole batches"),
     ({"step_in_backward": True}, "pass --grad-clip none"),
     ({"step_in_backward": True, "grad_clip": None, "precision": "16-mixed"}, "bf16-mixed"),
+    ({"grad_clip": 0.0}, "pass --grad-clip none to switch"),
     ({"optimizer": "adamw8bit", "optimizer_kernels": "foreach"}, "foreach with --optimizer adamw8bit"),
     ({"optimizer": "paged-adamw"}, "paged-adamw on the CPU"),
     ({"rounding": "stochastic"}, "bf16-true"),
