@@ -63,7 +63,8 @@ class Task(Protocol):
 class Classification:
     """One class per sample: cross-entropy in nats; ``top1``, and ``top5`` where there are more than five classes.
 
-    Outputs are N×C logits, targets N class indices (int64). A tie counts as right only if the class comes first.
+    Outputs are N×C logits, or a mapping with ``logits`` (transformers' outputs are), targets N class indices (int64). A
+    tie counts as right only if the class comes first.
     """
 
     label_smoothing: float = 0.0
@@ -73,7 +74,7 @@ class Classification:
 
     def loss(self, output: Any, target: Any) -> tuple[Tensor, float]:
         """Summed cross-entropy of the softmax, with ``label_smoothing`` spread over all classes."""
-        _check(output, target)
+        output = _checked(output, target)
         try:
             losses = F.cross_entropy(output.float(), target, reduction="sum", label_smoothing=self.label_smoothing)
         except IndexError as error:
@@ -85,15 +86,20 @@ class Classification:
 
     def metrics(self, output: Any, target: Any) -> dict[str, Tensor | float]:
         """How many of the batch are right, at first and among the first five."""
-        _check(output, target)
+        output = _checked(output, target)
         sums: dict[str, Tensor | float] = {"top1": (output.argmax(1) == target).sum()}
         if output.shape[1] > 5:
             sums["top5"] = (output.topk(5, dim=1).indices == target[:, None]).sum()
         return sums
 
 
-def _check(output: Any, target: Any) -> None:
+def _logits(output: Any) -> Any:
+    return output["logits"] if isinstance(output, Mapping) and "logits" in output else output
+
+
+def _checked(output: Any, target: Any) -> Tensor:
     _require_targets("classification", target)
+    output = _logits(output)
     if not isinstance(output, Tensor) or output.ndim != 2 or target.shape != output.shape[:1]:
         got = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
         tokens = isinstance(output, Tensor) and output.ndim == 3
@@ -105,6 +111,7 @@ def _check(output: Any, target: Any) -> None:
     if target.is_floating_point():
         got = str(target.dtype).removeprefix("torch.")
         raise QtoolError("task 'classification'", "class indices (int64)", f"targets of {got}", "return target.long()")
+    return output
 
 
 def _require_targets(task: str, target: Any) -> None:
@@ -116,8 +123,9 @@ def _require_targets(task: str, target: Any) -> None:
 class LanguageModelling:
     """The next token at every place: cross-entropy in nats per token; ``top1`` of the tokens, and ``perplexity``.
 
-    Outputs are N×T×V logits, targets N×T token indices (int64). A target of −100 is not counted, so windows weigh as
-    many tokens as they have, and means are over tokens. Perplexity is exp(mean loss), without label smoothing's part.
+    Outputs are N×T×V logits, or a mapping with ``logits``, targets N×T token indices (int64). A target of −100 is not
+    counted, so windows weigh as many tokens as they have, and means are over tokens. Perplexity is exp(mean loss),
+    without label smoothing's part.
     """
 
     label_smoothing: float = 0.0
@@ -128,14 +136,14 @@ class LanguageModelling:
 
     def loss(self, output: Any, target: Any) -> tuple[Tensor, Tensor]:
         """Summed cross-entropy over the counted tokens, and their number."""
-        _check_tokens(output, target)
+        output = _checked_tokens(output, target)
         logits = output.float().flatten(0, 1)
         losses = F.cross_entropy(logits, target.flatten(), reduction="sum", label_smoothing=self.label_smoothing)
         return losses, (target != IGNORED).sum()
 
     def metrics(self, output: Any, target: Any) -> dict[str, Tensor | float]:
         """How many counted tokens are right; the plain negative log-likelihood, where smoothing hides it."""
-        _check_tokens(output, target)
+        output = _checked_tokens(output, target)
         sums: dict[str, Tensor | float] = {"top1": (output.argmax(-1) == target).sum()}
         if self.label_smoothing:
             sums["nll"] = F.cross_entropy(output.float().flatten(0, 1), target.flatten(), reduction="sum")
@@ -150,14 +158,16 @@ def _exp(value: float) -> float:
     return math.exp(value) if value < 700 else math.inf
 
 
-def _check_tokens(output: Any, target: Any) -> None:
+def _checked_tokens(output: Any, target: Any) -> Tensor:
     _require_targets("language-modelling", target)
+    output = _logits(output)
     if not isinstance(output, Tensor) or output.ndim != 3 or target.shape != output.shape[:2]:
         got = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
         raise QtoolError(
             "task 'language-modelling'", "N×T×vocabulary logits and N×T token indices",
             f"output {got}, target {tuple(target.shape)}", "use a language model with --data text:FILE",
         )  # fmt: skip
+    return output
 
 
 BUILT_INS: dict[str, Callable[[float], Task]] = {

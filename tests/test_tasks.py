@@ -51,6 +51,18 @@ def test_half_precision_outputs_are_summed_in_float32() -> None:
     assert total.dtype == torch.float32
 
 
+@pytest.mark.parametrize("shape", [(7,), (7, 3)])
+def test_the_logits_of_a_mapping_are_judged(shape: tuple[int, ...]) -> None:
+    """An output of transformers' models is one, with hidden states and keys beside them."""
+    output, target = torch.randn(*shape, 4), torch.randint(0, 4, shape)
+    task: Task = Classification() if len(shape) == 1 else LanguageModelling()
+    among = {"hidden_states": (torch.zeros(7, 9),), "logits": output}
+    assert float(task.loss(among, target)[0]) == float(task.loss(output, target)[0])
+    assert task.metrics(among, target) == task.metrics(output, target)
+    with pytest.raises(QtoolError, match="got output dict"):
+        task.loss({"scores": output}, target)
+
+
 def test_metrics_count_the_right_ones() -> None:
     output = torch.tensor([[9, 5, 4, 3, 2, 1.0], [9, 5, 4, 3, 2, 1], [9, 5, 4, 3, 2, 1]])
     sums = Classification().metrics(output, torch.tensor([0, 4, 5]))
