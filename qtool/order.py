@@ -24,6 +24,7 @@ from qtool.data import batches
 from qtool.errors import QtoolError, UsageError
 from qtool.given import pair_of
 from qtool.nested import num_samples, tensors
+from qtool.recipe import TrainConfig
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,15 @@ def batch_plan(count: int, batch_size: int, seed: int, epoch: int) -> list[list[
         left_over = plan.pop()
         plan[-1] += left_over
     return plan
+
+
+def largest_pass(count: int, config: TrainConfig) -> int:
+    """The samples of the largest batch that a step over ``count`` samples takes as ``config`` says, to predict it.
+
+    One that a left-over sample has joined is cut in two, but where updates are made in the backward pass.
+    """
+    joined = config.step_in_backward and 1 < config.batch_size < count and count % config.batch_size == 1
+    return config.batch_size + joined
 
 
 def not_shared() -> UsageError:

@@ -251,6 +251,8 @@ class Step:
 
     def halve(self) -> bool:
         """Makes micro-batches half as large, from the next step on; False where they are as small as they can be."""
+        if self.setup.updates_in_backward:
+            return False
         before = self.micro_size
         self.micro_size = min(before, max(self.fewest, math.ceil(before / 2)))
         return self.micro_size < before
@@ -273,8 +275,11 @@ class Step:
     def _parts(self, value: Any, target: Any, total: int) -> list[Part]:
         """The micro-batches: as many as the process with the largest share has.
 
-        One of a single sample, which batch-norm may not take, is made only where that is the size of all.
+        One of a single sample, which batch-norm may not take, is made only where that is the size of all. Where updates
+        are made in the backward pass the batch is whole, also the one that a left-over sample has joined.
         """
+        if self.setup.updates_in_backward:
+            return [Part(value, target)]
         share, least = processes.share(total), min(self.fewest, self.micro_size)
         wanted = min(math.ceil(share.largest / self.micro_size), max(1, share.largest // least))
         count = min(wanted, max(1, share.count))

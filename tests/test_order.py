@@ -5,7 +5,8 @@ from hypothesis import strategies as st
 
 from qtool import checkpoint, processes
 from qtool.errors import QtoolError, UsageError
-from qtool.order import Batches, Order, batch_plan
+from qtool.order import Batches, Order, batch_plan, largest_pass
+from qtool.recipe import TrainConfig
 
 
 @given(st.integers(1, 200), st.integers(1, 50), st.integers(0, 5), st.integers(0, 5))
@@ -118,3 +119,11 @@ def test_an_epoch_with_fewer_batches_than_it_says_is_an_error():
 def test_no_data_is_an_error():
     with pytest.raises(QtoolError, match="at least one sample"):
         Order(Batches([]), 1, 0)
+
+
+@pytest.mark.parametrize(("count", "size"), [(33, 16), (32, 16), (16, 16), (17, 16), (3, 1), (9, 16)])
+def test_the_largest_pass_is_that_of_the_plan(count, size):
+    config = TrainConfig(batch_size=size, step_in_backward=True)
+    if count > size:
+        assert largest_pass(count, config) == max(map(len, batch_plan(count, size, 0, 0)))
+    assert largest_pass(count, TrainConfig(batch_size=size)) == size

@@ -73,14 +73,14 @@ def halvings(folder: Path | None) -> int:
 def halve(folder: Path, wanted: TrainConfig, begun: int, model: nn.Module) -> bool:
     """Has the next processes of the run in ``folder`` halve their micro-batches once more than the ``begun`` times.
 
-    Several of a group may say so. False, and nothing is written, where they are as small as they can be already, or
-    nothing was chosen yet.
+    Several of a group may say so. False, and nothing is written, where they are as small as they can be already, where
+    updates are made in the backward pass of a whole batch, or nothing was chosen yet.
     """
     from qtool.step import fewest_samples
 
     kept = _read(folder, FILE)
     micro = math.ceil(math.ceil(wanted.batch_size / wanted.devices) / wanted.micro_batches)
-    if not kept or micro <= fewest_samples(model) << begun:
+    if not kept or wanted.step_in_backward or micro <= fewest_samples(model) << begun:
         return False
     write_json(folder / FILE, kept | {"halvings": begun + 1})
     (folder / NOTE).unlink(missing_ok=True)

@@ -108,9 +108,10 @@ def _parts(spec: Spec, config: TrainConfig) -> dict[str, Any]:
 
 def _batch(source: Source, config: TrainConfig) -> tuple[Any, Any]:
     from qtool.data import batches
-    from qtool.order import Batches
+    from qtool.order import Batches, largest_pass
 
-    found = iter(batches(source.parts.train, config.batch_size) if source.parts else Batches(source.data))
+    train: Any = source.parts.train if source.parts else None
+    found = iter(Batches(source.data) if train is None else batches(train, largest_pass(len(train), config)))
     batch: tuple[Any, Any] | None = next(found, None)
     if batch is None:
         raise QtoolError("training data", "at least one batch", "none", "give data that is not empty")

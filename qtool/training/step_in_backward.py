@@ -45,26 +45,27 @@ def apply(setup: Setup, example: Any) -> None:
 
 def _stepper(optimizer: Optimizer) -> Callable[[torch.Tensor], None]:
     """Updates as gradients come. What waits at the end of the backward pass is left to the step that follows it."""
-    group = optimizer.param_groups[0]
-    enough = pieces.piece(group["params"])
+    enough = pieces.piece(optimizer.param_groups[0]["params"])
     waiting: dict[torch.Tensor, int] = {}
-    everything, updated_now = group["params"], 0
+    updated_now, within = 0, False
 
     def after(*_: Any) -> None:
         nonlocal updated_now
-        updated_now = 0 if group["params"] is everything else updated_now + sum(waiting.values())
+        updated_now = updated_now + sum(waiting.values()) if within else 0
         waiting.clear()
 
     optimizer.register_step_post_hook(after)
 
     def step(parameter: torch.Tensor) -> None:
+        nonlocal within
         waiting[parameter] = parameter.numel()
         if sum(waiting.values()) < (enough if updated_now >= enough else enough / EARLY):
             return
-        whole, group["params"] = group["params"], list(waiting)
+        group = optimizer.param_groups[0]  # another one once a state was loaded
+        whole, group["params"], within = group["params"], list(waiting), True
         optimizer.step()
         for updated in group["params"]:
             updated.grad = None
-        group["params"] = whole
+        group["params"], within = whole, False
 
     return step

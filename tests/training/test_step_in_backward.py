@@ -1,8 +1,13 @@
+import copy
+
 import pytest
 import torch
+from torch import nn
 
-from qtool.step import NotFinite
+from qtool.recipe import TrainConfig
+from qtool.step import NotFinite, Step
 from qtool.training import pieces
+from qtool.training.techniques import setup
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "adafactor", "adamw8bit", "lion8bit"])
@@ -85,3 +90,42 @@ def test_closing_removes_the_hooks(run_steps):
     done.setup.close()
     done.model(torch.randn(2, 16)).sum().backward()
     assert all(p.grad is not None for p in done.model.parameters())
+
+
+def test_a_batch_that_a_left_over_sample_has_joined_is_stepped_whole(same_state):
+    """In two micro-batches the first would change weights that the second needs as they were."""
+    draw = torch.Generator().manual_seed(0)
+    x, y = torch.randn(17, 16, generator=draw), torch.randint(0, 4, (17,), generator=draw)
+    models = []
+
+    def loss(model, value, target):
+        return nn.functional.cross_entropy(model(value), target, reduction="sum"), float(len(target))
+
+    for options in ({"batch_size": 17}, {"batch_size": 16, "step_in_backward": True}):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.Dropout(0.1), nn.Tanh(), nn.Linear(32, 4))
+        with setup(model, TrainConfig(device="cpu", grad_clip=None, **options)) as made:
+            step = Step(made, made.make_optimizer(list(model.parameters())), loss)
+            torch.manual_seed(1)
+            step(x, y, 0.01)
+            assert not options.get("step_in_backward") or not step.halve()
+        models.append(model)
+    assert same_state(*models)
+
+
+def test_what_is_updated_together_is_the_same_after_a_resume(run_steps, same_state):
+    """Adafactor takes its epsilon from the first weight of an update, whose order a loaded state may not change."""
+    options = {"optimizer": "adafactor", "precision": "bf16-true", "step_in_backward": True}
+    whole = run_steps("convolutions", 2, **options)
+
+    def reload(made):
+        make = made.make_optimizer
+
+        def loaded(parameters):
+            optimizer = make(parameters)
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            return optimizer
+
+        made.make_optimizer = loaded
+
+    assert same_state(run_steps("convolutions", 2, reload, **options).model, whole.model)
