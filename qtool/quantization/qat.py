@@ -51,6 +51,11 @@ def check_tuning(config: QatConfig) -> None:
     if config.distill_features and (not config.distill or config.compile):
         got = "--compile" if config.compile else "--no-distill"
         raise UsageError("--distill-features", "--distill in eager mode", got, "leave one of them out")
+    if config.activation_checkpointing:
+        raise UsageError(
+            "quantize --mode qat", "options for a captured graph, which has no blocks", "--activation-checkpointing",
+            "pass --micro-batches to save memory",
+        )  # fmt: skip
     if config.lora is not None or config.batch_size == AUTO or config.memory_budget is not None:
         raise UsageError(
             "quantize --mode qat", "a --batch-size, no --lora and no --memory-budget", "one of them",

@@ -71,6 +71,8 @@ def quantize(
     validation part, or on ``validation``: batches of (input, target) or of inputs alone. Raises ContractError, its
     ``details`` the outcome, where none does.
     """
+    from qtool.training import rules
+
     config, tuning = _quantize_configs(config, qat, options)
     source, folder = _quantize_source(model, data, task, weights, writable(out), tuning, trust)
     settings = _settings(config, tuning)
@@ -84,6 +86,8 @@ def quantize(
 
     if folder and is_done():
         return open_quantized(folder)
+    if tuning:
+        rules.check(tuning)
     writable(folder)
     tell = teller(progress)
     tell(f"quantize: {config.mode}, calibrated on {_describe(drawn)}")

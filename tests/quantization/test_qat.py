@@ -272,6 +272,11 @@ def test_several_devices_are_refused_before_any_work(options: dict[str, Any], tr
         qat(trained, "pt2e", config(**options))
 
 
+def test_what_a_captured_graph_does_not_have_is_refused_before_any_work(trained: nn.Module) -> None:
+    with pytest.raises(UsageError, match="a captured graph, which has no blocks; got --activation-checkpointing"):
+        qat(trained, "pt2e", config(activation_checkpointing=True))
+
+
 def test_training_data_is_asked_for(trained: nn.Module) -> None:
     with pytest.raises(UsageError, match="training data"):
         quantize(trained, QuantizeConfig(mode="qat"), example=TRAIN[:2], calibration=[TRAIN])

@@ -5,11 +5,13 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import qtool
+from qtool.errors import UsageError
 from qtool.recipe import QatConfig
 from qtool.stages.quantization import _quantize_configs
 
@@ -25,6 +27,17 @@ def test_a_device_that_is_named_is_that_of_training_too() -> None:
     config, tuning = _quantize_configs(None, None, {"mode": "qat"})
     assert tuning is not None
     assert (config.device, tuning.device) == ("cpu", "auto")
+
+
+def test_options_of_training_that_exclude_each_other_are_refused_before_anything_is_calibrated() -> None:
+    told: list[str] = []
+    images = TensorDataset(torch.randn(8, 1, 4, 4), torch.zeros(8).long())
+    with pytest.raises(UsageError, match="--step-in-backward: expected whole batches"):
+        qtool.quantize(
+            nn.Sequential(nn.Flatten(), nn.Linear(16, 2)), {"train": images, "test": images}, mode="qat",
+            micro_batches=2, step_in_backward=True, progress=told.append,
+        )  # fmt: skip
+    assert not told
 
 
 def test_a_loader_that_shuffles_is_read_in_one_order_by_every_pass() -> None:
