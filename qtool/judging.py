@@ -15,12 +15,13 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
 
-from qtool import checkpoint
+from qtool import checkpoint, processes
 from qtool.errors import OutOfMemory, QtoolError, QtoolWarning, UsageError
 from qtool.evaluate import evaluate, metrics_in, shared_batches
 from qtool.order import Batches
@@ -44,26 +45,45 @@ def judge(setup: Setup, name: str, part: Any, size: int, task: Task) -> dict[str
     return metrics
 
 
-def rehearse(setup: Setup, parts: Mapping[str, Any], size: int, task: Task) -> dict[str, set[str] | None]:
+def rehearse(setup: Setup, train: Any, parts: Mapping[str, Any], size: int, task: Task) -> dict[str, set[str] | None]:
     """The names of the metrics that :func:`judge` will give of each part (None where one batch does not tell).
 
-    Raises what it would raise, and names the part.
+    Raises what it would raise, and names the part, unless samples of ``train`` fare no better.
     """
     restore = checkpoint.restorer(setup.model, checkpoint.statistics(setup.model))
     try:
         with torch.compiler.set_stance("force_eager"):
-            return {name: _rehearsed(setup, name, _batches(setup, part, size), task) for name, part in parts.items()}
+            return {name: _rehearsed(setup, train, name, part, size, task) for name, part in parts.items()}
     finally:
         restore()
 
 
-def _rehearsed(setup: Setup, name: str, batches: Iterable[Any], task: Task) -> set[str] | None:
+def _rehearsed(setup: Setup, train: Any, name: str, part: Any, size: int, task: Task) -> set[str] | None:
     try:
-        return metrics_in(setup.predict, itertools.islice(batches, 1), task)
+        return _first(setup, part, size, task)
     except OutOfMemory:
         raise
     except QtoolError as error:
+        if not _takes(setup, train, task):
+            raise
         raise type(error)(f"{error.where}, on {name} data", error.expected, error.got, error.do) from error
+
+
+def _first(setup: Setup, part: Any, size: int, task: Task) -> set[str] | None:
+    return metrics_in(setup.predict, itertools.islice(_batches(setup, part, size), 1), task)
+
+
+def _takes(setup: Setup, train: Any, task: Task) -> bool:
+    """Whether two training samples can be judged; of several processes or of batches it is not tried, and thought so.
+
+    The other processes may be elsewhere, and taking a batch from an iterator could disturb its order.
+    """
+    if isinstance(train, Batches) or processes.size() > 1:
+        return True
+    with suppress(QtoolError):
+        _first(setup, train, 2, task)
+        return True
+    return False
 
 
 def require_metric(names: Collection[str] | None, task: Task) -> None:

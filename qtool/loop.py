@@ -262,7 +262,7 @@ class _Run:
         given = {name: part for name, part in parts.items() if part is not None}
         self.hooks.mode(self.model, False)
         try:
-            names = rehearse(self.setup, given, self.step.micro_size, self.task)
+            names = rehearse(self.setup, self.data.train, given, self.step.micro_size, self.task)
         except Exception as error:
             if self.backs_off and out_of_memory(error):  # the first step will have smaller micro-batches
                 return

@@ -34,7 +34,7 @@ class Wrong(Classification):
 
 def test_a_metric_that_raises_is_told_before_the_first_step(tmp_path):
     task = Wrong(metrics=lambda output, target: {"top1": {}["f1"]})
-    with pytest.raises(QtoolError, match=r"task 'classification', on validation data: .* KeyError: 'f1'"):
+    with pytest.raises(QtoolError, match=r"^task 'classification': expected metrics .* KeyError: 'f1'"):
         fit(make_model(), make_data(), task, config(), out=tmp_path, progress=stop_after(1))
     assert not list(tmp_path.glob("checkpoints/*"))
 
@@ -124,7 +124,7 @@ def test_what_is_compiled_is_not_compiled_by_a_rehearsal(monkeypatch):
     model, data = make_model(), make_data()
     with setup(model, config(compile=True)) as made:
         model.eval()
-        assert judging.rehearse(made, {"validation": data.validation}, 8, Classification()) == {
+        assert judging.rehearse(made, data.train, {"validation": data.validation}, 8, Classification()) == {
             "validation": {"loss", "top1"}
         }
         assert not compiled
