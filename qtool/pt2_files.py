@@ -35,7 +35,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from qtool import allocator
+from qtool import allocator, lstm  # noqa: F401 - the latter registers torch.ops.qtool
 from qtool.artifacts import atomic_path
 from qtool.errors import QtoolError, one_line
 from qtool.structures import know_types, name_types
@@ -55,7 +55,7 @@ _MEMBERS = re.compile(
     r"|archive_format|archive_version|byteorder|\.data/(version|serialization_id|alignment)|\.format_version|version"
 )
 _OPERATOR = re.compile(
-    r"torch\.ops\.(aten|quantized_decomposed|torchvision)\.(?!from_file|__)\w+\.(?!__)\w+"
+    r"torch\.ops\.(aten|quantized_decomposed|torchvision)\.(?!from_file|__)\w+\.(?!__)\w+|torch\.ops\.qtool\.lstm\.default"
     r"|torch\.ops\.aten\.__(and|or|xor|lshift|rshift)__\.(Tensor|Scalar)"  # ATen's names of masks' arithmetic
 )
 _ARITHMETIC = re.compile(

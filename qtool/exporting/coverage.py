@@ -18,6 +18,7 @@ import onnx
 
 from qtool.exporting.gates import Gate
 from qtool.form import Plan, Unit
+from qtool.lstm import OPERATOR
 from qtool.runtimes.ort import optimized_graph
 from qtool.runtimes.profile import BLOCK_PRODUCT
 
@@ -35,6 +36,7 @@ INTEGER_KERNELS = {
     "hard_sigmoid": ("QLinearAdd",),
     "pad": ("Pad",),
     "upsample": ("Resize",),
+    "recurrent": (OPERATOR,),
 }
 COPIES = frozenset({
     "MaxPool", "NhwcMaxPool", "Pad", "Resize", "Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Slice",
@@ -44,7 +46,7 @@ COPIES = frozenset({
 FLOAT_COMPUTE = frozenset({
     "Conv", "FusedConv", "NhwcFusedConv", "ConvTranspose", "Gemm", "FusedGemm", "MatMul", "FusedMatMul", "Add", "Mul",
     "Concat", "GlobalAveragePool", "AveragePool", "ReduceMean", "Sigmoid", "LeakyRelu", "Relu", "Clip",
-    "BatchNormalization",
+    "BatchNormalization", "LSTM",
 })  # fmt: skip
 
 

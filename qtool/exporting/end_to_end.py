@@ -35,7 +35,7 @@ from torch import Tensor
 from qtool.evaluate import ratio_db
 from qtool.exporting.drawn import drawn
 from qtool.exporting.gates import Gate
-from qtool.exporting.parity import feeds_of
+from qtool.exporting.parity import feeds_of, threads_for
 from qtool.exporting.simulation import fast_simulation
 from qtool.form import QuantizedModel
 from qtool.nested import call, micro_batches, num_samples, per_sample, tensors
@@ -59,7 +59,7 @@ def end_to_end(quantized: QuantizedModel, path: Path, samples: Iterable[Any]) ->
     compared = [value.name not in random for value in model.graph.output]
     if not any(compared):
         return Gate("end-to-end parity", None, "SQNR to FP32 as the torch graph's", "not run: the outputs are random")
-    session = open_session(path, threads=torch.get_num_threads())
+    session = open_session(path, threads=threads_for(model))
     outputs: list[_Output] = []
     seen, look, clear = 0, FEWEST, False
     for batch, wanted, in_torch in _answers(quantized, samples):

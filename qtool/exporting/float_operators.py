@@ -23,7 +23,8 @@ from onnx.reference import ReferenceEvaluator
 from torch import Tensor
 
 from qtool.errors import QtoolError
-from qtool.exporting.integer_kernels import largest_in_windows, leaky_relu, logistic, padding, required, spatial
+from qtool.exporting.integer_kernels import largest_in_windows, leaky_relu, padding, required, spatial
+from qtool.polynomials import logistic
 
 Attributes = Mapping[str, Any]
 Operator = Callable[..., Tensor]

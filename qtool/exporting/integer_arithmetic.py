@@ -8,7 +8,6 @@ requantise   ``clamp(float32(acc) · m, qmin − z, qmax − z)``, rounded half 
              half to even above 2^24; ``m`` is one float32; clamping comes before rounding, the zero point after.
 quantise     ``x / scale`` (a division, not a product with 1/scale), then as above.
 dequantise   ``float32(q − z) · scale``.
-fused        ``a·b + c`` rounded once, as an FMA instruction does.
 
 Sums of products are integers, so any order of summation gives the same result as long as every partial sum is exact:
 in float32 below 2^24, in float64 below 2^53. :func:`exact_conv` and :func:`exact_matmul` bound the partial sums by
@@ -153,23 +152,6 @@ def _round_into(x: Tensor, zero_point: Tensor, affine: Affine) -> Tensor:
 def saturate(x: Tensor, affine: Affine) -> Quantized:
     """Round half to even with the zero point already inside ``x``, then clamp: the order of the elementwise kernels."""
     return Quantized(torch.round(x).clamp(affine.low, affine.high).to(affine.dtype), affine)
-
-
-def fused_multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """``a·b + c`` in float32 rounded once.
-
-    The product of two float32 is exact in float64. Their sum with ``c`` is rounded to odd (Boldo and Melquiond, 2008),
-    after which rounding to float32 equals rounding the exact sum.
-    """
-    product, c = a.double() * b.double(), c.double()
-    total = product + c
-    shadow = total - product
-    error = (product - (total - shadow)) + (c - shadow)
-    if bool(error.count_nonzero()):
-        even = (total.view(torch.int64) & 1) == 0
-        towards = torch.copysign(torch.full_like(total, torch.inf), error)
-        total = torch.where((error != 0) & even, torch.nextafter(total, towards), total)
-    return total.to(torch.float32)
 
 
 def with_bias(acc: Tensor, bias: Tensor | None, bound: float) -> Tensor:

@@ -40,12 +40,12 @@ from qtool.exporting.integer_arithmetic import (
     dequantize,
     exact_conv,
     exact_matmul,
-    fused_multiply_add,
     quantize,
     requantize,
     saturate,
     with_bias,
 )
+from qtool.polynomials import fused_multiply_add, logistic
 
 Attributes = Mapping[str, Any]
 T = TypeVar("T")
@@ -264,39 +264,6 @@ def look_up(x: Quantized, function: Callable[[Tensor], Tensor], output: Affine) 
     table = quantize(function(dequantize(x.with_values(every_integer(x)))), output).values
     index = (x.values.to(torch.int32) - x.affine.low).flatten()
     return Quantized(table.index_select(0, index).reshape(x.values.shape), output)
-
-
-def logistic(x: Tensor) -> Tensor:
-    """MLAS's float32 sigmoid: a ratio of two polynomials in FMA steps (coefficients from Eigen), within [0, 1]."""
-    x = x.clamp(-18.0, 18.0)
-    square = x * x
-    top = x * horner(square, LOGISTIC_TOP)
-    return (top / horner(square, LOGISTIC_BOTTOM) + 0.5).clamp_min(0.0)
-
-
-LOGISTIC_TOP = (
-    4.37031012579801e-11,
-    1.15627324459942e-07,
-    6.08574864600143e-05,
-    8.51377133304701e-03,
-    2.48287947061529e-01,
-)
-LOGISTIC_BOTTOM = (
-    6.10247389755681e-13,
-    5.76102136993427e-09,
-    6.29106785017040e-06,
-    1.70198817374094e-03,
-    1.16817656904453e-01,
-    9.93151921023180e-01,
-)
-
-
-def horner(x: Tensor, coefficients: Sequence[float]) -> Tensor:
-    """A polynomial, highest power first, each step one fused multiply-add."""
-    value, *rest = torch.tensor(coefficients, dtype=torch.float32, device=x.device)[:, None].unbind()
-    for coefficient in rest:
-        value = fused_multiply_add(value, x, coefficient)
-    return value
 
 
 def leaky_relu(x: Tensor, attributes: Attributes) -> Tensor:

@@ -41,6 +41,7 @@ from qtool.exporting.integer_graph import (
     clip_limits,
 )
 from qtool.exporting.integer_kernels import KERNELS
+from qtool.lstm import OPERATOR, Seen, layer
 
 Value = Tensor | Quantized
 CONTROL_FLOW = frozenset({"If", "Loop", "Scan"})
@@ -135,6 +136,8 @@ class IntegerReference:
         return x.with_values(self._in_float(node, [x.values, *(None if y is None else _real(y) for y in rest)])[0])
 
     def _in_float(self, node: Node, inputs: list[Tensor | None]) -> list[Tensor]:
+        if node.op == OPERATOR:
+            return list(dynamic_lstm(inputs))
         limits = clip_limits(self.graph, node) if node.op == "Clip" else None
         if limits is not None and inputs[0] is not None and inputs[0].is_floating_point():
             return [inputs[0].clamp(*limits)]
@@ -146,7 +149,23 @@ class IntegerReference:
 def is_covered(unit: Unit) -> bool:
     """Whether this unit's result is the runtime's bit for bit."""
     node = unit.node
-    return unit.fused or (not node.domain and (node.op in COVERED or moves_only(node.op, node.attributes)))
+    return (
+        unit.fused
+        or node.op == OPERATOR
+        or (not node.domain and (node.op in COVERED or moves_only(node.op, node.attributes)))
+    )
+
+
+def dynamic_lstm(inputs: list[Tensor | None], seen: Seen | None = None) -> tuple[Tensor, ...]:
+    """A DynamicQuantizeLSTM of weights without zero points, as qtool writes it."""
+    given = dict(zip(_LSTM_INPUTS, inputs, strict=True))
+    x, weight, scales, hidden, hidden_scales, biases, h, c = (
+        found for name in ("X", "W", "W_scale", "R", "R_scale", "B", "h", "c") if (found := given[name]) is not None
+    )
+    return layer(x, (weight, scales, hidden, hidden_scales, biases), h, c, seen)
+
+
+_LSTM_INPUTS = ("X", "W", "R", "B", "lengths", "h", "c", "P", "W_scale", "W_zero_point", "R_scale", "R_zero_point")
 
 
 def _fused(node: Node, inputs: list[Value | None], affine: Affine | None) -> Tensor:

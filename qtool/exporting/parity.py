@@ -36,6 +36,7 @@ from qtool.exporting.gates import Gate
 from qtool.exporting.integer_reference import IntegerReference
 from qtool.exporting.simulation import QuantizerRecorder
 from qtool.form import QuantizedModel
+from qtool.lstm import OPERATOR
 from qtool.nested import num_samples, samples_of, tensors
 from qtool.runtimes import open_session
 from qtool.runtimes.ort import OrtSession
@@ -86,7 +87,7 @@ def unit_parity(quantized: QuantizedModel, path: Path, samples: Sequence[Any]) -
         cut_path, parts = Path(folder) / "cut.onnx", cut(model)
         random = drawn(parts)
         onnx.save(parts, str(cut_path), save_as_external_data=model.ByteSize() > 1 << 30)
-        session = OrtSession(cut_path, threads=torch.get_num_threads(), rounds=False)
+        session = OrtSession(cut_path, threads=threads_for(parts), rounds=False)
         order = [info.name for info in session.outputs]
         for batch in samples:
             integers, output = recorder.record(batch)
@@ -160,7 +161,7 @@ def integer_parity(path: Path, reference: IntegerReference, samples: Sequence[An
     features = cpu_info()["features"]
     if not set(VNNI) & set(features):
         return Gate("integer reference", None, expected, "not run: this CPU has no VNNI, whose arithmetic it models")
-    session = open_session(path, threads=torch.get_num_threads())
+    session = open_session(path, threads=1 if OPERATOR in reference.covered else torch.get_num_threads())
     unequal = total = 0
     worst = 0.0
     for batch in samples:
@@ -186,6 +187,11 @@ def integer_parity(path: Path, reference: IntegerReference, samples: Sequence[An
             "covered": dict(reference.covered), "cpu_features": features,
         },
     )  # fmt: skip
+
+
+def threads_for(model: onnx.ModelProto) -> int:
+    """How many threads a file is compared on: one where each would round its share of a batch by itself."""
+    return 1 if any(node.op_type == OPERATOR for node in model.graph.node) else torch.get_num_threads()
 
 
 def feeds_of(model: onnx.ModelProto, batch: Any) -> dict[str, Array]:

@@ -7,12 +7,12 @@ the same file loses accuracy by changing machine. CPUs with VNNI (and ARM) add i
 A pair of weights can saturate only where the positive or the negative ones add up to more than 32,767 / 255 = 128;
 with weights in 7 bits (63 + 63) none can. Where some can, the file's own activations are multiplied out for those,
 since most never meet two bytes large enough. Pairs are neighbours in the order in which a kernel reads them: input
-channels of one tap of a convolution (a depthwise kernel multiplies in 32 bits), rows of a matrix.
+channels of one tap of a convolution (a depthwise kernel multiplies in 32 bits), rows of a matrix, of an LSTM's too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,9 +23,10 @@ import torch
 from qtool.artifacts import VNNI, cpu_info
 from qtool.exporting.gates import Gate
 from qtool.exporting.integer_arithmetic import Quantized
-from qtool.exporting.integer_graph import Unit
+from qtool.exporting.integer_graph import Node, Unit
 from qtool.exporting.integer_kernels import padding, spatial
-from qtool.exporting.integer_reference import IntegerReference
+from qtool.exporting.integer_reference import IntegerReference, dynamic_lstm
+from qtool.lstm import OPERATOR
 
 Array = npt.NDArray[Any]
 LIMIT = 2**15 - 1
@@ -44,39 +45,58 @@ def saturating_product(x: Array, weight: Array) -> npt.NDArray[np.int32]:
 
 @dataclass(frozen=True)
 class AtRisk:
-    """A unit with pairs of weights that can saturate: rows (of K, in the kernel's order) and columns of each pair."""
+    """A weight (K × columns in the kernel's order) with pairs that can saturate: the first row and column of each."""
 
-    unit: Unit
     weight: Array
     rows: Array
     columns: Array
 
 
-def at_risk(reference: IntegerReference) -> Iterator[AtRisk]:
-    """The units of a file in which some pair of weights times 255 does not fit into 16 bits."""
-    for unit in reference.units:
-        weight = _matrix(unit, reference) if unit.fused else None
-        if weight is None:
-            continue
-        padded = np.pad(weight.astype(np.int16), ((0, weight.shape[0] % 2), (0, 0)))
-        first, second = padded[0::2], padded[1::2]
-        risky = np.maximum(first, 0) + np.maximum(second, 0) > LIMIT // 255
-        risky |= np.minimum(first, 0) + np.minimum(second, 0) < -(LIMIT // 255)
-        pairs, columns = np.nonzero(risky)
-        if len(pairs):
-            yield AtRisk(unit, padded, pairs * 2, columns)
+def at_risk(weight: Array) -> AtRisk | None:
+    """What of a weight does not fit into 16 bits as a pair times 255; None where all of it does."""
+    padded = np.pad(weight.astype(np.int16), ((0, weight.shape[0] % 2), (0, 0)))
+    first, second = padded[0::2], padded[1::2]
+    risky = np.maximum(first, 0) + np.maximum(second, 0) > LIMIT // 255
+    risky |= np.minimum(first, 0) + np.minimum(second, 0) < -(LIMIT // 255)
+    pairs, columns = np.nonzero(risky)
+    return AtRisk(padded, pairs * 2, columns) if len(pairs) else None
 
 
 def count_saturated(reference: IntegerReference, feeds: Mapping[str, Array]) -> dict[str, int]:
-    """For each unit at risk, how many pairs of products leave 16 bits on these inputs."""
-    read = [unit.node.inputs[0] for unit in reference.units if _matrix(unit, reference) is not None]
+    """For each unit with a weight at risk, how many pairs of products leave 16 bits on these inputs."""
+    layers = {unit.node.name: unit for unit in reference.units if _matrix(unit, reference) is not None}
+    lstms = [unit.node for unit in reference.units if unit.node.op == OPERATOR]
+    read = [unit.node.inputs[0] for unit in layers.values()] + [name for node in lstms for name in node.inputs]
     values = reference.trace(feeds, keep=read)
-    return {found.unit.node.name: _saturated(found, values[found.unit.node.inputs[0]]) for found in at_risk(reference)}
+    counts: dict[str, int] = {}
+    for name, unit in layers.items():
+        if (found := at_risk(_required(_matrix(unit, reference)))) is not None:
+            x = values[unit.node.inputs[0]]
+            assert isinstance(x, Quantized)
+            counts[name] = _saturated(found, _rows(unit, x))
+    for node in lstms:
+        _count_in_lstm(node, values, counts)
+    return counts
 
 
-def _saturated(found: AtRisk, x: Any) -> int:
-    assert isinstance(x, Quantized)
-    rows = _rows(found.unit, x)
+def _count_in_lstm(node: Node, values: Mapping[str, Any], counts: dict[str, int]) -> None:
+    """Adds what leaves 16 bits in the products of an LSTM, whose bytes come about step by step."""
+    known: dict[int, AtRisk | None] = {}
+
+    def seen(x: torch.Tensor, weight: torch.Tensor) -> None:
+        found = known.setdefault(weight.data_ptr(), at_risk(weight.numpy()))
+        if found is not None:
+            counts[node.name] = counts.get(node.name, 0) + _saturated(found, x.numpy().astype(np.int32))
+
+    dynamic_lstm([values[name] if name else None for name in node.inputs], seen)
+
+
+def _required(weight: Array | None) -> Array:
+    assert weight is not None
+    return weight
+
+
+def _saturated(found: AtRisk, rows: Array) -> int:
     rows = np.pad(rows, ((0, 0), (0, len(found.weight) - rows.shape[1])))
     pairs, columns = _reachable(found, rows.max(0))
     total, step = 0, max(1, MAX_SUMS // len(rows))
@@ -98,6 +118,8 @@ def _reachable(found: AtRisk, largest: Array) -> tuple[Array, Array]:
 def _matrix(unit: Unit, reference: IntegerReference) -> Array | None:
     """A unit's constant int8 weight as K × outputs in the kernel's order; None where it has none, or is depthwise."""
     node = unit.node
+    if not unit.fused:
+        return None
     weight = reference.constants.get(node.inputs[1]) if len(node.inputs) > 1 else None
     if not isinstance(weight, Quantized) or weight.affine.dtype != torch.int8:
         return None

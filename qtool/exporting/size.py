@@ -28,7 +28,7 @@ SHARED_VALUES = 1024
 
 
 def predicted_bytes(quantized: QuantizedModel) -> int:
-    """Bytes of all constants of the quantized graph; zero points of weights as int8, of biases and tables as nothing.
+    """Bytes of all constants of the quantized graph; zero points of weights as int8, of biases and rows as nothing.
 
     Small constants that are equal are stored once, as the exporter does: norms that were not trained, zero points.
     Weights of four bits take half a byte; their zero points, which the file leaves out, are within the tolerance. The
@@ -64,7 +64,7 @@ def _as_stored(name: str, tensor: Tensor) -> Tensor | None:
     """A constant as the file has it; None for zero points that it leaves out, and for positions."""
     if "zero_point" not in name:
         return None if tensor.dtype is torch.int64 else tensor
-    return None if "bias" in name or "table" in name else tensor.to(torch.int8)
+    return None if "bias" in name or "rows" in name else tensor.to(torch.int8)
 
 
 def _is_int4(node: Node) -> bool:

@@ -49,9 +49,11 @@ from qtool.exporting.passes import (
     pads,
     sizes,
     stem,
+    stored,
     wide_gates,
     wide_groups,
 )
+from qtool.exporting.recurrent import TRANSLATIONS, require_forms
 from qtool.form import QuantizedModel, program_of, quantize_nodes, unit_of
 
 DEFAULT_OPSET = {"ort-cpu": 21, "tensorrt": 19, "openvino": 21}
@@ -108,6 +110,7 @@ def quantized_to_onnx(quantized: QuantizedModel, opset: int) -> ir.Model:
     for rewrite in PASSES[quantized.plan.target]:
         rewrite(model)
     int4.apply(model, {unit.name for unit in quantized.plan.units if unit.weight_bits == 4}, opset)
+    stored.apply(model, {unit.name for unit in quantized.plan.float_units if unit.weight_bits is not None})
     for rewrite in QUICK.get(quantized.plan.target, ()):
         rewrite(model)
     metadata.strip(model)
@@ -118,6 +121,7 @@ def _translate(graph: GraphModule, example: Any, opset: int) -> tuple[ir.Model, 
     """The exporter's model, and the unit of each value by the exporter's name for it."""
     program = program_of(graph, example)
     spell_pools(program.graph)
+    require_forms(program.graph)
     try:
         with quiet_exporter(), quicker():
             exported = _exported(program, opset)
@@ -142,13 +146,16 @@ def _require_opset(model: ir.Model, opset: int) -> None:
 
 def _exported(program: torch.export.ExportedProgram, opset: int) -> Any:
     """The exporter's result: of the program as it is if that has a form in ONNX, else decomposed."""
+    options: dict[str, Any] = {
+        "dynamo": True, "opset_version": opset, "verbose": False, "custom_translation_table": TRANSLATIONS
+    }  # fmt: skip
     plain = type(program)
     program.__class__ = Decomposed
     try:
-        return torch.onnx.export(program, dynamo=True, opset_version=opset, verbose=False)
+        return torch.onnx.export(program, **options)
     except torch.onnx.OnnxExporterError:
         program.__class__ = plain
-        return torch.onnx.export(program, dynamo=True, opset_version=opset, verbose=False)
+        return torch.onnx.export(program, **options)
 
 
 class Decomposed(torch.export.ExportedProgram):

@@ -15,7 +15,8 @@ no lower than before by more than ``MAX_LOSS_DB``: a float unit rounds nothing, 
 predicted to be faster, nothing is raced. The measuring itself comes in from outside (``race``, ``profile``): here it is
 decided what to measure and what follows from it.
 
-Left out on purpose: reverting every product of a model (that is the float file), and TensorRT, which chooses between
+Left out on purpose: reverting every product of a model (that is the float file); LSTMs, since an override leaves one in
+float and its integers were never slower; and TensorRT, which chooses between
 its integer and float kernels by measuring when it builds an engine.
 """
 
@@ -107,9 +108,12 @@ def _promising(
     conversions = [block.elements * batch_size * SECONDS_PER_ELEMENT for block in found]
     products = {unit.name for unit in quantized.plan.integer_units if unit.kind in PRODUCTS}
     integers = {unit.name for unit in quantized.plan.integer_units}
+    fixed = {unit.name for unit in quantized.plan.integer_units if unit.kind == "recurrent"}
     groups = candidates(found, list(zip(*seconds, strict=True)), conversions)
     worth = WORTH_MEASURING * sum(seconds[0])
-    possible = (g for g in groups if not products <= set(g.units) and integers & set(g.units))
+    possible = (
+        g for g in groups if not products <= set(g.units) and integers & set(g.units) and not fixed & set(g.units)
+    )
     return [g for g in possible if g.saves >= worth][:MAX_CANDIDATES]
 
 

@@ -9,6 +9,7 @@ too small to matter beside such a bias. Each such channel is named in the plan's
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -175,12 +176,23 @@ def label(graph_module: GraphModule) -> None:
             node.meta["custom"] = {"unit": _unit_of(node, units)}
 
 
+def _is_part_of_unit(node: Node) -> bool:
+    """Whether a node is one of several results of a unit."""
+    source = node.args[0] if node.target is operator.getitem else None
+    return isinstance(source, Node) and "unit" in source.meta
+
+
 def _unit_of(node: Node, units: set[str]) -> str:
-    """What a node is called after: its unit, or else its module, or its operator there if a unit has that name."""
+    """What a node is called after: its unit, or else its module, or its operator there if a unit has that name.
+
+    What dequantizes a constant is called after its first reader.
+    """
     if "unit" in node.meta:
         return str(node.meta["unit"])
+    if node.target in DEQUANTIZE and node.users and all(source.op == "get_attr" for source in node.all_input_nodes):
+        return _unit_of(next(iter(node.users)), units)
     source: Any = node
-    while isinstance(source, Node) and source.target in (*QUANTIZE, *DEQUANTIZE):
+    while isinstance(source, Node) and (source.target in (*QUANTIZE, *DEQUANTIZE) or _is_part_of_unit(source)):
         source = source.args[0]
     if isinstance(source, Node) and source.op == "call_function":
         name = str(source.meta.get("unit", source.meta.get("owner") or source.name))

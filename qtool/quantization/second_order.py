@@ -22,7 +22,7 @@ first; and agreement, which is no smooth function.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from qtool.errors import UsageError
-from qtool.nested import num_samples, samples_of
+from qtool.nested import map_tensors, num_samples, samples_of, tensors
 from qtool.quantization.sensitivity import SLICE, Sensitivities, added, energy
 
 SLOW = 300.0
@@ -54,23 +54,24 @@ class SecondOrder(Sensitivities):
                 "measure it unit by unit",
             )  # fmt: skip
         probes, fisher = self._probes([output.detach() for output in outputs])
-        reached = [values[node] for node in ends]
+        reached = [value for node in ends for value in tensors(values[node])]
         slopes = [_backward(output, probe, reached) for output, probe in zip(outputs, probes, strict=True)]
         of_kl = None if fisher is None else _backward(outputs[0], fisher, reached)
         self.state["signal"] = added(self.state["signal"], (energy(output.detach()) for output in outputs))
-        values = {node: value.detach() if isinstance(value, Tensor) else value for node, value in values.items()}
-        for index, alone in enumerate(self.units):
-            error = self._within(alone, values)[ends[index]] - values[ends[index]]
+        values = {node: map_tensors(Tensor.detach, value) for node, value in values.items()}
+        size, start = num_samples(piece), 0
+        for alone, end in zip(self.units, ends, strict=True):
+            pairs = zip(tensors(self._within(alone, values)[end]), tensors(values[end]), strict=True)
+            errors = [made - wanted for made, wanted in pairs]
+            own = slice(start, start := start + len(errors))
             sums = self.state["units"][alone.placed.unit.name]
-            size = num_samples(piece)
-            sums["noise"] = added(sums["noise"], (_squares(slope[index], error, size) for slope in slopes))
+            sums["noise"] = added(sums["noise"], (_squares(slope[own], errors, size) for slope in slopes))
             if of_kl is not None:
-                sums["kl"] += _squares(of_kl[index], error, size) / 2
+                sums["kl"] += _squares(of_kl[own], errors, size) / 2
 
     def _seen(self, node: Node, value: Any) -> Any:
-        """Lets gradients reach the output of every unit."""
-        ends = isinstance(value, Tensor) and value.is_floating_point() and not value.requires_grad
-        return value.detach().requires_grad_() if ends and node in self._ends else value
+        """Lets gradients reach the output of every unit, and each of several."""
+        return map_tensors(_reachable, value) if node in self._ends else value
 
     @property
     def _ends(self) -> set[Node]:
@@ -87,6 +88,11 @@ class SecondOrder(Sensitivities):
         return probes, p.sqrt() * r - p * (p.sqrt() * r).sum(1, keepdim=True)
 
 
+def _reachable(value: Tensor) -> Tensor:
+    wanted = value.is_floating_point() and not value.requires_grad
+    return value.detach().requires_grad_() if wanted else value
+
+
 def _backward(output: Tensor, probe: Tensor, values: list[Tensor]) -> tuple[Tensor | None, ...]:
     """The gradients of one output in the probe's direction, None for values that it does not depend on."""
     if not output.requires_grad:
@@ -94,12 +100,16 @@ def _backward(output: Tensor, probe: Tensor, values: list[Tensor]) -> tuple[Tens
     return torch.autograd.grad(output, values, probe, retain_graph=True, allow_unused=True)
 
 
-def _squares(slope: Tensor | None, error: Tensor, samples: int) -> float:
-    """The sum over samples of (slope · error)²; a first dimension of several per sample counts as that sample's."""
-    if slope is None:
-        return 0.0
-    products = slope * error
-    rows = products.double().reshape(samples, -1) if len(products) % samples == 0 else products.double().flatten(1)
+def _squares(slopes: Sequence[Tensor | None], errors: Sequence[Tensor], samples: int) -> float:
+    """The sum over samples of (slope · error)²; a first dimension of several per sample counts as that sample's.
+
+    Of several results, whose samples need not stand first, the samples are added up before: on average the same.
+    """
+    found = [(slope * error).double() for slope, error in zip(slopes, errors, strict=True) if slope is not None]
+    if not found or len(errors) > 1:
+        return float(sum(float(products.sum()) for products in found)) ** 2
+    (products,) = found
+    rows = products.reshape(samples, -1) if len(products) % samples == 0 else products.flatten(1)
     return float(rows.sum(1).square().sum())
 
 

@@ -34,7 +34,6 @@ from qtool.quantization.capture import capture, copied, remove_dropout
 from qtool.quantization.chomps import drop_chomps
 from qtool.quantization.clipping import clip_early
 from qtool.quantization.constants import fold_computed
-from qtool.quantization.embeddings import quantize_tables
 from qtool.quantization.fidelity import require_faithful
 from qtool.quantization.gains import Gains, channel_gains
 from qtool.quantization.integers import finish, label
@@ -51,6 +50,7 @@ from qtool.quantization.second_order import SecondOrder, is_slow
 from qtool.quantization.sensitivity import Sensitivities
 from qtool.quantization.shuffles import write_rows
 from qtool.quantization.stored_weights import group_weights
+from qtool.quantization.storage import store_bytes
 from qtool.quantization.targets import ORT_CPU, Target, get_target
 from qtool.quantization.transposed import write_transposed
 from qtool.quantization.watching import SAMPLES as WATCHED
@@ -59,8 +59,12 @@ from qtool.quantization.zero_pads import absorb
 from qtool.recipe import QatConfig, QuantizeConfig
 
 AT_LOADING = (
-    "ONNX Runtime dequantizes weights in every run; with the session option session.disable_quant_qdq=1 it does so "
-    "once, when the file is opened, and runs as fast as FP32"
+    "ONNX Runtime dequantizes weights of 4 bits in every run; with the session option session.disable_quant_qdq=1 it "
+    "does so once, when the file is opened, and runs as fast as FP32"
+)
+BY_BATCH = (
+    "an integer LSTM rounds by the range of the whole batch that it reads: a sample's result depends a little on those "
+    "beside it, and on how many threads share the batch out"
 )
 IN_BLOCKS = (
     "ONNX Runtime multiplies the weights of linear layers as they are stored, by inputs that it rounds to 8 bits; with "
@@ -92,20 +96,21 @@ def quantize(
     made = convert(
         model, config, example=example, calibration=calibration, qat=qat, tuning=tuning, report=report, scratch=scratch
     )
-    quantize_tables(made.graph, made.placement)
+    store_bytes(made.graph, made.placement)
     plan = absorb(made.graph, made.placement.plan())
     notes = (*made.notes, *finish(made.graph, made.placement.target))
-    plan = dataclasses.replace(plan, notes=(*plan.notes, *notes, *_advice(plan, config)))
+    plan = dataclasses.replace(plan, notes=(*plan.notes, *notes, *_advice(plan, made.graph)))
     return QuantizedModel(made.graph, plan, example, made.float_graph, made.ranges)
 
 
-def _advice(plan: Plan, config: QuantizeConfig) -> tuple[str, ...]:
-    """Which session options matter to a file whose weights alone are integers."""
-    if plan.target != ORT_CPU.name:
-        return ()
-    if any(unit.block for unit in plan.units):
-        return (IN_BLOCKS,)
-    return (AT_LOADING,) if config.weights_only else ()
+def _advice(plan: Plan, graph: GraphModule) -> tuple[str, ...]:
+    """What matters to whoever serves a file of this plan: session options, and batches."""
+    here = plan.target == ORT_CPU.name
+    advice = (IN_BLOCKS,) if here and any(unit.block for unit in plan.units) else ()
+    if not advice and here and any(unit.weight_bits == 4 for unit in plan.float_units):
+        advice = (AT_LOADING,)
+    lstm = any(node.target is torch.ops.qtool.lstm.default for node in graph.graph.nodes)
+    return (*advice, BY_BATCH) if lstm else advice
 
 
 @dataclass(frozen=True)
@@ -203,6 +208,7 @@ def sensitivities(
     config = dataclasses.replace(config, algorithms=names or None, effort=None)
     made = convert(model, config, example=example, calibration=calibration, keep=True)
     assert made.reference is not None
+    store_bytes(made.graph, made.placement)
     parts = made.graph, made.reference, made.placement
     exact = Sensitivities(*parts)
     kind = config.sensitivity

@@ -18,11 +18,11 @@ from qtool.exporting.integer_arithmetic import (
     dequantize,
     exact_conv,
     exact_matmul,
-    fused_multiply_add,
     quantize,
     requantize,
     with_bias,
 )
+from qtool.polynomials import fused_multiply_add
 
 floats = st.floats(-(2.0**40), 2.0**40, width=32, allow_nan=False, allow_subnormal=False)
 

@@ -15,7 +15,8 @@ from qdq_files import Array, Builder, needs_vnni, run
 
 from qtool.exporting.float_operators import EXACT, MOVERS, conv_transpose, evaluate
 from qtool.exporting.integer_arithmetic import Affine, Quantized
-from qtool.exporting.integer_kernels import KERNELS, logistic, padding, repeats_along_rows
+from qtool.exporting.integer_kernels import KERNELS, padding, repeats_along_rows
+from qtool.polynomials import logistic
 
 pytestmark = needs_vnni
 Meaning = tuple[float, int]

@@ -223,3 +223,36 @@ def test_left_open_it_is_the_time_that_decides(net: nn.Module, monkeypatch: pyte
     assert kind() == "second-order"
     monkeypatch.undo()
     assert kind(measured(net, sensitivity="second-order").state) == "second-order"
+
+
+class Words(nn.Module):
+    """A table, a recurrent layer and a linear one."""
+
+    def __init__(self, cell: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.words, self.rnn = nn.Embedding(300, 24), cell(24, 16, batch_first=True, bidirectional=True)
+        self.head = nn.Linear(32, 5)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.rnn(self.words(ids))[0][:, -1])
+
+
+@pytest.mark.parametrize("cell", [nn.LSTM, nn.GRU])
+def test_tables_and_recurrent_layers_are_measured_too(cell: type[nn.RNNBase]) -> None:
+    torch.manual_seed(0)
+    model = Words(cell).eval()
+    ids = torch.randint(0, 300, (16, 7), generator=torch.Generator().manual_seed(0))
+    found = {entry["name"]: entry["sqnr_db"] for entry in measured(model, ids, algorithms=None).results()}
+    assert set(found) == {"words", "rnn", "head"}
+    guess = {
+        e["name"]: e["sqnr_db"]
+        for e in measured(model, ids, algorithms=None, sensitivity="second-order").results()
+    }  # fmt: skip
+    for name in ("words", "rnn"):
+        wanted = found[name]
+        config = QuantizeConfig(overrides={name: "int8"} | {"*": "float"}, algorithms=None)
+        one = quantize(model, config, example=ids, calibration=[ids])
+        with torch.no_grad():
+            pieces = [one(ids[start : start + 8]) for start in (0, 8)]  # an LSTM's ranges are its batch's
+            assert wanted == pytest.approx(errors(model(ids), torch.cat(pieces))[0], abs=0.01)
+        assert guess[name] == pytest.approx(wanted, abs=4)

@@ -2,24 +2,32 @@
 
 A unit's operators are ``<unit>`` (the first) and ``<unit>/<operator>``, its quantizer gives ``<unit>/quantized``, and
 what reads that gives ``<unit>/dequantized``. Weights become ``<unit>/weight``, their scales ``<unit>/weight_scale``.
-The model's outputs are ``output``, or ``output_0`` and so on.
+The model's outputs are ``output``, or ``output_0`` and so on. In a node's ``meta`` stands its
+``unit``, for passes to read.
 """
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Mapping
 
 import onnx_ir as ir
 
+from qtool.lstm import OPERATOR
+
 QUANTIZE, DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"
 WEIGHTED = ("Conv", "ConvTranspose", "Gemm", "MatMul")
+RECURRENT = ("LSTM", "GRU", OPERATOR)
+_SCOPES = "pkg.torch.onnx.name_scopes"
 _PARAMETERS = {1: "weight", 2: "bias"}
 _SUFFIXES = ("", "_scale", "_zero_point")
 
 
 def apply(model: ir.Model, units: Mapping[str, str]) -> int:
     """Renames in place; ``units`` maps the exporter's name of a value to its unit. Returns the nodes renamed."""
-    found = {node: unit for node in model.graph if (unit := units.get(node.outputs[0].name or "")) is not None}
+    found = {node: unit for node in model.graph if (unit := units.get(_source(node))) is not None}
+    for node, unit in found.items():
+        node.meta["unit"] = unit
     named = {node: unit for node, unit in found.items() if not _reads_constant(node)}
     taken, nodes = _kept(model, named)
     _name_outputs(model, taken)
@@ -29,6 +37,13 @@ def apply(model: ir.Model, units: Mapping[str, str]) -> int:
         if node.op_type in WEIGHTED:
             _name_parameters(node, taken)
     return len(named)
+
+
+def _source(node: ir.Node) -> str:
+    """The graph's node that a node gives the value of, or, of a recurrent layer, that it was translated from."""
+    if node.op_type not in RECURRENT:
+        return node.outputs[0].name or ""
+    return str(ast.literal_eval(node.metadata_props.get(_SCOPES, "['']"))[-1])
 
 
 def _kept(model: ir.Model, named: Mapping[ir.Node, str]) -> tuple[set[str], set[str]]:

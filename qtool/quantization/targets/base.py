@@ -104,9 +104,10 @@ class Target:
     :mod:`qtool.quantization.attention`). ``bare_moves``: what only moves numbers has no pair of its own behind it (see
     :func:`qtool.quantization.integers.drop_pairs`). ``scales_in_float``: a batch-norm with nothing to fold into is a
     product and a sum in float rather than a depthwise convolution. ``channels_last``: its integer convolutions are,
-    and rows of channels quicker to shuffle than bytes (see :mod:`qtool.quantization.shuffles`). ``leaves``: why
-    operators without a pattern stay in float. ``block``: how many inputs of a linear layer whose weights alone are
-    integers it rounds to 8 bits together, to multiply them by these; None where it dequantizes such weights.
+    and rows of channels quicker to shuffle than bytes (see :mod:`qtool.quantization.shuffles`). ``integer_lstm``: it
+    computes LSTMs in integers (see :mod:`qtool.lstm`). ``leaves``: why operators without a pattern stay in float.
+    ``block``: how many inputs of a linear layer whose weights alone are integers it rounds to 8 bits together, to
+    multiply them by these; None where it dequantizes such weights.
     """
 
     name: str
@@ -123,6 +124,7 @@ class Target:
     scales_in_float: bool = False
     channels_last: bool = False
     block: int | None = None
+    integer_lstm: bool = False
     leaves: str = "no integer kernel on this target"
 
     def with_weights(self, bits: int, edge_bits: int) -> Target:
@@ -133,8 +135,10 @@ class Target:
     def with_weights_only(self) -> Target:
         """Layers whose weights alone are integers: everything else is float, as far as the plan has a say in it."""
         patterns = tuple(self._from_weights(p) if p.weighted else p for p in self._layers(IN_FLOAT))
-        patterns += tuple(pattern for pattern in self.patterns if pattern.kind == "embedding")
-        return dataclasses.replace(self, patterns=patterns, flat_linears=True, leaves="only weights are quantized")
+        patterns += tuple(pattern for pattern in self.patterns if pattern.kind in STORED)
+        return dataclasses.replace(
+            self, patterns=patterns, flat_linears=True, integer_lstm=False, leaves="only weights are quantized"
+        )
 
     def _from_weights(self, pattern: Pattern) -> Pattern:
         in_blocks = pattern.kind == "linear" and self.block is not None
@@ -150,6 +154,7 @@ class Target:
             self, patterns=self._layers(f"{bits}-bit activations are simulated: no runtime has kernels for them"),
             activation=self.activation.narrowed(bits), edge_activation=self.activation,
             leaves="only the inputs and weights of layers are quantized", integer_bias=False, block=None,
+            integer_lstm=False,
         )  # fmt: skip
 
     def _layers(self, in_float: str) -> tuple[Pattern, ...]:
@@ -189,6 +194,21 @@ def large_table(node: torch.fx.Node) -> str:
     return "" if rows >= LEAST_ROWS else f"a table of {rows} rows is small"
 
 
+def matrices(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """What a lookup or a recurrent layer reads by rows: its table, or the matrices of its gates, layer after layer."""
+    if node.target is aten.embedding.default:
+        found: Any = node.args[:1]
+    else:
+        found = node.args[2:4] if node.target in CELLS else node.args[2]
+    return [value for value in found if isinstance(value, torch.fx.Node) and value.meta["val"].dim() == 2]
+
+
+def stored_gates(node: torch.fx.Node) -> str:
+    """Why the matrices of a recurrent layer cannot be stored in bytes; empty when they can."""
+    stored = all(matrix.op == "get_attr" for matrix in matrices(node))
+    return "" if stored else "its weight is computed, not stored"
+
+
 def plain_sum(node: torch.fx.Node) -> str:
     if any(not isinstance(arg, torch.fx.Node) for arg in node.args[:2]):
         return "an operand is a Python number"
@@ -225,6 +245,17 @@ TABLE = Pattern(
     "embedding", (aten.embedding.default,), operands=(), quantizes_output=False, accepts=large_table,
     in_float="rows of its 8-bit table are dequantized as they are read: what that gains is size",
 )  # fmt: skip
+
+CELLS = (
+    aten.lstm_cell.default, aten.gru_cell.default, aten.rnn_tanh_cell.default, aten.rnn_relu_cell.default,
+)  # fmt: skip
+RECURRENT = Pattern(
+    "recurrent", (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input, *CELLS), operands=(),
+    quantizes_output=False, accepts=stored_gates,
+    in_float="its 8-bit weights are dequantized as the file is opened and it runs in float: what they gain is size",
+)  # fmt: skip
+STORED = (TABLE.kind, RECURRENT.kind)
+"""Kinds of what reads bytes in float, whatever else is quantized."""
 
 POOLS_AND_MOVES = (
     Pattern("global_avg_pool", ADAPTIVE_POOLS, accepts=pool_to_one, **BETWEEN),

@@ -1,0 +1,52 @@
+"""Weights that are only stored in bytes: dequantized once, as the file is opened, and not in every run.
+
+ONNX Runtime computes what depends on constants alone before the first run, with the exception of DequantizeLinear, by
+which it knows its integer kernels. Before a layer that has no such kernel it would run every time, and a recurrent
+layer would not find constants to pack: an LSTM of two layers took twice its time in float. ``Cast`` and ``Mul`` are the
+same product of the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import numpy as np
+import onnx_ir as ir
+
+from qtool.exporting.passes.biases import drop_unused
+from qtool.exporting.passes.parts import constant, zeros_of
+
+
+def apply(model: ir.Model, units: Collection[str]) -> int:
+    """Rewrites in place each dequantized constant of the named units, lookups aside; returns how many."""
+    found = [node for node in model.graph if node.meta.get("unit") in units and _is_stored(node)]
+    for node in found:
+        _rewrite(model, node)
+    drop_unused(model)
+    return len(found)
+
+
+def _is_stored(node: ir.Node) -> bool:
+    """Whether a node dequantizes an int8 constant by rows, without zero points, for other than lookups."""
+    value = node.inputs[0] if node.op_type == "DequantizeLinear" else None
+    if value is None or not value.is_initializer() or value.dtype != ir.DataType.INT8:
+        return False
+    zeros = zeros_of(node)
+    if any(reader.op_type == "Gather" for reader in node.outputs[0].consumers()):
+        return False
+    return node.attributes.get_int("axis", 1) == 0 and zeros is not None and not zeros.any()
+
+
+def _rewrite(model: ir.Model, node: ir.Node) -> None:
+    integers, scales = node.inputs[:2]
+    assert integers is not None
+    assert scales is not None
+    assert scales.const_value is not None
+    assert integers.shape is not None
+    column = scales.const_value.numpy().reshape(-1, *[1] * (len(integers.shape) - 1))
+    factors = constant(model, f"{node.outputs[0].name}/scale", np.ascontiguousarray(column))
+    real = ir.node("Cast", [integers], {"to": ir.DataType.FLOAT}, name=f"{node.name}/cast")
+    real.outputs[0].name = f"{node.outputs[0].name}/cast"
+    product = ir.node("Mul", [real.outputs[0], factors], name=f"{node.name}/mul")
+    model.graph.insert_before(node, [real, product])
+    ir.convenience.replace_nodes_and_values(model.graph, node, [node], [product], node.outputs, product.outputs)

@@ -1,0 +1,87 @@
+"""Sigmoid and hyperbolic tangent as ONNX Runtime's CPU kernels compute them, to the last bit.
+
+MLAS takes both for a ratio of two polynomials (coefficients from Eigen), in float32 and in fused steps: ``a·b + c``
+rounded once, as an FMA instruction does. A dynamically quantized LSTM repeats itself step after step, so that one bit
+may become a step of 1/255; what is compared with the runtime has to have the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def fused_multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """``a·b + c`` in float32 rounded once.
+
+    The product of two float32 is exact in float64. Their sum with ``c`` is rounded to odd (Boldo and Melquiond, 2008),
+    after which rounding to float32 equals rounding the exact sum.
+    """
+    product, c = a.double() * b.double(), c.double()
+    total = product + c
+    shadow = total - product
+    error = (product - (total - shadow)) + (c - shadow)
+    if bool(error.count_nonzero()):
+        even = (total.view(torch.int64) & 1) == 0
+        towards = torch.copysign(torch.full_like(total, torch.inf), error)
+        total = torch.where((error != 0) & even, torch.nextafter(total, towards), total)
+    return total.to(torch.float32)
+
+
+def logistic(x: Tensor) -> Tensor:
+    """MLAS's float32 sigmoid: a ratio of two polynomials in FMA steps (coefficients from Eigen), within [0, 1]."""
+    x = x.clamp(-18.0, 18.0)
+    square = x * x
+    top = x * horner(square, LOGISTIC_TOP)
+    return (top / horner(square, LOGISTIC_BOTTOM) + 0.5).clamp_min(0.0)
+
+
+LOGISTIC_TOP = (
+    4.37031012579801e-11,
+    1.15627324459942e-07,
+    6.08574864600143e-05,
+    8.51377133304701e-03,
+    2.48287947061529e-01,
+)
+LOGISTIC_BOTTOM = (
+    6.10247389755681e-13,
+    5.76102136993427e-09,
+    6.29106785017040e-06,
+    1.70198817374094e-03,
+    1.16817656904453e-01,
+    9.93151921023180e-01,
+)
+
+
+def horner(x: Tensor, coefficients: Sequence[float]) -> Tensor:
+    """A polynomial, highest power first, each step one fused multiply-add."""
+    value, *rest = torch.tensor(coefficients, dtype=torch.float32, device=x.device)[:, None].unbind()
+    for coefficient in rest:
+        value = fused_multiply_add(value, x, coefficient)
+    return value
+
+
+def tanh(x: Tensor) -> Tensor:
+    """MLAS's float32 hyperbolic tangent, likewise."""
+    x = x.clamp(-9.0, 9.0)
+    square = x * x
+    return horner(square, TANH_TOP) * x / horner(square, TANH_BOTTOM)
+
+
+TANH_TOP = (
+    -2.76076847742355e-16,
+    2.00018790482477e-13,
+    -8.60467152213735e-11,
+    5.12229709037114e-08,
+    1.48572235717979e-05,
+    6.37261928875436e-04,
+    4.89352455891786e-03,
+)
+TANH_BOTTOM = (
+    1.19825839466702e-06,
+    1.18534705686654e-04,
+    2.26843463243900e-03,
+    4.89352518554385e-03,
+)

@@ -1,0 +1,115 @@
+"""Recurrent layers in files: an LSTM in integers, a GRU from bytes, and what has no form in ONNX."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+import torch
+from torch import Tensor, nn
+
+from qtool.errors import QtoolError
+from qtool.exporting.integer_reference import IntegerReference
+from qtool.exporting.saturation import count_saturated
+from qtool.exporting.stage import ExportResult, export
+from qtool.form import QuantizedModel
+from qtool.lstm import OPERATOR
+from qtool.quantization.stage import quantize
+from qtool.recipe import ExportConfig, QuantizeConfig
+from qtool.runtimes.ort import optimized_graph
+
+X = torch.randn(16, 6, 12, generator=torch.Generator().manual_seed(0))
+
+
+class Reader(nn.Module):
+    """A recurrent layer of two directions that a linear layer reads, and of which the last state is given too."""
+
+    def __init__(self, cell: type[nn.RNNBase] = nn.LSTM, layers: int = 2, **options: Any) -> None:
+        super().__init__()
+        self.rnn = cell(12, 24, layers, batch_first=True, bidirectional=True, **options)
+        self.head = nn.Linear(2 * (options.get("proj_size") or 24), 5)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        states, last = self.rnn(x)
+        return self.head(states), (last[0] if isinstance(last, tuple) else last).transpose(0, 1)
+
+
+def made(cell: type[nn.RNNBase] = nn.LSTM, net: dict[str, Any] | None = None, **options: Any) -> QuantizedModel:
+    torch.manual_seed(0)
+    return quantize(Reader(cell, **net or {}).eval(), QuantizeConfig(**options), example=X, calibration=[X])
+
+
+def exported(form: QuantizedModel, folder: Path) -> tuple[ExportResult, dict[str, Any]]:
+    result = export(form, folder, ExportConfig(), samples=[X])
+    return result, {gate["name"]: gate for gate in result.gates}
+
+
+def test_an_lstm_is_integer_from_end_to_end(tmp_path: Path) -> None:
+    form = made()
+    unit = next(unit for unit in form.plan.units if unit.name == "rnn")
+    assert (unit.kind, unit.integer, unit.weight_bits) == ("recurrent", True, 8)
+    assert any("range of the whole batch" in note for note in form.plan.notes)
+    result, gates = exported(form, tmp_path)
+    assert {gate["passed"] for gate in result.gates} <= {True, None}
+    assert gates["coverage"]["details"]["num_integer_units"] == 2
+    assert "not covered" not in gates["integer reference"]["found"]
+    assert gates["unit parity"]["details"]["num_unequal"] == 0
+    assert gates["unit parity"]["details"]["max_float_error"] < 1e-6
+    kernels = [node for node in onnx.load(str(result.files["int8"])).graph.node if node.op_type == OPERATOR]
+    assert [node.name for node in kernels] == ["rnn", f"rnn/{OPERATOR.lower()}"]
+
+
+def test_its_form_is_saved_and_loaded(tmp_path: Path) -> None:
+    form = made()
+    form.save(tmp_path)
+    again = QuantizedModel.load(tmp_path, form.plan)
+    for ours, theirs in zip(again(X), form(X), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize(("bits", "risk"), [(8, True), (7, False)])
+def test_products_of_an_lstm_are_counted_where_they_can_saturate(tmp_path: Path, bits: int, risk: bool) -> None:
+    form = made(net={"layers": 1}, weight_bits=bits)
+    assert {unit.weight_bits for unit in form.plan.units} == {bits}
+    result, _ = exported(form, tmp_path)
+    counts = count_saturated(IntegerReference(result.files["int8"]), {"x": X.numpy()})
+    assert (counts.get("rnn", 0) > 0) == risk
+
+
+@pytest.mark.parametrize("cell", [nn.GRU, nn.RNN])
+def test_other_cells_are_bytes_that_are_dequantized_when_the_file_is_opened(
+    tmp_path: Path, cell: type[nn.RNNBase]
+) -> None:
+    form = made(cell)
+    unit = next(unit for unit in form.plan.units if unit.name == "rnn")
+    assert (unit.integer, unit.weight_bits) == (False, 8)
+    assert "what they gain is size" in unit.reason
+    result, gates = exported(form, tmp_path)
+    assert {gate["passed"] for gate in result.gates} <= {True, None}
+    assert gates["coverage"]["found"].endswith("1 run in float from integer weights, as planned")
+    stored = onnx.load(str(result.files["int8"])).graph.initializer
+    floats = [t for t in stored if t.data_type == onnx.TensorProto.FLOAT and sum(n > 2 for n in t.dims) > 1]
+    assert not floats
+    ran = optimized_graph(result.files["int8"]).graph
+    constants = {tensor.name for tensor in ran.initializer}
+    readers = [node for node in ran.node if node.op_type in ("GRU", "MatMul")]
+    assert readers
+    assert all(node.input[1] in constants for node in readers)
+
+
+def test_lstm_weights_alone_and_an_lstm_left_in_float(tmp_path: Path) -> None:
+    alone = next(unit for unit in made(weights_only=True).plan.units if unit.name == "rnn")
+    assert (alone.integer, alone.weight_bits) == (False, 8)
+    left = next(unit for unit in made(overrides={"rnn": "float"}).plan.units if unit.name == "rnn")
+    assert (left.integer, left.weight_bits, left.reason) == (False, None, "left in float by an override")
+    openvino = next(unit for unit in made(target="openvino").plan.units if unit.name == "rnn")
+    assert (openvino.integer, openvino.weight_bits) == (False, 8)
+
+
+def test_a_projected_state_has_no_form_in_onnx(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="projections"):
+        form = made(net={"proj_size": 8})
+    with pytest.raises(QtoolError, match="expected a recurrent layer that has an ONNX form; got an LSTM with proj"):
+        exported(form, tmp_path)
