@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
 from qtool.errors import QtoolError, one_line
@@ -60,7 +61,7 @@ class TorchSession:
         self.inputs: tuple[TensorInfo, ...] = inputs
         self.outputs: tuple[TensorInfo, ...] = ()
         self._dtype = PRECISIONS[precision] if precision else None
-        self._module = module.to(self.device) if self._dtype is None else module.to(self.device, self._dtype)
+        self._module = module.to(self.device) if self._dtype is None else _halved(module.to(self.device), self._dtype)
         self.stored = _stored_format(self._module)
         self._compiles = provider == "torch-compile"
         self._call = _compiled(self._module) if self._compiles else self._module
@@ -169,6 +170,17 @@ class _Flat(torch.nn.Module):
     def forward(self, *values: torch.Tensor) -> Any:
         arguments, keywords = pytree.tree_unflatten(list(values), self.spec)
         return self.module(*arguments, **keywords)
+
+
+def _halved(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
+    """The module in another precision: weights, and what its graph makes in float32 or converts to it."""
+    for graph in (part for part in module.modules() if isinstance(part, GraphModule)):
+        for node in graph.graph.nodes:
+            node.args, node.kwargs = pytree.tree_map(
+                lambda value: dtype if value is torch.float32 else value, (node.args, node.kwargs)
+            )
+        graph.recompile()
+    return module.to(dtype)
 
 
 def _device(provider: str, asked: str | None) -> str:
