@@ -1,7 +1,7 @@
 """Operators that stay in float32 in a quantised graph, and the ones that only move numbers.
 
 ``EXACT`` holds operators whose float32 result leaves no choice: one correctly rounded operation per element, or a
-fixed sequence that the runtime's kernel follows too (the sigmoid's polynomial, ``alpha·x + beta`` of HardSigmoid).
+fixed sequence that the runtime's kernel follows too (polynomials of sigmoid and tanh, ``alpha·x + beta`` of HardSigmoid).
 They equal ONNX Runtime's CPU provider bit for bit. ``APPROXIMATE`` sum in an order of PyTorch's own, and everything
 else goes to ONNX's reference operators: the same numbers up to rounding.
 
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from qtool.errors import QtoolError
 from qtool.exporting.integer_kernels import largest_in_windows, leaky_relu, padding, required, spatial
-from qtool.polynomials import logistic
+from qtool.polynomials import logistic, tanh
 
 Attributes = Mapping[str, Any]
 Operator = Callable[..., Tensor]
@@ -174,6 +174,7 @@ EXACT: dict[str, Operator] = {
     "Relu": lambda attributes, x: x.clamp_min(0.0),
     "Sigmoid": lambda attributes, x: logistic(x),
     "Sub": lambda attributes, x, y: x - y,
+    "Tanh": lambda attributes, x: tanh(x),
 }
 APPROXIMATE: dict[str, Operator] = {
     "Conv": conv, "ConvTranspose": conv_transpose, "Gemm": gemm, "MatMul": lambda attributes, a, b: a @ b

@@ -79,7 +79,7 @@ class IntegerReference:
     def run(self, feeds: Mapping[str, npt.NDArray[Any]]) -> list[npt.NDArray[Any]]:
         """The model's outputs for ``feeds`` (input name to array), in the model's order."""
         values = self.trace(feeds, keep=self.graph.outputs)
-        return [_real(values[name]).cpu().numpy() for name in self.graph.outputs]
+        return [real(values[name]).cpu().numpy() for name in self.graph.outputs]
 
     def trace(self, feeds: Mapping[str, npt.NDArray[Any]], keep: list[str] | None = None) -> dict[str, Value]:
         """Every tensor by name, or only those named in ``keep``: integers where the runtime holds integers."""
@@ -109,7 +109,7 @@ class IntegerReference:
             return {unit.output: _quantized(first, self._affine(node))}
         if node.op in PROPAGATED and isinstance(first, Quantized) and first.affine.axis is None:
             return {unit.output: self._moved(node, first, inputs[1:])}
-        plain = [None if x is None else _real(x) for x in inputs]
+        plain = [None if x is None else real(x) for x in inputs]
         if node.name in self.blocks and plain[0] is not None:
             plain[0] = rounded_in_blocks(plain[0], self.blocks[node.name])
         return dict(zip(node.outputs, self._in_float(node, plain), strict=False))
@@ -133,7 +133,7 @@ class IntegerReference:
         return affine
 
     def _moved(self, node: Node, x: Quantized, rest: list[Value | None]) -> Quantized:
-        return x.with_values(self._in_float(node, [x.values, *(None if y is None else _real(y) for y in rest)])[0])
+        return x.with_values(self._in_float(node, [x.values, *(None if y is None else real(y) for y in rest)])[0])
 
     def _in_float(self, node: Node, inputs: list[Tensor | None]) -> list[Tensor]:
         if node.op == OPERATOR:
@@ -177,10 +177,11 @@ def _fused(node: Node, inputs: list[Value | None], affine: Affine | None) -> Ten
 def _quantized(x: Value, affine: Affine) -> Tensor:
     if isinstance(x, Quantized) and x.affine.same_as(affine):
         return x.values
-    return quantize(_real(x), affine).values
+    return quantize(real(x), affine).values
 
 
-def _real(value: Value) -> Tensor:
+def real(value: Value) -> Tensor:
+    """A tensor's numbers, dequantized where it holds integers."""
     return dequantize(value) if isinstance(value, Quantized) else value
 
 

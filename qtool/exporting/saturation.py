@@ -25,7 +25,7 @@ from qtool.exporting.gates import Gate
 from qtool.exporting.integer_arithmetic import Quantized
 from qtool.exporting.integer_graph import Node, Unit
 from qtool.exporting.integer_kernels import padding, spatial
-from qtool.exporting.integer_reference import IntegerReference, dynamic_lstm
+from qtool.exporting.integer_reference import IntegerReference, dynamic_lstm, real
 from qtool.lstm import OPERATOR
 
 Array = npt.NDArray[Any]
@@ -88,7 +88,7 @@ def _count_in_lstm(node: Node, values: Mapping[str, Any], counts: dict[str, int]
         if found is not None:
             counts[node.name] = counts.get(node.name, 0) + _saturated(found, x.numpy().astype(np.int32))
 
-    dynamic_lstm([values[name] if name else None for name in node.inputs], seen)
+    dynamic_lstm([real(values[name]) if name else None for name in node.inputs], seen)
 
 
 def _required(weight: Array | None) -> Array:

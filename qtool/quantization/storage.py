@@ -23,7 +23,7 @@ from torch.fx import GraphModule, Node
 from qtool.form import quantized
 from qtool.quantization.capture import aten, parameter
 from qtool.quantization.integers import store_before
-from qtool.quantization.placement import Placed, Placement
+from qtool.quantization.placement import Placement
 from qtool.quantization.qparams import symmetric_qparams
 from qtool.quantization.targets import STORED, matrices
 
@@ -40,15 +40,20 @@ def store_bytes(graph_module: GraphModule, placement: Placement) -> int:
     readers = [n for n in graph_module.graph.nodes if anchors.get(n.meta.get("unit")) is n.target]
     shared = [n for n in graph_module.graph.nodes if n.target is quantized.dequantize_per_channel.default]
     made: dict[Node, Node] = {}
+    lstms: dict[tuple[Node, ...], list[Node]] = {}
     for node in readers:
-        placed = wanted[node.meta["unit"]]
+        placed = wanted[str(node.meta["unit"])]
         if placement.target.integer_lstm and _has_plain_gates(node):
-            _write_integer_lstm(graph_module, node, placed, _lstm_qmax(placement))
+            qmax = _lstm_qmax(placement)
+            params = tuple(cast(list[Node], node.args[2]))
+            if params not in lstms:
+                lstms[params] = _stored_layers(graph_module, node, qmax)
+            _write_integer_lstm(graph_module, node, lstms[params])
+            placed.unit = dataclasses.replace(placed.unit, integer=True, reason="", weight_bits=(2 * qmax).bit_length())
             continue
         for index, matrix in enumerate(dict.fromkeys(matrices(node))):
             if matrix not in made:
-                name = f"{node.name}_{index}" if index else node.name
-                made[matrix] = _dequantized(graph_module, node, matrix, name, shared)
+                made[matrix] = _dequantized(graph_module, node, matrix, f"{node.name}_{index}", shared)
                 shared.append(made[matrix])
             node.replace_input_with(matrix, made[matrix])
         placed.unit = dataclasses.replace(placed.unit, weight_bits=8)
@@ -69,17 +74,23 @@ def _has_plain_gates(node: Node) -> bool:
     return bool(len(params) == layers * (2 if bidirectional else 1) * (4 if has_biases else 2))
 
 
-def _write_integer_lstm(graph_module: GraphModule, node: Node, placed: Placed, qmax: int) -> None:
-    """Writes an LSTM as the operator over integers, in place, and tells its unit."""
-    x, hx, params, has_biases, layers, _, _, bidirectional, batch_first = cast(tuple[Any, ...], node.args)
+def _stored_layers(graph_module: GraphModule, node: Node, qmax: int) -> list[Node]:
+    """The parts of all layers of an LSTM, as constants that stand before it."""
+    _, _, params, has_biases, layers, _, _, bidirectional, _ = cast(tuple[Any, ...], node.args)
     weights = [_stored(graph_module, value) for value in params]
     count, width = 4 if has_biases else 2, 2 if bidirectional else 1
     each = [weights[start : start + count] for start in range(0, len(weights), count)]
     stored = []
     for index in range(layers):
-        parts = _layer(each[width * index : width * (index + 1)], qmax, placed.unit.name)
+        parts = _layer(each[width * index : width * (index + 1)], qmax, node.meta["unit"])
         for name, part in zip(_PARTS, parts, strict=True):
             stored.append(store_before(graph_module, node, f"{node.name}_{index}_{name}", part))
+    return stored
+
+
+def _write_integer_lstm(graph_module: GraphModule, node: Node, stored: list[Node]) -> None:
+    """Writes an LSTM as the operator over integers, in place."""
+    x, hx, *_, bidirectional, batch_first = cast(tuple[Any, ...], node.args)
     with graph_module.graph.inserting_before(node):
         integer = graph_module.graph.call_function(
             torch.ops.qtool.lstm.default, (x, hx, stored, bidirectional, batch_first)
@@ -87,7 +98,6 @@ def _write_integer_lstm(graph_module: GraphModule, node: Node, placed: Placed, q
     integer.meta = dict(node.meta)
     node.replace_all_uses_with(integer)
     graph_module.graph.erase_node(node)
-    placed.unit = dataclasses.replace(placed.unit, integer=True, reason="", weight_bits=(2 * qmax).bit_length())
 
 
 def _layer(directions: Sequence[Sequence[Tensor]], qmax: int, unit: str) -> list[Tensor]:

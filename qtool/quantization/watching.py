@@ -47,7 +47,9 @@ class Watch:
             observer.enabled, observer.watch = True, None
 
     def see(self, observer: RangeObserver, x: Tensor) -> Tensor:
-        """Remembers ``x``, which takes part in gradients from here on."""
+        """Remembers ``x``, which takes part in gradients from here on, unless it is empty."""
+        if not x.numel():  # what a mask by which tokens are shared out left of a sample
+            return x
         value, passed = tapped(x)
         self.values.append((observer, value))
         return passed

@@ -94,3 +94,30 @@ def test_weights_alone_are_tables_too() -> None:
     form = made(weights_only=True)
     assert lookups(form)[0].args[0].target is not None
     assert lookups(form)[0].args[0].op == "call_function"
+
+
+class Translator(nn.Module):
+    """Two recurrent layers, one table that both read, and one layer that is called twice."""
+
+    def __init__(self, cell: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.words = nn.Embedding(ROWS, WIDTH)
+        self.reads, self.writes = cell(WIDTH, 16, batch_first=True), cell(WIDTH, 16, batch_first=True)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        _, state = self.reads(self.words(ids))
+        first, state = self.writes(self.words(ids + 1), state)
+        return torch.cat([first, self.writes(self.words(ids), state)[0]], 1)
+
+
+@pytest.mark.parametrize("cell", [nn.GRU, nn.LSTM])
+def test_a_layer_that_is_called_twice_is_stored_once_and_others_by_themselves(cell: type[nn.RNNBase]) -> None:
+    torch.manual_seed(0)
+    net, ids = Translator(cell).eval(), IDS % (ROWS - 1)
+    form = quantize(net, QuantizeConfig(), example=ids, calibration=[ids])
+    with torch.no_grad():
+        difference = float((form(ids) - net(ids)).abs().max())
+    assert 0 < difference < 0.05
+    tables = {t.data_ptr(): t.numel() for t in form.graph.buffers() if t.dtype == torch.int8}
+    gates = 4 if cell is nn.LSTM else 3
+    assert sum(tables.values()) == ROWS * WIDTH + 2 * gates * 16 * (WIDTH + 16)
