@@ -1,7 +1,7 @@
 """Operators that stay in float32 in a quantised graph, and the ones that only move numbers.
 
 ``EXACT`` holds operators whose float32 result leaves no choice: one correctly rounded operation per element, or a
-fixed sequence that the runtime's kernel follows too (polynomials of sigmoid and tanh, ``alpha·x + beta`` of HardSigmoid).
+fixed sequence that the runtime's kernel follows too (sigmoid's polynomial, tanh's, ``alpha·x + beta`` of HardSigmoid).
 They equal ONNX Runtime's CPU provider bit for bit. ``APPROXIMATE`` sum in an order of PyTorch's own, and everything
 else goes to ONNX's reference operators: the same numbers up to rounding.
 

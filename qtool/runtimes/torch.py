@@ -179,8 +179,19 @@ def _halved(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
             node.args, node.kwargs = pytree.tree_map(
                 lambda value: dtype if value is torch.float32 else value, (node.args, node.kwargs)
             )
+            if _makes_float32(node):
+                node.kwargs = {**node.kwargs, "dtype": dtype}
         graph.recompile()
     return module.to(dtype)
+
+
+def _makes_float32(node: torch.fx.Node) -> bool:
+    """Whether an operator makes a tensor of none, in the type that is torch's default."""
+    value, schema = node.meta.get("val"), getattr(node.target, "_schema", None)
+    if schema is None or not isinstance(value, torch.Tensor) or value.dtype is not torch.float32:
+        return False
+    reads = any(isinstance(source.meta.get("val"), torch.Tensor) for source in node.all_input_nodes)
+    return not reads and any(argument.name == "dtype" for argument in schema.arguments)
 
 
 def _device(provider: str, asked: str | None) -> str:
