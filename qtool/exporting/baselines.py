@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
+from qtool.errors import QtoolError
 from qtool.exporting import onnx_file
 from qtool.exporting.gates import Gate
 from qtool.exporting.integer_reference import CONTROL_FLOW
@@ -54,6 +55,7 @@ def write_fp16(model: ir.Model, path: Path) -> str:
         return f"the converter does not reach into {' and '.join(branching)}"
     if turned := turned_batches.apply(model):
         return f"{', '.join(turned[:3])} multiply what was transposed, which ends ONNX Runtime's process on a CPU"
+    _compute_constant_outputs(model)
     weights = {
         name: value for name, value in onnx_file.large_initializers(model).items()
         if value.const_value.dtype == ir.DataType.FLOAT
@@ -66,6 +68,20 @@ def write_fp16(model: ir.Model, path: Path) -> str:
     half.graph.sort()  # the converter puts its casts behind everything
     save(half, path, {**model.metadata_props, "qtool.variant": "fp16"})
     return ""
+
+
+def _compute_constant_outputs(model: ir.Model) -> None:
+    """Puts an operator before each output that is a constant: the converter gives the result of its cast that name."""
+    for index, value in enumerate(list(model.graph.outputs)):
+        if not value.is_initializer():
+            continue
+        node, name = ir.node("Identity", [value]), value.name
+        made = node.outputs[0]
+        made.shape, made.dtype = value.shape, value.dtype
+        model.graph.append(node)
+        model.graph.outputs[index] = made
+        value.name = f"{name}/constant"
+        made.name = name
 
 
 def _converted(model: ir.Model, weights: Mapping[str, ir.Value]) -> ir.Model:
@@ -141,18 +157,26 @@ def beyond_half(graph: GraphModule, samples: Sequence[Any]) -> dict[str, float]:
     return watched.found
 
 
-def fp16_gate(path: Path, graph: GraphModule, samples: Sequence[Any], refused: str) -> Gate:
+def answers(path: Path, samples: Sequence[Any]) -> tuple[bool, str]:
+    """Whether a half-precision file gives finite outputs for the first batch, or why it cannot be run."""
+    model = onnx.load(str(path), load_external_data=False)
+    try:
+        session = open_session(path, threads=torch.get_num_threads())
+        finite = all(np.isfinite(out).all() for batch in samples[:1] for out in session.run(feeds_of(model, batch)))
+    except QtoolError as error:
+        return False, f"it cannot be run: {error.got}"
+    session.close()
+    return finite, ""
+
+
+def fp16_gate(graph: GraphModule, samples: Sequence[Any], finite: bool, refused: str) -> Gate:
     """Whether the samples stay within half precision's range; reported, not required.
 
-    They are looked for in the float ``graph``; the file itself answers the first batch.
+    They are looked for in the float ``graph``; whether the file's outputs are ``finite`` is known.
     """
     expected = f"weights and activations within ±{LARGEST:.0f}"
     if refused:
         return Gate("fp16 range", None, expected, f"no FP16 file: {refused}")
-    model = onnx.load(str(path), load_external_data=False)
-    session = open_session(path, threads=torch.get_num_threads())
-    finite = all(np.isfinite(out).all() for batch in samples[:1] for out in session.run(feeds_of(model, batch)))
-    session.close()
     beyond = beyond_half(graph, samples)
     if beyond:
         most = max(beyond, key=lambda name: beyond[name])

@@ -134,3 +134,34 @@ def test_an_activation_beyond_half_is_told_although_the_cpu_keeps_it(
     if passed is None:
         assert gate["details"]["beyond"]["mul_1"] == pytest.approx(float(x.max()) * factor**2)
         assert "overflow half precision where it is computed in" in gate["found"]
+
+
+class Nodes(nn.Module):
+    """A graph layer that adds up messages by index, which the CPU provider cannot do in half; and a constant output."""
+
+    def __init__(self, scatters: bool) -> None:
+        super().__init__()
+        self.scatters, self.layer = scatters, nn.Linear(6, 6)
+        self.register_buffer("places", torch.arange(3.0))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.layer(x)
+        index = (x > 0).long()
+        return torch.zeros_like(y).scatter_add(1, index, y) if self.scatters else y, self.places
+
+
+@pytest.mark.parametrize("scatters", [True, False])
+def test_a_file_that_no_kernel_runs_is_left_out_and_a_constant_output_is_none_of_these(
+    tmp_path: Path, scatters: bool
+) -> None:
+    torch.manual_seed(0)
+    net, batch = Nodes(scatters).eval(), torch.randn(8, 6)
+    exported = qtool.export(qtool.quantize(net, [batch]), tmp_path, samples=[batch])
+    assert ("fp16" in exported.files) is not scatters
+    assert (tmp_path / "model.fp16.onnx").exists() is not scatters
+    (gate,) = (gate for gate in exported.gates if gate["name"] == "fp16 range")
+    assert gate["found"].startswith("no FP16 file: it cannot be run: " if scatters else "finite outputs")
+    for path in exported.files.values():
+        session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+        assert [value.name for value in session.get_outputs()] == ["output_0", "output_1"]
+        np.testing.assert_array_equal(session.run(None, {"x": batch.numpy()})[1], [0, 1, 2])
