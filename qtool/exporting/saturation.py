@@ -97,6 +97,8 @@ def _required(weight: Array | None) -> Array:
 
 
 def _saturated(found: AtRisk, rows: Array) -> int:
+    if not len(rows):  # a layer that gets none of what is shared out
+        return 0
     rows = np.pad(rows, ((0, 0), (0, len(found.weight) - rows.shape[1])))
     pairs, columns = _reachable(found, rows.max(0))
     total, step = 0, max(1, MAX_SUMS // len(rows))

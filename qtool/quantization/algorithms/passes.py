@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 
 from qtool.devices import resolve_device
 from qtool.quantization.algorithms import check_names, run_passes
-from qtool.quantization.algorithms.subject import Report, Subject, silent
+from qtool.quantization.algorithms.subject import Report, Subject, few, silent
 from qtool.quantization.capture import copied
 from qtool.quantization.placement import Placement
 from qtool.quantization.residence import Moved, on
@@ -59,7 +59,10 @@ class Passes:
         if self._declined:
             return (*self.notes, *(f"{name} declined: {self._declined}" for name in self._asked()))
         if self.names and self.reference is not None:
-            self._run("integer", self._subject(graph, self.reference, placement, self.batches, ranges))
+            subject = self._subject(graph, self.reference, placement, self.batches, ranges)
+            self._run("integer", subject)
+            if names := subject.data_sized():
+                self.notes.append(f"no pass corrects layers that read as many rows as the data decides: {few(names)}")
         return tuple(self.notes)
 
     def _asked(self) -> list[str]:

@@ -246,6 +246,8 @@ def _minimise(part: Part, soft: Mapping[Node, SoftWeight], gains: Tensor, seed: 
         if step >= WARMUP * steps:
             undecided = torch.stack([each for _, _, each in made.values()]).sum()
             loss = loss + strength((step / steps - WARMUP) / (1 - WARMUP)) * undecided
+        if not loss.requires_grad:  # what the layers give only decides, as a gate does that shares tokens out
+            return
         optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()

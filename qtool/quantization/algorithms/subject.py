@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from qtool.errors import UsageError
 from qtool.quantization.integers import WEIGHTED
@@ -81,7 +82,11 @@ class Subject:
         return found
 
     def anchors(self) -> dict[Node, Node]:
-        """The convolutions and linear layers of ``graph`` that run in integers, each with its node in ``reference``."""
+        """The convolutions and linear layers of ``graph`` that run in integers, each with its node in ``reference``.
+
+        Without those that read as many rows as the data decides (:meth:`data_sized`): a pass would have none to look at
+        for some samples, and other ones than the float layer's for others.
+        """
         by_name = {node.name: node for node in self.reference.graph.nodes}
         wanted = {p.unit.name: p for p in self.placement.placed if p.pattern is not None and p.pattern.weighted}
         found = {}
@@ -89,4 +94,13 @@ class Subject:
             placed: Placed | None = wanted.get(str(node.meta.get("unit")))
             if node.target in WEIGHTED and placed is not None and placed.anchor.name in by_name:
                 found[node] = by_name[placed.anchor.name]
-        return found
+        return {node: other for node, other in found.items() if not _is_data_sized(other)}
+
+    def data_sized(self) -> list[str]:
+        """The units whose layers the data decides the size of, such as a mixture's experts that share tokens out."""
+        return [p.unit.name for p in self.placement.placed if p.unit.weight_bits and _is_data_sized(p.anchor)]
+
+
+def _is_data_sized(node: Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and bool(free_unbacked_symbols(tuple(value.shape)))
