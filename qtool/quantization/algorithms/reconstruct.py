@@ -45,7 +45,7 @@ from qtool.quantization.algorithms.part import HELD, Given, Part
 from qtool.quantization.algorithms.regions import Region, counterparts, unit_ends
 from qtool.quantization.algorithms.rows import reason
 from qtool.quantization.algorithms.soft import SoftWeight, soften, strength
-from qtool.quantization.algorithms.subject import Declined, Subject, few
+from qtool.quantization.algorithms.subject import Declined, Subject, few, is_data_sized
 from qtool.quantization.algorithms.walk import Beside, Segment, Walk
 from qtool.quantization.algorithms.walk import cut as segments_of
 from qtool.quantization.capture import parameter
@@ -106,13 +106,20 @@ def _goals(subject: Subject, name: str, regions: list[Region], entries: bool) ->
     for region in (region for region in regions if region.layers):
         wanted = [n for n in region.reads if n.target is _QUANTIZE] if entries else []
         goal = counterparts(subject, [region.output, *wanted])
-        if region.output in goal:
+        if region.output in goal and all(map(_is_comparable, goal.values())):
             found[region] = goal
         else:
             lost.append(region.name)
     if lost:
         subject.note(f"{name} left what the float model has no counterpart of: {few(lost)}")
     return found
+
+
+def _is_comparable(node: Node) -> bool:
+    """Whether a value is floating point numbers, as many in the quantized graph as in the float one."""
+    value = node.meta.get("val")
+    whole = isinstance(value, Tensor) and not value.is_floating_point()
+    return not whole and not is_data_sized(node)
 
 
 def _each(

@@ -94,13 +94,14 @@ class Subject:
             placed: Placed | None = wanted.get(str(node.meta.get("unit")))
             if node.target in WEIGHTED and placed is not None and placed.anchor.name in by_name:
                 found[node] = by_name[placed.anchor.name]
-        return {node: other for node, other in found.items() if not _is_data_sized(other)}
+        return {node: other for node, other in found.items() if not is_data_sized(other)}
 
     def data_sized(self) -> list[str]:
         """The units whose layers the data decides the size of, such as a mixture's experts that share tokens out."""
-        return [p.unit.name for p in self.placement.placed if p.unit.weight_bits and _is_data_sized(p.anchor)]
+        return [p.unit.name for p in self.placement.placed if p.unit.weight_bits and is_data_sized(p.anchor)]
 
 
-def _is_data_sized(node: Node) -> bool:
+def is_data_sized(node: Node) -> bool:
+    """Whether a value in a captured graph has a size that the data decides."""
     value = node.meta.get("val")
     return isinstance(value, torch.Tensor) and bool(free_unbacked_symbols(tuple(value.shape)))
