@@ -20,6 +20,7 @@ attention without an axis for heads, or with several      attention with one hea
 ``stack``; a concatenation of one                         ``cat`` of ``unsqueeze``; nothing
 ``x + 0``, ``x * 1``, a padding by nothing, ``x[:]``      nothing
 ``new_zeros``, ``ones_like`` … of a fixed size            ``full``
+``embedding_bag`` over a matrix of indices                ``embedding`` and a sum, mean or maximum
 ``.float()`` of what is float32                           nothing
 ========================================================  ==========================================
 
@@ -38,6 +39,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from qtool.quantization.bags import spell_bag
 from qtool.quantization.heads import spell_attention
 
 aten = torch.ops.aten
@@ -370,4 +372,5 @@ _RULES: dict[Any, Callable[[Node], None]] = {
     aten.div.Tensor: _spell_sixth,
     aten.mul.Tensor: _spell_gated,
     aten.scaled_dot_product_attention.default: spell_attention,
+    aten.embedding_bag.padding_idx: spell_bag,
 }
