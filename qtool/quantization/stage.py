@@ -275,6 +275,8 @@ def _prepare(
 def _spell_for(target: Target, graph: GraphModule, overrides: Mapping[str, str], *, train: bool) -> None:
     """Writes a graph's operators as the target's runtime is quickest with them, in place."""
     fold_scales(graph)
+    if not train:
+        fold_batch_norm(graph)  # one that a factor stood before
     write_norms(graph, convolve=not target.scales_in_float)
     write_transposed(graph, overrides, train=train)
     if target.channels_last:

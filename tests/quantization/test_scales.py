@@ -111,3 +111,16 @@ def test_a_residual_block_with_layer_scale_is_integer() -> None:
         ("conv", True), ("conv", True), ("add", True), ("conv", True)
     ]  # fmt: skip
     assert any(not unit.integer for unit in Placement(float_form(net, x), ORT_CPU).plan().units)
+
+
+@pytest.mark.parametrize("engine", ["pt2e", "torch.ao"])
+def test_a_batch_norm_behind_the_factor_is_folded_into_the_layer_too(engine: str) -> None:
+    torch.manual_seed(0)
+    model, x = Scaled(lambda m, x: m.norm(m.conv(x) * 0.5).relu()), torch.randn(8, 4, 6, 6)
+    model(x)  # statistics that are the data's
+    form = quantize(model.eval(), QuantizeConfig(engine=engine), example=x, calibration=[x])
+    if engine == "pt2e":
+        assert [(unit.kind, unit.integer) for unit in form.plan.units] == [("conv", True)]
+        assert aten.batch_norm.default not in {node.target for node in form.graph.graph.nodes}
+    with torch.no_grad():
+        assert float((form(x) - model(x)).abs().max()) < 0.03
