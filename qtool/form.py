@@ -29,6 +29,7 @@ from qtool import allocator
 from qtool.errors import QtoolError
 from qtool.nested import call, map_tensors, tensors
 from qtool.pt2_files import load_program, save_program
+from qtool.recurrent import whole_sequences
 
 quantized = torch.ops.quantized_decomposed
 QUANTIZE = (quantized.quantize_per_tensor.default, quantized.quantize_per_channel.default)
@@ -165,7 +166,7 @@ def to_program(model: torch.nn.Module, example: Any, axes: tuple[int, ...] = ())
     """
     args, kwargs = arguments(map_tensors(_at_least_two, example))
     axes = tuple({*axes, *open_axes(model)})
-    with torch.no_grad(), allocator.uncollected():
+    with torch.no_grad(), allocator.uncollected(), whole_sequences():
         shapes = _dynamic(kwargs, axes) if kwargs else _gathered(model, _dynamic(args, axes))
         return torch.export.export(model, args, kwargs or None, dynamic_shapes=shapes)
 

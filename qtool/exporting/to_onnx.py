@@ -53,8 +53,9 @@ from qtool.exporting.passes import (
     wide_gates,
     wide_groups,
 )
-from qtool.exporting.recurrent import TRANSLATIONS, require_forms
+from qtool.exporting.recurrent import require_forms, translations
 from qtool.form import QuantizedModel, program_of, quantize_nodes, unit_of
+from qtool.recurrent import whole_sequences
 
 DEFAULT_OPSET = {"ort-cpu": 21, "tensorrt": 19, "openvino": 21}
 EXTERNAL_DATA_BYTES = 2_000_000_000  # protobuf cannot hold 2 GiB
@@ -123,7 +124,7 @@ def _translate(graph: GraphModule, example: Any, opset: int) -> tuple[ir.Model, 
     spell_pools(program.graph)
     require_forms(program.graph)
     try:
-        with quiet_exporter(), quicker():
+        with quiet_exporter(), quicker(), whole_sequences():
             exported = _exported(program, opset)
     except Exception as error:
         raise _untranslated(program, error) from error
@@ -147,7 +148,8 @@ def _require_opset(model: ir.Model, opset: int) -> None:
 def _exported(program: torch.export.ExportedProgram, opset: int) -> Any:
     """The exporter's result: of the program as it is if that has a form in ONNX, else decomposed."""
     options: dict[str, Any] = {
-        "dynamo": True, "opset_version": opset, "verbose": False, "custom_translation_table": TRANSLATIONS
+        "dynamo": True, "opset_version": opset, "verbose": False,
+        "custom_translation_table": translations(program.graph),
     }  # fmt: skip
     plain = type(program)
     program.__class__ = Decomposed

@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
+import onnxruntime
 import pytest
 import torch
 from torch import Tensor, nn
@@ -114,3 +116,32 @@ def test_a_projected_state_has_no_form_in_onnx(tmp_path: Path) -> None:
         form = made(net={"proj_size": 8})
     with pytest.raises(QtoolError, match="expected a recurrent layer that has an ONNX form; got an LSTM with proj"):
         exported(form, tmp_path)
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("cell", [nn.LSTM, nn.GRU, nn.RNN])
+def test_sequences_of_any_length(tmp_path: Path, cell: type[nn.RNNBase], batch_first: bool) -> None:
+    torch.manual_seed(0)
+    net = Ordered(cell, batch_first).eval()
+    batches = [torch.randn(4, length, 12) for length in (5, 9)]
+    form = quantize(net, QuantizeConfig(dynamic_axes=(1,)), example=batches[0], calibration=batches)
+    result = export(form, tmp_path, ExportConfig(), samples=batches)
+    assert {gate["passed"] for gate in result.gates} <= {True, None}
+    x = torch.randn(3, 21, 12)
+    for path, tolerance in ((result.files["fp32"], 1e-5), (result.files["int8"], 0.05)):
+        (found,) = onnxruntime.InferenceSession(str(path)).run(None, {"x": x.numpy()})
+        with torch.no_grad():
+            np.testing.assert_allclose(found, net(x).numpy(), atol=tolerance)
+
+
+class Ordered(nn.Module):
+    """Two layers of a plain kind over sequences that stand in either order."""
+
+    def __init__(self, cell: type[nn.RNNBase], batch_first: bool) -> None:
+        super().__init__()
+        self.rnn = cell(12, 16, 2, batch_first=batch_first, bidirectional=batch_first, bias=batch_first)
+        self.head = nn.Linear(32 if batch_first else 16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        states = self.rnn(x if self.rnn.batch_first else x.transpose(0, 1))[0]
+        return self.head(states if self.rnn.batch_first else states.transpose(0, 1))

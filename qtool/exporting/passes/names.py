@@ -17,7 +17,7 @@ from qtool.lstm import OPERATOR
 
 QUANTIZE, DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"
 WEIGHTED = ("Conv", "ConvTranspose", "Gemm", "MatMul")
-RECURRENT = ("LSTM", "GRU", OPERATOR)
+RECURRENT = ("LSTM", "GRU", "RNN", OPERATOR)
 _SCOPES = "pkg.torch.onnx.name_scopes"
 _PARAMETERS = {1: "weight", 2: "bias"}
 _SUFFIXES = ("", "_scale", "_zero_point")
