@@ -410,7 +410,7 @@ def test_control_flow_in_a_file_leaves_out_what_cannot_follow_it(tmp_path: Path)
     class Bags(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.table, self.head = nn.EmbeddingBag(50, 16, mode="mean"), nn.Linear(16, 4)
+            self.table, self.head = nn.EmbeddingBag(50, 16, mode="max", padding_idx=0), nn.Linear(16, 4)
 
         def forward(self, tokens: Tensor) -> Tensor:
             return self.head(self.table(tokens))
