@@ -218,6 +218,10 @@ def _require_module(model: Any) -> None:
     if isinstance(model, type) or not hasattr(model, "named_parameters"):
         got = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
         raise UsageError(where, expected, got, "pass the float model")
+    if any(kind.__name__ == "ScriptModule" for kind in type(model).__mro__):
+        raise UsageError(where, expected, "TorchScript, whose Python code is gone", "pass the module it was made from")
+    if getattr(vars(model).get("train"), "__qualname__", "").startswith("ExportedProgram"):
+        raise UsageError(where, expected, "an exported program's graph", "pass the module that it was exported from")
     lazy = [name for name, p in model.named_parameters() if type(p).__name__ == "UninitializedParameter"]
     if lazy:
         raise UsageError(where, "parameters with shapes", f"'{lazy[0]}' without one", "call the model on a batch first")
@@ -284,6 +288,9 @@ def state_hash(state: Iterable[tuple[str, Any]]) -> str:
     """The sha256 of named values: names, types, shapes and, of tensors, the bytes."""
     digest = hashlib.sha256()
     for name, value in state:
+        if getattr(value, "is_meta", False):
+            got = f"'{name}' on the meta device"
+            raise UsageError("argument 'model'", "weights with values", got, "load the weights into it first")
         digest.update(f"{name} {getattr(value, 'dtype', '')} {tuple(getattr(value, 'shape', ()))}\0".encode())
         if hasattr(value, "detach"):
             import torch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import pytest
@@ -159,6 +160,21 @@ def test_a_class_and_parameters_without_shapes_are_no_model_yet() -> None:
         open_source(torch.nn.Identity, None)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"parameters with shapes; got '0\.weight' without one; call the model"):
         open_source(torch.nn.Sequential(torch.nn.LazyLinear(3)), None)
+
+
+def test_what_cannot_be_captured_again_is_told_from_a_module() -> None:
+    net, x = torch.nn.Linear(2, 3), torch.randn(2, 2)
+    exported = torch.export.export(net, (x,)).module()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        scripts = [torch.jit.script(net), torch.jit.trace(net, x)]
+    for script in scripts:
+        with pytest.raises(UsageError, match="got TorchScript, whose Python code is gone; pass the module it was made"):
+            open_source(script, None)
+    with pytest.raises(UsageError, match="got an exported program's graph; pass the module that it was exported from"):
+        open_source(exported, None)
+    with pytest.raises(UsageError, match=r"weights with values; got 'weight' on the meta device; load the weights"):
+        open_source(net.to("meta"), None)
 
 
 def test_the_float_model_of_a_quantization_is_opened_again(trained: Path, small_net: str, small_data: str) -> None:

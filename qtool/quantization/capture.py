@@ -90,7 +90,7 @@ def capture(model: nn.Module, example: Any, *, train: bool = False, axes: tuple[
             return _evaluated(model, example, axes)
         graph_module = functionalized(program)
     conditions = _conditions(program)
-    graph_module.meta["notes"] = (*_left_out(model, graph_module), *conditions)
+    graph_module.meta["notes"] = (*_left_out(model, graph_module), *_fixed(graph_module), *conditions)
     graph_module.meta["any_batch"] = not conditions
     _detach_parameters(graph_module)
     if write_linears(graph_module):
@@ -150,6 +150,7 @@ def _refused(model: nn.Module, example: Any, error: Exception) -> QtoolError:
         missing = isinstance(refusal, TypeError) and "missing" in str(refusal)
         do = (
             "give samples ((first, second), target), or dicts by argument" if missing
+            else "give batches of tensors, such as torch.from_numpy makes of arrays" if not shapes
             else "check the size, the channels and the type of the inputs"
         )  # fmt: skip
         return QtoolError(
@@ -162,10 +163,16 @@ def _refused(model: nn.Module, example: Any, error: Exception) -> QtoolError:
             where, wanted, "code that takes the batch size for a constant",
             f"{_fixed_batch(model, example)}write x.shape[0] for len(x), and -1 for the batch in a view",
         )  # fmt: skip
-    return QtoolError(
-        where, wanted, _first_reason(error),
-        f"{user_line(error)}rewrite that part without Python control flow that depends on values or the batch size",
-    )  # fmt: skip
+    return QtoolError(where, wanted, _first_reason(error), f"{user_line(error)}{_what_to_do(error)}")
+
+
+def _what_to_do(error: Exception) -> str:
+    """The way out of a failed capture, by what torch says of it."""
+    if "register a pytree" in str(error):
+        return "return a tuple or a dict, or make the class known with torch.export.register_dataclass"
+    if "inference tensor" in str(error):
+        return "make the model outside of torch.inference_mode()"
+    return "rewrite that part without Python control flow that depends on values or the batch size"
 
 
 def _described(value: Tensor) -> str:
@@ -202,6 +209,15 @@ def _left_out(model: nn.Module, graph_module: GraphModule) -> tuple[str, ...]:
         if path and keys and not keys & alive and not any(path.startswith(f"{other}.") for other in found):
             found.append(path)
     return tuple(f"module '{path}' is no part of the captured graph" for path in found)
+
+
+def _fixed(graph_module: GraphModule) -> tuple[str, ...]:
+    """A note for each input that is a number or a word, which the graph holds as a constant."""
+    inputs = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
+    given = [(node.target, node.meta.get("val")) for node in inputs]
+    return tuple(
+        f"input '{name}' is fixed to {value!r}" for name, value in given if isinstance(value, str | int | float)
+    )
 
 
 def _conditions(program: torch.export.ExportedProgram) -> tuple[str, ...]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import importlib.util
 import textwrap
 from types import ModuleType
 from typing import Any
 
 import conv_nets
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
@@ -28,6 +30,8 @@ from qtool.quantization.capture import (
 )
 from qtool.quantization.functional import mutations
 from qtool.quantization.qat import set_training
+from qtool.quantization.stage import quantize
+from qtool.recipe import QuantizeConfig
 
 
 @settings(
@@ -342,3 +346,49 @@ def test_a_batch_norm_that_is_used_twice_can_be_trained() -> None:
     assert mutations(graph) == []
     set_training(graph, batch_norm=True, dropout=False)
     torch.testing.assert_close(graph(x), copy.deepcopy(model).train()(x))
+
+
+@dataclasses.dataclass
+class Answer:
+    logits: Tensor
+
+
+class Answering(nn.Module):
+    """A model that answers with a class of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Answer:
+        return Answer(self.layer(x))
+
+
+def test_an_output_of_an_unknown_class_is_told_apart_from_control_flow() -> None:
+    with pytest.raises(QtoolError, match=r"return a tuple or a dict, or make .* torch\.export\.register_dataclass"):
+        capture(Answering(), torch.randn(3, 4))
+
+
+def test_arrays_are_no_tensors() -> None:
+    with pytest.raises(QtoolError, match=r"got inputs without a tensor: .*; give batches of tensors"):
+        capture(nn.Linear(4, 2), np.zeros((3, 4), np.float32))
+
+
+class Times(nn.Module):
+    """A layer times a number that the caller gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, factor: float) -> Tensor:
+        return self.layer(x) * factor
+
+
+def test_a_number_among_the_inputs_is_a_constant_of_the_graph_and_told() -> None:
+    torch.manual_seed(0)
+    net, x = Times().eval(), torch.randn(8, 4)
+    form = quantize(net, QuantizeConfig(), example=(x, 3.0), calibration=[(x, 3.0)])
+    assert "input 'factor' is fixed to 3.0" in form.plan.notes
+    with torch.no_grad():
+        assert float((form((x, 3.0)) - net(x, 3.0)).abs().max()) < 0.05

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node, map_arg
+from torch.utils import _pytree as pytree
 
 from qtool.errors import QtoolError
 from qtool.form import quantized
@@ -277,7 +278,8 @@ def interpret(interpreter: Interpreter, batch: Any) -> Any:
 
 
 def arranged(batch: Any, names: list[Node]) -> list[Any]:
-    """The tensors of a batch in the order of the graph's inputs."""
+    """The tensors of a batch, and what is no tensor among them, in the order of the graph's inputs."""
     if isinstance(batch, Mapping) and all(node.target in batch for node in names):
         return [batch[node.target] for node in names]
-    return list(tensors(batch))
+    leaves = pytree.tree_leaves(batch)
+    return leaves if len(leaves) == len(names) else list(tensors(batch))
