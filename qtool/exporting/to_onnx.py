@@ -111,7 +111,7 @@ def quantized_to_onnx(quantized: QuantizedModel, opset: int) -> ir.Model:
     for rewrite in PASSES[quantized.plan.target]:
         rewrite(model)
     int4.apply(model, {unit.name for unit in quantized.plan.units if unit.weight_bits == 4}, opset)
-    stored.apply(model, {unit.name for unit in quantized.plan.float_units if unit.weight_bits is not None})
+    stored.apply(model, {unit.name for unit in quantized.plan.float_units if unit.weight_bits and not unit.block})
     for rewrite in QUICK.get(quantized.plan.target, ()):
         rewrite(model)
     metadata.strip(model)
