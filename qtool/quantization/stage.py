@@ -51,17 +51,13 @@ from qtool.quantization.sensitivity import Sensitivities
 from qtool.quantization.shuffles import write_rows
 from qtool.quantization.stored_weights import group_weights
 from qtool.quantization.storage import store_bytes
-from qtool.quantization.targets import ORT_CPU, Target, get_target
+from qtool.quantization.targets import Target, get_target
 from qtool.quantization.transposed import write_transposed
 from qtool.quantization.watching import SAMPLES as WATCHED
 from qtool.quantization.watching import watch
 from qtool.quantization.zero_pads import absorb
 from qtool.recipe import QatConfig, QuantizeConfig
 
-AT_LOADING = (
-    "ONNX Runtime dequantizes weights of 4 bits in every run; with the session option session.disable_quant_qdq=1 it "
-    "does so once, when the file is opened, and runs as fast as FP32"
-)
 BY_BATCH = (
     "an integer LSTM rounds by the range of the whole batch that it reads: a sample's result depends a little on those "
     "beside it, and on how many threads share the batch out"
@@ -105,10 +101,8 @@ def quantize(
 
 def _advice(plan: Plan, graph: GraphModule) -> tuple[str, ...]:
     """What matters to whoever serves a file of this plan: session options, and batches."""
-    here = plan.target == ORT_CPU.name
-    advice = (IN_BLOCKS,) if here and any(unit.block for unit in plan.units) else ()
-    if not advice and here and any(unit.weight_bits == 4 for unit in plan.float_units):
-        advice = (AT_LOADING,)
+    blocks = plan.target == ORT_CPU.name and any(unit.block for unit in plan.units)
+    advice = (IN_BLOCKS,) if blocks else ()
     lstm = any(node.target is torch.ops.qtool.lstm.default for node in graph.graph.nodes)
     return (*advice, BY_BATCH) if lstm else advice
 

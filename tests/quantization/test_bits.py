@@ -76,15 +76,14 @@ def test_weights_alone_are_integers(bits: int, tmp_path: Path) -> None:
     assert not any(node.op_type == "QuantizeLinear" for node in model.graph.node)
     assert "session.qdq_matmulnbits_accuracy_level=1" in quantized.plan.notes[-1]
     kernels, answers = zip(*(opened(exported.files["int8"], tmp_path, folded) for folded in (False, True)), strict=True)
-    assert ["DequantizeLinear" in ran for ran in kernels] == [bits == 4, False]
-    assert not {"Cast", "Mul"} & kernels[0]  # eight bits become constants as the file is opened
+    assert not any({"DequantizeLinear", "Cast", "Mul"} & ran for ran in kernels)  # constants as the file is opened
     assert np.allclose(*answers, atol=0.01)
     assert "MatMulNBits" in kernels[0]
     assert not _gains_size_alone({"plan": quantized.plan.as_dict()})
     config = QuantizeConfig(weights_only=True, weight_bits=bits, overrides={"last": "float"})
     images = quantize(Net().eval(), config, example=X)
     assert _gains_size_alone({"plan": images.plan.as_dict()})
-    assert any("session.disable_quant_qdq=1" in note for note in images.plan.notes) == (bits == 4)
+    assert not any("session." in note for note in images.plan.notes)
     assert not _gains_size_alone({"plan": made().plan.as_dict()})
 
 

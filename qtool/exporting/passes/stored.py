@@ -4,6 +4,8 @@ ONNX Runtime computes what depends on constants alone before the first run, with
 which it knows its integer kernels. Before a layer that has no such kernel it would run every time, and a recurrent
 layer would not find constants to pack: an LSTM of two layers took twice its time in float. ``Cast`` and ``Mul`` are the
 same product of the same numbers.
+
+Left out on purpose: 4-bit weights of layers between quantizers, since the runtime would round floats there by itself.
 """
 
 from __future__ import annotations
@@ -19,17 +21,19 @@ from qtool.exporting.passes.parts import constant, zeros_of
 
 def apply(model: ir.Model, units: Collection[str]) -> int:
     """Rewrites in place each dequantized constant of the named units, lookups aside; returns how many."""
-    found = [node for node in model.graph if node.meta.get("unit") in units and _is_stored(node)]
+    rounds = any(node.op_type == "QuantizeLinear" for node in model.graph)
+    kinds = (ir.DataType.INT8,) if rounds else (ir.DataType.INT8, ir.DataType.INT4)
+    found = [node for node in model.graph if node.meta.get("unit") in units and _is_stored(node, kinds)]
     for node in found:
         _rewrite(model, node)
     drop_unused(model)
     return len(found)
 
 
-def _is_stored(node: ir.Node) -> bool:
-    """Whether a node dequantizes an int8 constant by rows, without zero points, for other than lookups."""
+def _is_stored(node: ir.Node, kinds: Collection[ir.DataType]) -> bool:
+    """Whether a node dequantizes a constant of these types by rows, without zero points, for other than lookups."""
     value = node.inputs[0] if node.op_type == "DequantizeLinear" else None
-    if value is None or not value.is_initializer() or value.dtype != ir.DataType.INT8:
+    if value is None or not value.is_initializer() or value.dtype not in kinds:
         return False
     zeros = zeros_of(node)
     if any(reader.op_type == "Gather" for reader in node.outputs[0].consumers()):
