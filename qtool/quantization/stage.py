@@ -49,8 +49,8 @@ from qtool.quantization.scales import fold_scales
 from qtool.quantization.second_order import SecondOrder, is_slow
 from qtool.quantization.sensitivity import Sensitivities
 from qtool.quantization.shuffles import write_rows
-from qtool.quantization.stored_weights import group_weights
 from qtool.quantization.storage import store_bytes
+from qtool.quantization.stored_weights import group_weights
 from qtool.quantization.targets import Target, get_target
 from qtool.quantization.transposed import write_transposed
 from qtool.quantization.watching import SAMPLES as WATCHED
