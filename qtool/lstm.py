@@ -62,9 +62,10 @@ def direction(
     steps = product(x.flatten(0, 1), weight, weight_scales, seen).reshape(*x.shape[:2], -1)
     found = []
     for gates in steps:
-        i, o, f, g = (gates + product(h, hidden, hidden_scales, seen) + bias).chunk(4, 1)
-        c = logistic(i) * tanh(g) + logistic(f) * c
-        h = tanh(c) * logistic(o)
+        gates = gates + product(h, hidden, hidden_scales, seen) + bias
+        i, o, f = logistic(gates[:, : -h.shape[1]]).chunk(3, 1)
+        c = i * tanh(gates[:, -h.shape[1] :]) + f * c
+        h = tanh(c) * o
         found.append(h)
     return torch.stack(found), h, c
 
