@@ -51,7 +51,7 @@ from qtool.quantization.sensitivity import Sensitivities
 from qtool.quantization.shuffles import write_rows
 from qtool.quantization.storage import store_bytes
 from qtool.quantization.stored_weights import group_weights
-from qtool.quantization.targets import Target, get_target
+from qtool.quantization.targets import ORT_CPU, Target, get_target
 from qtool.quantization.transposed import write_transposed
 from qtool.quantization.watching import SAMPLES as WATCHED
 from qtool.quantization.watching import watch
