@@ -192,3 +192,20 @@ def test_the_real_library_gives_cuda_or_an_error_and_prints_nothing(files, capfd
         providers = ["CUDAExecutionProvider"] if "CUDAExecutionProvider" in error.expected else []
     assert providers[0] == "CUDAExecutionProvider"
     assert not caught or capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(("level", "dtype"), [(0, "float32"), (4, "int8")])
+def test_a_file_that_multiplies_stored_integers_says_itself_whether_it_rounds_what_they_meet(level, dtype, tmp_path):
+    node = onnx.helper.make_node(
+        "MatMulNBits", ["x", "weight", "scale"], ["y"], name="layer", domain="com.microsoft",
+        K=32, N=8, bits=4, block_size=32, accuracy_level=level,
+    )  # fmt: skip
+    constants = {"weight": np.full((8, 1, 16), 0x9A, np.uint8), "scale": np.ones((8, 1), np.float32)}
+    tensors = [onnx.numpy_helper.from_array(value, name) for name, value in constants.items()]
+    x, y = (onnx.helper.make_tensor_value_info(n, 1, ["N", size]) for n, size in (("x", 32), ("y", 8)))
+    opsets = [onnx.helper.make_opsetid("", 21), onnx.helper.make_opsetid("com.microsoft", 1)]
+    model = onnx.helper.make_model(onnx.helper.make_graph([node], "g", [x], [y], tensors), opset_imports=opsets)
+    model.ir_version = 10
+    onnx.save(model, str(tmp_path / "m.onnx"))
+    (kernel,) = open_session(tmp_path / "m.onnx").kernels({"x": np.ones((2, 32), np.float32)})
+    assert (kernel.op, kernel.dtype) == ("MatMulNBits", dtype)
