@@ -153,7 +153,7 @@ class QuantizeConfig:
     engine: str = option("pt2e", "which library prepares and converts the graph", choices=ENGINES)
     target: str = option("ort-cpu", "the runtime whose fusions decide what is quantized", choices=TARGETS)
     weight_bits: int = option(
-        8, "bits of a weight; 7 cannot saturate on x86 without VNNI, convolutions of 4 run in float", low=4, high=8
+        8, "bits of a weight; 7 cannot saturate on x86 without VNNI, 4 take half the bytes of 8", low=4, high=8
     )
     edge_bits: int = option(
         8, "bits of the first and the last layer's weights where the others have 6 or fewer", low=4, high=8

@@ -17,7 +17,6 @@ Left out on purpose: quantisers of the ``com.microsoft`` domain, 16-bit types, s
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +30,7 @@ from onnx import numpy_helper
 from qtool.exporting.block_products import from_blocks
 from qtool.exporting.integer_arithmetic import Affine
 from qtool.exporting.integer_kernels import KERNELS
+from qtool.exporting.known_shapes import known_shapes
 
 QUANTIZE, DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"
 PROPAGATED = frozenset({"MaxPool", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Slice"})
@@ -81,12 +81,8 @@ class Graph:
         self.blocks: dict[str, int] = {}
         for index, proto in enumerate(graph.node):
             attributes = {a.name: read_attribute(a) for a in proto.attribute}
-            if proto.op_type in ("Constant", "ConstantOfShape") and self._is_stored(proto):
-                self.constants[proto.output[0]] = self._constant(proto, attributes)
-                continue
-            if "block_size" in attributes and self._is_stored(proto):
-                self.constants[proto.output[0]] = from_blocks([self.constants[n] for n in proto.input], **attributes)
-                self.blocks[proto.output[0]] = attributes["block_size"]
+            if self._is_stored(proto) and (value := self._constant(proto, attributes)) is not None:
+                self.constants[proto.output[0]] = value
                 continue
             name = proto.name or f"{proto.op_type}_{index}"
             self.nodes.append(
@@ -96,9 +92,18 @@ class Graph:
     def _is_stored(self, proto: onnx.NodeProto) -> bool:
         return all(name in self.constants for name in proto.input)
 
-    def _constant(self, proto: onnx.NodeProto, attributes: dict[str, Any]) -> npt.NDArray[Any]:
+    def _constant(self, proto: onnx.NodeProto, attributes: dict[str, Any]) -> npt.NDArray[Any] | None:
+        """What an operator makes of constants, where the runtime computes it as it opens the file and rules ask."""
+        stored = [self.constants[name] for name in proto.input if name]
+        if proto.op_type == "Cast" and attributes["to"] == onnx.TensorProto.INT8:
+            return stored[0].astype(np.int8)
+        if "block_size" in attributes:
+            self.blocks[proto.output[0]] = attributes["block_size"]
+            return from_blocks(stored, **attributes)
+        if proto.op_type not in ("Constant", "ConstantOfShape"):
+            return None
         value = np.asarray(next(iter(attributes.values()), np.zeros(1, np.float32)))
-        return np.full(self.constants[proto.input[0]].tolist(), value[0]) if proto.input else value
+        return np.full(stored[0].tolist(), value[0]) if stored else value
 
     def link(self) -> None:
         """Work out again who produces and who reads what; call after a change to ``nodes``."""
@@ -142,28 +147,6 @@ def read_attribute(attribute: onnx.AttributeProto) -> Any:
 
 
 LIST_TYPES = (onnx.AttributeProto.INTS, onnx.AttributeProto.FLOATS, onnx.AttributeProto.STRINGS)
-
-
-def known_shapes(model: onnx.ModelProto) -> dict[str, list[int | None]]:
-    """Shapes by ONNX's inference, ``None`` for a size that is not fixed; large weights take part by shape only."""
-    light = onnx.ModelProto()
-    light.CopyFrom(onnx.ModelProto(ir_version=model.ir_version, opset_import=model.opset_import))
-    light.graph.node.extend(model.graph.node)
-    light.graph.input.extend(model.graph.input)
-    light.graph.output.extend(model.graph.output)
-    for tensor in model.graph.initializer:
-        if math.prod(tensor.dims) <= 64:
-            light.graph.initializer.append(tensor)
-        else:
-            value = onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims))
-            light.graph.input.append(value)
-    inferred = onnx.shape_inference.infer_shapes(light).graph
-    shapes: dict[str, list[int | None]] = {tensor.name: list(tensor.dims) for tensor in model.graph.initializer}
-    for value in [*inferred.input, *inferred.value_info, *inferred.output]:
-        if value.type.tensor_type.HasField("shape"):
-            dims = value.type.tensor_type.shape.dim
-            shapes[value.name] = [d.dim_value if d.HasField("dim_value") else None for d in dims]
-    return shapes
 
 
 def join_biases(graph: Graph) -> None:

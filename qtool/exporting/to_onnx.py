@@ -110,10 +110,14 @@ def quantized_to_onnx(quantized: QuantizedModel, opset: int) -> ir.Model:
     names.apply(model, units)
     for rewrite in PASSES[quantized.plan.target]:
         rewrite(model)
-    int4.apply(model, {unit.name for unit in quantized.plan.units if unit.weight_bits == 4}, opset)
+    four_bits = {unit.name: unit.integer for unit in quantized.plan.units if unit.weight_bits == 4}
+    if four_bits:
+        int4.require(opset)
+    int4.apply(model, {name for name, integer in four_bits.items() if not integer})
     stored.apply(model, {unit.name for unit in quantized.plan.float_units if unit.weight_bits and not unit.block})
     for rewrite in QUICK.get(quantized.plan.target, ()):
         rewrite(model)
+    int4.apply(model, {name for name, integer in four_bits.items() if integer}, widened=True)
     metadata.strip(model)
     return model
 

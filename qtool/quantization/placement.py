@@ -35,7 +35,6 @@ from qtool.quantization.capture import aten, owner
 from qtool.quantization.limits import clip_limits, keeps_zero
 from qtool.quantization.targets import (
     IN_BLOCKS,
-    IN_FLOAT,
     INT8_ACTIVATION,
     RELU_LIKE,
     SOFTMAX,
@@ -96,7 +95,6 @@ class Placement:
         self._read_as_integer: set[Node] = set()
         self._added_unrounded: set[Node] = set()
         self._joined: set[Node] = set()
-        self._block_products: set[Node] = set()
         self._taken: set[Node] = set()
         self._signed: set[Node] = set()
         self._asked: set[Node] = set()
@@ -106,14 +104,9 @@ class Placement:
         self._weighted = {owner(node) for node in graph_module.graph.nodes if node.target in self._weighted_anchors}
         self._owners = {owner(node) for node in graph_module.graph.nodes if node.op == "call_function"}
         compute = [node for node in graph_module.graph.nodes if node.op == "call_function" and _is_compute(node)]
-        weighted = {
-            p: [n for n in compute if n.target in p.anchors and not self._refusal(n, p)]
-            for p in target.patterns
-            if p.weighted
-        }
-        self._block_products = self._multiplying_as_stored(compute, weighted)
-        for pattern, readers in weighted.items():
-            for operand in (operand for node in readers for operand in self._operands(node, pattern)):
+        for pattern in (pattern for pattern in target.patterns if pattern.weighted):
+            readers = [node for node in compute if node.target in pattern.anchors and not self._refusal(node, pattern)]
+            for operand in (operand for node in readers for operand in _operands(node, pattern)):
                 self._read_as_integer.update(self._moved_from(operand))
         for node in compute:
             if node not in self._taken:
@@ -185,24 +178,15 @@ class Placement:
         placed = self._integer.get(node)
         return placed is not None and (placed.anchor.target in SOFTMAX or (placed.limits or (-math.inf,))[0] >= 0)
 
-    def _multiplying_as_stored(self, compute: list[Node], weighted: Mapping[Pattern, list[Node]]) -> set[Node]:
-        """The layers of 4-bit weights that the runtime multiplies by inputs which it rounds itself."""
-        layers = {node: pattern for pattern, nodes in weighted.items() for node in nodes}
-        ordered = [node for node in compute if node in layers]
-        edges = {*ordered[:1], *ordered[-1:]} if self.target.edge_weight.bits != 4 else set()
-        if self.target.block is None or self.target.weight.bits != 4:
-            return set()
-        return {n for n in ordered if layers[n].kind == "linear" and n not in edges and self._override(n) != "int8"}
-
     def _settle_weights(self) -> None:
-        """Tells each unit the bits of its weight, and those of four bits that they run in float."""
+        """Tells each unit the bits of its weight."""
         for placed in self.placed:
             if placed.pattern is None or not placed.pattern.weighted:
                 continue
             bits = self.weight_format(placed).bits
-            reason = placed.unit.reason or (IN_FLOAT if bits == 4 else "")
+            reason = placed.unit.reason
             placed.unit = dataclasses.replace(
-                placed.unit, weight_bits=bits, integer=not reason, reason=reason.format(bits=bits),
+                placed.unit, weight_bits=bits, reason=reason.format(bits=bits),
                 block=self.target.block if reason == IN_BLOCKS else None,
             )  # fmt: skip
 
@@ -228,7 +212,7 @@ class Placement:
             return f"its result is {str(value.dtype).removeprefix('torch.')}, not float32"
         if pattern.weighted and not _is_constant(node.args[1]):
             return "its weight is computed, not stored"
-        operands = self._operands(node, pattern)
+        operands = _operands(node, pattern)
         if any(_is_constant(operand) for operand in operands):
             return "an operand is a constant"
         integers = (self._integer, self._read_as_integer, self._added_unrounded, self._joined, assumed)
@@ -245,7 +229,7 @@ class Placement:
     def _accept(self, node: Node, pattern: Pattern) -> None:
         nodes = [node, *self._tail(node, pattern)]
         gives_float = pattern.float_output and self._is_read_in_float(nodes[-1]) and not self._clips(nodes, pattern)
-        quantized_output = pattern.quantizes_output and not gives_float and node not in self._block_products
+        quantized_output = pattern.quantizes_output and not gives_float
         if pattern.joins and self._is_read_in_float(nodes[-1]):
             self._joined.add(nodes[-1])
             quantized_output = False
@@ -253,13 +237,12 @@ class Placement:
             self._added_unrounded.add(nodes[-1])
             quantized_output = False
         override = self._override(node)
-        reason = IN_BLOCKS if node in self._block_products else pattern.in_float
         unit = Unit(
             self._name(node), pattern.kind, tuple(dict.fromkeys(owner(n) for n in nodes if owner(n))),
-            integer=not reason, reason=reason,
+            integer=not pattern.in_float, reason=pattern.in_float,
             weight_bits=self.target.weight.bits if pattern.weighted else None,
         )  # fmt: skip
-        operands = [o for o in self._operands(node, pattern) if o not in self._added_unrounded | self._joined]
+        operands = [o for o in _operands(node, pattern) if o not in self._added_unrounded | self._joined]
         placed = Placed(unit, nodes, pattern, operands, quantized_output, override)
         self.placed.append(placed)
         self._taken.update(nodes)
@@ -310,7 +293,7 @@ class Placement:
 
     def _could_be_integer(self, node: Node) -> bool:
         """Whether an operator runs in integers as far as is known before it is its turn."""
-        return node not in self._block_products and self._could_be(node, lambda pattern: not pattern.in_float)
+        return self._could_be(node, lambda pattern: not pattern.in_float)
 
     def _could_be(self, node: Node, wanted: Callable[[Pattern], bool]) -> bool:
         """Whether a pattern that is wanted may take an operator; operands whose turn is to come are asked likewise."""
@@ -318,7 +301,7 @@ class Placement:
             return True
         self._asked.add(node)
         patterns = [p for p in self.target.patterns if node.target in p.anchors and wanted(p)]
-        unknown = [o for p in patterns for o in self._operands(node, p) if o not in self._taken]
+        unknown = [o for p in patterns for o in _operands(node, p) if o not in self._taken]
         assumed = [o for o in unknown if self._could_be(o, lambda pattern: pattern.quantizes_output)]
         found = any(not self._refusal(node, pattern, assumed) for pattern in patterns)
         self._asked.discard(node)
@@ -345,14 +328,6 @@ class Placement:
         self.placed.append(Placed(unit, [node]))
         self._taken.add(node)
 
-    def _operands(self, node: Node, pattern: Pattern) -> list[Node]:
-        """What an operator reads in integers."""
-        found: list[Node] = []
-        for index in pattern.operands if node not in self._block_products else ():
-            value = node.args[index]
-            found.extend(v for v in (value if isinstance(value, list | tuple) else [value]) if isinstance(v, Node))
-        return found
-
     def _override(self, node: Node) -> str | None:
         pattern = first_match(self.overrides, (owner(node), self._free_name(node)))
         if pattern is None:
@@ -377,6 +352,15 @@ class Placement:
             count += 1
             unique = f"{name}_{count}"
         return unique
+
+
+def _operands(node: Node, pattern: Pattern) -> list[Node]:
+    """What an operator reads in integers."""
+    found: list[Node] = []
+    for index in pattern.operands:
+        value = node.args[index]
+        found.extend(v for v in (value if isinstance(value, list | tuple) else [value]) if isinstance(v, Node))
+    return found
 
 
 def _is_constant(value: Any) -> bool:

@@ -295,9 +295,9 @@ def _check_groups(config: QuantizeConfig, target: Target) -> None:
         return
     if size & (size - 1):
         raise UsageError("--group-size", "a power of 2", str(size), "give 16, 32, 64, 128 or 256")
-    if target.block is None or not (config.weights_only or config.weight_bits == 4):
+    if target.block is None or not config.weights_only:
         raise UsageError(
-            "--group-size", "--target ort-cpu or openvino, with --weights-only, or ort-cpu with --weight-bits 4",
+            "--group-size", "--weights-only, on --target ort-cpu or openvino",
             f"--target {target.name} with {'weights alone' if config.weights_only else 'integer activations'}",
             "leave it out: there is one scale for each output",
         )  # fmt: skip

@@ -63,10 +63,10 @@ def test_a_small_layer_is_rounded_nearly_as_well_as_by_trying_every_rounding() -
     layer = nn.Linear(8, 4)
     given = subject(layer.eval(), list(x.split(64)), steps=400)
     (node,) = given.anchors()
-    stored = node.args[1]
+    stored, quantizer = node.args[1], node.args[0].args[0]
     scale = parameter(given.graph, stored.args[1]).double()
     nearest = parameter(given.graph, stored.args[0]).double()
-    seen = x.double()
+    seen = torch.fake_quantize_per_tensor_affine(x, *quantizer.args[1:5]).double()
     wanted = layer(x).detach().double() - layer.bias.detach().double()
 
     def error(integers: Tensor) -> Tensor:
@@ -151,7 +151,7 @@ def test_in_the_end_every_weight_is_decided(monkeypatch: pytest.MonkeyPatch) -> 
         left.extend(float(weight()[2].detach()) for weight in soft.values())
 
     monkeypatch.setattr(reconstruct, "_minimise", watched)
-    adaround(subject(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval(), [correlated(64, 8)], 400))
+    adaround(subject(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval(), [correlated(64, 8)], 200))
     assert len(left) == 2
     assert max(left) < 0.01
 

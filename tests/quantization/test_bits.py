@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -153,28 +154,19 @@ def test_training_starts_from_the_same_integers(options: dict[str, Any]) -> None
     assert trained.plan.simulated is ("activation_bits" in options)
 
 
-class Perceptron(nn.Module):
-    """Linear layers with a sum before the third, which only layers of 8 bits would read in integers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second, self.third, self.last = (nn.Linear(32, 32) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.relu(self.first(x))
-        return self.last(torch.relu(self.third(self.second(x) + x)))
-
-
-def test_linear_layers_of_four_bits_read_what_the_runtime_rounds_itself(tmp_path: Path) -> None:
-    """Nothing is rounded for their sake, and what reads them is float; an override gives a layer all 8 bits."""
-    x = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
-    config = QuantizeConfig(weight_bits=4, algorithms=None, overrides={"third": "int8"})
-    quantized = quantize(Perceptron().eval(), config, example=x, calibration=[x])
-    units = {unit.name: (unit.integer, unit.weight_bits, unit.block) for unit in quantized.plan.units}
-    assert units["first"] == units["third"] == units["last"] == (True, 8, None)
-    assert units["second"] == (False, 4, 32)
+@pytest.mark.parametrize("make", [Net, None], ids=["convolutions", "linear layers"])
+def test_four_bits_between_integers_run_in_the_kernels_of_eight(make: type[nn.Module] | None, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = make() if make else nn.Sequential(*(nn.Linear(32, 32) for _ in range(3)), nn.Linear(32, 4))
+    x = X if make else torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
+    quantized = quantize(model.eval(), QuantizeConfig(weight_bits=4, algorithms=None), example=x, calibration=[x])
+    layers = [unit for unit in quantized.plan.units if unit.weight_bits]
+    assert [unit.weight_bits for unit in layers] == [8, 4, 4, 8]
+    assert all(unit.integer for unit in layers)
     result = export(quantized, tmp_path, ExportConfig(), samples=[x])
     assert all(gate["passed"] is not False for gate in result.gates)
-    kernels, _ = opened(result.files["int8"], tmp_path, False, {"x": x.numpy()})
-    assert {"MatMulNBits", "QGemm"} <= kernels
+    assert "not covered" not in next(gate["found"] for gate in result.gates if gate["name"] == "integer reference")
+    kinds = Counter(t.data_type for t in onnx.load(str(result.files["int8"])).graph.initializer if len(t.dims) > 1)
+    assert kinds[onnx.TensorProto.INT4] == 2
+    kernels, _ = opened(result.files["int8"], tmp_path, False, {"input": x.numpy()} if make is None else None)
+    assert {"Conv", "Gemm", "MatMul", "Cast", "MatMulNBits"}.isdisjoint(kernels)

@@ -11,8 +11,7 @@ DequantizeLinear with ``block_size``.
 
 A Relu or a Clip right behind the layer keeps the runtime from it as well: it acts on a view with an axis more.
 
-A layer of 8 bits that reads a DequantizeLinear is integer, and stays. One of 4 bits is not, and reads it behind an
-identity (``float_units.py``): the runtime would take the pair for its own and run neither in integers.
+What reads a DequantizeLinear is integer, and stays.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from qtool.exporting.passes.biases import drop_unused
-from qtool.exporting.passes.float_units import keep_in_float
 from qtool.exporting.passes.parts import constant, dequantizer_of, zeros_of
 
 DEQUANTIZE = "DequantizeLinear"
@@ -48,10 +46,6 @@ def _producer(value: ir.Value | None) -> ir.Node | None:
 
 
 def _rewrite(model: ir.Model, layers: list[ir.Node]) -> int:
-    fed = [node for node in layers if _reads_integers(node)]
-    for value in dict.fromkeys(node.inputs[0] for node in fed):
-        assert value is not None
-        keep_in_float(model, value, [node for node in fed if node.inputs[0] is value])
     for weight in dict.fromkeys(node.inputs[1] for node in layers):
         assert weight is not None
         readers = [node for node in layers if node.inputs[1] is weight]
@@ -76,10 +70,9 @@ def _turns_its_weight(node: ir.Node) -> bool:
     if weight is None or weight.inputs[0] is None:
         return False
     zeros = zeros_of(weight)
-    if zeros is None or zeros.any():
+    if zeros is None or zeros.any() or _reads_integers(node):
         return False
-    is_integer = _reads_integers(node) and weight.inputs[0].dtype != ir.DataType.INT4
-    return not is_integer and weight.attributes.get_int("axis", 1) == 0
+    return bool(weight.attributes.get_int("axis", 1) == 0)
 
 
 def _reads_integers(node: ir.Node) -> bool:

@@ -12,8 +12,6 @@ A softmax there becomes a table of exponentials whose sums in 32 bits overflow w
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 import onnx_ir as ir
 
 LAYERS = frozenset({"Conv", "ConvTranspose", "Gemm", "Softmax"})
@@ -23,7 +21,7 @@ def apply(model: ir.Model) -> int:
     """Puts the identity behind every such layer, in place; returns how many."""
     guarded = [node for node in model.graph if node.op_type in LAYERS and _would_be_quantized(node)]
     for node in guarded:
-        keep_in_float(model, node.outputs[0], [use.node for use in node.outputs[0].uses()])
+        _guard(model, node)
     return len(guarded)
 
 
@@ -37,14 +35,12 @@ def _would_be_quantized(node: ir.Node) -> bool:
     return any(reader.op_type == "QuantizeLinear" for reader in readers)
 
 
-def keep_in_float(model: ir.Model, value: ir.Value, readers: Collection[ir.Node]) -> None:
-    """Puts the identity between a value and these readers, in place, so that the runtime takes neither for integer."""
-    maker = value.producer()
-    assert maker is not None
-    identity = ir.node("LeakyRelu", [value], attributes={"alpha": 1.0}, name=f"{maker.name}/float")
+def _guard(model: ir.Model, node: ir.Node) -> None:
+    result = node.outputs[0]
+    identity = ir.node("LeakyRelu", [result], attributes={"alpha": 1.0}, name=f"{node.name}/float")
     kept = identity.outputs[0]
-    kept.name, kept.shape, kept.dtype = f"{value.name}/float", value.shape, value.dtype
-    for use in list(value.uses()):
-        if use.node in readers:
+    kept.name, kept.shape, kept.dtype = f"{result.name}/float", result.shape, result.dtype
+    for use in list(result.uses()):
+        if use.node is not identity:
             use.node.replace_input_with(use.idx, kept)
-    model.graph.insert_after(maker, identity)
+    model.graph.insert_after(node, identity)
