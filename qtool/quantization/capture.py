@@ -168,7 +168,7 @@ def _refused(model: nn.Module, example: Any, error: Exception) -> QtoolError:
 
 def _what_to_do(error: Exception) -> str:
     """The way out of a failed capture, by what torch says of it."""
-    if "register a pytree" in str(error):
+    if any(word in str(error) for word in ("register a pytree", "unhashable type")):  # torch 2.11 says the latter
         return "return a tuple or a dict, or make the class known with torch.export.register_dataclass"
     if "inference tensor" in str(error):
         return "make the model outside of torch.inference_mode()"
