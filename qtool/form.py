@@ -35,6 +35,9 @@ quantized = torch.ops.quantized_decomposed
 QUANTIZE = (quantized.quantize_per_tensor.default, quantized.quantize_per_channel.default)
 DEQUANTIZE = (quantized.dequantize_per_tensor.default, quantized.dequantize_per_channel.default)
 
+BLOCK = 32
+"""Inputs that runtimes round together where stored weights alone are integers, all of an output with one scale."""
+
 
 @dataclass(frozen=True)
 class Unit:

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-BLOCK = 32
-"""Inputs that are rounded together where all inputs of an output share a scale."""
+from qtool.form import BLOCK
+
 _MOST = 127
 
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from qtool.errors import QtoolError
-from qtool.exporting.block_products import BLOCK, rounded_in_blocks
+from qtool.exporting.block_products import rounded_in_blocks
 from qtool.exporting.drawn import RANDOM
 from qtool.exporting.float_operators import APPROXIMATE, EXACT, evaluate, moves_only
 from qtool.exporting.integer_arithmetic import Affine, Quantized, dequantize, quantize
@@ -41,6 +41,7 @@ from qtool.exporting.integer_graph import (
     clip_limits,
 )
 from qtool.exporting.integer_kernels import KERNELS
+from qtool.form import BLOCK
 from qtool.lstm import OPERATOR, Seen, layer
 
 Value = Tensor | Quantized

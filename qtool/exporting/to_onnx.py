@@ -17,7 +17,7 @@ import logging
 import operator
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -77,11 +77,13 @@ PASSES: dict[str, tuple[Pass, ...]] = {
 QUICK: dict[str, tuple[Pass, ...]] = {
     "ort-cpu": (
         mean_pools.apply, wide_groups.apply, even_channels.apply, even_inputs.apply, wide_gates.apply,
-        block_products.apply,
     ),
-    "openvino": (block_products.join_groups,),
 }  # fmt: skip
 """What gives integer layers, once it is settled which these are, the form that a target's kernels are quick with."""
+BLOCK_PRODUCTS: dict[str, Callable[[ir.Model, Collection[str]], int]] = {
+    "ort-cpu": block_products.apply, "openvino": block_products.join_groups,
+}  # fmt: skip
+"""What gives layers that multiply stored integers the form in which a target does."""
 
 
 def float_to_onnx(graph: GraphModule, example: Any, opset: int) -> ir.Model:
@@ -117,6 +119,8 @@ def quantized_to_onnx(quantized: QuantizedModel, opset: int) -> ir.Model:
     stored.apply(model, {unit.name for unit in quantized.plan.float_units if unit.weight_bits and not unit.block})
     for rewrite in QUICK.get(quantized.plan.target, ()):
         rewrite(model)
+    if blocks := {unit.name for unit in quantized.plan.units if unit.block}:
+        BLOCK_PRODUCTS[quantized.plan.target](model, blocks)
     int4.apply(model, {name for name, integer in four_bits.items() if integer}, widened=True)
     metadata.strip(model)
     return model

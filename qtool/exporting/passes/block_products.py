@@ -10,12 +10,11 @@ Where inputs share scales in groups, the graph has a row for each group and a re
 DequantizeLinear with ``block_size``.
 
 A Relu or a Clip right behind the layer keeps the runtime from it as well: it acts on a view with an axis more.
-
-What reads a DequantizeLinear is integer, and stays.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -23,64 +22,48 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from qtool.exporting.passes.biases import drop_unused
-from qtool.exporting.passes.parts import constant, dequantizer_of, zeros_of
+from qtool.exporting.passes.parts import constant, dequantizer_of, layer_unit
 
 DEQUANTIZE = "DequantizeLinear"
 CLIPS = ("Relu", "Clip")
-MOVES = ("Reshape", "Transpose", "Flatten", "Squeeze", "Unsqueeze", "Slice", "Identity")
 
 
-def apply(model: ir.Model) -> int:
-    """Rewrites in place each such layer; returns how many."""
-    return _rewrite(model, [node for node in model.graph if _turns_its_weight(node)])
+def apply(model: ir.Model, units: Collection[str]) -> int:
+    """Rewrites in place each such layer of the named units; returns how many."""
+    return _rewrite(model, units, turned=True)
 
 
-def join_groups(model: ir.Model) -> int:
+def join_groups(model: ir.Model, units: Collection[str]) -> int:
     """The same for weights in groups alone, which OpenVINO knows in that form; others it reads as they stand."""
-    layers = [node for node in model.graph if _turns_its_weight(node)]
-    return _rewrite(model, [node for node in layers if _producer(node.inputs[1]) is not dequantizer_of(node)])
+    return _rewrite(model, units, turned=False)
 
 
-def _producer(value: ir.Value | None) -> ir.Node | None:
-    return value.producer() if value is not None else None
-
-
-def _rewrite(model: ir.Model, layers: list[ir.Node]) -> int:
+def _rewrite(model: ir.Model, units: Collection[str], *, turned: bool) -> int:
+    layers = [node for node in model.graph if layer_unit(node) in units and _turns_its_weight(node)]
+    changed = 0
     for weight in dict.fromkeys(node.inputs[1] for node in layers):
         assert weight is not None
         readers = [node for node in layers if node.inputs[1] is weight]
         source = dequantizer_of(readers[0])
         assert source is not None
-        if source is weight.producer():
+        if source is not weight.producer():
+            _join_groups(model, weight, source, readers)
+        elif turned:
             _turn(model, weight, readers)
         else:
-            _join_groups(model, weight, source, readers)
+            continue
         for layer in readers:
             layer.attributes["transB"] = ir.AttrInt64("transB", 0)
             _set_apart(model, layer)
+        changed += len(readers)
     drop_unused(model)
-    return len(layers)
+    return changed
 
 
 def _turns_its_weight(node: ir.Node) -> bool:
-    """Whether a Gemm of floats turns integers that one scale for each output dequantizes, along the first axis."""
-    if node.op_type != "Gemm" or not node.attributes.get_int("transB", 0):
-        return False
-    weight = dequantizer_of(node)
-    if weight is None or weight.inputs[0] is None:
-        return False
-    zeros = zeros_of(weight)
-    if zeros is None or zeros.any() or _reads_integers(node):
-        return False
-    return bool(weight.attributes.get_int("axis", 1) == 0)
-
-
-def _reads_integers(node: ir.Node) -> bool:
-    """Whether what a layer reads comes from a DequantizeLinear, behind a reshape or not."""
-    source = node.inputs[0].producer() if node.inputs[0] is not None else None
-    while source is not None and source.op_type in MOVES and source.inputs[0] is not None:
-        source = source.inputs[0].producer()
-    return source is not None and source.op_type == DEQUANTIZE
+    """Whether a layer reads stored integers as outputs × inputs."""
+    turns = node.op_type == "Gemm" and bool(node.attributes.get_int("transB", 0))
+    return turns and dequantizer_of(node) is not None
 
 
 def _turn(model: ir.Model, weight: ir.Value, layers: list[ir.Node]) -> None:

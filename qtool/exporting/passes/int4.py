@@ -15,8 +15,7 @@ import onnx_ir as ir
 
 from qtool.errors import UsageError
 from qtool.exporting.passes.biases import drop_unused
-from qtool.exporting.passes.names import WEIGHTED
-from qtool.exporting.passes.parts import dequantizer_of
+from qtool.exporting.passes.parts import dequantizer_of, layer_unit
 
 LEAST_OPSET = 21
 
@@ -29,7 +28,9 @@ def require(opset: int) -> None:
 
 def apply(model: ir.Model, units: Collection[str], *, widened: bool = False) -> int:
     """Packs the weights of the named units, in place, ``widened`` to bytes for who reads them; returns how many."""
-    sources = [source for node in model.graph if _unit(node) in units and (source := dequantizer_of(node)) is not None]
+    sources = [
+        source for node in model.graph if layer_unit(node) in units and (source := dequantizer_of(node)) is not None
+    ]
     for source in dict.fromkeys(sources):
         _pack(source)
     for stored in dict.fromkeys(source.inputs[0] for source in sources):
@@ -40,11 +41,6 @@ def apply(model: ir.Model, units: Collection[str], *, widened: bool = False) -> 
             _drop_zero_points(stored)
     drop_unused(model)
     return len(sources)
-
-
-def _unit(node: ir.Node) -> str | None:
-    """The unit of a layer with a weight; a reshape before it may be the unit's first operator."""
-    return (node.name or "").partition("/")[0] if node.op_type in WEIGHTED else None
 
 
 def _widen(model: ir.Model, stored: ir.Value) -> None:

@@ -9,6 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
+from qtool.exporting.passes.names import WEIGHTED
+
 MOST_GROWTH = 0.02
 """How much of a file's constants a pass may add in zeros."""
 
@@ -28,6 +30,11 @@ def num_stored(model: ir.Model) -> int:
     """How many numbers the constants of a file hold."""
     values = model.graph.initializers.values()
     return sum(value.const_value.size for value in values if value.const_value is not None)
+
+
+def layer_unit(layer: ir.Node) -> str | None:
+    """The unit of a layer with a weight, by its name: a reshape may be the unit's first operator."""
+    return (layer.name or "").partition("/")[0] if layer.op_type in WEIGHTED else None
 
 
 def dequantizer_of(node: ir.Node) -> ir.Node | None:

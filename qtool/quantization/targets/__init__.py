@@ -13,7 +13,6 @@ import torch
 from qtool.errors import UsageError, nearest
 from qtool.quantization.targets.base import (
     IN_BLOCKS,
-    IN_FLOAT,
     INT8_ACTIVATION,
     INT8_WEIGHT,
     MOVES,
@@ -31,7 +30,7 @@ from qtool.quantization.targets.ort_cpu import ORT_CPU
 from qtool.quantization.targets.tensorrt import TENSORRT
 
 __all__ = [
-    "INT8_ACTIVATION", "INT8_WEIGHT", "IN_BLOCKS", "IN_FLOAT", "MOVES", "OPENVINO", "ORT_CPU", "RELU_LIKE", "SOFTMAX",
+    "INT8_ACTIVATION", "INT8_WEIGHT", "IN_BLOCKS", "MOVES", "OPENVINO", "ORT_CPU", "RELU_LIKE", "SOFTMAX",
     "STORED", "TARGETS", "TENSORRT", "UINT8", "Format", "Pattern", "Target", "get_target", "matrices",
 ]  # fmt: skip
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import torch
 
+from qtool.form import BLOCK
 from qtool.quantization.targets.base import (
     BETWEEN,
     BINARY,
@@ -71,5 +72,5 @@ OPENVINO = Target(
     attention=True,
     bare_moves=True,
     scales_in_float=True,
-    block=32,
+    block=BLOCK,
 )

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import torch
 
+from qtool.form import BLOCK
 from qtool.quantization.capture import CONVOLUTIONS
 from qtool.quantization.targets.base import (
     BETWEEN,
@@ -87,6 +88,6 @@ ORT_CPU = Target(
     ),
     products=(aten.silu.default, aten.hardswish.default),
     channels_last=True,
-    block=32,
+    block=BLOCK,
     integer_lstm=True,
 )
