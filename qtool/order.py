@@ -82,6 +82,18 @@ def largest_pass(count: int, config: TrainConfig) -> int:
     return config.batch_size + joined
 
 
+def first_pass(train: Any, given: Any, config: TrainConfig) -> tuple[Any, Any]:
+    """The first samples of ``train``, as many as :func:`largest_pass` says, or without it the first batch ``given``.
+
+    Raises QtoolError where there is none.
+    """
+    found = iter(Batches(given) if train is None else batches(train, largest_pass(len(train), config)))
+    batch: tuple[Any, Any] | None = next(found, None)
+    if batch is None:
+        raise QtoolError("training data", "at least one batch", "none", "give data that is not empty")
+    return batch
+
+
 def not_shared() -> UsageError:
     """What is wrong with an iterable of batches where several processes train."""
     return UsageError(

@@ -265,12 +265,11 @@ def _legal_for(source: Source) -> Callable[[TrainConfig], bool]:
 
 def predictor(source: Source) -> Callable[[TrainConfig], int]:
     """The predicted peak, in bytes, of training ``source`` by a config."""
-    from qtool.data import batches
     from qtool.loop import task_loss
     from qtool.memory.predict import predict
     from qtool.memory.scratch import Scratch
     from qtool.nested import num_samples, tensors
-    from qtool.order import Batches, largest_pass
+    from qtool.order import first_pass
     from qtool.training.techniques import setup
 
     scratch = Scratch()
@@ -279,8 +278,7 @@ def predictor(source: Source) -> Callable[[TrainConfig], int]:
     def peak(config: TrainConfig) -> int:
         config, spared = _fewer_micro_batches(config) if source.parts else (config, 0)
         parts: dict[str, Any] = {"prepare": setup, "loss": task_loss(source.task), "scratch": scratch}
-        train: Any = source.parts.train if source.parts else None
-        batch = next(iter(Batches(source.data) if train is None else batches(train, largest_pass(len(train), config))))
+        batch = first_pass(source.parts and source.parts.train, source.data, config)
         if source.parts is None:
             config = dataclasses.replace(config, batch_size=num_samples(batch[0]))
         each = sum(t.nbytes for t in tensors(batch)) / num_samples(batch)

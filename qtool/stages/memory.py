@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from qtool.errors import QtoolError, UsageError, one_line
 from qtool.options import make
 from qtool.recipe import AUTO, TrainConfig, as_dict
-from qtool.source import Source, open_model, open_source
+from qtool.source import open_model, open_source
 from qtool.stages.common import configured
 
 if TYPE_CHECKING:
@@ -89,9 +89,10 @@ def require_named(config: TrainConfig) -> None:
 def _arguments(spec: Spec, config: TrainConfig) -> tuple[Callable[[], Any], tuple[Any, Any], TrainConfig]:
     """How the model is built, one batch of the training data, and the config, with a given batch's size."""
     from qtool.nested import num_samples
+    from qtool.order import first_pass
 
     source = open_source(None, spec["data"], seed=config.seed)
-    batch = _batch(source, config)
+    batch = first_pass(source.parts and source.parts.train, source.data, config)
     if source.parts is None:
         config = replace(config, batch_size=num_samples(batch[0]))
     return lambda: open_model(spec["model"], source.record, None, config.seed), batch, config
@@ -104,18 +105,6 @@ def _parts(spec: Spec, config: TrainConfig) -> dict[str, Any]:
     from qtool.training.techniques import setup
 
     return {"prepare": setup, "loss": task_loss(open_task(spec["task"], config.label_smoothing))}
-
-
-def _batch(source: Source, config: TrainConfig) -> tuple[Any, Any]:
-    from qtool.data import batches
-    from qtool.order import Batches, largest_pass
-
-    train: Any = source.parts.train if source.parts else None
-    found = iter(Batches(source.data) if train is None else batches(train, largest_pass(len(train), config)))
-    batch: tuple[Any, Any] | None = next(found, None)
-    if batch is None:
-        raise QtoolError("training data", "at least one batch", "none", "give data that is not empty")
-    return batch
 
 
 def _predicted(spec: Spec, config: TrainConfig) -> dict[str, Any]:
