@@ -74,6 +74,35 @@ def test_adapters_learn_and_are_merged(peft: Any, base: str, precision: str) -> 
     assert torch.equal(model.transformer["wte"].weight, before.transformer["wte"].weight) == (precision != "bf16-true")
 
 
+class Encoder(nn.Module):
+    """Blocks whose code has a shortcut for inference, which reads weights and calls no layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True) for _ in range(2))
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x.mean(1))  # type: ignore[no-any-return]
+
+
+@FILTERS
+@pytest.mark.parametrize("base", ["full", "nf4"])
+def test_what_is_judged_in_training_is_the_model_that_comes_out(peft: Any, base: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(48, 5, 16, generator=generator), torch.randint(0, 4, (48,), generator=generator)
+    part, model = torch.utils.data.TensorDataset(x, y), Encoder()
+    options = {"lora": 4, "lora_base": base, "epochs": 2, "batch_size": 8, "learning_rate": 0.05, "device": "cpu"}
+    trained = qtool.train(model, {"train": part, "test": part}, **options)
+    with torch.no_grad():
+        loss = nn.functional.cross_entropy(trained.model.eval()(x), y)
+    assert trained.metrics["loss"] == pytest.approx(float(loss), rel=1e-4)
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
 @FILTERS
 def test_training_stores_the_adapters_alone_as_peft_reads_them(peft: Any, tmp_path: Path) -> None:
     result = qtool.train(small(), TEXT, out=tmp_path, **OPTIONS)
