@@ -25,6 +25,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
+from qtool.devices import resolve_device
 from qtool.errors import QtoolError, UsageError
 from qtool.loop import Hooks
 from qtool.quantization import pt2e
@@ -36,6 +37,7 @@ from qtool.quantization.functional import DROPOUTS
 from qtool.quantization.learned import learn_steps
 from qtool.quantization.observers import FakeQuantizer
 from qtool.quantization.prepared import Prepared, Switch
+from qtool.quantization.residence import on
 from qtool.recipe import AUTO, QatConfig
 from qtool.step import LossFunction
 
@@ -96,11 +98,13 @@ def train_quantized(
     if config.step_size == "learned":
         learn_steps(pt2e.fake_quantizers(prepared.graph))
     hooks = QatHooks(config, prepared.switch)
-    with tapped(teacher, prepared.graph, config.distill_features or ()) as taps:
+    graphs = (prepared.graph, teacher)
+    with (
+        on(resolve_device(config.device), *graphs),
+        tapped(teacher, prepared.graph, config.distill_features or ()) as taps,
+    ):
         fine_tune(prepared.graph, hooks, towards(teacher, taps) if config.distill else None)
-    hooks.finish(prepared.graph)
-    for trained in (prepared.graph, teacher):
-        trained.to("cpu")  # the quantized form is made and saved there, wherever it was trained
+        hooks.finish(prepared.graph)
     prepared.switch(prepared.graph, batch_norm=False, dropout=False)
     return {
         name: dict(zip(("low", "high"), fake.range(), strict=True)) | {"method": "qat"}
