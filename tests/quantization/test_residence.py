@@ -10,18 +10,18 @@ from fake_device import DEVICE, Fake, Hidden
 from nets import settled, small_resnet
 from torch import Tensor, nn
 
-from qtool.quantization import stage
+from qtool.quantization import qat, stage
 from qtool.quantization.algorithms import passes, reconstruct
 from qtool.quantization.capture import capture
 from qtool.quantization.residence import Moved, device_of, on
-from qtool.recipe import QuantizeConfig
+from qtool.recipe import QatConfig, QuantizeConfig
 
 
 @pytest.fixture
 def there(monkeypatch: pytest.MonkeyPatch) -> None:
     """``cuda`` names the device that is none; what is drawn is drawn on the CPU, which has the only generators."""
     named = {"cuda": DEVICE, "cpu": torch.device("cpu")}
-    for module in (stage, passes):
+    for module in (stage, passes, qat):
         monkeypatch.setattr(module, "resolve_device", named.__getitem__)
     monkeypatch.setattr(reconstruct, "_drawing", lambda seed, device=None: torch.Generator().manual_seed(seed))
 
@@ -83,3 +83,34 @@ def test_a_graph_names_the_device_that_it_is_on() -> None:
     assert device_of(graph).type == "cpu"
     torch.testing.assert_close(found.value, model(x))
     torch.testing.assert_close(graph(x), model(x))
+
+
+@pytest.mark.parametrize("step_size", ["observed", "learned"])
+def test_quantization_aware_training_takes_the_graph_along_and_brings_it_back(there: None, step_size: str) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 4), Positions(), nn.Linear(4, 2)).eval(), torch.randn(6, 5, 4)
+    seen = []
+
+    def one_step(graph: nn.Module, hooks: object, loss: object) -> None:
+        (given,) = Moved([x], device_of(graph))  # type: ignore[arg-type]
+        out = graph(given)
+        out.square().sum().backward()
+        with torch.no_grad():
+            for parameter in graph.parameters():
+                if parameter.grad is not None:
+                    parameter.sub_(0.01 * parameter.grad)
+        seen.append(type(out))
+
+    def made(device: str) -> stage.Converted:
+        config = QuantizeConfig(mode="qat", ranges="minmax", device="cpu")
+        tuning = QatConfig(device=device, distill=False, step_size=step_size)  # type: ignore[arg-type]
+        return stage.convert(model, config, example=x, calibration=[x], qat=one_step, tuning=tuning)
+
+    plain = made("cpu")
+    with Fake():
+        moved = made("cuda")
+    assert seen == [Tensor, Hidden]
+    assert moved.ranges == plain.ranges
+    expected = tensors_of(plain)
+    assert all(torch.equal(value, expected[name]) for name, value in tensors_of(moved).items())
+    torch.testing.assert_close(moved.graph(x), plain.graph(x))
