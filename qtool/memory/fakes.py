@@ -1,14 +1,15 @@
 """What fake tensors are told where torch gives up on them, or goes wrong.
 
 * A number that is asked for (``loss.item()``) is what it is where it follows from constants (``qtool.memory.known``),
-  else one, and True for ``all`` (``x.isfinite().all()``, say).
-* A selection by a mask takes everything: what is predicted of it is the most that it can be.
+  else what it was when the model was run for real (``qtool.memory.trial``), else one; True for ``all``
+  (``x.isfinite().all()``, say), and for ``any`` of what compares whole numbers (``(expert == 3).any()``).
+* A selection by a mask takes as much as it did then, else everything: the most that it can be.
 * A product of groups of rows, each with a matrix of its own (experts), is one in every dtype; torch's own fake
   one knows bfloat16 alone.
 * A deep copy is a copy. torch's own takes the mode along, and all that this remembers, which ends the process now and
   then. Constructors copy layers (``nn.TransformerEncoder``), and so does whoever tries a model out.
 
-Other operators whose result's size depends on values stay refused.
+Other operators whose result's size depends on values are refused where the model was not run.
 """
 
 from __future__ import annotations
@@ -23,9 +24,15 @@ from torch import Tensor, nn
 from torch._subclasses.fake_impls import op_implementations_dict as IMPLEMENTATIONS
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
-from qtool.memory.known import Known, known
+from qtool.memory.known import Known, is_known, known
+from qtool.memory.trial import SELECTING, Oracle, asks, masks
+
+_COMPARISONS = ("eq", "ne", "gt", "ge", "lt", "le")
+_SELECTED = WeakIdKeyDictionary()
+"""How much a mask selects, where that is known."""
 
 
 @contextmanager
@@ -42,31 +49,72 @@ def answered() -> Iterator[None]:
 
 
 class Scalars(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Answers whoever asks a tensor for its value."""
+    """Answers whoever asks a tensor for its value, or for a size that follows from values."""
 
-    def __init__(self) -> None:
+    def __init__(self, oracle: Oracle | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._oracle = oracle or Oracle()
         self._true = WeakIdKeyDictionary()
+        self._whole = WeakIdKeyDictionary()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
-            asked = args[0]
-            if (value := known(asked)) is not None:
-                return value.item()
-            return asked in self._true if asked.dtype == torch.bool else 1.0 if asked.is_floating_point() else 1
+            return self._value(args[0])
+        name = func.overloadpacket.__name__
+        if asks(func, args) and (found := self._asked(name, args)) is not None:
+            return found
         result = func(*args, **(kwargs or {}))
-        if func.overloadpacket is torch.ops.aten.all:
-            self._true[result] = True
+        self._mark(name, args, result)
         return result
+
+    def _value(self, asked: Tensor) -> Any:
+        here, certain = known(asked), asked in self._true
+        found = self._oracle.ask("_local_scalar_dense", needed=here is None and not certain)
+        if here is not None:
+            return here.item()
+        if found is not None:
+            return found
+        if asked.dtype == torch.bool:
+            return certain or asked in self._whole
+        return 1.0 if asked.is_floating_point() else 1
+
+    def _asked(self, name: str, args: Any) -> Any:
+        """What an operator gave for real, as a fake result; None where it did not run, and where it selects."""
+        operands = [leaf for leaf in tree_flatten(args)[0] if isinstance(leaf, Tensor)]
+        wanted = masks(name, args) if name in SELECTING else operands
+        found = self._oracle.ask(name, needed=not all(map(is_known, wanted)))
+        if found is None or name not in SELECTING:
+            return tree_map_only(Tensor, lambda like: _placed(like, operands[0]), found)
+        for mask, count in zip(wanted, found, strict=True):
+            _SELECTED[mask] = count
+        return None
+
+    def _mark(self, name: str, args: Any, result: Any) -> None:
+        """Remembers of which results of comparisons the truth is likely."""
+        if name == "all":
+            self._true[result] = True
+        elif (name in _COMPARISONS and not args[0].is_floating_point()) or (name == "any" and args[0] in self._whole):
+            self._whole[result] = True
+
+
+def _placed(like: Tensor, operand: Tensor) -> Tensor:
+    """A result of that shape where an operand is, in its floating-point type."""
+    dtype = operand.dtype if like.is_floating_point() and operand.is_floating_point() else like.dtype
+    return torch.empty_strided(like.shape, like.stride(), dtype=dtype, device=operand.device)
+
+
+def _count(mask: Tensor, most: int) -> int:
+    count: int = _SELECTED.get(mask, most)  # type: ignore[no-untyped-call]
+    return count
 
 
 def _nonzero(mode: Any, func: Any, tensor: Tensor) -> Tensor:
-    return tensor.new_empty((tensor.numel(), tensor.dim()), dtype=torch.int64)
+    return tensor.new_empty((_count(tensor, tensor.numel()), tensor.dim()), dtype=torch.int64)
 
 
 def _selected(mode: Any, func: Any, tensor: Tensor, mask: Tensor) -> Tensor:
     shape = torch.broadcast_shapes(tensor.shape, mask.shape)  # type: ignore[no-untyped-call]
-    return tensor.new_empty((shape.numel(),))
+    return tensor.new_empty((_count(mask, shape.numel()),))
 
 
 def _grouped(

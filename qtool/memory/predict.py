@@ -57,7 +57,8 @@ from qtool.memory.fakes import Scalars, answered
 from qtool.memory.gpu_scratch import Gpu
 from qtool.memory.known import know
 from qtool.memory.scratch import COPIED, LSTM, Scratch
-from qtool.nested import cut, map_tensors, num_samples, tensors
+from qtool.memory.trial import Oracle
+from qtool.nested import cut, map_tensors, num_samples, split, tensors
 from qtool.recipe import TrainConfig
 from qtool.step import LossFunction, Setup, Step, no_scaler, trained
 
@@ -89,9 +90,11 @@ class Prediction:
     moment: str
     module: str
     device: str
-    seconds: float
+    seconds: float = 0.0
     late_bytes: int = 0
     """What gloo's threads may hold beyond it, on a busy CPU, of exchanges that are over."""
+    guessed: bool = False
+    """Whether the step asked for values that are not known: a mask is then taken to select all, a number to be one."""
 
 
 def predict(
@@ -110,15 +113,28 @@ def predict(
 
     Raises QtoolError too where a tensor's size depends on values in a way that ``qtool.memory.fakes`` does not know.
     """
-    try:
-        return _prediction(build, batch, config, prepare, loss, scratch or Scratch())
-    except Exception as error:
-        if (operator := _sized_by_values(error)) is None:
-            raise
-        raise QtoolError(
-            "prediction", "a step in which no tensor's size depends on values", f"'{operator}', whose result's does",
-            "leave --memory-budget and --batch-size auto out",
-        ) from error  # fmt: skip
+    scratch = scratch or Scratch()
+
+    def attempt(oracle: Oracle) -> Prediction | Exception:
+        try:
+            return _prediction(build, batch, config, prepare, loss, scratch, oracle)
+        except Exception as error:
+            return error
+
+    parts = _micro_batches(batch, config)
+    oracle = Oracle(scratch.trials.known(parts))
+    found = attempt(oracle)
+    if oracle.guessed and (answers := scratch.trials.of(build, parts, loss)) and answers != oracle.answers:
+        again = attempt(Oracle(answers))
+        found = again if isinstance(again, Prediction) else found
+    if isinstance(found, Prediction):
+        return found
+    if (operator := _sized_by_values(found)) is None:
+        raise found
+    raise QtoolError(
+        "prediction", "a step in which no tensor's size depends on values", f"'{operator}', whose result's does",
+        "leave --memory-budget and --batch-size auto out",
+    ) from found  # fmt: skip
 
 
 def _sized_by_values(error: BaseException | None) -> str | None:
@@ -132,7 +148,7 @@ def _sized_by_values(error: BaseException | None) -> str | None:
 
 def _prediction(
     build: Callable[[], nn.Module], batch: tuple[Any, Any], config: TrainConfig, prepare: Prepare, loss: LossFunction,
-    scratch: Scratch,
+    scratch: Scratch, oracle: Oracle,
 ) -> Prediction:  # fmt: skip
     start = time.monotonic()
     require_predictable(config)
@@ -147,12 +163,21 @@ def _prediction(
         device = resolve_device(config.device)
         model = _fake(build(), device)
         value, target = map_tensors(mode.from_tensor, _some(tuple(batch), share))
-        with _in_place(device), prepare(model, config, _first(value)) as setup:
+        watched = oracle.at_work.watched(model) if oracle.answers else nullcontext()
+        with _in_place(device), watched, prepare(model, config, _first(value)) as setup:
             if compiles:
                 compiled = _compiled(setup, value, mode)
                 setup.replica = lambda loss, *given: loss(compiled, *given)
             tracker = Tracker(setup.device, scratch)
-            return _predicted(setup, (value, target), total, loss, start, tracker, copies)
+            found = _predicted(setup, (value, target), total, loss, tracker, oracle, copies)
+    return replace(found, seconds=time.monotonic() - start, guessed=oracle.guessed)
+
+
+def _micro_batches(batch: tuple[Any, Any], config: TrainConfig) -> list[Any]:
+    """The micro-batches of the first device's share of a batch."""
+    share = math.ceil(num_samples(batch[0]) / config.devices)
+    size = math.ceil(math.ceil(config.batch_size / config.devices) / config.micro_batches)
+    return split(_some(tuple(batch), share), math.ceil(share / size))
 
 
 def require_predictable(config: TrainConfig) -> None:
@@ -203,7 +228,7 @@ def _first(value: Any) -> Any:
 
 
 def _predicted(
-    setup: Setup, batch: tuple[Any, Any], total: int, loss: LossFunction, start: float, tracker: Tracker, copies: bool
+    setup: Setup, batch: tuple[Any, Any], total: int, loss: LossFunction, tracker: Tracker, oracle: Oracle, copies: bool
 ) -> Prediction:
     optimizer = setup.make_optimizer(trained(setup.model))
     buckets = _buckets(setup, optimizer) if copies else []
@@ -214,14 +239,15 @@ def _predicted(
 
     def tracked(model: Any, value: Any, target: Any) -> Any:
         tracker.reset_mod_stats()  # MemTracker knows one forward pass at a time
-        return loss(model, value, target)
+        with oracle.forward():
+            return loss(model, value, target)
 
     step = Step(setup, optimizer, tracked)
-    with tracker, Scalars(), _taken_for_real():
+    with tracker, Scalars(oracle), _taken_for_real():
         tracker.accumulation.learn(setup.device)
         for _ in range(STEPS):
             step(*batch, setup.config.learning_rate, total)
-    return tracker.prediction(time.monotonic() - start)
+    return tracker.prediction()
 
 
 @contextmanager
@@ -334,8 +360,8 @@ class Tracker(MemTracker):
         names = [name for name in self._mod_tracker.parents if name != "Global"]
         return max(names, key=lambda name: name.count("."), default="").partition(".")[2]
 
-    def prediction(self, seconds: float) -> Prediction:
+    def prediction(self) -> Prediction:
         parts = self.with_scratch or self._parts("peak", 0)
         held = self.gpu.workspace() if self.gpu else 0
         parts |= {"temporary": parts["temporary"] + held}
-        return Prediction(self.highest + held, parts, *self.at, str(self.device), seconds, self.late)
+        return Prediction(self.highest + held, parts, *self.at, str(self.device), late_bytes=self.late)

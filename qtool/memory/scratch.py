@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from qtool.memory.measure import allocations, highest_sum
+from qtool.memory.trial import Trials
 
 LARGEST = 64 * 2**20
 """Bytes of operands up to which a call is tried."""
@@ -47,9 +48,10 @@ COPIED = {"_allgather_base_": 0, "_reduce_scatter_base_": 1}
 
 
 class Scratch:
-    """Remembers what each kind of call took."""
+    """Remembers what each kind of call took, and what a model answered that was run."""
 
     def __init__(self) -> None:
+        self.trials = Trials()
         self.known: dict[Any, tuple[int, int]] = {}
 
     def of(self, function: Any, args: Any, kwargs: Any) -> int:

@@ -41,6 +41,8 @@ def _predicted(result: Result) -> Iterator[Any]:
     yield table(("at the peak", ""), [*rows, ("total", _mib(found["peak_bytes"]))])
     if late := found.get("late_bytes"):
         yield f"up to {_mib(late)} more at moments on a busy CPU, in exchanges that gloo's threads still hold"
+    if found.get("guessed"):
+        yield "values that the step asks for are not known: masks are taken to select all, numbers to be one"
     if measured := result.get("measured"):
         yield (
             f"measured peak {_mib(measured['peak_bytes'])} over {measured['steps']} steps "
