@@ -15,6 +15,7 @@ Left out on purpose: anything but data parallelism.
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,12 +27,15 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.nn import functional as _functional  # noqa: F401  # imported later, its defaults would be a group
 from torch.distributed.rendezvous import rendezvous
 from torch.utils._python_dispatch import _disable_current_modes
 
 from qtool.errors import QtoolError
 
 Value = TypeVar("Value")
+_MESHES: list[DeviceMesh] = []
+"""Those of the group that this process is in."""
 
 
 def launched() -> bool:
@@ -56,7 +60,10 @@ def size() -> int:
 
 @contextmanager
 def joined(device: torch.device) -> Iterator[None]:
-    """Inside the block this process is one of its group: of those that were launched with it, or a group of one."""
+    """Inside the block this process is one of its group: of those that were launched with it, or a group of one.
+
+    A block that ends without an error leaves no thread of the group's behind.
+    """
     if dist.is_initialized():
         yield
         return
@@ -74,6 +81,19 @@ def joined(device: torch.device) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+    _end_threads()
+
+
+def _end_threads() -> None:
+    """Lets go of a group that is over, whose threads end with it.
+
+    They keep an exchanged tensor for a moment longer, and one that gives it back while the interpreter ends aborts the
+    process. torch keeps meshes in its caches, and they keep the group.
+    """
+    for made in _MESHES:
+        vars(made).get("_pg_registry", {}).clear()
+    _MESHES.clear()
+    gc.collect()
 
 
 @contextmanager
@@ -96,7 +116,9 @@ def pretended(count: int) -> Iterator[None]:
 def mesh(device: torch.device) -> DeviceMesh:
     """All processes in a row, as sharding wants them; made of real numbers also where tensors are fake."""
     with _disable_current_modes():
-        return init_device_mesh(device.type, (size(),))
+        made = init_device_mesh(device.type, (size(),))
+    _MESHES.append(made)
+    return made
 
 
 def wait() -> None:

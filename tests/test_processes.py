@@ -1,6 +1,10 @@
+import os
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from qtool import processes
 
@@ -38,6 +42,22 @@ def test_running_statistics_are_averaged_and_other_buffers_taken_from_the_first(
     processes.agree_on_buffers(norm)
     assert norm.running_mean.tolist() == [2.0, 2.0]
     assert taken == [(norm.num_batches_tracked, 0)]
+
+
+def _threads() -> int:
+    names = (Path("/proc/self/task") / task / "comm" for task in os.listdir("/proc/self/task"))
+    return sum("gloo" in name.read_text() for name in names)
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="threads are counted as Linux lists them")
+def test_no_thread_of_a_group_outlives_it():
+    """One that gives back a tensor while the interpreter ends aborts the process."""
+    before = _threads()
+    with processes.joined(torch.device("cpu")):
+        kept = distribute_tensor(torch.ones(4), processes.mesh(torch.device("cpu")), [Shard(0)])
+        assert _threads() > before
+    assert _threads() == before
+    del kept
 
 
 def test_a_group_of_one_is_left_again():

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from qtool import processes
@@ -46,7 +47,7 @@ def apply(setup: Setup, example: Any) -> None:
     group.enter_context(processes.joined(setup.device))
     setup.on_close.append(group.close)
     mesh = processes.mesh(setup.device)
-    before = _unsharded(setup.model)
+    before, names = _unsharded(setup.model), _attributes(setup.model)
     with _parameters_of_integers():
         for module in _groups(setup.model):
             fully_shard(
@@ -54,11 +55,12 @@ def apply(setup: Setup, example: Any) -> None:
                 mp_policy=_policy(setup, module),
                 offload_policy=_offload(setup),
             )  # fmt: skip
+    marks = _attributes(setup.model) - names
     fill(setup.model)
     for buffer in setup.model.buffers():
         buffer.data = buffer.data.to(setup.device)
     setup.files = ShardedFiles()
-    setup.on_close.append(lambda: _gather(setup.model, before))
+    setup.on_close.append(lambda: _gather(setup.model, before, marks))
 
 
 @contextmanager
@@ -122,8 +124,12 @@ def _unsharded(model: nn.Module) -> Before:
     }
 
 
+def _attributes(model: nn.Module) -> set[tuple[nn.Module, str]]:
+    return {(module, name) for module in model.modules() for name in vars(module)}
+
+
 @torch.no_grad()
-def _gather(model: nn.Module, before: Before) -> None:
+def _gather(model: nn.Module, before: Before, marks: set[tuple[nn.Module, str]]) -> None:
     """Undoes the sharding: whole parameters on the host in the first process, on the meta device in the others."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -137,6 +143,9 @@ def _gather(model: nn.Module, before: Before) -> None:
             module._parameters[name] = whole[parameter]
         module.__class__ = kind
         vars(module).update(hooks)
+        _module_state_mapping.pop(module, None)
+    for module, name in marks:  # the state of the sharding, which holds the group of processes, too
+        vars(module).pop(name, None)
 
 
 def _whole(parameter: nn.Parameter) -> torch.Tensor:

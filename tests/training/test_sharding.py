@@ -125,6 +125,15 @@ def test_one_process_may_shard_alone_and_the_model_comes_back_whole():
     assert not torch.distributed.is_initialized()
 
 
+def test_nothing_of_the_sharding_is_left_in_a_model_and_it_may_be_sharded_again():
+    model = group_runs.model()
+    before = [set(vars(module)) for module in model.modules()]
+    for _ in range(2):
+        with setup(model, TrainConfig(device="cpu", strategy="fsdp")) as made:
+            made.predict(torch.randn(2, 6))
+        assert [set(vars(module)) for module in model.modules()] == before
+
+
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-mixed", "bf16-true"])
 def test_a_step_of_a_sharded_model_is_the_step(net, precision, run_steps):
     options = {"precision": precision, "micro_batches": 2, "grad_clip": 1.0, "activation_checkpointing": True}
