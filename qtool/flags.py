@@ -219,15 +219,11 @@ class Program(click.Group):
 
 
 def _leave(code: int) -> NoReturn:
-    """Ends the program; one of several that torchrun started at once, without the interpreter's own end.
-
-    A thread of gloo's that gives back a tensor of an exchange that is over aborts that end now and then, and torchrun
-    takes the run for failed. All that is to be written is written by now.
-    """
+    """Ends the program; one of several that torchrun started at once."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        from qtool.launcher import leave
+
+        leave(code)
     sys.exit(code)
 
 

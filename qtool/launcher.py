@@ -10,6 +10,9 @@ arrive, the rest are told to stop, and killed if they do not. What is raised is 
 what followed from it: an error that names itself before a kill, a kill before a connection that broke.
 When this process is killed, the others see that and stop too.
 
+A new interpreter runs the script that started it once more, for what is defined there. One that trains at its top level
+would start processes in them again; they end with a code of their own, and the error names the missing guard.
+
 Left out on purpose: several machines, which are ``torchrun``'s.
 """
 
@@ -31,13 +34,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, NoReturn
 
 from qtool.errors import QtoolError, QtoolWarning, says_that_another_ended, warning_line
 
 GRACE = 1.0
 """Seconds in which the errors of other processes are waited for after the first, and in which they stop when told."""
+UNGUARDED = 79
+"""The exit code of a process that was about to start others while it read its script."""
 _HOST = "127.0.0.1"
+_NAME = "rank"
 
 
 class Killed(QtoolError):
@@ -63,6 +69,7 @@ def launch(function: Callable[..., object], count: int, *arguments: Any) -> None
     """
     from torch._C._distributed_c10d import TCPStore
 
+    require_main()
     sent = _packed((function, arguments, list(warnings.filters), logging.root.manager.disable))
     store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
     running = [_start(sent, rank, count, store.port) for rank in range(count)]
@@ -74,6 +81,22 @@ def launch(function: Callable[..., object], count: int, *arguments: Any) -> None
     if failed:
         assert failed[0].error is not None
         raise failed[0].error
+
+
+def require_main() -> None:
+    """Raises QtoolError in a process that only reads its script again; in one of those started here it ends that."""
+    process = multiprocessing.current_process()
+    if getattr(process, "_inheriting", False):
+        if process.name.startswith(_NAME):
+            leave(UNGUARDED)
+        raise _unguarded()
+
+
+def _unguarded() -> QtoolError:
+    return QtoolError(
+        "script", "what it does under `if __name__ == '__main__':`", "work at its top level",
+        "put it under that line: each process that is started runs the script once more for what it defines",
+    )  # fmt: skip
 
 
 def _packed(value: Any) -> bytes:
@@ -89,7 +112,7 @@ def _packed(value: Any) -> bytes:
 def _start(sent: bytes, rank: int, count: int, port: int) -> _Running:
     context = multiprocessing.get_context("spawn")
     reports, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_main, args=(sent, rank, count, port, sender), daemon=True, name=f"rank {rank}")
+    process = context.Process(target=_main, args=(sent, rank, count, port, sender), daemon=True, name=f"{_NAME} {rank}")
     process.start()
     sender.close()
     return _Running(rank, process, reports)
@@ -121,6 +144,8 @@ def _look(one: _Running, count: int) -> bool:
 
 def _death(rank: int, count: int, code: int) -> QtoolError:
     where, do = f"process {rank} of {count}", "run the same command again: it goes on from the last whole checkpoint"
+    if code == UNGUARDED:
+        return _unguarded()
     if code > 0:
         return QtoolError(where, "it to run to its end", f"an exit with code {code}", do)
     by = signal.Signals(-code) if -code in list(signal.Signals) else -code
@@ -169,16 +194,27 @@ def _main(sent: bytes, rank: int, count: int, port: int, reports: Connection) ->
     except Exception as error:
         reports.send_bytes(_told(error, rank, count))
         code = 1
-    sys.stderr.flush()
-    multiprocessing.util._run_finalizers(0)  # type: ignore[attr-defined]  # semaphores, which would be told as leaked
-    os._exit(code)  # threads of communication libraries that are still there make an orderly end abort now and then
+    leave(code)
 
 
 def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
         wait([parent.sentinel])
-        os._exit(1)
+        os._exit(1)  # at once: there is nobody left to write to
+
+
+def leave(code: int) -> NoReturn:
+    """Ends this process, one of several, without the interpreter's own end. All that it writes is written by now.
+
+    After an error, threads of communication libraries are still there, and one that gives back a tensor of an exchange
+    that is over aborts an orderly end now and then; whoever started this process would take that for the cause.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # it is closed
+            stream.flush()
+    multiprocessing.util._run_finalizers(0)  # type: ignore[attr-defined]  # semaphores, which would be told as leaked
+    os._exit(code)
 
 
 def _told(error: Exception, rank: int, count: int) -> bytes:

@@ -21,7 +21,7 @@ import torch
 
 from qtool import checkpoint, processes
 from qtool.data import batches
-from qtool.errors import QtoolError, UsageError
+from qtool.errors import QtoolError, UsageError, one_line
 from qtool.given import pair_of
 from qtool.nested import num_samples, tensors
 from qtool.recipe import TrainConfig
@@ -43,7 +43,20 @@ class Batches:
             ) from error  # fmt: skip
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
-        return map(_pair, self.batches)
+        return map(_pair, _from_workers(self.batches))
+
+
+def _from_workers(batches: Iterable[Any]) -> Iterator[Any]:
+    """``batches``. Raises QtoolError where a process that was to load them has ended."""
+    try:
+        yield from batches
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error):
+            raise
+        raise QtoolError(
+            "training batches", "a DataLoader's workers to run to their end", one_line(error),
+            "see what they said: num_workers=0 shows it, and a script needs `if __name__ == '__main__':` to start them",
+        ) from error  # fmt: skip
 
 
 def _pair(batch: Any) -> tuple[Any, Any]:

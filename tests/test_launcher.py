@@ -2,6 +2,8 @@ import logging
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -84,3 +86,33 @@ def test_an_error_that_cannot_be_sent_is_sent_as_words():
 def test_arguments_that_cannot_be_sent_are_refused():
     with pytest.raises(QtoolError, match="torchrun"):
         launch(write_place, 2, lambda: 0)
+
+
+SCRIPT = """
+import torch, qtool
+class Points(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+    def __getitem__(self, i):
+        return torch.full((4,), float(i)), i % 2
+model = torch.nn.Linear(4, 2)
+"""
+TRAINS = 'qtool.train(model, {"train": Points(), "test": Points()}, epochs=1, devices=2, batch_size=4, device="cpu")'
+LOADS = """
+spawned = torch.utils.data.DataLoader(Points(), batch_size=4, num_workers=1, multiprocessing_context="spawn")
+qtool.train(model, spawned, epochs=1, device="cpu")
+"""
+
+
+@pytest.mark.parametrize(("work", "where"), [(TRAINS, "script: expected"), (LOADS, "training batches: expected")])
+def test_a_script_without_a_guard_is_told_of_it(tmp_path, work, where):
+    """Its processes run it again; those of qtool's own say nothing."""
+    (tmp_path / "script.py").write_text(SCRIPT + work)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "script.py"], cwd=tmp_path, capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)},
+    )  # fmt: skip
+    last = done.stderr.strip().splitlines()[-1]
+    assert where in last
+    assert "if __name__ == '__main__':" in last
+    assert done.stderr.count("Traceback") == 1 or work is LOADS

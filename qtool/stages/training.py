@@ -55,8 +55,10 @@ def train(
     configuration and inputs are the same is returned as it is. ``options`` are the fields of TrainConfig.
     """
     from qtool import processes
+    from qtool.launcher import require_main
     from qtool.training import rules
 
+    require_main()
     config = together(configured(TrainConfig, config, options))
     rules.check(config)
     folder = writable(out)
