@@ -2,8 +2,9 @@
 
 :func:`judge` gives the metrics of a part. :func:`rehearse` judges one batch of each part before the first step, by the
 same code: a metric that raises, or a part with samples of another shape, would otherwise be found after an epoch, or
-when all are over. What one batch cannot show is left to the whole: memory that a smaller micro-batch would need less
-of, and a ``finish`` that cannot compute with what an untrained model gets right in one batch (0/0).
+when all are over. So would batch-norm to which the last batch leaves a single sample: :func:`rehearse_smallest`.
+What one batch cannot show is left to the whole: memory that a smaller micro-batch would need less of, and a ``finish``
+that cannot compute with what an untrained model gets right in one batch (0/0).
 
 A rehearsal leaves no trace in generators and buffers. Compiled models run uncompiled in it, since what is compiled
 first decides what is compiled next. It takes less memory than the judging that it stands for: no gradients are there,
@@ -15,17 +16,19 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
 import torch
+from torch import nn
 
 from qtool import checkpoint, processes
+from qtool.data import batches
 from qtool.errors import OutOfMemory, QtoolError, QtoolWarning, UsageError
 from qtool.evaluate import evaluate, metrics_in, shared_batches
 from qtool.order import Batches
-from qtool.step import Setup
+from qtool.step import Setup, Step
 from qtool.tasks import Task
 
 
@@ -54,6 +57,30 @@ def rehearse(setup: Setup, train: Any, parts: Mapping[str, Any], size: int, task
     try:
         with torch.compiler.set_stance("force_eager"):
             return {name: _rehearsed(setup, train, name, part, size, task) for name, part in parts.items()}
+    finally:
+        restore()
+
+
+def rehearse_smallest(
+    step: Step, train: Any, sizes: Collection[int], switch: Callable[[nn.Module, bool], None]
+) -> None:
+    """A forward pass of one training sample, if that is what batches of ``sizes`` leave to some of several processes.
+
+    Batch-norm over features cannot take it; a model without batch-norm is not asked. ``switch`` puts a model into
+    training mode, or into the other.
+    """
+    size = min(sizes, key=step.smallest, default=0)
+    if processes.size() == 1 or step.fewest == 1 or not size or step.smallest(size) > 1:
+        return
+    setup = step.setup
+    restore = checkpoint.restorer(setup.model, checkpoint.statistics(setup.model))
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            switch(setup.model, True)
+            setup.predict(next(batches(train, 1, order=[0]))[0])
+    except QtoolError as error:
+        where = f"{error.where}, on the one sample of a batch of {size} that is left to a process"
+        raise type(error)(where, error.expected, error.got, error.do) from error
     finally:
         restore()
 

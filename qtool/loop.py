@@ -33,7 +33,7 @@ from torch import nn
 from qtool import checkpoint, processes, recipe
 from qtool.devices import current, memory_used, out_of_memory
 from qtool.errors import OutOfMemory, QtoolError
-from qtool.judging import judge, rehearse, require_metric
+from qtool.judging import judge, rehearse, rehearse_smallest, require_metric
 from qtool.nested import to_float32
 from qtool.nonfinite import INPUTS, first_bad_layer, first_bad_parameter
 from qtool.order import Batches, Order
@@ -257,9 +257,10 @@ class _Run:
     # Validation and early stopping
 
     def _rehearse(self) -> None:
-        """Judges one batch of each part that will be, so that what is wrong there is told before the first step."""
+        """Tries the smallest share of a batch and one batch of each part that will be judged, before the first step."""
         parts = {"validation": self.data.validation, "test": self.test}
         given = {name: part for name, part in parts.items() if part is not None}
+        rehearse_smallest(self.step, self.data.train, self.order.sizes(self.total), self.hooks.mode)
         self.hooks.mode(self.model, False)
         try:
             names = rehearse(self.setup, self.data.train, given, self.step.micro_size, self.task)
@@ -366,10 +367,8 @@ class _Run:
         keys = [key for key in {**found, **now} if found.get(key) != now.get(key)]
         if keys:
             differing = ", ".join(f"{key} ({found.get(key)} there, {now.get(key)} here)" for key in keys)
-            raise QtoolError(
-                f"checkpoint '{path}'", "a checkpoint of this recipe", f"one that differs in {differing}",
-                "use another run directory, or start over with --no-resume",
-            )  # fmt: skip
+            got, do = f"one that differs in {differing}", "use another run directory, or start over with --no-resume"
+            raise QtoolError(f"checkpoint '{path}'", "a checkpoint of this recipe", got, do)
 
     # Telling
 

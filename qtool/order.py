@@ -130,6 +130,10 @@ class Order:
     def _plan(self, epoch: int) -> list[list[int]]:
         return batch_plan(len(self.train), self.batch_size, self.seed, epoch)
 
+    def sizes(self, most: int) -> set[int]:
+        """The sizes of the first ``most`` batches of an epoch, which all epochs have; of given batches, none."""
+        return set() if isinstance(self.train, Batches) else set(map(len, self._plan(0)[:most]))
+
     def epoch(self, epoch: int, start: int, stop: int, began: Mapping[str, Any]) -> Iterator[tuple[Any, Any, int]]:
         """Batches ``start`` … ``stop``-1 of an epoch at whose beginning the generators were in state ``began``.
 

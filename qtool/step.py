@@ -280,11 +280,23 @@ class Step:
         """
         if self.setup.updates_in_backward:
             return [Part(value, target)]
-        share, least = processes.share(total), min(self.fewest, self.micro_size)
-        wanted = min(math.ceil(share.largest / self.micro_size), max(1, share.largest // least))
+        share = processes.share(total)
+        wanted = self._num_parts(share.largest)
         count = min(wanted, max(1, share.count))
         parts = [Part(x, y, share.count > 0) for x, y in split((value, target), count)]
         return parts + [replace(parts[0], counts=False)] * (wanted - count)
+
+    def _num_parts(self, largest: int) -> int:
+        """The micro-batches of each process in a batch of which none has more than ``largest`` samples."""
+        least = min(self.fewest, self.micro_size)
+        return min(math.ceil(largest / self.micro_size), max(1, largest // least))
+
+    def smallest(self, total: int) -> int:
+        """The samples of the smallest micro-batch that any process makes of a batch of ``total``."""
+        least = max(1, total // processes.size())
+        if self.setup.updates_in_backward:
+            return least
+        return least // min(self._num_parts(-(-total // processes.size())), least)
 
     def _forward(self, part: Part) -> tuple[Tensor, Tensor | float]:
         setup = self.setup

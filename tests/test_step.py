@@ -144,6 +144,23 @@ def test_no_micro_batch_of_batch_norm_is_a_single_sample_that_nobody_asked_for(b
     assert seen == sizes
 
 
+@pytest.mark.parametrize("processes_", [1, 2, 3])
+@pytest.mark.parametrize(("batch", "micro"), [(6, 1), (9, 2), (12, 4), (12, 12)])
+def test_the_smallest_micro_batch_of_all_processes_is_known_from_sizes(batch, micro, processes_, monkeypatch):
+    monkeypatch.setattr(processes, "size", lambda: processes_)
+    with plain(
+        nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)), config(batch_size=batch, micro_batches=micro)
+    ) as setup:
+        step = Step(setup, setup.make_optimizer(list(setup.model.parameters())), cross_entropy)
+        for total in range(1, batch + 1):
+            found = []
+            for rank in range(processes_):
+                monkeypatch.setattr(processes, "rank", lambda rank=rank: rank)
+                count = processes.share(total).count or 1
+                found += [len(part.value) for part in step._parts(torch.randn(count, 6), torch.zeros(count), total)]
+            assert step.smallest(total) == min(found), total
+
+
 def test_a_single_sample_that_batch_norm_does_not_take_is_told_as_such():
     model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))
     with pytest.raises(QtoolError, match="--batch-size that leaves every micro-batch of every process two samples"):

@@ -154,3 +154,16 @@ def _stop(at: Any) -> None:
 def _kill(at: Any) -> None:
     if at.step == 7 and processes.rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def left_alone(folder: Path) -> None:
+    """Six samples in batches of four: the last leaves one to each of two processes, and batch-norm cannot take it."""
+    config = TrainConfig(**{**COMMON, "devices": 2, "batch_size": 4})
+    net = model(batch_norm=True)
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    with processes.joined(torch.device("cpu")):
+        try:
+            train(net, data(6), config, task=load_task("classification"))
+        finally:
+            same = all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+            (folder / f"{processes.rank()}").write_text(str(same))

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import group_runs
 import pytest
 import torch
 from torch import Tensor, nn
@@ -99,6 +100,12 @@ def test_the_look_at_a_model_that_is_compiled_compiles_nothing(monkeypatch: pyte
             compiling.apply(setup, None)
             assert replicas._leaves_some_out(setup.model, loss, torch.randn(3, 4), target) is not whole
     assert not compiled
+
+
+def test_a_last_batch_that_is_too_small_for_batch_norm_is_told_before_the_first_step(tmp_path: Path) -> None:
+    with pytest.raises(QtoolError, match=r"on the one sample of a batch of 2 that is left to a process.*--batch-size"):
+        launch(group_runs.left_alone, 2, tmp_path)
+    assert [(tmp_path / str(rank)).read_text() for rank in (0, 1)] == ["True"] * 2
 
 
 def test_buffers_are_agreed_on_whatever_memory_they_have(tmp_path: Path) -> None:
