@@ -23,8 +23,8 @@ from qtool.benchmarking.size import all_graphs, model_files
 from qtool.errors import QtoolError, UsageError, nearest, one_line
 from qtool.lineage import altered, outdated
 from qtool.reporting.gather import REFUSED, refused
+from qtool.units import MIB
 
-MIB = 2**20
 STANDARD = frozenset({"", "ai.onnx", "ai.onnx.ml", "com.microsoft"})
 
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from qtool.errors import QtoolError, one_line
+from qtool.units import MIB
 
-MIB = 1 << 20
-_CHUNK = 1 << 20
+_CHUNK = MIB
 
 
 def measure_size(path: Path) -> dict[str, Any]:

@@ -24,12 +24,13 @@ from qtool.benchmarking.inputs import fixed_batch_size, random_feeds, resize_bat
 from qtool.benchmarking.latency import Stopping, describe, noise
 from qtool.benchmarking.process import Worker, race, whole_cores
 from qtool.benchmarking.regression import compare_with, read_benchmark, require_common, require_same_model
-from qtool.benchmarking.size import MIB, measure_size
+from qtool.benchmarking.size import measure_size
 from qtool.errors import UsageError
 from qtool.recipe import BenchmarkConfig
 from qtool.runtimes import RUNTIMES, open_session
 from qtool.runtimes.base import Array
 from qtool.runtimes.packages import conflict
+from qtool.units import MIB
 
 Batches = Callable[[int], Iterable[tuple[Any, Any]]]
 Progress = Callable[[str], None]

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from qtool.reporting.numbers import UNKNOWN, significant
-
-MIB = 2**20
+from qtool.units import MIB
 
 
 def chosen_sentence(memory: Mapping[str, Any], halvings: int = 0) -> str:

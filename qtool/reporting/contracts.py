@@ -11,6 +11,7 @@ from typing import Any
 from qtool.reporting.markup import Markup
 from qtool.reporting.numbers import UNKNOWN, times
 from qtool.reporting.tradeoff import Candidate, tradeoff
+from qtool.units import MIB
 
 UNITS = {"drop": "points", "agreement": "%", "KL": "nats"}
 
@@ -42,7 +43,7 @@ def contract_table(outcome: Mapping[str, Any]) -> tuple[list[str], list[list[obj
     for trial in outcome["trials"]:
         cells = [_measured(criterion) for criterion in trial["criteria"]]
         speed = times(trial["speedup"]) if trial["speedup"] else UNKNOWN
-        body.append([trial["name"], *cells, f"{trial['size_bytes'] / 2**20:.3f}", trial["num_float_units"], speed])
+        body.append([trial["name"], *cells, f"{trial['size_bytes'] / MIB:.3f}", trial["num_float_units"], speed])
     return ["candidate", *names, "size, MiB", "units in float", "speed"], body
 
 
@@ -89,7 +90,7 @@ def _candidate(trial: Mapping[str, Any], index: int, cost: float | None) -> Cand
 
 
 def _size(trial: Mapping[str, Any]) -> float | None:
-    return float(trial["size_bytes"]) / 2**20
+    return float(trial["size_bytes"]) / MIB
 
 
 def _time(trial: Mapping[str, Any]) -> float | None:

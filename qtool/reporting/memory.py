@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from qtool.reporting.numbers import UNKNOWN, significant
+from qtool.units import MIB
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 Result = Mapping[str, Any]
-MIB = 2**20
 WIDTHS = ("32-bit", "16-bit", "8-bit", "4-bit")
 
 

@@ -18,9 +18,9 @@ from qtool.reporting.ladder import ladder_lines
 from qtool.reporting.memory import memory_lines, numerics_lines
 from qtool.reporting.numbers import UNKNOWN, interval, percent, points, significant
 from qtool.reporting.tables import terminal
+from qtool.units import MIB
 
 Result = Mapping[str, Any]
-MIB = 2**20
 WIDE = 1000
 """Columns where nobody looks at a terminal."""
 

@@ -29,6 +29,7 @@ from qtool.source import Source, state_hash
 from qtool.stages.common import example_of
 from qtool.stages.cost import Cost
 from qtool.stages.sensitivity import Measurement
+from qtool.units import MIB
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
@@ -344,7 +345,7 @@ def _outcome(search: Search, met: Trial | None, candidates: Candidates) -> dict[
 
 def _line(trial: Trial) -> str:
     speed = f", {trial.facts['speedup']:.2f}x FP32's speed" if trial.facts["speedup"] else ""
-    size = trial.facts["size_bytes"] / 2**20
+    size = trial.facts["size_bytes"] / MIB
     return f"{trial.name}: {'; '.join(map(str, trial.verdict.criteria))}, {size:.3f} MiB{speed}"
 
 

@@ -35,12 +35,12 @@ from qtool.source import Source
 from qtool.stages import choice
 from qtool.stages.choice import Choice
 from qtool.stages.common import Progress, meter, teller
+from qtool.units import MIB
 
 if TYPE_CHECKING:
     from qtool.launcher import Killed
     from qtool.memory.plan import Plan
 
-MIB = 2**20
 SHARE = 0.9
 """Of the free memory, what a batch found by itself may take; the rest is the allocator's and the system's."""
 STEPS_PER_EPOCH = 8

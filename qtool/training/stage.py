@@ -28,6 +28,7 @@ from qtool.tasks import Task
 from qtool.training.lora import Adapter, adapter
 from qtool.training.progress import Report, reporter
 from qtool.training.techniques import setup
+from qtool.units import MIB
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def _memory_told(made: Setup, out: Path | None) -> Iterator[None]:
     except Exception as error:
         if not out_of_memory(error):
             raise
-        used, last = memory_used(made.device) / 2**20, last_good(latest(out / "checkpoints") if out else None)
+        used, last = memory_used(made.device) / MIB, last_good(latest(out / "checkpoints") if out else None)
         raise OutOfMemory(
             "evaluation", "memory for it", f"none left, {used:.0f} MiB in use", f"use a smaller --batch-size; {last}",
             last,

@@ -8,8 +8,9 @@ import onnx_files
 import pytest
 from onnx import helper
 
-from qtool.benchmarking.size import MIB, load_onnx, measure_size, model_files, stripped_bytes
+from qtool.benchmarking.size import load_onnx, measure_size, model_files, stripped_bytes
 from qtool.errors import QtoolError
+from qtool.units import MIB
 
 
 def test_a_plain_file_is_as_large_as_the_disk_says(files):
