@@ -6,6 +6,8 @@
 * A selection by a mask takes as much as it did then, else everything: the most that it can be.
 * A product of groups of rows, each with a matrix of its own (experts), is one in every dtype; torch's own fake
   one knows bfloat16 alone.
+* A model that is made in 16 bits (``.bfloat16()``) is converted where it is; torch would swap its weights for others,
+  which fake ones refuse.
 * A deep copy is a copy. torch's own takes the mode along, and all that this remembers, which ends the process now and
   then. Constructors copy layers (``nn.TransformerEncoder``), and so does whoever tries a model out.
 
@@ -14,7 +16,7 @@ Other operators whose result's size depends on values are refused where the mode
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -44,7 +46,8 @@ def answered() -> Iterator[None]:
         torch.ops.aten._grouped_mm.default: _grouped,
     }
     copying = mock.patch.object(FakeTensor, "__deepcopy__", _copied, create=True)
-    with mock.patch.dict(IMPLEMENTATIONS, own), copying, Known(), Scalars():
+    converting = mock.patch.object(nn.Module, "_apply", _converted)
+    with mock.patch.dict(IMPLEMENTATIONS, own), copying, converting, Known(), Scalars():
         yield
 
 
@@ -123,6 +126,16 @@ def _grouped(
     """Rows of ``a`` by columns of ``b``; one for each group, where neither rows nor columns have groups."""
     groups = [] if a.dim() != b.dim() else [len(offs) if a.dim() == 2 else len(a)]
     return a.new_empty((*groups, a.shape[-2], b.shape[-1]), dtype=out_dtype)
+
+
+def _converted(module: nn.Module, convert: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    for child in module.children() if recurse else ():
+        child._apply(convert)  # type: ignore[no-untyped-call]
+    for parameter in module.parameters(recurse=False):
+        parameter.data = convert(parameter.data)
+    for name, buffer in module.named_buffers(recurse=False):
+        module._buffers[name] = convert(buffer)
+    return module
 
 
 def _copied(tensor: FakeTensor, memo: dict[int, Any]) -> Tensor:

@@ -19,6 +19,9 @@ stand still in 16 bits, and it is a thousandth of a model; so do the scales of 4
 where they come from: what a GPU would hold of them in 32 bits leaves gaps that nothing as large fills. At the
 end the weights are float32 again, with the values that training left in
 them; those of a model that was made in 16 bits stay so.
+
+A model that comes in 16 bits, as many are published, is made float32 by every other precision, and stays it: what a
+step changes would mostly round away. With LoRA frozen weights stay as narrow as they are; the adapters are float32.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ from qtool.errors import QtoolWarning
 from qtool.step import Setup
 from qtool.training.nf4 import NF4Linear
 
+_NARROW = (torch.float16, torch.bfloat16)
 _KEPT = (nn.modules.batchnorm._BatchNorm, NF4Linear)
 
 
@@ -40,8 +44,10 @@ def apply(setup: Setup, example: Any) -> None:
     """Sets up the precision that the config names."""
     width, kind = setup.config.precision.split("-")
     dtype = torch.float16 if width == "16" else torch.bfloat16
-    if kind == "mixed":
-        _mixed(setup, dtype)
+    if weight_dtype(setup.config.precision) is None:
+        _widen(setup)
+        if kind == "mixed":
+            _mixed(setup, dtype)
     else:
         _true(setup, dtype)
 
@@ -59,6 +65,24 @@ def move(setup: Setup) -> None:
 def weight_dtype(precision: str) -> torch.dtype | None:
     """What a precision keeps weights in, where that is not what they came in."""
     return {"16-true": torch.float16, "bf16-true": torch.bfloat16}.get(precision)
+
+
+def _widen(setup: Setup) -> None:
+    """Makes what came in 16 bits float32: all of a model, or with LoRA its adapters and its batch-norm."""
+    adapters = setup.config.lora is not None
+    modules = [m for m in setup.model.modules() if not adapters or isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    values = [v for m in modules for v in (*m.parameters(recurse=False), *m.buffers(recurse=False))]
+    values += [p for p in setup.model.parameters() if p.requires_grad]
+    narrow = [value for value in values if value.dtype in _NARROW]
+    if narrow and not adapters:
+        warnings.warn(
+            f"{setup.config.precision}: the model came in {str(narrow[0].dtype).removeprefix('torch.')}; its weights "
+            "are trained in float32 and stay it; bf16-true keeps 16 bits",
+            QtoolWarning,
+            stacklevel=2,
+        )
+    for value in narrow:
+        value.data = value.data.float()
 
 
 def _mixed(setup: Setup, dtype: torch.dtype) -> None:

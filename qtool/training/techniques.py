@@ -49,7 +49,7 @@ class Technique:
 
 TECHNIQUES = (
     Technique("lora", lambda c: c.lora is not None, lora.apply, lora.require),
-    Technique("precision", lambda c: c.precision != "32-true", precision.apply),
+    Technique("precision", lambda c: True, precision.apply),
     Technique("channels last", lambda c: c.channels_last and c.strategy != "fsdp", layout.apply),
     Technique(
         "activation checkpointing", lambda c: c.activation_checkpointing, checkpointing.apply, checkpointing.require

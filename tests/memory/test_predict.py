@@ -430,3 +430,17 @@ def test_a_measurement_counts_parameters_states_and_what_lives_between() -> None
     assert 4 * size <= found.peak_bytes <= 4.3 * size  # weights, gradients, two moments
     assert found.steps == 2
     assert found.seconds_per_step > 0
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+def test_a_model_that_is_made_in_16_bits_is_predicted(precision: str) -> None:
+    """Every precision but the true ones makes it float32 again."""
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(32, 256), nn.BatchNorm1d(256), nn.Linear(256, 10)).bfloat16()
+
+    predicted, measured = (
+        f(build, batch(16), config(batch_size=16, precision=precision), prepare=setup, loss=LOSS)
+        for f in (predict, measure)
+    )
+    assert predicted.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.01)

@@ -1,5 +1,6 @@
 import copy
 import warnings
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from qtool.errors import QtoolError
+from qtool.errors import QtoolError, QtoolWarning
 from qtool.loop import fit
 from qtool.order import Batches
 from qtool.recipe import PRECISIONS, TrainConfig
@@ -170,3 +171,25 @@ def test_the_scaler_is_part_of_an_exact_resume(tmp_path):
     assert found[2] == expected[2]
     assert found[1].skipped_steps == expected[1].skipped_steps > 0
     assert all(torch.equal(a, b) for a, b in zip(found[0].values(), expected[0].values(), strict=True))
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_model_that_comes_in_16_bits_is_trained_in_float32(precision, dtype):
+    """As the same model that came in float32 with those values."""
+    losses = []
+    for model in (make_model().to(dtype), make_model().to(dtype).float()):
+        told = pytest.warns(QtoolWarning, match="came in") if not losses else nullcontext()
+        with told, setup(model, config(precision)) as made:
+            losses.append(fit(model, make_data(), TASK, config(precision), setup=made).losses)
+        assert {v.dtype for v in model.state_dict().values() if v.is_floating_point()} == {torch.float32}
+    assert losses[0] == losses[1]
+
+
+def test_adapters_of_a_model_in_16_bits_are_float32():
+    pytest.importorskip("peft", exc_type=ImportError)
+    model = make_model().bfloat16()
+    with setup(model, config("bf16-mixed", lora=2, lora_targets=("5",))) as made:
+        assert {p.dtype for p in made.model.parameters() if p.requires_grad} == {torch.float32}
+        assert torch.bfloat16 in {p.dtype for p in made.model.parameters()}
+        made.predict(torch.randn(2, 2, 6, 6))
