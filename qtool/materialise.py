@@ -41,6 +41,10 @@ _DTYPES = {
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
 _KEPT = (nn.modules.batchnorm._BatchNorm,)
+OTHER_WEIGHTS = (
+    "name the model that these weights are of, or a factory that loads them and replaces what has other shapes"
+)
+"""What to do about weights that do not fit a model."""
 
 
 @dataclass(frozen=True)
@@ -218,9 +222,7 @@ class _Weights:
         shapes = [k for k, e in self.entries.items() if k in own and list(own[k].shape) != e["shape"]]
         parts = [("missing", missing), ("not in the model", unexpected), ("other shapes", shapes)]
         if got := "; ".join(f"{name}: {', '.join(keys[:3])}" for name, keys in parts if keys):
-            raise QtoolError(
-                self.where, "weights of this architecture", got, "name the model that these weights are of"
-            )
+            raise QtoolError(self.where, "weights of this architecture", got, OTHER_WEIGHTS)
 
     def read(self, key: str, tensor: Tensor) -> None:
         """Fills ``tensor``, or this process's rows of it, converting where its dtype is another."""

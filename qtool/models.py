@@ -38,7 +38,7 @@ from qtool.errors import QtoolError, UsageError, nearest, one_line
 from qtool.factories import is_factory, load_factory
 from qtool.gpt import gpt2, gpt2_mini
 from qtool.libraries import LIBRARIES
-from qtool.materialise import WHERE, Target, create
+from qtool.materialise import OTHER_WEIGHTS, WHERE, Target, create
 from qtool.nested import call, map_tensors, tensors
 from qtool.nets import mobilenet, resnet
 from qtool.vit import vit_l_16
@@ -196,7 +196,7 @@ def _require_same_keys(where: str, model: nn.Module, state: Mapping[str, Tensor]
     ]  # fmt: skip
     parts = [("missing", missing), ("not in the model", unexpected), ("other shapes", shapes)]
     if got := "; ".join(f"{name}: {_few(keys)}" for name, keys in parts if keys):
-        raise QtoolError(where, "weights of this architecture", got, "name the model that these weights are of")
+        raise QtoolError(where, "weights of this architecture", got, OTHER_WEIGHTS)
 
 
 def _place(value: Tensor) -> tuple[int, int]:
