@@ -129,6 +129,8 @@ def _from_factory(spec: str) -> nn.Module:
 def load_weights(model: nn.Module, path: str | Path) -> None:
     """Loads weights into ``model`` in place, all of its keys and no others, in the model's own dtypes.
 
+    What was made in 16 bits becomes as wide as the file has it: a training in float32 leaves that.
+
     ``path`` is a ``.safetensors``, ``.pt`` or ``.pth`` file or a run directory with a finished train stage. Raises
     UsageError for a path that is not there or has another suffix; QtoolError for a file that does not open, holds code,
     is of another architecture (the first keys and shapes that differ are named) or holds NaN or infinity. The model is
@@ -140,6 +142,9 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
     state = _read_state(file, where)
     _require_same_keys(where, model, state)
     _require_finite(where, state)
+    for key, value in model.state_dict(keep_vars=True).items():
+        if value.dtype in (torch.float16, torch.bfloat16) and key in state and state[key].dtype == torch.float32:
+            value.data = value.data.float()
     model.load_state_dict(state, strict=False)  # the keys were compared; what is missing is tied to what is there
 
 

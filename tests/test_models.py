@@ -288,3 +288,21 @@ def test_torchvision_models(torchvision: types.ModuleType) -> None:
     torchvision.get_model = lambda *_, **__: 1 / 0
     with pytest.raises(QtoolError, match="a model that builds; got ZeroDivisionError"):
         load_model("torchvision:smallnet", num_classes=5)
+
+
+def test_weights_in_float32_widen_a_model_that_was_made_in_16_bits(tmp_path: Path) -> None:
+    """As a training in float32 leaves them; in 16 bits they would be others. A tied weight stays tied."""
+
+    def build() -> nn.Module:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.BatchNorm1d(4))
+        model[1].weight = model[0].weight
+        return model
+
+    there, model = build(), build().bfloat16()
+    torch.save(there.state_dict(), tmp_path / "w.pt")
+    load_weights(model, tmp_path / "w.pt")
+    assert all(torch.equal(value, there.state_dict()[key]) for key, value in model.state_dict().items())
+    assert model[1].weight is model[0].weight
+    torch.save(build().bfloat16().state_dict(), tmp_path / "narrow.pt")
+    load_weights(model := build(), tmp_path / "narrow.pt")
+    assert model[0].weight.dtype == torch.float32
