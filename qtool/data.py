@@ -3,7 +3,8 @@
 A set has three parts, each a map-style dataset of (input, target): ``train``, ``validation`` and ``test``. Whatever
 chooses (early stopping, search) chooses on ``validation``; ``test`` is judged once. A set without a validation part
 has a tenth of its training part held out, stratified by label where targets are class indices, always by the same
-seed, so that no stage ever validates on what another one trained on.
+seed, so that no stage ever validates on what another one trained on. Of a set with a validation part and no test part
+(ImageNet's layout) that part is the one judged, and validation is held out as well: ``Data.split`` says so.
 
 =============================  ===========================================================================
 spec                           what it is
@@ -15,7 +16,7 @@ spec                           what it is
 ``npz:DIR`` or ``npz:FILE``    arrays ``images`` (uint8, N×H×W or N×H×W×C) and ``labels``
 ``imagefolder:DIR[:SIZE]``     ``train/CLASS/*.png`` and so on; with SIZE, shorter side to it and the centre
 ``hf:NAME[:SPLIT]``            a set of the ``datasets`` library with an image and a class-label column
-``FILE.py:factory``            a function that returns a mapping: ``train``, ``test``, perhaps ``validation``
+``FILE.py:factory``            a function that returns a mapping: ``train``, and ``test`` or ``validation`` or both
 ``package.module:factory``     the same, from an installed module
 =============================  ===========================================================================
 
@@ -31,7 +32,7 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -53,6 +54,9 @@ __all__ = [
 EMBEDDED = Path(__file__).parent / "embedded"
 KINDS = ("fashion-mnist", "alice", "text:FILE", "idx:DIR", "npz:DIR", "imagefolder:DIR", "hf:NAME", "FILE.py:factory")
 KEYS = ("train", "test", "validation", "labels", "num_classes", "preprocessing")
+NO_TEST = "no test part: the validation part is judged as the test part, and validation is held out of train"
+
+Part = TypeVar("Part")
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,8 @@ class Data:
     """A data set in three parts, and what is known of it.
 
     ``identity`` is a sha256 that names the content. ``num_classes`` and ``labels`` are None where targets are not class
-    indices or have no names; ``preprocessing`` is None where inputs are taken as a factory gave them.
+    indices or have no names; ``preprocessing`` is None where inputs are taken as a factory gave them. ``split`` is a
+    line about parts that are not used as their names say, empty where there is nothing to say.
     """
 
     spec: str
@@ -71,6 +76,7 @@ class Data:
     preprocessing: Preprocessing | None
     num_classes: int | None
     identity: str
+    split: str = ""
 
 
 def load_data(spec: str, *, seed: int = 0) -> Data:
@@ -111,7 +117,8 @@ def from_mapping(mapping: Any, *, seed: int = 0, spec: str = "mapping", digest: 
     preprocessing = given.get("preprocessing")
     if isinstance(preprocessing, Mapping):
         preprocessing = Preprocessing.from_dict(preprocessing)
-    parts = opened(spec, {part: given[part] for part in KEYS[:3] if given.get(part) is not None})
+    there, split = _judged({part: given[part] for part in KEYS[:3] if given.get(part) is not None})
+    parts = opened(spec, there)
     names = tuple(map(str, given["labels"])) if given.get("labels") is not None else None
     labels = {part: samples.targets.numpy() for part, samples in parts.items() if samples.targets is not None}
     count = len(names) if names else given.get("num_classes")
@@ -121,7 +128,14 @@ def from_mapping(mapping: Any, *, seed: int = 0, spec: str = "mapping", digest: 
     if validation is None:
         kept, held = hold_out(train.targets, len(train), seed)
         train, validation = train.subset(kept), train.subset(held)
-    return Data(spec, train, validation, parts["test"], names, preprocessing, num_classes, identity)
+    return Data(spec, train, validation, parts["test"], names, preprocessing, num_classes, identity, split)
+
+
+def _judged(parts: Mapping[str, Part]) -> tuple[Mapping[str, Part], str]:
+    """The parts with a test part, which is judged once, and a line where the validation part has to be it."""
+    if "test" in parts:
+        return parts, ""
+    return {"test" if part == "validation" else part: value for part, value in parts.items()}, NO_TEST
 
 
 def _checked_mapping(spec: str, mapping: Any) -> Mapping[str, Any]:
@@ -131,12 +145,14 @@ def _checked_mapping(spec: str, mapping: Any) -> Mapping[str, Any]:
     for key in mapping:
         if key not in KEYS:
             raise QtoolError(f"data '{spec}'", f"keys of {', '.join(KEYS)}", repr(key), nearest(str(key), KEYS))
-    if missing := [part for part in ("train", "test") if mapping.get(part) is None]:
+    judged = "test" if mapping.get("validation") is None else "validation"
+    if missing := [part for part in ("train", judged) if mapping.get(part) is None]:
         raise QtoolError(f"data '{spec}'", "'train' and 'test'", f"no '{missing[0]}'", f"return '{missing[0]}' too")
     return mapping
 
 
-def _from_images(spec: str, parts: Mapping[str, Images], names: tuple[str, ...] | None, seed: int) -> Data:
+def _from_images(spec: str, given: Mapping[str, Images], names: tuple[str, ...] | None, seed: int) -> Data:
+    parts, split = _judged(given)
     num_classes = _num_classes(spec, {part: images.labels for part, images in parts.items()}, len(names or ()))
     _same_shape(spec, parts)
     rows: dict[str, Sequence[int]] = {part: range(len(images.labels)) for part, images in parts.items()}
@@ -147,7 +163,7 @@ def _from_images(spec: str, parts: Mapping[str, Images], names: tuple[str, ...] 
     sets = {part: parts.get(part, parts["train"]).at(rows[part], preprocessing) for part in rows}
     identity = _digest({part: images.sha256 for part, images in parts.items()})
     return Data(
-        spec, sets["train"], sets["validation"], sets["test"], names, preprocessing, num_classes, identity
+        spec, sets["train"], sets["validation"], sets["test"], names, preprocessing, num_classes, identity, split
     )  # fmt: skip
 
 

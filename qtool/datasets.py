@@ -16,10 +16,11 @@ from __future__ import annotations
 import gzip
 import hashlib
 import math
+import re
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -154,18 +155,24 @@ def measure(train: Images, positions: Sequence[int]) -> Preprocessing:
 
 
 def read_npz(path: Path) -> dict[str, Images]:
-    """``train``, ``test`` and perhaps ``validation`` from a folder of npz files, or from one file.
+    """``train`` and ``test`` or ``validation`` (or ``val``) or both from a folder of npz files, or from one file.
 
     A folder holds ``train.npz`` and so on, each with ``images`` and ``labels``; one file holds ``train_images``,
-    ``train_labels`` and so on, ``val_`` being read as ``validation_``.
+    ``train_labels`` and so on.
     """
     if path.is_dir():
-        files = {part: path / f"{part}.npz" for part in ("train", "test", "validation")}
-        files = {part: file for part, file in files.items() if part != "validation" or file.exists()}
+        names = {"train": "train", "test": "test", "val": "validation", "validation": "validation"}
+        files = {part: path / f"{name}.npz" for name, part in names.items() if (path / f"{name}.npz").exists()}
+        files = {part: files.get(part, path / f"{part}.npz") for part in _parts(files)}
         return {part: _npz_part(file, _open_npz(file), "") for part, file in files.items()}
-    arrays = {key.replace("val_", "validation_", 1): value for key, value in _open_npz(path).items()}
-    parts = [p for p in ("train", "test", "validation") if p != "validation" or "validation_images" in arrays]
-    return {part: _npz_part(path, arrays, f"{part}_") for part in parts}
+    arrays = {re.sub("^val_", "validation_", key): value for key, value in _open_npz(path).items()}
+    return {part: _npz_part(path, arrays, f"{part}_") for part in _parts({key.split("_")[0] for key in arrays})}
+
+
+def _parts(there: Collection[str]) -> list[str]:
+    """Those of a set, the train part first: what has a validation part needs no test part."""
+    needed = ("train",) if "validation" in there else ("train", "test")
+    return [part for part in ("train", "test", "validation") if part in there or part in needed]
 
 
 def _npz_part(path: Path, arrays: Mapping[str, NDArray[Any]], prefix: str) -> Images:

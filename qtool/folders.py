@@ -30,7 +30,7 @@ Open = Callable[[int], Any]  # position -> PIL.Image
 
 
 def read_imagefolder(text: str) -> tuple[dict[str, Images], tuple[str, ...]]:
-    """``train``, ``test`` and perhaps ``validation`` (or ``val``) from ``DIR[:SIZE]``, and the class names, sorted.
+    """``train`` and ``test`` or ``validation`` (or ``val``) or both from ``DIR[:SIZE]``, and the sorted class names.
 
     The content is named by the files' names and sizes in bytes; the pixels are not hashed.
     """
@@ -38,13 +38,12 @@ def read_imagefolder(text: str) -> tuple[dict[str, Images], tuple[str, ...]]:
     path, side = (Path(place), int(size)) if place and size.isdecimal() else (Path(text), None)
     if side == 0:
         raise UsageError(f"data 'imagefolder:{text}'", "a size of at least 1", "0", "write for example :224")
-    if path.is_dir() and not all((path / part).is_dir() for part in ("train", "test")):
+    folders = {part: path / part for part in ("train", "test", "validation", "val") if (path / part).is_dir()}
+    if path.is_dir() and ("train" not in folders or len(folders) == 1):
         there = ", ".join(sorted(p.name for p in path.iterdir())[:20]) or "nothing"
-        expected = "folders 'train' and 'test', in each a folder for each class"
+        expected = "folders 'train' and 'test' (or 'val'), in each a folder for each class"
         raise UsageError(f"data '{path}'", expected, there, "move or link the images into them")
-    folders = {part: path / part for part in ("train", "test", "validation", "val")}
-    folders = {part: folder for part, folder in folders.items() if part in ("train", "test") or folder.is_dir()}
-    names = tuple(_classes(folders["train"]))
+    names = tuple(_classes(folders.get("train", path / "train")))
     like: list[str] = []
     parts = {part.replace("val", "validation") if part == "val" else part: _folder(folder, names, side, like)
              for part, folder in folders.items()}  # fmt: skip
@@ -142,8 +141,7 @@ def decoded(
 def read_hub(text: str) -> tuple[dict[str, Images], tuple[str, ...] | None]:
     """The parts of ``NAME[:SPLIT]`` of the ``datasets`` library; SPLIT (``train[:2000]``, say) is what is trained on.
 
-    The set needs one image column and one of class labels. Without a ``test`` split, ``validation`` is judged as the
-    test part, and the validation part is then held out of the training part like any other's.
+    The set needs one image column and one of class labels.
     """
     name, _, split = text.partition(":")
     library = optional("datasets", f"data 'hf:{text}'", "qtool[datasets]")
@@ -154,13 +152,10 @@ def read_hub(text: str) -> tuple[dict[str, Images], tuple[str, ...] | None]:
         raise QtoolError(
             f"data 'hf:{text}'", "a set that opens", f"{type(error).__name__}: {error}", "check it"
         ) from error
-    test = "test" if "test" in whole else "validation"
-    if train is None or test not in whole:
+    splits = {"train": train} | {part: whole[part] for part in ("test", "validation") if part in whole}
+    if train is None or len(splits) == 1:
         got = ", ".join(whole) or "none"
         raise QtoolError(f"data 'hf:{text}'", "a train and a test split", got, "use a factory to split it")
-    splits = {"train": train, "test": whole[test]}
-    if test == "test" and "validation" in whole:
-        splits["validation"] = whole["validation"]
     image, label, names = _columns(text, train)
     like: list[Any] = []
     return {part: _split(f"hf:{text}, {part}", rows, image, label, like) for part, rows in splits.items()}, names

@@ -265,13 +265,14 @@ def data_facts(data: Any) -> dict[str, Any]:
     from qtool.data import Data, example_input
 
     if not isinstance(data, Data):
-        return {"num_classes": None, "in_channels": None, "labels": None, "preprocessing": None}
+        return {"num_classes": None, "in_channels": None, "labels": None, "preprocessing": None, "split": ""}
     shape = tuple(getattr(example_input(data), "shape", ()))
     return {
         "num_classes": data.num_classes,
         "in_channels": shape[1] if len(shape) == 4 else None,
         "labels": data.labels,
         "preprocessing": data.preprocessing.as_dict() if data.preprocessing else None,
+        "split": data.split,
     }
 
 

@@ -148,6 +148,23 @@ def test_the_seed_moves_the_split_and_nothing_else_does(npz: Path) -> None:
     assert first.identity == again.identity == other.identity
 
 
+def test_without_a_test_part_the_validation_part_is_judged_and_another_held_out(npz: Path) -> None:
+    whole = load_data(f"npz:{npz}")
+    assert whole.split == ""
+    for name in ("val", "validation"):
+        (npz / "test.npz").rename(npz / f"{name}.npz")
+        data = load_data(f"npz:{npz}")
+        assert data.split.startswith("no test part: the validation part is judged")
+        assert labels_of(data.validation) == labels_of(whole.validation)
+        assert torch.equal(next(batches(data.test, 12))[0], next(batches(whole.test, 12))[0])
+        assert data.identity == whole.identity
+        (npz / f"{name}.npz").rename(npz / "test.npz")
+    rows = [(torch.full((2,), float(i)), i % 2) for i in range(20)]
+    data = from_mapping({"train": rows, "validation": rows[:3]})
+    assert (len(data.train), len(data.validation), len(data.test)) == (18, 2, 3)
+    assert data.split
+
+
 def test_a_given_validation_part_is_taken(npz: Path) -> None:
     np.savez(npz / "validation.npz", **images(9, seed=3))
     data = load_data(f"npz:{npz}")
@@ -521,6 +538,18 @@ def test_image_folders(tmp_path: Path) -> None:
     assert load_data(f"imagefolder:{tmp_path}").identity != before
 
 
+def test_image_folders_of_imagenets_layout(tmp_path: Path) -> None:
+    write_folder(tmp_path, count=5)
+    judged = next(batches(load_data(f"imagefolder:{tmp_path}").test, 10))[0]
+    (tmp_path / "test").rename(tmp_path / "val")
+    data = load_data(f"imagefolder:{tmp_path}")
+    assert torch.equal(next(batches(data.test, 10))[0], judged)
+    assert (len(data.train), len(data.validation), data.split != "") == (9, 1, True)
+    shutil.copytree(tmp_path / "val", tmp_path / "test")
+    both = load_data(f"imagefolder:{tmp_path}")
+    assert (len(both.train), len(both.validation), both.split) == (10, 10, "")
+
+
 def test_image_folders_are_brought_to_a_size(tmp_path: Path) -> None:
     write_folder(tmp_path, mode="L")
     image = pytest.importorskip("PIL.Image")
@@ -580,8 +609,11 @@ def test_image_folders_of_another_layout_are_told_which_is_asked_for(tmp_path: P
     (tmp_path / "train" / "bird" / "0.png").symlink_to("nowhere.png")
     with pytest.raises(QtoolError, match=r"bird/0\.png': expected a file that can be read; got No such file"):
         load_data(f"imagefolder:{tmp_path}")
-    with pytest.raises(UsageError, match="expected folders 'train' and 'test', in each a folder for each class; got "):
+    with pytest.raises(UsageError, match=r"folders 'train' and 'test' .*, in each a folder for each class; got "):
         load_data(f"imagefolder:{tmp_path / 'test'}")
+    (tmp_path / "test").rename(tmp_path / "tests")
+    with pytest.raises(UsageError, match=r"folders 'train' and 'test' .*; got tests, train; move"):
+        load_data(f"imagefolder:{tmp_path}")
 
 
 # ---- the hub

@@ -312,7 +312,9 @@ def provenance(run: Run) -> Iterator[Markup]:
                 for entry in result.get("outputs", {}).values()
             }
             options = {key: _plain(value) for key, value in result.get("config", {}).items()}
-            facts = {"made": result.get("created", UNKNOWN), **inputs, **outputs, **options}
+            split = (result.get("source") or {}).get("split")
+            said = {"data": split} if split else {}
+            facts = {"made": result.get("created", UNKNOWN), **said, **inputs, **outputs, **options}
             yield el("div", el("h3", title), definitions(facts))
     yield from _machine(run)
 

@@ -45,6 +45,7 @@ def train_lines(result: Result) -> Iterator[Any]:
     unit = "tokens" if "perplexity" in metrics else "samples"
     if metrics:
         yield f"train: {scores(metrics)} on {metrics['num_samples']:,.0f} test {unit}"
+    yield from _split(result)
     if history:
         early = ", stopped early" if history["stopped_early"] else ""
         skipped = f", {history['skipped_steps']} skipped" if history["skipped_steps"] else ""
@@ -52,6 +53,12 @@ def train_lines(result: Result) -> Iterator[Any]:
         yield f"  {epochs}, {len(history['losses'])} steps{skipped}{early}"
     if memory := result.get("memory"):
         yield f"  {chosen_sentence(memory, (history or {}).get('halvings', 0))}"
+
+
+def _split(result: Result) -> Iterator[str]:
+    """What is to be said of the data's parts."""
+    if told := result.get("source", {}).get("split"):
+        yield f"  data: {told}"
 
 
 def scores(metrics: Result) -> str:
@@ -73,6 +80,7 @@ def quantize_lines(result: Result) -> Iterator[Any]:
     yield f"quantize: {mode} for {result['plan']['target']}, {len(units) - len(floats)} of {len(units)} units integer"
     if drawn.get("num_samples"):
         yield f"  calibrated on {drawn['num_samples']} samples ({drawn['spec']}, seed {drawn['seed']})"
+    yield from _split(result)
     told = (f"{'from stored integers' if u.get('block') else 'in float'}: {u['reason']}" for u in floats)
     for reason, count in Counter(re.sub("its operand '[^']*'", "an operand", text) for text in told).items():
         yield f"  {count} {reason}"

@@ -48,6 +48,15 @@ def test_training(capsys: pytest.CaptureFixture[str]) -> None:
     assert "2 epochs, 6 steps, 1 skipped, stopped early" in text
 
 
+@pytest.mark.parametrize(("kind", "result"), [("train", TRAIN), ("quantize", QUANTIZE)])
+def test_parts_that_are_not_used_as_they_are_named_are_told(
+    capsys: pytest.CaptureFixture[str], kind: str, result: dict[str, Any]
+) -> None:
+    told = shown(capsys, kind, result | {"source": {"split": "no test part"}})
+    assert "data: no test part\n" in told
+    assert "data:" not in shown(capsys, kind, result | {"source": {"split": ""}})
+
+
 def test_quantization_says_what_stayed_in_float_and_why(capsys: pytest.CaptureFixture[str]) -> None:
     text = shown(capsys, "quantize", QUANTIZE)
     assert "ptq for ort-cpu, 1 of 3 units integer" in text
