@@ -14,13 +14,15 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from qtool.errors import QtoolError
 from qtool.form import check_inputs
 from qtool.nested import call, micro_batches, num_samples
+from qtool.quantization.algorithms.subject import few
 from qtool.quantization.histogram import Histogram
 from qtool.quantization.observers import RangeObserver
+from qtool.quantization.prepared import Prepared
 from qtool.quantization.ranges import estimate
 from qtool.recipe import QuantizeConfig
 
@@ -43,6 +45,29 @@ def calibrate(prepared: GraphModule, batches: Iterable[Any]) -> int:
     if count == 0:
         raise QtoolError("calibration", "at least one sample", "none", "pass at least one batch of inputs")
     return count
+
+
+def require_reached(prepared: Prepared, count: int) -> None:
+    """Raises QtoolError naming the layers that none of ``count`` samples reached: experts that got nothing to do.
+
+    Nothing is known of their range, and any that was made up would be wrong for the first sample that does.
+    """
+    empty = {name for name, observer in prepared.observers.items() if not observer.reached}
+    if not empty:
+        return
+    layers = [p for p in prepared.placement.placed if p.pattern is not None and p.pattern.weighted]
+    names = [p.unit.name for p in layers if empty & {p.unit.name, *map(_tensor, p.operands)}] or sorted(empty)
+    floats = ",".join(f"{name}=float" for name in names)
+    raise QtoolError(
+        f"layer{'s' if names[1:] else ''} {few([f'{name!r}' for name in names])}",
+        "calibration samples that reach every layer", f"none of {count} does",
+        f"calibrate on samples that do, or on more, or leave in float what nothing reaches (--overrides '{floats}')",
+    )  # fmt: skip
+
+
+def _tensor(node: Node) -> str:
+    """The name that an observer of a node's value goes by."""
+    return str(node.meta.get("unit", node.name))
 
 
 def choose_ranges(observers: Mapping[str, RangeObserver], config: QuantizeConfig) -> dict[str, Any]:

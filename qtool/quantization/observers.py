@@ -64,6 +64,11 @@ class RangeObserver(ObserverBase):  # type: ignore[misc]
         levels = self.quant_max - self.quant_min + 1
         return RangeOptions(num_levels=levels, symmetric=self.qscheme == torch.per_tensor_symmetric)
 
+    @property
+    def reached(self) -> bool:
+        """Whether a value came by, or none is needed."""
+        return self.fixed is not None or self.histogram.minimum <= self.histogram.maximum
+
     def fix(self, low: float, high: float) -> None:
         """Takes a range that the operator alone decides, whatever the data; they are still looked at."""
         self.fixed = low, high
@@ -167,7 +172,7 @@ class FakeQuantizer(FakeQuantizeBase):  # type: ignore[misc]
         return fake_quantize(x, self.scale, self.zero_point, self.quant_min, self.quant_max)
 
     def _observe(self, x: Tensor) -> None:
-        if self.fixed:
+        if self.fixed or not x.numel():  # none of a batch's rows went to an expert
             return
         low, high = (value.float() for value in torch.aminmax(x))
         if self.averaging is None:
@@ -192,6 +197,11 @@ class FakeQuantizer(FakeQuantizeBase):  # type: ignore[misc]
         """Takes a range that the operator alone decides, for good."""
         self.set_range(low, high)
         self.fixed = True
+
+    @property
+    def reached(self) -> bool:
+        """Whether a value came by; what is not finite counts."""
+        return not (float(self.low) == math.inf and float(self.high) == -math.inf)
 
     def range(self) -> tuple[float, float]:
         """The range as it is now."""

@@ -30,7 +30,7 @@ from qtool.errors import QtoolError, UsageError
 from qtool.loop import Hooks
 from qtool.quantization import pt2e
 from qtool.quantization.averaging import Average
-from qtool.quantization.calibrate import calibrate
+from qtool.quantization.calibrate import calibrate, require_reached
 from qtool.quantization.capture import aten
 from qtool.quantization.distillation import tapped, towards
 from qtool.quantization.functional import DROPOUTS
@@ -91,7 +91,7 @@ def train_quantized(
     quantization are where training starts; without them it is the calibration data's extremes.
     """
     prepared.switch(prepared.graph, batch_norm=False, dropout=False)
-    _start_ranges(prepared.graph, calibration, learned=config.step_size == "learned")
+    _start_ranges(prepared, calibration, learned=config.step_size == "learned")
     for name, fake in prepared.observers.items():
         if ranges is not None and name in ranges:
             fake.set_range(float(ranges[name]["low"]), float(ranges[name]["high"]))
@@ -112,9 +112,9 @@ def train_quantized(
     }
 
 
-def _start_ranges(prepared: GraphModule, calibration: Iterable[Any], *, learned: bool) -> None:
+def _start_ranges(prepared: Prepared, calibration: Iterable[Any], *, learned: bool) -> None:
     """Sets every range to the calibration data's extremes, quantization off; learned weights' to the least error."""
-    fakes = pt2e.fake_quantizers(prepared)
+    fakes = pt2e.fake_quantizers(prepared.graph)
     averaging = {id(fake): fake.averaging for fake in fakes if isinstance(fake, FakeQuantizer)}
     for fake in fakes:
         fake.quantizing = False
@@ -122,7 +122,7 @@ def _start_ranges(prepared: GraphModule, calibration: Iterable[Any], *, learned:
             fake.averaging = None
         elif learned:
             fake.method = "mse"
-    calibrate(prepared, calibration)
+    require_reached(prepared, calibrate(prepared.graph, calibration))
     for fake in fakes:
         fake.quantizing = True
         if isinstance(fake, FakeQuantizer):

@@ -29,7 +29,7 @@ from qtool.quantization.algorithms.passes import Passes
 from qtool.quantization.algorithms.subject import Report, silent
 from qtool.quantization.attention import write_attention
 from qtool.quantization.branches import merge_branches
-from qtool.quantization.calibrate import calibrate, choose_ranges, restore_ranges
+from qtool.quantization.calibrate import calibrate, choose_ranges, require_reached, restore_ranges
 from qtool.quantization.capture import capture, copied, remove_dropout
 from qtool.quantization.chomps import drop_chomps
 from qtool.quantization.clipping import clip_early
@@ -342,7 +342,7 @@ def _observe(
     device = resolve_device(config.device)
     batches = Moved(calibration, device)
     with on(device, prepared.graph):
-        calibrate(prepared.graph, batches)
+        require_reached(prepared, calibrate(prepared.graph, batches))
         if config.ranges == "network" and (reason := watch(prepared, batches, passes.report)) is not None:
             passes.notes.append(f"ranges: those of 'output', since {reason}")
     return choose_ranges(prepared.observers, config)

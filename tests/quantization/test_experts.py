@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from qtool.errors import QtoolError
 from qtool.exporting.stage import export
 from qtool.quantization.stage import quantize
 from qtool.recipe import ExportConfig, QuantizeConfig
@@ -33,7 +34,12 @@ class Experts(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"algorithms": ("gptq",), "ranges": "output"}, {"algorithms": ("adaround",), "rounding_steps": 20}]
+    "options",
+    [
+        {},
+        {"algorithms": ("equalize", "gptq"), "ranges": "output"},
+        {"algorithms": ("adaround",), "rounding_steps": 20},
+    ],
 )
 def test_experts_are_integer_and_keep_their_own_biases(tmp_path: Path, options: dict[str, Any]) -> None:
     torch.manual_seed(0)
@@ -52,3 +58,27 @@ def test_experts_are_integer_and_keep_their_own_biases(tmp_path: Path, options: 
             assert float((form(batch) - net(batch)).abs().max()) < 0.05
     exported = export(form, tmp_path, ExportConfig(), samples=batches)
     assert {gate["passed"] for gate in exported.gates} <= {True, None}
+
+
+@pytest.mark.parametrize("mode", ["ptq", "qat"])
+def test_an_expert_that_no_sample_reaches_is_named_with_what_to_do(mode: str) -> None:
+    torch.manual_seed(0)
+    net = Experts().eval()
+    net.gate.bias.data[1] = -1e4
+    batches = [torch.randn(4, 16) for _ in range(8)]
+    options = {"mode": mode, "ranges": "minmax"}
+
+    def made(**more: Any) -> Any:
+        config = QuantizeConfig(**options, **more)
+        return quantize(net, config, example=batches[0], calibration=batches, qat=lambda *_: None)
+
+    told = (
+        r"^layers 'experts\.1\.0', 'experts\.1\.2': expected calibration samples that reach every layer; "
+        r"got none of 32 does; .* \(--overrides 'experts\.1\.0=float,experts\.1\.2=float'\)$"
+    )
+    with pytest.raises(QtoolError, match=told):
+        made()
+    form = made(overrides={"experts.1.*": "float"})
+    assert sum(unit.integer for unit in form.plan.units) == 5
+    with torch.no_grad():
+        assert torch.isfinite(form(batches[0])).all()

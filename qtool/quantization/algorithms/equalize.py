@@ -39,7 +39,7 @@ from torch.fx import GraphModule, Interpreter, Node
 from qtool.nested import thinned
 from qtool.quantization.algorithms.absorb import carried, shift, shifts
 from qtool.quantization.algorithms.streams import ANCHORS, Stream, find_streams, per_input, towards_inputs
-from qtool.quantization.algorithms.subject import Declined, Subject
+from qtool.quantization.algorithms.subject import Declined, Subject, is_data_sized
 from qtool.quantization.algorithms.verify import Samples, parted
 from qtool.quantization.algorithms.walk import interpret
 from qtool.quantization.capture import aten, parameter, set_parameter
@@ -150,6 +150,8 @@ def _refusal(stream: Stream, subject: Subject) -> str:
         return stream.blocked[0]
     if not stream.consumers:
         return "nothing reads it"
+    if any(map(is_data_sized, stream.values)):
+        return "the data decides how many rows it has"
     return "" if _quantized_values(stream, subject) else "nothing of it is quantized"
 
 
