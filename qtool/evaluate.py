@@ -3,8 +3,10 @@
 ``compare`` is what a quantized model is judged by. With reference logits r and other logits o of the same N samples:
 
 * agreement: share of samples with the same argmax.
-* kl: mean over samples of KL(p‖q) = Σ p (ln p − ln q), p = softmax(r), q = softmax(o), in nats.
-* sqnr_db: 10 log10(Σ r² / Σ (r − o)²), over all logits; infinite where they are equal.
+* kl: mean over samples of KL(p‖q) = Σ p (ln p − ln q), p = softmax(r), q = softmax(o), in nats. A class that r gives
+  no chance (−∞, a masked one) adds nothing, whatever o makes of it; one that o alone rules out makes it infinite.
+* sqnr_db: 10 log10(Σ r² / Σ (r − o)²), over all logits; infinite where they are equal. What is infinite in both counts
+  neither as signal nor as noise.
 * top1_drop: top-1 of the reference less top-1 of the other, as a share. Only samples that one gets right and the other
   wrong move it, so its interval is that of *paired* proportions: with b samples right only in the reference and c only
   in the other, half a sample is added to each of the four cells (Agresti and Min, "Simple improved confidence intervals
@@ -13,6 +15,10 @@
       d = (b' − c') / n',    d ± 1.96 sqrt((b' + c') − (b' − c')² / n') / n'
 
   Unlike the plain normal interval it does not collapse to a point when the two never differ.
+
+Which axis of an output counts classes is :func:`class_axis`'s to say, for everything here that asks: logits of tokens
+(N×T×C) and of pixels (N×C×H×W) are many rows of one sample, and what is beside a target that is ignored counts nothing.
+Positions of one sample are alike, so their intervals are over samples: d ± t s/√N of what each sample adds to the drop.
 
 Several processes (``qtool.processes``) each evaluate their share of a data set; the sums are of all.
 
@@ -36,6 +42,8 @@ from qtool.text import IGNORED
 
 Predict = Callable[[Any], Any]
 Z95 = 1.959963984540054  # the normal distribution's 97.5 % point
+PIECE = 64
+"""Samples that are compared in float64 at once."""
 
 
 @torch.no_grad()
@@ -107,58 +115,125 @@ def predictions(predict: Predict, batches: Iterable[tuple[Any, Any]]) -> tuple[T
     return torch.cat(outputs), torch.cat(targets)
 
 
-def compare(reference: Tensor, other: Tensor, targets: Tensor | None = None) -> dict[str, Any]:
+def class_axis(output: Tensor, targets: Any = None, *, asked: bool = False) -> int | None:
+    """The axis of ``output`` that counts classes; None for what is no logits.
+
+    N×C are logits. Of more axes the last is taken (N×T×C, tokens), or the second (N×C×H×W, pixels), where ``targets``
+    are class indices that have all the others; without such targets only where it is ``asked`` for, as a contract does:
+    then pixels are what has four axes and more. The first axis is not compared.
+    """
+    if not output.is_floating_point() or output.dim() < 2:
+        return None
+    last, behind = output.dim() - 1, tuple(output.shape[1:])
+    told = isinstance(targets, Tensor) and not targets.is_floating_point()
+    fits = [axis for axis in (last, 1) if told and tuple(targets.shape[1:]) == behind[: axis - 1] + behind[axis:]]
+    guess = [1] if last == 1 or (asked and last > 2) else [2] if asked else []
+    axis = next(iter(fits if last > 1 and fits else guess), None)
+    return axis if axis is not None and output.shape[axis] > 1 else None
+
+
+def counted(targets: Any, output: Tensor, axis: int) -> Tensor | None:
+    """Which positions of each sample have a target (bool, ``output`` without ``axis``); None where all have."""
+    shape = output.shape[:axis] + output.shape[axis + 1 :]
+    if output.dim() < 3 or not isinstance(targets, Tensor) or targets.is_floating_point() or targets.shape != shape:
+        return None
+    return (targets != IGNORED).cpu()
+
+
+def compare(
+    reference: Tensor, other: Tensor, targets: Tensor | None = None, *, axis: int | None = None
+) -> dict[str, Any]:
     """How far ``other`` is from ``reference``, two N×C logit tensors of the same samples; with N targets if known.
 
-    Logits of sequences, N×T×C with N×T targets, are compared token by token, those without a target left out.
+    Logits of several positions in each sample, with a target for each, are compared position by position, those
+    without a target left out; ``axis`` counts the classes (by default as :func:`class_axis` says).
 
     Returns ``num_samples``, ``agreement``, ``kl`` (nats), ``sqnr_db`` and, with targets, ``top1``, ``top1_reference``,
     ``top1_drop`` (shares) and ``top1_drop_ci95`` (low, high); the module says how each is defined. Raises QtoolError
     where shapes differ or a logit is not finite.
     """
-    if reference.ndim == 3 and reference.shape == other.shape:
-        reference, other, targets = _tokens(reference, other, targets)
-    reference, other = _checked("reference", reference), _checked("other", other)
     if reference.shape != other.shape:
         got = f"{tuple(reference.shape)} and {tuple(other.shape)}"
         raise QtoolError("comparison", "outputs of the same shape", got, "compare the same samples and classes")
+    axis = class_axis(reference, targets, asked=True) if axis is None else axis
+    _check(reference, other, axis)
+    assert axis is not None
+    keep, wanted = counted(targets, reference, axis), (None if targets is None else targets.cpu())
+    parts = [
+        _part(reference[i : i + PIECE], other[i : i + PIECE], axis, *(_piece(t, i) for t in (wanted, keep)))
+        for i in range(0, len(reference), PIECE)
+    ]
+    sums = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    total = float(sums["count"].sum())
+    if not total:
+        raise QtoolError("comparison", "a target that counts", "ignored ones alone", "give data with targets")
     result: dict[str, Any] = {
-        "num_samples": len(reference),
-        "agreement": (reference.argmax(1) == other.argmax(1)).double().mean().item(),
-        "kl": kl_divergence(reference, other),
-        "sqnr_db": sqnr_db(reference, other),
+        "num_samples": int(total),
+        **{name: float(sums[name].sum()) / total for name in ("agreement", "kl")},
+        "sqnr_db": ratio_db(float(sums["signal"].sum()), float(sums["noise"].sum())),
     }
+    return result if targets is None else result | _drop(sums, total, alone=reference.dim() == 2)
+
+
+def _piece(tensor: Tensor | None, start: int) -> Tensor | None:
+    return None if tensor is None else tensor[start : start + PIECE]
+
+
+def _part(
+    reference: Tensor, other: Tensor, axis: int, targets: Tensor | None, keep: Tensor | None
+) -> dict[str, Tensor]:
+    """For each of a few samples (float64): its positions that count, and its sums over them."""
+    reference, other = reference.movedim(axis, -1).double(), other.movedim(axis, -1).double()
+    one, two = reference.argmax(-1), other.argmax(-1)
+    weights = torch.ones_like(one, dtype=torch.float64) if keep is None else keep.double()
+    both = weights[..., None]
+    rows = {
+        "count": weights, "agreement": weights * (one == two), "kl": _weighed(weights, divergence(reference, other)),
+        "signal": both * signal_of(reference).square(), "noise": both * error_of(reference, other).square(),
+    }  # fmt: skip
     if targets is not None:
-        right, wrong = (scores.argmax(1) == targets for scores in (reference, other))
-        result |= _drop(right, wrong)
-    return result
+        right, as_right = one == targets, two == targets
+        rows |= {
+            "right": weights * as_right, "right_reference": weights * right,
+            "only_reference": weights * (right & ~as_right), "only_other": weights * (as_right & ~right),
+        }  # fmt: skip
+    return {name: values.flatten(1).sum(1) if values.dim() > 1 else values for name, values in rows.items()}
 
 
-def _tokens(reference: Tensor, other: Tensor, targets: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    reference, other = reference.flatten(0, 1), other.flatten(0, 1)
-    if targets is None:
-        return reference, other, None
-    counted = targets.flatten() != IGNORED
-    return reference[counted], other[counted], targets.flatten()[counted]
+def _weighed(weights: Tensor, values: Tensor) -> Tensor:
+    """Values where they count, whatever they are where they do not."""
+    return torch.where(weights > 0, values, 0.0)
 
 
-def _checked(name: str, outputs: Tensor) -> Tensor:
-    if outputs.ndim != 2 or not len(outputs):
-        raise QtoolError(f"{name} outputs", "N×C logits, N at least 1", str(tuple(outputs.shape)), "pass logits")
-    outputs = outputs.double()
-    bad = (~outputs.isfinite()).any(1).nonzero()
-    if len(bad):
-        raise QtoolError(
-            f"{name} outputs", "finite logits", f"NaN or infinity in {len(bad)} samples, the first {int(bad[0])}",
-            "inspect the model's weights and inputs",
-        )  # fmt: skip
-    return outputs
+def _check(reference: Tensor, other: Tensor, axis: int | None) -> None:
+    """Raises QtoolError for what is no logits, and for what is not finite but for classes masked in both."""
+    if axis is None or not len(reference):
+        got = str(tuple(reference.shape))
+        raise QtoolError("reference outputs", "N×C logits, N at least 1", got, "pass logits")
+    for name, outputs in (("reference", reference), ("other", other)):
+        bad = unlike(reference, outputs).flatten(1).any(1).nonzero()
+        if len(bad):
+            raise QtoolError(
+                f"{name} outputs", "finite logits", f"NaN or infinity in {len(bad)} samples, the first {int(bad[0])}",
+                "inspect the model's weights and inputs",
+            )  # fmt: skip
+
+
+def unlike(reference: Tensor, other: Tensor) -> Tensor:
+    """Where ``other`` is NaN or infinite, but for −∞ where the reference is −∞ as well: a masked class."""
+    return ~(other.isfinite() | (other.isneginf() & reference.isneginf()))
+
+
+def divergence(reference: Tensor, other: Tensor) -> Tensor:
+    """KL(softmax(reference) ‖ softmax(other)) over the last axis, in nats, of the tensors' type."""
+    log_p, log_q = reference.log_softmax(-1), other.log_softmax(-1)
+    p = log_p.exp()
+    return (p * torch.where(p == 0, 0.0, log_p - log_q)).sum(-1)
 
 
 def kl_divergence(reference: Tensor, other: Tensor) -> float:
     """Mean KL(softmax(reference) ‖ softmax(other)) over the rows of two N×C logit tensors, in nats, float64."""
-    log_p, log_q = reference.double().log_softmax(1), other.double().log_softmax(1)
-    return (log_p.exp() * (log_p - log_q)).sum(1).mean().item()
+    return divergence(reference.double(), other.double()).mean().item()
 
 
 def sqnr_db(reference: Tensor, other: Tensor) -> float:
@@ -166,28 +241,46 @@ def sqnr_db(reference: Tensor, other: Tensor) -> float:
 
     Infinite where the two are equal, −infinite where only the reference is all zero.
     """
-    signal = reference.double().square().sum().item()
-    noise = (reference.double() - other.double()).square().sum().item()
-    return ratio_db(signal, noise)
+    reference, other = reference.double(), other.double()
+    return ratio_db(signal_of(reference).square().sum().item(), error_of(reference, other).square().sum().item())
+
+
+def signal_of(reference: Tensor) -> Tensor:
+    """A reference with zeros where it is infinite."""
+    return torch.where(reference.isinf(), 0.0, reference)
+
+
+def error_of(reference: Tensor, other: Tensor) -> Tensor:
+    """The difference, which is zero where both are the same infinity."""
+    return torch.where(reference == other, 0.0, reference - other)
 
 
 def ratio_db(signal: float, noise: float) -> float:
-    """10 log10(signal / noise) of two energies; infinite where there is no noise, else −infinite without a signal."""
+    """10 log10(signal / noise) of two energies; infinite without noise, −infinite without a signal or bound."""
     if noise == 0:
         return math.inf
-    return 10 * math.log10(signal / noise) if signal else -math.inf
+    return 10 * math.log10(signal / noise) if signal and math.isfinite(noise) else -math.inf
 
 
-def _drop(reference_right: Tensor, other_right: Tensor) -> dict[str, Any]:
-    """Top-1 of both, its drop and the drop's 95 % interval, from which samples each got right."""
-    only_reference = int((reference_right & ~other_right).sum())
-    only_other = int((other_right & ~reference_right).sum())
+def _drop(sums: dict[str, Tensor], total: float, *, alone: bool) -> dict[str, Any]:
+    """Top-1 of both, its drop and the drop's 95 % interval; ``alone`` where a sample is one position."""
+    only_reference, only_other = int(sums["only_reference"].sum()), int(sums["only_other"].sum())
+    drop = (only_reference - only_other) / total
+    interval = paired_interval(only_reference, only_other, int(total))
     return {
-        "top1": other_right.double().mean().item(),
-        "top1_reference": reference_right.double().mean().item(),
-        "top1_drop": (only_reference - only_other) / len(reference_right),
-        "top1_drop_ci95": paired_interval(only_reference, only_other, len(reference_right)),
+        "top1": float(sums["right"].sum()) / total,
+        "top1_reference": float(sums["right_reference"].sum()) / total,
+        "top1_drop": drop,
+        "top1_drop_ci95": interval if alone else _over_samples(sums, drop),
     }
+
+
+def _over_samples(sums: dict[str, Tensor], drop: float) -> tuple[float, float]:
+    """The interval of a drop that is the mean of positions: by what each sample adds to it, beyond its share."""
+    weights = sums["count"]
+    residual = (sums["only_reference"] - sums["only_other"] - drop * weights) / weights.mean()
+    half = mean_interval(residual)[1] - float(residual.mean())
+    return max(-1.0, drop - half), min(1.0, drop + half)
 
 
 def mean_interval(values: Tensor) -> tuple[float, float]:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qtool.errors import QtoolError
-from qtool.evaluate import compare, evaluate, kl_divergence, paired_interval, predictions, sqnr_db
+from qtool.evaluate import class_axis, compare, evaluate, kl_divergence, paired_interval, predictions, sqnr_db
 from qtool.tasks import Classification
 
 
@@ -155,3 +155,61 @@ def test_bad_outputs_are_named() -> None:
         compare(r, r[:5])
     with pytest.raises(QtoolError, match="N×C"):
         compare(r[:, 0], r[:, 0])
+
+
+def test_logits_of_pixels_are_rows_and_the_drop_is_known_by_images() -> None:
+    rng = np.random.default_rng(0)
+    r = rng.normal(size=(12, 3, 4, 5)).astype(np.float32) * 2
+    o = r + rng.normal(size=r.shape).astype(np.float32)
+    t = rng.integers(0, 3, (12, 4, 5))
+    t[:, 0] = -100
+    got = compare(torch.from_numpy(r), torch.from_numpy(o), torch.from_numpy(t), axis=1)
+    keep = t.reshape(-1) != -100
+    one, other = (np.moveaxis(v, 1, -1).reshape(-1, 3)[keep].astype(np.float64) for v in (r, o))
+    p, q = softmax(one), softmax(other)
+    assert got["num_samples"] == keep.sum() == 180
+    assert got["kl"] == pytest.approx((p * np.log(p / q)).sum(1).mean())
+    assert got["agreement"] == pytest.approx((one.argmax(1) == other.argmax(1)).mean())
+    assert got["sqnr_db"] == pytest.approx(10 * np.log10((one**2).sum() / ((one - other) ** 2).sum()))
+    right, wrong = (v.argmax(1) == t.reshape(-1)[keep] for v in (one, other))
+    each = (right.astype(float) - wrong).reshape(12, 15).mean(1)
+    assert got["top1_drop"] == pytest.approx(each.mean())
+    half = 2.200985 * each.std(ddof=1) / math.sqrt(12)  # Student's t, 11 degrees of freedom
+    assert got["top1_drop_ci95"] == pytest.approx((each.mean() - half, each.mean() + half), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("shape", "targets", "asked", "axis"),
+    [
+        ((6, 5), None, False, 1), ((6, 1), None, True, None), ((6,), None, True, None),
+        ((6, 7, 5), None, False, None), ((6, 7, 5), None, True, 2), ((6, 7, 5), (6, 7), False, 2),
+        ((6, 7, 5), (6, 5), False, 1), ((6, 7, 5), (6,), False, None), ((6, 7, 1), (6, 7), False, None),
+        ((6, 3, 8, 9), None, False, None), ((6, 3, 8, 9), None, True, 1), ((6, 3, 8, 9), (6, 8, 9), False, 1),
+        ((6, 8, 9, 3), (2, 8, 9), False, 3), ((6, 3, 8, 9), (6, 3, 8, 9), False, None),
+    ],
+)  # fmt: skip
+def test_which_axis_counts_classes(shape, targets, asked, axis) -> None:
+    given = None if targets is None else torch.zeros(targets, dtype=torch.int64)
+    assert class_axis(torch.zeros(shape), given, asked=asked) == axis
+    assert class_axis(torch.zeros(shape, dtype=torch.int64), given, asked=asked) is None
+    if given is not None:
+        assert class_axis(torch.zeros(shape), given.float()) is None
+
+
+def test_masked_classes_have_no_part_in_anything() -> None:
+    r, o = torch.randn(30, 6), torch.randn(30, 6)
+    masked = torch.arange(6) % 3 == 0
+    expected = compare(r[:, ~masked], o[:, ~masked], torch.full((30,), 1))
+    found = compare(r.masked_fill(masked, -math.inf), o.masked_fill(masked, -math.inf), torch.full((30,), 2))
+    intervals = [v.pop("top1_drop_ci95") for v in (found, expected)]
+    assert found == pytest.approx(expected)
+    assert intervals[0] == intervals[1]
+    with pytest.raises(QtoolError, match="other outputs: expected finite logits"):
+        compare(r, o.masked_fill(masked, -math.inf))
+    assert kl_divergence(r, o.masked_fill(masked, -math.inf)) == math.inf
+    assert sqnr_db(r.masked_fill(masked, -math.inf), o) == -math.inf
+
+
+def test_ignored_targets_alone_compare_nothing() -> None:
+    with pytest.raises(QtoolError, match="a target that counts"):
+        compare(torch.randn(2, 3, 4), torch.randn(2, 3, 4), torch.full((2, 3), -100))

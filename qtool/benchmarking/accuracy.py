@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from qtool import evaluate
 from qtool.benchmarking.inputs import fixed_batch_size, resize_batch, to_feeds
 from qtool.errors import QtoolError
 from qtool.runtimes.base import Array, Session
@@ -81,7 +82,7 @@ def judge(
     measure = compare or _compare_any
     base = outputs[reference]
     for name, value in outputs.items():
-        if not torch.isfinite(value).all():
+        if evaluate.unlike(base, value).any() if value.shape == base.shape else not value.isfinite().all():
             raise QtoolError(
                 f"'{name}'", "finite outputs", "NaN or infinity", "check the file; FP16 overflows above 65504"
             )
@@ -94,18 +95,16 @@ def judge(
 
 
 def _compare_any(reference: torch.Tensor, other: torch.Tensor, targets: Any) -> dict[str, Any]:
-    """Logits of samples, or of tokens, are compared as classifications; other outputs by their SQNR alone.
+    """Logits of samples, tokens or pixels are compared as classifications; other outputs by their SQNR alone.
 
     Of one number for each there is nothing to choose: every two would agree. Of whole numbers (classes) the share that
     is equal is told.
     """
-    from qtool import evaluate
-
     if not reference.is_floating_point():
         return {"num_samples": len(reference), "agreement": (reference == other).double().mean().item()}
-    logits = reference.shape[-1] > 1
-    indices = logits and targets is not None and not targets.is_floating_point()
-    classes = indices and targets.shape == reference.shape[: reference.ndim - 1] and reference.ndim <= 3
-    if not (logits and reference.ndim == 2) and not classes:
+    axis = evaluate.class_axis(reference, targets)
+    if axis is None:
         return {"num_samples": len(reference), "sqnr_db": evaluate.sqnr_db(reference, other)}
-    return evaluate.compare(reference, other, targets if classes else None)
+    indices = targets is not None and not targets.is_floating_point()
+    classes = indices and targets.shape == reference.shape[:axis] + reference.shape[axis + 1 :]
+    return evaluate.compare(reference, other, targets if classes else None, axis=axis)

@@ -9,6 +9,7 @@ FP16 is only storage there.
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
 from qtool.errors import QtoolError
+from qtool.evaluate import unlike
 from qtool.exporting import onnx_file
 from qtool.exporting.gates import Gate
 from qtool.exporting.integer_reference import CONTROL_FLOW
@@ -29,6 +31,7 @@ from qtool.exporting.parity import feeds_of
 from qtool.exporting.passes import turned_batches
 from qtool.exporting.simulation import interpret
 from qtool.exporting.to_onnx import save
+from qtool.nested import call, tensors
 from qtool.runtimes import open_session
 
 LARGEST = float(np.finfo(np.float16).max)
@@ -157,16 +160,19 @@ def beyond_half(graph: GraphModule, samples: Sequence[Any]) -> dict[str, float]:
     return watched.found
 
 
-def answers(path: Path, samples: Sequence[Any]) -> tuple[bool, str]:
-    """Whether a half-precision file gives finite outputs for the first batch, or why it cannot be run."""
+def answers(path: Path, graph: GraphModule, samples: Sequence[Any]) -> tuple[bool, str]:
+    """Whether a half-precision file's outputs for the first batch are finite where ``graph``'s are, or why it fails."""
     model = onnx.load(str(path), load_external_data=False)
     try:
         session = open_session(path, threads=torch.get_num_threads())
-        finite = all(np.isfinite(out).all() for batch in samples[:1] for out in session.run(feeds_of(model, batch)))
+        found = [session.run(feeds_of(model, batch)) for batch in samples[:1]]
     except QtoolError as error:
         return False, f"it cannot be run: {error.got}"
     session.close()
-    return finite, ""
+    with torch.no_grad():
+        wanted = [[value.cpu() for value in tensors(call(graph, batch))] for batch in samples[:1]]
+    pairs = zip(itertools.chain(*wanted), itertools.chain(*found), strict=True)
+    return not any(unlike(want, torch.from_numpy(np.array(out))).any() for want, out in pairs), ""
 
 
 def fp16_gate(graph: GraphModule, samples: Sequence[Any], finite: bool, refused: str) -> Gate:

@@ -32,7 +32,7 @@ import onnx
 import torch
 from torch import Tensor
 
-from qtool.evaluate import ratio_db
+from qtool.evaluate import error_of, ratio_db, signal_of
 from qtool.exporting.drawn import drawn
 from qtool.exporting.gates import Gate
 from qtool.exporting.parity import feeds_of, threads_for
@@ -94,7 +94,7 @@ class _Output:
         values = [per_sample(value) for value in (wanted, in_torch, in_file)]
         if wanted.is_floating_point():
             values = [value.double() for value in values]
-            errors = [values[0], values[0] - values[1], values[0] - values[2]]
+            errors = [signal_of(values[0]), *(error_of(values[0], value) for value in values[1:])]
         else:
             errors = [(value != values[0]).double() for value in values]
             errors[0] = torch.ones_like(errors[0])

@@ -169,7 +169,7 @@ def integer_parity(path: Path, reference: IntegerReference, samples: Sequence[An
         for want, got in zip(reference.run(feeds), session.run(feeds), strict=True):
             unequal += int(np.count_nonzero(want != got))
             total += got.size
-            worst = max(worst, float(np.abs(want.astype(np.float64) - got.astype(np.float64)).max(initial=0)))
+            worst = max(worst, _greatest_difference(want, got))
     session.close()
     uncovered = sorted({str(entry["op"]) for entry in reference.uncovered})
     found = f"{total - unequal} of {total} outputs equal on {sum(map(num_samples, samples))} samples"
@@ -239,8 +239,15 @@ def _relative_error(expected: Tensor, got: Array) -> float:
         share = float(np.mean(expected.cpu().numpy().ravel() != got.ravel())) if got.size else 0.0
         return share if share > 1 - MIN_EQUAL else 0.0
     want = expected.detach().float().cpu().numpy().ravel()
-    greatest = float(np.abs(want).max(initial=0)) or 1.0
-    return float(np.abs(want - got.ravel()).max(initial=0)) / greatest
+    greatest = float(np.abs(want[np.isfinite(want)]).max(initial=0)) or 1.0
+    return _greatest_difference(want, got.ravel()) / greatest
+
+
+def _greatest_difference(want: Array, got: Array) -> float:
+    """Between arrays of one shape; infinite where one is NaN or infinite and the other not the same."""
+    differ = (want != got) & ~(np.isnan(want) & np.isnan(got)) if want.dtype.kind == "f" else want != got
+    difference = np.abs(want[differ].astype(np.float64) - got[differ].astype(np.float64))
+    return float(np.nan_to_num(difference, nan=np.inf, posinf=np.inf).max(initial=0))
 
 
 def take(samples: Iterable[Any], count: int) -> Iterator[Any]:

@@ -198,7 +198,7 @@ def _baselines(
     refused = baselines.write_fp16(model, half)
     del model
     allocator.release()
-    finite, refused = (False, refused) if refused else baselines.answers(half, few)
+    finite, refused = (False, refused) if refused else baselines.answers(half, quantized.float_graph, few)
     if refused:
         half.unlink(missing_ok=True)
     else:

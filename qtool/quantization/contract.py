@@ -16,9 +16,9 @@ max_kl         mean KL(float ‖ candidate) in nats              mean ± t s/√
 min_agreement  share of samples with the same argmax           Wilson's for a proportion
 =============  ==============================================  =====================================================
 
-A sample of a language model is a sequence: its KL and its agreement are the means over its tokens, those without a
-target left out. Tokens of one sequence are alike, so the intervals are over sequences, as if each agreed whole or not
-at all: no mean of shares between 0 and 1 varies more.
+A sample of a language model is a sequence, one of a segmentation an image: its KL and its agreement are the means over
+its tokens or pixels, those without a target left out. Those of one sample are alike, so the intervals are over samples,
+as if each agreed whole or not at all: no mean of shares between 0 and 1 varies more.
 
 Two candidates are compared in the same way, by the mean of their paired differences in divergence (KL for logits, the
 squared error otherwise), which is far less noisy than a count of right answers. Left out on purpose: a correction
@@ -36,11 +36,20 @@ import torch
 from torch import Tensor
 
 from qtool.errors import QtoolError, UsageError, nearest
-from qtool.evaluate import Z95, mean_interval, paired_interval, wilson_interval
+from qtool.evaluate import (
+    Z95,
+    class_axis,
+    counted,
+    divergence,
+    error_of,
+    mean_interval,
+    paired_interval,
+    unlike,
+    wilson_interval,
+)
 from qtool.nested import cut, map_tensors, num_samples, per_sample, tensors
 from qtool.recipe import QuantizeConfig
 from qtool.tasks import Task, finished, is_higher_better, loss_of, metrics_of
-from qtool.text import IGNORED
 
 DRAWS = 1000
 LEAST = 2
@@ -132,12 +141,13 @@ class Judge:
         for inputs, targets in batches:
             output = _on_cpu(reference(inputs))
             wanted = _answered(output, num_samples(inputs))
-            self.shape, self.in_float = tuple(wanted.shape), wanted.is_floating_point()
+            self.shape = tuple(wanted.shape)
+            self.axis = class_axis(wanted, targets, asked=(config.max_kl, config.min_agreement) != (None, None))
             self.num_outputs = len(list(tensors(output)))
             self.num_samples += len(wanted)
             held += wanted.nbytes
             self.outputs.append(wanted if held <= KEPT else None)
-            self.counted.append(_counted(wanted, targets))
+            self.counted.append(None if self.axis is None else counted(targets, wanted, self.axis))
             sums, weight = self._task_sums(output, targets)
             parts.append(sums)
             weights.append(weight)
@@ -146,28 +156,19 @@ class Judge:
         self.sums, self.weights = _joined(parts), torch.cat(weights)
         self._check()
 
-    @property
-    def has_logits(self) -> bool:
-        """Whether outputs are rows of logits, N×C or N×T×C, for which KL and agreement mean something.
-
-        Three dimensions are taken for tokens' logits where the targets say so, or the contract does.
-        """
-        told = self.counted[0] is not None or self.config.max_kl is not None or self.config.min_agreement is not None
-        return (len(self.shape) == 2 or (len(self.shape) == 3 and told)) and self.shape[-1] > 1 and self.in_float
-
     @torch.no_grad()
     def score(self, predict: Callable[[Any], Any]) -> Scores:
         """Runs a candidate on every validation sample."""
-        divergence, agree, parts = [], [], []
-        for kept, counted, (inputs, targets) in zip(self.outputs, self.counted, self.batches, strict=True):
+        apart, agree, parts = [], [], []
+        for kept, some, (inputs, targets) in zip(self.outputs, self.counted, self.batches, strict=True):
             wanted = _first(_on_cpu(self.reference(inputs))) if kept is None else kept
             output = _on_cpu(predict(inputs))
             given = _first(output)
-            divergence.append(_divergence(wanted, given, self.has_logits, counted))
-            if self.has_logits:
-                agree.append(_means((wanted.argmax(-1) == given.argmax(-1)).double(), counted))
+            apart.append(_apart(wanted, given, self.axis, some))
+            if self.axis is not None:
+                agree.append(_means((wanted.argmax(self.axis) == given.argmax(self.axis)).double(), some))
             parts.append(self._task_sums(output, targets)[0])
-        return Scores(torch.cat(divergence), torch.cat(agree) if agree else None, _joined(parts))
+        return Scores(torch.cat(apart), torch.cat(agree) if agree else None, _joined(parts))
 
     def verdict(self, scores: Scores) -> Verdict:
         """What the contract says of a candidate."""
@@ -228,10 +229,11 @@ class Judge:
             )  # fmt: skip
         if config.max_drop is None and config.metric is not None:
             raise UsageError("--metric", "--max-drop beside it", "none", "say how much of the metric may be lost")
-        if (config.max_kl is not None or config.min_agreement is not None) and not self.has_logits:
+        if (config.max_kl is not None or config.min_agreement is not None) and self.axis is None:
             raise UsageError(
-                "contract", "N×C or N×T×C logits for KL or agreement", str(self.shape), "use --max-drop with a metric"
-            )
+                "contract", "logits (N×C, N×T×C or N×C×H×W) for KL or agreement", str(self.shape),
+                "use --max-drop with a metric",
+            )  # fmt: skip
         for needed, flag in (
             (self._least_for_drop(), "--max-drop"), (self._least_for_agreement(), "--min-agreement"),
             (LEAST if config.max_kl is not None else 0, "--max-kl"),
@@ -332,28 +334,22 @@ def _judged(
     return Criterion(name, limit, value, ci95, met, needed)
 
 
-def _divergence(wanted: Tensor, given: Tensor, logits: bool, counted: Tensor | None) -> Tensor:
-    """How far each sample's output is from the wanted one, float64."""
-    if not given.isfinite().all():
+def _apart(wanted: Tensor, given: Tensor, axis: int | None, some: Tensor | None) -> Tensor:
+    """How far each sample's output is from the wanted one, float64; ``axis`` counts the classes of logits."""
+    if unlike(wanted, given).any():
         return torch.full((len(given),), math.inf, dtype=torch.float64)
-    if not logits:
-        return per_sample(wanted.double() - given.double()).square().mean(1)
-    log_p, log_q = wanted.double().log_softmax(-1), given.double().log_softmax(-1)
-    return _means((log_p.exp() * (log_p - log_q)).sum(-1), counted)
+    if axis is None:
+        return per_sample(error_of(wanted.double(), given.double())).square().mean(1)
+    return _means(divergence(wanted.movedim(axis, -1).double(), given.movedim(axis, -1).double()), some)
 
 
-def _counted(output: Tensor, targets: Any) -> Tensor | None:
-    """Which tokens of N×T×C outputs have a target (N×T, bool); None where targets are not class indices of tokens."""
-    if output.dim() != 3 or not isinstance(targets, Tensor) or targets.is_floating_point():
-        return None
-    return (targets != IGNORED).cpu() if targets.shape == output.shape[:2] else None
-
-
-def _means(values: Tensor, counted: Tensor | None) -> Tensor:
-    """The mean of each sample's values (N, or N×T), of those that are counted where any is."""
-    if counted is None:
-        return per_sample(values).mean(1)
-    weights = (counted | ~counted.any(1, keepdim=True)).double()
+def _means(values: Tensor, some: Tensor | None) -> Tensor:
+    """The mean of each sample's values (N, or N × positions), of those that are counted where any is."""
+    values = per_sample(values)
+    if some is None:
+        return values.mean(1)
+    some = per_sample(some)
+    weights = (some | ~some.any(1, keepdim=True)).double()
     return (values * weights).sum(1) / weights.sum(1)
 
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from qtool.errors import UsageError, nearest
+from qtool.evaluate import divergence, error_of
 from qtool.nested import call, per_sample, tensors, to_float32
 from qtool.quantization.capture import owner
 from qtool.quantization.norms import is_live
@@ -70,9 +71,8 @@ def towards(teacher: nn.Module, taps: Pairs = ()) -> LossFunction:
 def _distance(wanted: Tensor, given: Tensor) -> Tensor:
     """The distance summed over the batch."""
     if wanted.dim() == 2 and wanted.shape[1] > 1:
-        log_p, log_q = wanted.log_softmax(1), given.log_softmax(1)
-        return (log_p.exp() * (log_p - log_q)).sum()
-    return per_sample(wanted - given).square().mean(1).sum()
+        return divergence(wanted, given).sum()
+    return per_sample(error_of(wanted, given)).square().mean(1).sum()
 
 
 def _relative(wanted: Tensor, given: Tensor) -> Tensor:

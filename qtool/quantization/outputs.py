@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qtool.evaluate import signal_of
 from qtool.nested import tensors
 
 
@@ -17,7 +18,7 @@ def floating(value: Any) -> list[Tensor]:
 
 def rates(outputs: Any) -> list[Tensor]:
     """One over each output's root mean square, so that outputs of different sizes matter alike."""
-    return [value.float().square().mean().clamp(min=1e-30).rsqrt() for value in floating(outputs)]
+    return [signal_of(value.float()).square().mean().clamp(min=1e-30).rsqrt() for value in floating(outputs)]
 
 
 def tapped(value: Tensor) -> tuple[Tensor, Tensor]:
@@ -27,5 +28,6 @@ def tapped(value: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def vector(outputs: Any, by: list[Tensor]) -> Tensor:
-    """All floating point outputs times their rates in one dimension, float32."""
-    return torch.cat([value.float().flatten() * rate for value, rate in zip(floating(outputs), by, strict=True)])
+    """All floating point outputs times their rates in one dimension, float32; what is infinite (masked) as zeros."""
+    pairs = zip(floating(outputs), by, strict=True)
+    return torch.cat([signal_of(value.float()).flatten() * rate for value, rate in pairs])

@@ -21,6 +21,7 @@ first; and agreement, which is no smooth function.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -81,11 +82,13 @@ class SecondOrder(Sensitivities):
         """A random direction in each output, and one for KL in the first; the same each time for the same samples."""
         draw = torch.Generator().manual_seed(int(self.state["num_samples"]))
         probes = [torch.randn(t.shape, generator=draw).to(t) for t in outputs]
-        if not self._has_logits(outputs):
+        axis = self._class_axis(outputs)
+        if axis is None:
             return probes, None
-        p = outputs[0].softmax(1)
+        p = outputs[0].softmax(axis)
         r = torch.randn(p.shape, generator=draw).to(p)
-        return probes, p.sqrt() * r - p * (p.sqrt() * r).sum(1, keepdim=True)
+        rows = p[0].numel() // p.shape[axis]  # of which KL is the mean
+        return probes, (p.sqrt() * r - p * (p.sqrt() * r).sum(axis, keepdim=True)) / math.sqrt(rows)
 
 
 def _reachable(value: Tensor) -> Tensor:

@@ -7,7 +7,8 @@ and ``z_u`` the output with only unit u quantized, over all samples,
     SQNR_u = 10 log10(Σ z² / Σ (z − z_u)²) dB,    KL_u = mean over samples of KL(softmax z ‖ softmax z_u) nats
 
 Of several outputs the noise is each one's share of its own signal, Σ (z − z_u)² / Σ z², and the mean of these shares,
-so that one in pixels does not drown one in logits; KL and agreement are of the first. Where a model gives whole numbers
+so that one in pixels does not drown one in logits; KL and agreement are of the first, of logits of tokens or pixels
+the mean over all of a sample. Where a model gives whole numbers
 alone, those that differ are counted: 10 log10(number / number that differ).
 Run naively that is one forward pass per unit. What stands before a unit does not change, so each slice of the
 calibration set passes through the float network once, its intermediate values are kept, and for a unit only what
@@ -24,6 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,8 +33,9 @@ from torch import Tensor
 from torch.fx import GraphModule, Node, map_arg
 
 from qtool.errors import QtoolError
+from qtool.evaluate import class_axis, divergence, error_of, signal_of
 from qtool.form import quantized
-from qtool.nested import num_samples, samples_of, tensors
+from qtool.nested import num_samples, per_sample, samples_of, tensors
 from qtool.quantization.algorithms.walk import arranged, execute
 from qtool.quantization.constants import constant_nodes
 from qtool.quantization.placement import Placed, Placement
@@ -58,15 +61,18 @@ class Sensitivities:
     """Measures every integer unit of a converted ``graph`` against ``reference``, the float graph of ``placement``.
 
     ``graph`` is labelled with the placement's units; ``reference`` has the node names of the placement's graph.
-    ``state`` is what an earlier measurement left (``self.state``), plain data.
+    ``state`` is what an earlier measurement left (``self.state``), plain data. ``targets`` of a few samples, or that it
+    is ``asked`` for, tell which axis of outputs that are no N×C counts classes (``evaluate.class_axis``).
     """
 
     kind = "exact"
     empty: Mapping[str, float] = {"kl": 0.0, "agree": 0.0}
 
     def __init__(
-        self, graph: GraphModule, reference: GraphModule, placement: Placement, state: Mapping[str, Any] | None = None
-    ) -> None:
+        self, graph: GraphModule, reference: GraphModule, placement: Placement, state: Mapping[str, Any] | None = None,
+        *, targets: Any = None, asked: bool = False,
+    ) -> None:  # fmt: skip
+        self._axis_of = partial(class_axis, targets=targets, asked=asked)
         self.graph, self.reference = graph, reference
         self._constants: dict[Node, Any] = {}
         self._constant_nodes = constant_nodes(graph) | constant_nodes(reference)
@@ -74,7 +80,7 @@ class Sensitivities:
         self.units = [alone for placed in placement.placed if (alone := self._alone(placed, nodes)) is not None]
         empty = {alone.placed.unit.name: {"noise": [], **self.empty} for alone in self.units}
         self.state: dict[str, Any] = {
-            "kind": self.kind, "num_samples": 0, "signal": [], "units": empty, "has_logits": True
+            "kind": self.kind, "num_samples": 0, "signal": [], "units": empty, "class_axis": None
         }  # fmt: skip
         if state is not None:
             self._restore(state)
@@ -133,16 +139,16 @@ class Sensitivities:
 
     def _compare(self, sums: dict[str, Any], wanted: list[Tensor], given: list[Tensor]) -> None:
         sums["noise"] = added(sums["noise"], map(_error, wanted, given))
-        if not self._has_logits(wanted):
+        axis = self._class_axis(wanted)
+        if axis is None:
             return
-        log_p, log_q = wanted[0].double().log_softmax(1), given[0].double().log_softmax(1)
-        sums["kl"] += (log_p.exp() * (log_p - log_q)).sum().item()
-        sums["agree"] += float((wanted[0].argmax(1) == given[0].argmax(1)).sum())
+        one, other = (outputs[0].movedim(axis, -1) for outputs in (wanted, given))
+        sums["kl"] += float(per_sample(divergence(one.double(), other.double())).mean(1).sum())
+        sums["agree"] += float(per_sample((one.argmax(-1) == other.argmax(-1)).double()).mean(1).sum())
 
-    def _has_logits(self, outputs: list[Tensor]) -> bool:
-        first = outputs[0]
-        self.state["has_logits"] = first.dim() == 2 and first.shape[1] > 1 and first.is_floating_point()
-        return bool(self.state["has_logits"])
+    def _class_axis(self, outputs: list[Tensor]) -> int | None:
+        axis = self.state["class_axis"] = self._axis_of(outputs[0])
+        return axis
 
     def _float_pass(self, piece: Any) -> dict[Node, Any]:
         places = [node for node in self.reference.graph.nodes if node.op == "placeholder"]
@@ -195,12 +201,12 @@ class Sensitivities:
         """One entry for each unit, the most harmful first: ``name``, ``kind``, ``sqnr_db``, ``kl`` and ``agreement``.
 
         ``sqnr_db`` is infinite where the unit changes nothing; ``kl`` (nats) and ``agreement`` (a share) are None
-        where the first output is no N×C logits. ``kind`` of measurement is told as ``measured``.
+        where the first output is no logits. ``kind`` of measurement is told as ``measured``.
         """
         count, found = self.state["num_samples"], []
         for alone in self.units:
             sums = self.state["units"][alone.placed.unit.name]
-            logits, counted = self.state["has_logits"], "agree" in sums
+            logits, counted = self.state["class_axis"] is not None, "agree" in sums
             found.append({
                 "name": alone.placed.unit.name, "kind": alone.placed.unit.kind,
                 "sqnr_db": _decibels(self.state["signal"], sums["noise"]),
@@ -218,14 +224,14 @@ def added(sums: list[float], terms: Iterable[float]) -> list[float]:
 
 def energy(value: Tensor) -> float:
     """The squares of an output, summed; of whole numbers, how many there are."""
-    return value.double().square().sum().item() if value.is_floating_point() else float(value.numel())
+    return signal_of(value.double()).square().sum().item() if value.is_floating_point() else float(value.numel())
 
 
 def _error(wanted: Tensor, given: Tensor) -> float:
     """The squares of the difference, summed; of whole numbers, how many differ."""
     if not wanted.is_floating_point():
         return float((wanted != given).sum())
-    return (wanted.double() - given.double()).square().sum().item()
+    return error_of(wanted.double(), given.double()).square().sum().item()
 
 
 def _slices(batches: Iterable[Any], samples: int | None) -> Iterator[Any]:

@@ -188,13 +188,14 @@ def _first_ranges(model: nn.Module, config: QuantizeConfig, example: Any, calibr
 
 def sensitivities(
     model: nn.Module, config: QuantizeConfig, *, example: Any, calibration: Iterable[Any],
-    state: Mapping[str, Any] | None = None, samples: int | None = None,
+    state: Mapping[str, Any] | None = None, samples: int | None = None, targets: Any = None,
 ) -> Sensitivities:  # fmt: skip
     """Quantizes ``model`` and returns what measures each unit's effect alone; ``state`` is an earlier measurement's.
 
-    It estimates where ``config.sensitivity`` says so, or leaves it open and ``samples`` of them would take too long.
-    Passes over the converted graph are left out: what they fit to quantized inputs is wrong for float ones. Raises
-    UsageError for mode ``qat``, whose weights are no longer those of the float model.
+    ``targets`` of a few samples tell whether outputs of more than two axes are logits, as a contract on KL does. Where
+    ``config.sensitivity`` says so, or leaves it open and ``samples`` of them would take too long, it estimates. Passes
+    over the converted graph are left out: what they fit to quantized inputs is wrong for float ones. Raises UsageError
+    for mode ``qat``, whose weights are no longer those of the float model.
     """
     if config.mode == "qat":
         raise UsageError("sensitivity", "mode 'ptq'", "mode 'qat'", "measure before training")
@@ -204,12 +205,14 @@ def sensitivities(
     assert made.reference is not None
     store_bytes(made.graph, made.placement)
     parts = made.graph, made.reference, made.placement
-    exact = Sensitivities(*parts)
+    asked = (config.max_kl, config.min_agreement) != (None, None)
+    how: dict[str, Any] = {"targets": targets, "asked": asked}
+    exact = Sensitivities(*parts, **how)
     kind = config.sensitivity
     if kind == "auto":
         slow = samples is not None and is_slow(exact, example, samples)
         kind = state["kind"] if state and "kind" in state else "second-order" if slow else "exact"
-    return SecondOrder(*parts, state) if kind == "second-order" else Sensitivities(*parts, state)
+    return (SecondOrder if kind == "second-order" else Sensitivities)(*parts, state, **how)
 
 
 def float_form(model: nn.Module, example: Any, *, merged: bool = True, axes: tuple[int, ...] = ()) -> GraphModule:

@@ -16,7 +16,7 @@ from typing import Any, ParamSpec, TypeVar
 from qtool.artifacts import alone, has_result, output_path, read_result, require_writable
 from qtool.calibration_data import draw
 from qtool.errors import QtoolError, UsageError
-from qtool.given import inputs_of
+from qtool.given import inputs_of, pairs_of
 from qtool.options import argument, make
 from qtool.recipe import QuantizeConfig
 from qtool.source import UNIDENTIFIED, Source
@@ -164,6 +164,17 @@ def calibration_of(config: QuantizeConfig, source: Source) -> tuple[Iterable[Any
     if source.data is not None and source.parts is None:
         return inputs_of(source.data), {"spec": None}
     return draw(config.calibration, source.parts, config.seed, config.calibration_batch_size)
+
+
+def targets_in(source: Source) -> Any:
+    """The targets of a few samples; None where there are none, or where looking would use batches up."""
+    if source.parts is not None:
+        from qtool.data import batches
+
+        return next(batches(source.parts.train, 2))[1]
+    if source.data is None or iter(source.data) is source.data:
+        return None
+    return next(iter(pairs_of(source.data)), (None, None))[1]
 
 
 def example_of(source: Source, inputs: Iterable[Any]) -> Any:

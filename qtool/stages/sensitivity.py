@@ -29,6 +29,7 @@ from qtool.stages.common import (
     configured,
     example_of,
     in_turn,
+    targets_in,
     teller,
     tidy,
     writable,
@@ -149,7 +150,7 @@ class Measurement:
         state = self._part(folder) if resume else None
         measured = sensitivities(
             self.source.model, self.config, example=example_of(self.source, self.inputs), calibration=self.inputs,
-            state=state, samples=self.samples,
+            state=state, samples=self.samples, targets=targets_in(self.source),
         )  # fmt: skip
         measured.measure(self.inputs, samples=self.samples, after=_Saver(self, folder, tell))
         result = self._told() | {"num_samples": measured.state["num_samples"], "units": measured.results()}

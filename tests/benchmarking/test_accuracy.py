@@ -104,6 +104,23 @@ def test_sequences_with_their_tokens_are_compared_token_by_token():
     assert "top1" in told
 
 
+def test_segmentations_with_their_pixels_are_compared_pixel_by_pixel():
+    base, noise = torch.randn(2, 4, 3, 5, 6, generator=torch.Generator().manual_seed(0))
+    targets = torch.zeros(4, 5, 6, dtype=torch.int64)
+    told = judge({"fp32": base, "int8": base + noise}, targets, reference="fp32")["int8"]
+    assert told["num_samples"] == 120
+    assert told["agreement"] == (base.argmax(1) == (base + noise).argmax(1)).double().mean().item()
+    assert told["top1_reference"] == (base.argmax(1) == 0).double().mean().item()
+
+
+def test_classes_that_are_masked_in_both_are_no_fault():
+    base = torch.randn(4, 3)
+    masked = base.masked_fill(torch.tensor([False, True, False]), float("-inf"))
+    assert judge({"fp32": masked, "int8": masked}, None, reference="fp32")["int8"]["kl"] == 0.0
+    with pytest.raises(QtoolError, match="'int8': expected finite outputs"):
+        judge({"fp32": base, "int8": masked}, None, reference="fp32")
+
+
 def test_another_comparison_can_be_given():
     outputs = {"fp32": torch.zeros(2, 2), "int8": torch.ones(2, 2)}
     told = judge(outputs, None, reference="fp32", compare=lambda a, b, t: {"off": float((b - a).mean())})

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from qtool.exporting import end_to_end as module
 from qtool.exporting.end_to_end import Z, _gate, _Output, end_to_end, sqnr_in_torch
+from qtool.exporting.stage import export
 from qtool.exporting.to_onnx import quantized_to_onnx, save
 from qtool.form import QuantizedModel
 from qtool.quantization.stage import quantize
-from qtool.recipe import QuantizeConfig
+from qtool.recipe import ExportConfig, QuantizeConfig
 
 
 def batches(count: int, size: int = 8) -> Iterator[Tensor]:
@@ -126,6 +127,29 @@ def test_of_classes_those_that_differ_are_counted() -> None:
     output.add(wanted, in_torch, in_file)
     assert output.ratios_db == pytest.approx((10 * np.log10(40), 10 * np.log10(40 / 2)))
     assert output.loss_db == pytest.approx(10 * np.log10(2), abs=1e-6)
+
+
+class Masked(nn.Module):
+    """Some classes are never the answer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(128, 5))
+        self.register_buffer("mask", torch.tensor([False, True, False, False, True]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x).masked_fill(self.mask, float("-inf"))
+
+
+def test_logits_with_masked_classes_are_calibrated_learned_and_proven(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net, given = Masked().eval(), list(batches(256))
+    config = QuantizeConfig(ranges="network", algorithms=("bias", "steps"))
+    form = quantize(net, config, example=given[0], calibration=given)
+    assert not any("declined" in note or "'output'" in note for note in form.plan.notes)
+    gates = {gate["name"]: gate for gate in export(form, tmp_path, ExportConfig(), samples=given).gates}
+    assert all(gates[name]["passed"] for name in ("unit parity", "end-to-end parity", "fp16 range"))
+    assert 30 < gates["end-to-end parity"]["details"]["sqnr_db_file"] < 80
 
 
 def test_a_file_that_is_not_finite_is_told() -> None:

@@ -28,6 +28,15 @@ def test_the_error_of_floats_is_in_units_of_the_greatest() -> None:
     assert parity._relative_error(torch.tensor([1.0, -4.0]), np.array([1.0, -3.0], np.float32)) == 0.25
 
 
+@pytest.mark.filterwarnings("error")
+def test_masks_are_equal_and_nothing_else_that_is_infinite_is() -> None:
+    wanted = torch.tensor([1.0, -4.0, -torch.inf])
+    assert parity._relative_error(wanted, np.array([1.0, -3.0, -np.inf], np.float32)) == 0.25
+    for third in (0.0, np.inf, np.nan):
+        assert parity._relative_error(wanted, np.array([1.0, -4.0, third], np.float32)) == np.inf
+    assert parity._relative_error(wanted[:2], np.array([1.0, np.nan], np.float32)) == np.inf
+
+
 class Segmenting(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -168,9 +168,9 @@ def test_what_cannot_be_judged_is_refused(options: dict[str, Any], part: str) ->
 def test_labels_and_logits_and_samples_are_needed() -> None:
     with pytest.raises(UsageError, match="labels to measure the metric with"):
         judge(targets=None, max_drop=1.0)
-    with pytest.raises(UsageError, match="N×C or N×T×C logits"):
+    with pytest.raises(UsageError, match=r"expected logits \(N×C, N×T×C or N×C×H×W\)"):
         judge(targets=None, logits=LOGITS[:, :1], max_kl=1.0)
-    with pytest.raises(UsageError, match="N×C or N×T×C logits"):
+    with pytest.raises(UsageError, match=r"expected logits \(N×C, N×T×C or N×C×H×W\)"):
         judge(targets=None, logits=LOGITS.argsort(1), max_kl=1.0)
     with pytest.raises(QtoolError, match=r"a row for each of 300 samples; got one of shape \(5,\)"):
         Judge(QuantizeConfig(max_kl=1.0), [(LOGITS[:300], None)], lambda inputs: inputs.sum(0), None)
@@ -332,13 +332,26 @@ def test_agreement_of_tokens_is_never_surer_than_that_of_as_many_whole_sequences
     assert agreement.ci95 == pytest.approx([100 * end for end in wilson_interval(160, 200)])
 
 
+def test_pixels_are_judged_like_tokens_and_masked_classes_not_at_all() -> None:
+    masked = LOGITS.clone()
+    masked[:, 4] = -math.inf
+    maps = [part.reshape(-1, 5, 5).mT.reshape(-1, 5, 5, 1).contiguous() for part in (masked, -masked)]
+    maps[1][:, 4] = -math.inf
+    other = iter(maps[1].split(300))
+    held = judge(None, TARGETS.clamp(max=3).view(200, 5, 1), maps[0], max_kl=10.0)
+    assert held.axis == 1
+    divergence = held.score(lambda _: next(other)).divergence
+    p, q = (torch.softmax(v[:, :4].double(), 1) for v in (LOGITS, -LOGITS))
+    torch.testing.assert_close(divergence, (p * (p / q).log()).sum(1).view(200, 5).mean(1))
+
+
 def test_three_dimensions_are_logits_only_where_targets_or_the_contract_say_so() -> None:
     hidden = LOGITS.view(200, 5, 5)
     task = LanguageModelling()
-    assert judge(task, TARGETS.view(200, 5), hidden, max_drop=50.0, metric="loss").has_logits
-    assert judge(logits=hidden, targets=None, max_kl=1.0).has_logits
-    assert not Judge(QuantizeConfig(), [(hidden, None)], lambda x: x, None).has_logits
-    with pytest.raises(UsageError, match="N×C or N×T×C logits"):
+    assert judge(task, TARGETS.view(200, 5), hidden, max_drop=50.0, metric="loss").axis == 2
+    assert judge(logits=hidden, targets=None, max_kl=1.0).axis == 2
+    assert Judge(QuantizeConfig(), [(hidden, None)], lambda x: x, None).axis is None
+    with pytest.raises(UsageError, match=r"expected logits \(N×C, N×T×C or N×C×H×W\)"):
         judge(logits=LOGITS.view(200, 1, 5, 5), targets=None, max_kl=1.0)
 
 

@@ -58,6 +58,35 @@ def test_each_layer_is_as_if_everything_else_were_left_in_float(net: nn.Module, 
         assert found[name]["kl"] == pytest.approx(kl, rel=0.05)
 
 
+@pytest.mark.parametrize("shape", ["tokens", "pixels"])
+@pytest.mark.parametrize("kind", ["exact", "second-order"])
+def test_kl_of_tokens_and_of_pixels_is_the_mean_over_a_sample(shape: str, kind: str) -> None:
+    torch.manual_seed(0)
+    body = [nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 5, 3)]
+    net = nn.Sequential(*body, *([nn.Flatten(2), Turned()] if shape == "tokens" else []))
+    config, first = QuantizeConfig(ranges="minmax", algorithms=(), sensitivity=kind), net.eval()(X)
+    classes = first.argmax(-1 if shape == "tokens" else 1)
+    found = sensitivities(net, config, example=X, calibration=[X], targets=classes)
+    found.measure([X])
+    one = alone(net, "0", ranges="minmax", algorithms=())
+    with torch.no_grad():
+        z, y = (
+            v.reshape(20, 5, -1).mT.reshape(-1, 5) if shape == "pixels" else v.flatten(0, 1) for v in (net(X), one(X))
+        )
+    told = next(entry for entry in found.results() if entry["name"] == "0")
+    assert told["kl"] == pytest.approx(errors(z, y)[1], rel=0.05 if kind == "exact" else 0.5)
+    if kind == "exact":
+        assert told["agreement"] == pytest.approx((z.argmax(1) == y.argmax(1)).double().mean().item(), abs=0.002)
+    unknown = sensitivities(net, config, example=X, calibration=[X])
+    unknown.measure([X[:2]])
+    assert unknown.results()[0]["kl"] is None
+
+
+class Turned(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mT
+
+
 def test_a_sum_rounds_both_operands_and_its_result(net: nn.Module) -> None:
     """The residual sum of block 2, by hand: y = Q(Q(x) + Q(body(x)))."""
     form = quantize(net, QuantizeConfig(), example=X, calibration=[X])
