@@ -323,10 +323,16 @@ class Placement:
         return any(pattern.joins and node.target in pattern.anchors for pattern in self.target.patterns)
 
     def _leave_float(self, node: Node, reason: str) -> None:
-        kind = "move" if self._is_move(node) else str(node.target).removeprefix("aten.").partition(".")[0]
-        unit = Unit(self._name(node), kind, (owner(node),) if owner(node) else (), integer=False, reason=reason)
+        owners = (owner(node),) if owner(node) else ()
+        unit = Unit(self._name(node), self._kind(node), owners, integer=False, reason=reason)
         self.placed.append(Placed(unit, [node]))
         self._taken.add(node)
+
+    def _kind(self, node: Node) -> str:
+        """What the pattern that would take an operator calls it, or else its own name."""
+        patterns = (pattern for pattern in self.target.patterns if node.target in pattern.anchors)
+        fitting = (pattern.kind for pattern in patterns if not (pattern.accepts and pattern.accepts(node)))
+        return next(fitting, _operator(node))
 
     def _override(self, node: Node) -> str | None:
         pattern = first_match(self.overrides, (owner(node), self._free_name(node)))
@@ -342,8 +348,7 @@ class Placement:
 
     def _free_name(self, node: Node) -> str:
         """The name that a unit with this anchor gets, or would if it were the next: unlike all names so far."""
-        kind = str(node.target).removeprefix("aten.").partition(".")[0]
-        path = owner(node)
+        kind, path = _operator(node), owner(node)
         own = path and not any(other.startswith(f"{path}.") for other in self._owners)
         own = own and (path not in self._weighted or node.target in self._weighted_anchors)
         name = path if own else f"{path}.{kind}" if path else kind
@@ -352,6 +357,10 @@ class Placement:
             count += 1
             unique = f"{name}_{count}"
         return unique
+
+
+def _operator(node: Node) -> str:
+    return str(node.target).removeprefix("aten.").partition(".")[0]
 
 
 def _operands(node: Node, pattern: Pattern) -> list[Node]:

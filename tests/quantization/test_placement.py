@@ -106,7 +106,7 @@ JOINS: dict[str, tuple[Callable[[Any, Tensor], Any], list[tuple[str, bool]], str
     "float first": (lambda m, x: m.up(x)[:, :, 1:, 1:] + m.a(x),
                     [("conv_transpose2d", False), ("conv", True), ("add", False)], "float"),
     "float concat": (lambda m, x: torch.cat([m.up(x)[:, :, 1:, 1:], m.a(x)], 1),
-                     [("conv_transpose2d", False), ("conv", True), ("cat", False)], "float"),
+                     [("conv_transpose2d", False), ("conv", True), ("concat", False)], "float"),
 }  # fmt: skip
 
 
@@ -250,7 +250,7 @@ def test_overrides_leave_modules_in_float_and_must_match() -> None:
         return m.b(torch.relu(m.a(x))) + x
 
     placement = placed(two, {"a": "float"})
-    assert kinds(placement)[0] == ("conv2d", False)
+    assert kinds(placement)[0] == ("conv", False)
     assert placement.plan().float_units[0].reason == "left in float by an override"
     assert [u.name for u in placed(two, {"?": "float"}).plan().integer_units] == []
     assert kinds(placed(two, {"a": "int8", "*": "float"}))[0] == ("conv", True)
