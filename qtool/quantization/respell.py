@@ -21,6 +21,7 @@ attention without an axis for heads, or with several      attention with one hea
 ``x + 0``, ``x * 1``, a padding by nothing, ``x[:]``      nothing
 ``new_zeros``, ``ones_like`` … of a fixed size            ``full``
 ``embedding_bag`` over a matrix of indices                ``embedding`` and a sum, mean or maximum
+``y[..., :2] = v``, ``y[:, 0] = v``                       ``cat`` of ``v`` and the rest
 ``.float()`` of what is float32                           nothing
 ========================================================  ==========================================
 
@@ -41,6 +42,7 @@ from torch.fx import Node
 
 from qtool.quantization.bags import spell_bag
 from qtool.quantization.heads import spell_attention
+from qtool.quantization.scatters import SCATTERS, spell_copy, spell_scatter
 
 aten = torch.ops.aten
 
@@ -373,4 +375,6 @@ _RULES: dict[Any, Callable[[Node], None]] = {
     aten.mul.Tensor: _spell_gated,
     aten.scaled_dot_product_attention.default: spell_attention,
     aten.embedding_bag.padding_idx: spell_bag,
+    aten.copy.default: spell_copy,
+    **dict.fromkeys(SCATTERS, spell_scatter),
 }

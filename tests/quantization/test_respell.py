@@ -28,6 +28,15 @@ def spelled(function: Forward, x: Tensor) -> list[Any]:
 
 
 X = torch.randn(2, 8, 4, 6, generator=torch.Generator().manual_seed(0)) * 3
+
+
+def written(x: Tensor, place: Any, made: Forward) -> Tensor:
+    """What a detector does to the parts of its output."""
+    y = -x
+    y[place] = made(y[place])
+    return y
+
+
 ATTENTION = aten.scaled_dot_product_attention.default
 SAME = {
     "concat": (lambda x: torch.concat([x, x], 1), [aten.cat.default]),
@@ -96,6 +105,29 @@ SAME = {
     "new_full": (lambda x: x + x.new_full((4, 1), 2.5), [aten.full.default, aten.add.Tensor]),
     "ones_like": (lambda x: x * torch.ones_like(torch.arange(6)), [aten.full.default, aten.mul.Tensor]),
     "silu": (lambda x: torch.sigmoid(x) * x, [aten.silu.default]),
+    "a part that is written": (
+        lambda x: written(x, (..., slice(1, 3)), torch.relu),
+        [aten.neg.default, aten.slice.Tensor, aten.relu.default, *[aten.slice.Tensor] * 2, aten.cat.default],
+    ),
+    "an end that is written": (
+        lambda x: written(x, (slice(None), slice(-3, None)), torch.relu),
+        [aten.neg.default, aten.slice.Tensor, aten.relu.default, aten.slice.Tensor, aten.cat.default],
+    ),
+    "a plane that is written": (
+        lambda x: written(x, (slice(None), -1), torch.relu),
+        [
+            aten.neg.default,
+            aten.select.int,
+            aten.relu.default,
+            aten.unsqueeze.default,
+            aten.slice.Tensor,
+            aten.cat.default,
+        ],
+    ),
+    "all that is written": (
+        lambda x: written(x, (slice(None), slice(0, 99)), torch.relu),
+        [aten.neg.default, aten.relu.default],
+    ),
 }
 
 
@@ -117,6 +149,9 @@ OTHER = {
     "a real conversion": lambda x: x.double().relu(),
     "a sum that converts": lambda x: torch.arange(6) + 0.0 + x,
     "zeros for every sample": lambda x: x + torch.zeros_like(x),
+    "every other that is written": lambda x: written(x, (..., slice(0, 6, 2)), torch.relu),
+    "samples that are written": lambda x: written(x, slice(1, 2), torch.relu),
+    "one number for many": lambda x: written(x, (..., slice(1, 2)), torch.mean),
 }
 
 
