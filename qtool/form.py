@@ -13,7 +13,9 @@ No code in a ``.pt2`` is ever run; see ``pt2_files.py``.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import hashlib
 import inspect
 from collections.abc import Mapping
@@ -35,6 +37,8 @@ quantized = torch.ops.quantized_decomposed
 QUANTIZE = (quantized.quantize_per_tensor.default, quantized.quantize_per_channel.default)
 DEQUANTIZE = (quantized.dequantize_per_tensor.default, quantized.dequantize_per_channel.default)
 
+FIXED_SIZE = "specialized it to be a constant"
+"""What ``torch.export`` says of code that takes an open size for a number."""
 BLOCK = 32
 """Inputs that runtimes round together where stored weights alone are integers, all of an output with one scale."""
 
@@ -171,7 +175,15 @@ def to_program(model: torch.nn.Module, example: Any, axes: tuple[int, ...] = ())
     axes = tuple({*axes, *open_axes(model)})
     with torch.no_grad(), allocator.uncollected(), whole_sequences():
         shapes = _dynamic(kwargs, axes) if kwargs else _gathered(model, _dynamic(args, axes))
-        return torch.export.export(model, args, kwargs or None, dynamic_shapes=shapes)
+        export = functools.partial(torch.export.export, model, args, kwargs or None, dynamic_shapes=shapes)
+        try:
+            return export()
+        except Exception as error:
+            if FIXED_SIZE not in str(error):
+                raise
+            with contextlib.suppress(Exception):  # the first error is the one that tells
+                return export(strict=True)  # which reads the code, and so knows what int() makes of a size
+            raise
 
 
 def symbols_of(size: int | torch.SymInt) -> set[Any]:

@@ -27,7 +27,7 @@ from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from qtool.errors import QtoolError, UsageError, one_line
-from qtool.form import as_graph, input_values, open_axes, to_program
+from qtool.form import FIXED_SIZE, as_graph, input_values, open_axes, to_program
 from qtool.models import modes_kept
 from qtool.nested import call, map_tensors, tensors
 from qtool.quantization.functional import DROPOUTS, functionalized, make_functional, mutations
@@ -158,7 +158,7 @@ def _refused(model: nn.Module, example: Any, error: Exception) -> QtoolError:
             f"{user_line(refusal)}{do}",
         )  # fmt: skip
     wanted = "a graph that torch.export can capture with a dynamic batch"
-    if "specialized it to be a constant" in str(error):
+    if FIXED_SIZE in str(error):
         return QtoolError(
             where, wanted, "code that takes the batch size for a constant",
             f"{_fixed_batch(model, example)}write x.shape[0] for len(x), and -1 for the batch in a view",

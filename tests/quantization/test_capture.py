@@ -291,13 +291,28 @@ def test_a_fixed_batch_size_is_refused(written: ModuleType, capfd: pytest.Captur
     capfd.readouterr()
 
 
-def test_the_length_of_a_batch_is_refused_with_what_to_write() -> None:
-    class Length(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) * len(x)
+class Windows(nn.Module):
+    """How Swin puts windows together: the batch is what is left of a division, made a whole number."""
 
-    with pytest.raises(QtoolError, match=r"got code that takes the batch size for a constant; write x\.shape\[0\]"):
-        capture(Length(4, 4), torch.randn(3, 4))
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(3, 5), nn.ReLU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        windows = self.inner(x.unflatten(1, (4, 2)).flatten(0, 1))
+        count = int(windows.shape[0] / (8 / 2))
+        return windows.view(count, 4, 2, -1).flatten(1, 2) + len(x)
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_sizes_that_python_makes_numbers_of_stay_open(train: bool, capfd: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(0)
+    net, x = Windows().eval(), torch.randn(6, 8, 3)
+    graph = capture(net, x, train=train)
+    for batch in (x, x[:1], x[:3]):
+        torch.testing.assert_close(graph(batch), net(batch))
+    assert [owner(node) for node in graph.graph.nodes if node.target is aten.linear.default] == ["inner.0"]
+    assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize("train", [False, True])
