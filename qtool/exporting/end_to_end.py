@@ -21,6 +21,8 @@ energies are not normal.
 
 from __future__ import annotations
 
+import dataclasses
+import importlib.util
 import itertools
 import math
 from collections.abc import Iterable, Iterator
@@ -47,11 +49,13 @@ ROUNDING = 1e-10
 FEWEST = 16
 Z = 4.0
 MICRO_BATCH = 4
+IN_OPENVINO = "serve it with a fixed batch (OpenVINO's reshape) or another OpenVINO, or export it for ort-cpu"
 
 
 def end_to_end(quantized: QuantizedModel, path: Path, samples: Iterable[Any]) -> Gate:
     """Whether each output of the file is as close to the float model's as the torch graph's is.
 
+    The file is run by the target's own runtime where that is OpenVINO and it is installed, else by ONNX Runtime.
     ``samples`` are batches of inputs, read until the answer is clear. Outputs that random numbers decide are left out.
     """
     model = onnx.load(str(path), load_external_data=False)
@@ -59,7 +63,8 @@ def end_to_end(quantized: QuantizedModel, path: Path, samples: Iterable[Any]) ->
     compared = [value.name not in random for value in model.graph.output]
     if not any(compared):
         return Gate("end-to-end parity", None, "SQNR to FP32 as the torch graph's", "not run: the outputs are random")
-    session = open_session(path, threads=threads_for(model))
+    openvino = quantized.plan.target == "openvino" and importlib.util.find_spec("openvino") is not None
+    session = open_session(path, provider="openvino" if openvino else "cpu", threads=threads_for(model))
     outputs: list[_Output] = []
     seen, look, clear = 0, FEWEST, False
     for batch, wanted, in_torch in _answers(quantized, samples):
@@ -74,7 +79,8 @@ def end_to_end(quantized: QuantizedModel, path: Path, samples: Iterable[Any]) ->
             if clear := all(output.clear for output in outputs):
                 break
     session.close()
-    return _gate(_decides(outputs), len(outputs), seen, clear)
+    gate = _gate(_decides(outputs), len(outputs), seen, clear)
+    return dataclasses.replace(gate, found=f"{gate.found}, in OpenVINO", do=IN_OPENVINO) if openvino else gate
 
 
 def _decides(outputs: list[_Output]) -> _Output:

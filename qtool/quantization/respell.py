@@ -43,6 +43,7 @@ from torch.fx import Node
 from qtool.quantization.bags import spell_bag
 from qtool.quantization.heads import spell_attention
 from qtool.quantization.scatters import SCATTERS, spell_copy, spell_scatter
+from qtool.quantization.sizes import DIVISIONS, spell_size
 
 aten = torch.ops.aten
 
@@ -377,4 +378,5 @@ _RULES: dict[Any, Callable[[Node], None]] = {
     aten.embedding_bag.padding_idx: spell_bag,
     aten.copy.default: spell_copy,
     **dict.fromkeys(SCATTERS, spell_scatter),
+    **dict.fromkeys(DIVISIONS, spell_size),
 }

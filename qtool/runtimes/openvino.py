@@ -130,7 +130,9 @@ def _require() -> Any:
 
 def _info(port: Any) -> TensorInfo:
     shape = tuple(d.get_length() if d.is_static else None for d in port.get_partial_shape())
-    return TensorInfo(port.get_any_name(), str(np.dtype(port.get_element_type().to_dtype())), shape)
+    own = port.get_node().get_friendly_name()  # a conversion behind an input adds its name to the others
+    name = own if own in port.get_names() else port.get_any_name()
+    return TensorInfo(name, str(np.dtype(port.get_element_type().to_dtype())), shape)
 
 
 def _text(info: Any, key: str) -> str:

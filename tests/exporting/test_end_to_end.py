@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from qtool.exporting.to_onnx import quantized_to_onnx, save
 from qtool.form import QuantizedModel
 from qtool.quantization.stage import quantize
 from qtool.recipe import ExportConfig, QuantizeConfig
+from qtool.runtimes.openvino import OpenVinoSession
 
 
 def batches(count: int, size: int = 8) -> Iterator[Tensor]:
@@ -127,6 +129,24 @@ def test_of_classes_those_that_differ_are_counted() -> None:
     output.add(wanted, in_torch, in_file)
     assert output.ratios_db == pytest.approx((10 * np.log10(40), 10 * np.log10(40 / 2)))
     assert output.loss_db == pytest.approx(10 * np.log10(2), abs=1e-6)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("openvino") is None, reason="openvino is not installed")
+def test_a_file_for_openvino_is_run_by_openvino(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ONNX Runtime computes of a file says nothing of one that OpenVINO computes something else of."""
+    config = QuantizeConfig(target="openvino")
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(128, 5)).eval()
+    form = quantize(net, config, example=next(batches(8)), calibration=list(batches(64)))
+    save(quantized_to_onnx(form, 21), tmp_path / "net.onnx")
+    gate = end_to_end(form, tmp_path / "net.onnx", batches(64))
+    assert gate.passed
+    assert gate.found.endswith(", in OpenVINO")
+    run = OpenVinoSession.run
+    monkeypatch.setattr(OpenVinoSession, "run", lambda self, feeds: [value * 0.9 for value in run(self, feeds)])
+    failed = end_to_end(form, tmp_path / "net.onnx", batches(64))
+    assert (failed.passed, failed.do) == (False, module.IN_OPENVINO)
+    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
+    assert "OpenVINO" not in end_to_end(form, tmp_path / "net.onnx", batches(64)).found
 
 
 class Masked(nn.Module):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import importlib.util
+import operator
 import textwrap
 from types import ModuleType
 from typing import Any
@@ -312,6 +313,7 @@ def test_sizes_that_python_makes_numbers_of_stay_open(train: bool, capfd: pytest
     for batch in (x, x[:1], x[:3]):
         torch.testing.assert_close(graph(batch), net(batch))
     assert [owner(node) for node in graph.graph.nodes if node.target is aten.linear.default] == ["inner.0"]
+    assert not any(node.target in (operator.truediv, torch.sym_float) for node in graph.graph.nodes)
     assert capfd.readouterr() == ("", "")
 
 

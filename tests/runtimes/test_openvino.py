@@ -4,6 +4,7 @@ import importlib.util
 import sys
 
 import numpy as np
+import onnx
 import pytest
 
 from qtool.errors import QtoolError
@@ -53,6 +54,20 @@ def test_a_corrupt_file_is_one_line(tmp_path):
     with pytest.raises(QtoolError) as caught:
         open_session(path, provider="openvino")
     assert "\n" not in str(caught.value)
+
+
+@present
+def test_an_input_has_the_files_name_whatever_converts_it(tmp_path):
+    cast = onnx.helper.make_node("Cast", ["image"], ["graph_input_cast_0"], to=onnx.TensorProto.FLOAT16)
+    double = onnx.helper.make_node("Add", ["graph_input_cast_0", "graph_input_cast_0"], ["sum"])
+    back = onnx.helper.make_node("Cast", ["sum"], ["output"], to=onnx.TensorProto.FLOAT)
+    ends = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["n", 2]) for name in ("image", "output")]
+    graph = onnx.helper.make_graph([cast, double, back], "g", ends[:1], ends[1:])
+    opset = [onnx.helper.make_opsetid("", 21)]
+    onnx.save(onnx.helper.make_model(graph, opset_imports=opset, ir_version=10), tmp_path / "half.onnx")
+    session = open_session(tmp_path / "half.onnx", provider="openvino")
+    assert [info.name for info in session.inputs] == ["image"]
+    np.testing.assert_array_equal(session.run({"image": np.ones((1, 2), np.float32)})[0], [[2, 2]])
 
 
 @present
