@@ -38,6 +38,7 @@ from qtool.exporting.passes import (
     conv_pads,
     even_channels,
     even_inputs,
+    expands,
     float_units,
     global_pool,
     hard_sigmoid,
@@ -70,6 +71,7 @@ PASSES: dict[str, tuple[Pass, ...]] = {
     ),
     "openvino": (
         global_pool.apply, activations.apply, conv_pads.apply, biases.apply, bare_weights.apply, lookups.apply,
+        expands.apply,
     ),
     "tensorrt": (global_pool.apply, activations.apply, conv_pads.apply),
 }  # fmt: skip
