@@ -156,6 +156,17 @@ def test_openvino_multiplies_stored_integers_too(bits: int, tmp_path: Path) -> N
     assert kinds == [TensorProto.INT8] + ([TensorProto.INT4] if bits == 4 else [])
 
 
+def test_openvino_dequantizes_a_layer_of_one_output(tmp_path: Path) -> None:
+    pytest.importorskip("openvino")
+    net = nn.Sequential(nn.Linear(48, 32), nn.ReLU(), nn.Linear(32, 1))
+    quantized = made(net, X, target="openvino")
+    assert [unit.block is not None for unit in quantized.plan.units if unit.weight_bits] == [True, False]
+    exported = export(quantized, tmp_path, ExportConfig(), samples=[X])
+    assert next(gate for gate in exported.gates if gate["name"] == "coverage")["passed"]
+    blocks = made(net, X).plan.units
+    assert [unit.block is not None for unit in blocks if unit.weight_bits] == [True, True]
+
+
 @pytest.mark.parametrize("algorithms", [None, ("bias",)], ids=["plain", "with a bias"])
 def test_a_table_that_a_layer_shares_is_turned_in_the_file_and_stored_once(algorithms, tmp_path: Path) -> None:
     quantized = made(Tied(), TOKENS, algorithms=algorithms)

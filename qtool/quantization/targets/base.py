@@ -107,7 +107,8 @@ class Target:
     and rows of channels quicker to shuffle than bytes (see :mod:`qtool.quantization.shuffles`). ``integer_lstm``: it
     computes LSTMs in integers (see :mod:`qtool.lstm`). ``leaves``: why operators without a pattern stay in float.
     ``block``: how many inputs of a linear layer whose weights alone are integers it rounds to 8 bits together, to
-    multiply them by these; None where it dequantizes such weights.
+    multiply them by these; None where it dequantizes such weights. ``block_outputs``: how many outputs a layer has at
+    least that it does so for.
     """
 
     name: str
@@ -124,6 +125,7 @@ class Target:
     scales_in_float: bool = False
     channels_last: bool = False
     block: int | None = None
+    block_outputs: int = 1
     integer_lstm: bool = False
     leaves: str = "no integer kernel on this target"
 
@@ -134,15 +136,22 @@ class Target:
 
     def with_weights_only(self) -> Target:
         """Layers whose weights alone are integers: everything else is float, as far as the plan has a say in it."""
-        patterns = tuple(self._from_weights(p) if p.weighted else p for p in self._layers(IN_FLOAT))
+        layers = self._layers(IN_FLOAT)
+        patterns = tuple(found for p in layers for found in (self._from_weights(p) if p.weighted else [p]))
         patterns += tuple(pattern for pattern in self.patterns if pattern.kind in STORED)
         return dataclasses.replace(
             self, patterns=patterns, flat_linears=True, integer_lstm=False, leaves="only weights are quantized"
         )
 
-    def _from_weights(self, pattern: Pattern) -> Pattern:
-        in_blocks = pattern.kind == "linear" and self.block is not None
-        return dataclasses.replace(pattern, operands=(), in_float=IN_BLOCKS if in_blocks else IN_FLOAT)
+    def _from_weights(self, pattern: Pattern) -> list[Pattern]:
+        dequantized = dataclasses.replace(pattern, operands=(), in_float=IN_FLOAT)
+        if pattern.kind != "linear" or self.block is None:
+            return [dequantized]
+        return [dataclasses.replace(dequantized, in_float=IN_BLOCKS, accepts=self._too_few_outputs), dequantized]
+
+    def _too_few_outputs(self, node: torch.fx.Node) -> str:
+        outputs = node.meta["val"].shape[-1]
+        return "" if outputs >= self.block_outputs else f"a layer of {outputs} outputs has no such kernel"
 
     def with_activations(self, bits: int) -> Target:
         """Layers whose weights and inputs are integers of so many bits, as in the literature: sums stay in float.

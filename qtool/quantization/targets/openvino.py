@@ -13,7 +13,7 @@ of what OpenVINO's own quantizer (NNCF) makes of a ViT-S/16 and a DenseNet-121, 
 one thread).
 
 Lookups read bytes. Where weights alone are integers, of 8 or 4 bits, its linear layers multiply them as they are stored
-and round what they read in groups as it comes, much as ONNX Runtime does.
+and round what they read in groups as it comes, much as ONNX Runtime does, but for layers of a single output.
 """
 
 from __future__ import annotations
@@ -73,4 +73,5 @@ OPENVINO = Target(
     bare_moves=True,
     scales_in_float=True,
     block=BLOCK,
+    block_outputs=2,
 )
