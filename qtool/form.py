@@ -18,7 +18,7 @@ import dataclasses
 import functools
 import hashlib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -173,7 +173,7 @@ def to_program(model: torch.nn.Module, example: Any, axes: tuple[int, ...] = ())
     """
     args, kwargs = arguments(map_tensors(_at_least_two, example))
     axes = tuple({*axes, *open_axes(model)})
-    with torch.no_grad(), allocator.uncollected(), whole_sequences():
+    with torch.no_grad(), allocator.uncollected(), whole_sequences(), _named(model, kwargs):
         shapes = _dynamic(kwargs, axes) if kwargs else _gathered(model, _dynamic(args, axes))
         export = functools.partial(torch.export.export, model, args, kwargs or None, dynamic_shapes=shapes)
         try:
@@ -215,6 +215,33 @@ def _gathered(model: torch.nn.Module, shapes: tuple[Any, ...]) -> tuple[Any, ...
         return shapes
     first = kinds.index(inspect.Parameter.VAR_POSITIONAL)
     return (*shapes[:first], shapes[first:])
+
+
+@contextlib.contextmanager
+def _named(model: torch.nn.Module, names: Collection[str]) -> Iterator[None]:
+    """Has ``forward`` take keyword arguments of these names, where some of them are its ``**kwargs``.
+
+    ``torch.export`` knows no open sizes of what a model takes under no name of its own, as wrappers do.
+    """
+    parameters, before = inspect.signature(model.forward).parameters, vars(model).get("forward")
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()) or set(names) <= set(parameters):
+        yield
+        return
+    forward = model.forward
+
+    def named(**kwargs: Any) -> Any:
+        return forward(**kwargs)
+
+    kinds = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
+    named.__signature__ = inspect.Signature(kinds)  # type: ignore[attr-defined]
+    model.forward = named
+    try:
+        yield
+    finally:
+        if before is None:
+            del model.forward
+        else:
+            model.forward = before
 
 
 def check_inputs(graph: GraphModule, inputs: Any, where: str) -> None:

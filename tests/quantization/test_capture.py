@@ -292,6 +292,28 @@ def test_a_fixed_batch_size_is_refused(written: ModuleType, capfd: pytest.Captur
     capfd.readouterr()
 
 
+class Wrapper(nn.Module):
+    """Hands on what it is given, as wrappers of language models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 5)
+
+    def forward(self, first: Tensor, **others: Tensor) -> Tensor:
+        return self.inner(first) + others["mask"][:, None]
+
+
+def test_what_a_model_takes_under_no_name_of_its_own_is_open_as_well() -> None:
+    torch.manual_seed(0)
+    net, given = Wrapper().eval(), {"first": torch.randn(4, 3), "mask": torch.randn(4)}
+    graph = capture(net, given)
+    assert "forward" not in vars(net)
+    assert [node.target for node in graph.graph.nodes if node.op == "placeholder"] == ["first", "mask"]
+    for size in (1, 3):
+        few = {name: value[:size] for name, value in given.items()}
+        torch.testing.assert_close(graph(**few), net(**few))
+
+
 class Windows(nn.Module):
     """How Swin puts windows together: the batch is what is left of a division, made a whole number."""
 
