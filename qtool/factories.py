@@ -28,6 +28,8 @@ from typing import Any
 
 from qtool.errors import QtoolError, UsageError, nearest
 
+RESERVED = ("alice", "hf", "idx", "imagefolder", "npz", "text", "timm", "torchvision", "transformers")
+
 
 @dataclass(frozen=True)
 class Factory:
@@ -55,9 +57,11 @@ def is_factory(spec: str) -> bool:
 
     >>> is_factory("nets/mine.py:build"), is_factory("pkg.nets:build"), is_factory("resnet"), is_factory("idx:/data")
     (True, True, False, False)
+
+    What a data spec or a library's model begins with is no module, even where one of that name is installed.
     """
     place, colon, name = spec.rpartition(":")
-    dotted = all(part.isidentifier() for part in place.split("."))
+    dotted = place not in RESERVED and all(part.isidentifier() for part in place.split("."))
     return bool(colon) and name.isidentifier() and (place.endswith(".py") or dotted)
 
 

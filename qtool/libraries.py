@@ -58,7 +58,10 @@ class Logits(nn.Module):
 
 
 def transformers_model(name: str, num_classes: int | None, in_channels: int | None, pretrained: bool) -> nn.Module:
-    """The architecture that the configuration of ``name`` (a hub name or a folder) records, giving logits."""
+    """The architecture that the configuration of ``name`` (a hub name or a folder) records, giving logits.
+
+    Its weights are float32, whatever the checkpoint's are: what computes in fewer bits is the stages' to say.
+    """
     library = _imported("transformers", "transformers", "text")
     kwargs = {} if num_classes is None else {"num_labels": num_classes}
 
@@ -68,8 +71,8 @@ def transformers_model(name: str, num_classes: int | None, in_channels: int | No
         kind = _architecture(library, name, config)
         _require_vocabulary(name, config, kind, num_classes)
         if pretrained:
-            return Logits(kind.from_pretrained(name, config=config, ignore_mismatched_sizes=True))
-        return Logits(kind(config))
+            return Logits(kind.from_pretrained(name, config=config, ignore_mismatched_sizes=True).float())
+        return Logits(kind(config).float())
 
     model: nn.Module = _built("transformers", name, build)
     return model

@@ -41,6 +41,7 @@ from qtool.libraries import LIBRARIES
 from qtool.materialise import OTHER_WEIGHTS, WHERE, Target, create
 from qtool.nested import call, map_tensors, tensors
 from qtool.nets import mobilenet, resnet
+from qtool.source import PRETRAINED
 from qtool.vit import vit_l_16
 
 BUILT_INS: dict[str, Callable[[int, int], nn.Module]] = {
@@ -50,7 +51,6 @@ BUILT_INS: dict[str, Callable[[int, int], nn.Module]] = {
     "gpt2-mini": gpt2_mini,
     "vit_l_16": vit_l_16,
 }
-PRETRAINED = "pretrained"
 SUFFIXES = (".safetensors", ".pt", ".pth")
 WRAPPERS = ("state_dict", "model_state_dict", "model")  # under which training scripts store the weights
 PREFIXES = ("module.", "_orig_mod.")  # which DataParallel and torch.compile put before every name

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from qtool.tasks import Task
 
 UNIDENTIFIED = "batches without an identity"
+PRETRAINED = "pretrained"
 RESULTS = ("benchmark", "export", "quantize", "train")
 
 
@@ -94,15 +95,13 @@ def open_source(
     facts = data_facts(opened)
     module = open_model(model, facts, weights, seed, target)
     specs = {"model": anchored(model), "data": anchored(data), "task": anchored(task)}
-    record: dict[str, Any] = (
-        specs | {"weights": str(Path(weights).resolve()) if weights else None, "data_seed": seed} | facts
-    )
+    record: dict[str, Any] = specs | {"weights": _anchored_weights(weights), "data_seed": seed} | facts
     record["factories"] = [entry for spec in specs.values() if spec and (entry := _factory(spec))]
     inputs = {
         "model": _identity(specs["model"], module),
         "data": getattr(opened, "identity", UNIDENTIFIED if data is not None else "none"),
         "task": _identity(specs["task"], loss),
-        "weights": sha256_of(weights_file(Path(weights))) if weights else "none",
+        "weights": _weights_identity(weights, module),
     }
     return Source(module, opened, loss, record, inputs)
 
@@ -205,6 +204,8 @@ def open_model(
         return load_model(model, num_classes=classes, in_channels=channels, weights=weights, seed=seed, target=target)
     if model is not None:
         _require_module(model)
+        if str(weights) == PRETRAINED:
+            raise UsageError("--weights pretrained", "the spec of a library's model", "a module", "leave it out")
     if target is not None:
         raise UsageError("--create-on-device", "a model's spec", "a model that is there already", "leave it out")
     if model is not None and weights:
@@ -225,6 +226,22 @@ def _require_module(model: Any) -> None:
     lazy = [name for name, p in model.named_parameters() if type(p).__name__ == "UninitializedParameter"]
     if lazy:
         raise UsageError(where, "parameters with shapes", f"'{lazy[0]}' without one", "call the model on a batch first")
+
+
+def _anchored_weights(weights: str | Path | None) -> str | None:
+    """Weights as a later stage finds them: a path made absolute, or the word for those that a library offers."""
+    if not weights or str(weights) == PRETRAINED:
+        return str(weights) if weights else None
+    return str(Path(weights).resolve())
+
+
+def _weights_identity(weights: str | Path | None, module: Any) -> str:
+    """What names the weights: the hash of their file, or of what a library gave, which another version may change."""
+    if not weights:
+        return "none"
+    if str(weights) == PRETRAINED:
+        return f"{PRETRAINED} {state_hash(module.state_dict().items())}"
+    return sha256_of(weights_file(Path(weights)))
 
 
 def weights_file(path: Path) -> Path:

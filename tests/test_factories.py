@@ -28,7 +28,9 @@ def test_factory_specs_are_known(spec: str) -> None:
     assert is_factory(spec)
 
 
-@pytest.mark.parametrize("spec", ["resnet", "idx:/data", "a.py:", "a.py", ":f", "a.py:1f", "a-b:f", "npz:dir/x"])
+@pytest.mark.parametrize(
+    "spec", ["resnet", "idx:/data", "a.py:", "a.py", ":f", "a.py:1f", "a-b:f", "npz:dir/x", "hf:mnist", "timm:resnet18"]
+)
 def test_other_specs_are_not(spec: str) -> None:
     assert not is_factory(spec)
 

@@ -88,7 +88,9 @@ def test_transformers_models_come_from_a_config(text: str, tmp_path: Path) -> No
     except (ImportError, RuntimeError) as error:
         pytest.skip(f"transformers does not import: {error}")
     config = GPT2Config(vocab_size=256, n_positions=32, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
-    GPT2LMHeadModel(config).save_pretrained(tmp_path / "model")
+    GPT2LMHeadModel(config).bfloat16().save_pretrained(tmp_path / "model")
+    stored = qtool.load_model(f"transformers:{tmp_path / 'model'}", num_classes=256, weights="pretrained")
+    assert {parameter.dtype for parameter in stored.parameters()} == {torch.float32}
     for spec in (tmp_path / "model", tmp_path / "model" / "config.json"):
         model = qtool.load_model(f"transformers:{spec}", num_classes=256)
         assert model(torch.zeros(2, 24, dtype=torch.int64)).shape == (2, 24, 256)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import qtool
+from qtool import models
 from qtool.data import Preprocessing
 from qtool.errors import QtoolError, UsageError
 from qtool.source import (
@@ -44,6 +45,37 @@ def test_a_run_remembers_model_data_and_preprocessing(trained: Path, small_data:
     assert first is not None
     assert again is not None
     assert all(torch.equal(a, b) for a, b in zip(first.state_dict().values(), again.state_dict().values(), strict=True))
+
+
+def test_the_weights_that_a_library_offers_are_known_by_what_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offered = [1.0]
+
+    def build(name: str, num_classes: int | None, in_channels: int | None, pretrained: bool) -> nn.Module:
+        net = nn.Sequential(nn.Flatten(), nn.Linear(12, 2))
+        if pretrained:
+            nn.init.constant_(net[1].weight, offered[0])
+        return net
+
+    monkeypatch.setitem(models.LIBRARIES, "timm", build)
+    (tmp_path / "d.py").write_text(
+        "import torch\n"
+        "def data():\n"
+        "    rows = [(torch.full((1, 3, 4), i / 9), i % 2) for i in range(20)]\n"
+        "    return {'train': rows, 'test': rows}\n"
+    )
+    data = f"{tmp_path / 'd.py'}:data"
+    qtool.quantize("timm:net", data, weights="pretrained", out=tmp_path / "run", ranges="minmax")
+    recalled = recall_float(tmp_path / "run")
+    assert recalled.record["weights"] == "pretrained"
+    assert recalled.model is not None
+    assert bool((recalled.model[1].weight == 1.0).all())
+    offered[0] = 2.0
+    with pytest.raises(QtoolError, match=r"weights 'pretrained': expected those that .* was made from; got others"):
+        recall_float(tmp_path / "run")
+    with pytest.raises(UsageError, match="--weights pretrained: expected the spec of a library's model; got a module"):
+        open_source(nn.Linear(2, 2), None, weights="pretrained")
 
 
 def test_the_weights_of_the_run_are_used(trained: Path, small_net: str, small_data: str) -> None:
