@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from qtool.artifacts import has_result, read_result, sha256_of
 from qtool.errors import QtoolError, UsageError, nearest
+from qtool.factories import is_factory
 from qtool.given import require_batches
 
 if TYPE_CHECKING:
@@ -228,6 +229,12 @@ def _require_module(model: Any) -> None:
         raise UsageError(where, "parameters with shapes", f"'{lazy[0]}' without one", "call the model on a batch first")
 
 
+def has_random_weights(record: Mapping[str, Any]) -> bool:
+    """Whether a recorded source is an architecture that nothing gave weights: no file, no library and no training."""
+    spec = record.get("model")
+    return spec is not None and not is_factory(str(spec)) and not (record.get("weights") or record.get("trained_in"))
+
+
 def _anchored_weights(weights: str | Path | None) -> str | None:
     """Weights as a later stage finds them: a path made absolute, or the word for those that a library offers."""
     if not weights or str(weights) == PRETRAINED:
@@ -272,7 +279,7 @@ def _anchored_part(part: str) -> str:
 
 
 def _factory(spec: str) -> dict[str, Any] | None:
-    from qtool.factories import factory_sha256, is_factory
+    from qtool.factories import factory_sha256
 
     return {"spec": spec, "file_sha256": factory_sha256(spec)} if is_factory(spec) else None
 

@@ -18,6 +18,7 @@ from qtool.reporting.ladder import ladder_lines
 from qtool.reporting.memory import memory_lines, numerics_lines
 from qtool.reporting.numbers import UNKNOWN, interval, percent, points, significant
 from qtool.reporting.tables import terminal
+from qtool.source import has_random_weights
 from qtool.units import MIB
 
 Result = Mapping[str, Any]
@@ -81,6 +82,8 @@ def quantize_lines(result: Result) -> Iterator[Any]:
     if drawn.get("num_samples"):
         yield f"  calibrated on {drawn['num_samples']} samples ({drawn['spec']}, seed {drawn['seed']})"
     yield from _split(result)
+    if has_random_weights(result.get("source", {})):
+        yield f"  '{result['source']['model']}' has random weights: name trained ones with --weights"
     told = (f"{'from stored integers' if u.get('block') else 'in float'}: {u['reason']}" for u in floats)
     for reason, count in Counter(re.sub("its operand '[^']*'", "an operand", text) for text in told).items():
         yield f"  {count} {reason}"

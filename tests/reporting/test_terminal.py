@@ -57,6 +57,20 @@ def test_parts_that_are_not_used_as_they_are_named_are_told(
     assert "data:" not in shown(capsys, kind, result | {"source": {"split": ""}})
 
 
+@pytest.mark.parametrize(
+    ("source", "random"),
+    [
+        ({"model": "resnet", "weights": None}, True), ({"model": "timm:vit", "weights": None}, True),
+        ({"model": "timm:vit", "weights": "pretrained"}, False), ({"model": "resnet", "trained_in": "."}, False),
+        ({"model": "/x/net.py:net", "weights": None}, False), ({"model": None, "weights": None}, False),
+    ],
+)  # fmt: skip
+def test_an_architecture_without_weights_is_told(
+    capsys: pytest.CaptureFixture[str], source: dict[str, Any], random: bool
+) -> None:
+    assert ("has random weights" in shown(capsys, "quantize", QUANTIZE | {"source": source})) == random
+
+
 def test_quantization_says_what_stayed_in_float_and_why(capsys: pytest.CaptureFixture[str]) -> None:
     text = shown(capsys, "quantize", QUANTIZE)
     assert "ptq for ort-cpu, 1 of 3 units integer" in text
