@@ -72,7 +72,7 @@ class LearnedSteps(nn.Module):
         return (self.qmin + rounded(self.offset * (self.qmax - self.qmin))).clamp(self.qmin, self.qmax)
 
     def _rate(self, value: Tensor) -> float:
-        count = value.numel() // value.shape[0 if self.axis is None else self.axis] if value.dim() else 1
+        count = value.numel() // max(value.shape[0 if self.axis is None else self.axis], 1) if value.dim() else 1
         return 1 / math.sqrt(max(count, 1) * (self.qmax - self.qmin))
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import qtool
 from qtool.errors import QtoolError
 from qtool.exporting.stage import export
 from qtool.quantization.stage import quantize
@@ -58,6 +59,16 @@ def test_experts_are_integer_and_keep_their_own_biases(tmp_path: Path, options: 
             assert float((form(batch) - net(batch)).abs().max()) < 0.05
     exported = export(form, tmp_path, ExportConfig(), samples=batches)
     assert {gate["passed"] for gate in exported.gates} <= {True, None}
+
+
+@pytest.mark.parametrize("steps", ["averaged", "learned"])
+def test_a_step_in_which_an_expert_has_nothing_to_do_trains_the_others(steps: str) -> None:
+    torch.manual_seed(0)
+    rows = [(torch.randn(16), i % 16) for i in range(32)]
+    options: dict[str, Any] = {"step_size": "learned"} if steps == "learned" else {}
+    form = qtool.quantize(Experts(), {"train": rows, "test": rows}, mode="qat", epochs=1, batch_size=2, **options)
+    with torch.no_grad():
+        assert torch.isfinite(form(torch.randn(4, 16))).all()
 
 
 @pytest.mark.parametrize("mode", ["ptq", "qat"])
