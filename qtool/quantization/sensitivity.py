@@ -210,7 +210,7 @@ class Sensitivities:
             found.append({
                 "name": alone.placed.unit.name, "kind": alone.placed.unit.kind,
                 "sqnr_db": _decibels(self.state["signal"], sums["noise"]),
-                "kl": sums["kl"] / count if logits else None,
+                "kl": max(sums["kl"], 0.0) / count if logits else None,  # rounding can make nothing less than that
                 "agreement": sums["agree"] / count if logits and counted else None, "measured": self.kind,
             })  # fmt: skip
         return sorted(found, key=lambda entry: float(entry["sqnr_db"]))
