@@ -198,7 +198,7 @@ def test_what_cannot_be_captured_again_is_told_from_a_module() -> None:
     net, x = torch.nn.Linear(2, 3), torch.randn(2, 2)
     exported = torch.export.export(net, (x,)).module()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.simplefilter("ignore")  # of each kind that torch has for it
         scripts = [torch.jit.script(net), torch.jit.trace(net, x)]
     for script in scripts:
         with pytest.raises(UsageError, match="got TorchScript, whose Python code is gone; pass the module it was made"):

@@ -125,6 +125,7 @@ class TorchSession:
             return
         import torch._inductor.config as inductor
 
+        _know_integer_kernels()
         with inductor.patch(freezing=True), warnings.catch_warnings():
             warnings.filterwarnings("ignore", module=r"torch\._inductor")  # on how it makes its own constants
             yield
@@ -158,6 +159,14 @@ def open_file(
         _Flat(graph, program.call_spec.in_spec), _inputs(program), provider=provider, device=device,
         threads=threads, precision=precision, name=str(path),
     )  # fmt: skip
+
+
+def _know_integer_kernels() -> None:
+    """Has inductor find oneDNN's integer kernels: torchao has its patterns since torch 2.14."""
+    from torch._inductor.fx_passes import quantization
+
+    if not hasattr(quantization, "_register_quantization_weight_pack_pass"):
+        import torchao.quantization.pt2e.quantizer.x86_inductor_quantizer  # noqa: F401
 
 
 class _Flat(torch.nn.Module):

@@ -20,6 +20,8 @@ from qtool.tasks import load_task
 from qtool.training.techniques import setup
 
 LOSS = task_loss(load_task("classification"))
+REAL = torch.tensor([7, 7])
+"""Made before any mode is on, as batches are."""
 
 
 @pytest.fixture
@@ -53,7 +55,7 @@ def test_writing_in_place_and_through_views_is_followed() -> None:
 
 
 def test_what_data_and_chance_decide_is_not_known(fake: Any) -> None:
-    batch = fake(torch.tensor([7, 7]))
+    batch = fake(REAL)
     table = torch.zeros(4)
     row = table[:2]
     assert batch.tolist() == [1, 1]
