@@ -28,6 +28,8 @@ from typing import Any
 
 from qtool.errors import QtoolError, UsageError, nearest
 
+PRETRAINED = "pretrained"
+"""As a file of weights: what a library offers for its architecture."""
 RESERVED = ("alice", "hf", "idx", "imagefolder", "npz", "text", "timm", "torchvision", "transformers")
 
 

@@ -35,13 +35,12 @@ from torch import Tensor, nn
 
 from qtool.artifacts import output_path, read_result
 from qtool.errors import QtoolError, UsageError, nearest, one_line
-from qtool.factories import is_factory, load_factory
+from qtool.factories import PRETRAINED, is_factory, load_factory
 from qtool.gpt import gpt2, gpt2_mini
 from qtool.libraries import LIBRARIES
 from qtool.materialise import OTHER_WEIGHTS, WHERE, Target, create
 from qtool.nested import call, map_tensors, tensors
 from qtool.nets import mobilenet, resnet
-from qtool.source import PRETRAINED
 from qtool.vit import vit_l_16
 
 BUILT_INS: dict[str, Callable[[int, int], nn.Module]] = {

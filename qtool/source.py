@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from qtool.artifacts import has_result, read_result, sha256_of
 from qtool.errors import QtoolError, UsageError, nearest
-from qtool.factories import is_factory
+from qtool.factories import PRETRAINED, is_factory
 from qtool.given import require_batches
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from qtool.tasks import Task
 
 UNIDENTIFIED = "batches without an identity"
-PRETRAINED = "pretrained"
 RESULTS = ("benchmark", "export", "quantize", "train")
 
 
