@@ -11,6 +11,10 @@
 For the length of a block (:func:`quicker`) the registry is kept between calls, a rule is not asked about an operator
 that its pattern does not begin with, and the search for casts is left out where nothing is mixed. What comes out is the
 same, node for node, and a test holds it. A torch or onnxscript that has these things elsewhere is left as it is.
+
+The exporter's optimizer also makes one of two nodes that compute the same, so that two units whose numbers happen to be
+equal (the two heads of a model with fresh weights) would lose one of their quantizers. :func:`distinct_quantizers`
+keeps both.
 """
 
 from __future__ import annotations
@@ -21,8 +25,14 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import onnx_ir as ir
 import torch
+from onnx_ir.passes.common import CommonSubexpressionEliminationPass
 from torch.fx import GraphModule, Node
+
+from qtool.exporting.passes.names import QUANTIZE
+
+MARK = "unit_number"  # an attribute that tells quantizers apart while equal nodes are sought
 
 
 @contextlib.contextmanager
@@ -32,6 +42,27 @@ def quicker() -> Iterator[None]:
         for patch in (_keep_registry, _ask_fewer_rules, _cast_mixed_only):
             with contextlib.suppress(ImportError, AttributeError):
                 patch(undo)
+        yield
+
+
+@contextlib.contextmanager
+def distinct_quantizers() -> Iterator[None]:
+    """Keeps each QuantizeLinear in this block, though another gives the same: the gates know a unit by its own."""
+    eliminate: Callable[..., Any] = CommonSubexpressionEliminationPass.call
+
+    @functools.wraps(eliminate)
+    def kept(self: Any, model: ir.Model) -> Any:
+        quantizers = [node for node in model.graph if node.op_type == QUANTIZE]
+        for number, node in enumerate(quantizers):
+            node.attributes[MARK] = ir.AttrInt64(MARK, number)
+        try:
+            return eliminate(self, model)
+        finally:
+            for node in quantizers:
+                del node.attributes[MARK]
+
+    with contextlib.ExitStack() as undo:
+        _replace(undo, CommonSubexpressionEliminationPass, "call", kept)
         yield
 
 

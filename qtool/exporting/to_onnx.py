@@ -28,7 +28,7 @@ from torch.fx import GraphModule
 from qtool.artifacts import atomic_path
 from qtool.errors import QtoolError, UsageError, one_line
 from qtool.exporting import onnx_file
-from qtool.exporting.exporter import quicker
+from qtool.exporting.exporter import distinct_quantizers, quicker
 from qtool.exporting.passes import (
     activations,
     bare_weights,
@@ -134,7 +134,7 @@ def _translate(graph: GraphModule, example: Any, opset: int) -> tuple[ir.Model, 
     spell_pools(program.graph)
     require_forms(program.graph)
     try:
-        with quiet_exporter(), quicker(), whole_sequences():
+        with quiet_exporter(), quicker(), distinct_quantizers(), whole_sequences():
             exported = _exported(program, opset)
     except Exception as error:
         raise _untranslated(program, error) from error

@@ -14,7 +14,9 @@ from torch.onnx._internal.exporter import _fx_passes
 from torch.onnx._internal.exporter._registration import ONNXRegistry
 
 from qtool.exporting import to_onnx
-from qtool.form import QuantizedModel
+from qtool.form import QuantizedModel, quantize_nodes
+from qtool.quantization.stage import quantize
+from qtool.recipe import QuantizeConfig
 
 
 def written(make: Callable[[], ir.Model]) -> bytes:
@@ -50,3 +52,27 @@ def test_torch_is_as_before_behind_the_block() -> None:
     with to_onnx.quicker():
         assert vars(SimplePatternMatcher)["match"] is not before[0]
     assert [vars(owner)[name] for owner, name in (*owners, (ONNXRegistry, "from_torchlib"))] == before
+
+
+class TwoHeads(nn.Module):
+    """Two heads behind norms of their own that begin with the same numbers, as in LeViT and distilled DeiT."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3)
+        self.norms = nn.ModuleList(nn.BatchNorm1d(8) for _ in range(2))
+        self.heads = nn.ModuleList(nn.Linear(8, 5) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        features = self.stem(x).relu().mean((2, 3))
+        first, second = (head(norm(features)) for norm, head in zip(self.norms, self.heads, strict=True))
+        return (first + second) / 2
+
+
+def test_two_units_of_equal_numbers_keep_a_quantizer_each() -> None:
+    x = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    quantized = quantize(TwoHeads().eval(), QuantizeConfig(), example=x, calibration=[x])
+    model = to_onnx.quantized_to_onnx(quantized, 21)
+    found = [node for node in model.graph if node.op_type == "QuantizeLinear"]
+    assert len(found) == len(quantize_nodes(quantized.graph))
+    assert all("unit_number" not in node.attributes for node in found)
