@@ -82,8 +82,14 @@ def _interval(bounds: Sequence[float] | None) -> str:
 
 
 def slower_causes(variant: Mapping[str, Any], reference: Mapping[str, Any], where: Mapping[str, Any]) -> list[str]:
-    """What is known to keep an INT8 variant from being faster, from what ran; ``where``: provider and CPU features."""
+    """What is known to keep an INT8 variant from being faster, from what ran.
+
+    ``where``: the provider, the CPU's features and, if known, the target that the file was quantized for.
+    """
     ran, causes = variant["arithmetic"], []
+    made_for = (where.get("target") or where["provider"]).removeprefix("ort-")
+    if made_for != where["provider"] and not where["provider"].startswith("torch"):
+        causes.append(f"it was quantized for {made_for}, where --provider {made_for} measures it")
     if floats := sum(count for dtype, count in ran.items() if dtype != "int8"):
         causes.append(f"{floats} of {sum(ran.values())} multiplying operations run in float")
     if (between := variant.get("num_conversions", 0)) > max(2, sum(ran.values()) // 4):

@@ -45,6 +45,7 @@ def benchmark(
     reference: str | None = None,
     compare: Compare | None = None,
     subject: Mapping[str, str | None] | None = None,
+    target: str | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Measures every file of ``files`` (name to path) and compares each with the reference.
@@ -52,7 +53,8 @@ def benchmark(
     ``batches(n)`` iterates over test data in batches of up to n as (input, target); without it inputs
     are random and accuracy is left out. The reference is ``fp32`` where there is one, else the first.
     ``compare`` replaces :func:`qtool.evaluate.compare`. ``subject`` names the ``model`` and the ``data`` where they
-    are known, which the result repeats, so that figures of two models are not taken for those of one. With
+    are known, which the result repeats, so that figures of two models are not taken for those of one. ``target`` is
+    the runtime that INT8 was quantized for, if known: the notes name it where another is measured and is slow. With
     ``config.compare`` the result holds a ``comparison`` with that earlier one (see
     :mod:`qtool.benchmarking.regression`, which also judges it).
 
@@ -84,7 +86,7 @@ def benchmark(
         "cpu": cpu_info(),
         "variants": variants,
         "noise": steadiness,
-        "notes": [*_notes(variants, config, base), *([told] if told else [])],
+        "notes": [*_notes(variants, config, base, target), *([told] if told else [])],
     }
     if config.compare and earlier is not None:
         result["comparison"] = compare_with(Path(config.compare), earlier, result, config.tolerance)
@@ -205,10 +207,12 @@ def _measure_accuracy(
     return f"accuracy is that of the first of {count} outputs" if count > 1 else ""
 
 
-def _notes(variants: Mapping[str, dict[str, Any]], config: BenchmarkConfig, reference: str) -> list[str]:
+def _notes(
+    variants: Mapping[str, dict[str, Any]], config: BenchmarkConfig, reference: str, target: str | None
+) -> list[str]:
     """What a reader of the figures has to know, one sentence each."""
     notes = [text for text in (conflict(),) if text]
-    where = {"provider": config.provider, "features": cpu_info()["features"]}
+    where = {"provider": config.provider, "features": cpu_info()["features"], "target": target}
     for name, entry in variants.items():
         claim = check_claim(name, entry["stored"], entry["arithmetic"], config.provider)
         slower = [

@@ -68,7 +68,8 @@ def benchmark(
         "model": (recorded.get("source") or {}).get("model"), "data": None if identity == UNIDENTIFIED else identity
     }  # fmt: skip
     found = stage.benchmark(
-        files, config, batches=_test_batches(opened), subject=subject, progress=teller(progress)
+        files, config, batches=_test_batches(opened), subject=subject, target=recorded["plan"]["target"],
+        progress=teller(progress),
     )  # fmt: skip
     found["notes"] += [f"fp16 was not measured: {impossible}"] if impossible else []
     with staging(folder, "benchmark"):

@@ -79,6 +79,18 @@ def test_causes_are_named_from_what_ran(ran, conversions, features, took, words)
     assert all(word in text for word, text in zip(words, told, strict=True))
 
 
+TARGETS = [("openvino", "cpu", True), ("openvino", "openvino", False), ("ort-cpu", "cpu", False), (None, "cpu", False)]
+TARGETS += [("ort-cpu", "openvino", True), ("ort-cpu", "torch", False)]
+
+
+@pytest.mark.parametrize(("target", "provider", "elsewhere"), TARGETS)
+def test_a_file_for_another_runtime_is_sent_there(target, provider, elsewhere):
+    where = {"provider": provider, "features": ["avx512_vnni"], "target": target}
+    told = slower_causes({"arithmetic": {"int8": 8}}, {"latency": [{"latency_p50_ms": 5.0}]}, where)
+    made_for = str(target).removeprefix("ort-")
+    assert told == [f"it was quantized for {made_for}, where --provider {made_for} measures it"] * elsewhere
+
+
 @pytest.mark.parametrize(("interval", "fails"), [([0.8, 0.95], True), ([0.95, 1.1], False), ([1.1, 1.2], False)])
 def test_slower_beyond_doubt_fails_unless_allowed(interval, fails):
     timed = {"speedup": 0.9, "speedup_ci95": interval, "batch_size": 1}
