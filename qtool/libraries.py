@@ -8,6 +8,7 @@ library's own constructor does not offer.
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -25,14 +26,20 @@ def torchvision_model(name: str, num_classes: int | None, in_channels: int | Non
     if in_channels not in (None, 3):
         raise QtoolError(f"model 'torchvision:{name}'", "images of 3 channels", str(in_channels), "use colour images")
     kwargs = {} if num_classes is None else {"num_classes": num_classes}
-    model: nn.Module = _built("torchvision", name, lambda: library.get_model(name, weights=None, **kwargs))
+    fresh = _without_weights(library.get_model_builder(name))
+    model: nn.Module = _built("torchvision", name, lambda: library.get_model(name, **fresh, **kwargs))
     if pretrained:
         given = _built("torchvision", name, lambda: library.get_model(name, weights="DEFAULT")).state_dict()
         own = model.state_dict()
         model.load_state_dict(
-            {key: value for key, value in given.items() if own[key].shape == value.shape}, strict=False
+            {key: value for key, value in given.items() if key in own and own[key].shape == value.shape}, strict=False
         )
     return model
+
+
+def _without_weights(builder: Callable[..., nn.Module]) -> dict[str, None]:
+    """What asks for nothing to be fetched, which models with a backbone (segmentation, detection) do for it too."""
+    return dict.fromkeys({"weights", "weights_backbone"} & set(inspect.signature(builder).parameters))
 
 
 def timm_model(name: str, num_classes: int | None, in_channels: int | None, pretrained: bool) -> nn.Module:

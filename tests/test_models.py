@@ -260,16 +260,28 @@ def test_a_missing_library_names_its_extra(spec: str, extra: str, monkeypatch: p
 def torchvision(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     """What of torchvision.models is used: names, and a constructor that takes classes or weights."""
     fake = types.ModuleType("torchvision.models")
-    fake.list_models = lambda: ["smallnet", *(f"net{i}" for i in range(30))]
+    fake.list_models = lambda: ["smallnet", "segmenter", *(f"net{i}" for i in range(30))]
 
-    def get_model(name: str, weights: str | None = None, num_classes: int = 8) -> nn.Module:
+    def smallnet(weights: str | None = None, num_classes: int = 8) -> nn.Module:
         model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, num_classes))
         if weights:
             nn.init.constant_(model[0].weight, 0.5)
             nn.init.constant_(model[1].weight, 0.5)
         return model
 
-    fake.get_model = get_model
+    def segmenter(
+        weights: str | None = None, num_classes: int = 8, weights_backbone: str | None = "DEFAULT"
+    ) -> nn.Module:
+        """A backbone, which comes pretrained unless that is declined, and with trained weights one more head."""
+        model = smallnet(weights, num_classes)
+        if weights:
+            model.append(nn.Linear(4, num_classes))
+        elif weights_backbone:
+            raise OSError("it was to be fetched")
+        return model
+
+    fake.get_model_builder = lambda name: segmenter if name == "segmenter" else smallnet
+    fake.get_model = lambda name, **options: fake.get_model_builder(name)(**options)
     monkeypatch.setitem(sys.modules, "torchvision", types.ModuleType("torchvision"))
     monkeypatch.setitem(sys.modules, "torchvision.models", fake)
     return fake
@@ -288,6 +300,13 @@ def test_torchvision_models(torchvision: types.ModuleType) -> None:
     torchvision.get_model = lambda *_, **__: 1 / 0
     with pytest.raises(QtoolError, match="a model that builds; got ZeroDivisionError"):
         load_model("torchvision:smallnet", num_classes=5)
+
+
+def test_a_torchvision_backbone_is_not_fetched(torchvision: types.ModuleType) -> None:
+    assert len(load_model("torchvision:segmenter", num_classes=5)) == 2
+    tuned = load_model("torchvision:segmenter", num_classes=5, weights="pretrained")
+    assert len(tuned) == 2  # a head for training alone, which trained weights bring along, is left out
+    assert bool((tuned[0].weight == 0.5).all())
 
 
 def test_weights_in_float32_widen_a_model_that_was_made_in_16_bits(tmp_path: Path) -> None:
