@@ -39,7 +39,7 @@ from qtool.factories import PRETRAINED, is_factory, load_factory
 from qtool.gpt import gpt2, gpt2_mini
 from qtool.libraries import LIBRARIES
 from qtool.materialise import OTHER_WEIGHTS, WHERE, Target, create
-from qtool.nested import call, map_tensors, tensors
+from qtool.nested import NARROW, call, map_tensors, tensors
 from qtool.nets import mobilenet, resnet
 from qtool.vit import vit_l_16
 
@@ -142,7 +142,7 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
     _require_same_keys(where, model, state)
     _require_finite(where, state)
     for key, value in model.state_dict(keep_vars=True).items():
-        if value.dtype in (torch.float16, torch.bfloat16) and key in state and state[key].dtype == torch.float32:
+        if value.dtype in NARROW and key in state and state[key].dtype == torch.float32:
             value.data = value.data.float()
     model.load_state_dict(state, strict=False)  # the keys were compared; what is missing is tied to what is there
 

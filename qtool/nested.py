@@ -20,6 +20,9 @@ from torch import Tensor
 
 from qtool.errors import QtoolError
 
+NARROW = (torch.float16, torch.bfloat16)
+"""Floating-point types of 16 bits."""
+
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     """``value`` with ``function`` applied to each tensor in it; containers keep their type and order."""
@@ -220,7 +223,7 @@ def _is_of_samples(value: list[Any], size: int) -> bool:
 
 def to_float32(value: Any) -> Any:
     """``value`` with every 16-bit floating tensor as float32: losses and metrics are computed in float32."""
-    return map_tensors(lambda t: t.float() if t.dtype in (torch.float16, torch.bfloat16) else t, value)
+    return map_tensors(lambda t: t.float() if t.dtype in NARROW else t, value)
 
 
 def call(model: Callable[..., Any], value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Units that figures are told in, and that are sums of others."""
+"""Units that figures are told in."""
 
 MIB = 2**20
 """Bytes of a mebibyte."""

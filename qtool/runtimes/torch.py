@@ -27,6 +27,7 @@ from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
 from qtool.errors import QtoolError, one_line
+from qtool.nested import to_float32
 from qtool.runtimes.base import Array, Kernel, ProviderError, TensorInfo, check_feeds, is_compute
 
 PRECISIONS = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -246,8 +247,7 @@ def _info(name: str, value: torch.Tensor) -> TensorInfo:
 
 
 def _to_host(value: torch.Tensor) -> Array:
-    half = value.dtype in (torch.float16, torch.bfloat16)
-    array: Array = (value.float() if half else value).detach().cpu().numpy()
+    array: Array = to_float32(value).detach().cpu().numpy()
     return array
 
 

@@ -33,10 +33,10 @@ import torch
 from torch import nn
 
 from qtool.errors import QtoolWarning
+from qtool.nested import NARROW
 from qtool.step import Setup
 from qtool.training.nf4 import NF4Linear
 
-_NARROW = (torch.float16, torch.bfloat16)
 _KEPT = (nn.modules.batchnorm._BatchNorm, NF4Linear)
 
 
@@ -73,7 +73,7 @@ def _widen(setup: Setup) -> None:
     modules = [m for m in setup.model.modules() if not adapters or isinstance(m, nn.modules.batchnorm._BatchNorm)]
     values = [v for m in modules for v in (*m.parameters(recurse=False), *m.buffers(recurse=False))]
     values += [p for p in setup.model.parameters() if p.requires_grad]
-    narrow = [value for value in values if value.dtype in _NARROW]
+    narrow = [value for value in values if value.dtype in NARROW]
     if narrow and not adapters:
         warnings.warn(
             f"{setup.config.precision}: the model came in {str(narrow[0].dtype).removeprefix('torch.')}; its weights "

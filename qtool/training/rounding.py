@@ -30,12 +30,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from qtool.nested import NARROW
 from qtool.recipe import TrainConfig
 from qtool.step import Setup
 from qtool.training import pieces
 from qtool.training.block_states import SMALLEST
 
-NARROW = (torch.float16, torch.bfloat16)
 ADAPTIVE = ("adamw", "adafactor")
 """Optimizers of torch whose states have the dtype of the weights, and divide by what is tiny."""
 ALIGNED = 64
