@@ -134,10 +134,13 @@ def class_axis(output: Tensor, targets: Any = None, *, asked: bool = False) -> i
 
 def counted(targets: Any, output: Tensor, axis: int) -> Tensor | None:
     """Which positions of each sample have a target (bool, ``output`` without ``axis``); None where all have."""
-    shape = output.shape[:axis] + output.shape[axis + 1 :]
-    if output.dim() < 3 or not isinstance(targets, Tensor) or targets.is_floating_point() or targets.shape != shape:
-        return None
-    return (targets != IGNORED).cpu()
+    return (targets != IGNORED).cpu() if output.dim() > 2 and are_classes(targets, output, axis) else None
+
+
+def are_classes(targets: Any, output: Tensor, axis: int) -> bool:
+    """Whether ``targets`` are class indices, one for each position of ``output`` beside ``axis``, which counts them."""
+    told = isinstance(targets, Tensor) and not targets.is_floating_point()
+    return told and targets.shape == output.shape[:axis] + output.shape[axis + 1 :]
 
 
 def compare(

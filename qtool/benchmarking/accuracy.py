@@ -105,6 +105,5 @@ def _compare_any(reference: torch.Tensor, other: torch.Tensor, targets: Any) -> 
     axis = evaluate.class_axis(reference, targets)
     if axis is None:
         return {"num_samples": len(reference), "sqnr_db": evaluate.sqnr_db(reference, other)}
-    indices = targets is not None and not targets.is_floating_point()
-    classes = indices and targets.shape == reference.shape[:axis] + reference.shape[axis + 1 :]
-    return evaluate.compare(reference, other, targets if classes else None, axis=axis)
+    classes = targets if evaluate.are_classes(targets, reference, axis) else None
+    return evaluate.compare(reference, other, classes, axis=axis)

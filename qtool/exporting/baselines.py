@@ -9,7 +9,6 @@ FP16 is only storage there.
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -165,13 +164,13 @@ def answers(path: Path, graph: GraphModule, samples: Sequence[Any]) -> tuple[boo
     model = onnx.load(str(path), load_external_data=False)
     try:
         session = open_session(path, threads=torch.get_num_threads())
-        found = [session.run(feeds_of(model, batch)) for batch in samples[:1]]
+        found = [out for batch in samples[:1] for out in session.run(feeds_of(model, batch))]
     except QtoolError as error:
         return False, f"it cannot be run: {error.got}"
     session.close()
     with torch.no_grad():
-        wanted = [[value.cpu() for value in tensors(call(graph, batch))] for batch in samples[:1]]
-    pairs = zip(itertools.chain(*wanted), itertools.chain(*found), strict=True)
+        wanted = [value.cpu() for batch in samples[:1] for value in tensors(call(graph, batch))]
+    pairs = zip(wanted, found, strict=True)
     return not any(unlike(want, torch.from_numpy(np.array(out))).any() for want, out in pairs), ""
 
 
