@@ -22,7 +22,6 @@ energies are not normal.
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import itertools
 import math
 from collections.abc import Iterable, Iterator
@@ -42,6 +41,7 @@ from qtool.exporting.simulation import fast_simulation
 from qtool.form import QuantizedModel
 from qtool.nested import call, micro_batches, num_samples, per_sample, tensors
 from qtool.runtimes import open_session
+from qtool.runtimes.openvino import is_installed
 
 MAX_LOSS_DB = 0.5
 ROUNDING = 1e-10
@@ -63,7 +63,7 @@ def end_to_end(quantized: QuantizedModel, path: Path, samples: Iterable[Any]) ->
     compared = [value.name not in random for value in model.graph.output]
     if not any(compared):
         return Gate("end-to-end parity", None, "SQNR to FP32 as the torch graph's", "not run: the outputs are random")
-    openvino = quantized.plan.target == "openvino" and importlib.util.find_spec("openvino") is not None
+    openvino = quantized.plan.target == "openvino" and is_installed()
     session = open_session(path, provider="openvino" if openvino else "cpu", threads=threads_for(model))
     outputs: list[_Output] = []
     seen, look, clear = 0, FEWEST, False

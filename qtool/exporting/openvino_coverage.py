@@ -8,7 +8,6 @@ with a product that the plan calls integer may read floats.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,13 +15,14 @@ from qtool.exporting.gates import Gate
 from qtool.form import Plan
 from qtool.runtimes import open_session
 from qtool.runtimes.base import Array, arithmetic
+from qtool.runtimes.openvino import is_installed
 
 
 def coverage(plan: Plan, path: Path, feeds: Mapping[str, Array]) -> Gate:
     """Compares the plan with OpenVINO's compiled model of the file; not run where OpenVINO is not installed."""
     weighted = sum(unit.weight_bits is not None and (unit.integer or unit.block is not None) for unit in plan.units)
     expected = f"{weighted} convolutions and matrix products, integer in the plan, in 8 bits or 4 in OpenVINO's model"
-    if importlib.util.find_spec("openvino") is None:
+    if not is_installed():
         return Gate("coverage", None, expected, "not run: openvino is not installed (pip install 'qtool[openvino]')")
     session = open_session(path, provider="openvino")
     kernels = session.kernels(feeds)

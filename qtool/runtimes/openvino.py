@@ -8,6 +8,7 @@ otherwise compute a float32 file in bfloat16, and FP32 would not mean FP32.
 
 from __future__ import annotations
 
+import importlib.util
 import statistics
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -116,6 +117,11 @@ def _compile(path: Path, threads: int, **more: Any) -> Any:
             f"'{path}'", f"a model that OpenVINO {openvino.__version__} can compile", _reason(error),
             "check that the file is complete and is standard ONNX",
         ) from error  # fmt: skip
+
+
+def is_installed() -> bool:
+    """Whether OpenVINO is there to be imported."""
+    return importlib.util.find_spec("openvino") is not None
 
 
 def _require() -> Any:

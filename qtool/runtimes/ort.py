@@ -107,11 +107,7 @@ class OrtSession:
             session = _create(self.path, self.provider, options)
             for _ in range(runs):
                 self._call(lambda: session.run(None, dict(feeds)))
-            profile = Path(session.end_profiling())
-            kernels = read_profile(profile, runs)
-            if any(kernel.op == BLOCK_PRODUCT for kernel in kernels):  # of which the file may say more
-                kernels = read_profile(profile, runs, _unrounded(self.path))
-            return kernels
+            return read_profile(Path(session.end_profiling()), runs, lambda: _unrounded(self.path))
 
     def close(self) -> None:
         """Frees the model; the session cannot be used afterwards."""

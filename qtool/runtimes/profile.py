@@ -12,10 +12,11 @@ is an integer computed from a shape: those belong on the CPU beside any accelera
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import statistics
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -30,21 +31,21 @@ _SHAPE_TYPES = {"int64", "int32", "bool"}
 _SMALL = 16
 
 
-def read_profile(path: Path, runs: int = 1, in_float: Collection[str] = ()) -> tuple[Kernel, ...]:
+def read_profile(path: Path, runs: int = 1, in_float: Callable[[], Collection[str]] = tuple) -> tuple[Kernel, ...]:
     """The kernels of one run, in order, each with its median time over all ``runs`` that were profiled.
 
-    ``in_float`` names the MatMulNBits that the file itself holds and that leave what they read as it is.
+    ``in_float``, called where a MatMulNBits ran, names those that leave what they read as it is.
     """
     try:
         events = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise QtoolError(f"'{path}'", "ONNX Runtime's profile", str(error), "run again") from error
     found = [e for e in events if e.get("cat") == "Node" and e["name"].endswith("_kernel_time")]
-    each = len(found) // runs
-    return tuple(_kernel(found[i::each], in_float) for i in range(each))
+    each, named = len(found) // runs, functools.cache(in_float)
+    return tuple(_kernel(found[i::each], named) for i in range(each))
 
 
-def _kernel(repeats: list[dict[str, Any]], in_float: Collection[str]) -> Kernel:
+def _kernel(repeats: list[dict[str, Any]], in_float: Callable[[], Collection[str]]) -> Kernel:
     """One kernel from its events, one a run: a sequential session executes its nodes in the same order every time."""
     event = repeats[0]
     arguments = event["args"]
@@ -52,7 +53,7 @@ def _kernel(repeats: list[dict[str, Any]], in_float: Collection[str]) -> Kernel:
     inputs = [next(iter(entry)) for entry in arguments.get("input_type_shape", [])]
     first = inputs[0] if inputs else "unknown"
     name, provider = event["name"].removesuffix("_kernel_time"), arguments.get("provider", "?")
-    by_itself = op == BLOCK_PRODUCT and provider == "CPUExecutionProvider" and name not in in_float
+    by_itself = op == BLOCK_PRODUCT and provider == "CPUExecutionProvider" and name not in in_float()
     dtype = "int8" if op in _QUANTIZES_ITS_INPUT or by_itself else _NAMES.get(first, first)
     largest = max((_count(shape) for _, shape in tensors), default=None)
     return Kernel(
