@@ -18,24 +18,57 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from qtool.quantization.capture import aten
+from qtool.quantization.capture import aten, drop_unused
+from qtool.quantization.constants import constant_nodes, constant_value
 
 UNSEEN = -1e30
 """What a boolean mask leaves of a logit: its share is 0. A row that sees nothing is the mean of all, and no NaN."""
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
 
+def drop_masks(graph_module: GraphModule) -> int:
+    """Takes the mask from each attention whose stored mask hides nothing, in place; returns from how many.
+
+    Libraries make one where none is given (transformers), for each sample of the batch.
+    """
+    constants, count = constant_nodes(graph_module), 0
+    for node in _attentions(graph_module):
+        stored = given = _given(node).get("attn_mask")
+        while isinstance(stored, Node) and stored.target is aten.expand.default:
+            stored = stored.args[0]
+        if stored in constants and _hides_nothing(constant_value(graph_module, stored)):
+            node.args = tuple(None if value is given else value for value in node.args)
+            node.kwargs = {name: value for name, value in node.kwargs.items() if value is not given}
+            count += 1
+    graph_module.graph.eliminate_dead_code()
+    drop_unused(graph_module)
+    graph_module.recompile()
+    return count
+
+
+def _hides_nothing(mask: torch.Tensor) -> bool:
+    return mask.dtype == torch.bool and bool(mask.all())  # zeros to add may be a parameter that is about to learn
+
+
 def write_attention(graph_module: GraphModule) -> int:
     """Rewrites in place each attention that can be; returns how many."""
-    wanted = [node for node in graph_module.graph.nodes if node.target is aten.scaled_dot_product_attention.default]
-    written = [node for node in wanted if _write(node)]
+    written = [node for node in _attentions(graph_module) if _write(node)]
     graph_module.graph.lint()
     graph_module.recompile()
     return len(written)
 
 
+def _attentions(graph_module: GraphModule) -> list[Node]:
+    return [node for node in graph_module.graph.nodes if node.target is aten.scaled_dot_product_attention.default]
+
+
+def _given(node: Node) -> dict[str, Any]:
+    """The arguments of an attention by their names."""
+    return dict(zip(_NAMES, node.args, strict=False)) | node.kwargs
+
+
 def _write(node: Node) -> bool:
-    given: dict[str, Any] = dict(zip(_NAMES, node.args, strict=False)) | node.kwargs
+    given = _given(node)
     if any(given.get(name) for name in ("dropout_p", "is_causal", "enable_gqa")):
         return False
     query, key, value, mask = (given.get(name) for name in _NAMES[:4])

@@ -44,6 +44,15 @@ def _counts(node: Node) -> bool:
     return isinstance(node.meta.get("val"), Tensor) and not draws(node.target)
 
 
+def constant_value(graph_module: GraphModule, node: Node) -> Any:
+    """What one of the constant nodes comes to."""
+    needed, values = _sources(node), dict[Node, Any]()
+    for source in graph_module.graph.nodes:
+        if source in needed:
+            values[source] = _evaluate(graph_module, source, values)
+    return values[node]
+
+
 def fold_quantized(graph_module: GraphModule) -> None:
     """Replaces each quantized constant by the integers it comes to, in place."""
     _fold(graph_module, lambda node: node.target in QUANTIZE)

@@ -27,7 +27,7 @@ from qtool.quantization.affines import write_affines
 from qtool.quantization.algorithms import ALGORITHMS, CHANGES, samples_read
 from qtool.quantization.algorithms.passes import Passes
 from qtool.quantization.algorithms.subject import Report, silent
-from qtool.quantization.attention import write_attention
+from qtool.quantization.attention import drop_masks, write_attention
 from qtool.quantization.branches import merge_branches
 from qtool.quantization.calibrate import calibrate, choose_ranges, require_reached, restore_ranges
 from qtool.quantization.capture import capture, copied, remove_dropout
@@ -229,6 +229,7 @@ def float_form(model: nn.Module, example: Any, *, merged: bool = True, axes: tup
         drop_chomps(graph)
         clip_early(graph)
     fold_computed(graph)
+    drop_masks(graph)
     require_faithful(graph, model, example)
     label(graph)
     return graph
@@ -259,6 +260,7 @@ def _prepare(
         drop_chomps(graph)
         clip_early(graph)
         fold_computed(graph, train=True)
+        drop_masks(graph)
     _spell_for(target, graph, config.overrides, train=train)
     placement = Placement(graph, target, config.overrides)
     passes.improve(graph, placement)

@@ -23,7 +23,7 @@ from qtool.exporting.revert import in_float
 from qtool.exporting.stage import export
 from qtool.exporting.to_onnx import quantized_to_onnx, save
 from qtool.form import QuantizedModel, Unit, quantize_nodes
-from qtool.quantization.attention import write_attention
+from qtool.quantization.attention import drop_masks, write_attention
 from qtool.quantization.capture import aten, capture
 from qtool.quantization.stage import quantize
 from qtool.recipe import ExportConfig, QuantizeConfig
@@ -64,6 +64,40 @@ def test_the_graph_computes_the_same(mix: Mix) -> None:
     assert write_attention(graph) == 1
     assert write_attention(graph) == 0
     assert sum(node.target is aten.matmul.default for node in graph.graph.nodes) == 2
+    torch.testing.assert_close(graph(torch.cat([x, x])), net(torch.cat([x, x])), rtol=1e-5, atol=1e-6)
+
+
+class Masked(nn.Module):
+    """Attention under a stored mask, which is spread over the batch as transformers spreads it."""
+
+    def __init__(self, mask: Tensor, mix: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.register_buffer("mask", mask)
+        self.mix = mix
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mix(x[:, None], self.mask[None, None].expand(x.shape[0], -1, -1, -1))
+
+
+def by_place(x: Tensor, mask: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(x, x, x, mask)
+
+
+def by_name(x: Tensor, mask: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(x, x, x, attn_mask=mask, scale=0.5)
+
+
+@pytest.mark.parametrize("mix", [by_place, by_name])
+@pytest.mark.parametrize(
+    ("mask", "dropped"), [(torch.ones(5, 5, dtype=torch.bool), 1), (SEEN, 0), (torch.zeros(5, 5), 0)]
+)
+def test_a_mask_that_hides_nothing_is_dropped(
+    mask: Tensor, dropped: int, mix: Callable[[Tensor, Tensor], Tensor]
+) -> None:
+    net, x = Masked(mask, mix).eval(), torch.randn(3, 5, 8)
+    graph = capture(net, x)
+    assert drop_masks(graph) == dropped
+    assert len(list(graph.buffers())) == 1 - dropped
     torch.testing.assert_close(graph(torch.cat([x, x])), net(torch.cat([x, x])), rtol=1e-5, atol=1e-6)
 
 
