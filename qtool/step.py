@@ -50,6 +50,11 @@ LossFunction = Callable[[Callable[[Any], Any], Any, Any], tuple[Tensor, "Tensor 
 """(model, input, target) -> (sum of the loss over samples or tokens, their number)."""
 
 
+def compiled(function: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
+    """``function``, a forward pass of ``module``, compiled. What predicts a step puts its own in this one's place."""
+    return torch.compile(function)
+
+
 @dataclass
 class Setup:
     """The parts of a step. Techniques change the fields; :meth:`close` takes back what they did to the model."""

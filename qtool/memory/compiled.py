@@ -12,29 +12,36 @@ torch's inductor:
 * memory is freed after its last reader, and an element-wise operator or a reduction may write over what it reads last.
 
 So each graph is a list of buffers that come and go. :class:`Walk` allocates and frees them in that order, within a
-step that is otherwise the usual one, for whoever is counting.
+step that is otherwise the usual one, for whoever is counting. The model may be compiled as one or block by block; of
+blocks of one class whose weights and inputs have the same shapes, one is captured.
 
-Left out on purpose: what kernels take for themselves while they run, graphs that dynamo breaks in two (refused), and
-symbolic shapes.
+Left out on purpose: what kernels take for themselves while they run, graphs that dynamo breaks in two (refused, as are
+sharded blocks with batch-norm, which is gathered by itself), and symbolic shapes.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
+from qtool import step
 from qtool.errors import QtoolError
-from qtool.nested import call
 
 INLINED = ("clone", "_to_copy", "convert_element_type", "full", "expand", "select_scatter", "slice_scatter", "where")
 """Element-wise by nature, without the tag."""
 REDUCED = ("sum", "mean", "var_mean", "var", "amax", "amin", "argmax", "prod", "any", "all")
+STATE = "run_and_save_rng_state"
+"""Saves a generator's state beside what an operator gives that draws, or may."""
 READS, READS_IF_SHARED = 8, 4
 """Of how many buffers an element-wise result may be computed anew by its readers; by several readers."""
 
@@ -69,7 +76,9 @@ def plan(graph: fx.Graph, owned: Mapping[str, str]) -> Plan:
             reads[node] = frozenset({owned.get(node.name, node.name)})
         elif node.op == "call_function":
             read = frozenset().union(*(reads.get(arg, frozenset()) for arg in node.all_input_nodes))
-            if _is_part(node) or not (_is_several(node) or _lies_in_another(node) or _inlined(node, len(read))):
+            if _is_state(node):
+                reads[node] = frozenset()
+            elif _is_part(node) or not (_is_several(node) or _lies_in_another(node) or _inlined(node, len(read))):
                 made.append((node, read))
                 reads[node] = frozenset({node.name})
             else:
@@ -105,8 +114,16 @@ def _is_several(node: fx.Node) -> bool:
 
 
 def _is_part(node: fx.Node) -> bool:
-    """Whether this is one of several results of an operator: each has memory of its own."""
-    return node.target is operator.getitem and _is_several(node.all_input_nodes[0])
+    """Whether this is one of several results of an operator, each with memory of its own. A split's have none."""
+    if node.target is not operator.getitem:
+        return False
+    source = node.all_input_nodes[0]
+    return _is_several(source) and not (hasattr(source.target, "_schema") and _lies_in_another(source))
+
+
+def _is_state(node: fx.Node) -> bool:
+    """Whether this is a generator's state, a few numbers."""
+    return node.target is operator.getitem and (node.args[1], _name(node.all_input_nodes[0])) == (0, STATE)
 
 
 def _lies_in_another(node: fx.Node) -> bool:
@@ -147,20 +164,72 @@ def _bytes(value: Any) -> int:
 
 @dataclass(frozen=True)
 class Captured:
-    """A model's two graphs as lists of buffers."""
+    """A forward pass's two graphs as lists of buffers."""
 
     forward: Plan
     backward: Plan
-    trained: tuple[nn.Parameter, ...]
+    parameters: tuple[str, ...]
+    """The parameters that have a gradient, by name."""
+    inputs: tuple[int, ...]
+    """The leaves of the arguments that have one, by position."""
+    kept: tuple[int, ...]
+    """The leaves of the arguments that the backward pass reads."""
     gradients: tuple[frozenset[str] | None, ...]
-    """For each trained parameter, the backward buffers that its gradient lies in."""
+    """For each of these parameters and inputs, the backward buffers that its gradient lies in."""
     results: tuple[Tensor, ...]
     names: tuple[frozenset[str] | None, ...]
+    leaves: tuple[Any, ...]
+    """What the pass returns; tensors stand for the results."""
     spec: TreeSpec
 
 
-def capture(model: nn.Module, value: Any) -> Captured:
-    """Captures ``model`` at inputs like ``value``, all of it fake. Raises QtoolError unless it is one graph."""
+class StandIn:
+    """Stands in for the compiled ``function``, a forward pass of ``module``: allocates what it would allocate."""
+
+    def __init__(self, function: Callable[..., Any], module: nn.Module, mode: Any, known: dict[Any, Captured]) -> None:
+        self.function, self.module, self.mode, self.known = function, module, mode, known
+        self.captured: Captured | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        leaves = tree_flatten((args, kwargs))[0]
+        if self.captured is None:
+            key = (type(self.module), *map(_kind, self.module.parameters()), *map(_kind, leaves))
+            if key not in self.known:
+                _require_whole(self.module)
+                with _disable_current_modes(), self.mode:
+                    self.known[key] = capture(self.function, self.module, args, kwargs)
+            self.captured = self.known[key]
+        captured, parameters = self.captured, dict(self.module.named_parameters())
+        kept = [leaves[i] for i in captured.kept]
+        wanted = [*(parameters[name] for name in captured.parameters), *(leaves[i] for i in captured.inputs)]
+        made = iter(Walk.apply(captured, len(kept), *kept, *wanted))  # type: ignore[no-untyped-call]
+        return tree_unflatten([next(made) if isinstance(x, Tensor) else x for x in captured.leaves], captured.spec)
+
+
+@contextmanager
+def stood_in(mode: Any) -> Iterator[None]:
+    """Inside the block nothing is compiled: what a setup compiles is captured on its first call, and stood in for."""
+    known: dict[Any, Captured] = {}
+    with mock.patch.object(step, "compiled", lambda function, module: StandIn(function, module, mode, known)):
+        yield
+
+
+def _require_whole(module: nn.Module) -> None:
+    """Raises QtoolError for a block with weights that are gathered by themselves: its graph breaks there."""
+    if inner := [name for name, child in module.named_modules() if name and isinstance(child, FSDPModule)]:
+        raise QtoolError(
+            "--compile", "blocks whose weights are gathered together",
+            f"'{inner[0]}', which is sharded by itself within its block",
+            "leave it out: this is not predicted",
+        )  # fmt: skip
+
+
+def _kind(leaf: Any) -> Any:
+    return (leaf.shape, leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else repr(leaf)
+
+
+def capture(function: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Captured:
+    """Captures a forward pass at inputs like these, all of it fake. Raises QtoolError unless it is one graph."""
     import torch._inductor.lowering  # its decompositions name it without importing it
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch._aot_autograd.utils import make_boxed_func
@@ -184,56 +253,56 @@ def capture(model: nn.Module, value: Any) -> Captured:
         )(module, inputs)  # fmt: skip
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        return model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+        return function(*args, **kwargs)
 
     run.__code__ = run.__code__.replace()  # dynamo keeps shapes by code object, and takes a second one for a variable
-    model_result = call(torch.compile(run, backend=backend, dynamic=False), value)
-    leaves, spec = tree_flatten(model_result)
-    sum(leaf.sum() for leaf in leaves if leaf.requires_grad).backward()
-    if [len(found) for found in graphs.values()] != [1, 1, 1] or not all(isinstance(x, Tensor) for x in leaves):
+    args, kwargs = tree_map_only(Tensor, lambda leaf: leaf.detach().requires_grad_(leaf.requires_grad), (args, kwargs))
+    sources = [*module.parameters(), *(leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor))]
+    leaves, spec = tree_flatten(torch.compile(run, backend=backend, dynamic=False)(*args, **kwargs))
+    ends = [leaf.sum() for leaf in leaves if _learns(leaf)]
+    torch.autograd.grad(ends, [*filter(_learns, sources)], allow_unused=True)
+    if [len(found) for found in graphs.values()] != [1, 1, 1]:
         got = f"{len(graphs['inputs'])} graphs"
         raise QtoolError("--compile", "a model that is captured whole", got, "leave it out: this is not predicted")
-    for parameter in model.parameters():
-        parameter.grad = None
-    return _captured(graphs["inputs"][0], graphs["forward"][0], graphs["backward"][0], leaves, spec)
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    places = {id(leaf): i for i, leaf in enumerate(tree_flatten((args, kwargs))[0])}
+    inputs, forward, backward = (found[0] for found in graphs.values())
+    return _captured(inputs, forward, backward, leaves, spec, names, places)
 
 
-def _captured(inputs: Any, forward: fx.Graph, backward: fx.Graph, leaves: list[Tensor], spec: TreeSpec) -> Captured:
+def _captured(
+    inputs: list[Any], forward: fx.Graph, backward: fx.Graph, leaves: list[Any], spec: TreeSpec, names: dict[int, str],
+    places: dict[int, int],
+) -> Captured:  # fmt: skip
     first = plan(forward, {})
     saved = [n.name for n in backward.nodes if n.op == "placeholder" and not n.name.startswith("tangents")]
     kept = first.outputs[len(first.outputs) - len(saved) :]
     made = {buffer.name for buffer in first.buffers}
     owned = {name: next(iter(where)) for name, where in zip(saved, kept, strict=True) if where and where <= made}
     second = plan(backward, owned)
-    pairs = [
-        (value, where)
-        for value, where in zip(inputs, second.outputs, strict=False)
-        if isinstance(value, nn.Parameter) and value.requires_grad
-    ]
-    front = len(first.outputs) - len(saved)
+    given = {node.name: value for node, value in zip(forward.find_nodes(op="placeholder"), inputs, strict=False)}
+    read = [id(given[name]) for where in kept for name in where or () if name in given]
+    ends = [(id(x), where) for x, where in zip(inputs, second.outputs, strict=False) if _learns(x)]
+    weights, others = ([end for end in ends if end[0] in known] for known in (names, places))
+    results, front = [leaf for leaf in leaves if isinstance(leaf, Tensor)], len(first.outputs) - len(saved)
     return Captured(
-        first, second, tuple(value for value, _ in pairs), tuple(where for _, where in pairs),
-        tuple(leaf.detach() for leaf in leaves), first.outputs[front - len(leaves) : front], spec,
+        forward=first, backward=second, parameters=tuple(names[source] for source, _ in weights),
+        inputs=tuple(places[source] for source, _ in others),
+        kept=tuple(places[source] for source in read if source in places),
+        gradients=tuple(where for _, where in (*weights, *others)), results=tuple(x.detach() for x in results),
+        names=first.outputs[front - len(results) : front], leaves=tuple(leaves), spec=spec,
     )  # fmt: skip
 
 
-class Compiled(nn.Module):
-    """Stands in for a model in a step: allocates what the compiled one would, and returns results of its shapes."""
-
-    def __init__(self, captured: Captured) -> None:
-        super().__init__()
-        self.captured = captured
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        results = Walk.apply(self.captured, *self.captured.trained)  # type: ignore[no-untyped-call]
-        return tree_unflatten(list(results), self.captured.spec)
+def _learns(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
 
 
 class Walk(torch.autograd.Function):
     """The two lists of buffers, allocated and freed in order."""
 
     @staticmethod
-    def forward(ctx: Any, captured: Captured, *parameters: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, captured: Captured, num_kept: int, *given: Tensor) -> tuple[Tensor, ...]:
         held: dict[str, Tensor] = {}
         device = captured.results[0].device
         _walk(captured.forward, held, device, {})
@@ -243,25 +312,25 @@ class Walk(torch.autograd.Function):
             for name in (where or frozenset()) - saved:
                 held.pop(name, None)
             results.append(torch.empty_like(like))
+        ctx.save_for_backward(*given[:num_kept])
         ctx.captured, ctx.held, ctx.device = captured, {k: v for k, v in held.items() if k in saved}, device
+        ctx.wanted = given[num_kept:]
         return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         captured, held = ctx.captured, ctx.held
-        shaped = {
-            next(iter(where)): parameter
-            for parameter, where in zip(captured.trained, captured.gradients, strict=True)
-            if where
-        }
+        wanted, ctx.wanted = ctx.wanted, ()  # what a block was given may go before the graph does
+        shaped = {next(iter(where)): like for like, where in zip(wanted, captured.gradients, strict=True) if where}
         for name in captured.backward.unread:
             held.pop(name, None)
         _walk(captured.backward, held, ctx.device, shaped)
         del ctx.held
         found = [held.pop(next(iter(where)), None) if where else None for where in captured.gradients]
         held.clear()
-        pairs = zip(captured.trained, found, strict=True)
-        return (None, *(g if g is not None and g.shape == p.shape else torch.empty_like(p) for p, g in pairs))
+        pairs = zip(wanted, found, strict=True)
+        own = [g if g is not None and g.shape == w.shape else torch.empty_like(w) for w, g in pairs]
+        return (None, None, *[None] * len(captured.kept), *own)
 
 
 def _front(captured: Captured) -> int:

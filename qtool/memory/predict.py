@@ -44,21 +44,21 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
 from qtool import processes
 from qtool.devices import resolve_device
-from qtool.errors import QtoolError, UsageError
+from qtool.errors import QtoolError
 from qtool.memory.accumulation import Accumulation
-from qtool.memory.compiled import Compiled, capture
+from qtool.memory.compiled import stood_in
 from qtool.memory.fakes import Scalars, answered
 from qtool.memory.gpu_scratch import Gpu
 from qtool.memory.known import know
 from qtool.memory.scratch import COPIED, LSTM, Scratch
 from qtool.memory.trial import Oracle
-from qtool.nested import cut, map_tensors, num_samples, split, tensors
+from qtool.nested import call, cut, map_tensors, num_samples, split, tensors
 from qtool.recipe import TrainConfig
 from qtool.step import LossFunction, Setup, Step, no_scaler, trained
 
@@ -151,23 +151,20 @@ def _prediction(
     scratch: Scratch, oracle: Oracle,
 ) -> Prediction:  # fmt: skip
     start = time.monotonic()
-    require_predictable(config)
-    compiles, config = config.compile, replace(config, compile=False)
     total, share = num_samples(batch[0]), math.ceil(num_samples(batch[0]) / config.devices)
     copies = config.devices > 1 and config.strategy == "ddp"
     if copies:
         total, config = share, replace(config, devices=1, batch_size=math.ceil(config.batch_size / config.devices))
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     group = processes.pretended(config.devices) if config.strategy == "fsdp" else nullcontext()
-    with group, torch.random.fork_rng(devices=[]), mode, answered():
+    with group, torch.random.fork_rng(devices=[]), mode, answered(), stood_in(mode):
         device = resolve_device(config.device)
         model = _fake(build(), device)
         value, target = map_tensors(mode.from_tensor, _some(tuple(batch), share))
         watched = oracle.at_work.watched(model) if oracle.answers else nullcontext()
         with _in_place(device), watched, prepare(model, config, _first(value)) as setup:
-            if compiles:
-                compiled = _compiled(setup, value, mode)
-                setup.replica = lambda loss, *given: loss(compiled, *given)
+            if config.compile:
+                _capture(setup, value)
             tracker = Tracker(setup.device, scratch)
             found = _predicted(setup, (value, target), total, loss, tracker, oracle, copies)
     return replace(found, seconds=time.monotonic() - start, guessed=oracle.guessed)
@@ -178,16 +175,6 @@ def _micro_batches(batch: tuple[Any, Any], config: TrainConfig) -> list[Any]:
     share = math.ceil(num_samples(batch[0]) / config.devices)
     size = math.ceil(math.ceil(config.batch_size / config.devices) / config.micro_batches)
     return split(_some(tuple(batch), share), math.ceil(share / size))
-
-
-def require_predictable(config: TrainConfig) -> None:
-    """Raises UsageError for a combination of options whose memory is not predicted."""
-    if config.compile and config.strategy == "fsdp":
-        raise UsageError(
-            "--compile", "a model compiled as a whole, whose memory can be predicted",
-            "--strategy fsdp, whose blocks are compiled one by one",
-            "leave --compile out here",
-        )  # fmt: skip
 
 
 def _fake(model: nn.Module, device: torch.device) -> nn.Module:
@@ -209,12 +196,14 @@ def _in_place(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _compiled(setup: Setup, value: Any, mode: FakeTensorMode) -> nn.Module:
-    """What allocates in the place of the model what it would, compiled for the first micro-batch of ``value``."""
-    micro = math.ceil(num_samples(value) / setup.config.micro_batches)
-    part = setup.place(_some(value, micro))
-    with _disable_current_modes(), mode, setup.forward():
-        return Compiled(capture(setup.model, part))
+def _capture(setup: Setup, value: Any) -> None:
+    """Has what is compiled called for the first time, with the first micro-batch of ``value``, and captured."""
+    part = setup.place(_some(value, math.ceil(num_samples(value) / setup.config.micro_batches)))
+    with setup.forward():
+        call(setup.model, part)
+    for module in setup.model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def _some(value: Any, count: int) -> Any:
@@ -337,6 +326,12 @@ class Tracker(MemTracker):
         snapshot: dict[Any, int] = self.get_tracker_snapshot(moment)[self.device]
         parts = {PARTS[kind.value]: int(size) for kind, size in snapshot.items() if kind != "Total"}
         return parts | {"temporary": parts.get("temporary", 0) + scratch}
+
+    def _update_and_maybe_create_winfos(self, t: Any, reftype: Any, update_existing: bool = False) -> set[Any]:
+        if t is None:  # a gradient that was used as soon as it was there
+            return set()
+        found: set[Any] = super()._update_and_maybe_create_winfos(t, reftype, update_existing)
+        return found
 
     def _track_module_params_and_buffers(self, module: nn.Module, install_grad_hooks: bool = True) -> tuple[int, int]:
         for parameter in module.parameters():

@@ -54,11 +54,9 @@ def predict_memory(
     could open.
     """
     config = configured(TrainConfig, config, options)
-    from qtool.memory.predict import require_predictable
     from qtool.training import rules
 
     rules.check(config)
-    require_predictable(config)
     spec = {"model": model, "data": data, "task": task}
     require_named(config)
     if measure and not all(isinstance(value, str) for value in spec.values()):

@@ -7,7 +7,8 @@ is recomputed, and its batch-norm statistics do not move a second time.
 What an operator of a block would keep is counted and dropped (``saved_tensors_hooks``); whoever asks for any of it has
 the block run again, up to the last that was kept. torch has the same, for more cases than a step has, and its books for
 each tensor take as long as launching the block does, which a fast GPU waits for. Inputs are kept as an operator keeps
-them, so that they may be offloaded. Where a compiler traces the model, it is given torch's own, which it knows.
+them, so that they may be offloaded. Where a compiler traces the model, it is given torch's own, which it knows: what it
+computes again moves no statistics.
 
 Blocks are found by repetition: the outermost modules with children whose class occurs at least twice
 as items of a ``ModuleList`` or ``Sequential`` (transformer layers, residual blocks), and where there are
@@ -22,7 +23,7 @@ from __future__ import annotations
 import ctypes
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -99,8 +100,7 @@ def _wrap(block: nn.Module) -> None:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         if torch.compiler.is_compiling():
-            more: dict[str, Any] = {"context_fn": lambda: (nullcontext(), _still(norms))} if norms else {}
-            return checkpoint(forward, *args, use_reentrant=False, **more, **kwargs)
+            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
         return _Pass(forward, norms)(*args, **kwargs)
 
     block.forward = checkpointed

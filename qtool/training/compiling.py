@@ -4,7 +4,8 @@ The first steps take longer, up to minutes, and a batch of another size (the sho
 second, dynamic version. A compiler is needed: C++ on the CPU, Triton on a GPU.
 
 Under FSDP weights come and go between blocks, by hooks around each block's forward pass. So there the forward pass of
-each block is compiled, which the hooks stay outside of; equal blocks are compiled once.
+each block is compiled, which the hooks stay outside of; equal blocks are compiled once. Where weights are updated in
+the backward pass it is the same: that of a whole model would end with all gradients at once.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ import shutil
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 
+from qtool import step
 from qtool.devices import resolve_device
 from qtool.errors import QtoolError
 from qtool.recipe import TrainConfig
@@ -28,10 +29,10 @@ _COMPILERS = ("c++", "g++", "clang++", "clang", "gcc")
 
 
 def apply(setup: Setup, example: Any) -> None:
-    """Compiles the model in place."""
+    """Compiles the model in place, or its blocks."""
     model = setup.model
-    if setup.config.strategy == "fsdp":
-        for block in blocks(model).values():
+    if setup.config.strategy == "fsdp" or setup.config.step_in_backward:
+        for block in blocks(model).values() or [model]:
             setup.on_close.append(_compile_forward(block))
         return
 
@@ -40,7 +41,7 @@ def apply(setup: Setup, example: Any) -> None:
 
     # As nn.Module.compile, but with a frame of our own on top: dynamo skips those of torch's own modules, so that a
     # model that is an nn.Sequential would stay as it is, without a word.
-    model._compiled_call_impl = torch.compile(call)
+    model._compiled_call_impl = step.compiled(call, model)
     setup.on_close.append(lambda: setattr(model, "_compiled_call_impl", None))
 
 
@@ -52,7 +53,7 @@ def require(model: nn.Module, config: TrainConfig) -> None:
 def _compile_forward(block: nn.Module) -> Callable[[], None]:
     """Compiles a block's forward pass, with the checkpointing that may be there already; what takes it back."""
     before = {key: value for key, value in vars(block).items() if key == "forward"}
-    block.forward = torch.compile(block.forward)
+    block.forward = step.compiled(block.forward, block)
 
     def restore() -> None:
         del block.forward

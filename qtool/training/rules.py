@@ -149,13 +149,6 @@ RULES = (
         "pass --activation-checkpointing instead, or --strategy ddp",
     ),
     Rule(
-        "--compile",
-        lambda c: c.compile and c.strategy == "fsdp" and (c.memory_budget is not None or c.batch_size == AUTO),
-        "techniques whose memory can be predicted, by which --memory-budget and --batch-size auto choose",
-        "--strategy fsdp, whose blocks are compiled one by one",
-        "leave --compile out, or name the --batch-size and the techniques",
-    ),
-    Rule(
         "--weight-offload",
         lambda c: c.weight_offload and c.strategy != "fsdp",
         "--strategy fsdp, which brings weights to the device block by block (one device is enough)",

@@ -10,8 +10,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from qtool.errors import QtoolError
 from qtool.loop import task_loss
-from qtool.memory.compiled import plan
-from qtool.memory.predict import predict
+from qtool.memory import compiled
+from qtool.memory.compiled import capture, plan
+from qtool.memory.predict import Prediction, predict
 from qtool.recipe import TrainConfig
 from qtool.tasks import load_task
 from qtool.training.techniques import setup
@@ -99,3 +100,57 @@ def test_each_of_several_results_goes_when_it_is_read():
     assert [(b.name, b.size, b.after) for b in made.buffers if b.size] == [
         ("getitem", 1536, ()), ("getitem_1", 432, ()), ("sum_1", 4, ("getitem",)),
     ]  # fmt: skip
+
+
+def test_the_parts_of_a_split_have_no_memory_of_their_own():
+    def split(x, w):
+        first, second = (x @ w).unbind(0)
+        return (first.sum() + second.sum(),)
+
+    made = plan(graph(split, torch.ones(2, 8), torch.ones(8, 4)), {})
+    assert [(b.name, b.size, b.after) for b in made.buffers] == [
+        ("mm", 32, ()), ("sum_1", 4, ()), ("sum_2", 4, ("mm",)), ("add", 4, ("sum_1",)),
+    ]  # fmt: skip
+
+
+def blocks(count: int = 4, width: int = 64) -> nn.Module:
+    return nn.Sequential(nn.Linear(32, width), *(FeedForward(width) for _ in range(count)), nn.Linear(width, 10))
+
+
+def predicted(net: nn.Module, size: int = 512, **options) -> Prediction:
+    batch = torch.randn(size, 32), torch.zeros(size, dtype=torch.int64)
+    config = TrainConfig(device="cpu", batch_size=size, **options)
+    return predict(lambda: net, batch, config, prepare=setup, loss=LOSS)
+
+
+INSIDE = {"step_in_backward": True, "grad_clip": None}
+SHARDED = {"strategy": "fsdp", "devices": 2}
+
+
+@pytest.mark.parametrize("options", [INSIDE, SHARDED], ids=["step in backward", "fsdp"])
+def test_of_equal_blocks_one_is_captured_and_each_allocates(options, monkeypatch):
+    captured = []
+    monkeypatch.setattr(compiled, "capture", lambda *given: captured.append(given) or capture(*given))
+    few, many = (predicted(blocks(count), compile=True, **options) for count in (2, 6))
+    assert len(captured) == 2  # one for each net
+    share = options.get("devices", 1)
+    grown = (many.peak_bytes - few.peak_bytes) / 4
+    kept = 512 // share * 64 * 4  # one value for each feature of each sample
+    weights = 3 * sum(p.nbytes for p in blocks()[1].parameters()) / share  # with two moments
+    assert weights + 3 * kept < grown < weights + 13 * kept  # the block's input, and what its four-fold inside keeps
+
+
+@pytest.mark.parametrize("options", [INSIDE, SHARDED], ids=["step in backward", "fsdp"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_net_compiled_block_by_block_takes_about_what_it_takes_uncompiled(options, checkpointing):
+    plain, inside = (
+        predicted(blocks(), compile=compile, activation_checkpointing=checkpointing, **options)
+        for compile in (False, True)
+    )
+    assert inside.peak_bytes == pytest.approx(plain.peak_bytes, rel=0.1)
+
+
+def test_a_sharded_block_with_batch_norm_is_refused():
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32)) for _ in range(2)), nn.Linear(32, 10))
+    with pytest.raises(QtoolError, match=r"'0\.1', which is sharded by itself within its block"):
+        predicted(net, compile=True, **SHARDED)

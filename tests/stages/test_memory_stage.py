@@ -22,6 +22,10 @@ from torch import nn
 def net():
     return nn.Sequential(nn.Linear(8, 2048), nn.ReLU(), nn.Linear(2048, 3))
 
+def net_of_blocks():
+    blocks = [nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(3)]
+    return nn.Sequential(nn.Linear(8, 256), *blocks, nn.Linear(256, 3))
+
 def data():
     samples = torch.utils.data.TensorDataset(torch.randn(300, 8), torch.arange(300) % 3)
     return {"train": samples, "test": samples}
@@ -89,14 +93,11 @@ def test_what_is_not_predicted_is_refused(specs: dict[str, str]) -> None:
         assert f"error: {words[0]}" in told.stderr
 
 
-def test_what_cannot_be_predicted_is_refused_before_anything_is_opened() -> None:
-    with pytest.raises(UsageError, match=r"--compile: .* blocks are compiled one by one; leave --compile out here"):
-        stage.predict_memory("none", "none", device="cpu", compile=True, strategy="fsdp")
-
-
 @pytest.mark.slow
-def test_a_compiled_step_is_predicted_and_measured(specs: dict[str, str]) -> None:
-    found = stage.predict_memory(**specs, measure=True, device="cpu", batch_size=256, compile=True)
+@pytest.mark.parametrize("options", [{}, {"step_in_backward": True, "grad_clip": None}], ids=["whole", "blocks"])
+def test_a_compiled_step_is_predicted_and_measured(specs: dict[str, str], options: dict[str, Any]) -> None:
+    specs["model"] += "_of_blocks" if options else ""
+    found = stage.predict_memory(**specs, **options, measure=True, device="cpu", batch_size=256, compile=True)
     assert abs(found["error"]) < 0.1
 
 
