@@ -171,7 +171,7 @@ def benchmark(ctx: click.Context, what: tuple[Path, ...], trust: bool, mlflow: s
     files = len(what) > 1 or what[0].suffix == ".onnx"
     if files and mlflow:
         raise click.UsageError("--mlflow without a run directory, whose results it logs", ctx)
-    with work(ctx) as pipeline, tracked(what[0], mlflow):
+    with measured(ctx), work(ctx) as pipeline, tracked(what[0], mlflow):
         if files:
             found = {"metrics": pipeline.benchmark(named(what), **options)}
         else:
@@ -331,6 +331,17 @@ def work(ctx: click.Context) -> Iterator[ModuleType]:
             yield pipeline
     finally:
         warnings.formatwarning = plain
+
+
+@contextlib.contextmanager
+def measured(ctx: click.Context) -> Iterator[None]:
+    """Prints the figures of a benchmark that failed by them as well; with ``--json`` they are the error's details."""
+    try:
+        yield
+    except ContractError as error:
+        if error.details and not ctx.params["as_json"]:
+            deliver(ctx, {"metrics": error.details}, "benchmark")
+        raise
 
 
 @contextlib.contextmanager

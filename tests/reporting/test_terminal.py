@@ -5,7 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from qtool import pipeline
+from qtool.cli import main
+from qtool.errors import ContractError
 from qtool.reporting import terminal
 
 HISTORY = {"epochs": [{}, {}], "losses": [1.0] * 6, "skipped_steps": 1, "stopped_early": True}
@@ -146,3 +150,19 @@ def test_what_no_terminal_shows_is_a_line_for_each_sentence(
     assert len(shown(capsys, "train", result).splitlines()) > 2
     monkeypatch.delenv("COLUMNS")
     assert len(shown(capsys, "train", result).splitlines()) == 2
+
+
+@pytest.mark.parametrize(("words", "shown"), [((), True), (("--quiet",), False), (("--json",), False)])
+def test_a_benchmark_that_fails_by_its_figures_prints_them(
+    monkeypatch: pytest.MonkeyPatch, result: dict[str, Any], words: tuple[str, ...], shown: bool
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        error = ContractError("benchmark", "INT8 faster than fp32", "not so", "accept it")
+        error.details = result
+        raise error
+
+    monkeypatch.setenv("QTOOL_MALLOC", "0")
+    monkeypatch.setattr(pipeline, "benchmark", fail)
+    done = CliRunner().invoke(main, ["benchmark", "x", *words])
+    assert done.exit_code == 3
+    assert ("size on disk, MiB" in done.stdout) is shown
