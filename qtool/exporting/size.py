@@ -1,13 +1,14 @@
 """The size gate: the file's tensors take the bytes that the plan predicts.
 
 The prediction is arithmetic over the quantized graph: each constant in the type it is stored in there, zero
-points in a byte. Integers of 64 bits are positions and sizes, of which an exporter may need more: they do not count.
-A weight that the exporter kept in float, or stored twice, shows at once. What the file spends on nodes and names is
-reported beside it.
+points in a byte, and the positions that an affine grid is computed from. Integers of 64 bits are positions and sizes,
+of which an exporter may need more: they do not count. A weight that the exporter kept in float, or stored twice,
+shows at once. What the file spends on nodes and names is reported beside it.
 """
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,20 @@ def predicted_bytes(quantized: QuantizedModel) -> int:
             key = stored.numpy().tobytes() if stored.numel() <= SHARED_VALUES else name
             size = stored.numel() * stored.element_size()
             found[stored.dtype, stored.shape, key] = (size + 1) // 2 if name in packed else size
-    return sum(found.values()) + sum(tensors[name].numel() * 4 for name in _scales_stored_twice(quantized))
+    twice = sum(tensors[name].numel() * 4 for name in _scales_stored_twice(quantized))
+    return sum(found.values()) + twice + _grid_bytes(quantized)
+
+
+def _grid_bytes(quantized: QuantizedModel) -> int:
+    """What affine grids of fixed size store: each position (two or three coordinates and a 1) in float32."""
+    found: dict[Any, int] = {}
+    for node in quantized.graph.graph.nodes:
+        if node.target is torch.ops.aten.affine_grid_generator.default:
+            sizes = node.args[1][2:]
+            if all(isinstance(size, int) for size in sizes):
+                values = math.prod(sizes) * (len(sizes) + 1)
+                found[(*sizes, node.args[2]) if values <= SHARED_VALUES else node] = values * 4
+    return sum(found.values())
 
 
 def _scales_stored_twice(quantized: QuantizedModel) -> set[str]:

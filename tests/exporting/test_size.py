@@ -1,0 +1,41 @@
+"""What the size gate predicts that no tensor of the graph says: what the exporter stores of its own accord."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+import pytest
+import torch
+from onnx import TensorProto, numpy_helper
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from qtool.exporting import to_onnx
+from qtool.exporting.size import predicted_bytes
+from qtool.quantization.stage import quantize
+from qtool.recipe import QuantizeConfig
+
+
+class Transformer(nn.Module):
+    """A spatial transformer: images looked at through two grids of one size."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 6), nn.Linear(3, 6)
+        self.size = size
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean, sizes = x.mean((2, 3)), [x.shape[0], 3, self.size, self.size]
+        for layer in (self.first, self.second):
+            grid = F.affine_grid(layer(mean).view(-1, 2, 3), sizes, align_corners=False)
+            x = F.grid_sample(x, grid, align_corners=False)
+        return x
+
+
+@pytest.mark.parametrize("size", [8, 40])  # of which the exporter compares the smaller grids alone
+def test_the_positions_of_affine_grids_are_predicted(size: int) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 3, 16, 16)
+    quantized = quantize(Transformer(size).eval(), QuantizeConfig(effort="fast"), example=x, calibration=[x])
+    model = ir.to_proto(to_onnx.quantized_to_onnx(quantized, 21))
+    kept = [numpy_helper.to_array(t) for t in model.graph.initializer if t.data_type != TensorProto.INT64]
+    assert abs(predicted_bytes(quantized) - sum(array.nbytes for array in kept)) < 200
