@@ -3,7 +3,8 @@
 OpenVINO renames what it fuses, so layers are counted and not looked up: at least as many convolutions and matrix
 products have to run in 8 bits, or 4, as the plan calls integer or lets multiply weights as they are stored. Attention
 is fused whole into one kernel, which tells which of the file's nodes it holds and the format of what it reads: none
-with a product that the plan calls integer may read floats.
+with a product that the plan calls integer may read floats. Where there are too few, those that can be found in float
+are named.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from qtool.runtimes.openvino import is_installed
 
 def coverage(plan: Plan, path: Path, feeds: Mapping[str, Array]) -> Gate:
     """Compares the plan with OpenVINO's compiled model of the file; not run where OpenVINO is not installed."""
-    weighted = sum(unit.weight_bits is not None and (unit.integer or unit.block is not None) for unit in plan.units)
-    expected = f"{weighted} convolutions and matrix products, integer in the plan, in 8 bits or 4 in OpenVINO's model"
+    multiplying = [unit for unit in plan.units if unit.integer or unit.block is not None]
+    weighted = [unit.name for unit in multiplying if unit.weight_bits is not None]
+    num = len(weighted)
+    expected = f"{num} convolutions and matrix products, integer in the plan, in 8 bits or 4 in OpenVINO's model"
     if not is_installed():
         return Gate("coverage", None, expected, "not run: openvino is not installed (pip install 'qtool[openvino]')")
     session = open_session(path, provider="openvino")
@@ -33,10 +36,12 @@ def coverage(plan: Plan, path: Path, feeds: Mapping[str, Array]) -> Gate:
     integers = {kind: ran[kind] for kind in ("int8", "int4") if kind in ran}
     bits = " and ".join(f"{count} in {kind.removeprefix('int')} bits" for kind, count in integers.items()) or "none"
     found = f"of {sum(ran.values())} products {bits}"
+    enough = sum(integers.values()) >= num
+    if not enough:
+        missing += [name for name in weighted if name in in_float]
     if missing:
         found += f"; in float: {', '.join(missing[:5])}{' …' if len(missing) > 5 else ''}"
-    passed = sum(integers.values()) >= weighted and not missing
     return Gate(
-        "coverage", passed, expected, found, "leave those units in float with an override",
+        "coverage", enough and not missing, expected, found, "leave those units in float with an override",
         {"arithmetic": ran, "missing": missing},
     )  # fmt: skip

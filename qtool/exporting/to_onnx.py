@@ -51,6 +51,7 @@ from qtool.exporting.passes import (
     sizes,
     stem,
     stored,
+    strides,
     wide_gates,
     wide_groups,
 )
@@ -70,8 +71,8 @@ PASSES: dict[str, tuple[Pass, ...]] = {
         float_units.apply, stem.apply, lookups.apply,
     ),
     "openvino": (
-        global_pool.apply, activations.apply, conv_pads.apply, biases.apply, bare_weights.apply, lookups.apply,
-        expands.apply,
+        global_pool.apply, activations.apply, conv_pads.apply, strides.apply, biases.apply, bare_weights.apply,
+        lookups.apply, expands.apply,
     ),
     "tensorrt": (global_pool.apply, activations.apply, conv_pads.apply),
 }  # fmt: skip
