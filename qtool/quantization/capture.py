@@ -6,7 +6,7 @@ to look for (``functional.py``, ``linears.py``); the guards that torch inserts a
 file's contract and not the graph's; calls that repeat another become one (``repeats.py``); and every operator learns
 which module it came from (``owner``), the name that a user knows it by. Modules that the graph leaves out, such as a
 head for training alone, are named in its ``meta["notes"]``, and so is what it asks of a batch's size; ``any_batch``
-there says that it asks nothing.
+there says that it asks nothing, and ``guards`` what it asks of sizes at all (``conditions.py``).
 
 What becomes of batch-norm is told in ``norms.py``. What is left out on purpose: FX symbolic tracing as a
 second way in.
@@ -17,7 +17,6 @@ from __future__ import annotations
 import copy
 import operator
 import os
-import re
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from qtool.errors import QtoolError, UsageError, one_line
 from qtool.form import FIXED_SIZE, as_graph, input_values, open_axes, to_program
 from qtool.models import modes_kept
 from qtool.nested import call, map_tensors, tensors
+from qtool.quantization.conditions import guards_of, of_batches
 from qtool.quantization.functional import DROPOUTS, functionalized, make_functional, mutations
 from qtool.quantization.linears import write_linears
 from qtool.quantization.quiet import quiet_export
@@ -89,7 +89,9 @@ def capture(model: nn.Module, example: Any, *, train: bool = False, axes: tuple[
         if train:
             return _evaluated(model, example, axes)
         graph_module = functionalized(program)
-    conditions = _conditions(program)
+    guards = guards_of(program)
+    conditions = tuple(f"captured for batches with {guard}" for guard in of_batches(guards, model, example))
+    graph_module.meta["guards"] = guards
     graph_module.meta["notes"] = (*_left_out(model, graph_module), *_fixed(graph_module), *conditions)
     graph_module.meta["any_batch"] = not conditions
     _detach_parameters(graph_module)
@@ -218,14 +220,6 @@ def _fixed(graph_module: GraphModule) -> tuple[str, ...]:
     return tuple(
         f"input '{name}' is fixed to {value!r}" for name, value in given if isinstance(value, str | int | float)
     )
-
-
-def _conditions(program: torch.export.ExportedProgram) -> tuple[str, ...]:
-    """A note for each condition on the batch size under which alone the graph is the model's."""
-    batch = r"L\['\w+'\]\.size\(\)\[0\]"  # that all inputs have the same is no condition
-    guards = [guard for guard in getattr(program, "_guards_code", ()) if re.search(batch, guard)]
-    guards = [guard for guard in guards if not re.fullmatch(f"{batch} == {batch}", guard)]
-    return tuple(f"captured for batches with {guard}" for guard in guards)
 
 
 def copied(graph_module: GraphModule) -> GraphModule:

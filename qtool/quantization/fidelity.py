@@ -4,6 +4,9 @@ All that follows is proven against the float graph, so that a fault of the captu
 another name, a branch merged that should not have been) would be proven faithfully to the end. Rounding in another
 order leaves 100 dB and more between the two, a wrong operator rarely 40.
 
+Where axes behind the batch are open, both compute inputs of other sizes as well, where what torch wrote down of sizes
+does not hold: a model whose code goes two ways by a size is told of, since its graph goes one.
+
 A model that is random in evaluation differs from itself as much, and one whose outputs are all but nothing (some
 untrained ones give 1e-41) from itself in float64. That is noted: there nothing can be told apart.
 """
@@ -11,6 +14,7 @@ untrained ones give 1e-41) from itself in float64. That is noted: there nothing 
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import torch
@@ -20,8 +24,10 @@ from torch.utils import _pytree as pytree
 
 from qtool.errors import QtoolError
 from qtool.evaluate import sqnr_db
+from qtool.form import open_axes
 from qtool.models import modes_kept
-from qtool.nested import call, map_tensors, num_samples, samples_of
+from qtool.nested import call, map_tensors, num_samples, samples_of, tensors
+from qtool.quantization.conditions import broken, resized
 from qtool.structures import quiet_pytree
 
 LEAST_DB = 60.0
@@ -40,6 +46,8 @@ def require_faithful(graph: GraphModule, model: nn.Module, example: Any) -> None
     wanted, found = _evaluated(model, few), _floats(graph, few)
     least = _least(wanted, found)
     if least >= LEAST_DB:
+        for axis in sorted(open_axes(graph)):
+            _note_other_sizes(graph, model, few, axis)
         return
     if _least(wanted, _evaluated(model, few)) < LEAST_DB:
         _note(graph, RANDOM)
@@ -53,6 +61,41 @@ def require_faithful(graph: GraphModule, model: nn.Module, example: Any) -> None
         f"model '{type(model).__name__}'", f"a captured graph that computes what it does, to {LEAST_DB:.0f} dB",
         f"{least:.1f} dB on {num_samples(few)} samples", "report this model: the capture changed its meaning",
     )  # fmt: skip
+
+
+def _note_other_sizes(graph: GraphModule, model: nn.Module, inputs: Any, axis: int) -> None:
+    """Notes the first size of an open axis, near that of ``inputs``, at which model and graph part.
+
+    They can where a guard does not hold, and that says nothing where the model refuses the size itself.
+    """
+    guards = graph.meta.get("guards", ())
+    given = next(int(value.shape[axis]) for value in tensors(inputs) if value.dim() > axis)
+    for size in (given // 2, given - 1, given + 1, given * 2):
+        told = broken(guards, model, [resized(inputs, axis, size)]) if size else []
+        if told and not _agree(graph, model, map_tensors(functools.partial(_repeated, axis=axis, size=size), inputs)):
+            short = min(told, key=len)
+            _note(graph, f"axis {axis}: of size {size}, the model computes another thing than its graph, "
+                         f"which was captured for {short}")  # fmt: skip
+            return
+
+
+def _agree(graph: GraphModule, model: nn.Module, inputs: Any) -> bool:
+    """Whether the model and its graph compute the same of inputs, or the model refuses them."""
+    try:
+        wanted = _evaluated(model, inputs)
+    except Exception:  # whatever a model's own code may say of a size
+        return True
+    try:
+        return _least(wanted, _floats(graph, inputs)) >= LEAST_DB
+    except Exception:  # the graph's operators, of a size that is not theirs
+        return False
+
+
+def _repeated(value: Tensor, axis: int, size: int) -> Tensor:
+    """A tensor of another size of the axis: the beginning of it, over and over again."""
+    if value.dim() <= axis:
+        return value
+    return value.index_select(axis, torch.arange(size, device=value.device) % value.shape[axis])
 
 
 def _exact(model: nn.Module, inputs: Any) -> list[Tensor]:

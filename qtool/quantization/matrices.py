@@ -31,15 +31,16 @@ def flatten_linears(graph_module: GraphModule) -> int:
 
 
 def _flatten(node: Node) -> bool:
-    source, value = node.args[0], node.meta["val"]
+    source, weight, value = *node.args[:2], node.meta["val"]
     assert isinstance(source, Node)
+    assert isinstance(weight, Node)
     if value.dim() < 3:
         return False
     sizes = _sizes(node, source)
     follower = next(iter(node.users)) if len(node.users) == 1 else None
     last = follower if follower is not None and follower.target in RELU_LIKE and follower.args[0] is node else node
     rows = math.prod(value.shape[:-1])
-    flat_in = source.meta["val"].new_empty([rows, source.meta["val"].shape[-1]])
+    flat_in = source.meta["val"].new_empty([rows, _width(source, weight)])
     flat_out = value.new_empty([rows, value.shape[-1]])
     with node.graph.inserting_before(node):
         node.update_arg(0, _reshape(node, source, [-1, flat_in.shape[1]], flat_in))
@@ -49,6 +50,12 @@ def _flatten(node: Node) -> bool:
     for flattened in {node, last}:
         flattened.meta = {**flattened.meta, "val": flat_out}
     return True
+
+
+def _width(source: Node, weight: Node) -> Any:
+    """The last size of a layer's input: as the weight has it where it was computed from open ones."""
+    given = source.meta["val"].shape[-1]
+    return given if isinstance(given, int) or "val" not in weight.meta else weight.meta["val"].shape[-1]
 
 
 def _sizes(node: Node, source: Node) -> list[Any]:

@@ -172,3 +172,53 @@ def test_reconstruction_takes_samples_of_what_counts_them_alone() -> None:
     axes = {str(node.target): part._batch_axis(node) for node in graph.graph.nodes if node.op == "call_function"}
     assert axes["aten.add.Tensor"] == 0
     assert axes["aten.mul.Tensor"] is None
+
+
+class TwoWays(nn.Module):
+    """A net that pools only what is large, and one that refuses what it cannot view."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.first, self.last, self.way = nn.Conv2d(3, 8, 3, padding=1), nn.Linear(8, 4), way
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.first(x))
+        if self.way == "pools" and x.shape[3] > 12:
+            x = F.avg_pool2d(x, 2) * 3
+        if self.way == "pads" and x.shape[2] % 4:
+            x = F.pad(x, (0, 0, 0, 4 - x.shape[2] % 4)) + 1
+        if self.way == "views":
+            n, c, h, w = x.shape
+            x = x.view(n, c, h // 2, 2, w // 2, 2).mean((3, 5)).reshape(n, c, h // 2, w // 2)
+        return self.last(x.mean((2, 3)))
+
+
+@pytest.mark.parametrize(
+    ("way", "noted"), [("pools", "axis 3: of size 8,"), ("pads", "axis 2: of size 15,"), ("views", ""), ("", "")]
+)
+def test_a_model_that_goes_two_ways_by_a_size_is_told_of(way: str, noted: str) -> None:
+    notes = qtool.quantize(TwoWays(way), [torch.randn(4, 3, 16, 16)], dynamic_axes=(2, 3), effort="fast").plan.notes
+    found = [note for note in notes if "axis" in note or "captured" in note]
+    assert [note[: len(noted)] for note in found] == [noted] * bool(noted)
+
+
+def test_sizes_that_only_together_are_fixed_stay_open(tmp_path: Path) -> None:
+    """Tokens that are mixed by a layer of as many inputs: any image of that many patches."""
+
+    class Mixer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.patches, self.mix, self.last = nn.Conv2d(3, 8, 4, 4), nn.Linear(16, 16), nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.patches(x).flatten(2)
+            return self.last((x + F.relu(self.mix(x))).mean(2))
+
+    torch.manual_seed(0)
+    model, batches = Mixer().eval(), [torch.randn(4, 3, 16, 16)]
+    quantized = qtool.quantize(model, batches, dynamic_axes=(2, 3))
+    assert not any("captured" in note for note in quantized.plan.notes)
+    file = qtool.export(quantized, tmp_path, samples=batches).files["fp32"]
+    x = torch.randn(2, 3, 8, 32)
+    (found,) = onnxruntime.InferenceSession(file).run(None, {"x": x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(found), model(x).detach(), atol=1e-5, rtol=1e-5)
