@@ -178,6 +178,33 @@ def test_a_table_that_a_layer_shares_is_turned_in_the_file_and_stored_once(algor
     assert kernels["MatMulNBits"] == 2
 
 
+class Again(nn.Module):
+    """One layer called three times, as ALBERT's are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.shared, self.last = nn.Linear(48, 64), nn.Linear(64, 64), nn.Linear(64, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for _ in range(3):
+            x = x + torch.tanh(self.shared(x))
+        return self.last(x)
+
+
+@pytest.mark.parametrize("options", [{}, {"weight_bits": 4}, {"weight_bits": 4, "group_size": 16}])
+def test_a_layer_that_is_called_again_is_dequantized_and_stored_once(options: dict[str, int], tmp_path: Path) -> None:
+    quantized = made(Again(), X, **options)
+    assert [unit.block is not None for unit in quantized.plan.units if unit.weight_bits] == [True, *[False] * 3, True]
+    exported = export(quantized, tmp_path, ExportConfig(), samples=[X])
+    assert all(gate["passed"] is not False for gate in exported.gates)
+    stored = [t for t in onnx.load(str(exported.files["int8"])).graph.initializer if list(t.dims) == [64, 64]]
+    assert [t.data_type for t in stored] == [TensorProto.INT4 if options else TensorProto.INT8]
+    (got,) = open_session(exported.files["int8"]).run({"x": X.numpy()})
+    assert sqnr_db(fast_simulation(quantized)(X), torch.from_numpy(got)) > 60
+
+
 def test_a_layer_that_is_dequantized_after_all_fails_the_coverage_gate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

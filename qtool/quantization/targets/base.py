@@ -108,7 +108,7 @@ class Target:
     computes LSTMs in integers (see :mod:`qtool.lstm`). ``leaves``: why operators without a pattern stay in float.
     ``block``: how many inputs of a linear layer whose weights alone are integers it rounds to 8 bits together, to
     multiply them by these; None where it dequantizes such weights. ``block_outputs``: how many outputs a layer has at
-    least that it does so for.
+    least that it does so for, ``block_shared`` whether it does so for weights that several layers share.
     """
 
     name: str
@@ -126,6 +126,7 @@ class Target:
     channels_last: bool = False
     block: int | None = None
     block_outputs: int = 1
+    block_shared: bool = True
     integer_lstm: bool = False
     leaves: str = "no integer kernel on this target"
 
@@ -147,11 +148,16 @@ class Target:
         dequantized = dataclasses.replace(pattern, operands=(), in_float=IN_FLOAT)
         if pattern.kind != "linear" or self.block is None:
             return [dequantized]
-        return [dataclasses.replace(dequantized, in_float=IN_BLOCKS, accepts=self._too_few_outputs), dequantized]
+        return [dataclasses.replace(dequantized, in_float=IN_BLOCKS, accepts=self._without_product), dequantized]
 
-    def _too_few_outputs(self, node: torch.fx.Node) -> str:
-        outputs = node.meta["val"].shape[-1]
-        return "" if outputs >= self.block_outputs else f"a layer of {outputs} outputs has no such kernel"
+    def _without_product(self, node: torch.fx.Node) -> str:
+        """Why a linear layer's stored weight is not multiplied as it is."""
+        outputs, weight = node.meta["val"].shape[-1], node.args[1]
+        if outputs < self.block_outputs:
+            return f"a layer of {outputs} outputs has no such kernel"
+        layers = [other for other in node.graph.nodes if other.target is node.target]
+        readers = sum(getattr(other.args[1], "target", None) == getattr(weight, "target", 0) for other in layers)
+        return "" if self.block_shared or readers < 2 else "several layers share its weight"
 
     def with_activations(self, bits: int) -> Target:
         """Layers whose weights and inputs are integers of so many bits, as in the literature: sums stay in float.

@@ -89,5 +89,6 @@ ORT_CPU = Target(
     products=(aten.silu.default, aten.hardswish.default),
     channels_last=True,
     block=BLOCK,
+    block_shared=False,
     integer_lstm=True,
 )
