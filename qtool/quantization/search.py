@@ -168,13 +168,14 @@ def usually_best(search: Search) -> Trial | None:
 
 
 def better_ranges(search: Search) -> Trial | None:
-    """Other estimators of activation ranges, then of weight ranges; not where ranges are given."""
+    """Other estimators of activation ranges, then of weight ranges, beside what did best; none where some are given."""
     if search.config.ranges_from is not None:
         return None
     for field, choices in (("ranges", RANGES), ("weight_ranges", WEIGHT_RANGES)):
         for choice in choices:
             if choice != getattr(search.config, field):
-                met = search.attempt_new(f"{field.replace('_', ' ')} {choice}", **{field: choice})
+                parts = (f"{field.replace('_', ' ')} {choice}", *(search.base.config.algorithms or ()))
+                met = search.attempt_new(" + ".join(parts), **{field: choice})
                 if met is not None:
                     return met
     return None

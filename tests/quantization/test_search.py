@@ -72,6 +72,7 @@ def test_the_usual_best_comes_after_what_is_free_and_is_stood_on_where_it_gains(
     world.search.run()
     assert world.tried[1:3] == ["analytic-bias", "ranges network + smooth + equalize + gptq + steps"]
     assert world.search.base.config.algorithms == ("smooth", "equalize", "gptq", "steps")
+    assert world.tried[3] == "ranges moving-average + smooth + equalize + gptq + steps"
     asked = World(0.3)
     asked.search.config = dataclasses.replace(
         asked.config, ranges="network", algorithms=("smooth", "equalize", "gptq", "steps")
