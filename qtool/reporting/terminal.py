@@ -17,6 +17,7 @@ from qtool.reporting.contracts import advice, contract_sentence, gate_verdict
 from qtool.reporting.ladder import ladder_lines
 from qtool.reporting.memory import memory_lines, numerics_lines
 from qtool.reporting.numbers import UNKNOWN, interval, percent, points, significant
+from qtool.reporting.summary import size_phrase
 from qtool.reporting.tables import terminal
 from qtool.source import has_random_weights
 from qtool.units import MIB
@@ -66,7 +67,7 @@ def scores(metrics: Result) -> str:
     """Metrics as words: shares of samples as percentages, the rest as numbers.
 
     >>> scores({"num_samples": 10.0, "loss": 0.25, "top1": 0.9})
-    'loss 0.25, top1 90.0 %'
+    'loss 0.250, top1 90.0 %'
     """
     shares = ("top1", "top5", "accuracy")
     named = ((k, v) for k, v in metrics.items() if k != "num_samples")
@@ -115,9 +116,13 @@ def export_lines(result: Result) -> Iterator[Any]:
     from rich.table import Table
 
     files = sorted(result["outputs"].values(), key=lambda entry: -entry["size_bytes"])
+    reference = result["outputs"].get("fp32")
     for entry in files:
-        less = f", {files[0]['size_bytes'] / entry['size_bytes']:.2f}x smaller" if entry is not files[0] else ""
-        yield f"export: {entry['file']}, {entry['size_bytes'] / MIB:.3f} MiB{less}"
+        told = f"export: {entry['file']}, {entry['size_bytes'] / MIB:.3f} MiB"
+        if reference and entry is not reference:
+            phrase = size_phrase(entry["size_bytes"] / reference["size_bytes"])
+            told += f", {phrase} {'as' if phrase == 'as large' else 'than'} FP32"
+        yield told
     table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 1))
     for gate in result["metrics"]["gates"]:
         table.add_row(f"  {gate['name']}", gate_verdict(gate), gate["found"])

@@ -93,7 +93,8 @@ def test_units_whose_operands_are_float_are_one_line(capsys: pytest.CaptureFixtu
 def test_export_gives_sizes_and_gates(capsys: pytest.CaptureFixture[str]) -> None:
     text = shown(capsys, "export", EXPORT)
     assert "model.fp32.onnx, 6.000 MiB\n" in text
-    assert "model.int8.onnx, 1.500 MiB, 4.00x smaller" in text
+    assert "model.fp32.onnx, 6.000 MiB\n" in text
+    assert "model.int8.onnx, 1.500 MiB, 4.00x smaller than FP32\n" in text
     assert [line.split() for line in text.splitlines()[2:]] == [
         ["size", "passed", "within", "1", "%"],
         ["integer", "reference", "not", "run", "this", "CPU", "has", "no", "VNNI"],
@@ -152,9 +153,18 @@ def test_what_no_terminal_shows_is_a_line_for_each_sentence(
     assert len(shown(capsys, "train", result).splitlines()) == 2
 
 
-@pytest.mark.parametrize(("words", "shown"), [((), True), (("--quiet",), False), (("--json",), False)])
+def test_a_file_larger_than_fp32_is_told_as_such(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = {"int8": 5 * 2**20, "fp32": 4 * 2**20, "fp16": 4 * 2**20}
+    outputs = {name: {"file": f"{name}.onnx", "size_bytes": size} for name, size in sizes.items()}
+    text = shown(capsys, "export", {"outputs": outputs, "metrics": {"gates": []}})
+    assert "int8.onnx, 5.000 MiB, 1.25x larger than FP32\n" in text
+    assert "fp32.onnx, 4.000 MiB\n" in text
+    assert "fp16.onnx, 4.000 MiB, as large as FP32\n" in text
+
+
+@pytest.mark.parametrize(("words", "printed"), [((), True), (("--quiet",), False), (("--json",), False)])
 def test_a_benchmark_that_fails_by_its_figures_prints_them(
-    monkeypatch: pytest.MonkeyPatch, result: dict[str, Any], words: tuple[str, ...], shown: bool
+    monkeypatch: pytest.MonkeyPatch, result: dict[str, Any], words: tuple[str, ...], printed: bool
 ) -> None:
     def fail(*_: object, **__: object) -> None:
         error = ContractError("benchmark", "INT8 faster than fp32", "not so", "accept it")
@@ -165,4 +175,4 @@ def test_a_benchmark_that_fails_by_its_figures_prints_them(
     monkeypatch.setattr(pipeline, "benchmark", fail)
     done = CliRunner().invoke(main, ["benchmark", "x", *words])
     assert done.exit_code == 3
-    assert ("size on disk, MiB" in done.stdout) is shown
+    assert ("size on disk, MiB" in done.stdout) is printed
