@@ -162,22 +162,27 @@ def export(ctx: click.Context, run_dir: Path, out: Path | None, trust: bool, **_
     "qtool benchmark runs/a --batch-sizes 1,32 --threads 2\nqtool benchmark a.onnx b.onnx --shapes x=1x3x224x224",
 )
 @click.argument("what", type=RUN_DIR, nargs=-1, required=True, metavar="RUN_DIR | FILE.onnx...")
+@out_option("Where benchmark.json goes. [default: RUN_DIR]")
 @trust_option
 @mlflow_option
 @field_options(BenchmarkConfig, "Measurement")
-def benchmark(ctx: click.Context, what: tuple[Path, ...], trust: bool, mlflow: str | None, **_: Any) -> None:
+def benchmark(
+    ctx: click.Context, what: tuple[Path, ...], out: Path | None, trust: bool, mlflow: str | None, **_: Any
+) -> None:
     """Measure the exported files in RUN_DIR side by side, or any ONNX files on random inputs."""
     options = {"trust": trust, "progress": loud(ctx), **given(ctx, BenchmarkConfig)}
     files = len(what) > 1 or what[0].suffix == ".onnx"
     if files and mlflow:
         raise click.UsageError("--mlflow without a run directory, whose results it logs", ctx)
-    with measured(ctx), work(ctx) as pipeline, tracked(what[0], mlflow):
+    if files and out:
+        raise click.UsageError("--out without a run directory: --json prints the figures of files", ctx)
+    with measured(ctx), work(ctx) as pipeline, tracked(out or what[0], mlflow):
         if files:
             found = {"metrics": pipeline.benchmark(named(what), **options)}
         else:
-            pipeline.benchmark(what[0], **options)
+            pipeline.benchmark(what[0], out=out, **options)
             found = None
-    deliver(ctx, found, "benchmark") if found else show(ctx, what[0], "benchmark")
+    deliver(ctx, found, "benchmark") if found else show(ctx, out or what[0], "benchmark")
 
 
 def complete_recipe(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:

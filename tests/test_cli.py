@@ -191,6 +191,7 @@ def test_completion_completes_commands_options_choices_and_recipes(words: str, f
         (["inspect", "nothing.onnx"], ["nothing.onnx"]),
         (["quantize", "nowhere"], ["run directory 'nowhere'", "no such folder"]),
         (["export", "nowhere"], ["run directory 'nowhere'", "no such folder"]),
+        (["benchmark", "a.onnx", "--out", "y"], ["--out without a run directory"]),
         (["benchmark", "nowhere"], ["run directory 'nowhere'", "no such folder"]),
         (["train", "--model", "resnt", "--data", "fashion-mnist", "--out", "x"], ["did you mean 'resnet'?"]),
         (["train", "--model", "resnet", "--data", "fashion-mnst", "--out", "x"], ["did you mean 'fashion-mnist'?"]),
@@ -324,6 +325,8 @@ def test_lists_and_tables_are_given_with_commas_or_again(monkeypatch: pytest.Mon
     monkeypatch.setattr(pipeline, "benchmark", asked)
     invoke("benchmark", "x", "--batch-sizes", "1,8", "--batch-sizes", "32", "--variants", "fp32,int8")
     assert (asked.named["batch_sizes"], asked.named["variants"]) == ((1, 8, 32), ("fp32", "int8"))
+    invoke("benchmark", "x", "--out", "y")
+    assert asked.named["out"] == Path("y")
     monkeypatch.setattr(pipeline, "quantize", asked)
     invoke("quantize", "x", "--overrides", "a.*=float", "--overrides", "b=int8", "--quiet")
     assert asked.named["overrides"] == {"a.*": "float", "b": "int8"}
