@@ -12,13 +12,19 @@ QLoRA (arXiv 2305.14314) keeps the frozen weights in 4 bits: see ``nf4``. What i
 the base rounded to NF4.
 
 Chosen by default is every linear layer within the model's repeated blocks, and where there are none every one but the
-last. Two kinds are no targets: a head that shares its matrix with the embedding, whose merge would change both; and
-layers inside ``nn.MultiheadAttention``, which takes their weights without calling them.
+last. Two kinds are no targets: a layer that shares its weights with another, as a head does with the embedding, whose
+merge would change both; and layers inside ``nn.MultiheadAttention``, which takes their weights without calling them.
+
+A convolution's A is one like it, dilated and padded as it is, and B a 1×1 one; peft itself makes A without dilation and
+padded with zeros, and does so where it loads the adapters unmerged.
+
+Left out on purpose: embeddings, transposed and grouped convolutions.
 """
 
 from __future__ import annotations
 
 import importlib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +40,9 @@ from qtool.step import Setup
 from qtool.training import nf4
 from qtool.training.checkpointing import blocks
 
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_REACH = ("dilation", "padding_mode", "_reversed_padding_repeated_twice")
+"""What says which inputs a convolution reads, beside the size, stride and padding that peft copies."""
 _NAME = "default"
 _PREFIX = "base_model.model."
 """What peft's own wrapper puts before a module's name."""
@@ -95,6 +104,8 @@ def _begin(model: nn.Module, seed: int, device: torch.device) -> None:
     generator = torch.Generator().manual_seed(seed)
     for _, layer in _adapted(model):
         a, b = layer.lora_A[_NAME], layer.lora_B[_NAME]
+        if isinstance(a, _CONVOLUTIONS):
+            vars(a).update({key: vars(layer.base_layer)[key] for key in _REACH})
         bound = a.weight[0].numel() ** -0.5
         for module, low, high in ((a, -bound, bound), (b, 0.0, 0.0)):
             value = torch.empty(module.weight.shape).uniform_(low, high, generator=generator)
@@ -104,17 +115,17 @@ def _begin(model: nn.Module, seed: int, device: torch.device) -> None:
 
 def layers(model: nn.Module) -> dict[str, nn.Module]:
     """The layers that can take an adapter, by name: linear ones, transformers' ``Conv1D``, ungrouped convolutions."""
-    shared = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    holders = Counter(id(weight) for m in model.modules() if (weight := m._parameters.get("weight")) is not None)
     inside = {id(m) for a in model.modules() if isinstance(a, nn.MultiheadAttention) for m in a.modules()}
     return {
         name: module
         for name, module in model.named_modules()
-        if _fits(module) and id(module.weight) not in shared and id(module) not in inside
+        if _fits(module) and holders[id(module.weight)] == 1 and id(module) not in inside
     }
 
 
 def _fits(module: nn.Module) -> bool:
-    if isinstance(module, nn.Conv2d):
+    if isinstance(module, _CONVOLUTIONS):
         return module.groups == 1
     return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
 
@@ -132,15 +143,22 @@ def targets(model: nn.Module, wanted: tuple[str, ...] | None, possible: dict[str
         if not matching:
             ends = {name.rpartition(".")[2] for name in possible} | set(possible)
             raise UsageError(
-                "--lora-targets", "the end of the name of a linear layer or convolution", repr(target),
+                "--lora-targets", "the end of the name of a linear layer or ungrouped convolution",
+                _named(model, target),
                 nearest(target, ends if len(ends) < 40 else {name.rpartition(".")[2] for name in possible}),
             )  # fmt: skip
         found += [name for name in matching if name not in found]
     return found
 
 
+def _named(model: nn.Module, target: str) -> str:
+    """The target, and what of the model it names."""
+    kinds = [type(module).__name__ for name, module in model.named_modules() if f".{name}".endswith(f".{target}")]
+    return f"'{target}', a {kinds[0]} that takes no adapter" if kinds else f"'{target}'"
+
+
 def _usual(model: nn.Module, possible: dict[str, nn.Module]) -> list[str]:
-    linear = [name for name, module in possible.items() if not isinstance(module, nn.Conv2d)]
+    linear = [name for name, module in possible.items() if not isinstance(module, _CONVOLUTIONS)]
     repeated = tuple(f"{name}." for name in blocks(model))
     return [name for name in linear if name.startswith(repeated)] if repeated else linear[:-1]
 
@@ -164,7 +182,10 @@ def adapter(model: nn.Module) -> Adapter | None:
         f"{_PREFIX}{name}.{part}.weight": getattr(layer, part)[_NAME].weight
         for name, layer in found.items() for part in ("lora_A", "lora_B")
     }  # fmt: skip
-    tensors = {name: processes.whole(weight.detach()).float().cpu().clone() for name, weight in weights.items()}
+    tensors = {
+        name: processes.whole(weight.detach()).float().cpu().clone(memory_format=torch.contiguous_format)
+        for name, weight in weights.items()
+    }
     first = next(iter(found.values()))
     config = {
         "peft_type": "LORA", "r": first.r[_NAME], "lora_alpha": first.lora_alpha[_NAME],
@@ -190,7 +211,7 @@ def _quantize(model: nn.Module, names: set[str]) -> None:
     for name in names:
         layer: Any = model.get_submodule(name)
         base = layer.base_layer if hasattr(layer, "lora_A") else layer
-        if isinstance(base, nn.Conv2d):
+        if isinstance(base, _CONVOLUTIONS):
             continue
         small = nf4.quantized(base)
         if base is layer:

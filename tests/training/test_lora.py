@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,10 +16,11 @@ import qtool
 from qtool.data import load_data
 from qtool.errors import UsageError
 from qtool.gpt import GPT
-from qtool.loop import task_loss
+from qtool.loop import fit, task_loss
 from qtool.materialise import Target, create
 from qtool.memory.measure import measure
 from qtool.memory.predict import predict
+from qtool.order import Batches
 from qtool.recipe import TrainConfig
 from qtool.tasks import load_task
 from qtool.training import nf4, stage
@@ -282,3 +284,48 @@ def test_convolutions_that_are_named_are_adapted(base: str, peft: Any) -> None:
     delta = 16.0 / 2 * torch.einsum("or,rikl->oikl", b[:, :, 0, 0], a)
     assert delta.abs().max() > 1e-4
     torch.testing.assert_close(model[0].weight.detach(), before + delta)
+
+
+CONVOLUTIONS = [
+    nn.Conv1d(2, 8, 3, dilation=2, padding="same"),
+    nn.Conv2d(2, 8, 3, dilation=2, padding=2),
+    nn.Conv2d(2, 8, 3, padding=1, padding_mode="reflect"),
+    nn.Conv3d(2, 8, (1, 3, 2), stride=2),
+]
+
+
+@FILTERS
+@pytest.mark.parametrize("layer", CONVOLUTIONS, ids=str)
+def test_an_adapter_reads_what_its_convolution_reads(layer: nn.Module, peft: Any) -> None:
+    """Merged, it computes what it did unmerged."""
+    torch.manual_seed(0)
+    model = nn.Sequential(copy.deepcopy(layer), nn.ReLU(), nn.Flatten(), nn.LazyLinear(3))
+    sides = layer.weight.dim() - 2  # type: ignore[operator, union-attr]
+    batch = torch.randn(6, 2, *(7,) * sides), torch.arange(6) % 3
+    model(batch[0])
+    config = TrainConfig(device="cpu", epochs=1, lora=2, lora_targets=("0",), warmup=0.0)
+    data = SimpleNamespace(train=Batches([batch] * 5), validation=None)
+    with setup(model, config) as made:
+        fit(model, data, load_task("classification"), config, setup=made)
+        adapted = made.predict(batch[0])
+    torch.testing.assert_close(model(batch[0]), adapted)
+
+
+@FILTERS
+def test_adapters_of_images_that_lie_channels_last_are_stored(peft: Any, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Conv2d(2, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(72, 3))
+    images = [(torch.randn(2, 5, 5), i % 3) for i in range(6)]
+    data = {"train": images, "test": images}
+    done = qtool.train(model, data, out=tmp_path, device="cpu", epochs=1, lora=2, lora_targets=("0",))
+    stored = load_file(tmp_path / "adapter_model.safetensors")
+    assert done.adapter is not None
+    assert stored.keys() == done.adapter.tensors.keys()
+    assert all(torch.equal(stored[name], value) for name, value in done.adapter.tensors.items())
+
+
+def test_layers_that_share_their_weights_take_no_adapter() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.Linear(4, 2))
+    model[2].weight = model[0].weight
+    assert list(layers(model)) == ["3"]
+    with pytest.raises(UsageError, match="ungrouped convolution; got '2', a Linear that takes no adapter; "):
+        targets(model, ("2",), layers(model))
