@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import traceback
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -80,6 +81,15 @@ def warning_line(
 def one_line(text: object) -> str:
     """``text`` with every run of white space, newlines included, made one space."""
     return " ".join(str(text).split())
+
+
+def left(error: SystemExit) -> QtoolError:
+    """What is told of a user's own code that called ``sys.exit``: nothing that was asked for is there then."""
+    at = traceback.extract_tb(error.__traceback__)[-1]
+    return QtoolError(
+        "your code", "it to return or to raise an error", f"sys.exit({error.code!r}) in {at.filename}:{at.lineno}",
+        "raise an error instead, or put what the file does as a script under `if __name__ == '__main__':`",
+    )  # fmt: skip
 
 
 def says_that_another_ended(error: Exception) -> bool:

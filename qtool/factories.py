@@ -26,7 +26,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from qtool.errors import QtoolError, UsageError, nearest
+from qtool.errors import QtoolError, UsageError, left, nearest
 
 PRETRAINED = "pretrained"
 """As a file of weights: what a library offers for its architecture."""
@@ -171,6 +171,8 @@ def _told(spec: str, file: Path | None) -> Iterator[None]:
         yield
     except QtoolError:
         raise
+    except SystemExit as error:
+        raise left(error) from error
     except Exception as error:
         within = isinstance(error, ImportError) and "no known parent package" in str(error)
         raise QtoolError(

@@ -25,7 +25,7 @@ import click
 from click.core import ParameterSource
 
 from qtool.artifacts import NO_ROOM, finite
-from qtool.errors import ContractError, QtoolError, UsageError, nearest, one_line, says_that_another_ended
+from qtool.errors import ContractError, QtoolError, UsageError, left, nearest, one_line, says_that_another_ended
 from qtool.options import check, flag, inner_type
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
@@ -207,15 +207,17 @@ class Program(click.Group):
         extra["standalone_mode"] = False
         try:
             code = super().main(arguments, prog_name, **extra)
-            _leave(code if isinstance(code, int) else 0)
         except click.Abort:
             click.echo("qtool: interrupted; run the same command again and it resumes from what is finished", err=True)
             _leave(INTERRUPTED)
         except click.exceptions.NoArgsIsHelpError as error:
             click.echo(error.format_message(), err=True)
             _leave(UsageError.exit_code)
+        except SystemExit as error:  # click leaves to this function to end the program: it comes from a user's code
+            _leave(_fail(left(error).with_traceback(error.__traceback__), arguments))
         except Exception as error:
             _leave(_fail(error, arguments))
+        _leave(code if isinstance(code, int) else 0)
 
 
 def _leave(code: int) -> NoReturn:

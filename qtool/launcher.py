@@ -36,7 +36,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, NoReturn
 
-from qtool.errors import QtoolError, QtoolWarning, says_that_another_ended, warning_line
+from qtool.errors import QtoolError, QtoolWarning, left, says_that_another_ended, warning_line
 
 GRACE = 1.0
 """Seconds in which the errors of other processes are waited for after the first, and in which they stop when told."""
@@ -191,8 +191,9 @@ def _main(sent: bytes, rank: int, count: int, port: int, reports: Connection) ->
             warnings.simplefilter("ignore", QtoolWarning)
         function(*arguments)
         code = 0
-    except Exception as error:
-        reports.send_bytes(_told(error, rank, count))
+    except (Exception, SystemExit) as error:
+        told = left(error).with_traceback(error.__traceback__) if isinstance(error, SystemExit) else error
+        reports.send_bytes(_told(told, rank, count))
         code = 1
     leave(code)
 

@@ -254,10 +254,11 @@ def inspect_raises(monkeypatch: pytest.MonkeyPatch, error: BaseException, *words
         (MemoryError(), 1, ["memory", "smaller batch"]),
         (ValueError("two\nlines"), 1, ["ValueError: two lines", "--debug"]),
         (KeyError("k"), 1, ["KeyError", "--debug"]),
+        (SystemExit(0), 1, ["your code", "sys.exit(0) in ", "test_cli.py:"]),
     ],
 )
 def test_whatever_is_raised_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, error: Exception, code: int, parts: list[str]
+    monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, parts: list[str]
 ) -> None:
     result = inspect_raises(monkeypatch, error, "--quiet")
     lines = result.stderr.splitlines()

@@ -80,7 +80,11 @@ def test_the_line_is_the_users_own_even_when_a_library_raises(file: Path) -> Non
 
 @pytest.mark.parametrize(
     ("source", "told"),
-    [("def build(:\n", r"SyntaxError.*mine\.py:1"), ("\n1 / 0\n", r"ZeroDivisionError.*mine\.py:2")],
+    [
+        ("def build(:\n", r"SyntaxError.*mine\.py:1"),
+        ("\n1 / 0\n", r"ZeroDivisionError.*mine\.py:2"),
+        ("import sys\nsys.exit()\n", r"sys\.exit\(None\) in .*mine\.py:2; .*__main__"),
+    ],
 )
 def test_a_file_that_does_not_import(file: Path, source: str, told: str) -> None:
     file.write_text(source)

@@ -36,6 +36,12 @@ def die_in_one(how):
     time.sleep(60)
 
 
+def leave_in_one():
+    if os.environ[RANK] == "1":
+        sys.exit(0)
+    time.sleep(60)
+
+
 def raise_what_cannot_travel():
     class Own(Exception):
         pass
@@ -75,6 +81,11 @@ def test_a_kill_is_told_before_what_followed_from_it():
         launch(die_in_one, 3, signal.SIGKILL)
     assert caught.value.by == signal.SIGKILL
     assert time.monotonic() - start < 30
+
+
+def test_code_that_ends_its_process_is_told():
+    with pytest.raises(QtoolError, match=r"your code: expected .*; got sys\.exit\(0\) in .*test_launcher\.py:\d+; "):
+        launch(leave_in_one, 2)
 
 
 def test_an_error_that_cannot_be_sent_is_sent_as_words():
