@@ -43,6 +43,8 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensorMode,
 )
+from torch.autograd.graph import register_multi_grad_hook
+from torch.distributed._tools import mod_tracker
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
@@ -232,7 +234,8 @@ def _predicted(
             return loss(model, value, target)
 
     step = Step(setup, optimizer, tracked)
-    with tracker, Scalars(oracle), _taken_for_real():
+    hooked = mock.patch.object(mod_tracker, "register_multi_grad_hook", tracker.hooked)
+    with tracker, hooked, Scalars(oracle), _taken_for_real():
         tracker.accumulation.learn(setup.device)
         for _ in range(STEPS):
             step(*batch, setup.config.learning_rate, total)
@@ -299,6 +302,23 @@ class Tracker(MemTracker):
             self.highest, self.at = now, (self._moment(), self._innermost())
             self.with_scratch = self._parts("current", taken) if taken else None
         return result
+
+    def hooked(self, tensors: Any, function: Any, **mode: Any) -> Any:
+        """Has the function called once when a module's tensors have their gradients, and the hook removed.
+
+        It would hold the pass's graph for ever, and with it an input that asks for a gradient, as some models have
+        theirs do. When a module with such an input is done is seen at the end of the pass.
+        """
+        inner = [tensor for tensor in tensors if tensor.grad_fn is not None]
+        if not inner and not mode:
+            return self._mod_tracker._post_bw_callbacks_to_enqueue.append(function)
+
+        def once(*gradients: Any) -> None:
+            function(*gradients)
+            handle.remove()
+
+        handle = register_multi_grad_hook(inner or tensors, once, **mode)
+        return handle
 
     def _of_group_norm(self, args: Any) -> Any:
         """The gradients of input, weight and bias, each as wide as what it is of; a fake one has that of the widest."""

@@ -29,11 +29,11 @@ HEAVY = (
     f"{LSTM}_backward", "_scaled_dot_product_flash_attention_for_cpu_backward", "max_pool2d_with_indices_backward",
     "avg_pool2d_backward", "_adaptive_avg_pool2d_backward", "upsample_nearest2d_backward",
     "upsample_bilinear2d_backward", "upsample_bicubic2d_backward", "reflection_pad2d_backward", "im2col", "logsumexp",
-    "mse_loss", "sum", "upsample_bilinear2d", "upsample_bicubic2d",
+    "mse_loss", "sum", "upsample_bilinear2d", "upsample_bicubic2d", "_fft_r2c", "_fft_c2r", "_fft_c2c",
 )  # fmt: skip
 """Matrix products, convolutions, means and sums (those of 16 bits are taken in float32), the update of 8-bit states,
-which widens its moments, and others that copy an operand. They check their operands. So do those that work on values
-one by one, which are tried where these have several dtypes."""
+which widens its moments, Fourier transforms, a few dimensions at a time, and others that copy an operand. They check
+their operands. So do those that work on values one by one, which are tried where these have several dtypes."""
 IN_FLOAT32 = ("native_batch_norm_backward", "native_layer_norm_backward", "native_group_norm_backward")
 """Tried in float32 alone: they do not check, and given a dtype that only a fake one returned, read past its end."""
 

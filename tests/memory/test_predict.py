@@ -179,6 +179,35 @@ def test_gradients_of_what_was_selected_are_put_in_place() -> None:
     assert predicted.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.01)
 
 
+class Spectral(nn.Linear):
+    """Mixes by the lowest frequencies of its input."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        waves = torch.fft.rfft2(x.view(len(x), 4, 32, 32))[..., :8, :8] * self.weight.view(1, 1, 8, 8)
+        return torch.fft.irfft2(waves, s=(32, 32)).mean(3)[:, :, :10].sum(1)
+
+
+class Asking(nn.Module):
+    """Has its input ask for a gradient, as models of transformers do for the sake of checkpointing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4096, 16), nn.LayerNorm(16), FeedForward(16), nn.Linear(16, 10))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x[:, None]
+        x.requires_grad = True
+        return self.layers(x)[:, 0]
+
+
+@pytest.mark.parametrize("build", [lambda: Spectral(64, 1, bias=False), Asking], ids=["spectral", "asking"])
+def test_what_transforms_take_and_inputs_with_gradients_is_counted(build: Any) -> None:
+    images = torch.randn(32, 4096), torch.zeros(32, dtype=torch.int64)
+    wanted = config(batch_size=32, micro_batches=4, learning_rate=1e-4)
+    predicted, measured = (f(build, images, wanted, prepare=setup, loss=LOSS) for f in (predict, measure))
+    assert predicted.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.01)
+
+
 def test_group_norm_in_autocast_is_as_wide_backward_as_forward() -> None:
     def build() -> nn.Module:
         return nn.Sequential(
