@@ -12,7 +12,8 @@ computes again moves no statistics.
 
 Blocks are found by repetition: the outermost modules with children whose class occurs at least twice
 as items of a ``ModuleList`` or ``Sequential`` (transformer layers, residual blocks), and where there are
-none, whose class occurs twice anywhere.
+none, whose class occurs twice anywhere. Where there are none of those either, each ``Sequential`` that is an item of a
+list beside another is checkpointed: a model that takes it apart saves nothing by it, and computes the same.
 
 transformers' models remember keys and values for generating, and a block that finds its own there does less the second
 time. They do without while they train.
@@ -45,14 +46,14 @@ def apply(setup: Setup, example: Any) -> None:
     for config in _remembering(setup.model):
         config.use_cache = False
         setup.on_close.append(lambda config=config: setattr(config, "use_cache", True))  # type: ignore[misc]
-    for block in blocks(setup.model).values():
+    for block in _recomputed(setup.model).values():
         _wrap(block)
         setup.on_close.append(lambda block=block: delattr(block, "forward"))  # type: ignore[misc]
 
 
 def require(model: nn.Module, config: TrainConfig) -> None:
     """Raises UsageError where no blocks are found."""
-    if not blocks(model):
+    if not _recomputed(model):
         raise UsageError(
             "--activation-checkpointing", "a model with repeated blocks", f"a {type(model).__name__} without any",
             "leave it out",
@@ -72,7 +73,17 @@ def blocks(model: nn.Module) -> dict[str, nn.Module]:
     )
     anywhere = Counter(kind(module) for module in model.modules() if module is not model and _is(module))
     kinds = {kind for kind, count in items.items() if count > 1} or {kind for kind, n in anywhere.items() if n > 1}
-    return dict(_outermost(model, "", kinds))
+    return dict(_outermost(model, "", lambda module: kind(module) in kinds))
+
+
+def _recomputed(model: nn.Module) -> dict[str, nn.Module]:
+    """What is checkpointed, by name, in order: the model's blocks, or else sequences side by side in a list."""
+    beside: set[int] = set()
+    for parent in model.modules():
+        if type(parent) in _LISTS:
+            items = [id(child) for child in parent.children() if type(child) is nn.Sequential and len(child)]
+            beside |= set(items if len(items) > 1 else [])
+    return blocks(model) or dict(_outermost(model, "", lambda module: id(module) in beside))
 
 
 def _is(module: nn.Module) -> bool:
@@ -82,13 +93,13 @@ def _is(module: nn.Module) -> bool:
     return called and not isinstance(module, ParametrizationList) and next(inside, None) is not None
 
 
-def _outermost(module: nn.Module, name: str, kinds: set[type]) -> Iterator[tuple[str, nn.Module]]:
+def _outermost(module: nn.Module, name: str, wanted: Callable[[nn.Module], bool]) -> Iterator[tuple[str, nn.Module]]:
     for key, child in module.named_children():
         path = f"{name}.{key}".strip(".")
-        if kind(child) in kinds:
+        if wanted(child):
             yield path, child
         else:
-            yield from _outermost(child, path, kinds)
+            yield from _outermost(child, path, wanted)
 
 
 def _wrap(block: nn.Module) -> None:

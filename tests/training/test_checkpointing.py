@@ -228,6 +228,34 @@ def test_repeated_modules_outside_lists_will_do():
     assert list(blocks(Named())) == ["a", "b"]
 
 
+class Sequences(nn.Module):
+    """Residual blocks that are plain sequences, one of which it takes apart."""
+
+    def __init__(self):
+        super().__init__()
+        self.items = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.GELU(), nn.Dropout(0.2), nn.Linear(32, 8))
+            for _ in range(6)
+        )
+
+    def forward(self, x):
+        for item in list(self.items)[:-1]:
+            x = x + item(x)
+        for layer in self.items[-1]:
+            x = layer(x)
+        return x
+
+
+def test_sequences_side_by_side_are_checkpointed_where_there_are_no_other_blocks(run_steps, same_state, monkeypatch):
+    monkeypatch.setitem(run_steps.__globals__["NETS"], "sequences", (Sequences, (8,)))
+    plain, saving = run_steps("sequences"), run_steps("sequences", activation_checkpointing=True)
+    assert saving.losses == plain.losses
+    assert same_state(saving.model, plain.model)
+    kept = saved_bytes(run_steps, "sequences", activation_checkpointing=True)
+    assert kept < 0.6 * saved_bytes(run_steps, "sequences")
+    assert not blocks(Sequences())
+
+
 def test_a_model_without_blocks_is_refused():
     with pytest.raises(UsageError, match="repeated blocks"):
         setup(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), TrainConfig(device="cpu", activation_checkpointing=True))
