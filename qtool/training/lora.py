@@ -154,7 +154,7 @@ def targets(model: nn.Module, wanted: tuple[str, ...] | None, possible: dict[str
 def _named(model: nn.Module, target: str) -> str:
     """The target, and what of the model it names."""
     kinds = [type(module).__name__ for name, module in model.named_modules() if f".{name}".endswith(f".{target}")]
-    return f"'{target}', a {kinds[0]} that takes no adapter" if kinds else f"'{target}'"
+    return f"'{target}', {kinds[0]}, which takes no adapter" if kinds else f"'{target}'"
 
 
 def _usual(model: nn.Module, possible: dict[str, nn.Module]) -> list[str]:

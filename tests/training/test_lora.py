@@ -327,5 +327,5 @@ def test_layers_that_share_their_weights_take_no_adapter() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.Linear(4, 2))
     model[2].weight = model[0].weight
     assert list(layers(model)) == ["3"]
-    with pytest.raises(UsageError, match="ungrouped convolution; got '2', a Linear that takes no adapter; "):
+    with pytest.raises(UsageError, match="ungrouped convolution; got '2', Linear, which takes no adapter; "):
         targets(model, ("2",), layers(model))
