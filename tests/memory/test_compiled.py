@@ -6,6 +6,7 @@ import pytest
 import torch
 from nets import FeedForward
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from qtool.errors import QtoolError
@@ -154,3 +155,32 @@ def test_a_sharded_block_with_batch_norm_is_refused():
     net = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32)) for _ in range(2)), nn.Linear(32, 10))
     with pytest.raises(QtoolError, match=r"'0\.1', which is sharded by itself within its block"):
         predicted(net, compile=True, **SHARDED)
+
+
+def test_outputs_that_are_no_tensors_are_passed_on():
+    """As transformers' models return their cache beside the logits."""
+
+    class Told(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(32, 10)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None, str]:
+            return self.linear(x), None, "told"
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.told = Told()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            logits, nothing, word = self.told(x)
+            assert (nothing, word) == (None, "told")
+            return logits
+
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        net, x = Net(), torch.empty(4, 32)
+        net.told.forward = compiled.StandIn(net.told.forward, net.told, mode, {})
+        assert net(x).shape == (4, 10)
+        net(x).sum().backward()
+        assert net.told.linear.weight.grad.shape == (10, 32)
