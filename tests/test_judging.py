@@ -12,7 +12,6 @@ from qtool import judging, loop
 from qtool.errors import OutOfMemory, QtoolError, QtoolWarning, UsageError
 from qtool.loop import fit
 from qtool.tasks import Classification
-from qtool.training import compiling
 from qtool.training.stage import train
 from qtool.training.techniques import setup
 
@@ -120,7 +119,7 @@ def test_what_is_compiled_is_not_compiled_by_a_rehearsal(monkeypatch):
         compiled.append(graph)
         return graph
 
-    monkeypatch.setattr(compiling.torch, "compile", lambda function: compile(function, backend=backend))
+    monkeypatch.setattr(torch, "compile", lambda function: compile(function, backend=backend))
     model, data = make_model(), make_data()
     with setup(model, config(compile=True)) as made:
         model.eval()
