@@ -96,7 +96,7 @@ def _timed(
     sizes = {node.name: _bytes(node.meta.get("val")) for node, _ in made}
     buffers = []
     for node, read in made:
-        over = tuple(name for name in read if last[name] == node.name and name in mine - forever)
+        over = tuple(name for name in sorted(read) if last[name] == node.name and name in mine - forever)
         in_place = _elementwise(node) or _name(node) in REDUCED
         before = tuple(n for n in over if in_place and sizes.get(n, 0) == sizes[node.name])[:1]
         never = () if node.name in last or node.name in forever else (node.name,)

@@ -110,7 +110,7 @@ def test_the_parts_of_a_split_have_no_memory_of_their_own():
 
     made = plan(graph(split, torch.ones(2, 8), torch.ones(8, 4)), {})
     assert [(b.name, b.size, b.after) for b in made.buffers] == [
-        ("mm", 32, ()), ("sum_1", 4, ()), ("sum_2", 4, ("mm",)), ("add", 4, ("sum_1",)),
+        ("mm", 32, ()), ("sum_1", 4, ()), ("sum_2", 4, ("mm",)), ("add", 4, ("sum_2",)),
     ]  # fmt: skip
 
 
