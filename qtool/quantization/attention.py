@@ -19,7 +19,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from qtool.quantization.capture import aten, drop_unused
-from qtool.quantization.constants import constant_nodes, constant_value
+from qtool.quantization.constants import constant_nodes, constant_values
 
 UNSEEN = -1e30
 """What a boolean mask leaves of a logit: its share is 0. A row that sees nothing is the mean of all, and no NaN."""
@@ -31,19 +31,23 @@ def drop_masks(graph_module: GraphModule) -> int:
 
     Libraries make one where none is given (transformers), for each sample of the batch.
     """
-    constants, count = constant_nodes(graph_module), 0
+    constants, masks = constant_nodes(graph_module), dict[Node, Node]()
     for node in _attentions(graph_module):
-        stored = given = _given(node).get("attn_mask")
+        stored = _given(node).get("attn_mask")
         while isinstance(stored, Node) and stored.target is aten.expand.default:
             stored = stored.args[0]
-        if stored in constants and _hides_nothing(constant_value(graph_module, stored)):
-            node.args = tuple(None if value is given else value for value in node.args)
-            node.kwargs = {name: value for name, value in node.kwargs.items() if value is not given}
-            count += 1
+        if stored in constants:
+            masks[node] = stored
+    values = constant_values(graph_module, masks.values())
+    needless = [node for node, stored in masks.items() if _hides_nothing(values[stored])]
+    for node in needless:
+        given = _given(node)["attn_mask"]
+        node.args = tuple(None if value is given else value for value in node.args)
+        node.kwargs = {name: value for name, value in node.kwargs.items() if value is not given}
     graph_module.graph.eliminate_dead_code()
     drop_unused(graph_module)
     graph_module.recompile()
-    return count
+    return len(needless)
 
 
 def _hides_nothing(mask: torch.Tensor) -> bool:

@@ -44,13 +44,13 @@ def _counts(node: Node) -> bool:
     return isinstance(node.meta.get("val"), Tensor) and not draws(node.target)
 
 
-def constant_value(graph_module: GraphModule, node: Node) -> Any:
-    """What one of the constant nodes comes to."""
-    needed, values = _sources(node), dict[Node, Any]()
-    for source in graph_module.graph.nodes:
-        if source in needed:
-            values[source] = _evaluate(graph_module, source, values)
-    return values[node]
+def constant_values(graph_module: GraphModule, nodes: Iterable[Node]) -> dict[Node, Any]:
+    """What these constant nodes come to, and all that they are computed from."""
+    needed, values = {source for node in nodes for source in _sources(node)}, dict[Node, Any]()
+    for node in graph_module.graph.nodes:
+        if node in needed:
+            values[node] = _evaluate(graph_module, node, values)
+    return values
 
 
 def fold_quantized(graph_module: GraphModule) -> None:
@@ -74,21 +74,18 @@ def fold_computed(graph_module: GraphModule, *, train: bool = False) -> None:
 
 def _fold(graph_module: GraphModule, wanted: Wanted) -> None:
     """Stores the value of each constant call that is ``wanted``; what it was made of is dropped unless still read."""
-    constants, values = constant_nodes(graph_module), dict[Node, Any]()
-    folded = {node for node in constants if node.op == "call_function" and wanted(node)}
-    needed = {source for node in folded for source in _sources(node)}
+    folded = {node for node in constant_nodes(graph_module) if node.op == "call_function" and wanted(node)}
+    values = constant_values(graph_module, folded)
     for node in list(graph_module.graph.nodes):
-        if node in needed:
-            values[node] = _evaluate(graph_module, node, values)
         if node in folded and isinstance(values[node], Tensor):
-            values[_store(graph_module, node, values[node])] = values[node]
+            _store(graph_module, node, values[node])
     if folded:
         graph_module.graph.eliminate_dead_code()
         drop_unused(graph_module)
         graph_module.recompile()
 
 
-def _store(graph_module: GraphModule, node: Node, value: Tensor) -> Node:
+def _store(graph_module: GraphModule, node: Node, value: Tensor) -> None:
     path = f"{node.name}_folded"
     part_of = str(_stored(node)[0].target) if _is_part(node) else None
     set_parameter(graph_module, path, value.clone(), like=part_of)
@@ -96,7 +93,6 @@ def _store(graph_module: GraphModule, node: Node, value: Tensor) -> Node:
         stored = graph_module.graph.get_attr(path)
     stored.meta["val"] = node.meta.get("val", value)
     node.replace_all_uses_with(stored)
-    return stored
 
 
 def _ends(node: Node, constants: set[Node]) -> bool:
