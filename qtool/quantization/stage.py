@@ -224,15 +224,20 @@ def float_form(model: nn.Module, example: Any, *, merged: bool = True, axes: tup
     graph = capture(with_stored_weights(model), example, axes=axes)
     remove_dropout(graph)
     fold_batch_norm(graph)
-    if merged:
-        merge_branches(graph)
-        drop_chomps(graph)
-        clip_early(graph)
-    fold_computed(graph)
-    drop_masks(graph)
+    _simplify(graph, merged=merged)
     require_faithful(graph, model, example)
     label(graph)
     return graph
+
+
+def _simplify(graph: GraphModule, *, merged: bool = True, train: bool = False) -> None:
+    """Writes a captured graph with fewer operators that compute the same, in place."""
+    if merged:
+        merge_branches(graph, train=train)
+        drop_chomps(graph)
+        clip_early(graph)
+    fold_computed(graph, train=train)
+    drop_masks(graph)
 
 
 def _prepare(
@@ -256,11 +261,7 @@ def _prepare(
     graph = copied(float_graph)
     if train:
         graph = capture(model, example, train=True, axes=config.dynamic_axes or ())
-        merge_branches(graph, train=True)
-        drop_chomps(graph)
-        clip_early(graph)
-        fold_computed(graph, train=True)
-        drop_masks(graph)
+        _simplify(graph, train=True)
     _spell_for(target, graph, config.overrides, train=train)
     placement = Placement(graph, target, config.overrides)
     passes.improve(graph, placement)
