@@ -89,7 +89,7 @@ def left(error: SystemExit) -> QtoolError:
     return QtoolError(
         "your code", "it to return or to raise an error", f"sys.exit({error.code!r}) in {at.filename}:{at.lineno}",
         "raise an error instead, or put what the file does as a script under `if __name__ == '__main__':`",
-    )  # fmt: skip
+    ).with_traceback(error.__traceback__)  # fmt: skip
 
 
 def says_that_another_ended(error: Exception) -> bool:

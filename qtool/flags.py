@@ -214,7 +214,7 @@ class Program(click.Group):
             click.echo(error.format_message(), err=True)
             _leave(UsageError.exit_code)
         except SystemExit as error:  # click leaves to this function to end the program: it comes from a user's code
-            _leave(_fail(left(error).with_traceback(error.__traceback__), arguments))
+            _leave(_fail(left(error), arguments))
         except Exception as error:
             _leave(_fail(error, arguments))
         _leave(code if isinstance(code, int) else 0)

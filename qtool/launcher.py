@@ -192,8 +192,7 @@ def _main(sent: bytes, rank: int, count: int, port: int, reports: Connection) ->
         function(*arguments)
         code = 0
     except (Exception, SystemExit) as error:
-        told = left(error).with_traceback(error.__traceback__) if isinstance(error, SystemExit) else error
-        reports.send_bytes(_told(told, rank, count))
+        reports.send_bytes(_told(left(error) if isinstance(error, SystemExit) else error, rank, count))
         code = 1
     leave(code)
 
