@@ -12,6 +12,19 @@ from qtool.training.techniques import setup
 CONFIG = TrainConfig(device="cpu", compile=True)
 
 
+@pytest.fixture
+def compiled(monkeypatch):
+    """What is compiled, in order; captured graphs are run as they are."""
+    functions, real = [], torch.compile
+
+    def compile_(function):
+        functions.append(function)
+        return real(function, backend="aot_eager")
+
+    monkeypatch.setattr(torch, "compile", compile_)
+    return functions
+
+
 def test_the_model_is_compiled_in_place_and_set_free_again(monkeypatch):
     compiled = []
     monkeypatch.setattr(compiling, "require_compiler", lambda device: None)
@@ -32,26 +45,17 @@ def test_the_model_is_compiled_in_place_and_set_free_again(monkeypatch):
     assert len(compiled) == 1
 
 
-def test_a_compiled_step_is_the_step(run_steps, net, monkeypatch):
-    """With checkpointing and autocast beside it, to rounding; captured graphs are run as they are."""
-    real = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda function: real(function, backend="aot_eager"))
+def test_a_compiled_step_is_the_step(run_steps, net, compiled):
+    """With checkpointing and autocast beside it, to rounding."""
     options = {"precision": "bf16-mixed", "activation_checkpointing": net == "transformer", "optimizer": "sgd"}
-    plain, compiled = run_steps(net, 3, **options), run_steps(net, 3, compile=True, **options)
-    assert plain.losses == pytest.approx(compiled.losses, rel=0.02)
+    plain, quick = run_steps(net, 3, **options), run_steps(net, 3, compile=True, **options)
+    assert len(compiled) == 1
+    assert plain.losses == pytest.approx(quick.losses, rel=0.02)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of dynamo, at gathered weights, which are no leaves
-def test_of_a_sharded_model_each_block_is_compiled(run_steps, net, monkeypatch):
+def test_of_a_sharded_model_each_block_is_compiled(run_steps, net, compiled):
     """Around checkpointing that is there already, which is there alone when the setup is closed."""
-    compiled = []
-
-    def compile_(function):
-        compiled.append(function)
-        return real(function, backend="aot_eager")
-
-    real = torch.compile
-    monkeypatch.setattr(torch, "compile", compile_)
     options = {"activation_checkpointing": net == "transformer", "optimizer": "sgd"}
     plain = run_steps(net, 3, **options)
     sharded = run_steps(net, 3, **options, compile=True, strategy="fsdp")
@@ -64,16 +68,8 @@ def test_of_a_sharded_model_each_block_is_compiled(run_steps, net, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of dynamo, at a block's input, which is no leaf
-def test_updated_in_the_backward_pass_each_block_is_compiled(run_steps, net, monkeypatch):
+def test_updated_in_the_backward_pass_each_block_is_compiled(run_steps, net, compiled):
     """A block's gradients come with its own backward pass; batch-norm's statistics move once, checkpointed or not."""
-    compiled = []
-
-    def compile_(function):
-        compiled.append(function)
-        return real(function, backend="aot_eager")
-
-    real = torch.compile
-    monkeypatch.setattr(torch, "compile", compile_)
     options = {"activation_checkpointing": True, "optimizer": "sgd", "step_in_backward": True, "grad_clip": None}
     plain, inside = run_steps(net, 3, **options), run_steps(net, 3, **options, compile=True)
     assert len(compiled) > 1
