@@ -84,9 +84,7 @@ def db(wanted: Tensor, got: Tensor) -> float:
 
 
 @pytest.mark.parametrize("name", NETS)
-@pytest.mark.parametrize(
-    "settings", [{}, {"effort": "best"}, {"algorithms": ["adaround"], "rounding_steps": 5}], ids=str
-)
+@pytest.mark.parametrize("settings", [{}, {"algorithms": ["adaround", "bias"], "rounding_steps": 5}], ids=str)
 def test_the_file_takes_sizes_that_it_was_not_calibrated_with(
     name: str, settings: dict[str, Any], tmp_path: Path
 ) -> None:
