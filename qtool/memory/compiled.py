@@ -314,22 +314,22 @@ class Walk(torch.autograd.Function):
             results.append(torch.empty_like(like))
         ctx.save_for_backward(*given[:num_kept])
         ctx.captured, ctx.held, ctx.device = captured, {k: v for k, v in held.items() if k in saved}, device
-        ctx.wanted = given[num_kept:]
+        ctx.wanted = [x if isinstance(x, nn.Parameter) else x.to("meta") for x in given[num_kept:]]
         return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         captured, held = ctx.captured, ctx.held
-        wanted, ctx.wanted = ctx.wanted, ()  # what a block was given may go before the graph does
-        shaped = {next(iter(where)): like for like, where in zip(wanted, captured.gradients, strict=True) if where}
+        pairs = zip(ctx.wanted, captured.gradients, strict=True)
+        shaped = {next(iter(where)): like for like, where in pairs if where}
         for name in captured.backward.unread:
             held.pop(name, None)
         _walk(captured.backward, held, ctx.device, shaped)
         del ctx.held
         found = [held.pop(next(iter(where)), None) if where else None for where in captured.gradients]
         held.clear()
-        pairs = zip(wanted, found, strict=True)
-        own = [g if g is not None and g.shape == w.shape else torch.empty_like(w) for w, g in pairs]
+        pairs = zip(ctx.wanted, found, strict=True)
+        own = [g if g is not None and g.shape == w.shape else torch.empty_like(w, device=ctx.device) for w, g in pairs]
         return (None, None, *[None] * len(captured.kept), *own)
 
 
@@ -346,7 +346,7 @@ def _walk(made: Plan, held: dict[str, Tensor], device: torch.device, shaped: Map
         like = shaped.get(buffer.name)
         fits = like is not None and like.numel() * like.element_size() == buffer.size
         held[buffer.name] = (
-            torch.empty_like(like) if like is not None and fits
+            torch.empty_like(like, device=device) if like is not None and fits
             else torch.empty(buffer.size, dtype=torch.uint8, device=device)
         )  # fmt: skip
         for name in buffer.after:

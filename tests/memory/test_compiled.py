@@ -141,6 +141,34 @@ def test_of_equal_blocks_one_is_captured_and_each_allocates(options, monkeypatch
     assert weights + 3 * kept < grown < weights + 13 * kept  # the block's input, and what its four-fold inside keeps
 
 
+class Rectified(FeedForward):
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(torch.relu(x))))
+
+
+@pytest.mark.parametrize(("block", "values"), [(FeedForward, 10), (Rectified, 5)])
+def test_a_block_s_input_is_held_where_its_backward_pass_reads_it(block, values):
+    """The input, its norm and twice its four-fold inside; of ReLU the results are enough, two in all."""
+    few, many = (
+        predicted(nn.Sequential(nn.Linear(32, 64), *(block(64) for _ in range(count))), compile=True, **INSIDE)
+        for count in (2, 4)
+    )
+    weights = 3 * sum(parameter.nbytes for parameter in block(64).parameters())
+    grown = (many.peak_bytes - few.peak_bytes) / 2 - weights
+    assert grown == pytest.approx(values * 512 * 64 * 4, rel=0.02)
+
+
+def test_blocks_of_other_widths_and_of_other_inputs_are_captured_each(monkeypatch):
+    captured = []
+    monkeypatch.setattr(compiled, "capture", lambda *given: captured.append(given[1:3]) or capture(*given))
+    layers = [FeedForward(32) for _ in range(4)]
+    layers[2].up, layers[2].down = nn.Linear(32, 48), nn.Linear(48, 32)
+    net = nn.Sequential(nn.Linear(32, 32), nn.Unflatten(0, (-1, 2)), *layers, nn.Flatten(0, 1), FeedForward(32))
+    predicted(net, 8, compile=True, **INSIDE)
+    seen = [(block.up.out_features, values[0].shape) for block, values in captured]
+    assert seen == [(128, (4, 2, 32)), (48, (4, 2, 32)), (128, (8, 32))]
+
+
 @pytest.mark.parametrize("options", [INSIDE, SHARDED], ids=["step in backward", "fsdp"])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_net_compiled_block_by_block_takes_about_what_it_takes_uncompiled(options, checkpointing):
