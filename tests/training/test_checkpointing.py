@@ -257,5 +257,7 @@ def test_sequences_side_by_side_are_checkpointed_where_there_are_no_other_blocks
 
 
 def test_a_model_without_blocks_is_refused():
-    with pytest.raises(UsageError, match="repeated blocks"):
-        setup(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), TrainConfig(device="cpu", activation_checkpointing=True))
+    one = nn.ModuleList([nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.Sequential(), nn.Linear(2, 2)])
+    for model in (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), one):
+        with pytest.raises(UsageError, match="repeated blocks"):
+            setup(model, TrainConfig(device="cpu", activation_checkpointing=True))

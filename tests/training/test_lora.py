@@ -290,6 +290,7 @@ CONVOLUTIONS = [
     nn.Conv1d(2, 8, 3, dilation=2, padding="same"),
     nn.Conv2d(2, 8, 3, dilation=2, padding=2),
     nn.Conv2d(2, 8, 3, padding=1, padding_mode="reflect"),
+    nn.Conv2d(2, 8, 3, dilation=2, padding="same", padding_mode="circular"),
     nn.Conv3d(2, 8, (1, 3, 2), stride=2),
 ]
 

@@ -24,7 +24,7 @@ def apply(model: ir.Model) -> int:
 def _strides(source: ir.Node) -> list[int] | None:
     """The strides of the pointwise convolutions that alone read a dequantizer, if they have some and the same."""
     readers = source.outputs[0].consumers()
-    if source.op_type != "DequantizeLinear" or not readers or source.outputs[0].is_graph_output():
+    if source.op_type != "DequantizeLinear" or not readers:
         return None
     found = {tuple(reader.attributes.get_ints("strides", [])) for reader in readers}
     same = len(found) == 1 and max(next(iter(found)), default=1) > 1

@@ -55,9 +55,10 @@ def test_the_numbers_are_the_same(size: tuple[int, ...], readers: int, tmp_path:
         convolutions({"strides": [2, 2], "pads": [1, 1, 1, 1]}),
         convolutions({"strides": [2, 2]}, kernel=3),
         convolutions({"strides": [2, 2]}, {"strides": [1, 1]}),
+        convolutions({"strides": [2, 2]}, {"strides": [2, 3]}),
         convolutions({"strides": [2, 2]}, {}),
     ],
-    ids=["none", "one", "padded", "wide", "different", "one without"],
+    ids=["none", "one", "padded", "wide", "one of one", "different", "one without"],
 )
 def test_what_is_left_alone(model: onnx.ModelProto) -> None:
     assert rewritten_by(strides.apply, model)[0] == 0
