@@ -118,6 +118,8 @@ def _require_open(graph_module: GraphModule, axis: int) -> None:
     sizes = [int(value.shape[axis]) for value in values if value.dim() > axis]
     got = f"axis {axis}, which it fixes to {sizes[0]}" if sizes else f"axis {axis}, which no input has"
     do = "have the model read x.shape instead of a number, or leave it out" if sizes else "leave it out"
+    if set(sizes) == {1}:
+        do = "calibrate with larger inputs: torch.export takes a size of 1 for the model's own"
     raise UsageError("--dynamic-axes", "axes of the inputs whose size the model leaves open", got, do)
 
 

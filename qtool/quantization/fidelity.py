@@ -71,7 +71,7 @@ def _note_other_sizes(graph: GraphModule, model: nn.Module, inputs: Any, axis: i
     guards = graph.meta.get("guards", ())
     given = next(int(value.shape[axis]) for value in tensors(inputs) if value.dim() > axis)
     for size in (given // 2, given - 1, given + 1, given * 2):
-        told = broken(guards, model, [resized(inputs, axis, size)]) if size else []
+        told = broken(guards, model, [resized(inputs, axis, size)])
         if told and not _agree(graph, model, map_tensors(functools.partial(_repeated, axis=axis, size=size), inputs)):
             short = min(told, key=len)
             _note(graph, f"axis {axis}: of size {size}, the model computes another thing than its graph, "

@@ -130,6 +130,12 @@ def test_an_axis_that_the_model_fixes_is_refused() -> None:
         qtool.quantize(Fixed(), [torch.randn(4, 8, 8)], dynamic_axes=[5])
 
 
+def test_of_a_size_of_one_larger_inputs_are_asked_for(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UsageError, match="axis 1, which it fixes to 1; calibrate with larger inputs"):
+        qtool.quantize(Reader(), [texts(4, 1)], dynamic_axes=[1])
+    assert capfd.readouterr() == ("", "")
+
+
 @pytest.mark.parametrize("settings", [{"engine": "torch.ao"}, {"target": "openvino"}, {"weights_only": True}], ids=str)
 def test_other_ways_of_quantizing_leave_them_open_too(settings: dict[str, Any], tmp_path: Path) -> None:
     if settings.get("target"):
