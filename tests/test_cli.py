@@ -280,6 +280,10 @@ def test_debug_shows_the_traceback_and_json_the_parts(monkeypatch: pytest.Monkey
     }
 
 
+def test_debug_shows_where_a_user_s_code_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "raise self.raises" in inspect_raises(monkeypatch, SystemExit(0), "--debug").stderr
+
+
 def test_of_several_processes_the_end_of_another_one_is_no_defect(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")

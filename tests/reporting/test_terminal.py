@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -176,3 +177,4 @@ def test_a_benchmark_that_fails_by_its_figures_prints_them(
     done = CliRunner().invoke(main, ["benchmark", "x", *words])
     assert done.exit_code == 3
     assert ("size on disk, MiB" in done.stdout) is printed
+    assert "--json" not in words or json.loads(done.stdout)["error"]["details"]
