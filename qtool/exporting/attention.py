@@ -72,7 +72,8 @@ def _causal(query: Any, key: Any) -> tuple[Any, None]:
         shape = _sizes(*sizes)
     else:
         shape = op.Concat(*(op.Shape(value, start=-2, end=-1) for value in (query, key)), axis=0)
-    return op.Trilu(op.Expand(_constant(UNSEEN), shape), op.Constant(value_int=1), upper=1), None
+    hidden = op.ConstantOfShape(shape, value=ir.tensor([UNSEEN], ir.DataType.FLOAT))  # no optimizer stores the result
+    return op.Trilu(hidden, op.Constant(value_int=1), upper=1), None
 
 
 def _highest(value: Any) -> Any:

@@ -121,6 +121,12 @@ def test_a_causal_mask_of_any_length(tmp_path: Path) -> None:
     torch.testing.assert_close(answers(path, (longer,)), [net(longer)], rtol=1e-5, atol=1e-5)
 
 
+def test_a_causal_mask_is_computed_once_and_never_stored(tmp_path: Path) -> None:
+    path = written(nn.Sequential(Causal(), Causal()).eval(), (torch.randn(BATCH, HEADS, 200, E),), tmp_path)
+    assert path.stat().st_size < 8_000
+    assert Counter(node.op_type for node in onnx.load(path).graph.node)["Trilu"] == 1
+
+
 class Core(nn.Module):
     """Attention alone."""
 
@@ -139,6 +145,12 @@ def test_in_half_precision_a_row_that_sees_nothing_gives_nothing(kind: str, tmp_
     inputs, path = (*qkv(), GIVEN[kind]), tmp_path / "half.onnx"
     assert write_fp16(float_to_onnx(float_form(Core().eval(), inputs), inputs, 21), path) == ""
     torch.testing.assert_close(answers(path, inputs), [Core()(*inputs)], rtol=1e-2, atol=1e-2)
+
+
+def test_in_half_precision_a_causal_mask_hides_as_much(tmp_path: Path) -> None:
+    net, inputs, path = Causal().eval(), (30 * torch.randn(BATCH, HEADS, L, E),), tmp_path / "half.onnx"
+    assert write_fp16(float_to_onnx(float_form(net, inputs), inputs, 21), path) == ""
+    torch.testing.assert_close(answers(path, inputs), [net(*inputs)], rtol=1e-2, atol=0.1)
 
 
 def test_no_more_is_computed_than_attention(tmp_path: Path) -> None:
