@@ -22,6 +22,7 @@ Left out on purpose: loading the keys that happen to fit. Weights are of this ar
 
 from __future__ import annotations
 
+import math
 import pickle
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -140,7 +141,7 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
     where = f"weights '{file}'"
     state = _read_state(file, where)
     _require_same_keys(where, model, state)
-    _require_finite(where, state)
+    _require_finite(where, model, state)
     for key, value in model.state_dict(keep_vars=True).items():
         if value.dtype in NARROW and key in state and state[key].dtype == torch.float32:
             value.data = value.data.float()
@@ -207,8 +208,13 @@ def _place(value: Tensor) -> tuple[int, int]:
     return value.data_ptr(), value.numel()
 
 
-def _require_finite(where: str, state: Mapping[str, Tensor]) -> None:
-    bad = [key for key, value in state.items() if not value.isfinite().all()]
+def _require_finite(where: str, model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Minus infinity is what a mask of attention adds, which many models keep as a buffer."""
+    buffers = (name for name, _ in model.named_buffers(remove_duplicate=False))
+    masks = {name for name in buffers if not name.endswith(("running_mean", "running_var"))}
+    bad = [
+        key for key, value in state.items() if not (value.isfinite() | ((value == -math.inf) & (key in masks))).all()
+    ]
     if bad:
         got = f"NaN or infinity in {_few(bad)}"
         raise QtoolError(where, "finite weights", got, "load other weights, or train with a lower learning rate")
@@ -219,8 +225,9 @@ def _few(names: list[str]) -> str:
 
 
 def check_finite(model: nn.Module, where: str = "model") -> None:
-    """Raises QtoolError naming the parameters and buffers that hold NaN or infinity."""
-    _require_finite(where, {key: value for key, value in model.state_dict().items() if isinstance(value, Tensor)})
+    """Raises QtoolError naming the parameters and buffers that hold NaN or infinity, −∞ in buffers aside."""
+    state = {key: value for key, value in model.state_dict().items() if isinstance(value, Tensor)}
+    _require_finite(where, model, state)
 
 
 @contextmanager
