@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file, save_model
-from torch import nn
+from torch import Tensor, nn
 
 from qtool.artifacts import staging, write_result
 from qtool.errors import QtoolError, UsageError

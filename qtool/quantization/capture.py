@@ -100,7 +100,8 @@ def capture(model: nn.Module, example: Any, *, train: bool = False, axes: tuple[
     for node in graph_module.graph.nodes:
         if node.op == "call_function":
             node.meta["owner"] = owner(node)
-    merge_repeats(graph_module)
+    if merge_repeats(graph_module):
+        drop_unused(graph_module)
     return graph_module
 
 

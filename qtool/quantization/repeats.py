@@ -4,19 +4,28 @@ torch's exporter merges them as it writes the file, after quantizers have been p
 left means the same in both places. They are common: the query, key and value of an attention block reshape one
 input three times, a pre-activation block calls ``relu`` once for each branch, a model applies one layer twice.
 
+Buffers that hold the same are one as well: the blocks of a language model often have a causal mask each, and a file
+would have them all.
+
 In training form a batch-norm called twice on the same values updates its running statistics once. Left out on
-purpose: parameters of two names and equal values, which may part in training.
+purpose: parameters of two names and equal values, which may part in training, and what layers have as weights and
+running statistics.
 """
 
 from __future__ import annotations
 
+import hashlib
+import operator
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from qtool.form import DEQUANTIZE, QUANTIZE
 from qtool.quantization.functional import DROPOUTS
+
+_LAYERS = ("batch_norm", "instance_norm", "linear", "conv", "lstm", "gru", "rnn")
 
 
 def merge_repeats(graph_module: GraphModule) -> int:
@@ -38,7 +47,7 @@ def merge_repeats(graph_module: GraphModule) -> int:
 def _key(node: Node) -> Any:
     """Equal for calls that give equal results; None where a call may give another each time, or cannot be compared."""
     if node.op == "get_attr":
-        return node.op, node.target
+        return node.op, _content(node) or node.target
     if node.op != "call_function" or node.target in DROPOUTS or _draws_or_writes(node.target) or _is_weight(node):
         return None
     key = node.target, _comparable(node.args), _comparable(node.kwargs)
@@ -47,6 +56,16 @@ def _key(node: Node) -> Any:
     except TypeError:
         return None
     return key
+
+
+def _content(node: Node) -> Any:
+    """What a buffer holds, but for one that is a layer's own."""
+    value = operator.attrgetter(str(node.target))(node.graph.owning_module)
+    layers = any(getattr(user.target, "_opname", "").startswith(_LAYERS) for user in node.users)
+    if layers or isinstance(value, nn.Parameter) or not isinstance(value, Tensor):
+        return None
+    numbers = value.detach().reshape(-1).view(torch.uint8).cpu().numpy().tobytes()
+    return value.dtype, value.device, value.shape, hashlib.sha256(numbers).digest()
 
 
 def _is_weight(node: Node) -> bool:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections import Counter
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -32,6 +34,29 @@ def test_a_call_that_repeats_another_is_gone_and_the_result_is_the_same() -> Non
     assert _count(graph, aten.relu.default) == 1
     assert _count(graph, aten.linear.default) == 4
     torch.testing.assert_close(graph(x), model(x))
+
+
+class Masked(nn.Module):
+    """Blocks with a mask and a batch-norm each, whose statistics begin the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(5)
+        self.register_buffer("mask", torch.ones(5, 5).tril() > 0)
+        self.register_buffer("number", torch.tensor(2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(self.norm(x), x, x, self.mask) * self.number
+
+
+def test_buffers_that_hold_the_same_are_one() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(Masked() for _ in range(3))).eval(), torch.randn(4, 5, 8)
+    model[2].mask[3, 1] = False
+    graph = capture(model, x)
+    kept = Counter(name.rpartition(".")[2] for name, _ in graph.named_buffers())
+    assert kept == {"mask": 2, "number": 1, "running_mean": 3, "running_var": 3}
+    torch.testing.assert_close(graph(x), model(x), rtol=1e-4, atol=1e-4)
 
 
 def test_numbers_of_another_type_or_sign_are_no_repetition() -> None:
