@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from qtool import processes
 from qtool.errors import QtoolError, one_line
+from qtool.masks import is_finite, may_hide
 
 PIECE = 4 * 2**20
 """Bytes read at a time."""
@@ -174,7 +175,7 @@ def _fill(
         if buffer is not None:
             module._buffers[name] = buffer = buffer.to(target.device)
             if key in weights.entries and name not in module._non_persistent_buffers_set:
-                weights.read(key, buffer)
+                weights.read(key, buffer, mask=may_hide(name))
 
 
 def _allocated(parameter: nn.Parameter, device: torch.device, dtype: torch.dtype) -> nn.Parameter:
@@ -224,8 +225,11 @@ class _Weights:
         if got := "; ".join(f"{name}: {', '.join(keys[:3])}" for name, keys in parts if keys):
             raise QtoolError(self.where, "weights of this architecture", got, OTHER_WEIGHTS)
 
-    def read(self, key: str, tensor: Tensor) -> None:
-        """Fills ``tensor``, or this process's rows of it, converting where its dtype is another."""
+    def read(self, key: str, tensor: Tensor, *, mask: bool = False) -> None:
+        """Fills ``tensor``, or this process's rows of it, converting where its dtype is another.
+
+        Minus infinity is damage but in a ``mask``.
+        """
         entry, part = self.entries[key], processes.local(tensor)
         dtype = _DTYPES[entry["dtype"]]
         skipped = rows_before(tensor) * (tensor.numel() // max(1, tensor.shape[0])) if tensor.dim() else 0
@@ -235,7 +239,7 @@ class _Weights:
         for start in range(0, flat.numel(), max(1, piece.numel())):
             now = piece[: flat.numel() - start]
             self._read_exactly(memoryview(now.view(torch.uint8).numpy()))  # type: ignore[arg-type]
-            if dtype.is_floating_point and not all(end.isfinite() for end in now.aminmax()):  # without a copy
+            if dtype.is_floating_point and not all(is_finite(end, mask=mask) for end in now.aminmax()):
                 raise QtoolError(self.where, "finite weights", f"NaN or infinity in {key}", "load other weights")
             flat[start : start + now.numel()].copy_(now)
         if not part.is_contiguous():

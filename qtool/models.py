@@ -22,7 +22,6 @@ Left out on purpose: loading the keys that happen to fit. Weights are of this ar
 
 from __future__ import annotations
 
-import math
 import pickle
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -39,6 +38,7 @@ from qtool.errors import QtoolError, UsageError, nearest, one_line
 from qtool.factories import PRETRAINED, is_factory, load_factory
 from qtool.gpt import gpt2, gpt2_mini
 from qtool.libraries import LIBRARIES
+from qtool.masks import is_finite, masks
 from qtool.materialise import OTHER_WEIGHTS, WHERE, Target, create
 from qtool.nested import NARROW, call, map_tensors, tensors
 from qtool.nets import mobilenet, resnet
@@ -209,12 +209,8 @@ def _place(value: Tensor) -> tuple[int, int]:
 
 
 def _require_finite(where: str, model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Minus infinity is what a mask of attention adds, which many models keep as a buffer."""
-    buffers = (name for name, _ in model.named_buffers(remove_duplicate=False))
-    masks = {name for name in buffers if not name.endswith(("running_mean", "running_var"))}
-    bad = [
-        key for key, value in state.items() if not (value.isfinite() | ((value == -math.inf) & (key in masks))).all()
-    ]
+    hiding = masks(model)
+    bad = [key for key, value in state.items() if not is_finite(value, mask=key in hiding)]
     if bad:
         got = f"NaN or infinity in {_few(bad)}"
         raise QtoolError(where, "finite weights", got, "load other weights, or train with a lower learning rate")

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from qtool import processes
+from qtool.masks import is_finite, masks
 from qtool.nested import tensors
 
 INPUTS = "the inputs of the model"
@@ -33,11 +34,10 @@ def first_bad_parameter(model: nn.Module, *, buffers: bool = False) -> str | Non
 
 
 def _bad_value(model: nn.Module, buffers: bool) -> str | None:
-    name: str
-    for name, value in (*model.named_parameters(), *(model.named_buffers() if buffers else ())):
-        if value.is_floating_point() and not torch.isfinite(processes.local(value)).all():
-            return name
-    return None
+    hiding = masks(model)
+    values = dict(model.named_parameters()) | (dict(model.named_buffers()) if buffers else {})
+    bad = (name for name, value in values.items() if not is_finite(processes.local(value), mask=name in hiding))
+    return next(bad, None)
 
 
 def first_bad_layer(model: nn.Module, forward: Callable[[], Any]) -> str | None:

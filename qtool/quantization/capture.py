@@ -17,12 +17,16 @@ from __future__ import annotations
 import copy
 import operator
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
+from torch.nn.modules import transformer
 from torch.utils import _pytree as pytree
 
 from qtool.errors import QtoolError, UsageError, one_line
@@ -73,7 +77,7 @@ def capture(model: nn.Module, example: Any, *, train: bool = False, axes: tuple[
         try:
             for norm in averages:
                 norm.momentum = DEFAULT_MOMENTUM
-            with quiet_export():
+            with quiet_export(), _masks_unread():
                 program = to_program(model, example, axes)
         except Exception as error:
             raise _refused(model, example, error) from error
@@ -103,6 +107,16 @@ def capture(model: nn.Module, example: Any, *, train: bool = False, axes: tuple[
     if merge_repeats(graph_module):
         drop_unused(graph_module)
     return graph_module
+
+
+@contextmanager
+def _masks_unread() -> Iterator[None]:
+    """torch's transformers compare a mask with a causal one, whose values no graph can ask for, to choose a kernel.
+
+    Unread, the mask is applied as it is.
+    """
+    with mock.patch.object(transformer, "_detect_is_causal_mask", lambda _, is_causal=None, size=None: bool(is_causal)):
+        yield
 
 
 def set_modes(model: nn.Module, *, train: bool) -> None:

@@ -431,3 +431,27 @@ def test_a_number_among_the_inputs_is_a_constant_of_the_graph_and_told() -> None
     assert "input 'factor' is fixed to 3.0" in form.plan.notes
     with torch.no_grad():
         assert float((form((x, 3.0)) - net(x, 3.0)).abs().max()) < 0.05
+
+
+class Decoder(nn.Module):
+    """torch's own transformer under a mask, of which it asks in Python whether it is a causal one."""
+
+    def __init__(self, mask: Tensor) -> None:
+        super().__init__()
+        self.layers = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
+        self.register_buffer("mask", mask)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x, mask=self.mask)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("mask", [nn.Transformer.generate_square_subsequent_mask(5), torch.eye(5).bool().roll(1, 0)])
+@pytest.mark.parametrize("train", [False, True])
+def test_a_mask_is_applied_whatever_it_is(mask: Tensor, train: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Decoder(mask).eval(), torch.randn(4, 5, 8)
+    graph = capture(model, x, train=train)
+    if train:
+        set_training(graph, batch_norm=False, dropout=False)
+    torch.testing.assert_close(graph(x[:3]), model(x[:3]), rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(model(x), model.layers(x), atol=1e-2)

@@ -1,0 +1,63 @@
+"""Minus infinity in a mask that a model keeps is no damage, wherever damage is looked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import qtool
+from qtool.errors import QtoolError
+from qtool.materialise import Target, create
+from qtool.models import check_finite, load_weights
+from qtool.nonfinite import first_bad_parameter
+
+
+class Hiding(nn.Module):
+    """A mask to add, among the buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(3, 3), nn.BatchNorm1d(3)
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.layer(x))
+        return ((y[:, :, None] * y[:, None] + self.mask).softmax(-1) * y[:, None]).sum(-1)  # type: ignore[no-any-return, operator]
+
+
+def test_a_mask_passes_wherever_damage_is_looked_for(tmp_path: Path) -> None:
+    save_file(Hiding().state_dict(), tmp_path / "w.safetensors")
+    load_weights(model := Hiding(), tmp_path / "w.safetensors")
+    check_finite(model)
+    assert first_bad_parameter(model, buffers=True) is None
+    made = create(Hiding, tmp_path / "w.safetensors", Target(torch.device("cpu"), None))
+    torch.testing.assert_close(made.state_dict(), model.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("layer.weight", -torch.inf), ("norm.running_var", -torch.inf), ("mask", torch.inf), ("mask", torch.nan)],
+)
+def test_damage_does_not(name: str, value: float, tmp_path: Path) -> None:
+    broken = Hiding()
+    broken.state_dict()[name].view(-1)[1] = value
+    assert first_bad_parameter(broken, buffers=True) == name
+    save_file(broken.state_dict(), tmp_path / "w.safetensors")
+    for look in (
+        lambda: check_finite(broken),
+        lambda: load_weights(Hiding(), tmp_path / "w.safetensors"),
+        lambda: create(Hiding, tmp_path / "w.safetensors", Target(torch.device("cpu"), None)),
+    ):
+        with pytest.raises(QtoolError, match=f"NaN or infinity in {name}"):
+            look()
+
+
+def test_a_model_with_a_mask_is_trained_and_quantized(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    samples = [(torch.randn(3), index % 3) for index in range(16)]
+    done = qtool.train(Hiding(), {"train": samples, "test": samples}, out=tmp_path, device="cpu", epochs=1)
+    assert qtool.quantize(done.model, [torch.randn(16, 3)], effort="fast").plan.integer_units
