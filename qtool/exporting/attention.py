@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import torch
-from onnxscript import opset21 as op
+from onnxscript import opset18 as op  # the least that any target asks for
 
 UNSEEN = float(np.finfo(np.float32).min)
 """What hides a place; half precision's own limit in a file of that (``qtool.exporting.baselines``)."""

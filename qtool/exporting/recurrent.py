@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 import torch
 from onnx.defs import OpSchema
-from onnxscript import opset21 as op
+from onnxscript import opset18 as op  # the least that any target asks for
 from onnxscript.values import Op, Opset
 
 from qtool.errors import QtoolError
