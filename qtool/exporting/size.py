@@ -59,8 +59,7 @@ def _grid_bytes(quantized: QuantizedModel) -> int:
         if node.target is torch.ops.aten.affine_grid_generator.default:
             sizes = node.args[1][2:]
             if all(isinstance(size, int) for size in sizes):
-                values = math.prod(sizes) * (len(sizes) + 1)
-                found[(*sizes, node.args[2]) if values <= SHARED_VALUES else node] = values * 4
+                found[(*sizes, node.args[2])] = math.prod(sizes) * (len(sizes) + 1) * 4
     return sum(found.values())
 
 

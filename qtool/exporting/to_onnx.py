@@ -40,6 +40,7 @@ from qtool.exporting.passes import (
     even_inputs,
     expands,
     float_units,
+    folded,
     global_pool,
     hard_sigmoid,
     int4,
@@ -142,6 +143,7 @@ def _translate(graph: GraphModule, example: Any, opset: int) -> tuple[ir.Model, 
     assert exported is not None
     assert exported.exported_program is not None
     _require_opset(exported.model, opset)
+    folded.apply(exported.model, {*program.state_dict, *program.constants})
     sizes.apply(exported.model)
     _restore_inputs(exported.model, {str(name) for name in program.graph_signature.user_inputs})
     labelled = (node for node in exported.exported_program.graph.nodes if "unit" in (node.meta.get("custom") or {}))
