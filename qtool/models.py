@@ -237,6 +237,21 @@ def modes_kept(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
+@contextmanager
+def every_layer_called() -> Iterator[None]:
+    """Has ``nn.TransformerEncoder`` call its layers in evaluation too.
+
+    Its shortcut for inference takes their weights instead, and so passes by what lies on them (an adapter). Of padded
+    sequences it returns 0 behind the end, where the layers compute something, in training and in a captured graph.
+    """
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
 @torch.no_grad()
 def check_input(model: nn.Module, inputs: Any, where: str = "model") -> None:
     """Raises QtoolError where ``model`` cannot take ``inputs`` (a tensor, a tuple or a dict), naming their shapes.

@@ -8,13 +8,15 @@ Where axes behind the batch are open, both compute inputs of other sizes as well
 does not hold: a model whose code goes two ways by a size is told of, since its graph goes one.
 
 A model that is random in evaluation differs from itself as much, and one whose outputs are all but nothing (some
-untrained ones give 1e-41) from itself in float64. That is noted: there nothing can be told apart.
+untrained ones give 1e-41) from itself in float64. That is noted: there nothing can be told apart. So is a padded
+sequence behind whose end torch's transformers have 0 in inference and numbers otherwise: the graph has the numbers.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -25,7 +27,7 @@ from torch.utils import _pytree as pytree
 from qtool.errors import QtoolError
 from qtool.evaluate import sqnr_db
 from qtool.form import open_axes
-from qtool.models import modes_kept
+from qtool.models import every_layer_called, modes_kept
 from qtool.nested import call, map_tensors, num_samples, samples_of, tensors
 from qtool.quantization.conditions import broken, resized
 from qtool.structures import quiet_pytree
@@ -34,6 +36,10 @@ LEAST_DB = 60.0
 ROUNDING_DB = 12.0
 """How much further than the model itself the graph may be from the model in float64."""
 SAMPLES = 2
+PADDED = (
+    "torch's shortcut for transformers in inference puts 0 behind the end of a padded sequence: the graph has what the "
+    "layers compute there, as training has"
+)
 RANDOM = "the captured graph was not compared with the model, which is random in evaluation"
 
 
@@ -48,6 +54,7 @@ def require_faithful(graph: GraphModule, model: nn.Module, example: Any) -> None
     if least >= LEAST_DB:
         for axis in sorted(open_axes(graph)):
             _note_other_sizes(graph, model, few, axis)
+        _note_padding(graph, model, example)
         return
     if _least(wanted, _evaluated(model, few)) < LEAST_DB:
         _note(graph, RANDOM)
@@ -61,6 +68,14 @@ def require_faithful(graph: GraphModule, model: nn.Module, example: Any) -> None
         f"model '{type(model).__name__}'", f"a captured graph that computes what it does, to {LEAST_DB:.0f} dB",
         f"{least:.1f} dB on {num_samples(few)} samples", "report this model: the capture changed its meaning",
     )  # fmt: skip
+
+
+def _note_padding(graph: GraphModule, model: nn.Module, inputs: Any) -> None:
+    """Notes where torch's own transformer, in inference, does not return what its layers compute."""
+    if not any(isinstance(module, nn.TransformerEncoder) for module in model.modules()):
+        return
+    if _least(_evaluated(model, inputs), _evaluated(model, inputs, shortcut=True)) < LEAST_DB:
+        _note(graph, PADDED)
 
 
 def _note_other_sizes(graph: GraphModule, model: nn.Module, inputs: Any, axis: int) -> None:
@@ -107,11 +122,11 @@ def _exact(model: nn.Module, inputs: Any) -> list[Tensor]:
         return []
 
 
-def _evaluated(model: nn.Module, inputs: Any) -> list[Tensor]:
-    """What the model computes in evaluation; its modes and buffers are as before."""
+def _evaluated(model: nn.Module, inputs: Any, *, shortcut: bool = False) -> list[Tensor]:
+    """What the model computes in evaluation, with torch's ``shortcut`` or without; modes and buffers are as before."""
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:
-        with modes_kept(model):
+        with modes_kept(model), nullcontext() if shortcut else every_layer_called():
             return _floats(model.eval(), inputs)
     finally:
         for buffer, before in buffers:

@@ -63,7 +63,6 @@ def apply(setup: Setup, example: Any) -> None:
     chosen = targets(model, config.lora_targets, possible)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     model.requires_grad_(False)
-    _call_every_layer(setup)
     setup.on_close.append(lambda: _merge(model, trained))
     peft = _peft()
     try:
@@ -77,16 +76,6 @@ def apply(setup: Setup, example: Any) -> None:
         _quantize(model, {*chosen, *_usual(model, possible)})
     if config.strategy != "fsdp":
         fill(model)
-
-
-def _call_every_layer(setup: Setup) -> None:
-    """Until the end of training nn.TransformerEncoderLayer calls its layers in evaluation too.
-
-    Its shortcut for inference takes their weights instead, and what is below an adapter is not all that there is.
-    """
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    setup.on_close.append(lambda: torch.backends.mha.set_fastpath_enabled(before))
 
 
 def require(model: nn.Module, config: TrainConfig) -> None:

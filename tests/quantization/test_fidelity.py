@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
+from torch.utils.data import TensorDataset
 
+import qtool
 from qtool.errors import QtoolError
 from qtool.quantization.capture import aten, capture
-from qtool.quantization.fidelity import RANDOM, require_faithful
+from qtool.quantization.fidelity import PADDED, RANDOM, require_faithful
 from qtool.quantization.stage import float_form
 
 X = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
@@ -161,3 +163,33 @@ def mistaken(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_float_form_is_held_to_it() -> None:
     with pytest.raises(QtoolError, match="the capture changed its meaning"):
         float_form(net(), X)
+
+
+class Padded(nn.Module):
+    """torch's own transformer over sequences that 0 fills up, their places averaged, those behind the end as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.head = nn.Embedding(20, 16), nn.Linear(16, 3)
+        self.layers = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layers(self.words(x), src_key_padding_mask=x == 0).mean(1))  # type: ignore[no-any-return]
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
+def test_behind_the_end_of_a_padded_sequence_the_graph_is_the_model_in_training() -> None:
+    model, x = Padded().eval(), torch.randint(1, 20, (16, 7), generator=torch.Generator().manual_seed(0))
+    assert float_form(model, x).meta["notes"] == ()
+    x[3, 4:] = 0
+    graph = float_form(model, x)
+    assert graph.meta["notes"] == (PADDED,)
+    torch.testing.assert_close(graph(x), model(x), rtol=1e-4, atol=1e-5)  # gradients are on, and with them the layers
+    part = TensorDataset(x, torch.arange(16) % 3)
+    trained = qtool.train(model, {"train": part, "test": part}, epochs=1, device="cpu")
+    with torch.no_grad():
+        shortcut = nn.functional.cross_entropy(trained.model(x), part.tensors[1]).item()
+    loss = nn.functional.cross_entropy(trained.model(x), part.tensors[1]).item()
+    assert trained.metrics["loss"] == pytest.approx(loss, rel=1e-5)
+    assert loss != pytest.approx(shortcut, rel=1e-3)
