@@ -31,7 +31,8 @@ SHARED_VALUES = 1024
 def predicted_bytes(quantized: QuantizedModel) -> int:
     """Bytes of all constants of the quantized graph; zero points of weights as int8, of biases and rows as nothing.
 
-    Small constants that are equal are stored once, as the exporter does: norms that were not trained, zero points.
+    Small constants that are equal are stored once, as the exporter does: norms that were not trained, zero points; not
+    so the scales of block products.
     Weights of four bits take half a byte; their zero points, which the file leaves out, are within the tolerance. The
     scales of a table are stored twice where a layer multiplies its integers too.
     """
@@ -39,16 +40,19 @@ def predicted_bytes(quantized: QuantizedModel) -> int:
     tensors = dict(graph.named_parameters(remove_duplicate=True)) | dict(graph.named_buffers(remove_duplicate=True))
     packed = {str(node.args[0].target) for node in graph.graph.nodes if _is_int4(node)}
     bare = {str(node.args[2].target) for node in graph.graph.nodes if _is_grouped(node)}
-    found: dict[Any, int] = {}
+    readers, found = _readers_of_scales(quantized), dict[Any, int]()
+    blocks = {unit.name for unit in quantized.plan.units if unit.block}
+    own = {name for name, units in readers.items() if units & blocks}
     for name, tensor in tensors.items():
         if name in bare:
             continue
         stored = _as_stored(name, tensor.detach())
         if stored is not None:
-            key = stored.numpy().tobytes() if stored.numel() <= SHARED_VALUES else name
+            shared = stored.numel() <= SHARED_VALUES and name not in own
+            key = stored.numpy().tobytes() if shared else name
             size = stored.numel() * stored.element_size()
             found[stored.dtype, stored.shape, key] = (size + 1) // 2 if name in packed else size
-    twice = sum(tensors[name].numel() * 4 for name in _scales_stored_twice(quantized))
+    twice = sum(tensors[name].numel() * 4 for name in own if len(readers[name]) > 1)
     return sum(found.values()) + twice + _grid_bytes(quantized)
 
 
@@ -63,14 +67,13 @@ def _grid_bytes(quantized: QuantizedModel) -> int:
     return sum(found.values())
 
 
-def _scales_stored_twice(quantized: QuantizedModel) -> set[str]:
-    """The scales that a block product reads beside another operator."""
-    blocks = {unit.name for unit in quantized.plan.units if unit.block}
+def _readers_of_scales(quantized: QuantizedModel) -> dict[str, set[str]]:
+    """The units that read each tensor of scales of weights."""
     readers: dict[str, set[str]] = {}
     for node in quantized.graph.graph.nodes:
         if node.target is quantized_ops.dequantize_per_channel.default:
             readers.setdefault(str(node.args[1].target), set()).update(unit_of(user) for user in node.users)
-    return {name for name, units in readers.items() if len(units) > 1 and units & blocks}
+    return readers
 
 
 def _as_stored(name: str, tensor: Tensor) -> Tensor | None:

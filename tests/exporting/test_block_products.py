@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -323,3 +324,14 @@ def test_a_weight_behind_which_a_batch_norm_trains_has_no_groups() -> None:
     assert blocks == [32, 16, 32, 32]
     assert any("groups of 16 do not fit: 2" in note for note in quantized.plan.notes)
     assert torch.isfinite(quantized(x)).all()
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
+@pytest.mark.parametrize("options", [{}, {"weight_bits": 4, "group_size": 16, "target": "openvino"}], ids=str)
+def test_layers_that_are_copies_of_one_another_have_their_own_scales(options: dict[str, Any], tmp_path: Path) -> None:
+    if options.get("target"):
+        pytest.importorskip("openvino")
+    torch.manual_seed(0)
+    net = nn.TransformerEncoder(nn.TransformerEncoderLayer(48, 4, 48, batch_first=True), 2).eval()
+    form = quantize(net, QuantizeConfig(weights_only=True, effort="fast", **options), example=X, calibration=[X])
+    assert all(gate["passed"] is not False for gate in export(form, tmp_path, ExportConfig(), samples=[X]).gates)

@@ -4,7 +4,8 @@ Its kernel for such weights (MatMulNBits) reads them as inputs × outputs, in 4 
 to 8 bits as it comes (:mod:`qtool.exporting.block_products`). The exporter writes outputs × inputs and a Gemm that
 turns them, which the runtime does not recognise: it dequantizes the whole weight in every run, slower than FP32 several
 times over. So they are stored turned. Where a lookup reads the same integers, a Transpose turns them instead, which the
-runtime does once, and the scales are stored twice: it recognises none that something else reads.
+runtime does once. It recognises no scales that something else reads: those are stored twice, and so are those that are
+equal by chance, which the exporter stores once (the layers of an untrained ``nn.TransformerEncoder`` are copies).
 
 Where inputs share scales in groups, the graph has a row for each group and a reshape; the file has ONNX's own form, a
 DequantizeLinear with ``block_size``.
@@ -73,6 +74,7 @@ def _turn(model: ir.Model, weight: ir.Value, layers: list[ir.Node]) -> None:
     stored = source.inputs[0]
     assert stored is not None
     if set(weight.consumers()) == set(layers) and list(stored.consumers()) == [source]:
+        _own(model, source, 1)
         assert stored.const_value is not None
         _store(stored, stored.const_value.numpy().T)
         source.attributes["axis"] = ir.AttrInt64("axis", 1)
@@ -111,6 +113,8 @@ def _set_apart(model: ir.Model, layer: ir.Node) -> None:
 
 def _join_groups(model: ir.Model, weight: ir.Value, source: ir.Node, layers: list[ir.Node]) -> None:
     """Stores rows of groups as one matrix, inputs × outputs, with a scale for each block of inputs."""
+    _own(model, source, 0)
+    _own(model, source, 1)
     (rows, scale), reshape = source.inputs[:2], weight.producer()
     assert rows is not None
     assert rows.const_value is not None
@@ -127,6 +131,16 @@ def _join_groups(model: ir.Model, weight: ir.Value, source: ir.Node, layers: lis
     for layer in layers:
         layer.replace_input_with(1, source.outputs[0])
     model.graph.remove(reshape, safe=True)
+
+
+def _own(model: ir.Model, source: ir.Node, index: int) -> None:
+    """Gives a dequantizer a stored input of its own."""
+    value = source.inputs[index]
+    assert value is not None
+    if list(value.consumers()) != [source]:
+        assert value.const_value is not None
+        name = f"{source.outputs[0].name}/{('rows', 'scale')[index]}"
+        source.replace_input_with(index, constant(model, name, value.const_value.numpy()))
 
 
 def _sizes(reshape: ir.Node) -> list[int]:
