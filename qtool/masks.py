@@ -1,6 +1,7 @@
 """Minus infinity among a model's tensors: what a mask of attention adds to the places that it hides.
 
-Many models keep such a mask as a buffer, so that there it is no damage; in a parameter or a running statistic it is.
+Many models keep such a mask as a buffer, so that there it is no damage; in a parameter that trains, or in a running
+statistic, it is.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ def may_hide(name: str) -> bool:
 
 
 def masks(model: nn.Module) -> frozenset[str]:
-    """The names of the buffers that may be masks."""
-    return frozenset(name for name, _ in model.named_buffers(remove_duplicate=False) if may_hide(name))
+    """The names of the tensors that may be masks: buffers, and what does not train, as the constants of a graph."""
+    buffers = (name for name, _ in model.named_buffers(remove_duplicate=False) if may_hide(name))
+    parameters = model.named_parameters(remove_duplicate=False)
+    return frozenset((*buffers, *(name for name, value in parameters if not value.requires_grad)))
 
 
 def is_finite(value: Tensor, *, mask: bool = False) -> bool:

@@ -26,7 +26,7 @@ class Hiding(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm(self.layer(x))
-        return ((y[:, :, None] * y[:, None] + self.mask).softmax(-1) * y[:, None]).sum(-1)  # type: ignore[no-any-return, operator]
+        return ((y[:, :, None] * y[:, None] + self.mask[None]).softmax(-1) * y[:, None]).sum(-1)  # type: ignore[no-any-return, operator]
 
 
 def test_a_mask_passes_wherever_damage_is_looked_for(tmp_path: Path) -> None:
@@ -61,3 +61,5 @@ def test_a_model_with_a_mask_is_trained_and_quantized(tmp_path: Path) -> None:
     samples = [(torch.randn(3), index % 3) for index in range(16)]
     done = qtool.train(Hiding(), {"train": samples, "test": samples}, out=tmp_path, device="cpu", epochs=1)
     assert qtool.quantize(done.model, [torch.randn(16, 3)], effort="fast").plan.integer_units
+    data = {"train": samples, "validation": samples}
+    assert qtool.quantize(done.model, data, mode="qat", device="cpu", epochs=1).plan.integer_units
