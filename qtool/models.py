@@ -238,18 +238,32 @@ def modes_kept(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def every_layer_called() -> Iterator[None]:
-    """Has ``nn.TransformerEncoder`` call its layers in evaluation too.
+def shortcut(taken: bool) -> Iterator[None]:
+    """Whether ``nn.TransformerEncoder`` takes its shortcut in inference, or calls its layers there too.
 
-    Its shortcut for inference takes their weights instead, and so passes by what lies on them (an adapter). Of padded
-    sequences it returns 0 behind the end, where the layers compute something, in training and in a captured graph.
+    It takes their weights itself, and so passes by what lies on them (an adapter). Of padded sequences it returns 0
+    behind the end, where the layers compute something, in training and in a captured graph.
     """
     before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
+    torch.backends.mha.set_fastpath_enabled(taken)
     try:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(before)
+
+
+@contextmanager
+def without_cache(model: nn.Module) -> Iterator[None]:
+    """Has transformers' models return no keys and values, which are for generating."""
+    configs = {id(found): found for module in model.modules() if (found := getattr(module, "config", None)) is not None}
+    remembering = [config for config in configs.values() if getattr(config, "use_cache", None) is True]
+    for config in remembering:
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        for config in remembering:
+            config.use_cache = True
 
 
 @torch.no_grad()

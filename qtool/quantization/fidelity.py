@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import copy
 import functools
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from torch.utils import _pytree as pytree
 from qtool.errors import QtoolError
 from qtool.evaluate import sqnr_db
 from qtool.form import open_axes
-from qtool.models import every_layer_called, modes_kept
+from qtool.models import modes_kept, shortcut, without_cache
 from qtool.nested import call, map_tensors, num_samples, samples_of, tensors
 from qtool.quantization.conditions import broken, resized
 from qtool.structures import quiet_pytree
@@ -74,7 +73,7 @@ def _note_padding(graph: GraphModule, model: nn.Module, inputs: Any) -> None:
     """Notes where torch's own transformer, in inference, does not return what its layers compute."""
     if not any(isinstance(module, nn.TransformerEncoder) for module in model.modules()):
         return
-    if _least(_evaluated(model, inputs), _evaluated(model, inputs, shortcut=True)) < LEAST_DB:
+    if _least(_evaluated(model, inputs), _evaluated(model, inputs, quick=True)) < LEAST_DB:
         _note(graph, PADDED)
 
 
@@ -122,11 +121,11 @@ def _exact(model: nn.Module, inputs: Any) -> list[Tensor]:
         return []
 
 
-def _evaluated(model: nn.Module, inputs: Any, *, shortcut: bool = False) -> list[Tensor]:
-    """What the model computes in evaluation, with torch's ``shortcut`` or without; modes and buffers are as before."""
+def _evaluated(model: nn.Module, inputs: Any, *, quick: bool = False) -> list[Tensor]:
+    """What the model computes in evaluation, ``quick``: with torch's shortcut; modes and buffers are as before."""
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:
-        with modes_kept(model), nullcontext() if shortcut else every_layer_called():
+        with modes_kept(model), without_cache(model), shortcut(quick):
             return _floats(model.eval(), inputs)
     finally:
         for buffer, before in buffers:

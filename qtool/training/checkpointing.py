@@ -34,6 +34,7 @@ from torch.nn.utils.parametrize import type_before_parametrizations as kind
 from torch.utils.checkpoint import checkpoint
 
 from qtool.errors import QtoolError, UsageError
+from qtool.models import without_cache
 from qtool.recipe import TrainConfig
 from qtool.step import Setup
 
@@ -43,9 +44,9 @@ _LISTS = (nn.Sequential, nn.ModuleList)
 
 def apply(setup: Setup, example: Any) -> None:
     """Checkpoints every block of the model."""
-    for config in _remembering(setup.model):
-        config.use_cache = False
-        setup.on_close.append(lambda config=config: setattr(config, "use_cache", True))  # type: ignore[misc]
+    stack = ExitStack()
+    stack.enter_context(without_cache(setup.model))
+    setup.on_close.append(stack.close)
     for block in _recomputed(setup.model).values():
         _wrap(block)
         setup.on_close.append(lambda block=block: delattr(block, "forward"))  # type: ignore[misc]
@@ -58,12 +59,6 @@ def require(model: nn.Module, config: TrainConfig) -> None:
             "--activation-checkpointing", "a model with repeated blocks", f"a {type(model).__name__} without any",
             "leave it out",
         )  # fmt: skip
-
-
-def _remembering(model: nn.Module) -> list[Any]:
-    """The configurations in a model that have it remember keys and values."""
-    configs = {id(found): found for module in model.modules() if (found := getattr(module, "config", None)) is not None}
-    return [config for config in configs.values() if getattr(config, "use_cache", None) is True]
 
 
 def blocks(model: nn.Module) -> dict[str, nn.Module]:

@@ -8,7 +8,6 @@ under which a config asks for it. To add one: a file with ``apply(setup, example
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import nn
 
 from qtool.devices import resolve_device
 from qtool.materialise import waits
-from qtool.models import every_layer_called
+from qtool.models import shortcut
 from qtool.recipe import TrainConfig
 from qtool.step import Setup, no_scaler, plain_optimizer
 from qtool.training import (
@@ -75,13 +74,6 @@ def check(model: nn.Module, config: TrainConfig) -> None:
             technique.require(model, config)
 
 
-def _entered(context: AbstractContextManager[None]) -> Callable[[], None]:
-    """Enters a context; what leaves it."""
-    with ExitStack() as stack:
-        stack.enter_context(context)
-        return stack.pop_all().close
-
-
 def setup(model: nn.Module, config: TrainConfig, example: Any = None) -> Setup:
     """The step that ``config`` asks for, its model on the device. Close it (or use ``with``) when training is over.
 
@@ -91,7 +83,7 @@ def setup(model: nn.Module, config: TrainConfig, example: Any = None) -> Setup:
     check(model, config)
     device = resolve_device(config.device)
     made = Setup(model, config, device, plain_optimizer(config), no_scaler(device))
-    made.on_close.append(_entered(every_layer_called()))
+    made.around.append(lambda: shortcut(False))
     try:
         if config.strategy != "fsdp" and not waits(model):
             precision.move(made)
