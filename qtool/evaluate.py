@@ -37,8 +37,8 @@ from torch import Tensor
 from qtool import processes
 from qtool.data import batches
 from qtool.errors import QtoolError
+from qtool.given import IGNORED
 from qtool.tasks import Task, finished, loss_of, metrics_of
-from qtool.text import IGNORED
 
 Predict = Callable[[Any], Any]
 Z95 = 1.959963984540054  # the normal distribution's 97.5 % point

@@ -91,7 +91,7 @@ class Plan:
         return cls(value["target"], tuple(units), tuple(value.get("notes", ())), value.get("simulated", False))
 
 
-@dataclass
+@dataclass(repr=False)
 class QuantizedModel:
     """A quantized graph, the float graph it stands for, and the plan of what is integer.
 
@@ -106,6 +106,11 @@ class QuantizedModel:
     example: Any
     float_graph: GraphModule | None = None
     ranges: dict[str, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        """The target, how much is integer, and where to look for the rest: weights and ranges would fill pages."""
+        whole, units = len(self.plan.integer_units), len(self.plan.units)
+        return f"QuantizedModel(target={self.plan.target!r}, {whole} of {units} units integer: see .plan)"
 
     def __call__(self, inputs: Any) -> Any:
         """Runs the quantized graph on a batch of inputs, integers simulated in float32.

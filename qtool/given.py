@@ -1,8 +1,11 @@
 """Batches that a caller gives: (input, target) pairs, or inputs alone.
 
 A batch is a pair where it is a tuple or list of two, and an input alone where it is one of one, as data loaders give
-it. A model of two arguments without targets is therefore given dicts, or ``((first, second),)``. Something that can be
-gone through only once is kept in memory, since calibration, timing and judging each go through it again.
+it. A model of two arguments without targets is therefore given dicts, or ``((first, second),)``. A dict by itself is
+the model's keyword arguments and, as Hugging Face's tools have it, its target under ``labels`` (or ``label``, or
+``label_ids``); texts in it are left out. For a model that takes such an argument, give ``(dict,)`` or
+``(dict, target)``. Something that can be gone through only once is kept in memory, since calibration, timing and
+judging each go through it again.
 
 What one pass found in a batch the next one looks up by the batch's place, so every pass has to meet the same batches. A
 loader that shuffles or augments does, since each pass draws the same random numbers: those of torch, numpy and Python's
@@ -14,12 +17,18 @@ Left out on purpose: keeping batches, which would take the memory that streaming
 
 from __future__ import annotations
 
+import numbers
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from qtool.errors import QtoolError, UsageError
+
+IGNORED = -100
+"""A target that no loss and no metric counts: the ``ignore_index`` of torch's cross-entropy."""
+LABELS = ("labels", "label", "label_ids")
+"""What the target is called in the dicts of Hugging Face's datasets and collators: of several, the first."""
 
 
 def pairs_of(batches: Iterable[Any]) -> Iterable[tuple[Any, Any]]:
@@ -33,13 +42,60 @@ def inputs_of(batches: Iterable[Any]) -> Iterable[Any]:
 
 
 def pair_of(batch: Any) -> tuple[Any, Any]:
-    """(input, target) of a batch; the target is None where it is an input alone.
+    """(input, target) of a batch or a sample; the target is None where it is an input alone.
 
     >>> pair_of([1, 2]), pair_of((1,)), pair_of((1, 2, 3))
     ((1, 2), (1, None), ((1, 2, 3), None))
+    >>> pair_of({"x": 1, "labels": 2}), pair_of(({"x": 1, "labels": 2},)), pair_of({"x": 1, "y": 2})
+    (({'x': 1}, 2), ({'x': 1, 'labels': 2}, None), ({'x': 1, 'y': 2}, None))
     """
+    if isinstance(batch, Mapping):
+        return _labelled(batch)
     parts = tuple(batch) if isinstance(batch, tuple | list) and 1 <= len(batch) <= 2 else (batch,)
     return (parts[0], parts[1] if len(parts) == 2 else None)
+
+
+def _labelled(batch: Mapping[str, Any]) -> tuple[Any, Any]:
+    """(input, target) of a dict by itself: without texts, and with lists of numbers, as ``datasets`` gives them."""
+    label = next((name for name in LABELS if batch.get(name) is not None), None)
+    inputs = {name: _numbers(item) for name, item in batch.items() if name != label and not _leaf_is(item, str)}
+    if label is None or not inputs:
+        return {name: _numbers(item) for name, item in batch.items() if not _leaf_is(item, str)} or batch, None
+    return inputs, _next_tokens(inputs.get("input_ids"), _numbers(batch[label]))
+
+
+def _leaf_is(item: Any, kind: type) -> bool:
+    """Whether the first of what is in lists within lists, or what is in none, is of a kind."""
+    while isinstance(item, list) and item:
+        item = item[0]
+    return isinstance(item, kind)
+
+
+def _numbers(item: Any) -> Any:
+    """A list of numbers, or of such lists, as a tensor; anything else as it is."""
+    if not isinstance(item, list) or not _leaf_is(item, numbers.Number):
+        return item
+    import torch
+
+    try:
+        return torch.tensor(item)
+    except (TypeError, ValueError):  # of lists that differ in length
+        return item
+
+
+def _next_tokens(tokens: Any, labels: Any) -> Any:
+    """``labels``, moved one place on where they repeat ``tokens`` wherever they count.
+
+    That is how transformers' causal models are given them, which compare each with the output at the place before. What
+    is compared as it stands (masked tokens, a class for each) does not repeat its input.
+    """
+    import torch
+
+    if not (isinstance(tokens, torch.Tensor) and isinstance(labels, torch.Tensor) and tokens.shape == labels.shape):
+        return labels
+    if not labels.dim() or labels.is_floating_point() or not ((labels == tokens) | (labels == IGNORED)).all():
+        return labels
+    return torch.cat([labels[..., 1:], torch.full_like(labels[..., :1], IGNORED)], -1)
 
 
 class _Pairs:
@@ -163,7 +219,8 @@ def require_batches(given: Any) -> None:
     if isinstance(given, str | Mapping):
         got = f"a {type(given).__name__}"
         raise UsageError("data", "an iterable of batches", got, "pass a list of batches, or a DataLoader")
-    if isinstance(given, Dataset) and not isinstance(given, IterableDataset):
+    hub = hasattr(given, "column_names")  # a Dataset of Hugging Face's datasets
+    if hub or (isinstance(given, Dataset) and not isinstance(given, IterableDataset)):
         do = "wrap it in a DataLoader, or pass {'train': …, 'test': …}"
         raise UsageError("data", "batches, or a mapping of datasets", f"a {type(given).__name__} of single samples", do)
     if not hasattr(given, "__iter__") and not hasattr(given, "__getitem__"):

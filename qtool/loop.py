@@ -40,7 +40,7 @@ from qtool.order import Batches, Order
 from qtool.recipe import TrainConfig
 from qtool.step import LossFunction, NotFinite, Setup, Step, answer, learning_rate, micro_size, plain, trained
 from qtool.tasks import Task, loss_of
-from qtool.units import MIB
+from qtool.units import bytes_told
 
 _FREE = ("device", "devices", "checkpoint_every", "keep")
 """Keys of a recipe that may differ when a run is resumed."""
@@ -386,7 +386,7 @@ class _Run:
     def _no_memory(self, used: int) -> OutOfMemory:
         where = f"training step {self.history.steps + 1}"
         whose = "" if self.setup.device.type == "cuda" else " by the process"
-        got = f"none left, {used / MIB:.0f} MiB in use{whose}"
+        got = f"none left, {bytes_told(used)} in use{whose}"
         return OutOfMemory(where, "memory for it", got, f"use a smaller --batch-size; {self._last()}", self._last())
 
     def _last(self) -> str:

@@ -83,7 +83,12 @@ def check(value: Any, hint: Any, metadata: Mapping[str, Any], where: str) -> Any
     if get_origin(kind) is tuple:
         if not isinstance(value, list | tuple) or not value:
             got = "an empty list" if value in ([], ()) else repr(value)
-            raise UsageError(where, "a list of at least one value", got, _as_list(value, kind) if value else "add one")
+            raise UsageError(
+                where,
+                "a list of at least one value",
+                got,
+                _as_list(value, kind) if value else f"add one{' or pass none' * optional}",
+            )
         return tuple(check(item, get_args(kind)[0], metadata, where) for item in value)
     return _bounded(_scalar(value, kind, where), metadata, where)
 

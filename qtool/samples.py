@@ -69,9 +69,9 @@ class Samples(Dataset[tuple[Any, Any]]):
             only: tuple[Any, Any] = map_tensors(lambda t: t[0] if t.dim() else t, self._collated([row]))
             return only
         sample = self._read(row)
-        if isinstance(sample, Tensor | np.ndarray | Mapping):
+        if isinstance(sample, Tensor | np.ndarray):
             return sample, None
-        if isinstance(sample, tuple | list) and 1 <= len(sample) <= 2:
+        if isinstance(sample, Mapping) or (isinstance(sample, tuple | list) and 1 <= len(sample) <= 2):
             return pair_of(sample)
         got = f"{type(sample).__name__} of {len(sample)}" if hasattr(sample, "__len__") else type(sample).__name__
         raise QtoolError(f"{self.where}[{row}]", "a pair (input, target), or an input", got, "return two values")
@@ -97,7 +97,8 @@ class Samples(Dataset[tuple[Any, Any]]):
             at = torch.as_tensor(rows)
             return self.tensors[0][at], self.tensors[1][at]
         samples = [self.sample(row) for row in rows]
-        return self._stack([value for value, _ in samples], rows), self._stack([target for _, target in samples], rows)
+        inputs = self._stack([value for value, _ in samples], rows)
+        return inputs, self._stack([target for _, target in samples], rows, ", target")
 
     def _collated(self, rows: list[int]) -> tuple[Any, Any]:
         assert self.collate is not None
@@ -114,26 +115,34 @@ class Samples(Dataset[tuple[Any, Any]]):
             )  # fmt: skip
         return inputs, targets
 
-    def _stack(self, values: list[Any], rows: list[int]) -> Any:
+    def _stack(self, values: list[Any], rows: list[int], part: str = "") -> Any:
+        """``values``, those of the samples at ``rows``, as one; ``part`` says what of a sample they are."""
         first = values[0]
         if all(value is None for value in values):
             return None
+        if isinstance(first, Mapping | tuple | list):
+            self._require(list(map(_items, values)), rows, part, "give all samples the same items")
         if isinstance(first, Mapping):
-            return {key: self._stack([value[key] for value in values], rows) for key in first}
+            return {key: self._stack([value[key] for value in values], rows, f"{part}[{key!r}]") for key in first}
         if isinstance(first, tuple | list):
-            return tuple(self._stack(list(column), rows) for column in zip(*values, strict=True))
-        leaves = [self._tensor(value, row) for value, row in zip(values, rows, strict=True)]
-        for leaf, row in zip(leaves, rows, strict=True):
-            if leaf.shape != leaves[0].shape:
-                expected, got = f"shape {tuple(leaves[0].shape)}, as sample {rows[0]}", f"{tuple(leaf.shape)}"
-                raise QtoolError(f"{self.where}[{row}]", expected, got, "resize or pad the samples to one shape")
+            columns = enumerate(zip(*values, strict=True))
+            return tuple(self._stack(list(column), rows, f"{part}[{i}]") for i, column in columns)
+        leaves = [self._tensor(value, f"{self.where}[{row}]{part}") for value, row in zip(values, rows, strict=True)]
+        do = "resize or pad the samples to one shape, or give a DataLoader whose 'collate_fn' does"
+        self._require([f"shape {tuple(leaf.shape)}" for leaf in leaves], rows, part, do)
         return torch.stack(leaves)
 
-    def _tensor(self, value: Any, row: int) -> Tensor:
+    def _require(self, found: list[str], rows: list[int], part: str, do: str) -> None:
+        """Raises QtoolError for the first of the samples at ``rows`` of which something else is ``found``."""
+        for got, row in zip(found, rows, strict=True):
+            if got != found[0]:
+                raise QtoolError(f"{self.where}[{row}]{part}", f"{found[0]}, as sample {rows[0]}", got, do)
+
+    def _tensor(self, value: Any, where: str) -> Tensor:
         if isinstance(value, Tensor | np.ndarray | np.generic | numbers.Number):
             return torch.as_tensor(value)
         got = type(value).__name__
-        raise QtoolError(f"{self.where}[{row}]", "tensors, or tuples or dicts of them", got, "convert it to a tensor")
+        raise QtoolError(where, "tensors, or tuples or dicts of them", got, "convert it to a tensor, or leave it out")
 
     def _check(self, inputs: Any, rows: list[int]) -> None:
         for tensor in tensors(inputs):
@@ -155,6 +164,13 @@ class Samples(Dataset[tuple[Any, Any]]):
             digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
             digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
+
+
+def _items(value: Any) -> str:
+    """What a sample's value holds, in words that are the same for values that can be stacked."""
+    if isinstance(value, Mapping):
+        return f"a dict of {', '.join(sorted(map(repr, value)))}"
+    return f"{len(value)} item{'s' * (len(value) != 1)}" if isinstance(value, tuple | list) else type(value).__name__
 
 
 def _tensors(dataset: Any) -> tuple[Tensor, Tensor] | None:

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from qtool.devices import out_of_memory
 from qtool.errors import OWN, QtoolError, UsageError, nearest, one_line
 from qtool.factories import is_factory, load_factory
-from qtool.text import IGNORED
+from qtool.given import IGNORED
 
 
 @runtime_checkable
@@ -116,7 +116,7 @@ def _checked(output: Any, target: Any) -> Tensor:
 
 def _require_targets(task: str, target: Any) -> None:
     if target is None:
-        raise QtoolError(f"task '{task}'", "targets", "inputs alone", "give labelled data: (input, target)")
+        raise QtoolError(f"task '{task}'", "targets", "inputs alone", "give (input, target), or dicts with 'labels'")
 
 
 @dataclass(frozen=True)

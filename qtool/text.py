@@ -31,9 +31,8 @@ from torch.utils.data import Dataset
 
 from qtool.datasets import absent
 from qtool.errors import QtoolError, UsageError, one_line
+from qtool.given import IGNORED
 
-IGNORED = -100
-"""A target that no loss and no metric counts: the ``ignore_index`` of torch's cross-entropy."""
 LENGTH = 128
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 

@@ -261,6 +261,15 @@ def test_inputs_may_be_tuples_and_dicts() -> None:
     assert target["start"].tolist() == [0, 1]
 
 
+def test_samples_may_be_dicts_with_their_labels_inside() -> None:
+    samples = [{"input_ids": [i, i + 1], "text": f"the {i}th", "label": i % 3} for i in range(30)]
+    data = from_mapping({"train": samples, "test": samples})
+    assert data.num_classes == 3
+    (inputs, targets), *_ = batches(data.test, 4)
+    assert {name: value.tolist() for name, value in inputs.items()} == {"input_ids": [[0, 1], [1, 2], [2, 3], [3, 4]]}
+    assert targets.tolist() == [0, 1, 2, 0]
+
+
 def test_examples_are_two(npz: Path) -> None:
     assert example_input(load_data(f"npz:{npz}")).shape == (2, 1, 6, 5)
     assert example_input([(torch.zeros(3), 0)]).shape == (1, 3)
@@ -387,9 +396,16 @@ def test_large_but_finite_inputs_pass() -> None:
 @pytest.mark.parametrize(
     ("samples", "told"),
     [
-        ([(torch.zeros(2), 0), (torch.zeros(3), 0)], r"\[1\]: expected shape \(2,\), as sample 0; got \(3,\)"),
+        ([(torch.zeros(2), 0), (torch.zeros(3), 0)], r"\[1\]: expected shape \(2,\), as sample 0; got shape \(3,\)"),
         ([(np.zeros(2), 0)], "float32 inputs; got float64"),
         ([("text", 0)], "tensors, or tuples or dicts of them; got str"),
+        ([({"x": "text"}, 0)], r"\[0\]\['x'\]: expected tensors, .*; got str; .* or leave it out"),
+        ([{"x": 1.0, "labels": "cat"}], r"\[0\], target: expected tensors, .*; got str"),
+        ([{"x": 1.0, "labels": 1}, {"x": 1.0}], r"\[1\], target: expected tensors, .*; got NoneType"),
+        ([({"x": 1.0}, 0), ({"y": 1.0}, 0)], r"\[1\]: expected a dict of 'x', as sample 0; got a dict of 'y'"),
+        ([((1.0, 2.0), 0), ((1.0,), 0)], r"\[1\]: expected 2 items, as sample 0; got 1 item"),
+        ([({"x": 1.0}, 0), (1.0, 0)], r"\[1\]: expected a dict of 'x', as sample 0; got float"),
+        ([{"ids": [1, 2], "label": 0}, {"ids": [1], "label": 0}], r"\['ids'\]: expected shape .* 'collate_fn' does"),
     ],
 )
 def test_samples_that_do_not_stack(samples: Any, told: str) -> None:

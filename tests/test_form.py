@@ -51,6 +51,11 @@ def made(request: pytest.FixtureRequest) -> tuple[Any, QuantizedModel]:
     return inputs, quantize(Net().eval(), QuantizeConfig(), example=inputs, calibration=[inputs])
 
 
+def test_it_is_shown_in_one_line(made: tuple[Any, QuantizedModel]) -> None:
+    total = 3 if isinstance(made[0], Tensor) else 4  # with the sum, whose second input is the model's own
+    assert repr(made[1]) == f"QuantizedModel(target='ort-cpu', 3 of {total} units integer: see .plan)"
+
+
 def test_plan_goes_through_plain_data() -> None:
     units = (Unit("a.b", "conv", ("a.b", "a.c"), weight_bits=8), Unit("d", "softmax", integer=False, reason="none"))
     plan = Plan("ort-cpu", units, ("a note",))

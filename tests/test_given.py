@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from qtool.errors import QtoolError, UsageError
-from qtool.given import inputs_of, pairs_of
+from qtool.given import inputs_of, pair_of, pairs_of
 
 X, Y = torch.zeros(2, 3), torch.zeros(2)
 
@@ -30,6 +30,63 @@ def test_a_batch_of_three_is_the_input_of_a_model_of_three_arguments() -> None:
 def test_a_batch_of_one_is_an_input_alone() -> None:
     assert list(pairs_of([(X,), [X]])) == [(X, None)] * 2
     assert list(pairs_of([((X, Y),)])) == [((X, Y), None)]
+
+
+def test_a_dict_by_itself_may_hold_its_target_and_texts() -> None:
+    target, given = torch.tensor(1), torch.arange(3)
+    for name in ("labels", "label", "label_ids"):
+        inputs, found = pair_of({"text": "some", "input_ids": given, name: target, "more": ["a", "b"]})
+        assert (list(inputs), inputs["input_ids"], found) == (["input_ids"], given, target)
+    inputs, found = pair_of({"x": given, "label": given, "labels": target})
+    assert (list(inputs), found) == (["x", "label"], target)
+
+
+@pytest.mark.parametrize("given", [{"x": X, "target": Y}, {"labels": X}, {"x": X, "labels": None}])
+def test_dicts_without_a_target_are_inputs_alone(given: dict[str, Any]) -> None:
+    assert pair_of(given) == (given, None)
+    assert pair_of(({"x": X, "labels": Y},)) == ({"x": X, "labels": Y}, None)
+    assert pair_of(({"x": X, "labels": Y}, 1)) == ({"x": X, "labels": Y}, 1)
+
+
+def test_lists_of_numbers_in_a_dict_are_tensors() -> None:
+    given = {"ids": [1, 2], "scores": [[0.5, 1], [2, 3]], "mask": [True], "ragged": [[1], [2, 3]], "labels": [3, 4]}
+    inputs, target = pair_of(given)
+    assert (inputs["ids"].tolist(), inputs["ids"].dtype) == ([1, 2], torch.int64)
+    assert (inputs["scores"].tolist(), inputs["scores"].dtype) == ([[0.5, 1], [2, 3]], torch.float32)
+    assert (inputs["mask"].dtype, inputs["ragged"], target.tolist()) == (torch.bool, [[1], [2, 3]], [3, 4])
+
+
+@pytest.mark.parametrize(
+    ("labels", "target"),
+    [
+        ([5, 6, 7, 8], [6, 7, 8, -100]),
+        ([-100, -100, 7, 8], [-100, 7, 8, -100]),  # a prompt, which is not counted
+        ([-100, 9, -100, -100], [-100, 9, -100, -100]),  # what a mask hid
+        ([0, 0, 1, 0], [0, 0, 1, 0]),  # a class for each token
+    ],
+)
+def test_labels_that_repeat_the_tokens_are_those_of_the_next_one(labels: list[int], target: list[int]) -> None:
+    given = {"input_ids": [5, 6, 7, 8], "labels": labels}
+    assert pair_of(given)[1].tolist() == target
+    batch = {name: torch.tensor([value, value]) for name, value in given.items()}
+    assert pair_of(batch)[1].tolist() == [target, target]
+
+
+class Rows:
+    """What ``datasets.Dataset`` is to whoever asks for batches."""
+
+    column_names = ("input_ids",)
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> Any:
+        return {"input_ids": [1, 2]}
+
+
+def test_rows_of_a_table_are_no_batches() -> None:
+    with pytest.raises(UsageError, match=r"a Rows of single samples; wrap it in a DataLoader"):
+        inputs_of(Rows())
 
 
 def test_an_iterator_is_kept_so_that_it_can_be_gone_through_again() -> None:

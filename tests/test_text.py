@@ -10,7 +10,8 @@ import torch
 
 from qtool.data import EMBEDDED, load_data
 from qtool.errors import QtoolError, UsageError
-from qtool.text import IGNORED, Windows, read_text
+from qtool.given import IGNORED
+from qtool.text import Windows, read_text
 
 
 def test_windows_cover_the_text_once_and_targets_are_the_next_token(tmp_path: Path) -> None:

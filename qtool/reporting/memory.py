@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from qtool.reporting.numbers import UNKNOWN, significant
-from qtool.units import MIB
+from qtool.units import bytes_told
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -36,22 +36,20 @@ def memory_lines(result: Result) -> Iterator[Any]:
 def _predicted(result: Result) -> Iterator[Any]:
     found = result["predicted"]
     where = f" in {found['module']}" if found["module"] else ""
-    yield f"memory: predicted peak {_mib(found['peak_bytes'])} on {found['device']}, in the {found['moment']}{where}"
-    rows = [(name.replace("_", " "), _mib(value)) for name, value in found["parts"].items()]
-    yield table(("at the peak", ""), [*rows, ("total", _mib(found["peak_bytes"]))])
+    peak = bytes_told(found["peak_bytes"])
+    yield f"memory: predicted peak {peak} on {found['device']}, in the {found['moment']}{where}"
+    rows = [(name.replace("_", " "), bytes_told(value)) for name, value in found["parts"].items()]
+    yield table(("at the peak", ""), [*rows, ("total", peak)])
     if late := found.get("late_bytes"):
-        yield f"up to {_mib(late)} more at moments on a busy CPU, in exchanges that gloo's threads still hold"
+        yield f"up to {bytes_told(late)} more at moments on a busy CPU, in exchanges that gloo's threads still hold"
     if found.get("guessed"):
         yield "values that the step asks for are not known: masks are taken to select all, numbers to be one"
     if measured := result.get("measured"):
+        peak, held = (bytes_told(measured[key]) for key in ("peak_bytes", "held_bytes"))
         yield (
-            f"measured peak {_mib(measured['peak_bytes'])} over {measured['steps']} steps "
-            f"({_mib(measured['held_bytes'])} held by the process); the prediction is off by {result['error']:+.1%}"
+            f"measured peak {peak} over {measured['steps']} steps ({held} held by the process); the prediction is off "
+            f"by {result['error']:+.1%}"
         )
-
-
-def _mib(value: float) -> str:
-    return f"{significant(value / MIB)} MiB"
 
 
 def _arithmetic(result: Result) -> Iterator[Any]:

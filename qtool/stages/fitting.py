@@ -35,7 +35,7 @@ from qtool.source import Source
 from qtool.stages import choice
 from qtool.stages.choice import Choice
 from qtool.stages.common import Progress, meter, teller
-from qtool.units import MIB
+from qtool.units import MIB, bytes_told
 
 if TYPE_CHECKING:
     from qtool.launcher import Killed
@@ -120,7 +120,7 @@ def _with_batch(config: TrainConfig, source: Source, looked: list[dict[str, Any]
     with _telling(predictor(source), progress, config, 3 + most.bit_length(), looked) as predicted:
         size, peak = largest_batch(config, limit, predicted, most, least)
     why = f"the largest batch predicted to fit, of at most {most}, an eighth of an epoch"
-    told = f"predicted peak {peak / MIB:.0f} MiB of {limit / MIB:.0f} MiB; at most {most} are taken"
+    told = f"predicted peak {bytes_told(peak)} of {bytes_told(limit)}; at most {most} are taken"
     teller(progress)(f"batch size {size}: {told}")
     memory = {"predicted_peak_bytes": peak, "limit_bytes": int(limit), "why": why}
     return Choice(dataclasses.replace(config, batch_size=size), memory)
@@ -157,7 +157,7 @@ def _within(begun: Choice, source: Source, looked: list[dict[str, Any]], progres
     why = "the fastest choice predicted to fit" if plan.changes else "it fits as it is"
     told = f"with {plan.flags}, {why}" if plan.changes else "as it is"
     teller(progress)(
-        f"{config.memory_budget} budget{_each(config)}: predicted peak {plan.peak_bytes / MIB:.0f} MiB {told}"
+        f"{config.memory_budget} budget{_each(config)}: predicted peak {bytes_told(plan.peak_bytes)} {told}"
     )
     before = [begun.memory["why"]] if begun.memory else []
     memory = {"predicted_peak_bytes": plan.peak_bytes, "limit_bytes": int(budget), "why": "; ".join([*before, why])}
@@ -317,7 +317,7 @@ def explained(
     except Exception:  # nothing may hide that memory ran out, the prediction of it least of all
         return error
     each = f"{config.devices} times " if config.devices > 1 else ""
-    got = f"{error.got} ({each}{predicted / MIB:.0f} MiB predicted for tensors)"
+    got = f"{error.got} ({each}{bytes_told(predicted)} predicted for tensors)"
     return type(error)(
         error.where, error.expected, got, f"{_ways_out(asked, plan or smallest)}; {error.last}", error.last
     )
@@ -342,14 +342,14 @@ def memory_ended(
 
     if error.by != signal.SIGKILL or not killed_since(kills) or not on_host(config):
         return None
-    had = "" if free is None else f", {free / MIB:.0f} MiB free when it began"
+    had = "" if free is None else f", {bytes_told(free)} free when it began"
     last = last_good(latest(folder / "checkpoints"))
     return OutOfMemory(error.where, "host memory for it", f"{error.got}, probably for lack of it{had}", last, last)
 
 
 def _ways_out(asked: TrainConfig, best: Plan) -> str:
     """What to pass; where the batch was found by itself, and halved to the end, no smaller one."""
-    cheaper = [f"pass {best.flags} (predicted {best.peak_bytes / MIB:.0f} MiB)"] if best.changes else []
+    cheaper = [f"pass {best.flags} (predicted {bytes_told(best.peak_bytes)})"] if best.changes else []
     if asked.batch_size == AUTO:
         return ", or ".join([*cheaper, "pass --strategy fsdp and more --devices", "take a smaller model"])
     return ", or ".join([*(cheaper or ["pass --batch-size auto"]), "a smaller --batch-size"])

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from qtool.loop import Progress
-from qtool.units import MIB
+from qtool.units import bytes_told
 
 Report = Callable[[Progress], None]
 
@@ -37,7 +37,7 @@ def describe(at: Progress) -> str:
     >>> describe(Progress(5, 10, 0, 0.512345, 2e-3, 3 * 2**20, {"validation_loss": 0.4, "validation_top1": 0.9}))
     'epoch 1 loss 0.5123 rate 0.002 3 MiB top1 0.9'
     """
-    memory = f"{at.memory_bytes / MIB:.0f} MiB"
+    memory = bytes_told(at.memory_bytes)
     parts = [f"epoch {at.epoch + 1}", f"loss {at.loss:.4f}", f"rate {at.learning_rate:.2g}", memory]
     held = {name.removeprefix("validation_"): value for name, value in at.metrics.items() if name != "loss"}
     judged = next((name for name in held if name != "loss"), "loss")

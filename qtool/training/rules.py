@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from qtool.devices import resolve_device
 from qtool.errors import UsageError
-from qtool.recipe import AUTO, TrainConfig
+from qtool.recipe import AUTO, QatConfig, TrainConfig
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,17 @@ class Rule:
     expected: str
     got: str
     do: str
+
+
+def _without_adapters(name: str) -> Rule:
+    """The rule for an option that says how adapters are: without ``lora`` it is not given."""
+    return Rule(
+        f"--{name.replace('_', '-')}",
+        lambda c: c.lora is None and getattr(c, name) != getattr(TrainConfig, name),
+        "adapters, which are all that is trained above frozen weights",
+        "no --lora",
+        "pass for example --lora 8, or leave it out",
+    )
 
 
 RULES = (
@@ -78,12 +89,16 @@ RULES = (
         "--precision {precision}",
         "pass --precision bf16-true, or leave --rounding out",
     ),
+    *map(_without_adapters, ("lora_base", "lora_targets", "lora_alpha", "lora_dropout")),
     Rule(
-        "--lora-base",
-        lambda c: c.lora is None and (c.lora_base != "full" or c.lora_targets is not None),
-        "adapters, which are all that is trained above frozen weights",
-        "--lora-base {lora_base}, --lora-targets {lora_targets} and no --lora",
-        "pass for example --lora 8",
+        "--ema",
+        lambda c: isinstance(c, QatConfig) and c.ema == 1,
+        "a decay below 1",
+        "1, with which the average stays at the weights of the beginning",
+        "lower it, to 0.999 for example, or leave it out",
+    ),
+    Rule(
+        "--momentum", lambda c: c.momentum >= 1, "at least 0 and below 1", "{momentum}", "lower it, to 0.9 for example"
     ),
     Rule(
         "--micro-batches",

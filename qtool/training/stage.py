@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +28,7 @@ from qtool.tasks import Task
 from qtool.training.lora import Adapter, adapter
 from qtool.training.progress import Report, reporter
 from qtool.training.techniques import setup
-from qtool.units import MIB
+from qtool.units import bytes_told
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,10 @@ class TrainResult:
     After a sharded training the first process has the weights; in the others the parameters are on the meta device.
     """
 
-    model: nn.Module
+    model: nn.Module = field(repr=False)
     metrics: dict[str, float]
-    history: History
-    adapter: Adapter | None = None
+    history: History = field(repr=False)
+    adapter: Adapter | None = field(default=None, repr=False)
     """The adapters alone, where the training was LoRA's; in the model they are merged."""
 
 
@@ -93,8 +93,8 @@ def _memory_told(made: Setup, out: Path | None) -> Iterator[None]:
     except Exception as error:
         if not out_of_memory(error):
             raise
-        used, last = memory_used(made.device) / MIB, last_good(latest(out / "checkpoints") if out else None)
+        used, last = memory_used(made.device), last_good(latest(out / "checkpoints") if out else None)
         raise OutOfMemory(
-            "evaluation", "memory for it", f"none left, {used:.0f} MiB in use", f"use a smaller --batch-size; {last}",
-            last,
+            "evaluation", "memory for it", f"none left, {bytes_told(used)} in use",
+            f"use a smaller --batch-size; {last}", last,
         ) from error  # fmt: skip

@@ -7,7 +7,7 @@ import dataclasses
 import importlib.util
 import operator
 import textwrap
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import conv_nets
@@ -406,6 +406,28 @@ class Answering(nn.Module):
 def test_an_output_of_an_unknown_class_is_told_apart_from_control_flow() -> None:
     with pytest.raises(QtoolError, match=r"return a tuple or a dict, or make .* torch\.export\.register_dataclass"):
         capture(Answering(), torch.randn(3, 4))
+
+
+class Cache:
+    """What transformers keeps keys and values in."""
+
+
+class Remembering(nn.Module):
+    """A transformers model: its output holds a cache unless its configuration says not to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config, self.linear = SimpleNamespace(use_cache=True), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        return {"logits": self.linear(x)} | ({"past_key_values": Cache()} if self.config.use_cache else {})
+
+
+def test_a_model_that_remembers_for_generating_is_captured_without() -> None:
+    model, x = Remembering(), torch.randn(3, 4)
+    with torch.no_grad():
+        assert torch.equal(capture(model, x)(x)["logits"], model.linear(x))
+    assert model.config.use_cache is True, "generating afterwards remembers again"
 
 
 def test_arrays_are_no_tensors() -> None:

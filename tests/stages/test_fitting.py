@@ -65,7 +65,7 @@ def test_the_message_has_prediction_flags_and_checkpoint(small_data: str, tmp_pa
     text = str(caught.value)
     assert text.startswith("training step 4: expected memory for it; got none left, ")
     assert "MiB in use by the process (" in text
-    assert "MiB predicted for tensors)" in text
+    assert "KiB predicted for tensors)" in text
     assert "pass --" in text
     assert "(predicted " in text
     kept = tmp_path / "checkpoints" / "step-00000002.safetensors"
@@ -345,7 +345,9 @@ def test_several_processes_go_on_together_from_the_last_checkpoint_in_smaller_mi
     assert found.history.steps == 6
     assert told == ["training step 4: out of memory; again from the last checkpoint in smaller micro-batches"]
     start = time.monotonic()
-    with pytest.raises(QtoolError, match=r"training step 4: .*MiB predicted for tensors\); pass --.*step-00000002'"):
+    with pytest.raises(
+        QtoolError, match=r"training step 4: .*[0-9] KiB predicted for tensors\); pass --.*step-00000002'"
+    ):
         qtool.train(PickyInOne(after=3), small_data, out=tmp_path, **options | {"batch_size": 32})
     assert time.monotonic() - start < 60  # nobody waits for the one that failed
 
@@ -399,8 +401,8 @@ def test_the_end_of_host_memory_is_told_with_what_was_free_and_what_was_predicte
     with pytest.raises(OutOfMemory) as caught:
         qtool.train(Picky(), small_data, **options)
     assert re.fullmatch(
-        r"process 1 of 2: expected host memory for it; got a kill by SIGKILL, probably for lack of it, 3 MiB free when "
-        r"it began \(2 times 0 MiB predicted for tensors\); pass .*; no checkpoint was written before it",
+        r"process 1 of 2: expected host memory for it; got a kill by SIGKILL, probably for lack of it, 3.00 MiB free "
+        r"when it began \(2 times [0-9.]+ KiB predicted for tensors\); pass .*; no checkpoint was written before it",
         str(caught.value),
     )
     counts, then = [8], 8  # a user's kill -9 looks the same

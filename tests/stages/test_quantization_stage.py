@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import qtool
@@ -51,6 +52,42 @@ def test_a_loader_that_shuffles_is_read_in_one_order_by_every_pass() -> None:
     found, expected = (qtool.quantize(model.eval(), data, algorithms=["gptq"]) for data in (loader, kept))
     with torch.no_grad():
         assert torch.equal(found(images), expected(images))
+
+
+class Tagger(nn.Module):
+    """Sums embeddings, and takes labels as transformers' models do: another output with them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.linear = nn.Embedding(20, 8), nn.Linear(8, 3)
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        logits = self.linear(self.embedding(input_ids).sum(1))
+        return {"logits": logits} if labels is None else {"loss": nn.functional.cross_entropy(logits, labels)}
+
+
+def test_items_that_hold_their_labels_train_and_quantize_as_pairs_do() -> None:
+    items: list[Any] = [{"input_ids": [i % 20, i * 7 % 20], "labels": i % 3, "text": "…"} for i in range(40)]
+    pairs: list[Any] = [({"input_ids": torch.tensor(item["input_ids"])}, item["labels"]) for item in items]
+    states, outputs = [], []
+    for given in (items, pairs):
+        torch.manual_seed(0)
+        data = {"train": given, "test": given}
+        trained = qtool.train(Tagger(), data, epochs=1, batch_size=8, device="cpu")
+        assert trained.metrics["top1"] >= 0
+        states.append(trained.model.state_dict())
+        needed = qtool.predict_memory(trained.model, data, device="cpu")["predicted"]["peak_bytes"]
+        quantized = qtool.quantize(trained.model, data, effort="fast")
+        outputs.append((needed, quantized({"input_ids": torch.arange(6).view(3, 2)})["logits"]))
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    assert outputs[0][0] == outputs[1][0]
+    assert torch.equal(outputs[0][1], outputs[1][1])
+
+
+def test_batches_that_hold_their_labels_are_quantized_without() -> None:
+    ids = torch.arange(24).view(12, 2) % 20
+    quantized = qtool.quantize(Tagger(), [{"input_ids": ids, "labels": torch.arange(12) % 3}], effort="fast")
+    assert list(quantized({"input_ids": ids})) == ["logits"]
 
 
 def test_threads_that_quantize_and_export_at_once_take_turns(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from qtool.errors import QtoolError, UsageError
-from qtool.recipe import TrainConfig
+from qtool.recipe import QatConfig, TrainConfig
 from qtool.training.rules import RULES, check
 from qtool.training.techniques import setup
 
@@ -16,7 +16,12 @@ BROKEN = [
     ({"optimizer": "adamw8bit", "optimizer_kernels": "foreach"}, "foreach with --optimizer adamw8bit"),
     ({"optimizer": "paged-adamw"}, "paged-adamw on the CPU"),
     ({"rounding": "stochastic"}, "bf16-true"),
-    ({"lora_base": "nf4"}, "pass for example --lora 8"),
+    ({"lora_base": "nf4"}, "--lora-base: expected adapters.*; got no --lora; pass for example --lora 8"),
+    ({"lora_targets": ("query",)}, "--lora-targets: expected adapters"),
+    ({"lora_alpha": 32.0}, "--lora-alpha: expected adapters"),
+    ({"lora_dropout": 0.1}, "--lora-dropout: expected adapters"),
+    ({"ema": 1.0}, "--ema: expected a decay below 1"),
+    ({"optimizer": "sgd", "momentum": 1.5}, "--momentum: expected at least 0 and below 1; got 1.5"),
     ({"keep": ("precision",)}, "pass --memory-budget"),
     ({"activation_offload": True}, "host memory"),
     ({"devices": 8, "batch_size": 4}, "8 devices and --batch-size 4"),
@@ -41,14 +46,17 @@ def two_gpus(monkeypatch):
 @pytest.mark.parametrize(("options", "text"), BROKEN)
 def test_options_that_exclude_each_other_are_refused(options, text, two_gpus):
     with pytest.raises(UsageError, match=text):
-        check(TrainConfig(**({"device": "cpu"} | options)))
+        check(_config(options))
+
+
+def _config(options):
+    return (QatConfig if "ema" in options else TrainConfig)(**({"device": "cpu"} | options))
 
 
 def test_every_rule_has_a_case(two_gpus):
     assert len(BROKEN) == len(RULES)
     for options, _ in BROKEN:
-        config = TrainConfig(**({"device": "cpu"} | options))
-        assert sum(rule.broken(config) for rule in RULES) == 1, options
+        assert sum(rule.broken(_config(options)) for rule in RULES) == 1, options
 
 
 def test_what_goes_together_passes():
