@@ -43,6 +43,8 @@ from qtool.version import __version__
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 SHELLS = ("bash", "zsh", "fish")
 RUN_DIR = click.Path(path_type=Path)
+BARS = ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS")
+"""What Hugging Face's libraries read, when they are imported, to draw no progress bars."""
 
 
 @click.group("qtool", cls=Program, no_args_is_help=True, context_settings={"help_option_names": ["-h", "--help"]})
@@ -328,6 +330,8 @@ def work(ctx: click.Context) -> Iterator[ModuleType]:
         if loud(ctx) and os.environ.get("RANK", "0") == "0":
             warnings.simplefilter("once", QtoolWarning)
         logging.disable(logging.WARNING)
+    if not loud(ctx):
+        os.environ.update(dict.fromkeys(BARS, "1"))
     from qtool import pipeline
 
     plain, warnings.formatwarning = warnings.formatwarning, warning_line

@@ -309,6 +309,23 @@ def test_quiet_prints_nothing_on_stdout(monkeypatch: pytest.MonkeyPatch) -> None
     assert invoke("inspect", "x", "--quiet").stdout == ""
 
 
+@pytest.mark.parametrize("words", [(), ("--quiet",)])
+def test_quiet_has_hugging_faces_libraries_draw_no_bars(monkeypatch: pytest.MonkeyPatch, words: tuple[str]) -> None:
+    names = ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS")
+    found: list[str | None] = []
+
+    def seen(*_: Any, **__: Any) -> dict[str, Any]:
+        found.extend(os.environ.get(name) for name in names)
+        return {}
+
+    for name in names:
+        monkeypatch.setenv(name, "")  # to have it put back
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(pipeline, "inspect", seen)
+    invoke("inspect", "x", *words)
+    assert found == (["1", "1"] if words else [None, None])
+
+
 @pytest.mark.parametrize("command", WORKING)
 def test_every_command_takes_json_quiet_and_debug(command: str) -> None:
     names = {name for param in main.commands[command].params for name in param.opts}
