@@ -154,6 +154,7 @@ def test_the_peak_is_the_weights_once(tmp_path):
         assert low < float(done.stdout) < high, (dtype, way, weights)
 
 
+@pytest.mark.filterwarnings("ignore:--strategy fsdp.*gathered whole")
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_training_that_begins_so_is_the_same(small_net, small_data, tmp_path, precision, strategy):

@@ -3,8 +3,9 @@
 A weight is cut along its first dimension, and so are its gradient and its optimizer states: with n processes
 each holds 1/n of them. Before a block runs, its weights are gathered; after it they are freed again, and
 gathered once more for its backward pass (``reshard``; off, they stay between the two). Gradients are summed
-and cut as each block's backward pass ends. Blocks are those of activation checkpointing; what lies outside of
-them forms a last one.
+and cut as each block's backward pass ends. Blocks are those of activation checkpointing, without its plain sequences
+(one that a model takes apart is never called, and would not be gathered); what lies outside of them forms a last one.
+A model without blocks is gathered whole, which a warning tells.
 
 In mixed precision the gathered weights and what a block is given are 16-bit, gradients are summed in float32,
 and autocast goes on choosing for each operator. Batch-norm keeps float32 weights and is gathered by itself,
@@ -20,6 +21,7 @@ first process, one after the other; other processes keep none, so that the host 
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -31,7 +33,7 @@ from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from qtool import processes
-from qtool.errors import QtoolError
+from qtool.errors import QtoolError, QtoolWarning
 from qtool.materialise import fill
 from qtool.step import Setup
 from qtool.training.checkpointing import blocks
@@ -47,6 +49,7 @@ def apply(setup: Setup, example: Any) -> None:
     group.enter_context(processes.joined(setup.device))
     setup.on_close.append(group.close)
     mesh = processes.mesh(setup.device)
+    _tell_whole(setup.model)
     before, names = _unsharded(setup.model), _attributes(setup.model)
     with _parameters_of_integers():
         for module in _groups(setup.model):
@@ -103,6 +106,16 @@ def _groups(model: nn.Module) -> list[nn.Module]:
     norms = [m for m in model.modules() if isinstance(m, _NORMS) and next(m.parameters(), None) is not None]
     inner = [*norms, *blocks(model).values()]
     return [*inner, *([] if model in inner else [model])]
+
+
+def _tell_whole(model: nn.Module) -> None:
+    if not blocks(model):
+        warnings.warn(
+            f"--strategy fsdp: a {type(model).__name__} without repeated blocks is gathered whole: each device holds "
+            "all of its weights while it computes, and a share of gradients and optimizer states",
+            QtoolWarning,
+            stacklevel=2,
+        )
 
 
 def _policy(setup: Setup, module: nn.Module) -> MixedPrecisionPolicy:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from qtool import checkpoint
-from qtool.errors import QtoolError
+from qtool.errors import QtoolError, QtoolWarning
 from qtool.launcher import launch
 from qtool.recipe import TrainConfig
 from qtool.step import Step, trained
@@ -145,6 +145,19 @@ def test_a_step_of_a_sharded_model_is_the_step(net, precision, run_steps):
         assert name == other
         if precision == "32-true":
             assert torch.allclose(one.float(), two.float(), atol=1e-6), name
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_a_model_that_is_gathered_whole_is_told(blocks):
+    inner = [nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(2)]
+    model = nn.Sequential(*(group_runs.Layer(0.0) for _ in range(2))) if blocks else nn.Sequential(*inner)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with setup(model, TrainConfig(device="cpu", strategy="fsdp")):
+            groups = [module for module in model.modules() if type(module).__name__.startswith("FSDP")]
+    found = [str(warning.message) for warning in told if warning.category is QtoolWarning]
+    assert len(groups) == (3 if blocks else 1)
+    assert [text.partition(":")[0] for text in found] == ([] if blocks else ["--strategy fsdp"])
 
 
 @pytest.mark.parametrize("normed", [parametrizations.weight_norm, parametrizations.spectral_norm])
