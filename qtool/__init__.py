@@ -5,11 +5,17 @@ The stages are plain functions over plain objects::
     import qtool
 
     trained = qtool.train(model, data, epochs=4)
-    quantized = qtool.quantize(trained.model, data, mode="ptq")
-    qtool.export(quantized, "out", samples=calibration_batches)
-    figures = qtool.benchmark("out", test_batches)
+    quantized = qtool.quantize(trained.model, data, out="out")  # outputs = quantized(inputs), as of the model
+    files = qtool.export("out", samples=data).files  # {"int8": Path("out/model.int8.onnx"), …}
+    figures = qtool.benchmark("out", data)  # plain values: size, latency, accuracy
+    quantized = qtool.load_quantized("out")  # at another time
 
-Keyword arguments are the fields of the stage's dataclass in :mod:`qtool.recipe`. ``import qtool`` imports
+``data`` may be batches (a DataLoader, a list) or ``{"train": …, "test": …}`` of datasets or DataLoaders. A batch, or
+a sample of a dataset, is (input, target), an input alone, or a dict of the model's arguments with the target in it
+under ``labels``; an input of several arguments is a tuple of them, or a dict by name.
+
+Keyword arguments are the fields of the stage's dataclass in :mod:`qtool.recipe` (``help(qtool.recipe)``), the flags of
+the command line by another spelling: ``qtool quantize --help`` tells what each does. ``import qtool`` imports
 none of the libraries it stands on: each function brings its own when it is first used.
 """
 
@@ -27,6 +33,7 @@ if TYPE_CHECKING:
     from qtool.pipeline import benchmark, export, inspect, quantize, report, run, sensitivity, train
     from qtool.recipe import Recipe
     from qtool.stages.memory import predict_memory
+    from qtool.stages.quantization import load_quantized
 
 __all__ = [
     "ContractError",
@@ -41,6 +48,7 @@ __all__ = [
     "inspect",
     "load_data",
     "load_model",
+    "load_quantized",
     "predict_memory",
     "quantize",
     "report",
@@ -52,6 +60,7 @@ _HOME = {
     "Data": "data",
     "load_data": "data",
     "load_model": "models",
+    "load_quantized": "stages.quantization",
     "predict_memory": "stages.memory",
     "QuantizedModel": "form",
     "Recipe": "recipe",

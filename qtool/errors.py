@@ -110,11 +110,15 @@ def nearest(name: str, names: Iterable[str]) -> str:
     'choose one of: mobilenet, resnet'
     >>> nearest("lr", ["learning_rate", "lora"])
     "did you mean 'learning_rate'?"
+    >>> nearest("bits", ["weight_bits", "edge_bits", "batch_size"])
+    'choose one of: edge_bits, weight_bits'
     """
     known = sorted(set(names))
     meant = [other for other in known if "".join(word[:1] for word in re.split("[-_]", other.lstrip("-"))) == name]
-    close = meant or difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    if close:
+    partly = [other for other in known if name in re.split("[-_]", other)]
+    if len(partly) > 1 and not meant:
+        known = partly
+    elif close := meant or difflib.get_close_matches(name, known, n=1, cutoff=0.6):
         return f"did you mean {close[0]!r}?"
     more = f" and {len(known) - SHOWN} more" if len(known) > SHOWN else ""
     return f"choose one of: {', '.join(known[:SHOWN])}{more}"

@@ -28,7 +28,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from qtool import allocator
-from qtool.errors import QtoolError
+from qtool.errors import QtoolError, UsageError
 from qtool.nested import call, map_tensors, tensors
 from qtool.pt2_files import load_program, save_program
 from qtool.recurrent import whole_sequences
@@ -112,17 +112,23 @@ class QuantizedModel:
         whole, units = len(self.plan.integer_units), len(self.plan.units)
         return f"QuantizedModel(target={self.plan.target!r}, {whole} of {units} units integer: see .plan)"
 
-    def __call__(self, inputs: Any) -> Any:
-        """Runs the quantized graph on a batch of inputs, integers simulated in float32.
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the quantized graph on a batch, integers simulated in float32.
 
-        Raises QtoolError for inputs of another number, size or type than the graph's.
+        It takes what the model takes, or all of that as one tuple or dict. Raises QtoolError for inputs of another
+        number, size or type than the graph's.
         """
+        if args and kwargs:
+            raise UsageError("inputs", "all by position or all by name", "some of both", "name all of them")
+        inputs = kwargs or (args[0] if len(args) == 1 else args)
         check_inputs(self.graph, inputs, "inputs")
         with torch.no_grad():
             return call(self.graph, inputs)
 
-    def save(self, folder: Path) -> dict[str, Path]:
+    def save(self, folder: str | Path) -> dict[str, Path]:
         """Writes ``int8.pt2`` (and ``float.pt2``) into ``folder``; returns the files by name."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
         files = {"int8": folder / "int8.pt2"}
         save_graph(self.graph, self.example, files["int8"])
         if self.float_graph is not None:
@@ -253,11 +259,14 @@ def check_inputs(graph: GraphModule, inputs: Any, where: str) -> None:
     """Raises QtoolError, naming ``where``, unless ``inputs`` have the graph's number, types and sizes (batch aside)."""
     kinds = list(input_values(graph.graph).items())
     given = list(tensors(inputs))
-    if isinstance(inputs, Mapping) and all(name in inputs for name, _ in kinds):
-        given = [inputs[name] for name, _ in kinds]
+    told = str(len(given))
+    if isinstance(inputs, Mapping):
+        told = ", ".join(map(str, inputs)) or told
+        if len(given) == len(kinds) and all(name in inputs for name, _ in kinds):
+            given = [inputs[name] for name, _ in kinds]
     if len(given) != len(kinds) and kinds:
         names = ", ".join(name for name, _ in kinds)
-        raise QtoolError(where, f"{len(kinds)} input tensors ({names})", str(len(given)), "pass what the model takes")
+        raise QtoolError(where, f"{len(kinds)} input tensors ({names})", told, "pass what the model takes")
     for (name, value), tensor in zip(kinds, given, strict=False):
         if tensor.dtype != value.dtype or not _fits(tensor.shape, value.shape):
             raise QtoolError(

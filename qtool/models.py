@@ -59,7 +59,7 @@ PREFIXES = ("module.", "_orig_mod.")  # which DataParallel and torch.compile put
 def load_model(
     spec: str,
     *,
-    num_classes: int | None,
+    num_classes: int | None = None,
     in_channels: int | None = None,
     weights: str | Path | None = None,
     seed: int = 0,

@@ -226,6 +226,19 @@ def to_float32(value: Any) -> Any:
     return map_tensors(lambda t: t.float() if t.dtype in NARROW else t, value)
 
 
+def misnamed(error: Exception) -> str | None:
+    """What to do about a call whose arguments are not the model's, by the error it raised; None for another error."""
+    text = str(error)
+    if not isinstance(error, TypeError) or "argument" not in text:
+        return None
+    if "unexpected keyword" in text:
+        return "call the items of a dict what the model calls its arguments, or give (input, target)"
+    if "missing" not in text:
+        return None
+    kept = "; 'labels' in a dict by itself are its target, and stay in ({…},)" if "'label" in text else ""
+    return f"give samples ((first, second), target), or dicts by argument{kept}"
+
+
 def call(model: Callable[..., Any], value: Any) -> Any:
     """``model`` applied to an input: a tuple or list as positional arguments, a dict as keyword arguments."""
     if isinstance(value, Mapping):

@@ -55,7 +55,7 @@ def make(kind: type[Config], values: Mapping[str, Any], name: Naming = recipe_ke
         if key not in fields:
             raise UsageError(name(prefix + key), "a known name", repr(key), nearest(key, fields))
         if dataclasses.is_dataclass(hints[key]):
-            table = _table(name(prefix + key), key, value)
+            table = _table(name(prefix + key), value, f"write a [{key}] table")
             checked[key] = make(typing.cast(type, hints[key]), table, name, prefix=f"{prefix}{key}.")
         else:
             checked[key] = check(value, hints[key], fields[key].metadata, name(prefix + key))
@@ -75,7 +75,7 @@ def check(value: Any, hint: Any, metadata: Mapping[str, Any], where: str) -> Any
     if optional and (value is None or value == "none"):
         return None
     if get_origin(kind) is dict:
-        items = _table(where, where, value).items()
+        items = _table(where, value, "give each name its value").items()
         if nested := next((key for key, item in items if isinstance(item, Mapping)), None):
             do = "quote the whole of a name with dots in it"
             raise UsageError(where, f"a value for '{nested}'", f"a table {value[nested]!r}", do)
@@ -110,9 +110,9 @@ def inner_type(hint: Any) -> tuple[Any, bool]:
     return next(a for a in allowed if a is not type(None)), type(None) in allowed
 
 
-def _table(where: str, key: str, value: Any) -> Mapping[str, Any]:
+def _table(where: str, value: Any, do: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise UsageError(where, "a table", repr(value), f"write a [{key}] table")
+        raise UsageError(where, "a table of names and values", repr(value), do)
     return value
 
 

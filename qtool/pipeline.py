@@ -135,6 +135,9 @@ def inspect(artifact: str | Path) -> dict[str, Any]:
     """What is inside a run directory, an ONNX file, a ``.pt2``, a ``.safetensors`` or a result, as plain values."""
     from qtool.inspection import describe, describe_run, is_refused, variant_folders
 
+    if not isinstance(artifact, str | Path):
+        do = "pass its out=…; what is integer in a quantized model, its .plan tells"
+        raise UsageError("argument 'artifact'", "the path of a file or a run directory", type(artifact).__name__, do)
     path = Path(artifact)
     if not path.is_dir():
         return describe(path)

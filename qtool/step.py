@@ -41,7 +41,7 @@ from qtool import processes
 from qtool.checkpoint import Files
 from qtool.devices import out_of_memory, resolve_device
 from qtool.errors import OWN, QtoolError, UsageError, one_line, says_that_another_ended
-from qtool.nested import call, map_tensors, num_samples, split, to_float32
+from qtool.nested import call, map_tensors, misnamed, num_samples, split, to_float32
 from qtool.recipe import TrainConfig
 
 _ONE_VALUE = "Expected more than 1 value per channel when training"
@@ -138,7 +138,7 @@ def answer(model: Callable[[Any], Any], value: Any) -> Any:
     except OWN as error:
         if out_of_memory(error) or says_that_another_ended(error):
             raise
-        do = "give a model and data that go together; --debug shows where it failed"
+        do = misnamed(error) or "give a model and data that go together; --debug shows where it failed"
         if _ONE_VALUE in str(error):
             do = "take a --batch-size that leaves every micro-batch of every process two samples for batch-norm"
         raise QtoolError(

@@ -113,9 +113,9 @@ def test_the_commands_of_own_model_work(tmp_path: Path, own_model: ModuleType) -
         qtool_command(command, *words, *shorter[command])
     assert json.loads((tmp_path / "own" / "benchmark.json").read_text())["metrics"]["variants"]["int8"]["accuracy"]
     x = own_model.data()["test"][0][0][None]
-    from qtool.stages import open_quantized
+    from qtool.stages import load_quantized
 
-    assert open_quantized(tmp_path / "own")(x.repeat(2, 1, 1, 1)).dtype == torch.float32
+    assert load_quantized(tmp_path / "own")(x.repeat(2, 1, 1, 1)).dtype == torch.float32
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qtool.errors import QtoolError
+from qtool.errors import QtoolError, UsageError
 from qtool.form import (
     Plan,
     QuantizedModel,
@@ -54,6 +54,18 @@ def made(request: pytest.FixtureRequest) -> tuple[Any, QuantizedModel]:
 def test_it_is_shown_in_one_line(made: tuple[Any, QuantizedModel]) -> None:
     total = 3 if isinstance(made[0], Tensor) else 4  # with the sum, whose second input is the model's own
     assert repr(made[1]) == f"QuantizedModel(target='ort-cpu', 3 of {total} units integer: see .plan)"
+
+
+def test_it_is_called_as_the_model_is() -> None:
+    torch.manual_seed(0)
+    quantized = quantize(Net().eval(), QuantizeConfig(effort="fast"), example=(X, BIAS), calibration=[(X, BIAS)])
+    expected = quantized((X, BIAS))
+    for found in (quantized(X, BIAS), quantized(x=X, bias=BIAS), quantized({"bias": BIAS, "x": X})):
+        assert torch.equal(found, expected)
+    with pytest.raises(QtoolError, match=r"expected 2 input tensors \(x, bias\); got x, bias, labels; pass what"):
+        quantized(x=X, bias=BIAS, labels=BIAS)
+    with pytest.raises(UsageError, match="all by position or all by name; got some of both"):
+        quantized(X, bias=BIAS)
 
 
 def test_plan_goes_through_plain_data() -> None:

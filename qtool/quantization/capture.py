@@ -32,7 +32,7 @@ from torch.utils import _pytree as pytree
 from qtool.errors import QtoolError, UsageError, one_line
 from qtool.form import FIXED_SIZE, as_graph, input_values, open_axes, to_program
 from qtool.models import modes_kept, without_cache
-from qtool.nested import call, map_tensors, tensors
+from qtool.nested import call, map_tensors, misnamed, tensors
 from qtool.quantization.conditions import guards_of, of_batches
 from qtool.quantization.functional import DROPOUTS, functionalized, make_functional, mutations
 from qtool.quantization.linears import write_linears
@@ -166,10 +166,8 @@ def _refused(model: nn.Module, example: Any, error: Exception) -> QtoolError:
             call(model.eval(), example)
     except Exception as refusal:
         shapes = ", ".join(_described(value) for value in tensors(example))
-        missing = isinstance(refusal, TypeError) and "missing" in str(refusal)
-        do = (
-            "give samples ((first, second), target), or dicts by argument" if missing
-            else "give batches of tensors, such as torch.from_numpy makes of arrays" if not shapes
+        do = misnamed(refusal) or (
+            "give batches of tensors, such as torch.from_numpy makes of arrays" if not shapes
             else "check the size, the channels and the type of the inputs"
         )  # fmt: skip
         return QtoolError(

@@ -114,10 +114,17 @@ class Placement:
         self._settle_weights()
         self._settle_signs()
         if unused := set(self.overrides) - self._used_overrides:
-            raise UsageError(
-                "overrides", "patterns that match a unit", ", ".join(sorted(unused)),
-                f"use module paths such as {', '.join(sorted(self._names)[:3])}",
-            )  # fmt: skip
+            raise self._unmatched(sorted(unused))
+
+    def _unmatched(self, unused: list[str]) -> UsageError:
+        """What is wrong with overrides that decided on no unit."""
+        names = sorted(self._names)
+        where, expected, got = "overrides", "patterns that match a unit", ", ".join(unused)
+        if any(first_match({pattern: ""}, names) for pattern in unused):
+            return UsageError(where, f"{expected} which none before them does", got, "put the narrower pattern first")
+        return UsageError(
+            where, expected, got, f"use module paths such as {', '.join(names[:3])}, * for any part of it"
+        )
 
     def plan(self, notes: tuple[str, ...] = ()) -> Plan:
         """The plan: reshapes and the like, which cost nothing, are left out. Capture's notes come before ``notes``."""

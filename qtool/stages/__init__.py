@@ -14,8 +14,8 @@ another (fine-tuning inside QAT, calibration samples for the parity gate) is han
 
 from qtool.stages.benchmarking import benchmark
 from qtool.stages.exporting import export
-from qtool.stages.quantization import open_quantized, quantize
+from qtool.stages.quantization import load_quantized, quantize
 from qtool.stages.sensitivity import sensitivity
 from qtool.stages.training import train
 
-__all__ = ["benchmark", "export", "open_quantized", "quantize", "sensitivity", "train"]
+__all__ = ["benchmark", "export", "load_quantized", "quantize", "sensitivity", "train"]

@@ -25,7 +25,7 @@ from qtool.stages.common import (
     teller,
     writable,
 )
-from qtool.stages.quantization import open_quantized
+from qtool.stages.quantization import load_quantized
 from qtool.stages.served import contract_gate
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def export(
         run = require_run_directory(Path(quantized), "quantize")
         recorded = read_result(run, "quantize")
         model, folder, record = (
-            open_quantized(run),
+            load_quantized(run),
             writable(out) or writable(run) or run,
             _absolute(run, recorded["source"]),
         )

@@ -16,7 +16,7 @@ from qtool.artifacts import read_result, sha256_of, staging, write_json, write_r
 from qtool.errors import QtoolError, UsageError, nearest
 from qtool.options import argument
 from qtool.recipe import QatConfig, QuantizeConfig, as_dict
-from qtool.source import UNIDENTIFIED, Source, open_float
+from qtool.source import UNIDENTIFIED, Source, open_float, require_run_directory
 from qtool.stages.common import (
     AnyPath,
     Progress,
@@ -85,7 +85,7 @@ def quantize(
         return bool(folder and resume and finished(folder, "quantize", settings, known))
 
     if folder and is_done():
-        return open_quantized(folder)
+        return load_quantized(folder)
     if tuning:
         rules.check(tuning)
     writable(folder)
@@ -94,7 +94,7 @@ def quantize(
     make = _maker(source, tuning, inputs, folder, resume, progress)
     with checkpointing(folder if tuning else None, "quantize"), tidy(folder):
         if folder and tuning and is_done():  # by another process, meanwhile
-            return open_quantized(folder)
+            return load_quantized(folder)
         if config.has_contract:
             if folder and not resume:
                 forget(folder)
@@ -280,10 +280,15 @@ def _commit_quantize(
     forget(run)
 
 
-def open_quantized(run: Path) -> QuantizedModel:
-    """The quantized model of a run directory. Raises QtoolError where it is not of the weights that are there now."""
+def load_quantized(run: AnyPath) -> QuantizedModel:
+    """Opens the quantized model that :func:`quantize` left in the run directory ``run``: its ``out``.
+
+    It is called like the float model, and simulates the integers in float32. Raises UsageError for a folder without
+    one, QtoolError where its files are damaged, or where it is not of the weights that are there now.
+    """
     from qtool.form import Plan, QuantizedModel
 
+    run = require_run_directory(Path(run), "quantize")
     result = read_result(run, "quantize")
     if trained := result["source"].get("trained_in"):
         weights = run / trained / "model.safetensors"

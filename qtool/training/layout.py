@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from qtool.errors import OWN
 from qtool.nested import call, tensors
 from qtool.step import Setup
 from qtool.structures import quiet_pytree
@@ -52,6 +53,6 @@ def _runs(setup: Setup, example: Any) -> bool:
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             call(model, setup.place(example))
-    except RuntimeError:
+    except OWN:  # what it is, the first step tells
         return False
     return True

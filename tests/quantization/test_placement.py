@@ -255,9 +255,11 @@ def test_overrides_leave_modules_in_float_and_must_match() -> None:
     assert [u.name for u in placed(two, {"?": "float"}).plan().integer_units] == []
     assert kinds(placed(two, {"a": "int8", "*": "float"}))[0] == ("conv", True)
     with pytest.raises(
-        UsageError, match=r"overrides: expected patterns that match a unit; got zz; use module paths such as"
+        UsageError, match=r"patterns that match a unit; got zz; use module paths such as .*, \* for any"
     ):
         placed(two, {"zz": "float"})
+    with pytest.raises(UsageError, match=r"which none before them does; got a; put the narrower pattern first"):
+        placed(two, {"*": "float", "a": "int8"})
 
 
 def test_an_override_may_name_a_unit_that_is_no_module() -> None:

@@ -107,7 +107,7 @@ def test_other_labels_begin_a_search_anew(tmp_path: Path) -> None:
                 max_kl=1e-9, method="given", out=tmp_path, activation_bits=3,
             )  # fmt: skip
         drop = caught.value.details["trials"][0]["criteria"][0]["value"]
-        logits = qtool.stages.quantization.open_quantized(tmp_path / "search" / "closest")(held)
+        logits = qtool.stages.quantization.load_quantized(tmp_path / "search" / "closest")(held)
         losses = [nn.functional.cross_entropy(outputs, labels).item() for outputs in (model(held), logits)]
         assert drop == pytest.approx(100 * (losses[1] - losses[0]), rel=1e-3)
 
@@ -129,7 +129,7 @@ def test_the_closest_candidate_is_exported_when_it_is_named(trained: Path) -> No
     assert all(gate["passed"] for name, gate in gates.items() if name != "contract")
     x = torch.zeros(2, 1, 8, 8)
     alone = qtool.quantize(trained, out=trained.parent / "alone", **OPTIONS)
-    torch.testing.assert_close(qtool.stages.quantization.open_quantized(closest)(x), alone(x))
+    torch.testing.assert_close(qtool.stages.quantization.load_quantized(closest)(x), alone(x))
     assert "contract not kept" in Path(report(closest)["files"]["html"]).read_text(encoding="utf-8")
 
 

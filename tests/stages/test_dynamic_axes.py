@@ -17,7 +17,7 @@ import qtool
 from qtool.errors import UsageError
 from qtool.quantization.algorithms.part import Part
 from qtool.quantization.capture import capture
-from qtool.stages.quantization import open_quantized
+from qtool.stages.quantization import load_quantized
 
 
 class Segmenter(nn.Module):
@@ -93,7 +93,7 @@ def test_the_file_takes_sizes_that_it_was_not_calibrated_with(
     model = make().eval()
     batches = [sample(8, 8 if index % 2 else 12) for index in range(8)]
     qtool.quantize(model, batches, dynamic_axes=axes, out=tmp_path, **settings)
-    quantized = open_quantized(tmp_path)
+    quantized = load_quantized(tmp_path)
     assert not [unit for unit in quantized.plan.float_units if unit.kind in ("conv", "linear", "conv_transpose2d")]
     exported = qtool.export(tmp_path, samples=batches)
     assert all(gate["passed"] for gate in exported.gates)

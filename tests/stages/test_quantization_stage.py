@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import qtool
-from qtool.errors import UsageError
+from qtool.errors import QtoolError, UsageError
 from qtool.recipe import QatConfig
 from qtool.stages.quantization import _quantize_configs
 
@@ -88,6 +88,40 @@ def test_batches_that_hold_their_labels_are_quantized_without() -> None:
     ids = torch.arange(24).view(12, 2) % 20
     quantized = qtool.quantize(Tagger(), [{"input_ids": ids, "labels": torch.arange(12) % 3}], effort="fast")
     assert list(quantized({"input_ids": ids})) == ["logits"]
+
+
+def test_what_was_quantized_is_opened_again(tmp_path: Path) -> None:
+    x = torch.randn(8, 4)
+    quantized = qtool.quantize(nn.Sequential(nn.Linear(4, 3)).eval(), [x], out=tmp_path / "run", effort="fast")
+    again = qtool.load_quantized(str(tmp_path / "run"))
+    assert torch.equal(again(x), quantized(x))
+    assert again.plan == quantized.plan
+    with pytest.raises(UsageError, match=r"a folder that a stage has written; got no such folder; did you mean 'run'"):
+        qtool.load_quantized(tmp_path / "rum")
+    with pytest.raises(UsageError, match=r"'artifact': expected the path .*; got QuantizedModel; .* its \.plan tells"):
+        qtool.inspect(again)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("item", "told"),
+    [
+        ({"image": torch.zeros(1, 4, 4), "label": 0}, "call the items of a dict what the model calls its arguments"),
+        ({"x": torch.zeros(1, 4, 4), "labels": 0}, r"missing .* 'labels'; .* and stay in \(\{…\},\)"),
+    ],
+)
+def test_a_dict_that_a_model_does_not_take_is_told_by_each_stage(item: Any, told: str) -> None:
+    class Conditioned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(1, 2, 4)
+
+        def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+            return self.conv(x).flatten(1) + labels
+
+    model, data = Conditioned(), {"train": [item] * 4, "test": [item] * 4}
+    for stage in (qtool.train, qtool.quantize, qtool.predict_memory):
+        with pytest.raises(QtoolError, match=told):
+            stage(model, data)
 
 
 def test_threads_that_quantize_and_export_at_once_take_turns(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from qtool.artifacts import read_result, sha256_of
 from qtool.data import load_data
 from qtool.errors import ContractError, QtoolError, UsageError
 from qtool.quantization import search
-from qtool.stages import open_quantized
+from qtool.stages import load_quantized
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(qtool.__file__).parents[1])}
 
@@ -143,7 +143,7 @@ def test_ptq_of_a_run_directory_is_committed_beside_the_training(
     assert result["calibration"]["num_samples"] == 32
     assert result["metrics"]["num_float_units"] == 0
     x = next(iter(qtool.load_data(small_data).test.batch([0, 1, 2])))
-    again = open_quantized(tmp_path)
+    again = load_quantized(tmp_path)
     assert torch.equal(again(x), quantized(x))
     assert again.float_graph is not None
     assert again.plan == quantized.plan
@@ -203,19 +203,19 @@ def test_a_quantized_model_of_earlier_weights_is_refused(tmp_path: Path, small_n
     qtool.quantize(run, out=run / "ptq", calibration="train:8")
     qtool.train(small_net, small_data, out=run, max_steps=2)
     with pytest.raises(QtoolError, match=r"one of earlier weights.*quantize"):
-        open_quantized(run / "ptq")
+        load_quantized(run / "ptq")
     qtool.quantize(run, out=run / "ptq", calibration="train:8")
-    open_quantized(run / "ptq")
+    load_quantized(run / "ptq")
 
 
 def test_a_run_directory_that_moved_still_knows_its_training(tmp_path: Path, small_net: str, small_data: str) -> None:
     qtool.train(small_net, small_data, out=tmp_path / "a", max_steps=1)
     qtool.quantize(tmp_path / "a", out=tmp_path / "a" / "ptq", calibration="train:8")
     shutil.move(tmp_path / "a", tmp_path / "b")
-    open_quantized(tmp_path / "b" / "ptq")
+    load_quantized(tmp_path / "b" / "ptq")
     qtool.train(small_net, small_data, out=tmp_path / "b", max_steps=2)
     with pytest.raises(QtoolError, match="earlier weights"):
-        open_quantized(tmp_path / "b" / "ptq")
+        load_quantized(tmp_path / "b" / "ptq")
 
 
 def test_bad_weights_are_refused_and_nothing_is_left(tmp_path: Path, small_net: str, small_data: str) -> None:
