@@ -8,17 +8,20 @@ gives the field differs.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import math
+import textwrap
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from qtool.errors import UsageError, nearest
 
 Config = TypeVar("Config")
+Function = TypeVar("Function", bound=Callable[..., Any])
 Naming = Callable[[str], str]
 
 
@@ -147,6 +150,37 @@ def option(
     if isinstance(default, dict | list):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+def documented(*kinds: type) -> Callable[[Function], Function]:
+    """Has a function's help end with the options that it takes by keyword: the fields of config dataclasses.
+
+    Of a class derived from another one, its own fields alone are listed.
+    """
+
+    def with_options(function: Function) -> Function:
+        parts = [inspect.cleandoc(function.__doc__ or "")]
+        for kind in kinds:
+            parts += [f"Options, the fields of {kind.__name__}:", "\n".join(_entries(kind))]
+        function.__doc__ = "\n\n".join(parts)
+        return function
+
+    return with_options
+
+
+def _entries(kind: Any) -> Iterator[str]:
+    """A line for each option: its name, its default, what it says, what it may be."""
+    for made in dataclasses.fields(kind):
+        if made.name in kind.__annotations__:
+            factory: Any = made.default_factory
+            default = made.default if factory is dataclasses.MISSING else factory()
+            words = made.metadata.get("words", {})
+            default = next((word for word, value in words.items() if value == default), default)
+            choices = made.metadata.get("choices", ())
+            text = f"{made.name}={default!r}: {made.metadata['help']}" + (
+                f" ({' | '.join(choices)})" if choices else ""
+            )
+            yield textwrap.fill(text, 110, initial_indent="    ", subsequent_indent="        ")
 
 
 def as_toml(value: Any) -> str:

@@ -197,7 +197,7 @@ class QuantizeConfig:
     calibration_batch_size: int = option(32, "samples per calibration batch", low=1)
     ranges_from: str | None = option(None, "repeat the ranges saved in this ranges.json instead of calibrating")
     overrides: dict[str, str] = option(
-        {}, "module or unit pattern to 'int8' or 'float', first match wins", choices=("int8", "float")
+        {}, "module or unit pattern (with * and ?) to 'int8' or 'float', first match wins", choices=("int8", "float")
     )
     seed: int = option(0, "seed of the calibration sample", low=0)
     max_drop: float | None = option(

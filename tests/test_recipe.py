@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import pydoc
+import re
 import tomllib
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
@@ -11,11 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import qtool
 from qtool.errors import UsageError
 from qtool.options import argument, flag, inner_type, make
 from qtool.recipe import (
     PRECISIONS,
     BenchmarkConfig,
+    ExportConfig,
     QatConfig,
     QuantizeConfig,
     Recipe,
@@ -236,3 +240,15 @@ def test_a_missing_recipe_gets_the_nearest_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", recipe_names())
 def test_every_recipe_in_the_package_is_valid(name: str) -> None:
     assert isinstance(load_recipe(find_recipe(name)), Recipe)
+
+
+def test_the_help_of_each_function_lists_its_options() -> None:
+    for function, kinds in (
+        (qtool.train, [TrainConfig]), (qtool.quantize, [QuantizeConfig, QatConfig]), (qtool.export, [ExportConfig]),
+        (qtool.benchmark, [BenchmarkConfig]), (qtool.predict_memory, [TrainConfig]),
+        (qtool.sensitivity, [QuantizeConfig]),
+    ):  # fmt: skip
+        text = pydoc.plain(pydoc.render_doc(function))
+        for kind in kinds:
+            for name in kind.__annotations__:
+                assert re.search(rf"^ {{8}}{name}=.*: ", text, re.MULTILINE), (function.__name__, name)

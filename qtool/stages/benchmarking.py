@@ -10,12 +10,13 @@ from qtool.artifacts import STAGES, has_result, output_path, read_result, stagin
 from qtool.errors import QtoolError, UsageError
 from qtool.given import pairs_of
 from qtool.lineage import superseded
-from qtool.options import argument
+from qtool.options import argument, documented
 from qtool.recipe import BenchmarkConfig, as_dict
 from qtool.source import UNIDENTIFIED, open_data, recall_source, require_run_directory
 from qtool.stages.common import AnyPath, Progress, configured, teller, writable
 
 
+@documented(BenchmarkConfig)
 def benchmark(
     what: AnyPath | Mapping[str, AnyPath],
     data: object = None,

@@ -11,7 +11,7 @@ from qtool.artifacts import mark_stale, read_result, staging, write_result
 from qtool.calibration_data import draw
 from qtool.errors import ContractError, UsageError
 from qtool.given import inputs_of
-from qtool.options import argument
+from qtool.options import argument, documented
 from qtool.recipe import ExportConfig, as_dict
 from qtool.source import UNIDENTIFIED, data_facts, open_data, recall_source, require_run_directory
 from qtool.stages.common import (
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 
 @in_turn
+@documented(ExportConfig)
 def export(
     quantized: QuantizedModel | nn.Module | AnyPath,
     out: AnyPath | None = None,

@@ -20,7 +20,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from qtool.errors import QtoolError, UsageError, one_line
-from qtool.options import make
+from qtool.options import documented, make
 from qtool.recipe import AUTO, TrainConfig, as_dict
 from qtool.source import open_model, open_source
 from qtool.stages.common import configured
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 Spec = dict[str, Any]
 
 
+@documented(TrainConfig)
 def predict_memory(
     model: nn.Module | str,
     data: object,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from qtool.artifacts import read_result, sha256_of, staging, write_json, write_result
 from qtool.errors import QtoolError, UsageError, nearest
-from qtool.options import argument
+from qtool.options import argument, documented
 from qtool.recipe import QatConfig, QuantizeConfig, as_dict
 from qtool.source import UNIDENTIFIED, Source, open_float, require_run_directory
 from qtool.stages.common import (
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
 
 @in_turn
+@documented(QuantizeConfig, QatConfig)
 def quantize(
     model: nn.Module | AnyPath,
     data: object = None,
@@ -64,8 +65,10 @@ def quantize(
 
     ``model`` is a module, a spec, or the run directory of a training or an earlier quantization. ``data`` gives the
     calibration samples (and for ``mode="qat"`` the training data): a spec, a Data, a mapping, or for PTQ any iterable
-    of batches, (input, target) or inputs alone. ``options`` are the fields of QuantizeConfig and, for QAT, of
-    QatConfig; ``seed`` and a ``device`` that is named are for both.
+    of batches: (input, target), inputs alone, or dicts of arguments that may hold the target as ``labels``. An input of
+    several arguments is a tuple of them, or a dict by name. ``options`` are the fields of QuantizeConfig and, for QAT,
+    of QatConfig, which are those of :func:`train` too; ``seed`` and a ``device`` that is named are for both. ``out`` is
+    a run directory to leave it in, for :func:`export` and :func:`load_quantized`. The model itself is left as it was.
 
     With ``max_drop``, ``max_kl`` or ``min_agreement`` the cheapest quantization is searched that keeps to it on the
     validation part, or on ``validation``: batches of (input, target) or of inputs alone. Raises ContractError, its

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from qtool.artifacts import finite, has_result, read_result, write_json
 from qtool.calibration_data import sample_hashes
 from qtool.errors import QtoolError
-from qtool.options import argument, check, make
+from qtool.options import argument, check, documented, make
 from qtool.recipe import CONTRACT_FIELDS, QuantizeConfig, as_dict
 from qtool.source import Source, open_float, state_hash
 from qtool.stages.common import (
@@ -48,6 +48,7 @@ SAMPLES = 128
 
 
 @in_turn
+@documented(QuantizeConfig)
 def sensitivity(
     model: nn.Module | AnyPath,
     data: object = None,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from qtool.artifacts import atomic_path, read_result, staging, write_json, write_result
 from qtool.errors import OutOfMemory, QtoolError, UsageError
+from qtool.options import documented
 from qtool.recipe import AUTO, TrainConfig, as_dict
 from qtool.source import Source, open_source
 from qtool.stages.choice import Choice, at_work, halve, halvings, was_killed
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from qtool.training.stage import TrainResult
 
 
+@documented(TrainConfig)
 def train(
     model: nn.Module | str,
     data: object,
@@ -51,8 +53,9 @@ def train(
     """Trains ``model`` on ``data`` and returns it with its metrics; with ``out`` it also writes the run directory.
 
     ``model`` is a module (trained in place) or a spec; ``data`` a spec, a Data, a mapping of datasets or an iterable
-    of (input, target) batches. With ``resume`` a run that was stopped in ``out`` continues, and a finished one whose
-    configuration and inputs are the same is returned as it is. ``options`` are the fields of TrainConfig.
+    of batches: (input, target), or dicts of arguments with the target as ``labels``. With ``resume`` a run that was
+    stopped in ``out`` continues, and a finished one whose configuration and inputs are the same is returned as it is.
+    ``options`` are the fields of TrainConfig.
     """
     from qtool import processes
     from qtool.launcher import require_main
