@@ -109,8 +109,13 @@ class QuantizedModel:
 
     def __repr__(self) -> str:
         """The target, how much is integer, and where to look for the rest: weights and ranges would fill pages."""
-        whole, units = len(self.plan.integer_units), len(self.plan.units)
-        return f"QuantizedModel(target={self.plan.target!r}, {whole} of {units} units integer: see .plan)"
+        plan, units = self.plan, len(self.plan.units)
+        stored = sum(unit.weight_bits is not None for unit in plan.float_units)
+        weights = f", {stored} with integer weights" if stored else ""
+        return (
+            f"QuantizedModel(target={plan.target!r}, {len(plan.integer_units)} of {units} units integer{weights}: "
+            "see .plan)"
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the quantized graph on a batch, integers simulated in float32.
@@ -269,15 +274,24 @@ def check_inputs(graph: GraphModule, inputs: Any, where: str) -> None:
         raise QtoolError(where, f"{len(kinds)} input tensors ({names})", told, "pass what the model takes")
     for (name, value), tensor in zip(kinds, given, strict=False):
         if tensor.dtype != value.dtype or not _fits(tensor.shape, value.shape):
-            raise QtoolError(
-                f"{where}, '{name}'", _describe(value), _describe(tensor),
-                "use data of the size that the model was captured with",
-            )  # fmt: skip
+            do = "use data of the size that the model was captured with"
+            if axes := _might_be_open(tensor, value):
+                do += f", or leave it open when quantizing: --dynamic-axes {','.join(map(str, axes))}"
+            raise QtoolError(f"{where}, '{name}'", _describe(value), _describe(tensor), do)
 
 
 def _fits(shape: torch.Size, wanted: torch.Size) -> bool:
     sizes = [(size, fixed) for size, fixed in zip(shape, wanted, strict=False) if not symbols_of(fixed)]
     return len(shape) == len(wanted) and all(size == fixed for size, fixed in sizes)
+
+
+def _might_be_open(tensor: torch.Tensor, wanted: torch.Tensor) -> list[int]:
+    """Where nothing but lengths of sequences, or heights and widths of images, are not those wanted: their axes."""
+    sizes = enumerate(zip(tensor.shape, wanted.shape, strict=False))
+    axes = [axis for axis, (size, fixed) in sizes if not symbols_of(fixed) and size != fixed]
+    lengths = tensor.dim() == 3 or (tensor.dim() == 2 and not tensor.is_floating_point())
+    usual = {1} if lengths else set(range(2, tensor.dim()))
+    return axes if tensor.dtype == wanted.dtype and tensor.dim() == wanted.dim() and usual.issuperset(axes) else []
 
 
 def _describe(value: torch.Tensor) -> str:

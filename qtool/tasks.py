@@ -195,7 +195,9 @@ def require_task(task: Any, where: str) -> Task:
     missing = [name for name in ("name", "metric", "higher_is_better", "loss", "metrics") if not hasattr(task, name)]
     if missing or not isinstance(task, Task):
         got = f"a {type(task).__name__} with no {', '.join(missing)}"
-        raise QtoolError(where, "an object with a task's attributes", got, "add them")
+        raise QtoolError(
+            where, "an object with a task's attributes", got, "add them: help(qtool.tasks.Task) tells each"
+        )
     return task
 
 

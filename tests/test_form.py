@@ -135,6 +135,21 @@ def test_a_view_of_a_large_tensor_does_not_bring_its_storage(tmp_path: Path) -> 
     assert (tmp_path / "view.pt2").stat().st_size < 60_000
 
 
+@pytest.mark.parametrize(
+    ("shape", "kind", "axes"),
+    [
+        ((4, 9), torch.int64, "1"), ((4, 9, 3), torch.float32, "1"), ((4, 3, 8, 9), torch.float32, "3"),
+        ((4, 9), torch.float32, None), ((4, 1, 8, 8), torch.float32, None), ((4, 9), torch.int32, None),
+    ],
+)  # fmt: skip
+def test_sizes_that_might_be_left_open_are_told(shape: tuple[int, ...], kind: torch.dtype, axes: str | None) -> None:
+    like = {2: torch.zeros(2, 5, dtype=kind), 3: torch.zeros(2, 5, 3), 4: torch.zeros(2, 3, 8, 8)}[len(shape)]
+    like = like.long() if kind == torch.int32 else like
+    with pytest.raises(QtoolError) as caught:
+        check_inputs(as_graph(to_program(nn.Flatten(), like)), torch.zeros(shape, dtype=kind), "data")
+    assert str(caught.value).partition("--dynamic-axes ")[2] == (axes or "")
+
+
 def test_outputs_come_without_gradients(made: tuple[Any, QuantizedModel]) -> None:
     inputs, quantized = made
     assert not quantized(inputs).requires_grad

@@ -4,10 +4,14 @@ Every batch goes through all the files before the next is read, so the data is r
 held; what is kept are the values of the first output, N × C for each variant. Files
 with a fixed batch size, and runtimes that compile for each size anew, are fed whole batches, the last one
 padded and its padding dropped.
+
+Batches may hold sequences of other lengths than the ones before them; what a shorter one does not have is compared
+with nothing.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -17,6 +21,7 @@ import torch
 from qtool import evaluate
 from qtool.benchmarking.inputs import fixed_batch_size, resize_batch, to_feeds
 from qtool.errors import QtoolError
+from qtool.given import IGNORED
 from qtool.runtimes.base import Array, Session
 
 Compare = Callable[[torch.Tensor, torch.Tensor, Any], dict[str, Any]]
@@ -53,9 +58,25 @@ def predict(
 
 
 def _as_tensor(parts: list[Array]) -> torch.Tensor:
-    """The parts as one tensor, floats of any size as float32."""
-    value = torch.from_numpy(np.concatenate(parts))
-    return value.float() if value.is_floating_point() else value
+    """The parts as one tensor, floats of any size as float32; what shorter sequences do not have is −∞, masked."""
+    values = [torch.from_numpy(part) for part in parts]
+    if values[0].is_floating_point():
+        return _filled([value.float() for value in values], -math.inf)
+    if any(value.shape[1:] != values[0].shape[1:] for value in values):
+        got = " and ".join(sorted({str(tuple(value.shape[1:])) for value in values})[:2])
+        raise QtoolError("benchmark data", "whole-number outputs of one size", got, "pad all batches to one size")
+    return torch.cat(values)
+
+
+def _filled(parts: list[torch.Tensor], value: float) -> torch.Tensor:
+    """The parts as one, filled up with ``value`` where others are longer behind the batch."""
+    sizes = [max(found) for found in zip(*(part.shape[1:] for part in parts), strict=True)]
+    return torch.cat([_grown(part, sizes, value) for part in parts])
+
+
+def _grown(part: torch.Tensor, sizes: list[int], value: float) -> torch.Tensor:
+    missing = [size - own for size, own in zip(sizes, part.shape[1:], strict=True)]
+    return torch.nn.functional.pad(part, [n for m in reversed(missing) for n in (0, m)], value=value)
 
 
 def _run(session: Session, value: Any, count: int, whole: int | None) -> Array:
@@ -65,11 +86,18 @@ def _run(session: Session, value: Any, count: int, whole: int | None) -> Array:
 
 
 def _head(target: Any, keep: int) -> Any:
-    return None if target is None else torch.as_tensor(target)[:keep]
+    """The first targets; None where there are none, or they are no tensor (boxes, say): outputs are compared then."""
+    try:
+        return None if target is None else torch.as_tensor(target)[:keep]
+    except (TypeError, ValueError, RuntimeError):
+        return None
 
 
 def _joined(targets: list[Any]) -> Any:
-    return None if any(t is None for t in targets) else torch.cat(targets)
+    """All targets; those of shorter sequences are filled up with what is not counted."""
+    if any(t is None or t.dim() != targets[0].dim() for t in targets):
+        return None
+    return _filled(targets, math.nan if targets[0].is_floating_point() else IGNORED)
 
 
 def judge(

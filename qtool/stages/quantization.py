@@ -6,10 +6,12 @@ handed to the quantizer as a function of the prepared graph.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from qtool.artifacts import read_result, sha256_of, staging, write_json, write_result
@@ -29,6 +31,7 @@ from qtool.stages.common import (
     in_turn,
     meter,
     seen_from,
+    targets_in,
     teller,
     tidy,
     writable,
@@ -64,8 +67,8 @@ def quantize(
     """Quantizes a model to INT8 and returns the quantized form; with ``out`` it also commits it there.
 
     ``model`` is a module, a spec, or the run directory of a training or an earlier quantization. ``data`` gives the
-    calibration samples (and for ``mode="qat"`` the training data): a spec, a Data, a mapping, or for PTQ any iterable
-    of batches: (input, target), inputs alone, or dicts of arguments that may hold the target as ``labels``. An input of
+    calibration samples (and for ``mode="qat"`` the training data): a spec, a Data, a mapping, or any iterable of
+    batches: (input, target), inputs alone, or dicts of arguments that may hold the target as ``labels``. An input of
     several arguments is a tuple of them, or a dict by name. ``options`` are the fields of QuantizeConfig and, for QAT,
     of QatConfig, which are those of :func:`train` too; ``seed`` and a ``device`` that is named are for both. ``out`` is
     a run directory to leave it in, for :func:`export` and :func:`load_quantized`. The model itself is left as it was.
@@ -191,6 +194,8 @@ def _quantize_source(
     """The source to quantize and where the result goes; a run directory gives both."""
     smoothing = tuning.label_smoothing if tuning else 0.0
     source, run = open_float(model, data, task, weights, trust=trust, label_smoothing=smoothing)
+    if tuning and isinstance(source.data, Iterator):  # which calibration and each epoch go through
+        source = dataclasses.replace(source, data=list(source.data))
     return source, out or run
 
 
@@ -206,11 +211,14 @@ def _fine_tuning(
     source: Source, config: QatConfig, out: Path | None, resume: bool, progress: Progress
 ) -> Callable[..., Any]:
     """What QAT calls to train its prepared graph: the loop, with the training techniques of the config."""
-    data = source.parts
-    if data is None:
+    from qtool.order import Batches
+
+    if source.data is None:
         raise QtoolError("quantization-aware training", "training data", "none", "pass data with labels, or mode 'ptq'")
-    _require_targets(data)
-    _require_judged(source, data)
+    _require_targets(source)
+    if source.parts is not None:
+        _require_judged(source, source.parts)
+    data: Any = source.parts or SimpleNamespace(train=Batches(source.data), validation=None)
 
     def fine_tune(model: nn.Module, hooks: Any, loss_fn: Any = None) -> Any:
         from qtool.data import example_input
@@ -218,7 +226,8 @@ def _fine_tuning(
         from qtool.training.progress import reporter
         from qtool.training.techniques import setup
 
-        with setup(model, config, example_input(data)) as made, reporter(progress is True) as report:
+        example = None if source.parts is None else example_input(data)
+        with setup(model, config, example) as made, reporter(progress is True) as report:
             return fit(
                 model, data, source.task, config, setup=made, hooks=hooks, loss_fn=loss_fn, out=out, resume=resume,
                 progress=report, identity=source.inputs,
@@ -227,14 +236,16 @@ def _fine_tuning(
     return fine_tune
 
 
-def _require_targets(data: Data) -> None:
+def _require_targets(source: Source) -> None:
     from qtool.data import batches
 
-    for part in (data.train, data.validation):
-        if next(batches(part, 1))[1] is None:
-            raise QtoolError(
-                "quantization-aware training", "targets", "inputs alone", "give labelled data, or mode 'ptq'"
-            )
+    data = source.parts
+    found = [next(batches(part, 1))[1] for part in (data.train, data.validation)] if data else [targets_in(source)]
+    if any(target is None for target in found):
+        raise QtoolError(
+            "quantization-aware training", "targets", "inputs alone",
+            "give (input, target), dicts with 'labels', or mode 'ptq'",
+        )  # fmt: skip
 
 
 def _require_judged(source: Source, data: Data) -> None:

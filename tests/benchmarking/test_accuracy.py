@@ -9,6 +9,7 @@ from qtool import evaluate
 from qtool.benchmarking.accuracy import judge, predict
 from qtool.errors import QtoolError
 from qtool.runtimes import open_session
+from qtool.runtimes.base import TensorInfo
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +64,13 @@ def test_data_without_labels_gives_agreement_only(sessions, batches):
     assert 0 <= told["int8"]["agreement"] <= 1
 
 
+def test_targets_that_are_no_tensor_leave_the_outputs_to_be_compared(sessions, batches):
+    boxes = ((images, [{"boxes": torch.rand(2, 4)} for _ in images]) for images, _ in batches(20))
+    outputs, targets = predict(sessions, boxes)
+    assert targets is None
+    assert len(outputs["fp32"]) == 40
+
+
 def test_judging_is_evaluates_comparison(sessions, batches):
     outputs, targets = predict(sessions, batches(16))
     told = judge(outputs, targets, reference="fp32")
@@ -102,6 +110,41 @@ def test_sequences_with_their_tokens_are_compared_token_by_token():
     assert told["num_samples"] == 8
     assert told["agreement"] == counted
     assert "top1" in told
+
+
+class Echo:
+    """Gives its input, and a little noise, as logits of tokens; or their argmax."""
+
+    def __init__(self, noise=0.0, whole=False):
+        self.inputs, self.noise, self.whole = [TensorInfo("x", "float32", ("batch", "length", 5))], noise, whole
+
+    def run(self, feeds):
+        value = feeds["x"] + self.noise * np.sin(np.arange(feeds["x"].size, dtype=np.float32)).reshape(feeds["x"].shape)
+        return [value.argmax(-1) if self.whole else value]
+
+
+def ragged(labelled):
+    generator = torch.Generator().manual_seed(0)
+    for length in (4, 7, 3):
+        target = torch.randint(0, 5, (6, length), generator=generator)
+        yield torch.randn(6, length, 5, generator=generator), target if labelled else None
+
+
+@pytest.mark.parametrize("labelled", [False, True])
+def test_batches_of_other_lengths_are_compared_where_there_is_something(labelled):
+    outputs, targets = predict({"fp32": Echo(), "int8": Echo(0.5)}, ragged(labelled))
+    found = judge(outputs, targets, reference="fp32")["int8"]
+    other = [Echo(0.5).run({"x": value.numpy()})[0].reshape(-1, 5) for value, _ in ragged(True)]
+    rows = torch.cat([value.reshape(-1, 5) for value, _ in ragged(True)]), torch.from_numpy(np.concatenate(other))
+    labels = torch.cat([target.flatten() for _, target in ragged(True)])
+    plain = evaluate.compare(*rows, labels if labelled else None)
+    names = ["sqnr_db", *(["num_samples", "agreement", "kl", "top1", "top1_drop"] if labelled else [])]
+    assert {name: found[name] for name in names} == pytest.approx({name: plain[name] for name in names})
+
+
+def test_classes_of_batches_of_other_lengths_are_refused():
+    with pytest.raises(QtoolError, match=r"outputs of one size; got \(3,\) and \(4,\); pad all batches"):
+        predict({"fp32": Echo(whole=True)}, ragged(labelled=True))
 
 
 def test_segmentations_with_their_pixels_are_compared_pixel_by_pixel():

@@ -124,6 +124,20 @@ def test_a_dict_that_a_model_does_not_take_is_told_by_each_stage(item: Any, told
             stage(model, data)
 
 
+def test_training_with_rounding_takes_batches_as_training_does() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3)).eval()
+    batches = [(torch.randn(8, 1, 8, 8), torch.arange(8) % 3) for _ in range(4)]
+    options: dict[str, Any] = {"mode": "qat", "learning_rate": 0.01, "epochs": 2, "device": "cpu"}
+    trained, again = (qtool.quantize(model, data, **options) for data in (batches, iter(batches)))
+    plain = qtool.quantize(model, batches, effort="fast")
+    x = batches[0][0]
+    assert torch.equal(trained(x), again(x))
+    assert not torch.equal(trained(x), plain(x))
+    with pytest.raises(QtoolError, match=r"expected targets; got inputs alone; .* or mode 'ptq'"):
+        qtool.quantize(model, [x], mode="qat")
+
+
 def test_threads_that_quantize_and_export_at_once_take_turns(tmp_path: Path) -> None:
     def made(seed: int) -> bool:
         model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 5)).eval()
