@@ -52,6 +52,11 @@ BUILT_INS: dict[str, Callable[[int, int], nn.Module]] = {
     "vit_l_16": vit_l_16,
 }
 SUFFIXES = (".safetensors", ".pt", ".pth")
+FILES = {
+    ".onnx": ("an ONNX file", "give the PyTorch model that it was exported from"),
+    **dict.fromkeys(SUFFIXES, ("a file of weights", "name the architecture, and give the file as --weights")),
+}
+"""What the files are that build no model, and what to do with them."""
 WRAPPERS = ("state_dict", "model_state_dict", "model")  # under which training scripts store the weights
 PREFIXES = ("module.", "_orig_mod.")  # which DataParallel and torch.compile put before every name
 
@@ -115,6 +120,8 @@ def _build(spec: str, num_classes: int | None, in_channels: int | None, pretrain
         return BUILT_INS[spec](num_classes, in_channels or 1)
     if is_factory(spec):
         return _from_factory(spec)
+    if (suffix := Path(spec).suffix) in FILES:
+        raise UsageError(f"model '{spec}'", "what builds a model", *FILES[suffix])
     kinds = [*BUILT_INS, *(f"{library}:NAME" for library in LIBRARIES), "FILE.py:factory"]
     raise UsageError(f"model '{spec}'", "a model spec", "none of that name", nearest(spec, kinds))
 

@@ -85,14 +85,17 @@ def open_source(
     seed: int = 0,
     label_smoothing: float = 0.0,
     target: Target | None = None,
+    known: Mapping[str, Any] | None = None,
 ) -> Source:
     """Opens specs and takes objects as they are; with ``target``, see :func:`qtool.models.load_model`.
 
-    Raises UsageError or QtoolError for a spec that names nothing.
+    What the data do not tell (their classes, their channels) is as it is ``known``, in the record of a run. Raises
+    UsageError or QtoolError for a spec that names nothing.
     """
     opened = open_data(data, seed)
     loss = open_task(task, label_smoothing)
     facts = data_facts(opened)
+    facts |= {key: known[key] for key, value in facts.items() if known and value is None}
     module = open_model(model, facts, weights, seed, target)
     specs = {"model": anchored(model), "data": anchored(data), "task": anchored(task)}
     record: dict[str, Any] = specs | {"weights": _anchored_weights(weights), "data_seed": seed} | facts
@@ -107,13 +110,14 @@ def open_source(
 
 
 def recall_source(
-    run: Path, stage: str, *, trust: bool = False, model: bool = False, argument: str = "data", **options: Any
-) -> Source:
-    """Opens the source that ``stage`` recorded in ``run``.
+    run: Path, stage: str, *, trust: bool = False, model: bool = False, judged: bool = False, argument: str = "data",
+    data: object = None, task: Task | str | None = None, **options: Any,
+) -> Source:  # fmt: skip
+    """Opens the source that ``stage`` recorded in ``run``, with ``data`` and ``task`` in place of those recorded.
 
     With ``model`` the model too: with the weights that a training left there, or with those that another stage was
-    given. ``argument`` is how the caller takes data that no record can name. Raises QtoolError where the weights are
-    not what they were, or nothing is recorded.
+    given. The task is asked for with it, or where something is ``judged``. ``argument`` is how the caller takes data
+    that no record can name. Raises QtoolError where the weights are not what they were, or nothing is recorded.
     """
     from qtool.factories import require_same
 
@@ -121,7 +125,13 @@ def recall_source(
     record, trained = result["source"], stage == "train"
     for entry in record["factories"]:
         require_same(entry, trust=trust)
-    missing = [part for part in ("model", "data") if record[part] is None and (part == "data" or model)]
+    given: dict[str, Any] = {
+        "data": record["data"] if data is None else data,
+        "task": record["task"] if task is None else task,
+    }
+    if not (model or judged):
+        given["task"] = "classification"  # which nobody asks for
+    missing = [part for part, value in ({"model": record["model"] if model else ""} | given).items() if value is None]
     if missing:
         raise QtoolError(
             f"run directory '{run}'", f"the spec of its {missing[0]}", "one that was given as a Python object",
@@ -129,8 +139,8 @@ def recall_source(
         )  # fmt: skip
     weights = run if trained else record["weights"]
     source = open_source(
-        record["model"] if model else None, record["data"], record["task"], weights if model else None,
-        seed=record["data_seed"], **options,
+        record["model"] if model else None, given["data"], given["task"], weights if model else None,
+        seed=record["data_seed"], known=record, **options,
     )  # fmt: skip
     if not model:
         return dataclasses.replace(source, record=record)
@@ -162,10 +172,16 @@ def open_float(
 ) -> tuple[Source, Path | None]:  # fmt: skip
     """The source of a stage that begins with a float model, and the run directory if ``model`` names one.
 
-    That is any Path, or text that is a run directory and comes without ``data``.
+    That is any Path, or text that is a run directory; with ``data``, if it is no name of a model too.
     """
-    if isinstance(model, Path) or (isinstance(model, str) and data is None and is_run_directory(model)):
-        return recall_float(Path(model), trust=trust, **options), Path(model)
+    from qtool.models import BUILT_INS
+
+    named = isinstance(model, str) and is_run_directory(model) and (data is None or model not in BUILT_INS)
+    if isinstance(model, Path) or named:
+        if weights is not None:
+            raise UsageError("argument 'weights'", "none beside a run directory", str(weights), "leave one of them out")
+        own = None if task == "classification" else task
+        return recall_float(Path(str(model)), trust=trust, data=data, task=own, **options), Path(str(model))
     return open_source(model, data, task, weights, **options), None
 
 
@@ -219,6 +235,8 @@ def _require_module(model: Any) -> None:
     if isinstance(model, type) or not hasattr(model, "named_parameters"):
         got = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
         raise UsageError(where, expected, got, "pass the float model")
+    if type(model).__name__ == "ExportedProgram":
+        raise UsageError(where, expected, "an exported program", "pass the module that it was exported from")
     if any(kind.__name__ == "ScriptModule" for kind in type(model).__mro__):
         raise UsageError(where, expected, "TorchScript, whose Python code is gone", "pass the module it was made from")
     if getattr(vars(model).get("train"), "__qualname__", "").startswith("ExportedProgram"):

@@ -19,12 +19,14 @@ from qtool.source import (
     UNIDENTIFIED,
     anchored,
     is_run_directory,
+    open_float,
     open_source,
     recall_float,
     recall_source,
     require_run_directory,
 )  # fmt: skip
 from qtool.stages import exporting
+from qtool.tasks import Classification
 
 
 @pytest.fixture
@@ -163,6 +165,39 @@ def test_the_argument_that_is_named_is_the_caller_s_own(tmp_path: Path) -> None:
     assert qtool.export(tmp_path, samples=parts).files["int8"].is_file()
     with pytest.raises(QtoolError, match="call the stage from Python with data="):
         recall_source(tmp_path, "quantize")
+
+
+class Own(Classification):
+    """A task that no spec names."""
+
+
+def test_data_and_task_that_no_record_names_are_given_with_the_run_directory(tmp_path: Path, small_net: str) -> None:
+    images, labels = torch.randn(20, 1, 8, 8), torch.arange(20) % 3
+    data = {name: TensorDataset(images, labels) for name in ("train", "test")}
+    qtool.train(small_net, data, task=Own(), out=tmp_path / "run", max_steps=1)
+    for given, missing in (({}, "data"), ({"data": data}, "task")):
+        with pytest.raises(QtoolError, match=rf"the spec of its {missing}; got .* Python object; .* {missing}=…"):
+            qtool.quantize(str(tmp_path / "run"), **given)  # type: ignore[arg-type]
+    trained = load_file(tmp_path / "run" / "model.safetensors")
+    for run, given in ((str(tmp_path / "run"), data), (tmp_path / "run", [images])):
+        source, folder = open_float(run, given, Own(), None)
+        assert folder == tmp_path / "run"
+        assert source.model is not None
+        state = source.model.state_dict()
+        assert all(torch.equal(state[name], value) for name, value in trained.items())
+        assert (source.data is given, source.record["num_classes"]) == (given is not data, 3)
+    with pytest.raises(UsageError, match="argument 'weights': expected none beside a run directory"):
+        open_float(tmp_path / "run", data, Own(), "other.safetensors")
+
+
+def test_what_holds_no_module_is_told(tmp_path: Path) -> None:
+    program = torch.export.export(nn.Linear(4, 3), (torch.zeros(2, 4),))
+    with pytest.raises(UsageError, match="got an exported program; pass the module that it was exported from"):
+        open_source(program, None)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"what builds a model; got an ONNX file; give the PyTorch model"):
+        open_source("model.onnx", None)
+    with pytest.raises(UsageError, match=r"got a file of weights; name the architecture, and give the file as --weig"):
+        open_source("runs/model.safetensors", None)
 
 
 def test_a_wrong_run_directory_gets_the_nearest_one(trained: Path, tmp_path: Path) -> None:

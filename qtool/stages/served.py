@@ -69,7 +69,7 @@ def _judged(
 def _source(run: Path, recorded: Mapping[str, Any], validation: Iterable[Any] | None, trust: bool) -> Source:
     if validation is None and recorded["inputs"].get("validation") == UNIDENTIFIED:
         raise QtoolError("contract", "the validation samples", "Python objects", "pass them to export as validation=…")
-    return recall_source(run, "quantize", trust=trust)
+    return recall_source(run, "quantize", trust=trust, judged=True)
 
 
 def _judge(config: QuantizeConfig, source: Source, model: QuantizedModel, validation: Iterable[Any] | None) -> Judge:
