@@ -147,7 +147,8 @@ def _checked_mapping(spec: str, mapping: Any) -> Mapping[str, Any]:
             raise QtoolError(f"data '{spec}'", f"keys of {', '.join(KEYS)}", repr(key), nearest(str(key), KEYS))
     judged = "test" if mapping.get("validation") is None else "validation"
     if missing := [part for part in ("train", judged) if mapping.get(part) is None]:
-        raise QtoolError(f"data '{spec}'", "'train' and 'test'", f"no '{missing[0]}'", f"return '{missing[0]}' too")
+        do = "return 'train' too" if missing[0] == "train" else "return 'test' or 'validation' too"
+        raise QtoolError(f"data '{spec}'", "'train', and 'test' or 'validation'", f"no '{missing[0]}'", do)
     return mapping
 
 

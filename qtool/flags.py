@@ -26,7 +26,7 @@ from click.core import ParameterSource
 
 from qtool.artifacts import NO_ROOM, finite
 from qtool.errors import ContractError, QtoolError, UsageError, left, nearest, one_line, says_that_another_ended
-from qtool.options import check, flag, inner_type
+from qtool.options import check, flag, inner_type, nearest_option
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 INTERRUPTED = 130
@@ -214,6 +214,8 @@ class Program(click.Group):
             click.echo(error.format_message(), err=True)
             _leave(UsageError.exit_code)
         except SystemExit as error:  # click leaves to this function to end the program: it comes from a user's code
+            if isinstance(error.__context__, BrokenPipeError):  # or from rich, where nobody reads the output any more
+                _leave(QtoolError.exit_code)
             _leave(_fail(left(error), arguments))
         except Exception as error:
             _leave(_fail(error, arguments))
@@ -269,6 +271,16 @@ def explain(error: Exception) -> QtoolError:
     return QtoolError("qtool", "no internal error", got, "run it again with --debug for the traceback and report it")
 
 
+def _meant(error: click.NoSuchOption, ctx: click.Context | None) -> str | None:
+    """The option that was probably meant: by what it is called elsewhere or its initials, or else one spelt like it."""
+    options = {name.lstrip("-").replace("-", "_"): name for p in (ctx.command.params if ctx else ()) for name in p.opts}
+    told = nearest_option(error.option_name.lstrip("-").replace("-", "_"), options)
+    if found := re.fullmatch(r"did you mean '(\w+)'\?", told):
+        return f"did you mean {options[found[1]]}?"
+    close = difflib.get_close_matches(error.option_name, error.possibilities or (), n=1, cutoff=0.0)
+    return f"did you mean {close[0]}?" if close else None
+
+
 def _usage(error: click.ClickException) -> UsageError:
     ctx = getattr(error, "ctx", None)
     where = ctx.command_path if ctx else "qtool"
@@ -276,8 +288,7 @@ def _usage(error: click.ClickException) -> UsageError:
     if isinstance(error, click.NoSuchOption):
         if error.option_name[1:].isdecimal():
             return UsageError(where, "a known option", error.option_name, "write -- before numbers below zero")
-        close = difflib.get_close_matches(error.option_name, error.possibilities or (), n=1, cutoff=0.0)
-        return UsageError(where, "a known option", error.option_name, f"did you mean {close[0]}?" if close else see)
+        return UsageError(where, "a known option", error.option_name, _meant(error, ctx) or see)
     if isinstance(error, click.MissingParameter) and error.param:
         name = error.param.opts[0] if isinstance(error.param, click.Option) else error.param.make_metavar(error.ctx)  # type: ignore[arg-type]
         return UsageError(where, name, "nothing", see)

@@ -4,8 +4,8 @@ A batch is a pair where it is a tuple or list of two, and an input alone where i
 it. A model of two arguments without targets is therefore given dicts, or ``((first, second),)``. A dict by itself is
 the model's keyword arguments and, as Hugging Face's tools have it, its target under ``labels`` (or ``label``, or
 ``label_ids``); texts in it are left out. For a model that takes such an argument, give ``(dict,)`` or
-``(dict, target)``. Something that can be gone through only once is kept in memory, since calibration, timing and
-judging each go through it again.
+``(dict, target)``. Arrays of numpy become tensors. Something that can be gone through only once is kept in memory,
+since calibration, timing and judging each go through it again.
 
 What one pass found in a batch the next one looks up by the batch's place, so every pass has to meet the same batches. A
 loader that shuffles or augments does, since each pass draws the same random numbers: those of torch, numpy and Python's
@@ -49,6 +49,9 @@ def pair_of(batch: Any) -> tuple[Any, Any]:
     >>> pair_of({"x": 1, "labels": 2}), pair_of(({"x": 1, "labels": 2},)), pair_of({"x": 1, "y": 2})
     (({'x': 1}, 2), ({'x': 1, 'labels': 2}, None), ({'x': 1, 'y': 2}, None))
     """
+    from qtool.nested import from_arrays
+
+    batch = from_arrays(batch)
     if isinstance(batch, Mapping):
         return _labelled(batch)
     parts = tuple(batch) if isinstance(batch, tuple | list) and 1 <= len(batch) <= 2 else (batch,)

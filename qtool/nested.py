@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,6 +30,18 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     if isinstance(value, Tensor):
         return function(value)
     return _rebuilt(value, lambda item: map_tensors(function, item))
+
+
+def from_arrays(value: Any) -> Any:
+    """``value`` with tensors for numpy's arrays of numbers, over the same memory where that is possible."""
+    if isinstance(value, Tensor):
+        return value
+    if isinstance(value, np.ndarray):
+        try:
+            return torch.as_tensor(value)
+        except (TypeError, ValueError):  # objects, words; steps backwards
+            return value if value.dtype.kind not in "iufb" else torch.as_tensor(value.copy())
+    return _rebuilt(value, from_arrays)
 
 
 def _rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:

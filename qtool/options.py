@@ -14,15 +14,38 @@ import math
 import textwrap
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-from qtool.errors import UsageError, nearest
+from qtool.errors import UsageError, nearest, one_line
 
 Config = TypeVar("Config")
 Function = TypeVar("Function", bound=Callable[..., Any])
 Naming = Callable[[str], str]
+
+
+ELSEWHERE = {
+    "micro_batches": ("gradient_accumulation_steps", "accumulate_grad_batches", "grad_accum"),
+    "batch_size": ("per_device_train_batch_size", "train_batch_size"),
+    "epochs": ("num_train_epochs", "max_epochs"),
+    "precision": ("fp16", "bf16", "amp", "mixed_precision"),
+    "activation_checkpointing": ("gradient_checkpointing",),
+    "grad_clip": ("max_grad_norm", "gradient_clip_val"),
+    "warmup": ("warmup_ratio", "warmup_steps"),
+    "schedule": ("lr_scheduler_type", "lr_scheduler", "scheduler"),
+    "checkpoint_every": ("save_steps", "save_strategy"),
+    "lora": ("lora_r", "lora_rank"),
+    "lora_targets": ("target_modules",),
+    "strategy": ("fsdp", "distributed"),
+    "overrides": ("ignored_scope", "nodes_to_exclude", "modules_to_not_convert", "exclude"),
+    "calibration": ("subset_size", "num_calibration_samples", "calibration_samples"),
+    "ranges": ("calibrate_method", "calibration_method", "calib_method"),
+    "weights_only": ("weight_only",),
+    "out": ("output_dir", "save_dir", "default_root_dir"),
+    "task": ("loss_fn", "loss", "criterion", "compute_metrics", "eval_fn", "validation_fn"),
+}
+"""What an option is called in other tools, by its name here."""
 
 
 def recipe_key(name: str) -> str:
@@ -56,7 +79,7 @@ def make(kind: type[Config], values: Mapping[str, Any], name: Naming = recipe_ke
     checked: dict[str, Any] = {}
     for key, value in values.items():
         if key not in fields:
-            raise UsageError(name(prefix + key), "a known name", repr(key), nearest(key, fields))
+            raise UsageError(name(prefix + key), "a known name", repr(key), nearest_option(key, fields))
         if dataclasses.is_dataclass(hints[key]):
             table = _table(name(prefix + key), value, f"write a [{key}] table")
             checked[key] = make(typing.cast(type, hints[key]), table, name, prefix=f"{prefix}{key}.")
@@ -93,7 +116,18 @@ def check(value: Any, hint: Any, metadata: Mapping[str, Any], where: str) -> Any
                 _as_list(value, kind) if value else f"add one{' or pass none' * optional}",
             )
         return tuple(check(item, get_args(kind)[0], metadata, where) for item in value)
-    return _bounded(_scalar(value, kind, where), metadata, where)
+    return _bounded(_scalar(value, kind, where, metadata.get("choices", ())), metadata, where)
+
+
+def nearest_option(name: str, names: Iterable[str]) -> str:
+    """The end of an error's *do this* for an option of that name: the one that it is elsewhere, or the most like it.
+
+    >>> nearest_option("gradient_accumulation_steps", ["micro_batches"]), nearest_option("epoch", ["epochs"])
+    ("did you mean 'micro_batches'?", "did you mean 'epochs'?")
+    """
+    known = {*names, "out", "task"}  # which are no options of a config
+    meant = [here for here, there in ELSEWHERE.items() if name in there and here in known]
+    return f"did you mean {meant[0]!r}?" if meant else nearest(name, names)
 
 
 def _as_list(value: Any, kind: Any) -> str:
@@ -119,12 +153,13 @@ def _table(where: str, value: Any, do: str) -> Mapping[str, Any]:
     return value
 
 
-def _scalar(value: Any, kind: type, where: str) -> Any:
+def _scalar(value: Any, kind: type, where: str, choices: Sequence[str] = ()) -> Any:
     if kind is float and type(value) is int:
         value = float(value)
     if type(value) is not kind:
         names = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
-        raise UsageError(where, names.get(kind, kind.__name__), repr(value), "correct the value")
+        expected = f"one of {', '.join(choices)}" if choices else names.get(kind, kind.__name__)
+        raise UsageError(where, expected, one_line(repr(value))[:80], "correct the value")
     return value
 
 

@@ -166,6 +166,9 @@ def test_completion_completes_commands_options_choices_and_recipes(words: str, f
         (["trian"], ["a command", "'trian'", "did you mean 'train'?"]),
         (["numerics", "-1.5"], ["qtool numerics", "-1", "write -- before numbers below zero"]),
         (["train", "--modle", "resnet"], ["qtool train", "--modle", "did you mean --model?"]),
+        (["train", "--lr", "1e-3"], ["--lr", "did you mean --learning-rate?"]),
+        (["train", "--gradient-accumulation-steps", "4"], ["did you mean --micro-batches?"]),
+        (["train", "--output-dir", "x"], ["did you mean --out?"]),
         (["train", "--data", "fashion-mnist", "--out", "x"], ["qtool train: expected --model; got nothing"]),
         (["train", "--model", "resnet", "--out", "x"], ["expected --data"]),
         (["train", "--model", "resnet", "--data", "fashion-mnist"], ["expected --out"]),
@@ -307,6 +310,18 @@ def test_json_is_one_object_whatever_libraries_print(monkeypatch: pytest.MonkeyP
 def test_quiet_prints_nothing_on_stdout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline, "inspect", Asked())
     assert invoke("inspect", "x", "--quiet").stdout == ""
+
+
+def test_output_that_nobody_reads_to_its_end_is_no_error_of_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> dict[str, Any]:
+        try:
+            raise BrokenPipeError
+        except BrokenPipeError:
+            sys.exit(1)  # as rich's console does
+
+    monkeypatch.setattr(pipeline, "inspect", broken)
+    result = invoke("inspect", "x")
+    assert (result.exit_code, result.stderr) == (1, "")
 
 
 @pytest.mark.parametrize("words", [(), ("--quiet",)])

@@ -41,6 +41,16 @@ def test_a_dict_by_itself_may_hold_its_target_and_texts() -> None:
     assert (list(inputs), found) == (["x", "label"], target)
 
 
+def test_arrays_are_taken_for_tensors() -> None:
+    images, labels = np.arange(6, dtype=np.float32).reshape(2, 3), np.array([1, 0])
+    words = np.array(["a", "b"])
+    for given in ((images[:, ::-1], labels), {"x": images[:, ::-1], "labels": labels, "words": words}):
+        value, target = pair_of(given)
+        value = value["x"] if isinstance(value, dict) else value
+        assert (value.tolist(), value.dtype, target.tolist()) == ([[2, 1, 0], [5, 4, 3]], torch.float32, [1, 0])
+    assert pair_of({"x": X, "words": words})[0]["words"] is words
+
+
 @pytest.mark.parametrize("given", [{"x": X, "target": Y}, {"labels": X}, {"x": X, "labels": None}])
 def test_dicts_without_a_target_are_inputs_alone(given: dict[str, Any]) -> None:
     assert pair_of(given) == (given, None)

@@ -129,6 +129,8 @@ def test_defaults_are_valid_by_their_own_rules() -> None:
     [
         ({"modle": "resnet"}, ["recipe key 'modle'", "did you mean 'model'?"]),
         ({"train": {"epoch": 3}}, ["recipe key 'train.epoch'", "did you mean 'epochs'?"]),
+        ({"train": {"max_grad_norm": 1.0}}, ["did you mean 'grad_clip'?"]),
+        ({"train": {"optimizer": 3}}, ["'train.optimizer'", "one of adamw, sgd", "got 3"]),
         ({"train": {"epochs": "four"}}, ["'train.epochs'", "a whole number", "'four'"]),
         ({"train": {"epochs": True}}, ["'train.epochs'", "a whole number", "True"]),
         ({"train": {"epochs": 1.0}}, ["a whole number", "1.0"]),

@@ -15,8 +15,8 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from qtool.artifacts import read_result, sha256_of, staging, write_json, write_result
-from qtool.errors import QtoolError, UsageError, nearest
-from qtool.options import argument, documented
+from qtool.errors import QtoolError, UsageError
+from qtool.options import argument, documented, nearest_option
 from qtool.recipe import QatConfig, QuantizeConfig, as_dict
 from qtool.source import UNIDENTIFIED, Source, open_float, require_run_directory
 from qtool.stages.common import (
@@ -160,7 +160,7 @@ def _quantize_configs(
     known = [*QuantizeConfig.__dataclass_fields__, *QatConfig.__dataclass_fields__]
     for key in other:
         if key not in known:
-            raise UsageError(argument(key), "a known name", repr(key), nearest(key, known))
+            raise UsageError(argument(key), "a known name", repr(key), nearest_option(key, known))
     config = configured(QuantizeConfig, config, own)
     _require_use(config)
     trains = config.mode == "qat" or (config.has_contract and config.method == "auto")
