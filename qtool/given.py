@@ -64,7 +64,8 @@ def _labelled(batch: Mapping[str, Any]) -> tuple[Any, Any]:
     inputs = {name: _numbers(item) for name, item in batch.items() if name != label and not _leaf_is(item, str)}
     if label is None or not inputs:
         return {name: _numbers(item) for name, item in batch.items() if not _leaf_is(item, str)} or batch, None
-    return inputs, _next_tokens(inputs.get("input_ids"), _numbers(batch[label]))
+    tokens = None if "decoder_input_ids" in inputs else inputs.get("input_ids")  # a decoder's are moved on already
+    return inputs, _next_tokens(tokens, _numbers(batch[label]))
 
 
 def _leaf_is(item: Any, kind: type) -> bool:

@@ -110,7 +110,8 @@ def _checked(output: Any, target: Any) -> Tensor:
         )  # fmt: skip
     if target.is_floating_point():
         got = str(target.dtype).removeprefix("torch.")
-        raise QtoolError("task 'classification'", "class indices (int64)", f"targets of {got}", "return target.long()")
+        do = "return target.long(), or pass a task of your own, --task FILE.py:factory"
+        raise QtoolError("task 'classification'", "class indices (int64)", f"targets of {got}", do)
     return output
 
 

@@ -80,6 +80,7 @@ def test_labels_that_repeat_the_tokens_are_those_of_the_next_one(labels: list[in
     assert pair_of(given)[1].tolist() == target
     batch = {name: torch.tensor([value, value]) for name, value in given.items()}
     assert pair_of(batch)[1].tolist() == [target, target]
+    assert pair_of(batch | {"decoder_input_ids": batch["input_ids"]})[1].tolist() == [labels, labels]
 
 
 class Rows:
