@@ -14,8 +14,9 @@ import json
 import re
 import warnings
 from collections import namedtuple
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -33,6 +34,36 @@ def name_types(program: torch.export.ExportedProgram) -> None:
         for kind in _classes(spec):
             if kind not in pytree.SUPPORTED_SERIALIZED_TYPES:
                 _register(kind)
+
+
+def output_names(spec: pytree.TreeSpec) -> list[str | None]:
+    """What a program calls each of its outputs: the keys on the way to it, or None where places alone lead there.
+
+    >>> output_names(pytree.tree_structure({"logits": 0, "states": (1, 2)}))
+    ['logits', 'states.0', 'states.1']
+    >>> output_names(pytree.tree_structure((0, [1]))), output_names(pytree.tree_structure(0))
+    ([None, None], [None])
+    """
+    paths = dict(_paths(pytree.tree_unflatten(list(range(spec.num_leaves)), spec), ()))
+    found = [paths.get(leaf, ()) for leaf in range(spec.num_leaves)]
+    return [".".join(map(str, path)) if any(isinstance(key, str) for key in path) else None for path in found]
+
+
+def _paths(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    """Each leaf of a structure, with the keys, fields and places that lead to it."""
+    if isinstance(value, Mapping):
+        items: Iterable[tuple[Any, Any]] = value.items()
+    elif hasattr(value, "_fields"):
+        items = zip(value._fields, value, strict=True)
+    elif isinstance(value, tuple | list):
+        items = enumerate(value)
+    elif is_dataclass(value):
+        items = ((field.name, getattr(value, field.name)) for field in fields(value))
+    else:
+        yield value, path
+        return
+    for key, item in items:
+        yield from _paths(item, (*path, key))
 
 
 def know_types(program: str) -> None:

@@ -59,6 +59,7 @@ from qtool.exporting.passes import (
 from qtool.exporting.recurrent import require_forms, translations
 from qtool.form import QuantizedModel, program_of, quantize_nodes, unit_of
 from qtool.recurrent import whole_sequences
+from qtool.structures import output_names
 
 DEFAULT_OPSET = {"ort-cpu": 21, "tensorrt": 19, "openvino": 21}
 EXTERNAL_DATA_BYTES = 2_000_000_000  # protobuf cannot hold 2 GiB
@@ -92,8 +93,8 @@ BLOCK_PRODUCTS: dict[str, Callable[[ir.Model, Collection[str]], int]] = {
 
 def float_to_onnx(graph: GraphModule, example: Any, opset: int) -> ir.Model:
     """The float graph as an ONNX model with a dynamic batch, its nodes named after the modules."""
-    model, units = _translate(graph, example, opset)
-    names.apply(model, units)
+    model, units, outputs = _translate(graph, example, opset)
+    names.apply(model, units, outputs)
     metadata.strip(model)
     return model
 
@@ -104,7 +105,7 @@ def quantized_to_onnx(quantized: QuantizedModel, opset: int) -> ir.Model:
     Its QuantizeLinear nodes stand in the order of the graph's quantize nodes and are named after the same
     units. Raises QtoolError when an operator has no ONNX form, or when the quantizers do not correspond.
     """
-    model, units = _translate(quantized.graph, quantized.example, opset)
+    model, units, outputs = _translate(quantized.graph, quantized.example, opset)
     wanted = [unit_of(node) for node in quantize_nodes(quantized.graph)]
     found = [units.get(node.outputs[0].name or "") for node in model.graph if node.op_type == names.QUANTIZE]
     if found != wanted:
@@ -113,7 +114,7 @@ def quantized_to_onnx(quantized: QuantizedModel, opset: int) -> ir.Model:
             "report this model",
         )  # fmt: skip
     casts.apply(model)
-    names.apply(model, units)
+    names.apply(model, units, outputs)
     for rewrite in PASSES[quantized.plan.target]:
         rewrite(model)
     four_bits = {unit.name: unit.integer for unit in quantized.plan.units if unit.weight_bits == 4}
@@ -130,8 +131,8 @@ def quantized_to_onnx(quantized: QuantizedModel, opset: int) -> ir.Model:
     return model
 
 
-def _translate(graph: GraphModule, example: Any, opset: int) -> tuple[ir.Model, dict[str, str]]:
-    """The exporter's model, and the unit of each value by the exporter's name for it."""
+def _translate(graph: GraphModule, example: Any, opset: int) -> tuple[ir.Model, dict[str, str], list[str | None]]:
+    """The exporter's model, the unit of each value by the exporter's name for it, and the outputs' own names."""
     program = program_of(graph, example)
     spell_pools(program.graph)
     require_forms(program.graph)
@@ -147,7 +148,9 @@ def _translate(graph: GraphModule, example: Any, opset: int) -> tuple[ir.Model, 
     sizes.apply(exported.model)
     _restore_inputs(exported.model, {str(name) for name in program.graph_signature.user_inputs})
     labelled = (node for node in exported.exported_program.graph.nodes if "unit" in (node.meta.get("custom") or {}))
-    return exported.model, {node.name: unit_of(node) for node in labelled}
+    units = {node.name: unit_of(node) for node in labelled}
+    called = zip(output_names(program.call_spec.out_spec), program.graph_signature.user_outputs, strict=True)
+    return exported.model, units, [name for name, value in called if value is not None]
 
 
 def _require_opset(model: ir.Model, opset: int) -> None:

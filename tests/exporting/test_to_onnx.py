@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import conv_nets
 import numpy as np
@@ -204,6 +205,36 @@ def test_what_needs_no_decomposing_is_not_traced_again_and_gives_the_same_file(
     once, twice = (onnx.load(tmp_path / f"{name}.onnx").graph for name in ("once", "twice"))
     assert [(n.op_type, n.name) for n in once.node] == [(n.op_type, n.name) for n in twice.node]
     assert np.array_equal(served(tmp_path / "once.onnx", X)[0], served(tmp_path / "twice.onnx", X)[0])
+
+
+class Boxes(NamedTuple):
+    boxes: Tensor
+    scores: Tensor
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        (lambda y: {"logits": y}, ["logits"]),
+        (lambda y: {"logits": y, "hidden": None, "states": (y + 1, y * 2)}, ["logits", "states.0", "states.1"]),
+        (lambda y: Boxes(y, y.sigmoid()), ["boxes", "scores"]),
+        (lambda y: {"x": y}, ["x_2"]),  # the input is called so
+        (lambda y: [y, y.sigmoid()], ["output_0", "output_1"]),
+    ],
+)
+def test_outputs_are_called_what_the_model_calls_them(answer: Callable[[Tensor], Any], expected: list[str]) -> None:
+    class Answering(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Any:
+            return answer(self.linear(x))
+
+    form = made(Answering(), torch.randn(8, 4))
+    assert form.float_graph is not None
+    for model in (quantized_to_onnx(form, OPSET), float_to_onnx(form.float_graph, form.example, OPSET)):
+        assert [value.name for value in model.graph.outputs] == expected
 
 
 def test_an_operator_without_an_onnx_form_is_decomposed(tmp_path: Path) -> None:

@@ -2,14 +2,14 @@
 
 A unit's operators are ``<unit>`` (the first) and ``<unit>/<operator>``, its quantizer gives ``<unit>/quantized``, and
 what reads that gives ``<unit>/dequantized``. Weights become ``<unit>/weight``, their scales ``<unit>/weight_scale``.
-The model's outputs are ``output``, or ``output_0`` and so on. In a node's ``meta`` stands its
-``unit``, for passes to read.
+The model's outputs are called what the model calls them (``logits``), or ``output``, or ``output_0`` and so on. In a
+node's ``meta`` stands its ``unit``, for passes to read.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import onnx_ir as ir
 
@@ -23,14 +23,17 @@ _PARAMETERS = {1: "weight", 2: "bias"}
 _SUFFIXES = ("", "_scale", "_zero_point")
 
 
-def apply(model: ir.Model, units: Mapping[str, str]) -> int:
-    """Renames in place; ``units`` maps the exporter's name of a value to its unit. Returns the nodes renamed."""
+def apply(model: ir.Model, units: Mapping[str, str], outputs: Sequence[str | None] = ()) -> int:
+    """Renames in place; ``units`` maps the exporter's name of a value to its unit. Returns the nodes renamed.
+
+    ``outputs`` are the outputs' own names, None for one without; of another number than the outputs they are not used.
+    """
     found = {node: unit for node in model.graph if (unit := units.get(_source(node))) is not None}
     for node, unit in found.items():
         node.meta["unit"] = unit
     named = {node: unit for node, unit in found.items() if not _reads_constant(node)}
     taken, nodes = _kept(model, named)
-    _name_outputs(model, taken)
+    _name_outputs(model, taken, outputs)
     for node, unit in named.items():
         _name_node(node, unit, taken, nodes)
     for node in model.graph:
@@ -57,12 +60,13 @@ def _kept(model: ir.Model, named: Mapping[ir.Node, str]) -> tuple[set[str], set[
     return inputs | {value.name for value in values if value.name}, {node.name for node in others if node.name}
 
 
-def _name_outputs(model: ir.Model, taken: set[str]) -> None:
+def _name_outputs(model: ir.Model, taken: set[str], own: Sequence[str | None]) -> None:
     outputs = list(model.graph.outputs)
+    own = own if len(own) == len(outputs) else [None] * len(outputs)
     for index, value in enumerate(outputs):
         if value.is_graph_input() or value in outputs[:index]:
             continue
-        value.name = _unique("output" if len(outputs) == 1 else f"output_{index}", taken)
+        value.name = _unique(own[index] or ("output" if len(outputs) == 1 else f"output_{index}"), taken)
 
 
 def _name_node(node: ir.Node, unit: str, taken: set[str], nodes: set[str]) -> None:
