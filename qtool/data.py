@@ -22,8 +22,9 @@ spec                           what it is
 
 A factory's mapping may also hold ``labels`` (class names), ``num_classes`` and ``preprocessing`` (see
 :class:`Preprocessing`). A part may be a DataLoader of a map-style dataset (see ``qtool.loaders``). Inputs are tensors,
-or tuples or dicts of tensors, and are taken as they are. Where nothing is trained, samples may be inputs alone:
-calibration, agreement with FP32 and contracts on it ask for no targets.
+or tuples or dicts of tensors, and are taken as they are; a sample may also be one dict, with the target in it as
+``labels`` (see ``qtool.given``), as a ``DatasetDict`` of Hugging Face has them. Where nothing is trained, samples may
+be inputs alone: calibration, agreement with FP32 and contracts on it ask for no targets.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
 Anything with ``__len__`` and ``__getitem__`` that gives (input, target), or an input alone, is a dataset. Inputs are
 tensors, or tuples or dicts of tensors; numpy arrays and numbers are taken for tensors. An input alone is a tensor, an
-array, a dict, or a tuple of one, and its target is None: enough to calibrate, to compare and for contracts on
-agreement. What is held in memory as tensors (a TensorDataset,
-or a Subset of one) is indexed in one go, which is a hundred times faster than sample by sample. With a ``collate``
-function, a DataLoader's, samples are whatever that makes batches of.
+array, a dict without labels in it, or a tuple of one, and its target is None: enough to calibrate, to compare and for
+contracts on agreement. What is held in memory as tensors (a TensorDataset, or a Subset of one) is indexed in one go,
+which is a hundred times faster than sample by sample. With a ``collate`` function, a DataLoader's, samples are whatever
+that makes batches of.
 
 A batch is summed to see whether it is finite: one pass at memory speed, since NaN and infinity survive a sum. Only
 where the sum is not finite are the samples looked at one by one.
