@@ -95,7 +95,7 @@ def open_source(
     opened = open_data(data, seed)
     loss = open_task(task, label_smoothing)
     facts = data_facts(opened)
-    facts |= {key: known[key] for key, value in facts.items() if known and value is None}
+    facts |= {key: known.get(key) for key, value in facts.items() if known and value is None}
     module = open_model(model, facts, weights, seed, target)
     specs = {"model": anchored(model), "data": anchored(data), "task": anchored(task)}
     record: dict[str, Any] = specs | {"weights": _anchored_weights(weights), "data_seed": seed} | facts
