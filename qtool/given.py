@@ -88,16 +88,21 @@ def _numbers(item: Any) -> Any:
 
 
 def _next_tokens(tokens: Any, labels: Any) -> Any:
-    """``labels``, moved one place on where they repeat ``tokens`` wherever they count.
+    """``labels``, moved one place on where they repeat ``tokens`` wherever they count, in a row or to the end.
 
     That is how transformers' causal models are given them, which compare each with the output at the place before. What
-    is compared as it stands (masked tokens, a class for each) does not repeat its input.
+    is compared as it stands (masked tokens, a class for each) does not repeat its input; of masked tokens, which stand
+    alone, one in ten is left as it was.
     """
     import torch
 
     if not (isinstance(tokens, torch.Tensor) and isinstance(labels, torch.Tensor) and tokens.shape == labels.shape):
         return labels
-    if not labels.dim() or labels.is_floating_point() or not ((labels == tokens) | (labels == IGNORED)).all():
+    counted = labels != IGNORED
+    if not labels.dim() or labels.is_floating_point() or not ((labels == tokens) | ~counted).all():
+        return labels
+    in_a_row = counted[..., 1:] & counted[..., :-1]
+    if 2 * in_a_row.sum() < counted.sum() and not counted[..., -1].any():
         return labels
     return torch.cat([labels[..., 1:], torch.full_like(labels[..., :1], IGNORED)], -1)
 

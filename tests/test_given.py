@@ -71,7 +71,9 @@ def test_lists_of_numbers_in_a_dict_are_tensors() -> None:
     [
         ([5, 6, 7, 8], [6, 7, 8, -100]),
         ([-100, -100, 7, 8], [-100, 7, 8, -100]),  # a prompt, which is not counted
+        ([-100, -100, -100, 8], [-100, -100, 8, -100]),
         ([-100, 9, -100, -100], [-100, 9, -100, -100]),  # what a mask hid
+        ([-100, 6, -100, -100], [-100, 6, -100, -100]),  # and what it left as it was
         ([0, 0, 1, 0], [0, 0, 1, 0]),  # a class for each token
     ],
 )
