@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from qtool.exporting import parity
 from qtool.exporting.parity import MAX_FLOAT_ERROR, unit_parity
@@ -53,3 +54,24 @@ def test_a_model_that_gives_classes_is_compared_unit_by_unit(tmp_path: Path) -> 
     save(quantized_to_onnx(form, 21), tmp_path / "a.onnx")
     gate = unit_parity(form, tmp_path / "a.onnx", [x])
     assert gate.passed, gate
+
+
+class Matched(nn.Module):
+    """Each sample beside each: the product reads an output turned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(8, 16), nn.Linear(8, 16)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        left, right = (F.normalize(layer(x)) for layer in (self.left, self.right))
+        return right, left @ right.t()
+
+
+def test_an_output_that_is_read_turned_is_not_rounded(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(6, 8)
+    form = quantize(Matched().eval(), QuantizeConfig(target="openvino", effort="fast"), example=x, calibration=[x])
+    save(quantized_to_onnx(form, 21), tmp_path / "net.onnx")
+    gate = unit_parity(form, tmp_path / "net.onnx", [x])
+    assert gate.passed, gate.found
