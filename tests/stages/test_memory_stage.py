@@ -65,6 +65,7 @@ def test_a_model_is_predicted_and_measured(specs: dict[str, str]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*gathered whole:qtool.errors.QtoolWarning")
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_several_processes_are_predicted_and_measured(specs: dict[str, str], strategy: str) -> None:
     found = stage.predict_memory(**specs, measure=True, device="cpu", batch_size=256, devices=2, strategy=strategy)
