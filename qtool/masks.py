@@ -24,6 +24,8 @@ def masks(model: nn.Module) -> frozenset[str]:
 
 
 def is_finite(value: Tensor, *, mask: bool = False) -> bool:
-    """Whether a tensor holds no NaN and no infinity, minus infinity in a ``mask`` aside."""
+    """Whether a tensor holds no NaN and no infinity, minus infinity in a ``mask`` aside. Integers are not read."""
+    if not (value.is_floating_point() or value.is_complex()):
+        return True
     finite = value.isfinite()
     return bool((finite | (value == -math.inf) if mask else finite).all())
