@@ -28,8 +28,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from qtool import allocator
-from qtool.errors import QtoolError, UsageError
-from qtool.nested import call, map_tensors, tensors
+from qtool.errors import QtoolError, UsageError, one_line
+from qtool.nested import call, map_tensors, misnamed, tensors
 from qtool.pt2_files import load_program, save_program
 from qtool.recurrent import whole_sequences
 
@@ -121,14 +121,20 @@ class QuantizedModel:
         """Runs the quantized graph on a batch, integers simulated in float32.
 
         It takes what the model takes, or all of that as one tuple or dict. Raises QtoolError for inputs of another
-        number, size or type than the graph's.
+        number, name, size or type than the graph's.
         """
         if args and kwargs:
             raise UsageError("inputs", "all by position or all by name", "some of both", "name all of them")
         inputs = kwargs or (args[0] if len(args) == 1 else args)
         check_inputs(self.graph, inputs, "inputs")
-        with torch.no_grad():
-            return call(self.graph, inputs)
+        try:
+            with torch.no_grad():
+                return call(self.graph, inputs)
+        except TypeError as error:
+            if (do := misnamed(error)) is None:
+                raise
+            names = ", ".join(input_values(self.graph.graph))
+            raise QtoolError("inputs", f"the model's arguments ({names})", one_line(error), do) from error
 
     def save(self, folder: str | Path) -> dict[str, Path]:
         """Writes ``int8.pt2`` (and ``float.pt2``) into ``folder``; returns the files by name."""
