@@ -1,4 +1,6 @@
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -58,6 +60,26 @@ def test_no_thread_of_a_group_outlives_it():
         assert _threads() > before
     assert _threads() == before
     del kept
+
+
+LATE = """
+import torch
+from torch import distributed, nn
+from qtool import processes
+
+with processes.joined(torch.device("cpu")):
+    model = nn.parallel.DistributedDataParallel(nn.Linear(1, 1))
+    model.itself = model
+    tensor = torch.zeros(20_000_000)
+    distributed.all_gather([torch.zeros_like(tensor)], tensor, async_op=True)
+    del tensor, model
+"""
+
+
+def test_a_group_ends_although_a_thread_has_a_tensor_to_give_back():
+    """The thread needs the interpreter for that, which what DDP keeps of the group does not let go of."""
+    done = subprocess.run([sys.executable, "-c", LATE], timeout=60, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_group_of_one_is_left_again():
