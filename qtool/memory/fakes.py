@@ -8,6 +8,7 @@
   one knows bfloat16 alone.
 * A model that is made in 16 bits (``.bfloat16()``) is converted where it is; torch would swap its weights for others,
   which fake ones refuse.
+* Packed sequences are padded without writing into memory (``qtool.memory.packed``).
 * A deep copy is a copy. torch's own takes the mode along, and all that this remembers, which ends the process now and
   then. Constructors copy layers (``nn.TransformerEncoder``), and so does whoever tries a model out.
 
@@ -29,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
+from qtool.memory import packed
 from qtool.memory.known import Known, is_known, known
 from qtool.memory.trial import SELECTING, Oracle, asks, masks
 
@@ -47,7 +49,8 @@ def answered() -> Iterator[None]:
     }
     copying = mock.patch.object(FakeTensor, "__deepcopy__", _copied, create=True)
     converting = mock.patch.object(nn.Module, "_apply", _converted)
-    with mock.patch.dict(IMPLEMENTATIONS, own), copying, converting, Known(), Scalars():
+    padding = mock.patch.object(torch._VF, "_pad_packed_sequence", packed.pad)
+    with mock.patch.dict(IMPLEMENTATIONS, own), copying, converting, padding, Known(), Scalars():
         yield
 
 
@@ -101,7 +104,9 @@ class Scalars(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _placed(like: Tensor, operand: Tensor) -> Tensor:
-    """A result of that shape where an operand is, in its floating-point type."""
+    """A result of that shape where an operand is, in its floating-point type; what has values stays what it is."""
+    if not like.is_meta:
+        return like
     dtype = operand.dtype if like.is_floating_point() and operand.is_floating_point() else like.dtype
     return torch.empty_strided(like.shape, like.stride(), dtype=dtype, device=operand.device)
 

@@ -359,6 +359,10 @@ class Tracker(MemTracker):
                 self._param_to_grad_hook_handles[parameter] = _NO_HOOKS
         return super()._track_module_params_and_buffers(module, install_grad_hooks)
 
+    def _track_inputs_or_outputs(self, args: Any) -> int:
+        """Not asked for here. MemTracker would make named tuples anew, which packed sequences refuse."""
+        return 0
+
     def _update_peak_stats(self, peak_state: Any) -> None:
         """The peak of the whole. MemTracker would also go through all modules, at every operator, for theirs."""
         for device, snapshot in self._curr_mem_snap.items():

@@ -38,7 +38,9 @@ WORK = 1e12
 SOME = 2
 """Samples by which the work is judged."""
 _SIZED_BY_VALUES = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
-_OTHERS = ("_pack_padded_sequence", "index_put", "index_put_", "_index_put_impl_")
+PACKING = "_pack_padded_sequence"
+"""Its counts of samples by length are read past the dispatcher by all that takes packed sequences."""
+_OTHERS = (PACKING, "index_put", "index_put_", "_index_put_impl_")
 """Operators that ask for values without the tag."""
 SELECTING = ("index", "nonzero", "masked_select", "index_put", "index_put_", "_index_put_impl_")
 """Those that count what a mask selects."""
@@ -214,4 +216,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _told(name: str, args: Any, result: Any) -> Any:
     if name in SELECTING:
         return [int(mask.count_nonzero()) for mask in masks(name, args)]
+    if name == PACKING:
+        return result[0].to("meta"), result[1]
     return tree_map_only(Tensor, lambda t: torch.empty_like(t, device="meta"), result)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from qtool.errors import QtoolError
 from qtool.loop import task_loss
@@ -74,6 +75,23 @@ class Trimmed(nn.Module):
         return self.up(x[:, :, None]).relu().mean(1)
 
 
+class Packed(nn.Module):
+    """Rows up to their last positive value, as sequences; what the last step of each tells, or the largest of all."""
+
+    def __init__(self, kind: type[nn.RNNBase], padded: bool) -> None:
+        super().__init__()
+        self.cells, self.padded = kind(1, 24, bidirectional=True, batch_first=True), padded
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x[:, :6]
+        lengths = ((x > 0) * torch.arange(1, 7)).amax(1).clamp(1)
+        found, last = self.cells(pack_padded_sequence(x[:, :, None], lengths, batch_first=True, enforce_sorted=False))
+        if not self.padded:
+            return torch.cat([*last], 1)
+        found, _ = pad_packed_sequence(found, batch_first=True)
+        return found.amax(1)
+
+
 def routed(kind: type[nn.Module] = Routed) -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(kind(), kind(), nn.Linear(WIDTH, 10))
@@ -83,6 +101,8 @@ BUILDS: dict[str, Callable[[], nn.Module]] = {
     "masks": routed,
     "counts": lambda: routed(Counted),
     "a length": lambda: nn.Sequential(Trimmed(), nn.Linear(64, 10)),
+    "packed and padded again": lambda: nn.Sequential(Packed(nn.LSTM, True), nn.Linear(48, 10)),
+    "packed": lambda: nn.Sequential(Packed(nn.GRU, False), nn.Linear(48, 10)),
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -91,11 +111,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("how", OPTIONS)
-@pytest.mark.parametrize("name", BUILDS)
+WITHOUT_BLOCKS = ("a length", "packed and padded again", "packed")
+CASES = [(n, h) for n in BUILDS for h in OPTIONS if h != "blocks computed again" or n not in WITHOUT_BLOCKS]
+CASES.remove(("packed", "micro-batches"))
+
+
+@pytest.mark.parametrize(("name", "how"), CASES)
 def test_what_a_model_chooses_is_as_large_as_it_was_for_real(name: str, how: str) -> None:
-    if name == "a length" and how == "blocks computed again":
-        return  # it has no blocks
     options, inputs = config(**OPTIONS[how]), batch()
     predicted = predict(BUILDS[name], inputs, options, prepare=setup, loss=LOSS)
     measured = measure(BUILDS[name], inputs, options, prepare=setup, loss=LOSS)
