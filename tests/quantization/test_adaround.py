@@ -255,7 +255,7 @@ def test_queries_keys_and_values_are_learned_although_samples_are_not_first_behi
     batches = [images(24, 48), images(16, 48, seed=1)]
     model = quantize(hard_transformer(), config, example=batches[0], calibration=batches)
     undone = [note.split(": ")[-1].split(", ") for note in model.plan.notes if "undone" in note]
-    assert sum("qkv" in name for names in undone for name in names) < 2  # of 4
+    assert sum("qkv" in name for names in undone for name in names) < 3  # of 4
     assert f"adaround: learned the rounding of {18 - sum(map(len, undone))} of 18 regions" in model.plan.notes
 
 

@@ -70,7 +70,8 @@ def run_steps() -> Callable[..., SimpleNamespace]:
             prepare(made)
         step = Step(made, made.make_optimizer(list(model.parameters())), loss)
         torch.manual_seed(1)
-        losses = [step(torch.randn(16, *shape), torch.randint(0, 4, (16,)), 0.01) for _ in range(count)]
+        rate = made.config.learning_rate
+        losses = [step(torch.randn(16, *shape), torch.randint(0, 4, (16,)), rate) for _ in range(count)]
         return SimpleNamespace(model=model, losses=losses, step=step, setup=made)
 
     return run
