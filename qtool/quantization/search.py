@@ -2,16 +2,18 @@
 
 The rungs of a ladder, in the order of what they cost whoever runs the model, then of what they cost here:
 
-1. *as asked*: the options as they were given (by default least-squares ranges and what batch-norm tells);
-2. *free*: bias correction by what batch-norm tells, which reads no data, where the options have none;
-3. *usually best*: what ``--effort best`` stands for in 8 bits. It costs minutes here and nothing to
+1. *min-max*: extremes alone, where neither ranges nor algorithms were chosen;
+2. *as asked*: the options as they were given (by default ranges by the network's error, SmoothQuant and corrected
+   biases);
+3. *free*: bias correction by what batch-norm tells, which reads no data, where the options have none;
+4. *usually best*: what ``--effort best`` stands for in 8 bits. It costs minutes here and nothing to
    whoever runs the model, and where it is not met either, the rungs below rarely are before the mixed ones;
-4. *ranges*: the other ways to read ranges from the same observations, for activations, then for weights;
-5. *corrections*: bias correction on samples, equalization, both;
-6. *further*: every other algorithm that is registered, each on top of what helped;
-7. *mixed*: the units that hurt most, alone, in 8 bits where weights have 6 or fewer, else left in float: 1, 2, 4, …
+5. *ranges*: the other ways to read ranges from the same observations, for activations, then for weights;
+6. *corrections*: bias correction on samples, equalization, both;
+7. *further*: every other algorithm that is registered, each on top of what helped;
+8. *mixed*: the units that hurt most, alone, in 8 bits where weights have 6 or fewer, else left in float: 1, 2, 4, …
    of them, then as few as will do;
-8. *training*: quantization-aware training, where there is data to train on.
+9. *training*: quantization-aware training, where there is data to train on.
 
 The last two calibrate anew where ranges were given.
 
@@ -40,6 +42,8 @@ from qtool.recipe import ALGORITHMS, RANGES, WEIGHT_RANGES, QuantizeConfig, sett
 MOST_FLOAT = 0.5
 """The greatest share of the units that the search leaves in float."""
 USUALLY_BEST: Mapping[str, Any] = settings_of("best", weight_bits=8)
+CHOSEN = ("ranges", "weight_ranges", "algorithms", "ranges_from")
+"""Options that say how ranges and weights are to be found."""
 FREE = ("analytic-bias",)
 CORRECTIONS = (("bias",), ("equalize",), ("equalize", "bias"))
 
@@ -104,7 +108,7 @@ class Search:
 
     def _ladder(self) -> tuple[Callable[[Search], Trial | None], ...]:
         if self.config.method == "given" or self.config.mode == "qat":
-            return RUNGS[:1]
+            return (as_asked,)
         return RUNGS if self.config.method == "auto" and self.can_train else RUNGS[:-1]
 
     @property
@@ -146,10 +150,17 @@ class Search:
         return dataclasses.replace(self.base.config if self.trials else self.config, **changes)
 
 
+def min_max(search: Search) -> Trial | None:
+    """Extremes alone, unless ranges or algorithms are other than what they are by default, or saved."""
+    chosen = any(getattr(search.config, name) != getattr(QuantizeConfig(), name) for name in CHOSEN)
+    return None if chosen else kept(search.attempt("ptq, minmax", **settings_of("fast", search.config.weight_bits)))
+
+
 def as_asked(search: Search) -> Trial | None:
     """The options as they were given."""
-    algorithms = search.config.algorithms or () if search.config.mode == "ptq" else ()
-    return kept(search.attempt(f"{search.config.mode}, {' + '.join((search.config.ranges, *algorithms))}"))
+    asked = {name: getattr(search.config, name) for name in ("ranges", "algorithms")}
+    algorithms = asked["algorithms"] or () if search.config.mode == "ptq" else ()
+    return kept(search.attempt(f"{search.config.mode}, {' + '.join((asked['ranges'], *algorithms))}", **asked))
 
 
 def free(search: Search) -> Trial | None:
@@ -257,7 +268,7 @@ def training(search: Search) -> Trial | None:
 
 
 RUNGS: tuple[Callable[[Search], Trial | None], ...] = (
-    as_asked, free, usually_best, better_ranges, corrections, further, mixed, training,
+    min_max, as_asked, free, usually_best, better_ranges, corrections, further, mixed, training,
 )  # fmt: skip
 
 

@@ -51,6 +51,27 @@ def test_the_first_that_is_met_ends_it() -> None:
     assert world.tried == ["ptq, minmax"] == [met.name]
 
 
+@pytest.mark.parametrize(
+    ("options", "tried"),
+    [
+        ({}, ["ptq, minmax", "ptq, network + smooth + analytic-bias + bias"]),
+        ({"weight_bits": 4}, ["ptq, minmax", "ptq, network + smooth + analytic-bias + bias"]),
+        ({"weight_ranges": "mse"}, ["ptq, network + smooth + analytic-bias + bias"]),
+        ({"algorithms": ("bias",)}, ["ptq, network + bias"]),
+        ({"ranges_from": "ranges.json"}, ["ptq, network + smooth + analytic-bias + bias"]),
+        ({"mode": "qat"}, ["qat, network"]),
+        ({"method": "given"}, ["ptq, network + smooth + analytic-bias + bias"]),
+    ],
+)
+def test_what_nothing_was_chosen_for_begins_with_extremes(options: dict[str, Any], tried: list[str]) -> None:
+    world = World(0.95)
+    world.search.config = dataclasses.replace(QuantizeConfig(max_kl=0.95), **options)
+    met = world.search.run()
+    assert world.tried == tried
+    assert met is not None
+    assert met.config == world.search.config, "the second stands on none of the first"
+
+
 def test_ranges_then_corrections_stand_on_what_helped() -> None:
     world = World(0.78)
     met = world.search.run()
