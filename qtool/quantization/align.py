@@ -19,8 +19,8 @@ from torch.fx import GraphModule, Node
 
 from qtool.form import DEQUANTIZE, QUANTIZE, quantized
 from qtool.quantization.capture import aten, owner
-from qtool.quantization.constants import constant_nodes
 from qtool.quantization.placement import Placed, Placement
+from qtool.quantization.rewrites.constants import constant_nodes
 
 _CARRIERS = (*QUANTIZE, *DEQUANTIZE, aten.alias.default)
 

@@ -34,10 +34,10 @@ from qtool.form import FIXED_SIZE, as_graph, input_values, open_axes, to_program
 from qtool.models import modes_kept, without_cache
 from qtool.nested import call, map_tensors, misnamed, tensors
 from qtool.quantization.conditions import guards_of, of_batches
-from qtool.quantization.functional import DROPOUTS, functionalized, make_functional, mutations
-from qtool.quantization.linears import write_linears
 from qtool.quantization.quiet import quiet_export
-from qtool.quantization.repeats import merge_repeats
+from qtool.quantization.rewrites.functional import DROPOUTS, functionalized, make_functional, mutations
+from qtool.quantization.rewrites.linears import write_linears
+from qtool.quantization.rewrites.repeats import merge_repeats
 from qtool.structures import quiet_pytree
 
 aten = torch.ops.aten

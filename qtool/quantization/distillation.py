@@ -25,7 +25,7 @@ from qtool.errors import UsageError, nearest
 from qtool.evaluate import divergence, error_of
 from qtool.nested import call, per_sample, tensors, to_float32
 from qtool.quantization.capture import owner
-from qtool.quantization.norms import is_live
+from qtool.quantization.rewrites.norms import is_live
 from qtool.step import LossFunction
 
 

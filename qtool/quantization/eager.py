@@ -32,7 +32,6 @@ from qtool.form import Plan, QuantizedModel, Unit, quantized
 from qtool.nested import call, tensors
 from qtool.quantization.align import align, label_units
 from qtool.quantization.capture import aten, capture, copied, owner, parameter, remove_dropout, set_parameter
-from qtool.quantization.constants import constant_nodes
 from qtool.quantization.eager_modules import (
     Leave,
     Requantized,
@@ -45,7 +44,8 @@ from qtool.quantization.eager_modules import (
 from qtool.quantization.integers import finish
 from qtool.quantization.placement import Placed, Placement
 from qtool.quantization.quiet import quiet_torch_ao
-from qtool.quantization.respell import ADAPTIVE_POOLS, AVERAGE_POOLS, MAX_POOLS
+from qtool.quantization.rewrites.constants import constant_nodes
+from qtool.quantization.rewrites.respell import ADAPTIVE_POOLS, AVERAGE_POOLS, MAX_POOLS
 from qtool.quantization.stage import float_form
 from qtool.quantization.targets import RELU_LIKE, Target, get_target
 

@@ -26,7 +26,7 @@ from qtool.quantization.capture import (
     remove_dropout,
     set_parameter,
 )
-from qtool.quantization.constants import fold_computed
+from qtool.quantization.rewrites.constants import fold_computed
 from qtool.quantization.targets import MOVES, Target
 
 MAX_BIAS = 2.0**30

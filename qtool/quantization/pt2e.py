@@ -16,7 +16,6 @@ from torch.fx import GraphModule, Node
 
 from qtool.errors import QtoolError
 from qtool.quantization.capture import output_axis
-from qtool.quantization.norms import make_live, settle_live, weight_edge
 from qtool.quantization.observers import (
     FAKE_QUANTIZERS,
     FakeQuantizer,
@@ -26,6 +25,7 @@ from qtool.quantization.observers import (
     named,
 )
 from qtool.quantization.placement import Placed, Placement
+from qtool.quantization.rewrites.norms import make_live, settle_live, weight_edge
 from qtool.quantization.targets import Format
 from qtool.quantization.torchao_api import (
     QuantizationAnnotation,

@@ -33,11 +33,11 @@ from qtool.quantization.averaging import Average
 from qtool.quantization.calibrate import calibrate, require_reached
 from qtool.quantization.capture import aten
 from qtool.quantization.distillation import tapped, towards
-from qtool.quantization.functional import DROPOUTS
 from qtool.quantization.learned import learn_steps
 from qtool.quantization.observers import FakeQuantizer
 from qtool.quantization.prepared import Prepared, Switch
 from qtool.quantization.residence import on
+from qtool.quantization.rewrites.functional import DROPOUTS
 from qtool.recipe import AUTO, QatConfig
 from qtool.step import LossFunction
 

@@ -18,7 +18,7 @@ from torch.fx import GraphModule
 from torch.fx.node import map_aggregate
 
 from qtool.nested import map_tensors
-from qtool.quantization.norms import NORMAL
+from qtool.quantization.rewrites.norms import NORMAL
 
 CPU = torch.device("cpu")
 

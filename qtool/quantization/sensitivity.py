@@ -37,8 +37,8 @@ from qtool.evaluate import class_axis, divergence, error_of, signal_of
 from qtool.form import quantized
 from qtool.nested import num_samples, per_sample, samples_of, tensors
 from qtool.quantization.algorithms.walk import arranged, execute
-from qtool.quantization.constants import constant_nodes
 from qtool.quantization.placement import Placed, Placement
+from qtool.quantization.rewrites.constants import constant_nodes
 
 SLICE = 8
 """Samples whose intermediate values are held at once."""

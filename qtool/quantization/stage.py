@@ -23,39 +23,39 @@ from qtool.form import Plan, QuantizedModel
 from qtool.models import check_finite
 from qtool.nested import Once, call
 from qtool.quantization import pt2e
-from qtool.quantization.affines import write_affines
 from qtool.quantization.algorithms import ALGORITHMS, CHANGES, samples_read
 from qtool.quantization.algorithms.passes import Passes
 from qtool.quantization.algorithms.subject import Report, silent
-from qtool.quantization.attention import drop_masks, write_attention
-from qtool.quantization.branches import merge_branches
 from qtool.quantization.calibrate import calibrate, choose_ranges, require_reached, restore_ranges
 from qtool.quantization.capture import capture, copied, remove_dropout
-from qtool.quantization.chomps import drop_chomps
-from qtool.quantization.clipping import clip_early
-from qtool.quantization.constants import fold_computed
 from qtool.quantization.fidelity import require_faithful
 from qtool.quantization.gains import Gains, channel_gains
 from qtool.quantization.integers import finish, label
-from qtool.quantization.matrices import flatten_linears
-from qtool.quantization.norms import fold_batch_norm, write_norms
 from qtool.quantization.parametrized import with_stored_weights
 from qtool.quantization.placement import Placement
 from qtool.quantization.prepared import Prepared
-from qtool.quantization.products import write_products
 from qtool.quantization.qat import FineTune, check_tuning, set_training, train_quantized
 from qtool.quantization.residence import Moved, on
-from qtool.quantization.scales import fold_scales
+from qtool.quantization.rewrites.affines import write_affines
+from qtool.quantization.rewrites.attention import drop_masks, write_attention
+from qtool.quantization.rewrites.branches import merge_branches
+from qtool.quantization.rewrites.chomps import drop_chomps
+from qtool.quantization.rewrites.clipping import clip_early
+from qtool.quantization.rewrites.constants import fold_computed
+from qtool.quantization.rewrites.matrices import flatten_linears
+from qtool.quantization.rewrites.norms import fold_batch_norm, write_norms
+from qtool.quantization.rewrites.products import write_products
+from qtool.quantization.rewrites.scales import fold_scales
+from qtool.quantization.rewrites.shuffles import write_rows
+from qtool.quantization.rewrites.transposed import write_transposed
+from qtool.quantization.rewrites.zero_pads import absorb
 from qtool.quantization.second_order import SecondOrder, is_slow
 from qtool.quantization.sensitivity import Sensitivities
-from qtool.quantization.shuffles import write_rows
 from qtool.quantization.storage import store_bytes
 from qtool.quantization.stored_weights import group_weights
 from qtool.quantization.targets import ORT_CPU, Target, get_target
-from qtool.quantization.transposed import write_transposed
 from qtool.quantization.watching import SAMPLES as WATCHED
 from qtool.quantization.watching import watch
-from qtool.quantization.zero_pads import absorb
 from qtool.recipe import QatConfig, QuantizeConfig
 
 BY_BATCH = (

@@ -19,8 +19,8 @@ from torch.fx import GraphModule, Node
 
 from qtool.form import quantized
 from qtool.quantization.capture import aten, drop_unused, output_axis, parameter, set_parameter
-from qtool.quantization.norms import GROUPED
 from qtool.quantization.placement import Placed, Placement
+from qtool.quantization.rewrites.norms import GROUPED
 
 
 def group_weights(graph_module: GraphModule, placement: Placement, size: int) -> tuple[str, ...]:

@@ -33,12 +33,12 @@ from qtool.errors import QtoolError, one_line
 from qtool.form import arguments, open_axes
 from qtool.quantization.align import Misaligned, align, check_quantizers, label_units
 from qtool.quantization.capture import aten, capture, owner, remove_dropout, set_modes, user_line
-from qtool.quantization.constants import fold_quantized
 from qtool.quantization.integers import drop_requantization
 from qtool.quantization.module_norms import convolve_norms, folded
 from qtool.quantization.placement import Placed, Placement
 from qtool.quantization.prepared import Prepared
 from qtool.quantization.quiet import quiet_torch_ao
+from qtool.quantization.rewrites.constants import fold_quantized
 from qtool.quantization.spellings import RESPELT, WRITTEN, refuse_parts
 from qtool.quantization.targets import Pattern, Target
 

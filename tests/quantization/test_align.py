@@ -21,8 +21,8 @@ from qtool.quantization.align import (
 )
 from qtool.quantization.calibrate import calibrate
 from qtool.quantization.capture import aten, capture, copied
-from qtool.quantization.constants import fold_quantized
 from qtool.quantization.placement import Placement
+from qtool.quantization.rewrites.constants import fold_quantized
 from qtool.quantization.targets import ORT_CPU
 
 Q = quantized.quantize_per_tensor.default

@@ -29,8 +29,8 @@ from qtool.quantization.capture import (
     remove_dropout,
     set_parameter,
 )
-from qtool.quantization.functional import mutations
 from qtool.quantization.qat import set_training
+from qtool.quantization.rewrites.functional import mutations
 from qtool.quantization.stage import quantize
 from qtool.recipe import QuantizeConfig
 

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from qtool.errors import UsageError
 from qtool.form import Unit
 from qtool.quantization.capture import capture, remove_dropout
-from qtool.quantization.norms import fold_batch_norm
 from qtool.quantization.placement import Placement
+from qtool.quantization.rewrites.norms import fold_batch_norm
 from qtool.quantization.targets import ORT_CPU, get_target
 
 X = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(0))

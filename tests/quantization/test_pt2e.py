@@ -14,9 +14,9 @@ from qtool.errors import QtoolError
 from qtool.form import DEQUANTIZE, QUANTIZE, quantize_nodes, quantized
 from qtool.quantization import pt2e
 from qtool.quantization.capture import aten, capture
-from qtool.quantization.norms import fold_batch_norm
 from qtool.quantization.observers import FakeQuantizer, PerChannelFakeQuantizer, PerChannelWeightObserver, RangeObserver
 from qtool.quantization.placement import Placement
+from qtool.quantization.rewrites.norms import fold_batch_norm
 from qtool.quantization.targets import ORT_CPU
 
 

@@ -26,8 +26,8 @@ from qtool.nested import tensors
 from qtool.nets import mobilenet, resnet
 from qtool.quantization import torch_ao
 from qtool.quantization.capture import parameter
-from qtool.quantization.norms import write_norms
 from qtool.quantization.placement import Placement
+from qtool.quantization.rewrites.norms import write_norms
 from qtool.quantization.stage import float_form, quantize
 from qtool.quantization.targets import ORT_CPU
 from qtool.recipe import ENGINES, QuantizeConfig

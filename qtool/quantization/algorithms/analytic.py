@@ -31,8 +31,8 @@ from qtool.quantization.algorithms.streams import ANCHORS, keeps_channels, per_i
 from qtool.quantization.algorithms.subject import Declined, NothingToDo, Subject
 from qtool.quantization.capture import aten, parameter
 from qtool.quantization.limits import clip_limits
-from qtool.quantization.norms import NORMAL
-from qtool.quantization.respell import ADAPTIVE_POOLS, MAX_POOLS, PADS
+from qtool.quantization.rewrites.norms import NORMAL
+from qtool.quantization.rewrites.respell import ADAPTIVE_POOLS, MAX_POOLS, PADS
 from qtool.quantization.stored_weights import integers_of, scales_of
 from qtool.quantization.targets import RELU_LIKE
 

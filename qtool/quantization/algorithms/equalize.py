@@ -43,8 +43,8 @@ from qtool.quantization.algorithms.subject import Declined, Subject, is_data_siz
 from qtool.quantization.algorithms.verify import Samples, parted
 from qtool.quantization.algorithms.walk import interpret
 from qtool.quantization.capture import aten, parameter, set_parameter
-from qtool.quantization.norms import NORMAL
 from qtool.quantization.residence import device_of
+from qtool.quantization.rewrites.norms import NORMAL
 
 SAMPLES = 256
 """How many samples the channels are observed on, where there are so many."""

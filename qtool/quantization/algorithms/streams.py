@@ -20,7 +20,7 @@ from torch.fx import GraphModule, Node
 
 from qtool.form import padding_of
 from qtool.quantization.capture import CONVOLUTIONS, aten, parameter
-from qtool.quantization.respell import ADAPTIVE_POOLS, AVERAGE_POOLS, MAX_POOLS
+from qtool.quantization.rewrites.respell import ADAPTIVE_POOLS, AVERAGE_POOLS, MAX_POOLS
 
 ANCHORS = (*CONVOLUTIONS[:3], aten.linear.default)
 _HOMOGENEOUS = (aten.relu.default, aten.leaky_relu.default, aten.dropout.default, aten.clone.default)

@@ -27,7 +27,7 @@ from qtool.quantization.algorithms.bias import bias_entry, bias_of, channel_axis
 from qtool.quantization.algorithms.subject import Declined, Subject
 from qtool.quantization.algorithms.walk import interpret
 from qtool.quantization.capture import aten
-from qtool.quantization.constants import constant_nodes
+from qtool.quantization.rewrites.constants import constant_nodes
 
 UNIT = 0.1
 _QUANTIZE = quantized.quantize_per_tensor.default

@@ -29,8 +29,8 @@ from qtool.errors import QtoolError
 from qtool.form import quantized
 from qtool.nested import tensors
 from qtool.quantization.algorithms.spool import BUDGET, Store
-from qtool.quantization.constants import constant_nodes
 from qtool.quantization.residence import device_of
+from qtool.quantization.rewrites.constants import constant_nodes
 
 _QUANTIZE = quantized.quantize_per_tensor.default
 _DEQUANTIZE = quantized.dequantize_per_tensor.default

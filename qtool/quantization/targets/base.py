@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from qtool.quantization.capture import CONVOLUTIONS
-from qtool.quantization.respell import ADAPTIVE_POOLS, AVERAGE_POOLS, MAX_POOLS, PADS
+from qtool.quantization.rewrites.respell import ADAPTIVE_POOLS, AVERAGE_POOLS, MAX_POOLS, PADS
 
 aten = torch.ops.aten
 
@@ -96,19 +96,19 @@ class Pattern:
 class Target:
     """A runtime's integer kernels: patterns in order of preference, and number formats.
 
-    ``products``: activations that it runs faster as a gate and a product (see :mod:`qtool.quantization.products`).
+    ``products``: activations that it runs faster as a gate and a product (see ``rewrites/products.py``).
     ``integer_bias``: biases are int32 in the accumulator's unit; otherwise they stay float32. ``weight`` is the format
     of all weights but those of the first and the last layer, which is ``edge_weight``; ``edge_activation`` is that of
     what these two read, where it is another. ``flat_linears``: linear layers are products of two matrices (see
-    :mod:`qtool.quantization.matrices`). ``attention``: it is written as its products, which are integer (see
-    :mod:`qtool.quantization.attention`). ``bare_moves``: what only moves numbers has no pair of its own behind it (see
+    ``rewrites/matrices.py``). ``attention``: it is written as its products, which are integer (see
+    ``rewrites/attention.py``). ``bare_moves``: what only moves numbers has no pair of its own behind it (see
     :func:`qtool.quantization.integers.drop_pairs`). ``scales_in_float``: a batch-norm with nothing to fold into is a
-    product and a sum in float rather than a depthwise convolution. ``channels_last``: its integer convolutions are,
-    and rows of channels quicker to shuffle than bytes (see :mod:`qtool.quantization.shuffles`). ``integer_lstm``: it
-    computes LSTMs in integers (see :mod:`qtool.lstm`). ``leaves``: why operators without a pattern stay in float.
-    ``block``: how many inputs of a linear layer whose weights alone are integers it rounds to 8 bits together, to
-    multiply them by these; None where it dequantizes such weights. ``block_outputs``: how many outputs a layer has at
-    least that it does so for, ``block_shared`` whether it does so for weights that several layers share.
+    product and a sum in float rather than a depthwise convolution. ``channels_last``: its integer convolutions are, and
+    rows of channels quicker to shuffle than bytes (see ``rewrites/shuffles.py``). ``integer_lstm``: it computes LSTMs
+    in integers (see :mod:`qtool.lstm`). ``leaves``: why operators without a pattern stay in float. ``block``: how many
+    inputs of a linear layer whose weights alone are integers it rounds to 8 bits together, to multiply them by these;
+    None where it dequantizes such weights. ``block_outputs``: how many outputs a layer has at least that it does so
+    for, ``block_shared`` whether it does so for weights that several layers share.
     """
 
     name: str

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from qtool.exporting.stage import export
 from qtool.quantization.capture import capture
 from qtool.quantization.placement import Placement
-from qtool.quantization.products import GATES, write_products
+from qtool.quantization.rewrites.products import GATES, write_products
 from qtool.quantization.stage import quantize
 from qtool.quantization.targets import ORT_CPU
 from qtool.recipe import ExportConfig, QuantizeConfig

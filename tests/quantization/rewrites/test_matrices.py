@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from qtool.quantization.capture import aten, capture
-from qtool.quantization.matrices import flatten_linears
 from qtool.quantization.placement import Placement
+from qtool.quantization.rewrites.matrices import flatten_linears
 from qtool.quantization.targets import ORT_CPU
 
 

@@ -20,8 +20,8 @@ from torch.fx import GraphModule, Node
 
 from qtool.form import as_graph
 from qtool.nested import tensors
-from qtool.quantization.autocast import inline_autocast
-from qtool.quantization.respell import RANDOM_SLOPES, respell, spell_random_slope
+from qtool.quantization.rewrites.autocast import inline_autocast
+from qtool.quantization.rewrites.respell import RANDOM_SLOPES, respell, spell_random_slope
 from qtool.structures import quiet_pytree
 
 aten = torch.ops.aten

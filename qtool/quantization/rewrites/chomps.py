@@ -7,7 +7,7 @@ a chomp). With stride 1, each result that is cut off stands for one zero that ne
 
 number for number. The slice would stand between the convolution and its activation, where it keeps the two from being
 one unit. Uneven padding is an operator of its own in front, which belongs to the convolution again in the end (see
-:mod:`qtool.quantization.zero_pads`).
+:mod:`qtool.quantization.rewrites.zero_pads`).
 
 Left out on purpose: strides, other steps, and the engine ``torch.ao``, which prepares the model's own modules.
 """
@@ -19,7 +19,7 @@ from typing import Any
 from torch.fx import GraphModule, Node
 
 from qtool.quantization.capture import CONVOLUTIONS, aten, clean
-from qtool.quantization.respell import by_axis
+from qtool.quantization.rewrites.respell import by_axis
 
 _RANKS = {target: rank for rank, target in enumerate(CONVOLUTIONS[:3], 1)}
 

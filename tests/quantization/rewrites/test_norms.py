@@ -14,9 +14,9 @@ from torch.fx import GraphModule
 
 from qtool.quantization import pt2e
 from qtool.quantization.capture import aten, capture, copied, owner
-from qtool.quantization.norms import fold_batch_norm, is_live, make_live, settle_live, write_norms
 from qtool.quantization.placement import Placement
 from qtool.quantization.qat import set_training
+from qtool.quantization.rewrites.norms import fold_batch_norm, is_live, make_live, settle_live, write_norms
 from qtool.quantization.stage import quantize
 from qtool.quantization.targets import ORT_CPU
 from qtool.recipe import QuantizeConfig

@@ -7,7 +7,7 @@ from torch.nn.utils import parametrizations
 
 from qtool.form import quantized
 from qtool.quantization.capture import aten, capture
-from qtool.quantization.constants import constant_nodes, fold_computed
+from qtool.quantization.rewrites.constants import constant_nodes, fold_computed
 from qtool.quantization.stage import float_form
 
 

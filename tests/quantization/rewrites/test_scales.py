@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from qtool.quantization.capture import aten, capture
-from qtool.quantization.norms import NORMAL
 from qtool.quantization.placement import Placement
-from qtool.quantization.scales import fold_scales
+from qtool.quantization.rewrites.norms import NORMAL
+from qtool.quantization.rewrites.scales import fold_scales
 from qtool.quantization.stage import float_form, quantize
 from qtool.quantization.targets import ORT_CPU
 from qtool.recipe import QuantizeConfig

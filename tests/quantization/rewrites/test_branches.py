@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qtool.quantization.branches import merge_branches
 from qtool.quantization.capture import aten, capture
+from qtool.quantization.rewrites.branches import merge_branches
 from qtool.quantization.stage import float_form, quantize
 from qtool.recipe import QuantizeConfig
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from qtool.exporting.stage import export
 from qtool.quantization.capture import capture
-from qtool.quantization.chomps import drop_chomps
+from qtool.quantization.rewrites.chomps import drop_chomps
 from qtool.quantization.stage import quantize
 from qtool.recipe import ExportConfig, QuantizeConfig
 

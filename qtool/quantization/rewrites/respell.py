@@ -40,10 +40,10 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from qtool.quantization.bags import spell_bag
-from qtool.quantization.heads import spell_attention
-from qtool.quantization.scatters import SCATTERS, spell_copy, spell_scatter
-from qtool.quantization.sizes import DIVISIONS, spell_size
+from qtool.quantization.rewrites.bags import spell_bag
+from qtool.quantization.rewrites.heads import spell_attention
+from qtool.quantization.rewrites.scatters import SCATTERS, spell_copy, spell_scatter
+from qtool.quantization.rewrites.sizes import DIVISIONS, spell_size
 
 aten = torch.ops.aten
 

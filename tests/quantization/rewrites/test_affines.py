@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qtool.quantization.affines import write_affines
 from qtool.quantization.capture import aten
 from qtool.quantization.placement import Placement
-from qtool.quantization.products import write_products
+from qtool.quantization.rewrites.affines import write_affines
+from qtool.quantization.rewrites.products import write_products
 from qtool.quantization.stage import float_form
 from qtool.quantization.targets import ORT_CPU
 

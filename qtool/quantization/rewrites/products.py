@@ -17,7 +17,7 @@ from typing import Any
 from torch.fx import GraphModule, Node
 
 from qtool.quantization.capture import aten
-from qtool.quantization.respell import GATES
+from qtool.quantization.rewrites.respell import GATES
 
 
 def write_products(graph_module: GraphModule, activations: Collection[Any]) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 from torch.fx import GraphModule, Node
 
 from qtool.quantization.capture import aten
-from qtool.quantization.repeats import merge_repeats
+from qtool.quantization.rewrites.repeats import merge_repeats
 from qtool.quantization.targets import RELU_LIKE
 
 

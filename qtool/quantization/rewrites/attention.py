@@ -21,7 +21,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from qtool.quantization.capture import aten, drop_unused
-from qtool.quantization.constants import constant_nodes, constant_values
+from qtool.quantization.rewrites.constants import constant_nodes, constant_values
 
 UNSEEN = -1e30
 """What a boolean mask leaves of a logit: its share is 0. A row that sees nothing is the mean of all, and no NaN."""

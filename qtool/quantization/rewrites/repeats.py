@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from qtool.form import DEQUANTIZE, QUANTIZE
-from qtool.quantization.functional import DROPOUTS
+from qtool.quantization.rewrites.functional import DROPOUTS
 
 _LAYERS = ("batch_norm", "instance_norm", "linear", "conv", "lstm", "gru", "rnn")
 

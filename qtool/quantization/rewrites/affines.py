@@ -4,8 +4,7 @@
 
 is what a batch-norm does (``norms.py``) and has the same integer kernel, whatever the model calls it: a learnable
 affine behind an activation (HGNetV2), a gain (networks without normalisation). As a product and a sum with constants
-it would run in float, with everything behind it. What :func:`~qtool.quantization.scales.fold_scales` can fold into a
-layer has been folded before.
+it would run in float, with everything behind it. What ``scales.py`` can fold into a layer has been folded before.
 
 Left as it is: what stands between floats, where a convolution would round its input; and vectors.
 """
@@ -17,7 +16,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from qtool.quantization.capture import aten, clean, set_parameter
-from qtool.quantization.scales import stored_numbers
+from qtool.quantization.rewrites.scales import stored_numbers
 from qtool.quantization.targets import RELU_LIKE, Target
 
 _DEPTHWISE = {3: aten.conv1d.default, 4: aten.conv2d.default, 5: aten.conv3d.default}

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qtool.quantization.capture import aten, capture
-from qtool.quantization.repeats import merge_repeats
+from qtool.quantization.rewrites.repeats import merge_repeats
 
 
 class Attention(nn.Module):

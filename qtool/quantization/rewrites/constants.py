@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 
 from qtool.form import DEQUANTIZE, QUANTIZE
 from qtool.quantization.capture import aten, drop_unused, parameter, set_parameter
-from qtool.quantization.repeats import draws
+from qtool.quantization.rewrites.repeats import draws
 
 LARGEST_RESULT, LARGEST_SOURCE = 512 * 512, 8192
 """How many values torch's exporter stores of what it computes beforehand, and from tensors of how many."""

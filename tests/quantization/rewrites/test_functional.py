@@ -12,8 +12,8 @@ from torch.fx import GraphModule
 from torch.nn import functional as F
 
 from qtool.quantization.capture import aten, capture
-from qtool.quantization.functional import mutations
 from qtool.quantization.qat import set_training
+from qtool.quantization.rewrites.functional import mutations
 
 SHAPE = (4, 4, 6, 6)
 Forward = Callable[[Tensor], Any]

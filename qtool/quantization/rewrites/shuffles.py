@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from qtool.quantization.capture import CONVOLUTIONS, aten, clean, owner, parameter, set_parameter
-from qtool.quantization.norms import NORMAL, readers_of
 from qtool.quantization.placement import first_match
+from qtool.quantization.rewrites.norms import NORMAL, readers_of
 from qtool.quantization.targets.base import POINTWISE
 
 _PLAIN = CONVOLUTIONS[:3]

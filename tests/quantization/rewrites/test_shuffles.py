@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import qtool
 from qtool.quantization.capture import capture
-from qtool.quantization.norms import NORMAL
-from qtool.quantization.shuffles import write_rows
+from qtool.quantization.rewrites.norms import NORMAL
+from qtool.quantization.rewrites.shuffles import write_rows
 from qtool.quantization.stage import float_form
 
 

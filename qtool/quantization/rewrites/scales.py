@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from qtool.quantization.capture import CONVOLUTIONS, aten, clean, parameter, set_parameter
-from qtool.quantization.functional import DROPOUTS
-from qtool.quantization.norms import NORMAL, readers_of, scaled
+from qtool.quantization.rewrites.functional import DROPOUTS
+from qtool.quantization.rewrites.norms import NORMAL, readers_of, scaled
 
 _LAYERS = (*CONVOLUTIONS, aten.linear.default, aten.batch_norm.default)
 _PRODUCTS = (aten.mul.Tensor, aten.div.Tensor)
