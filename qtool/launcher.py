@@ -34,7 +34,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 from qtool.errors import QtoolError, QtoolWarning, left, says_that_another_ended, warning_line
 
@@ -202,6 +202,16 @@ def _end_with_parent() -> None:
     if parent is not None:
         wait([parent.sentinel])
         os._exit(1)  # at once: there is nobody left to write to
+
+
+def end_with(stream: IO[str]) -> None:
+    """Ends this process with ``stream``, whose other end nobody holds but the one who has started it."""
+
+    def wait_for_it() -> None:
+        stream.read()
+        os._exit(1)
+
+    threading.Thread(target=wait_for_it, daemon=True).start()
 
 
 def leave(code: int) -> NoReturn:

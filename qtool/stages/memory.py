@@ -1,7 +1,7 @@
 """What training would need: predicted, and on request measured in a fresh process.
 
-Run as a module this file is that process: one JSON request on standard input, one JSON answer on what was
-standard output.
+Run as a module this file is that process: one line of JSON on standard input asks, one JSON object on what was standard
+output answers. It ends when standard input does: nobody waits for the answer then.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, TemporaryFile
 from typing import TYPE_CHECKING, Any
 
 from qtool.errors import QtoolError, UsageError, one_line
@@ -122,22 +123,38 @@ def _in_fresh_process(spec: Spec, config: TrainConfig, work: str = "measure") ->
     from qtool.devices import killed_since, memory_kills
 
     request, kills = json.dumps({**spec, "config": as_dict(config), "work": work}), memory_kills()
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "qtool.stages.memory"], input=request, capture_output=True, text=True,
-        check=False, env=_environment(),
-    )  # fmt: skip
-    if done.returncode or not done.stdout.strip():
-        code = done.returncode
+    code, told, said = _asked(request)
+    if code or not told.strip():
         short = code == -9 and killed_since(kills)
         how = "a kill, probably for lack of host memory" if short else f"exit code {code}"
         raise QtoolError(
-            "measurement", "a few steps in a fresh process", f"{how}: {one_line(done.stderr[-300:])}",
+            "measurement", "a few steps in a fresh process", f"{how}: {one_line(said[-300:])}",
             "use a smaller --batch-size, or leave --measure out",
         )  # fmt: skip
-    answer: dict[str, Any] = json.loads(done.stdout)
+    answer: dict[str, Any] = json.loads(told)
     if "error" in answer:
         raise QtoolError(*answer["error"])
     return answer
+
+
+def _asked(request: str) -> tuple[int, str, str]:
+    """The exit code of a fresh process, its answer, and what it said on standard error."""
+    with (
+        TemporaryFile("w+", encoding="utf-8", errors="replace") as said,
+        subprocess.Popen(
+            [sys.executable, "-P", "-m", "qtool.stages.memory"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=said, text=True, env=_environment(),
+        ) as process,
+    ):  # fmt: skip
+        assert process.stdin is not None
+        assert process.stdout is not None
+        with suppress(BrokenPipeError):  # it has ended already, and says why
+            process.stdin.write(request + "\n")
+            process.stdin.flush()
+        told = process.stdout.read()
+        code = process.wait()
+        said.seek(0)
+        return code, told, said.read()
 
 
 def _environment() -> dict[str, str]:
@@ -206,13 +223,17 @@ def _trained(spec: Spec, config: TrainConfig) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Answers one request, with standard output kept for the answer alone."""
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    """Answers one request, with standard input and output kept for the two alone."""
+    requests, answers = os.fdopen(os.dup(0), encoding="utf-8"), os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
+    request = json.loads(requests.readline())
     from qtool.allocator import tune
+    from qtool.launcher import end_with
 
+    end_with(requests)
     tune(huge_pages=False)
-    answers.write(json.dumps(_answer(json.load(sys.stdin))))
+    answers.write(json.dumps(_answer(request)))
     answers.close()
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +39,11 @@ class Broken(nn.Linear):
 
 def broken():
     return Broken(9, 3)
+
+def endless():
+    import pathlib, time
+    pathlib.Path(__file__).with_name("begun").touch()
+    time.sleep(60)
 """
 
 
@@ -110,6 +118,21 @@ def test_a_failure_in_the_fresh_process_is_told(specs: dict[str, str]) -> None:
         stage._in_fresh_process(
             {**specs, "model": "nothing", "task": "classification"}, stage.TrainConfig(device="cpu")
         )
+
+
+def test_a_measurement_ends_with_the_one_who_asked_for_it(specs: dict[str, str], tmp_path: Path) -> None:
+    """Who is killed cannot stop it; as a rung of a ladder it would train to its end."""
+    spec = {**specs, "model": specs["model"].replace("net", "endless"), "task": "classification", "work": "measure"}
+    command = [sys.executable, "-P", "-m", "qtool.stages.memory"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, text=True, env=stage._environment()) as process:
+        assert process.stdin is not None
+        process.stdin.write(json.dumps({**spec, "config": {"device": "cpu"}}) + "\n")
+        process.stdin.flush()
+        end = time.monotonic() + 60
+        while not (tmp_path / "begun").exists() and time.monotonic() < end:
+            time.sleep(0.01)
+        process.stdin.close()
+        assert process.wait(20) == 1
 
 
 def test_arithmetic_needs_no_model() -> None:
