@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import itertools
 import json
 import os
 import re
@@ -30,6 +31,8 @@ from qtool.options import check, flag, inner_type, nearest_option
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 INTERRUPTED = 130
+OUTPUT = ("--debug", "--quiet", "--json")
+"""What every command takes, before its name as well as behind it."""
 
 
 class Flag(click.Option):
@@ -191,6 +194,11 @@ class Program(click.Group):
         """Each command, in the order of the work, with the first sentence of its help, whole."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, command.get_short_help_str(200)) for name, command in self.commands.items()])
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Hands the command what was typed before its name and is meant for it."""
+        first = list(itertools.takewhile(OUTPUT.__contains__, args))
+        return super().parse_args(ctx, [*args[len(first) :][:1], *first, *args[len(first) + 1 :]])
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

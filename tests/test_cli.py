@@ -307,9 +307,11 @@ def test_json_is_one_object_whatever_libraries_print(monkeypatch: pytest.MonkeyP
     assert "a library that prints" in result.stderr
 
 
-def test_quiet_prints_nothing_on_stdout(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("words", [("inspect", "x", "--quiet"), ("--debug", "--quiet", "inspect", "x")])
+def test_quiet_prints_nothing_on_stdout(monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]) -> None:
     monkeypatch.setattr(pipeline, "inspect", Asked())
-    assert invoke("inspect", "x", "--quiet").stdout == ""
+    result = invoke(*words)
+    assert (result.exit_code, result.stdout) == (0, "")
 
 
 def test_output_that_nobody_reads_to_its_end_is_no_error_of_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
