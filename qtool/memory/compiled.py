@@ -36,6 +36,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unfl
 
 from qtool import step
 from qtool.errors import QtoolError
+from qtool.memory.fakes import sized_by_values
 
 INLINED = ("clone", "_to_copy", "convert_element_type", "full", "expand", "select_scatter", "slice_scatter", "where")
 """Element-wise by nature, without the tag."""
@@ -258,16 +259,24 @@ def capture(function: Callable[..., Any], module: nn.Module, args: Any, kwargs: 
     run.__code__ = run.__code__.replace()  # dynamo keeps shapes by code object, and takes a second one for a variable
     args, kwargs = tree_map_only(Tensor, lambda leaf: leaf.detach().requires_grad_(leaf.requires_grad), (args, kwargs))
     sources = [*module.parameters(), *(leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor))]
-    leaves, spec = tree_flatten(torch.compile(run, backend=backend, dynamic=False)(*args, **kwargs))
+    try:
+        leaves, spec = tree_flatten(torch.compile(run, backend=backend, dynamic=False)(*args, **kwargs))
+    except Exception as error:
+        if (asked := sized_by_values(error)) is None:
+            raise
+        raise _not_whole(f"'{asked}', which asks for a value, and a graph ends there") from None
     ends = [leaf.sum() for leaf in leaves if _learns(leaf)]
     torch.autograd.grad(ends, [*filter(_learns, sources)], allow_unused=True)
     if [len(found) for found in graphs.values()] != [1, 1, 1]:
-        got = f"{len(graphs['inputs'])} graphs"
-        raise QtoolError("--compile", "a model that is captured whole", got, "leave it out: this is not predicted")
+        raise _not_whole(f"{len(graphs['inputs'])} graphs")
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     places = {id(leaf): i for i, leaf in enumerate(tree_flatten((args, kwargs))[0])}
     inputs, forward, backward = (found[0] for found in graphs.values())
     return _captured(inputs, forward, backward, leaves, spec, names, places)
+
+
+def _not_whole(got: str) -> QtoolError:
+    return QtoolError("--compile", "a model that is captured whole", got, "leave it out: this is not predicted")
 
 
 def _captured(

@@ -25,7 +25,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_impls import op_implementations_dict as IMPLEMENTATIONS
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
@@ -52,6 +52,15 @@ def answered() -> Iterator[None]:
     padding = mock.patch.object(torch._VF, "_pad_packed_sequence", packed.pad)
     with mock.patch.dict(IMPLEMENTATIONS, own), copying, converting, padding, Known(), Scalars():
         yield
+
+
+def sized_by_values(error: BaseException | None) -> str | None:
+    """The operator that fake tensors could not run for lack of values, if that is behind an error."""
+    while error is not None:
+        if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
+            return str(error.func)
+        error = error.__cause__
+    return None
 
 
 class Scalars(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -38,11 +38,7 @@ from unittest import mock
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-)
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed._tools import mod_tracker
 from torch.distributed._tools.mem_tracker import MemTracker
@@ -55,7 +51,7 @@ from qtool.devices import resolve_device
 from qtool.errors import QtoolError
 from qtool.memory.accumulation import Accumulation
 from qtool.memory.compiled import stood_in
-from qtool.memory.fakes import Scalars, answered
+from qtool.memory.fakes import Scalars, answered, sized_by_values
 from qtool.memory.gpu_scratch import Gpu
 from qtool.memory.known import know
 from qtool.memory.scratch import COPIED, LSTM, Scratch
@@ -131,21 +127,12 @@ def predict(
         found = again if isinstance(again, Prediction) else found
     if isinstance(found, Prediction):
         return found
-    if (operator := _sized_by_values(found)) is None:
+    if (operator := sized_by_values(found)) is None:
         raise found
     raise QtoolError(
         "prediction", "a step in which no tensor's size depends on values", f"'{operator}', whose result's does",
-        "leave --memory-budget and --batch-size auto out",
+        "train without --memory-budget and --batch-size auto: this is not predicted",
     ) from found  # fmt: skip
-
-
-def _sized_by_values(error: BaseException | None) -> str | None:
-    """The operator that fake tensors could not run for lack of values, if that is behind an error."""
-    while error is not None:
-        if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
-            return str(error.func)
-        error = error.__cause__
-    return None
 
 
 def _prediction(
