@@ -16,6 +16,7 @@ Left out on purpose: anything but data parallelism.
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,6 +37,8 @@ from qtool.errors import QtoolError
 Value = TypeVar("Value")
 _MESHES: list[DeviceMesh] = []
 """Those of the group that this process is in."""
+_GROUPS = itertools.count()
+"""Of the groups that this process has joined, as the others have."""
 
 
 def launched() -> bool:
@@ -72,8 +75,8 @@ def joined(device: torch.device) -> Iterator[None]:
         torch.cuda.set_device(device)
     if launched():
         store, place, count = next(rendezvous("env://"))
-        # torchrun keeps its store when it starts processes again, with the addresses of those that have died
-        store = PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+        # the store outlives processes that torchrun starts again, and groups, and keeps the addresses of both
+        store = PrefixStore(f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_GROUPS)}", store)
         dist.init_process_group(backend, store=store, rank=place, world_size=count)
     else:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)

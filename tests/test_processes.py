@@ -1,6 +1,7 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from qtool import processes
+from qtool.launcher import launch
 
 
 def test_alone_every_answer_is_ones_own():
@@ -66,6 +68,7 @@ LATE = """
 import torch
 from torch import distributed, nn
 from qtool import processes
+from qtool.launcher import launch
 
 with processes.joined(torch.device("cpu")):
     model = nn.parallel.DistributedDataParallel(nn.Linear(1, 1))
@@ -87,3 +90,16 @@ def test_a_group_of_one_is_left_again():
         assert processes.dist.is_initialized()
         assert processes.size() == 1
     assert not processes.dist.is_initialized()
+
+
+def _join_twice(folder: Path) -> None:
+    for seconds in (0.0, 0.5):
+        time.sleep(seconds * int(os.environ["RANK"]))
+        with processes.joined(torch.device("cpu")):
+            (folder / str(processes.rank())).write_text(str(processes.gather(processes.rank())))
+
+
+def test_processes_may_join_again_though_one_is_late(tmp_path: Path) -> None:
+    """A script may train twice. What the first group left in the store is no address of the second's."""
+    launch(_join_twice, 2, tmp_path)
+    assert [(tmp_path / str(rank)).read_text() for rank in (0, 1)] == ["[0, 1]"] * 2
