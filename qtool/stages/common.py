@@ -118,7 +118,7 @@ def tidy(run: Path | None) -> Iterator[None]:
         yield
     except BaseException:
         for folder in (run / "checkpoints", run) if run else ():
-            if folder.is_dir() and not any(folder.iterdir()):
+            with suppress(OSError):  # it is not empty, or another of several processes was first
                 folder.rmdir()
         raise
 

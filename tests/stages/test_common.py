@@ -5,10 +5,11 @@ from __future__ import annotations
 import io
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
-from qtool.stages.common import meter
+from qtool.stages.common import meter, tidy
 
 
 def test_a_long_description_leaves_the_count_visible(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,3 +30,10 @@ def test_a_function_takes_lines_and_silence_nothing(capsys: pytest.CaptureFixtur
             report("predicting", 2, 48)
     assert told == ["train: predicting (2 of 48)"]
     assert capsys.readouterr() == ("", "")
+
+
+def test_what_another_process_has_tidied_hides_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several that fail together one is first to take the folder away."""
+    monkeypatch.setattr(Path, "is_dir", lambda folder: True)  # it was there a moment ago
+    with pytest.raises(ValueError, match="the cause"), tidy(tmp_path / "run"):
+        raise ValueError("the cause")
