@@ -11,11 +11,14 @@ torch's inductor:
 * a view has no memory; everything else has that of its result;
 * memory is freed after its last reader, and an element-wise operator or a reduction may write over what it reads last.
 
+Products and convolutions are PyTorch's own there too, and take for themselves what they take uncompiled
+(:mod:`qtool.memory.scratch`).
+
 So each graph is a list of buffers that come and go. :class:`Walk` allocates and frees them in that order, within a
 step that is otherwise the usual one, for whoever is counting. The model may be compiled as one or block by block; of
 blocks of one class whose weights and inputs have the same shapes, one is captured.
 
-Left out on purpose: what kernels take for themselves while they run, graphs that dynamo breaks in two (refused, as are
+Left out on purpose: what generated kernels take for themselves, graphs that dynamo breaks in two (refused, as are
 sharded blocks with batch-norm, which is gathered by itself), and symbolic shapes.
 """
 
@@ -37,12 +40,15 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unfl
 from qtool import step
 from qtool.errors import QtoolError
 from qtool.memory.fakes import sized_by_values
+from qtool.memory.scratch import Scratch
 
 INLINED = ("clone", "_to_copy", "convert_element_type", "full", "expand", "select_scatter", "slice_scatter", "where")
 """Element-wise by nature, without the tag."""
 REDUCED = ("sum", "mean", "var_mean", "var", "amax", "amin", "argmax", "prod", "any", "all")
 STATE = "run_and_save_rng_state"
 """Saves a generator's state beside what an operator gives that draws, or may."""
+CALLED = ("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward")
+"""Not generated."""
 READS, READS_IF_SHARED = 8, 4
 """Of how many buffers an element-wise result may be computed anew by its readers; by several readers."""
 
@@ -55,6 +61,8 @@ class Buffer:
     size: int
     before: tuple[str, ...]
     after: tuple[str, ...]
+    scratch: int = 0
+    """Bytes that the operator has for itself meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +75,11 @@ class Plan:
     """Inputs that nobody reads."""
 
 
-def plan(graph: fx.Graph, owned: Mapping[str, str]) -> Plan:
-    """The buffers of ``graph``. ``owned``: its inputs that end with their last reader, and whose memory they are in."""
+def plan(graph: fx.Graph, owned: Mapping[str, str], scratch: Scratch | None = None) -> Plan:
+    """The buffers of ``graph``. ``owned``: its inputs that end with their last reader, and whose memory they are in.
+
+    ``scratch`` tells what operators take for themselves.
+    """
     outputs = [n if isinstance(n, fx.Node) else None for n in graph.output_node().args[0]]  # type: ignore[union-attr]
     reads: dict[fx.Node, frozenset[str]] = {}
     made: list[tuple[fx.Node, frozenset[str]]] = []
@@ -85,12 +96,23 @@ def plan(graph: fx.Graph, owned: Mapping[str, str]) -> Plan:
             else:
                 reads[node] = read
     kept = tuple(None if node is None else reads[node] for node in outputs)
-    return _timed(made, kept, set(owned.values()))
+    return _timed(made, kept, set(owned.values()), _scratches(made, scratch or Scratch()))
+
+
+def _scratches(made: list[tuple[fx.Node, frozenset[str]]], scratch: Scratch) -> dict[str, int]:
+    """What operators take for themselves, by the name of the last of their results."""
+    operators = {(node.all_input_nodes[0] if _is_part(node) else node): node.name for node, _ in made}
+    return {
+        name: scratch.of(node.target, *fx.node.map_arg((node.args, node.kwargs), lambda arg: arg.meta["val"]))
+        for node, name in operators.items()
+        if _name(node) in CALLED
+    }
 
 
 def _timed(
-    made: list[tuple[fx.Node, frozenset[str]]], kept: tuple[frozenset[str] | None, ...], owned: set[str]
-) -> Plan:
+    made: list[tuple[fx.Node, frozenset[str]]], kept: tuple[frozenset[str] | None, ...], owned: set[str],
+    scratches: Mapping[str, int],
+) -> Plan:  # fmt: skip
     last = {name: node.name for node, read in made for name in read}
     mine = owned | {node.name for node, _ in made}
     forever = frozenset().union(*(names for names in kept if names))
@@ -101,7 +123,8 @@ def _timed(
         in_place = _elementwise(node) or _name(node) in REDUCED
         before = tuple(n for n in over if in_place and sizes.get(n, 0) == sizes[node.name])[:1]
         never = () if node.name in last or node.name in forever else (node.name,)
-        buffers.append(Buffer(node.name, sizes[node.name], before, (*(n for n in over if n not in before), *never)))
+        after = (*(n for n in over if n not in before), *never)
+        buffers.append(Buffer(node.name, sizes[node.name], before, after, scratches.get(node.name, 0)))
     return Plan(tuple(buffers), kept, tuple(owned - set(last) - forever))
 
 
@@ -187,8 +210,10 @@ class Captured:
 class StandIn:
     """Stands in for the compiled ``function``, a forward pass of ``module``: allocates what it would allocate."""
 
-    def __init__(self, function: Callable[..., Any], module: nn.Module, mode: Any, known: dict[Any, Captured]) -> None:
-        self.function, self.module, self.mode, self.known = function, module, mode, known
+    def __init__(
+        self, function: Callable[..., Any], module: nn.Module, mode: Any, scratch: Scratch, known: dict[Any, Captured]
+    ) -> None:
+        self.function, self.module, self.mode, self.scratch, self.known = function, module, mode, scratch, known
         self.captured: Captured | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -198,7 +223,7 @@ class StandIn:
             if key not in self.known:
                 _require_whole(self.module)
                 with _disable_current_modes(), self.mode:
-                    self.known[key] = capture(self.function, self.module, args, kwargs)
+                    self.known[key] = capture(self.function, self.module, args, kwargs, self.scratch)
             self.captured = self.known[key]
         captured, parameters = self.captured, dict(self.module.named_parameters())
         kept = [leaves[i] for i in captured.kept]
@@ -208,10 +233,10 @@ class StandIn:
 
 
 @contextmanager
-def stood_in(mode: Any) -> Iterator[None]:
+def stood_in(mode: Any, scratch: Scratch) -> Iterator[None]:
     """Inside the block nothing is compiled: what a setup compiles is captured on its first call, and stood in for."""
     known: dict[Any, Captured] = {}
-    with mock.patch.object(step, "compiled", lambda function, module: StandIn(function, module, mode, known)):
+    with mock.patch.object(step, "compiled", lambda function, module: StandIn(function, module, mode, scratch, known)):
         yield
 
 
@@ -229,7 +254,7 @@ def _kind(leaf: Any) -> Any:
     return (leaf.shape, leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else repr(leaf)
 
 
-def capture(function: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Captured:
+def capture(function: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any, scratch: Scratch) -> Captured:
     """Captures a forward pass at inputs like these, all of it fake. Raises QtoolError unless it is one graph."""
     import torch._inductor.lowering  # its decompositions name it without importing it
     from torch._dynamo.backends.common import aot_autograd
@@ -272,7 +297,7 @@ def capture(function: Callable[..., Any], module: nn.Module, args: Any, kwargs: 
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     places = {id(leaf): i for i, leaf in enumerate(tree_flatten((args, kwargs))[0])}
     inputs, forward, backward = (found[0] for found in graphs.values())
-    return _captured(inputs, forward, backward, leaves, spec, names, places)
+    return _captured(inputs, forward, backward, leaves, spec, names, places, scratch)
 
 
 def _not_whole(got: str) -> QtoolError:
@@ -281,14 +306,14 @@ def _not_whole(got: str) -> QtoolError:
 
 def _captured(
     inputs: list[Any], forward: fx.Graph, backward: fx.Graph, leaves: list[Any], spec: TreeSpec, names: dict[int, str],
-    places: dict[int, int],
+    places: dict[int, int], scratch: Scratch,
 ) -> Captured:  # fmt: skip
-    first = plan(forward, {})
+    first = plan(forward, {}, scratch)
     saved = [n.name for n in backward.nodes if n.op == "placeholder" and not n.name.startswith("tangents")]
     kept = first.outputs[len(first.outputs) - len(saved) :]
     made = {buffer.name for buffer in first.buffers}
     owned = {name: next(iter(where)) for name, where in zip(saved, kept, strict=True) if where and where <= made}
-    second = plan(backward, owned)
+    second = plan(backward, owned, scratch)
     given = {node.name: value for node, value in zip(forward.find_nodes(op="placeholder"), inputs, strict=False)}
     read = [id(given[name]) for where in kept for name in where or () if name in given]
     ends = [(id(x), where) for x, where in zip(inputs, second.outputs, strict=False) if _learns(x)]
@@ -358,5 +383,7 @@ def _walk(made: Plan, held: dict[str, Tensor], device: torch.device, shaped: Map
             torch.empty_like(like, device=device) if like is not None and fits
             else torch.empty(buffer.size, dtype=torch.uint8, device=device)
         )  # fmt: skip
+        if buffer.scratch:
+            torch.empty(buffer.scratch, dtype=torch.uint8, device=device)  # and given back
         for name in buffer.after:
             held.pop(name, None)

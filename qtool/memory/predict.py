@@ -146,7 +146,7 @@ def _prediction(
         total, config = share, replace(config, devices=1, batch_size=math.ceil(config.batch_size / config.devices))
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     group = processes.pretended(config.devices) if config.strategy == "fsdp" else nullcontext()
-    with group, torch.random.fork_rng(devices=[]), mode, answered(), stood_in(mode):
+    with group, torch.random.fork_rng(devices=[]), mode, answered(), stood_in(mode, scratch):
         device = resolve_device(config.device)
         model = _fake(build(), device)
         value, target = map_tensors(mode.from_tensor, _some(tuple(batch), share))

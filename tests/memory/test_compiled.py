@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from nets import FeedForward
@@ -14,6 +16,7 @@ from qtool.loop import task_loss
 from qtool.memory import compiled
 from qtool.memory.compiled import capture, plan
 from qtool.memory.predict import Prediction, predict
+from qtool.memory.scratch import Scratch
 from qtool.recipe import TrainConfig
 from qtool.tasks import load_task
 from qtool.training.techniques import setup
@@ -103,10 +106,20 @@ def test_each_of_several_results_goes_when_it_is_read():
         )
         return (of_input.sum(), of_weight)
 
-    made = plan(graph(backward, torch.ones(2, 4, 8, 8), torch.ones(2, 3, 8, 8), torch.ones(4, 3, 3, 3)), {})
+    traced = graph(backward, torch.ones(2, 4, 8, 8), torch.ones(2, 3, 8, 8), torch.ones(4, 3, 3, 3))
+    made = plan(traced, {}, SimpleNamespace(of=lambda function, args, kwargs: sum(map(len, args[:3]))))
     assert [(b.name, b.size, b.after) for b in made.buffers if b.size] == [
         ("getitem", 1536, ()), ("getitem_1", 432, ()), ("sum_1", 4, ("getitem",)),
     ]  # fmt: skip
+    assert {b.name: b.scratch for b in made.buffers if b.scratch} == {"getitem_2": 2 + 2 + 4}  # when all are there
+
+
+def test_what_a_compiled_product_takes_for_itself_is_counted(monkeypatch):
+    net = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 10))
+    monkeypatch.setattr(Scratch, "of", lambda scratch, function, args, kwargs: 0)
+    without = predicted(net, 16, compile=True).peak_bytes
+    monkeypatch.setattr(Scratch, "of", lambda scratch, function, *_: (function is torch.ops.aten.mm.default) * 10**6)
+    assert predicted(net, 16, compile=True).peak_bytes == pytest.approx(without + 10**6, rel=0.05)
 
 
 def test_the_parts_of_a_split_have_no_memory_of_their_own():
@@ -214,7 +227,7 @@ def test_outputs_that_are_no_tensors_are_passed_on():
 
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         net, x = Net(), torch.empty(4, 32)
-        net.told.forward = compiled.StandIn(net.told.forward, net.told, mode, {})
+        net.told.forward = compiled.StandIn(net.told.forward, net.told, mode, Scratch(), {})
         assert net(x).shape == (4, 10)
         net(x).sum().backward()
         assert net.told.linear.weight.grad.shape == (10, 32)
