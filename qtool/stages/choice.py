@@ -100,7 +100,12 @@ def at_work(folder: Path | None) -> Iterator[None]:
     try:
         yield
     finally:
-        (folder / NOTE).unlink(missing_ok=True)
+        ended(folder)
+
+
+def ended(folder: Path) -> None:
+    """Takes the note away of a run in ``folder`` that has ended, and not by a kill."""
+    (folder / NOTE).unlink(missing_ok=True)
 
 
 def was_killed(folder: Path | None) -> bool:

@@ -15,7 +15,7 @@ from qtool.errors import OutOfMemory, QtoolError, UsageError
 from qtool.options import documented
 from qtool.recipe import AUTO, TrainConfig, as_dict
 from qtool.source import Source, open_source
-from qtool.stages.choice import Choice, at_work, halve, halvings, was_killed
+from qtool.stages.choice import Choice, at_work, ended, halve, halvings, was_killed
 from qtool.stages.common import (
     AnyPath,
     Progress,
@@ -117,7 +117,10 @@ def _launched(
 
 @contextmanager
 def _kills_told(run: Path, config: TrainConfig) -> Iterator[None]:
-    """Raises OutOfMemory for a process that the system has killed for lack of host memory."""
+    """Raises OutOfMemory for a process that the system has killed for lack of host memory.
+
+    Processes that are stopped for another reason, an interrupt or an error in one of them, leave no note of their work.
+    """
     from qtool.devices import memory_free, memory_kills, resolve_device
     from qtool.launcher import Killed
 
@@ -128,6 +131,9 @@ def _kills_told(run: Path, config: TrainConfig) -> Iterator[None]:
         yield
     except Killed as error:
         raise memory_ended(error, run, config, kills, free) or error from None
+    except BaseException:
+        ended(run)
+        raise
 
 
 def _train(

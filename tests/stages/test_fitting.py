@@ -406,8 +406,15 @@ def test_the_end_of_host_memory_is_told_with_what_was_free_and_what_was_predicte
         str(caught.value),
     )
     counts, then = [8], 8  # a user's kill -9 looks the same
+    (note := tmp_path / choice.NOTE).parent.mkdir()
+    note.touch()
     with pytest.raises(launcher.Killed, match=r"process 1 of 2: .* a kill by SIGKILL; run the same"):
         qtool.train(Picky(), small_data, **options)
+    assert note.exists()
+    died = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        qtool.train(Picky(), small_data, **options)
+    assert not note.exists()  # nobody would tell from a kill what the user has stopped
 
 
 def test_a_run_that_was_killed_for_lack_of_memory_goes_on_in_smaller_micro_batches(
