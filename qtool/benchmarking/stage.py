@@ -27,7 +27,7 @@ from qtool.benchmarking.regression import compare_with, read_benchmark, require_
 from qtool.benchmarking.size import measure_size
 from qtool.errors import UsageError
 from qtool.recipe import BenchmarkConfig
-from qtool.runtimes import RUNTIMES, open_session
+from qtool.runtimes import RUNTIMES, open_session, openvino
 from qtool.runtimes.base import Array
 from qtool.runtimes.packages import conflict
 from qtool.units import MIB
@@ -133,9 +133,12 @@ def _measure_speed(
 
 
 def _options(name: str, path: Path, config: BenchmarkConfig) -> dict[str, Any]:
-    """How a variant is opened: in torch a float ``.pt2`` is recast to the precision of its variant's name."""
-    recast = path.suffix == ".pt2" and name in ("fp16", "bf16")
+    """How a variant is opened: torch and OpenVINO compute a float file in the precision of its variant's name.
+
+    For torch that is any ``.pt2``; for OpenVINO the FP32 file under the name bf16, since one in FP16 tells by itself.
+    """
     torch = RUNTIMES[config.provider] == "torch"
+    recast = name == "bf16" if config.provider == "openvino" else name in ("fp16", "bf16") and path.suffix == ".pt2"
     return {
         "provider": config.provider,
         "precision": name if recast else None,
@@ -211,7 +214,7 @@ def _notes(
     variants: Mapping[str, dict[str, Any]], config: BenchmarkConfig, reference: str, target: str | None
 ) -> list[str]:
     """What a reader of the figures has to know, one sentence each."""
-    notes = [text for text in (conflict(),) if text]
+    notes = [text for text in (conflict(), _own_precision(variants, config.provider)) if text]
     where = {"provider": config.provider, "features": cpu_info()["features"], "target": target}
     for name, entry in variants.items():
         claim = check_claim(name, entry["stored"], entry["arithmetic"], config.provider)
@@ -226,3 +229,14 @@ def _notes(
                 f"{name}: {len(entry['elsewhere'])} shape nodes ran on the CPU: {', '.join(entry['elsewhere'][:5])}"
             )
     return notes
+
+
+def _own_precision(variants: Mapping[str, dict[str, Any]], provider: str) -> str | None:
+    """A sentence where the runtime, left to itself, computes a float file in less than what was measured."""
+    floats = [name for name, entry in variants.items() if set(entry["arithmetic"]) == {"float32"}]
+    if provider != "openvino" or not floats or (own := openvino.own_precision()) == "float32":
+        return None
+    return (
+        f"{', '.join(floats)}: computed in float32, as asked of OpenVINO; left to itself it takes {own} on this CPU, "
+        f"which --variants bf16 measures"
+    )

@@ -2,14 +2,19 @@
 
 ONNX Runtime has an OpenVINO provider too, but as a package of its own that excludes the others; the
 runtime itself reads the same ONNX files. A QDQ pair becomes OpenVINO's FakeQuantize and is fused by
-its CPU plugin. Its precision hint is set to float32, since on CPUs with bfloat16 units it would
-otherwise compute a float32 file in bfloat16, and FP32 would not mean FP32.
+its CPU plugin.
+
+On CPUs with bfloat16 units OpenVINO computes the floats of any file in bfloat16 unless it is told otherwise, and FP32
+would not mean FP32. So its precision hint is always set: to float32, to half where the file's weights are half and
+the CPU computes in it, or to what ``precision`` asks for. :func:`own_precision` tells what it would have taken.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +28,8 @@ _NAMES = {
     "f32": "float32", "f16": "float16", "bf16": "bfloat16", "u8": "int8", "i8": "int8", "i32": "int32", "u4": "int4",
     "i4": "int4",
 }  # fmt: skip
+PRECISIONS = {"fp16": ("f16", "FP16"), "bf16": ("bf16", "BF16")}
+"""OpenVINO's names for a precision and for a CPU's ability to compute in it."""
 _NOT_EXECUTED = {"Input", "Output", "Const"}
 
 
@@ -32,10 +39,14 @@ class OpenVinoSession:
     provider = "openvino"
     device = "cpu"
 
-    def __init__(self, path: Path, *, threads: int = 1) -> None:
-        """Raises ProviderError where openvino is not installed, QtoolError for a file it cannot read."""
-        self.path, self.threads = path, threads
-        self._model = _compile(path, threads)
+    def __init__(self, path: Path, *, threads: int = 1, precision: str | None = None) -> None:
+        """Raises ProviderError where openvino is not installed, QtoolError for a file it cannot read.
+
+        With ``precision`` (``fp16``, ``bf16``) floats are computed in it, which a CPU without it is refused.
+        """
+        self.path, self.threads, self._precision = path, threads, precision
+        self.stored = _NAMES[PRECISIONS[precision][0]] if precision else None
+        self._model = _compile(path, threads, precision)
         self._request = self._model.create_infer_request()
         self.inputs = tuple(_info(port) for port in self._model.inputs)
         self.outputs = tuple(_info(port) for port in self._model.outputs)
@@ -74,7 +85,7 @@ class OpenVinoSession:
 
     def _seconds(self, feeds: Mapping[str, Array], runs: int) -> dict[str, float]:
         """The median time of each operation that is executed, by its name."""
-        request = _compile(self.path, self.threads, PERF_COUNT=True).create_infer_request()
+        request = _compile(self.path, self.threads, self._precision, PERF_COUNT=True).create_infer_request()
         times: dict[str, list[float]] = {}
         for _ in range(runs):
             request.infer(dict(feeds))
@@ -98,20 +109,60 @@ def open_file(
     device: str | None = None,
 ) -> OpenVinoSession:
     """The session that ``open_session`` asks for. OpenVINO has no switch for its optimisations."""
-    if precision is not None or not optimize:
+    if not optimize:
         raise QtoolError(
-            f"'{path}'", "OpenVINO's own optimisation and the file's own precision",
-            f"optimize={optimize}, precision={precision!r}", "leave both at their defaults",
+            f"'{path}'", "OpenVINO's own optimisation", "optimize off", "leave it on: OpenVINO has no switch for it"
+        )
+    if precision is not None:
+        _require_precision(precision)
+    return OpenVinoSession(path, threads=threads, precision=precision)
+
+
+def own_precision() -> str:
+    """What OpenVINO computes floats in on this CPU where no precision is asked of it, such as ``bfloat16``."""
+    chosen: str = _require().Core().get_property("CPU", "INFERENCE_PRECISION_HINT").to_string()
+    return _NAMES.get(chosen, chosen)
+
+
+def _require_precision(precision: str) -> None:
+    if precision not in PRECISIONS:
+        raise QtoolError("openvino", f"precision {' or '.join(PRECISIONS)}", repr(precision), "choose one of them")
+    if not _computes(_require().Core(), precision):
+        raise ProviderError(
+            "provider 'openvino'", f"a CPU that OpenVINO computes {precision} on", "one without such instructions",
+            f"leave {precision} out, or measure on a CPU that has them",
         )  # fmt: skip
-    return OpenVinoSession(path, threads=threads)
 
 
-def _compile(path: Path, threads: int, **more: Any) -> Any:
+def _computes(core: Any, precision: str) -> bool:
+    return PRECISIONS[precision][1] in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+
+
+def _hint(core: Any, model: Any, precision: str | None) -> str:
+    """OpenVINO's name of what floats are computed in: what is asked for, or else the file's own format."""
+    if precision is None and _is_half(model) and _computes(core, "fp16"):
+        precision = "fp16"
+    return PRECISIONS[precision][0] if precision else "f32"
+
+
+def _is_half(model: Any) -> bool:
+    """Whether most of the weights are in half precision."""
+    held: Counter[str] = Counter()
+    for op in model.get_ops():
+        if op.get_type_name() == "Constant":
+            held[op.get_element_type().to_string()] += math.prod(op.get_output_shape(0))
+    return bool(held) and max(held, key=lambda kind: held[kind]) == "f16"
+
+
+def _compile(path: Path, threads: int, precision: str | None, **more: Any) -> Any:
     openvino = _require()
-    hints = {"INFERENCE_NUM_THREADS": threads, "PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": "f32"}
+    hints = {"INFERENCE_NUM_THREADS": threads, "PERFORMANCE_HINT": "LATENCY"}
     try:
         core = openvino.Core()
-        return core.compile_model(core.read_model(str(path)), "CPU", hints | more)
+        model = core.read_model(str(path))
+        return core.compile_model(
+            model, "CPU", hints | {"INFERENCE_PRECISION_HINT": _hint(core, model, precision)} | more
+        )
     except Exception as error:
         raise QtoolError(
             f"'{path}'", f"a model that OpenVINO {openvino.__version__} can compile", _reason(error),

@@ -48,10 +48,10 @@ def benchmark(
         raise UsageError(
             argument("what"), "a run directory, or a mapping of names to files", got, "pass {'fp32': 'a.onnx', …}"
         )
-    if "bf16" in config.variants and not config.provider.startswith("torch"):
+    if "bf16" in config.variants and not config.provider.startswith(("torch", "openvino")):
         raise UsageError(
-            "--variants bf16", "--provider torch, which computes in bfloat16", f"--provider {config.provider}",
-            "measure it there: no such ONNX file is exported",
+            "--variants bf16", "--provider torch or openvino, which compute in bfloat16",
+            f"--provider {config.provider}", "measure it there: no such ONNX file is exported",
         )  # fmt: skip
     made = "quantize" if config.provider.startswith("torch") else "export"
     run = require_run_directory(Path(what), made)
@@ -106,8 +106,13 @@ def _require(found: dict[str, Any], config: BenchmarkConfig, may_be_slower: bool
 
 
 def _output(variant: str, stage: str) -> str:
-    """The output of a stage that a variant is measured from: FP16 and BF16 in PyTorch are the float graph, recast."""
-    return variant if stage == "export" or variant == "int8" else "float"
+    """The output of a stage that a variant is measured from: FP16 and BF16 in PyTorch are the float graph, recast.
+
+    BF16 in OpenVINO is the FP32 file, computed in it.
+    """
+    if stage == "export":
+        return "fp32" if variant == "bf16" else variant
+    return variant if variant == "int8" else "float"
 
 
 def _overflown(recorded: Mapping[str, Any]) -> str:

@@ -9,6 +9,7 @@ import pytest
 from onnx import helper
 
 from qtool.artifacts import write_json
+from qtool.benchmarking import stage
 from qtool.benchmarking.process import Worker
 from qtool.benchmarking.stage import benchmark
 from qtool.errors import QtoolError, UsageError
@@ -40,6 +41,19 @@ def test_what_ran_is_told_and_half_precision_is_not_taken_for_granted(result):
     assert result["variants"]["int8"]["arithmetic"] == {"int8": 3}
     half = result["variants"]["fp16"]["arithmetic"]
     assert any("storage only" in note for note in result["notes"]) is ("float16" not in half)
+
+
+def test_openvino_tells_what_it_would_compute_floats_in_and_measures_that_as_bf16(files, monkeypatch):
+    openvino = pytest.importorskip("openvino")
+    monkeypatch.setattr(stage.openvino, "own_precision", lambda: "bfloat16")
+    able = "BF16" in openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+    given = {"fp32": files["fp32"]} | ({"bf16": files["fp32"]} if able else {})
+    found = benchmark(given, BenchmarkConfig(seconds=0.0, provider="openvino", shapes={"x": "1x3x8x8"}))
+    assert found["variants"]["fp32"]["arithmetic"] == {"float32": 3}
+    assert not able or found["variants"]["bf16"]["arithmetic"] == {"bfloat16": 3}
+    assert "fp32: computed in float32, as asked of OpenVINO; left to itself it takes bfloat16" in found["notes"][0]
+    monkeypatch.setattr(stage.openvino, "own_precision", lambda: "float32")
+    assert stage._own_precision(found["variants"], "openvino") is None
 
 
 def test_all_files_are_timed_on_one_batch_of_a_loader_that_shuffles(files, batches, monkeypatch):

@@ -9,6 +9,7 @@ import pytest
 
 from qtool.errors import QtoolError
 from qtool.runtimes import ProviderError, open_session
+from qtool.runtimes import openvino as runtime
 from qtool.runtimes.base import arithmetic, is_compute
 
 present = pytest.mark.skipif(importlib.util.find_spec("openvino") is None, reason="openvino is not installed")
@@ -34,6 +35,38 @@ def test_it_computes_what_onnx_runtime_does(files):
 def test_it_tells_the_arithmetic(files):
     assert set(arithmetic(open_session(files["fp32"], provider="openvino").kernels(FEEDS))) == {"float32"}
     assert set(arithmetic(open_session(files["int8"], provider="openvino").kernels(FEEDS))) == {"int8"}
+
+
+@present
+@pytest.mark.parametrize(
+    ("file", "asked", "ability", "expected"),
+    [
+        ("fp32", None, None, "float32"),
+        ("fp16", None, "FP16", "float16"),
+        ("fp32", "bf16", "BF16", "bfloat16"),
+        ("int8", "bf16", "BF16", "int8"),
+    ],
+)
+def test_floats_are_computed_in_what_the_file_or_the_caller_says(files, file, asked, ability, expected):
+    import openvino
+
+    able = ability is None or ability in openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+    if asked and not able:
+        with pytest.raises(ProviderError, match="a CPU that OpenVINO computes bf16 on"):
+            open_session(files[file], provider="openvino", precision=asked)
+        return
+    session = open_session(files[file], provider="openvino", precision=asked)
+    assert set(arithmetic(session.kernels(FEEDS))) == {expected if able else "float32"}
+    assert session.stored == ("bfloat16" if asked else None)
+
+
+@present
+def test_a_precision_that_it_does_not_know_or_the_cpu_does_not_have_is_refused(files, monkeypatch):
+    with pytest.raises(QtoolError, match="expected precision fp16 or bf16; got 'int4'"):
+        open_session(files["fp32"], provider="openvino", precision="int4")
+    monkeypatch.setattr(runtime, "_computes", lambda core, precision: False)
+    with pytest.raises(ProviderError, match="one without such instructions; leave bf16 out"):
+        open_session(files["fp32"], provider="openvino", precision="bf16")
 
 
 @present

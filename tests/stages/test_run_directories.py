@@ -393,7 +393,7 @@ def test_inputs_without_labels_are_enough_for_all_but_training(tmp_path: Path, s
     assert "top1" not in measured
     again = qtool.benchmark(out, [load_data(data).test[0][0][None]] * 3, seconds=0.01, allow_slower=True)
     assert again["variants"]["int8"]["accuracy"]["num_samples"] == 3
-    with pytest.raises(UsageError, match="--variants bf16: expected --provider torch"):
+    with pytest.raises(UsageError, match="--variants bf16: expected --provider torch or openvino"):
         qtool.benchmark(out, variants=("bf16",))
     qtool.quantize(small_net, data, out=out, calibration="train:32", weight_bits=7)
     with pytest.raises(QtoolError, match="there; got one of an earlier quantize; run 'qtool export'"):
