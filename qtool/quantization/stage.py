@@ -42,10 +42,11 @@ from qtool.quantization.rewrites.branches import merge_branches
 from qtool.quantization.rewrites.chomps import drop_chomps
 from qtool.quantization.rewrites.clipping import clip_early
 from qtool.quantization.rewrites.constants import fold_computed
+from qtool.quantization.rewrites.input_affines import fold_ahead
 from qtool.quantization.rewrites.matrices import flatten_linears
 from qtool.quantization.rewrites.norms import fold_batch_norm, write_norms
 from qtool.quantization.rewrites.products import write_products
-from qtool.quantization.rewrites.scales import fold_scales
+from qtool.quantization.rewrites.scales import fold_scales, fold_size
 from qtool.quantization.rewrites.shuffles import write_rows
 from qtool.quantization.rewrites.transposed import write_transposed
 from qtool.quantization.rewrites.zero_pads import absorb
@@ -277,7 +278,9 @@ def _spell_for(target: Target, graph: GraphModule, overrides: Mapping[str, str],
     fold_scales(graph)
     if not train:
         fold_batch_norm(graph)  # one that a factor stood before
-    write_norms(graph, convolve=not target.scales_in_float)
+    write_norms(graph, convolve=not target.scales_in_float, before=fold_size)
+    if not target.scales_in_float:
+        fold_ahead(graph, target)
     write_transposed(graph, overrides, train=train)
     if target.channels_last:
         write_rows(graph, overrides)

@@ -6,10 +6,13 @@ is what a batch-norm does (``norms.py``) and has the same integer kernel, whatev
 affine behind an activation (HGNetV2), a gain (networks without normalisation). As a product and a sum with constants
 it would run in float, with everything behind it. What ``scales.py`` can fold into a layer has been folded before.
 
-Left as it is: what stands between floats, where a convolution would round its input; and vectors.
+Left as it is: what stands between floats, where a convolution would round its input; and vectors, which the linear
+layers that read them may take in (:mod:`~qtool.quantization.rewrites.input_affines`).
 """
 
 from __future__ import annotations
+
+from collections.abc import Set
 
 import torch
 from torch import Tensor
@@ -32,9 +35,9 @@ def write_affines(graph_module: GraphModule, target: Target) -> list[Node]:
     for node in list(graph_module.graph.nodes):
         if node.op != "call_function" or node in integer:
             continue
-        if _runs_in_integers(node, target, integer):
+        if runs_in_integers(node, target, integer):
             integer.add(node)
-        elif (ends := _affine(graph_module, node, integer)) is not None and _is_read_in_integers(ends[0], target):
+        elif (ends := affine_at(graph_module, node, integer)) is not None and _is_read_in_integers(ends[0], target):
             made.append(_convolve(graph_module, node, *ends))
             integer.add(made[-1])
     if made:
@@ -42,7 +45,7 @@ def write_affines(graph_module: GraphModule, target: Target) -> list[Node]:
     return made
 
 
-def _runs_in_integers(node: Node, target: Target, integer: set[Node]) -> bool:
+def runs_in_integers(node: Node, target: Target, integer: set[Node]) -> bool:
     """Whether the target has an integer kernel for an operator of such operands, as far as is known before a plan."""
     tensors = [source for source in node.all_input_nodes if isinstance(source.meta.get("val"), Tensor)]
     for pattern in target.patterns:
@@ -62,29 +65,34 @@ def _is_read_in_integers(node: Node, target: Target) -> bool:
     )
 
 
-def _affine(graph_module: GraphModule, node: Node, integer: set[Node]) -> tuple[Node, Node, Tensor, Tensor] | None:
-    """The last operator of an affine that begins at ``node``, what it is of, its factor and its shift."""
+def affine_at(
+    graph_module: GraphModule, node: Node, integer: Set[Node], axis: int = 1
+) -> tuple[Node, Node, Tensor, Tensor] | None:
+    """The last operator of an affine that begins at ``node``, what it is of, factor and shift along ``axis``."""
     none = torch.zeros(1, dtype=torch.float64)
-    found = _step(graph_module, node, integer)
+    found = _step(graph_module, node, integer, axis)
     if found is None:
         return None
     source, numbers = found
     if node.target in _SUMS:
         return node, source, 1 + none, numbers
     follower = next(iter(node.users))
-    more = _step(graph_module, follower, {node}) if len(node.users) == 1 and follower.target in _SUMS else None
+    more = _step(graph_module, follower, {node}, axis) if len(node.users) == 1 and follower.target in _SUMS else None
     return (node, source, numbers, none) if more is None else (follower, source, numbers, more[1])
 
 
-def _step(graph_module: GraphModule, node: Node, integer: set[Node]) -> tuple[Node, Tensor] | None:
+def _step(graph_module: GraphModule, node: Node, integer: Set[Node], axis: int) -> tuple[Node, Tensor] | None:
     """What a product or a sum with stored numbers is of, and the numbers: factors, or summands."""
-    if node.target not in (*_PRODUCTS, *_SUMS) or node.kwargs or node.meta["val"].dim() not in _DEPTHWISE:
+    if node.target not in (*_PRODUCTS, *_SUMS) or node.kwargs:
+        return None
+    rank = node.meta["val"].dim()
+    if rank < 2 or (axis == 1 and rank not in _DEPTHWISE):
         return None
     pairs = [node.args[:2]] if node.target in (aten.div.Tensor, aten.sub.Tensor) else [node.args[:2], node.args[1::-1]]
     for source, given in pairs:
-        if not isinstance(source, Node) or source not in integer or not isinstance(node.meta["val"].shape[1], int):
+        if not isinstance(source, Node) or source not in integer or not isinstance(node.meta["val"].shape[axis], int):
             continue
-        numbers = stored_numbers(graph_module, given, node.meta["val"], 1)
+        numbers = stored_numbers(graph_module, given, node.meta["val"], axis % rank)
         if numbers is not None and [*map(str, source.meta["val"].shape)] == [*map(str, node.meta["val"].shape)]:
             return source, {aten.div.Tensor: 1 / numbers, aten.sub.Tensor: -numbers}.get(node.target, numbers)
     return None

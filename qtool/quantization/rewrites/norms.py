@@ -16,7 +16,7 @@ A weight that several operators read gets a copy for each batch-norm that it is 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -56,14 +56,19 @@ def fold_batch_norm(graph_module: GraphModule) -> list[Node]:
     return folded
 
 
-def write_norms(graph_module: GraphModule, *, convolve: bool = True) -> list[Node]:
+Before = Callable[[GraphModule, Node, Tensor], Tensor]
+
+
+def write_norms(graph_module: GraphModule, *, convolve: bool = True, before: Before | None = None) -> list[Node]:
     """Writes each batch-norm that has nothing to fold into as a depthwise convolution; returns those.
+
+    ``before`` may take part of a factor into what stands there, and gives what is left.
 
     A batch-norm of vectors becomes a product and a sum, and every one does without ``convolve``. One that keeps no
     statistics becomes the arithmetic on the batch that it does, in float.
     """
     alone = [norm for norm in _norms(graph_module) if not _is_foldable(norm.args[0], norm)]
-    made = [_convolve(graph_module, norm, convolve) for norm in alone]
+    made = [_convolve(graph_module, norm, convolve, before) for norm in alone]
     stored = _norms(graph_module)
     for node in list(graph_module.graph.nodes):
         if node.target is aten.batch_norm.default and node not in stored:
@@ -230,10 +235,11 @@ def fold_into(copies: Copies, anchor: Node, norm: Node) -> None:
     graph_module.graph.erase_node(norm)
 
 
-def _convolve(graph_module: GraphModule, norm: Node, convolve: bool) -> Node:
+def _convolve(graph_module: GraphModule, norm: Node, convolve: bool, before: Before | None) -> Node:
     factor, shift = coefficients(graph_module, norm)
     source = norm.args[0]
     assert isinstance(source, Node)
+    factor = factor if before is None else before(graph_module, source, factor)
     rank = norm.meta["val"].dim()
     stem = str(norm.args[3].target).rpartition(".")[0] or norm.name  # type: ignore[union-attr]
     convolve = convolve and rank > 2
@@ -246,6 +252,7 @@ def _convolve(graph_module: GraphModule, norm: Node, convolve: bool) -> Node:
         for name, value in zip(("norm_weight", "norm_bias"), values, strict=True):
             set_parameter(graph_module, f"{stem}.{name}", value.float())
             stored.append(graph.get_attr(f"{stem}.{name}"))
+            stored[-1].meta["val"] = norm.meta["val"].new_empty(list(value.shape))
         if convolve:
             ones, zeros = [1] * (rank - 2), [0] * (rank - 2)
             result = graph.call_function(_DEPTHWISE[rank], (source, *stored, ones, zeros, ones, len(factor)))

@@ -5,10 +5,14 @@
 ConvNeXt, CaiT and many after them scale so what a block adds to its input (layer scale, arXiv 2103.17239), networks
 without normalisation what a convolution gives. No target has an integer kernel for such a product, and so the
 convolution behind which it stands and the sum behind it would end in float. It may stand behind what only moves
-numbers, and behind ReLU where γ > 0. Where batch-norm trains in between, its γ and β take the factor.
+numbers, and behind ReLU and pooling where γ > 0. Where batch-norm trains in between, its γ and β take the factor.
 
-What cannot be folded so, and a sum with stored numbers, stays (see :func:`write_affines`). Left out on purpose: a
-factor in front of a layer, and weights that something else reads too, which would be stored twice.
+A batch-norm behind such a ReLU is a factor and a sum. The factor's size goes into the layer as well, and its sign
+stays (:func:`fold_size`): between the two, channels are then as even as the batch-norm makes them, which one range for
+all of them needs.
+
+What cannot be folded so, and a sum with stored numbers, stays (see :func:`write_affines`). Left out on purpose: weights
+that something else reads too, which would be stored twice.
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ _LAYERS = (*CONVOLUTIONS, aten.linear.default, aten.batch_norm.default)
 _PRODUCTS = (aten.mul.Tensor, aten.div.Tensor)
 _VIEWS = (aten.reshape.default, aten.flatten.using_ints)
 _SAME = (aten.contiguous.default, aten.clone.default, *DROPOUTS)
-_CLIPS = (aten.relu.default, aten.leaky_relu.default)
+_CLIPS = (aten.relu.default, aten.leaky_relu.default, aten.max_pool2d.default, aten.adaptive_avg_pool2d.default)
 _SHAPED = (*_VIEWS, *_SAME, aten.permute.default, aten.transpose.int, aten.unsqueeze.default)
 
 
@@ -41,6 +45,19 @@ def fold_scales(graph_module: GraphModule) -> list[Node]:
     if folded:
         clean(graph_module)
     return folded
+
+
+def fold_size(graph_module: GraphModule, source: Node, factor: Tensor) -> Tensor:
+    """What is left of a factor of each channel of ``source`` after its size is folded into a layer, if it can be.
+
+    Right behind the layer it is left to :func:`~qtool.quantization.rewrites.norms.fold_batch_norm`, which folds it whole.
+    """
+    layer, axis, clipped = _layer(source)
+    readers = readers_of(graph_module)
+    if layer is None or axis != 1 or not clipped or any(readers[str(n.target)] > 1 for n in _stored_of(layer)):
+        return factor
+    _scale(graph_module, layer, factor.abs().where(factor != 0, torch.ones_like(factor)))
+    return factor.sign()
 
 
 def _fold(graph_module: GraphModule, readers: Mapping[str, int], product: Node) -> Node | None:
@@ -133,6 +150,7 @@ def _stored(graph_module: GraphModule, node: Any) -> Tensor | None:
 
 
 def _scale(graph_module: GraphModule, layer: Node, numbers: Tensor) -> None:
+    """Multiplies in place what a layer gives by one number for each channel, or one for all."""
     channels = layer.meta["val"].shape[-1 if layer.target is aten.linear.default else 1]
     numbers = numbers.expand(channels)
     for node in _stored_of(layer):

@@ -124,3 +124,29 @@ def test_a_batch_norm_behind_the_factor_is_folded_into_the_layer_too(engine: str
         assert aten.batch_norm.default not in {node.target for node in form.graph.graph.nodes}
     with torch.no_grad():
         assert float((form(x) - model(x)).abs().max()) < 0.03
+
+
+def uneven(rank: int) -> nn.Sequential:
+    """A batch-norm behind ReLU, whose channels differ by five orders of magnitude and have factors of both signs."""
+    layers = (nn.Linear(6, 16), nn.Linear(16, 3)) if rank == 1 else (nn.Conv2d(6, 16, 3), nn.Conv2d(16, 3, 3))
+    norm = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d}[rank](16, momentum=None)
+    between = [nn.ReLU()] if rank == 1 else [nn.LeakyReLU(), nn.MaxPool2d(2)]
+    model = nn.Sequential(layers[0], *between, norm, layers[1])
+    sizes = torch.logspace(-3, 2, 16)
+    with torch.no_grad():
+        for value in layers[0].parameters():
+            value *= sizes.reshape(-1, *[1] * (value.dim() - 1))
+        norm.weight.copy_(torch.linspace(-1, 1.5, 16).where(torch.arange(16) != 3, torch.zeros(16)))
+    return model
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+def test_channels_are_as_even_as_the_batch_norm_behind_makes_them(rank: int) -> None:
+    torch.manual_seed(0)
+    model, x = uneven(rank), torch.randn(64, *[[6], [6, 8, 8]][rank - 1])
+    model(x)  # statistics that are the data's
+    form = quantize(model.eval(), QuantizeConfig(effort="fast"), example=x, calibration=[x])
+    assert all(unit.integer for unit in form.plan.units)
+    with torch.no_grad():
+        expected = model(x)
+        assert float((form(x) - expected).square().sum() / expected.square().sum()) < 0.01

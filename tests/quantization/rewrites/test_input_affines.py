@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from qtool.quantization.placement import Placement
+from qtool.quantization.stage import _spell_for, float_form
+from qtool.quantization.targets import ORT_CPU
+
+
+def settled(width: int) -> nn.BatchNorm1d:
+    norm = nn.BatchNorm1d(width)
+    norm.running_mean.normal_()
+    norm.running_var.uniform_(0.01, 4)
+    norm.weight.data.normal_()
+    norm.weight.data[0] = 0
+    norm.bias.data.normal_()
+    return norm
+
+
+class Heads(nn.Module):
+    """Two heads, each with its batch-norm, on pooled features that are read as they are as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+        self.norms = nn.ModuleList(settled(8) for _ in range(2))
+        self.heads = nn.ModuleList([nn.Linear(8, 4), nn.Linear(8, 4, bias=False)])
+        self.plain = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.features(x)
+        return self.heads[0](self.norms[0](x)) + self.heads[1](self.norms[1](x)) + self.plain(x)
+
+
+class Tokens(nn.Module):
+    """A gain and a shift in front of a layer over tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 5), nn.Linear(5, 4)
+        self.gain, self.shift = nn.Parameter(torch.randn(5)), nn.Parameter(torch.randn(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).relu() * self.gain - self.shift)
+
+
+class Star(nn.Module):
+    """StarReLU: one gain and one shift behind a square, which is a float."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 5), nn.Linear(5, 4)
+        self.gain, self.shift = nn.Parameter(torch.tensor([0.9])), nn.Parameter(torch.tensor([-0.4]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.gain * self.first(x).relu() ** 2 + self.shift)
+
+
+def table() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(6, 16), nn.ReLU(), settled(16), nn.Dropout(0.1), nn.Linear(16, 16, bias=False), nn.LeakyReLU(),
+        settled(16), nn.Linear(16, 3),
+    )  # fmt: skip
+
+
+MODELS = {"heads": (Heads, (3, 6, 6)), "tokens": (Tokens, (7, 6)), "table": (table, (6,)), "star": (Star, (7, 6))}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("train", [False, True])
+def test_in_front_of_linear_layers_it_is_in_their_weights(name: str, train: bool) -> None:
+    torch.manual_seed(0)
+    build, shape = MODELS[name]
+    model, x = build().eval(), torch.randn(5, *shape)
+    graph = float_form(model, x)
+    _spell_for(ORT_CPU, graph, {}, train=train)
+    for batch in (x, x[:1]):
+        torch.testing.assert_close(graph(batch), model(batch), rtol=1e-4, atol=1e-4)
+    assert {unit.kind for unit in Placement(graph, ORT_CPU).plan().float_units} <= {"pow"}
+
+
+class Elsewhere(nn.Module):
+    """An affine of the input, one read twice, and one whose layer's weight is read elsewhere too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(settled(6) for _ in range(3))
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](self.norms[0](x)).relu()
+        x = self.norms[1](x)
+        x = self.layers[1](x) + x
+        return self.layers[2](self.layers[2](self.norms[2](x.relu())))
+
+
+def test_elsewhere_it_stays() -> None:
+    torch.manual_seed(0)
+    model, x = Elsewhere().eval(), torch.randn(5, 6)
+    graph = float_form(model, x)
+    _spell_for(ORT_CPU, graph, {}, train=False)
+    torch.testing.assert_close(graph(x), model(x), rtol=1e-4, atol=1e-4)
+    assert sum(node.target is torch.ops.aten.mul.Tensor for node in graph.graph.nodes) == 3
