@@ -213,6 +213,13 @@ def _restore_inputs(model: ir.Model, wanted: set[str]) -> None:
         value.name = name
 
 
+_REPLACE = "replace that operator in the model, or leave its module out of the exported graph"
+OTHER_FORMS = {
+    "transformers.grouped_mm_fallback.default": "call set_experts_implementation('batched_mm') on the model beforehand"
+}
+"""What else there is for an operator of a library that has several forms of a module."""
+
+
 def _untranslated(program: torch.export.ExportedProgram, error: BaseException) -> QtoolError:
     """What to tell of a failed translation: the operator, its module and the user's line where torch knows them."""
     causes = list(_causes(error))
@@ -229,7 +236,7 @@ def _untranslated(program: torch.export.ExportedProgram, error: BaseException) -
     return QtoolError(
         f"export, module '{module[0][0]}'" if module and module[0][0] else "export", "operators that have an ONNX form",
         one_line(found)[:300],
-        f"{_user_line(node)}replace that operator in the model, or leave its module out of the exported graph",
+        f"{_user_line(node)}{OTHER_FORMS.get(str(node.target) if node is not None else '', _REPLACE)}",
     )  # fmt: skip
 
 
