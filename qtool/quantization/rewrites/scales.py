@@ -50,7 +50,7 @@ def fold_scales(graph_module: GraphModule) -> list[Node]:
 def fold_size(graph_module: GraphModule, source: Node, factor: Tensor) -> Tensor:
     """What is left of a factor of each channel of ``source`` after its size is folded into a layer, if it can be.
 
-    Right behind the layer it is left to :func:`~qtool.quantization.rewrites.norms.fold_batch_norm`, which folds it whole.
+    Right behind the layer it is left to ``norms.fold_batch_norm``, which folds it whole.
     """
     layer, axis, clipped = _layer(source)
     readers = readers_of(graph_module)
