@@ -6,6 +6,7 @@
 * A selection by a mask takes as much as it did then, else everything: the most that it can be.
 * A product of groups of rows, each with a matrix of its own (experts), is one in every dtype; torch's own fake
   one knows bfloat16 alone.
+* Group normalisation on the CPU leaves channels where they are; torch's own fake one puts them first in some versions.
 * A model that is made in 16 bits (``.bfloat16()``) is converted where it is; torch would swap its weights for others,
   which fake ones refuse.
 * Packed sequences are padded without writing into memory (``qtool.memory.packed``).
@@ -24,6 +25,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_impls import op_implementations_dict as IMPLEMENTATIONS
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -46,6 +48,7 @@ def answered() -> Iterator[None]:
         torch.ops.aten.nonzero.default: _nonzero,
         torch.ops.aten.masked_select.default: _selected,
         torch.ops.aten._grouped_mm.default: _grouped,
+        torch.ops.aten.native_group_norm.default: _group_norm,
     }
     copying = mock.patch.object(FakeTensor, "__deepcopy__", _copied, create=True)
     converting = mock.patch.object(nn.Module, "_apply", _converted)
@@ -140,6 +143,14 @@ def _grouped(
     """Rows of ``a`` by columns of ``b``; one for each group, where neither rows nor columns have groups."""
     groups = [] if a.dim() != b.dim() else [len(offs) if a.dim() == 2 else len(a)]
     return a.new_empty((*groups, a.shape[-2], b.shape[-1]), dtype=out_dtype)
+
+
+def _group_norm(mode: Any, func: Any, x: Tensor, weight: Tensor | None, bias: Any, *sizes: Any) -> tuple[Tensor, ...]:
+    """The result, and for each sample and group its mean and the inverse of its deviation."""
+    layout = suggest_memory_format(x) if x.device.type == "cpu" else torch.contiguous_format
+    samples, _, _, groups, _ = sizes
+    told = x.new_empty((samples, groups), dtype=x.dtype if weight is None else weight.dtype)
+    return torch.empty_like(x, memory_format=layout), told, torch.empty_like(told)
 
 
 def _converted(module: nn.Module, convert: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
