@@ -2,29 +2,17 @@
 
 ``torch.compile`` captures the model, makes one graph of its forward and one of its backward pass, and decides what the
 first keeps for the second and what the second computes again (by a minimum cut). All of that is asked for here, on fake
-tensors; the compiler behind it, which takes minutes, is not. What it would make of a graph follows from three rules of
-torch's inductor:
+tensors; the compiler behind it, which takes minutes, is not. What it would make of a graph is a list of buffers that
+come and go (:mod:`qtool.memory.buffers`). :class:`Walk` allocates and frees them in that order, within a step that is
+otherwise the usual one, for whoever is counting. The model may be compiled as one or block by block; of blocks of one
+class whose weights and inputs have the same shapes, one is captured.
 
-* an element-wise operator has no memory of its own: it is computed where its result is read. It gets memory where a
-  matrix product, a convolution or the outside reads it, or where that would read more than eight buffers (four, if
-  there are several readers);
-* a view has no memory; everything else has that of its result;
-* memory is freed after its last reader, and an element-wise operator or a reduction may write over what it reads last.
-
-Products and convolutions are PyTorch's own there too, and take for themselves what they take uncompiled
-(:mod:`qtool.memory.scratch`).
-
-So each graph is a list of buffers that come and go. :class:`Walk` allocates and frees them in that order, within a
-step that is otherwise the usual one, for whoever is counting. The model may be compiled as one or block by block; of
-blocks of one class whose weights and inputs have the same shapes, one is captured.
-
-Left out on purpose: what generated kernels take for themselves, graphs that dynamo breaks in two (refused, as are
-sharded blocks with batch-norm, which is gathered by itself), and symbolic shapes.
+Left out on purpose: graphs that dynamo breaks in two (refused, as are sharded blocks with batch-norm, which is gathered
+by itself), and symbolic shapes.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -39,151 +27,9 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unfl
 
 from qtool import step
 from qtool.errors import QtoolError
+from qtool.memory.buffers import Plan, plan
 from qtool.memory.fakes import sized_by_values
 from qtool.memory.scratch import Scratch
-
-INLINED = ("clone", "_to_copy", "convert_element_type", "full", "expand", "select_scatter", "slice_scatter", "where")
-"""Element-wise by nature, without the tag."""
-REDUCED = ("sum", "mean", "var_mean", "var", "amax", "amin", "argmax", "prod", "any", "all")
-STATE = "run_and_save_rng_state"
-"""Saves a generator's state beside what an operator gives that draws, or may."""
-CALLED = ("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward")
-"""Not generated."""
-READS, READS_IF_SHARED = 8, 4
-"""Of how many buffers an element-wise result may be computed anew by its readers; by several readers."""
-
-
-@dataclass(frozen=True)
-class Buffer:
-    """Memory that the node ``name`` takes, after freeing ``before`` and before freeing ``after``."""
-
-    name: str
-    size: int
-    before: tuple[str, ...]
-    after: tuple[str, ...]
-    scratch: int = 0
-    """Bytes that the operator has for itself meanwhile."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The buffers of a graph in order, and for each of its outputs the buffers or inputs that it lies in."""
-
-    buffers: tuple[Buffer, ...]
-    outputs: tuple[frozenset[str] | None, ...]
-    unread: tuple[str, ...]
-    """Inputs that nobody reads."""
-
-
-def plan(graph: fx.Graph, owned: Mapping[str, str], scratch: Scratch | None = None) -> Plan:
-    """The buffers of ``graph``. ``owned``: its inputs that end with their last reader, and whose memory they are in.
-
-    ``scratch`` tells what operators take for themselves.
-    """
-    outputs = [n if isinstance(n, fx.Node) else None for n in graph.output_node().args[0]]  # type: ignore[union-attr]
-    reads: dict[fx.Node, frozenset[str]] = {}
-    made: list[tuple[fx.Node, frozenset[str]]] = []
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            reads[node] = frozenset({owned.get(node.name, node.name)})
-        elif node.op == "call_function":
-            read = frozenset().union(*(reads.get(arg, frozenset()) for arg in node.all_input_nodes))
-            if _is_state(node):
-                reads[node] = frozenset()
-            elif _is_part(node) or not (_is_several(node) or _lies_in_another(node) or _inlined(node, len(read))):
-                made.append((node, read))
-                reads[node] = frozenset({node.name})
-            else:
-                reads[node] = read
-    kept = tuple(None if node is None else reads[node] for node in outputs)
-    return _timed(made, kept, set(owned.values()), _scratches(made, scratch or Scratch()))
-
-
-def _scratches(made: list[tuple[fx.Node, frozenset[str]]], scratch: Scratch) -> dict[str, int]:
-    """What operators take for themselves, by the name of the last of their results."""
-    operators = {(node.all_input_nodes[0] if _is_part(node) else node): node.name for node, _ in made}
-    return {
-        name: scratch.of(node.target, *fx.node.map_arg((node.args, node.kwargs), lambda arg: arg.meta["val"]))
-        for node, name in operators.items()
-        if _name(node) in CALLED
-    }
-
-
-def _timed(
-    made: list[tuple[fx.Node, frozenset[str]]], kept: tuple[frozenset[str] | None, ...], owned: set[str],
-    scratches: Mapping[str, int],
-) -> Plan:  # fmt: skip
-    last = {name: node.name for node, read in made for name in read}
-    mine = owned | {node.name for node, _ in made}
-    forever = frozenset().union(*(names for names in kept if names))
-    sizes = {node.name: _bytes(node.meta.get("val")) for node, _ in made}
-    buffers = []
-    for node, read in made:
-        over = tuple(name for name in sorted(read) if last[name] == node.name and name in mine - forever)
-        in_place = _elementwise(node) or _name(node) in REDUCED
-        before = tuple(n for n in over if in_place and sizes.get(n, 0) == sizes[node.name])[:1]
-        never = () if node.name in last or node.name in forever else (node.name,)
-        after = (*(n for n in over if n not in before), *never)
-        buffers.append(Buffer(node.name, sizes[node.name], before, after, scratches.get(node.name, 0)))
-    return Plan(tuple(buffers), kept, tuple(owned - set(last) - forever))
-
-
-def _name(node: fx.Node) -> str:
-    packet = getattr(node.target, "overloadpacket", None)
-    return packet.__name__ if packet is not None else getattr(node.target, "__name__", "")
-
-
-def _is_several(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("val"), tuple | list)
-
-
-def _is_part(node: fx.Node) -> bool:
-    """Whether this is one of several results of an operator, each with memory of its own. A split's have none."""
-    if node.target is not operator.getitem:
-        return False
-    source = node.all_input_nodes[0]
-    return _is_several(source) and not (hasattr(source.target, "_schema") and _lies_in_another(source))
-
-
-def _is_state(node: fx.Node) -> bool:
-    """Whether this is a generator's state, a few numbers."""
-    return node.target is operator.getitem and (node.args[1], _name(node.all_input_nodes[0])) == (0, STATE)
-
-
-def _lies_in_another(node: fx.Node) -> bool:
-    """Whether a result is a view."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None:
-        return True  # numbers
-    return any(a.alias_info is not None and not a.alias_info.is_write for a in schema.arguments)
-
-
-def _elementwise(node: fx.Node) -> bool:
-    return torch.Tag.pointwise in getattr(node.target, "tags", ()) or _name(node) in INLINED
-
-
-def _inlined(node: fx.Node, num_reads: int) -> bool:
-    """Whether an element-wise result is computed where it is read."""
-    readers = list(_readers(node))
-    if not _elementwise(node) or any(r is None or not (_elementwise(r) or _name(r) in REDUCED) for r in readers):
-        return False
-    return num_reads <= (READS_IF_SHARED if len(readers) > 1 else READS)
-
-
-def _readers(node: fx.Node) -> Iterator[fx.Node | None]:
-    """Who reads a result, itself or through views; None where it leaves the graph."""
-    for user in node.users:
-        if user.op == "output":
-            yield None
-        elif _lies_in_another(user):
-            yield from _readers(user)
-        else:
-            yield user
-
-
-def _bytes(value: Any) -> int:
-    tensors = [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor)]
-    return sum(t.numel() * t.element_size() for t in tensors)
 
 
 @dataclass(frozen=True)

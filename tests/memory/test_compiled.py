@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from nets import FeedForward
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from qtool.errors import QtoolError
 from qtool.loop import task_loss
 from qtool.memory import compiled
-from qtool.memory.compiled import capture, plan
+from qtool.memory.compiled import capture
 from qtool.memory.predict import Prediction, predict
 from qtool.memory.scratch import Scratch
 from qtool.recipe import TrainConfig
@@ -23,32 +20,6 @@ from qtool.training.techniques import setup
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
 LOSS = task_loss(load_task("classification"))
-
-
-def graph(function, *inputs):
-    return make_fx(function)(*inputs).graph
-
-
-def test_elementwise_results_have_memory_only_where_a_product_reads_them():
-    def chain(x, w):
-        return (((x.relu() * 2 + 1).exp() @ w).tanh().sum(),)
-
-    made = plan(graph(chain, torch.ones(8, 8), torch.ones(8, 4)), {})
-    assert [(buffer.name, buffer.size) for buffer in made.buffers] == [("exp", 256), ("mm", 128), ("sum_1", 4)]
-    assert made.buffers[1].after == ("exp",)
-    assert made.buffers[2].after == ("mm",)
-    assert made.outputs == (frozenset({"sum_1"}),)
-
-
-def test_what_nobody_reads_again_is_written_over():
-    def two(x, w):
-        y = x @ w
-        return ((y + 1) @ w,)
-
-    made = plan(graph(two, torch.ones(8, 8), torch.ones(8, 8)), {"x_1": "x_1"})
-    assert [(b.name, b.before, b.after) for b in made.buffers] == [
-        ("mm", (), ("x_1",)), ("add", ("mm",), ()), ("mm_1", (), ("add",)),
-    ]  # fmt: skip
 
 
 def test_what_is_kept_for_the_backward_pass_is_what_the_partitioner_keeps():
@@ -97,40 +68,12 @@ def test_a_model_that_is_captured_in_pieces_is_refused(asks, got):
         predict(Broken, batch, TrainConfig(device="cpu", batch_size=4, compile=True), prepare=setup, loss=LOSS)
 
 
-def test_each_of_several_results_goes_when_it_is_read():
-    """A convolution's backward gives two gradients: that of the weight stays, that of the input does not."""
-
-    def backward(grad, x, w):
-        of_input, of_weight, _ = torch.ops.aten.convolution_backward(
-            grad, x, w, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True, True, False]
-        )
-        return (of_input.sum(), of_weight)
-
-    traced = graph(backward, torch.ones(2, 4, 8, 8), torch.ones(2, 3, 8, 8), torch.ones(4, 3, 3, 3))
-    made = plan(traced, {}, SimpleNamespace(of=lambda function, args, kwargs: sum(map(len, args[:3]))))
-    assert [(b.name, b.size, b.after) for b in made.buffers if b.size] == [
-        ("getitem", 1536, ()), ("getitem_1", 432, ()), ("sum_1", 4, ("getitem",)),
-    ]  # fmt: skip
-    assert {b.name: b.scratch for b in made.buffers if b.scratch} == {"getitem_2": 2 + 2 + 4}  # when all are there
-
-
 def test_what_a_compiled_product_takes_for_itself_is_counted(monkeypatch):
     net = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 10))
     monkeypatch.setattr(Scratch, "of", lambda scratch, function, args, kwargs: 0)
     without = predicted(net, 16, compile=True).peak_bytes
     monkeypatch.setattr(Scratch, "of", lambda scratch, function, *_: (function is torch.ops.aten.mm.default) * 10**6)
     assert predicted(net, 16, compile=True).peak_bytes == pytest.approx(without + 10**6, rel=0.05)
-
-
-def test_the_parts_of_a_split_have_no_memory_of_their_own():
-    def split(x, w):
-        first, second = (x @ w).unbind(0)
-        return (first.sum() + second.sum(),)
-
-    made = plan(graph(split, torch.ones(2, 8), torch.ones(8, 4)), {})
-    assert [(b.name, b.size, b.after) for b in made.buffers] == [
-        ("mm", 32, ()), ("sum_1", 4, ()), ("sum_2", 4, ("mm",)), ("add", 4, ("sum_2",)),
-    ]  # fmt: skip
 
 
 def blocks(count: int = 4, width: int = 64) -> nn.Module:

@@ -1,0 +1,193 @@
+"""What a graph of a compiled model keeps in memory: a list of buffers that come and go.
+
+The compiler is not asked, which would take minutes. What it makes of a graph follows from three rules of torch's
+inductor:
+
+* an element-wise operator has no memory of its own: it is computed where its result is read. It gets memory where a
+  matrix product, a convolution or the outside reads it, or where that would read more than eight buffers (four, if
+  there are several readers);
+* a view has no memory; everything else has that of its result;
+* memory is freed after its last reader, and an element-wise operator or a reduction may write over what it reads last.
+
+Products and convolutions are PyTorch's own here too, and take for themselves what they take uncompiled
+(:mod:`qtool.memory.scratch`): of operands that lie as they do in the graph, except that generated code lays what it
+has turned (by ``permute``) out in the order of its dimensions.
+
+Left out on purpose: what generated kernels take for themselves.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from qtool.memory.scratch import Scratch
+
+INLINED = ("clone", "_to_copy", "convert_element_type", "full", "expand", "select_scatter", "slice_scatter", "where")
+"""Element-wise by nature, without the tag."""
+REDUCED = ("sum", "mean", "var_mean", "var", "amax", "amin", "argmax", "prod", "any", "all")
+STATE = "run_and_save_rng_state"
+"""Saves a generator's state beside what an operator gives that draws, or may."""
+CALLED = ("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward")
+"""Operators that no code is generated for."""
+TURNING = ("permute", "transpose", "t")
+READS, READS_IF_SHARED = 8, 4
+"""Of how many buffers an element-wise result may be computed anew by its readers; by several readers."""
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """Memory that the node ``name`` takes, after freeing ``before`` and before freeing ``after``."""
+
+    name: str
+    size: int
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+    scratch: int = 0
+    """Bytes that the operator has for itself meanwhile."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The buffers of a graph in order, and for each of its outputs the buffers or inputs that it lies in."""
+
+    buffers: tuple[Buffer, ...]
+    outputs: tuple[frozenset[str] | None, ...]
+    unread: tuple[str, ...]
+    """Inputs that nobody reads."""
+
+
+def plan(graph: fx.Graph, owned: Mapping[str, str], scratch: Scratch | None = None) -> Plan:
+    """The buffers of ``graph``. ``owned``: its inputs that end with their last reader, and whose memory they are in.
+
+    ``scratch`` tells what operators take for themselves.
+    """
+    outputs = [n if isinstance(n, fx.Node) else None for n in graph.output_node().args[0]]  # type: ignore[union-attr]
+    reads: dict[fx.Node, frozenset[str]] = {}
+    made: list[tuple[fx.Node, frozenset[str]]] = []
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            reads[node] = frozenset({owned.get(node.name, node.name)})
+        elif node.op == "call_function":
+            read = frozenset().union(*(reads.get(arg, frozenset()) for arg in node.all_input_nodes))
+            if _is_state(node):
+                reads[node] = frozenset()
+            elif _is_part(node) or not (_is_several(node) or _lies_in_another(node) or _inlined(node, len(read))):
+                made.append((node, read))
+                reads[node] = frozenset({node.name})
+            else:
+                reads[node] = read
+    kept = tuple(None if node is None else reads[node] for node in outputs)
+    return _timed(made, kept, set(owned.values()), _scratches(graph, made, scratch or Scratch()))
+
+
+def _scratches(graph: fx.Graph, made: list[tuple[fx.Node, frozenset[str]]], scratch: Scratch) -> dict[str, int]:
+    """What operators take for themselves, by the name of the last of their results."""
+    operators = {(node.all_input_nodes[0] if _is_part(node) else node): node.name for node, _ in made}
+    turned = _turned(graph)
+    return {
+        name: scratch.of(node.target, *_given(node, turned))
+        for node, name in operators.items()
+        if _name(node) in CALLED
+    }
+
+
+def _given(node: fx.Node, turned: set[fx.Node]) -> Any:
+    """Operands as they lie in the graph; a convolution's in the order of their dimensions if one of them was turned."""
+    given = fx.node.map_arg((node.args, node.kwargs), lambda operand: operand.meta["val"])
+    if "convolution" in _name(node) and turned.intersection(node.all_input_nodes):
+        return tree_map_only(Tensor, lambda value: value.new_empty(value.shape), given)
+    return given
+
+
+def _turned(graph: fx.Graph) -> set[fx.Node]:
+    """What is generated from results whose dimensions have changed places."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        generated = node.op == "call_function" and (_elementwise(node) or _lies_in_another(node))
+        if generated and (_name(node) in TURNING or found.intersection(node.all_input_nodes)):
+            found.add(node)
+    return found
+
+
+def _timed(
+    made: list[tuple[fx.Node, frozenset[str]]], kept: tuple[frozenset[str] | None, ...], owned: set[str],
+    scratches: Mapping[str, int],
+) -> Plan:  # fmt: skip
+    last = {name: node.name for node, read in made for name in read}
+    mine = owned | {node.name for node, _ in made}
+    forever = frozenset().union(*(names for names in kept if names))
+    sizes = {node.name: _bytes(node.meta.get("val")) for node, _ in made}
+    buffers = []
+    for node, read in made:
+        over = tuple(name for name in sorted(read) if last[name] == node.name and name in mine - forever)
+        in_place = _elementwise(node) or _name(node) in REDUCED
+        before = tuple(n for n in over if in_place and sizes.get(n, 0) == sizes[node.name])[:1]
+        never = () if node.name in last or node.name in forever else (node.name,)
+        after = (*(n for n in over if n not in before), *never)
+        buffers.append(Buffer(node.name, sizes[node.name], before, after, scratches.get(node.name, 0)))
+    return Plan(tuple(buffers), kept, tuple(owned - set(last) - forever))
+
+
+def _name(node: fx.Node) -> str:
+    packet = getattr(node.target, "overloadpacket", None)
+    return packet.__name__ if packet is not None else getattr(node.target, "__name__", "")
+
+
+def _is_several(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), tuple | list)
+
+
+def _is_part(node: fx.Node) -> bool:
+    """Whether this is one of several results of an operator, each with memory of its own. A split's have none."""
+    if node.target is not operator.getitem:
+        return False
+    source = node.all_input_nodes[0]
+    return _is_several(source) and not (hasattr(source.target, "_schema") and _lies_in_another(source))
+
+
+def _is_state(node: fx.Node) -> bool:
+    """Whether this is a generator's state, a few numbers."""
+    return node.target is operator.getitem and (node.args[1], _name(node.all_input_nodes[0])) == (0, STATE)
+
+
+def _lies_in_another(node: fx.Node) -> bool:
+    """Whether a result is a view."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return True  # numbers
+    return any(a.alias_info is not None and not a.alias_info.is_write for a in schema.arguments)
+
+
+def _elementwise(node: fx.Node) -> bool:
+    return torch.Tag.pointwise in getattr(node.target, "tags", ()) or _name(node) in INLINED
+
+
+def _inlined(node: fx.Node, num_reads: int) -> bool:
+    """Whether an element-wise result is computed where it is read."""
+    readers = list(_readers(node))
+    if not _elementwise(node) or any(r is None or not (_elementwise(r) or _name(r) in REDUCED) for r in readers):
+        return False
+    return num_reads <= (READS_IF_SHARED if len(readers) > 1 else READS)
+
+
+def _readers(node: fx.Node) -> Iterator[fx.Node | None]:
+    """Who reads a result, itself or through views; None where it leaves the graph."""
+    for user in node.users:
+        if user.op == "output":
+            yield None
+        elif _lies_in_another(user):
+            yield from _readers(user)
+        else:
+            yield user
+
+
+def _bytes(value: Any) -> int:
+    tensors = [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor)]
+    return sum(t.numel() * t.element_size() for t in tensors)

@@ -1,0 +1,82 @@
+"""Buffers of small graphs, counted by hand."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from qtool.memory.buffers import plan
+
+
+def graph(function, *inputs):
+    return make_fx(function)(*inputs).graph
+
+
+def test_elementwise_results_have_memory_only_where_a_product_reads_them():
+    def chain(x, w):
+        return (((x.relu() * 2 + 1).exp() @ w).tanh().sum(),)
+
+    made = plan(graph(chain, torch.ones(8, 8), torch.ones(8, 4)), {})
+    assert [(buffer.name, buffer.size) for buffer in made.buffers] == [("exp", 256), ("mm", 128), ("sum_1", 4)]
+    assert made.buffers[1].after == ("exp",)
+    assert made.buffers[2].after == ("mm",)
+    assert made.outputs == (frozenset({"sum_1"}),)
+
+
+def test_what_nobody_reads_again_is_written_over():
+    def two(x, w):
+        y = x @ w
+        return ((y + 1) @ w,)
+
+    made = plan(graph(two, torch.ones(8, 8), torch.ones(8, 8)), {"x_1": "x_1"})
+    assert [(b.name, b.before, b.after) for b in made.buffers] == [
+        ("mm", (), ("x_1",)), ("add", ("mm",), ()), ("mm_1", (), ("add",)),
+    ]  # fmt: skip
+
+
+def test_each_of_several_results_goes_when_it_is_read():
+    """A convolution's backward gives two gradients: that of the weight stays, that of the input does not."""
+
+    def backward(grad, x, w):
+        of_input, of_weight, _ = torch.ops.aten.convolution_backward(
+            grad, x, w, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True, True, False]
+        )
+        return (of_input.sum(), of_weight)
+
+    traced = graph(backward, torch.ones(2, 4, 8, 8), torch.ones(2, 3, 8, 8), torch.ones(4, 3, 3, 3))
+    made = plan(traced, {}, SimpleNamespace(of=lambda function, args, kwargs: sum(map(len, args[:3]))))
+    assert [(b.name, b.size, b.after) for b in made.buffers if b.size] == [
+        ("getitem", 1536, ()), ("getitem_1", 432, ()), ("sum_1", 4, ("getitem",)),
+    ]  # fmt: skip
+    assert {b.name: b.scratch for b in made.buffers if b.scratch} == {"getitem_2": 2 + 2 + 4}  # when all are there
+
+
+def test_the_parts_of_a_split_have_no_memory_of_their_own():
+    def split(x, w):
+        first, second = (x @ w).unbind(0)
+        return (first.sum() + second.sum(),)
+
+    made = plan(graph(split, torch.ones(2, 8), torch.ones(8, 4)), {})
+    assert [(b.name, b.size, b.after) for b in made.buffers] == [
+        ("mm", 32, ()), ("sum_1", 4, ()), ("sum_2", 4, ("mm",)), ("add", 4, ("sum_2",)),
+    ]  # fmt: skip
+
+
+def test_what_generated_code_has_turned_is_convolved_in_the_order_of_its_dimensions():
+    """As the images of a ConvNeXt are, whose norm and linear layers have the channels last."""
+    images, weights, given = torch.ones(2, 8, 8, 3), torch.ones(4, 3, 3, 3), []
+
+    def convolved(x, w):
+        return (torch.convolution((x * 2).permute(0, 3, 1, 2) + 1, w, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1),)
+
+    for turned in (True, False):
+        like = images if turned else images.permute(0, 3, 1, 2)
+        code = convolved if turned else lambda x, w: (torch.conv2d(x * 2, w, padding=1),)
+        plan(
+            graph(code, like, weights),
+            {},
+            SimpleNamespace(of=lambda function, args, kwargs: given.append(args[0]) or 0),
+        )
+    assert [value.shape == (2, 3, 8, 8) and value.stride() for value in given] == [(192, 64, 8, 1), (192, 1, 24, 3)]
