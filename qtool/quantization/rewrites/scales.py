@@ -33,7 +33,8 @@ _LAYERS = (*CONVOLUTIONS, aten.linear.default, aten.batch_norm.default)
 _PRODUCTS = (aten.mul.Tensor, aten.div.Tensor)
 _VIEWS = (aten.reshape.default, aten.flatten.using_ints)
 _SAME = (aten.contiguous.default, aten.clone.default, *DROPOUTS)
-_CLIPS = (aten.relu.default, aten.leaky_relu.default, aten.max_pool2d.default, aten.adaptive_avg_pool2d.default)
+_POOLS = (aten.max_pool2d.default, aten.adaptive_avg_pool2d.default)
+_CLIPS = (aten.relu.default, aten.leaky_relu.default, *_POOLS)
 _SHAPED = (*_VIEWS, *_SAME, aten.permute.default, aten.transpose.int, aten.unsqueeze.default)
 
 
@@ -105,7 +106,7 @@ def _moved(node: Node, axis: int) -> int | None:
     source, after = node.args[0], int(node.meta["val"].dim())
     assert isinstance(source, Node)
     if node.target in (*_SAME, *_CLIPS):
-        return axis
+        return None if node.target in _POOLS and axis >= after - 2 else axis  # which is pooled over
     if node.target is aten.permute.default:
         return [int(str(place)) % after for place in node.args[1]].index(axis)  # type: ignore[union-attr]
     if node.target is aten.transpose.int:

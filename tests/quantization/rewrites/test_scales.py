@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from qtool.quantization.capture import aten, capture
 from qtool.quantization.placement import Placement
@@ -44,6 +45,7 @@ FOLDED: dict[str, Callable[[Scaled, Tensor], Tensor]] = {
     "of a transposed convolution": lambda m, x: m.turned(x) * m.of_six,
     "a number": lambda m, x: x + m.conv(x) * 0.5 / 3,
     "behind ReLU": lambda m, x: m.conv(x).relu() * m.gain.abs().view(4, 1, 1) * 3,
+    "behind pooling": lambda m, x: F.max_pool2d(m.conv(x), 2) * m.gain.abs()[:, None, None],
     "a number of heads": lambda m, x: m.linear(x.flatten(2).mT).unflatten(2, (2, 2)).transpose(1, 2) * 0.5,
 }  # fmt: skip
 
@@ -67,6 +69,7 @@ LEFT: dict[str, Callable[[Scaled, Tensor], Tensor]] = {
     "a value that is read twice": lambda m, x: (y := m.conv(x)) * 0.5 + y,
     "along another axis": lambda m, x: m.conv(x[..., :4]) * m.gain,
     "channels that a view splits": lambda m, x: m.conv(x).reshape(-1, 2, 2, 36) * m.gain[:2, None, None],
+    "channels that are pooled": lambda m, x: F.max_pool2d(m.linear(x.permute(0, 2, 3, 1)), (2, 1)) * m.gain.abs(),
     "a divisor of the layer": lambda m, x: 1 / m.conv(x),
     "a computed factor": lambda m, x: m.conv(x) * x.mean((2, 3), keepdim=True),
     "weights that are read twice": lambda m, x: m.conv(x) * 0.5 + m.conv(x.relu()),
