@@ -9,7 +9,7 @@ numbers, and behind ReLU and pooling where γ > 0. Where batch-norm trains in be
 
 A batch-norm behind such a ReLU is a factor and a sum. The factor's size goes into the layer as well, and its sign
 stays (:func:`fold_size`): between the two, channels are then as even as the batch-norm makes them, which one range for
-all of them needs.
+all of them needs. (The engine torch.ao, which prepares the model's own modules, does without.)
 
 What cannot be folded so, and a sum with stored numbers, stays (see :func:`write_affines`). Left out on purpose: weights
 that something else reads too, which would be stored twice.
