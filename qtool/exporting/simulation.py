@@ -9,6 +9,9 @@ which are the operators' own steps in their own order, so that no bit differs. W
 the graph does over many samples, convolutions are added up in integers where the CPU can, and what a block product
 reads is rounded as the runtime rounds it (:func:`fast_simulation`).
 
+Integers make equal values of near ones, and which of these ``topk`` and ``sort`` name first torch leaves open. ONNX
+takes them in order. So it is here, or gates would compare what stands at different places.
+
 What a quantizer was given lies half-way between two steps now and then (a tie), and then arithmetic in another order
 may take the other one: :class:`QuantizerRecorder` keeps which values these were, beside the integers.
 """
@@ -65,7 +68,23 @@ class Simulation(Interpreter):
             return quantize(*self.fetch_args_kwargs_from_env(n)[0])
         if n.target is quantized_ops.dequantize_per_tensor.default and not n.kwargs:
             return dequantize(*self.fetch_args_kwargs_from_env(n)[0])
+        if n.target in RANKED:
+            args, kwargs = self.fetch_args_kwargs_from_env(n)
+            return RANKED[n.target](*args, **kwargs)  # type: ignore[operator]
         return super().run_node(n)
+
+
+def _topk(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> tuple[Tensor, ...]:
+    """``aten.topk``, the first of equal values first."""
+    return tuple(part.narrow(dim, 0, k) for part in torch.sort(x, dim=dim, descending=largest, stable=True))
+
+
+def _sort(x: Tensor, dim: int = -1, descending: bool = False) -> tuple[Tensor, ...]:
+    """``aten.sort``, the first of equal values first."""
+    return tuple(torch.sort(x, dim=dim, descending=descending, stable=True))
+
+
+RANKED = {torch.ops.aten.topk.default: _topk, torch.ops.aten.sort.default: _sort}
 
 
 @torch.no_grad()

@@ -75,3 +75,27 @@ def test_an_output_that_is_read_turned_is_not_rounded(tmp_path: Path) -> None:
     save(quantized_to_onnx(form, 21), tmp_path / "net.onnx")
     gate = unit_parity(form, tmp_path / "net.onnx", [x])
     assert gate.passed, gate.found
+
+
+class Proposing(nn.Module):
+    """The tokens of highest score, as detectors choose their queries, and what a layer makes of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read, self.score, self.head = nn.Linear(8, 16), nn.Linear(16, 1), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.read(x).relu()
+        places = self.score(x).squeeze(-1).topk(10, dim=1).indices
+        return self.head(
+            x.gather(1, places.unsqueeze(-1).expand(-1, -1, 16)) + x.sort(1, descending=True).indices[:, :10]
+        )
+
+
+def test_the_first_of_equal_scores_is_chosen_as_in_the_file(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    calibration, x = torch.randn(4, 64, 8), torch.randn(2, 64, 8)
+    form = quantize(Proposing().eval(), QuantizeConfig(effort="fast"), example=x, calibration=[calibration])
+    save(quantized_to_onnx(form, 21), tmp_path / "net.onnx")
+    gate = unit_parity(form, tmp_path / "net.onnx", [0.02 * x])  # few steps of the range, so that many are equal
+    assert gate.passed, gate.found
