@@ -206,3 +206,11 @@ def test_openvino_rounds_the_softmax_of_attention_alone() -> None:
     reasons = {unit.kind: unit.reason for unit in plan.float_units}
     assert reasons["softmax"] == "it runs in float"
     assert "is float" in reasons["mul"]
+
+
+@pytest.mark.parametrize(("taps", "groups", "integer"), [(16, 4, False), (15, 4, True), (16, 1, True), (16, 8, True)])
+def test_openvino_runs_wide_grouped_convolutions_in_float(taps: int, groups: int, integer: bool) -> None:
+    model = nn.Sequential(nn.Conv1d(8, 8, taps, groups=groups), nn.ReLU(), nn.Conv1d(8, 4, 1)).eval()
+    x = torch.randn(2, 8, 40)
+    units = {unit.name: unit for unit in Placement(capture(model, x), get_target("openvino")).plan().units}
+    assert units["0"].integer is integer
