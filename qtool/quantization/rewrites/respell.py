@@ -17,7 +17,7 @@ what models write                                         what patterns look for
 a row pooled to one cell                                  a mean
 pooled to as many cells as divide the size; as it has     ``avg_pool``; nothing
 attention without an axis for heads, or with several      attention with one head, or all in one axis
-``stack``; a concatenation of one                         ``cat`` of ``unsqueeze``; nothing
+``stack``; a concatenation of one; of what is empty       ``cat`` of ``unsqueeze``; nothing; that of the others
 ``x + 0``, ``x * 1``, a padding by nothing, ``x[:]``      nothing
 ``new_zeros``, ``ones_like`` … of a fixed size            ``full``
 ``embedding_bag`` over a matrix of indices                ``embedding`` and a sum, mean or maximum
@@ -182,8 +182,17 @@ def _spell_conversion(node: Node) -> None:
 def _spell_cat(node: Node) -> None:
     parts = node.args[0]
     assert isinstance(parts, list | tuple)
-    if len(parts) == 1 and isinstance(parts[0], Node):
-        _replace(node, parts[0])
+    filled = [part for part in parts if not _is_empty(part, node)] or list(parts[:1])
+    if len(filled) == 1 and isinstance(filled[0], Node):
+        _replace(node, filled[0])
+    elif len(filled) < len(parts):
+        node.args = (filled, *node.args[1:])
+
+
+def _is_empty(part: Any, whole: Node) -> bool:
+    """Whether a part of a concatenation has no numbers whatever the batch, and makes no other type of the whole."""
+    value: Tensor = part.meta["val"]
+    return value.dtype == whole.meta["val"].dtype and any(isinstance(size, int) and size == 0 for size in value.shape)
 
 
 def _spell_stack(node: Node) -> None:
