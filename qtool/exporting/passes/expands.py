@@ -6,7 +6,8 @@ answer 8 dB from the right one. The same numbers are
 
     Expand(c, (N, a, b)) = Gather(c of 1 × a × b, zeros of N)
 
-with the zeros taken from one number of each sample, converted to a whole number and multiplied by 0.
+with the zeros taken from one number of each sample, converted to a whole number and multiplied by 0. Where the result
+is only converted (a mask of nothing, to booleans) the constant is: OpenVINO refuses a file in which it would do so.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def apply(model: ir.Model) -> int:
             table, axis, source = found
             if source not in zeros:
                 zeros[source] = _zeros(model, source)
-            _look_up(model, node, table, axis, zeros[source])
+            _look_up(model, *_converted(node, table), axis, zeros[source])
             changed += 1
     if changed:
         RemoveUnusedNodesPass()(model)
@@ -84,6 +85,14 @@ def _counts(node: ir.Node | None) -> ir.Value | None:
         return None
     start, end = (node.attributes[name].as_int() if name in node.attributes else None for name in ("start", "end"))
     return node.inputs[0] if start in (None, 0) and end == 1 else None
+
+
+def _converted(node: ir.Node, table: npt.NDArray[np.generic]) -> tuple[ir.Node, npt.NDArray[np.generic]]:
+    """The node that gives the result, and the table for it: the conversion that alone reads it, if there is one."""
+    readers = [use.node for use in node.outputs[0].uses()]
+    if len(readers) != 1 or readers[0].op_type != "Cast" or node.outputs[0].is_graph_output():
+        return node, table
+    return readers[0], table.astype(ir.DataType(readers[0].attributes["to"].as_int()).numpy())
 
 
 def _zeros(model: ir.Model, source: ir.Value) -> ir.Value:

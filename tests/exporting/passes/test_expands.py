@@ -68,6 +68,23 @@ def test_it_is_looked_up_for_any_batch(given: tuple[Any, ...], more: dict[str, A
     np.testing.assert_array_equal(wanted, found)
 
 
+def test_what_is_only_converted_is_a_table_of_that_type() -> None:
+    before = repeated([0.0, 2.0], [], [2])
+    before.graph.node.append(helper.make_node("Cast", ["y"], ["truth"], to=TensorProto.BOOL))
+    before.graph.output[0].CopyFrom(helper.make_tensor_value_info("truth", TensorProto.BOOL, [None, 2]))
+    count, after = changed(before)
+    onnx.checker.check_model(after, full_check=True)
+    assert count == 1
+    assert "Gather" in {node.op_type for node in after.graph.node}
+    assert TensorProto.BOOL in {table.data_type for table in after.graph.initializer}
+    wanted, found = (ReferenceEvaluator(m).run(None, {"x": np.ones((3, 2, 3), "f")})[0] for m in (before, after))
+    np.testing.assert_array_equal(wanted, found)
+    both = repeated([0.0, 2.0], [], [2])
+    both.graph.node.append(helper.make_node("Cast", ["y"], ["truth"], to=TensorProto.BOOL))
+    both.graph.output.append(helper.make_tensor_value_info("truth", TensorProto.BOOL, [None, 2]))
+    assert [table.data_type for table in changed(both)[1].graph.initializer].count(TensorProto.BOOL) == 0
+
+
 OTHERS = [((0.5, [], [2]), {"start": 1, "end": 2}), ((0.5, [], []), {"end": 2}), (([[1], [2]], [], [3]), {})]
 
 
