@@ -282,7 +282,7 @@ def test_a_full_disk_is_one_line_and_the_same_command_works_with_room(
     run = tmp_path / "run"
     steps = {
         "train": (2000, ["--model", small_net, "--data", small_data, "--max-steps", "2", "--out", str(run)]),
-        "quantize": (4000, [str(run), "--calibration", "train:8"]),
+        "quantize": (4000, [str(run), "--calibration", "train:8", "--effort", "fast"]),
         "export": (3000, [str(run), "--parity-samples", "8", "--reference-samples", "1"]),
     }
     for stage, (limit, words) in steps.items():
