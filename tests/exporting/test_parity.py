@@ -5,13 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import onnxruntime
 import pytest
 import torch
+from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qtool.exporting import parity
 from qtool.exporting.parity import MAX_FLOAT_ERROR, unit_parity
+from qtool.exporting.simulation import RANKED
 from qtool.exporting.to_onnx import quantized_to_onnx, save
 from qtool.quantization.stage import quantize
 from qtool.recipe import QuantizeConfig
@@ -99,3 +102,20 @@ def test_the_first_of_equal_scores_is_chosen_as_in_the_file(tmp_path: Path) -> N
     save(quantized_to_onnx(form, 21), tmp_path / "net.onnx")
     gate = unit_parity(form, tmp_path / "net.onnx", [0.02 * x])  # few steps of the range, so that many are equal
     assert gate.passed, gate.found
+
+
+@pytest.mark.parametrize("largest", [True, False])
+def test_of_equal_values_the_first_come_first(largest: bool) -> None:
+    x = torch.randint(0, 3, (2, 300), generator=torch.Generator().manual_seed(0)).float()
+    values, places = RANKED[torch.ops.aten.topk.default](x, 100, -1, largest)
+    graph = helper.make_graph(
+        [helper.make_node("TopK", ["x", "k"], ["values", "places"], largest=int(largest))], "g",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [2, 300])],
+        [helper.make_tensor_value_info("values", TensorProto.FLOAT, [2, 100]),
+         helper.make_tensor_value_info("places", TensorProto.INT64, [2, 100])],
+        [numpy_helper.from_array(np.array([100]), "k")],
+    )  # fmt: skip
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    for wanted, found in zip(session.run(None, {"x": x.numpy()}), (values, places), strict=True):
+        np.testing.assert_array_equal(wanted, found.numpy())
