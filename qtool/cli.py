@@ -26,7 +26,7 @@ from click.shell_completion import get_completion_class
 
 from qtool.artifacts import finite, named, read_result
 from qtool.errors import ContractError, QtoolWarning, warning_line
-from qtool.flags import Command, Flag, Program, field_options, given
+from qtool.flags import OUTPUT, Command, Flag, Program, field_options, given
 from qtool.options import flag, make
 from qtool.recipe import (
     CONTRACT_FIELDS,
@@ -62,14 +62,9 @@ def command(name: str, example: str) -> Callable[[Callable[..., None]], click.Co
 
     def register(function: Callable[..., None]) -> click.Command:
         function = click.pass_context(function)
-        for word, text in (
-            ("debug", "Show the traceback of an error, and warnings."),
-            ("quiet", "Print errors only."),
-            ("json", "Print one JSON object on stdout; everything else goes to stderr."),
-        ):
-            function = click.option(f"--{word}", f"as_{word}", cls=Flag, section="Output", is_flag=True, help=text)(
-                function
-            )
+        for word, text in OUTPUT.items():
+            inside = word.replace("--", "as_")
+            function = click.option(word, inside, cls=Flag, section="Output", is_flag=True, help=text)(function)
         return main.command(name, cls=Command, example=example)(function)
 
     return register

@@ -31,7 +31,11 @@ from qtool.options import check, flag, inner_type, nearest_option
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 INTERRUPTED = 130
-OUTPUT = ("--debug", "--quiet", "--json")
+OUTPUT = {
+    "--debug": "Show the traceback of an error, and warnings.",
+    "--quiet": "Print errors only.",
+    "--json": "Print one JSON object on stdout; everything else goes to stderr.",
+}
 """What every command takes, before its name as well as behind it."""
 
 

@@ -32,9 +32,10 @@ import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import IO, Any, NoReturn
+from typing import Any, NoReturn
 
 from qtool.errors import QtoolError, QtoolWarning, left, says_that_another_ended, warning_line
 
@@ -175,7 +176,8 @@ def _stop(running: list[_Running]) -> None:
 
 def _main(sent: bytes, rank: int, count: int, port: int, reports: Connection) -> None:
     """What a new process does: takes its place among the others, runs the function, tells its error."""
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    if (parent := multiprocessing.parent_process()) is not None:
+        end_after(partial(wait, [parent.sentinel]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the one who watches is interrupted too, and stops this one
     sys.stdout = sys.stderr
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_PORT": port}
@@ -197,21 +199,14 @@ def _main(sent: bytes, rank: int, count: int, port: int, reports: Connection) ->
     leave(code)
 
 
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        wait([parent.sentinel])
+def end_after(waiting: Callable[[], object]) -> None:
+    """Ends this process when ``waiting`` returns: the one who has started it is gone. Meanwhile it goes on."""
+
+    def wait_and_end() -> None:
+        waiting()
         os._exit(1)  # at once: there is nobody left to write to
 
-
-def end_with(stream: IO[str]) -> None:
-    """Ends this process with ``stream``, whose other end nobody holds but the one who has started it."""
-
-    def wait_for_it() -> None:
-        stream.read()
-        os._exit(1)
-
-    threading.Thread(target=wait_for_it, daemon=True).start()
+    threading.Thread(target=wait_and_end, daemon=True).start()
 
 
 def leave(code: int) -> NoReturn:

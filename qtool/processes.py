@@ -80,26 +80,26 @@ def joined(device: torch.device) -> Iterator[None]:
         dist.init_process_group(backend, store=store, rank=place, world_size=count)
     else:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-    group = [dist.group.WORLD]
+    group = dist.group.WORLD
     try:
         yield
     finally:
         dist.destroy_process_group()
-    _end_threads(group)
+    _let_go()
+    del group  # last, see there
 
 
-def _end_threads(group: list[Any]) -> None:
-    """Lets go of the only one in ``group``, which is over; its threads end with it.
+def _let_go() -> None:
+    """Has nothing but :func:`joined` hold a group that is over; its threads end with it.
 
     They keep an exchanged tensor for a moment longer, and one that gives it back while the interpreter ends aborts the
-    process. torch keeps meshes in its caches, and they keep the group. It is let go of here last, since who waits for
-    the threads must not hold the interpreter, which they need: the group itself does not, what DDP keeps of it does.
+    process. torch keeps meshes in its caches, and they keep the group. Whoever holds it last waits for the threads and
+    must not hold the interpreter, which they need: the group's own end does not, that of what DDP keeps of it does.
     """
     for made in _MESHES:
         vars(made).get("_pg_registry", {}).clear()
     _MESHES.clear()
     gc.collect()
-    group.clear()
 
 
 @contextmanager

@@ -229,9 +229,9 @@ def main() -> None:
     os.dup2(2, 1)
     request = json.loads(requests.readline())
     from qtool.allocator import tune
-    from qtool.launcher import end_with
+    from qtool.launcher import end_after
 
-    end_with(requests)
+    end_after(requests.read)
     tune(huge_pages=False)
     answers.write(json.dumps(_answer(request)))
     answers.close()
