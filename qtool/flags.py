@@ -202,7 +202,10 @@ class Program(click.Group):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Hands the command what was typed before its name and is meant for it."""
         first = list(itertools.takewhile(OUTPUT.__contains__, args))
-        return super().parse_args(ctx, [*args[len(first) :][:1], *first, *args[len(first) + 1 :]])
+        rest = args[len(first) :]
+        if rest and not rest[0].startswith("-"):
+            rest[1:1] = first
+        return super().parse_args(ctx, rest)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

@@ -217,10 +217,12 @@ def test_a_wrong_command_line_is_one_line_exit_2_and_writes_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_a_command_the_help_is_shown() -> None:
-    result = invoke()
+@pytest.mark.parametrize("words", [(), ("--json",), ("--debug", "--quiet")])
+def test_without_a_command_the_help_is_shown(words: tuple[str, ...]) -> None:
+    result = invoke(*words)
     assert result.exit_code == 2
     assert "Commands:" in result.stderr
+    assert "Commands:" in invoke(*words, "--help").stdout
 
 
 # What the functions below are asked, and what becomes of what they raise
