@@ -24,7 +24,7 @@ import click
 from click.core import ParameterSource
 from click.shell_completion import get_completion_class
 
-from qtool.artifacts import finite, named, read_result
+from qtool.artifacts import finite, read_result
 from qtool.errors import ContractError, QtoolWarning, warning_line
 from qtool.flags import OUTPUT, Command, Flag, Program, field_options, given
 from qtool.options import flag, make
@@ -175,7 +175,7 @@ def benchmark(
         raise click.UsageError("--out without a run directory: --json prints the figures of files", ctx)
     with measured(ctx), work(ctx) as pipeline, tracked(out or what[0], mlflow):
         if files:
-            found = {"metrics": pipeline.benchmark(named(what), **options)}
+            found = {"metrics": pipeline.benchmark(what, **options)}
         else:
             pipeline.benchmark(what[0], out=out, **options)
             found = None

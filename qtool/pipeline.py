@@ -22,7 +22,7 @@ import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from qtool.artifacts import STAGES, atomic_path, has_result, read_result, write_json
 from qtool.errors import ContractError, UsageError
@@ -31,7 +31,10 @@ from qtool.recipe import Recipe, as_dict
 from qtool.recipe_files import find_recipe, load_recipe, to_toml
 from qtool.source import require_run_directory
 from qtool.stages import benchmark, export, quantize, sensitivity, train
-from qtool.stages.common import Progress, finished, teller
+from qtool.stages.common import Progress, finished, run_of, teller
+
+if TYPE_CHECKING:
+    from qtool.exporting.stage import ExportResult
 
 __all__ = ["benchmark", "export", "inspect", "quantize", "report", "run", "sensitivity", "train"]
 
@@ -109,12 +112,12 @@ def _measured(place: Path, recipe: Recipe) -> bool:
     return finished(place, "benchmark", as_dict(recipe.benchmark), inputs)
 
 
-def report(folder: str | Path) -> dict[str, Any]:
+def report(folder: str | Path | ExportResult) -> dict[str, Any]:
     """What is known of a run directory, from its results: each stage's metrics, and each variant's the same way.
 
-    Raises QtoolError where there is no result.
+    What :func:`export` returned stands for its run directory. Raises QtoolError where there is no result.
     """
-    place = Path(folder)
+    place = Path(run_of(folder))
     found: dict[str, Any] = {"run": os.fspath(place)}
     for stage in STAGES:
         if has_result(place, stage):
@@ -131,10 +134,11 @@ def report(folder: str | Path) -> dict[str, Any]:
     return found
 
 
-def inspect(artifact: str | Path) -> dict[str, Any]:
+def inspect(artifact: str | Path | ExportResult) -> dict[str, Any]:
     """What is inside a run directory, an ONNX file, a ``.pt2``, a ``.safetensors`` or a result, as plain values."""
     from qtool.inspection import describe, describe_run, is_refused, variant_folders
 
+    artifact = run_of(artifact)
     if not isinstance(artifact, str | Path):
         do = "pass its out=…; what is integer in a quantized model, its .plan tells"
         raise UsageError("argument 'artifact'", "the path of a file or a run directory", type(artifact).__name__, do)

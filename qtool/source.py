@@ -16,7 +16,7 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from qtool.artifacts import has_result, read_result, sha256_of
 from qtool.errors import QtoolError, UsageError, nearest
@@ -32,6 +32,12 @@ if TYPE_CHECKING:
 
 UNIDENTIFIED = "batches without an identity"
 RESULTS = ("benchmark", "export", "quantize", "train")
+
+
+class HasModel(Protocol):
+    """What stands for the model that it holds: the result of a training, a trainer."""
+
+    model: nn.Module
 
 
 @dataclass(frozen=True)
@@ -77,7 +83,7 @@ def require_run_directory(path: Path, stage: str) -> Path:
 
 
 def open_source(
-    model: nn.Module | str | None,
+    model: nn.Module | HasModel | str | None,
     data: object,
     task: Task | str = "classification",
     weights: str | Path | None = None,
@@ -167,8 +173,8 @@ def recall_float(run: Path, *, trust: bool = False, **options: Any) -> Source:
 
 
 def open_float(
-    model: nn.Module | str | Path, data: object, task: Task | str, weights: str | Path | None, *, trust: bool = False,
-    **options: Any,
+    model: nn.Module | HasModel | str | Path, data: object, task: Task | str, weights: str | Path | None, *,
+    trust: bool = False, **options: Any,
 ) -> tuple[Source, Path | None]:  # fmt: skip
     """The source of a stage that begins with a float model, and the run directory if ``model`` names one.
 
@@ -206,32 +212,33 @@ def open_task(task: Task | str, label_smoothing: float = 0.0) -> Task:
 
 
 def open_model(
-    model: nn.Module | str | None,
+    model: nn.Module | HasModel | str | None,
     facts: Mapping[str, Any],
     weights: str | Path | None,
     seed: int,
     target: Target | None = None,
 ) -> nn.Module | None:
-    """A spec or a module, with ``weights`` in it if any are given."""
+    """A spec, a module or what holds one, with ``weights`` in it if any are given. Raises UsageError for all else."""
     from qtool.models import load_model, load_weights
 
     if isinstance(model, str):
         classes, channels = facts["num_classes"], facts["in_channels"]
         return load_model(model, num_classes=classes, in_channels=channels, weights=weights, seed=seed, target=target)
-    if model is not None:
-        _require_module(model)
-        if str(weights) == PRETRAINED:
-            raise UsageError("--weights pretrained", "the spec of a library's model", "a module", "leave it out")
+    module = None if model is None else _module(model)
+    if module is not None and str(weights) == PRETRAINED:
+        raise UsageError("--weights pretrained", "the spec of a library's model", "a module", "leave it out")
     if target is not None:
         raise UsageError("--create-on-device", "a model's spec", "a model that is there already", "leave it out")
-    if model is not None and weights:
-        load_weights(model, Path(weights))
-    return model
+    if module is not None and weights:
+        load_weights(module, Path(weights))
+    return module
 
 
-def _require_module(model: Any) -> None:
-    """Raises UsageError for what is no module, or one whose parameters have no shapes yet."""
+def _module(given: Any) -> nn.Module:
+    """The module that was given, or what holds one. Raises UsageError for anything else, and for one without shapes."""
     where, expected = "argument 'model'", "an nn.Module, a spec or a run directory"
+    held: Any = getattr(given, "model", None)
+    model: Any = held if hasattr(held, "named_parameters") and not hasattr(given, "named_parameters") else given
     if isinstance(model, type) or not hasattr(model, "named_parameters"):
         got = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
         raise UsageError(where, expected, got, "pass the float model")
@@ -244,6 +251,8 @@ def _require_module(model: Any) -> None:
     lazy = [name for name, p in model.named_parameters() if type(p).__name__ == "UninitializedParameter"]
     if lazy:
         raise UsageError(where, "parameters with shapes", f"'{lazy[0]}' without one", "call the model on a batch first")
+    module: nn.Module = model
+    return module
 
 
 def has_random_weights(record: Mapping[str, Any]) -> bool:

@@ -201,11 +201,9 @@ def test_a_report_of_nothing_is_refused(tmp_path: Path) -> None:
         qtool.report(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("what", "got"), [(["a.onnx"], "got a list"), ("a.onnx", "got 'a.onnx', a file"), (None, "None")]
-)
-def test_files_to_benchmark_are_given_by_name(what: Any, got: str) -> None:
-    with pytest.raises(UsageError, match=rf"'what': expected a run directory, or a mapping .*{got}.*pass {{'fp32'"):
+@pytest.mark.parametrize(("what", "got"), [([], "a list"), ([1], "a list"), (None, "a NoneType")])
+def test_what_is_no_file_to_benchmark_is_refused(what: Any, got: str) -> None:
+    with pytest.raises(UsageError, match=f"'what': expected a run directory, or ONNX files; got {got}; pass what"):
         qtool.benchmark(what)
 
 

@@ -52,6 +52,11 @@ class ExportResult:
     gates: list[dict[str, Any]] = field(repr=False)
     tuning: dict[str, Any] | None = field(default=None, repr=False)
 
+    @property
+    def folder(self) -> Path:
+        """Where they are."""
+        return next(iter(self.files.values())).parent
+
 
 def export(
     quantized: QuantizedModel,

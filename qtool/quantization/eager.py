@@ -27,7 +27,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from qtool.errors import QtoolError, one_line
+from qtool.errors import QtoolError, UsageError, one_line
 from qtool.form import Plan, QuantizedModel, Unit, quantized
 from qtool.nested import call, tensors
 from qtool.quantization.align import align, label_units
@@ -100,19 +100,27 @@ def from_eager(
     return made
 
 
-# From a prepared model to a converted one that is known to run.
-
-
-def _converted(model: nn.Module) -> nn.Module:
-    modules = list(model.modules())
-    observed = any(is_observed(module) for module in modules)
-    if not observed and not any(is_quantized(module) for module in modules):
+def require_eager(model: Any) -> None:
+    """Raises UsageError for what is no module, QtoolError for a module with nothing quantized or observed in it."""
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            "argument 'quantized'", "a quantized model or a run directory", f"a {type(model).__name__}",
+            "pass what qtool.quantize returned",
+        )  # fmt: skip
+    if not any(is_observed(module) or is_quantized(module) for module in model.modules()):
         raise QtoolError(
             f"eager model '{type(model).__name__}'", "modules that torch.ao prepared or converted", "none",
             "call torch.ao.quantization.prepare and calibrate it, or give the float model to qtool.quantize",
         )  # fmt: skip
+
+
+# From a prepared model to a converted one that is known to run.
+
+
+def _converted(model: nn.Module) -> nn.Module:
+    require_eager(model)
     made = copy.deepcopy(model).cpu().eval()
-    if not observed:
+    if not any(map(is_observed, model.modules())):
         return made
     with quiet_torch_ao():
         warnings.filterwarnings("error", message=_NO_DATA)

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from qtool.artifacts import STAGES, has_result, output_path, read_result, staging, write_result
+from qtool.artifacts import STAGES, has_result, named, output_path, read_result, staging, write_result
 from qtool.errors import QtoolError, UsageError
 from qtool.given import pairs_of
 from qtool.lineage import superseded
 from qtool.options import argument, documented
 from qtool.recipe import BenchmarkConfig, as_dict
 from qtool.source import UNIDENTIFIED, open_data, recall_source, require_run_directory
-from qtool.stages.common import AnyPath, Progress, configured, teller, writable
+from qtool.stages.common import AnyPath, Progress, configured, run_of, teller, writable
+
+if TYPE_CHECKING:
+    from qtool.exporting.stage import ExportResult
 
 
 @documented(BenchmarkConfig)
 def benchmark(
-    what: AnyPath | Mapping[str, AnyPath],
+    what: AnyPath | ExportResult | Mapping[str, AnyPath] | Sequence[AnyPath],
     data: object = None,
     *,
     out: AnyPath | None = None,
@@ -29,24 +32,24 @@ def benchmark(
 ) -> dict[str, Any]:
     """Measures size, speed and accuracy of exported files side by side, and returns the figures as plain values.
 
-    ``what`` is a run directory (the result is committed there) or a mapping of names to ONNX files. ``data`` gives
-    the test samples: by default those of the run directory; or any data or iterable of batches, (input, target) or
-    inputs alone; for files, none measures speed alone. In PyTorch (``provider="torch"``) the run's quantized and float
-    graphs are measured instead of the exported files. Raises ContractError where a figure became worse than in
-    ``compare``, or INT8 is slower than the reference without ``allow_slower``; the figures are committed all the same.
+    ``what`` is a run directory (the result is committed there), what :func:`export` returned, which stands for it, or
+    any ONNX files: one, several, or a mapping of names to them. ``data`` gives the test samples: by default those of
+    the run directory; or any data or iterable of batches, (input, target) or inputs alone; for files, none measures
+    speed alone. In PyTorch (``provider="torch"``) the run's quantized and float graphs are measured instead of the
+    exported files. Raises ContractError where a figure became worse than in ``compare``, or INT8 is slower than the
+    reference without ``allow_slower``; the figures are committed all the same.
     """
     config = configured(BenchmarkConfig, config, options)
     from qtool.benchmarking import stage
 
-    if isinstance(what, Mapping):
-        files = {name: Path(path) for name, path in what.items()}
+    what = run_of(what)
+    if (files := _files(what)) is not None:
         found = stage.benchmark(files, config, batches=_test_batches(open_data(data, 0)), progress=teller(progress))
         _require(found, config)
         return found
-    if not isinstance(what, str | Path) or Path(what).suffix == ".onnx":
-        got = f"'{what}', a file" if isinstance(what, str | Path) else f"a {type(what).__name__}"
+    if not isinstance(what, str | Path):
         raise UsageError(
-            argument("what"), "a run directory, or a mapping of names to files", got, "pass {'fp32': 'a.onnx', …}"
+            argument("what"), "a run directory, or ONNX files", f"a {type(what).__name__}", "pass what export returned"
         )
     if "bf16" in config.variants and not config.provider.startswith(("torch", "openvino")):
         raise UsageError(
@@ -79,6 +82,16 @@ def benchmark(
         write_result(folder, "benchmark", config=as_dict(config), inputs=inputs, outputs={}, metrics=found)
     _require(found, config, _gains_size_alone(recorded))
     return found
+
+
+def _files(what: object) -> dict[str, Path] | None:
+    """ONNX files by name, where that is what was given."""
+    if isinstance(what, Mapping):
+        return {name: Path(path) for name, path in what.items()}
+    if isinstance(what, str | Path):
+        return named([Path(what)]) if Path(what).suffix == ".onnx" else None
+    paths = list(what) if isinstance(what, Sequence) else []
+    return named([Path(path) for path in paths]) if paths and all(isinstance(p, str | Path) for p in paths) else None
 
 
 def _require_current(run: Path, stage: str) -> None:

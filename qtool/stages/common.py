@@ -103,6 +103,11 @@ def meter(progress: Progress, stage: str) -> Iterator[Callable[[str, int, int], 
         bar.update(task, visible=False)
 
 
+def run_of(what: Any) -> Any:
+    """The run directory that :func:`export` left its files in, for what it returned; anything else as it is."""
+    return getattr(what, "folder", what)
+
+
 def writable(out: AnyPath | None) -> Path | None:
     """``out`` as a path, looked at before any work is done. Raises UsageError where no folder can be made there."""
     if out is None:

@@ -155,8 +155,9 @@ def _as_quantized(model: Any, example_inputs: tuple[Any, ...] | None, float_mode
 
     if isinstance(model, QuantizedModel):
         return model
-    from qtool.quantization.eager import from_eager
+    from qtool.quantization.eager import from_eager, require_eager
 
+    require_eager(model)
     if example_inputs is None:
         raise UsageError(
             argument("example_inputs"), "example inputs for a module quantized elsewhere", "none",

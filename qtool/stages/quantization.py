@@ -44,13 +44,14 @@ if TYPE_CHECKING:
 
     from qtool.data import Data
     from qtool.form import QuantizedModel
+    from qtool.source import HasModel
     from qtool.tasks import Task
 
 
 @in_turn
 @documented(QuantizeConfig, QatConfig)
 def quantize(
-    model: nn.Module | AnyPath,
+    model: nn.Module | HasModel | AnyPath,
     data: object = None,
     *,
     out: AnyPath | None = None,
@@ -66,12 +67,13 @@ def quantize(
 ) -> QuantizedModel:
     """Quantizes a model to INT8 and returns the quantized form; with ``out`` it also commits it there.
 
-    ``model`` is a module, a spec, or the run directory of a training or an earlier quantization. ``data`` gives the
-    calibration samples (and for ``mode="qat"`` the training data): a spec, a Data, a mapping, or any iterable of
-    batches: (input, target), inputs alone, or dicts of arguments that may hold the target as ``labels``. An input of
-    several arguments is a tuple of them, or a dict by name. ``options`` are the fields of QuantizeConfig and, for QAT,
-    of QatConfig, which are those of :func:`train` too; ``seed`` and a ``device`` that is named are for both. ``out`` is
-    a run directory to leave it in, for :func:`export` and :func:`load_quantized`. The model itself is left as it was.
+    ``model`` is a module (or what :func:`train` returned), a spec, or the run directory of a training or an earlier
+    quantization. ``data`` gives the calibration samples (and for ``mode="qat"`` the training data): a spec, a Data, a
+    mapping, or any iterable of batches: (input, target), inputs alone, or dicts of arguments that may hold the target
+    as ``labels``. An input of several arguments is a tuple of them, or a dict by name. ``options`` are the fields of
+    QuantizeConfig and, for QAT, of QatConfig, which are those of :func:`train` too; ``seed`` and a ``device`` that is
+    named are for both. ``out`` is a run directory to leave it in, for :func:`export` and :func:`load_quantized`. The
+    model itself is left as it was.
 
     With ``max_drop``, ``max_kl`` or ``min_agreement`` the cheapest quantization is searched that keeps to it on the
     validation part, or on ``validation``: batches of (input, target) or of inputs alone. Raises ContractError, its
@@ -188,7 +190,7 @@ def _require_use(config: QuantizeConfig) -> None:
 
 
 def _quantize_source(
-    model: nn.Module | AnyPath, data: object, task: Task | str, weights: AnyPath | None, out: Path | None,
+    model: nn.Module | HasModel | AnyPath, data: object, task: Task | str, weights: AnyPath | None, out: Path | None,
     tuning: QatConfig | None, trust: bool,
 ) -> tuple[Source, Path | None]:  # fmt: skip
     """The source to quantize and where the result goes; a run directory gives both."""

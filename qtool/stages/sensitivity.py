@@ -38,6 +38,7 @@ from qtool.stages.common import (
 if TYPE_CHECKING:
     from torch import nn
 
+    from qtool.source import HasModel
     from qtool.tasks import Task
 
 FILE = "sensitivity.json"
@@ -50,7 +51,7 @@ SAMPLES = 128
 @in_turn
 @documented(QuantizeConfig)
 def sensitivity(
-    model: nn.Module | AnyPath,
+    model: nn.Module | HasModel | AnyPath,
     data: object = None,
     *,
     out: AnyPath | None = None,
@@ -91,7 +92,12 @@ def _updated(recorded: Mapping[str, Any], options: Mapping[str, Any]) -> Quantiz
 
 
 def _source(
-    model: nn.Module | AnyPath, data: object, task: Task | str, weights: AnyPath | None, out: Path | None, trust: bool
+    model: nn.Module | HasModel | AnyPath,
+    data: object,
+    task: Task | str,
+    weights: AnyPath | None,
+    out: Path | None,
+    trust: bool,
 ) -> tuple[Source, Path | None, dict[str, Any]]:
     """The source, where the result goes, and the options of the quantization that is there."""
     source, run = open_float(model, data, task, weights, trust=trust)

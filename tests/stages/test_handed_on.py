@@ -1,0 +1,58 @@
+"""What a stage returns is what the next one takes: the same as the run directory or the model in it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import qtool
+from qtool.errors import QtoolError, UsageError
+
+
+def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    draw = torch.Generator().manual_seed(0)
+    return [(torch.randn(8, 1, 8, 8, generator=draw), torch.arange(8) % 3) for _ in range(4)]
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 3))
+
+
+def test_each_stage_takes_what_the_one_before_returned(tmp_path: Path) -> None:
+    data = batches()
+    trained = qtool.train(net(), data, epochs=1, max_steps=2)
+    quantized, again = qtool.quantize(trained, data), qtool.quantize(trained.model, data)
+    assert torch.equal(quantized(data[0][0]), again(data[0][0]))
+    exported = qtool.export(quantized, tmp_path / "out", samples=data)
+    assert exported.folder == tmp_path / "out"
+    qtool.benchmark(exported, data, seconds=0.1, allow_slower=True)  # committed where the files are
+    assert (tmp_path / "out" / "benchmark.json").exists()
+    assert qtool.report(exported) == qtool.report(tmp_path / "out")
+    assert qtool.inspect(exported) == qtool.inspect(tmp_path / "out")
+    options = {"seconds": 0.1, "width": 1.0, "allow_slower": True}
+    for files in (exported.files["int8"], [exported.files["int8"]], (str(exported.files["int8"]),)):
+        assert list(qtool.benchmark(files, **options)["variants"]) == ["model.int8"]
+
+
+def test_what_holds_a_model_stands_for_it() -> None:
+    model, data = net(), batches()
+    from_holder = qtool.sensitivity(SimpleNamespace(model=model), data)
+    assert from_holder["units"] == qtool.sensitivity(model, data)["units"]
+    with pytest.raises(UsageError, match=r"'model': expected an nn\.Module, a spec or a run directory; got a Simple"):
+        qtool.quantize(SimpleNamespace(model="net"), data)  # type: ignore[arg-type]
+
+
+def test_a_stage_left_out_is_named(tmp_path: Path) -> None:
+    data = batches()
+    with pytest.raises(UsageError, match=r"'quantized': .*got a TrainResult; pass what qtool.quantize returned"):
+        qtool.export(qtool.train(net(), data, max_steps=1), tmp_path / "out")
+    with pytest.raises(QtoolError, match=r"give the float model to qtool\.quantize"):
+        qtool.export(net(), tmp_path / "out")
+    with pytest.raises(UsageError, match=r"'what': .*got a QuantizedModel; pass what export returned"):
+        qtool.benchmark(qtool.quantize(net(), data), data)  # type: ignore[arg-type]
+    assert not (tmp_path / "out").exists()
