@@ -40,7 +40,7 @@ def build(options: argparse.Namespace) -> dict[str, Any]:
     data = qtool.load_data(options.data)
     model = qtool.load_model("resnet", num_classes=data.num_classes, in_channels=1)
     trained = qtool.train(model, data, epochs=options.epochs, learning_rate=2e-3)
-    quantized = qtool.quantize(trained.model, data, mode="ptq")
+    quantized = qtool.quantize(trained, data, mode="ptq")
     exported = qtool.export(quantized, options.out, samples=data)
     figures = qtool.benchmark(exported.files, data, seconds=1.0, allow_slower=True)  # the contract below decides
     return {"train": trained.metrics, "gates": exported.gates, "benchmark": figures}

@@ -80,7 +80,7 @@ def test_the_python_snippet_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     names = {"model": model, "batches": batches}
     exec(
         snippet.replace(
-            "benchmark(exported.files, batches)", "benchmark(exported.files, batches, seconds=0.05, allow_slower=True)"
+            "benchmark(exported, batches)", "benchmark(exported, batches, seconds=0.05, allow_slower=True)"
         ),
         names,
     )

@@ -43,6 +43,7 @@ from qtool.benchmarking.accuracy import judge, predict
 from qtool.benchmarking.stage import benchmark
 from qtool.calibration_data import draw
 from qtool.data import load_data
+from qtool.errors import QtoolError
 from qtool.exporting.to_onnx import float_to_onnx, save
 from qtool.models import load_model
 from qtool.quantization.stage import float_form
@@ -66,8 +67,10 @@ def main() -> None:
     else:
         prepare(options)
     for name in dict.fromkeys(("qtool", *options.peers)):
+        print(f"quantizing: {name}", file=sys.stderr)
         made[name] = made.get(name) or quantize(name, options)
         result.write_text(json.dumps({"quantizing": made}))
+    print("measuring", file=sys.stderr)
     found = measure(options, [name for name, told in made.items() if "seconds" in told])
     result.write_text(json.dumps({"quantizing": made, **found}, indent=2) + "\n")
     print_table(made, found, markdown=options.markdown)
@@ -216,4 +219,7 @@ def against_fp32(files: dict[str, Path], options: argparse.Namespace) -> dict[st
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except QtoolError as error:
+        sys.exit(str(error))
