@@ -95,7 +95,7 @@ def meter(progress: Progress, stage: str) -> Iterator[Callable[[str, int, int], 
     what = TextColumn("{task.description}", table_column=Column(ratio=1))
     columns = (BarColumn(10), MofNCompleteColumn(), TimeRemainingColumn(), what)
     console = Console(file=sys.stderr)
-    with Bar(*columns, console=console, expand=True, disable=not console.is_terminal) as bar:
+    with Bar(*columns, console=console, expand=True, disable=not (console.is_terminal or console.is_jupyter)) as bar:
         task = bar.add_task("", total=None, visible=False)
         yield lambda what, done, total: bar.update(
             task, completed=done, total=total, description=what, visible=done < total

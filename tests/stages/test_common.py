@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+import rich.progress
 
 from qtool.stages.common import meter, tidy
 
@@ -21,6 +22,16 @@ def test_a_long_description_leaves_the_count_visible(monkeypatch: pytest.MonkeyP
         time.sleep(0.3)  # it is drawn ten times a second
     assert "2/48" in shown.getvalue()
     assert shown.getvalue().count("--activation-checkpointing") >= 5
+
+
+@pytest.mark.parametrize("in_notebook", [True, False])
+def test_a_notebook_shows_a_bar_as_a_terminal_does(in_notebook: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[bool] = []
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: in_notebook)
+    monkeypatch.setattr(rich.progress.Progress, "start", lambda bar: shown.append(not bar.disable))
+    with meter(True, "train"):
+        pass
+    assert shown == [in_notebook]
 
 
 def test_a_function_takes_lines_and_silence_nothing(capsys: pytest.CaptureFixture[str]) -> None:
