@@ -104,10 +104,21 @@ def _packed(value: Any) -> bytes:
     try:
         return pickle.dumps(value)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise QtoolError(
-            "argument 'devices'", "a model, data and task that can be sent to other processes",
-            f"{type(error).__name__}: {error}", "give them as specs (FILE.py:factory), or use torchrun",
-        ) from error  # fmt: skip
+        raise _unsent(error, "give them as specs (FILE.py:factory), or use torchrun") from error
+
+
+def _unpacked(sent: bytes) -> Any:
+    """What was sent, in the process that got it. Raises QtoolError for what only the sender's memory defines."""
+    try:
+        return pickle.loads(sent)
+    except (AttributeError, ImportError) as error:
+        do = "define them in a file and import it (a notebook is none), or give them as specs (FILE.py:factory)"
+        raise _unsent(error, do) from error
+
+
+def _unsent(error: Exception, do: str) -> QtoolError:
+    expected = "a model, data and task that can be sent to other processes"
+    return QtoolError("argument 'devices'", expected, f"{type(error).__name__}: {error}", do)
 
 
 def _start(sent: bytes, rank: int, count: int, port: int) -> _Running:
@@ -185,7 +196,7 @@ def _main(sent: bytes, rank: int, count: int, port: int, reports: Connection) ->
     os.environ |= {"MASTER_ADDR": _HOST, "TORCHELASTIC_USE_AGENT_STORE": "True"}
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
     try:
-        function, arguments, filters, silent = pickle.loads(sent)
+        function, arguments, filters, silent = _unpacked(sent)
         logging.disable(silent)
         warnings.filters[:] = filters  # type: ignore[index]
         warnings.formatwarning = warning_line

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -127,3 +128,11 @@ def test_a_script_without_a_guard_is_told_of_it(tmp_path, work, where):
     assert where in last
     assert "if __name__ == '__main__':" in last
     assert done.stderr.count("Traceback") == 1 or work is LOADS
+
+
+def test_what_only_a_notebook_defines_is_told_where_it_arrives(monkeypatch):
+    notebook = types.ModuleType("notebook_cells")
+    exec("def work(): pass", vars(notebook))
+    monkeypatch.setitem(sys.modules, "notebook_cells", notebook)
+    with pytest.raises(QtoolError, match=r"'devices'.*No module named 'notebook_cells'; define them in a file"):
+        launch(notebook.work, 2)
