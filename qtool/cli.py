@@ -219,10 +219,10 @@ def inspect(ctx: click.Context, artifact: Path, **_: Any) -> None:
 
 @command("report", "qtool report runs/a")
 @click.argument("run_dir", type=RUN_DIR)
-@out_option("Where report.html and report.md go. [default: RUN_DIR]")
+@out_option("Where report.html, report.md and report.json go. [default: RUN_DIR]")
 @mlflow_option
 def report(ctx: click.Context, run_dir: Path, out: Path | None, mlflow: str | None, **_: Any) -> None:
-    """Write one HTML page, which needs no network, and a Markdown summary of a run."""
+    """Write a run's report: one HTML page, which needs no network, a Markdown summary, and all of it as JSON."""
     with work(ctx), tracked(run_dir, mlflow):
         from qtool.reporting.page import report as write
 

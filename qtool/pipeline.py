@@ -19,7 +19,6 @@ Left out on purpose: running variants at the same time. They would disturb each 
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -112,26 +111,19 @@ def _measured(place: Path, recipe: Recipe) -> bool:
     return finished(place, "benchmark", as_dict(recipe.benchmark), inputs)
 
 
-def report(folder: str | Path | ExportResult) -> dict[str, Any]:
+def report(folder: str | Path | ExportResult, out: str | Path | None = None) -> dict[str, Any]:
     """What is known of a run directory, from its results: each stage's metrics, and each variant's the same way.
 
-    What :func:`export` returned stands for its run directory. Raises QtoolError where there is no result.
+    What :func:`export` returned stands for its run directory. With ``out`` the report is also written there, as
+    ``report.html``, ``report.md`` and ``report.json``. Raises QtoolError where there is no result.
     """
+    from qtool.reporting.gather import gather, plain
+    from qtool.reporting.page import write_report
+
     place = Path(run_of(folder))
-    found: dict[str, Any] = {"run": os.fspath(place)}
-    for stage in STAGES:
-        if has_result(place, stage):
-            result = read_result(place, stage, verify=False, stale=True)
-            found[stage] = {
-                key: result[key] for key in ("config", "metrics", "contract", "memory", "stale") if key in result
-            }
-            found["environment"] = result["environment"]
-    if not has_result(place, "quantize"):
-        variants = {p.parent.name: report(p.parent) for p in sorted(place.glob("*/quantize.json"))}
-        found |= {"variants": variants} if variants else {}
-    if len(found) == 1:
-        require_run_directory(place, "train")
-    return found
+    if out is not None:
+        write_report(place, Path(out))
+    return plain(gather(place))
 
 
 def inspect(artifact: str | Path | ExportResult) -> dict[str, Any]:

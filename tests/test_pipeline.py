@@ -197,8 +197,18 @@ def test_inspecting_a_run_and_its_files(undisturbed: Path) -> None:
 def test_a_report_of_nothing_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="a folder that a stage has written; got no such folder"):
         qtool.report(tmp_path / "none")
-    with pytest.raises(QtoolError, match="finished stages: none"):
+    with pytest.raises(QtoolError, match="expected a result of train, .*; got none"):
         qtool.report(tmp_path)
+
+
+def test_a_report_is_written_where_it_is_asked_for(done: Path, tmp_path: Path) -> None:
+    found = qtool.report(done)
+    assert {*found} == {"run", "train", "environment", "variants"}
+    assert {*found["variants"]["ptq"]} == {"run", "quantize", "export", "benchmark", "environment"}
+    assert not (done / "report.html").exists()
+    assert qtool.report(done, tmp_path / "told") == found
+    assert json.loads((tmp_path / "told" / "report.json").read_text()) == json.loads(json.dumps(found))
+    assert {p.name for p in (tmp_path / "told").iterdir()} == {"report.html", "report.md", "report.json"}
 
 
 @pytest.mark.parametrize(("what", "got"), [([], "a list"), ([1], "a list"), (None, "a NoneType")])

@@ -84,7 +84,7 @@ def test_the_python_snippet_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ),
         names,
     )
-    assert names["report"]["variants"]["int8"]["accuracy"]["num_samples"] == 32  # type: ignore[index]
+    assert names["figures"]["variants"]["int8"]["accuracy"]["num_samples"] == 32  # type: ignore[index]
     assert names["needed"] > 4 * sum(p.numel() for p in model.parameters())  # type: ignore[operator]
 
 

@@ -8,6 +8,7 @@ sentence, not a failure; only a folder without any result is refused. What a con
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,10 @@ from typing import Any
 from qtool.artifacts import STAGES, has_result, read_result
 from qtool.errors import QtoolError
 from qtool.lineage import outdated
+from qtool.source import require_run_directory
 
+PLAIN = ("config", "metrics", "contract", "memory", "stale")
+"""What of a result goes into the plain report."""
 VARIANT_STAGES = ("quantize", "export", "benchmark")
 REFUSED = "contract.json"
 
@@ -71,8 +75,7 @@ class Run:
 def gather(path: Path) -> Run:
     """Reads a run directory, or the folder of one variant. Raises QtoolError where there is no result at all."""
     if not path.is_dir():
-        got = "a file" if path.is_file() else "no such folder"
-        raise QtoolError(f"'{path}'", "a run directory", got, "give the folder that qtool wrote its results to")
+        require_run_directory(path, STAGES[0])
     run = _read(path, path.resolve().name)
     names = [f"{stage}.json" for stage in STAGES]
     folders = sorted({file.parent for name in (*names, REFUSED) for file in path.glob(f"*/{name}")})
@@ -88,6 +91,18 @@ def gather(path: Path) -> Run:
     for place in run.variants or [run]:
         _note_missing(place)
     return run
+
+
+def plain(run: Run) -> dict[str, Any]:
+    """The report as plain values: each stage's configuration and figures, those of the variants, what is missing."""
+    found: dict[str, Any] = {"run": os.fspath(run.path)}
+    for stage in (stage for stage in STAGES if (run.path / f"{stage}.json").exists() and stage in run.results):
+        result = run.results[stage]
+        found[stage] = {key: result[key] for key in PLAIN if key in result}
+        found["environment"] = result["environment"]
+    found |= {"refused": run.refused} if run.refused else {}
+    found |= {"missing": run.missing} if run.missing else {}
+    return found | ({"variants": {place.name: plain(place) for place in run.variants}} if run.variants else {})
 
 
 def _read(path: Path, name: str) -> Run:

@@ -11,11 +11,11 @@ import re
 from pathlib import Path
 from typing import Any
 
-from qtool.artifacts import atomic_path, require_writable
+from qtool.artifacts import atomic_path, require_writable, write_json
 from qtool.reporting import sections
 from qtool.reporting.chosen import chosen_markdown
 from qtool.reporting.contracts import contract_markdown
-from qtool.reporting.gather import Run, gather
+from qtool.reporting.gather import Run, gather, plain
 from qtool.reporting.markup import Markup, el
 from qtool.reporting.tables import markdown
 from qtool.version import __version__
@@ -73,7 +73,7 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-a
 
 
 def write_report(path: Path, out: Path | None = None) -> dict[str, Path]:
-    """Writes ``report.html`` and ``report.md`` of a run directory, and gives their paths.
+    """Writes ``report.html``, ``report.md`` and ``report.json`` of a run directory, and gives their paths.
 
     ``out`` is the folder they go to, by default the run's own. Raises QtoolError where there is no
     result in the run directory; an unfinished run gives a report that says what is missing.
@@ -87,7 +87,8 @@ def _written(run: Run, folder: Path) -> dict[str, Path]:
     for target, text in texts.values():
         with atomic_path(target) as temporary:
             temporary.write_text(text, encoding="utf-8")
-    return {name: target for name, (target, _) in texts.items()}
+    write_json(folder / "report.json", plain(run))
+    return {name: target for name, (target, _) in texts.items()} | {"json": folder / "report.json"}
 
 
 def report(path: Path, out: Path | None = None) -> dict[str, Any]:

@@ -117,12 +117,13 @@ def test_a_comparison_is_shown(finished_run):
     assert "int8: size 2, was 1" in read.text
 
 
-def test_writing_gives_both_files_and_nothing_else(finished_run, tmp_path):
+def test_writing_gives_three_files_and_nothing_else(finished_run, tmp_path):
     files = write_report(finished_run)
-    assert files == {"html": finished_run / "report.html", "markdown": finished_run / "report.md"}
+    names = {"html": "report.html", "markdown": "report.md", "json": "report.json"}
+    assert files == {kind: finished_run / name for kind, name in names.items()}
     assert files["html"].read_text().startswith("<!doctype html>")
     elsewhere = write_report(finished_run, tmp_path / "out")
-    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["report.html", "report.md"]
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["report.html", "report.json", "report.md"]
     assert elsewhere["html"].read_bytes() == files["html"].read_bytes()
 
 
