@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qtool.errors import QtoolError
-from qtool.evaluate import class_axis, compare, evaluate, kl_divergence, paired_interval, predictions, sqnr_db
+from qtool.evaluate import class_axis, compare, evaluate, kl_divergence, predictions, sqnr_db
+from qtool.intervals import paired_interval
 from qtool.tasks import Classification
 
 
