@@ -115,9 +115,10 @@ def class_axis(output: Tensor, targets: Any = None, *, asked: bool = False) -> i
 
     N×C are logits. Of more axes the last is taken (N×T×C, tokens), or the second (N×C×H×W, pixels), where ``targets``
     are class indices that have all the others; without such targets only where it is ``asked`` for, as a contract does:
-    then pixels are what has four axes and more. The first axis is not compared.
+    then pixels are what has four axes and more. The first axis is not compared. Where ``targets`` are a number for each
+    of the output's (a regression, several labels at once), which share of a sum they are is nobody's question.
     """
-    if not output.is_floating_point() or output.dim() < 2:
+    if not output.is_floating_point() or output.dim() < 2 or _are_numbers(targets, output):
         return None
     last, behind = output.dim() - 1, tuple(output.shape[1:])
     told = isinstance(targets, Tensor) and not targets.is_floating_point()
@@ -125,6 +126,14 @@ def class_axis(output: Tensor, targets: Any = None, *, asked: bool = False) -> i
     guess = [1] if last == 1 or (asked and last > 2) else [2] if asked else []
     axis = next(iter(fits if last > 1 and fits else guess), None)
     return axis if axis is not None and output.shape[axis] > 1 else None
+
+
+def _are_numbers(targets: Any, output: Tensor) -> bool:
+    """Whether there is a target for each number of ``output``, and they are no shares of classes."""
+    if not isinstance(targets, Tensor) or targets.shape != output.shape:
+        return False
+    shares = any(bool(((targets.sum(axis) - 1).abs() < 1e-3).all()) for axis in {1, output.dim() - 1})
+    return not (shares and bool((targets >= 0).all()))
 
 
 def counted(targets: Any, output: Tensor, axis: int) -> Tensor | None:

@@ -197,6 +197,16 @@ def test_which_axis_counts_classes(shape, targets, asked, axis) -> None:
         assert class_axis(torch.zeros(shape), given.float()) is None
 
 
+def test_several_labels_at_once_and_regressions_have_no_classes() -> None:
+    labels, hot = torch.tensor([[1, 0, 1], [0, 1, 0]]), torch.tensor([[1, 0, 0], [0, 1, 0]])
+    for targets in (labels, labels.float(), torch.randn(2, 3), -hot.float()):
+        assert class_axis(torch.zeros(2, 3), targets, asked=True) is None
+    assert class_axis(torch.zeros(2, 3, 4, 4), torch.rand(2, 3, 4, 4), asked=True) is None
+    for targets in (hot, hot.float(), torch.randn(2, 3).softmax(1)):  # shares of classes
+        assert class_axis(torch.zeros(2, 3), targets) == 1
+    assert class_axis(torch.zeros(2, 3, 4, 4), torch.randn(2, 3, 4, 4).softmax(1), asked=True) == 1
+
+
 def test_masked_classes_have_no_part_in_anything() -> None:
     r, o = torch.randn(30, 6), torch.randn(30, 6)
     masked = torch.arange(6) % 3 == 0

@@ -128,6 +128,7 @@ class Judge:
     ) -> None:
         self.config, self.batches, self.task, self.reference = config, batches, task, reference
         self.outputs: list[Tensor | None] = []
+        self.axis: int | None = None
         self.num_samples, held = 0, 0
         self.counted: list[Tensor | None] = []
         self.metric = config.metric or (task.metric if task else "")
@@ -135,8 +136,11 @@ class Judge:
         for inputs, targets in batches:
             output = _on_cpu(reference(inputs))
             wanted = _answered(output, num_samples(inputs))
-            self.shape = tuple(wanted.shape)
-            self.axis = class_axis(wanted, targets, asked=(config.max_kl, config.min_agreement) != (None, None))
+            self.shapes = f"outputs {tuple(wanted.shape)}"
+            if isinstance(targets, Tensor):
+                self.shapes += f", targets {tuple(targets.shape)} ({str(targets.dtype).removeprefix('torch.')})"
+            axis = class_axis(wanted, targets, asked=(config.max_kl, config.min_agreement) != (None, None))
+            self.axis = axis if not self.outputs or axis is None else self.axis  # a few targets may look like classes
             self.num_outputs = len(list(tensors(output)))
             self.num_samples += len(wanted)
             held += wanted.nbytes
@@ -225,7 +229,8 @@ class Judge:
             raise UsageError("--metric", "--max-drop beside it", "none", "say how much of the metric may be lost")
         if (config.max_kl is not None or config.min_agreement is not None) and self.axis is None:
             raise UsageError(
-                "contract", "logits (N×C, N×T×C or N×C×H×W) for KL or agreement", str(self.shape),
+                "contract", "logits (N×C, N×T×C or N×C×H×W) of classes for KL or agreement",
+                self.shapes,
                 "use --max-drop with a metric",
             )  # fmt: skip
         for needed, flag in (

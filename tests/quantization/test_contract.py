@@ -192,6 +192,14 @@ def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
         assert np.mean(above) < most  # a mean that is taken for smaller than it is; Student's t alone: 7 % of the first
 
 
+def test_labels_that_are_no_classes_have_no_divergence() -> None:
+    labels = (LOGITS > 0).float()
+    labels[-100:] = torch.eye(5)[TARGETS[-100:]]  # the last batch looks like classes
+    for options in ({"max_kl": 1.0}, {"min_agreement": 90.0}):
+        with pytest.raises(UsageError, match=r"expected logits .*; got outputs \(100, 5\), targets \(100, 5\)"):
+            judge(targets=labels, **options)
+
+
 @pytest.mark.parametrize(
     ("options", "part"),
     [
