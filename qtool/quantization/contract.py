@@ -129,6 +129,7 @@ class Judge:
         self.config, self.batches, self.task, self.reference = config, batches, task, reference
         self.outputs: list[Tensor | None] = []
         self.axis: int | None = None
+        self.shapes, self.num_outputs = "", 0
         self.num_samples, held = 0, 0
         self.counted: list[Tensor | None] = []
         self.metric = config.metric or (task.metric if task else "")
