@@ -8,17 +8,12 @@
 * sqnr_db: 10 log10(Σ r² / Σ (r − o)²), over all logits; infinite where they are equal. What is infinite in both counts
   neither as signal nor as noise.
 * top1_drop: top-1 of the reference less top-1 of the other, as a share. Only samples that one gets right and the other
-  wrong move it, so its interval is that of *paired* proportions: with b samples right only in the reference and c only
-  in the other, half a sample is added to each of the four cells (Agresti and Min, "Simple improved confidence intervals
-  for comparing matched proportions", Statistics in Medicine 24, 2005), n' = N + 2, b' = b + ½, c' = c + ½, and
-
-      d = (b' − c') / n',    d ± 1.96 sqrt((b' + c') − (b' − c')² / n') / n'
-
-  Unlike the plain normal interval it does not collapse to a point when the two never differ.
+  wrong move it, so its interval is that of *paired* proportions
+  (:mod:`qtool.intervals`).
 
 Which axis of an output counts classes is :func:`class_axis`'s to say, for everything here that asks: logits of tokens
 (N×T×C) and of pixels (N×C×H×W) are many rows of one sample, and what is beside a target that is ignored counts nothing.
-Positions of one sample are alike, so their intervals are over samples: d ± t s/√N of what each sample adds to the drop.
+Positions of one sample are alike, so their intervals are over samples, of what each adds to the drop.
 
 Several processes (``qtool.processes``) each evaluate their share of a data set; the sums are of all.
 
@@ -38,10 +33,10 @@ from qtool import processes
 from qtool.data import batches
 from qtool.errors import QtoolError
 from qtool.given import IGNORED
+from qtool.intervals import mean_interval, paired_interval
 from qtool.tasks import Task, finished, loss_of, metrics_of
 
 Predict = Callable[[Any], Any]
-Z95 = 1.959963984540054  # the normal distribution's 97.5 % point
 PIECE = 64
 """Samples that are compared in float64 at once."""
 
@@ -120,9 +115,10 @@ def class_axis(output: Tensor, targets: Any = None, *, asked: bool = False) -> i
 
     N×C are logits. Of more axes the last is taken (N×T×C, tokens), or the second (N×C×H×W, pixels), where ``targets``
     are class indices that have all the others; without such targets only where it is ``asked`` for, as a contract does:
-    then pixels are what has four axes and more. The first axis is not compared.
+    then pixels are what has four axes and more. The first axis is not compared. Where ``targets`` are a number for each
+    of the output's (a regression, several labels at once), which share of a sum they are is nobody's question.
     """
-    if not output.is_floating_point() or output.dim() < 2:
+    if not output.is_floating_point() or output.dim() < 2 or _are_numbers(targets, output):
         return None
     last, behind = output.dim() - 1, tuple(output.shape[1:])
     told = isinstance(targets, Tensor) and not targets.is_floating_point()
@@ -130,6 +126,14 @@ def class_axis(output: Tensor, targets: Any = None, *, asked: bool = False) -> i
     guess = [1] if last == 1 or (asked and last > 2) else [2] if asked else []
     axis = next(iter(fits if last > 1 and fits else guess), None)
     return axis if axis is not None and output.shape[axis] > 1 else None
+
+
+def _are_numbers(targets: Any, output: Tensor) -> bool:
+    """Whether there is a target for each number of ``output``, and they are no shares of classes."""
+    if not isinstance(targets, Tensor) or targets.shape != output.shape:
+        return False
+    shares = any(bool(((targets.sum(axis) - 1).abs() < 1e-3).all()) for axis in {1, output.dim() - 1})
+    return not (shares and bool((targets >= 0).all()))
 
 
 def counted(targets: Any, output: Tensor, axis: int) -> Tensor | None:
@@ -282,44 +286,5 @@ def _over_samples(sums: dict[str, Tensor], drop: float) -> tuple[float, float]:
     """The interval of a drop that is the mean of positions: by what each sample adds to it, beyond its share."""
     weights = sums["count"]
     residual = (sums["only_reference"] - sums["only_other"] - drop * weights) / weights.mean()
-    half = mean_interval(residual)[1] - float(residual.mean())
-    return max(-1.0, drop - half), min(1.0, drop + half)
-
-
-def mean_interval(values: Tensor) -> tuple[float, float]:
-    """The 95 % interval of the mean of N independent values; infinitely wide for a single one."""
-    if len(values) < 2:
-        return -math.inf, math.inf
-    half = student95(len(values) - 1) * float(values.std()) / math.sqrt(len(values))
-    middle = float(values.mean())
-    return middle - half, middle + half
-
-
-def wilson_interval(count: float, total: int) -> tuple[float, float]:
-    """Wilson's 95 % interval of a proportion: ``count`` of ``total``, as shares."""
-    share, z2 = count / total, Z95**2
-    middle = (share + z2 / (2 * total)) / (1 + z2 / total)
-    half = Z95 * math.sqrt(share * (1 - share) / total + z2 / (4 * total**2)) / (1 + z2 / total)
-    return max(0.0, middle - half), min(1.0, middle + half)
-
-
-def student95(freedom: int) -> float:
-    """The 97.5 % point of Student's t: exact for 1 and 2 degrees of freedom, else by Fisher's series (within 1 %)."""
-    if freedom == 1:
-        return math.tan(0.475 * math.pi)
-    if freedom == 2:
-        return 0.95 * math.sqrt(2 / (1 - 0.95**2))
-    z, n = Z95, float(freedom)
-    terms = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
-    return z + sum(term / n**power for power, term in enumerate(terms, 1))
-
-
-def paired_interval(only_first: int, only_second: int, total: int) -> tuple[float, float]:
-    """The 95 % interval of the difference of two paired proportions (Agresti and Min 2005), clipped to −1 … 1.
-
-    Of ``total`` samples, ``only_first`` were right only in the first and ``only_second`` only in the second.
-    """
-    n, b, c = total + 2, only_first + 0.5, only_second + 0.5
-    middle = (b - c) / n
-    half = Z95 * math.sqrt(b + c - (b - c) ** 2 / n) / n
-    return max(-1.0, middle - half), min(1.0, middle + half)
+    low, high = mean_interval(residual)  # its mean is zero
+    return max(-1.0, drop + low), min(1.0, drop + high)

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qtool.errors import QtoolError
-from qtool.evaluate import class_axis, compare, evaluate, kl_divergence, paired_interval, predictions, sqnr_db
+from qtool.evaluate import class_axis, compare, evaluate, kl_divergence, predictions, sqnr_db
+from qtool.intervals import paired_interval
 from qtool.tasks import Classification
 
 
@@ -194,6 +195,16 @@ def test_which_axis_counts_classes(shape, targets, asked, axis) -> None:
     assert class_axis(torch.zeros(shape, dtype=torch.int64), given, asked=asked) is None
     if given is not None:
         assert class_axis(torch.zeros(shape), given.float()) is None
+
+
+def test_several_labels_at_once_and_regressions_have_no_classes() -> None:
+    labels, hot = torch.tensor([[1, 0, 1], [0, 1, 0]]), torch.tensor([[1, 0, 0], [0, 1, 0]])
+    for targets in (labels, labels.float(), torch.randn(2, 3), -hot.float()):
+        assert class_axis(torch.zeros(2, 3), targets, asked=True) is None
+    assert class_axis(torch.zeros(2, 3, 4, 4), torch.rand(2, 3, 4, 4), asked=True) is None
+    for targets in (hot, hot.float(), torch.randn(2, 3).softmax(1)):  # shares of classes
+        assert class_axis(torch.zeros(2, 3), targets) == 1
+    assert class_axis(torch.zeros(2, 3, 4, 4), torch.randn(2, 3, 4, 4).softmax(1), asked=True) == 1
 
 
 def test_masked_classes_have_no_part_in_anything() -> None:

@@ -9,10 +9,11 @@ side, and otherwise there are too few samples to tell, and it is said how many w
 criterion      value                                           interval
 =============  ==============================================  =====================================================
 max_drop       metric of the float model less the candidate's  Agresti and Min's for paired proportions where samples
-                                                               are right or wrong, or none differs; d ± t s/√N of the
-                                                               paired differences for other means; the paired
+                                                               are right or wrong, or none differs; that of a mean for
+                                                               the paired differences of other means; the paired
                                                                bootstrap (1,000 draws) for what is no mean of samples
-max_kl         mean KL(float ‖ candidate) in nats              mean ± t s/√N, t Student's for N − 1 (1.96 for many)
+max_kl         mean KL(float ‖ candidate) in nats              Student's t, corrected for skewness (Hall), as for every
+                                                               mean
 min_agreement  share of samples with the same argmax           Wilson's for a proportion
 =============  ==============================================  =====================================================
 
@@ -36,17 +37,8 @@ import torch
 from torch import Tensor
 
 from qtool.errors import QtoolError, UsageError, nearest
-from qtool.evaluate import (
-    Z95,
-    class_axis,
-    counted,
-    divergence,
-    error_of,
-    mean_interval,
-    paired_interval,
-    unlike,
-    wilson_interval,
-)
+from qtool.evaluate import class_axis, counted, divergence, error_of, unlike
+from qtool.intervals import Z95, enough, mean_interval, paired_interval, wilson_interval
 from qtool.nested import cut, map_tensors, num_samples, per_sample, tensors
 from qtool.recipe import QuantizeConfig
 from qtool.tasks import Task, finished, is_higher_better, loss_of, metrics_of
@@ -57,6 +49,8 @@ LEAST = 2
 KEPT = 2**28
 """Bytes of float outputs that are held in memory; what is beyond them is computed anew for every candidate."""
 Batches = Iterable[tuple[Any, Any]]
+Interval = Callable[[int], tuple[float, float]]
+"""The 95 % interval that so many samples give where each is like those at hand."""
 Sums = dict[str, Tensor]
 
 
@@ -134,6 +128,8 @@ class Judge:
     ) -> None:
         self.config, self.batches, self.task, self.reference = config, batches, task, reference
         self.outputs: list[Tensor | None] = []
+        self.axis: int | None = None
+        self.shapes, self.num_outputs = "", 0
         self.num_samples, held = 0, 0
         self.counted: list[Tensor | None] = []
         self.metric = config.metric or (task.metric if task else "")
@@ -141,8 +137,11 @@ class Judge:
         for inputs, targets in batches:
             output = _on_cpu(reference(inputs))
             wanted = _answered(output, num_samples(inputs))
-            self.shape = tuple(wanted.shape)
-            self.axis = class_axis(wanted, targets, asked=(config.max_kl, config.min_agreement) != (None, None))
+            self.shapes = f"outputs {tuple(wanted.shape)}"
+            if isinstance(targets, Tensor):
+                self.shapes += f", targets {tuple(targets.shape)} ({str(targets.dtype).removeprefix('torch.')})"
+            axis = class_axis(wanted, targets, asked=(config.max_kl, config.min_agreement) != (None, None))
+            self.axis = axis if not self.outputs or axis is None else self.axis  # a few targets may look like classes
             self.num_outputs = len(list(tensors(output)))
             self.num_samples += len(wanted)
             held += wanted.nbytes
@@ -231,7 +230,8 @@ class Judge:
             raise UsageError("--metric", "--max-drop beside it", "none", "say how much of the metric may be lost")
         if (config.max_kl is not None or config.min_agreement is not None) and self.axis is None:
             raise UsageError(
-                "contract", "logits (N×C, N×T×C or N×C×H×W) for KL or agreement", str(self.shape),
+                "contract", "logits (N×C, N×T×C or N×C×H×W) of classes for KL or agreement",
+                self.shapes,
                 "use --max-drop with a metric",
             )  # fmt: skip
         for needed, flag in (
@@ -269,28 +269,25 @@ class Judge:
     def _drop(self, scores: Scores, limit: float) -> Criterion:
         sign = 1.0 if self.task is None or is_higher_better(self.task, self.metric) else -1.0
         value = 100 * sign * (self._value(self.sums)[self.metric] - self._value(scores.sums)[self.metric])
-        if self._is_mean():
-            (low, high), variance = self._mean_drop(scores, value, sign)
-        else:
-            low, high = self._bootstrap(scores, sign)
-            variance = ((high - low) / 2 / Z95) ** 2 * self.num_samples
-        if low == high == 0:  # as little as that tells of others, answers that are right or wrong would
-            low, high = (100 * end for end in paired_interval(0, 0, self.num_samples))
-            variance = (limit / Z95) ** 2 * _least_alike(limit)
-        return _judged("drop", limit, value, (low, high), variance, self.num_samples)
+        at = self._mean_drop(scores, value, sign) if self._is_mean() else self._bootstrap(scores, value, sign)
+        if at(self.num_samples) == (0, 0):  # as little as that tells of others, answers that are right or wrong would
+            at = _paired(0, 0)
+        return _judged("drop", limit, value, at, self.num_samples)
 
-    def _mean_drop(self, scores: Scores, value: float, sign: float) -> tuple[tuple[float, float], float]:
-        """The interval of the drop of a mean of samples, and the variance of one sample."""
+    def _mean_drop(self, scores: Scores, value: float, sign: float) -> Interval:
+        """The interval of the drop of a mean of samples."""
         change = 100 * sign * (self.sums[self.metric] - scores.sums[self.metric])
-        residual = (change - value * self.weights) / self.weights.mean()
-        variance = float(residual.var())
         if all(_is_counted(sums[self.metric], self.weights) for sums in (self.sums, scores.sums)):
-            low, high = paired_interval(int((change > 0).sum()), int((change < 0).sum()), self.num_samples)
-            return (100 * low, 100 * high), variance
-        half = mean_interval(residual)[1] - float(residual.mean())
-        return (value - half, value + half), variance
+            return _paired(float((change > 0).double().mean()), float((change < 0).double().mean()))
+        residual = (change - value * self.weights) / self.weights.mean()  # of mean zero
 
-    def _bootstrap(self, scores: Scores, sign: float) -> tuple[float, float]:
+        def at(total: int) -> tuple[float, float]:
+            low, high = mean_interval(residual, total)
+            return value + low, value + high
+
+        return at
+
+    def _bootstrap(self, scores: Scores, value: float, sign: float) -> Interval:
         """The 2.5 and 97.5 % points of the drop over draws of samples with replacement, by a fixed seed."""
         draw = torch.Generator().manual_seed(0)
         found = []
@@ -298,7 +295,23 @@ class Judge:
             rows = torch.randint(self.num_samples, (self.num_samples,), generator=draw)
             found.append(self._value(self.sums, rows)[self.metric] - self._value(scores.sums, rows)[self.metric])
         ends = torch.tensor(found, dtype=torch.float64).mul(100 * sign).quantile(torch.tensor([0.025, 0.975]).double())
-        return float(ends[0]), float(ends[1])
+        low, high = map(float, ends)
+
+        def at(total: int) -> tuple[float, float]:
+            narrower = math.sqrt(self.num_samples / total)
+            return value + (low - value) * narrower, value + (high - value) * narrower
+
+        return at
+
+
+def _paired(lost: float, gained: float) -> Interval:
+    """The interval of a drop, in points, of which these shares of the samples tell."""
+
+    def at(total: int) -> tuple[float, float]:
+        low, high = paired_interval(lost * total, gained * total, total)
+        return 100 * low, 100 * high
+
+    return at
 
 
 def _is_counted(column: Tensor, weights: Tensor) -> bool:
@@ -312,26 +325,27 @@ def _least_alike(limit: float) -> float:
 
 
 def _kl(divergence: Tensor, limit: float) -> Criterion:
-    interval, total = mean_interval(divergence), len(divergence)
-    return _judged("KL", limit, float(divergence.mean()), interval, float(divergence.var()), total)
+    return _judged(
+        "KL", limit, float(divergence.mean()), lambda total: mean_interval(divergence, total), len(divergence)
+    )
 
 
 def _agreement(count: float, total: int, limit: float) -> Criterion:
-    low, high = (100 * end for end in wilson_interval(count, total))
-    value = 100 * count / total
-    flipped = _judged("agreement", -limit, -value, (-high, -low), value * (100 - value), total)
-    return Criterion("agreement", limit, value, (low, high), flipped.met, flipped.needed)
+    def at(size: int) -> tuple[float, float]:
+        low, high = wilson_interval(count * size / total, size)
+        return -100 * high, -100 * low
+
+    flipped = _judged("agreement", -limit, -100 * count / total, at, total)
+    low, high = flipped.ci95
+    return Criterion("agreement", limit, -flipped.value, (-high, -low), flipped.met, flipped.needed)
 
 
-def _judged(
-    name: str, limit: float, value: float, ci95: tuple[float, float], variance: float, total: int
-) -> Criterion:  # fmt: skip
-    """A criterion whose value is to be at most ``limit``; ``variance`` is that of one of the ``total`` samples."""
-    met = True if ci95[1] <= limit else False if ci95[0] > limit else None
-    needed = None
-    if met is None and value < limit:
-        needed = max(total + 1, math.ceil(variance * Z95**2 / (limit - value) ** 2))
-    return Criterion(name, limit, value, ci95, met, needed)
+def _judged(name: str, limit: float, value: float, at: Interval, total: int) -> Criterion:
+    """A criterion whose value, of ``total`` samples, is to be at most ``limit``."""
+    low, high = at(total)
+    met = True if high <= limit else False if low > limit else None
+    needed = enough(lambda size: at(size)[1] <= limit, total) if met is None and value < limit else None
+    return Criterion(name, limit, value, (low, high), met, needed)
 
 
 def _apart(wanted: Tensor, given: Tensor, axis: int | None, some: Tensor | None) -> Tensor:

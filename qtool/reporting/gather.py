@@ -159,5 +159,17 @@ def _note_missing(run: Run) -> None:
         run.missing.append("no file: activations of fewer than 8 bits are a simulation")
         return
     later = [stage for stage in VARIANT_STAGES if stage not in run.results]
+    if "export" in run.results and not (run.path / "quantize.json").exists():
+        later.remove("quantize")  # exported from another folder
+        run.missing += [f"contract {gate['found']}" for gate in _gates(run) if _is_open(gate)]
     if later:
         run.missing.append(f"not there yet: {', '.join(later)} (next: qtool {later[0]} {run.path})")
+
+
+def _gates(run: Run) -> list[Mapping[str, Any]]:
+    return list(run.get("export").get("metrics", {}).get("gates", ()))
+
+
+def _is_open(gate: Mapping[str, Any]) -> bool:
+    """Whether nothing says that the file keeps a contract which it was made under."""
+    return gate["name"] == "contract" and gate["passed"] is None

@@ -216,18 +216,16 @@ class Candidates:
         (place / name).touch()
 
     def harmful(self, config: QuantizeConfig) -> list[dict[str, Any]]:
-        """The integer units, the most harmful first: measured with these options, or before for this model.
+        """The integer units, the most harmful first: measured with these options, or before for the same units.
 
         Harm is KL divergence where nothing but the first output's answers is promised, and noise in all outputs else.
         """
         if not self.units:
             start = time.monotonic()
-            found = self.measurement.cached(self.run_folder)
-            if found is None:
-                asked = dataclasses.replace(config, mode="ptq")
-                found = dataclasses.replace(self.measurement, config=asked).run(
-                    self.run_folder, resume=True, tell=self.tell
-                )
+            measuring = dataclasses.replace(self.measurement, config=dataclasses.replace(config, mode="ptq"))
+            found = measuring.cached(self.run_folder)
+            if found is None or not measuring.is_alike(found):
+                found = measuring.run(self.run_folder, resume=True, tell=self.tell)
             self.units = found["units"]
             if self.config.max_drop is None and all(unit["kl"] is not None for unit in self.units):
                 self.units = sorted(self.units, key=lambda unit: unit["kl"], reverse=True)

@@ -44,6 +44,17 @@ if TYPE_CHECKING:
 FILE = "sensitivity.json"
 PART = "sensitivity.part.json"
 SCHEMA = 2
+PLACED_BY = (
+    "engine",
+    "target",
+    "weight_bits",
+    "edge_bits",
+    "activation_bits",
+    "group_size",
+    "weights_only",
+    "overrides",
+)
+"""Options that say which units there are, and in how many bits: others leave the most harmful ones what they are."""
 SAVE_SECONDS = 1.0
 SAMPLES = 128
 
@@ -131,6 +142,10 @@ class Measurement:
         """Whether a quantization with these options is what is measured; how it was trained is no matter."""
         left_out = (*CONTRACT_FIELDS, "mode", "samples")
         return all(recorded.get(key) == value for key, value in self.asked.items() if key not in left_out)
+
+    def is_alike(self, found: Mapping[str, Any]) -> bool:
+        """Whether the units of a result are these, in as many bits."""
+        return all(found["config"].get(key) == self.asked[key] for key in PLACED_BY)
 
     def cached(self, folder: Path | None) -> dict[str, Any] | None:
         """The result in ``folder``, whatever its options were. Raises QtoolError for one of another model or data."""

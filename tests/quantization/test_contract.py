@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from qtool.errors import QtoolError, UsageError
-from qtool.evaluate import mean_interval, wilson_interval
+from qtool.intervals import mean_interval, paired_interval, wilson_interval
 from qtool.quantization.contract import Judge
 from qtool.recipe import QuantizeConfig
 from qtool.tasks import Classification, LanguageModelling
@@ -20,6 +20,22 @@ N = 1000
 LOGITS = torch.randn(N, 5, generator=torch.Generator().manual_seed(0)) * 3
 TARGETS = LOGITS.argmax(1)
 T999 = 1.9623415  # the 97.5 % point of Student's t with 999 degrees of freedom
+T199 = 1.9719565
+
+
+def hall(values: np.ndarray, t: float) -> list[float]:
+    """Hall's interval of a mean, its cubic solved by bisection."""
+    n, mean, spread = len(values), values.mean(), values.std(ddof=1)
+    g = (((values - mean) / spread) ** 3).mean()
+
+    def solved(end: float) -> float:
+        low, high = -100.0, 100.0
+        for _ in range(100):
+            x = (low + high) / 2
+            low, high = (x, high) if x + g * x**2 / 3 + g**2 * x**3 / 27 + g / (6 * n) < end else (low, x)
+        return low
+
+    return [mean - spread * solved(end / math.sqrt(n)) for end in (t, -t)]
 
 
 def judge(task: Any = None, targets: Tensor | None = TARGETS, logits: Tensor = LOGITS, **options: Any) -> Judge:
@@ -53,9 +69,31 @@ def test_how_many_samples_would_tell() -> None:
     """At a drop of 1.0 and a limit of 1.5 points, with one sample in a hundred that differs."""
     held = judge(max_drop=1.5)
     criterion = held.verdict(held.score(wrong(10))).criteria[0]
-    assert criterion.needed == pytest.approx((1.959964 / 0.5) ** 2 * 100 * (1 - 0.01), rel=0.01)
     assert held.verdict(held.score(wrong(10))).within
     assert not held.verdict(held.score(wrong(18))).within
+    ends = [100 * paired_interval(0.01 * n, 0, n)[1] for n in (0.99 * criterion.needed, criterion.needed)]
+    assert ends[1] <= 1.5 < ends[0]
+
+
+def test_how_many_samples_would_tell_an_agreement() -> None:
+    """99.5 % where 99.2 are promised: what Wilson's interval asks for, 2.5 times what the normal one would."""
+    held = judge(min_agreement=99.2)
+    needed = held.verdict(held.score(wrong(5))).criteria[0].needed
+    assert needed == pytest.approx(1.959964**2 * 0.992 * 0.008 / 0.003**2, rel=0.01)
+
+
+def test_how_many_samples_would_tell_a_divergence() -> None:
+    held = judge(max_kl=1.0)
+    scores = held.score(wrong(200))
+    value = float(scores.divergence.mean())
+    needed = judge(max_kl=1.1 * value).verdict(scores).criteria[0].needed
+    spread = float(scores.divergence.std())
+    assert needed == pytest.approx((1.959964 * spread / (0.1 * value)) ** 2, rel=0.15)
+    assert (
+        mean_interval(scores.divergence, needed)[1]
+        <= 1.1 * value
+        < mean_interval(scores.divergence, needed * 99 // 100)[1]
+    )
 
 
 def test_kl_and_agreement() -> None:
@@ -65,8 +103,7 @@ def test_kl_and_agreement() -> None:
     each = np.zeros(N)
     each[:5] = (p * np.log(p / q)).sum(1)
     assert kl.value == pytest.approx(each.mean())
-    half = T999 * each.std(ddof=1) / math.sqrt(N)
-    assert kl.ci95 == pytest.approx((each.mean() - half, each.mean() + half))
+    assert kl.ci95 == pytest.approx(hall(each, T999), rel=1e-5)
     assert agreement.value == pytest.approx(99.5)
     z2, share = 1.959964**2, 0.995
     root = math.sqrt(share * (1 - share) / N + z2 / (4 * N * N))
@@ -147,6 +184,20 @@ def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
         values = torch.from_numpy(draw.normal(1.0, 2.0, (1000, count)))
         held = [low <= 1.0 <= high for low, high in map(mean_interval, values)]
         assert np.mean(held) == pytest.approx(0.95, abs=0.02)
+    for values, most in (
+        (np.exp(1.25 * draw.normal(size=(2000, 540))), 0.05),
+        (draw.normal(size=(2000, 540)) ** 2, 0.035),
+    ):
+        above = [high < values.mean() for _, high in map(mean_interval, torch.from_numpy(values))]
+        assert np.mean(above) < most  # a mean that is taken for smaller than it is; Student's t alone: 7 % of the first
+
+
+def test_labels_that_are_no_classes_have_no_divergence() -> None:
+    labels = (LOGITS > 0).float()
+    labels[-100:] = torch.eye(5)[TARGETS[-100:]]  # the last batch looks like classes
+    for options in ({"max_kl": 1.0}, {"min_agreement": 90.0}):
+        with pytest.raises(UsageError, match=r"expected logits .*; got outputs \(100, 5\), targets \(100, 5\)"):
+            judge(targets=labels, **options)
 
 
 @pytest.mark.parametrize(
@@ -248,9 +299,8 @@ def test_counts_that_a_candidate_alone_has_are_no_right_and_wrong() -> None:
     criterion = held.verdict(held.score(wrong(40))).criteria[0]
     each = np.zeros(N)
     each[:40] = 300
-    half = T999 * each.std(ddof=1) / math.sqrt(N)
     assert criterion.value == pytest.approx(12.0)
-    assert criterion.ci95 == pytest.approx((12.0 - half, 12.0 + half))
+    assert criterion.ci95 == pytest.approx(hall(each, T999), rel=1e-5)
 
 
 def test_of_which_metrics_less_is_better() -> None:
@@ -315,7 +365,7 @@ def test_a_sequence_counts_as_the_mean_of_its_tokens_with_a_target() -> None:
     each[:10] = (p * np.log(p / q)).sum(1)
     sequences = each.reshape(200, 5).mean(1)
     assert kl.value == pytest.approx(sequences.mean())
-    assert kl.ci95[1] == pytest.approx(sequences.mean() + 1.9719565 * sequences.std(ddof=1) / math.sqrt(200))
+    assert kl.ci95[1] == pytest.approx(hall(sequences, T199)[1], rel=1e-5)
     assert agreement.value == pytest.approx(99.0)
     assert agreement.ci95 == pytest.approx([100 * end for end in wilson_interval(198, 200)])
     targets = TARGETS.view(200, 5).clone()

@@ -47,6 +47,17 @@ def test_only_a_benchmark_lacks_nothing(finished_run, tmp_path):
     assert gather(alone).missing == []
 
 
+def test_an_export_from_another_folder_needs_no_quantization_but_says_that_a_contract_was_not_kept(finished_run):
+    place = finished_run / "ptq"
+    (place / "quantize.json").unlink()
+    assert gather(place).missing == []
+    result = json.loads((place / "export.json").read_text())
+    found = "not run: the quantization did not keep it, and is the closest found"
+    result["metrics"]["gates"].append({"name": "contract", "passed": None, "found": found})
+    (place / "export.json").write_text(json.dumps(result))
+    assert gather(place).missing == [f"contract {found}"]
+
+
 @pytest.mark.parametrize("text", ["{", "[]", '{"schema": 99, "stage": "export"}'])
 def test_a_damaged_result_is_a_sentence_and_not_the_end(finished_run, text):
     (finished_run / "ptq" / "export.json").write_text(text)

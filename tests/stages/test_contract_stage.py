@@ -312,6 +312,18 @@ def test_a_sensitivity_of_another_model_is_refused(trained: Path) -> None:
         qtool.quantize(trained, max_kl=0.01, **OPTIONS)
 
 
+def test_a_sensitivity_is_used_again_for_the_same_units_in_as_many_bits(trained: Path) -> None:
+    path = trained / "sensitivity.json"
+    known = qtool.sensitivity(trained, samples=16, ranges="minmax", algorithms=None, **OPTIONS)["units"]
+    for bits, again in ((8, True), (4, False)):
+        with pytest.raises(ContractError) as caught:
+            qtool.quantize(trained, max_kl=1e-9, method="given", weight_bits=bits, **OPTIONS)
+        assert caught.value.details is not None
+        harmful = caught.value.details["harmful"]
+        assert (sorted(map(str, harmful)) == sorted(map(str, known))) is again
+        assert json.loads(path.read_text())["config"]["weight_bits"] == bits
+
+
 def test_no_time_at_all_is_told(trained: Path) -> None:
     with pytest.raises(ContractError, match="got a time budget of 0"):
         qtool.quantize(trained, max_kl=0.01, time_budget=0.0, **OPTIONS)
