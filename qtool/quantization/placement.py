@@ -289,11 +289,14 @@ class Placement:
         return found
 
     def _is_read_in_float(self, node: Node) -> bool:
-        """Whether no integer unit would read the value, reshaped or joined on the way or not, if it were integers."""
+        """Whether no integer unit would compute with the value if it were integers, moved or joined on the way or not.
+
+        A maximum over windows is such a move: what compares it with the value itself would find many equal integers.
+        """
         users = (user for user in node.users if user.op != "output")
         return all(
             self._is_read_in_float(user)
-            if self._is_move(user) or self._joins(user)
+            if self._is_move(user, ("move", "max_pool")) or self._joins(user)
             else not self._could_be_integer(user)
             for user in users
         )

@@ -192,6 +192,16 @@ def test_a_gate_is_a_table_of_256_only_where_integers_read_it() -> None:
     assert "coarse" in mask.reason
 
 
+def test_a_heat_map_that_is_compared_with_its_maxima_is_not_rounded() -> None:
+    def peaks(net: Any, x: Tensor) -> Tensor:
+        heat = torch.sigmoid(net.a(x))
+        return heat * (F.max_pool2d(heat, 3, 1, 1) == heat).float()
+
+    units = {unit.kind: unit.integer for unit in placed(peaks).plan().units}
+    assert not units["sigmoid"]
+    assert not units["max_pool"]
+
+
 def test_reshapes_cost_nothing_and_are_not_in_the_plan() -> None:
     def reshaped(m: Any, x: Tensor) -> Tensor:
         return m.b(m.a(x).permute(0, 1, 3, 2).flatten(1).view(-1, 4, 8, 8)).transpose(1, 2)
