@@ -261,7 +261,7 @@ class Placement:
 
         With an activation behind it that others read, a kernel that gives float would be the runtime's float one.
         """
-        own = any(activation not in RELU_LIKE for activation in pattern.activations)
+        own = pattern.in_float or any(activation not in RELU_LIKE for activation in pattern.activations)
         inner = any(user.op != "output" for user in nodes[-1].users)
         return nodes[-1].target in RELU_LIKE and inner and not own
 

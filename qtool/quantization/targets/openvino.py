@@ -27,6 +27,7 @@ from qtool.form import BLOCK
 from qtool.quantization.targets.base import (
     BETWEEN,
     BINARY,
+    FLOAT_BETWEEN,
     POINTWISE,
     POOLS_AND_MOVES,
     RECURRENT,
@@ -79,7 +80,7 @@ OPENVINO = Target(
         ),
         TABLE,
         RECURRENT,
-        Pattern("activation", POINTWISE, in_float="it runs in float between integers", **BETWEEN),
+        Pattern("activation", POINTWISE, **FLOAT_BETWEEN),
     ),
     flat_linears=False,
     attention=True,
