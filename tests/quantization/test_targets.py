@@ -214,3 +214,11 @@ def test_openvino_runs_wide_grouped_convolutions_in_float(taps: int, groups: int
     x = torch.randn(2, 8, 40)
     units = {unit.name: unit for unit in Placement(capture(model, x), get_target("openvino")).plan().units}
     assert units["0"].integer is integer
+
+
+def test_openvino_takes_grouped_convolutions_whose_batch_norm_was_folded() -> None:
+    torch.manual_seed(0)
+    depthwise = [nn.Conv2d(8, 8, 3, groups=8, bias=False), nn.BatchNorm2d(8), nn.ReLU()]
+    model, x = nn.Sequential(nn.Conv2d(3, 8, 1), *depthwise, nn.Conv2d(8, 4, 1)).eval(), torch.randn(4, 3, 8, 8)
+    form = quantize(model, QuantizeConfig(target="openvino", effort="fast"), example=x, calibration=[x])
+    assert not form.plan.float_units
