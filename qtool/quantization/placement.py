@@ -235,7 +235,9 @@ class Placement:
 
     def _accept(self, node: Node, pattern: Pattern) -> None:
         nodes = [node, *self._tail(node, pattern)]
-        gives_float = pattern.float_output and self._is_read_in_float(nodes[-1]) and not self._clips(nodes, pattern)
+        # what convolutions give is large, and is joined in bytes
+        in_float = pattern.float_output and self._is_read_in_float(nodes[-1], joins=pattern.kind != "conv")
+        gives_float = in_float and not self._clips(nodes, pattern)
         quantized_output = pattern.quantizes_output and not gives_float
         if pattern.joins and self._is_read_in_float(nodes[-1]):
             self._joined.add(nodes[-1])
@@ -288,15 +290,15 @@ class Placement:
             found.append(source)
         return found
 
-    def _is_read_in_float(self, node: Node) -> bool:
-        """Whether no integer unit would compute with the value if it were integers, moved or joined on the way or not.
+    def _is_read_in_float(self, node: Node, *, joins: bool = True) -> bool:
+        """Whether no integer unit would compute with the value if it were integers, moved or, by ``joins``, joined.
 
         A maximum over windows is such a move: what compares it with the value itself would find many equal integers.
         """
         users = (user for user in node.users if user.op != "output")
         return all(
-            self._is_read_in_float(user)
-            if self._is_move(user, ("move", "max_pool")) or self._joins(user)
+            self._is_read_in_float(user, joins=joins)
+            if self._is_move(user, ("move", "max_pool")) or (joins and self._joins(user))
             else not self._could_be_integer(user)
             for user in users
         )

@@ -64,7 +64,7 @@ def few_taps(conv: torch.fx.Node) -> str:
 OPENVINO = Target(
     "openvino",
     (
-        *weighted(POINTWISE, sums=True, accepts=few_taps),
+        *weighted(POINTWISE, sums=True, accepts=few_taps, float_output=True),
         Pattern("add", (aten.add.Tensor,), **BINARY, **BETWEEN),
         Pattern("mul", (aten.mul.Tensor,), **BINARY, **BETWEEN),
         Pattern("concat", (aten.cat.default,), joins=True, **BETWEEN),
