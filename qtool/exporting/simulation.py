@@ -29,8 +29,9 @@ from torch import Tensor
 from torch.fx import Interpreter, Node
 
 from qtool.exporting.block_products import rounded_in_blocks
-from qtool.form import DEQUANTIZE, QuantizedModel, arguments, check_inputs, quantize_nodes, unit_of
+from qtool.form import DEQUANTIZE, QUANTIZE, QuantizedModel, arguments, check_inputs, quantize_nodes, unit_of
 from qtool.form import quantized as quantized_ops
+from qtool.polynomials import logistic
 from qtool.runtimes.torch_integer_conv import is_exact_here, with_integer_convolutions
 
 Array = npt.NDArray[Any]
@@ -123,7 +124,11 @@ def dequantize(x: Tensor, scale: float, zero_point: int, low: int, high: int, dt
 
 
 class QuantizerRecorder(Simulation):
-    """Keeps the integers that each activation quantizer gave, and the places of those that are ties."""
+    """Keeps the integers that each activation quantizer gave, and the places of those that are ties.
+
+    A sigmoid that gives float is the runtime's polynomial: where all results are small, as those of rare clicks, torch
+    and the runtime would differ in what there is of them.
+    """
 
     def __init__(self, quantized: QuantizedModel) -> None:
         super().__init__(quantized)
@@ -139,7 +144,10 @@ class QuantizerRecorder(Simulation):
 
     def run_node(self, n: Node) -> Any:
         """Runs one node, keeping its value when it is a quantizer."""
-        value = super().run_node(n)
+        if n.target is torch.ops.aten.sigmoid.default and any(user.target not in QUANTIZE for user in n.users):
+            value = logistic(self.fetch_args_kwargs_from_env(n)[0][0])
+        else:
+            value = super().run_node(n)
         if n in self.wanted:
             real, scale = self.fetch_args_kwargs_from_env(n)[0][:2]
             self.integers[self.wanted[n]] = value.cpu().numpy()

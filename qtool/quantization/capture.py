@@ -189,6 +189,11 @@ def _what_to_do(error: Exception) -> str:
         return "return a tuple or a dict, or make the class known with torch.export.register_dataclass"
     if "inference tensor" in str(error):
         return "make the model outside of torch.inference_mode()"
+    if "data-dependent" in str(error):
+        return (
+            "rewrite that part without sizes or Python control flow that depend on values, or quantize the model "
+            "without it: of a detector a module of its backbone and heads, with what chooses boxes outside"
+        )
     return "rewrite that part without Python control flow that depends on values or the batch size"
 
 

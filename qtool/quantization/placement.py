@@ -235,7 +235,9 @@ class Placement:
 
     def _accept(self, node: Node, pattern: Pattern) -> None:
         nodes = [node, *self._tail(node, pattern)]
-        gives_float = pattern.float_output and self._is_read_in_float(nodes[-1]) and not self._clips(nodes, pattern)
+        # what convolutions give is large, and is joined in bytes
+        in_float = pattern.float_output and self._is_read_in_float(nodes[-1], joins=pattern.kind != "conv")
+        gives_float = in_float and not self._clips(nodes, pattern)
         quantized_output = pattern.quantizes_output and not gives_float
         if pattern.joins and self._is_read_in_float(nodes[-1]):
             self._joined.add(nodes[-1])
@@ -261,7 +263,7 @@ class Placement:
 
         With an activation behind it that others read, a kernel that gives float would be the runtime's float one.
         """
-        own = any(activation not in RELU_LIKE for activation in pattern.activations)
+        own = pattern.in_float or any(activation not in RELU_LIKE for activation in pattern.activations)
         inner = any(user.op != "output" for user in nodes[-1].users)
         return nodes[-1].target in RELU_LIKE and inner and not own
 
@@ -288,12 +290,15 @@ class Placement:
             found.append(source)
         return found
 
-    def _is_read_in_float(self, node: Node) -> bool:
-        """Whether no integer unit would read the value, reshaped or joined on the way or not, if it were integers."""
+    def _is_read_in_float(self, node: Node, *, joins: bool = True) -> bool:
+        """Whether no integer unit would compute with the value if it were integers, moved or, by ``joins``, joined.
+
+        A maximum over windows is such a move: what compares it with the value itself would find many equal integers.
+        """
         users = (user for user in node.users if user.op != "output")
         return all(
-            self._is_read_in_float(user)
-            if self._is_move(user) or self._joins(user)
+            self._is_read_in_float(user, joins=joins)
+            if self._is_move(user, ("move", "max_pool")) or (joins and self._joins(user))
             else not self._could_be_integer(user)
             for user in users
         )

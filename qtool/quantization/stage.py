@@ -48,6 +48,7 @@ from qtool.quantization.rewrites.norms import fold_batch_norm, write_norms
 from qtool.quantization.rewrites.products import write_products
 from qtool.quantization.rewrites.scales import fold_scales, fold_size
 from qtool.quantization.rewrites.shuffles import write_rows
+from qtool.quantization.rewrites.slopes import write_slopes
 from qtool.quantization.rewrites.transposed import write_transposed
 from qtool.quantization.rewrites.zero_pads import absorb
 from qtool.quantization.second_order import SecondOrder, is_slow
@@ -237,6 +238,8 @@ def _simplify(graph: GraphModule, *, merged: bool = True, train: bool = False) -
         merge_branches(graph, train=train)
         drop_chomps(graph)
         clip_early(graph)
+    if merged and not train:
+        write_slopes(graph)
     fold_computed(graph, train=train)
     drop_masks(graph)
 

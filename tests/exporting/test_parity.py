@@ -119,3 +119,23 @@ def test_of_equal_values_the_first_come_first(largest: bool) -> None:
     session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
     for wanted, found in zip(session.run(None, {"x": x.numpy()}), (values, places), strict=True):
         np.testing.assert_array_equal(wanted, found.numpy())
+
+
+class Rare(nn.Module):
+    """Probabilities of what hardly ever happens, as of a click: below 1e-4, where the runtime's sigmoid is coarse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sigmoid(self.layers(x) - 10).squeeze(1)
+
+
+def test_small_probabilities_are_those_of_the_runtime(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(8, 8)
+    form = quantize(Rare().eval(), QuantizeConfig(effort="fast"), example=x, calibration=[x])
+    save(quantized_to_onnx(form, 21), tmp_path / "net.onnx")
+    gate = unit_parity(form, tmp_path / "net.onnx", [x])
+    assert gate.passed, gate.found

@@ -222,6 +222,12 @@ SOURCE = textwrap.dedent("""
                 return y
             return y + 1
 
+    class Boxes(Base):
+        def forward(self, x):
+            y = self.conv(x)
+            y = y[y > 0]
+            return y if y.numel() == 0 else y * 2  # LINE
+
     class Raises(Base):
         def forward(self, x):
             raise RuntimeError("not today")  # LINE
@@ -258,6 +264,7 @@ def line_of(name: str) -> int:
     ("name", "x", "said"),
     [
         ("Branches", X, "a graph that torch.export can capture"),
+        ("Boxes", X, "of a detector a module of its backbone and heads"),
         ("Raises", X, "inputs float32 of shape [4, 3, 6, 6]: RuntimeError: not today"),
         ("Channels", X[:, :2], "inputs float32 of shape [4, 2, 6, 6]: RuntimeError: Given groups=1"),
         ("Channels", X[:, :, :2, :2], "inputs float32 of shape [4, 3, 2, 2]: RuntimeError"),

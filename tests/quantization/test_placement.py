@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from qtool.errors import UsageError
 from qtool.form import Unit
-from qtool.quantization.capture import capture, remove_dropout
+from qtool.quantization.capture import aten, capture, remove_dropout
 from qtool.quantization.placement import Placement
 from qtool.quantization.rewrites.norms import fold_batch_norm
 from qtool.quantization.targets import ORT_CPU, get_target
@@ -190,6 +190,37 @@ def test_a_gate_is_a_table_of_256_only_where_integers_read_it() -> None:
     mask = placed(lambda m, x: m.a(x).sigmoid()).plan().units[-1]
     assert not mask.integer
     assert "coarse" in mask.reason
+
+
+def test_a_heat_map_that_is_compared_with_its_maxima_is_not_rounded() -> None:
+    def peaks(net: Any, x: Tensor) -> Tensor:
+        heat = torch.sigmoid(net.a(x))
+        return heat * (F.max_pool2d(heat, 3, 1, 1) == heat).float()
+
+    units = {unit.kind: unit.integer for unit in placed(peaks).plan().units}
+    assert not units["sigmoid"]
+    assert not units["max_pool"]
+
+
+@pytest.mark.parametrize("name", ["ort-cpu", "openvino"])
+def test_an_activation_that_ends_a_network_is_not_rounded(name: str) -> None:
+    graph = capture(Net(lambda m, x: (m.a(x).tanh(), m.b(m.a(x)).relu().mean(1, keepdim=True))).eval(), X)
+    last = next(unit for unit in Placement(graph, get_target(name)).placed if unit.anchor.target is aten.tanh.default)
+    between = capture(Net(lambda m, x: m.b(m.a(x).tanh())).eval(), X)
+    assert not last.quantized_output
+    assert name == "openvino" or Placement(between, get_target(name)).placed[1].quantized_output
+
+
+def test_an_upsampling_in_float_leaves_what_joins_it_to_integers() -> None:
+    def decoder(m: Any, x: Tensor) -> Tensor:
+        low = F.interpolate(m.b(F.max_pool2d(y := m.a(x), 2)), scale_factor=2, mode="bilinear")
+        return m.a(F.interpolate(torch.cat([low, y], 1)[:, 2:6] + low, scale_factor=2, mode="bicubic"))
+
+    units = placed(decoder).plan().units
+    assert [unit.kind for unit in units if not unit.integer] == ["upsample"] * 2
+    assert {"concat", "add"} <= {unit.kind for unit in units if unit.integer}
+    end = placed(lambda m, x: F.interpolate(m.a(x), size=(16, 16), mode="bilinear")).placed[-1]
+    assert (end.unit.kind, end.quantized_output) == ("upsample", False)
 
 
 def test_reshapes_cost_nothing_and_are_not_in_the_plan() -> None:

@@ -75,8 +75,8 @@ def test_openvino_adds_a_residual_branch_before_it_rounds(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("add", "unrounded"),
     [
-        (lambda a, b: a + b, {"b"}), (lambda a, b: torch.add(a, b, alpha=2), set()), (lambda a, b: (a + b) * a, {"b"}),
-        (lambda a, b: a + b + b, set()), (lambda a, b: b + b, set()),
+        (lambda a, b: a + b, {"b"}), (lambda a, b: torch.add(a, b, alpha=2), {"a", "b"}),
+        (lambda a, b: (a + b) * a, {"b"}), (lambda a, b: a + b + b, set()), (lambda a, b: b + b, set()),
     ],
     ids=["a sum", "a scaled sum", "the first has two readers", "the second has two", "with itself"],
 )  # fmt: skip
@@ -214,3 +214,20 @@ def test_openvino_runs_wide_grouped_convolutions_in_float(taps: int, groups: int
     x = torch.randn(2, 8, 40)
     units = {unit.name: unit for unit in Placement(capture(model, x), get_target("openvino")).plan().units}
     assert units["0"].integer is integer
+
+
+def test_openvino_takes_grouped_convolutions_whose_batch_norm_was_folded() -> None:
+    torch.manual_seed(0)
+    depthwise = [nn.Conv2d(8, 8, 3, groups=8, bias=False), nn.BatchNorm2d(8), nn.ReLU()]
+    model, x = nn.Sequential(nn.Conv2d(3, 8, 1), *depthwise, nn.Conv2d(8, 4, 1)).eval(), torch.randn(4, 3, 8, 8)
+    form = quantize(model, QuantizeConfig(target="openvino", effort="fast"), example=x, calibration=[x])
+    assert not form.plan.float_units
+
+
+@pytest.mark.parametrize(("name", "rounded"), [("ort-cpu", True), ("openvino", False)])
+def test_a_convolution_gives_float_where_only_float_reads_it_and_the_kernel_can(name: str, rounded: bool) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.SiLU(), nn.Conv2d(4, 4, 3), nn.LayerNorm(12), nn.Conv2d(4, 2, 1))
+    placement = Placement(capture(model.eval(), torch.randn(2, 3, 16, 16)), get_target(name))
+    convolutions = [placed for placed in placement.placed if placed.unit.kind == "conv"]
+    assert all(placed.unit.integer for placed in convolutions)
+    assert [placed.quantized_output for placed in convolutions] == [True, rounded, rounded]

@@ -228,11 +228,19 @@ def fold_into(copies: Copies, anchor: Node, norm: Node) -> None:
     new_bias = shift if bias is None else shift + bias.double() * factor
     with graph_module.graph.inserting_before(anchor):
         names = copies.store(anchor, norm, folded, new_bias.to(weight.dtype))
-        stored = [graph_module.graph.get_attr(name) for name in names]
+        stored = _read(graph_module, names)
     anchor.args = (anchor.args[0], *stored, *anchor.args[3:])
     anchor.meta[NORMAL] = _normal(graph_module, norm)
     norm.replace_all_uses_with(anchor)
     graph_module.graph.erase_node(norm)
+
+
+def _read(graph_module: GraphModule, names: Iterable[str]) -> list[Node]:
+    """Nodes that read stored tensors, and know their sizes as those of the capture do."""
+    nodes = [graph_module.graph.get_attr(name) for name in names]
+    for node in nodes:
+        node.meta["val"] = torch.empty_like(parameter(graph_module, node), device="meta")  # type: ignore[arg-type]
+    return nodes
 
 
 def _convolve(graph_module: GraphModule, norm: Node, convolve: bool, before: Before | None) -> Node:
@@ -367,7 +375,7 @@ def _settle(copies: Copies, norm: Node, anchor: Node) -> None:
     names = copies.store(anchor, norm, folded, new_bias.to(weight.dtype))
     quantizer, _ = weight_edge(anchor)
     with graph_module.graph.inserting_before(quantizer):
-        stored = [graph_module.graph.get_attr(name) for name in names]
+        stored = _read(graph_module, names)
     if quantizer.op == "call_module":
         quantizer.update_arg(0, stored[0])
     anchor.update_arg(1, quantizer if quantizer.op == "call_module" else stored[0])

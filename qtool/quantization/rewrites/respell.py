@@ -13,6 +13,7 @@ what models write                                         what patterns look for
 ``rrelu``, which draws its slopes in training             ``leaky_relu`` of the mean slope
 ``relu6(x + 3) / 6``                                      ``hardsigmoid(x)``
 ``x * sigmoid(x)``, ``x * hardsigmoid(x)``                ``silu(x)``, ``hardswish(x)``
+``glu``                                                   ``slice``, ``sigmoid`` and ``mul``
 ``padding="same"``                                        numbers, behind a padding where they are not symmetric
 a row pooled to one cell                                  a mean
 pooled to as many cells as divide the size; as it has     ``avg_pool``; nothing
@@ -41,6 +42,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from qtool.quantization.rewrites.bags import spell_bag
+from qtool.quantization.rewrites.gated import spell_glu
 from qtool.quantization.rewrites.heads import spell_attention
 from qtool.quantization.rewrites.scatters import SCATTERS, spell_copy, spell_scatter
 from qtool.quantization.rewrites.sizes import DIVISIONS, spell_size
@@ -385,6 +387,7 @@ _RULES: dict[Any, Callable[[Node], None]] = {
     aten.mul.Tensor: _spell_gated,
     aten.scaled_dot_product_attention.default: spell_attention,
     aten.embedding_bag.padding_idx: spell_bag,
+    aten.glu.default: spell_glu,
     aten.copy.default: spell_copy,
     **dict.fromkeys(SCATTERS, spell_scatter),
     **dict.fromkeys(DIVISIONS, spell_size),

@@ -254,8 +254,17 @@ SMOOTH = (
 POINTWISE = (*RELU_LIKE, *SMOOTH, aten.sigmoid.default, aten.hardsigmoid.default, aten.leaky_relu.default)
 SOFTMAX = (aten.softmax.int, aten._softmax.default)
 UPSAMPLES = (aten.upsample_nearest1d.vec, aten.upsample_nearest2d.vec)
+BLENDS = (
+    aten.upsample_linear1d.vec, aten.upsample_bilinear2d.vec, aten.upsample_bicubic2d.vec,
+    aten.upsample_trilinear3d.vec,
+)  # fmt: skip
+"""Upsamplings whose results lie between those numbers that there are."""
 BINARY: dict[str, Any] = {"activations": RELU_LIKE, "operands": (0, 1), "accepts": plain_sum}
 BETWEEN: dict[str, Any] = {"needs_integer_inputs": True}
+FLOAT_BETWEEN: dict[str, Any] = {
+    "needs_integer_inputs": True, "float_output": True, "in_float": "it runs in float between integers",
+}  # fmt: skip
+"""Operators without an integer kernel: what they give is quantized where integers read it, so that these stay so."""
 TABLE = Pattern(
     "embedding", (aten.embedding.default,), operands=(), quantizes_output=False, accepts=large_table,
     in_float="rows of its 8-bit table are dequantized as they are read: what that gains is size",

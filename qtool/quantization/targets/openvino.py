@@ -27,6 +27,7 @@ from qtool.form import BLOCK
 from qtool.quantization.targets.base import (
     BETWEEN,
     BINARY,
+    FLOAT_BETWEEN,
     POINTWISE,
     POOLS_AND_MOVES,
     RECURRENT,
@@ -63,7 +64,7 @@ def few_taps(conv: torch.fx.Node) -> str:
 OPENVINO = Target(
     "openvino",
     (
-        *weighted(POINTWISE, sums=True, accepts=few_taps),
+        *weighted(POINTWISE, sums=True, accepts=few_taps, float_output=True),
         Pattern("add", (aten.add.Tensor,), **BINARY, **BETWEEN),
         Pattern("mul", (aten.mul.Tensor,), **BINARY, **BETWEEN),
         Pattern("concat", (aten.cat.default,), joins=True, **BETWEEN),
@@ -79,7 +80,7 @@ OPENVINO = Target(
         ),
         TABLE,
         RECURRENT,
-        Pattern("activation", POINTWISE, in_float="it runs in float between integers", **BETWEEN),
+        Pattern("activation", POINTWISE, **FLOAT_BETWEEN),
     ),
     flat_linears=False,
     attention=True,

@@ -23,6 +23,8 @@ from qtool.quantization.capture import CONVOLUTIONS
 from qtool.quantization.targets.base import (
     BETWEEN,
     BINARY,
+    BLENDS,
+    FLOAT_BETWEEN,
     GATE_RANGE,
     POOLS_AND_JOINS,
     RECURRENT,
@@ -84,7 +86,8 @@ ORT_CPU = Target(
         Pattern("leaky_relu", (aten.leaky_relu.default,), **BETWEEN),
         TABLE,
         RECURRENT,
-        Pattern("activation", (*RELU_LIKE, *SMOOTH), in_float="it runs in float between integers", **BETWEEN),
+        Pattern("activation", (*RELU_LIKE, *SMOOTH, aten.prelu.default), **FLOAT_BETWEEN),
+        Pattern("upsample", BLENDS, **FLOAT_BETWEEN),
     ),
     products=(aten.silu.default, aten.hardswish.default),
     channels_last=True,

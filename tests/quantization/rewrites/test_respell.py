@@ -37,6 +37,7 @@ def written(x: Tensor, place: Any, made: Forward) -> Tensor:
     return y
 
 
+GLU = [aten.slice.Tensor, aten.slice.Tensor, aten.sigmoid.default, aten.mul.Tensor]
 ATTENTION = aten.scaled_dot_product_attention.default
 SAME = {
     "concat": (lambda x: torch.concat([x, x], 1), [aten.cat.default]),
@@ -107,6 +108,8 @@ SAME = {
     "new_full": (lambda x: x + x.new_full((4, 1), 2.5), [aten.full.default, aten.add.Tensor]),
     "ones_like": (lambda x: x * torch.ones_like(torch.arange(6)), [aten.full.default, aten.mul.Tensor]),
     "silu": (lambda x: torch.sigmoid(x) * x, [aten.silu.default]),
+    "a gated linear unit": (lambda x: F.glu(x, 1), GLU),
+    "a gated linear unit of the last axis": (lambda x: F.glu(x), GLU),
     "a part that is written": (
         lambda x: written(x, (..., slice(1, 3)), torch.relu),
         [aten.neg.default, aten.slice.Tensor, aten.relu.default, *[aten.slice.Tensor] * 2, aten.cat.default],
