@@ -197,7 +197,7 @@ def test_inspecting_a_run_and_its_files(undisturbed: Path) -> None:
 def test_a_report_of_nothing_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="a folder that a stage has written; got no such folder"):
         qtool.report(tmp_path / "none")
-    with pytest.raises(QtoolError, match="expected a result of train, .*; got none"):
+    with pytest.raises(QtoolError, match=r"expected a result of train, .*; got none"):
         qtool.report(tmp_path)
 
 
