@@ -61,6 +61,8 @@ WRITTEN: dict[Any, tuple[Any, ...]] = {
     aten.feature_dropout.default: (nn.Dropout2d, F.dropout2d),
     aten.sigmoid.default: (nn.Sigmoid, torch.sigmoid, F.sigmoid, "sigmoid"),
     aten.leaky_relu.default: (nn.LeakyReLU, F.leaky_relu),
+    aten.prelu.default: (nn.PReLU, torch.prelu, F.prelu, "prelu"),
+    aten.upsample_bilinear2d.vec: (nn.Upsample, nn.UpsamplingBilinear2d, F.interpolate),
     aten.hardswish.default: (nn.Hardswish, F.hardswish),
     aten.hardsigmoid.default: (nn.Hardsigmoid, F.hardsigmoid),
     aten.silu.default: (nn.SiLU, F.silu),

@@ -246,3 +246,12 @@ def test_what_a_model_does_in_training_alone_is_not_traced() -> None:
     graph = prepared(Path(), train=True)
     assert type(graph.get_submodule("conv")) is nniqat.ConvBn2d or type(graph.conv) is nniqat.ConvBnReLU2d
     assert isinstance(graph(images(2)), Tensor)
+
+
+@pytest.mark.parametrize("mode", ["nearest", "bilinear"])
+def test_slopes_and_upsamplings_have_the_placements_quantizers(mode: str) -> None:
+    layers = [nn.Conv2d(3, 8, 3), nn.PReLU(8), nn.Upsample(scale_factor=2, mode=mode), nn.Conv2d(8, 3, 3), nn.Tanh()]
+    x = torch.randn(4, 3, 8, 8)
+    config = QuantizeConfig(engine="torch.ao", effort="fast")
+    form = quantize(nn.Sequential(*layers).eval(), config, example=x, calibration=[x])
+    assert len(form.plan.integer_units) == 2 + (mode == "nearest")
