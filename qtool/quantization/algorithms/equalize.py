@@ -6,10 +6,11 @@ it down by ``s`` (Nagel et al., arXiv 1906.04721, there between two layers), cos
 columns beside large ones. How far to go is a trade, here settled by the noise that is to be expected where a
 stream is read, steps being uniform noise of variance Δ²/12:
 
-    J(s) = Σ_o g_o [ Σ_t Δ_t²/12 · Σ_i (w_oi / s_i)² + (max_i |w_oi / s_i| / 127)²/12 · Σ_i s_i² E[x_i²] ]
+    J(s) = Σ_o g_o [ Σ_t Δ_t²/12 · Σ_i (w_oi / s_i)² + (max_i |w_oi / s_i| / q)²/12 · Σ_i s_i² E[x_i²] ]
 
 over the outputs ``o`` of all readers, ``t`` the quantized tensors of the stream, Δ_t their step once their channels are
-scaled, and ``g_o`` the gain of an error there towards the model's output, squares of weights summed backwards.
+scaled, ``q`` the largest integer of a reader's weights (127 in 8 bits, 7 in 4), and ``g_o`` the gain of an error there
+towards the model's output, squares of weights summed backwards.
 ``s`` starts from ``(R / r_c)^α``, ``r_c`` the range of a channel and ``R`` the widest, ``α`` the best of a few
 (``α = ½`` is the choice of SmoothQuant, 2211.10438, ``α = 1`` levels the ranges) and is improved by gradient descent.
 A whole residual path is scaled at once (``streams.py``), which the two-layer form leaves out, and ReLU6 is handled,
@@ -28,7 +29,7 @@ repeated: ranges of one graph are wrong for the other.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,7 +41,7 @@ from qtool.nested import thinned
 from qtool.quantization.algorithms.absorb import carried, shift, shifts
 from qtool.quantization.algorithms.streams import ANCHORS, Stream, find_streams, per_input, towards_inputs
 from qtool.quantization.algorithms.subject import Declined, Subject, is_data_sized
-from qtool.quantization.algorithms.verify import Samples, parted
+from qtool.quantization.algorithms.verify import QMAX, Samples, parted
 from qtool.quantization.algorithms.walk import interpret
 from qtool.quantization.capture import aten, parameter, set_parameter
 from qtool.quantization.residence import device_of
@@ -95,7 +96,8 @@ def _choose(subject: Subject, streams: list[Stream]) -> None:
     batches = thinned(subject.batches, SAMPLES)
     seen = observe(subject.graph, fit, parted(batches, held=False))
     gains = output_gains(subject.graph, streams)
-    samples = Samples(subject.graph, fit, batches)
+    qmax = _largest_integers(subject)
+    samples = Samples(subject.graph, fit, batches, qmax)
     changed = moved = worse = 0
     for stream in fit:
         by, scales, better = _best_change(subject, stream, seen, gains, samples)
@@ -109,6 +111,13 @@ def _choose(subject: Subject, streams: list[Stream]) -> None:
     subject.note(f"equalize: rescaled {changed} and shifted {moved} of {len(streams)} paths")
     if worse:
         subject.note(f"equalize: {worse} paths left as they are: their readers did no better on samples")
+
+
+def _largest_integers(subject: Subject) -> dict[Node, int]:
+    """That of the weights of each integer layer: their step is what scaling them costs."""
+    placement = subject.placement
+    weighted = (p for p in placement.placed if p.pattern is not None and p.pattern.weighted)
+    return {p.anchor: placement.weight_format(p).qmax for p in weighted}
 
 
 def _place(stream: Stream) -> str:
@@ -133,7 +142,10 @@ def _best_change(
     options: list[tuple[dict[Node, Tensor], Tensor]] = []
     for by in ([found] if found else []) + [{}]:
         moved_seen = seen | {value: seen[value].shifted(by[value]) for value in by}
-        options += [(by, NoiseModel(subject.graph, stream, moved_seen, gains, quantized).best()), (by, ones)]
+        options += [
+            (by, NoiseModel(subject.graph, stream, moved_seen, gains, quantized, samples.qmax).best()),
+            (by, ones),
+        ]
     errors = [samples.error(stream, scales, by) for by, scales in options]
     best = min(range(len(options)), key=errors.__getitem__)
     return (*options[best], True) if errors[best] < LEFT * errors[-1] else ({}, ones, False)
@@ -271,20 +283,21 @@ class _Reader:
     squares: Tensor
     signal: Tensor
     gains: Tensor
+    qmax: int
 
     @classmethod
-    def of(cls, graph: GraphModule, node: Node, seen: dict[Node, Seen], gains: Tensor) -> _Reader:
+    def of(cls, graph: GraphModule, node: Node, seen: dict[Node, Seen], gains: Tensor, qmax: int) -> _Reader:
         """From the reader's weight, the value that it reads and the gains of its outputs."""
         weight, source = parameter(graph, node.args[1]), node.args[0]
         assert weight is not None
         assert isinstance(source, Node)
         taps = weight[0, 0].numel()
         largest = weight.abs().flatten(2).amax(2) if weight.dim() > 2 else weight.abs()
-        return cls(node, largest, towards_inputs(weight, node, gains), seen[source].square * taps, gains)
+        return cls(node, largest, towards_inputs(weight, node, gains), seen[source].square * taps, gains, qmax)
 
     def noise(self, scales: Tensor, activation: Tensor) -> Tensor:
         """The gained noise of its outputs; ``activation`` is that of each value that it reads."""
-        ends = (self.largest / per_input(self.largest, self.node, scales)).amax(1) / 127
+        ends = (self.largest / per_input(self.largest, self.node, scales)).amax(1) / self.qmax
         signal = per_input(self.largest, self.node, self.signal * scales.square()).sum(1)
         weights = _NOISE * (self.gains * ends.square() * signal).sum()
         return activation * (self.squares / scales.square()).sum() + weights
@@ -295,11 +308,14 @@ class NoiseModel:
 
     def __init__(
         self, graph: GraphModule, stream: Stream, seen: dict[Node, Seen], gains: dict[Node, Tensor],
-        quantized: list[Node],
+        quantized: list[Node], qmax: Mapping[Node, int] | None = None,
     ) -> None:  # fmt: skip
         self.lows = torch.stack([seen[value].low for value in quantized]).clamp(max=0.0)
         self.highs = torch.stack([seen[value].high for value in quantized]).clamp(min=0.0)
-        self.readers = [_Reader.of(graph, node, seen, gains[node]) for node in dict.fromkeys(stream.consumers)]
+        of = qmax or {}
+        self.readers = [
+            _Reader.of(graph, node, seen, gains[node], of.get(node, QMAX)) for node in dict.fromkeys(stream.consumers)
+        ]
         self.limit = self._limit(stream, seen)
 
     @staticmethod

@@ -16,7 +16,7 @@ zero, as far as was seen, and an unseen value beyond is clipped. There, and ther
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -51,10 +51,17 @@ def parted(batches: Iterable[Any], held: bool, share: int = HELD) -> Iterator[An
 
 
 class Samples:
-    """The values that the readers of some streams read, on samples that are held out of every batch."""
+    """The values that the readers of some streams read, on samples that are held out of every batch.
+
+    ``qmax`` is the largest integer of each reader's weights, by default that of 8 bits.
+    """
 
     @torch.no_grad()
-    def __init__(self, graph: GraphModule, streams: Iterable[Stream], batches: Iterable[Any]) -> None:
+    def __init__(
+        self, graph: GraphModule, streams: Iterable[Stream], batches: Iterable[Any],
+        qmax: Mapping[Node, int] | None = None,
+    ) -> None:  # fmt: skip
+        self.qmax = qmax or {}
         watch = _Keep(graph, {_kept(reader.args[0]) for stream in streams for reader in stream.consumers})
         left = SAMPLES
         for batch in parted(batches, held=True):
@@ -79,7 +86,7 @@ class Samples:
         shift = moved[source].reshape(shape) if source in moved else torch.zeros(())
         ends = clip_limits(acted) if (acted := _unpadded(source)).target in RELU_LIKE else (-math.inf, math.inf)
         changed = ((x - shift) * scales.reshape(shape)).clamp_(*ends)
-        made = rounded_rows(weight / per_input(weight, reader, scales))
+        made = rounded_rows(weight / per_input(weight, reader, scales), self.qmax.get(reader, QMAX))
         wanted = _spread(reader, x.clamp(*ends), weight)
         whole = float(wanted.square().mean()) + 1e-30
         errors = (_spread(reader, rounded(changed, width), made).sub_(wanted).square_().mean() for width in WIDTHS)
@@ -139,7 +146,7 @@ def rounded(x: Tensor, width: float) -> Tensor:
     return ((x / step).round_() + zero).clamp_(0, LEVELS).sub_(zero).mul_(step)
 
 
-def rounded_rows(weight: Tensor) -> Tensor:
-    """Weights rounded to 8 bits by output channel, the first dimension."""
-    step = weight.abs().flatten(1).amax(1).clamp(min=1e-30).reshape(-1, *[1] * (weight.dim() - 1)) / QMAX
+def rounded_rows(weight: Tensor, qmax: int = QMAX) -> Tensor:
+    """Weights rounded to −``qmax`` … ``qmax`` by output channel, the first dimension."""
+    step = weight.abs().flatten(1).amax(1).clamp(min=1e-30).reshape(-1, *[1] * (weight.dim() - 1)) / qmax
     return (weight / step).round() * step
