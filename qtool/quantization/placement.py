@@ -23,6 +23,7 @@ import math
 import operator
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from torch.fx import GraphModule, Node
 from qtool.errors import UsageError
 from qtool.form import Plan, Unit
 from qtool.nested import tensors
+from qtool.quantization.answers import Answers
 from qtool.quantization.capture import aten, owner
 from qtool.quantization.limits import clip_limits, keeps_zero
 from qtool.quantization.targets import (
@@ -97,7 +99,7 @@ class Placement:
         self._joined: set[Node] = set()
         self._taken: set[Node] = set()
         self._signed: set[Node] = set()
-        self._asked: set[Node] = set()
+        self._answers = Answers()
         self._names: set[str] = set()
         self._used_overrides: set[str] = set()
         self._weighted_anchors = {anchor for p in target.patterns if p.weighted for anchor in p.anchors}
@@ -305,19 +307,14 @@ class Placement:
 
     def _could_be_integer(self, node: Node) -> bool:
         """Whether an operator runs in integers as far as is known before it is its turn."""
-        return self._could_be(node, lambda pattern: not pattern.in_float)
+        return self._answers.ask(node, _computes, partial(self._could_be, node, _computes))
 
     def _could_be(self, node: Node, wanted: Callable[[Pattern], bool]) -> bool:
         """Whether a pattern that is wanted may take an operator; operands whose turn is to come are asked likewise."""
-        if node in self._asked:
-            return True
-        self._asked.add(node)
         patterns = [p for p in self.target.patterns if node.target in p.anchors and wanted(p)]
-        unknown = [o for p in patterns for o in _operands(node, p) if o not in self._taken]
-        assumed = [o for o in unknown if self._could_be(o, lambda pattern: pattern.quantizes_output)]
-        found = any(not self._refusal(node, pattern, assumed) for pattern in patterns)
-        self._asked.discard(node)
-        return found
+        unknown = dict.fromkeys(o for p in patterns for o in _operands(node, p) if o not in self._taken)
+        assumed = [o for o in unknown if self._answers.ask(o, _gives, partial(self._could_be, o, _gives))]
+        return any(not self._refusal(node, pattern, assumed) for pattern in patterns)
 
     def _is_added(self, node: Node) -> bool:
         """Whether all that reads the node's value is a sum with an integer that is there already."""
@@ -369,6 +366,14 @@ class Placement:
             count += 1
             unique = f"{name}_{count}"
         return unique
+
+
+def _computes(pattern: Pattern) -> bool:
+    return not pattern.in_float
+
+
+def _gives(pattern: Pattern) -> bool:
+    return pattern.quantizes_output
 
 
 def _operator(node: Node) -> str:
