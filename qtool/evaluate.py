@@ -8,8 +8,7 @@
 * sqnr_db: 10 log10(Σ r² / Σ (r − o)²), over all logits; infinite where they are equal. What is infinite in both counts
   neither as signal nor as noise.
 * top1_drop: top-1 of the reference less top-1 of the other, as a share. Only samples that one gets right and the other
-  wrong move it, so its interval is that of *paired* proportions
-  (:mod:`qtool.intervals`).
+  wrong move it, so its interval is that of *paired* proportions (:mod:`qtool.intervals`).
 
 Which axis of an output counts classes is :func:`class_axis`'s to say, for everything here that asks: logits of tokens
 (N×T×C) and of pixels (N×C×H×W) are many rows of one sample, and what is beside a target that is ignored counts nothing.

@@ -120,10 +120,10 @@ def report(folder: str | Path | ExportResult, out: str | Path | None = None) -> 
     from qtool.reporting.gather import gather, plain
     from qtool.reporting.page import write_report
 
-    place = Path(run_of(folder))
+    found = gather(Path(run_of(folder)))
     if out is not None:
-        write_report(place, Path(out))
-    return plain(gather(place))
+        write_report(found, Path(out))
+    return plain(found)
 
 
 def inspect(artifact: str | Path | ExportResult) -> dict[str, Any]:

@@ -55,7 +55,7 @@ def require_reached(prepared: Prepared, count: int) -> None:
     empty = {name for name, observer in prepared.observers.items() if not observer.reached}
     if not empty:
         return
-    layers = [p for p in prepared.placement.placed if p.pattern is not None and p.pattern.weighted]
+    layers = prepared.placement.layers
     names = [p.unit.name for p in layers if empty & {p.unit.name, *map(_tensor, p.operands)}] or sorted(empty)
     floats = ",".join(f"{name}=float" for name in names)
     raise QtoolError(

@@ -87,12 +87,13 @@ def first_match(overrides: Mapping[str, str], names: Collection[str]) -> str | N
 
 
 class Placement:
-    """The units of one graph for one target; see the module's text for the rules."""
+    """The units of one graph for one target (``placed``), of which ``layers`` have weights; see the module's text."""
 
     def __init__(self, graph_module: GraphModule, target: Target, overrides: Mapping[str, str] | None = None) -> None:
         self.graph_module, self.target = graph_module, target
         self.overrides = dict(overrides or {})
         self.placed: list[Placed] = []
+        self.layers: list[Placed] = []
         self._integer: dict[Node, Placed] = {}
         self._read_as_integer: set[Node] = set()
         self._added_unrounded: set[Node] = set()
@@ -113,6 +114,7 @@ class Placement:
         for node in compute:
             if node not in self._taken:
                 self._place(node)
+        self.layers += (p for p in self.placed if p.pattern is not None and p.pattern.weighted)
         self._settle_weights()
         self._settle_signs()
         if unused := set(self.overrides) - self._used_overrides:
@@ -145,8 +147,8 @@ class Placement:
         """
         if placed.override == "int8" and self.target.weight.bits < 7:
             return self.target.weight.narrowed(8)
-        weighted = [p for p in self.placed if p.pattern is not None and p.pattern.weighted]
-        return self.target.edge_weight if placed in (weighted[0], weighted[-1]) else self.target.weight
+        edges = (self.layers[0], self.layers[-1])
+        return self.target.edge_weight if placed in edges else self.target.weight
 
     def activation_format(self, node: Node) -> Format:
         """The number format of a value: what the first and the last layer read may have its own.
@@ -157,8 +159,7 @@ class Placement:
             return INT8_ACTIVATION
         if self.target.edge_activation is None:
             return self.target.activation
-        weighted = [p for p in self.placed if p.pattern is not None and p.pattern.weighted]
-        edges = {n for p in (weighted[0], weighted[-1]) for o in p.operands for n in self._moved_from(o)}
+        edges = {n for p in (self.layers[0], self.layers[-1]) for o in p.operands for n in self._moved_from(o)}
         return self.target.edge_activation if node in edges else self.target.activation
 
     def origin(self, node: Node) -> Node:
@@ -189,9 +190,7 @@ class Placement:
 
     def _settle_weights(self) -> None:
         """Tells each unit the bits of its weight."""
-        for placed in self.placed:
-            if placed.pattern is None or not placed.pattern.weighted:
-                continue
+        for placed in self.layers:
             bits = self.weight_format(placed).bits
             reason = placed.unit.reason
             placed.unit = dataclasses.replace(

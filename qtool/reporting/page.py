@@ -72,16 +72,12 @@ svg .layer { font-size: 11px; } .grid { stroke: var(--rule); stroke-width: 1; }
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 
 
-def write_report(path: Path, out: Path | None = None) -> dict[str, Path]:
-    """Writes ``report.html``, ``report.md`` and ``report.json`` of a run directory, and gives their paths.
+def write_report(run: Run, out: Path | None = None) -> dict[str, Path]:
+    """Writes ``report.html``, ``report.md`` and ``report.json``, and gives their paths.
 
-    ``out`` is the folder they go to, by default the run's own. Raises QtoolError where there is no
-    result in the run directory; an unfinished run gives a report that says what is missing.
+    ``out`` is the folder they go to, by default the run's own. A report on an unfinished run says what is missing.
     """
-    return _written(gather(path), out or path)
-
-
-def _written(run: Run, folder: Path) -> dict[str, Path]:
+    folder = out or run.path
     require_writable(folder)
     texts = {"html": (folder / "report.html", page(run)), "markdown": (folder / "report.md", summary(run))}
     for target, text in texts.values():
@@ -97,7 +93,7 @@ def report(path: Path, out: Path | None = None) -> dict[str, Any]:
     Those say what is not there, and what was changed since.
     """
     run = gather(path)
-    files = {name: str(target) for name, target in _written(run, out or path).items()}
+    files = {name: str(target) for name, target in write_report(run, out).items()}
     contracts = {place.name: place.contract for place in run.contracted}
     return {"files": files, "contracts": contracts, "notes": run.told}
 

@@ -148,7 +148,8 @@ def test_relu6_is_never_pushed_beyond_what_was_seen() -> None:
     stream = find_streams(given.graph)[0]
     seen = observe(given.graph, [stream], BATCHES)
     gains = output_gains(given.graph, find_streams(given.graph))
-    noise = NoiseModel(given.graph, stream, seen, gains, stream.values[1:])
+    qmax = dict.fromkeys(stream.consumers, 127)
+    noise = NoiseModel(given.graph, stream, seen, gains, stream.values[1:], qmax)
     before = seen[stream.producers[0]].highest
     assert bool((before * noise.best() <= 6).all())
     assert bool((noise.best() >= 1 / 256).all())
@@ -156,7 +157,7 @@ def test_relu6_is_never_pushed_beyond_what_was_seen() -> None:
         node: Seen(*[v + 7 for v in (s.low, s.high, s.highest, s.lowest, s.mean, s.square)], s.num_samples)
         for node, s in seen.items()
     }
-    assert bool((NoiseModel(given.graph, stream, clipped, gains, stream.values[1:]).best() == 1).all())
+    assert bool((NoiseModel(given.graph, stream, clipped, gains, stream.values[1:], qmax).best() == 1).all())
 
 
 def test_the_more_samples_were_seen_the_less_room_is_left_below_a_relu6() -> None:

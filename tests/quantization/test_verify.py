@@ -7,10 +7,10 @@ import sys
 import pytest
 import torch
 from test_equalize import BATCHES, subject
-from torch import nn
+from torch import fx, nn
 
 from qtool.quantization.algorithms.equalize import equalize
-from qtool.quantization.algorithms.streams import find_streams
+from qtool.quantization.algorithms.streams import Stream, find_streams
 from qtool.quantization.algorithms.verify import Samples, parted, rounded, rounded_rows
 from qtool.quantization.capture import copied
 
@@ -28,6 +28,11 @@ def pair(activation: type[nn.Module] = nn.ReLU, *behind: nn.Module) -> nn.Sequen
     return model
 
 
+def eight_bits(stream: Stream) -> dict[fx.Node, int]:
+    """The largest integers of weights in 8 bits."""
+    return dict.fromkeys(stream.consumers, 127)
+
+
 def test_rounding_is_that_of_an_affine_and_of_a_symmetric_grid() -> None:
     x, weight = torch.randn(40, 7) + 0.5, torch.randn(6, 7)
     step = float(x.max() - x.min()) / 255
@@ -43,7 +48,7 @@ def test_the_error_is_that_of_a_rounded_reader_and_falls_with_the_right_scales()
     model = pair()
     given = subject(model, BATCHES)
     stream = find_streams(given.graph)[0]
-    samples = Samples(given.graph, [stream], BATCHES)
+    samples = Samples(given.graph, [stream], BATCHES, eight_bits(stream))
     with torch.no_grad():
         x = model[1](model[0](torch.cat([BATCHES[0][18:], BATCHES[1][6:]])))
         wanted = nn.functional.conv2d(x, model[2].weight)
@@ -68,7 +73,7 @@ def test_zeros_put_around_an_image_are_those_that_a_convolution_pads_with(activa
         given = subject(model, BATCHES)
         stream = find_streams(given.graph)[0]
         assert not stream.blocked
-        errors.append(Samples(given.graph, [stream], BATCHES).error(stream, scales, {}))
+        errors.append(Samples(given.graph, [stream], BATCHES, eight_bits(stream)).error(stream, scales, {}))
     assert errors[0] == pytest.approx(errors[1], rel=1e-6)
     before = outside(BATCHES[0]).detach()
     equalize(given)
@@ -98,7 +103,7 @@ def test_what_an_activation_clips_of_unseen_values_counts(activation: nn.Module)
         model[0].bias += 1.0
     given = subject(model, BATCHES)
     stream = find_streams(given.graph)[0]
-    samples = Samples(given.graph, [stream], BATCHES)
+    samples = Samples(given.graph, [stream], BATCHES, eight_bits(stream))
     ones, reader = torch.ones(4), stream.consumers[0]
     assert samples.error(stream, ones, {}) < 1e-3
     if isinstance(activation, nn.ReLU6):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from qtool.reporting.gather import gather
 from qtool.reporting.page import write_report
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -60,7 +61,7 @@ def look(folder: Path, width: int, *flags: str) -> dict:
 @pytest.fixture
 def folder(finished_run: Path, tmp_path: Path) -> Path:
     out = tmp_path / "out"
-    write_report(finished_run, out)
+    write_report(gather(finished_run), out)
     return out
 
 

@@ -118,11 +118,11 @@ def test_a_comparison_is_shown(finished_run):
 
 
 def test_writing_gives_three_files_and_nothing_else(finished_run, tmp_path):
-    files = write_report(finished_run)
+    files = write_report(gather(finished_run))
     names = {"html": "report.html", "markdown": "report.md", "json": "report.json"}
     assert files == {kind: finished_run / name for kind, name in names.items()}
     assert files["html"].read_text().startswith("<!doctype html>")
-    elsewhere = write_report(finished_run, tmp_path / "out")
+    elsewhere = write_report(gather(finished_run), tmp_path / "out")
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["report.html", "report.json", "report.md"]
     assert elsewhere["html"].read_bytes() == files["html"].read_bytes()
 
@@ -143,11 +143,11 @@ def test_markdown_has_the_verdicts_tables_and_what_is_missing(finished_run):
 def test_a_folder_that_cannot_be_written_is_refused(finished_run, tmp_path):
     (tmp_path / "taken").write_text("a file")
     with pytest.raises(UsageError, match=r"expected a folder to write to; got '.*taken', which is a file"):
-        write_report(finished_run, tmp_path / "taken")
+        write_report(gather(finished_run), tmp_path / "taken")
     assert (tmp_path / "taken").read_text() == "a file"
 
 
 def test_a_folder_without_results_writes_nothing(tmp_path):
     with pytest.raises(QtoolError):
-        write_report(tmp_path)
+        write_report(gather(tmp_path))
     assert list(tmp_path.iterdir()) == []

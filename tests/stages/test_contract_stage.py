@@ -25,6 +25,7 @@ from qtool.artifacts import has_result, read_result
 from qtool.errors import ContractError, QtoolError, UsageError
 from qtool.quantization import search
 from qtool.quantization.contract import Judge
+from qtool.reporting.gather import gather
 from qtool.reporting.page import report, write_report
 from qtool.reporting.terminal import show
 from qtool.stages import cost
@@ -160,7 +161,7 @@ def test_mixed_precision_passes_the_gates(trained: Path) -> None:
     coverage = next(gate for gate in exported.gates if gate["name"] == "coverage")
     assert coverage["passed"]
     assert {unit["name"] for unit in coverage["details"]["float_units"]} >= set(floats)
-    html = write_report(trained)["html"].read_text(encoding="utf-8")
+    html = write_report(gather(trained))["html"].read_text(encoding="utf-8")
     assert "contract kept by" in html
     assert "SQNR of the output with only this layer quantized" in html
 

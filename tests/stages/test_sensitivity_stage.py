@@ -17,6 +17,7 @@ import qtool
 from qtool.artifacts import read_result
 from qtool.errors import QtoolError, UsageError
 from qtool.inspection import describe_run
+from qtool.reporting.gather import gather
 from qtool.reporting.page import write_report
 from qtool.stages.sensitivity import PART
 
@@ -41,7 +42,7 @@ def test_it_is_written_found_again_and_shown_in_the_report(trained: Path, monkey
     assert first["config"]["calibration"] == "train:64"  # the options of the quantization that is there
     assert first["num_samples"] == 32
     assert read_result(trained / "ptq", "quantize")["sensitivity"] == first["units"]
-    html = write_report(trained)["html"].read_text(encoding="utf-8")
+    html = write_report(gather(trained))["html"].read_text(encoding="utf-8")
     assert "SQNR of the output with only this layer quantized" in html
     monkeypatch.setattr("qtool.quantization.stage.sensitivities", None)  # nothing is measured again
     assert qtool.sensitivity(trained / "ptq", samples=32) == first

@@ -96,7 +96,7 @@ def _choose(subject: Subject, streams: list[Stream]) -> None:
     batches = thinned(subject.batches, SAMPLES)
     seen = observe(subject.graph, fit, parted(batches, held=False))
     gains = output_gains(subject.graph, streams)
-    qmax = _largest_integers(subject)
+    qmax = _largest_integers(subject, fit)
     samples = Samples(subject.graph, fit, batches, qmax)
     changed = moved = worse = 0
     for stream in fit:
@@ -113,11 +113,10 @@ def _choose(subject: Subject, streams: list[Stream]) -> None:
         subject.note(f"equalize: {worse} paths left as they are: their readers did no better on samples")
 
 
-def _largest_integers(subject: Subject) -> dict[Node, int]:
-    """That of the weights of each integer layer: their step is what scaling them costs."""
-    placement = subject.placement
-    weighted = (p for p in placement.placed if p.pattern is not None and p.pattern.weighted)
-    return {p.anchor: placement.weight_format(p).qmax for p in weighted}
+def _largest_integers(subject: Subject, streams: list[Stream]) -> dict[Node, int]:
+    """That of each reader's weights, whose step is what scaling them costs; of a float reader's as if it had 8 bits."""
+    found = {p.anchor: subject.placement.weight_format(p).qmax for p in subject.placement.layers}
+    return {reader: found.get(reader, QMAX) for stream in streams for reader in stream.consumers}
 
 
 def _place(stream: Stream) -> str:
@@ -308,14 +307,12 @@ class NoiseModel:
 
     def __init__(
         self, graph: GraphModule, stream: Stream, seen: dict[Node, Seen], gains: dict[Node, Tensor],
-        quantized: list[Node], qmax: Mapping[Node, int] | None = None,
+        quantized: list[Node], qmax: Mapping[Node, int],
     ) -> None:  # fmt: skip
         self.lows = torch.stack([seen[value].low for value in quantized]).clamp(max=0.0)
         self.highs = torch.stack([seen[value].high for value in quantized]).clamp(min=0.0)
-        of = qmax or {}
-        self.readers = [
-            _Reader.of(graph, node, seen, gains[node], of.get(node, QMAX)) for node in dict.fromkeys(stream.consumers)
-        ]
+        readers = dict.fromkeys(stream.consumers)
+        self.readers = [_Reader.of(graph, node, seen, gains[node], qmax[node]) for node in readers]
         self.limit = self._limit(stream, seen)
 
     @staticmethod

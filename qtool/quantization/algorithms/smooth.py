@@ -139,7 +139,7 @@ def place_of(norm: Node) -> Place | str:
 
 def _unrounded(place: Place, subject: Subject) -> str:
     """Why nothing is gained by moving; empty where integer layers alone read the norm, whose bits are noted."""
-    units = {p.anchor: p for p in subject.placement.placed if p.pattern is not None and p.pattern.weighted}
+    units = {p.anchor: p for p in subject.placement.layers}
     if not place.readers or not all(reader in units for reader in place.readers):
         return "not all layers that read it are integer"
     place.qmax = min(subject.placement.weight_format(units[reader]).qmax for reader in place.readers)

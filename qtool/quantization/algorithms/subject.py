@@ -88,7 +88,7 @@ class Subject:
         for some samples, and other ones than the float layer's for others.
         """
         by_name = {node.name: node for node in self.reference.graph.nodes}
-        wanted = {p.unit.name: p for p in self.placement.placed if p.pattern is not None and p.pattern.weighted}
+        wanted = {p.unit.name: p for p in self.placement.layers}
         found = {}
         for node in self.graph.graph.nodes:
             placed: Placed | None = wanted.get(str(node.meta.get("unit")))

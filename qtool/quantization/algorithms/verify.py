@@ -53,15 +53,14 @@ def parted(batches: Iterable[Any], held: bool, share: int = HELD) -> Iterator[An
 class Samples:
     """The values that the readers of some streams read, on samples that are held out of every batch.
 
-    ``qmax`` is the largest integer of each reader's weights, by default that of 8 bits.
+    ``qmax`` is the largest integer of each reader's weights.
     """
 
     @torch.no_grad()
     def __init__(
-        self, graph: GraphModule, streams: Iterable[Stream], batches: Iterable[Any],
-        qmax: Mapping[Node, int] | None = None,
-    ) -> None:  # fmt: skip
-        self.qmax = qmax or {}
+        self, graph: GraphModule, streams: Iterable[Stream], batches: Iterable[Any], qmax: Mapping[Node, int]
+    ) -> None:
+        self.qmax = qmax
         watch = _Keep(graph, {_kept(reader.args[0]) for stream in streams for reader in stream.consumers})
         left = SAMPLES
         for batch in parted(batches, held=True):
@@ -86,7 +85,7 @@ class Samples:
         shift = moved[source].reshape(shape) if source in moved else torch.zeros(())
         ends = clip_limits(acted) if (acted := _unpadded(source)).target in RELU_LIKE else (-math.inf, math.inf)
         changed = ((x - shift) * scales.reshape(shape)).clamp_(*ends)
-        made = rounded_rows(weight / per_input(weight, reader, scales), self.qmax.get(reader, QMAX))
+        made = rounded_rows(weight / per_input(weight, reader, scales), self.qmax[reader])
         wanted = _spread(reader, x.clamp(*ends), weight)
         whole = float(wanted.square().mean()) + 1e-30
         errors = (_spread(reader, rounded(changed, width), made).sub_(wanted).square_().mean() for width in WIDTHS)
