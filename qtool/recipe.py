@@ -270,7 +270,7 @@ CONTRACT_FIELDS = (
 class ExportConfig:
     """How a quantized model becomes an ONNX file."""
 
-    opset: int | None = option(None, "ONNX opset; by default the newest that the target's runtime implements", low=13)
+    opset: int | None = option(None, "ONNX opset; by default the one that the target's runtime does best with", low=13)
     gates: bool = option(True, "prove parity, coverage and size before the file takes its name")
     parity_samples: int = option(256, "calibration samples on which end-to-end parity is judged, at most", low=1)
     reference_samples: int = option(8, "samples on which the integer reference must equal the runtime", low=0)

@@ -25,7 +25,7 @@ from qtool.exporting.gates import Gate
 from qtool.exporting.integer_reference import IntegerReference
 from qtool.exporting.saturation import saturation
 from qtool.exporting.size import size
-from qtool.exporting.to_onnx import DEFAULT_OPSET, float_to_onnx, quantized_to_onnx, save
+from qtool.exporting.to_onnx import default_opset, float_to_onnx, quantized_to_onnx, save
 from qtool.form import QuantizedModel
 from qtool.nested import micro_batches
 from qtool.recipe import ExportConfig
@@ -80,7 +80,7 @@ def export(
             "export", "activations of 8 bits", "fewer, which no runtime has kernels for: they are simulated only",
             "quantize with --activation-bits 8, or measure the simulation with 'qtool benchmark --provider torch'",
         )  # fmt: skip
-    opset = config.opset or DEFAULT_OPSET[quantized.plan.target]
+    opset = config.opset or default_opset(quantized.plan)
     with allocator.settled():
         return _export(quantized, out, config, samples, opset, _metadata(quantized, opset, metadata or {}))
 

@@ -57,11 +57,12 @@ from qtool.exporting.passes import (
     wide_groups,
 )
 from qtool.exporting.recurrent import require_forms, translations
-from qtool.form import QuantizedModel, program_of, quantize_nodes, unit_of
+from qtool.form import Plan, QuantizedModel, program_of, quantize_nodes, unit_of
 from qtool.recurrent import whole_sequences
 from qtool.structures import output_names
 
-DEFAULT_OPSET = {"ort-cpu": 21, "tensorrt": 19, "openvino": 21}
+OPSETS = {"ort-cpu": 21, "tensorrt": 19, "openvino": 20}
+"""See :func:`default_opset`; of 20 and OpenVINO, :func:`qtool.quantization.integers.drop_pairs`."""
 EXTERNAL_DATA_BYTES = 2_000_000_000  # protobuf cannot hold 2 GiB
 
 aten = torch.ops.aten
@@ -89,6 +90,12 @@ BLOCK_PRODUCTS: dict[str, Callable[[ir.Model, Collection[str]], int]] = {
     "ort-cpu": block_products.apply, "openvino": block_products.join_groups,
 }  # fmt: skip
 """What gives layers that multiply stored integers the form in which a target does."""
+
+
+def default_opset(plan: Plan) -> int:
+    """What the target's runtime does best with, and that knows the numbers that the plan stores."""
+    newest = any(unit.weight_bits == 4 or unit.block for unit in plan.units)
+    return max(OPSETS[plan.target], int4.LEAST_OPSET if newest else 0)
 
 
 def float_to_onnx(graph: GraphModule, example: Any, opset: int) -> ir.Model:

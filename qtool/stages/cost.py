@@ -58,11 +58,11 @@ class Cost:
     def _measured(self, model: QuantizedModel) -> float:
         from qtool.benchmarking.latency import Stopping, interleave, speedup
         from qtool.exporting.parity import feeds_of, take
-        from qtool.exporting.to_onnx import DEFAULT_OPSET, float_to_onnx, quantized_to_onnx, save
+        from qtool.exporting.to_onnx import default_opset, float_to_onnx, quantized_to_onnx, save
         from qtool.runtimes import open_session
 
         assert self._folder is not None
-        opset, files = DEFAULT_OPSET[model.plan.target], {}
+        opset, files = default_opset(model.plan), {}
         for name in ("fp32", "int8"):
             files[name] = Path(self._folder.name) / f"{name}.onnx"
         if not files["fp32"].exists():

@@ -34,10 +34,10 @@ def tuned(
     """The model with its slow groups in float, and the account that goes into ``folder``'s export.json."""
     from qtool.exporting import tuning
     from qtool.exporting.parity import take
-    from qtool.exporting.to_onnx import DEFAULT_OPSET, quantized_to_onnx, save
+    from qtool.exporting.to_onnx import default_opset, quantized_to_onnx, save
 
     tuning.check(model)
-    opset = config.opset or DEFAULT_OPSET[model.plan.target]
+    opset = config.opset or default_opset(model.plan)
     provider = tuning.PROVIDERS[model.plan.target]
     few = [] if samples is None else list(take(samples, ACCURACY_SAMPLES))
     inputs = few[0] if few else model.example

@@ -159,7 +159,19 @@ def test_nothing_is_rounded_again_behind_a_move() -> None:
     ops = torch.ops.quantized_decomposed
     rounded = [node for node in quantized.graph.graph.nodes if node.target is ops.quantize_per_tensor.default]
     assert rounded
-    assert not [node for node in rounded if node.args[0].target in moves and node.args[-1] == torch.uint8]
+    assert not [node for node in rounded if node.args[0].target in moves]
+
+
+@needs_openvino
+def test_openvino_turns_no_keys(tmp_path: Path) -> None:
+    """Their transposition is the product's own: what is moved is queries, keys and values together, and the result."""
+    quantized, batches = small_vit()
+    file = export(quantized, tmp_path, ExportConfig(gates=False), samples=batches).files["int8"]
+    import openvino
+
+    compiled = openvino.Core().compile_model(str(file), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    kinds = [op.get_rt_info()["layerType"] for op in compiled.get_runtime_model().get_ops()]
+    assert sum(kind == "Transpose" for kind in kinds) == 1 + 2 * 2  # the patches', and two in each of two blocks
 
 
 def test_a_block_goes_back_to_float(tmp_path: Path) -> None:
