@@ -82,7 +82,7 @@ def _compared(path: Path) -> tuple[object, list[bytes]]:
     del tree["history"]["seconds"], tree["identity"]
     tensors: dict[str, torch.Tensor] = {}
     return checkpoint._encode(tree, "", tensors, {}), [
-        t.reshape(-1).view(torch.uint8).tolist() for t in tensors.values()
+        t.reshape(-1).view(torch.uint8).numpy().tobytes() for t in tensors.values()
     ]
 
 
