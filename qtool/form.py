@@ -18,7 +18,7 @@ import dataclasses
 import functools
 import hashlib
 import inspect
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -211,6 +211,15 @@ def to_program(model: torch.nn.Module, example: Any, axes: tuple[int, ...] = ())
 def symbols_of(size: int | torch.SymInt) -> set[Any]:
     """The symbols that a size is computed from; none of a number."""
     return set() if isinstance(size, int) else set(size.node.expr.free_symbols)
+
+
+def same_sizes(left: Iterable[int | torch.SymInt], right: Iterable[int | torch.SymInt]) -> bool:
+    """Whether two shapes are known to be equal, whatever the open sizes are.
+
+    To compare an open size with a number is to fix it for the whole graph, where the batch at hand happens to have that
+    size. So open sizes are compared as they are spelled.
+    """
+    return [*map(str, left)] == [*map(str, right)]
 
 
 def input_values(graph: torch.fx.Graph) -> dict[str, torch.Tensor]:

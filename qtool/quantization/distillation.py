@@ -23,6 +23,7 @@ from torch.fx import GraphModule, Node
 
 from qtool.errors import UsageError, nearest
 from qtool.evaluate import divergence, error_of
+from qtool.form import same_sizes
 from qtool.nested import call, per_sample, tensors, to_float32
 from qtool.quantization.capture import owner
 from qtool.quantization.rewrites.norms import is_live
@@ -125,8 +126,8 @@ def _ends(graph: GraphModule) -> dict[str, Node]:
 
 def _is_same(teachers: Node, students: Node) -> bool:
     """Whether the two are one value: of one shape, and not before a batch-norm that is folded in the teacher."""
-    shapes = [tuple(node.meta["val"].shape[1:]) for node in (teachers, students)]
-    return shapes[0] == shapes[1] and not is_live(students)
+    shapes = [node.meta["val"].shape[1:] for node in (teachers, students)]
+    return same_sizes(*shapes) and not is_live(students)
 
 
 def _tap(graph: GraphModule, node: Node) -> Node:

@@ -12,6 +12,7 @@ from test_walk import Count
 from torch import Tensor, nn
 from torch.fx import GraphModule, Interpreter, Node
 
+from qtool.errors import QtoolError
 from qtool.evaluate import sqnr_db
 from qtool.quantization import pt2e
 from qtool.quantization.algorithms import Declined, Subject
@@ -163,3 +164,14 @@ def test_nothing_integer_is_declined() -> None:
     placement = Placement(graph, get_target("ort-cpu"), {"*": "float"})
     with pytest.raises(Declined, match="no convolution"):
         correct_biases(Subject(graph, graph, placement, [torch.randn(2, 3)]))
+
+
+@pytest.mark.parametrize("algorithm", ["bias", "gptq", "renorm"])
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_samples_that_are_not_finite_are_told_where_no_range_is_read(algorithm: str, value: float) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)).eval(), torch.randn(8, 4)
+    x[3, 2] = value
+    config = QuantizeConfig(weights_only=True, ranges="minmax", algorithms=(algorithm,))
+    with pytest.raises(QtoolError, match=r"layer '0': expected finite outputs .* got NaN or infinity"):
+        quantize(model, config, example=x, calibration=[x])

@@ -122,3 +122,34 @@ def test_the_output_comes_nearer_than_with_ranges_of_least_squared_error() -> No
         with torch.no_grad():
             found[ranges] = sqnr_db(model(test), quantized(test))
     assert found["output"] > found["mse"] + 0.5
+
+
+class TimeFirst(nn.Module):
+    """Layers over time × batch × features, as torch's attention has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x.transpose(0, 1))
+        steps, batch, features = y.shape
+        return self.last(y.reshape(steps * batch, features)).reshape(steps, batch, features)
+
+
+def test_a_batch_as_large_as_a_layer_is_no_batch_of_that_size() -> None:
+    torch.manual_seed(0)
+    config = QuantizeConfig(ranges="output", algorithms=None)
+    model, x = TimeFirst().eval(), torch.randn(9, 5, 4)
+    made = quantize(model, config, example=x[:4], calibration=[x[:4]])
+    assert sqnr_db(model(x), made(x)) > 15  # nine samples, some beyond the range that four have
+
+
+def test_a_pool_to_the_size_that_calibration_images_have_still_pools_others_where_their_size_is_open() -> None:
+    torch.manual_seed(0)
+    layers = nn.Conv2d(3, 4, 1), nn.ReLU(), nn.AdaptiveAvgPool2d(6), nn.Flatten(), nn.Linear(144, 3)
+    model, config = nn.Sequential(*layers).eval(), QuantizeConfig(ranges="minmax", algorithms=None, dynamic_axes=(2, 3))
+    small, large = torch.randn(4, 3, 6, 6), torch.randn(4, 3, 12, 12)
+    made = quantize(model, config, example=small, calibration=[small])
+    assert sqnr_db(model(small), made(small)) > 25
+    assert sqnr_db(model(large), made(large)) > 25

@@ -32,10 +32,11 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
+from qtool.errors import QtoolError
 from qtool.nested import thinned
 from qtool.quantization.algorithms.subject import Declined, Subject
 from qtool.quantization.algorithms.walk import Segment, Walk, execute, interpret
-from qtool.quantization.capture import aten, parameter, set_parameter
+from qtool.quantization.capture import aten, owner, parameter, set_parameter
 from qtool.quantization.stored_weights import dequantize_of
 
 SAMPLES = 128
@@ -161,7 +162,15 @@ def bias_of(graph: GraphModule, node: Node) -> Tensor:
 
 
 def set_bias(graph: GraphModule, node: Node, value: Tensor) -> None:
-    """Gives a convolution or linear layer, and that one alone, another bias: one value per channel."""
+    """Gives a convolution or linear layer, and that one alone, another bias: one value per channel.
+
+    Raises QtoolError where a value is not finite: with weights alone in integers, no range was read that would tell.
+    """
+    if not value.isfinite().all():
+        raise QtoolError(
+            f"layer '{owner(node) or node.name}'", "finite outputs to correct its bias by", "NaN or infinity",
+            "check the calibration data, and the weights of the layers before it",
+        )  # fmt: skip
     before = node.args[2] if len(node.args) > 2 else None
     name = f"{node.name}_corrected_bias"
     set_parameter(graph, name, value.float())

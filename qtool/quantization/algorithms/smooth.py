@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
+from qtool.form import same_sizes
 from qtool.nested import first
 from qtool.quantization.algorithms.streams import unfit
 from qtool.quantization.algorithms.subject import Declined, NothingToDo, Subject
@@ -175,7 +176,7 @@ def _keeps_channels(node: Node, width: int) -> bool:
     if node.target in _PARTS:
         dim = node.args[1] if len(node.args) > 1 else 0
         return dim not in (-1, len(node.args[0].meta["val"].shape) - 1)  # type: ignore[union-attr]
-    return node.target in _MOVES and bool(node.meta["val"].shape[-1] == width)
+    return node.target in _MOVES and same_sizes(node.meta["val"].shape[-1:], [width])
 
 
 class _Observe(Interpreter):

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from qtool.form import padding_of
+from qtool.form import padding_of, same_sizes
 from qtool.quantization.capture import CONVOLUTIONS, aten, parameter
 from qtool.quantization.rewrites.respell import ADAPTIVE_POOLS, AVERAGE_POOLS, MAX_POOLS
 
@@ -161,7 +161,7 @@ def _is_plain_sum(node: Node) -> bool:
 
 def _same_shape(left: Any, right: Any) -> bool:
     values = [side.meta.get("val") for side in (left, right)]  # a stored constant has none
-    return all(value is not None for value in values) and values[0].shape[1:] == values[1].shape[1:]
+    return all(value is not None for value in values) and same_sizes(values[0].shape[1:], values[1].shape[1:])
 
 
 def _passes(node: Node) -> bool:
@@ -176,12 +176,11 @@ def _passes(node: Node) -> bool:
     before, after = source.meta["val"].shape, node.meta["val"].shape
     if pads_zeros(node):
         return True
+    kept = same_sizes(before[1:2], after[1:2])
     if node.target in _POOLS:
         plain = len(node.args) < 7 or node.args[6] is None  # a pool with a divisor of its own keeps no constant
-        return plain and len(before) > 2 and len(after) >= 2 and before[1] == after[1] and _keeps_channels(node)
-    return (
-        node.target in _RESHAPES and len(after) == 2 and before[1] == after[1] and all(size == 1 for size in before[2:])
-    )
+        return plain and len(before) > 2 and len(after) >= 2 and kept and _keeps_channels(node)
+    return node.target in _RESHAPES and len(after) == 2 and kept and same_sizes(before[2:], [1] * len(before[2:]))
 
 
 def pads_zeros(node: Node) -> bool:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from qtool.form import same_sizes
 from qtool.quantization.capture import aten, clean, set_parameter
 from qtool.quantization.rewrites.scales import stored_numbers
 from qtool.quantization.targets import RELU_LIKE, Target
@@ -93,7 +94,7 @@ def _step(graph_module: GraphModule, node: Node, integer: Set[Node], axis: int) 
         if not isinstance(source, Node) or source not in integer or not isinstance(node.meta["val"].shape[axis], int):
             continue
         numbers = stored_numbers(graph_module, given, node.meta["val"], axis % rank)
-        if numbers is not None and [*map(str, source.meta["val"].shape)] == [*map(str, node.meta["val"].shape)]:
+        if numbers is not None and same_sizes(source.meta["val"].shape, node.meta["val"].shape):
             return source, {aten.div.Tensor: 1 / numbers, aten.sub.Tensor: -numbers}.get(node.target, numbers)
     return None
 

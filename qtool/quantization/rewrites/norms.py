@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from qtool.form import same_sizes
 from qtool.quantization.capture import (
     CONVOLUTIONS,
     aten,
@@ -105,7 +106,8 @@ def _from_rows(norm: Node) -> Node | None:
     if not (isinstance(layer, Node) and layer.target is aten.linear.default and len(layer.users) == 1):
         return None
     alone = len(norm.users) == len(rows.users) == 1 and all(_is_stored(argument) for argument in layer.args[1:3])
-    whole = rows.args[1:] == (0, layer.meta["val"].dim() - 2) and back.meta["val"].shape == layer.meta["val"].shape
+    restored = same_sizes(back.meta["val"].shape, layer.meta["val"].shape)
+    whole = rows.args[1:] == (0, layer.meta["val"].dim() - 2) and restored
     return layer if alone and whole and back.target is aten.reshape.default else None
 
 

@@ -41,6 +41,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from qtool.form import same_sizes
 from qtool.quantization.rewrites.bags import spell_bag
 from qtool.quantization.rewrites.gated import spell_glu
 from qtool.quantization.rewrites.heads import spell_attention
@@ -122,7 +123,7 @@ def _spell_adaptive_pool(node: Node) -> None:
     if all(cells == 1 for _, cells in sizes):
         if rank != 2:
             node.target, node.args = aten.mean.dim, (source, list(range(2, 2 + rank)), True)
-    elif all(size == cells for size, cells in sizes):
+    elif same_sizes(before[-rank:], after[-rank:]):
         _drop(node)
     elif all(isinstance(size, int) and size % cells == 0 for size, cells in sizes):
         windows = [size // cells for size, cells in sizes]

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from qtool.form import same_sizes
+
 aten = torch.ops.aten
 SCATTERS = (aten.slice_scatter.default, aten.select_scatter.default)
 
@@ -27,7 +29,7 @@ def spell_copy(node: Node) -> None:
     if not (isinstance(target, Node) and isinstance(source, Node)):
         return
     before, after = source.meta["val"], target.meta["val"]
-    if before.dtype == after.dtype and tuple(before.shape) == tuple(after.shape):
+    if before.dtype == after.dtype and same_sizes(before.shape, after.shape):
         node.replace_all_uses_with(source)
         node.graph.erase_node(node)
 
