@@ -33,9 +33,7 @@ def test_parts_are_measured_failures_told_and_what_is_missing_made_up_for(tmp_pa
     assert result["parts"]["rounding/adaround"]["quantize_seconds"] > 0
     for file in (tmp_path / "parts").iterdir():
         file.unlink()
-    words[-1] = "create/on-device,rounding/adaround"  # what has failed would be tried again
     assert bench_gpu.main(words) == 1  # gpu.json alone is enough to go on from
-    assert not list((tmp_path / "parts").iterdir())
     again = json.loads((tmp_path / "gpu.json").read_text())
     assert again["parts"]["rounding/adaround"] == result["parts"]["rounding/adaround"]
     options = argparse.Namespace(out=tmp_path, device="cpu", data=None, steps=None, quick=True)
