@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
+from command_line import in_process
 from torch import nn
 
 from qtool.cli import main
@@ -62,7 +62,7 @@ def test_every_qtool_command_works_as_written(tmp_path: Path, monkeypatch: pytes
     assert {shlex.split(line)[1] for line in lines} >= {"run", "train", "quantize", "export", "benchmark"}
     for line in lines:
         _, command, *words = shlex.split(line)
-        done = CliRunner().invoke(main, [command, *words, *SHORTER[command], "--json"])
+        done = in_process(command, *words, *SHORTER[command], "--json")
         assert done.exit_code == 0, f"{line}\n{done.stderr}"
         assert isinstance(json.loads(done.stdout), dict)
 

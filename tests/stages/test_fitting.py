@@ -306,11 +306,12 @@ def test_an_impossible_budget_says_over_how_many_devices_it_would_fit() -> None:
 @pytest.mark.slow
 def test_such_a_budget_fits_over_that_many_devices(small_data: str) -> None:
     source = open_source(f"{__file__}:deep", small_data, seed=0)
-    config = TrainConfig(device="cpu", batch_size=16, memory_budget="2MiB", optimizer="sgd")
+    config = TrainConfig(device="cpu", batch_size=16, memory_budget="2900KiB", optimizer="sgd")
     with pytest.raises(UsageError, match=r"or .*--devices \d+ --strategy fsdp.*, or --lora 8") as caught:
         fitting.fitted(config, source, None, False, lambda text: None)
     words = str(caught.value).split(", or ")[1]
     count = int(words.split("--devices ")[1].split()[0])
+    assert count > 2  # two would not do
     given = dataclasses.replace(config, devices=count, strategy="fsdp")
     assert fitting.fitted(given, source, None, False, lambda text: None).config.devices == count
 

@@ -14,13 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
+from command_line import in_process
 from torch import nn
 
 import qtool
 from qtool import loop
 from qtool.artifacts import read_result, sha256_of
-from qtool.cli import main
 from qtool.data import load_data
 from qtool.errors import ContractError, QtoolError, UsageError
 from qtool.quantization import search
@@ -294,8 +293,7 @@ def test_a_full_disk_is_one_line_and_the_same_command_works_with_room(
         assert len(full.stderr.splitlines()) == 1, full.stderr
         assert "room" in full.stderr or "free space" in full.stderr
         assert (sorted(run.iterdir()) if run.exists() else None) == before
-        done = CliRunner().invoke(main, [stage, *words, "--quiet"])
-        assert done.exit_code == 0, done.stderr
+        assert in_process(stage, *words, "--quiet").exit_code == 0
 
 
 # A kill
@@ -333,7 +331,7 @@ def test_a_training_killed_by_sigkill_resumes_to_the_same_bits(
         words += ["--step-size", "learned", "--ema", "0.99"]
     words += ["--epochs", "6", "--batch-size", "8", "--checkpoint-every", "5"]
     calm, killed = tmp_path / "calm", tmp_path / "killed"
-    undisturbed = CliRunner().invoke(main, [*words, "--out", str(calm), "--quiet"])
+    undisturbed = in_process(*words, "--out", str(calm), "--quiet")
     assert undisturbed.exit_code == 0, undisturbed.stderr
     for steps in (1, 2):
         process = start(killed, *words)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,21 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cost, "SECONDS", 0.0)
 
 
-@pytest.fixture
-def kept(tmp_path: Path, small_recipe: Path, held_out_data: str) -> Path:
-    """A run whose quantization keeps a contract on 300 validation images."""
-    run = tmp_path / "run"
+@pytest.fixture(scope="module")
+def quantized(tmp_path_factory: pytest.TempPathFactory, small_recipe: Path, held_out_data: str) -> Path:
+    """A run whose quantization keeps a contract on 300 validation images. Tests take a copy."""
+    run = tmp_path_factory.mktemp("quantized") / "run"
     qtool.train(f"{small_recipe.parent}/net.py:build", held_out_data, out=run, epochs=1, batch_size=16)
-    qtool.quantize(run, max_drop=5.0, max_kl=0.01, **OPTIONS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cost, "SECONDS", 0.0)
+        qtool.quantize(run, max_drop=5.0, max_kl=0.01, **OPTIONS)
     return run
+
+
+@pytest.fixture
+def kept(quantized: Path, tmp_path: Path) -> Path:
+    """Such a run of one's own."""
+    return Path(shutil.copytree(quantized, tmp_path / "run"))
 
 
 def test_the_verdict_is_that_of_the_files_own_answers(kept: Path, held_out_data: str) -> None:
