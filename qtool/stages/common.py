@@ -183,11 +183,14 @@ def targets_in(source: Source) -> Any:
 
 
 def example_of(source: Source, inputs: Iterable[Any]) -> Any:
-    """A batch of two inputs for capture, from the data or from the first calibration batch."""
+    """A batch of two inputs for capture, from the data or the first calibration batch with samples in it."""
     if source.parts is not None:
         from qtool.data import example_input
 
         return example_input(source.parts)
+    from qtool.nested import tensors
+
     for batch in inputs:
-        return batch
+        if next((len(value) for value in tensors(batch) if value.dim()), 1):
+            return batch
     raise QtoolError("calibration", "at least one batch", "none", "pass batches of inputs")

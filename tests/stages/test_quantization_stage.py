@@ -147,3 +147,11 @@ def test_threads_that_quantize_and_export_at_once_take_turns(tmp_path: Path) -> 
 
     with ThreadPoolExecutor(3) as pool:
         assert all(pool.map(made, range(3)))
+
+
+def test_a_first_batch_without_samples_is_passed_over() -> None:
+    x = torch.randn(4, 3)
+    made = qtool.quantize(nn.Sequential(nn.Linear(3, 2)), [x[:0], x], effort="fast")
+    assert made(x[:3]).shape == (3, 2)
+    with pytest.raises(QtoolError, match="calibration: expected at least one batch"):
+        qtool.quantize(nn.Sequential(nn.Linear(3, 2)), [x[:0]], effort="fast")
