@@ -25,9 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 from qtool.artifacts import STAGES, atomic_path, has_result, read_result, write_json
 from qtool.errors import ContractError, UsageError
-from qtool.options import make
 from qtool.recipe import Recipe, as_dict
-from qtool.recipe_files import find_recipe, load_recipe, to_toml
+from qtool.recipe_files import find_recipe, from_table, load_recipe, to_toml
 from qtool.source import require_run_directory
 from qtool.stages import benchmark, export, quantize, sensitivity, train
 from qtool.stages.common import Progress, finished, run_of, teller
@@ -84,7 +83,7 @@ def _opened(
         return load_recipe(path, overrides), Path(out or Path("runs") / path.stem)
     if out is None:
         raise UsageError("argument 'out'", "a run directory for a recipe that has no file", "none", "pass out=…")
-    return recipe if isinstance(recipe, Recipe) else make(Recipe, recipe), Path(out)
+    return recipe if isinstance(recipe, Recipe) else from_table(recipe), Path(out)
 
 
 def _variant(recipe: Recipe, mode: str, folder: Path, resume: bool, trust: bool, progress: Progress) -> None:

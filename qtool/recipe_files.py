@@ -19,13 +19,13 @@ from __future__ import annotations
 
 import dataclasses
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from qtool.errors import UsageError, nearest
 from qtool.options import as_toml, make
-from qtool.recipe import Recipe, as_dict
+from qtool.recipe import MODES, Recipe, as_dict
 
 _SHIPPED = Path(__file__).parent / "recipes"
 
@@ -42,7 +42,15 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
         ) from error
     for text in overrides:
         override(table, text)
-    return make(Recipe, table)
+    return from_table(table)
+
+
+def from_table(table: Mapping[str, Any]) -> Recipe:
+    """The recipe of plain values. A quantization's mode that is named beside no variants is the variant to be made."""
+    stage = table.get("quantize")
+    mode = stage.get("mode") if isinstance(stage, Mapping) else None
+    alone = {"variants": [mode]} if mode in MODES and "variants" not in table else {}
+    return make(Recipe, {**table, **alone})
 
 
 def recipe_names() -> list[str]:

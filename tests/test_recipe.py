@@ -26,7 +26,7 @@ from qtool.recipe import (
     TrainConfig,
     as_dict,
 )
-from qtool.recipe_files import find_recipe, load_recipe, override, recipe_names, to_toml
+from qtool.recipe_files import find_recipe, from_table, load_recipe, override, recipe_names, to_toml
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20).filter(lambda text: text != "none")
 
@@ -219,6 +219,17 @@ def test_a_recipe_file_with_overrides(tmp_path: Path) -> None:
     recipe = load_recipe(path, ["train.epochs=3", "quantize.ranges=entropy"])
     assert (recipe.model, recipe.train.epochs, recipe.quantize.ranges) == ("mobilenet", 3, "entropy")
     assert recipe.quantize == QuantizeConfig(ranges="entropy")
+
+
+def test_a_mode_that_is_named_alone_is_the_variant(tmp_path: Path) -> None:
+    path = tmp_path / "a.toml"
+    path.write_text('[quantize]\nmode = "qat"\n')
+    assert load_recipe(path).variants == ("qat",)
+    assert load_recipe(path, ['variants=["ptq"]']).variants == ("ptq",)
+    assert load_recipe(path, ["quantize.mode=ptq"]).variants == ("ptq",)
+    assert from_table({}).variants == Recipe().variants == ("ptq", "qat")
+    with pytest.raises(UsageError, match=r"quantize\.mode"):
+        load_recipe(path, ["quantize.mode=pqt"])
 
 
 @pytest.mark.parametrize("content", [b"model = ", b"\xff\xfe", b"[train]\n[train]\n"])

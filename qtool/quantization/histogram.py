@@ -216,8 +216,9 @@ class Histogram:
         extremes = found.to(torch.float32).tolist()  # one transfer from a GPU
         low, high = min(low for low, _ in extremes), max(high for _, high in extremes)
         if not all(math.isfinite(end) for pair in extremes for end in pair):
+            found_nan = any(math.isnan(end) for pair in extremes for end in pair)
             raise QtoolError(
-                f"layer '{self.name}'", "finite values", f"NaN or infinity (min {low}, max {high})",
+                f"layer '{self.name}'", "finite values", "NaN" if found_nan else f"infinity ({low:g} to {high:g})",
                 "check the calibration data, and the weights of the layers before it",
             )  # fmt: skip
         return [(low, high) for low, high in extremes]

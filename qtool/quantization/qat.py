@@ -50,9 +50,10 @@ def check_tuning(config: QatConfig) -> None:
         raise UsageError(
             "--ema", "the average of all steps or the best epoch", "--early-stopping too", "leave one of them out"
         )
-    if config.distill_features and (not config.distill or config.compile):
-        got = "--compile" if config.compile else "--no-distill"
-        raise UsageError("--distill-features", "--distill in eager mode", got, "leave one of them out")
+    if config.distill_features and not config.distill:
+        raise UsageError("--distill-features", "--distill", "--no-distill", "leave one of them out")
+    if config.distill_features and config.compile:
+        raise UsageError("--distill-features", "a model that is not compiled", "--compile", "leave one of them out")
     if config.activation_checkpointing:
         raise UsageError(
             "quantize --mode qat", "options for a captured graph, which has no blocks", "--activation-checkpointing",
