@@ -49,6 +49,7 @@ from qtool.exporting.passes import (
     metadata,
     names,
     pads,
+    parts,
     sizes,
     stem,
     stored,
@@ -61,8 +62,9 @@ from qtool.form import Plan, QuantizedModel, program_of, quantize_nodes, unit_of
 from qtool.recurrent import whole_sequences
 from qtool.structures import output_names
 
-OPSETS = {"ort-cpu": 21, "tensorrt": 19, "openvino": 20}
-"""See :func:`default_opset`; of 20 and OpenVINO, :func:`qtool.quantization.integers.drop_pairs`."""
+NO_BARE_MOVES = 20
+"""The last opset in which ONNX Runtime 1.31 opens a file whose int8 values are moved without a pair of their own."""
+OPSETS = {"ort-cpu": 21, "tensorrt": 19, "openvino": NO_BARE_MOVES}
 EXTERNAL_DATA_BYTES = 2_000_000_000  # protobuf cannot hold 2 GiB
 
 aten = torch.ops.aten
@@ -124,6 +126,11 @@ def quantized_to_onnx(quantized: QuantizedModel, opset: int) -> ir.Model:
     names.apply(model, units, outputs)
     for rewrite in PASSES[quantized.plan.target]:
         rewrite(model)
+    if opset > NO_BARE_MOVES and any(map(parts.moves_signed, model.graph)):
+        raise UsageError(
+            "--opset", f"{NO_BARE_MOVES} or less where int8 values are only moved, which no ONNX Runtime opens else",
+            str(opset), "leave --opset out",
+        )  # fmt: skip
     four_bits = {unit.name: unit.integer for unit in quantized.plan.units if unit.weight_bits == 4}
     if four_bits:
         int4.require(opset)

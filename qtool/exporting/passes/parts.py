@@ -9,8 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from qtool.exporting.passes.names import WEIGHTED
+from qtool.exporting.passes.names import DEQUANTIZE, WEIGHTED
 
+MOVES = ("Reshape", "Transpose", "Gather", "Slice", "Split", "Squeeze", "Unsqueeze", "Flatten", "Expand")
 MOST_GROWTH = 0.02
 """How much of a file's constants a pass may add in zeros."""
 
@@ -53,6 +54,14 @@ def zeros_of(dequantize: ir.Node) -> npt.NDArray[Any] | None:
     if value is None:
         return np.zeros((), np.int8)
     return value.const_value.numpy() if value.const_value is not None else None
+
+
+def moves_signed(dequantize: ir.Node) -> bool:
+    """Whether a node dequantizes int8 activations for an operator that only moves them."""
+    source = dequantize.inputs[0] if dequantize.op_type == DEQUANTIZE else None
+    if source is None or source.const_value is not None or (zeros := zeros_of(dequantize)) is None:
+        return False
+    return zeros.dtype == np.int8 and any(user.op_type in MOVES for user in dequantize.outputs[0].consumers())
 
 
 def integer_taps(conv: ir.Node) -> npt.NDArray[np.int8] | None:

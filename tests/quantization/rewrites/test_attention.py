@@ -16,6 +16,7 @@ from onnx import numpy_helper
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from qtool.errors import UsageError
 from qtool.exporting.end_to_end import sqnr_in_torch
 from qtool.exporting.openvino_coverage import coverage
 from qtool.exporting.parity import feeds_of, unit_parity
@@ -162,6 +163,22 @@ def test_nothing_is_rounded_again_behind_a_move() -> None:
     assert not [node for node in rounded if node.args[0].target in moves]
 
 
+def test_an_opset_in_which_onnx_runtime_would_not_open_the_file_is_refused(tmp_path: Path) -> None:
+    """From 21 on it adds to int8 values that are moved what it refuses itself."""
+    quantized, _ = small_vit()
+    refused, opened = tmp_path / "21.onnx", tmp_path / "20.onnx"
+    with pytest.raises(UsageError, match=r"--opset: expected 20 or less .*; got 21; leave --opset out"):
+        save(quantized_to_onnx(quantized, 21), refused)
+    save(quantized_to_onnx(quantized, 20), opened)
+    onnxruntime.InferenceSession(str(opened), providers=["CPUExecutionProvider"])
+    assert not refused.exists()
+    later = onnx.load(opened)
+    later.opset_import[0].version = 21
+    onnx.save(later, refused)
+    with pytest.raises(Exception, match="output_dtype INT8 does not match"):
+        onnxruntime.InferenceSession(str(refused), providers=["CPUExecutionProvider"])
+
+
 @needs_openvino
 def test_openvino_turns_no_keys(tmp_path: Path) -> None:
     """Their transposition is the product's own: what is moved is queries, keys and values together, and the result."""
@@ -183,7 +200,7 @@ def test_a_block_goes_back_to_float(tmp_path: Path) -> None:
     assert {unit.name for unit in reverted.plan.float_units} >= block.keys()
     assert len(quantize_nodes(reverted.graph)) < len(quantize_nodes(quantized.graph))
     path = tmp_path / "a.onnx"
-    save(quantized_to_onnx(reverted, 21), path)
+    save(quantized_to_onnx(reverted, 20), path)
     assert unit_parity(reverted, path, batches[:1]).passed
     assert sqnr_in_torch(reverted, batches[:1]) >= sqnr_in_torch(quantized, batches[:1])
 
