@@ -285,7 +285,7 @@ def test_training_data_is_asked_for(trained: nn.Module) -> None:
 def test_a_value_that_is_not_finite_names_its_layer(engine: str, trained: nn.Module) -> None:
     bad = TRAIN[:4].clone()
     bad[0, 0, 0, 0] = float("nan")
-    with pytest.raises(QtoolError, match=r"layer 'x'.*nan"):
+    with pytest.raises(QtoolError, match=r"layer 'x'.*NaN"):
         quantize(
             trained, QuantizeConfig(mode="qat", engine=engine), example=TRAIN[:2], calibration=[bad], tuning=config(),
             qat=_never,
