@@ -12,6 +12,7 @@ import onnx_ir as ir
 from qtool.exporting.passes.names import DEQUANTIZE, WEIGHTED
 
 MOVES = ("Reshape", "Transpose", "Gather", "Slice", "Split", "Squeeze", "Unsqueeze", "Flatten", "Expand")
+"""Operators that give the numbers that they read, elsewhere, and compute none."""
 MOST_GROWTH = 0.02
 """How much of a file's constants a pass may add in zeros."""
 
