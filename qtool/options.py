@@ -79,7 +79,8 @@ def make(kind: type[Config], values: Mapping[str, Any], name: Naming = recipe_ke
     checked: dict[str, Any] = {}
     for key, value in values.items():
         if key not in fields:
-            raise UsageError(name(prefix + key), "a known name", repr(key), nearest_option(key, fields))
+            do = _place(key, hints) or nearest_option(key, fields)
+            raise UsageError(name(prefix + key), "a known name", repr(key), do)
         if dataclasses.is_dataclass(hints[key]):
             table = _table(name(prefix + key), value, f"write a [{key}] table")
             checked[key] = make(typing.cast(type, hints[key]), table, name, prefix=f"{prefix}{key}.")
@@ -91,6 +92,13 @@ def make(kind: type[Config], values: Mapping[str, Any], name: Naming = recipe_ke
             wanted = f"{getattr(made, key)!r}, which another option stands for"
             raise UsageError(name(prefix + key), wanted, repr(value), "leave one of the two out")
     return made.knowing(checked) if hasattr(made, "knowing") else made
+
+
+def _place(key: str, hints: Mapping[str, Any]) -> str:
+    """Where a key belongs that is known in a table of these alone; nothing of any other key."""
+    kinds = {table: kind for table, kind in hints.items() if dataclasses.is_dataclass(kind)}
+    tables = [table for table, kind in kinds.items() if key in (field.name for field in dataclasses.fields(kind))]
+    return f"write it as {' or '.join(f'{table}.{key}' for table in tables)}" if tables else ""
 
 
 def check(value: Any, hint: Any, metadata: Mapping[str, Any], where: str) -> Any:

@@ -128,6 +128,8 @@ def test_defaults_are_valid_by_their_own_rules() -> None:
     ("table", "parts"),
     [
         ({"modle": "resnet"}, ["recipe key 'modle'", "did you mean 'model'?"]),
+        ({"batch_size": 8}, ["recipe key 'batch_size'", "write it as train.batch_size or qat.batch_size"]),
+        ({"knowing": 8}, ["choose one of: benchmark"]),
         ({"train": {"epoch": 3}}, ["recipe key 'train.epoch'", "did you mean 'epochs'?"]),
         ({"train": {"max_grad_norm": 1.0}}, ["did you mean 'grad_clip'?"]),
         ({"train": {"optimizer": 3}}, ["'train.optimizer'", "one of adamw, sgd", "got 3"]),
