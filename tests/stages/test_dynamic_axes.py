@@ -85,7 +85,8 @@ def db(wanted: Tensor, got: Tensor) -> float:
 
 @pytest.mark.parametrize(
     ("name", "settings"),
-    [("images", {}), ("texts", {}), ("texts", {"algorithms": ["adaround", "bias"], "rounding_steps": 5})], ids=str,
+    [("images", {}), ("texts", {}), ("texts", {"algorithms": ["adaround", "bias"], "rounding_steps": 5})],
+    ids=str,
 )
 def test_the_file_takes_sizes_that_it_was_not_calibrated_with(
     name: str, settings: dict[str, Any], tmp_path: Path
