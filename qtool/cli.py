@@ -78,7 +78,9 @@ def out_option(text: str, *, required: bool = False) -> Callable[[Decorated], De
 trust_option = click.option("--trust", is_flag=True, help="Run a recorded file.py:factory although its file changed.")
 
 mlflow_option = click.option(
-    "--mlflow", metavar="URI", help="Also log the run's parameters, metrics and files to this MLflow server or folder."
+    "--mlflow",
+    metavar="URI",
+    help="Also log the run's parameters, metrics and files to this MLflow server or database.",
 )
 
 

@@ -6,6 +6,7 @@ configurations (``quantize.ranges``), metrics every finite number that the stage
 (``benchmark.variants.int8.size_mib``; the entries of a list by batch size or place), artifacts the JSON results, the
 INT8 file and the report.
 
+A server takes MLflow's client alone (mlflow-skinny, the extra ``mlflow``); a database of one's own, the whole package.
 The experiment is MLflow's own choice (``MLFLOW_EXPERIMENT_NAME``), and credentials are its environment's. Left out on
 purpose: the model registry, and logging step by step while a stage runs.
 """
@@ -38,7 +39,7 @@ def require_mlflow() -> Any:
 
 
 def log_run(path: Path, uri: str) -> str:
-    """Logs the run directory at ``path`` to the tracking server or folder at ``uri``; returns MLflow's run id.
+    """Logs the run directory at ``path`` to the tracking server or database at ``uri``; returns MLflow's run id.
 
     Raises UsageError where mlflow is not installed, QtoolError where there is no result or MLflow refuses.
     """
@@ -48,8 +49,9 @@ def log_run(path: Path, uri: str) -> str:
         return _log(mlflow, run, nested=False)
     except Exception as error:
         raise QtoolError(
-            f"--mlflow '{uri}'", "a tracking server or folder that takes the run",
-            one_line(f"{type(error).__name__}: {error}")[:300], "check the URI, and MLflow's own settings",
+            f"--mlflow '{uri}'", "a tracking server or database that takes the run",
+            one_line(f"{type(error).__name__}: {error}")[:300],
+            "check the URI and MLflow's own settings; a database (sqlite:///FILE) needs pip install mlflow",
         ) from error  # fmt: skip
 
 
