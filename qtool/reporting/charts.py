@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from qtool.reporting.axes import BOTTOM, LEFT, RIGHT, TOP, WIDTH, Scale, frame, padded, round_ticks, svg, tick_text
 from qtool.reporting.front import steps, unbeaten
 from qtool.reporting.markup import Markup, el
-from qtool.reporting.numbers import percent, significant
+from qtool.reporting.numbers import percent, score, significant
 
 _MOST_BARS = 30
 _MOST_POINTS = 240
@@ -187,9 +187,9 @@ def curve(losses: Sequence[float], epochs: Mapping[int, float], metric: str) -> 
         scores = Scale(low, high, height - BOTTOM, TOP)
         marks = [(x(step), scores(value), value) for step, value in epochs.items()]
         parts.append(el("polyline", points=" ".join(f"{a:.1f},{b:.1f}" for a, b, _ in marks), cls="line s-int8"))
-        parts += [el("g", el("title", f"{metric} {percent(v)}"), shape("int8", a, b, 4.0)) for a, b, v in marks]
+        parts += [el("g", el("title", f"{metric} {score(metric, v)}"), shape("int8", a, b, 4.0)) for a, b, v in marks]
         a, b, value = marks[-1]
-        parts.append(el("text", f"{metric} {percent(value)}", x=a - 8, y=b - 9, text_anchor="end", cls="name"))
+        parts.append(el("text", f"{metric} {score(metric, value)}", x=a - 8, y=b - 9, text_anchor="end", cls="name"))
     return svg(height, "Training", *parts)
 
 

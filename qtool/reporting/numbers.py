@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+SHARES = ("top1", "top5", "accuracy")
+"""Metrics that are shares of samples."""
 UNKNOWN = "–"
 
 
@@ -31,6 +33,15 @@ def percent(share: float | None, decimals: int = 1) -> str:
     ('98.8 %', '–')
     """
     return UNKNOWN if share is None else f"{share * 100:.{decimals}f} %"
+
+
+def score(name: str, value: float | None) -> str:
+    """A metric: shares of samples as percentages, the rest as numbers.
+
+    >>> score("top1", 0.9), score("mse", 3.2)
+    ('90.0 %', '3.20')
+    """
+    return percent(value) if name in SHARES else significant(value)
 
 
 def times(ratio: float | None) -> str:
