@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 import torch
+from torch.fx import GraphModule
+from torch.fx.node import map_aggregate
 
 from qtool.errors import QtoolError, UsageError
 
@@ -43,6 +45,28 @@ def resolve_device(text: str) -> torch.device:
 def current(device: torch.device) -> AbstractContextManager[object]:
     """Inside it a GPU is the one that is meant where none is named: by events, generators and other libraries."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def move_graph(graph: GraphModule, device: torch.device) -> None:
+    """Moves a captured graph, in place: its tensors, its constants and the devices that its operators name.
+
+    A model is captured on the CPU, and a graph remembers that: an ``arange`` or a conversion has the device among its
+    arguments, and a tensor that is neither a parameter nor a buffer is among its attributes.
+    """
+    graph.to(device)
+    named = False
+    for node in graph.graph.nodes:
+        if node.op == "get_attr":
+            holder, _, name = str(node.target).rpartition(".")
+            held = vars(graph.get_submodule(holder))
+            if isinstance(held.get(name), torch.Tensor):
+                held[name] = held[name].to(device)
+        found = map_aggregate((node.args, node.kwargs), lambda a: device if isinstance(a, torch.device) else a)
+        if found != (node.args, node.kwargs):
+            node.args, node.kwargs = found
+            named = True
+    if named:
+        graph.recompile()
 
 
 def out_of_memory(error: BaseException) -> bool:

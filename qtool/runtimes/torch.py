@@ -26,6 +26,7 @@ import torch
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
+from qtool.devices import move_graph
 from qtool.errors import QtoolError, one_line
 from qtool.nested import to_float32
 from qtool.runtimes.base import Array, Kernel, ProviderError, TensorInfo, check_feeds, is_compute
@@ -62,7 +63,11 @@ class TorchSession:
         self.inputs: tuple[TensorInfo, ...] = inputs
         self.outputs: tuple[TensorInfo, ...] = ()
         self._dtype = PRECISIONS[precision] if precision else None
-        self._module = module.to(self.device) if self._dtype is None else _halved(module.to(self.device), self._dtype)
+        self._module = module.to(self.device)
+        for graph in _graphs(module):
+            move_graph(graph, torch.device(self.device))
+        if self._dtype is not None:
+            _halve(module, self._dtype)
         self.stored = _stored_format(self._module)
         self._compiles = provider == "torch-compile"
         self._call = _compiled(self._module) if self._compiles else self._module
@@ -182,9 +187,13 @@ class _Flat(torch.nn.Module):
         return self.module(*arguments, **keywords)
 
 
-def _halved(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
-    """The module in another precision: weights, and what its graph makes in float32 or converts to it."""
-    for graph in (part for part in module.modules() if isinstance(part, GraphModule)):
+def _graphs(module: torch.nn.Module) -> Iterator[GraphModule]:
+    return (part for part in module.modules() if isinstance(part, GraphModule))
+
+
+def _halve(module: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Has the module in another precision: weights, and what its graph makes in float32 or converts to it."""
+    for graph in _graphs(module):
         for node in graph.graph.nodes:
             node.args, node.kwargs = pytree.tree_map(
                 lambda value: dtype if value is torch.float32 else value, (node.args, node.kwargs)
@@ -192,7 +201,7 @@ def _halved(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
             if _makes_float32(node):
                 node.kwargs = {**node.kwargs, "dtype": dtype}
         graph.recompile()
-    return module.to(dtype)
+    module.to(dtype)
 
 
 def _makes_float32(node: torch.fx.Node) -> bool:

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from fake_device import DEVICE, Fake
 from torch import nn
 
 from qtool.errors import QtoolError
@@ -83,6 +84,16 @@ def test_what_a_graph_makes_in_float32_is_made_in_half_precision(tmp_path, preci
     session = open_session(path, provider="torch", device="cpu", precision=precision)
     with torch.no_grad():
         np.testing.assert_allclose(session.run({"ids": ids.numpy()})[0], net(ids).numpy(), atol=0.03)
+
+
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_what_a_graph_makes_is_made_where_it_runs(precision):
+    graph = torch.export.export(Words().eval(), (torch.randint(0, 3, (4, 5)),)).module(check_guards=False)
+    inputs, feeds = (TensorInfo("ids", "int64", (4, 5)),), {"ids": np.ones((4, 5), np.int64)}
+    expected = TorchSession(graph, inputs, device="cpu", precision=precision).run(feeds)[0]
+    with Fake():
+        found = TorchSession(graph, inputs, device=str(DEVICE), precision=precision).run(feeds)[0]
+    np.testing.assert_array_equal(found, expected)
 
 
 def test_threads_are_set_for_the_run_and_given_back():
