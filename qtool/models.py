@@ -79,7 +79,7 @@ def load_model(
     """
 
     def build() -> nn.Module:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):  # all of which are seeded
             torch.manual_seed(seed)
             return _build(spec, num_classes, in_channels, str(weights) == PRETRAINED)
 

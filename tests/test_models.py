@@ -77,6 +77,16 @@ def test_the_seed_decides_and_the_global_state_stays() -> None:
     assert not torch.equal(weights[0], weights[2])
 
 
+def test_building_leaves_the_random_states_of_gpus_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    states: dict[int, object] = {0: "first", 1: "second"}
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", states.__getitem__)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: states.update({device: state}))
+    monkeypatch.setattr(torch, "manual_seed", lambda seed: states.update({0: seed, 1: seed}))
+    load_model("resnet", num_classes=3, seed=3)
+    assert states == {0: "first", 1: "second"}
+
+
 def test_misspelt_and_incomplete_specs() -> None:
     with pytest.raises(UsageError, match="did you mean 'resnet'"):
         load_model("resnt", num_classes=10)
