@@ -15,7 +15,7 @@ from torch import nn
 
 from qtool.artifacts import staging, write_result
 from qtool.errors import QtoolError, UsageError
-from qtool.models import check_finite, check_input, load_model, load_weights
+from qtool.models import check_finite, load_model, load_weights
 from qtool.nets import ResidualBlock
 
 IMAGE_NETS = ("resnet", "mobilenet")
@@ -235,21 +235,6 @@ def test_files_that_are_no_weights(linear: nn.Module, tmp_path: Path) -> None:
         load_weights(linear, tmp_path / "w.onnx")
     with pytest.raises(UsageError, match=r"did you mean 'list\.pt'"):
         load_weights(linear, tmp_path / "lsit.pt")
-
-
-# ---- inputs
-
-
-def test_an_input_that_does_not_fit_is_told_in_shapes() -> None:
-    model = load_model("resnet", num_classes=10, in_channels=1)
-    model.blocks.eval()
-    check_input(model, torch.zeros(2, 1, 28, 28))
-    assert model.training
-    assert not model.blocks.training
-    with pytest.raises(QtoolError, match=r"takes inputs of shape \(2, 3, 28, 28\); got RuntimeError"):
-        check_input(model, torch.zeros(2, 3, 28, 28))
-    check_input(nn.Bilinear(2, 3, 4), (torch.zeros(2, 2), torch.zeros(2, 3)))
-    check_input(nn.Linear(3, 4), {"input": torch.zeros(2, 3)})
 
 
 # ---- other libraries, by stand-ins for those that are not installed

@@ -34,16 +34,6 @@ LIMIT = 2**15 - 1
 MAX_SUMS = 2**22
 
 
-def saturating_product(x: Array, weight: Array) -> npt.NDArray[np.int32]:
-    """``x @ weight`` for uint8 rows × K and int8 K × columns, each pair of products kept in 16 bits."""
-    if x.shape[-1] % 2:
-        x, weight = np.pad(x, ((0, 0), (0, 1))), np.pad(weight, ((0, 1), (0, 0)))
-    products = x.astype(np.int32)[:, :, None] * weight.astype(np.int32)[None]
-    pairs = products[:, 0::2] + products[:, 1::2]
-    total: npt.NDArray[np.int32] = pairs.clip(-LIMIT - 1, LIMIT).sum(1, dtype=np.int32)
-    return total
-
-
 @dataclass(frozen=True)
 class AtRisk:
     """A weight (K × columns in the kernel's order) with pairs that can saturate: the first row and column of each."""
