@@ -34,7 +34,7 @@ def test_streaming_means_equal_the_whole(samples: int, classes: int, size: int, 
     got = evaluate(lambda x: x, cut(torch.from_numpy(logits), torch.from_numpy(labels), size), Classification())
     chosen = softmax(logits.astype(np.float64))[np.arange(samples), labels]
     assert got["num_samples"] == samples
-    assert got["loss"] == pytest.approx(-np.log(chosen).mean(), rel=1e-5)
+    assert got["loss"] == pytest.approx(-np.log(chosen).mean(), rel=1e-5, abs=1e-6)  # of float32 logits near zero
     assert got["top1"] == (logits.argmax(1) == labels).mean()
     if classes > 5:
         rank = (logits > logits[np.arange(samples), labels][:, None]).sum(1)
