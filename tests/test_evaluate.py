@@ -9,9 +9,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import TensorDataset
 
+from qtool import processes
+from qtool.data import from_mapping
 from qtool.errors import QtoolError
-from qtool.evaluate import class_axis, compare, divergence, evaluate, predictions, sqnr_db
+from qtool.evaluate import class_axis, compare, divergence, evaluate, predictions, shared_batches, sqnr_db
 from qtool.intervals import paired_interval
 from qtool.tasks import Classification
 
@@ -41,6 +44,23 @@ def test_streaming_means_equal_the_whole(samples: int, classes: int, size: int, 
         assert got["top5"] == (rank < 5).mean()
     else:
         assert "top5" not in got
+
+
+@pytest.mark.parametrize(
+    ("rank", "size", "held", "extra"),
+    [(0, 2, [[0, 1], [2]], 0), (1, 2, [[3, 4], [5, 6]], 0), (1, 3, [[2, 3]], 1), (2, 3, [[4, 5], [6]], 0)],
+)
+def test_processes_call_the_model_equally_often(
+    rank: int, size: int, held: list[list[int]], extra: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "rank", lambda: rank)
+    monkeypatch.setattr(processes, "size", lambda: size)
+    data = from_mapping(
+        {part: TensorDataset(torch.arange(7.0)[:, None], torch.arange(7)) for part in ("train", "test")}
+    )
+    called: list[list[list[float]]] = []
+    found = [target.tolist() for _, target in shared_batches(data.test, 2, lambda x: called.append(x.tolist()))]
+    assert (found, called) == (held, [[[0.0]]] * extra)
 
 
 def test_evaluate_keeps_no_gradient_and_finishes() -> None:
