@@ -215,14 +215,14 @@ def _makes_float32(node: torch.fx.Node) -> bool:
 
 def _device(provider: str, asked: str | None) -> str:
     """The device asked for, CUDA where there is one if none was. Raises ProviderError for a CUDA that is not there."""
-    there = torch.cuda.is_available()
+    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if asked in (None, "auto"):
         return "cuda" if there else "cpu"
     assert asked is not None
-    if asked.startswith("cuda") and not there:
+    if asked.startswith("cuda") and (torch.device(asked).index or 0) >= there:
         raise ProviderError(
-            f"provider '{provider}'", "a CUDA device", f"none visible to torch {torch.__version__}",
-            "install a CUDA build of torch and the NVIDIA driver, or use --device cpu",
+            f"provider '{provider}'", f"the CUDA device '{asked}'", f"{there} visible to torch {torch.__version__}",
+            "use --device cpu or a device that is there, or install a CUDA build of torch and the NVIDIA driver",
         )  # fmt: skip
     return asked
 

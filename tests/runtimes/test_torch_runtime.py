@@ -148,6 +148,13 @@ def test_cuda_asked_for_is_never_the_cpu(program):
     assert open_session(program, provider="torch").device == "cpu"
 
 
+def test_a_gpu_that_is_not_there_is_told(program, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ProviderError, match="expected the CUDA device 'cuda:2'; got 2 visible"):
+        open_session(program, provider="torch", device="cuda:2")
+
+
 @pytest.mark.parametrize(
     ("options", "words"), [({"precision": "int3"}, "fp16 or bf16"), ({"optimize": False}, "optimize off")]
 )
