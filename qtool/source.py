@@ -309,8 +309,9 @@ def anchored(spec: object) -> str | None:
     kind, colon, rest = spec.partition(":")
     if kind == "text" and rest:
         return f"text:{':'.join(_anchored_part(part) for part in rest.split(':'))}"
-    if kind == "transformers" and Path(rest).exists():
-        return f"transformers:{Path(rest).resolve()}"
+    name, *more = rest.split(":") if kind == "hf" else [rest]
+    if kind in ("hf", "transformers") and name and Path(name).exists():  # a folder, or else a name of the hub
+        return ":".join([kind, str(Path(name).resolve()), *more])
     if colon and kind in ("idx", "npz", "imagefolder") and rest:
         return f"{kind}:{Path(rest).resolve()}"
     return f"{Path(kind).resolve()}:{rest}" if colon and kind.endswith(".py") else spec
