@@ -16,6 +16,7 @@ sharded over several processes has another way (``qtool.training.sharded_files``
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import random
@@ -259,6 +260,24 @@ def learned(model: nn.Module) -> dict[str, Any]:
         for name, value in kept.items()
         if not isinstance(value, nn.Parameter) or value.requires_grad
     }
+
+
+def copied(model: nn.Module) -> dict[str, Any]:
+    """What training changes of a model, copied into host memory; of sharded tensors this process's parts."""
+    return {
+        name: processes.local(value).to("cpu", copy=True) if isinstance(value, Tensor) else copy.deepcopy(value)
+        for name, value in learned(model).items()
+    }
+
+
+@torch.no_grad()
+def put_back(model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Has a model as :func:`copied` found it."""
+    for name, own in learned(model).items():
+        if isinstance(own, Tensor):
+            processes.local(own).copy_(state[name])
+        else:
+            model.load_state_dict({name: state[name]}, strict=False)
 
 
 def statistics(model: nn.Module) -> list[Tensor]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 import torch
+from torch.fx import GraphModule
+from torch.fx.node import map_aggregate
 
 from qtool.errors import QtoolError, UsageError
 
@@ -45,6 +47,28 @@ def current(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
+def move_graph(graph: GraphModule, device: torch.device) -> None:
+    """Moves a captured graph, in place: its tensors, its constants and the devices that its operators name.
+
+    A model is captured on the CPU, and a graph remembers that: an ``arange`` or a conversion has the device among its
+    arguments, and a tensor that is neither a parameter nor a buffer is among its attributes.
+    """
+    graph.to(device)
+    named = False
+    for node in graph.graph.nodes:
+        if node.op == "get_attr":
+            holder, _, name = str(node.target).rpartition(".")
+            held = vars(graph.get_submodule(holder))
+            if isinstance(held.get(name), torch.Tensor):
+                held[name] = held[name].to(device)
+        found = map_aggregate((node.args, node.kwargs), lambda a: device if isinstance(a, torch.device) else a)
+        if found != (node.args, node.kwargs):
+            node.args, node.kwargs = found
+            named = True
+    if named:
+        graph.recompile()
+
+
 def out_of_memory(error: BaseException) -> bool:
     """Whether an error says that an allocation failed, on a GPU or in host memory."""
     said = isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
@@ -52,13 +76,14 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def memory_free(device: torch.device) -> int:
-    """Bytes that this process can still allocate: on a GPU the free ones, on the CPU what the system says is available.
+    """Bytes that this process can still allocate: on a GPU the free ones, torch's unused blocks among them.
 
-    On the CPU, what is left of a limit of one of its control groups counts, where that is less. Pages of files that are
-    not in use do not: they give way. Raises QtoolError where nothing is known.
+    On the CPU what the system says is available, or what is left of a limit of one of its control groups, where that is
+    less. Pages of files that are not in use are counted: they give way. Raises QtoolError where nothing is known.
     """
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + kept
     try:
         known = [int(re.findall(r"^MemAvailable: *(\d+) kB$", _read("/proc/meminfo"), re.MULTILINE)[0]) * 1024]
         known += [left for group in _control_groups() if (left := group.left()) is not None]
@@ -140,11 +165,19 @@ def killed_since(before: Mapping[str, int]) -> bool:
     return next((count > before[place] for place, count in memory_kills().items() if place in before), False)
 
 
-def limit_memory(device: torch.device, size: float) -> None:
-    """Has torch's allocator on a GPU refuse what would take it beyond ``size`` bytes. No effect on the CPU."""
-    if device.type == "cuda":
-        total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, size / total), device)
+@contextmanager
+def limited_memory(device: torch.device, size: float | None) -> Iterator[None]:
+    """Inside it torch's allocator on a GPU refuses what would take it beyond ``size`` bytes. No effect on the CPU."""
+    if device.type != "cuda" or size is None:
+        yield
+        return
+    total = torch.cuda.get_device_properties(device).total_memory
+    before = torch.cuda.get_per_process_memory_fraction(device)
+    torch.cuda.set_per_process_memory_fraction(min(1.0, size / total), device)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(before, device)
 
 
 def grow_in_place(device: torch.device) -> bool:
@@ -181,8 +214,5 @@ def memory_used(device: torch.device) -> int:
     """Bytes in use: allocated tensors on CUDA, the resident set of this process on the CPU (0 where unknown)."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
-    try:
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * 4096
-    except OSError:
-        return 0
+    pages = _read("/proc/self/statm").split()
+    return int(pages[1]) * os.sysconf("SC_PAGE_SIZE") if pages else 0

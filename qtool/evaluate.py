@@ -237,11 +237,6 @@ def divergence(reference: Tensor, other: Tensor) -> Tensor:
     return (p * torch.where(p == 0, 0.0, log_p - log_q)).sum(-1)
 
 
-def kl_divergence(reference: Tensor, other: Tensor) -> float:
-    """Mean KL(softmax(reference) ‖ softmax(other)) over the rows of two N×C logit tensors, in nats, float64."""
-    return divergence(reference.double(), other.double()).mean().item()
-
-
 def sqnr_db(reference: Tensor, other: Tensor) -> float:
     """Signal-to-quantization-noise ratio, 10 log10(Σ reference² / Σ (reference − other)²) in dB, in float64.
 

@@ -49,10 +49,6 @@ class Factory:
         with _importable(self.file.parent if self.file else Path.cwd()), _told(self.spec, self.file):
             return self.function()
 
-    def record(self) -> dict[str, str | None]:
-        """What a result keeps, so that a later stage can tell whether the file is still the same."""
-        return {"spec": self.spec, "file_sha256": self.file_sha256}
-
 
 def is_factory(spec: str) -> bool:
     """Whether ``spec`` reads as ``path/file.py:factory`` or ``package.module:factory``.
@@ -85,7 +81,7 @@ def load_factory(spec: str) -> Factory:
 def require_same(record: Mapping[str, Any], *, trust: bool = False) -> None:
     """Refuses a recorded factory whose file is no longer the one that was recorded, unless it is trusted.
 
-    ``record`` is what :meth:`Factory.record` gave. Nothing of the user's is executed here. Raises QtoolError.
+    ``record`` has its spec and the file's sha256. Nothing of the user's is executed here. Raises QtoolError.
     """
     spec, recorded = str(record["spec"]), record.get("file_sha256")
     found = factory_sha256(spec)

@@ -32,12 +32,12 @@ LABELS = ("labels", "label", "label_ids")
 
 
 def pairs_of(batches: Iterable[Any]) -> Iterable[tuple[Any, Any]]:
-    """(input, target) of each batch, again and again; the target is None where there is none."""
+    """(input, target) of each batch in host memory, again and again; the target is None where there is none."""
     return _Pairs(batches)
 
 
 def inputs_of(batches: Iterable[Any]) -> Iterable[Any]:
-    """The input of each batch, again and again."""
+    """The input of each batch in host memory, again and again."""
     return _Inputs(batches)
 
 
@@ -115,8 +115,12 @@ class _Pairs:
             self.batches = Repeated(self.batches)
 
     def __iter__(self) -> Iterator[Any]:
+        from torch import Tensor
+
+        from qtool.nested import map_tensors
+
         for batch in self.batches:
-            yield pair_of(batch)
+            yield map_tensors(Tensor.cpu, pair_of(batch))
 
 
 class _Inputs(_Pairs):

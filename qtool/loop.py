@@ -186,7 +186,7 @@ class _Run:
         self.history = History()
         self.epoch, self.batch, self.waited = 0, 0, 0
         self.test, self.backs_off = None, False
-        self.best: list[Any] | None = None
+        self.best: dict[str, Any] | None = None
         self.saved: Path | None = None
         self.identity = self._identity(identity or {})
 
@@ -294,7 +294,7 @@ class _Run:
             return
         self.history.best_metric, self.history.best_epoch = value, self.epoch
         if self.folder is None:
-            self.best = [processes.local(v).detach().cpu().clone() for v in checkpoint.learned(self.model).values()]
+            self.best = checkpoint.copied(self.model)
         else:
             self.setup.files.keep_best(self.folder, self.model)
 
@@ -304,8 +304,7 @@ class _Run:
         if self.folder is not None:
             self.setup.files.take_best(self.folder, self.model)
             return
-        for own, best in zip(checkpoint.learned(self.model).values(), self.best or [], strict=True):
-            processes.local(own).copy_(best)
+        checkpoint.put_back(self.model, self.best or {})
 
     # Checkpoints
 

@@ -27,5 +27,6 @@ def is_finite(value: Tensor, *, mask: bool = False) -> bool:
     """Whether a tensor holds no NaN and no infinity, minus infinity in a ``mask`` aside. Integers are not read."""
     if not (value.is_floating_point() or value.is_complex()):
         return True
+    value = value.float() if value.itemsize == 1 else value  # which torch compares no floats of
     finite = value.isfinite()
     return bool((finite | (value == -math.inf) if mask else finite).all())

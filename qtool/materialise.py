@@ -40,6 +40,7 @@ WHERE = "--create-on-device"
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
 _KEPT = (nn.modules.batchnorm._BatchNorm,)
 OTHER_WEIGHTS = (
@@ -152,7 +153,7 @@ def fill(model: nn.Module) -> None:
 
 def _whole(weights: _Weights, key: str, target: Target) -> Tensor:
     entry = weights.entries[key]
-    whole = torch.empty(entry["shape"], dtype=target.dtype or _DTYPES[entry["dtype"]], device=target.device)
+    whole = torch.empty(entry["shape"], dtype=target.dtype or weights.dtype(key), device=target.device)
     weights.read(key, whole)
     return whole
 
@@ -225,13 +226,19 @@ class _Weights:
         if got := "; ".join(f"{name}: {', '.join(keys[:3])}" for name, keys in parts if keys):
             raise QtoolError(self.where, "weights of this architecture", got, OTHER_WEIGHTS)
 
+    def dtype(self, key: str) -> torch.dtype:
+        """The type that the file has a tensor in. Raises QtoolError for one that no weights are read from."""
+        if (kind := self.entries[key]["dtype"]) not in _DTYPES:
+            raise QtoolError(self.where, f"tensors of {', '.join(_DTYPES)}", f"'{key}' of {kind}", "convert the file")
+        return _DTYPES[kind]
+
     def read(self, key: str, tensor: Tensor, *, mask: bool = False) -> None:
         """Fills ``tensor``, or this process's rows of it, converting where its dtype is another.
 
         Minus infinity is damage but in a ``mask``.
         """
         entry, part = self.entries[key], processes.local(tensor)
-        dtype = _DTYPES[entry["dtype"]]
+        dtype = self.dtype(key)
         skipped = rows_before(tensor) * (tensor.numel() // max(1, tensor.shape[0])) if tensor.dim() else 0
         flat = part.view(-1) if part.is_contiguous() else torch.empty(part.numel(), dtype=part.dtype)
         piece = torch.empty(min(flat.numel(), PIECE // dtype.itemsize), dtype=dtype)
@@ -239,7 +246,8 @@ class _Weights:
         for start in range(0, flat.numel(), max(1, piece.numel())):
             now = piece[: flat.numel() - start]
             self._read_exactly(memoryview(now.view(torch.uint8).numpy()))  # type: ignore[arg-type]
-            if dtype.is_floating_point and not all(is_finite(end, mask=mask) for end in now.aminmax()):
+            ends = (now.float() if dtype.itemsize == 1 else now).aminmax()  # of 8 bits torch compares no floats
+            if dtype.is_floating_point and not all(is_finite(end, mask=mask) for end in ends):
                 raise QtoolError(self.where, "finite weights", f"NaN or infinity in {key}", "load other weights")
             flat[start : start + now.numel()].copy_(now)
         if not part.is_contiguous():

@@ -40,7 +40,7 @@ from qtool.gpt import gpt2, gpt2_mini
 from qtool.libraries import LIBRARIES
 from qtool.masks import is_finite, masks
 from qtool.materialise import OTHER_WEIGHTS, WHERE, Target, create
-from qtool.nested import NARROW, call, map_tensors, tensors
+from qtool.nested import NARROW
 from qtool.nets import mobilenet, resnet
 from qtool.vit import vit_l_16
 
@@ -79,7 +79,7 @@ def load_model(
     """
 
     def build() -> nn.Module:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):  # all of which are seeded
             torch.manual_seed(seed)
             return _build(spec, num_classes, in_channels, str(weights) == PRETRAINED)
 
@@ -271,23 +271,3 @@ def without_cache(model: nn.Module) -> Iterator[None]:
     finally:
         for config in remembering:
             config.use_cache = True
-
-
-@torch.no_grad()
-def check_input(model: nn.Module, inputs: Any, where: str = "model") -> None:
-    """Raises QtoolError where ``model`` cannot take ``inputs`` (a tensor, a tuple or a dict), naming their shapes.
-
-    Runs one forward pass in evaluation mode, on the device that the model is on, and leaves the model as it was.
-    """
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    try:
-        with modes_kept(model):
-            call(model.eval(), map_tensors(lambda t: t.to(device), inputs))
-    except QtoolError:
-        raise
-    except Exception as error:
-        expected = f"a model that takes inputs of shape {', '.join(str(tuple(t.shape)) for t in tensors(inputs))}"
-        got = f"{type(error).__name__}: {one_line(error)[:300]}"
-        raise QtoolError(
-            where, expected, got, "use images of another size or channel count, or another model"
-        ) from error

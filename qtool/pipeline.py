@@ -23,13 +23,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qtool.artifacts import STAGES, atomic_path, has_result, read_result, write_json
+from qtool.artifacts import STAGES, atomic_path, has_result, write_json
 from qtool.errors import ContractError, UsageError
-from qtool.recipe import Recipe, as_dict
+from qtool.recipe import Recipe
 from qtool.recipe_files import find_recipe, from_table, load_recipe, to_toml
 from qtool.source import require_run_directory
 from qtool.stages import benchmark, export, quantize, sensitivity, train
-from qtool.stages.common import Progress, finished, run_of, teller
+from qtool.stages.benchmarking import measured
+from qtool.stages.common import Progress, run_of, teller
 
 if TYPE_CHECKING:
     from qtool.exporting.stage import ExportResult
@@ -95,19 +96,9 @@ def _variant(recipe: Recipe, mode: str, folder: Path, resume: bool, trust: bool,
         qat=recipe.qat if mode == "qat" or recipe.quantize.has_contract else None, resume=resume, progress=progress,
     )  # fmt: skip
     export(place, config=recipe.export, trust=trust, resume=resume, progress=progress)
-    if not (resume and _measured(place, recipe)):
+    if not (resume and measured(place, recipe.benchmark)):
         benchmark(place, config=recipe.benchmark, trust=trust, progress=progress)
     write_json(place / "report.json", report(place))
-
-
-def _measured(place: Path, recipe: Recipe) -> bool:
-    """Whether these very files were benchmarked as the recipe says."""
-    if not has_result(place, "benchmark"):
-        return False
-    outputs = read_result(place, "export")["outputs"]
-    inputs = {name: outputs[name]["sha256"] for name in recipe.benchmark.variants if name in outputs}
-    inputs["data"] = read_result(place, "benchmark")["inputs"].get("data", "")
-    return finished(place, "benchmark", as_dict(recipe.benchmark), inputs)
 
 
 def report(folder: str | Path | ExportResult, out: str | Path | None = None) -> dict[str, Any]:

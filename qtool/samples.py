@@ -84,9 +84,9 @@ class Samples(Dataset[tuple[Any, Any]]):
             raise QtoolError(f"{self.where}[{row}]", "a sample", got, "correct the dataset") from error
 
     def batch(self, indices: Sequence[int]) -> tuple[Any, Any]:
-        """The samples at ``indices``, stacked or collated, and checked."""
+        """The samples at ``indices`` in host memory, stacked or collated, and checked."""
         rows = [self.rows[i] for i in indices]
-        inputs, targets = self._batch(rows)
+        inputs, targets = map_tensors(Tensor.cpu, self._batch(rows))
         self._check(inputs, rows)
         return inputs, targets
 
@@ -176,7 +176,7 @@ def _items(value: Any) -> str:
 def _tensors(dataset: Any) -> tuple[Tensor, Tensor] | None:
     """(inputs, targets) of a dataset that is two tensors; None for any other."""
     if isinstance(dataset, TensorDataset) and len(dataset.tensors) == 2:
-        return dataset.tensors[0], dataset.tensors[1]
+        return dataset.tensors[0].cpu(), dataset.tensors[1].cpu()
     if isinstance(dataset, Subset) and (whole := _tensors(dataset.dataset)):
         at = torch.as_tensor(dataset.indices)
         return whole[0][at], whole[1][at]
@@ -199,7 +199,7 @@ def targets_of(dataset: Any, where: str = "data", collate: Collate | None = None
     if found is None:
         found = _collected(dataset, where, collate)
     try:
-        targets = torch.as_tensor(found)
+        targets = torch.as_tensor(found).cpu()
     except (TypeError, ValueError, RuntimeError):
         return None
     whole_numbers = not targets.is_floating_point() and not targets.is_complex() and targets.dtype != torch.bool

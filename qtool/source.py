@@ -11,15 +11,17 @@ A factory is code. It is run again from a record only while its file still has t
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import hashlib
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from qtool.artifacts import has_result, read_result, sha256_of
-from qtool.errors import QtoolError, UsageError, nearest
+from qtool.errors import QtoolError, UsageError, nearest, one_line
 from qtool.factories import PRETRAINED, is_factory
 from qtool.given import require_batches
 
@@ -188,7 +190,21 @@ def open_float(
             raise UsageError("argument 'weights'", "none beside a run directory", str(weights), "leave one of them out")
         own = None if task == "classification" else task
         return recall_float(Path(str(model)), trust=trust, data=data, task=own, **options), Path(str(model))
-    return open_source(model, data, task, weights, **options), None
+    source = open_source(model, data, task, weights, **options)
+    return dataclasses.replace(source, model=_in_host_memory(source.model)), None
+
+
+def _in_host_memory(model: nn.Module | None) -> nn.Module | None:
+    """The model, or a copy of one that is on a GPU, as training leaves it: capture and comparisons begin on the CPU."""
+    held = itertools.chain(model.parameters(), model.buffers()) if model is not None else ()
+    place = next((value.device for value in held if value.device.type != "cpu"), None)
+    if model is None or place is None:
+        return model
+    try:
+        return copy.deepcopy(model).cpu()
+    except RuntimeError as error:  # no room for both, or a tensor that it computed is among its attributes
+        got = f"one on {place}, and no copy: {one_line(error)}"
+        raise UsageError("argument 'model'", "a model on the CPU", got, "pass model.cpu()") from error
 
 
 def open_data(data: object, seed: int) -> Any:
@@ -293,8 +309,9 @@ def anchored(spec: object) -> str | None:
     kind, colon, rest = spec.partition(":")
     if kind == "text" and rest:
         return f"text:{':'.join(_anchored_part(part) for part in rest.split(':'))}"
-    if kind == "transformers" and Path(rest).exists():
-        return f"transformers:{Path(rest).resolve()}"
+    name, *more = rest.split(":") if kind == "hf" else [rest]
+    if kind in ("hf", "transformers") and name and Path(name).exists():  # a folder, or else a name of the hub
+        return ":".join([kind, str(Path(name).resolve()), *more])
     if colon and kind in ("idx", "npz", "imagefolder") and rest:
         return f"{kind}:{Path(rest).resolve()}"
     return f"{Path(kind).resolve()}:{rest}" if colon and kind.endswith(".py") else spec

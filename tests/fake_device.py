@@ -22,6 +22,7 @@ class Hidden(Tensor):
     """A tensor of the device; ``value`` is what it hides."""
 
     value: Tensor
+    is_meta = False
 
     @staticmethod
     def __new__(cls, value: Tensor) -> Hidden:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fake_device import DEVICE, Fake
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Dataset, Subset, TensorDataset
@@ -313,6 +314,18 @@ def test_mapping_identity_names_what_is_in_memory() -> None:
     rows = [(torch.zeros(2), 0), (torch.ones(2), 1)]
     before = from_mapping({"train": rows, "test": rows}).identity
     assert from_mapping({"train": rows, "test": rows[::-1]}).identity != before
+
+
+def test_datasets_on_a_device_are_read_into_host_memory() -> None:
+    x, y = torch.randn(20, 3), torch.arange(20) % 2
+    plain = from_mapping({"train": TensorDataset(x, y), "test": TensorDataset(x, y)})
+    with Fake():
+        held = TensorDataset(x.to(DEVICE), y.to(DEVICE))
+        for there in (held, Subset(held, range(20))):
+            data = from_mapping({"train": there, "test": there})
+            assert torch.equal(example_input(data), example_input(plain))
+            assert data.num_classes == 2
+            assert stratified_sample(there, 4, 0) == stratified_sample(TensorDataset(x, y), 4, 0)
 
 
 def test_parts_of_a_split_hold_their_own_samples() -> None:

@@ -1,3 +1,6 @@
+import types
+from contextlib import suppress
+
 import pytest
 import torch
 
@@ -5,6 +8,7 @@ from qtool import devices
 from qtool.devices import (
     grow_in_place,
     killed_since,
+    limited_memory,
     memory_free,
     memory_kills,
     memory_used,
@@ -191,3 +195,27 @@ def test_they_are_left_alone_where_torch_would_crash(allocator, monkeypatch):
     monkeypatch.setattr("ctypes.CDLL", absent)
     assert not grow_in_place(GPU)
     assert allocator == []
+
+
+def test_what_the_allocator_keeps_is_free(monkeypatch):
+    for name, size in (("mem_get_info", (5 * MIB, 8 * MIB)), ("memory_reserved", 3 * MIB), ("memory_allocated", MIB)):
+        monkeypatch.setattr(torch.cuda, name, lambda device, size=size: size)
+    assert memory_free(GPU) == 7 * MIB
+
+
+def test_pages_are_of_the_size_that_the_system_says(monkeypatch):
+    monkeypatch.setattr("os.sysconf", {"SC_PAGE_SIZE": 2**16}.__getitem__)
+    monkeypatch.setattr(devices, "_read", {"/proc/self/statm": "900 50 1 1 0 1 0\n"}.__getitem__)
+    assert memory_used(CPU) == 50 * 2**16
+
+
+def test_a_limit_ends_with_what_it_was_set_for(monkeypatch):
+    fractions = [1.0]
+    properties = types.SimpleNamespace(total_memory=8 * MIB)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: fractions[-1])
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: fractions.append(share))
+    with suppress(torch.OutOfMemoryError), limited_memory(GPU, 2 * MIB):
+        raise torch.OutOfMemoryError
+    with limited_memory(GPU, None), limited_memory(CPU, 1):
+        assert fractions == [1.0, 0.25, 1.0]

@@ -9,9 +9,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import TensorDataset
 
+from qtool import processes
+from qtool.data import from_mapping
 from qtool.errors import QtoolError
-from qtool.evaluate import class_axis, compare, evaluate, kl_divergence, predictions, sqnr_db
+from qtool.evaluate import class_axis, compare, divergence, evaluate, predictions, shared_batches, sqnr_db
 from qtool.intervals import paired_interval
 from qtool.tasks import Classification
 
@@ -34,13 +37,30 @@ def test_streaming_means_equal_the_whole(samples: int, classes: int, size: int, 
     got = evaluate(lambda x: x, cut(torch.from_numpy(logits), torch.from_numpy(labels), size), Classification())
     chosen = softmax(logits.astype(np.float64))[np.arange(samples), labels]
     assert got["num_samples"] == samples
-    assert got["loss"] == pytest.approx(-np.log(chosen).mean(), rel=1e-5)
+    assert got["loss"] == pytest.approx(-np.log(chosen).mean(), rel=1e-5, abs=1e-6)  # of float32 logits near zero
     assert got["top1"] == (logits.argmax(1) == labels).mean()
     if classes > 5:
         rank = (logits > logits[np.arange(samples), labels][:, None]).sum(1)
         assert got["top5"] == (rank < 5).mean()
     else:
         assert "top5" not in got
+
+
+@pytest.mark.parametrize(
+    ("rank", "size", "held", "extra"),
+    [(0, 2, [[0, 1], [2]], 0), (1, 2, [[3, 4], [5, 6]], 0), (1, 3, [[2, 3]], 1), (2, 3, [[4, 5], [6]], 0)],
+)
+def test_processes_call_the_model_equally_often(
+    rank: int, size: int, held: list[list[int]], extra: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "rank", lambda: rank)
+    monkeypatch.setattr(processes, "size", lambda: size)
+    data = from_mapping(
+        {part: TensorDataset(torch.arange(7.0)[:, None], torch.arange(7)) for part in ("train", "test")}
+    )
+    called: list[list[list[float]]] = []
+    found = [target.tolist() for _, target in shared_batches(data.test, 2, lambda x: called.append(x.tolist()))]
+    assert (found, called) == (held, [[[0.0]]] * extra)
 
 
 def test_evaluate_keeps_no_gradient_and_finishes() -> None:
@@ -109,8 +129,8 @@ def test_equal_models() -> None:
 
 def test_kl_is_of_the_reference_first() -> None:
     r, o = torch.tensor([[0.0, 0.0]]), torch.tensor([[math.log(3.0), 0.0]])
-    assert kl_divergence(r, o) == pytest.approx(0.5 * math.log(0.5 / 0.75) + 0.5 * math.log(0.5 / 0.25))
-    assert kl_divergence(o, r) != pytest.approx(kl_divergence(r, o))
+    assert compare(r, o)["kl"] == pytest.approx(0.5 * math.log(0.5 / 0.75) + 0.5 * math.log(0.5 / 0.25))
+    assert compare(o, r)["kl"] != pytest.approx(compare(r, o)["kl"])
 
 
 def test_a_doubled_output_is_seen() -> None:
@@ -217,7 +237,7 @@ def test_masked_classes_have_no_part_in_anything() -> None:
     assert intervals[0] == intervals[1]
     with pytest.raises(QtoolError, match="other outputs: expected finite logits"):
         compare(r, o.masked_fill(masked, -math.inf))
-    assert kl_divergence(r, o.masked_fill(masked, -math.inf)) == math.inf
+    assert divergence(r, o.masked_fill(masked, -math.inf)).mean() == math.inf
     assert sqnr_db(r.masked_fill(masked, -math.inf), o) == -math.inf
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fake_device import DEVICE, Fake, Hidden
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from qtool.errors import QtoolError, UsageError
@@ -21,6 +22,12 @@ def test_batches_with_and_without_targets() -> None:
     given = [(X, Y), X, [X, Y], {"x": X}]
     assert [value is X for value in inputs_of(given)] == [True, True, True, False]
     assert [target is Y for _, target in pairs_of(given)] == [True, False, True, False]
+
+
+def test_batches_on_a_device_come_to_host_memory() -> None:
+    with Fake():
+        ((value, target),) = pairs_of([({"x": X.to(DEVICE)}, Y.to(DEVICE))])
+        assert not any(isinstance(tensor, Hidden) for tensor in (value["x"], target))
 
 
 def test_a_batch_of_three_is_the_input_of_a_model_of_three_arguments() -> None:

@@ -288,6 +288,36 @@ def test_early_stopping_keeps_the_best_weights(on_disk, tmp_path):
     assert not torch.equal(kept[1]["5.weight"], kept[3]["5.weight"])
 
 
+class Counting(nn.Module):
+    """A layer whose state is no tensor: how often it was called in training."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += self.training
+        return x
+
+    def get_extra_state(self):
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state):
+        self.calls = state["calls"]
+
+
+def test_the_best_of_a_state_that_is_no_tensor_is_kept_too():
+    model, data, seen = nn.Sequential(*make_model(), Counting()), make_data(), []
+
+    class Record(Hooks):
+        def after_epoch(self, model, epoch, metrics):
+            seen.append(model[-1].calls)
+
+    data.validation = Noisy(8, seed=1)
+    fit(model, data, scores([0.5, 0.2]), config(epochs=2, early_stopping=1), hooks=Record())
+    assert model[-1].calls == seen[0] < seen[1]
+
+
 def test_patience_is_part_of_a_resume(tmp_path):
     data = make_data()
     data.validation = Noisy(8, seed=1)

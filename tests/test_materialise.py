@@ -1,3 +1,4 @@
+import math
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from torch import nn
 import qtool
 from qtool.errors import QtoolError, UsageError
 from qtool.materialise import Target, create, fill
-from qtool.models import load_model
+from qtool.models import load_model, load_weights
 
 CPU = torch.device("cpu")
 
@@ -85,6 +86,28 @@ def test_what_is_computed_from_weights_is_refused_by_name(kind, text, tmp_path):
     with pytest.raises(QtoolError, match=text):
         create(kind, tmp_path / "x.safetensors", Target(CPU))
     assert not nn.Linear(2, 2).weight.is_meta
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_weights_of_8_bits_become_as_wide_as_the_model(tmp_path, dtype):
+    weights, file = {"weight": torch.randn(3, 4).to(dtype), "bias": torch.randn(3)}, tmp_path / "x.safetensors"
+    save_file(weights, file)
+    for model in (nn.Linear(4, 3), create(lambda: nn.Linear(4, 3), file, Target(CPU))):
+        load_weights(model, file)
+        assert torch.equal(model.weight, weights["weight"].float())
+    save_file({"weight": torch.full((3, 4), math.nan).to(dtype), "bias": torch.randn(3)}, file)
+    for load in (
+        lambda: load_weights(nn.Linear(4, 3), file),
+        lambda: create(lambda: nn.Linear(4, 3), file, Target(CPU)),
+    ):
+        with pytest.raises(QtoolError, match="NaN or infinity in weight"):
+            load()
+
+
+def test_types_that_no_weights_are_read_from_are_told(tmp_path):
+    save_file({"weight": torch.ones(1, 4, dtype=torch.complex64), "bias": torch.ones(1)}, tmp_path / "x.safetensors")
+    with pytest.raises(QtoolError, match=r"tensors of F64, .*; got 'weight' of C64; convert the file"):
+        create(lambda: nn.Linear(4, 1), tmp_path / "x.safetensors", Target(CPU))
 
 
 def test_foreign_and_damaged_files_are_refused(saved, tmp_path):

@@ -15,7 +15,7 @@ from torch import nn
 
 from qtool.artifacts import staging, write_result
 from qtool.errors import QtoolError, UsageError
-from qtool.models import check_finite, check_input, load_model, load_weights
+from qtool.models import check_finite, load_model, load_weights
 from qtool.nets import ResidualBlock
 
 IMAGE_NETS = ("resnet", "mobilenet")
@@ -75,6 +75,16 @@ def test_the_seed_decides_and_the_global_state_stays() -> None:
     weights = [model.classifier.weight for model in (first, again, other)]
     assert torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[0], weights[2])
+
+
+def test_building_leaves_the_random_states_of_gpus_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    states: dict[int, object] = {0: "first", 1: "second"}
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", states.__getitem__)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: states.update({device: state}))
+    monkeypatch.setattr(torch, "manual_seed", lambda seed: states.update({0: seed, 1: seed}))
+    load_model("resnet", num_classes=3, seed=3)
+    assert states == {0: "first", 1: "second"}
 
 
 def test_misspelt_and_incomplete_specs() -> None:
@@ -225,21 +235,6 @@ def test_files_that_are_no_weights(linear: nn.Module, tmp_path: Path) -> None:
         load_weights(linear, tmp_path / "w.onnx")
     with pytest.raises(UsageError, match=r"did you mean 'list\.pt'"):
         load_weights(linear, tmp_path / "lsit.pt")
-
-
-# ---- inputs
-
-
-def test_an_input_that_does_not_fit_is_told_in_shapes() -> None:
-    model = load_model("resnet", num_classes=10, in_channels=1)
-    model.blocks.eval()
-    check_input(model, torch.zeros(2, 1, 28, 28))
-    assert model.training
-    assert not model.blocks.training
-    with pytest.raises(QtoolError, match=r"takes inputs of shape \(2, 3, 28, 28\); got RuntimeError"):
-        check_input(model, torch.zeros(2, 3, 28, 28))
-    check_input(nn.Bilinear(2, 3, 4), (torch.zeros(2, 2), torch.zeros(2, 3)))
-    check_input(nn.Linear(3, 4), {"input": torch.zeros(2, 3)})
 
 
 # ---- other libraries, by stand-ins for those that are not installed

@@ -17,11 +17,12 @@ import pytest
 
 import qtool
 from qtool import pipeline
-from qtool.artifacts import read_result, sha256_of
+from qtool.artifacts import read_result, sha256_of, write_json
 from qtool.errors import ContractError, QtoolError, UsageError
-from qtool.recipe import Recipe
+from qtool.recipe import BenchmarkConfig, Recipe
 from qtool.recipe_files import load_recipe
 from qtool.reporting.page import report
+from qtool.stages.benchmarking import measured
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(qtool.__file__).parents[1])}
 VARIANT = {
@@ -99,6 +100,40 @@ def test_a_finished_run_is_not_done_again(done: Path, small_recipe: Path, counte
     report = qtool.run(small_recipe, done)
     assert counted.done == []
     assert set(report["variants"]) == {"ptq", "qat"}
+
+
+@pytest.mark.parametrize(
+    "options", [{"provider": "torch"}, {"provider": "openvino", "variants": ("fp32", "bf16", "int8")}, {}]
+)
+def test_a_finished_benchmark_is_known_whatever_was_measured(
+    done: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    from qtool.benchmarking import stage
+
+    monkeypatch.setattr(stage, "benchmark", lambda files, *_, **__: {"notes": [], "variants": {}, "files": list(files)})
+    config = BenchmarkConfig(allow_slower=True, **options)
+    assert not measured(done / "ptq", config)
+    if not options:  # as where the weights do not fit into half precision
+        recorded = json.loads((done / "ptq" / "export.json").read_text())
+        del recorded["outputs"]["fp16"]
+        recorded["metrics"]["gates"].append({"name": "fp16 range", "passed": None, "found": "weights beyond it"})
+        write_json(done / "ptq" / "export.json", recorded)
+    assert ("fp16" in qtool.benchmark(done / "ptq", config=config)["files"]) is (options.get("provider") == "torch")
+    assert measured(done / "ptq", config)
+
+
+def test_a_benchmark_that_failed_fails_again(
+    done: Path, small_recipe: Path, counted: Counted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slower(found: dict[str, Any], allowed: bool) -> None:
+        raise ContractError("INT8", "as fast as FP32", "slower", "look")
+
+    monkeypatch.setattr("qtool.benchmarking.claims.require_not_slower", slower)
+    for again in (["benchmark"], []):
+        counted.done.clear()
+        with pytest.raises(ContractError, match="as fast as FP32"):
+            qtool.run(small_recipe, done, overrides=["benchmark.seconds=0.04", 'variants=["ptq"]'])
+        assert counted.done == again
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,9 @@ def test_specs_mean_the_same_from_another_folder(monkeypatch: pytest.MonkeyPatch
     assert anchored("idx:data") == f"idx:{tmp_path}/data"
     assert anchored("imagefolder:data:64") == f"imagefolder:{tmp_path}/data:64"
     assert anchored("hf:cifar10:train") == "hf:cifar10:train"
+    (tmp_path / "own").mkdir()
+    assert anchored("hf:own:train") == f"hf:{tmp_path}/own:train"
+    assert (anchored("hf:own"), anchored("transformers:own")) == (f"hf:{tmp_path}/own", f"transformers:{tmp_path}/own")
     assert anchored("package.module:build") == "package.module:build"
     assert anchored("resnet") == "resnet"
     assert anchored(nn.Linear(1, 1)) is None

@@ -12,7 +12,16 @@ from torch.nn import functional as F
 from qtool.errors import QtoolError, UsageError
 from qtool.evaluate import evaluate
 from qtool.source import open_task
-from qtool.tasks import Classification, LanguageModelling, Task, finished, load_task, loss_of, metrics_of
+from qtool.tasks import (
+    Classification,
+    LanguageModelling,
+    Task,
+    finished,
+    is_higher_better,
+    load_task,
+    loss_of,
+    metrics_of,
+)
 
 TASK = """
 import torch
@@ -68,6 +77,17 @@ def test_metrics_count_the_right_ones() -> None:
     sums = Classification().metrics(output, torch.tensor([0, 4, 5]))
     assert {name: float(value) for name, value in sums.items()} == {"top1": 1, "top5": 2}
     assert set(Classification().metrics(output[:, :5], torch.tensor([0, 1, 2]))) == {"top1"}
+
+
+def test_more_is_better_of_shares_and_less_of_losses(tmp_path: Path) -> None:
+    (tmp_path / "t.py").write_text(TASK)
+    known = {
+        Classification(): {"top1": True, "top5": True, "loss": False},
+        LanguageModelling(): {"top1": True, "perplexity": False, "nll": False, "loss": False, "other": None},
+        load_task(f"{tmp_path / 't.py'}:build"): {"mae": False, "loss": False, "other": None},
+    }
+    for task, directions in known.items():
+        assert {name: is_higher_better(task, name) for name in directions} == directions
 
 
 def test_a_users_task(tmp_path: Path) -> None:

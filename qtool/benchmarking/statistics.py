@@ -76,6 +76,6 @@ def percentiles_ms(seconds: Sequence[float]) -> dict[str, float]:
     }
 
 
-def quantile_sketch_ms(seconds: Sequence[float], points: int = 101) -> list[float]:
+def quantile_sketch_ms(seconds: Sequence[float]) -> list[float]:
     """Evenly spaced quantiles in milliseconds: the distribution, small enough to keep in a report."""
-    return [float(v) * 1e3 for v in np.quantile(seconds, np.linspace(0, 1, points))]
+    return [float(v) * 1e3 for v in np.quantile(seconds, np.linspace(0, 1, 101))]

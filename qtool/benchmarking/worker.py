@@ -8,12 +8,14 @@ imported, so that memory is that of serving the model and not of the tool.
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import os
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TextIO
 
 import numpy as np
@@ -24,6 +26,11 @@ from qtool.errors import QtoolError
 from qtool.runtimes import RUNTIMES, open_session
 from qtool.runtimes.base import Array, arithmetic
 
+_IMPORTED = {
+    "ort": ("qtool.runtimes.ort",),
+    "openvino": ("qtool.runtimes.openvino", "openvino"),
+    "torch": ("qtool.runtimes.torch", "qtool.form", "torch._export.serde.serialize"),  # the last opens a .pt2
+}
 CONVERSIONS = frozenset({"QuantizeLinear", "DequantizeLinear", "Convert", "Reorder"})
 
 
@@ -37,13 +44,12 @@ class Server:
         self._baseline: int | None = None
 
     def start(self, provider: str, cores: list[int] | None) -> dict[str, Any]:
-        """Pins the process and imports the runtime: the state that memory is counted from."""
+        """Pins the process and imports the runtime: the state that memory and the time to load are counted from."""
         if cores:
             os.sched_setaffinity(0, cores)
-        if RUNTIMES[provider] == "ort":
-            import onnxruntime  # noqa: F401
-        elif RUNTIMES[provider] == "torch":
-            import torch  # noqa: F401
+        for name in _IMPORTED[RUNTIMES[provider]]:
+            with suppress(ImportError):  # told as the file is opened
+                importlib.import_module(name)
         return {}
 
     def open(self, path: str, **options: Any) -> dict[str, Any]:

@@ -30,7 +30,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 EXACT_FLOAT32 = 2**24
-EXACT_FLOAT64 = 2**53
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ the same file loses accuracy by changing machine. CPUs with VNNI (and ARM) add i
 A pair of weights can saturate only where the positive or the negative ones add up to more than 32,767 / 255 = 128;
 with weights in 7 bits (63 + 63) none can. Where some can, the file's own activations are multiplied out for those,
 since most never meet two bytes large enough. Pairs are neighbours in the order in which a kernel reads them: input
-channels of one tap of a convolution (a depthwise kernel multiplies in 32 bits), rows of a matrix, of an LSTM's too.
+channels of one tap of a convolution's group (a depthwise kernel multiplies in 32 bits), rows of a matrix, of an
+LSTM's too.
 """
 
 from __future__ import annotations
@@ -24,23 +25,13 @@ from qtool.artifacts import VNNI, cpu_info
 from qtool.exporting.gates import Gate
 from qtool.exporting.integer_arithmetic import Quantized
 from qtool.exporting.integer_graph import Node, Unit
-from qtool.exporting.integer_kernels import padding, spatial
+from qtool.exporting.integer_kernels import windows
 from qtool.exporting.integer_reference import IntegerReference, dynamic_lstm, real
 from qtool.lstm import OPERATOR
 
 Array = npt.NDArray[Any]
 LIMIT = 2**15 - 1
 MAX_SUMS = 2**22
-
-
-def saturating_product(x: Array, weight: Array) -> npt.NDArray[np.int32]:
-    """``x @ weight`` for uint8 rows × K and int8 K × columns, each pair of products kept in 16 bits."""
-    if x.shape[-1] % 2:
-        x, weight = np.pad(x, ((0, 0), (0, 1))), np.pad(weight, ((0, 1), (0, 0)))
-    products = x.astype(np.int32)[:, :, None] * weight.astype(np.int32)[None]
-    pairs = products[:, 0::2] + products[:, 1::2]
-    total: npt.NDArray[np.int32] = pairs.clip(-LIMIT - 1, LIMIT).sum(1, dtype=np.int32)
-    return total
 
 
 @dataclass(frozen=True)
@@ -64,16 +55,17 @@ def at_risk(weight: Array) -> AtRisk | None:
 
 def count_saturated(reference: IntegerReference, feeds: Mapping[str, Array]) -> dict[str, int]:
     """For each unit with a weight at risk, how many pairs of products leave 16 bits on these inputs."""
-    layers = {unit.node.name: unit for unit in reference.units if _matrix(unit, reference) is not None}
+    layers = {unit.node.name: unit for unit in reference.units if _matrices(unit, reference)}
     lstms = [unit.node for unit in reference.units if unit.node.op == OPERATOR]
     read = [unit.node.inputs[0] for unit in layers.values()] + [name for node in lstms for name in node.inputs]
     values = reference.trace(feeds, keep=read)
     counts: dict[str, int] = {}
     for name, unit in layers.items():
-        if (found := at_risk(_required(_matrix(unit, reference)))) is not None:
+        risks = [at_risk(weight) for weight in _matrices(unit, reference)]
+        if any(risks):
             x = values[unit.node.inputs[0]]
             assert isinstance(x, Quantized)
-            counts[name] = _saturated(found, _rows(unit, x))
+            counts[name] = sum(_saturated(risk, rows) for risk, rows in zip(risks, _rows(unit, x), strict=True) if risk)
     for node in lstms:
         _count_in_lstm(node, values, counts)
     return counts
@@ -84,16 +76,12 @@ def _count_in_lstm(node: Node, values: Mapping[str, Any], counts: dict[str, int]
     known: dict[int, AtRisk | None] = {}
 
     def seen(x: torch.Tensor, weight: torch.Tensor) -> None:
-        found = known.setdefault(weight.data_ptr(), at_risk(weight.numpy()))
-        if found is not None:
+        if weight.data_ptr() not in known:
+            known[weight.data_ptr()] = at_risk(weight.numpy())
+        if (found := known[weight.data_ptr()]) is not None:
             counts[node.name] = counts.get(node.name, 0) + _saturated(found, x.numpy().astype(np.int32))
 
     dynamic_lstm([real(values[name]) if name else None for name in node.inputs], seen)
-
-
-def _required(weight: Array | None) -> Array:
-    assert weight is not None
-    return weight
 
 
 def _saturated(found: AtRisk, rows: Array) -> int:
@@ -117,37 +105,36 @@ def _reachable(found: AtRisk, largest: Array) -> tuple[Array, Array]:
     return found.rows[above | below], found.columns[above | below]
 
 
-def _matrix(unit: Unit, reference: IntegerReference) -> Array | None:
-    """A unit's constant int8 weight as K × outputs in the kernel's order; None where it has none, or is depthwise."""
+def _matrices(unit: Unit, reference: IntegerReference) -> list[Array]:
+    """A unit's constant int8 weight as K × outputs in the kernel's order, one for each group of a convolution.
+
+    None where it has no such weight, or a depthwise one.
+    """
     node = unit.node
-    if not unit.fused:
-        return None
-    weight = reference.constants.get(node.inputs[1]) if len(node.inputs) > 1 else None
+    weight = reference.constants.get(node.inputs[1]) if unit.fused and len(node.inputs) > 1 else None
     if not isinstance(weight, Quantized) or weight.affine.dtype != torch.int8:
-        return None
+        return []
     values: Array = weight.values.numpy()
     if node.op == "Conv":
-        plain = int(node.attributes.get("group", 1)) == 1 and values.ndim == 4
-        return values.transpose(2, 3, 1, 0).reshape(-1, values.shape[0]) if plain else None
+        groups = int(node.attributes.get("group", 1))
+        if groups == len(values) > 1 and values.shape[1] == 1:
+            return []
+        whole = np.moveaxis(values, 1, -1).reshape(groups, len(values) // groups, -1)
+        return list(whole.transpose(0, 2, 1))
     if node.op == "Gemm":
-        return values.T if node.attributes.get("transB", 0) else values
-    return values if node.op == "MatMul" and values.ndim == 2 else None
+        return [values.T if node.attributes.get("transB", 0) else values]
+    return [values] if node.op == "MatMul" and values.ndim == 2 else []
 
 
-def _rows(unit: Unit, x: Quantized) -> npt.NDArray[np.int32]:
-    """The bytes that a unit multiplies, rows × K in the kernel's order, one row for each place of the output."""
-    node = unit.node
-    if node.op != "Conv":
-        return x.values.numpy().reshape(-1, x.values.shape[-1]).astype(np.int32)
-    kernel = list(node.attributes["kernel_shape"])
-    strides, dilations = spatial(node.attributes, "strides", 2), spatial(node.attributes, "dilations", 2)
-    top, left, bottom, right = padding(node.attributes, x.values.shape[2:], kernel, strides, dilations)
-    zero = float(x.affine.zero_point)
-    padded = torch.nn.functional.pad(x.values.float(), (left, right, top, bottom), value=zero)
-    patches = torch.nn.functional.unfold(padded, tuple(kernel), tuple(dilations), 0, tuple(strides))
-    channels = x.values.shape[1]
-    ordered = patches.reshape(len(patches), channels, -1, patches.shape[-1]).permute(0, 3, 2, 1)
-    rows: npt.NDArray[np.int32] = ordered.reshape(-1, ordered.shape[2] * channels).numpy().astype(np.int32)
+def _rows(unit: Unit, x: Quantized) -> Array:
+    """The bytes that each of a unit's matrices meets: rows × K in its order, one for each place of the output."""
+    attributes = unit.node.attributes
+    if unit.node.op != "Conv":
+        return x.values.numpy().reshape(1, -1, x.values.shape[-1]).astype(np.int32)
+    taps = torch.stack(list(windows(x.values.float(), attributes, float(x.affine.zero_point))), -1).movedim(1, -1)
+    groups, depth = int(attributes.get("group", 1)), taps.shape[-2]
+    each = taps.reshape(-1, depth, groups, taps.shape[-1] // groups).movedim(2, 0)
+    rows: Array = each.reshape(groups, each.shape[1], -1).numpy().astype(np.int32)
     return rows
 
 

@@ -47,7 +47,7 @@ from qtool.quantization.quiet import quiet_torch_ao
 from qtool.quantization.rewrites.constants import constant_nodes
 from qtool.quantization.rewrites.respell import ADAPTIVE_POOLS, AVERAGE_POOLS, MAX_POOLS
 from qtool.quantization.stage import float_form
-from qtool.quantization.targets import RELU_LIKE, Target, get_target
+from qtool.quantization.targets import ORT_CPU, RELU_LIKE, Target
 
 Q, DQ = quantized.quantize_per_tensor.default, quantized.dequantize_per_tensor.default
 Grid = tuple[Any, ...]
@@ -69,7 +69,7 @@ _LEAST_SQNR_DB = 10.0
 
 
 def from_eager(
-    model: nn.Module, example_inputs: tuple[Any, ...], float_model: nn.Module | None = None, target: str = "ort-cpu"
+    model: nn.Module, example_inputs: tuple[Any, ...], float_model: nn.Module | None = None
 ) -> QuantizedModel:
     """Rebuilds a model prepared or converted with eager torch.ao as the quantized form; ``model`` stays as it was.
 
@@ -79,7 +79,6 @@ def from_eager(
     Raises QtoolError for a model without quantized or observed modules, observers that saw no data, a model that
     does not run on ``example_inputs``, and modules or operations that have no counterpart here, by name.
     """
-    chosen = get_target(target)
     copied_model = _converted(model)
     expected = _outputs(copied_model, example_inputs)
     rebuild(copied_model)
@@ -89,11 +88,11 @@ def from_eager(
     _name_owners(graph, own)
     _insert_quantizers(graph, own, leaves)
     _absorb_activations(graph)
-    placement = Placement(_stripped(graph), _as_given(chosen))
+    placement = Placement(_stripped(graph), _as_given(ORT_CPU))
     pairs = align(placement.graph_module, graph)
     label_units(placement, pairs)
     units = tuple(_unit(placed, pairs) for placed in placement.placed if placed.unit.kind != "move")
-    plan = Plan(chosen.name, units, finish(graph, chosen))
+    plan = Plan(ORT_CPU.name, units, finish(graph, ORT_CPU))
     float_graph = float_form(float_model, example_inputs, merged=False) if float_model is not None else None
     made = QuantizedModel(graph, plan, example_inputs, float_graph)
     _check(made, expected)

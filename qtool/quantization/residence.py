@@ -1,8 +1,7 @@
-"""Where a graph is computed: its tensors, its constants and the devices that its operators name, moved as one.
+"""Where a graph is computed: calibration and the passes for accuracy may run samples through it on a GPU.
 
-A model is captured on the CPU, and a graph remembers that: an ``arange`` or a conversion has the device among its
-arguments. What runs samples through a graph (calibration, the passes for accuracy) may do so elsewhere: ``on`` takes
-the graph there and brings it back, so that everything else, capture and conversion among it, sees host memory alone.
+``on`` takes the graph there and brings it back, so that everything else, capture and conversion among it, sees host
+memory alone.
 """
 
 from __future__ import annotations
@@ -13,10 +12,9 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.fx import GraphModule
-from torch.fx.node import map_aggregate
 
+from qtool.devices import move_graph
 from qtool.nested import map_tensors
 from qtool.quantization.rewrites.norms import NORMAL
 
@@ -52,25 +50,7 @@ class Moved:
 
 
 def _move(graph: GraphModule, device: torch.device) -> None:
-    graph.to(device)
-    named = False
+    move_graph(graph, device)
     for node in graph.graph.nodes:
-        if node.op == "get_attr":
-            _move_constant(graph, str(node.target), device)
         if NORMAL in node.meta:
             node.meta[NORMAL] = tuple(value.to(device) for value in node.meta[NORMAL])
-        found = map_aggregate((node.args, node.kwargs), lambda a: device if isinstance(a, torch.device) else a)
-        if found != (node.args, node.kwargs):
-            node.args, node.kwargs = found
-            named = True
-    if named:
-        graph.recompile()
-
-
-def _move_constant(graph: GraphModule, path: str, device: torch.device) -> None:
-    """Moves a tensor that is neither a parameter nor a buffer."""
-    holder_path, _, name = path.rpartition(".")
-    holder = graph.get_submodule(holder_path)
-    value = vars(holder).get(name)
-    if isinstance(value, Tensor):
-        setattr(holder, name, value.to(device))

@@ -17,15 +17,15 @@ WIDTH = 420.0
 LEFT, RIGHT, TOP, BOTTOM = 52.0, 14.0, 12.0, 42.0
 
 
-def round_ticks(low: float, high: float, most: int = 5) -> list[float]:
-    """At most about ``most`` multiples of 1, 2 or 5 times a power of ten within low … high.
+def round_ticks(low: float, high: float) -> list[float]:
+    """At most about five multiples of 1, 2 or 5 times a power of ten within low … high.
 
     >>> round_ticks(0.3, 9.7)
     [2.0, 4.0, 6.0, 8.0]
     """
     if not high > low:
         return [low]
-    raw = (high - low) / most
+    raw = (high - low) / 5
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(m * power for m in (1, 2, 5, 10) if m * power >= raw * 0.999)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from qtool.reporting.axes import BOTTOM, LEFT, RIGHT, TOP, WIDTH, Scale, frame, padded, round_ticks, svg, tick_text
 from qtool.reporting.front import steps, unbeaten
 from qtool.reporting.markup import Markup, el
-from qtool.reporting.numbers import percent, significant
+from qtool.reporting.numbers import percent, score, significant
 
 _MOST_BARS = 30
 _MOST_POINTS = 240
@@ -107,7 +107,7 @@ def _label(point: Point, x: Scale, y: Scale, radius: float, taken: list[tuple[fl
     return el("text", point.name, x=place_x, y=place_y, text_anchor="start" if right else "end", cls="name")
 
 
-def distributions(quantiles: Mapping[str, Sequence[float]], unit: str = "ms") -> Markup:
+def distributions(quantiles: Mapping[str, Sequence[float]]) -> Markup:
     """One row per variant: a line over the middle 98 %, a box over the middle half, a tick at the median.
 
     Each sequence holds evenly spaced quantiles, the least value first.
@@ -123,10 +123,8 @@ def distributions(quantiles: Mapping[str, Sequence[float]], unit: str = "ms") ->
         parts.append(el("line", x1=x(tick), x2=x(tick), y1=TOP, y2=height - BOTTOM, cls="grid"))
         parts.append(el("text", tick_text(tick, ticks), x=x(tick), y=height - BOTTOM + 15, text_anchor="middle"))
     for index, name in enumerate(names):
-        parts += _strip(name, quantiles[name], x, TOP + row * (index + 0.5), unit)
-    parts.append(
-        el("text", f"latency, {unit}", x=(x.start + x.end) / 2, y=height - 8, text_anchor="middle", cls="axis")
-    )
+        parts += _strip(name, quantiles[name], x, TOP + row * (index + 0.5))
+    parts.append(el("text", "latency, ms", x=(x.start + x.end) / 2, y=height - 8, text_anchor="middle", cls="axis"))
     return svg(height, "Distribution of latency", *parts)
 
 
@@ -134,10 +132,10 @@ def _at(quantiles: Sequence[float], share: float) -> float:
     return quantiles[round(share * (len(quantiles) - 1))]
 
 
-def _strip(name: str, quantiles: Sequence[float], x: Scale, middle: float, unit: str) -> list[Markup]:
+def _strip(name: str, quantiles: Sequence[float], x: Scale, middle: float) -> list[Markup]:
     p1, p25, p50, p75, p99 = (_at(quantiles, s) for s in (0.01, 0.25, 0.5, 0.75, 0.99))
     cls = series_class(name)
-    told = f"{name}: median {significant(p50)} {unit}, middle half {significant(p25)} to {significant(p75)}"
+    told = f"{name}: median {significant(p50)} ms, middle half {significant(p25)} to {significant(p75)}"
     box = el("rect", x=x(p25), y=middle - 8, width=max(1.5, x(p75) - x(p25)), height=16.0, cls=f"mark {cls}")
     return [
         el("text", name, x=8.0, y=middle + 4, cls="name"),
@@ -187,9 +185,9 @@ def curve(losses: Sequence[float], epochs: Mapping[int, float], metric: str) -> 
         scores = Scale(low, high, height - BOTTOM, TOP)
         marks = [(x(step), scores(value), value) for step, value in epochs.items()]
         parts.append(el("polyline", points=" ".join(f"{a:.1f},{b:.1f}" for a, b, _ in marks), cls="line s-int8"))
-        parts += [el("g", el("title", f"{metric} {percent(v)}"), shape("int8", a, b, 4.0)) for a, b, v in marks]
+        parts += [el("g", el("title", f"{metric} {score(metric, v)}"), shape("int8", a, b, 4.0)) for a, b, v in marks]
         a, b, value = marks[-1]
-        parts.append(el("text", f"{metric} {percent(value)}", x=a - 8, y=b - 9, text_anchor="end", cls="name"))
+        parts.append(el("text", f"{metric} {score(metric, value)}", x=a - 8, y=b - 9, text_anchor="end", cls="name"))
     return svg(height, "Training", *parts)
 
 

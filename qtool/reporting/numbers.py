@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+SHARES = ("top1", "top5", "accuracy")
+"""Metrics that are shares of samples."""
 UNKNOWN = "–"
 
 
@@ -24,13 +26,22 @@ def significant(value: float | None, digits: int = 3) -> str:
     return f"{value:,.{max(0, digits - above)}f}"
 
 
-def percent(share: float | None, decimals: int = 1) -> str:
+def percent(share: float | None) -> str:
     """A share as a percentage.
 
     >>> percent(0.98765), percent(None)
     ('98.8 %', '–')
     """
-    return UNKNOWN if share is None else f"{share * 100:.{decimals}f} %"
+    return UNKNOWN if share is None else f"{share * 100:.1f} %"
+
+
+def score(name: str, value: float | None) -> str:
+    """A metric: shares of samples as percentages, the rest as numbers.
+
+    >>> score("top1", 0.9), score("mse", 3.2)
+    ('90.0 %', '3.20')
+    """
+    return percent(value) if name in SHARES else significant(value)
 
 
 def times(ratio: float | None) -> str:
@@ -38,16 +49,16 @@ def times(ratio: float | None) -> str:
     return UNKNOWN if ratio is None else f"{ratio:.2f}×"
 
 
-def interval(bounds: Sequence[float] | None, scale: float = 1.0, decimals: int = 2) -> str:
+def interval(bounds: Sequence[float] | None, scale: float = 1.0) -> str:
     """A 95 % interval as ``low to high``, or nothing where there is none."""
     if not bounds or any(b is None for b in bounds):
         return ""
-    low, high = (f"{b * scale:.{decimals}f}" for b in bounds)
+    low, high = (f"{b * scale:.2f}" for b in bounds)
     return f"{low} to {high}".replace("-", "−")
 
 
-def points(share: float | None, decimals: int = 2) -> str:
+def points(share: float | None) -> str:
     """A difference of shares in percentage points, as ``0.30 points``."""
     if share is None:
         return UNKNOWN
-    return f"{share * 100 + 0.0:.{decimals}f} points".replace("-", "−")
+    return f"{share * 100 + 0.0:.2f} points".replace("-", "−")

@@ -12,7 +12,7 @@ from qtool.reporting.chosen import chosen_rows, chosen_sentence
 from qtool.reporting.contracts import advice, contract_sentence, contract_table, gate_verdict, tradeoffs
 from qtool.reporting.gather import Run
 from qtool.reporting.markup import Markup, el
-from qtool.reporting.numbers import UNKNOWN, percent, significant, times
+from qtool.reporting.numbers import SHARES, UNKNOWN, percent, score, times
 from qtool.reporting.summary import caveats, verdicts
 from qtool.reporting.tables import rows, unsettled
 
@@ -289,9 +289,7 @@ def _fact(key: str, value: Any) -> str:
         return "yes" if value else "no"
     if not isinstance(value, int | float):
         return str(value)
-    if key.startswith("top") or key == "accuracy":
-        return percent(value)
-    return f"{value:,.0f}" if float(value).is_integer() else significant(value)
+    return f"{value:,.0f}" if float(value).is_integer() and key not in SHARES else score(key, value)
 
 
 def definitions(facts: Mapping[str, object]) -> Markup:

@@ -16,7 +16,7 @@ from qtool.reporting.chosen import chosen_sentence
 from qtool.reporting.contracts import advice, contract_sentence, gate_verdict
 from qtool.reporting.ladder import ladder_lines
 from qtool.reporting.memory import memory_lines, numerics_lines
-from qtool.reporting.numbers import UNKNOWN, interval, percent, points, significant
+from qtool.reporting.numbers import UNKNOWN, interval, percent, points, score, significant
 from qtool.reporting.summary import size_phrase
 from qtool.reporting.tables import terminal
 from qtool.source import has_random_weights
@@ -64,14 +64,12 @@ def _split(result: Result) -> Iterator[str]:
 
 
 def scores(metrics: Result) -> str:
-    """Metrics as words: shares of samples as percentages, the rest as numbers.
+    """Metrics as words.
 
     >>> scores({"num_samples": 10.0, "loss": 0.25, "top1": 0.9})
     'loss 0.250, top1 90.0 %'
     """
-    shares = ("top1", "top5", "accuracy")
-    named = ((k, v) for k, v in metrics.items() if k != "num_samples")
-    return ", ".join(f"{k} {percent(v) if k in shares else significant(v)}" for k, v in named)
+    return ", ".join(f"{name} {score(name, value)}" for name, value in metrics.items() if name != "num_samples")
 
 
 def quantize_lines(result: Result) -> Iterator[Any]:
@@ -161,11 +159,17 @@ def _int8_accuracy(variant: Result) -> Result | None:
 
 
 def against_float(accuracy: Result) -> str:
-    """INT8 against FP32 in one line: agreement, KL divergence, and the drop of top-1 with its interval."""
-    parts = [f"agreement with FP32 {percent(accuracy['agreement'])}", f"KL {significant(accuracy['kl'], 2)} nats"]
+    """INT8 against FP32 in one line: agreement, KL divergence, the drop of top-1 with its interval; or else SQNR."""
+    parts = []
+    if accuracy.get("agreement") is not None:
+        parts.append(f"agreement with FP32 {percent(accuracy['agreement'])}")
+    if accuracy.get("kl") is not None:
+        parts.append(f"KL {significant(accuracy['kl'], 2)} nats")
     if accuracy.get("top1_drop") is not None:
         bounds = interval(accuracy["top1_drop_ci95"], 100)
         parts.append(f"top-1 drop {points(accuracy['top1_drop'])} (95 % CI {bounds})")
+    if not parts:
+        parts.append(f"SQNR {significant(accuracy['sqnr_db'])} dB")
     return f"{', '.join(parts)}, on {accuracy['num_samples']:,} test samples"
 
 

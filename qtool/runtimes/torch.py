@@ -26,6 +26,7 @@ import torch
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
+from qtool.devices import move_graph
 from qtool.errors import QtoolError, one_line
 from qtool.nested import to_float32
 from qtool.runtimes.base import Array, Kernel, ProviderError, TensorInfo, check_feeds, is_compute
@@ -62,7 +63,11 @@ class TorchSession:
         self.inputs: tuple[TensorInfo, ...] = inputs
         self.outputs: tuple[TensorInfo, ...] = ()
         self._dtype = PRECISIONS[precision] if precision else None
-        self._module = module.to(self.device) if self._dtype is None else _halved(module.to(self.device), self._dtype)
+        self._module = module.to(self.device)
+        for graph in _graphs(module):
+            move_graph(graph, torch.device(self.device))
+        if self._dtype is not None:
+            _halve(module, self._dtype)
         self.stored = _stored_format(self._module)
         self._compiles = provider == "torch-compile"
         self._call = _compiled(self._module) if self._compiles else self._module
@@ -182,9 +187,13 @@ class _Flat(torch.nn.Module):
         return self.module(*arguments, **keywords)
 
 
-def _halved(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
-    """The module in another precision: weights, and what its graph makes in float32 or converts to it."""
-    for graph in (part for part in module.modules() if isinstance(part, GraphModule)):
+def _graphs(module: torch.nn.Module) -> Iterator[GraphModule]:
+    return (part for part in module.modules() if isinstance(part, GraphModule))
+
+
+def _halve(module: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Has the module in another precision: weights, and what its graph makes in float32 or converts to it."""
+    for graph in _graphs(module):
         for node in graph.graph.nodes:
             node.args, node.kwargs = pytree.tree_map(
                 lambda value: dtype if value is torch.float32 else value, (node.args, node.kwargs)
@@ -192,7 +201,7 @@ def _halved(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
             if _makes_float32(node):
                 node.kwargs = {**node.kwargs, "dtype": dtype}
         graph.recompile()
-    return module.to(dtype)
+    module.to(dtype)
 
 
 def _makes_float32(node: torch.fx.Node) -> bool:
@@ -206,14 +215,14 @@ def _makes_float32(node: torch.fx.Node) -> bool:
 
 def _device(provider: str, asked: str | None) -> str:
     """The device asked for, CUDA where there is one if none was. Raises ProviderError for a CUDA that is not there."""
-    there = torch.cuda.is_available()
+    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if asked in (None, "auto"):
         return "cuda" if there else "cpu"
     assert asked is not None
-    if asked.startswith("cuda") and not there:
+    if asked.startswith("cuda") and (torch.device(asked).index or 0) >= there:
         raise ProviderError(
-            f"provider '{provider}'", "a CUDA device", f"none visible to torch {torch.__version__}",
-            "install a CUDA build of torch and the NVIDIA driver, or use --device cpu",
+            f"provider '{provider}'", f"the CUDA device '{asked}'", f"{there} visible to torch {torch.__version__}",
+            "use --device cpu or a device that is there, or install a CUDA build of torch and the NVIDIA driver",
         )  # fmt: skip
     return asked
 

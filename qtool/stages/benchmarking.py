@@ -13,7 +13,7 @@ from qtool.lineage import superseded
 from qtool.options import argument, documented
 from qtool.recipe import BenchmarkConfig, as_dict
 from qtool.source import UNIDENTIFIED, open_data, recall_source, require_run_directory
-from qtool.stages.common import AnyPath, Progress, configured, run_of, teller, writable
+from qtool.stages.common import AnyPath, Progress, configured, finished, run_of, teller, writable
 
 if TYPE_CHECKING:
     from qtool.exporting.stage import ExportResult
@@ -56,15 +56,12 @@ def benchmark(
             "--variants bf16", "--provider torch or openvino, which compute in bfloat16",
             f"--provider {config.provider}", "measure it there: no such ONNX file is exported",
         )  # fmt: skip
-    made = "quantize" if config.provider.startswith("torch") else "export"
+    made = _made(config)
     run = require_run_directory(Path(what), made)
-    outputs = {name: _output(name, made) for name in config.variants}
     folder = writable(out) or writable(run) or run
     recorded = read_result(run, made)
     _require_current(run, made)
-    impossible = _overflown(recorded) if "fp16" in outputs.values() else ""
-    if impossible and len(outputs) > 1:
-        del outputs["fp16"]
+    outputs, impossible = _outputs(config, recorded)
     files = {name: output_path(run, recorded, output) for name, output in outputs.items()}
     opened = recall_source(run, made, trust=trust).data if data is None else open_data(data, 0)
     identity = getattr(opened, "identity", UNIDENTIFIED)
@@ -82,6 +79,18 @@ def benchmark(
         write_result(folder, "benchmark", config=as_dict(config), inputs=inputs, outputs={}, metrics=found)
     _require(found, config, _gains_size_alone(recorded))
     return found
+
+
+def measured(run: Path, config: BenchmarkConfig) -> bool:
+    """Whether these very files were measured as ``config`` says. Raises ContractError where the measurement did."""
+    if not has_result(run, "benchmark"):
+        return False
+    recorded, found = read_result(run, _made(config)), read_result(run, "benchmark")
+    inputs = {name: recorded["outputs"][output]["sha256"] for name, output in _outputs(config, recorded)[0].items()}
+    if not finished(run, "benchmark", as_dict(config), inputs | {"data": found["inputs"].get("data", "")}):
+        return False
+    _require(found["metrics"], config, _gains_size_alone(recorded))
+    return True
 
 
 def _files(what: object) -> dict[str, Path] | None:
@@ -118,14 +127,23 @@ def _require(found: dict[str, Any], config: BenchmarkConfig, may_be_slower: bool
     require_not_slower(found, config.allow_slower or may_be_slower)
 
 
-def _output(variant: str, stage: str) -> str:
-    """The output of a stage that a variant is measured from: FP16 and BF16 in PyTorch are the float graph, recast.
+def _made(config: BenchmarkConfig) -> str:
+    """The stage whose outputs are measured."""
+    return "quantize" if config.provider.startswith("torch") else "export"
 
-    BF16 in OpenVINO is the FP32 file, computed in it.
+
+def _outputs(config: BenchmarkConfig, recorded: Mapping[str, Any]) -> tuple[dict[str, str], str]:
+    """The output of the stage that each variant is measured from, and why FP16 is not among them; empty where it is.
+
+    FP16 and BF16 in PyTorch are the float graph, recast. BF16 in OpenVINO is the FP32 file, computed in it.
     """
-    if stage == "export":
-        return "fp32" if variant == "bf16" else variant
-    return variant if variant == "int8" else "float"
+    if _made(config) == "quantize":
+        return {name: name if name == "int8" else "float" for name in config.variants}, ""
+    outputs = {name: "fp32" if name == "bf16" else name for name in config.variants}
+    impossible = _overflown(recorded) if "fp16" in outputs else ""
+    if impossible and len(outputs) > 1:
+        del outputs["fp16"]
+    return outputs, impossible
 
 
 def _overflown(recorded: Mapping[str, Any]) -> str:

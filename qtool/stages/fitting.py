@@ -96,14 +96,15 @@ def _again(kept: Choice, source: Source, progress: Progress) -> Choice:
     return kept
 
 
-def hold(config: TrainConfig) -> None:
-    """Has this process's device leave few gaps, and refuse more than the budget, where there is one."""
-    from qtool.devices import grow_in_place, limit_memory, resolve_device
+@contextmanager
+def held(config: TrainConfig) -> Iterator[None]:
+    """Has this process's device leave few gaps, and inside it refuse more than the budget, where there is one."""
+    from qtool.devices import grow_in_place, limited_memory, resolve_device
 
     device = resolve_device(config.device)
     grow_in_place(device)
-    if (budget := _budget(config)) is not None:
-        limit_memory(device, budget)
+    with limited_memory(device, _budget(config)):
+        yield
 
 
 def _with_batch(config: TrainConfig, source: Source, looked: list[dict[str, Any]], progress: Progress) -> Choice:

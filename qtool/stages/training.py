@@ -27,7 +27,7 @@ from qtool.stages.common import (
     tidy,
     writable,
 )
-from qtool.stages.fitting import explained, fitted, gives_way, hold, memory_ended, on_host
+from qtool.stages.fitting import explained, fitted, gives_way, held, memory_ended, on_host
 
 if TYPE_CHECKING:
     from torch import nn
@@ -196,12 +196,11 @@ def _fit(
     from qtool import processes
     from qtool.training import stage
 
-    hold(found.config)
     first, alone, yields = processes.rank() == 0, processes.size() == 1, gives_way(config)
     begun = processes.from_first(halvings(folder)) if yields else 0
     assert source.model is not None
     try:
-        with at_work(folder if first else None):
+        with held(found.config), at_work(folder if first else None):
             result = stage.train(
                 source.model, source.data, found.config, task=source.task, out=folder, resume=resume,
                 progress=progress is True and first, identity=source.inputs, backs_off=alone and yields,

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +34,12 @@ def test_a_worker_opens_times_and_weighs(worker):
     assert min(seconds) > 0
     assert waited >= 0
     assert 0 < worker.peak_bytes() < 200 << 20
+
+
+@pytest.mark.parametrize(("provider", "library"), [("cpu", "qtool.runtimes.ort"), ("openvino", "openvino")])
+def test_libraries_are_imported_before_the_file_is_opened(provider, library):
+    code = "import sys; from qtool.benchmarking.worker import Server\nServer().start(sys.argv[1], None)\n"
+    subprocess.run([sys.executable, "-c", code + "sys.modules[sys.argv[2]]", provider, library], check=True)
 
 
 def test_a_worker_tells_what_ran(worker):

@@ -8,42 +8,26 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
+from torch.nn import functional
 
 from qtool.exporting import saturation
+from qtool.exporting.integer_graph import Node
 from qtool.exporting.integer_reference import IntegerReference
-from qtool.exporting.saturation import count_saturated, saturating_product
+from qtool.exporting.saturation import count_saturated
 from qtool.exporting.to_onnx import quantized_to_onnx, save
 from qtool.quantization.stage import quantize
 from qtool.recipe import QuantizeConfig
 
 
-def by_hand(x: np.ndarray, w: np.ndarray) -> tuple[np.ndarray, int]:
-    """Every pair of products, one after the other; and how many left 16 bits."""
-    out, lost = np.zeros((len(x), w.shape[1]), np.int64), 0
-    for i, row in enumerate(x.astype(int).tolist()):
-        for j, column in enumerate(w.T.astype(int).tolist()):
+def by_hand(x: np.ndarray, w: np.ndarray) -> int:
+    """How many pairs of products leave 16 bits, one after the other."""
+    lost = 0
+    for row in x.astype(int).tolist():
+        for column in w.T.astype(int).tolist():
             products = [a * b for a, b in zip(row, column, strict=True)] + [0]
-            for k in range(0, len(row), 2):
-                pair = products[k] + products[k + 1]
-                out[i, j] += min(max(pair, -32768), 32767)
-                lost += not -32768 <= pair <= 32767
-    return out, lost
-
-
-@settings(max_examples=30, derandomize=True, database=None)
-@given(seed=st.integers(0, 999), rows=st.integers(1, 4), depth=st.integers(1, 9), bits=st.sampled_from([7, 8]))
-def test_pairs_saturate_as_the_instruction_has_it(seed: int, rows: int, depth: int, bits: int) -> None:
-    random, most = np.random.default_rng(seed), 2 ** (bits - 1) - 1
-    x = random.choice(np.array([0, 3, 200, 255], np.uint8), (rows, depth))
-    w = random.choice(np.array([-most, -1, most // 2, most], np.int8), (depth, 3))
-    want, lost = by_hand(x, w)
-    assert np.array_equal(saturating_product(x, w), want)
-    if bits == 7:
-        assert lost == 0
-        assert np.array_equal(want, x.astype(int) @ w.astype(int))
+            lost += sum(not -32768 <= products[k] + products[k + 1] <= 32767 for k in range(0, len(row), 2))
+    return lost
 
 
 def file_of(model: nn.Module, x: torch.Tensor, bits: int, folder: Path) -> onnx.ModelProto:
@@ -55,7 +39,33 @@ def file_of(model: nn.Module, x: torch.Tensor, bits: int, folder: Path) -> onnx.
 MODELS = {
     "linear": (lambda: nn.Sequential(nn.Linear(9, 5), nn.ReLU(), nn.Linear(5, 3)), (4, 9)),
     "conv": (lambda: nn.Sequential(nn.Conv2d(3, 6, 3, padding=1), nn.ReLU(), nn.Conv2d(6, 4, 3, 2)), (2, 3, 8, 8)),
+    "one axis": (lambda: nn.Sequential(nn.Conv1d(4, 6, 3, padding=1), nn.ReLU(), nn.Conv1d(6, 4, 3, 2)), (2, 4, 9)),
+    "three axes": (lambda: nn.Sequential(nn.Conv3d(2, 3, 2), nn.ReLU(), nn.Conv3d(3, 2, 2)), (2, 2, 4, 4, 3)),
+    "groups": (
+        lambda: nn.Sequential(nn.Conv2d(4, 8, 3, groups=2), nn.ReLU(), nn.Conv2d(8, 8, 3, groups=4)),
+        (2, 4, 6, 6),
+    ),
+    "several of each": (
+        lambda: nn.Sequential(nn.Conv2d(4, 8, 3, groups=4), nn.ReLU(), nn.Conv2d(8, 3, 1)),
+        (2, 4, 6, 6),
+    ),
 }
+
+
+def found_sums(found: list[np.ndarray]) -> list[float]:
+    return sorted(np.concatenate(found, 1).ravel().tolist())
+
+
+def wanted_sums(node: Node, x: torch.Tensor, w: torch.Tensor, zero: torch.Tensor) -> list[float]:
+    """The sums of products with the bytes as they are: of what is over the zero point, and of the zero points."""
+    if node.op != "Conv":
+        w = w.T if node.attributes.get("transB", 0) else w
+        return sorted((x @ w + zero * w.sum(0)).flatten().tolist())
+    convolve = (functional.conv1d, functional.conv2d, functional.conv3d)[w.ndim - 3]
+    strides, pads = node.attributes.get("strides", 1), node.attributes["pads"][: w.ndim - 2]
+    sums = convolve(x, w, None, strides, pads, groups=int(node.attributes.get("group", 1)))
+    zeros = (zero * w.flatten(1).sum(1)).reshape(-1, *[1] * (w.ndim - 2))
+    return sorted((sums + zeros).flatten().tolist())
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -68,10 +78,13 @@ def test_the_count_is_that_of_the_files_own_products(name: str, tmp_path: Path) 
     feeds = {reference.graph.inputs[0]: x.numpy()}
     counts, values, total = count_saturated(reference, feeds), reference.trace(feeds), 0
     for unit in reference.units:
-        weight = saturation._matrix(unit, reference) if unit.fused else None
-        if weight is not None:
-            rows = saturation._rows(unit, values[unit.node.inputs[0]])
-            total += by_hand(rows, weight)[1]
+        if weights := saturation._matrices(unit, reference):
+            x, w = values[unit.node.inputs[0]], reference.constants[unit.node.inputs[1]]
+            rows = saturation._rows(unit, x)
+            total += sum(by_hand(*pair) for pair in zip(rows, weights, strict=True))
+            zero = x.affine.zero_point.double()
+            found = [row @ weight.astype(int) for row, weight in zip(rows, weights, strict=True)]
+            assert found_sums(found) == wanted_sums(unit.node, x.values.double() - zero, w.values.double(), zero)
     assert sum(counts.values()) == total > 0
 
 

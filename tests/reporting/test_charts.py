@@ -110,6 +110,7 @@ def test_the_curve_falls_where_the_loss_does():
     assert heights == sorted(heights)
     assert len(heights) == 4
     assert "top1 90.0 %" in texts(root)
+    assert "mse 3.20" in texts(parsed(curve([3.0], {1: 3.2}, "mse")))
 
 
 @pytest.mark.parametrize("losses", [[1.0], [0.0, 0.0], [-1.0, -2.0]])

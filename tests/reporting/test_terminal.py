@@ -118,6 +118,26 @@ def test_a_run_sums_up_each_variant_with_the_interval_of_its_drop(capsys: pytest
     assert "runs/x/report.json" in text
 
 
+@pytest.mark.parametrize(
+    ("found", "told"),
+    [
+        ({"sqnr_db": 31.24}, "SQNR 31.2 dB, on 1,000 test samples"),  # of outputs that are no classes
+        ({"agreement": 0.5}, "agreement with FP32 50.0 %, on 1,000 test samples"),  # of whole numbers
+        ({"agreement": 1.0, "kl": 0.0, "sqnr_db": None}, "agreement with FP32 100.0 %, KL 0 nats, on 1,000 test"),
+    ],
+)
+def test_a_run_tells_of_accuracy_what_was_measured(
+    capsys: pytest.CaptureFixture[str], found: dict[str, Any], told: str
+) -> None:
+    metrics = {"variants": {"int8": {"accuracy": found | {"num_samples": 1000}}}}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(terminal, "benchmark_lines", lambda result: iter(()))
+        text = shown(
+            capsys, "run", {"run": "r", "variants": {"ptq": {"run": "r/ptq", "benchmark": {"metrics": metrics}}}}
+        )
+    assert f"ptq: {told}" in text
+
+
 def test_an_outline_keeps_short_things_on_a_line_and_words_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
     text = shown(capsys, "inspect", {"kind": "onnx", "operators": {"Conv": 2}, "shape": [1, "[batch]"], "x": 0.1})
     assert text.splitlines() == ["kind: onnx", "operators: Conv 2", "shape: [1, [batch]]", "x: 0.1"]

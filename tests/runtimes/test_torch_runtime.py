@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from fake_device import DEVICE, Fake
 from torch import nn
 
 from qtool.errors import QtoolError
@@ -85,6 +86,16 @@ def test_what_a_graph_makes_in_float32_is_made_in_half_precision(tmp_path, preci
         np.testing.assert_allclose(session.run({"ids": ids.numpy()})[0], net(ids).numpy(), atol=0.03)
 
 
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_what_a_graph_makes_is_made_where_it_runs(precision):
+    graph = torch.export.export(Words().eval(), (torch.randint(0, 3, (4, 5)),)).module(check_guards=False)
+    inputs, feeds = (TensorInfo("ids", "int64", (4, 5)),), {"ids": np.ones((4, 5), np.int64)}
+    expected = TorchSession(graph, inputs, device="cpu", precision=precision).run(feeds)[0]
+    with Fake():
+        found = TorchSession(graph, inputs, device=str(DEVICE), precision=precision).run(feeds)[0]
+    np.testing.assert_array_equal(found, expected)
+
+
 def test_threads_are_set_for_the_run_and_given_back():
     seen = []
 
@@ -135,6 +146,13 @@ def test_cuda_asked_for_is_never_the_cpu(program):
     with pytest.raises(ProviderError, match="CUDA device"):
         open_session(program, provider="torch", device="cuda")
     assert open_session(program, provider="torch").device == "cpu"
+
+
+def test_a_gpu_that_is_not_there_is_told(program, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ProviderError, match="expected the CUDA device 'cuda:2'; got 2 visible"):
+        open_session(program, provider="torch", device="cuda:2")
 
 
 @pytest.mark.parametrize(

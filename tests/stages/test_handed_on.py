@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from fake_device import DEVICE, Fake
 from torch import nn
 
 import qtool
@@ -37,6 +38,24 @@ def test_each_stage_takes_what_the_one_before_returned(tmp_path: Path) -> None:
     options = {"seconds": 0.1, "width": 1.0, "allow_slower": True}
     for files in (exported.files["int8"], [exported.files["int8"]], (str(exported.files["int8"]),)):
         assert list(qtool.benchmark(files, **options)["variants"]) == ["model.int8"]
+
+
+def test_a_model_that_training_left_on_a_device_is_quantized_on_the_cpu() -> None:
+    model, data = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)), [(torch.randn(8, 6), torch.arange(8) % 3)]
+    expected = model(data[0][0])
+    with Fake():
+        model.to(DEVICE)
+        moved = qtool.quantize(model, data)
+        assert next(model.parameters()).device == DEVICE
+    torch.testing.assert_close(moved(data[0][0]), expected, atol=0.1, rtol=0)
+
+
+def test_a_model_on_a_device_that_no_copy_can_be_made_of_is_told() -> None:
+    with Fake():
+        model = nn.Linear(6, 3).to(DEVICE)
+        model.held = model.weight * 2
+        with pytest.raises(UsageError, match=r"expected a model on the CPU; got one on meta, .*; pass model\.cpu\(\)"):
+            qtool.quantize(model, [torch.randn(8, 6)])
 
 
 def test_what_holds_a_model_stands_for_it() -> None:
