@@ -27,7 +27,7 @@ from torch.fx import GraphModule
 
 from qtool.artifacts import atomic_path
 from qtool.errors import QtoolError, UsageError, one_line
-from qtool.exporting import attention, onnx_file
+from qtool.exporting import attention, group_norms, onnx_file
 from qtool.exporting.exporter import distinct_quantizers, quicker
 from qtool.exporting.passes import (
     activations,
@@ -179,7 +179,7 @@ def _exported(program: torch.export.ExportedProgram, opset: int) -> Any:
     """The exporter's result: of the program as it is if that has a form in ONNX, else decomposed."""
     options: dict[str, Any] = {
         "dynamo": True, "opset_version": opset, "verbose": False,
-        "custom_translation_table": attention.TRANSLATIONS | translations(program.graph),
+        "custom_translation_table": attention.TRANSLATIONS | group_norms.TRANSLATIONS | translations(program.graph),
     }  # fmt: skip
     plain = type(program)
     program.__class__ = Decomposed
