@@ -282,8 +282,7 @@ def _spell_for(target: Target, graph: GraphModule, overrides: Mapping[str, str],
     if not train:
         fold_batch_norm(graph)  # one that a factor stood before
     write_norms(graph, convolve=not target.scales_in_float, before=fold_size)
-    if not target.scales_in_float:
-        fold_ahead(graph, target)
+    fold_ahead(graph, target, vectors=not target.scales_in_float)
     write_transposed(graph, overrides, train=train)
     if target.channels_last:
         write_rows(graph, overrides)
