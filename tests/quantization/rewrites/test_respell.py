@@ -59,6 +59,18 @@ SAME = {
     "mT": (lambda x: x.mT, [aten.permute.default]),
     "t": (lambda x: x.flatten(1).t(), [aten.flatten.using_ints, aten.permute.default]),
     "chunk": (lambda x: x.chunk(2, 1)[1], [aten.slice.Tensor]),
+    "chunk of the batch": (
+        lambda x: torch.cat([x, x.relu()]).chunk(2)[1],
+        [aten.relu.default, aten.cat.default, aten.reshape.default, aten.select.int],
+    ),
+    "other names": (
+        lambda x: torch.divide(torch.multiply(x, torch.negative(x)), torch.true_divide(x, 3)),
+        [aten.neg.default, aten.mul.Tensor, aten.div.Tensor, aten.div.Tensor],
+    ),
+    "more other names": (
+        lambda x: torch.linalg.matmul(torch.special.expit(x), torch.subtract(x, 3).mT),
+        [aten.sigmoid.default, aten.sub.Tensor, aten.permute.default, aten.matmul.default],
+    ),
     "tensor_split": (lambda x: x.tensor_split(3, 1)[2], [aten.slice.Tensor]),
     "adaptive pool": (lambda x: F.adaptive_avg_pool2d(x, (2, 3)), [aten.avg_pool2d.default]),
     "adaptive pool of rows": (
