@@ -1,4 +1,4 @@
-"""Group norms in the file: torch's numbers, in few operators that ONNX Runtime has kernels for."""
+"""Norms in the file: torch's numbers, in few operators that ONNX Runtime has kernels for."""
 
 from __future__ import annotations
 
@@ -44,3 +44,26 @@ def test_the_file_gives_torchs_numbers_in_a_few_operators(more: int) -> None:
     found = session.run(None, {value.name: x.numpy() for value, x in zip(session.get_inputs(), given, strict=True)})
     for got, wanted in zip(found, model(*given), strict=True):
         np.testing.assert_allclose(got, wanted.detach().numpy(), atol=2e-6)
+
+
+class Behind(nn.Module):
+    """Batch-norms behind what they cannot be folded into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image, self.row = nn.BatchNorm2d(6), nn.BatchNorm1d(6, affine=False)
+        self.image.running_mean, self.row.running_var = torch.randn(6), torch.rand(6) + 0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.row(self.image(x.relu()).mean((2, 3)))
+
+
+def test_batch_norms_are_written_without_decomposing_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, example = Behind().eval(), torch.randn(2, 6, 4, 5)
+    shape = {0: torch.export.Dim.DYNAMIC}
+    program = torch.export.export(model, (example,), dynamic_shapes=(shape,))
+    monkeypatch.setattr(torch.export.ExportedProgram, "run_decompositions", None)
+    made = to_onnx.float_to_onnx(program.module(check_guards=False), example, 21)
+    session = onnxruntime.InferenceSession(ir.serde.serialize_model(made).SerializeToString())
+    (found,) = session.run(None, {session.get_inputs()[0].name: example.numpy()})
+    np.testing.assert_allclose(found, model(example).detach().numpy(), atol=2e-6)
