@@ -27,7 +27,7 @@ from torch.fx import GraphModule
 
 from qtool.artifacts import atomic_path
 from qtool.errors import QtoolError, UsageError, one_line
-from qtool.exporting import attention, norms, onnx_file, recurrent
+from qtool.exporting import attention, norms, onnx_file, plain_forms, recurrent
 from qtool.exporting.exporter import distinct_quantizers, quicker
 from qtool.exporting.passes import (
     activations,
@@ -148,6 +148,7 @@ def _translate(graph: GraphModule, example: Any, opset: int) -> tuple[ir.Model, 
     """The exporter's model, the unit of each value by the exporter's name for it, and the outputs' own names."""
     program = program_of(graph, example)
     spell_pools(program.graph)
+    plain_forms.drop_checks(program.graph)
     recurrent.require_forms(program.graph)
     try:
         with quiet_exporter(), quicker(), distinct_quantizers(), whole_sequences():
@@ -179,7 +180,8 @@ def _exported(program: torch.export.ExportedProgram, opset: int) -> Any:
     options: dict[str, Any] = {
         "dynamo": True, "opset_version": opset, "verbose": False,
         "custom_translation_table": (
-            attention.TRANSLATIONS | norms.translations(program.graph) | recurrent.translations(program.graph)
+            attention.TRANSLATIONS | plain_forms.TRANSLATIONS | norms.translations(program.graph)
+            | recurrent.translations(program.graph)
         ),
     }  # fmt: skip
     plain = type(program)

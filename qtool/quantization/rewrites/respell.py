@@ -24,7 +24,7 @@ attention without an axis for heads, or with several      attention with one hea
 ``new_zeros``, ``ones_like`` … of a fixed size            ``full``
 ``embedding_bag`` over a matrix of indices                ``embedding`` and a sum, mean or maximum
 ``y[..., :2] = v``, ``y[:, 0] = v``                       ``cat`` of ``v`` and the rest
-``.float()`` of what is float32                           nothing
+``.float()`` of what is float32; ``type_as``              nothing; ``to`` of a type
 ========================================================  ==========================================
 
 What has to know the size of more than one dimension that is not fixed is left as it was written. ``squeeze()`` leaves
@@ -87,7 +87,7 @@ _TURNS = (
     aten.movedim.int, aten.movedim.intlist, aten.moveaxis.int, aten.moveaxis.intlist, aten.mT.default, aten.t.default,
     aten.numpy_T.default,
 )  # fmt: skip
-_CONVERSIONS = (aten.to.dtype, aten.type_as.default)
+_CONVERSIONS = (aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.to.other, aten.type_as.default)
 _CLAMPS = (aten.clamp.default, aten.clamp_min.default)
 RANDOM_SLOPES: dict[Any, Any] = {
     aten.rrelu.default: aten.leaky_relu.default, aten.rrelu_.default: aten.leaky_relu_.default,
@@ -186,12 +186,23 @@ def _spell_narrow(node: Node) -> None:
         node.target, node.args = aten.slice.Tensor, (source, axis, start, start + length)
 
 
+def _spell_square(node: Node) -> None:
+    node.target, node.args = aten.pow.Tensor_Scalar, (node.args[0], 2)
+
+
 def _spell_conversion(node: Node) -> None:
-    """A conversion to the type that a value has is none, unless a copy is asked for."""
-    source = node.args[0]
+    """A conversion to the type that a value has is none, unless a copy is asked for; another tells the type alone."""
+    source, after = node.args[0], node.meta["val"]
     assert isinstance(source, Node)
-    if len(node.args) == 2 and not node.kwargs and source.meta["val"].dtype == node.meta["val"].dtype:
+    before = source.meta["val"]
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    given = dict(zip(names, node.args, strict=False)) | node.kwargs
+    if given.get("copy") or before.device != after.device:
+        return
+    if before.dtype == after.dtype:
         _drop(node)
+    else:
+        node.target, node.args, node.kwargs = aten.to.dtype, (source, after.dtype), {}
 
 
 def _spell_cat(node: Node) -> None:
@@ -359,6 +370,7 @@ _RULES: dict[Any, Callable[[Node], None]] = {
     **dict.fromkeys(_FILLED, _spell_filled),
     **dict.fromkeys(PADS, _spell_pad),
     **dict.fromkeys(ADAPTIVE_POOLS, _spell_adaptive_pool),
+    aten.square.default: _spell_square,
     aten.permute.default: _spell_order,
     aten.expand_as.default: _spell_expand,
     aten.narrow.default: _spell_narrow,
