@@ -30,13 +30,17 @@ def conversion(
 
 
 def subtracted_from(source: Any, other: float, alpha: float = 1) -> Any:
-    """The ONNX form of ``aten::rsub.Scalar``: ``other − alpha · source``."""
-    scaled = source if alpha == 1 else op.Mul(source, _like(alpha, source))
-    return op.Sub(_like(other, source), scaled)
+    """The ONNX form of ``aten::rsub.Scalar``, ``other − alpha · source``: of whole numbers and a float, floats."""
+    kind = source.dtype
+    if kind.is_integer() and any(isinstance(number, float) for number in (other, alpha)):
+        kind = ir.DataType.FLOAT
+        source = op.Cast(source, to=kind)
+    scaled = source if alpha == 1 else op.Mul(source, _number(alpha, kind))
+    return op.Sub(_number(other, kind), scaled)
 
 
-def _like(number: float, value: Any) -> Any:
-    return op.Constant(value=ir.tensor(number, dtype=value.dtype))
+def _number(number: float, kind: ir.DataType) -> Any:
+    return op.Constant(value=ir.tensor(number, dtype=kind))
 
 
 TRANSLATIONS = {aten.to.dtype: conversion, aten.rsub.Scalar: subtracted_from}

@@ -23,7 +23,11 @@ class Masked(nn.Module):
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         seen = mask.to(x.device).bool() & (mask < 3) | (mask == 7)
         hidden = (1.0 - seen.to(x.dtype)) * torch.finfo(x.dtype).min
-        return (self.scores(x) + hidden).softmax(-1) + torch.rsub(x, 2, alpha=3) + (5 - mask).type_as(x).square()
+        return (
+            (self.scores(x) + hidden).softmax(-1)
+            + torch.rsub(x, 2, alpha=3)
+            + (5 - mask).type_as(x).square() * (1.5 - mask)
+        )
 
 
 def test_a_masks_operators_are_written_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
