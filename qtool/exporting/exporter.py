@@ -29,6 +29,8 @@ import onnx_ir as ir
 import torch
 from onnx_ir.passes.common import CommonSubexpressionEliminationPass
 from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+from torch.utils import _pytree as pytree
 
 from qtool.exporting.passes.names import QUANTIZE
 
@@ -117,20 +119,25 @@ def _cast_mixed_only(undo: contextlib.ExitStack) -> None:
 
     def inserted(graph: GraphModule) -> None:
         nodes = [n for m in graph.modules() if isinstance(m, GraphModule) for n in m.graph.nodes]
-        if any(_may_mix(n) and promotion.get_type_promotion_rule(n, table) is not None for n in nodes):
+        calls = (n for n in nodes if n.op == "call_function")
+        if any((rule := promotion.get_type_promotion_rule(n, table)) and _casts(n, rule) for n in calls):
             insert(graph)
 
     _replace(undo, _fx_passes, "insert_type_promotion_nodes", inserted)
 
 
-def _may_mix(node: Node) -> bool:
-    """Whether a node reads anything but float32 tensors."""
-    if node.op != "call_function":
-        return False
-    read = [value for value in (*node.args, *node.kwargs.values()) if value is not None]
-    return not all(
-        isinstance(value, Node)
-        and isinstance(known := value.meta.get("val"), torch.Tensor)
-        and known.dtype == torch.float32
-        for value in read
-    )
+def _casts(node: Node, rule: Any) -> bool:
+    """Whether a rule of torch's gives one of a node's arguments another type than it has."""
+    args, kwargs = map_arg((node.args, node.kwargs), lambda read: read.meta.get("val"))
+    wanted = rule.preview_type_promotion(args, kwargs)
+    pairs = [(args[index], dtype) for index, dtype in wanted.args_dtypes.items()]
+    pairs += [(kwargs[name], dtype) for name, dtype in wanted.kwargs_dtypes.items()]
+    leaves = ((leaf, dtype) for value, dtype in pairs for leaf in pytree.tree_leaves(value))
+    return any(dtype is not None and _type_of(leaf) != dtype for leaf, dtype in leaves)
+
+
+def _type_of(value: Any) -> torch.dtype | None:
+    return value.dtype if isinstance(value, torch.Tensor) else _OF_NUMBERS.get(type(value))
+
+
+_OF_NUMBERS = {bool: torch.bool, int: torch.int64, torch.SymInt: torch.int64, float: torch.float32}

@@ -27,7 +27,7 @@ from torch.fx import GraphModule
 
 from qtool.artifacts import atomic_path
 from qtool.errors import QtoolError, UsageError, one_line
-from qtool.exporting import attention, onnx_file
+from qtool.exporting import attention, norms, onnx_file, plain_forms, recurrent
 from qtool.exporting.exporter import distinct_quantizers, quicker
 from qtool.exporting.passes import (
     activations,
@@ -57,7 +57,6 @@ from qtool.exporting.passes import (
     wide_gates,
     wide_groups,
 )
-from qtool.exporting.recurrent import require_forms, translations
 from qtool.form import Plan, QuantizedModel, program_of, quantize_nodes, unit_of
 from qtool.recurrent import whole_sequences
 from qtool.structures import output_names
@@ -149,7 +148,8 @@ def _translate(graph: GraphModule, example: Any, opset: int) -> tuple[ir.Model, 
     """The exporter's model, the unit of each value by the exporter's name for it, and the outputs' own names."""
     program = program_of(graph, example)
     spell_pools(program.graph)
-    require_forms(program.graph)
+    plain_forms.drop_checks(program.graph)
+    recurrent.require_forms(program.graph)
     try:
         with quiet_exporter(), quicker(), distinct_quantizers(), whole_sequences():
             exported = _exported(program, opset)
@@ -179,7 +179,10 @@ def _exported(program: torch.export.ExportedProgram, opset: int) -> Any:
     """The exporter's result: of the program as it is if that has a form in ONNX, else decomposed."""
     options: dict[str, Any] = {
         "dynamo": True, "opset_version": opset, "verbose": False,
-        "custom_translation_table": attention.TRANSLATIONS | translations(program.graph),
+        "custom_translation_table": (
+            attention.TRANSLATIONS | plain_forms.TRANSLATIONS | norms.translations(program.graph)
+            | recurrent.translations(program.graph)
+        ),
     }  # fmt: skip
     plain = type(program)
     program.__class__ = Decomposed

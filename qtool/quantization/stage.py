@@ -42,6 +42,7 @@ from qtool.quantization.rewrites.branches import merge_branches
 from qtool.quantization.rewrites.chomps import drop_chomps
 from qtool.quantization.rewrites.clipping import clip_early
 from qtool.quantization.rewrites.constants import fold_computed
+from qtool.quantization.rewrites.einsums import write_einsums
 from qtool.quantization.rewrites.input_affines import fold_ahead
 from qtool.quantization.rewrites.matrices import flatten_linears
 from qtool.quantization.rewrites.norms import fold_batch_norm, write_norms
@@ -235,6 +236,7 @@ def float_form(model: nn.Module, example: Any, *, merged: bool = True, axes: tup
 def _simplify(graph: GraphModule, *, merged: bool = True, train: bool = False) -> None:
     """Writes a captured graph with fewer operators that compute the same, in place."""
     if merged:
+        write_einsums(graph)
         merge_branches(graph, train=train)
         drop_chomps(graph)
         clip_early(graph)
@@ -282,8 +284,7 @@ def _spell_for(target: Target, graph: GraphModule, overrides: Mapping[str, str],
     if not train:
         fold_batch_norm(graph)  # one that a factor stood before
     write_norms(graph, convolve=not target.scales_in_float, before=fold_size)
-    if not target.scales_in_float:
-        fold_ahead(graph, target)
+    fold_ahead(graph, target, vectors=not target.scales_in_float)
     write_transposed(graph, overrides, train=train)
     if target.channels_last:
         write_rows(graph, overrides)

@@ -46,6 +46,30 @@ def test_mixed_types_are_still_cast() -> None:
     assert next(iter(model.graph)).op_type == "Cast"
 
 
+class Scaled(nn.Module):
+    """Numbers of Python beside floats, as attention has, and beside integers, as positions are counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, 3)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return (self.table(ids + 1) * 0.5).softmax(-1).mean(-1, keepdim=True) ** 2.0
+
+
+def test_types_that_numbers_leave_as_they_are_are_not_worked_out_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    example = (torch.arange(6).reshape(2, 3),)
+    graph = torch.export.export(Scaled(), example).module(check_guards=False)
+    plain = _fx_passes.insert_type_promotion_nodes
+    inserted: list[object] = []
+    monkeypatch.setattr(_fx_passes, "insert_type_promotion_nodes", lambda g: (inserted.append(g), plain(g)))
+    quick = written(lambda: to_onnx.float_to_onnx(graph, example, 21))
+    assert not inserted
+    monkeypatch.setattr(to_onnx, "quicker", contextlib.nullcontext)
+    assert quick == written(lambda: to_onnx.float_to_onnx(graph, example, 21))
+    assert inserted
+
+
 def test_torch_is_as_before_behind_the_block() -> None:
     owners = ((SimplePatternMatcher, "match"), (_fx_passes, "insert_type_promotion_nodes"))
     before = [vars(owner)[name] for owner, name in (*owners, (ONNXRegistry, "from_torchlib"))]

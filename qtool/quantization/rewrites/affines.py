@@ -69,17 +69,21 @@ def _is_read_in_integers(node: Node, target: Target) -> bool:
 def affine_at(
     graph_module: GraphModule, node: Node, integer: Set[Node], axis: int = 1
 ) -> tuple[Node, Node, Tensor, Tensor] | None:
-    """The last operator of an affine that begins at ``node``, what it is of, factor and shift along ``axis``."""
-    none = torch.zeros(1, dtype=torch.float64)
+    """The last operator of an affine that begins at ``node``, what it is of, factor and shift along ``axis``.
+
+    Products and sums that are read by the next alone are one affine.
+    """
     found = _step(graph_module, node, integer, axis)
     if found is None:
         return None
-    source, numbers = found
-    if node.target in _SUMS:
-        return node, source, 1 + none, numbers
-    follower = next(iter(node.users))
-    more = _step(graph_module, follower, {node}, axis) if len(node.users) == 1 and follower.target in _SUMS else None
-    return (node, source, numbers, none) if more is None else (follower, source, numbers, more[1])
+    source, last = found[0], node
+    factor, shift = torch.ones(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
+    while found is not None:
+        numbers = found[1]
+        factor, shift = (factor, shift + numbers) if node.target in _SUMS else (factor * numbers, shift * numbers)
+        last, node = node, next(iter(node.users), node)
+        found = _step(graph_module, node, {last}, axis) if len(last.users) == 1 else None
+    return last, source, factor, shift
 
 
 def _step(graph_module: GraphModule, node: Node, integer: Set[Node], axis: int) -> tuple[Node, Tensor] | None:

@@ -3,11 +3,12 @@
 ========================================================  ==========================================
 what models write                                         what patterns look for
 ========================================================  ==========================================
-``concat``, ``swapaxes``, ``clip``                        ``cat``, ``transpose``, ``clamp``
+``concat``, ``swapaxes``, ``clip``, ``multiply`` …        ``cat``, ``transpose``, ``clamp``, ``mul`` …
 ``view``, which refuses some layouts in memory            ``reshape``
 ``unflatten``, ``view_as``, ``squeeze()``                 ``reshape`` to fixed sizes
 ``movedim``, ``mT``, ``t``; an order that is the same     ``permute``; nothing
 ``chunk``, ``split``, ``narrow``; ``unbind``              ``slice``; ``select``: each part is a value of its own
+``chunk`` of an axis of open size                         ``reshape`` and ``select``
 ``expand_as``                                             ``expand``
 ``clamp(min=0)``                                          ``relu``
 ``rrelu``, which draws its slopes in training             ``leaky_relu`` of the mean slope
@@ -23,7 +24,7 @@ attention without an axis for heads, or with several      attention with one hea
 ``new_zeros``, ``ones_like`` … of a fixed size            ``full``
 ``embedding_bag`` over a matrix of indices                ``embedding`` and a sum, mean or maximum
 ``y[..., :2] = v``, ``y[:, 0] = v``                       ``cat`` of ``v`` and the rest
-``.float()`` of what is float32                           nothing
+``.float()`` of what is float32; ``type_as``              nothing; ``to`` of a type
 ========================================================  ==========================================
 
 What has to know the size of more than one dimension that is not fixed is left as it was written. ``squeeze()`` leaves
@@ -47,6 +48,7 @@ from qtool.quantization.rewrites.gated import spell_glu
 from qtool.quantization.rewrites.heads import spell_attention
 from qtool.quantization.rewrites.scatters import SCATTERS, spell_copy, spell_scatter
 from qtool.quantization.rewrites.sizes import DIVISIONS, spell_size
+from qtool.quantization.rewrites.splits import spell_part
 
 aten = torch.ops.aten
 
@@ -62,6 +64,19 @@ _OTHER_NAMES: dict[Any, Any] = {
     aten.clip.default: aten.clamp.default,
     aten.concat.default: aten.cat.default,
     aten.concatenate.default: aten.cat.default,
+    aten.multiply.Tensor: aten.mul.Tensor,
+    aten.multiply.Scalar: aten.mul.Tensor,
+    aten.divide.Tensor: aten.div.Tensor,
+    aten.divide.Scalar: aten.div.Tensor,
+    aten.true_divide.Tensor: aten.div.Tensor,
+    aten.true_divide.Scalar: aten.div.Tensor,
+    aten.subtract.Tensor: aten.sub.Tensor,
+    aten.subtract.Scalar: aten.sub.Tensor,
+    aten.negative.default: aten.neg.default,
+    aten.special_expit.default: aten.sigmoid.default,
+    aten.linalg_matmul.default: aten.matmul.default,
+    aten.__and__.Tensor: aten.bitwise_and.Tensor,
+    aten.__or__.Tensor: aten.bitwise_or.Tensor,
     aten.swapaxes.default: aten.transpose.int,
     aten.swapdims.default: aten.transpose.int,
     aten.view.default: aten.reshape.default,
@@ -72,15 +87,12 @@ _TURNS = (
     aten.movedim.int, aten.movedim.intlist, aten.moveaxis.int, aten.moveaxis.intlist, aten.mT.default, aten.t.default,
     aten.numpy_T.default,
 )  # fmt: skip
-_CONVERSIONS = (aten.to.dtype, aten.type_as.default)
+_CONVERSIONS = (aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.to.other, aten.type_as.default)
 _CLAMPS = (aten.clamp.default, aten.clamp_min.default)
 RANDOM_SLOPES: dict[Any, Any] = {
     aten.rrelu.default: aten.leaky_relu.default, aten.rrelu_.default: aten.leaky_relu_.default,
 }  # fmt: skip
 _SIXES = {aten.relu6.default: (), aten.hardtanh.default: (0, 6), aten.clamp.default: (0, 6)}
-_SPLITS = (
-    aten.chunk.default, aten.split.Tensor, aten.split.sizes, aten.split_with_sizes.default, aten.tensor_split.sections,
-)  # fmt: skip
 _FILLED: dict[Any, int | None] = {
     aten.new_zeros.default: 0, aten.zeros_like.default: 0, aten.new_ones.default: 1, aten.ones_like.default: 1,
     aten.new_full.default: None, aten.full_like.default: None,
@@ -174,12 +186,23 @@ def _spell_narrow(node: Node) -> None:
         node.target, node.args = aten.slice.Tensor, (source, axis, start, start + length)
 
 
+def _spell_square(node: Node) -> None:
+    node.target, node.args = aten.pow.Tensor_Scalar, (node.args[0], 2)
+
+
 def _spell_conversion(node: Node) -> None:
-    """A conversion to the type that a value has is none, unless a copy is asked for."""
-    source = node.args[0]
+    """A conversion to the type that a value has is none, unless a copy is asked for; another tells the type alone."""
+    source, after = node.args[0], node.meta["val"]
     assert isinstance(source, Node)
-    if len(node.args) == 2 and not node.kwargs and source.meta["val"].dtype == node.meta["val"].dtype:
+    before = source.meta["val"]
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    given = dict(zip(names, node.args, strict=False)) | node.kwargs
+    if given.get("copy") or before.device != after.device:
+        return
+    if before.dtype == after.dtype:
         _drop(node)
+    else:
+        node.target, node.args, node.kwargs = aten.to.dtype, (source, after.dtype), {}
 
 
 def _spell_cat(node: Node) -> None:
@@ -257,35 +280,6 @@ def _drop(node: Node) -> None:
 def _replace(node: Node, source: Node) -> None:
     node.replace_all_uses_with(source)
     node.graph.erase_node(node)
-
-
-def _spell_part(node: Node) -> None:
-    """Writes one part of a split tensor as a part of it, where the split dimension has a fixed size."""
-    split, index = node.args
-    if not isinstance(split, Node) or split.target not in (*_SPLITS, aten.unbind.int):
-        return
-    assert isinstance(index, int)
-    place = _select(split, index) if split.target is aten.unbind.int else _slice(split, index)
-    if place is None:
-        return
-    with node.graph.inserting_before(node):
-        part = node.graph.call_function(*place)
-    part.meta = {**split.meta, **node.meta, "val": split.meta["val"][index]}
-    part.meta.setdefault("nn_module_stack", split.meta.get("nn_module_stack"))
-    _replace(node, part)
-
-
-def _slice(split: Node, index: int) -> tuple[Any, tuple[Any, ...]] | None:
-    axis: Any = split.args[2] if len(split.args) > 2 else 0
-    sizes = [part.shape[axis] for part in split.meta["val"]]
-    if not all(isinstance(size, int) for size in sizes):
-        return None
-    start = sum(sizes[:index])
-    return aten.slice.Tensor, (split.args[0], axis, start, start + sizes[index])
-
-
-def _select(split: Node, index: int) -> tuple[Any, tuple[Any, ...]]:
-    return aten.select.int, (split.args[0], split.args[1] if len(split.args) > 1 else 0, index)
 
 
 def _spell_sixth(node: Node) -> None:
@@ -376,10 +370,11 @@ _RULES: dict[Any, Callable[[Node], None]] = {
     **dict.fromkeys(_FILLED, _spell_filled),
     **dict.fromkeys(PADS, _spell_pad),
     **dict.fromkeys(ADAPTIVE_POOLS, _spell_adaptive_pool),
+    aten.square.default: _spell_square,
     aten.permute.default: _spell_order,
     aten.expand_as.default: _spell_expand,
     aten.narrow.default: _spell_narrow,
-    operator.getitem: _spell_part,
+    operator.getitem: spell_part,
     aten.cat.default: _spell_cat,
     aten.stack.default: _spell_stack,
     aten.slice.Tensor: _spell_slice,

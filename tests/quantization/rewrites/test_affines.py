@@ -48,7 +48,7 @@ def test_between_integers_it_is_a_convolution(name: str) -> None:
     model, x = Affine(BETWEEN[name]).eval(), torch.randn(2, 3, 6, 6)
     graph = float_form(model, x)
     write_products(graph, ORT_CPU.products)
-    assert write_affines(graph, ORT_CPU)
+    assert len(write_affines(graph, ORT_CPU)) == (2 if name == "one after the other" else 1)
     for batch in (x, x[:1]):
         torch.testing.assert_close(graph(batch), model(batch), rtol=1e-5, atol=1e-5)
     assert all(unit.integer for unit in Placement(graph, ORT_CPU).plan().units)

@@ -3,8 +3,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from qtool.quantization.placement import Placement
+from qtool.quantization.rewrites.input_affines import fold_ahead
 from qtool.quantization.stage import _spell_for, float_form
 from qtool.quantization.targets import ORT_CPU
 
@@ -65,12 +67,54 @@ def table() -> nn.Sequential:
     )  # fmt: skip
 
 
-MODELS = {"heads": (Heads, (3, 6, 6)), "tokens": (Tokens, (7, 6)), "table": (table, (6,)), "star": (Star, (7, 6))}
+class Gains(nn.Module):
+    """Networks without batch-norm: a gain behind an activation, read through padding, pools and views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.groups = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3, padding=1, groups=4, bias=False)
+        self.padded, self.pooled, self.most = nn.Conv2d(8, 8, 2), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1)
+        self.row, self.last, self.gain = nn.Conv1d(8, 4, 3), nn.Linear(8, 4), nn.Parameter(torch.tensor(1.3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        x = F.gelu(self.first(x)) * 1.7 * self.gain
+        wide = self.padded(F.pad(x, (0, 1, 0, 1))) + self.groups(x)
+        small = self.pooled(F.avg_pool2d(x, 2)) + self.most(F.max_pool2d(x, 2))
+        return wide, small, self.row(x.flatten(2)), self.last(x.mean((2, 3)))
+
+
+class Stars(nn.Module):
+    """StarReLU in front of a convolution of one tap, and of one over rows of groups."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.point, self.last = (
+            nn.Conv2d(3, 8, 3),
+            nn.Conv2d(8, 8, 1, bias=False),
+            nn.Conv1d(8, 6, 3, groups=2),
+        )
+        self.gain, self.shift = nn.Parameter(torch.tensor([0.9])), nn.Parameter(torch.tensor([-0.4]))
+
+    def star(self, x: Tensor) -> Tensor:
+        return self.gain * x.relu() ** 2 + self.shift
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.star(self.point(self.star(self.first(x)))).flatten(2))
+
+
+MODELS = {
+    "heads": (Heads, (3, 6, 6)),
+    "tokens": (Tokens, (7, 6)),
+    "table": (table, (6,)),
+    "star": (Star, (7, 6)),
+    "gains": (Gains, (3, 8, 8)),
+    "stars": (Stars, (3, 6, 6)),
+}
 
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("train", [False, True])
-def test_in_front_of_linear_layers_it_is_in_their_weights(name: str, train: bool) -> None:
+def test_in_front_of_layers_it_is_in_their_weights(name: str, train: bool) -> None:
     torch.manual_seed(0)
     build, shape = MODELS[name]
     model, x = build().eval(), torch.randn(5, *shape)
@@ -78,7 +122,7 @@ def test_in_front_of_linear_layers_it_is_in_their_weights(name: str, train: bool
     _spell_for(ORT_CPU, graph, {}, train=train)
     for batch in (x, x[:1]):
         torch.testing.assert_close(graph(batch), model(batch), rtol=1e-4, atol=1e-4)
-    assert {unit.kind for unit in Placement(graph, ORT_CPU).plan().float_units} <= {"pow"}
+    assert {unit.kind for unit in Placement(graph, ORT_CPU).plan().float_units} <= {"pow", "activation"}
 
 
 class Elsewhere(nn.Module):
@@ -103,3 +147,24 @@ def test_elsewhere_it_stays() -> None:
     _spell_for(ORT_CPU, graph, {}, train=False)
     torch.testing.assert_close(graph(x), model(x), rtol=1e-4, atol=1e-4)
     assert sum(node.target is torch.ops.aten.mul.Tensor for node in graph.graph.nodes) == 3
+
+
+class Padded(nn.Module):
+    """A shift that a convolution pads with zeros, one that is pooled with them, and a gain below 0 before a maximum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(3, 3, 3, padding=1) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.convs[0](F.silu(x) * 1.5 + 0.5)
+        x = self.convs[1](F.avg_pool2d(F.silu(x) + 0.5, 3, 1, 1))
+        return self.convs[2](F.max_pool2d(F.silu(x) * -2, 2))
+
+
+def test_what_zeros_or_a_maximum_would_tell_stays() -> None:
+    torch.manual_seed(0)
+    model, x = Padded().eval(), torch.randn(2, 3, 8, 8)
+    graph = float_form(model, x)
+    assert not fold_ahead(graph, ORT_CPU)
+    torch.testing.assert_close(graph(x), model(x))

@@ -59,6 +59,18 @@ SAME = {
     "mT": (lambda x: x.mT, [aten.permute.default]),
     "t": (lambda x: x.flatten(1).t(), [aten.flatten.using_ints, aten.permute.default]),
     "chunk": (lambda x: x.chunk(2, 1)[1], [aten.slice.Tensor]),
+    "chunk of the batch": (
+        lambda x: torch.cat([x, x.relu()]).chunk(2)[1],
+        [aten.relu.default, aten.cat.default, aten.reshape.default, aten.select.int],
+    ),
+    "other names": (
+        lambda x: torch.divide(torch.multiply(x, torch.negative(x)), torch.true_divide(x, 3)),
+        [aten.neg.default, aten.mul.Tensor, aten.div.Tensor, aten.div.Tensor],
+    ),
+    "more other names": (
+        lambda x: torch.linalg.matmul(torch.special.expit(x), torch.subtract(x, 3).mT),
+        [aten.sigmoid.default, aten.sub.Tensor, aten.permute.default, aten.matmul.default],
+    ),
     "tensor_split": (lambda x: x.tensor_split(3, 1)[2], [aten.slice.Tensor]),
     "adaptive pool": (lambda x: F.adaptive_avg_pool2d(x, (2, 3)), [aten.avg_pool2d.default]),
     "adaptive pool of rows": (
@@ -79,7 +91,8 @@ SAME = {
     "narrow": (lambda x: x.narrow(1, 2, 3), [aten.slice.Tensor]),
     "unbind": (lambda x: x.unbind(1)[3], [aten.select.int]),
     "expand_as": (lambda x: x.mean((2, 3), keepdim=True).expand_as(x), [aten.mean.dim, aten.expand.default]),
-    "float": (lambda x: x.float().relu(), [aten.relu.default]),
+    "float": (lambda x: x.float().to("cpu").to(x.device, x.dtype).to(x).relu(), [aten.relu.default]),
+    "another type": (lambda x: x.to("cpu", torch.float64).type_as(x), [aten.to.dtype, aten.to.dtype]),
     "clamp": (lambda x: x.clamp(min=0), [aten.relu.default]),
     "a drawn slope": (lambda x: F.rrelu(F.rrelu(x), 0.05, 0.25), [aten.leaky_relu.default] * 2),
     "a drawn slope in place": (lambda x: F.rrelu(x * 2, 0.2, inplace=True), [aten.mul.Tensor, aten.leaky_relu.default]),

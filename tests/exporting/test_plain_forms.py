@@ -1,0 +1,41 @@
+"""What a mask is made of is written into a file without decomposing the graph."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime
+import pytest
+import torch
+from torch import Tensor, nn
+
+from qtool.exporting import to_onnx
+from qtool.quantization.stage import float_form
+
+
+class Masked(nn.Module):
+    """Scores that a mask of whole numbers hides, as transformers write it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        seen = mask.to(x.device).bool() & (mask < 3) | (mask == 7)
+        hidden = (1.0 - seen.to(x.dtype)) * torch.finfo(x.dtype).min
+        return (
+            (self.scores(x) + hidden).softmax(-1)
+            + torch.rsub(x, 2, alpha=3)
+            + (5 - mask).type_as(x).square() * (1.5 - mask)
+        )
+
+
+def test_a_masks_operators_are_written_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model, example = Masked().eval(), (torch.randn(2, 4), torch.tensor([[1, 0, 1, 7], [0, 3, 1, 1]]))
+    graph = float_form(model, example)
+    monkeypatch.setattr(torch.export.ExportedProgram, "run_decompositions", None)
+    made = to_onnx.float_to_onnx(graph, example, 21)
+    session = onnxruntime.InferenceSession(ir.serde.serialize_model(made).SerializeToString())
+    feeds = {value.name: x.numpy() for value, x in zip(session.get_inputs(), example, strict=True)}
+    np.testing.assert_allclose(session.run(None, feeds)[0], model(*example).detach().numpy(), atol=2e-6)
