@@ -26,7 +26,7 @@ from typing import Any
 from qtool.errors import QtoolError, UsageError
 
 IGNORED = -100
-"""A target that no loss and no metric counts: the ``ignore_index`` of torch's cross-entropy."""
+"""The target of a token or a pixel that no loss and no metric counts: the ``ignore_index`` of torch's cross-entropy."""
 LABELS = ("labels", "label", "label_ids")
 """What the target is called in the dicts of Hugging Face's datasets and collators: of several, the first."""
 
