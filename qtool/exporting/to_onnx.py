@@ -44,6 +44,7 @@ from qtool.exporting.passes import (
     global_pool,
     hard_sigmoid,
     int4,
+    kept_axes,
     lookups,
     mean_pools,
     metadata,
@@ -76,7 +77,7 @@ PASSES: dict[str, tuple[Pass, ...]] = {
     ),
     "openvino": (
         global_pool.apply, activations.apply, conv_pads.apply, strides.apply, biases.apply, bare_weights.apply,
-        lookups.apply, expands.apply,
+        lookups.apply, expands.apply, kept_axes.apply,
     ),
     "tensorrt": (global_pool.apply, activations.apply, conv_pads.apply),
 }  # fmt: skip
