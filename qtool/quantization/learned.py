@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from qtool.quantization.fake_quantize import rounded, shaped
-from qtool.quantization.qparams import EPSILON
+from qtool.quantization.qparams import LEAST
 
 
 class LearnedSteps(nn.Module):
@@ -40,7 +40,7 @@ class LearnedSteps(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         self.qmin, self.qmax, self.axis, self.most, self.zero_point = qmin, qmax, axis, most, zero_point
-        self.log_scale = nn.Parameter(scale.detach().clone().float().clamp(min=EPSILON).log())
+        self.log_scale = nn.Parameter(scale.detach().clone().float().clamp(min=LEAST).log())
         self.offset: nn.Parameter | None = None
         if affine and zero_point > qmin:
             self.offset = nn.Parameter(torch.tensor(float(zero_point - qmin) / (qmax - qmin)))
@@ -64,7 +64,7 @@ class LearnedSteps(nn.Module):
         return (self.qmin - zero) * scale, (self.qmax - zero) * scale
 
     def _scale(self) -> Tensor:
-        return self.log_scale.exp().clamp(min=EPSILON, max=self.most)
+        return self.log_scale.exp().clamp(min=LEAST, max=self.most)
 
     def _zero(self) -> Tensor:
         if self.offset is None:

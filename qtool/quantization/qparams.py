@@ -12,8 +12,9 @@ steps, is clipped by half a step; the 128th negative level is not worth that, ne
 its error, and TensorRT's own weights stop at −127. Fewer bits are another ``(qmin, qmax)``: (−63, 63) for
 integer kernels that add pairs of products in 16 bits (x86 without VNNI), (−7, 7) for 4 bits.
 
-A range of zero width, or narrower than ``EPSILON`` per step, gets ``scale = EPSILON``: torch.ao's guard.
-It also keeps ``bias / (scale_x · scale_w)`` finite for a dead channel.
+A range of zero width gets ``scale = EPSILON``, torch.ao's guard, so that ``bias / (scale_x · scale_w)`` of a dead
+channel stays small. torch.ao gives it to every narrower range as well; here steps may be as small as ``LEAST``, since
+values may be in units of which they are few (light's wavelengths in metres, say).
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from torch import Tensor
 from qtool.errors import QtoolError
 
 EPSILON = torch.finfo(torch.float32).eps
-"""The least scale, 2^-23."""
+"""The scale of what is 0, 2^-23."""
+LEAST = 2.0**-60
+"""The least scale of anything else: the product of two is a normal float32."""
 
 
 def affine_qparams(
@@ -54,7 +57,7 @@ def affine_qparams_of(
 def affine_step(low: Tensor, high: Tensor, qmin: int, qmax: int) -> tuple[Tensor, Tensor]:
     """``affine_qparams_of`` of float32 ends, unchecked: nothing here waits for a GPU. NaN gives a scale of NaN."""
     low, high = low.clamp(max=0.0), high.clamp(min=0.0)
-    scale = ((high - low) / float(qmax - qmin)).clamp(min=EPSILON)
+    scale = _guarded((high - low) / float(qmax - qmin))
     zero_point = qmin - torch.round(low / scale)
     return scale, zero_point.clamp(qmin, qmax).to(torch.int32)
 
@@ -78,7 +81,11 @@ def symmetric_qparams(amax: float | Tensor, qmax: int = 127, *, where: str = "ra
 
 def symmetric_step(end: Tensor, qmax: int) -> Tensor:
     """``symmetric_qparams`` of float32 ends, unchecked, like ``affine_step``."""
-    return (end / float(qmax)).clamp(min=EPSILON)
+    return _guarded(end / float(qmax))
+
+
+def _guarded(scale: Tensor) -> Tensor:
+    return torch.where(scale == 0.0, EPSILON, scale.clamp(min=LEAST))
 
 
 def _require(valid: Tensor, expected: str, values: tuple[Tensor, ...], where: str) -> None:

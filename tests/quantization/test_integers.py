@@ -137,6 +137,18 @@ def test_a_nearly_dead_channel_keeps_its_bias_and_its_neighbours_their_integers(
     assert float((expected - got).abs().max() / expected.abs().max()) < 0.03
 
 
+@pytest.mark.parametrize("unit", [1e-6, 1e-9])
+def test_values_in_units_of_which_they_are_few_keep_their_steps(unit: float) -> None:
+    torch.manual_seed(0)
+    model = Net()
+    for bias in (model.conv.bias, model.linear.bias):
+        assert bias is not None
+        nn.init.zeros_(bias)
+    wanted = model(X * unit).detach()
+    error = made(model, X * unit)(X * unit) - wanted
+    assert 10 * torch.log10(wanted.square().sum() / error.square().sum()) > 30
+
+
 def test_many_dead_channels_are_told_in_short() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 12, 3))

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch.ao.quantization.observer import MinMaxObserver, PerChannelMinMaxObserver
 
 from qtool.errors import QtoolError
-from qtool.quantization.qparams import EPSILON, affine_qparams, affine_qparams_of, symmetric_qparams
+from qtool.quantization.qparams import EPSILON, LEAST, affine_qparams, affine_qparams_of, symmetric_qparams
 
-FLOATS = st.floats(-(2.0**100), 2.0**100, width=32)
+FLOATS = st.floats(-(2.0**100), 2.0**100, width=32, allow_subnormal=False)
 INTEGERS = [(0, 255), (-128, 127), (0, 127), (0, 15), (-8, 7)]
 pytestmark = pytest.mark.filterwarnings("ignore:Please use quant_min and quant_max:UserWarning:torch")
 
@@ -23,7 +23,13 @@ pytestmark = pytest.mark.filterwarnings("ignore:Please use quant_min and quant_m
 @given(ends=st.tuples(FLOATS, FLOATS))
 def test_affine_equals_torch_ao_bit_for_bit(qmin, qmax, ends):
     dtype = torch.qint8 if qmin < 0 else torch.quint8
-    observer = MinMaxObserver(dtype=dtype, qscheme=torch.per_tensor_affine, quant_min=qmin, quant_max=qmax)
+    observer = MinMaxObserver(
+        dtype=dtype,
+        qscheme=torch.per_tensor_affine,
+        quant_min=qmin,
+        quant_max=qmax,
+        eps=LEAST if any(ends) else EPSILON,
+    )
     observer(torch.tensor(ends))
     scale, zero_point = observer.calculate_qparams()
     assert affine_qparams(min(ends), max(ends), qmin, qmax) == (scale.item(), zero_point.item())
@@ -34,10 +40,16 @@ def test_symmetric_equals_torch_ao_bit_for_bit(rows):
     weight = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
     for qmax in (127, 63, 7):
         observer = PerChannelMinMaxObserver(
-            ch_axis=0, dtype=torch.qint8, qscheme=torch.per_channel_symmetric, quant_min=-qmax, quant_max=qmax
+            ch_axis=0,
+            dtype=torch.qint8,
+            qscheme=torch.per_channel_symmetric,
+            quant_min=-qmax,
+            quant_max=qmax,
+            eps=LEAST,
         )
         observer(weight)
         scale, _ = observer.calculate_qparams()
+        scale[(weight == 0).all(1)] = EPSILON
         torch.testing.assert_close(symmetric_qparams(weight.abs().amax(1), qmax), scale, rtol=0, atol=0)
 
 
@@ -45,7 +57,8 @@ def test_symmetric_equals_torch_ao_bit_for_bit(rows):
 @given(ends=st.tuples(FLOATS, FLOATS))
 def test_affine_is_the_formula_in_float32(qmin, qmax, ends):
     low, high = (np.float32(min(*ends, 0.0)), np.float32(max(*ends, 0.0)))
-    expected = max((high - low) / np.float32(qmax - qmin), np.float32(EPSILON))
+    step = (high - low) / np.float32(qmax - qmin)
+    expected = max(step, np.float32(LEAST)) if step else np.float32(EPSILON)
     scale, zero_point = affine_qparams(min(ends), max(ends), qmin, qmax)
     assert scale == float(expected)
     assert zero_point == min(max(qmin - int(np.round(low / expected)), qmin), qmax)
@@ -87,7 +100,7 @@ def test_no_width_gives_the_least_scale():
     assert affine_qparams(0.0, 0.0, -128, 127) == (EPSILON, -128)
     assert symmetric_qparams(0.0) == EPSILON
     torch.testing.assert_close(
-        symmetric_qparams(torch.tensor([0.0, 1e-30, 127.0])), torch.tensor([EPSILON, EPSILON, 1])
+        symmetric_qparams(torch.tensor([0.0, 1e-30, 127e-9, 127.0])), torch.tensor([EPSILON, LEAST, 1e-9, 1])
     )
 
 
