@@ -79,7 +79,8 @@ def load_model(
     """
 
     def build() -> nn.Module:
-        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):  # all of which are seeded
+        in_use = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+        with torch.random.fork_rng(devices=in_use):  # all of which are seeded; to ask the others takes their memory
             torch.manual_seed(seed)
             return _build(spec, num_classes, in_channels, str(weights) == PRETRAINED)
 

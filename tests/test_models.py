@@ -77,14 +77,16 @@ def test_the_seed_decides_and_the_global_state_stays() -> None:
     assert not torch.equal(weights[0], weights[2])
 
 
-def test_building_leaves_the_random_states_of_gpus_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    states: dict[int, object] = {0: "first", 1: "second"}
+@pytest.mark.parametrize("in_use", [True, False])
+def test_building_leaves_the_random_states_of_gpus_as_they_were(monkeypatch: pytest.MonkeyPatch, in_use: bool) -> None:
+    states: dict[int, object] = {0: "first", 1: "second"} if in_use else {}
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: in_use)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_rng_state", states.__getitem__)
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: states.update({device: state}))
-    monkeypatch.setattr(torch, "manual_seed", lambda seed: states.update({0: seed, 1: seed}))
+    monkeypatch.setattr(torch, "manual_seed", lambda seed: states.update(dict.fromkeys(states, seed)))
     load_model("resnet", num_classes=3, seed=3)
-    assert states == {0: "first", 1: "second"}
+    assert states == ({0: "first", 1: "second"} if in_use else {})
 
 
 def test_misspelt_and_incomplete_specs() -> None:
