@@ -112,15 +112,15 @@ def test_gptq_gains_most_where_bits_are_few() -> None:
 
 
 def test_equal_weights_that_are_stored_once_are_packed_once(tmp_path: Path) -> None:
-    """A gain and a sum with one number are such: depthwise convolutions, all their integers 7."""
+    """Sums with a number in front of padding are such: depthwise convolutions, all their integers 7."""
 
     class Shifts(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.first, self.inner, self.last = (nn.Conv2d(3 if i == 0 else 8, 8, 3) for i in range(3))
+            self.first, self.inner, self.last = (nn.Conv2d(3 if i == 0 else 8, 8, 3, padding=1) for i in range(3))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = self.inner(2 * torch.sigmoid(self.first(x)))
+            x = self.inner(torch.sigmoid(self.first(x)) + 1)
             return self.last(torch.relu(x) + 2)
 
     x = torch.randn(8, 3, 12, 12, generator=torch.Generator().manual_seed(0))
