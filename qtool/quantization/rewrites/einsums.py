@@ -15,6 +15,7 @@ import math
 import operator
 from dataclasses import dataclass
 
+from torch._dispatch.python import enable_python_dispatcher
 from torch.fx import GraphModule, Node
 
 from qtool.form import same_sizes
@@ -128,5 +129,6 @@ def _call(like: Node, target: object, *args: object) -> Node:
     with like.graph.inserting_before(like):
         made = like.graph.call_function(target, args)  # type: ignore[arg-type]
     values = [arg.meta["val"] if isinstance(arg, Node) else arg for arg in args]
-    made.meta = {**like.meta, "val": target(*values)}  # type: ignore[operator]
+    with enable_python_dispatcher():  # without it torch 2.11 multiplies no matrices of open size
+        made.meta = {**like.meta, "val": target(*values)}  # type: ignore[operator]
     return made
