@@ -26,11 +26,8 @@ from qtool.errors import QtoolError
 from qtool.runtimes import RUNTIMES, open_session
 from qtool.runtimes.base import Array, arithmetic
 
-_IMPORTED = {
-    "ort": ("qtool.runtimes.ort",),
-    "openvino": ("qtool.runtimes.openvino", "openvino"),
-    "torch": ("qtool.runtimes.torch", "qtool.form", "torch._export.serde.serialize"),  # the last opens a .pt2
-}
+_IMPORTED_LATE = {"openvino": ("openvino",), "torch": ("qtool.form", "torch._export.serde.serialize")}
+"""What a runtime's module leaves until a file is opened."""
 CONVERSIONS = frozenset({"QuantizeLinear", "DequantizeLinear", "Convert", "Reorder"})
 
 
@@ -47,7 +44,8 @@ class Server:
         """Pins the process and imports the runtime: the state that memory and the time to load are counted from."""
         if cores:
             os.sched_setaffinity(0, cores)
-        for name in _IMPORTED[RUNTIMES[provider]]:
+        runtime = RUNTIMES[provider]
+        for name in (f"qtool.runtimes.{runtime}", *_IMPORTED_LATE.get(runtime, ())):
             with suppress(ImportError):  # told as the file is opened
                 importlib.import_module(name)
         return {}

@@ -25,7 +25,9 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch._dispatch.python import enable_python_dispatcher
 from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
 from torch.nn.modules import transformer
 from torch.utils import _pytree as pytree
 
@@ -314,6 +316,16 @@ def set_parameter(graph_module: GraphModule, path: str, value: Tensor, *, like: 
         holder.register_parameter(name, nn.Parameter(value, requires_grad=trains))
     else:
         holder.register_buffer(name, value)
+
+
+def call_before(node: Node, operation: Any, *args: Any) -> Node:
+    """A new operator in front of ``node`` and of its module, whose result is known as its operands' are."""
+    with node.graph.inserting_before(node):
+        made = node.graph.call_function(operation, args)
+    with enable_python_dispatcher():  # without it torch 2.11 multiplies no matrices of open size
+        value = operation(*map_arg(args, lambda read: read.meta["val"]))
+    made.meta = {**node.meta, "val": value}
+    return made
 
 
 def clean(graph_module: GraphModule) -> None:

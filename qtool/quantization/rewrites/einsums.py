@@ -15,11 +15,10 @@ import math
 import operator
 from dataclasses import dataclass
 
-from torch._dispatch.python import enable_python_dispatcher
 from torch.fx import GraphModule, Node
 
 from qtool.form import same_sizes
-from qtool.quantization.capture import aten, clean, set_parameter
+from qtool.quantization.capture import aten, call_before, clean, set_parameter
 
 
 @dataclass(frozen=True)
@@ -104,10 +103,10 @@ def _layer(
     matrix_node.meta["val"] = source.meta["val"].new_empty(list(matrix.shape))
     rows = _turned(node, source, terms[0], letters.left + letters.summed)
     if len(letters.summed) > 1:
-        rows = _call(node, aten.flatten.using_ints, rows, len(letters.left))
-    made = _call(node, aten.linear.default, rows, matrix_node)
+        rows = call_before(node, aten.flatten.using_ints, rows, len(letters.left))
+    made = call_before(node, aten.linear.default, rows, matrix_node)
     if len(sizes) != 1:
-        made = _call(node, aten.unflatten.int, made, -1, sizes)
+        made = call_before(node, aten.unflatten.int, made, -1, sizes)
     return _turned(node, made, letters.left + letters.right, result)
 
 
@@ -116,19 +115,10 @@ def _product(node: Node, operands: list[Node], terms: list[str], letters: _Lette
         return None
     rows = _turned(node, operands[0], terms[0], letters.both + letters.left + letters.summed)
     columns = _turned(node, operands[1], terms[1], letters.both + letters.summed + letters.right)
-    made = _call(node, aten.matmul.default, rows, columns)
+    made = call_before(node, aten.matmul.default, rows, columns)
     return _turned(node, made, letters.both + letters.left + letters.right, result)
 
 
 def _turned(node: Node, source: Node, before: str, after: str) -> Node:
-    return source if before == after else _call(node, aten.permute.default, source, [before.index(c) for c in after])
-
-
-def _call(like: Node, target: object, *args: object) -> Node:
-    """An operator in front of ``like``, of its module, whose result is known as its operands' are."""
-    with like.graph.inserting_before(like):
-        made = like.graph.call_function(target, args)  # type: ignore[arg-type]
-    values = [arg.meta["val"] if isinstance(arg, Node) else arg for arg in args]
-    with enable_python_dispatcher():  # without it torch 2.11 multiplies no matrices of open size
-        made.meta = {**like.meta, "val": target(*values)}  # type: ignore[operator]
-    return made
+    order = [before.index(letter) for letter in after]
+    return source if before == after else call_before(node, aten.permute.default, source, order)

@@ -41,9 +41,8 @@ def fold_ahead(graph_module: GraphModule, target: Target, *, vectors: bool = Tru
         if node.op != "call_function" or not node.users:
             continue
         ends = affine_at(graph_module, node, values, -1)
-        alone = ends is not None and len(ends[2]) == len(ends[3]) == 1
-        if ends is not None and (alone or (vectors and ends[1] in integer)):
-            folded += _fold_into_readers(graph_module, *ends, through=alone)
+        if ends is not None and (_is_one_for_all(*ends[2:]) or (vectors and ends[1] in integer)):
+            folded += _fold_into_readers(graph_module, *ends)
         elif runs_in_integers(node, target, integer) or (node.target in _VIEWS and node.args[0] in integer):
             integer.add(node)
     if folded:
@@ -51,17 +50,18 @@ def fold_ahead(graph_module: GraphModule, target: Target, *, vectors: bool = Tru
     return folded
 
 
+def _is_one_for_all(factor: Tensor, shift: Tensor) -> bool:
+    return len(factor) == len(shift) == 1
+
+
 def _fold_into_readers(
-    graph_module: GraphModule, last: Node, source: Node, factor: Tensor, shift: Tensor, *, through: bool
+    graph_module: GraphModule, last: Node, source: Node, factor: Tensor, shift: Tensor
 ) -> list[Node]:
     """Folds ``last``, which is ``factor · source + shift``, into all the layers that read it, or into none."""
-    readers = readers_of(graph_module)
-    layers = _layers_behind(last, factor, shift) if through else list(last.users)
+    layers, readers = _layers_behind(last, factor, shift), readers_of(graph_module)
     if layers is None or not all(_takes_in(layer, shift, readers) for layer in layers):
         return []
-    if not through and any(layer.target is not aten.linear.default or layer.args[0] is not last for layer in layers):
-        return []
-    for layer in dict.fromkeys(layers):
+    for layer in layers:
         _fold(graph_module, layer, factor, shift)
     last.replace_all_uses_with(source)
     return layers
@@ -69,9 +69,10 @@ def _fold_into_readers(
 
 def _layers_behind(node: Node, factor: Tensor, shift: Tensor) -> list[Node] | None:
     """The layers whose input is a value alone, moved or pooled on the way; None where anything else reads it."""
+    kinds = _LAYERS if _is_one_for_all(factor, shift) else (aten.linear.default,)
     found: list[Node] = []
     for user in node.users:
-        if user.target in _LAYERS and node not in user.args[1:]:
+        if user.target in kinds and node not in user.args[1:]:
             found.append(user)
         elif user.users and user.args[:1] == (node,) and _keeps(user, factor, shift):
             behind = _layers_behind(user, factor, shift)
@@ -85,6 +86,8 @@ def _layers_behind(node: Node, factor: Tensor, shift: Tensor) -> list[Node] | No
 
 def _keeps(node: Node, factor: Tensor, shift: Tensor) -> bool:
     """Whether an operator gives as well ``factor · y + shift`` of ``factor · x + shift`` as y of x."""
+    if not _is_one_for_all(factor, shift):
+        return False
     if node.target in MOVES:
         return True
     if shift.any():
@@ -97,8 +100,7 @@ def _keeps(node: Node, factor: Tensor, shift: Tensor) -> bool:
 def _takes_in(layer: Node, shift: Tensor, readers: dict[str, int]) -> bool:
     stored = [value for value in layer.args[1:3] if value is not None]
     return (
-        layer.target in _LAYERS
-        and all(isinstance(value, Node) and value.op == "get_attr" for value in stored)
+        all(isinstance(value, Node) and value.op == "get_attr" for value in stored)
         and all(readers[str(value.target)] == 1 for value in stored if isinstance(value, Node))
         and not (shift.any() and _pads(layer))
     )

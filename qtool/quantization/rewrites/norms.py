@@ -16,6 +16,7 @@ A weight that several operators read gets a copy for each batch-norm that it is 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -27,6 +28,7 @@ from qtool.form import same_sizes
 from qtool.quantization.capture import (
     CONVOLUTIONS,
     aten,
+    call_before,
     clean,
     output_axis,
     parameter,
@@ -282,20 +284,14 @@ def _spell_out(norm: Node) -> None:
     epsilon, rank = norm.args[7], norm.meta["val"].dim()
     axes, shape = [0, *range(2, rank)], [1, -1, *[1] * (rank - 2)]
 
-    def call(operation: Any, *args: Any) -> Node:
-        node = norm.graph.call_function(operation, args)
-        value = operation(*torch.fx.node.map_arg(args, lambda read: read.meta["val"]))
-        node.meta = {**norm.meta, "val": value}
-        return node
-
-    with norm.graph.inserting_before(norm):
-        centred = call(aten.sub.Tensor, source, call(aten.mean.dim, source, axes, True))
-        square = call(aten.mul.Tensor, centred, centred)
-        variance = call(aten.add.Tensor, call(aten.mean.dim, square, axes, True), epsilon)
-        result = call(aten.mul.Tensor, centred, call(aten.rsqrt.default, variance))
-        for operation, value in ((aten.mul.Tensor, gamma), (aten.add.Tensor, beta)):
-            if value is not None:
-                result = call(operation, result, call(aten.reshape.default, value, shape))
+    call = functools.partial(call_before, norm)
+    centred = call(aten.sub.Tensor, source, call(aten.mean.dim, source, axes, True))
+    square = call(aten.mul.Tensor, centred, centred)
+    variance = call(aten.add.Tensor, call(aten.mean.dim, square, axes, True), epsilon)
+    result = call(aten.mul.Tensor, centred, call(aten.rsqrt.default, variance))
+    for operation, value in ((aten.mul.Tensor, gamma), (aten.add.Tensor, beta)):
+        if value is not None:
+            result = call(operation, result, call(aten.reshape.default, value, shape))
     norm.replace_all_uses_with(result)
     norm.graph.erase_node(norm)
 
