@@ -162,9 +162,22 @@ class Padded(nn.Module):
         return self.convs[2](F.max_pool2d(F.silu(x) * -2, 2))
 
 
-def test_what_zeros_or_a_maximum_would_tell_stays() -> None:
+class PaddedBefore(nn.Module):
+    """A shift that is padded with zeros, or pooled with them, before a convolution that pads none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(3, 3, 3) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.convs[0](F.avg_pool2d(F.silu(x) + 0.5, 3, 1, 1))
+        return self.convs[1](F.pad(F.silu(x) + 0.5, (1, 1, 1, 1)))
+
+
+@pytest.mark.parametrize("kind", [Padded, PaddedBefore])
+def test_what_zeros_or_a_maximum_would_tell_stays(kind: type[nn.Module]) -> None:
     torch.manual_seed(0)
-    model, x = Padded().eval(), torch.randn(2, 3, 8, 8)
+    model, x = kind().eval(), torch.randn(2, 3, 8, 8)
     graph = float_form(model, x)
     assert not fold_ahead(graph, ORT_CPU)
     torch.testing.assert_close(graph(x), model(x))
