@@ -12,6 +12,7 @@ A new observer is a class here with ``forward`` and ``calculate_qparams``.
 from __future__ import annotations
 
 import math
+import weakref
 from typing import Any, Protocol
 
 import torch
@@ -109,7 +110,7 @@ def _range_qparams(low: Tensor, high: Tensor, of: Any) -> tuple[Tensor, Tensor]:
 
 
 class PerChannelWeightObserver(ObserverBase):  # type: ignore[misc]
-    """Reads a weight's range per output channel. The scale is the range over the greatest integer."""
+    """Reads a weight's range per output channel, once. The scale is the range over the greatest integer."""
 
     def __init__(
         self, dtype: torch.dtype, quant_min: int, quant_max: int, qscheme: torch.qscheme, ch_axis: int,
@@ -119,10 +120,13 @@ class PerChannelWeightObserver(ObserverBase):  # type: ignore[misc]
         self.quant_min, self.quant_max, self.qscheme, self.ch_axis = quant_min, quant_max, qscheme, ch_axis
         self.method = method
         self.register_buffer("amax", torch.zeros(0))
+        self._seen: tuple[weakref.ref[Tensor], int] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Reads the weight's range; the last weight seen counts."""
-        self.amax = weight_range(x.detach(), self.ch_axis, self.method, self.quant_max)
+        """Reads the weight's range unless it is the weight that was read last, unchanged; the last one seen counts."""
+        if self._seen is None or self._seen[0]() is not x or self._seen[1] != x._version:
+            self.amax = weight_range(x.detach(), self.ch_axis, self.method, self.quant_max)
+            self._seen = weakref.ref(x), x._version
         return x
 
     def calculate_qparams(self, **_: Any) -> tuple[Tensor, Tensor]:

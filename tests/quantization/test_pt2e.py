@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from qtool.quantization import pt2e
 from qtool.quantization.capture import aten, capture
 from qtool.quantization.observers import FakeQuantizer, PerChannelFakeQuantizer, PerChannelWeightObserver, RangeObserver
 from qtool.quantization.placement import Placement
+from qtool.quantization.ranges import weight_range
 from qtool.quantization.rewrites.norms import fold_batch_norm
 from qtool.quantization.targets import ORT_CPU
 
@@ -59,6 +61,20 @@ def test_observers_change_nothing_and_are_named_after_units() -> None:
     assert all(isinstance(observer, RangeObserver) for observer in observers.values())
     weights = [m for m in made.modules() if isinstance(m, PerChannelWeightObserver)]
     assert sorted(len(w.amax) for w in weights) == [3, 4, 4]
+
+
+def test_a_weight_is_read_once_however_many_batches_there_are_and_again_when_it_changes() -> None:
+    made, _ = prepared(weight_ranges="mse")
+    with patch("qtool.quantization.observers.weight_range", wraps=weight_range) as read:
+        for _ in range(3):
+            made(X)
+        assert read.call_count == 3  # of three layers
+        weight = next(p for p in made.parameters() if p.dim() == 4)
+        with torch.no_grad():
+            weight.mul_(2)
+        made(X)
+        assert read.call_count == 4
+        assert read.call_args.args[0].data_ptr() == weight.data_ptr()
 
 
 def test_what_only_moves_shares_one_observer() -> None:
