@@ -64,7 +64,7 @@ class Classification:
     """One class per sample: cross-entropy in nats; ``top1``, and ``top5`` where there are more than five classes.
 
     Outputs are N×C logits, or a mapping with ``logits`` (transformers' outputs are), targets N class indices (int64). A
-    tie counts as right only if the class comes first.
+    target of −100 is not counted. A tie counts as right only if the class comes first.
     """
 
     label_smoothing: float = 0.0
@@ -72,8 +72,8 @@ class Classification:
     metric: str = "top1"
     higher_is_better: bool = True
 
-    def loss(self, output: Any, target: Any) -> tuple[Tensor, float]:
-        """Summed cross-entropy of the softmax, with ``label_smoothing`` spread over all classes."""
+    def loss(self, output: Any, target: Any) -> tuple[Tensor, Tensor]:
+        """Summed cross-entropy of the softmax, with ``label_smoothing`` spread over all classes; samples counted."""
         output = _checked(output, target)
         try:
             losses = F.cross_entropy(output.float(), target, reduction="sum", label_smoothing=self.label_smoothing)
@@ -82,7 +82,7 @@ class Classification:
                 "task 'classification'", f"class indices below the model's {output.shape[1]} outputs", str(error),
                 "build the model with as many outputs as the data has classes",
             ) from error  # fmt: skip
-        return losses, float(len(target))
+        return losses, (target != IGNORED).sum()
 
     def metrics(self, output: Any, target: Any) -> dict[str, Tensor | float]:
         """How many of the batch are right, at first and among the first five."""

@@ -47,6 +47,19 @@ def test_loss_is_a_sum_with_its_weight() -> None:
     assert output.grad is not None
 
 
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+def test_samples_without_a_class_are_not_counted(label_smoothing: float) -> None:
+    output, target = torch.randn(9, 7), torch.randint(0, 7, (9,))
+    target[[2, 5, 6]] = -100
+    counted, task = target != -100, Classification(label_smoothing)
+    total, weight = task.loss(output, target)
+    torch.testing.assert_close(total / weight, F.cross_entropy(output, target, label_smoothing=label_smoothing))
+    found = evaluate(lambda x: x, [(output[:5], target[:5]), (output[5:], target[5:])], task)
+    alone = evaluate(lambda x: x, [(output[counted], target[counted])], task)
+    assert found == pytest.approx(alone)
+    assert found["num_samples"] == 6
+
+
 def test_label_smoothing_is_mixing_with_the_uniform() -> None:
     output, target = torch.randn(7, 4), torch.randint(0, 4, (7,))
     smoothed, _ = load_task("classification", label_smoothing=0.2).loss(output, target)
