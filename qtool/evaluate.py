@@ -22,7 +22,7 @@ Everything is summed in float64. Left out on purpose: the bootstrap, which says 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -46,13 +46,7 @@ def evaluate(predict: Predict, batches: Iterable[tuple[Any, Any]], task: Task) -
 
     Streams: nothing grows with the number of batches. Raises QtoolError where there is no batch.
     """
-    gathered = processes.gather(_sums(predict, batches, task))
-    weight = sum(part for part, _ in gathered)
-    if not weight:
-        raise QtoolError("evaluation", "at least one sample", "none", "pass data with samples in it")
-    names = dict.fromkeys(name for _, part in gathered for name in part)
-    means = {name: sum(part.get(name, 0.0) for _, part in gathered) / weight for name in names}
-    return {"num_samples": weight, **finished(task, means)}
+    return _means(processes.gather(_added(predict, batches, task).values), task)
 
 
 @torch.no_grad()
@@ -61,28 +55,59 @@ def metrics_in(predict: Predict, batches: Iterable[tuple[Any, Any]], task: Task)
 
     None where nothing in them is weighed, or the task's ``finish`` cannot compute with them, as it may with all.
     """
-    weight, sums = _sums(predict, batches, task)
-    if not weight:
+    sums = _added(predict, batches, task)
+    if not sums.values[0]:
         return None
     try:
-        return set(finished(task, {name: value / weight for name, value in sums.items()}))
+        return sums.means().keys() - {"num_samples"}
     except QtoolError as error:
         if isinstance(error.__cause__, ArithmeticError | ValueError):
             return None
         raise
 
 
-def _sums(predict: Predict, batches: Iterable[tuple[Any, Any]], task: Task) -> tuple[float, dict[str, float]]:
-    """The weight of this process's batches, and the sums of loss and metrics over them."""
-    sums: dict[str, Any] = {}
-    weight = 0.0
+class Sums:
+    """The sums of the loss and of a task's metrics over batches of one process, added up as these come."""
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        self._weight = 0.0
+        self._sums: dict[str, Any] = {}
+
+    @torch.no_grad()
+    def add(self, output: Any, target: Any) -> None:
+        """Adds what a model gave for a batch. Raises QtoolError where the task does."""
+        loss, count = loss_of(self._task, output, target)
+        found = {"loss": loss, **metrics_of(self._task, output, target)}
+        self._weight += float(count)
+        for name, value in found.items():
+            self._sums[name] = self._sums.get(name, 0.0) + (value.double() if isinstance(value, Tensor) else value)
+
+    @property
+    def values(self) -> tuple[float, dict[str, float]]:
+        """The weight of the batches, and the sums."""
+        return self._weight, {name: float(value) for name, value in self._sums.items()}
+
+    def means(self) -> dict[str, float]:
+        """What :func:`evaluate` gives of these batches alone. Raises QtoolError where nothing was added."""
+        return _means([self.values], self._task)
+
+
+def _added(predict: Predict, batches: Iterable[tuple[Any, Any]], task: Task) -> Sums:
+    sums = Sums(task)
     for inputs, target in batches:
-        output = predict(inputs)
-        loss, count = loss_of(task, output, target)
-        weight += float(count)
-        for name, value in {"loss": loss, **metrics_of(task, output, target)}.items():
-            sums[name] = sums.get(name, 0.0) + (value.double() if isinstance(value, Tensor) else value)
-    return weight, {name: float(value) for name, value in sums.items()}
+        sums.add(predict(inputs), target)
+    return sums
+
+
+def _means(gathered: Sequence[tuple[float, dict[str, float]]], task: Task) -> dict[str, float]:
+    """The metrics over what all processes added."""
+    weight = sum(part for part, _ in gathered)
+    if not weight:
+        raise QtoolError("evaluation", "at least one sample", "none", "pass data with samples in it")
+    names = dict.fromkeys(name for _, part in gathered for name in part)
+    means = {name: sum(part.get(name, 0.0) for _, part in gathered) / weight for name in names}
+    return {"num_samples": weight, **finished(task, means)}
 
 
 def shared_batches(dataset: Any, batch_size: int, predict: Predict) -> Iterator[tuple[Any, Any]]:
@@ -95,18 +120,6 @@ def shared_batches(dataset: Any, batch_size: int, predict: Predict) -> Iterator[
     yield from batches(dataset, batch_size, order=range(share.start, share.stop))
     for _ in range(math.ceil(share.count / batch_size), math.ceil(share.largest / batch_size)):
         predict(next(batches(dataset, 1, order=[0]))[0])
-
-
-@torch.no_grad()
-def predictions(predict: Predict, batches: Iterable[tuple[Any, Any]]) -> tuple[Tensor, Tensor]:
-    """All outputs (N×C float32) and all targets (N), on the CPU. Raises QtoolError where there is no batch."""
-    outputs, targets = [], []
-    for inputs, target in batches:
-        outputs.append(torch.as_tensor(predict(inputs)).detach().to("cpu", torch.float32))
-        targets.append(torch.as_tensor(target).cpu())
-    if not outputs:
-        raise QtoolError("evaluation", "at least one sample", "none", "pass data with samples in it")
-    return torch.cat(outputs), torch.cat(targets)
 
 
 def class_axis(output: Tensor, targets: Any = None, *, asked: bool = False) -> int | None:

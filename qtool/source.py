@@ -162,6 +162,16 @@ def recall_source(
     return dataclasses.replace(source, record=record | ({"trained_in": str(run.resolve())} if trained else {}))
 
 
+def recall_task(record: Mapping[str, Any], *, trust: bool = False) -> Task | None:
+    """The task in a stage's recorded source; None where it was given as a Python object."""
+    from qtool.factories import require_same
+
+    spec = record.get("task", "classification")
+    for entry in record.get("factories", ()):
+        require_same(entry, trust=trust)
+    return None if spec is None else open_task(spec)
+
+
 def recall_float(run: Path, *, trust: bool = False, **options: Any) -> Source:
     """The float model of ``run`` and its data: what was trained there, or what a quantization there began with.
 

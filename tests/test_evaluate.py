@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 from qtool import processes
 from qtool.data import from_mapping
 from qtool.errors import QtoolError
-from qtool.evaluate import class_axis, compare, divergence, evaluate, predictions, shared_batches, sqnr_db
+from qtool.evaluate import class_axis, compare, divergence, evaluate, shared_batches, sqnr_db
 from qtool.intervals import paired_interval
 from qtool.tasks import Classification
 
@@ -81,20 +81,9 @@ def test_evaluate_keeps_no_gradient_and_finishes() -> None:
     assert got["perplexity"] == pytest.approx(math.exp(got["loss"]))
 
 
-def test_predictions_are_all_outputs_in_float32() -> None:
-    x, y = torch.randn(5, 3), torch.arange(5)
-    outputs, targets = predictions(lambda x: x.half(), cut(x, y, 2))
-    assert outputs.dtype == torch.float32
-    assert torch.equal(outputs, x.half().float())
-    assert torch.equal(targets, y)
-
-
-@pytest.mark.parametrize(
-    "call", [lambda: evaluate(torch.neg, [], Classification()), lambda: predictions(torch.neg, [])]
-)
-def test_no_sample_is_an_error(call) -> None:
+def test_no_sample_is_an_error() -> None:
     with pytest.raises(QtoolError, match="at least one sample"):
-        call()
+        evaluate(torch.neg, [], Classification())
 
 
 @settings(max_examples=30)

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 import qtool
 from qtool.data import batches, load_data
 from qtool.errors import QtoolError
 from qtool.gpt import GPT
+from qtool.runtimes import open_session
 from qtool.source import anchored
 
 OPTIONS = {
@@ -66,6 +68,16 @@ def test_with_merged_adapters_it_is_quantized_and_passes_its_gates(text: str, tm
     exported = qtool.export(run, parity_samples=2, reference_samples=1, trust=True)
     assert not any(gate["passed"] is False for gate in exported.gates)
     assert len(quantized.plan.integer_units) > 4
+    figures = qtool.benchmark(run, seconds=0.1, width=1.0, allow_slower=True, trust=True)
+    for name, file in exported.files.items():
+        session, nats, count = open_session(file), 0.0, 0
+        for tokens, targets in batches(load_data(text).test, 2):
+            logits = torch.from_numpy(session.run({session.inputs[0].name: tokens.numpy()})[0])
+            nats += float(F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum"))
+            count += int((targets != -100).sum())
+        told = figures["variants"][name]["accuracy"]
+        assert told["metrics"]["perplexity"] == pytest.approx(math.exp(nats / count), rel=1e-4)
+        assert told["metrics_reference"] == figures["variants"]["fp32"]["accuracy"]["metrics"]
 
 
 def test_the_wrong_task_names_the_right_one(text: str) -> None:

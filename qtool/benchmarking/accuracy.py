@@ -7,6 +7,9 @@ padded and its padding dropped.
 
 Batches may hold sequences of other lengths than the ones before them; what a shorter one does not have is compared
 with nothing.
+
+A task's own metrics (a perplexity, an F1 score, a mean error) are the task's to compute (:class:`Scores`), from all
+outputs of each file, put together as the model gives them.
 """
 
 from __future__ import annotations
@@ -22,9 +25,54 @@ from qtool import evaluate
 from qtool.benchmarking.inputs import fixed_batch_size, resize_batch, to_feeds
 from qtool.errors import QtoolError
 from qtool.given import IGNORED
+from qtool.nested import cut, from_arrays, map_tensors
 from qtool.runtimes.base import Array, Session
+from qtool.tasks import Task
 
 Compare = Callable[[torch.Tensor, torch.Tensor, Any], dict[str, Any]]
+
+
+class Scores:
+    """Each variant's loss and metrics by a task, added up as the batches come.
+
+    ``structure`` is what the model's outputs are packed in, any tensors in the places of its own; without it a single
+    output is taken as it is, and several as a tuple. Where the task cannot judge them nothing more is added, and
+    ``failure`` says why.
+    """
+
+    def __init__(self, task: Task, structure: Any = None) -> None:
+        self.task, self.structure, self.failure = task, structure, ""
+        self._sums: dict[str, evaluate.Sums] = {}
+
+    def add(self, name: str, outputs: list[Array], target: Any) -> None:
+        """Adds what one variant gave for a batch."""
+        if self.failure:
+            return
+        try:
+            self._sums.setdefault(name, evaluate.Sums(self.task)).add(self._packed(outputs), target)
+        except QtoolError as error:
+            self.failure = str(error)
+
+    def _packed(self, outputs: list[Array]) -> Any:
+        values = [torch.from_numpy(value) for value in outputs]
+        values = [value.float() if value.is_floating_point() else value for value in values]
+        if self.structure is None:
+            return values[0] if len(values) == 1 else tuple(values)
+        left = iter(values)
+        return map_tensors(lambda _: next(left), self.structure)
+
+    def results(self, reference: str) -> dict[str, dict[str, Any]]:
+        """For each variant its ``metrics``, those of the ``reference`` beside them, and the ``metric`` that decides."""
+        if self.failure:
+            return {}
+        try:
+            means = {name: sums.means() for name, sums in self._sums.items()}
+        except QtoolError as error:
+            self.failure = str(error)
+            return {}
+        found = {name: {k: v for k, v in each.items() if k != "num_samples"} for name, each in means.items()}
+        decides = {"metric": self.task.metric, "higher_is_better": self.task.higher_is_better}
+        return {name: {**decides, "metrics": own, "metrics_reference": found[reference]} for name, own in found.items()}
 
 
 def predict(
@@ -33,10 +81,12 @@ def predict(
     *,
     samples: int | None = None,
     whole: int | None = None,
+    scores: Scores | None = None,
 ) -> tuple[dict[str, torch.Tensor], Any]:
     """The first output of every session for every sample, and the targets (None where the data has none).
 
     ``whole`` is the batch size that sessions with an open batch are fed, padded; by default as the data comes.
+    ``scores`` gets all outputs, batch after batch, where there are targets.
     Raises QtoolError where the data is empty or does not fit the inputs.
     """
     outputs: dict[str, list[Array]] = {name: [] for name in sessions}
@@ -47,7 +97,12 @@ def predict(
         count = len(next(iter(to_feeds(value, first.inputs).values())))
         keep = count if samples is None else min(count, samples - seen)
         for name, session in sessions.items():
-            outputs[name].append(_run(session, value, count, whole)[:keep])
+            scored = scores is not None and target is not None
+            found = _run(session, value, count, whole, None if scored else 1)
+            outputs[name].append(found[0][:keep])
+            if scores is not None and scored:
+                known = cut(from_arrays(target), 0, keep, count)
+                scores.add(name, [part[:keep] if part.ndim else part for part in found], known)
         targets.append(_head(target, keep))
         seen += keep
         if samples is not None and seen >= samples:
@@ -79,10 +134,12 @@ def _grown(part: torch.Tensor, sizes: list[int], value: float) -> torch.Tensor:
     return torch.nn.functional.pad(part, [n for m in reversed(missing) for n in (0, m)], value=value)
 
 
-def _run(session: Session, value: Any, count: int, whole: int | None) -> Array:
+def _run(session: Session, value: Any, count: int, whole: int | None, most: int | None) -> list[Array]:
+    """At most so many outputs of ``count`` samples; one without a batch (a single number) is that of the last part."""
     feeds, size = to_feeds(value, session.inputs), fixed_batch_size(session.inputs) or whole or count
     parts = [{k: v[i : i + size] for k, v in feeds.items()} for i in range(0, count, size)]
-    return np.concatenate([session.run(resize_batch(part, size))[0] for part in parts])[:count]
+    ran = [session.run(resize_batch(part, size))[:most] for part in parts]
+    return [np.concatenate(each)[:count] if each[0].ndim else each[-1] for each in zip(*ran, strict=True)]
 
 
 def _head(target: Any, keep: int) -> Any:

@@ -15,6 +15,7 @@ latency p50          more than the tolerance and three spreads slower; same CPU,
 peak memory          more than 10 % and 1 MiB higher; same CPU
 top-1, agreement     more than half a point lower
 SQNR                 more than half a decibel lower
+a task's metric      more than 1 % of the old value worse
 integer operations   fewer of the multiplying operations run in INT8
 ===================  ========================================================================
 """
@@ -34,6 +35,7 @@ SIZE_TOLERANCE = 0.01
 MEMORY_TOLERANCE = 0.10
 HALF_A_POINT = 0.005
 HALF_A_DECIBEL = 0.5
+METRIC_TOLERANCE = 0.01
 EACH = "*"
 READ: dict[str, Any] = {
     "reference": None, "cpu": {"name": None}, "noise": {"noisy": None},
@@ -233,6 +235,20 @@ def _of_outputs(before: Entry, after: Entry) -> Iterator[Worse]:
         yield from _below("top-1", before, after, "top1", HALF_A_POINT)
         yield from _below("agreement", before, after, "agreement", HALF_A_POINT)
         yield from _below("SQNR, dB", before, after, "sqnr_db", HALF_A_DECIBEL)
+        yield from _of_metric(before, after)
+
+
+def _of_metric(before: Entry, after: Entry) -> Iterator[Worse]:
+    name = after.get("metric")
+    then, now = before.get("metrics") or {}, after.get("metrics") or {}
+    if name is None or before.get("metric") != name or name not in then.keys() & now.keys():
+        return
+    slack = METRIC_TOLERANCE * abs(then[name])
+    yield from (
+        _below(name, then, now, name, slack)
+        if after["higher_is_better"]
+        else _above(name, then, now, name, lambda old: old + slack)
+    )
 
 
 def _fewer_integers(before: Mapping[str, int], after: Mapping[str, int]) -> Iterator[Worse]:

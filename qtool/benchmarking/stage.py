@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from qtool.artifacts import cpu_info
-from qtool.benchmarking.accuracy import Compare, judge, predict
+from qtool.benchmarking.accuracy import Compare, Scores, judge, predict
 from qtool.benchmarking.claims import check_claim, is_integer, slower_causes, slower_sentence, stored_format
 from qtool.benchmarking.inputs import fixed_batch_size, random_feeds, resize_batch, to_feeds
 from qtool.benchmarking.latency import Stopping, describe, noise
@@ -44,6 +44,7 @@ def benchmark(
     batches: Batches | None = None,
     reference: str | None = None,
     compare: Compare | None = None,
+    scores: Scores | None = None,
     subject: Mapping[str, str | None] | None = None,
     target: str | None = None,
     progress: Progress | None = None,
@@ -52,11 +53,11 @@ def benchmark(
 
     ``batches(n)`` iterates over test data in batches of up to n as (input, target); without it inputs
     are random and accuracy is left out. The reference is ``fp32`` where there is one, else the first.
-    ``compare`` replaces :func:`qtool.evaluate.compare`. ``subject`` names the ``model`` and the ``data`` where they
-    are known, which the result repeats, so that figures of two models are not taken for those of one. ``target`` is
-    the runtime that INT8 was quantized for, if known: the notes name it where another is measured and is slow. With
-    ``config.compare`` the result holds a ``comparison`` with that earlier one (see
-    :mod:`qtool.benchmarking.regression`, which also judges it).
+    ``compare`` replaces :func:`qtool.evaluate.compare`, and ``scores`` adds a task's own metrics. ``subject`` names the
+    ``model`` and the ``data`` where they are known, which the result repeats, so that figures of two models are not
+    taken for those of one. ``target`` is the runtime that INT8 was quantized for, if known: the notes name it where
+    another is measured and is slow. With ``config.compare`` the result holds a ``comparison`` with that earlier one
+    (see :mod:`qtool.benchmarking.regression`, which also judges it).
 
     Returns plain values: ``variants`` (per file size_*, load_ms, peak_memory_mib, latency per batch
     size, accuracy), ``noise``, ``notes``. Raises QtoolError for a file or provider that does not do.
@@ -72,9 +73,9 @@ def benchmark(
         tell(f"size of {name}")
         variants[name] = {"file": path.name, "stored": stored_format(path), **measure_size(path)}
     steadiness = _measure_speed(files, config, base, variants, batches, tell)
-    told = "inputs were random; accuracy was not measured"
+    told = ["inputs were random; accuracy was not measured"]
     if batches is not None:
-        told = _measure_accuracy(files, config, base, variants, batches, compare, tell)
+        told = _measure_accuracy(files, config, base, variants, batches, compare, scores, tell)
     for entry in variants.values():
         entry["size_ratio"] = entry["size_stripped_mib"] / variants[base]["size_stripped_mib"]
     result: dict[str, Any] = {
@@ -86,7 +87,7 @@ def benchmark(
         "cpu": cpu_info(),
         "variants": variants,
         "noise": steadiness,
-        "notes": [*_notes(variants, config, base, target), *([told] if told else [])],
+        "notes": [*_notes(variants, config, base, target), *told],
     }
     if config.compare and earlier is not None:
         result["comparison"] = compare_with(Path(config.compare), earlier, result, config.tolerance)
@@ -187,8 +188,9 @@ def _measure_accuracy(
     variants: dict[str, dict[str, Any]],
     batches: Batches,
     compare: Compare | None,
+    scores: Scores | None,
     tell: Progress,
-) -> str:
+) -> list[str]:
     """Fills in accuracy and agreement, and gives what is to be told of it.
 
     All cores are used: threads change the time and not the result.
@@ -201,13 +203,16 @@ def _measure_accuracy(
             stack.callback(session.close)
             sessions[name] = session
         data = batches(ACCURACY_BATCH)
-        outputs, targets = predict(
-            sessions, data, samples=config.samples, whole=ACCURACY_BATCH if config.provider == "torch-compile" else None
-        )
+        whole = ACCURACY_BATCH if config.provider == "torch-compile" else None
+        outputs, targets = predict(sessions, data, samples=config.samples, whole=whole, scores=scores)
         count = len(sessions[reference].outputs)
+    own = scores.results(reference) if scores is not None else {}
     for name, values in judge(outputs, targets, reference=reference, compare=compare).items():
-        variants[name]["accuracy"] = values
-    return f"accuracy is that of the first of {count} outputs" if count > 1 else ""
+        variants[name]["accuracy"] = values | own.get(name, {})
+    told = [f"top-1, agreement, KL and SQNR are those of the first of {count} outputs"] if count > 1 else []
+    if scores is not None and scores.failure:
+        told.append(f"the task's metrics were not measured: {scores.failure}")
+    return told
 
 
 def _notes(

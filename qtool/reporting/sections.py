@@ -56,8 +56,9 @@ def _tile(value: str, label: str) -> Markup:
 
 def _headline(entry: Mapping[str, Any]) -> list[tuple[str, str]]:
     accuracy, timed = entry.get("accuracy") or {}, entry["latency"][0]
+    ratio = entry["size_ratio"]
     tiles = [
-        (times(1 / entry["size_ratio"]), "smaller"),
+        (times(ratio), "larger") if ratio > 1 else (times(1 / ratio), "smaller"),
         (times(timed["speedup"]), f"the speed, batch {timed['batch_size']}"),
     ]
     if accuracy.get("agreement") is not None:
@@ -65,7 +66,10 @@ def _headline(entry: Mapping[str, Any]) -> list[tuple[str, str]]:
     if accuracy.get("top1_drop") is not None:
         gained = accuracy["top1_drop"] < 0
         tiles.append((f"{abs(accuracy['top1_drop']) * 100:.2f}", f"points of top-1 {'gained' if gained else 'lost'}"))
-    elif accuracy.get("sqnr_db") is not None:
+    if (name := accuracy.get("metric")) in accuracy.get("metrics", ()):
+        told, wanted = (score(str(name), accuracy[key][name]) for key in ("metrics", "metrics_reference"))
+        tiles.append((told, f"{name}, {wanted} before"))
+    elif accuracy.get("top1_drop") is None and accuracy.get("sqnr_db") is not None:
         tiles.append((f"{accuracy['sqnr_db']:.1f} dB", "SQNR"))
     return tiles
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from qtool.reporting.numbers import interval, percent, points
+from qtool.reporting.numbers import interval, percent, points, score
 
 
 def verdicts(result: Mapping[str, Any]) -> dict[str, str]:
@@ -63,10 +63,22 @@ def accuracy_phrase(accuracy: Mapping[str, Any] | None) -> str:
     if accuracy.get("top1_drop") is not None:
         bounds = interval(accuracy.get("top1_drop_ci95"), 100)
         parts.append(f"top-1 drop {points(accuracy['top1_drop'])}" + (f" (95 % CI {bounds})" if bounds else ""))
+    parts += metric_phrases(accuracy)
     if not parts and accuracy.get("sqnr_db") is not None:
         parts.append(f"SQNR {accuracy['sqnr_db']:.1f} dB")
     samples = accuracy.get("num_samples")
     return ", ".join(parts) + (f" on {samples:,} samples" if parts and samples else "")
+
+
+def metric_phrases(accuracy: Mapping[str, Any]) -> list[str]:
+    """The metric that decides of a task of its own, beside the reference's; nothing where none was measured.
+
+    >>> metric_phrases({"metric": "mae", "metrics": {"mae": 0.4123}, "metrics_reference": {"mae": 0.4}})
+    ['mae 0.412 against 0.400']
+    """
+    name = accuracy.get("metric")
+    values = [accuracy.get(key, {}).get(name) for key in ("metrics", "metrics_reference")]
+    return [f"{name} {score(str(name), values[0])} against {score(str(name), values[1])}"] if None not in values else []
 
 
 def caveats(result: Mapping[str, Any]) -> list[str]:

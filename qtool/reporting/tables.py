@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from qtool.reporting.numbers import UNKNOWN, interval, percent, points, significant, times
+from qtool.reporting.numbers import UNKNOWN, interval, percent, points, score, significant, times
 from qtool.reporting.summary import caveats, verdicts
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ def rows(result: Mapping[str, Any]) -> list[Row]:
     for index, timed in enumerate(entries[0]["latency"]):
         made += _timing_rows(timed["batch_size"], [entry["latency"][index] for entry in entries])
     accuracies = [_accuracy(name, entry, result["reference"]) for name, entry in result["variants"].items()]
+    made += [_row(name, partial(_metric, name), accuracies) for name in _metrics(accuracies)]
     made += [_row(label.format(reference=result["reference"]), cell, accuracies) for label, cell in _ACCURACY_ROWS]
     made.append(_row("multiplying operations", _arithmetic, entries))
     return [row for row in made if any(cell != UNKNOWN for cell in row.cells)]
@@ -46,7 +48,23 @@ def _row(label: str, cell: Callable[[Entry], str], entries: list[Any]) -> Row:
 def _accuracy(name: str, entry: Entry, reference: str) -> Entry:
     """What was measured of a variant's outputs; of the reference only what is not a comparison with itself."""
     measured = entry.get("accuracy") or {}
-    return {"top1": measured.get("top1")} if name == reference else measured
+    return {key: measured.get(key) for key in ("top1", "metric", "metrics")} if name == reference else measured
+
+
+def _metrics(accuracies: list[Entry]) -> list[str]:
+    """What a task of its own measures, what decides first; the loss only where it decides, or nothing else is there."""
+    found = [each for each in accuracies if each.get("metrics")]
+    names = list(dict.fromkeys(name for each in found for name in (each["metric"], *each["metrics"])))
+    shown = [name for name in names if name != "loss" and not (name == "top1" and _has_top1(accuracies))]
+    return shown if shown and names[0] != "loss" else names[:1]
+
+
+def _has_top1(accuracies: list[Entry]) -> bool:
+    return any(each.get("top1") is not None for each in accuracies)
+
+
+def _metric(name: str, accuracy: Entry) -> str:
+    return score(name, (accuracy.get("metrics") or {}).get(name))
 
 
 def _smaller(entry: Entry) -> str:

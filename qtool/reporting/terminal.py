@@ -17,7 +17,7 @@ from qtool.reporting.contracts import advice, contract_sentence, gate_verdict
 from qtool.reporting.ladder import ladder_lines
 from qtool.reporting.memory import memory_lines, numerics_lines
 from qtool.reporting.numbers import UNKNOWN, interval, percent, points, score, significant
-from qtool.reporting.summary import size_phrase
+from qtool.reporting.summary import metric_phrases, size_phrase
 from qtool.reporting.tables import terminal
 from qtool.source import has_random_weights
 from qtool.units import MIB
@@ -159,7 +159,7 @@ def _int8_accuracy(variant: Result) -> Result | None:
 
 
 def against_float(accuracy: Result) -> str:
-    """INT8 against FP32 in one line: agreement, KL divergence, the drop of top-1 with its interval; or else SQNR."""
+    """INT8 against FP32 in one line: agreement, KL divergence, the drop of top-1, a task's metric; or else SQNR."""
     parts = []
     if accuracy.get("agreement") is not None:
         parts.append(f"agreement with FP32 {percent(accuracy['agreement'])}")
@@ -168,6 +168,7 @@ def against_float(accuracy: Result) -> str:
     if accuracy.get("top1_drop") is not None:
         bounds = interval(accuracy["top1_drop_ci95"], 100)
         parts.append(f"top-1 drop {points(accuracy['top1_drop'])} (95 % CI {bounds})")
+    parts += metric_phrases(accuracy)
     if not parts:
         parts.append(f"SQNR {significant(accuracy['sqnr_db'])} dB")
     return f"{', '.join(parts)}, on {accuracy['num_samples']:,} test samples"

@@ -12,11 +12,17 @@ from qtool.given import pairs_of
 from qtool.lineage import superseded
 from qtool.options import argument, documented
 from qtool.recipe import BenchmarkConfig, as_dict
-from qtool.source import UNIDENTIFIED, open_data, recall_source, require_run_directory
+from qtool.source import UNIDENTIFIED, open_data, open_task, recall_source, recall_task, require_run_directory
 from qtool.stages.common import AnyPath, Progress, configured, finished, run_of, teller, writable
 
 if TYPE_CHECKING:
+    from qtool.benchmarking.accuracy import Scores
     from qtool.exporting.stage import ExportResult
+    from qtool.tasks import Task
+
+NO_TASK = (
+    "the task's metrics were not measured: it was given as a Python object; call benchmark from Python with task=…"
+)
 
 
 @documented(BenchmarkConfig)
@@ -24,6 +30,7 @@ def benchmark(
     what: AnyPath | ExportResult | Mapping[str, AnyPath] | Sequence[AnyPath],
     data: object = None,
     *,
+    task: Task | str | None = None,
     out: AnyPath | None = None,
     trust: bool = False,
     config: BenchmarkConfig | None = None,
@@ -35,8 +42,9 @@ def benchmark(
     ``what`` is a run directory (the result is committed there), what :func:`export` returned, which stands for it, or
     any ONNX files: one, several, or a mapping of names to them. ``data`` gives the test samples: by default those of
     the run directory; or any data or iterable of batches, (input, target) or inputs alone; for files, none measures
-    speed alone. In PyTorch (``provider="torch"``) the run's quantized and float graphs are measured instead of the
-    exported files. Raises ContractError where a figure became worse than in ``compare``, or INT8 is slower than the
+    speed alone. ``task`` adds its metrics to what is compared anyway (top-1, agreement, KL, SQNR): by default that of
+    the run directory. In PyTorch (``provider="torch"``) the run's quantized and float graphs are measured instead of
+    the exported files. Raises ContractError where a figure became worse than in ``compare``, or INT8 is slower than the
     reference without ``allow_slower``; the figures are committed all the same.
     """
     config = configured(BenchmarkConfig, config, options)
@@ -44,7 +52,10 @@ def benchmark(
 
     what = run_of(what)
     if (files := _files(what)) is not None:
-        found = stage.benchmark(files, config, batches=_test_batches(open_data(data, 0)), progress=teller(progress))
+        scores = None if task is None else _scores(open_task(task))
+        found = stage.benchmark(
+            files, config, batches=_test_batches(open_data(data, 0)), scores=scores, progress=teller(progress)
+        )
         _require(found, config)
         return found
     if not isinstance(what, str | Path):
@@ -68,17 +79,36 @@ def benchmark(
     subject = {
         "model": (recorded.get("source") or {}).get("model"), "data": None if identity == UNIDENTIFIED else identity
     }  # fmt: skip
+    judging = recall_task(recorded.get("source") or {}, trust=trust) if task is None else open_task(task)
     found = stage.benchmark(
-        files, config, batches=_test_batches(opened), subject=subject, target=recorded["plan"]["target"],
-        progress=teller(progress),
+        files, config, batches=_test_batches(opened), scores=_scores(judging, run), subject=subject,
+        target=recorded["plan"]["target"], progress=teller(progress),
     )  # fmt: skip
     found["notes"] += [f"fp16 was not measured: {impossible}"] if impossible else []
+    found["notes"] += [NO_TASK] if judging is None else []
     with staging(folder, "benchmark"):
         inputs = {name: recorded["outputs"][output]["sha256"] for name, output in outputs.items()}
         inputs["data"] = identity
         write_result(folder, "benchmark", config=as_dict(config), inputs=inputs, outputs={}, metrics=found)
     _require(found, config, _gains_size_alone(recorded))
     return found
+
+
+def _scores(task: Task | None, run: Path | None = None) -> Scores | None:
+    """What a task makes of the files' outputs, packed as those of the quantized model in ``run``.
+
+    None for plain classification, whose top-1 is compared anyway.
+    """
+    from qtool.benchmarking.accuracy import Scores
+    from qtool.stages.quantization import load_quantized
+    from qtool.tasks import Classification
+
+    if task is None or isinstance(task, Classification):
+        return None
+    if run is None or not has_result(run, "quantize"):
+        return Scores(task)
+    model = load_quantized(run)
+    return Scores(task, model(model.example))
 
 
 def measured(run: Path, config: BenchmarkConfig) -> bool:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from qtool import evaluate
-from qtool.benchmarking.accuracy import judge, predict
+from qtool.benchmarking.accuracy import Scores, judge, predict
 from qtool.errors import QtoolError
 from qtool.runtimes import open_session
 from qtool.runtimes.base import TensorInfo
@@ -177,3 +177,65 @@ def test_another_comparison_can_be_given():
 def test_outputs_that_cannot_be_compared_are_refused(other, words):
     with pytest.raises(QtoolError, match=words):
         judge({"fp32": torch.zeros(2, 3), "int8": other}, None, reference="fp32")
+
+
+class Margin:
+    """How far the right class is ahead, and the share that is, from outputs that are packed as a model's."""
+
+    name, metric, higher_is_better = "margin", "margin", True
+
+    def loss(self, output, target):
+        ahead = output["logits"].gather(1, target[:, None])[:, 0] - output["logits"].mean(1)
+        return -ahead.sum(), float(len(target))
+
+    def metrics(self, output, target):
+        return {"margin": -self.loss(output, target)[0], "right": (output["logits"].argmax(1) == target).sum()}
+
+    def finish(self, means):
+        return means | {"twice": 2 * means["margin"]}
+
+
+def test_a_task_of_its_own_judges_every_variant(sessions, batches):
+    scores = Scores(Margin(), {"logits": torch.zeros(2, 3)})
+    outputs, targets = predict(sessions, batches(16), samples=25, scores=scores)
+    found = scores.results("fp32")
+    assert not scores.failure
+    for name, values in outputs.items():
+        margin = float((values.gather(1, targets[:, None])[:, 0] - values.mean(1)).mean())
+        right = float((values.argmax(1) == targets).double().mean())
+        wanted = {"loss": -margin, "margin": margin, "right": right, "twice": 2 * margin}
+        assert found[name]["metrics"] == pytest.approx(wanted, rel=1e-5)
+        assert found[name]["metrics_reference"] == found["fp32"]["metrics"]
+        assert (found[name]["metric"], found[name]["higher_is_better"]) == ("margin", True)
+
+
+def test_outputs_of_an_unknown_structure_are_a_tensor_or_a_tuple_of_them():
+    class Seen(Margin):
+        def loss(self, output, target):
+            seen.append(output)
+            return torch.zeros(()), 1.0
+
+        def metrics(self, output, target):
+            return {}
+
+    seen = []
+    Scores(Seen()).add("fp32", [np.ones((2, 3), np.float16)], torch.zeros(2))
+    Scores(Seen()).add("fp32", [np.ones((2, 3)), np.ones(2, np.int64)], torch.zeros(2))
+    assert seen[0].dtype == torch.float32
+    assert isinstance(seen[1], tuple)
+    assert seen[1][1].dtype == torch.int64
+
+
+def test_a_task_that_cannot_judge_says_why_and_the_outputs_are_compared_all_the_same(sessions, batches):
+    scores = Scores(Margin())  # no dict: the task fails
+    outputs, _ = predict(sessions, batches(16), scores=scores)
+    assert scores.results("fp32") == {}
+    assert "task 'margin'" in scores.failure
+    assert all(len(values) == 40 for values in outputs.values())
+
+
+def test_without_targets_no_task_is_asked(sessions, batches):
+    scores = Scores(Margin())
+    predict(sessions, ((images, None) for images, _ in batches(20)), scores=scores)
+    assert scores.results("fp32") == {}
+    assert not scores.failure

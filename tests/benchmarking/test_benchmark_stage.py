@@ -89,7 +89,7 @@ def test_of_several_outputs_the_first_is_judged_and_that_is_said(files, batches,
     model.graph.output.append(inner)
     onnx.save(model, tmp_path / "two.onnx")
     told = benchmark({"two": tmp_path / "two.onnx"}, BenchmarkConfig(seconds=0.0), batches=batches)
-    assert told["notes"] == ["accuracy is that of the first of 2 outputs"]
+    assert told["notes"] == ["top-1, agreement, KL and SQNR are those of the first of 2 outputs"]
     assert not any("outputs" in note for note in result["notes"])
 
 

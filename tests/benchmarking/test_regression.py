@@ -22,7 +22,10 @@ def entry(**changes):
     }  # fmt: skip
     base = {
         "size_stripped_mib": 1.0, "peak_memory_mib": 20.0, "arithmetic": {"int8": 5}, "latency": [timed],
-        "accuracy": {"num_samples": 1000, "top1": 0.9, "agreement": 0.98, "sqnr_db": 30.0},
+        "accuracy": {
+            "num_samples": 1000, "top1": 0.9, "agreement": 0.98, "sqnr_db": 30.0,
+            "metric": "mae", "higher_is_better": False, "metrics": {"mae": 0.4},
+        },
     }  # fmt: skip
     for path, value in changes.items():
         place = base
@@ -61,12 +64,22 @@ def test_the_same_is_no_regression():
         ({"accuracy__top1": 0.894}, {"accuracy__top1": 0.896}, "top-1"),
         ({"accuracy__agreement": 0.974}, {"accuracy__agreement": 0.976}, "agreement"),
         ({"accuracy__sqnr_db": 29.4}, {"accuracy__sqnr_db": 29.6}, "SQNR, dB"),
+        ({"accuracy__metrics": {"mae": 0.405}}, {"accuracy__metrics": {"mae": 0.403}}, "mae"),
         ({"arithmetic": {"int8": 4, "float32": 1}}, {"arithmetic": {"int8": 9}}, "share of INT8 operations"),
     ],
 )  # fmt: skip
 def test_each_figure_has_its_limit(worse, just_as_good, figure):
     assert figures(result(**worse)) == [figure]
     assert figures(result(**just_as_good)) == []
+
+
+def test_a_task_s_metric_is_worse_in_its_own_direction():
+    higher = {"accuracy__metric": "f1", "accuracy__higher_is_better": True}
+    old = result(**higher, accuracy__metrics={"f1": 0.8})
+    assert figures(result(**higher, accuracy__metrics={"f1": 0.791}), old) == ["f1"]
+    assert figures(result(**higher, accuracy__metrics={"f1": 0.793}), old) == []
+    assert figures(result(**higher, accuracy__metrics={"f1": 0.9}), old) == []
+    assert figures(result(), old) == []  # of another task
 
 
 def test_better_is_never_worse():

@@ -45,6 +45,9 @@ def test_tiles_say_gained_where_the_drop_is_negative(finished_run, result):
     }  # fmt: skip
     result["variants"]["int8"]["accuracy"]["top1_drop"] = -0.002
     assert ("0.20", "points of top-1 gained") in sections._headline(result["variants"]["int8"])
+    told = {"metric": "mae", "metrics": {"mae": 0.25}, "metrics_reference": {"mae": 0.24}}
+    result["variants"]["int8"] |= {"size_ratio": 1.25, "accuracy": {"sqnr_db": 30.0} | told}
+    assert sections._headline(result["variants"]["int8"])[::2] == [("1.25×", "larger"), ("0.250", "mae, 0.240 before")]
 
 
 def test_the_title_is_model_and_data_or_else_the_folder(finished_run, tmp_path):

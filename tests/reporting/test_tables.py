@@ -42,6 +42,26 @@ def test_what_nobody_measured_has_no_row(result):
     assert "load time, ms" in told
 
 
+def test_a_task_s_own_metrics_have_rows_what_decides_first(result):
+    values = {"fp32": 4.0, "fp16": 4.01, "int8": 4.2}
+    for name, value in values.items():
+        metrics = {"loss": 1.4, "top1": 0.5, "recall": 0.25, "perplexity": value}
+        told = {"metric": "perplexity", "higher_is_better": False, "metrics_reference": {"perplexity": 4.0}}
+        result["variants"][name]["accuracy"] |= told | {"metrics": metrics}
+    labels = list(table(result))
+    assert table(result)["perplexity"] == {"fp32": "4.00", "fp16": "4.01", "int8": "4.20"}
+    assert labels.index("recall") == labels.index("perplexity") + 1 == labels.index("top-1") - 1
+    assert not {"loss", "top1"} & set(labels)
+    assert "perplexity 4.20 against 4.00" in markdown(result)
+
+
+@pytest.mark.parametrize("metrics", [{"loss": 0.5}, {"loss": 0.5, "mae": 0.25}])
+def test_a_loss_that_decides_has_the_row(result, metrics):
+    for entry in result["variants"].values():
+        entry["accuracy"] = {"num_samples": 9, "metric": "loss", "metrics": metrics}
+    assert table(result)["loss"]["int8"] == "0.500"
+
+
 def test_an_unsettled_ratio_is_marked_and_explained(result):
     assert table(result)["batch 8: 95 % CI"]["int8"].endswith(" *")
     assert "wider than was asked" in markdown(result)

@@ -24,6 +24,18 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 3))
 
 
+class Wrong:
+    """A task of one's own: the share of wrong answers."""
+
+    name, metric, higher_is_better = "errors", "wrong", False
+
+    def loss(self, output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, float]:
+        return nn.functional.cross_entropy(output, target, reduction="sum"), float(len(target))
+
+    def metrics(self, output: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"wrong": (output.argmax(1) != target).sum()}
+
+
 def test_each_stage_takes_what_the_one_before_returned(tmp_path: Path) -> None:
     data = batches()
     trained = qtool.train(net(), data, epochs=1, max_steps=2)
@@ -31,8 +43,11 @@ def test_each_stage_takes_what_the_one_before_returned(tmp_path: Path) -> None:
     assert torch.equal(quantized(data[0][0]), again(data[0][0]))
     exported = qtool.export(quantized, tmp_path / "out", samples=data)
     assert exported.folder == tmp_path / "out"
-    qtool.benchmark(exported, data, seconds=0.1, allow_slower=True)  # committed where the files are
-    assert (tmp_path / "out" / "benchmark.json").exists()
+    figures = qtool.benchmark(exported, data, task=Wrong(), seconds=0.1, allow_slower=True)
+    assert (tmp_path / "out" / "benchmark.json").exists()  # committed where the files are
+    for name, model in {"fp32": trained.model, "int8": quantized}.items():
+        wrong = sum(float((model(x).argmax(1) != y).sum()) for x, y in data) / 32
+        assert figures["variants"][name]["accuracy"]["metrics"]["wrong"] == pytest.approx(wrong)
     assert qtool.report(exported) == qtool.report(tmp_path / "out")
     assert qtool.inspect(exported) == qtool.inspect(tmp_path / "out")
     options = {"seconds": 0.1, "width": 1.0, "allow_slower": True}
