@@ -237,6 +237,32 @@ class Twice(nn.Module):
         return self.shared(self.shared(self.own(x)).relu())
 
 
+class Price(nn.Module):
+    """One number for each sample, from a linear layer or from a convolution."""
+
+    def __init__(self, linear: bool) -> None:
+        super().__init__()
+        self.head = nn.Linear(12, 1) if linear else nn.Conv1d(12, 1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x)[:, 0] if isinstance(self.head, nn.Linear) else self.head(x[..., None]).flatten(0)
+
+
+@pytest.mark.parametrize("linear", [True, False])
+@pytest.mark.parametrize("name", ["adaround", "brecq"])
+def test_one_number_a_sample_is_learned_on_batches_of_any_size(linear: bool, name: str) -> None:
+    torch.manual_seed(0)
+    model, batches = Price(linear).eval(), [*correlated(33, 12).split(12)]
+    error = {}
+    for algorithms in ((), (name,)):
+        config = QuantizeConfig(weight_bits=4, edge_bits=4, ranges="minmax", algorithms=algorithms, rounding_steps=100)
+        made = quantize(model, config, example=batches[0], calibration=batches)
+        with torch.no_grad():
+            error[algorithms] = sum(float((made(x) - model(x)).square().sum()) for x in batches)
+    assert any("of 1 regions" in note for note in made.plan.notes)
+    assert error[(name,)] < 0.7 * error[()]
+
+
 def test_a_shared_weight_stays_as_it_is() -> None:
     given = subject(Twice().eval(), [correlated(64, 4)], steps=5)
     targets = {str(node.args[1].args[0].target) for node in given.anchors()}

@@ -58,9 +58,15 @@ class Part:
         made: Tensor = self.run(index, rows, given, generator)[self.region.output]
         wanted: Tensor = self._picked(self.goal[self.region.output], self.plain, index, rows)
         gap = (made - wanted).square()
-        axis = self.axis % gap.dim()
-        others = [dim for dim in range(gap.dim()) if dim != axis]
-        return (gap.sum(others) if others else gap) / len(rows)
+        axis = self._channels(gap)
+        if axis is None:
+            return gap.sum().reshape(1) / len(rows)
+        return gap.sum([dim for dim in range(gap.dim()) if dim != axis]) / len(rows)
+
+    def _channels(self, value: Tensor) -> int | None:
+        """The dimension of the region's output that counts channels; None where one number of each sample is left."""
+        batch = self._batch_axis(self.region.output)
+        return None if value.dim() == 1 or self.axis % value.dim() == batch else self.axis % value.dim()
 
     @torch.no_grad()
     def held_errors(self, given: Given) -> Tensor:
@@ -82,7 +88,7 @@ class Part:
     def minibatch(self) -> int:
         """The samples of a step: as many as have ``POSITIONS`` places in the region's output."""
         value = self.plain.stored(self.goal[self.region.output], 0)
-        places = int(value.numel()) // (self.sizes[0] * int(value.shape[self.axis]))
+        places = int(value.numel()) // (self.sizes[0] * int(value.shape[self.axis % value.dim()]))
         return max(MINIBATCH[0], min(MINIBATCH[1], POSITIONS // max(1, places)))
 
     def _rows(self, index: int, held: bool) -> Tensor:
