@@ -1,9 +1,9 @@
 """Processes that find torch imported: forks of a server that has done nothing else.
 
 A new interpreter takes seconds for that, mostly longer than for what a test has it do. These are processes of their own
-all the same: they have their own memory, can be killed, and know of the test's process what was sent to them. qtool
-itself is imported in each. How processes are started by qtool is shown elsewhere (``test_launcher.py``, ``test_cli.py``,
-``test_kills.py``).
+all the same: they have their own memory, can be killed, and know of the test's process only what was sent to them.
+qtool itself is imported in each. How processes start outside of the tests is shown elsewhere (``test_launcher.py``,
+``test_cli.py``, ``test_kills.py``).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def launched() -> Iterator[None]:
 
 
 class Started:
-    """``function(*arguments)`` in a process of its own; what it prints is in ``told``."""
+    """``function(*arguments)`` in a process of its own, which prints into the file ``told``."""
 
     def __init__(self, told: Path, function: Callable[..., object], *arguments: Any) -> None:
         _served()
@@ -60,11 +60,15 @@ class Started:
     def wait_for(self, reached: Callable[[], object]) -> None:
         """Returns when that holds. The process has to be alive until then."""
         while not reached():
-            assert self.process.is_alive(), self.told.read_text()
+            assert self.process.is_alive(), self.said()
             time.sleep(0.002)
 
+    def said(self) -> str:
+        """What it has printed."""
+        return self.told.read_text()
+
     def end(self) -> int:
-        """The exit code, when it has ended; what else it printed fails no test."""
+        """Its exit code, when it has ended."""
         self.process.join()
         code: int = self.process.exitcode
         return code
@@ -81,15 +85,19 @@ def _printing_to(told: Path, function: Callable[..., object], arguments: tuple[A
     function(*arguments)
 
 
-def command(*words: str, limit: int | None = None) -> None:
-    """What ``python -m qtool WORDS`` does; with no more than ``limit`` bytes in any file, as on a disk without room."""
-    if limit is not None:
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+def command(*words: str) -> None:
+    """What ``python -m qtool WORDS`` does."""
     from qtool.cli import main
 
     main.main(list(words), "qtool")
+
+
+def limited(limit: int, *words: str) -> None:
+    """The same, and no file may become larger than ``limit`` bytes, as on a disk with no more room."""
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    command(*words)
 
 
 def script(code: str, *words: str) -> None:
