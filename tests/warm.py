@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest import mock
 
@@ -98,6 +99,27 @@ def limited(limit: int, *words: str) -> None:
 
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     command(*words)
+
+
+def measured(request: str) -> tuple[int, str, str]:
+    """What the fresh process of :mod:`qtool.stages.memory` answers: its exit code, its answer and what else it said."""
+    with TemporaryDirectory() as folder:
+        asks, answers = Path(folder, "asks"), Path(folder, "answers")
+        os.mkfifo(asks)
+        process = Started(Path(folder, "said"), _answering, asks, answers)
+        with asks.open("w") as pipe:  # which stays open until the end: who finds it closed stops
+            pipe.write(request + "\n")
+            pipe.flush()
+            code = process.end()
+        return code, answers.read_text(), process.said()
+
+
+def _answering(asks: Path, answers: Path) -> None:
+    os.dup2(os.open(asks, os.O_RDONLY), 0)
+    os.dup2(os.open(answers, os.O_WRONLY | os.O_CREAT), 1)
+    from qtool.stages.memory import main
+
+    main()
 
 
 def script(code: str, *words: str) -> None:
