@@ -19,6 +19,8 @@ import pytest
 import warm
 from hypothesis import HealthCheck, settings
 
+from qtool import allocator
+
 # How long an example takes says nothing here: these tests run beside others, on machines with others.
 settings.register_profile("qtool", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("qtool")
@@ -34,6 +36,12 @@ def bright_bands(folder: Path, parts: dict[str, int], noise: int, band: int) -> 
             image[:, 2 * label : 2 * label + 3] += band
         np.savez(folder / f"{part}.npz", images=images, labels=labels)
     return f"npz:{folder}"
+
+
+@pytest.fixture(autouse=True)
+def _collects_no_garbage_for_others() -> None:
+    """A command that an earlier test ran in this process has had each export after it collect all garbage."""
+    allocator._tuned = False
 
 
 @pytest.fixture(scope="module")
