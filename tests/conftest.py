@@ -7,6 +7,7 @@ train, quantize and export in seconds.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 # One thread everywhere, before torch is imported: a sum split over threads has other last bits, and tests compare
@@ -15,7 +16,10 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import numpy as np
 import pytest
+import warm
 from hypothesis import HealthCheck, settings
+
+from qtool import allocator
 
 # How long an example takes says nothing here: these tests run beside others, on machines with others.
 settings.register_profile("qtool", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -32,6 +36,19 @@ def bright_bands(folder: Path, parts: dict[str, int], noise: int, band: int) -> 
             image[:, 2 * label : 2 * label + 3] += band
         np.savez(folder / f"{part}.npz", images=images, labels=labels)
     return f"npz:{folder}"
+
+
+@pytest.fixture(autouse=True)
+def _collects_no_garbage_for_others() -> None:
+    """A command that an earlier test ran in this process has had each export after it collect all garbage."""
+    allocator._tuned = False
+
+
+@pytest.fixture(scope="module")
+def warm_launches() -> Iterator[None]:
+    """Has :mod:`qtool.launcher` start processes that find torch imported; see :mod:`warm`."""
+    with warm.launched():
+        yield
 
 
 @pytest.fixture(scope="session")

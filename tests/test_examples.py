@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
-import os
 import re
+import runpy
 import subprocess
 import sys
 import tomllib
@@ -26,7 +26,6 @@ from qtool.recipe_files import load_recipe
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
-ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
 
 
 def qtool_command(*words: str) -> None:
@@ -122,23 +121,26 @@ def test_the_commands_of_own_model_work(tmp_path: Path, own_model: ModuleType) -
     assert load_quantized(tmp_path / "own")(x.repeat(2, 1, 1, 1)).dtype == torch.float32
 
 
+@pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize(
     ("terms", "code"),
     [(["--min-agreement", "0.5", "--max-kl", "1", "--max-size", "1"], 0), (["--max-kl", "-1"], 3)],
 )
 def test_mlops_pipeline_fails_its_job_only_when_the_contract_is_not_met(
-    tmp_path: Path, small_data: str, terms: list[str], code: int
-) -> None:
+    tmp_path: Path, small_data: str, terms: list[str], code: int, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     words: list[Any] = [EXAMPLES / "mlops_pipeline.py", "--data", small_data, "--epochs", "1", "--out", tmp_path]
     words += ["--min-speedup", "0"]  # so small a net takes no less time in integers
-    done = subprocess.run(
-        [sys.executable, *map(str, words), *terms], env=ENVIRONMENT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == code, done.stderr
+    monkeypatch.setattr(sys, "argv", [*map(str, words), *terms])
+    with pytest.raises(SystemExit) as left:
+        runpy.run_path(str(words[0]), run_name="__main__")
+    told = capsys.readouterr().err
+    assert left.value.code == code, told
     report = json.loads((tmp_path / "report.json").read_text())
     assert (tmp_path / "model.int8.onnx").exists()
     assert bool(report["broken_terms"]) == (code == 3)
-    assert ("not deployed: kl is" in done.stderr) == (code == 3)
+    assert ("not deployed: kl is" in told) == (code == 3)
 
 
 @pytest.mark.slow

@@ -1,14 +1,12 @@
-import os
 import random
 import signal
-import subprocess
-import sys
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import warm
 from torch import nn
 
 from qtool import checkpoint, devices, loop
@@ -122,13 +120,12 @@ def flat(tree):
 
 SCRIPT = """
 import os, signal, sys
-sys.path.insert(0, sys.argv[1])
 from pathlib import Path
 import torch
 from qtool import checkpoint
 from test_loop import TASK, config, fit, make_data, make_model
 
-out, when = Path(sys.argv[2]), sys.argv[3]
+out, when = Path(sys.argv[1]), sys.argv[2]
 
 def kill(at):
     if when == str(at.step):
@@ -152,12 +149,7 @@ torch.save({"model": model.state_dict(), "losses": history.losses}, out / "resul
 
 def run_script(out, when):
     out.mkdir(exist_ok=True)
-    script = out / "script.py"
-    script.write_text(SCRIPT)
-    return subprocess.run(
-        [sys.executable, script, Path(__file__).parent, out, when], capture_output=True, text=True,
-        env=os.environ | {"PYTHONPATH": str(Path(loop.__file__).parents[1])},
-    )  # fmt: skip
+    return warm.Started(out / "said", warm.script, SCRIPT, str(out), when)
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL")
@@ -165,10 +157,10 @@ def run_script(out, when):
 def test_a_killed_process_resumes_exactly(when, tmp_path):
     """Killed between steps, and killed in the middle of writing a checkpoint (whose half must not count)."""
     killed = run_script(tmp_path, when)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert killed.end() == -signal.SIGKILL, killed.said()
     assert not (tmp_path / "result.pt").exists()
     again = run_script(tmp_path, "never")
-    assert again.returncode == 0, again.stderr
+    assert again.end() == 0, again.said()
     found = torch.load(tmp_path / "result.pt", weights_only=True)
     model = make_model()
     expected = fit(model, make_data(), TASK, config())

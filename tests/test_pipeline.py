@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 
 import qtool
 from qtool import pipeline
@@ -24,7 +21,6 @@ from qtool.recipe_files import load_recipe
 from qtool.reporting.page import report
 from qtool.stages.benchmarking import measured
 
-ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(qtool.__file__).parents[1])}
 VARIANT = {
     "float.pt2", "int8.pt2", "ranges.json", "quantize.json", "model.fp32.onnx", "model.fp16.onnx", "model.int8.onnx",
     "export.json", "benchmark.json", "report.json",
@@ -295,16 +291,13 @@ def test_a_run_killed_in_every_stage_gives_the_files_of_an_undisturbed_one(
     tmp_path: Path, small_recipe: Path, undisturbed: Path
 ) -> None:
     out = tmp_path / "run"
-    words = [sys.executable, "-m", "qtool", "run", str(small_recipe), "--out", str(out), "--quiet"]
+    words = ["run", str(small_recipe), "--out", str(out), "--quiet"]
     for name, reached in MOMENTS:
-        process = subprocess.Popen(words, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
-        while not reached(out):
-            assert process.poll() is None, (name, process.communicate()[1])
-            time.sleep(0.001)
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-    last = subprocess.run(words, env=ENVIRONMENT, capture_output=True, text=True, check=False)
-    assert last.returncode == 0, last.stderr
+        process = warm.Started(tmp_path / name, warm.command, *words)
+        process.wait_for(partial(reached, out))
+        process.kill()
+    last = warm.Started(tmp_path / "last", warm.command, *words)
+    assert last.end() == 0, last.said()
     names = [p.relative_to(undisturbed) for p in undisturbed.rglob("*") if p.is_file()]
     assert sorted(names) == sorted(p.relative_to(out) for p in out.rglob("*") if p.is_file())
     made = [n for n in names if n.suffix in (".safetensors", ".onnx") or n.name == "ranges.json"]

@@ -99,6 +99,7 @@ def _join_twice(folder: Path) -> None:
             (folder / str(processes.rank())).write_text(str(processes.gather(processes.rank())))
 
 
+@pytest.mark.usefixtures("warm_launches")
 def test_processes_may_join_again_though_one_is_late(tmp_path: Path) -> None:
     """A script may train twice. What the first group left in the store is no address of the second's."""
     launch(_join_twice, 2, tmp_path)

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import warm
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -371,16 +368,11 @@ qtool.quantize(sys.argv[1], max_kl=1e-9, method="ptq", calibration="train:64")
 
 
 @pytest.mark.slow
-def test_a_search_killed_by_sigkill_goes_on(trained: Path) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", SLOW, str(trained), "0.5"], stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    for _ in range(2):
-        assert process.stdout.readline() == "made\n"
+def test_a_search_killed_by_sigkill_goes_on(trained: Path, tmp_path: Path) -> None:
+    process = warm.Started(tmp_path / "said", warm.script, SLOW, str(trained), "0.5")
+    process.wait_for(lambda: process.said().splitlines().count("made") == 2)
     time.sleep(0.1)
-    os.kill(process.pid, signal.SIGKILL)
-    process.communicate()
+    process.kill()
     known = {path.name: path.stat().st_mtime_ns for path in (trained / "search").glob("*.safetensors")}
     assert len(known) == 2
     with pytest.raises(ContractError):

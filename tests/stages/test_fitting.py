@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import warm
 from nets import FeedForward
 from torch import nn
 
@@ -337,6 +338,7 @@ class PickyInOne(Picky):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm_launches")
 def test_several_processes_go_on_together_from_the_last_checkpoint_in_smaller_micro_batches(
     small_data: str, tmp_path: Path
 ) -> None:
@@ -373,6 +375,7 @@ class Killed(Picky):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm_launches")
 def test_a_process_that_the_system_kills_for_lack_of_memory_is_one_that_ran_out_of_it(
     small_data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -505,8 +508,8 @@ except QtoolError as error:
 
 
 def test_an_address_space_that_ends_is_told_as_memory_that_ends(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", LIMITED, str(tmp_path)], capture_output=True, text=True, check=False, timeout=300
-    )
-    assert done.stdout.startswith("training step 3: expected memory for it; got none left"), done.stdout + done.stderr
-    assert "step-00000002.safetensors" in done.stdout
+    process = warm.Started(tmp_path / "said", warm.script, LIMITED, str(tmp_path / "run"))
+    process.end()
+    (told,) = [line for line in process.said().splitlines() if line.startswith("training step 3: ")]
+    assert "expected memory for it; got none left" in told
+    assert "step-00000002.safetensors" in told

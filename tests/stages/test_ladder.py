@@ -7,11 +7,13 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+import warm
 
 from qtool.errors import UsageError
 from qtool.recipe import TrainConfig
 from qtool.reporting.ladder import ladder_lines, picture
 from qtool.reporting.terminal import show
+from qtool.stages import memory
 from qtool.stages.ladder import DEFAULT, Ladder, Rung, climb, configs, load_ladder
 from qtool.training import rules
 
@@ -34,7 +36,10 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 @pytest.mark.slow
-def test_each_rung_is_predicted_measured_and_trained(small_data: str, small_net: str, tmp_path: Path) -> None:
+def test_each_rung_is_predicted_measured_and_trained(
+    small_data: str, small_net: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "_asked", warm.measured)
     (tmp_path / "ladder.toml").write_text(TEXT)
     found = climb(
         tmp_path / "ladder.toml", model=small_net, data=small_data, out=tmp_path / "out", device="cpu", seeds=2

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import warm
 from click.testing import CliRunner
 from torch import nn
 
@@ -104,7 +105,10 @@ def test_what_is_not_predicted_is_refused(specs: dict[str, str]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"step_in_backward": True, "grad_clip": None}], ids=["whole", "blocks"])
-def test_a_compiled_step_is_predicted_and_measured(specs: dict[str, str], options: dict[str, Any]) -> None:
+def test_a_compiled_step_is_predicted_and_measured(
+    specs: dict[str, str], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stage, "_asked", warm.measured)
     specs["model"] += "_of_blocks" if options else ""
     found = stage.predict_memory(**specs, **options, measure=True, device="cpu", batch_size=256, compile=True)
     assert abs(found["error"]) < 0.1

@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import warm
 from command_line import in_process
 from torch import nn
 
@@ -24,8 +21,6 @@ from qtool.data import load_data
 from qtool.errors import ContractError, QtoolError, UsageError
 from qtool.quantization import search
 from qtool.stages import load_quantized
-
-ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(qtool.__file__).parents[1])}
 
 
 def plain_net() -> nn.Module:
@@ -266,17 +261,6 @@ def test_a_run_directory_that_cannot_be_written_is_refused_before_any_work(
 # A full disk
 
 
-def limited(limit: int, *words: str) -> subprocess.CompletedProcess[str]:
-    """A command that may write no file larger than ``limit`` bytes, as on a disk with no more room."""
-    import resource
-
-    return subprocess.run(
-        [sys.executable, "-m", "qtool.cli", *words, "--quiet"],
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
-        env=ENVIRONMENT, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-
-
 def test_a_full_disk_is_one_line_and_the_same_command_works_with_room(
     tmp_path: Path, small_net: str, small_data: str
 ) -> None:
@@ -288,35 +272,15 @@ def test_a_full_disk_is_one_line_and_the_same_command_works_with_room(
     }
     for stage, (limit, words) in steps.items():
         before = sorted(run.iterdir()) if run.exists() else None
-        full = limited(limit, stage, *words)
-        assert full.returncode == 1, full.stderr
-        assert len(full.stderr.splitlines()) == 1, full.stderr
-        assert "room" in full.stderr or "free space" in full.stderr
+        full = warm.Started(tmp_path / stage, warm.limited, limit, stage, *words, "--quiet")
+        assert full.end() == 1, full.said()
+        assert len(full.said().splitlines()) == 1, full.said()
+        assert "room" in full.said() or "free space" in full.said()
         assert (sorted(run.iterdir()) if run.exists() else None) == before
         assert in_process(stage, *words, "--quiet").exit_code == 0
 
 
 # A kill
-
-
-def start(out: Path, *words: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "qtool.cli", *words, "--out", str(out), "--quiet"],
-        env=ENVIRONMENT, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-
-
-def finish(process: subprocess.Popen[str]) -> None:
-    """Waits for a process that has to succeed; fails with what it said."""
-    said = process.communicate()[1]
-    assert process.returncode == 0, said
-
-
-def wait_for(condition: Any, process: subprocess.Popen[str]) -> None:
-    """Until the condition holds; fails with what the process said where it ended before."""
-    while not condition():
-        assert process.poll() is None, process.communicate()[1]
-        time.sleep(0.002)
 
 
 @pytest.mark.parametrize("mode", ["train", "qat"])
@@ -334,13 +298,12 @@ def test_a_training_killed_by_sigkill_resumes_to_the_same_bits(
     undisturbed = in_process(*words, "--out", str(calm), "--quiet")
     assert undisturbed.exit_code == 0, undisturbed.stderr
     for steps in (1, 2):
-        process = start(killed, *words)
-        wait_for(lambda n=steps: len(list(killed.glob("checkpoints/*"))) >= n, process)
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
+        process = warm.Started(tmp_path / f"said {steps}", warm.command, *words, "--out", str(killed), "--quiet")
+        process.wait_for(lambda n=steps: len(list(killed.glob("checkpoints/*"))) >= n)
+        process.kill()
         assert not (killed / f"{'train' if mode == 'train' else 'quantize'}.json").exists()
-    last = start(killed, *words)
-    finish(last)
+    last = warm.Started(tmp_path / "said at last", warm.command, *words, "--out", str(killed), "--quiet")
+    assert last.end() == 0, last.said()
     assert sha256_of(killed / file) == sha256_of(calm / file)
     stage = "train" if mode == "train" else "quantize"
     assert json.loads((killed / f"{stage}.json").read_text())["metrics"] == read_result(calm, stage)["metrics"]

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
+import warm
 
 import qtool
 from qtool.artifacts import read_result
@@ -127,14 +123,10 @@ module.sensitivity(sys.argv[1], samples=32, calibration="train:64")
 
 def test_killed_by_sigkill_it_goes_on(trained: Path, tmp_path: Path) -> None:
     calm = qtool.sensitivity(trained, out=tmp_path / "calm", **OPTIONS)
-    command = [sys.executable, "-W", "ignore", "-c", SLOW, str(trained)]
-    process = subprocess.Popen([*command, "0.5"])
+    process = warm.Started(tmp_path / "said", warm.script, SLOW, str(trained), "0.5")
     part = trained / PART
-    end = time.monotonic() + 60
-    while not part.exists() and time.monotonic() < end:
-        time.sleep(0.05)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
+    process.wait_for(part.exists)
+    process.kill()
     assert 0 < json.loads(part.read_text())["state"]["num_samples"] < 32
     assert not (trained / "sensitivity.json").exists()
     assert qtool.sensitivity(trained, **OPTIONS) == calm

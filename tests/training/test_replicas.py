@@ -19,7 +19,10 @@ from qtool.recipe import TrainConfig
 from qtool.step import Step, plain, trained
 from qtool.training import compiling, replicas
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning"),
+    pytest.mark.usefixtures("warm_launches"),
+]
 
 
 class Half(nn.Module):

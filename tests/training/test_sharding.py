@@ -20,11 +20,14 @@ from qtool.step import Step, trained
 from qtool.training import sharded_files
 from qtool.training.techniques import setup
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning"),
+    pytest.mark.usefixtures("warm_launches"),
+]
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
+def runs(tmp_path_factory, warm_launches):
     """The folders of undisturbed trainings on two processes, and of some that were stopped and killed."""
     folder = tmp_path_factory.mktemp("runs")
     launch(group_runs.whole, 2, folder / "whole")

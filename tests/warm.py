@@ -1,0 +1,128 @@
+"""Processes that find torch imported: forks of a server that has done nothing else.
+
+A new interpreter takes seconds for that, mostly longer than for what a test has it do. These are processes of their own
+all the same: they have their own memory, can be killed, and know of the test's process only what was sent to them.
+qtool itself is imported in each. How processes start outside of the tests is shown elsewhere (``test_launcher.py``,
+``test_cli.py``, ``test_kills.py``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing import forkserver
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+from unittest import mock
+
+CONTEXT: Any = multiprocessing.get_context("forkserver")
+IMPORTED = ("torch._dynamo", "torch.distributed.fsdp", "torch.nn.parallel.distributed")
+IF_HERE = ("bitsandbytes.optim", "onnxscript", "peft", "torchao.optim")
+"""Where the tests that are run have imported them too, which shows that they can be, and that they are of use."""
+_ENVIRONMENT = dict(os.environ)
+"""As it is before any test changes it: the server's own, and so its processes'."""
+
+
+def _served() -> None:
+    CONTEXT.set_forkserver_preload([*IMPORTED, *(name for name in IF_HERE if name in sys.modules)])
+    with mock.patch.dict(os.environ, _ENVIRONMENT, clear=True):
+        forkserver.ensure_running()
+
+
+@contextlib.contextmanager
+def launched() -> Iterator[None]:
+    """In this block :mod:`qtool.launcher` starts such processes, with what it would send to new interpreters."""
+    context = multiprocessing.get_context
+
+    def warm(method: str | None = None) -> Any:
+        _served()
+        return CONTEXT if method == "spawn" else context(method)
+
+    with mock.patch.object(multiprocessing, "get_context", warm):
+        yield
+
+
+class Started:
+    """``function(*arguments)`` in a process of its own, which prints into the file ``told``."""
+
+    def __init__(self, told: Path, function: Callable[..., object], *arguments: Any) -> None:
+        _served()
+        self.told = told
+        told.touch()
+        self.process = CONTEXT.Process(target=_printing_to, args=(told, function, arguments))
+        self.process.start()
+
+    def wait_for(self, reached: Callable[[], object]) -> None:
+        """Returns when that holds. The process has to be alive until then."""
+        while not reached():
+            assert self.process.is_alive(), self.said()
+            time.sleep(0.002)
+
+    def said(self) -> str:
+        """What it has printed."""
+        return self.told.read_text()
+
+    def end(self) -> int:
+        """Its exit code, when it has ended."""
+        self.process.join()
+        code: int = self.process.exitcode
+        return code
+
+    def kill(self) -> None:
+        os.kill(self.process.pid, signal.SIGKILL)
+        assert self.end() == -signal.SIGKILL
+
+
+def _printing_to(told: Path, function: Callable[..., object], arguments: tuple[Any, ...]) -> None:
+    with told.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    function(*arguments)
+
+
+def command(*words: str) -> None:
+    """What ``python -m qtool WORDS`` does."""
+    from qtool.cli import main
+
+    main.main(list(words), "qtool")
+
+
+def limited(limit: int, *words: str) -> None:
+    """The same, and no file may become larger than ``limit`` bytes, as on a disk with no more room."""
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    command(*words)
+
+
+def measured(request: str) -> tuple[int, str, str]:
+    """What the fresh process of :mod:`qtool.stages.memory` answers: its exit code, its answer and what else it said."""
+    with TemporaryDirectory() as folder:
+        asks, answers = Path(folder, "asks"), Path(folder, "answers")
+        os.mkfifo(asks)
+        process = Started(Path(folder, "said"), _answering, asks, answers)
+        with asks.open("w") as pipe:  # which stays open until the end: who finds it closed stops
+            pipe.write(request + "\n")
+            pipe.flush()
+            code = process.end()
+        return code, answers.read_text(), process.said()
+
+
+def _answering(asks: Path, answers: Path) -> None:
+    os.dup2(os.open(asks, os.O_RDONLY), 0)
+    os.dup2(os.open(answers, os.O_WRONLY | os.O_CREAT), 1)
+    from qtool.stages.memory import main
+
+    main()
+
+
+def script(code: str, *words: str) -> None:
+    """What ``python -c CODE WORDS`` does."""
+    sys.argv = ["-c", *words]
+    exec(code, {"__name__": "__main__"})
