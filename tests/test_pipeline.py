@@ -279,11 +279,11 @@ def test_inspecting_what_is_no_artifact(tmp_path: Path) -> None:
 
 
 MOMENTS: list[tuple[str, Callable[[Path], bool]]] = [
-    ("training", lambda run: any(run.glob("checkpoints/*"))),
+    ("training", lambda run: any(run.glob("checkpoints/step-*"))),
     ("quantizing", lambda run: (run / "ptq" / ".quantize-pending").exists()),
     ("exporting", lambda run: (run / "ptq" / ".export-pending" / "model.int8.onnx").exists()),
     ("benchmarking", lambda run: (run / "ptq" / "export.json").exists()),
-    ("tuning", lambda run: any((run / "qat").glob("checkpoints/*"))),
+    ("tuning", lambda run: any((run / "qat").glob("checkpoints/step-*"))),
 ]
 
 

@@ -293,16 +293,21 @@ def test_a_training_killed_by_sigkill_resumes_to_the_same_bits(
         qtool.train(small_net, small_data, out=tmp_path / "float", max_steps=4)
         words, file = ["quantize", str(tmp_path / "float"), "--mode", "qat"], "ranges.json"
         words += ["--step-size", "learned", "--ema", "0.99"]
-    words += ["--epochs", "6", "--batch-size", "8", "--checkpoint-every", "5"]
+    words += ["--epochs", "6", "--batch-size", "8", "--checkpoint-every", "5", "--quiet"]
     calm, killed = tmp_path / "calm", tmp_path / "killed"
-    undisturbed = in_process(*words, "--out", str(calm), "--quiet")
+    undisturbed = in_process(*words, "--out", str(calm))
     assert undisturbed.exit_code == 0, undisturbed.stderr
-    for steps in (1, 2):
-        process = warm.Started(tmp_path / f"said {steps}", warm.command, *words, "--out", str(killed), "--quiet")
-        process.wait_for(lambda n=steps: len(list(killed.glob("checkpoints/*"))) >= n)
+
+    def whole() -> set[str]:
+        """Its checkpoints, without what is being written or was left half written."""
+        return {p.name for p in killed.glob("checkpoints/step-*")}
+
+    for kill in (1, 2):
+        process, before = warm.Started(tmp_path / f"said {kill}", warm.command, *words, "--out", str(killed)), whole()
+        process.wait_for(lambda before=before: whole() - before)
         process.kill()
         assert not (killed / f"{'train' if mode == 'train' else 'quantize'}.json").exists()
-    last = warm.Started(tmp_path / "said at last", warm.command, *words, "--out", str(killed), "--quiet")
+    last = warm.Started(tmp_path / "said at last", warm.command, *words, "--out", str(killed))
     assert last.end() == 0, last.said()
     assert sha256_of(killed / file) == sha256_of(calm / file)
     stage = "train" if mode == "train" else "quantize"
