@@ -55,6 +55,41 @@ def test_each_stage_takes_what_the_one_before_returned(tmp_path: Path) -> None:
         assert list(qtool.benchmark(files, **options)["variants"]) == ["model.int8"]
 
 
+class Named(nn.Module):
+    """Two outputs by name, of which the task reads the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        found = self.net(x)
+        return {"size": found.abs().sum(1), "classes": found}
+
+
+class WrongByName(Wrong):
+    def loss(self, output: dict[str, torch.Tensor], target: torch.Tensor) -> tuple[torch.Tensor, float]:  # type: ignore[override]
+        return super().loss(output["classes"], target)
+
+    def metrics(self, output: dict[str, torch.Tensor], target: torch.Tensor) -> dict[str, torch.Tensor]:  # type: ignore[override]
+        return super().metrics(output["classes"], target)
+
+
+def test_a_benchmark_packs_outputs_as_the_model_does_and_asks_for_a_task_that_no_record_can_name(
+    tmp_path: Path,
+) -> None:
+    model, data = Named().eval(), batches()
+    qtool.quantize(model, data, task=WrongByName(), out=tmp_path)
+    qtool.export(tmp_path, samples=data)
+    options = {"seconds": 0.1, "width": 1.0, "allow_slower": True}
+    told = qtool.benchmark(tmp_path, data, task=WrongByName(), **options)
+    wrong = sum(float((model(x)["classes"].argmax(1) != y).sum()) for x, y in data) / 32
+    assert told["variants"]["fp32"]["accuracy"]["metrics"]["wrong"] == pytest.approx(wrong)
+    untold = qtool.benchmark(tmp_path, data, **options)
+    assert "metrics" not in untold["variants"]["fp32"]["accuracy"]
+    assert any("pass task" in note or "with task=" in note for note in untold["notes"])
+
+
 def test_a_model_that_training_left_on_a_device_is_quantized_on_the_cpu() -> None:
     model, data = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)), [(torch.randn(8, 6), torch.arange(8) % 3)]
     expected = model(data[0][0])
