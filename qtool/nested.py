@@ -32,6 +32,16 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     return _rebuilt(value, lambda item: map_tensors(function, item))
 
 
+def packed(structure: Any, values: Iterable[Any]) -> Any:
+    """``structure`` with ``values`` in the places of its tensors, in their order.
+
+    >>> packed({"logits": torch.zeros(2), "states": (torch.zeros(1), None)}, [3, 4])
+    {'logits': 3, 'states': (4, None)}
+    """
+    left = iter(values)
+    return map_tensors(lambda _: next(left), structure)
+
+
 def from_arrays(value: Any) -> Any:
     """``value`` with tensors for numpy's arrays of numbers, over the same memory where that is possible."""
     if isinstance(value, Tensor):

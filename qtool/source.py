@@ -163,12 +163,16 @@ def recall_source(
 
 
 def recall_task(record: Mapping[str, Any], *, trust: bool = False) -> Task | None:
-    """The task in a stage's recorded source; None where it was given as a Python object."""
+    """The task in a stage's recorded source; None where it was given as a Python object.
+
+    Raises QtoolError where the file that it is in has changed since, unless that is trusted.
+    """
     from qtool.factories import require_same
 
     spec = record.get("task", "classification")
     for entry in record.get("factories", ()):
-        require_same(entry, trust=trust)
+        if entry["spec"] == spec:
+            require_same(entry, trust=trust)
     return None if spec is None else open_task(spec)
 
 

@@ -25,7 +25,7 @@ from qtool import evaluate
 from qtool.benchmarking.inputs import fixed_batch_size, resize_batch, to_feeds
 from qtool.errors import QtoolError
 from qtool.given import IGNORED
-from qtool.nested import cut, from_arrays, map_tensors
+from qtool.nested import cut, from_arrays, packed
 from qtool.runtimes.base import Array, Session
 from qtool.tasks import Task
 
@@ -58,8 +58,7 @@ class Scores:
         values = [value.float() if value.is_floating_point() else value for value in values]
         if self.structure is None:
             return values[0] if len(values) == 1 else tuple(values)
-        left = iter(values)
-        return map_tensors(lambda _: next(left), self.structure)
+        return packed(self.structure, values)
 
     def results(self, reference: str) -> dict[str, dict[str, Any]]:
         """For each variant its ``metrics``, those of the ``reference`` beside them, and the ``metric`` that decides."""

@@ -91,7 +91,7 @@ def _answers(model: QuantizedModel, path: Path) -> Iterator[Callable[[Any], Any]
     import torch
 
     from qtool.exporting.parity import feeds_of
-    from qtool.nested import map_tensors
+    from qtool.nested import packed
     from qtool.runtimes import open_session
 
     header = onnx.load(str(path), load_external_data=False)
@@ -99,8 +99,8 @@ def _answers(model: QuantizedModel, path: Path) -> Iterator[Callable[[Any], Any]
     session = open_session(path, provider=PROVIDERS[model.plan.target], threads=torch.get_num_threads())
 
     def answer(inputs: Any) -> Any:
-        values = iter(session.run(feeds_of(header, inputs)))
-        return map_tensors(lambda _: torch.from_numpy(next(values).copy()), structure)
+        values = session.run(feeds_of(header, inputs))
+        return packed(structure, (torch.from_numpy(value.copy()) for value in values))
 
     try:
         yield answer
