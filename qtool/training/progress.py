@@ -35,7 +35,7 @@ def describe(at: Progress) -> str:
     """One line of numbers; of the last validation, the task's first metric.
 
     >>> describe(Progress(5, 10, 0, 0.512345, 2e-3, 3 * 2**20, {"validation_loss": 0.4, "validation_top1": 0.9}))
-    'epoch 1 loss 0.5123 rate 0.002 3 MiB top1 0.9'
+    'epoch 1 loss 0.5123 rate 0.002 3.00 MiB top1 0.9'
     """
     memory = bytes_told(at.memory_bytes)
     parts = [f"epoch {at.epoch + 1}", f"loss {at.loss:.4f}", f"rate {at.learning_rate:.2g}", memory]
