@@ -95,13 +95,13 @@ def predict(
         first = next(iter(sessions.values()))
         count = len(next(iter(to_feeds(value, first.inputs).values())))
         keep = count if samples is None else min(count, samples - seen)
+        judging = None if target is None else scores
+        known = None if judging is None else cut(from_arrays(target), 0, keep, count)
         for name, session in sessions.items():
-            scored = scores is not None and target is not None
-            found = _run(session, value, count, whole, None if scored else 1)
+            found = _run(session, value, count, whole, 1 if judging is None else None)
             outputs[name].append(found[0][:keep])
-            if scores is not None and scored:
-                known = cut(from_arrays(target), 0, keep, count)
-                scores.add(name, [part[:keep] if part.ndim else part for part in found], known)
+            if judging is not None:
+                judging.add(name, [part[:keep] if part.ndim else part for part in found], known)
         targets.append(_head(target, keep))
         seen += keep
         if samples is not None and seen >= samples:
