@@ -45,8 +45,10 @@ METHODS = ("auto", "ptq", "given")
 SENSITIVITIES = ("auto", "exact", "second-order")
 TARGETS = ("ort-cpu", "tensorrt", "openvino", "auto", "ort-cuda")
 WEIGHT_RANGES = ("minmax", "mse")
-ALGORITHMS = ("smooth", "equalize", "analytic-bias", "gptq", "adaround", "brecq", "renorm", "bias", "steps")
-DEFAULT_ALGORITHMS = ("smooth", "analytic-bias", "bias")
+ALGORITHMS = (
+    "smooth", "equalize", "analytic-bias", "gptq-small", "gptq", "adaround", "brecq", "renorm", "bias", "steps",
+)  # fmt: skip
+DEFAULT_ALGORITHMS = ("smooth", "equalize", "analytic-bias", "gptq-small")
 """What post-training quantization does unless told otherwise: files stay as fast. Without samples ``bias`` declines."""
 EFFORTS = ("fast", "best")
 PROVIDERS = ("cpu", "cuda", "tensorrt", "openvino", "torch", "torch-compile")

@@ -83,8 +83,8 @@ def test_an_effort_is_its_settings_written_out(effort: str | None, bits: int) ->
     recipe = make(Recipe, {"quantize": {"effort": effort, "weight_bits": bits}})
     found = recipe.quantize
     wanted = {
-        (None, 4): ("network", "minmax", ("smooth", "analytic-bias", "bias")),
-        (None, 8): ("network", "minmax", ("smooth", "analytic-bias", "bias")),
+        (None, 4): ("network", "minmax", ("smooth", "equalize", "analytic-bias", "gptq-small")),
+        (None, 8): ("network", "minmax", ("smooth", "equalize", "analytic-bias", "gptq-small")),
         ("fast", 4): ("minmax", "minmax", None),
         ("fast", 8): ("minmax", "minmax", None),
         ("best", 4): ("network", "mse", ("smooth", "brecq")),
@@ -100,7 +100,7 @@ def test_min_max_by_name_is_min_max_alone_unless_algorithms_are_named_too() -> N
     alone = make(QuantizeConfig, {"ranges": "minmax"})
     assert alone == make(QuantizeConfig, {"ranges": "minmax", "algorithms": "none"})
     assert alone == dataclasses.replace(make(QuantizeConfig, {"effort": "fast"}), effort=None)
-    names = ("smooth", "analytic-bias", "bias")
+    names = ("smooth", "equalize", "analytic-bias", "gptq-small")
     assert make(QuantizeConfig, {"ranges": "minmax", "algorithms": names}).algorithms == names
     assert make(QuantizeConfig, {"ranges": "percentile"}).algorithms == names
 

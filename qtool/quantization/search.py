@@ -3,8 +3,8 @@
 The rungs of a ladder, in the order of what they cost whoever runs the model, then of what they cost here:
 
 1. *min-max*: extremes alone, where neither ranges nor algorithms were chosen;
-2. *as asked*: the options as they were given (by default ranges by the network's error, SmoothQuant and corrected
-   biases);
+2. *as asked*: the options as they were given (by default ranges by the network's error, SmoothQuant, equalization,
+   corrected biases and GPTQ in small layers);
 3. *free*: bias correction by what batch-norm tells, which reads no data, where the options have none;
 4. *usually best*: what ``--effort best`` stands for in 8 bits. It costs minutes here and nothing to
    whoever runs the model, and where it is not met either, the rungs below rarely are before the mixed ones;
@@ -46,6 +46,8 @@ CHOSEN = ("ranges", "weight_ranges", "algorithms", "ranges_from")
 """Options that say how ranges and weights are to be found."""
 FREE = ("analytic-bias",)
 CORRECTIONS = (("bias",), ("equalize",), ("equalize", "bias"))
+INCLUDED: Mapping[str, tuple[str, ...]] = {"bias": ("gptq-small", "gptq"), "gptq-small": ("gptq",)}
+"""What others do as well: beside one of these an algorithm has nothing to add."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +173,7 @@ def free(search: Search) -> Trial | None:
 def usually_best(search: Search) -> Trial | None:
     """Output-error ranges and second-order rounding beside the algorithms asked for; given ranges stay."""
     names = (*(search.config.algorithms or ()), *USUALLY_BEST["algorithms"])
-    changes: dict[str, Any] = {"algorithms": tuple(name for name in ALGORITHMS if name in names)}
+    changes: dict[str, Any] = {"algorithms": _together(names)}
     if search.config.ranges_from is None:
         changes["ranges"] = USUALLY_BEST["ranges"]
     parts = [f"ranges {changes['ranges']}"] if "ranges" in changes else []
@@ -205,11 +207,16 @@ def further(search: Search) -> Trial | None:
 
 def _algorithms(search: Search, groups: tuple[tuple[str, ...], ...]) -> Trial | None:
     for names in groups:
-        wanted = tuple(n for n in ALGORITHMS if n in (*(search.base.config.algorithms or ()), *names))
+        wanted = _together((*(search.base.config.algorithms or ()), *names))
         met = search.attempt_new(" + ".join(wanted), algorithms=wanted)
         if met is not None:
             return met
     return None
+
+
+def _together(names: tuple[str, ...]) -> tuple[str, ...]:
+    """The algorithms in their order, without those that another of them includes."""
+    return tuple(n for n in ALGORITHMS if n in names and not set(INCLUDED.get(n, ())) & set(names))
 
 
 def mixed(search: Search) -> Trial | None:

@@ -69,8 +69,9 @@ def test_channels_of_unlike_size_no_longer_hurt(activation: type[nn.Module]) -> 
             found[algorithms] = sqnr_db(model(test), quantized(test))
             assert torch.equal(quantized.float_graph(test), model(test))  # the reference is the user's model
     assert found["equalize",] > found[None] + 12
-    assert quantized.plan.notes[0] == "equalize: 1 of 10 paths left as they are: the graph's output reads it"
-    assert int(quantized.plan.notes[1].removeprefix("equalize: rescaled ").split()[0]) >= 6
+    (told,) = (note for note in quantized.plan.notes if note.startswith("equalize"))
+    assert "1 (the graph's output reads it)" in told
+    assert int(told.removeprefix("equalize: rescaled ").split()[0]) >= 6
 
 
 def test_weights_of_few_bits_are_given_less_to_make_up_for() -> None:
@@ -259,9 +260,8 @@ class Blocked(nn.Module):
 )  # fmt: skip
 def test_what_blocks_a_path_is_said(kind: str, reason: str) -> None:
     given = subject(Blocked(kind), BATCHES)
-    with pytest.raises(Declined, match="no path"):
+    with pytest.raises(Declined, match=rf"no path.*\d \({reason}\)"):
         equalize(given)
-    assert any(note.endswith(reason) for note in given.notes), given.notes
 
 
 def test_a_graph_that_computes_with_sizes_is_no_obstacle() -> None:

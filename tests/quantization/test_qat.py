@@ -123,7 +123,7 @@ def test_training_recovers_what_coarse_weights_lose(
 ) -> None:
     coarse = dataclasses.replace(ORT_CPU, weight=dataclasses.replace(INT8_WEIGHT, qmin=-1, qmax=1))
     monkeypatch.setitem(targets.TARGETS, "ort-cpu", coarse)
-    before = quantize(trained, QuantizeConfig(engine=engine), example=TRAIN[:2], calibration=[TRAIN])
+    before = quantize(trained, QuantizeConfig(engine=engine, algorithms=None), example=TRAIN[:2], calibration=[TRAIN])
     after = qat(trained, engine, config(epochs=10, freeze_bn=0.5))  # so few levels move the statistics
     with torch.no_grad():
         wanted = trained(TEST)

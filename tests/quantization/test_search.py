@@ -38,8 +38,9 @@ class World:
 
     def error(self, config: QuantizeConfig) -> float:
         error = {"minmax": 1.0, "percentile": 0.8, "entropy": 0.8001, "mse": 0.8}.get(config.ranges, 0.9)
-        error *= 0.9 if "bias" in (config.algorithms or ()) else 1.0
-        error *= 1.2 if "equalize" in (config.algorithms or ()) else 1.0
+        names = set(config.algorithms or ())
+        error *= 0.9 if names & {"bias", "gptq-small"} else 1.0
+        error *= 1.2 if "equalize" in names and "gptq-small" not in names else 1.0
         error *= max(0.3, 1 - 0.1 * len(config.overrides))
         return 0.05 if config.mode == "qat" else error
 
@@ -54,13 +55,13 @@ def test_the_first_that_is_met_ends_it() -> None:
 @pytest.mark.parametrize(
     ("options", "tried"),
     [
-        ({}, ["ptq, minmax", "ptq, network + smooth + analytic-bias + bias"]),
-        ({"weight_bits": 4}, ["ptq, minmax", "ptq, network + smooth + analytic-bias + bias"]),
-        ({"weight_ranges": "mse"}, ["ptq, network + smooth + analytic-bias + bias"]),
+        ({}, ["ptq, minmax", "ptq, network + smooth + equalize + analytic-bias + gptq-small"]),
+        ({"weight_bits": 4}, ["ptq, minmax", "ptq, network + smooth + equalize + analytic-bias + gptq-small"]),
+        ({"weight_ranges": "mse"}, ["ptq, network + smooth + equalize + analytic-bias + gptq-small"]),
         ({"algorithms": ("bias",)}, ["ptq, network + bias"]),
-        ({"ranges_from": "ranges.json"}, ["ptq, network + smooth + analytic-bias + bias"]),
+        ({"ranges_from": "ranges.json"}, ["ptq, network + smooth + equalize + analytic-bias + gptq-small"]),
         ({"mode": "qat"}, ["qat, network"]),
-        ({"method": "given"}, ["ptq, network + smooth + analytic-bias + bias"]),
+        ({"method": "given"}, ["ptq, network + smooth + equalize + analytic-bias + gptq-small"]),
     ],
 )
 def test_what_nothing_was_chosen_for_begins_with_extremes(options: dict[str, Any], tried: list[str]) -> None:

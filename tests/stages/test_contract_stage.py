@@ -54,7 +54,9 @@ def test_a_contract_that_is_kept(trained: Path) -> None:
     outcome = read_result(trained, "quantize")["contract"]
     assert outcome["met"]
     assert outcome["num_samples"] == 300
-    assert [trial["name"] for trial in outcome["trials"]] == ["ptq, network + smooth + analytic-bias + bias"]
+    assert [trial["name"] for trial in outcome["trials"]] == [
+        "ptq, network + smooth + equalize + analytic-bias + gptq-small"
+    ]
     assert outcome["options"] == {}
     assert not (trained / "search").exists()
     torch.testing.assert_close(
@@ -168,7 +170,7 @@ def test_training_is_the_last_resort(trained: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(ContractError) as caught:
         qtool.quantize(trained, max_kl=1e-9, epochs=1, batch_size=16, **OPTIONS)
     assert [trial["name"] for trial in caught.value.details["trials"]] == [
-        "ptq, network + smooth + analytic-bias + bias",
+        "ptq, network + smooth + equalize + analytic-bias + gptq-small",
         "qat",
     ]
 
@@ -345,7 +347,10 @@ def test_a_recipe_holds_a_contract_for_each_variant(
     assert "contract" in found
     show("inspect", found)
     told = " ".join(capsys.readouterr().out.split())
-    assert "contract not kept; closest is 'ptq, network + smooth + analytic-bias + bias': KL ≤ 1e-09 nats" in told
+    assert (
+        "contract not kept; closest is 'ptq, network + smooth + equalize + analytic-bias + gptq-small': KL ≤ 1e-09 nats"
+        in told
+    )
     assert "allow more by method 'auto'" in told
 
 

@@ -28,8 +28,11 @@ from qtool.quantization.algorithms.analytic import correct_biases_analytically
 from qtool.quantization.algorithms.bias import SAMPLES as BIAS_SAMPLES
 from qtool.quantization.algorithms.bias import correct_biases
 from qtool.quantization.algorithms.brecq import brecq
+from qtool.quantization.algorithms.equalize import SAMPLES as EQUALIZE_SAMPLES
 from qtool.quantization.algorithms.equalize import equalize
 from qtool.quantization.algorithms.gptq import gptq
+from qtool.quantization.algorithms.gptq_small import SAMPLES as GPTQ_SAMPLES
+from qtool.quantization.algorithms.gptq_small import gptq_small
 from qtool.quantization.algorithms.renorm import renormalize
 from qtool.quantization.algorithms.smooth import SAMPLES as SMOOTH_SAMPLES
 from qtool.quantization.algorithms.smooth import smooth
@@ -51,8 +54,9 @@ class Algorithm:
 
 ALGORITHMS: dict[str, Algorithm] = {
     "smooth": Algorithm("float", smooth, samples=SMOOTH_SAMPLES),
-    "equalize": Algorithm("float", equalize),
+    "equalize": Algorithm("float", equalize, samples=EQUALIZE_SAMPLES),
     "analytic-bias": Algorithm("integer", correct_biases_analytically, samples=0),
+    "gptq-small": Algorithm("integer", gptq_small, samples=GPTQ_SAMPLES),
     "gptq": Algorithm("integer", gptq),
     "adaround": Algorithm("integer", adaround),
     "brecq": Algorithm("integer", brecq),

@@ -64,13 +64,18 @@ def correct_biases(subject: Subject) -> None:
             walk.advance(segment)
     subject.graph.recompile()
     for node in anchors:
-        subject.ranges.setdefault(str(node.meta["unit"]), {}).update(bias_entry(subject.graph, node))
+        note_bias(subject, node)
     subject.note(f"bias: corrected in {len(anchors)} layers")
 
 
 def bias_entry(graph: GraphModule, node: Node) -> dict[str, Any]:
     """What is saved of a layer's bias, and of the integers that it belongs to."""
     return {"bias": bias_of(graph, node).tolist(), "weight": _digest(graph, node)}
+
+
+def note_bias(subject: Subject, node: Node) -> None:
+    """Saves a layer's bias beside its range."""
+    subject.ranges.setdefault(str(node.meta["unit"]), {}).update(bias_entry(subject.graph, node))
 
 
 def take_biases(graph: GraphModule, saved: Mapping[Node, Mapping[str, Any]]) -> bool:
@@ -138,16 +143,28 @@ def mean_outputs(graph: GraphModule, nodes: Iterable[Node], batches: Iterable[An
 
 @torch.no_grad()
 def _correct(walk: Walk, segment: Segment, node: Node, wanted: Tensor) -> None:
-    source = node.args[0]
-    assert isinstance(source, Node)
-    mean = _Mean(channel_axis(node))
-    for value, count in walk.means(segment, source):
+    means = walk.means(segment, source_of(node))
+    add_to_bias(walk.graph, node, wanted - mean_output(walk, node, means))
+
+
+@torch.no_grad()
+def mean_output(walk: Walk, node: Node, means: Iterable[tuple[Tensor, int]]) -> Tensor:
+    """The mean output of each channel of a layer, float64, for mean inputs and of how many samples each of these is."""
+    mean, source = _Mean(channel_axis(node)), source_of(node)
+    for value, count in means:
 
         def at(n: Node, value: Tensor = value) -> Any:
             return value if n is source else walk.constant(n)
 
         mean.add(execute(walk.graph, node, at), count)
-    add_to_bias(walk.graph, node, wanted - mean.value())
+    return mean.value()
+
+
+def source_of(layer: Node) -> Node:
+    """The value that a convolution or linear layer reads."""
+    source = layer.args[0]
+    assert isinstance(source, Node)
+    return source
 
 
 def add_to_bias(graph: GraphModule, node: Node, change: Tensor) -> None:

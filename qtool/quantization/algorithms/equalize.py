@@ -40,7 +40,7 @@ from torch.fx import GraphModule, Interpreter, Node
 from qtool.nested import thinned
 from qtool.quantization.algorithms.absorb import carried, shift, shifts
 from qtool.quantization.algorithms.streams import ANCHORS, Stream, find_streams, per_input, towards_inputs
-from qtool.quantization.algorithms.subject import Declined, Subject, is_data_sized
+from qtool.quantization.algorithms.subject import Declined, NothingToDo, Subject, is_data_sized
 from qtool.quantization.algorithms.verify import QMAX, Samples, parted
 from qtool.quantization.algorithms.walk import interpret
 from qtool.quantization.capture import aten, parameter, set_parameter
@@ -58,7 +58,7 @@ DEVIATIONS = 4.0, 192.0
 """And d + e / n standard deviations above its mean: a channel that was silent so far may speak up."""
 LEFT = 0.9
 """The share of the readers' error that may be left where a path is changed: less gain is none at the output."""
-_STEPS = 60
+_STEPS = 30
 _NOISE = 1 / 12
 
 
@@ -89,28 +89,31 @@ def _choose(subject: Subject, streams: list[Stream]) -> None:
     """Finds and applies each stream's best shifts and scales, and saves them."""
     refusals = {stream: _refusal(stream, subject) for stream in streams}
     fit = [stream for stream, reason in refusals.items() if not reason]
-    for reason, count in sorted(Counter(reason for reason in refusals.values() if reason).items()):
-        subject.note(f"equalize: {count} of {len(streams)} paths left as they are: {reason}")
+    left = Counter(reason for reason in refusals.values() if reason)
     if not fit:
-        raise Declined("no path of channels can be rescaled")
+        raise NothingToDo(f"no path of channels can be rescaled{_told(left)}")
     batches = thinned(subject.batches, SAMPLES)
     seen = observe(subject.graph, fit, parted(batches, held=False))
     gains = output_gains(subject.graph, streams)
     qmax = _largest_integers(subject, fit)
     samples = Samples(subject.graph, fit, batches, qmax)
-    changed = moved = worse = 0
+    changed = moved = 0
     for stream in fit:
         by, scales, better = _best_change(subject, stream, seen, gains, samples)
-        worse += not better
+        left["its readers did no better on samples"] += not better
         moved += bool(by)
         changed += not bool((scales == 1).all())
         if better:
             _change(subject, stream, by, scales)
             made = [by[producer].tolist() for producer in stream.producers if by]
             subject.ranges.setdefault(_place(stream), {})["equalize"] = {"scales": scales.tolist(), "shifts": made}
-    subject.note(f"equalize: rescaled {changed} and shifted {moved} of {len(streams)} paths")
-    if worse:
-        subject.note(f"equalize: {worse} paths left as they are: their readers did no better on samples")
+    subject.note(f"equalize: rescaled {changed} and shifted {moved} of {len(streams)} paths{_told(left)}")
+
+
+def _told(left: Counter[str]) -> str:
+    """How many paths were left as they are, and why."""
+    counts = [f"{count} ({reason})" for reason, count in sorted(left.items()) if count]
+    return f"; left as they are: {', '.join(counts)}" if counts else ""
 
 
 def _largest_integers(subject: Subject, streams: list[Stream]) -> dict[Node, int]:

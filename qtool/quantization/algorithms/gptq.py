@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from qtool.quantization.algorithms.journal import Journal, State
-from qtool.quantization.algorithms.layers import Layer, Moments, in_order, leave_shared, output_error
+from qtool.quantization.algorithms.layers import ROWS, Layer, Moments, in_order, leave_shared, output_error
 from qtool.quantization.algorithms.subject import Subject, few
 
 DAMPINGS = (0.003, 0.03, 0.3, 3.0)
@@ -61,12 +61,12 @@ def gptq(subject: Subject) -> None:
         subject.note(f"gptq: {len(kept)} layers keep their rounded weights, which fitting made worse: {few(kept)}")
 
 
-def fit(layer: Layer, journal: Journal, *, alone: bool = True) -> bool:
+def fit(layer: Layer, journal: Journal, *, alone: bool = True, num_rows: int = ROWS) -> bool:
     """Gives one layer its integers and bias, the bias only where its integers are not its ``alone``.
 
     Returns whether the integers are another than plain rounding's.
     """
-    state = journal.once(layer.node.name, partial(_refit, layer, alone))
+    state = journal.once(layer.node.name, partial(_refit, layer, alone, num_rows))
     layer.store(state["integers"].double(), state["bias"])
     return "kept" not in state
 
@@ -104,9 +104,9 @@ def rounded(weight: Tensor, damped: Tensor, scale: Tensor, qmax: int) -> Tensor:
     return made.double()
 
 
-def _refit(layer: Layer, alone: bool) -> State:
+def _refit(layer: Layer, alone: bool, num_rows: int) -> State:
     """The integers of one layer and the change of its bias; ``kept`` where they are plain rounding's."""
-    seen, unseen = layer.observe()
+    seen, unseen = layer.observe(num_rows)
     both = seen if unseen is None else seen + unseen
     best = _best_damping(layer, seen, unseen) if unseen is not None and alone else None
     made = None if best is None else _solve(layer, both, best)

@@ -15,37 +15,46 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
-from qtool.quantization.algorithms.bias import bias_of, set_bias
+from qtool.quantization.algorithms.bias import bias_of, mean_output, set_bias, source_of
 from qtool.quantization.algorithms.rows import reason, rows
+from qtool.quantization.algorithms.spool import BUDGET
 from qtool.quantization.algorithms.streams import groups_of
 from qtool.quantization.algorithms.subject import Declined, Subject, few
 from qtool.quantization.algorithms.walk import Beside, Segment, Walk
-from qtool.quantization.capture import parameter
+from qtool.quantization.capture import aten, parameter
 from qtool.quantization.integers import store_before
 from qtool.quantization.stored_weights import dequantize_of, integers_of, is_grouped, scales_of, store_integers
 
 ROWS = 16384
-"""About how many rows a layer is observed on; four for each of its K inputs where that is more."""
+"""About how many rows a layer is observed on."""
 
 
-def in_order(subject: Subject) -> Iterator[Layer]:
+def in_order(subject: Subject, *, all_kinds: bool = False, budget: int = BUDGET) -> Iterator[Layer]:
     """Every integer convolution and linear layer that can be written as rows, each once those before it are settled.
 
     What a layer is given is read with ``layer.observe()``; its stored tensors may be changed before the next is asked
-    for. Raises Declined where there is none, and without calibration samples.
+    for. With ``all_kinds`` those too that have no rows. Each walk holds values up to ``budget`` bytes in memory. Raises
+    Declined where there is none, and without calibration samples.
     """
-    anchors = {node: other for node, other in subject.anchors().items() if not reason(node)}
+    anchors = {node: other for node, other in subject.anchors().items() if all_kinds or not reason(node)}
     if not anchors:
-        raise Declined("no convolution or linear layer is integer and can be written as rows")
+        raise Declined(
+            "no convolution or linear layer is integer" + ("" if all_kinds else " and can be written as rows")
+        )
     if next(iter(subject.batches), None) is None:
         raise Declined("no calibration samples")
     held = [source_of(other) for other in anchors.values()]
-    with Walk(subject.graph, subject.batches) as walk, Walk(subject.reference, subject.batches, held=held) as plain:
+    with (
+        Walk(subject.graph, subject.batches, budget=budget) as walk,
+        Walk(subject.reference, subject.batches, budget=budget, held=held) as plain,
+    ):
         beside = Beside(plain, held)
         for segment in walk.segments:
             for node in segment.nodes:
@@ -57,22 +66,37 @@ def in_order(subject: Subject) -> Iterator[Layer]:
     subject.graph.recompile()
 
 
+def num_inputs(graph: GraphModule, layer: Node) -> int:
+    """How many inputs each output of a convolution or linear layer has: K."""
+    weight = parameter(graph, layer.args[1])
+    assert weight is not None
+    return weight[0].numel()
+
+
 def leave_shared(subject: Subject, name: str) -> set[Node]:
-    """The integer layers whose integers another reads too, which no pass can fit to the inputs of one; notes them."""
-    stored = {layer: str(dequantize_of(layer).args[0]) for layer in subject.anchors()}
+    """The integer layers whose integers another reads too, which no pass can fit to the inputs of one; notes them.
+
+    So do lookups in a table that is a layer's weight: their rows are rounded to the nearest integers.
+    """
+    anchors = subject.anchors()
+    stored = {layer: str(dequantize_of(layer).args[0]) for layer in anchors}
     counts = Counter(stored.values())
-    shared = [layer for layer, target in stored.items() if counts[target] > 1]
+    lookups = (n for n in subject.reference.graph.nodes if n.target is aten.embedding.default)
+    tables = {_place(subject, lookup.args[0]) for lookup in lookups} - {None}
+    shared = [
+        layer for layer, other in anchors.items()
+        if counts[stored[layer]] > 1 or _place(subject, other.args[1]) in tables
+    ]  # fmt: skip
     if shared:
         told = few([str(layer.meta["unit"]) for layer in shared])
         subject.note(f"{name} left layers that share a weight as they are: {told}")
     return set(shared)
 
 
-def source_of(layer: Node) -> Node:
-    """The value that a convolution or linear layer reads."""
-    source = layer.args[0]
-    assert isinstance(source, Node)
-    return source
+def _place(subject: Subject, node: Any) -> int | None:
+    """Where in memory a constant of the float graph stands; None for what is computed."""
+    value = parameter(subject.reference, node)
+    return None if value is None else value.data_ptr()
 
 
 class Layer:
@@ -83,31 +107,49 @@ class Layer:
 
     def __init__(self, walk: Walk, segment: Segment, node: Node, beside: Beside, other: Node) -> None:
         self.walk, self.segment, self.beside = walk, segment, beside
-        graph, reference = walk.graph, beside.walk.graph
-        self.graph, self.node, self.other = graph, node, other
-        weight = parameter(reference, other.args[1])
+        self.graph, self.node, self.other = walk.graph, node, other
+        weight = parameter(beside.walk.graph, other.args[1])
         assert weight is not None
-        self.weight, self.stored = weight, dequantize_of(node)
+        self.weight, self.stored, self.groups = weight, dequantize_of(node), groups_of(node)
         self.qmax = int(str(self.stored.args[5]))
-        self.groups = groups_of(node)
-        self.real = self._matrix(weight)
-        self.scale = self._matrix(scales_of(graph, node))
-        self.nearest = self._matrix(integers_of(graph, node))
+
+    @cached_property
+    def real(self) -> Tensor:
+        """The float model's weights."""
+        return self._matrix(self.weight)
+
+    @cached_property
+    def scale(self) -> Tensor:
+        """The scales of the integers."""
+        return self._matrix(scales_of(self.graph, self.node))
+
+    @cached_property
+    def nearest(self) -> Tensor:
+        """The integers that the layer came with, until others are stored."""
+        return self._matrix(integers_of(self.graph, self.node))
 
     def _matrix(self, weight: Tensor) -> Tensor:
         return weight.double().flatten(1).reshape(self.groups, -1, weight[0].numel())
+
+    @property
+    def num_inputs(self) -> int:
+        """How many inputs each output has: K."""
+        return num_inputs(self.beside.walk.graph, self.other)
 
     @property
     def name(self) -> str:
         """The unit that the layer belongs to."""
         return str(self.node.meta["unit"])
 
-    def observe(self) -> tuple[Moments, Moments | None]:
-        """The moments of the even and of the odd batches, or of the halves of one; None where there is one row."""
+    def observe(self, num_rows: int = ROWS) -> tuple[Moments, Moments | None]:
+        """The moments of the even and of the odd batches, or of the halves of one; None where there is one row.
+
+        Of about ``num_rows`` rows, or four for each input where that is more.
+        """
         self.beside.reach(source_of(self.other))
         given = self.walk.values(self.segment, source_of(self.node))
         originals = self.beside.walk.held(source_of(self.other))
-        wanted = max(ROWS, 4 * self.real.shape[2])
+        wanted = max(num_rows, 4 * self.num_inputs)
         halves: list[Moments | None] = [None, None]
         for index, (q, x) in enumerate(zip(given, originals, strict=True)):
             each = -(-wanted // (self.walk.num_batches * len(x)))
@@ -138,6 +180,15 @@ class Layer:
         assert integers is not None
         value = self.scale[..., :: integers.shape[1] if is_grouped(self.node) else 1].flatten().float()
         self.stored.update_arg(1, store_before(self.graph, self.stored, f"{self.node.name}_weight_scale", value))
+
+    def correct_bias(self) -> None:
+        """Gives the layer a bias with which its mean output is the float model's; reads means alone, no rows."""
+        source = source_of(self.other)
+        self.beside.reach(source)
+        plain = self.beside.walk
+        wanted = mean_output(plain, self.other, ((x.mean(0, keepdim=True), len(x)) for x in plain.held(source)))
+        got = mean_output(self.walk, self.node, self.walk.means(self.segment, source_of(self.node)))
+        set_bias(self.graph, self.node, bias_of(self.graph, self.node) + wanted - got)
 
     def keep_mean(self, moments: Moments) -> None:
         """Gives the layer a bias that keeps the mean output."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,12 +10,25 @@ from typing import Any
 from torch.fx import GraphModule
 
 from qtool.devices import resolve_device
+from qtool.form import check_inputs
 from qtool.quantization.algorithms import check_names, run_passes
 from qtool.quantization.algorithms.subject import Report, Subject, few, silent
 from qtool.quantization.capture import copied
 from qtool.quantization.placement import Placement
 from qtool.quantization.residence import Moved, on
 from qtool.recipe import DEFAULT_ALGORITHMS, QuantizeConfig
+
+
+class _Checked:
+    """Batches, each looked at before a pass stumbles over one that the graph does not take."""
+
+    def __init__(self, batches: Iterable[Any], graph: GraphModule) -> None:
+        self.batches, self.graph = batches, graph
+
+    def __iter__(self) -> Iterator[Any]:
+        for index, batch in enumerate(self.batches):
+            check_inputs(self.graph, batch, f"calibration batch {index}")
+            yield batch
 
 
 class Passes:
@@ -43,7 +56,7 @@ class Passes:
     def improve(self, graph: GraphModule, placement: Placement) -> None:
         """Runs the passes over the float graph in place, and remembers what it then computes."""
         if self.names and not self._declined:
-            self._run("float", self._subject(graph, graph, placement, self.batches, self.saved))
+            self._run("float", self._subject(graph, graph, placement, _Checked(self.batches, graph), self.saved))
         if (self.names or self._keep) and not self._declined:
             self.reference = copied(graph)
 

@@ -36,11 +36,11 @@ from torch.fx import Node
 
 from qtool.form import quantized
 from qtool.nested import num_samples
-from qtool.quantization.algorithms.bias import add_to_bias, channel_axis
+from qtool.quantization.algorithms.bias import add_to_bias, channel_axis, source_of
 from qtool.quantization.algorithms.gptq import fit
 from qtool.quantization.algorithms.importance import importance
 from qtool.quantization.algorithms.journal import Journal, State
-from qtool.quantization.algorithms.layers import Layer, leave_shared, source_of
+from qtool.quantization.algorithms.layers import Layer, leave_shared
 from qtool.quantization.algorithms.part import HELD, Given, Part
 from qtool.quantization.algorithms.regions import Region, counterparts, unit_ends
 from qtool.quantization.algorithms.rows import reason

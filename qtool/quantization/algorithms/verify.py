@@ -32,7 +32,7 @@ from qtool.quantization.targets import RELU_LIKE
 
 HELD = 4
 """One sample in so many is held out."""
-SAMPLES = 32
+SAMPLES = 16
 VALUES = 2**20
 """How many values of one tensor are kept at most, in whole samples, two at least."""
 WIDTHS = (1.0, 0.8, 0.6, 0.45, 0.3)

@@ -1,0 +1,100 @@
+"""GPTQ in small layers and corrected biases in one walk: what is refitted, what is not, and how it is repeated."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hard_nets import hard_mobilenet, images
+from test_bias import BATCHES, mean_of, subject
+
+from qtool.evaluate import sqnr_db
+from qtool.form import QuantizedModel
+from qtool.quantization.algorithms.bias import correct_biases
+from qtool.quantization.algorithms.gptq_small import gptq_small
+from qtool.quantization.algorithms.layers import num_inputs
+from qtool.quantization.stage import quantize
+from qtool.quantization.stored_weights import integers_of
+from qtool.recipe import QuantizeConfig
+
+small = importlib.import_module("qtool.quantization.algorithms.gptq_small")
+TEST = images(128, seed=9)
+
+
+def made(**options: Any) -> QuantizedModel:
+    options = {"algorithms": ("gptq-small",), **options}
+    calibration = () if options.get("ranges_from") else BATCHES
+    return quantize(hard_mobilenet(), QuantizeConfig(**options), example=BATCHES[0], calibration=calibration)
+
+
+def test_small_layers_alone_are_refitted_and_every_mean_is_the_float_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(small, "FEW", 9)
+    given = subject(hard_mobilenet(), BATCHES)
+    before = {node: integers_of(given.graph, node).clone() for node in given.anchors()}
+    gptq_small(given)
+    inputs = {node: num_inputs(given.reference, other) for node, other in given.anchors().items()}
+    changed = {
+        inputs[node] for node, integers in before.items() if not torch.equal(integers, integers_of(given.graph, node))
+    }
+    assert changed == {9}
+    assert set(inputs.values()) > {9, 27}
+    for node, other in given.anchors().items():
+        wanted, got = mean_of(given.reference, other.name, BATCHES), mean_of(given.graph, node.name, BATCHES)
+        # the mean of a refitted layer is that of the rows it was fitted to
+        torch.testing.assert_close(
+            got, wanted, rtol=0, atol=(0.02 if inputs[node] == 9 else 1e-4) * float(wanted.abs().max())
+        )
+
+
+def test_without_small_layers_it_is_bias_correction(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(small, "FEW", 0)
+    one, other = subject(hard_mobilenet(), BATCHES), subject(hard_mobilenet(), BATCHES)
+    gptq_small(one)
+    correct_biases(other)
+    with torch.no_grad():
+        torch.testing.assert_close(one.graph(TEST), other.graph(TEST), rtol=1e-3, atol=1e-3)
+    assert one.notes == ["gptq-small: refitted 0 small layers and corrected the biases of 12"]
+
+
+def test_the_output_comes_nearer_than_by_bias_correction() -> None:
+    model = hard_mobilenet()
+    with torch.no_grad():
+        wanted = model(TEST)
+        found = {name: sqnr_db(wanted, made(algorithms=(name,))(TEST)) for name in ("bias", "gptq-small")}
+    assert found["gptq-small"] > found["bias"] + 0.5
+
+
+def test_it_is_repeated_from_saved_ranges_without_samples(tmp_path: Path) -> None:
+    form, path = made(), tmp_path / "ranges.json"
+    path.write_text(json.dumps(form.ranges))
+    assert any("rounding" in entry for entry in form.ranges.values())
+    again = made(ranges_from=str(path))
+    assert "gptq-small: as saved with the ranges in 12 layers" in again.plan.notes
+    assert torch.equal(again(TEST), form(TEST))
+    assert again.ranges == json.loads(path.read_text())
+
+
+@pytest.mark.parametrize("text", ["", "not base 64 at all!", "eJxjYAAAAAIAAQ=="])
+def test_what_was_saved_and_does_not_fit_is_not_taken(text: str, tmp_path: Path) -> None:
+    form, path = made(), tmp_path / "ranges.json"
+    broken = {name: entry | ({"rounding": text} if "rounding" in entry else {}) for name, entry in form.ranges.items()}
+    path.write_text(json.dumps(broken))
+    again = made(ranges_from=str(path))
+    assert "gptq-small declined: no calibration samples" in again.plan.notes
+    assert torch.equal(again(TEST), made(algorithms=None)(TEST))
+
+
+def test_beside_gptq_it_has_nothing_to_do() -> None:
+    form = made(algorithms=("gptq-small", "gptq"))
+    assert "gptq-small declined: gptq refits all layers" in form.plan.notes
+    assert torch.equal(form(TEST), made(algorithms=("gptq",))(TEST))
+
+
+def test_the_same_twice_is_the_same() -> None:
+    one, other = made(), made()
+    assert torch.equal(one(TEST), other(TEST))
+    assert one.ranges == other.ranges
