@@ -78,10 +78,14 @@ def test_it_is_repeated_from_saved_ranges_without_samples(tmp_path: Path) -> Non
     assert again.ranges == json.loads(path.read_text())
 
 
-@pytest.mark.parametrize("text", ["", "not base 64 at all!", "eJxjYAAAAAIAAQ=="])
-def test_what_was_saved_and_does_not_fit_is_not_taken(text: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "change",
+    [{"rounding": ""}, {"rounding": "not base 64 at all!"}, {"rounding": "eJxjYAAAAAIAAQ=="}, {"weight": 1}],
+    ids=["empty", "no base 64", "of other shape", "of other weights"],
+)
+def test_what_was_saved_and_does_not_fit_is_not_taken(change: dict[str, Any], tmp_path: Path) -> None:
     form, path = made(), tmp_path / "ranges.json"
-    broken = {name: entry | ({"rounding": text} if "rounding" in entry else {}) for name, entry in form.ranges.items()}
+    broken = {name: entry | (change if "rounding" in entry else {}) for name, entry in form.ranges.items()}
     path.write_text(json.dumps(broken))
     again = made(ranges_from=str(path))
     assert "gptq-small declined: no calibration samples" in again.plan.notes

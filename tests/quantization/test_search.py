@@ -88,6 +88,15 @@ def test_ranges_then_corrections_stand_on_what_helped() -> None:
     assert len(set(world.tried)) == len(world.tried)
 
 
+def test_what_another_algorithm_includes_is_not_tried_beside_it() -> None:
+    world = World(1e-6, method="ptq")
+    world.search.config = QuantizeConfig(max_kl=1e-6, method="ptq")
+    world.search.run()
+    names = [set(name.split(" + ")) for name in world.tried]
+    assert {"gptq-small"} in [each & {"gptq-small", "gptq", "bias"} for each in names]
+    assert all(len(each & {"gptq-small", "gptq", "bias"}) < 2 for each in names)
+
+
 def test_the_usual_best_comes_after_what_is_free_and_is_stood_on_where_it_gains() -> None:
     world = World(0.3)
     world.error = lambda c: 0.5 if c.ranges == "network" and "gptq" in (c.algorithms or ()) else 1.0  # type: ignore[method-assign]
