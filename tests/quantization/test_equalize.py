@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import pathlib
 
@@ -12,6 +13,7 @@ import torch
 from conv_nets import build, example, nets
 from hard_nets import hard_mobilenet, images
 from hypothesis import HealthCheck, given, settings
+from test_bias import values_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -159,6 +161,27 @@ def test_relu6_is_never_pushed_beyond_what_was_seen() -> None:
         for node, s in seen.items()
     }
     assert bool((NoiseModel(given.graph, stream, clipped, gains, stream.values[1:], qmax).best() == 1).all())
+
+
+def test_what_is_seen_is_what_the_definition_gives_whatever_the_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = subject(hard_mobilenet(), BATCHES)
+    (stream, *_) = find_streams(given.graph)
+    value = stream.producers[0]
+    assert len(BATCHES[0]) != len(BATCHES[1])
+    outputs = [values_of(given.graph, value.name, [batch]) for batch in BATCHES]
+    ends = [(y.amin((0, 2, 3)), y.amax((0, 2, 3))) for y in outputs]
+    every = torch.cat(outputs)
+    for piece in (5, 8, 100):
+        monkeypatch.setattr(importlib.import_module("qtool.quantization.algorithms.equalize"), "PIECE", piece)
+        seen = observe(given.graph, [stream], BATCHES)[value]
+        wanted = [
+            sum(low for low, _ in ends) / 2, sum(high for _, high in ends) / 2, every.amax((0, 2, 3)),
+            every.amin((0, 2, 3)), every.mean((0, 2, 3)), every.square().mean((0, 2, 3)),
+        ]  # fmt: skip
+        found = (seen.low, seen.high, seen.highest, seen.lowest, seen.mean, seen.square)
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-5)
+        assert (seen.num_samples, seen.num_batches) == (len(every), 2)
 
 
 def test_the_more_samples_were_seen_the_less_room_is_left_below_a_relu6() -> None:

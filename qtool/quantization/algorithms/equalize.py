@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
-from qtool.nested import thinned
+from qtool.nested import micro_batches, thinned
 from qtool.quantization.algorithms.absorb import carried, shift, shifts
 from qtool.quantization.algorithms.streams import ANCHORS, Stream, find_streams, per_input, towards_inputs
 from qtool.quantization.algorithms.subject import Declined, NothingToDo, Subject, is_data_sized
@@ -49,6 +49,8 @@ from qtool.quantization.rewrites.norms import NORMAL
 
 SAMPLES = 256
 """How many samples the channels are observed on, where there are so many."""
+PIECE = 8
+"""How many samples go through the graph at a time, which bounds the memory and changes nothing."""
 ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0)
 MOST = 256.0
 """The greatest factor, either way: a channel that is hardly used stays nearly so."""
@@ -171,7 +173,7 @@ def _refusal(stream: Stream, subject: Subject) -> str:
 
 @dataclass
 class Seen:
-    """What was seen of a value's channels: mean extremes over batches, the largest of all, the mean square."""
+    """What was seen of a value's channels: extremes, of all and the means of batches', and means of values, squares."""
 
     low: Tensor
     high: Tensor
@@ -200,19 +202,18 @@ class Seen:
         low, high = value.amin(rest), value.amax(rest)
         return cls(low, high, high, low, value.mean(rest), value.square().mean(rest), len(value))
 
-    def add(self, other: Seen) -> None:
-        """Adds a batch; the means are left as sums."""
-        for name in ("low", "high", "mean", "square"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.highest = torch.maximum(self.highest, other.highest)
-        self.lowest = torch.minimum(self.lowest, other.lowest)
-        self.num_samples += other.num_samples
-        self.num_batches += 1
-
-    def averaged(self) -> Seen:
-        """With sums turned into means."""
-        sums = {name: getattr(self, name) / self.num_batches for name in ("low", "high", "mean", "square")}
-        return replace(self, **sums, num_batches=1)
+    def joined(self, other: Seen, *, same_batch: bool) -> Seen:
+        """What was seen of both, of which ``other`` is another piece of one batch or another batch."""
+        count, batches = self.num_samples + other.num_samples, self.num_batches + other.num_batches
+        part, share = other.num_samples / count, other.num_batches / batches
+        low, high = torch.minimum(self.low, other.low), torch.maximum(self.high, other.high)
+        if not same_batch:
+            low, high = torch.lerp(self.low, other.low, share), torch.lerp(self.high, other.high, share)
+        return Seen(
+            low, high, torch.maximum(self.highest, other.highest), torch.minimum(self.lowest, other.lowest),
+            torch.lerp(self.mean, other.mean, part), torch.lerp(self.square, other.square, part),
+            count, self.num_batches if same_batch else batches,
+        )  # fmt: skip
 
     def shifted(self, m: Tensor) -> Seen:
         """What would have been seen of the value less ``m``."""
@@ -224,6 +225,8 @@ class Seen:
 
 
 class _Observe(Interpreter):
+    """Sees one batch, in pieces."""
+
     def __init__(self, graph: GraphModule, axes: dict[Node, int]) -> None:
         super().__init__(graph)
         self.axes = axes
@@ -232,24 +235,25 @@ class _Observe(Interpreter):
     def run_node(self, n: Node) -> Any:
         result = super().run_node(n)
         if n in self.axes:
-            batch = Seen.of(result, self.axes[n])
-            if n in self.seen:
-                self.seen[n].add(batch)
-            else:
-                self.seen[n] = batch
+            piece = Seen.of(result, self.axes[n])
+            self.seen[n] = self.seen[n].joined(piece, same_batch=True) if n in self.seen else piece
         return result
 
 
 @torch.no_grad()
 def observe(graph: GraphModule, streams: list[Stream], batches: Iterable[Any]) -> dict[Node, Seen]:
-    """Channel statistics of every value of the streams: one float pass over the batches."""
+    """Channel statistics of every value of the streams: one float pass in pieces of ``PIECE`` samples."""
     axes = {value: channel_axis(stream) for stream in streams for value in stream.values}
-    watch = _Observe(graph, axes)
+    found: dict[Node, Seen] = {}
     for batch in batches:
-        interpret(watch, batch)
-    if not watch.seen:
+        watch = _Observe(graph, axes)
+        for piece in micro_batches(batch, PIECE):
+            interpret(watch, piece)
+        for node, seen in watch.seen.items():
+            found[node] = found[node].joined(seen, same_batch=False) if node in found else seen
+    if not found:
         raise Declined("no calibration data")
-    return {node: seen.averaged() for node, seen in watch.seen.items()}
+    return found
 
 
 def channel_axis(stream: Stream) -> int:
