@@ -49,7 +49,7 @@ ALGORITHMS = (
     "smooth", "equalize", "analytic-bias", "gptq-small", "gptq", "adaround", "brecq", "renorm", "bias", "steps",
 )  # fmt: skip
 DEFAULT_ALGORITHMS = ("smooth", "equalize", "analytic-bias", "gptq-small")
-"""What post-training quantization does unless told otherwise: files stay as fast. Without samples ``bias`` declines."""
+"""What post-training quantization does unless told otherwise: files stay as fast. Without samples it does less."""
 EFFORTS = ("fast", "best")
 PROVIDERS = ("cpu", "cuda", "tensorrt", "openvino", "torch", "torch-compile")
 VARIANTS = ("fp32", "fp16", "int8")

@@ -90,6 +90,10 @@ def test_what_was_saved_and_does_not_fit_is_not_taken(change: dict[str, Any], tm
     again = made(ranges_from=str(path))
     assert "gptq-small declined: no calibration samples" in again.plan.notes
     assert torch.equal(again(TEST), made(algorithms=None)(TEST))
+    config = QuantizeConfig(algorithms=("gptq-small",), ranges_from=str(path))
+    anew = quantize(hard_mobilenet(), config, example=BATCHES[0], calibration=BATCHES)
+    assert torch.equal(anew(TEST), form(TEST))
+    assert anew.ranges == form.ranges
 
 
 def test_beside_gptq_it_has_nothing_to_do() -> None:

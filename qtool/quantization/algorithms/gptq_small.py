@@ -45,7 +45,6 @@ FEW = 128
 """The most inputs of a layer that is refitted."""
 SAMPLES, ROWS = 128, 2048
 """How many samples are walked, and about how many rows of theirs a layer is fitted to."""
-
 BUDGET = 2**28
 """Bytes that either walk holds in memory, the default's being the only walk that nobody asked for."""
 
@@ -64,13 +63,13 @@ def gptq_small(subject: Subject) -> None:
     refitted = 0
     for count, layer in enumerate(in_order(walked, all_kinds=True, budget=BUDGET)):
         subject.report(f"gptq-small {layer.name}", count, len(anchors))
+        before, better = integers_of(subject.graph, layer.node), False
         if layer.num_inputs > FEW or layer.node in shared or reason(layer.node):
             layer.correct_bias()
-            note_bias(subject, layer.node)
-            continue
-        before = integers_of(subject.graph, layer.node)
-        better = fit(layer, journal, num_rows=ROWS)
+        else:
+            better = fit(layer, journal, num_rows=ROWS)
         note_bias(subject, layer.node)
+        subject.ranges[layer.name].pop("rounding", None)  # an earlier quantization's, repeated with samples
         if better:
             refitted += 1
             subject.ranges[layer.name]["rounding"] = _packed(integers_of(subject.graph, layer.node), before)
