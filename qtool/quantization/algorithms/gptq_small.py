@@ -45,7 +45,7 @@ FEW = 128
 """The most inputs of a layer that is refitted."""
 SAMPLES, ROWS = 128, 2048
 """How many samples are walked, and about how many rows of theirs a layer is fitted to."""
-BUDGET = 2**28
+BUDGET = 2**27
 """Bytes that either walk holds in memory, the default's being the only walk that nobody asked for."""
 
 
