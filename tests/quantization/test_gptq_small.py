@@ -16,7 +16,7 @@ from qtool.evaluate import sqnr_db
 from qtool.form import QuantizedModel
 from qtool.quantization.algorithms.bias import correct_biases
 from qtool.quantization.algorithms.gptq_small import gptq_small
-from qtool.quantization.algorithms.layers import num_inputs
+from qtool.quantization.capture import parameter
 from qtool.quantization.stage import quantize
 from qtool.quantization.stored_weights import integers_of
 from qtool.recipe import QuantizeConfig
@@ -36,7 +36,7 @@ def test_small_layers_alone_are_refitted_and_every_mean_is_the_float_models(monk
     given = subject(hard_mobilenet(), BATCHES)
     before = {node: integers_of(given.graph, node).clone() for node in given.anchors()}
     gptq_small(given)
-    inputs = {node: num_inputs(given.reference, other) for node, other in given.anchors().items()}
+    inputs = {node: parameter(given.reference, other.args[1])[0].numel() for node, other in given.anchors().items()}
     changed = {
         inputs[node] for node, integers in before.items() if not torch.equal(integers, integers_of(given.graph, node))
     }

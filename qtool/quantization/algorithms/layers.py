@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
-from qtool.quantization.algorithms.bias import bias_of, mean_output, set_bias, source_of
+from qtool.quantization.algorithms.bias import add_to_bias, bias_of, mean_output, set_bias, source_of
 from qtool.quantization.algorithms.rows import reason, rows
 from qtool.quantization.algorithms.spool import BUDGET
 from qtool.quantization.algorithms.streams import groups_of
@@ -64,13 +64,6 @@ def in_order(subject: Subject, *, all_kinds: bool = False, budget: int = BUDGET)
                     beside.finish(source_of(anchors[node]))
             walk.advance(segment)
     subject.graph.recompile()
-
-
-def num_inputs(graph: GraphModule, layer: Node) -> int:
-    """How many inputs each output of a convolution or linear layer has: K."""
-    weight = parameter(graph, layer.args[1])
-    assert weight is not None
-    return weight[0].numel()
 
 
 def leave_shared(subject: Subject, name: str) -> set[Node]:
@@ -134,7 +127,7 @@ class Layer:
     @property
     def num_inputs(self) -> int:
         """How many inputs each output has: K."""
-        return num_inputs(self.beside.walk.graph, self.other)
+        return self.weight[0].numel()
 
     @property
     def name(self) -> str:
@@ -188,7 +181,7 @@ class Layer:
         plain = self.beside.walk
         wanted = mean_output(plain, self.other, ((x.mean(0, keepdim=True), len(x)) for x in plain.held(source)))
         got = mean_output(self.walk, self.node, self.walk.means(self.segment, source_of(self.node)))
-        set_bias(self.graph, self.node, bias_of(self.graph, self.node) + wanted - got)
+        add_to_bias(self.graph, self.node, wanted - got)
 
     def keep_mean(self, moments: Moments) -> None:
         """Gives the layer a bias that keeps the mean output."""
