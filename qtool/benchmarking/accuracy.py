@@ -9,19 +9,20 @@ Batches may hold sequences of other lengths than the ones before them; what a sh
 with nothing.
 
 A task's own metrics (a perplexity, an F1 score, a mean error) are the task's to compute (:class:`Scores`), from all
-outputs of each file, put together as the model gives them.
+outputs of each file, put together as the model gives them, and how far the metric that decides is from the reference's
+with an interval (``paired.py``) where the task judges samples alone.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
-from qtool import evaluate
+from qtool import evaluate, paired
 from qtool.benchmarking.inputs import fixed_batch_size, resize_batch, to_feeds
 from qtool.errors import QtoolError
 from qtool.given import IGNORED
@@ -43,15 +44,28 @@ class Scores:
     def __init__(self, task: Task, structure: Any = None) -> None:
         self.task, self.structure, self.failure = task, structure, ""
         self._sums: dict[str, evaluate.Sums] = {}
+        self._alone: dict[str, list[tuple[paired.Sums, torch.Tensor]]] | None = {}
 
     def add(self, name: str, outputs: list[Array], target: Any) -> None:
         """Adds what one variant gave for a batch."""
         if self.failure:
             return
         try:
-            self._sums.setdefault(name, evaluate.Sums(self.task)).add(self._packed(outputs), target)
+            output = self._packed(outputs)
+            self._sums.setdefault(name, evaluate.Sums(self.task)).add(output, target)
         except QtoolError as error:
             self.failure = str(error)
+        else:
+            self._add_samples(name, output, target)
+
+    def _add_samples(self, name: str, output: Any, target: Any) -> None:
+        """Each sample's sums, of which intervals are made; no more of them where the task takes whole batches alone."""
+        if self._alone is None:
+            return
+        try:
+            self._alone.setdefault(name, []).append(paired.sums_of(self.task, output, target))
+        except (QtoolError, ValueError):
+            self._alone = None
 
     def _packed(self, outputs: list[Array]) -> Any:
         values = [torch.from_numpy(value) for value in outputs]
@@ -71,7 +85,32 @@ class Scores:
             return {}
         found = {name: {k: v for k, v in each.items() if k != "num_samples"} for name, each in means.items()}
         decides = {"metric": self.task.metric, "higher_is_better": self.task.higher_is_better}
-        return {name: {**decides, "metrics": own, "metrics_reference": found[reference]} for name, own in found.items()}
+        told = {name: {**decides, "metrics": own, "metrics_reference": found[reference]} for name, own in found.items()}
+        for name, bounds in self._changes(found, reference):
+            told[name]["metric_change_ci95"] = bounds
+        return told
+
+    def _changes(
+        self, found: Mapping[str, Mapping[str, float]], reference: str
+    ) -> Iterator[tuple[str, tuple[float, float]]]:
+        """The 95 % interval of how much more the metric that decides is than the reference's.
+
+        None where the samples do not make up what the batches gave, as with a loss of pairs of samples.
+        """
+        metric, alone = self.task.metric, self._alone or {}
+        sums = {name: paired.joined([each for each, _ in parts]) for name, parts in alone.items()}
+        if reference not in sums:
+            return
+        samples = paired.Paired(self.task, torch.cat([weights for _, weights in alone[reference]]))
+        for name, own in sums.items():
+            means = samples.means(own)
+            if metric not in means or not math.isclose(means[metric], found[name][metric], rel_tol=1e-4, abs_tol=1e-9):
+                return
+            if name != reference:
+                _, within = samples.change(metric, sums[reference], own)
+                low, high = within(len(samples.weights))
+                if math.isfinite(low) and math.isfinite(high):
+                    yield name, (low, high)
 
 
 def predict(

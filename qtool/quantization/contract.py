@@ -8,10 +8,8 @@ side, and otherwise there are too few samples to tell, and it is said how many w
 =============  ==============================================  =====================================================
 criterion      value                                           interval
 =============  ==============================================  =====================================================
-max_drop       metric of the float model less the candidate's  Agresti and Min's for paired proportions where samples
-                                                               are right or wrong, or none differs; that of a mean for
-                                                               the paired differences of other means; the paired
-                                                               bootstrap (1,000 draws) for what is no mean of samples
+max_drop       metric of the float model less the candidate's  that of a paired change (``paired.py``); where none
+                                                               differs, that of samples that are right or wrong
 max_kl         mean KL(float ‖ candidate) in nats              Student's t, corrected for skewness (Hall), as for every
                                                                mean
 min_agreement  share of samples with the same argmax           Wilson's for a proportion
@@ -38,20 +36,17 @@ from torch import Tensor
 
 from qtool.errors import QtoolError, UsageError, nearest
 from qtool.evaluate import class_axis, counted, divergence, error_of, unlike
-from qtool.intervals import Z95, enough, mean_interval, paired_interval, wilson_interval
-from qtool.nested import cut, map_tensors, num_samples, per_sample, tensors
+from qtool.intervals import Z95, enough, mean_interval, wilson_interval
+from qtool.nested import map_tensors, num_samples, per_sample, tensors
+from qtool.paired import Interval, Paired, Sums, joined, proportions, sums_of
 from qtool.recipe import QuantizeConfig
-from qtool.tasks import Task, finished, is_higher_better, loss_of, metrics_of
+from qtool.tasks import Task, is_higher_better
 
-DRAWS = 1000
 LEAST = 2
 """Samples without which nothing can be said of how much they differ."""
 KEPT = 2**28
 """Bytes of float outputs that are held in memory; what is beyond them is computed anew for every candidate."""
 Batches = Iterable[tuple[Any, Any]]
-Interval = Callable[[int], tuple[float, float]]
-"""The 95 % interval that so many samples give where each is like those at hand."""
-Sums = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -152,7 +147,7 @@ class Judge:
             weights.append(weight)
         if not self.outputs:
             raise QtoolError("contract", "validation samples", "none", "give validation data")
-        self.sums, self.weights = _joined(parts), torch.cat(weights)
+        self.sums, self.paired = joined(parts), Paired(task, torch.cat(weights))
         self._check()
 
     @torch.no_grad()
@@ -167,7 +162,7 @@ class Judge:
             if self.axis is not None:
                 agree.append(_means((wanted.argmax(self.axis) == given.argmax(self.axis)).double(), some))
             parts.append(self._task_sums(output, targets)[0])
-        return Scores(torch.cat(apart), torch.cat(agree) if agree else None, _joined(parts))
+        return Scores(torch.cat(apart), torch.cat(agree) if agree else None, joined(parts))
 
     def verdict(self, scores: Scores) -> Verdict:
         """What the contract says of a candidate."""
@@ -198,26 +193,11 @@ class Judge:
             raise UsageError(
                 "--max-drop", "labels to measure the metric with", "none", "use --max-kl or --min-agreement"
             )
-        rows, weights = [], []
-        for index in range(size):
-            one, target = (cut(value, index, index + 1, size) for value in (output, targets))
-            loss, weight = loss_of(self.task, one, target)
-            sums = metrics_of(self.task, one, target)
-            rows.append({"loss": float(loss), **{k: float(v) for k, v in sums.items()}})
-            weights.append(float(weight))
-        columns = {name: torch.tensor([row[name] for row in rows], dtype=torch.float64) for name in rows[0]}
-        return columns, torch.tensor(weights, dtype=torch.float64)
-
-    def _value(self, sums: Sums, rows: Tensor | None = None) -> dict[str, float]:
-        """The task's metrics over all samples, or over ``rows`` of them."""
-        rows = torch.arange(self.num_samples) if rows is None else rows
-        total = float(self.weights[rows].sum())
-        means = {name: float(column[rows].sum()) / total for name, column in sums.items()}
-        return {**means, **(finished(self.task, means) if self.task else {})}
+        return sums_of(self.task, output, targets)
 
     def _check(self) -> None:
         config = self.config
-        if config.max_drop is not None and self.metric not in (known := self._value(self.sums)):
+        if config.max_drop is not None and self.metric not in (known := self.paired.means(self.sums)):
             name = self.task.name if self.task else "none"
             raise UsageError("--metric", f"a metric of task '{name}'", repr(self.metric), nearest(self.metric, known))
         if config.max_drop is not None and self.task and is_higher_better(self.task, self.metric) is None:
@@ -249,7 +229,8 @@ class Judge:
         """The fewest samples on which equal answers would show the drop to be within its limit."""
         if self.config.max_drop is None:
             return 0
-        if not (self._is_mean() and _is_counted(self.sums[self.metric], self.weights)):
+        is_mean = self.paired.is_mean(self.metric, self.sums)
+        if not (is_mean and self.paired.is_counted(self.sums[self.metric])):
             return LEAST
         return max(LEAST, _least_alike(self.config.max_drop))
 
@@ -259,64 +240,17 @@ class Judge:
         share = self.config.min_agreement / 100
         return math.ceil(Z95**2 * share / (1 - share)) if share < 1 else math.inf
 
-    def _is_mean(self) -> bool:
-        """Whether the metric is the mean of the task's sums, and not what its ``finish`` makes of them."""
-        column = self.sums.get(self.metric)
-        if column is None:
-            return False
-        return math.isclose(self._value(self.sums)[self.metric], float(column.sum() / self.weights.sum()))
-
     def _drop(self, scores: Scores, limit: float) -> Criterion:
-        sign = 1.0 if self.task is None or is_higher_better(self.task, self.metric) else -1.0
-        value = 100 * sign * (self._value(self.sums)[self.metric] - self._value(scores.sums)[self.metric])
-        at = self._mean_drop(scores, value, sign) if self._is_mean() else self._bootstrap(scores, value, sign)
-        if at(self.num_samples) == (0, 0):  # as little as that tells of others, answers that are right or wrong would
-            at = _paired(0, 0)
-        return _judged("drop", limit, value, at, self.num_samples)
-
-    def _mean_drop(self, scores: Scores, value: float, sign: float) -> Interval:
-        """The interval of the drop of a mean of samples."""
-        change = 100 * sign * (self.sums[self.metric] - scores.sums[self.metric])
-        if all(_is_counted(sums[self.metric], self.weights) for sums in (self.sums, scores.sums)):
-            return _paired(float((change > 0).double().mean()), float((change < 0).double().mean()))
-        residual = (change - value * self.weights) / self.weights.mean()  # of mean zero
+        gain = -100.0 if self.task is None or is_higher_better(self.task, self.metric) else 100.0
+        change, within = self.paired.change(self.metric, self.sums, scores.sums)
+        if within(self.num_samples) == (0, 0):  # as little as that tells of others, right or wrong answers would
+            within = proportions(0, 0)
 
         def at(total: int) -> tuple[float, float]:
-            low, high = mean_interval(residual, total)
-            return value + low, value + high
+            low, high = sorted(gain * end for end in within(total))
+            return low, high
 
-        return at
-
-    def _bootstrap(self, scores: Scores, value: float, sign: float) -> Interval:
-        """The 2.5 and 97.5 % points of the drop over draws of samples with replacement, by a fixed seed."""
-        draw = torch.Generator().manual_seed(0)
-        found = []
-        for _ in range(DRAWS):
-            rows = torch.randint(self.num_samples, (self.num_samples,), generator=draw)
-            found.append(self._value(self.sums, rows)[self.metric] - self._value(scores.sums, rows)[self.metric])
-        ends = torch.tensor(found, dtype=torch.float64).mul(100 * sign).quantile(torch.tensor([0.025, 0.975]).double())
-        low, high = map(float, ends)
-
-        def at(total: int) -> tuple[float, float]:
-            narrower = math.sqrt(self.num_samples / total)
-            return value + (low - value) * narrower, value + (high - value) * narrower
-
-        return at
-
-
-def _paired(lost: float, gained: float) -> Interval:
-    """The interval of a drop, in points, of which these shares of the samples tell."""
-
-    def at(total: int) -> tuple[float, float]:
-        low, high = paired_interval(lost * total, gained * total, total)
-        return 100 * low, 100 * high
-
-    return at
-
-
-def _is_counted(column: Tensor, weights: Tensor) -> bool:
-    """Whether each sample is simply right or wrong."""
-    return bool(((column == 0) | (column == 1)).all() and (weights == 1).all())
+        return _judged("drop", limit, gain * change, at, self.num_samples)
 
 
 def _least_alike(limit: float) -> float:
@@ -389,10 +323,6 @@ def _answered(output: Any, size: int) -> Tensor:
             "check the validation data, and the model's weights",
         )  # fmt: skip
     return wanted
-
-
-def _joined(parts: list[Sums]) -> Sums:
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
 def as_scores(stored: Mapping[str, Any]) -> Scores:

@@ -7,7 +7,7 @@ and the marks differ in form too, for those who print or do not see the colours.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from qtool.reporting.axes import BOTTOM, LEFT, RIGHT, TOP, WIDTH, Scale, frame, padded, round_ticks, svg, tick_text
@@ -27,7 +27,7 @@ def series_class(name: str) -> str:
 
 @dataclass(frozen=True)
 class Point:
-    """A variant on the frontier: time relative to the reference, a score (a share), and its size.
+    """A variant on the frontier: time relative to the reference, a score, and its size.
 
     The bounds are 95 % intervals, or None.
     """
@@ -40,29 +40,36 @@ class Point:
     score_bounds: tuple[float, float] | None = None
 
 
-def frontier(points: Sequence[Point], score_label: str) -> Markup:
-    """Score against relative time; a mark's area is the file's size, its whiskers are 95 % intervals."""
+def frontier(
+    points: Sequence[Point], score_label: str, *, as_percent: bool = True, more_is_better: bool = True
+) -> Markup:
+    """Score against relative time; a mark's area is the file's size, its whiskers are 95 % intervals.
+
+    Scores are shares where they are shown ``as_percent``.
+    """
     height = 280.0
     times = [v for p in points for v in (p.time, *(p.time_bounds or ()))]
     scores = [v for p in points for v in (p.score, *(p.score_bounds or ()))]
     x = Scale(*padded([*times, 0.0], 0.06), LEFT, WIDTH - RIGHT)
     x = Scale(0.0, x.high, LEFT, WIDTH - RIGHT)
-    y = Scale(*padded(scores, 0.12, least=0.01), height - BOTTOM, TOP)
+    least = 0.01 if as_percent else 0.01 * max(map(abs, scores))
+    y = Scale(*padded(scores, 0.12, least=least), height - BOTTOM, TOP)
     largest = max(p.size_mib for p in points)
-    parts: list[object] = [*frame(x, y, "time, reference = 1 (less is better)", score_label, as_percent=True)]
-    parts.append(_front_line(points, x, y))
+    parts: list[object] = [*frame(x, y, "time, reference = 1 (less is better)", score_label, as_percent=as_percent)]
+    parts.append(_front_line(points, x, y, more_is_better))
     taken: list[tuple[float, float]] = []
     for point in sorted(points, key=lambda p: -p.size_mib):
         radius = 5 + 9 * math.sqrt(point.size_mib / largest)
         parts.append(_whiskers(point, x, y))
-        parts.append(_mark(point, x, y, radius))
+        parts.append(_mark(point, x, y, radius, percent if as_percent else significant))
         parts.append(_label(point, x, y, radius, taken))
     return svg(height, "Accuracy against time and size", *parts)
 
 
-def _front_line(points: Sequence[Point], x: Scale, y: Scale) -> Markup | None:
+def _front_line(points: Sequence[Point], x: Scale, y: Scale, more_is_better: bool) -> Markup | None:
     """The steps through those points that no other beats in both time and score."""
-    best = unbeaten(points, lambda point: (point.time, -point.score))
+    sign = -1 if more_is_better else 1
+    best = unbeaten(points, lambda point: (point.time, sign * point.score))
     return steps([(point.time, point.score) for point in best], x, y)
 
 
@@ -77,8 +84,8 @@ def _whiskers(point: Point, x: Scale, y: Scale) -> list[Markup]:
     return lines
 
 
-def _mark(point: Point, x: Scale, y: Scale, radius: float) -> Markup:
-    figures = f"{significant(point.time)} of the time, {percent(point.score)}, {significant(point.size_mib)} MiB"
+def _mark(point: Point, x: Scale, y: Scale, radius: float, told_as: Callable[[float], str]) -> Markup:
+    figures = f"{significant(point.time)} of the time, {told_as(point.score)}, {significant(point.size_mib)} MiB"
     told = f"{point.name}: {figures}"
     return el("g", el("title", told), shape(point.name, x(point.time), y(point.score), radius))
 

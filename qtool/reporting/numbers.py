@@ -44,6 +44,19 @@ def score(name: str, value: float | None) -> str:
     return percent(value) if name in SHARES else significant(value)
 
 
+def changes(name: str, bounds: Sequence[float] | None) -> str:
+    """The 95 % interval of a metric's change, signed, or nothing where there is none; of shares in points.
+
+    >>> changes("mse", (-0.00123, 0.2)), changes("top5", (-0.012, 0.0))
+    ('−0.00123 to +0.200', '−1.20 to +0 points')
+    """
+    if not bounds:
+        return ""
+    scale, unit = (100, " points") if name in SHARES else (1, "")
+    low, high = (f"{'−' if bound < 0 else '+'}{significant(abs(bound * scale))}" for bound in bounds)
+    return f"{low} to {high}{unit}"
+
+
 def times(ratio: float | None) -> str:
     """A ratio, as ``3.2×``."""
     return UNKNOWN if ratio is None else f"{ratio:.2f}×"

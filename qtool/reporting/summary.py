@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from qtool.reporting.numbers import interval, percent, points, score
+from qtool.reporting.numbers import changes, interval, percent, points, score
 
 
 def verdicts(result: Mapping[str, Any]) -> dict[str, str]:
@@ -73,12 +73,17 @@ def accuracy_phrase(accuracy: Mapping[str, Any] | None) -> str:
 def metric_phrases(accuracy: Mapping[str, Any]) -> list[str]:
     """The metric that decides of a task of its own, beside the reference's; nothing where none was measured.
 
-    >>> metric_phrases({"metric": "mae", "metrics": {"mae": 0.4123}, "metrics_reference": {"mae": 0.4}})
-    ['mae 0.412 against 0.400']
+    >>> figures = {"metric": "mae", "metrics": {"mae": 0.4123}, "metrics_reference": {"mae": 0.4}}
+    >>> metric_phrases(figures | {"metric_change_ci95": (0.0101, 0.0145)})
+    ['mae 0.412 against 0.400 (95 % CI of the change +0.0101 to +0.0145)']
     """
     name = accuracy.get("metric")
     values = [accuracy.get(key, {}).get(name) for key in ("metrics", "metrics_reference")]
-    return [f"{name} {score(str(name), values[0])} against {score(str(name), values[1])}"] if None not in values else []
+    if None in values:
+        return []
+    told, wanted = (score(str(name), value) for value in values)
+    bounds = changes(str(name), accuracy.get("metric_change_ci95"))
+    return [f"{name} {told} against {wanted}" + (f" (95 % CI of the change {bounds})" if bounds else "")]
 
 
 def caveats(result: Mapping[str, Any]) -> list[str]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from qtool.reporting.numbers import UNKNOWN, interval, percent, points, score, significant, times
+from qtool.reporting.numbers import UNKNOWN, changes, interval, percent, points, score, significant, times
 from qtool.reporting.summary import caveats, verdicts
 
 if TYPE_CHECKING:
@@ -35,7 +35,9 @@ def rows(result: Mapping[str, Any]) -> list[Row]:
     for index, timed in enumerate(entries[0]["latency"]):
         made += _timing_rows(timed["batch_size"], [entry["latency"][index] for entry in entries])
     accuracies = [_accuracy(name, entry, result["reference"]) for name, entry in result["variants"].items()]
-    made += [_row(name, partial(_metric, name), accuracies) for name in _metrics(accuracies)]
+    for name in _metrics(accuracies):
+        made.append(_row(name, partial(_metric, name), accuracies))
+        made.append(_row(f"{name} change, 95 % CI", partial(_change, name), accuracies))
     made += [_row(label.format(reference=result["reference"]), cell, accuracies) for label, cell in _ACCURACY_ROWS]
     made.append(_row("multiplying operations", _arithmetic, entries))
     return [row for row in made if any(cell != UNKNOWN for cell in row.cells)]
@@ -65,6 +67,11 @@ def _has_top1(accuracies: list[Entry]) -> bool:
 
 def _metric(name: str, accuracy: Entry) -> str:
     return score(name, (accuracy.get("metrics") or {}).get(name))
+
+
+def _change(name: str, accuracy: Entry) -> str:
+    decides = accuracy.get("metric") == name
+    return (changes(name, accuracy.get("metric_change_ci95")) if decides else "") or UNKNOWN
 
 
 def _smaller(entry: Entry) -> str:

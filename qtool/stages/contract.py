@@ -125,7 +125,7 @@ class Candidates:
         self.judged: dict[str, tuple[str, Judged]] = {}
         self.units: list[dict[str, Any]] = []
         self.judge = _judge(source, config, self.measurement.inputs, pairs)
-        self.identity |= {"answers": state_hash({**self.judge.sums, "weights": self.judge.weights}.items())}
+        self.identity |= {"answers": state_hash({**self.judge.sums, "weights": self.judge.paired.weights}.items())}
 
     def attempt(self, name: str, config: QuantizeConfig) -> Trial:
         """A candidate with these options: remembered, or made and judged unless it is the model of an earlier one.

@@ -8,6 +8,7 @@ import torch
 from qtool import evaluate
 from qtool.benchmarking.accuracy import Scores, judge, predict
 from qtool.errors import QtoolError
+from qtool.intervals import mean_interval
 from qtool.runtimes import open_session
 from qtool.runtimes.base import TensorInfo
 
@@ -207,6 +208,39 @@ def test_a_task_of_its_own_judges_every_variant(sessions, batches):
         assert found[name]["metrics"] == pytest.approx(wanted, rel=1e-5)
         assert found[name]["metrics_reference"] == found["fp32"]["metrics"]
         assert (found[name]["metric"], found[name]["higher_is_better"]) == ("margin", True)
+        if name == "fp32":
+            assert "metric_change_ci95" not in found[name]
+            continue
+        apart = [(v.gather(1, targets[:, None])[:, 0] - v.mean(1)).double() for v in (outputs["fp32"], values)]
+        assert found[name]["metric_change_ci95"] == pytest.approx(mean_interval(apart[1] - apart[0]), rel=1e-3)
+
+
+class Apart(Margin):
+    """What a batch as a whole is judged by: how far its samples are from one another."""
+
+    def loss(self, output, target):
+        return output["logits"].std(0, correction=0).sum() * len(target), float(len(target))
+
+    def metrics(self, output, target):
+        return {"margin": self.loss(output, target)[0]}
+
+
+class Whole(Apart):
+    """One that takes no single sample at all."""
+
+    def metrics(self, output, target):
+        if len(target) < 2:
+            raise ValueError("two samples, please")
+        return super().metrics(output, target)
+
+
+@pytest.mark.parametrize("task", [Apart(), Whole()])
+def test_what_is_no_sum_of_samples_is_measured_without_an_interval(task, sessions, batches):
+    scores = Scores(task, {"logits": torch.zeros(2, 3)})
+    predict(sessions, batches(16), samples=32, scores=scores)
+    found = scores.results("fp32")
+    assert not scores.failure
+    assert all(entry["metrics"]["margin"] > 0 and "metric_change_ci95" not in entry for entry in found.values())
 
 
 def test_outputs_of_an_unknown_structure_are_a_tensor_or_a_tuple_of_them():
@@ -222,8 +256,8 @@ def test_outputs_of_an_unknown_structure_are_a_tensor_or_a_tuple_of_them():
     Scores(Seen()).add("fp32", [np.ones((2, 3), np.float16)], torch.zeros(2))
     Scores(Seen()).add("fp32", [np.ones((2, 3)), np.ones(2, np.int64)], torch.zeros(2))
     assert seen[0].dtype == torch.float32
-    assert isinstance(seen[1], tuple)
-    assert seen[1][1].dtype == torch.int64
+    assert isinstance(seen[-1], tuple)
+    assert seen[-1][1].dtype == torch.int64
 
 
 def test_a_task_that_cannot_judge_says_why_and_the_outputs_are_compared_all_the_same(sessions, batches):

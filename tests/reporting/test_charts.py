@@ -61,6 +61,15 @@ def test_the_front_leaves_out_what_another_beats():
     assert len(line.split()) == 3  # int8, a corner, fp32: neither the beaten one nor fp16, as accurate and slower
 
 
+def test_where_less_is_better_the_line_goes_through_the_least_and_ticks_are_no_percentages():
+    shown = [Point("fp32", 1.0, 4.0, 4.0), Point("int8", 0.4, 4.2, 1.0), Point("other", 0.8, 4.5, 1.0)]
+    root = parsed(frontier(shown, "perplexity", as_percent=False, more_is_better=False))
+    corners = next(root.iter(f"{SVG}polyline")).attrib["points"].split()
+    assert len(corners) == 3  # int8, across, fp32: nothing goes through what both beat
+    assert "4.2" in {text.text for text in root.iter(f"{SVG}text")}
+    assert any("4.20, 1.00 MiB" in title.text for title in root.iter(f"{SVG}title"))
+
+
 def test_labels_of_equal_points_do_not_lie_on_each_other():
     root = parsed(frontier([Point("fp32", 1, 0.9, 1), Point("fp16", 1, 0.9, 1)], "top-1"))
     places = [(n.attrib["x"], n.attrib["y"]) for n in root.iter(f"{SVG}text") if n.attrib.get("class") == "name"]

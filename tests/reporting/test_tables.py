@@ -52,7 +52,10 @@ def test_a_task_s_own_metrics_have_rows_what_decides_first(result):
     assert table(result)["perplexity"] == {"fp32": "4.00", "fp16": "4.01", "int8": "4.20"}
     assert labels.index("recall") == labels.index("perplexity") + 1 == labels.index("top-1") - 1
     assert not {"loss", "top1"} & set(labels)
-    assert "perplexity 4.20 against 4.00" in markdown(result)
+    assert "perplexity 4.20 against 4.00 on" in markdown(result)
+    result["variants"]["int8"]["accuracy"]["metric_change_ci95"] = [0.1, 0.3]
+    assert table(result)["perplexity change, 95 % CI"] == {"fp32": "–", "fp16": "–", "int8": "+0.100 to +0.300"}
+    assert "perplexity 4.20 against 4.00 (95 % CI of the change +0.100 to +0.300) on" in markdown(result)
 
 
 @pytest.mark.parametrize("metrics", [{"loss": 0.5}, {"loss": 0.5, "mae": 0.25}])

@@ -1,0 +1,117 @@
+"""How far a task's metric of one model is from another's on the same samples, and within what bounds that is known.
+
+A task gives sums over batches, from which nothing can be said of noise. Cut into samples, each of which the task judges
+alone, two models answer the same ones, so that what is compared is paired: samples that both answer alike say nothing
+about the difference. Its 95 % interval is
+
+* Agresti and Min's for paired proportions where every sample is simply right or wrong;
+* of other means, that of the mean of paired differences (``intervals.py``); of ratios of sums to first order: with
+  value v = Σ dᵢ / Σ wᵢ, the residuals (dᵢ − v wᵢ) / w̄ have mean zero and the value's spread;
+* for what is no mean of samples (what a task's ``finish`` makes of sums: an F1 score, a perplexity) the paired
+  bootstrap, ``DRAWS`` draws of samples with replacement by a fixed seed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qtool.intervals import mean_interval, paired_interval
+from qtool.nested import cut, num_samples
+from qtool.tasks import Task, finished, loss_of, metrics_of
+
+DRAWS = 1000
+Interval = Callable[[int], tuple[float, float]]
+"""The 95 % interval that so many samples give where each is like those at hand."""
+Sums = dict[str, Tensor]
+"""What a task makes of each of N samples alone, by name; float64."""
+
+
+@torch.no_grad()
+def sums_of(task: Task, output: Any, target: Any) -> tuple[Sums, Tensor]:
+    """The task's sums and weight of every sample of a batch alone, float64. Raises QtoolError where the task does."""
+    size = num_samples(output)
+    rows, weights = [], []
+    for index in range(size):
+        one, wanted = (cut(value, index, index + 1, size) for value in (output, target))
+        loss, weight = loss_of(task, one, wanted)
+        rows.append({"loss": float(loss), **{k: float(v) for k, v in metrics_of(task, one, wanted).items()}})
+        weights.append(float(weight))
+    columns = {name: torch.tensor([row[name] for row in rows], dtype=torch.float64) for name in rows[0]}
+    return columns, torch.tensor(weights, dtype=torch.float64)
+
+
+def joined(parts: Sequence[Sums]) -> Sums:
+    """The sums of all batches."""
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+class Paired:
+    """A task's metrics over N samples that several models answer; ``weights`` (N, float64) say what each counts."""
+
+    def __init__(self, task: Task | None, weights: Tensor) -> None:
+        self.task, self.weights = task, weights
+
+    def means(self, sums: Mapping[str, Tensor], rows: Tensor | None = None) -> dict[str, float]:
+        """The task's metrics over all samples, or over ``rows`` of them."""
+        rows = torch.arange(len(self.weights)) if rows is None else rows
+        total = float(self.weights[rows].sum())
+        means = {name: float(column[rows].sum()) / total for name, column in sums.items()}
+        return {**means, **(finished(self.task, means) if self.task else {})}
+
+    def is_mean(self, metric: str, sums: Mapping[str, Tensor]) -> bool:
+        """Whether the metric is the mean of the task's sums, and not what its ``finish`` makes of them."""
+        column = sums.get(metric)
+        if column is None:
+            return False
+        return math.isclose(self.means(sums)[metric], float(column.sum() / self.weights.sum()))
+
+    def is_counted(self, column: Tensor) -> bool:
+        """Whether each sample is simply right or wrong."""
+        return bool(((column == 0) | (column == 1)).all() and (self.weights == 1).all())
+
+    def change(self, metric: str, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> tuple[float, Interval]:
+        """How much more the metric is ``after`` than ``before``, in its own units, and the interval of that."""
+        value = self.means(after)[metric] - self.means(before)[metric]
+        if not self.is_mean(metric, before):
+            return value, self._bootstrap(metric, before, after, value)
+        change = after[metric] - before[metric]
+        if all(self.is_counted(sums[metric]) for sums in (before, after)):
+            return value, proportions(float((change > 0).double().mean()), float((change < 0).double().mean()))
+        residual = (change - value * self.weights) / self.weights.mean()  # of mean zero
+
+        def at(total: int) -> tuple[float, float]:
+            low, high = mean_interval(residual, total)
+            return value + low, value + high
+
+        return value, at
+
+    def _bootstrap(
+        self, metric: str, before: Mapping[str, Tensor], after: Mapping[str, Tensor], value: float
+    ) -> Interval:
+        """The 2.5 and 97.5 % points of the change over draws of samples with replacement."""
+        count, draw, found = len(self.weights), torch.Generator().manual_seed(0), []
+        for _ in range(DRAWS):
+            rows = torch.randint(count, (count,), generator=draw)
+            found.append(self.means(after, rows)[metric] - self.means(before, rows)[metric])
+        ends = torch.tensor(found, dtype=torch.float64).quantile(torch.tensor([0.025, 0.975]).double())
+        low, high = map(float, ends)
+
+        def at(total: int) -> tuple[float, float]:
+            narrower = math.sqrt(count / total)
+            return value + (low - value) * narrower, value + (high - value) * narrower
+
+        return at
+
+
+def proportions(only_after: float, only_before: float) -> Interval:
+    """The interval of the change of a share of right answers, of which these shares of the samples tell."""
+
+    def at(total: int) -> tuple[float, float]:
+        return paired_interval(only_after * total, only_before * total, total)
+
+    return at

@@ -1,0 +1,124 @@
+"""Differences of two models on the same samples, against formulas, draws of many data sets and the task's own means."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from qtool.evaluate import Sums
+from qtool.intervals import mean_interval, paired_interval
+from qtool.paired import Paired, joined, proportions, sums_of
+from qtool.tasks import Classification
+
+
+class Errors:
+    """A mean absolute error, weighted by what stands behind each target, and what is no mean of it."""
+
+    name, metric, higher_is_better = "errors", "mae", False
+
+    def loss(self, output, target):
+        value, weight = target.unbind(1)
+        return ((output[:, 0] - value).abs() * weight).sum(), weight.sum()
+
+    def metrics(self, output, target):
+        return {"mae": self.loss(output, target)[0]}
+
+    def finish(self, means):
+        return means | {"exp": math.exp(means["mae"])}
+
+
+def both(task, outputs, target):
+    """What a task makes of two models' outputs, in batches of 7, sample by sample."""
+    found = []
+    for output in outputs:
+        parts = [sums_of(task, o, t) for o, t in zip(output.split(7), target.split(7), strict=True)]
+        found.append((joined([sums for sums, _ in parts]), torch.cat([weight for _, weight in parts])))
+    (before, weights), (after, _) = found
+    return Paired(task, weights), before, after
+
+
+@pytest.fixture
+def draw():
+    return torch.Generator().manual_seed(0)
+
+
+def test_samples_add_up_to_what_batches_give(draw):
+    outputs, target = torch.randn(2, 20, 1, generator=draw), torch.rand(20, 2, generator=draw)
+    paired, before, after = both(Errors(), outputs, target)
+    for output, sums in zip(outputs, (before, after), strict=True):
+        batches = Sums(Errors())
+        batches.add(output, target)
+        wanted = batches.means()
+        wanted.pop("num_samples")
+        assert paired.means(sums) == pytest.approx(wanted, rel=1e-6)
+
+
+def test_right_answers_are_paired_proportions(draw):
+    outputs, target = torch.randn(2, 60, 4, generator=draw), torch.randint(4, (60,), generator=draw)
+    paired, before, after = both(Classification(), outputs, target)
+    value, within = paired.change("top1", before, after)
+    was, now = outputs.argmax(2) == target
+    assert value == pytest.approx(float(now.double().mean() - was.double().mean()))
+    wanted = paired_interval(float((now & ~was).sum()), float((was & ~now).sum()), 60)
+    assert within(60) == pytest.approx(wanted)
+    assert proportions(0.1, 0.2)(50) == pytest.approx(paired_interval(5, 10, 50))
+
+
+def test_a_mean_of_samples_of_equal_weight_has_the_interval_of_the_mean_of_differences(draw):
+    outputs = torch.randn(2, 40, 1, generator=draw)
+    target = torch.stack([torch.randn(40, generator=draw), torch.ones(40)], 1)
+    paired, before, after = both(Errors(), outputs, target)
+    value, within = paired.change("mae", before, after)
+    apart = ((outputs[1] - target[:, :1]).abs() - (outputs[0] - target[:, :1]).abs())[:, 0].double()
+    assert value == pytest.approx(float(apart.mean()), rel=1e-6)
+    assert within(40) == pytest.approx(mean_interval(apart), rel=1e-5)
+    low, high = within(160)
+    assert high - low < 0.55 * (within(40)[1] - within(40)[0])
+
+
+@pytest.mark.parametrize("metric", ["mae", "exp"])
+def test_the_interval_holds_the_truth_about_as_often_as_it_says(metric, draw):
+    """400 sets of 80 samples, uneven weights; the truth is that of 400,000 samples."""
+
+    def samples(count):
+        noise = torch.randn(count, generator=draw)
+        apart = torch.stack([noise, 1.1 * noise + 0.1 * torch.randn(count, generator=draw)])
+        return apart.abs().double(), torch.rand(count, generator=draw).double() + 0.1
+
+    def change(values, weights):
+        paired = Paired(Errors(), weights)
+        before, after = ({"mae": value * weights} for value in values)
+        return paired.change(metric, before, after)
+
+    (was, now), weights = samples(400_000)
+    means = [float((each * weights).sum() / weights.sum()) for each in (was, now)]
+    truth = means[1] - means[0] if metric == "mae" else math.exp(means[1]) - math.exp(means[0])
+    rounds, held = (400 if metric == "mae" else 60), 0
+    for _ in range(rounds):
+        _, within = change(*samples(80))
+        low, high = within(80)
+        held += low <= truth <= high
+    assert 0.88 < held / rounds <= 1.0
+
+
+def test_what_finish_makes_is_told_from_means(draw):
+    paired, before, _ = both(Errors(), torch.randn(2, 9, 1, generator=draw), torch.rand(9, 2, generator=draw))
+    assert paired.is_mean("mae", before)
+    assert not paired.is_mean("exp", before)
+    assert not paired.is_counted(before["mae"])
+
+
+def test_a_task_s_outputs_may_be_packed():
+    class Packed(Classification):
+        def loss(self, output, target):
+            return super().loss(output["logits"], target)
+
+        def metrics(self, output, target):
+            return super().metrics(output["logits"], target)
+
+    sums, weights = sums_of(
+        Packed(), {"logits": nn.functional.one_hot(torch.tensor([0, 1, 1]), 2)}, torch.tensor([0, 1, 0])
+    )
+    assert sums["top1"].tolist() == [1, 1, 0]
+    assert weights.tolist() == [1, 1, 1]
