@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -14,7 +16,8 @@ from torch import Tensor, nn
 
 from qtool.evaluate import sqnr_db
 from qtool.quantization.algorithms.bias import add_to_bias
-from qtool.quantization.algorithms.gptq import Moments, fitted, gptq, output_error, rounded
+from qtool.quantization.algorithms.gptq import DAMPINGS, Moments, _settled, damped, fitted, gptq, output_error, rounded
+from qtool.quantization.algorithms.layers import Layer
 from qtool.quantization.algorithms.renorm import renormalize
 from qtool.quantization.algorithms.rows import reason, rows
 from qtool.quantization.algorithms.subject import Subject
@@ -75,7 +78,7 @@ def test_the_fitted_weights_are_those_of_ridge_regression() -> None:
     torch.manual_seed(0)
     x, q = two_inputs(1, 60, 5)
     real = torch.randn(1, 2, 5).double()
-    found, _ = fitted(real, Moments.of(x, q), 0.1)
+    found = fitted(real, Moments.of(x, q), 0.1)
     x0, q0 = ((v[0] - v[0].mean(0)).double().numpy() for v in (x, q))
     ridge = np.sqrt(0.1 * (q0**2).mean(0).mean() * 60)
     stacked = np.concatenate((q0, ridge * np.eye(5)))
@@ -100,13 +103,39 @@ def test_rounding_is_that_of_optimal_brain_quantization_and_beats_rounding_to_ne
     _, q = two_inputs(1, 900, 150)
     real = torch.randn(1, 8, 150).double()
     moments = Moments.of(q, q)
-    weight, damped = fitted(real, moments, 0.01)
+    weight, hessian = fitted(real, moments, 0.01), damped(moments, 0.01)
     scale = real.abs().amax(2, keepdim=True) / 7
-    made = rounded(weight, damped, scale, 7)
-    wanted = by_elimination(weight[0].numpy(), damped[0].numpy(), scale[0, :, 0].numpy(), 7)
+    made = rounded(weight, hessian, scale, 7)
+    wanted = by_elimination(weight[0].numpy(), hessian[0].numpy(), scale[0, :, 0].numpy(), 7)
     assert (made[0].numpy() == wanted).mean() > 0.99
     nearest = (real / scale).round()
     assert output_error(real, made * scale, moments) < 0.5 * output_error(real, nearest * scale, moments)
+
+
+@pytest.mark.parametrize("noise", [0.05, 3.0])
+def test_fit_and_rounding_are_damped_each_as_rows_that_were_not_fitted_to_have_it(noise: float) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(1, 120, 24) @ torch.randn(24, 24)
+    q = x + noise * torch.randn(1, 120, 24)
+    real, halves = torch.randn(1, 6, 24).double(), (slice(0, 60), slice(60, 120))
+    seen, unseen = (Moments.of(x[:, half], q[:, half]) for half in halves)
+    scale = real.abs().amax(2, keepdim=True) / 7
+    nearest = (real / scale).round() * scale
+
+    def error(made: Tensor) -> float:
+        gap = x[:, halves[1]].double() @ real.mT - q[:, halves[1]].double() @ made.mT
+        return float(gap.var(1, correction=0).sum())
+
+    layer = SimpleNamespace(real=real, scale=scale, qmax=7, plain_error=lambda _: error(nearest))
+    fits = {None: real} | {damping: fitted(real, seen, damping) for damping in DAMPINGS}
+    fit = min(fits, key=lambda damping: error(fits[damping]))
+    made = {damping: rounded(fits[fit], damped(seen, damping), scale, 7) * scale for damping in DAMPINGS}
+    rounding = min(made, key=lambda damping: error(made[damping]))
+    assert error(made[rounding]) < error(nearest)
+    assert _settled(cast(Layer, layer), seen, unseen) == (fit, rounding)
+    assert (fit is None) == (noise < 1)  # what is all but exact is left as it is
+    layer.plain_error = lambda _: 0.0
+    assert _settled(cast(Layer, layer), seen, unseen) is None
 
 
 @pytest.mark.parametrize("settle", [gptq, renormalize])
