@@ -1,4 +1,4 @@
-"""qtool at its most accurate without labels or training: ranges by the error at the output, and GPTQ's rounding."""
+"""qtool with ``--effort best``: its most accurate setting without labels or training."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ NEEDS = qtool.NEEDS
 
 
 def quantize(source: Path, images: Images, out: Path) -> str:
-    """As ``qtool``, with ``ranges="output"`` and ``algorithms=("gptq",)``; returns the version."""
-    return qtool.quantize(source, images, out, ranges="output", algorithms=("gptq",))
+    """As ``qtool``, with ``effort="best"``; returns the version."""
+    return qtool.quantize(source, images, out, effort="best")
