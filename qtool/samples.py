@@ -15,19 +15,23 @@ from __future__ import annotations
 
 import hashlib
 import numbers
+import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
-from qtool.errors import QtoolError
+from qtool.errors import QtoolError, QtoolWarning
 from qtool.given import pair_of
 from qtool.nested import map_tensors, tensors
 
 Collate = Callable[[list[Any]], Any]
+SLOW = 5.0
+"""Seconds after which it is told that targets are read sample by sample, and how long the rest takes."""
 
 
 class Samples(Dataset[tuple[Any, Any]]):
@@ -186,16 +190,21 @@ def _tensors(dataset: Any) -> tuple[Tensor, Tensor] | None:
 def targets_of(dataset: Any, where: str = "data", collate: Collate | None = None) -> Tensor | None:
     """The class index of every sample as int64 (N), or None where targets are no whole-number scalars.
 
-    Read from ``targets`` or from tensors where the dataset has them, else sample by sample; through ``collate``, which
-    may change them, always so.
+    Read from ``targets`` or from tensors where the dataset has them, else sample by sample; through ``collate`` and
+    past a ``target_transform``, which may change them, always so. Where that takes seconds a QtoolWarning tells it.
     """
     if isinstance(dataset, Samples):
         return dataset.targets
     if isinstance(dataset, Subset) and collate is None:
         whole = targets_of(dataset.dataset, where)
         return None if whole is None else whole[torch.as_tensor(dataset.indices)]
+    if isinstance(dataset, ConcatDataset) and collate is None:
+        parts = [targets_of(part, where) for part in dataset.datasets]
+        known = [part for part in parts if part is not None]
+        return torch.cat(known) if len(known) == len(parts) else None
     tensors = _tensors(dataset)
-    found = getattr(dataset, "targets", tensors[1] if tensors else None) if collate is None else None
+    as_stored = collate is None and getattr(dataset, "target_transform", None) is None
+    found = getattr(dataset, "targets", tensors[1] if tensors else None) if as_stored else None
     if found is None:
         found = _collected(dataset, where, collate)
     try:
@@ -206,11 +215,25 @@ def targets_of(dataset: Any, where: str = "data", collate: Collate | None = None
     return targets.to(torch.int64) if whole_numbers and targets.shape == (len(dataset),) else None
 
 
+def _tell_slow(where: str, row: int, total: int, seconds: float) -> None:
+    left = seconds * (total - row) / row
+    warnings.warn(
+        f"{where}: targets are read from {total:,} samples one by one, {left:,.0f} more seconds or so, in every stage; "
+        "give the dataset an attribute 'targets' with their class indices, and none is read for them",
+        QtoolWarning,
+        stacklevel=2,
+    )
+
+
 def _collected(dataset: Any, where: str, collate: Collate | None) -> list[Any]:
     """All targets, or those up to the first that is no number: enough to see that they are no class indices."""
     samples = Samples(where, dataset, read_targets=False, collate=collate)
     found: list[Any] = []
+    start, told = time.monotonic(), False
     for row in range(len(dataset)):
+        if not told and row and (spent := time.monotonic() - start) > SLOW:
+            _tell_slow(where, row, len(dataset), spent)
+            told = True
         target = samples.sample(row)[1]
         scalar = isinstance(target, numbers.Integral) or (getattr(target, "shape", None) == ())
         if not scalar:

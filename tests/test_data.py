@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import itertools
 import re
 import shutil
 import struct
@@ -19,8 +20,9 @@ import torch
 from fake_device import DEVICE, Fake
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import Dataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
+from qtool import samples
 from qtool.data import (
     EMBEDDED,
     Preprocessing,
@@ -31,7 +33,7 @@ from qtool.data import (
     stratified_sample,
     targets_of,
 )
-from qtool.errors import QtoolError, UsageError
+from qtool.errors import QtoolError, QtoolWarning, UsageError
 
 FULL_SET = Path("/usr/share/datasets/fashion-mnist")  # of Debian's package, where it is installed
 
@@ -208,6 +210,52 @@ def test_samples_without_class_labels_are_drawn_plainly() -> None:
     dataset = TensorDataset(torch.zeros(50, 1), torch.randn(50, 2))
     assert targets_of(dataset) is None
     assert len(set(stratified_sample(dataset, 20, 0))) == 20
+
+
+class Read(Dataset[Any]):
+    """Ten samples, of which it is counted how many were read; ``changed`` is what a transform adds to targets."""
+
+    def __init__(self, first: int, changed: int = 0) -> None:
+        self.targets, self.count = [first + row % 3 for row in range(10)], 0
+        if changed:
+            self.target_transform = lambda target: target + changed
+        self.changed = changed
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, row: int) -> tuple[torch.Tensor, int]:
+        self.count += 1
+        return torch.zeros(2), self.targets[row] + self.changed
+
+
+def test_targets_of_joined_sets_are_those_of_their_parts_none_of_them_read() -> None:
+    parts = [Read(0), Subset(Read(3), [0, 2])]
+    assert targets_of(ConcatDataset(parts)).tolist() == [*parts[0].targets, 3, 5]
+    assert parts[0].count == parts[1].dataset.count == 0
+    odd = TensorDataset(torch.zeros(4, 2), torch.zeros(4, 2))
+    assert targets_of(ConcatDataset([Read(0), odd])) is None
+
+
+def test_targets_that_a_transform_changes_are_what_it_makes_of_them() -> None:
+    changed = Read(0, changed=5)
+    assert targets_of(changed).tolist() == [target + 5 for target in changed.targets]
+    assert changed.count == 10
+
+
+def test_slow_reading_of_targets_is_told_once_with_what_is_left_and_the_remedy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slow = Read(0, changed=1)
+    clock = itertools.count(0, 2.0)
+    monkeypatch.setattr(samples.time, "monotonic", lambda: next(clock))
+    with pytest.warns(QtoolWarning) as told:
+        targets_of(slow, "data 'x', train")
+    assert len(told) == 1
+    text = str(told[0].message)
+    assert text.startswith("data 'x', train: ")
+    assert "from 10 samples one by one, 14 more seconds" in text  # 6 for the first three
+    assert "'targets'" in text
 
 
 # ---- batches
