@@ -195,24 +195,34 @@ def targets_of(dataset: Any, where: str = "data", collate: Collate | None = None
     """
     if isinstance(dataset, Samples):
         return dataset.targets
-    if isinstance(dataset, Subset) and collate is None:
-        whole = targets_of(dataset.dataset, where)
-        return None if whole is None else whole[torch.as_tensor(dataset.indices)]
-    if isinstance(dataset, ConcatDataset) and collate is None:
-        parts = [targets_of(part, where) for part in dataset.datasets]
-        known = [part for part in parts if part is not None]
+    found = _stored(dataset) if collate is None else None
+    targets = _as_tensor(_collected(dataset, where, collate) if found is None else found)
+    if targets is None or targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
+        return None
+    return targets.to(torch.int64) if targets.shape == (len(dataset),) else None
+
+
+def _stored(dataset: Any) -> Any:
+    """The targets of all samples where the dataset, or what it is a part of or made of, has them; else None."""
+    if isinstance(dataset, Subset):
+        whole = _as_tensor(_stored(dataset.dataset))
+        return None if whole is None or not whole.dim() else whole[torch.as_tensor(dataset.indices)]
+    if isinstance(dataset, ConcatDataset):
+        parts = [_as_tensor(_stored(part)) for part in dataset.datasets]
+        known = [part for part in parts if part is not None and part.dim() == 1]
         return torch.cat(known) if len(known) == len(parts) else None
+    if getattr(dataset, "target_transform", None) is not None:
+        return None
     tensors = _tensors(dataset)
-    as_stored = collate is None and getattr(dataset, "target_transform", None) is None
-    found = getattr(dataset, "targets", tensors[1] if tensors else None) if as_stored else None
-    if found is None:
-        found = _collected(dataset, where, collate)
+    return getattr(dataset, "targets", tensors[1] if tensors else None)
+
+
+def _as_tensor(values: Any) -> Tensor | None:
+    """Numbers as a tensor in host memory; None for what are none."""
     try:
-        targets = torch.as_tensor(found).cpu()
+        return None if values is None else torch.as_tensor(values).cpu()
     except (TypeError, ValueError, RuntimeError):
         return None
-    whole_numbers = not targets.is_floating_point() and not targets.is_complex() and targets.dtype != torch.bool
-    return targets.to(torch.int64) if whole_numbers and targets.shape == (len(dataset),) else None
 
 
 def _tell_slow(where: str, row: int, total: int, seconds: float) -> None:

@@ -237,6 +237,12 @@ def test_targets_of_joined_sets_are_those_of_their_parts_none_of_them_read() -> 
     assert targets_of(ConcatDataset([Read(0), odd])) is None
 
 
+def test_of_a_part_no_more_samples_are_read_than_it_has() -> None:
+    read = Read(0, changed=1)
+    assert targets_of(Subset(read, [1, 5, 6])).tolist() == [2, 3, 1]
+    assert read.count == 3
+
+
 def test_targets_that_a_transform_changes_are_what_it_makes_of_them() -> None:
     changed = Read(0, changed=5)
     assert targets_of(changed).tolist() == [target + 5 for target in changed.targets]

@@ -85,7 +85,8 @@ def damped(moments: Moments, damping: float) -> Tensor:
 def fitted(real: Tensor, moments: Moments, damping: float) -> Tensor:
     """W* for one ridge parameter (see :func:`damped`), float64. Raises LinAlgError where it is too small."""
     _, c, h = moments.centred()
-    return torch.linalg.solve(damped(moments, damping), (real @ (c + _ridge(h, damping))).mT).mT
+    solved: Tensor = torch.linalg.solve(damped(moments, damping), (real @ (c + _ridge(h, damping))).mT)
+    return solved.mT
 
 
 def _ridge(h: Tensor, damping: float) -> Tensor:
