@@ -50,8 +50,8 @@ def frontier(
     height = 280.0
     times = [v for p in points for v in (p.time, *(p.time_bounds or ()))]
     scores = [v for p in points for v in (p.score, *(p.score_bounds or ()))]
-    x = Scale(*padded([*times, 0.0], 0.06), LEFT, WIDTH - RIGHT)
-    x = Scale(0.0, x.high, LEFT, WIDTH - RIGHT)
+    left = LEFT if as_percent else LEFT + 22  # room for ticks like 0.1735
+    x = Scale(0.0, padded([*times, 0.0], 0.06)[1], left, WIDTH - RIGHT)
     least = 0.01 if as_percent else 0.01 * max(map(abs, scores))
     y = Scale(*padded(scores, 0.12, least=least), height - BOTTOM, TOP)
     largest = max(p.size_mib for p in points)

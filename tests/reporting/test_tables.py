@@ -55,6 +55,7 @@ def test_a_task_s_own_metrics_have_rows_what_decides_first(result):
     assert "perplexity 4.20 against 4.00 on" in markdown(result)
     result["variants"]["int8"]["accuracy"]["metric_change_ci95"] = [0.1, 0.3]
     assert table(result)["perplexity change, 95 % CI"] == {"fp32": "–", "fp16": "–", "int8": "+0.100 to +0.300"}
+    assert "recall change, 95 % CI" not in table(result)
     assert "perplexity 4.20 against 4.00 (95 % CI of the change +0.100 to +0.300) on" in markdown(result)
 
 
