@@ -102,6 +102,15 @@ def test_the_interval_holds_the_truth_about_as_often_as_it_says(metric, draw):
     assert 0.88 < held / rounds <= 1.0
 
 
+def test_draws_are_of_pairs_so_that_what_both_have_in_common_drops_out(draw):
+    values, weights = torch.randn(100, generator=draw).abs().double(), torch.ones(100).double()
+    value, within = Paired(Errors(), weights).change("exp", {"mae": values}, {"mae": values + 0.01})
+    low, high = within(100)
+    wanted = math.exp(float(values.mean())) * math.expm1(0.01)
+    assert value == pytest.approx(wanted)
+    assert 0 < high - low < 0.5 * wanted  # drawn apart, each mean would sway by ten times the change
+
+
 def test_what_finish_makes_is_told_from_means(draw):
     paired, before, _ = both(Errors(), torch.randn(2, 9, 1, generator=draw), torch.rand(9, 2, generator=draw))
     assert paired.is_mean("mae", before)

@@ -66,6 +66,8 @@ def test_where_less_is_better_the_line_goes_through_the_least_and_ticks_are_no_p
     root = parsed(frontier(shown, "perplexity", as_percent=False, more_is_better=False))
     corners = next(root.iter(f"{SVG}polyline")).attrib["points"].split()
     assert len(corners) == 3  # int8, across, fp32: nothing goes through what both beat
+    place = next(root.iter(f"{SVG}circle")).attrib
+    assert corners[-1] == f"{float(place['cx']):.1f},{float(place['cy']):.1f}"
     assert "4.2" in {text.text for text in root.iter(f"{SVG}text")}
     assert any("4.20, 1.00 MiB" in title.text for title in root.iter(f"{SVG}title"))
 
