@@ -41,13 +41,15 @@ def sums_of(task: Task, output: Any, target: Any) -> tuple[Sums, Tensor]:
         loss, weight = loss_of(task, one, wanted)
         rows.append({"loss": float(loss), **{k: float(v) for k, v in metrics_of(task, one, wanted).items()}})
         weights.append(float(weight))
-    columns = {name: torch.tensor([row[name] for row in rows], dtype=torch.float64) for name in rows[0]}
+    names = dict.fromkeys(name for row in rows for name in row)
+    columns = {name: torch.tensor([row.get(name, 0.0) for row in rows], dtype=torch.float64) for name in names}
     return columns, torch.tensor(weights, dtype=torch.float64)
 
 
 def joined(parts: Sequence[Sums]) -> Sums:
-    """The sums of all batches."""
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    """The sums of all batches; a sample adds nothing to a metric that the task does not give of it."""
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {name: torch.cat([part.get(name, torch.zeros_like(part["loss"])) for part in parts]) for name in names}
 
 
 class Paired:

@@ -95,7 +95,8 @@ class Scores:
     ) -> Iterator[tuple[str, tuple[float, float]]]:
         """The 95 % interval of how much more the metric that decides is than the reference's.
 
-        None where the samples do not make up what the batches gave, as with a loss of pairs of samples.
+        Nothing where the samples do not make up what the batches gave, as with a loss of pairs of samples, and where
+        the task's ``finish`` cannot compute with some of them.
         """
         metric, alone = self.task.metric, self._alone or {}
         sums = {name: paired.joined([each for each, _ in parts]) for name, parts in alone.items()}
@@ -103,14 +104,18 @@ class Scores:
             return
         samples = paired.Paired(self.task, torch.cat([weights for _, weights in alone[reference]]))
         for name, own in sums.items():
-            means = samples.means(own)
-            if metric not in means or not math.isclose(means[metric], found[name][metric], rel_tol=1e-4, abs_tol=1e-9):
-                return
-            if name != reference:
+            try:
+                told, made = (means.get(metric, math.nan) for means in (found[name], samples.means(own)))
+                if not math.isclose(told, made, rel_tol=1e-4, abs_tol=1e-9):
+                    return
+                if name == reference:
+                    continue
                 _, within = samples.change(metric, sums[reference], own)
-                low, high = within(len(samples.weights))
-                if math.isfinite(low) and math.isfinite(high):
-                    yield name, (low, high)
+            except (QtoolError, ZeroDivisionError):
+                return
+            low, high = within(len(samples.weights))
+            if math.isfinite(low) and math.isfinite(high):
+                yield name, (low, high)
 
 
 def predict(

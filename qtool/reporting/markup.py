@@ -32,6 +32,11 @@ def el(tag: str, /, *children: object, **attributes: object) -> Markup:
     return Markup(f"<{tag}{given}>{inner}</{tag}>")
 
 
+def figure(picture: Markup, caption: str) -> Markup:
+    """A picture with the sentence that says how to read it."""
+    return el("figure", picture, el("figcaption", caption))
+
+
 def _attribute(key: str) -> str:
     return "class" if key == "cls" else key if key == "viewBox" else key.replace("_", "-")
 

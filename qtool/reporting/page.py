@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from qtool.artifacts import atomic_path, require_writable, write_json
-from qtool.reporting import sections
+from qtool.reporting import sections, variants
 from qtool.reporting.chosen import chosen_markdown
 from qtool.reporting.contracts import contract_markdown
 from qtool.reporting.gather import Run, gather, plain
@@ -127,7 +127,7 @@ def _sections(run: Run) -> list[Markup]:
         ("Verdict", list(sections.verdict(run))),
         ("Missing or changed", [sections.missing(run)]),
         ("Against an earlier benchmark", list(sections.regressions(run))),
-        ("Accuracy, time and size", [sections.frontier(run)]),
+        ("Accuracy, time and size", [variants.frontier(run)]),
         ("Figures", list(sections.figures_table(run))),
         ("Latency", list(sections.latencies(run))),
         ("Contract", list(sections.contracts(run))),

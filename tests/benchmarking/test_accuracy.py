@@ -234,6 +234,42 @@ class Whole(Apart):
         return super().metrics(output, target)
 
 
+class Rare(Margin):
+    """The share of right answers among the lower classes; a draw without any of these cannot be judged."""
+
+    def __init__(self, below):
+        self.below = below
+
+    def metrics(self, output, target):
+        low = target < self.below
+        right = (output["logits"].argmax(1) == target) & low
+        return {"low": low.sum(), "right": right.sum()} if low.any() else {}
+
+    def finish(self, means):
+        return {"margin": means["right"] / means["low"]}
+
+
+def test_a_metric_that_some_samples_do_not_have_is_a_sum_over_the_others(sessions, batches):
+    scores = Scores(Rare(5), {"logits": torch.zeros(2, 3)})
+    outputs, targets = predict(sessions, batches(16), samples=40, scores=scores)
+    found = scores.results("fp32")
+    assert not scores.failure
+    low = targets < 5
+    for name, values in outputs.items():
+        wanted = float((values.argmax(1) == targets)[low].double().mean())
+        assert found[name]["metrics"]["margin"] == pytest.approx(wanted)
+        assert ("metric_change_ci95" in found[name]) == (name != "fp32")
+
+
+def test_draws_that_cannot_be_judged_leave_the_figures_without_an_interval():
+    scores = Scores(Rare(1), {"logits": torch.zeros(2, 3)})
+    for name in ("fp32", "int8"):
+        scores.add(name, [np.eye(3, dtype=np.float32)], torch.tensor([0, 1, 1]))
+    found = scores.results("fp32")
+    assert found["int8"]["metrics"] == {"margin": 1.0}
+    assert "metric_change_ci95" not in found["int8"]
+
+
 @pytest.mark.parametrize("task", [Apart(), Whole()])
 def test_what_is_no_sum_of_samples_is_measured_without_an_interval(task, sessions, batches):
     scores = Scores(task, {"logits": torch.zeros(2, 3)})
