@@ -15,7 +15,6 @@ reads what is committed.
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import errno
 import glob
@@ -29,7 +28,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -196,44 +195,45 @@ def pending(run: Path, stage: str) -> Path:
 
 
 @contextmanager
-def staging(run: Path, stage: str) -> Iterator[Path]:
+def staging(run: Path, stage: str, tell: Callable[[str], None] | None = None) -> Iterator[Path]:
     """An empty folder for the files of ``stage``; what was not committed when the block ends is removed.
 
-    Of several processes one has it at a time, and the others wait for it, up to ``WAIT_SECONDS``: then QtoolError.
+    Of several processes one has it at a time, and the others wait for it: until it is done where they can ``tell`` so,
+    else up to ``WAIT_SECONDS``, then QtoolError.
     """
     new = not run.exists()
-    settle(run, stage)
     folder = pending(run, stage)
     try:
-        with alone(folder, stage), _told_as(folder):
+        with alone(folder, stage, tell), _told_as(folder):
+            _move(run, stage)
             for left in folder.iterdir():
                 shutil.rmtree(left) if left.is_dir() else left.unlink()
             try:
                 yield folder
             finally:
-                shutil.rmtree(folder, ignore_errors=True)
+                if not (folder / f"{stage}.json").is_file():  # committed, but the moves failed: they can be finished
+                    shutil.rmtree(folder, ignore_errors=True)
     finally:
         if new and run.is_dir() and not any(run.iterdir()):
             run.rmdir()
 
 
 @contextmanager
-def alone(folder: Path, stage: str) -> Iterator[None]:
+def alone(folder: Path, stage: str, tell: Callable[[str], None] | None = None) -> Iterator[None]:
     """Makes ``folder`` and holds the system's lock on it, which a process that is killed gives back.
 
-    Of several processes one has it at a time; see :func:`staging`.
+    Of several processes one has it at a time; see :func:`staging` for ``tell``.
     """
-    if sys.platform == "win32":
-        folder.mkdir(parents=True, exist_ok=True)
-        yield
-        return
     end = time.monotonic() + WAIT_SECONDS
     while (held := _locked(folder)) is None:
         if time.monotonic() > end:
-            raise QtoolError(
-                f"run directory '{folder.parent}'", f"one 'qtool {stage}' at a time", "another at work in it",
-                "wait until it is done, or name another folder with --out",
-            )  # fmt: skip
+            if tell is None:
+                raise QtoolError(
+                    f"run directory '{folder.parent}'", f"one 'qtool {stage}' at a time", "another at work in it",
+                    "wait until it is done, or name another folder with --out",
+                )  # fmt: skip
+            tell(f"{stage}: waiting for another 'qtool {stage}' that is at work in '{folder.parent}'")
+            end = math.inf
         time.sleep(0.05)
     try:
         yield
@@ -244,11 +244,13 @@ def alone(folder: Path, stage: str) -> Iterator[None]:
 def _locked(folder: Path) -> int | None:
     """An open handle of the folder that is locked; None where another process has it, or took it away meanwhile."""
     folder.mkdir(parents=True, exist_ok=True)
+    if sys.platform == "win32":  # it has no such locks
+        return os.open(os.devnull, os.O_RDONLY)
     try:
         handle = os.open(folder, os.O_RDONLY)
     except FileNotFoundError:
         return None
-    import fcntl  # Windows has none
+    import fcntl
 
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -290,7 +292,7 @@ def write_result(
         "environment": environment(),
     }
     write_json(folder / f"{stage}.json", result)
-    settle(run, stage)
+    _move(run, stage)
     return result
 
 
@@ -299,20 +301,35 @@ def _entry(path: Path) -> dict[str, Any]:
 
 
 def settle(run: Path, stage: str) -> None:
-    """Finishes the moves of a stage that was committed but stopped before all its files had their names."""
+    """Finishes the moves of a stage that was committed but stopped before all its files had their names.
+
+    Where the process that committed it is still at that, or another finishes it already, waits for it.
+    """
+    folder = pending(run, stage)
+    while (folder / f"{stage}.json").is_file():
+        if (held := _locked(folder)) is None:
+            time.sleep(0.01)
+            continue
+        try:
+            _move(run, stage)
+            shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            os.close(held)
+
+
+def _move(run: Path, stage: str) -> None:
+    """Gives the files of a committed stage their names, the result last; the caller has the lock of their folder."""
     folder = pending(run, stage)
     result = folder / f"{stage}.json"
     if not result.is_file():
         return
-    with contextlib.suppress(FileNotFoundError):  # another process finishes the same moves
-        for path in [p for p in sorted(folder.iterdir()) if p != result]:
-            if (run / path.name).is_dir():
-                shutil.rmtree(run / path.name)
-            path.replace(run / path.name)
-        for name in _files(run / result.name) - _files(result):  # of another model than the one that is there now
-            (run / name).unlink(missing_ok=True)
-        result.replace(run / result.name)
-    shutil.rmtree(folder, ignore_errors=True)
+    for path in [p for p in sorted(folder.iterdir()) if p != result]:
+        if (run / path.name).is_dir():
+            shutil.rmtree(run / path.name)
+        path.replace(run / path.name)
+    for name in _files(run / result.name) - _files(result):  # of another model than the one that is there now
+        (run / name).unlink(missing_ok=True)
+    result.replace(run / result.name)
 
 
 def _files(result: Path) -> set[str]:
@@ -348,21 +365,27 @@ def read_result(run: Path, stage: str, *, verify: bool = True, stale: bool = Fal
     (unless ``stale`` allows it), or an output's hash is not the recorded one.
     """
     path = run / f"{stage}.json"
-    if not has_result(run, stage):
-        there = ", ".join(s for s in STAGES if has_result(run, s)) or "none"
-        raise QtoolError(
-            f"run directory '{run}'", f"a finished '{stage}' stage ({path.name})", f"finished stages: {there}",
-            f"run 'qtool {stage}' with this directory first",
-        )  # fmt: skip
-    result = _parsed(path, stage)
-    if "stale" in result and not stale:
-        raise QtoolError(
-            f"'{path}'", "a current result", f"a stale one: {result['stale']}", f"run 'qtool {stage}' again"
-        )
-    if verify:
-        for name in result["outputs"]:
-            output_path(run, result, name)
-    return result
+    while True:
+        if not has_result(run, stage):
+            there = ", ".join(s for s in STAGES if has_result(run, s)) or "none"
+            raise QtoolError(
+                f"run directory '{run}'", f"a finished '{stage}' stage ({path.name})", f"finished stages: {there}",
+                f"run 'qtool {stage}' with this directory first",
+            )  # fmt: skip
+        result = _parsed(path, stage)
+        if "stale" in result and not stale:
+            raise QtoolError(
+                f"'{path}'", "a current result", f"a stale one: {result['stale']}", f"run 'qtool {stage}' again"
+            )
+        try:
+            for name in result["outputs"] if verify else ():
+                output_path(run, result, name)
+        except QtoolError:
+            settle(run, stage)
+            if _parsed(path, stage) == result:  # else another was committed meanwhile, and its files were read
+                raise
+        else:
+            return result
 
 
 def _parsed(path: Path, stage: str) -> dict[str, Any]:

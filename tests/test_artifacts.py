@@ -10,8 +10,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +183,78 @@ def test_two_processes_at_one_stage_take_turns_and_mix_nothing(tmp_path: Path, m
     assert first.returncode == second.returncode == 0
     assert read_result(tmp_path, "train")["config"] == {"name": "second"}
     assert {(tmp_path / f"{file}.txt").read_text() for file in "ab"} == {"second"}
+
+
+def test_who_can_tell_it_waits_for_another_until_it_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qtool.artifacts.WAIT_SECONDS", 0.0)
+    words = [sys.executable, "-c", WORK, str(tmp_path), "first"]
+    first = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT)
+    assert first.stdout is not None
+    assert first.stdout.readline() == "in\n"
+    told: list[str] = []
+    with staging(tmp_path, "train", told.append):
+        assert read_result(tmp_path, "train")["config"] == {"name": "first"}
+    first.communicate()
+    assert told == [f"train: waiting for another 'qtool train' that is at work in '{tmp_path}'"]
+
+
+def at_once(work: Callable[[], object], count: int) -> list[object]:
+    """What several threads get that begin together; each opens files of its own, so that locks are between them."""
+    barrier = threading.Barrier(count)
+
+    def waiting() -> object:
+        barrier.wait()
+        return work()
+
+    with ThreadPoolExecutor(count) as pool:
+        return [future.result() for future in [pool.submit(waiting) for _ in range(count)]]
+
+
+def test_readers_that_finish_one_commit_at_once_lose_none_of_it(tmp_path: Path) -> None:
+    for attempt in range(30):
+        run, names = tmp_path / str(attempt), [f"{name}.txt" for name in "abc"]
+        commit(run, {"a": "a", "b": "b", "c": "c"})
+        pending(run, "train").mkdir()
+        for name in (*names, "train.json"):  # as a kill between the commit point and the first move leaves them
+            (run / name).rename(pending(run, "train") / name)
+        assert at_once(lambda run=run: has_result(run, "train"), 4) == [True] * 4
+        read_result(run, "train")
+        assert sorted(path.name for path in run.iterdir()) == [*names, "train.json"]
+
+
+def test_a_reader_beside_a_writer_always_finds_a_whole_artifact(tmp_path: Path) -> None:
+    commit(tmp_path, {"0": "0", "1": "0", "2": "0"})
+    ended, read = threading.Event(), []
+
+    def reading() -> None:
+        while not ended.is_set():
+            read.append(read_result(tmp_path, "train")["outputs"])
+
+    with ThreadPoolExecutor(1) as pool:
+        reader = pool.submit(reading)
+        for count in range(60):
+            commit(tmp_path, {str(file): str(count) for file in range(3)})
+            found = read_result(tmp_path, "train")
+            assert found["outputs"]["0"]["sha256"] == hashlib.sha256(str(count).encode()).hexdigest()
+        ended.set()
+        reader.result()
+    assert len({str(outputs) for outputs in read}) > 1
+
+
+def test_moves_that_fail_can_be_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commit(tmp_path, {"a": "old"})
+    move = Path.replace
+
+    def refused(self: Path, target: Path) -> Path:
+        if self.name == "a.txt":
+            raise PermissionError
+        return move(self, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "replace", refused)
+        with pytest.raises(PermissionError):
+            commit(tmp_path, {"a": "new"})
+    assert read_result(tmp_path, "train")["outputs"]["a"]["sha256"] == hashlib.sha256(b"new").hexdigest()
 
 
 def test_a_full_disk_names_the_file_that_did_not_fit(tmp_path: Path) -> None:

@@ -87,8 +87,9 @@ def export(
         inputs = {"quantized": UNIDENTIFIED}
     batches, facts = _opened(samples, config) if drawn is None else (drawn, {})
     record = seen_from(folder, record) | facts | dict(metadata or {})
-    teller(progress)("export: writing and proving the files")
-    return _export_into(folder, model, config, batches, inputs, record, held)
+    tell = teller(progress)
+    tell("export: writing and proving the files")
+    return _export_into(folder, model, config, batches, inputs, record, held, tell)
 
 
 def _absolute(run: Path, record: Mapping[str, Any]) -> dict[str, Any]:
@@ -114,6 +115,7 @@ def _export_into(
     inputs: Mapping[str, str],
     record: Mapping[str, Any],
     held: Callable[[Path], Gate] | None,
+    tell: Callable[[str], None],
 ) -> ExportResult:
     from qtool.exporting import stage
 
@@ -125,7 +127,7 @@ def _export_into(
         samples = None if samples is None else list(samples)
         model, found["tuning"] = tuned(model, folder, config, samples)
     try:
-        with staging(folder, "export") as place:
+        with staging(folder, "export", tell) as place:
             result = stage.export(model, place, config, samples=samples, metadata=metadata)
             gates, extra = result.gates, {"source": dict(record), "plan": model.plan.as_dict()}
             if held is not None:
