@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,7 @@ def test_staging_that_fails_in_a_new_run_directory_leaves_no_directory(tmp_path:
 
 WORK = """
 import sys, time
+from functools import partial
 from pathlib import Path
 from qtool.artifacts import staging, write_result
 run, name = Path(sys.argv[1]), sys.argv[2]
@@ -217,7 +219,7 @@ def test_readers_that_finish_one_commit_at_once_lose_none_of_it(tmp_path: Path) 
         pending(run, "train").mkdir()
         for name in (*names, "train.json"):  # as a kill between the commit point and the first move leaves them
             (run / name).rename(pending(run, "train") / name)
-        assert at_once(lambda run=run: has_result(run, "train"), 4) == [True] * 4
+        assert at_once(partial(has_result, run, "train"), 4) == [True] * 4
         read_result(run, "train")
         assert sorted(path.name for path in run.iterdir()) == [*names, "train.json"]
 
@@ -265,6 +267,7 @@ def test_a_full_disk_names_the_file_that_did_not_fit(tmp_path: Path) -> None:
 
 DIE_WHILE_MOVING = """
 import os, sys
+from functools import partial
 from pathlib import Path
 from qtool.artifacts import pending, staging, write_result
 run, left = Path(sys.argv[1]), int(sys.argv[2])
@@ -300,6 +303,7 @@ def test_a_kill_between_the_moves_of_a_commit_is_rolled_forward(tmp_path: Path, 
 
 WRITER = """
 import sys
+from functools import partial
 from pathlib import Path
 from qtool.artifacts import staging, write_result
 run, count = Path(sys.argv[1]), 0
