@@ -21,8 +21,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Z95 = 1.959963984540054  # the normal distribution's 97.5 % point
 MOST = 2**50

@@ -57,12 +57,12 @@ class Burst(Protocol):
 class Timings:
     """What was measured of one variant: the seconds of every run, by round, and of the wait for a core.
 
-    ``processes`` is how many of them it ran in, one after the other.
+    ``sittings`` are the rounds with which it was started anew.
     """
 
     bursts: list[list[float]] = field(default_factory=list)
     waited: float = 0.0
-    processes: int = 1
+    sittings: list[int] = field(default_factory=lambda: [0])
 
     def add(self, seconds: list[float], waited: float) -> None:
         """Adds one burst."""
@@ -137,7 +137,7 @@ def interleave(
             renewal.start()
             for name, burst in bursts.items():
                 burst(1, warm_up)
-                timings[name].processes += 1
+                timings[name].sittings.append(rounds)
             renewal.done(rounds, elapsed, clock() - start)
         for name in order.sample(list(bursts), len(bursts)):
             timings[name].add(*bursts[name](*plan[name]))
@@ -176,7 +176,7 @@ class Speedup:
 def speedup(timings: Mapping[str, Timings], reference: str, name: str) -> Speedup:
     """The reference's quiet time over the variant's, and its interval."""
     pair = timings[reference].bursts, timings[name].bursts
-    return Speedup(quiet_ratio(*pair), quiet_interval(*pair))
+    return Speedup(quiet_ratio(*pair), quiet_interval(*pair, timings[name].sittings))
 
 
 def typical_speedup(timings: Mapping[str, Timings], reference: str, name: str) -> float:
@@ -211,7 +211,7 @@ def _one(timings: Mapping[str, Timings], reference: str, name: str, batch_size: 
         "speedup_typical": 1.0 if name == reference else typical_speedup(timings, reference, name),
         "num_runs": len(runs),
         "num_rounds": len(own.bursts),
-        "num_processes": own.processes,
+        "num_processes": len(own.sittings),
         "spread": spread(own.rounds),
         "waiting_share": own.waited / (own.waited + sum(runs)),
         "latency_quantiles_ms": quantile_sketch_ms(runs),

@@ -6,24 +6,33 @@ runs. What a neighbour does only adds (Chen and Revels, arXiv 1608.04295, who ta
 alike: one that shares a core slowed a file of small integer kernels by 30 % and its float form by 15 %, so that the
 median of their ratio moved by 13 % within minutes, and the ratio of their quiet times by 3 %.
 
-Rounds are not independent: a neighbour that wakes up is there for seconds, and an interval that counts every round as
-new evidence becomes narrow around the wrong number. They are cut into ``BLOCKS`` consecutive blocks, and these
-are drawn anew (block bootstrap; Künsch, Annals of Statistics 17, 1989). What changes more slowly than a whole
-measurement lasts no interval can know of.
+Rounds are not independent: a neighbour that wakes up is there for seconds, a process has its memory where it has it,
+and an interval that counts every round as new evidence becomes narrow around the wrong number. What is drawn anew are
+the sittings, the rounds that the same processes were timed in, or with fewer than ``LEAST_SITTINGS`` of them
+``BLOCKS`` consecutive blocks (block bootstrap; Künsch, Annals of Statistics 17, 1989). So few tell their own spread
+badly: the interval is Student's t times the draws' standard deviation, in logarithms. Of two files that are the same
+it left the true ratio out in 2 to 12 % of simulated measurements of four and eight sittings, with processes that
+differ by up to 0.7 % and neighbours in up to 40 % of the sittings; percentiles of blocks did in 8 to 63 %. What
+changes more slowly than a whole measurement lasts, no interval can know of, nor one of few sittings how processes
+differ.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from qtool.intervals import student95
+
 LEAST_ROUNDS = 6
 BLOCKS = 10
 SHARE, LEAST_RUNS = 0.05, 20
 """A quiet time is the mean of this share of the runs, or of this many where that is more; of half at most."""
+LEAST_SITTINGS = 4
 _DRAWS = 200
 
 
@@ -42,18 +51,27 @@ def _fastest(values: npt.NDArray[np.float64], share: float) -> float:
     return float(np.partition(values, count - 1)[:count].mean())
 
 
-def quiet_interval(first: Sequence[Sequence[float]], second: Sequence[Sequence[float]]) -> tuple[float, float] | None:
-    """The 95 % interval of :func:`quiet_ratio`, blocks of rounds drawn anew; None below six rounds."""
+def quiet_interval(
+    first: Sequence[Sequence[float]], second: Sequence[Sequence[float]], sittings: Sequence[int] = ()
+) -> tuple[float, float] | None:
+    """The 95 % interval of :func:`quiet_ratio`, or None below six rounds.
+
+    ``sittings`` are the rounds with which new processes began, the first of them 0.
+    """
     if len(first) < LEAST_ROUNDS:
         return None
-    edges = np.linspace(0, len(first), min(BLOCKS, len(first)) + 1).round().astype(int)
+    edges = np.linspace(0, len(first), min(BLOCKS, len(first)) + 1).round().astype(int).tolist()
+    if len(sittings) >= LEAST_SITTINGS:
+        edges = [*sittings, len(first)]
     blocks = [
         tuple(np.concatenate(rounds[low:high]) for rounds in (first, second)) for low, high in itertools.pairwise(edges)
     ]
-    draws = np.random.default_rng(0).integers(0, len(blocks), (_DRAWS, len(blocks)))
+    count = len(blocks)
+    draws = np.random.default_rng(0).integers(0, count, (_DRAWS, count))
     ratios = [quiet_ratio(*zip(*(blocks[index] for index in draw), strict=True)) for draw in draws]
-    low, high = np.percentile(ratios, (2.5, 97.5))
-    return float(low), float(high)
+    reach = student95(count - 1) * math.sqrt(count / (count - 1)) * float(np.log(ratios).std())
+    ratio = quiet_ratio(first, second)
+    return ratio * math.exp(-reach), ratio * math.exp(reach)
 
 
 def spread(values: Sequence[float]) -> float:

@@ -51,6 +51,24 @@ def test_the_interval_covers_the_ratio_about_as_often_as_it_says_although_neighb
     assert np.median([high - low for low, high in intervals]) < 0.02
 
 
+@pytest.mark.parametrize("count", [4, 8])
+@pytest.mark.parametrize("busy", [0.0, 0.4])
+def test_the_interval_knows_that_processes_differ_and_neighbours_stay(count, busy):
+    """Two files that are the same, in ``count`` sittings of ten rounds: the ratio is 1."""
+    generator = np.random.default_rng(5)
+
+    def timed():
+        there = generator.random((1, count, 1, 1)) < busy
+        slower = 1 + there * generator.uniform(0.05, 0.2, (1, count, 1, 1)) * np.array([1, 0.5])[:, None, None, None]
+        processes = generator.lognormal(0, 0.005, (2, count, 1, 1))
+        return (slower * processes * (1 + generator.exponential(0.01, (2, count, 10, 10)))).reshape(2, -1, 10)
+
+    intervals = [quiet_interval(*timed(), range(0, 10 * count, 10)) for _ in range(80)]
+    assert np.mean([low <= 1.0 <= high for low, high in intervals]) >= 0.82
+    if not busy:
+        assert np.median([high - low for low, high in intervals]) < 0.03
+
+
 def test_where_no_quiet_moment_is_sure_the_interval_is_wide():
     slow, fast = measured(np.random.default_rng(4), 0.0, rounds=100)
     one_block = [[v * (1 if 40 <= i < 50 else 1.3) for v in burst] for i, burst in enumerate(fast)]
