@@ -247,6 +247,17 @@ def test_before_a_relu_only_what_it_never_clips_moves() -> None:
         torch.testing.assert_close(given.graph(batch), model(batch), rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.parametrize(("size", "count"), [(1.0, 1), (1e-4, 0)])
+def test_what_is_left_without_constants_is_more_than_float32_can_tell(size: float, count: int) -> None:
+    """Without its constants a tensor would be nothing but the rounding of the sums that made it."""
+    model = Path(offset=5.0)
+    with torch.no_grad():
+        model.first.weight *= size
+    given = subject(model, BATCHES)
+    equalize(given)
+    assert f"shifted {count} of" in " ".join(given.notes)
+
+
 def test_a_reader_that_pads_keeps_the_constants_where_they_are() -> None:
     given = subject(Path(padding=1), BATCHES)
     equalize(given)

@@ -58,6 +58,9 @@ HEADROOM = 48.0
 """Unseen samples go further than n seen: a ReLU6 may clip a channel at 1 + ``HEADROOM`` / n of its largest value."""
 DEVIATIONS = 4.0, 192.0
 """And d + e / n standard deviations above its mean: a channel that was silent so far may speak up."""
+NARROWEST = 2.0**-3
+"""The part of the constants taken out of a tensor that its range has to keep. Sums in float32 are wrong by about 2⁻²³
+of these constants; where that is more than a thousandth of a step, exact sums round to other integers too often."""
 LEFT = 0.9
 """The share of the readers' error that may be left where a path is changed: less gain is none at the output."""
 _STEPS = 30
@@ -143,6 +146,8 @@ def _best_change(
     """The shifts and scales with which the stream's readers do best, and whether that is better than none at all."""
     quantized, ones = _quantized_values(stream, subject), torch.ones(stream.num_channels, device=subject.device)
     found = shifts(stream, {v: seen[v].lowest for v in stream.values}, {v: seen[v].middle for v in stream.values})
+    if not all(seen[value].shifted(found[value]).is_told_apart(found[value]) for value in quantized if found):
+        found = {}
     options: list[tuple[dict[Node, Tensor], Tensor]] = []
     for by in ([found] if found else []) + [{}]:
         moved_seen = seen | {value: seen[value].shifted(by[value]) for value in by}
@@ -214,6 +219,11 @@ class Seen:
             torch.lerp(self.mean, other.mean, part), torch.lerp(self.square, other.square, part),
             count, self.num_batches if same_batch else batches,
         )  # fmt: skip
+
+    def is_told_apart(self, shift: Tensor) -> bool:
+        """Whether what is left of the channels behind a ``shift`` is more than what rounding in float32 made of it."""
+        span = self.highest.amax() - self.lowest.amin()
+        return bool(span >= NARROWEST * shift.abs().amax())
 
     def shifted(self, m: Tensor) -> Seen:
         """What would have been seen of the value less ``m``."""
