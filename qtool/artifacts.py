@@ -343,8 +343,7 @@ def _files(result: Path) -> set[str]:
 
 def mark_stale(run: Path, stage: str, reason: str) -> None:
     """Marks the older result of ``stage``, if there is one: its files stay, and are refused from now on."""
-    if has_result(run, stage):
-        result = read_result(run, stage, verify=False, stale=True)
+    if result := earlier(run, stage):
         write_json(run / f"{stage}.json", result | {"stale": reason})
 
 
@@ -386,6 +385,17 @@ def read_result(run: Path, stage: str, *, verify: bool = True, stale: bool = Fal
                 raise
         else:
             return result
+
+
+def earlier(run: Path, stage: str) -> dict[str, Any] | None:
+    """The result of a stage that may be done again, stale or not, its files as they are.
+
+    None where there is none, or none that can be read: it is in nobody's way.
+    """
+    try:
+        return read_result(run, stage, verify=False, stale=True) if has_result(run, stage) else None
+    except QtoolError:
+        return None
 
 
 def _parsed(path: Path, stage: str) -> dict[str, Any]:

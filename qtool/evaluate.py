@@ -150,7 +150,7 @@ def _are_numbers(targets: Any, output: Tensor) -> bool:
 
 def counted(targets: Any, output: Tensor, axis: int) -> Tensor | None:
     """Which positions of each sample have a target (bool, ``output`` without ``axis``); None where all have."""
-    return (targets != IGNORED).cpu() if output.dim() > 2 and are_classes(targets, output, axis) else None
+    return (targets != IGNORED).cpu() if are_classes(targets, output, axis) else None
 
 
 def are_classes(targets: Any, output: Tensor, axis: int) -> bool:

@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from qtool.artifacts import STAGES, has_result, read_result
-from qtool.benchmarking.size import all_graphs, model_files
+from qtool.benchmarking.size import model_files
 from qtool.errors import QtoolError, UsageError, nearest, one_line
 from qtool.lineage import altered, outdated
 from qtool.reporting.gather import REFUSED, refused
+from qtool.runtimes.base import all_graphs
 from qtool.units import MIB
 
 STANDARD = frozenset({"", "ai.onnx", "ai.onnx.ml", "com.microsoft"})

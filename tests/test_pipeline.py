@@ -118,6 +118,24 @@ def test_a_finished_benchmark_is_known_whatever_was_measured(
     assert measured(done / "ptq", config)
 
 
+def test_a_benchmark_is_done_again_where_it_compares_with_other_figures_or_cannot_be_read(
+    done: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from qtool.benchmarking import stage
+
+    monkeypatch.setattr(stage, "benchmark", lambda *_, **__: {"notes": [], "variants": {}})
+    config = BenchmarkConfig(allow_slower=True, compare=str(tmp_path / "old.json"))
+    write_json(tmp_path / "old.json", {"a": 1})
+    qtool.benchmark(done / "ptq", config=config)
+    assert measured(done / "ptq", config)
+    write_json(tmp_path / "old.json", {"a": 2})
+    assert not measured(done / "ptq", config)
+    (done / "ptq" / "benchmark.json").write_text("{")
+    assert not measured(done / "ptq", config)
+    qtool.benchmark(done / "ptq", config=config)
+    assert measured(done / "ptq", config)
+
+
 def test_a_benchmark_that_failed_fails_again(
     done: Path, small_recipe: Path, counted: Counted, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from qtool import evaluate, paired
-from qtool.benchmarking.inputs import fixed_batch_size, resize_batch, to_feeds
+from qtool.benchmarking.inputs import Layout, to_feeds
 from qtool.errors import QtoolError
 from qtool.given import IGNORED
 from qtool.nested import cut, from_arrays, packed
@@ -137,7 +137,7 @@ def predict(
     seen = 0
     for value, target in batches:
         first = next(iter(sessions.values()))
-        count = len(next(iter(to_feeds(value, first.inputs).values())))
+        count = Layout.of(first.inputs).count(to_feeds(value, first.inputs))
         keep = count if samples is None else min(count, samples - seen)
         judging = None if target is None else scores
         known = None if judging is None else cut(from_arrays(target), 0, keep, count)
@@ -179,9 +179,9 @@ def _grown(part: torch.Tensor, sizes: list[int], value: float) -> torch.Tensor:
 
 def _run(session: Session, value: Any, count: int, whole: int | None, most: int | None) -> list[Array]:
     """At most so many outputs of ``count`` samples; one without a batch (a single number) is that of the last part."""
-    feeds, size = to_feeds(value, session.inputs), fixed_batch_size(session.inputs) or whole or count
-    parts = [{k: v[i : i + size] for k, v in feeds.items()} for i in range(0, count, size)]
-    ran = [session.run(resize_batch(part, size))[:most] for part in parts]
+    feeds, layout = to_feeds(value, session.inputs), Layout.of(session.inputs)
+    size = layout.size or whole or count
+    ran = [session.run(layout.taken(feeds, range(at, at + size)))[:most] for at in range(0, count, size)]
     return [np.concatenate(each)[:count] if each[0].ndim else each[-1] for each in zip(*ran, strict=True)]
 
 
@@ -200,6 +200,12 @@ def _joined(targets: list[Any]) -> Any:
     return _filled(targets, math.nan if targets[0].is_floating_point() else IGNORED)
 
 
+def is_finite(reference: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether outputs are finite numbers, wherever the reference's are."""
+    same = value.shape == reference.shape
+    return not evaluate.unlike(reference, value).any() if same else bool(value.isfinite().all())
+
+
 def judge(
     outputs: Mapping[str, torch.Tensor], targets: Any, *, reference: str, compare: Compare | None = None
 ) -> dict[str, dict[str, Any]]:
@@ -210,7 +216,7 @@ def judge(
     measure = compare or _compare_any
     base = outputs[reference]
     for name, value in outputs.items():
-        if evaluate.unlike(base, value).any() if value.shape == base.shape else not value.isfinite().all():
+        if not is_finite(base, value):
             raise QtoolError(
                 f"'{name}'", "finite outputs", "NaN or infinity", "check the file; FP16 overflows above 65504"
             )
@@ -233,5 +239,22 @@ def _compare_any(reference: torch.Tensor, other: torch.Tensor, targets: Any) -> 
     axis = evaluate.class_axis(reference, targets)
     if axis is None:
         return {"num_samples": len(reference), "sqnr_db": evaluate.sqnr_db(reference, other)}
-    classes = targets if evaluate.are_classes(targets, reference, axis) else None
-    return evaluate.compare(reference, other, classes, axis=axis)
+    if not evaluate.are_classes(targets, reference, axis):
+        return evaluate.compare(reference, other, axis=axis)
+    known = targets[targets != IGNORED]
+    if len(known) and not 0 <= int(known.min()) <= int(known.max()) < reference.shape[axis]:
+        got = f"{int(known.min())} to {int(known.max())}"
+        raise QtoolError(
+            "benchmark data", f"classes from 0 to {reference.shape[axis] - 1}, as the outputs have", got,
+            "use the data that the model is for, with indices as targets",
+        )  # fmt: skip
+    return evaluate.compare(reference, other, targets, axis=axis)
+
+
+def unjudged(reference: torch.Tensor, targets: Any) -> str | None:
+    """Why plain classification has no top-1 although samples have targets; None where it has, or these are none."""
+    axis = evaluate.class_axis(reference, targets)
+    if targets is None or axis is None or evaluate.are_classes(targets, reference, axis):
+        return None
+    got = f"{str(targets.dtype).removeprefix('torch.')} {tuple(targets.shape)}"
+    return f"top-1 was not measured: targets {got} are no class index for each answer of {tuple(reference.shape)}"

@@ -17,6 +17,7 @@ from qtool.benchmarking.size import all_tensors, load_onnx
 from qtool.errors import ContractError
 
 SMALL_MS = 0.2
+HALVES = ("float16", "bfloat16")
 _FORMATS = {"FLOAT": "float32", "FLOAT16": "float16", "BFLOAT16": "bfloat16", "DOUBLE": "float64", "INT8": "int8",
             "UINT8": "int8", "INT4": "int4", "UINT4": "int4"}  # fmt: skip
 
@@ -41,7 +42,7 @@ def check_claim(name: str, stored: str | None, ran: Mapping[str, int], provider:
     ``ran`` counts multiplying operations by format (:func:`qtool.runtimes.base.arithmetic`).
     """
     total = sum(ran.values())
-    if stored not in ("float16", "bfloat16", "int8") or not total:
+    if stored not in (*HALVES, "int8") or not total:
         return None
     same, other = ran.get(stored, 0), max(ran, key=lambda dtype: ran[dtype])
     if same == total:
@@ -55,12 +56,19 @@ def check_claim(name: str, stored: str | None, ran: Mapping[str, int], provider:
 
 
 def is_integer(name: str, entry: Mapping[str, Any], reference: Mapping[str, Any]) -> bool:
-    """Whether a variant is to be faster by its integers: it is called INT8, or holds INT8 where the reference does not.
+    """Whether a variant is to be faster by its integers: it holds or computes with some, and the reference does not.
+
+    Of a file that does not tell what it stores (a ``.pt2``) the name is taken for it.
 
     >>> [is_integer("b", {"stored": "int8"}, {"stored": other}) for other in ("float32", "int8")]
     [True, False]
     """
-    return name.startswith("int8") or (entry.get("stored") == "int8" != reference.get("stored"))
+    return _has_integers(entry, name) and not _has_integers(reference)
+
+
+def _has_integers(entry: Mapping[str, Any], name: str = "") -> bool:
+    stored, ran = entry.get("stored"), entry.get("arithmetic") or {}
+    return stored in ("int8", "int4") or "int8" in ran or (stored is None and name.startswith("int8"))
 
 
 def slower_sentence(name: str, reference: str, timed: Mapping[str, Any], causes: Sequence[str]) -> str | None:

@@ -1,15 +1,16 @@
 """What a model is fed while it is timed: a batch of the test data, or random values of the right shape.
 
-A symbolic first dimension is the batch. Any other size that the file leaves open has to be given,
-since a made-up one would time another model. Random floats are standard normal; integers, which are
+A symbolic first dimension is the batch, and so is a dimension of the same symbol in an input that begins with another
+(a recurrent state of layers × batch × width); what has neither is fed whole. Any other size that the file leaves open
+has to be given, since a made-up one would time another model. Random floats are standard normal; integers, which are
 mostly token ids and masks, are 0 or 1, which every embedding has.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +18,65 @@ import numpy as np
 
 from qtool.benchmarking.size import load_onnx
 from qtool.errors import QtoolError, UsageError
-from qtool.runtimes.base import Array, TensorInfo, fits
+from qtool.runtimes.base import Array, TensorInfo, fits, to_array
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where a file's inputs count samples: the axis of each input that does, and how many where that is fixed."""
+
+    axes: Mapping[str, int]
+    size: int | None
+
+    @classmethod
+    def of(cls, inputs: Sequence[TensorInfo]) -> Layout:
+        """That of a file. One without an open first dimension is fixed to the first of its first dimensions."""
+        first = {info.name: None if info.shape is None else info.shape[0] for info in inputs if info.shape != ()}
+        open_axes = {name for name, size in first.items() if not isinstance(size, int)}
+        if not open_axes:
+            size = next((size for size in first.values() if isinstance(size, int) and size), None)
+            return cls({name: 0 for name, own in first.items() if own == size}, size)
+        symbols = {first[name] for name in open_axes} - {None}
+        axes = {}
+        for info in inputs:
+            named = [axis for axis, size in enumerate(info.shape or ()) if size in symbols]
+            if info.name in open_axes or named:
+                axes[info.name] = 0 if info.name in open_axes else named[0]
+        return cls(axes, None)
+
+    def count(self, feeds: Mapping[str, Array]) -> int:
+        """How many samples there are; 1 where nothing counts them. Raises QtoolError where inputs differ in that."""
+        counts = {name: feeds[name].shape[axis] for name, axis in self.axes.items() if name in feeds}
+        if len(set(counts.values())) > 1:
+            got = ", ".join(f"{name} with {count}" for name, count in counts.items())
+            raise QtoolError("data", "inputs of as many samples each", got, "use data made for this model")
+        return next(iter(counts.values()), 1)
+
+    def taken(self, feeds: Mapping[str, Array], samples: Sequence[int] | range) -> dict[str, Array]:
+        """The feeds of these samples; those beyond the last one repeat it."""
+        indices = np.minimum(np.asarray(samples, dtype=np.int64), self.count(feeds) - 1)
+        return {
+            name: value.take(indices, axis=self.axes[name]) if name in self.axes else value
+            for name, value in feeds.items()
+        }
 
 
 def random_feeds(
     inputs: Sequence[TensorInfo], batch_size: int, *, shapes: Mapping[str, str] | None = None, seed: int = 0
 ) -> dict[str, Array]:
     """Random inputs of ``batch_size``. Raises QtoolError where a shape is unknown, UsageError for a bad one given."""
-    generator = np.random.default_rng(seed)
+    generator, layout = np.random.default_rng(seed), Layout.of(inputs)
     given = {name: parse_shape(name, text) for name, text in (shapes or {}).items()}
-    if unknown := sorted(set(given) - {info.name for info in inputs}):
-        names = ", ".join(info.name for info in inputs)
-        raise UsageError("input shapes", f"inputs {names}", f"'{unknown[0]}'", "name an input of the file")
-    return {info.name: _random(generator, info, _shape(info, batch_size, given.get(info.name))) for info in inputs}
+    return {
+        info.name: _random(generator, info, _shape(info, layout, batch_size, given.get(info.name))) for info in inputs
+    }
+
+
+def require_known(shapes: Mapping[str, str], files: Iterable[Sequence[TensorInfo]]) -> None:
+    """Raises UsageError where a shape is given for an input that none of the files has."""
+    names = dict.fromkeys(info.name for inputs in files for info in inputs)
+    if unknown := sorted(set(shapes) - set(names)):
+        raise UsageError("input shapes", f"inputs {', '.join(names)}", f"'{unknown[0]}'", "name an input of a file")
 
 
 def with_scalars(inputs: Sequence[TensorInfo], path: Path) -> tuple[TensorInfo, ...]:
@@ -51,33 +98,25 @@ def parse_shape(name: str, text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.strip().split("x"))
 
 
-def _shape(info: TensorInfo, batch_size: int, given: tuple[int, ...] | None) -> tuple[int, ...]:
+def _shape(info: TensorInfo, layout: Layout, batch_size: int, given: tuple[int, ...] | None) -> tuple[int, ...]:
+    axis = layout.axes.get(info.name) if layout.size is None else None
     if given is not None:
-        if _fixed_batch(info):
+        if axis is None or len(given) <= axis:
             return _checked(info, given)
-        if given[0] not in (1, batch_size):
+        if given[axis] not in (1, batch_size):
+            where = "first, the batch" if axis == 0 else f"at axis {axis}, the batch"
             raise UsageError(
-                f"shape of input '{info.name}'", f"1 or {batch_size} first, the batch", str(given[0]),
-                f"ask for the batch with --batch-sizes {given[0]}",
+                f"shape of input '{info.name}'", f"1 or {batch_size} {where}", str(given[axis]),
+                f"ask for the batch with --batch-sizes {given[axis]}",
             )  # fmt: skip
-        return _checked(info, (batch_size, *given[1:]))
-    shape = info.shape
-    if shape is None or any(not isinstance(d, int) for d in shape[1:]) or 0 in shape:
+        return _checked(info, (*given[:axis], batch_size, *given[axis + 1 :]))
+    shape = info.shape and tuple(batch_size if place == axis else size for place, size in enumerate(info.shape))
+    if shape is None or any(not isinstance(size, int) for size in shape) or 0 in shape:
         raise QtoolError(
             f"input '{info.name}'", "sizes known beside the batch", str(info),
             f"give it as {info.name}=1x… with --shapes, or pass data",
         )  # fmt: skip
-    return tuple(d if isinstance(d, int) else batch_size for d in shape)
-
-
-def _fixed_batch(info: TensorInfo) -> bool:
-    return isinstance((info.shape or (None,))[0], int)
-
-
-def fixed_batch_size(inputs: Sequence[TensorInfo]) -> int | None:
-    """The batch size that the file is fixed to, or None where it is open."""
-    sizes = [info.shape[0] for info in inputs if info.shape and isinstance(info.shape[0], int)]
-    return sizes[0] if sizes else None
+    return tuple(int(str(size)) for size in shape)
 
 
 def _checked(info: TensorInfo, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -109,12 +148,12 @@ def to_feeds(value: Any, inputs: Sequence[TensorInfo]) -> dict[str, Array]:
 
 
 def _cast(value: Any, info: TensorInfo) -> Array:
-    array = value.detach().cpu().numpy() if hasattr(value, "detach") else np.asarray(value)
+    array = to_array(value)
     floats = array.dtype.kind == "f" and info.dtype in ("float16", "float32", "float64")
     integers = array.dtype.kind in "iu" and info.dtype in ("int32", "int64")
-    return np.ascontiguousarray(array.astype(info.dtype) if floats or integers else array)
+    return array.astype(info.dtype) if floats or integers else array
 
 
-def resize_batch(feeds: Mapping[str, Array], batch_size: int) -> dict[str, Array]:
-    """Feeds of exactly ``batch_size`` samples: the last one repeated, or those beyond left out."""
-    return {name: value[np.minimum(np.arange(batch_size), len(value) - 1)] for name, value in feeds.items()}
+def sized_feeds(value: Any, inputs: Sequence[TensorInfo], batch_size: int) -> dict[str, Array]:
+    """A batch as feeds of exactly ``batch_size`` samples: the last one repeated, or those beyond left out."""
+    return Layout.of(inputs).taken(to_feeds(value, inputs), range(batch_size))

@@ -67,8 +67,8 @@ class Worker:
     def feed(self, feeds: Mapping[str, Array]) -> float:
         """Hands the inputs over and runs once; the milliseconds of that first run."""
         path = Path(self._folder.name) / "feeds.npz"
-        np.savez(path, **dict(feeds))  # type: ignore[arg-type]
-        return float(self._prepare("feed", path=str(path))["first_run_ms"])
+        np.savez(path, *feeds.values())  # under numbers: an input may be called like one of savez's own arguments
+        return float(self._prepare("feed", path=str(path), names=list(feeds))["first_run_ms"])
 
     def renew(self) -> None:
         """Begins anew in another process: the same file, opened alike, with the same inputs."""

@@ -151,8 +151,22 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
         notes.append("a noisy machine: times were not compared, only ratios")
     if not _same_data(old, new):
         notes.append("other test data: outputs were not compared")
+    common = [(entry, new["variants"][name]) for name, entry in old["variants"].items() if name in new["variants"]]
+    if _same_data(old, new) and (counts := next(filter(None, (_counts(*pair) for pair in common)), None)):
+        notes.append(f"outputs of {counts[0]:,} samples then, of {counts[1]:,} now: they were not compared")
+    then, now = ({timed["batch_size"] for pair in common for timed in pair[when]["latency"]} for when in (0, 1))
+    for only, when in ((then - now, "then"), (now - then, "now")):
+        if only:
+            sizes = ", ".join(map(str, sorted(only)))
+            notes.append(f"batch size {sizes} was timed only {when}: speed was not compared there")
     missing = [name for name in old["variants"] if name not in new["variants"]]
     return notes + [f"{name} was measured then and not now" for name in missing]
+
+
+def _counts(before: Entry, after: Entry) -> tuple[int, int] | None:
+    """How many samples a variant was judged on then and now, where these are two numbers."""
+    then, now = ((entry.get("accuracy") or {}).get("num_samples") for entry in (before, after))
+    return None if then is None or now is None or then == now else (then, now)
 
 
 def _same_data(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:

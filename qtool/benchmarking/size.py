@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from qtool.errors import QtoolError, one_line
+from qtool.runtimes.base import all_graphs
 from qtool.units import MIB
 
 _CHUNK = MIB
@@ -81,15 +82,6 @@ def all_tensors(model: Any) -> Iterator[Any]:
         yield from graph.initializer
         for node in graph.node:
             yield from (attribute.t for attribute in node.attribute if attribute.HasField("t"))
-
-
-def all_graphs(graph: Any) -> Iterator[Any]:
-    """A graph, or a function's body, and the graphs within its nodes: branches and loops."""
-    yield graph
-    for node in graph.node:
-        for attribute in node.attribute:
-            if attribute.HasField("g"):
-                yield from all_graphs(attribute.g)
 
 
 def stripped_bytes(path: Path) -> int:

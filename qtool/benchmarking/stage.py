@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from qtool.artifacts import cpu_info
-from qtool.benchmarking.accuracy import Compare, Scores, judge, predict
-from qtool.benchmarking.claims import check_claim, is_integer, slower_causes, slower_sentence, stored_format
-from qtool.benchmarking.inputs import fixed_batch_size, random_feeds, resize_batch, to_feeds
+from qtool.benchmarking.accuracy import Compare, Scores, is_finite, judge, predict, unjudged
+from qtool.benchmarking.claims import HALVES, check_claim, is_integer, slower_causes, slower_sentence, stored_format
+from qtool.benchmarking.inputs import Layout, random_feeds, require_known, sized_feeds, with_scalars
 from qtool.benchmarking.latency import Stopping, describe, noise
 from qtool.benchmarking.process import Worker, race, whole_cores
 from qtool.benchmarking.regression import compare_with, read_benchmark, require_common, require_same_model
@@ -150,6 +150,7 @@ def _options(name: str, path: Path, config: BenchmarkConfig) -> dict[str, Any]:
 def _time(
     workers: Mapping[str, Worker], config: BenchmarkConfig, reference: str, batch_size: int, batches: Batches | None
 ) -> dict[str, dict[str, Any]]:
+    require_known(config.shapes, [worker.inputs for worker in workers.values()])
     given = None if batches is None else _first(batches(batch_size))  # once: a loader that shuffles gives another next
     first_runs = {name: worker.feed(_feeds(worker, config, batch_size, given)) for name, worker in workers.items()}
     stopping = Stopping(width=config.width, seconds=config.seconds)
@@ -170,7 +171,7 @@ def _first(batches: Iterable[tuple[Any, Any]]) -> tuple[Any]:
 
 
 def _feeds(worker: Worker, config: BenchmarkConfig, batch_size: int, given: tuple[Any] | None) -> dict[str, Array]:
-    fixed = fixed_batch_size(worker.inputs)
+    fixed = Layout.of(worker.inputs).size
     if fixed is not None and fixed != batch_size:
         raise UsageError(
             f"benchmark of '{worker.name}'", f"batch size {fixed}, to which the file is fixed", str(batch_size),
@@ -178,7 +179,7 @@ def _feeds(worker: Worker, config: BenchmarkConfig, batch_size: int, given: tupl
         )  # fmt: skip
     if given is None:
         return random_feeds(worker.inputs, batch_size, shapes=config.shapes, seed=config.seed)
-    return resize_batch(to_feeds(given[0], worker.inputs), batch_size)
+    return sized_feeds(given[0], worker.inputs, batch_size)
 
 
 def _measure_accuracy(
@@ -201,15 +202,25 @@ def _measure_accuracy(
         for name, path in files.items():
             session = open_session(path, threads=cpu_info()["cores"], **_options(name, path, config))
             stack.callback(session.close)
+            session.inputs = with_scalars(session.inputs, path)
             sessions[name] = session
         data = batches(ACCURACY_BATCH)
         whole = ACCURACY_BATCH if config.provider == "torch-compile" else None
         outputs, targets = predict(sessions, data, samples=config.samples, whole=whole, scores=scores)
         count = len(sessions[reference].outputs)
     own = scores.results(reference) if scores is not None else {}
-    for name, values in judge(outputs, targets, reference=reference, compare=compare).items():
+    overflowed = [
+        name for name, value in outputs.items()
+        if name != reference and (variants[name]["stored"] in HALVES or name in ("fp16", "bf16"))
+        and not is_finite(outputs[reference], value)
+    ]  # fmt: skip
+    kept = {name: value for name, value in outputs.items() if name not in overflowed}
+    for name, values in judge(kept, targets, reference=reference, compare=compare).items():
         variants[name]["accuracy"] = values | own.get(name, {})
     told = [f"top-1, agreement, KL and SQNR are those of the first of {count} outputs"] if count > 1 else []
+    if scores is None and compare is None and (why := unjudged(outputs[reference], targets)):
+        told.append(why)
+    told += [f"{name}: outputs overflow 16 bits to NaN or infinity, and were not judged" for name in overflowed]
     if scores is not None and scores.failure:
         told.append(f"the task's metrics were not measured: {scores.failure}")
     return told

@@ -14,7 +14,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, TextIO
 
@@ -64,10 +64,10 @@ class Server:
             "inputs": [[info.name, info.dtype, info.shape] for info in self._session.inputs],
         }
 
-    def feed(self, path: str) -> dict[str, Any]:
-        """Reads inputs from an ``.npz`` and puts them where the model computes; the first run's milliseconds."""
+    def feed(self, path: str, names: Sequence[str]) -> dict[str, Any]:
+        """Reads the inputs ``names`` from an ``.npz`` to where the model computes; the first run's milliseconds."""
         with np.load(path) as arrays:
-            self._feeds = dict(arrays)
+            self._feeds = dict(zip(names, arrays.values(), strict=True))
         self._step = self._session.prepare(self._feeds)
         start = time.perf_counter()
         self._step()

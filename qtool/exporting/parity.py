@@ -41,6 +41,7 @@ from qtool.form import QuantizedModel
 from qtool.lstm import OPERATOR
 from qtool.nested import num_samples, samples_of, tensors
 from qtool.runtimes import open_session
+from qtool.runtimes.base import to_array
 from qtool.runtimes.ort import OrtSession
 
 Array = npt.NDArray[Any]
@@ -149,7 +150,7 @@ def _unit_gate(units: Mapping[str, _Unit], worst_float: float, samples: int, ran
         found += f"; float output off by {worst_float:.2g} of its greatest value"
     return Gate(
         "unit parity", passed, f"at least {MIN_EQUAL:.1%} of each unit's integers equal, none more than one step off",
-        found, "report this model: the exporter or the runtime changed its meaning",
+        found, "try other --algorithms, or these units in float (--overrides), and report this model",
         {
             "num_samples": samples, "num_integers": total, "num_unequal": unequal, "num_ties": ties,
             "max_steps": worst,
@@ -209,8 +210,8 @@ def feeds_of(model: onnx.ModelProto, batch: Any) -> dict[str, Array]:
 def by_name(names: Sequence[str], batch: Any) -> dict[str, Array]:
     """A batch of inputs under these names: a dict's own, else in order."""
     if isinstance(batch, Mapping):
-        return {name: np.ascontiguousarray(batch[name].cpu().numpy()) for name in names}
-    return {name: np.ascontiguousarray(value.cpu().numpy()) for name, value in zip(names, tensors(batch), strict=True)}
+        return {name: to_array(batch[name]) for name in names}
+    return {name: to_array(value) for name, value in zip(names, tensors(batch), strict=True)}
 
 
 def _shapes(model: onnx.ModelProto) -> dict[str, list[int]]:

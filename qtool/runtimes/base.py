@@ -10,7 +10,7 @@ on which provider. A claim such as "this runs in INT8" is read from there, never
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -31,6 +31,23 @@ class ProviderError(QtoolError):
         """The error for a path that is no file."""
         got = "a folder" if path.is_dir() else "no such file"
         return QtoolError(f"'{path}'", "a model file", got, "check the path")
+
+
+def to_array(value: Any) -> Array:
+    """A tensor or array as a contiguous array on the host, of no dimensions where it has none; bfloat16 as float32."""
+    if hasattr(value, "detach"):
+        value = value.detach().cpu()
+        value = (value.float() if str(value.dtype) == "torch.bfloat16" else value).numpy()
+    return np.asarray(value, order="C")
+
+
+def all_graphs(graph: Any) -> Iterator[Any]:
+    """A graph of an ONNX file, or a function's body, and the graphs within its nodes: branches and loops."""
+    yield graph
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.HasField("g"):
+                yield from all_graphs(attribute.g)
 
 
 @dataclass(frozen=True)

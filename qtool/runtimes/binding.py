@@ -38,7 +38,7 @@ def bind(
     With ``record`` the session must have been made for CUDA graphs; the first call records.
     """
     move, options = to_device or _ort_value, run_options or graph_options
-    values = {name: move(np.ascontiguousarray(value), device, device_id) for name, value in feeds.items()}
+    values = {name: move(np.asarray(value, order="C"), device, device_id) for name, value in feeds.items()}
     fixed = _outputs_of_one_run(session, values, outputs, device, device_id, options("-1") if record else None)
     binding = _binding(session, values)
     for name, value in zip(outputs, fixed, strict=True):

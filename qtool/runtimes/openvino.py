@@ -60,7 +60,7 @@ class OpenVinoSession:
     def prepare(self, feeds: Mapping[str, Array]) -> Callable[[], None]:
         """A call that computes once; inputs are shared with the runtime, not copied."""
         check_feeds(f"'{self.path}'", self.inputs, feeds)
-        request, values = self._request, {name: np.ascontiguousarray(value) for name, value in feeds.items()}
+        request, values = self._request, {name: np.asarray(value, order="C") for name, value in feeds.items()}
 
         def step() -> None:
             request.infer(values, share_inputs=True, share_outputs=True)

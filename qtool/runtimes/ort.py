@@ -32,7 +32,7 @@ import numpy as np
 import onnxruntime as ort
 
 from qtool.errors import QtoolError, one_line
-from qtool.runtimes.base import Array, Kernel, ProviderError, TensorInfo, check_feeds
+from qtool.runtimes.base import Array, Kernel, ProviderError, TensorInfo, all_graphs, check_feeds
 from qtool.runtimes.packages import missing_library, refuse_conflict
 from qtool.runtimes.profile import BLOCK_PRODUCT, read_profile
 
@@ -244,13 +244,19 @@ def _provider_list(path: Path, provider: str, record: bool) -> list[Any]:
     return [(PROVIDERS["tensorrt"], options), cuda, PROVIDERS["cpu"]]
 
 
-def _unrounded(path: Path) -> set[str]:
-    """The nodes of a file that multiply stored integers by floats as they are, at its own word."""
+def _unrounded(path: Path) -> Callable[[str], bool]:
+    """Whether a node of a file, by its name, multiplies stored integers by floats as they are, at the file's word.
+
+    Nodes without a name are known where the file has but one kind.
+    """
     import onnx
 
-    products = (node for node in onnx.load(path, load_external_data=False).graph.node if node.op_type == BLOCK_PRODUCT)
-    levels = {node.name: {a.name: a.i for a in node.attribute}.get("accuracy_level", 0) for node in products}
-    return {name for name, level in levels.items() if level != _IN_BYTES}
+    model = onnx.load(path, load_external_data=False)
+    bodies = [graph for body in (model.graph, *model.functions) for graph in all_graphs(body)]
+    products = [node for body in bodies for node in body.node if node.op_type == BLOCK_PRODUCT]
+    levels = [{a.name: a.i for a in node.attribute}.get("accuracy_level", 0) for node in products]
+    floats = {node.name for node, level in zip(products, levels, strict=True) if level != _IN_BYTES}
+    return lambda name: _IN_BYTES not in levels or name in floats
 
 
 def _lower_formats(path: Path) -> tuple[bool, bool]:

@@ -16,7 +16,7 @@ import functools
 import json
 import math
 import statistics
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +25,19 @@ from qtool.runtimes.base import Kernel, ProviderError
 
 _QUANTIZES_ITS_INPUT = {"DynamicQuantizeMatMul", "DynamicQuantizeLSTM"}
 BLOCK_PRODUCT = "MatMulNBits"
+InFloat = Callable[[str], bool]
 _NAMES = {"float": "float32", "double": "float64", "uint8": "int8"}
 _SHAPE_OPS = {"Shape", "Size", "ConstantOfShape", "Range", "MemcpyFromHost", "MemcpyToHost"}
 _SHAPE_TYPES = {"int64", "int32", "bool"}
 _SMALL = 16
 
 
-def read_profile(path: Path, runs: int = 1, in_float: Callable[[], Collection[str]] = tuple) -> tuple[Kernel, ...]:
+def read_profile(
+    path: Path, runs: int = 1, in_float: Callable[[], InFloat] = lambda: lambda _: False
+) -> tuple[Kernel, ...]:
     """The kernels of one run, in order, each with its median time over all ``runs`` that were profiled.
 
-    ``in_float``, called where a MatMulNBits ran, names those that leave what they read as it is.
+    ``in_float``, called where a MatMulNBits ran, gives what tells those that leave what they read as it is, by name.
     """
     try:
         events = json.loads(path.read_text(encoding="utf-8"))
@@ -45,7 +48,7 @@ def read_profile(path: Path, runs: int = 1, in_float: Callable[[], Collection[st
     return tuple(_kernel(found[i::each], named) for i in range(each))
 
 
-def _kernel(repeats: list[dict[str, Any]], in_float: Callable[[], Collection[str]]) -> Kernel:
+def _kernel(repeats: list[dict[str, Any]], in_float: Callable[[], InFloat]) -> Kernel:
     """One kernel from its events, one a run: a sequential session executes its nodes in the same order every time."""
     event = repeats[0]
     arguments = event["args"]
@@ -53,7 +56,7 @@ def _kernel(repeats: list[dict[str, Any]], in_float: Callable[[], Collection[str
     inputs = [next(iter(entry)) for entry in arguments.get("input_type_shape", [])]
     first = inputs[0] if inputs else "unknown"
     name, provider = event["name"].removesuffix("_kernel_time"), arguments.get("provider", "?")
-    by_itself = op == BLOCK_PRODUCT and provider == "CPUExecutionProvider" and name not in in_float()
+    by_itself = op == BLOCK_PRODUCT and provider == "CPUExecutionProvider" and not in_float()(name)
     dtype = "int8" if op in _QUANTIZES_ITS_INPUT or by_itself else _NAMES.get(first, first)
     largest = max((_count(shape) for _, shape in tensors), default=None)
     return Kernel(

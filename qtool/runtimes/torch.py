@@ -106,7 +106,7 @@ class TorchSession:
 
     def _on_device(self, feeds: Mapping[str, Array]) -> list[torch.Tensor]:
         check_feeds(f"'{self.name}'", self.inputs, feeds)
-        tensors = [torch.from_numpy(np.ascontiguousarray(feeds[info.name])).to(self.device) for info in self.inputs]
+        tensors = [torch.from_numpy(np.asarray(feeds[info.name], order="C")).to(self.device) for info in self.inputs]
         if self._dtype is None:
             return tensors
         return [t.to(self._dtype) if t.is_floating_point() else t for t in tensors]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qtool.artifacts import STAGES, has_result, named, output_path, read_result, staging, write_result
+from qtool.artifacts import earlier, has_result, named, output_path, read_result, sha256_of, staging, write_result
 from qtool.errors import QtoolError, UsageError
 from qtool.given import pairs_of
 from qtool.lineage import superseded
@@ -88,7 +88,7 @@ def benchmark(
     found["notes"] += [NO_TASK] if judging is None else []
     with staging(folder, "benchmark"):
         inputs = {name: recorded["outputs"][output]["sha256"] for name, output in outputs.items()}
-        inputs["data"] = identity
+        inputs |= {"data": identity} | _compared(config)
         write_result(folder, "benchmark", config=as_dict(config), inputs=inputs, outputs={}, metrics=found)
     _require(found, config, _gains_size_alone(recorded))
     return found
@@ -113,14 +113,22 @@ def _scores(task: Task | None, run: Path | None = None) -> Scores | None:
 
 def measured(run: Path, config: BenchmarkConfig) -> bool:
     """Whether these very files were measured as ``config`` says. Raises ContractError where the measurement did."""
-    if not has_result(run, "benchmark"):
+    found = earlier(run, "benchmark")
+    if found is None:
         return False
-    recorded, found = read_result(run, _made(config)), read_result(run, "benchmark")
+    recorded = read_result(run, _made(config))
     inputs = {name: recorded["outputs"][output]["sha256"] for name, output in _outputs(config, recorded)[0].items()}
-    if not finished(run, "benchmark", as_dict(config), inputs | {"data": found["inputs"].get("data", "")}):
+    inputs |= {"data": found["inputs"].get("data", "")} | _compared(config)
+    if not finished(run, "benchmark", as_dict(config), inputs):
         return False
     _require(found["metrics"], config, _gains_size_alone(recorded))
     return True
+
+
+def _compared(config: BenchmarkConfig) -> dict[str, str]:
+    """What identifies the figures that are compared with."""
+    path = Path(config.compare) if config.compare else None
+    return {"compare": sha256_of(path)} if path and path.is_file() else {}
 
 
 def _files(what: object) -> dict[str, Path] | None:
@@ -135,7 +143,8 @@ def _files(what: object) -> dict[str, Path] | None:
 
 def _require_current(run: Path, stage: str) -> None:
     """Raises QtoolError where the quantization in ``run`` is another one than that which was exported there."""
-    there = {name: read_result(run, name, verify=False, stale=True) for name in STAGES if has_result(run, name)}
+    read = ("quantize", "export")
+    there = {name: read_result(run, name, verify=False, stale=True) for name in read if has_result(run, name)}
     if stage == "export" and "stale" not in there.get("quantize", {}) and (told := superseded(there, stage)):
         raise QtoolError(
             f"'{run / 'export.json'}'", "an export of the quantization that is there", f"one {told}",

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from qtool.artifacts import cpu_info, has_result, read_result, sha256_of
+from qtool.artifacts import cpu_info, earlier, sha256_of
 from qtool.recipe import ExportConfig
 
 if TYPE_CHECKING:
@@ -78,9 +78,7 @@ def _version(package: str) -> str:
 
 def _known(folder: Path, key: Mapping[str, Any]) -> dict[str, Any] | None:
     """What an earlier export into ``folder`` found for this key."""
-    if not has_result(folder, "export"):
-        return None
-    account = read_result(folder, "export", verify=False, stale=True)["metrics"].get("tuning")
+    account = (earlier(folder, "export") or {"metrics": {}})["metrics"].get("tuning")
     return dict(account) if account and account["key"] == dict(key) else None
 
 
@@ -88,7 +86,7 @@ def profile_of(inputs: Any, how: Measured) -> Profile:
     """What times a file's kernels, each by its median over a few runs; one named after an output is its producer's."""
     import onnx
 
-    from qtool.benchmarking.inputs import resize_batch, to_feeds
+    from qtool.benchmarking.inputs import sized_feeds
     from qtool.runtimes import open_session
 
     def profile(path: Path) -> Sequence[tuple[str, float]]:
@@ -96,7 +94,7 @@ def profile_of(inputs: Any, how: Measured) -> Profile:
         outputs = {value.name for value in graph.output}
         makers = {name: node.name for node in graph.node for name in node.output if name in outputs}
         session = cast("TimedSession", open_session(path, provider=how.provider, threads=how.threads))
-        feeds = resize_batch(to_feeds(inputs, session.inputs), how.batch_size)
+        feeds = sized_feeds(inputs, session.inputs, how.batch_size)
         kernels = session.kernels(feeds, PROFILED_RUNS)
         session.close()
         return [(makers.get(kernel.name, kernel.name), kernel.seconds or 0.0) for kernel in kernels]
@@ -106,7 +104,7 @@ def profile_of(inputs: Any, how: Measured) -> Profile:
 
 def race_of(inputs: Any, how: Measured, seconds: float) -> Race:
     """What times files as the benchmark does: a process each, interleaved, until the ratios are known well."""
-    from qtool.benchmarking.inputs import resize_batch, to_feeds
+    from qtool.benchmarking.inputs import sized_feeds
     from qtool.benchmarking.latency import Stopping, describe
     from qtool.benchmarking.process import Worker, whole_cores
     from qtool.benchmarking.process import race as timed
@@ -118,7 +116,7 @@ def race_of(inputs: Any, how: Measured, seconds: float) -> Race:
             for name, path in files.items():
                 worker = workers[name] = stack.enter_context(Worker(name, provider=how.provider, cores=cores))
                 worker.open(path, provider=how.provider, threads=how.threads, precision=None, device=None)
-                worker.feed(resize_batch(to_feeds(inputs, worker.inputs), how.batch_size))
+                worker.feed(sized_feeds(inputs, worker.inputs, how.batch_size))
             stopping = Stopping(width=INTERVAL, seconds=seconds)
             timings = timed(workers, reference=reference, stopping=stopping)
         return describe(timings, reference=reference, batch_size=how.batch_size, width=INTERVAL)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from qtool import evaluate
-from qtool.benchmarking.accuracy import Scores, judge, predict
+from qtool.benchmarking.accuracy import Scores, judge, predict, unjudged
 from qtool.errors import QtoolError
 from qtool.intervals import mean_interval
 from qtool.runtimes import open_session
@@ -70,6 +70,28 @@ def test_targets_that_are_no_tensor_leave_the_outputs_to_be_compared(sessions, b
     outputs, targets = predict(sessions, boxes)
     assert targets is None
     assert len(outputs["fp32"]) == 40
+
+
+def test_classes_that_the_outputs_do_not_have_are_refused(sessions, batches):
+    outputs, targets = predict(sessions, batches(20))
+    with pytest.raises(QtoolError, match=r"classes from 0 to \d+, as the outputs have; got \d to 77"):
+        judge(outputs, torch.where(targets == targets[0], 77, targets), reference="fp32")
+
+
+def test_targets_that_are_not_counted_have_no_part(sessions, batches):
+    outputs, targets = predict(sessions, batches(20))
+    some = torch.where(torch.arange(len(targets)) % 2 == 0, targets, -100)
+    told = judge(outputs, some, reference="fp32")["int8"]
+    assert told == judge({k: v[::2] for k, v in outputs.items()}, targets[::2], reference="fp32")["int8"]
+
+
+def test_targets_that_say_no_class_are_told(sessions, batches):
+    outputs, targets = predict(sessions, batches(20))
+    assert unjudged(outputs["fp32"], targets) is None
+    assert unjudged(outputs["fp32"], None) is None
+    one_hot = torch.nn.functional.one_hot(targets, outputs["fp32"].shape[1])
+    for wrong in (one_hot, targets[:7], targets.float()):
+        assert f"targets {str(wrong.dtype)[6:]} {tuple(wrong.shape)} are no" in unjudged(outputs["fp32"], wrong)
 
 
 def test_judging_is_evaluates_comparison(sessions, batches):

@@ -107,6 +107,41 @@ def test_a_small_test_set_fills_a_large_batch(files, batches):
     assert told["variants"]["fp32"]["accuracy"]["num_samples"] == 8
 
 
+def test_a_half_that_overflows_is_told_and_the_others_are_judged(files, batches, monkeypatch):
+    judged = stage.predict
+
+    def overflowing(*arguments, **more):
+        outputs, targets = judged(*arguments, **more)
+        outputs[name][0] = float("inf")
+        return outputs, targets
+
+    monkeypatch.setattr(stage, "predict", overflowing)
+    name = "fp16"
+    found = benchmark(files, QUICK, batches=batches)
+    assert ["accuracy" in entry for entry in found["variants"].values()] == [True, False, True]
+    assert "fp16: outputs overflow 16 bits to NaN or infinity, and were not judged" in found["notes"]
+    name = "int8"
+    with pytest.raises(QtoolError, match="'int8': expected finite outputs"):
+        benchmark(files, QUICK, batches=batches)
+
+
+def test_an_input_may_be_called_like_an_argument_and_a_state_is_no_batch(tmp_path):
+    shapes = {"h": (2, "N", 8), "file": ("N", 8)}
+    nodes = [
+        helper.make_node("ReduceSum", ["h"], ["s"], keepdims=0),
+        helper.make_node("Add", ["s", "file"], ["y"]),
+    ]
+    infos = [helper.make_tensor_value_info(n, onnx.TensorProto.FLOAT, shape) for n, shape in shapes.items()]
+    graph = helper.make_graph(nodes, "g", infos, [helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, ("N", 8))])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    path = tmp_path / "state.onnx"
+    onnx.save(model, path)
+    data = [({"h": np.ones((2, 16, 8), np.float32), "file": np.ones((16, 8), np.float32)}, None)]
+    found = benchmark({"state": path}, BenchmarkConfig(seconds=0.0, batch_sizes=(2,)), batches=lambda _: data)
+    assert found["variants"]["state"]["accuracy"]["num_samples"] == 16
+    benchmark({"state": path}, BenchmarkConfig(seconds=0.0, batch_sizes=(3,)))
+
+
 def test_progress_is_told(files):
     said = []
     benchmark({"fp32": files["fp32"]}, BenchmarkConfig(seconds=0.0), progress=said.append)

@@ -6,7 +6,14 @@ import onnx_files
 import pytest
 from onnx import helper
 
-from qtool.benchmarking.claims import check_claim, require_not_slower, slower_causes, slower_sentence, stored_format
+from qtool.benchmarking.claims import (
+    check_claim,
+    is_integer,
+    require_not_slower,
+    slower_causes,
+    slower_sentence,
+    stored_format,
+)
 from qtool.errors import ContractError
 
 
@@ -104,6 +111,16 @@ def test_slower_beyond_doubt_fails_unless_allowed(interval, fails):
     with pytest.raises(ContractError, match=r"got int8 is not faster.*: why; leave what is slow in float") as error:
         require_not_slower(result, allow=False)
     assert error.value.exit_code == 3
+
+
+def test_a_float_file_is_not_int8_by_its_name_and_nothing_is_slower_than_itself():
+    timed = {"speedup": 0.9, "speedup_ci95": [0.8, 0.95], "batch_size": 1}
+    plain = {"latency": [timed], "stored": "float32", "arithmetic": {"float32": 3}}
+    half = plain | {"arithmetic": {"float32": 1, "int8": 2}}  # most of its weights were left in float
+    unknown = {"latency": [timed], "stored": None}
+    for reference, entry, wanted in ((plain, plain, False), (plain, half, True), (plain, unknown, True)):
+        assert is_integer("int8_b", entry, reference) is wanted
+    assert not is_integer("int8", half, half)
 
 
 @pytest.mark.parametrize(("other", "fails"), [("float32", True), ("int8", False)])

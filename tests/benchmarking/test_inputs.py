@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qtool.benchmarking.inputs import fixed_batch_size, parse_shape, random_feeds, resize_batch, to_feeds
+from qtool.benchmarking.inputs import Layout, parse_shape, random_feeds, require_known, to_feeds
 from qtool.errors import QtoolError, UsageError
 from qtool.runtimes import TensorInfo
 
@@ -55,7 +55,8 @@ def test_a_given_shape_may_say_the_batch_that_is_asked_for_and_no_other():
 
 def test_a_shape_for_an_input_that_is_not_there_is_refused():
     with pytest.raises(UsageError, match="'y'"):
-        random_feeds([IMAGE], 1, shapes={"y": "1x3"})
+        require_known({"y": "1x3"}, [[IMAGE], [TOKENS]])
+    require_known({"ids": "1x3"}, [[IMAGE], [TOKENS]])
 
 
 @pytest.mark.parametrize("text", ["", "0x3", "axb", "1x-3", "1,3", "1x3x", "1.5"])
@@ -70,8 +71,8 @@ def test_a_scalar_input_has_no_batch():
 
 def test_a_fixed_batch_is_kept():
     fixed = TensorInfo("x", "float32", (2, 3))
-    assert fixed_batch_size([fixed]) == 2
-    assert fixed_batch_size([IMAGE]) is None
+    assert Layout.of([fixed]).size == 2
+    assert Layout.of([IMAGE]).size is None
     assert random_feeds([fixed], 2)["x"].shape == (2, 3)
 
 
@@ -104,10 +105,45 @@ def test_the_wrong_number_of_inputs_is_told():
 @given(st.integers(1, 5), st.integers(0, 5))
 def test_padding_repeats_the_last_sample(count, more):
     value = np.arange(count * 2).reshape(count, 2)
-    padded = resize_batch({"x": value}, count + more)["x"]
+    padded = Layout({"x": 0}, None).taken({"x": value}, range(count + more))["x"]
     np.testing.assert_array_equal(padded[:count], value)
     np.testing.assert_array_equal(padded[count:], np.repeat(value[-1:], more, axis=0))
 
 
 def test_a_batch_that_is_too_large_is_cut():
-    assert resize_batch({"x": np.arange(6)}, 4)["x"].tolist() == [0, 1, 2, 3]
+    assert Layout({"x": 0}, None).taken({"x": np.arange(6)}, range(4))["x"].tolist() == [0, 1, 2, 3]
+
+
+STATE = TensorInfo("h", "float32", (2, "N", 8))
+WIDTH = TensorInfo("t", "float32", (1,))
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_samples_are_counted_where_the_files_symbols_say(order):
+    inputs = [STATE, IMAGE, WIDTH, TensorInfo("s", "float32", ())][::order]
+    feeds = random_feeds(inputs, 4)
+    assert {name: value.shape for name, value in feeds.items()} == {
+        "h": (2, 4, 8), "x": (4, 3, 8, 8), "t": (1,), "s": (),
+    }  # fmt: skip
+    layout = Layout.of(inputs)
+    assert (layout.size, layout.count(feeds)) == (None, 4)
+    part = layout.taken(feeds, range(2, 6))
+    np.testing.assert_array_equal(part["h"], feeds["h"][:, [2, 3, 3, 3]])
+    np.testing.assert_array_equal(part["x"], feeds["x"][[2, 3, 3, 3]])
+    assert part["t"] is feeds["t"]
+    assert part["s"] is feeds["s"]
+    assert random_feeds(inputs, 3, shapes={"h": "2x3x8"})["h"].shape == (2, 3, 8)
+    with pytest.raises(UsageError, match="1 or 3 at axis 1, the batch; got 2"):
+        random_feeds(inputs, 3, shapes={"h": "2x2x8"})
+
+
+def test_inputs_of_different_numbers_of_samples_are_refused():
+    with pytest.raises(QtoolError, match="as many samples each; got x with 2, ids with 3"):
+        Layout.of([IMAGE, TOKENS]).count({"x": np.zeros((2, 3, 8, 8)), "ids": np.zeros((3, 5))})
+
+
+def test_a_scalar_and_a_half_of_16_bits_become_arrays():
+    assert to_feeds(torch.tensor(2.0), [TensorInfo("s", "float32", ())])["s"].shape == ()
+    value = torch.randn(2, 3, dtype=torch.bfloat16, requires_grad=True)
+    found = to_feeds(value, [TensorInfo("x", "float32", ("N", 3))])["x"]
+    np.testing.assert_array_equal(found, value.detach().float().numpy())

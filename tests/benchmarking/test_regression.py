@@ -50,6 +50,17 @@ def figures(new, old=None, tolerance=0.05):
     return [r.figure for r in regressions(old or result(), new, tolerance)]
 
 
+def test_what_was_not_compared_is_told():
+    new = result(accuracy__num_samples=50, latency__0__batch_size=4)
+    assert figures(new) == []
+    assert differences(result(), new) == [
+        "outputs of 1,000 samples then, of 50 now: they were not compared",
+        "batch size 1 was timed only then: speed was not compared there",
+        "batch size 4 was timed only now: speed was not compared there",
+    ]
+    assert differences(result(), result()) == []
+
+
 def test_the_same_is_no_regression():
     assert figures(result()) == []
 

@@ -194,10 +194,11 @@ def test_the_real_library_gives_cuda_or_an_error_and_prints_nothing(files, capfd
     assert not caught or capfd.readouterr() == ("", "")
 
 
+@pytest.mark.parametrize("name", ["layer", ""])
 @pytest.mark.parametrize(("level", "dtype"), [(0, "float32"), (4, "int8")])
-def test_a_file_that_multiplies_stored_integers_says_itself_whether_it_rounds_what_they_meet(level, dtype, tmp_path):
+def test_a_file_that_multiplies_stored_integers_says_itself_whether_it_rounds_them(level, dtype, name, tmp_path):
     node = onnx.helper.make_node(
-        "MatMulNBits", ["x", "weight", "scale"], ["y"], name="layer", domain="com.microsoft",
+        "MatMulNBits", ["x", "weight", "scale"], ["y"], name=name, domain="com.microsoft",
         K=32, N=8, bits=4, block_size=32, accuracy_level=level,
     )  # fmt: skip
     constants = {"weight": np.full((8, 1, 16), 0x9A, np.uint8), "scale": np.ones((8, 1), np.float32)}
