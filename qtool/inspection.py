@@ -89,7 +89,7 @@ def is_refused(place: Path) -> bool:
 
 def variant_folders(place: Path) -> list[Path]:
     """The folders within a run directory that hold a quantization, or why there is none."""
-    return sorted({path.parent for name in ("quantize.json", REFUSED) for path in place.glob(f"*/{name}")})
+    return sorted({path.parent for name in ("quantize.json", REFUSED) for path in place.glob(f"[!.]*/{name}")})
 
 
 def _units(plan: dict[str, Any], place: Path, measured: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -72,7 +72,7 @@ def require_run_directory(path: Path, stage: str) -> Path:
         do = nearest(path.name, beside) if beside else "check the path"
         got = "a file" if path.exists() else "no such folder"
         raise UsageError(f"run directory '{path}'", "a folder that a stage has written", got, do)
-    patterns = ("*", "search/closest")  # the latter of a contract that was not kept
+    patterns = ("[!.]*", "search/closest")  # the latter of a contract that was not kept
     made = (file for pattern in patterns for file in path.glob(f"{pattern}/{stage}.json"))
     variants = sorted(p.parent.relative_to(path).as_posix() for p in made)
     if variants:

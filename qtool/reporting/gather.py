@@ -78,7 +78,7 @@ def gather(path: Path) -> Run:
         require_run_directory(path, STAGES[0])
     run = _read(path, path.resolve().name)
     names = [f"{stage}.json" for stage in STAGES]
-    folders = sorted({file.parent for name in (*names, REFUSED) for file in path.glob(f"*/{name}")})
+    folders = sorted({file.parent for name in (*names, REFUSED) for file in path.glob(f"[!.]*/{name}")})
     run.variants = [_read(folder, folder.name) for folder in folders if folder.name != "checkpoints"]
     if not any(place.results or place.refused for place in (run, *run.variants)):
         raise QtoolError(
@@ -108,7 +108,7 @@ def plain(run: Run) -> dict[str, Any]:
 def _read(path: Path, name: str) -> Run:
     run = Run(name, path)
     for stage in STAGES:
-        if not (path / f"{stage}.json").exists() or not has_result(path, stage):
+        if not has_result(path, stage):
             continue
         try:
             result = read_result(path, stage, verify=False, stale=True)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from qtool.artifacts import sha256_of
+from qtool.artifacts import pending, sha256_of
 from qtool.errors import QtoolError
 from qtool.reporting.gather import gather
 
@@ -56,6 +56,16 @@ def test_an_export_from_another_folder_needs_no_quantization_but_says_that_a_con
     result["metrics"]["gates"].append({"name": "contract", "passed": None, "found": found})
     (place / "export.json").write_text(json.dumps(result))
     assert gather(place).missing == [f"contract {found}"]
+
+
+def test_a_commit_that_was_killed_is_finished_and_its_folder_is_no_variant(finished_run):
+    place = finished_run / "ptq"
+    pending(place, "export").mkdir()
+    (place / "export.json").rename(pending(place, "export") / "export.json")
+    assert set(gather(place).results) == {"train", "quantize", "export", "benchmark"}
+    pending(place, "export").mkdir()
+    (pending(place, "export") / "train.json").write_text("{}")  # of a stage that was killed before it committed
+    assert gather(place).variants == []
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"schema": 99, "stage": "export"}'])
