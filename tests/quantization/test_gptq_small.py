@@ -1,4 +1,4 @@
-"""GPTQ in small layers and corrected biases in one walk: what is refitted, what is not, and how it is repeated."""
+"""GPTQ in layers and corrected biases in one walk: what is refitted, what is not, and how it is repeated."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_without_small_layers_it_is_bias_correction(monkeypatch: pytest.MonkeyPa
     correct_biases(other)
     with torch.no_grad():
         torch.testing.assert_close(one.graph(TEST), other.graph(TEST), rtol=1e-3, atol=1e-3)
-    assert one.notes == ["gptq-small: refitted 0 small layers and corrected the biases of 12"]
+    assert one.notes == ["gptq-small: refitted 0 layers and corrected the biases of 12"]
 
 
 def test_the_output_comes_nearer_than_by_bias_correction() -> None:
@@ -68,11 +68,21 @@ def test_the_output_comes_nearer_than_by_bias_correction() -> None:
     assert found["gptq-small"] > found["bias"] + 0.5
 
 
-def test_it_is_repeated_from_saved_ranges_without_samples(tmp_path: Path) -> None:
-    form, path = made(), tmp_path / "ranges.json"
+@pytest.mark.parametrize(("bits", "all_of_them"), [(8, False), (6, True), (4, True)])
+def test_with_few_bits_large_layers_are_refitted_too(bits: int, all_of_them: bool) -> None:
+    form = made(weight_bits=bits, edge_bits=bits)
+    (told,) = (note for note in form.plan.notes if note.startswith("gptq-small"))
+    sizes = {name: "rounding" in entry for name, entry in form.ranges.items() if "bias" in entry}
+    assert len(sizes) == 12
+    assert (sum(sizes.values()) >= 11) is all_of_them, told
+
+
+@pytest.mark.parametrize("options", [{}, {"weight_bits": 4}])
+def test_it_is_repeated_from_saved_ranges_without_samples(options: dict[str, Any], tmp_path: Path) -> None:
+    form, path = made(**options), tmp_path / "ranges.json"
     path.write_text(json.dumps(form.ranges))
     assert any("rounding" in entry for entry in form.ranges.values())
-    again = made(ranges_from=str(path))
+    again = made(ranges_from=str(path), **options)
     assert "gptq-small: as saved with the ranges in 12 layers" in again.plan.notes
     assert torch.equal(again(TEST), form(TEST))
     assert again.ranges == json.loads(path.read_text())

@@ -17,6 +17,10 @@ the means that they give (``bias.py``), in one walk over ``SAMPLES`` samples: ea
 it are. That order matters, since biases move what a clipped activation lets through (corrected in a walk of their
 own, afterwards, they left 24.7 dB instead of 26.0).
 
+Steps of fewer bits are another matter: rounding 4-bit weights to nearest left a ResNet-20 on CIFAR-10 at 25.5 dB, with
+its small layers refitted, and a language model of bytes, weights alone, at 42.2 dB; with all of them refitted they are
+at 29.8 and 48.7 dB. So with weights of at most 6 bits every layer is refitted, as far as rows of its inputs tell.
+
 Integers and biases are saved beside the ranges, so that a quantization that is repeated from there needs no samples.
 """
 
@@ -43,6 +47,8 @@ from qtool.quantization.stored_weights import integers_of, store_integers
 
 FEW = 128
 """The most inputs of a layer that is refitted."""
+COARSE = 31
+"""The largest integer of weights that are refitted whatever a layer's inputs: those of 6 bits."""
 SAMPLES, ROWS = 128, 2048
 """How many samples are walked, and about how many rows of theirs a layer is fitted to."""
 BUDGET = 2**27
@@ -51,7 +57,7 @@ BUDGET = 2**27
 
 @torch.no_grad()
 def gptq_small(subject: Subject) -> None:
-    """Refits small layers' integers and corrects the biases of all integer layers, in order, in place."""
+    """Refits the integers of layers that are small or of few bits, and corrects all biases, in order, in place."""
     if "gptq" in (subject.config.algorithms or ()):
         raise NothingToDo("gptq refits all layers")
     anchors = subject.anchors()
@@ -64,7 +70,7 @@ def gptq_small(subject: Subject) -> None:
     for count, layer in enumerate(in_order(walked, all_kinds=True, budget=BUDGET)):
         subject.report(f"gptq-small {layer.name}", count, len(anchors))
         before, better = integers_of(subject.graph, layer.node), False
-        if layer.num_inputs > FEW or layer.node in shared or reason(layer.node):
+        if layer.num_inputs > FEW and layer.qmax > COARSE or layer.node in shared or reason(layer.node):
             layer.correct_bias()
         else:
             better = fit(layer, journal, num_rows=ROWS)
@@ -74,13 +80,13 @@ def gptq_small(subject: Subject) -> None:
             refitted += 1
             subject.ranges[layer.name]["rounding"] = _packed(integers_of(subject.graph, layer.node), before)
     subject.report("gptq-small", len(anchors), len(anchors))
-    subject.note(f"gptq-small: refitted {refitted} small layers and corrected the biases of {len(anchors)}")
+    subject.note(f"gptq-small: refitted {refitted} layers and corrected the biases of {len(anchors)}")
 
 
 def _packed(made: Tensor, nearest: Tensor) -> str:
     """By how much integers are others than the nearest, small numbers: compressed int16, base 64."""
     change = made.to(torch.int16) - nearest.to(torch.int16)
-    return base64.b64encode(zlib.compress(change.cpu().numpy().astype("<i2").tobytes(), 9)).decode()
+    return base64.b64encode(zlib.compress(change.cpu().numpy().astype("<i2").tobytes(), 6)).decode()
 
 
 def _unpacked(text: str, nearest: Tensor) -> Tensor | None:
