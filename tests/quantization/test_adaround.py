@@ -285,6 +285,52 @@ def test_queries_keys_and_values_are_learned_although_samples_are_not_first_behi
 
 def test_samples_are_taken_along_the_dimension_that_counts_them() -> None:
     value, rows = torch.arange(3 * 4 * 5).reshape(3, 4, 5), torch.tensor([2, 0])
-    assert torch.equal(_samples(value, 4, rows, 1), value[:, rows])
-    assert torch.equal(_samples(value, 2, torch.tensor([1]), 1), value[:, 2:])  # two positions of each
-    assert torch.equal(_samples(value, 3, rows, 0), value[rows])
+    assert torch.equal(_samples(value, 4, rows, 1, (1, 1)), value[:, rows])
+    assert torch.equal(_samples(value, 2, torch.tensor([1]), 1, (1, -1)), value[:, 2:])  # two positions of each
+    assert torch.equal(_samples(value, 2, torch.tensor([1]), 1, (-1, 1)), value[:, 1::2])  # twice through all
+    assert torch.equal(_samples(value, 3, rows, 0, (1, 1)), value[rows])
+
+
+class Turned(nn.Module):
+    """A layer over positions, flattened in front of the samples or behind them, or over halves stacked as samples."""
+
+    def __init__(self, order: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.order, self.first, self.last = order, nn.Linear(6, 8), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, t, _ = x.shape
+        if self.order == "stacked":
+            one, other = self._layers(torch.cat((x[:, 0], x[:, 1]))).chunk(2)
+            return one - other
+        x = x.transpose(0, 1) if self.order != "behind" else x
+        if self.order == "turned":
+            return self._layers(x).transpose(0, 1)
+        x = self._layers(x.reshape(n * t, 6))
+        return x.view(n, t, 5) if self.order == "behind" else x.view(t, n, 5).transpose(0, 1)
+
+    def _layers(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).relu())
+
+
+@pytest.mark.parametrize("order", ["behind", "in front", "turned"])
+def test_layers_over_positions_learn_from_the_samples_that_were_drawn(
+    order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x, rows, found = Turned(order).eval(), torch.randn(16, 4, 6), torch.tensor([7, 2]), []
+    given = subject(model, [x])
+
+    def watched(part: Part, *_: object) -> None:
+        given.graph.recompile()
+        found.append((part.errors({}, 0, rows), (given.graph(x[rows]) - model(x[rows])).square().sum((0, 1)) / 2))
+
+    monkeypatch.setattr(reconstruct, "_minimise", watched)
+    adaround(given)
+    torch.testing.assert_close(*found[-1])
+
+
+def test_layers_where_samples_cannot_be_told_apart_are_left_and_told() -> None:
+    given = subject(Turned("stacked").eval(), [torch.randn(16, 4, 6)])
+    adaround(given)
+    assert given.notes[0] == "adaround left what samples cannot be told apart in: first, last"

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.fx import Node, map_arg
 
 from qtool.form import batch_symbols, quantized
-from qtool.quantization.algorithms.regions import Region, batch_axis
+from qtool.quantization.algorithms.regions import Region, batch_axis, order_of
 from qtool.quantization.algorithms.walk import Walk, dequantize
 from qtool.quantization.fake_quantize import fake_quantize
 
@@ -141,7 +141,15 @@ class Part:
         value, size, axis = walk.stored(node, index), self.sizes[index], self._batch_axis(node)
         if axis is None:
             return value
-        return _samples(value, size, rows, axis) if isinstance(value, Tensor) else value * len(rows) // size
+        if not isinstance(value, Tensor):
+            return value * len(rows) // size
+        return _samples(value, size, rows, axis, self._orders[node])
+
+    @functools.cached_property
+    def _orders(self) -> dict[Node, tuple[int, int]]:
+        """How samples are ordered in what is picked from (:func:`order_of`)."""
+        found = {node: order_of(_source(node), self._batch) for node in (*self.region.reads, *self.goal.values())}
+        return {node: order for node, order in found.items() if order is not None}
 
     @functools.cached_property
     def _batch(self) -> set[Any]:
@@ -149,17 +157,28 @@ class Part:
 
     def _batch_axis(self, node: Node) -> int | None:
         """The dimension of a value that grows with the batch, 0 for a size that does; None for what does not."""
-        source = node.args[0] if node.target is _QUANTIZE else node
-        assert isinstance(source, Node)
-        return batch_axis(source, self._batch)
+        return batch_axis(_source(node), self._batch)
 
 
-def _samples(value: Tensor, size: int, rows: Tensor, axis: int) -> Tensor:
-    """Some of the ``size`` samples of a value whose ``axis`` counts them, or the positions of each in turn."""
+def tells_samples(region: Region, goal: Mapping[Node, Node], symbols: set[Any]) -> bool:
+    """Whether single samples can be taken out of all that a region reads, makes and is compared with."""
+    nodes = (*region.reads, region.output, *goal.values())
+    return all(order_of(_source(node), symbols) is not None for node in nodes)
+
+
+def _source(node: Node) -> Node:
+    """What is quantized where ``node`` does that: no more is known of integers than of it."""
+    source = node.args[0] if node.target is _QUANTIZE else node
+    assert isinstance(source, Node)
+    return source
+
+
+def _samples(value: Tensor, size: int, rows: Tensor, axis: int, order: tuple[int, int]) -> Tensor:
+    """Some of the ``size`` samples of a value whose ``axis`` counts them, or the positions of each, in this order."""
     rows = rows.to(value.device)
     if value.shape[axis] != size:
-        parts = value.reshape(*value.shape[:axis], size, -1, *value.shape[axis + 1 :])
-        return parts.index_select(axis, rows).flatten(axis, axis + 1)
+        parts = value.reshape(*value.shape[:axis], order[0], size, order[1], *value.shape[axis + 1 :])
+        return parts.index_select(axis + 1, rows).flatten(axis, axis + 2)
     if axis or value.is_contiguous():
         return value.index_select(axis, rows)
     return value[rows]  # which keeps the order in memory

@@ -21,7 +21,7 @@ from its journal (``journal.py``) draws the same. Layer inputs and targets stand
 A ResNet-20 for CIFAR-10 at W4A8, 33.5 dB at its logits by second-order rounding, came to 33.8, 34.1 and 34.1 dB in
 300, 500 and 1,000 steps a layer, for 1.7, 2.2 and 3.9 times the time: hence 500 unless told otherwise.
 
-Left out on purpose: learned activation steps (the ranges are the observers' and are written down as such).
+Left out on purpose: activation steps, which are learned for the whole network at once (``steps.py``).
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from qtool.form import quantized
+from qtool.form import batch_symbols, quantized
 from qtool.nested import num_samples
 from qtool.quantization.algorithms.bias import add_to_bias, channel_axis, source_of
 from qtool.quantization.algorithms.gptq import fit
 from qtool.quantization.algorithms.importance import importance
 from qtool.quantization.algorithms.journal import Journal, State
 from qtool.quantization.algorithms.layers import Layer, leave_shared
-from qtool.quantization.algorithms.part import HELD, Given, Part
+from qtool.quantization.algorithms.part import HELD, Given, Part, tells_samples
 from qtool.quantization.algorithms.regions import Region, counterparts, unit_ends
 from qtool.quantization.algorithms.rows import reason
 from qtool.quantization.algorithms.soft import SoftWeight, soften, strength
@@ -102,16 +102,21 @@ def _learnable(subject: Subject, name: str) -> dict[Node, Node]:
 
 def _goals(subject: Subject, name: str, regions: list[Region], entries: bool) -> dict[Region, dict[Node, Node]]:
     """For each region with layers the float counterparts of its output and, if wanted, of the integers it reads."""
-    found, lost = {}, []
+    found, lost, mixed = {}, [], []
+    symbols = batch_symbols(subject.graph.graph) | batch_symbols(subject.reference.graph)
     for region in (region for region in regions if region.layers):
         wanted = [n for n in region.reads if n.target is _QUANTIZE] if entries else []
         goal = counterparts(subject, [region.output, *wanted])
-        if region.output in goal and all(map(_is_comparable, goal.values())):
-            found[region] = goal
-        else:
+        if region.output not in goal or not all(map(_is_comparable, goal.values())):
             lost.append(region.name)
+        elif not tells_samples(region, goal, symbols):
+            mixed.append(region.name)
+        else:
+            found[region] = goal
     if lost:
         subject.note(f"{name} left what the float model has no counterpart of: {few(lost)}")
+    if mixed:
+        subject.note(f"{name} left what samples cannot be told apart in: {few(mixed)}")
     return found
 
 

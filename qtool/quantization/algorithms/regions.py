@@ -12,11 +12,12 @@ What a region should have made is the value of the same operator in the float gr
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor
 from torch.fx import Node
@@ -24,10 +25,12 @@ from torch.fx import Node
 from qtool.form import batch_symbols, quantized, symbols_of
 from qtool.quantization.algorithms.subject import Subject
 from qtool.quantization.algorithms.walk import Segment
+from qtool.quantization.capture import aten
 
 MOST = 12
 """The greatest number of layers that are learned together."""
 _QUANTIZE = quantized.quantize_per_tensor.default
+_VIEWS = (aten.reshape.default, aten.flatten.using_ints, aten.unflatten.int)
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,55 @@ def batch_axis(node: Node, symbols: set[Any]) -> int | None:
     sizes = known.shape if isinstance(known, Tensor) else (known,)
     grows = (isinstance(size, torch.SymInt) and not symbols.isdisjoint(symbols_of(size)) for size in sizes)
     return next((axis for axis, grown in enumerate(grows) if grown), None)
+
+
+def order_of(node: Node, symbols: set[Any]) -> tuple[int, int] | None:
+    """How often the dimension that grows with the batch goes through all samples, and how many places each has there.
+
+    (1, T) where positions were flattened behind the samples, (T, 1) in front of them, −1 for what is open, (1, 1) too
+    for a size and where nothing grows. It is followed back to where samples stood by themselves; None where that
+    cannot be done.
+    """
+    axis = batch_axis(node, symbols)
+    if axis is None or not isinstance(node.meta["val"], Tensor):
+        return 1, 1
+    whole = size = _shape(node)[axis]
+    turns = sympy.Integer(1)
+    while size not in symbols and node.op != "placeholder":
+        source = _grown_from(node, size, symbols)
+        before = None if source is None else batch_axis(source, symbols)
+        if source is None or before is None:
+            return None
+        if node.target in _VIEWS:  # which keep how many numbers lie ahead of the second sample's
+            turns = turns * sympy.prod(_shape(source)[:before]) / sympy.prod(_shape(node)[:axis])
+        node, axis, size = source, before, _shape(source)[before]
+    counts = turns, whole / (turns * size)
+    if not all(count.is_integer for count in counts) or not any(count.is_Integer for count in counts):
+        return None
+    outer, inner = (int(count) if count.is_Integer else -1 for count in counts)
+    return outer, inner
+
+
+def _shape(node: Node) -> list[Any]:
+    return [sympy.Integer(size) if isinstance(size, int) else size.node.expr for size in node.meta["val"].shape]
+
+
+def _grown_from(node: Node, size: Any, symbols: set[Any]) -> Node | None:
+    """What an operator has its samples from in the order they have: what it views, or the same number of rows."""
+    for source in _tensors_into(node):
+        axis = batch_axis(source, symbols)
+        if axis is not None and (node.target in _VIEWS or _shape(source)[axis] == size):
+            return source
+    return None
+
+
+def _tensors_into(node: Node) -> Iterator[Node]:
+    """The tensors that an operator reads, also those of which it has a quantized form or a part of a result."""
+    for source in node.all_input_nodes:
+        if isinstance(source.meta.get("val"), Tensor):
+            yield source
+        else:
+            yield from _tensors_into(source)
 
 
 def _end(layer: Node) -> Node:
