@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from qtool.quantization.fake_quantize import rounded, shaped
-from qtool.quantization.qparams import LEAST
+from qtool.quantization.qparams import LEAST, range_qparams
 
 
 class LearnedSteps(nn.Module):
@@ -104,16 +104,18 @@ def _slowed(value: Tensor, rate: float) -> Tensor:
 
 
 def learn_steps(fakes: Iterable[Any]) -> None:
-    """Gives every calibrated fake-quantizer a learner that starts where its calibration ended; fixed ranges stay."""
+    """Gives every calibrated fake-quantizer a learner that starts where its calibration ended; fixed ranges stay.
+
+    None gets wider than what the activation in front of it lets pass.
+    """
     for fake in fakes:
         if getattr(fake, "fixed", False):
             continue
         scale, zero_point = fake.calculate_qparams()
         axis = fake.ch_axis if fake.is_per_channel else None
-        limits = None if fake.is_per_channel else fake.limits
-        levels = fake.quant_max - fake.quant_min
+        low, high = torch.tensor((fake.limits if axis is None else None) or (-math.inf, math.inf))
         fake.learner = LearnedSteps(
             scale, int(zero_point.reshape(-1)[0]), fake.quant_min, fake.quant_max, axis=axis,
             affine=fake.qscheme == torch.per_tensor_affine,
-            most=limits[1] / levels if limits and math.isfinite(limits[1]) else math.inf,
+            most=float(range_qparams(low, high, fake)[0]),
         )  # fmt: skip

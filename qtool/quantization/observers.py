@@ -22,7 +22,7 @@ from qtool.errors import QtoolError
 from qtool.quantization.fake_quantize import fake_quantize
 from qtool.quantization.histogram import Histogram
 from qtool.quantization.learned import LearnedSteps
-from qtool.quantization.qparams import affine_qparams, affine_step, symmetric_qparams, symmetric_step
+from qtool.quantization.qparams import affine_qparams, range_qparams, symmetric_qparams, symmetric_step
 from qtool.quantization.ranges import RangeOptions, estimate, weight_extremes, weight_range
 from qtool.quantization.torchao_api import FakeQuantizeBase, ObserverBase
 
@@ -83,14 +83,14 @@ class RangeObserver(ObserverBase):  # type: ignore[misc]
 
 def _activation_qparams(low: Tensor, high: Tensor, of: Any) -> tuple[Tensor, Tensor]:
     """Scale and zero point of a range; a little less of it where rounding would let the activation's limits slip."""
-    found = _range_qparams(low, high, of)
+    found = range_qparams(low, high, of)
     if of.limits is None:
         return found
     levels = of.quant_max - of.quant_min
     share = levels / (levels + 0.5)
     keeps = clips_at(*found, of.limits, of.quant_min, of.quant_max)
     scale, zero_point = (
-        torch.where(keeps, *both) for both in zip(found, _range_qparams(low * share, high * share, of), strict=True)
+        torch.where(keeps, *both) for both in zip(found, range_qparams(low * share, high * share, of), strict=True)
     )
     return scale, zero_point
 
@@ -99,14 +99,6 @@ def clips_at(scale: Tensor, zero_point: Tensor, limits: tuple[float, float], qmi
     """Whether everything beyond ``limits`` becomes the least or the greatest integer, whoever else clips."""
     low, high = ((torch.full_like(scale, limit) / scale).round() + zero_point for limit in limits)
     return (low <= qmin) & (high >= qmax)
-
-
-def _range_qparams(low: Tensor, high: Tensor, of: Any) -> tuple[Tensor, Tensor]:
-    if of.qscheme == torch.per_tensor_symmetric:
-        scale = symmetric_step(torch.maximum(-low, high).clamp(min=0.0), of.quant_max)
-        return scale, torch.zeros_like(scale, dtype=torch.int64)
-    scale, zero_point = affine_step(low, high, of.quant_min, of.quant_max)
-    return scale, zero_point.to(torch.int64)
 
 
 class PerChannelWeightObserver(ObserverBase):  # type: ignore[misc]

@@ -19,7 +19,7 @@ values may be in units of which they are few (light's wavelengths in metres, say
 
 from __future__ import annotations
 
-from typing import overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -82,6 +82,15 @@ def symmetric_qparams(amax: float | Tensor, qmax: int = 127, *, where: str = "ra
 def symmetric_step(end: Tensor, qmax: int) -> Tensor:
     """``symmetric_qparams`` of float32 ends, unchecked, like ``affine_step``."""
     return _guarded(end / float(qmax))
+
+
+def range_qparams(low: Tensor, high: Tensor, of: Any) -> tuple[Tensor, Tensor]:
+    """Scale and zero point, int64, of a range for an observer's or a fake-quantizer's integers."""
+    if of.qscheme == torch.per_tensor_symmetric:
+        scale = symmetric_step(torch.maximum(-low, high).clamp(min=0.0), of.quant_max)
+        return scale, torch.zeros_like(scale, dtype=torch.int64)
+    scale, zero_point = affine_step(low, high, of.quant_min, of.quant_max)
+    return scale, zero_point.to(torch.int64)
 
 
 def _guarded(scale: Tensor) -> Tensor:

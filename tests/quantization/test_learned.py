@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from test_qat import DATA, ENGINES, TEST, TRAIN, Killed, config, qat
 from test_qat import trained as trained  # the fixture
 from torch import nn
 
+import qtool
 from qtool.evaluate import sqnr_db
 from qtool.loop import fit
 from qtool.quantization import targets
@@ -86,6 +88,24 @@ def test_a_scale_stays_within_its_limit_and_an_activation_that_is_never_negative
     with torch.no_grad():
         steps.log_scale.add_(1.0)
     assert steps.range() == pytest.approx((0.0, 6.0))
+
+
+@pytest.mark.parametrize("ends", [(-1.0, 1.0), (-1.0, 0.25), (None, 0.0), (-2.0, 0.0), (-0.5, None)])
+@pytest.mark.parametrize("target", ["ort-cpu", "tensorrt"])
+def test_a_range_of_an_activation_of_either_sign_starts_where_its_calibration_ended(ends: Any, target: str) -> None:
+    class Clamped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(self.first(3 * x).clamp(*ends))
+
+    torch.manual_seed(0)
+    model, x, y = Clamped().eval(), torch.randn(64, 6), torch.randint(2, (64,))
+    quantize_ = partial(qtool.quantize, model, [(x, y)], target=target, mode="qat", learning_rate=1e-9)
+    wanted, made = (quantize_(step_size=kind)(x) for kind in ("observed", "learned"))
+    assert sqnr_db(wanted, made) > 35
 
 
 @pytest.mark.parametrize("engine", ENGINES)
