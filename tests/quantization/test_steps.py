@@ -64,6 +64,15 @@ def test_rounding_and_its_gradients_are_those_of_torchs_learnable_quantizer(
         torch.testing.assert_close(own, torchs, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("limits", [(-1.0, 0.0), (-1.0, 0.25), (0.0, 0.5)])
+def test_a_scale_may_grow_until_an_end_of_its_range_is_where_the_activation_clips(limits: tuple[float, float]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Hardtanh(*limits), nn.Linear(8, 2))
+    model[0].weight.data *= 9
+    student = Student(subject(model.eval(), [torch.randn(64, 6)]))
+    assert float(student._most.min()) == pytest.approx((limits[1] - limits[0]) / 255, rel=0.01)
+
+
 def test_before_it_learns_the_student_is_the_graph() -> None:
     given = subject(hard_mobilenet(), BATCHES)
     student = Student(given)

@@ -211,8 +211,13 @@ def _groups(subject: Subject) -> list[Group]:
         if unit is not None and unit.pattern is not None and not unit.pattern.shares:
             group.fixed |= bool(unit.pattern.fixed)
             if unit.limits is not None:
-                group.most = min(group.most, unit.limits[1] / (node.args[4] - node.args[2]))
+                group.most = min(group.most, _greatest(unit.limits, *node.args[2:5]))
     return [group for group in found.values() if not group.fixed]
+
+
+def _greatest(limits: tuple[float, float], zero_point: int, qmin: int, qmax: int) -> float:
+    """The scale with which the range ends where the activation clips: above, or below if nothing is above zero."""
+    return limits[1] / (qmax - zero_point) if zero_point < qmax else -limits[0] / (zero_point - qmin)
 
 
 def _write(group: Group, scale: float) -> None:
