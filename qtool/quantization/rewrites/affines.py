@@ -90,15 +90,18 @@ def _step(graph_module: GraphModule, node: Node, integer: Set[Node], axis: int) 
     """What a product or a sum with stored numbers is of, and the numbers: factors, or summands."""
     if node.target not in (*_PRODUCTS, *_SUMS) or node.kwargs:
         return None
-    rank = node.meta["val"].dim()
+    value = node.meta["val"]
+    rank = value.dim()
     if rank < 2 or (axis == 1 and rank not in _DEPTHWISE):
         return None
     pairs = [node.args[:2]] if node.target in (aten.div.Tensor, aten.sub.Tensor) else [node.args[:2], node.args[1::-1]]
     for source, given in pairs:
-        if not isinstance(source, Node) or source not in integer or not isinstance(node.meta["val"].shape[axis], int):
+        if not isinstance(source, Node) or source not in integer or not isinstance(value.shape[axis], int):
             continue
-        numbers = stored_numbers(graph_module, given, node.meta["val"], axis % rank)
-        if numbers is not None and same_sizes(source.meta["val"].shape, node.meta["val"].shape):
+        if not value.is_floating_point() or source.meta["val"].dtype != value.dtype:
+            continue  # whole numbers that become floats by it, which is what layers take
+        numbers = stored_numbers(graph_module, given, value, axis % rank)
+        if numbers is not None and same_sizes(source.meta["val"].shape, value.shape):
             return source, {aten.div.Tensor: 1 / numbers, aten.sub.Tensor: -numbers}.get(node.target, numbers)
     return None
 

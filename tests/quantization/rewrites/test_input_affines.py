@@ -149,6 +149,31 @@ def test_elsewhere_it_stays() -> None:
     assert sum(node.target is torch.ops.aten.mul.Tensor for node in graph.graph.nodes) == 3
 
 
+class Scaled(nn.Module):
+    """Whole numbers, made floats by what scales them."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer((x - 3) * 0.1 if x.dtype == torch.int64 else x / 255.0)
+
+
+@pytest.mark.parametrize(
+    ("layer", "x"),
+    [
+        (nn.Conv2d(3, 4, 3), torch.arange(192, dtype=torch.uint8).reshape(1, 3, 8, 8)),
+        (nn.Linear(6, 4), torch.arange(30).reshape(5, 6)),
+    ],
+)
+def test_what_makes_floats_of_whole_numbers_stays(layer: nn.Module, x: Tensor) -> None:
+    model = Scaled(layer).eval()
+    graph = float_form(model, x)
+    _spell_for(ORT_CPU, graph, {}, train=False)
+    torch.testing.assert_close(graph(x), model(x))
+
+
 class Padded(nn.Module):
     """A shift that a convolution pads with zeros, one that is pooled with them, and a gain below 0 before a maximum."""
 
