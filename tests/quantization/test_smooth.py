@@ -115,6 +115,21 @@ def test_a_norm_that_would_not_gain_is_left_and_so_is_one_that_others_read() -> 
     assert refused.notes == ["smooth: 1 of 1 norms left as they are: gelu reads it"]
 
 
+def test_a_norm_that_has_a_bias_alone_keeps_it() -> None:
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bias, self.linear = nn.Parameter(torch.arange(WIDTH) - 9.0), nn.Linear(WIDTH, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(nn.functional.layer_norm(x, (WIDTH,), None, self.bias))
+
+    with pytest.raises(Declined):
+        smooth(given := subject(model := Shifted().eval()))
+    torch.testing.assert_close(given.graph(BATCHES[1]), model(BATCHES[1]))
+    assert given.notes == ["smooth: 1 of 1 norms left as they are: it has no weights"]
+
+
 def test_what_is_applied_is_undone_by_its_inverse() -> None:
     given = subject(transformer())
     norm = next(n for n in given.graph.graph.nodes if n.target is aten.layer_norm.default)

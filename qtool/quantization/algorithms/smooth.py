@@ -124,7 +124,7 @@ def _choose(subject: Subject, places: list[Place], total: int) -> str:
 def place_of(norm: Node) -> Place | str:
     """What of a norm can be moved, or why nothing can, whatever is quantized."""
     stored = [norm.args[i] for i in _vectors(norm) if i < len(norm.args)]
-    if not any(isinstance(value, Node) for value in stored):
+    if not stored or not isinstance(stored[0], Node):  # a bias alone is no place for a factor
         return "it has no weights"
     if reason := unfit(stored):
         return reason
