@@ -229,6 +229,19 @@ def test_a_layer_over_positions_is_learned_on_the_positions_of_some_samples(monk
     torch.testing.assert_close(*found)
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_batches_of_few_samples_are_learned_from_as_well_as_a_large_one(size: int) -> None:
+    torch.manual_seed(0)
+    model, x, error = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval(), correlated(64, 8), {}
+    for count in (size, 64):
+        given = subject(model, list(x.split(count)))
+        adaround(given)
+        assert "the rounding of 0 of" not in given.notes[0]
+        with torch.no_grad():
+            error[count] = float((given.graph(x) - model(x)).square().mean())
+    assert error[size] < 1.5 * error[64]
+
+
 class Twice(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -41,7 +41,7 @@ from qtool.quantization.algorithms.gptq import fit
 from qtool.quantization.algorithms.importance import importance
 from qtool.quantization.algorithms.journal import Journal, State
 from qtool.quantization.algorithms.layers import Layer, leave_shared
-from qtool.quantization.algorithms.part import HELD, Given, Part, tells_samples
+from qtool.quantization.algorithms.part import HELD, MINIBATCH, Given, Part, tells_samples
 from qtool.quantization.algorithms.regions import Region, counterparts, unit_ends
 from qtool.quantization.algorithms.rows import reason
 from qtool.quantization.algorithms.soft import SoftWeight, soften, strength
@@ -211,16 +211,19 @@ class _Learner:
 
     def _soften(self, part: Part) -> dict[Node, SoftWeight]:
         """The soft weight of each layer."""
-        index, rows = next(part.minibatches(_drawing(0)))
-        with torch.no_grad():
-            env = part.run(index, rows, {})
+        draws, seen, outputs = part.minibatches(_drawing(0)), 0, []
+        while seen < MINIBATCH[0]:  # of fewer rows no spread is told
+            index, rows = next(draws)
+            seen += len(rows)
+            with torch.no_grad():
+                env = part.run(index, rows, {})
+            outputs.append({n: env[n].movedim(channel_axis(n), 0).flatten(1) for n in part.region.layers})
         made = {}
         for layer in part.region.layers:
-            output, axis = env[layer], channel_axis(layer)
-            others = [dim for dim in range(output.dim()) if dim != axis % output.dim()]
             real = parameter(self.subject.reference, self.layers[layer].args[1])
             assert real is not None
-            made[layer] = soften(self.walk.graph, layer, real, output.std(others))
+            spread = torch.cat([each[layer] for each in outputs], 1).std(1)
+            made[layer] = soften(self.walk.graph, layer, real, spread)
         return made
 
 
