@@ -1,23 +1,30 @@
-"""Weights that a module computes from others, stored as what they come to: weight norm, spectral norm and their like.
+"""Weights that a module computes from others, stored as what they come to: weight norm, spectral norm, pruning.
 
 Such a weight is a constant in evaluation. Quantization-aware training trains the weight that is quantized: it starts
 from what the model's own parametrization comes to and goes on without it. Computed in each step it would be no stored
 weight, and its layer would stay in float; and spectral norm writes into its buffers in each step. Known are torch's
-parametrizations and the hooks that came before them.
+parametrizations and the hooks that came before them, pruning's among them, whose weights start at 0 and are then
+trained as all others.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils import parametrize
+from torch.nn.utils import parametrize, prune
 from torch.nn.utils.spectral_norm import SpectralNorm, remove_spectral_norm
 from torch.nn.utils.weight_norm import WeightNorm, remove_weight_norm
 
-_REMOVERS: dict[type, Any] = {WeightNorm: remove_weight_norm, SpectralNorm: remove_spectral_norm}
+_HOOKS: dict[type, tuple[str, Callable[[nn.Module, str], Any]]] = {
+    WeightNorm: ("name", remove_weight_norm),
+    SpectralNorm: ("name", remove_spectral_norm),
+    prune.BasePruningMethod: ("_tensor_name", prune.remove),
+}
+"""For each kind of hook where it has the name of what it computes, and what removes it."""
 
 
 def with_stored_weights(model: nn.Module) -> nn.Module:
@@ -25,12 +32,12 @@ def with_stored_weights(model: nn.Module) -> nn.Module:
     if not any(parametrize.is_parametrized(module) or _hooks(module) for module in model.modules()):
         return model
     for module in model.modules():
-        for hook in _hooks(module):  # which left a value with its history there; the next call leaves another
-            setattr(module, hook.name, getattr(module, hook.name).detach())
+        for name, _ in _hooks(module):  # a value with its history was left there; the next call leaves another
+            setattr(module, name, getattr(module, name).detach())
     made = copy.deepcopy(model).eval()  # spectral norm takes a step whenever it is asked while training
     for module in made.modules():
-        for hook in _hooks(module):
-            _REMOVERS[type(hook)](module, hook.name)
+        for name, remove in _hooks(module):
+            remove(module, name)
         if parametrize.is_parametrized(module):
             _store(module)
     return made
@@ -46,5 +53,11 @@ def _store(module: nn.Module) -> None:
         module.register_parameter(name, nn.Parameter(value, requires_grad=value.is_floating_point()))
 
 
-def _hooks(module: nn.Module) -> list[Any]:
-    return [hook for hook in module._forward_pre_hooks.values() if type(hook) in _REMOVERS]
+def _hooks(module: nn.Module) -> list[tuple[str, Callable[[nn.Module, str], Any]]]:
+    """What hooks of a module compute, by name, and what removes each."""
+    return [
+        (getattr(hook, field), remove)
+        for hook in module._forward_pre_hooks.values()
+        for kind, (field, remove) in _HOOKS.items()
+        if isinstance(hook, kind)
+    ]

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.fx import GraphModule
+from torch.nn.utils import prune
 
 from qtool.devices import resolve_device
 from qtool.errors import QtoolError, UsageError
@@ -251,6 +252,8 @@ def _prepare(
 ) -> Prepared:
     """The model with observers or fake-quantizers, by the engine asked for."""
     train, detailed = config.mode == "qat", config.ranges != "minmax"
+    if train and prune.is_pruned(model):
+        passes.notes.append("weights that were pruned are trained like the others, and need not stay 0")
     target, model = _target(config), with_stored_weights(model)
     if config.engine == "torch.ao":
         from qtool.quantization import torch_ao  # only here, since a later torch will not have it

@@ -9,7 +9,7 @@ import pytest
 import torch
 from test_qat import config, qat
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrizations, parametrize, prune
 
 from qtool.quantization.parametrized import with_stored_weights
 
@@ -29,6 +29,10 @@ NORMS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "weight norm by a hook": old(nn.utils.weight_norm),
     "spectral norm by a hook": old(nn.utils.spectral_norm),
 }
+NORMS["pruning"] = lambda module: prune.l1_unstructured(module, "weight", 0.5)
+NORMS["pruning twice, and of the bias"] = lambda module: prune.random_unstructured(
+    prune.ln_structured(prune.l1_unstructured(module, "weight", 0.5), "weight", 0.25, 2, 0), "bias", 0.25
+)
 X = torch.randn(2, 1, 8, 8, generator=torch.Generator().manual_seed(0))
 
 
@@ -82,3 +86,4 @@ def test_training_quantizes_the_weights_that_they_come_to(name: str) -> None:
     form = qat(model, "pt2e", config(max_steps=2))
     assert [unit.name for unit in form.plan.integer_units if unit.kind == "conv"] == ["first", "second"]
     assert form.plan.float_units == ()
+    assert any("were pruned" in note for note in form.plan.notes) == name.startswith("pruning")
