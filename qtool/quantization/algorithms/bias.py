@@ -18,8 +18,8 @@ its inputs.
 A corrected bias is saved beside the layer's range, so that a quantization that is repeated from saved ranges needs no
 samples for it: it is taken as it is where the layer's integers are the same.
 
-Left out on purpose: the analytic form, which needs Gaussian inputs, and biases after an activation (a layer's own bias
-is all that an integer kernel adds).
+Left out on purpose: biases after an activation (a layer's own bias is all that an integer kernel adds). The analytic
+form, which needs no samples but normal inputs, is in ``analytic.py``.
 """
 
 from __future__ import annotations
