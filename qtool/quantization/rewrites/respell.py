@@ -134,7 +134,7 @@ def _spell_adaptive_pool(node: Node) -> None:
     sizes = list(zip(before[-rank:], after[-rank:], strict=True))
     if all(cells == 1 for _, cells in sizes):
         if rank != 2:
-            node.target, node.args = aten.mean.dim, (source, list(range(2, 2 + rank)), True)
+            node.target, node.args = aten.mean.dim, (source, list(range(len(before) - rank, len(before))), True)
     elif same_sizes(before[-rank:], after[-rank:]):
         _drop(node)
     elif all(isinstance(size, int) and size % cells == 0 for size, cells in sizes):

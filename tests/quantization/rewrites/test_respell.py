@@ -85,6 +85,10 @@ SAME = {
         lambda x: F.adaptive_avg_pool3d(x.unsqueeze(1), 1),
         [aten.unsqueeze.default, aten.mean.dim],
     ),
+    "adaptive pool of features to one": (
+        lambda x: F.adaptive_avg_pool1d(x.flatten(1), 1),
+        [aten.flatten.using_ints, aten.mean.dim],
+    ),
     "adaptive pool to the same": (lambda x: F.adaptive_avg_pool2d(x, (4, None)).relu(), [aten.relu.default]),
     "adaptive pool to one": (lambda x: F.adaptive_avg_pool2d(x, 1), [aten.adaptive_avg_pool2d.default]),
     "adaptive pool unevenly": (lambda x: F.adaptive_avg_pool2d(x, 3), [aten.adaptive_avg_pool2d.default]),
