@@ -35,19 +35,29 @@ def spell_attention(node: Node) -> None:
 
 
 def _join_heads(node: Node) -> None:
-    """Writes attention over batch × heads × windows … × tokens × features with all of these but batch as heads."""
+    """Writes attention over batch × heads × windows … × tokens × features with all of these but batch as heads.
+
+    A factor with one of what another has many of, as keys of several queries are, is spread to that many first.
+    """
     mask = [value for value in node.args[3:4] if isinstance(value, Node)]
     sources = [value for value in node.args[:3] if isinstance(value, Node)]
     shapes = [list(value.meta["val"].shape) for value in (*sources, node)]
     plain = not node.kwargs.get("attn_mask") and not node.kwargs.get("enable_gqa") and not mask
     if not plain or not all(isinstance(size, int) for shape in shapes for size in shape[1:]):
         return
-    joined = [[-1, math.prod(shape[1:-2]), *shape[-2:]] for shape in shapes]
     graph, value = node.graph, node.meta["val"]
-    for index, (source, sizes) in enumerate(zip(sources, joined, strict=False)):
+    if any(len(shape) != value.dim() for shape in shapes):
+        return
+    heads = shapes[-1][1:-2]
+    for index, source in enumerate(sources):
+        seen = source.meta["val"]
         with graph.inserting_before(node):
-            flat = graph.call_function(aten.reshape.default, (source, sizes))
-        flat.meta = {**node.meta, "val": source.meta["val"].flatten(1, -3)}
+            if shapes[index][1:-2] != heads:
+                seen = seen.expand(-1, *heads, -1, -1)
+                source = graph.call_function(aten.expand.default, (source, [-1, *heads, -1, -1]))
+                source.meta = {**node.meta, "val": seen}
+            flat = graph.call_function(aten.reshape.default, (source, [-1, math.prod(heads), *shapes[index][-2:]]))
+        flat.meta = {**node.meta, "val": seen.flatten(1, -3)}
         node.update_arg(index, flat)
     with graph.inserting_after(node):
         restored = graph.call_function(aten.reshape.default, (node, [-1, *shapes[-1][1:]]))

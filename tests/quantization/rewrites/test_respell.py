@@ -113,6 +113,14 @@ SAME = {
         lambda x: F.scaled_dot_product_attention(y := x.unflatten(1, (2, 2, 2)), y, y[..., :3], scale=0.3),
         [aten.reshape.default, aten.slice.Tensor, *[aten.reshape.default] * 2, ATTENTION, aten.reshape.default],
     ),
+    "attention of queries in groups": (
+        lambda x: F.scaled_dot_product_attention(y := x.unflatten(1, (2, 2, 2)), y[:, :1], y[:, :, :1]),
+        [
+            *[aten.reshape.default, aten.slice.Tensor, aten.slice.Tensor, aten.reshape.default],
+            *[aten.expand.default, aten.reshape.default] * 2,
+            *[ATTENTION, aten.reshape.default],
+        ],
+    ),
     "concat of one": (lambda x: torch.cat([x], 1).relu(), [aten.relu.default]),
     "concat with nothing": (lambda x: torch.cat([x.relu(), x[..., 6:]], -1), [aten.relu.default]),
     "concat of two and nothing": (lambda x: torch.cat([x, x[..., 6:], x], -1), [aten.cat.default]),
