@@ -73,9 +73,9 @@ class _Geometry:
 
     @property
     def centred(self) -> bool:
-        """Whether each result stands where the centre of the kernel was."""
+        """Whether each result stands where the centre of the kernel was, and the kernel has a number there."""
         axes = zip(self.padding, self.dilation, self.kernel, strict=True)
-        return set(self.stride) == {1} and all(2 * p == d * (k - 1) for p, d, k in axes)
+        return set(self.stride) == {1} and all(k % 2 == 1 and 2 * p == d * (k - 1) for p, d, k in axes)
 
 
 class _Merging:

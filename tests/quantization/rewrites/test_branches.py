@@ -25,6 +25,7 @@ class Branches(nn.Module):
         self.halved, self.halved_small = nn.Conv2d(4, 8, 5, 2, 2, bias=False), nn.Conv2d(4, 8, 1, 2)
         self.grouped, self.depthwise = nn.Conv2d(4, 4, 3, padding=1, groups=2), nn.Conv2d(4, 4, 1, groups=4)
         self.spread = nn.Conv2d(4, 4, 3, padding=2, dilation=2)
+        self.even = nn.Conv2d(4, 4, 2, padding=1, dilation=2)
         self.norms = nn.ModuleList(nn.BatchNorm2d(4) for _ in range(4))
         for norm in self.norms:
             norm.running_mean.normal_()
@@ -75,6 +76,7 @@ LEFT: dict[str, Write] = {
     "of two strides": lambda m, x: m.halved(x) + m.halved_small(x.repeat(1, 1, 1, 1)),
     "other groups": lambda m, x: m.wide(x) + m.grouped(x),
     "another dilation": lambda m, x: m.wide(x) + m.spread(x),
+    "a kernel without a centre": lambda m, x: m.even(x) + m.norms[0](x),
     "a scaled sum": lambda m, x: torch.add(m.wide(x), m.small(x), alpha=2),
     "the same twice": lambda m, x: (y := m.wide(x)) + y,
     "shared weights": lambda m, x: m.wide(x) + m.small(x) + m.wide(x.relu()) + m.small(x.relu()),
