@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from qtool.quantization.algorithms.bias import channel_axis
 from qtool.quantization.algorithms.streams import ANCHORS, keeps_channels, towards_inputs
-from qtool.quantization.capture import aten, parameter
+from qtool.quantization.capture import parameter
 from qtool.quantization.placement import Placement
 
 
@@ -58,12 +59,10 @@ def _through(
     """The gains of ``node`` towards one reader; None where they are not known."""
     if user.target in ANCHORS and user.args[0] is node:
         weight = parameter(graph, user.args[1])
-        axis = node.meta["val"].dim() - 1 if user.target is aten.linear.default else 1
-        return (
-            None
-            if weight is None
-            else (axis - 1, towards_inputs(weight.double(), user, torch.ones(len(weight)).double()))
-        )
-    if user in found and keeps_channels(user):
+        if weight is None:
+            return None
+        axis = channel_axis(user) % node.meta["val"].dim()
+        return axis - 1, towards_inputs(weight.double(), user, torch.ones(len(weight)).double())
+    if user in found and keeps_channels(user, found[user][0] + 1):
         return found[user]
     return None

@@ -145,6 +145,37 @@ def test_a_residual_path_is_one_stream_with_all_its_blocks() -> None:
     assert paths["head.0"].consumers[0].meta["owner"] == "linear"  # through pooling and flatten
 
 
+class Pooled(nn.Module):
+    """Two layers, and a pooling of the axis that the first one's channels are in."""
+
+    def __init__(self, first: nn.Module, last: nn.Module, pool) -> None:
+        super().__init__()
+        self.first, self.last, self.pool = first, last, pool
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.pool(self.first(x).relu(), 3, 1, 1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "pool"),
+    [("linear", F.max_pool1d), ("linear", F.avg_pool1d), ("convolution", F.max_pool2d)],
+    ids=["maximum", "mean", "images"],
+)
+def test_channels_that_a_pooling_mixes_are_not_scaled(kind: str, pool) -> None:
+    torch.manual_seed(0)
+    x, level = torch.randn(16, 16, 16), torch.logspace(-2, 1, 32)[torch.randperm(32)]
+    layers = (nn.Linear(16, 32), nn.Linear(32, 8)) if kind == "linear" else (nn.Conv1d(16, 32, 1), nn.Conv1d(32, 8, 1))
+    with torch.no_grad():
+        for value in layers[0].parameters():
+            value.mul_(level.reshape(-1, *[1] * (value.dim() - 1)))
+    model = Pooled(*layers, pool).eval()
+    config = QuantizeConfig(target="openvino", algorithms=("equalize",), ranges="minmax")
+    quantized = quantize(model, config, example=x, calibration=[x, x])
+    assert sqnr_db(model(x), quantized(x)) > 30
+    (mixed, _) = find_streams(subject(model, [x]).graph)
+    assert mixed.blocked == [f"{pool.__name__} reads it"]
+
+
 def test_relu6_is_never_pushed_beyond_what_was_seen() -> None:
     model = hard_mobilenet(nn.ReLU6)
     given = subject(model, BATCHES)

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from qtool.form import quantized
-from qtool.quantization.algorithms.bias import add_to_bias
+from qtool.quantization.algorithms.bias import add_to_bias, channel_axis
 from qtool.quantization.algorithms.streams import ANCHORS, keeps_channels, per_input
 from qtool.quantization.algorithms.subject import Declined, NothingToDo, Subject
 from qtool.quantization.capture import aten, parameter
@@ -91,19 +91,28 @@ def _distribution(node: Node, found: dict[Node, Normal]) -> Normal | None:
     if node.target in ANCHORS:
         mean, deviation = node.meta.get(NORMAL, (None, None))
         return None if mean is None else (mean.double(), deviation.double().square())
-    sources = [found.get(operand) for operand in node.all_input_nodes if operand.op != "get_attr"]
+    operands = [operand for operand in node.all_input_nodes if operand.op != "get_attr"]
+    sources = [found.get(operand) for operand in operands]
     if not sources or any(source is None for source in sources) or node.target in _UNKNOWN:
         return None
     first = sources[0]
     assert first is not None
     if node.target in RELU_LIKE:
         return clipped(*first, *clip_limits(node))
-    if node.target is aten.add.Tensor and keeps_channels(node):
+    axis = _axis(operands[0])
+    if node.target is aten.add.Tensor and keeps_channels(node, axis):
         left, right = (found.get(operand) for operand in node.args[:2])  # type: ignore[arg-type]
         return None if left is None or right is None else (left[0] + right[0], left[1] + right[1])
-    if node.target not in PADS and not keeps_channels(node):
+    if node.target not in PADS and not keeps_channels(node, axis):
         return None
     return (first[0], torch.zeros_like(first[1])) if _is_whole_mean(node) else first
+
+
+def _axis(node: Node) -> int:
+    """What counts the channels of a known value: the axis of the layer that its first operands come from."""
+    while node.target not in ANCHORS:
+        node = node.args[0]  # type: ignore[assignment]
+    return int(channel_axis(node) % node.meta["val"].dim())
 
 
 def _is_whole_mean(node: Node) -> bool:

@@ -43,7 +43,7 @@ from qtool.quantization.algorithms.streams import ANCHORS, Stream, find_streams,
 from qtool.quantization.algorithms.subject import Declined, NothingToDo, Subject, is_data_sized
 from qtool.quantization.algorithms.verify import QMAX, Samples, parted
 from qtool.quantization.algorithms.walk import interpret
-from qtool.quantization.capture import aten, parameter, set_parameter
+from qtool.quantization.capture import parameter, set_parameter
 from qtool.quantization.residence import device_of
 from qtool.quantization.rewrites.norms import NORMAL
 
@@ -253,7 +253,7 @@ class _Observe(Interpreter):
 @torch.no_grad()
 def observe(graph: GraphModule, streams: list[Stream], batches: Iterable[Any]) -> dict[Node, Seen]:
     """Channel statistics of every value of the streams: one float pass in pieces of ``PIECE`` samples."""
-    axes = {value: channel_axis(stream) for stream in streams for value in stream.values}
+    axes = {value: stream.axis for stream in streams for value in stream.values}
     found: dict[Node, Seen] = {}
     for batch in batches:
         watch = _Observe(graph, axes)
@@ -264,11 +264,6 @@ def observe(graph: GraphModule, streams: list[Stream], batches: Iterable[Any]) -
     if not found:
         raise Declined("no calibration data")
     return found
-
-
-def channel_axis(stream: Stream) -> int:
-    """The axis of the stream's values that counts channels."""
-    return -1 if stream.producers[0].target is aten.linear.default else 1
 
 
 def output_gains(graph: GraphModule, streams: list[Stream]) -> dict[Node, Tensor]:

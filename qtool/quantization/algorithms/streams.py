@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from qtool.form import padding_of, same_sizes
+from qtool.quantization.algorithms.bias import channel_axis
 from qtool.quantization.capture import CONVOLUTIONS, aten, parameter
 from qtool.quantization.rewrites.respell import ADAPTIVE_POOLS, AVERAGE_POOLS, MAX_POOLS
 
@@ -33,9 +34,13 @@ _SILENT = (aten.sym_size.int,)
 
 @dataclass(eq=False)
 class Stream:
-    """Values with common channels: ``producers`` write them, ``consumers`` read them, ``caps`` clip them from above."""
+    """Values with common channels: ``producers`` write them, ``consumers`` read them, ``caps`` clip them from above.
+
+    ``axis`` counts the channels of each value.
+    """
 
     num_channels: int
+    axis: int
     values: list[Node] = field(default_factory=list)
     producers: list[Node] = field(default_factory=list)
     consumers: list[Node] = field(default_factory=list)
@@ -50,7 +55,7 @@ class Stream:
 
     def absorb(self, other: Stream) -> None:
         """Makes this stream the union of both."""
-        if other.num_channels != self.num_channels:
+        if (other.num_channels, other.axis) != (self.num_channels, self.axis):
             self.blocked.append("a sum broadcasts channels")
         for name in ("values", "producers", "consumers", "blocked"):
             getattr(self, name).extend(getattr(other, name))
@@ -80,8 +85,8 @@ class _Finder:
             self._anchor(node)
         elif node.target is aten.add.Tensor and _is_plain_sum(node):
             self._sum(node)
-        elif _passes(node) and node.args[0] in self.stream:
-            self._join(node, self.stream[node.args[0]])  # type: ignore[index]
+        elif (stream := self.stream.get(_first(node))) is not None and _passes(node, stream.axis):
+            self._join(node, stream)
             if (cap := _cap(node)) is not None:
                 self.stream[node].caps[node] = cap
         else:
@@ -99,7 +104,8 @@ class _Finder:
 
     def _anchor(self, node: Node) -> None:
         source, *stored = node.args[0], *node.args[1:3]
-        made = Stream(int(node.meta["val"].shape[_axis(node)]))
+        axis = channel_axis(node) % node.meta["val"].dim()
+        made = Stream(int(node.meta["val"].shape[axis]), axis)
         made.producers.append(node)
         self._join(node, made)
         read = self.stream.get(source)  # type: ignore[arg-type]
@@ -127,8 +133,8 @@ class _Finder:
         self._join(node, first)
 
 
-def _axis(node: Node) -> int:
-    return -1 if node.target is aten.linear.default else 1
+def _first(node: Node) -> Any:
+    return node.args[0] if node.args and isinstance(node.args[0], Node) else None
 
 
 def _is_misread(node: Node, stream: Stream) -> bool:
@@ -136,9 +142,8 @@ def _is_misread(node: Node, stream: Stream) -> bool:
     source = node.args[0]
     assert isinstance(source, Node)
     shape = source.meta["val"].shape
-    mixed = len(shape) - 1 if node.target is aten.linear.default else 1
-    kinds = {_axis(p) % p.meta["val"].dim() for p in stream.producers}
-    return mixed not in kinds or int(shape[mixed]) != stream.num_channels
+    mixed = channel_axis(node) % len(shape)
+    return mixed != stream.axis or int(shape[mixed]) != stream.num_channels
 
 
 def unfit(stored: list[Any]) -> str:
@@ -164,14 +169,16 @@ def _same_shape(left: Any, right: Any) -> bool:
     return all(value is not None for value in values) and same_sizes(values[0].shape[1:], values[1].shape[1:])
 
 
-def _passes(node: Node) -> bool:
-    """Whether channels leave ``node`` as they came, a positive factor of each included."""
+def _passes(node: Node, axis: int) -> bool:
+    """Whether channels, which ``axis`` counts, leave ``node`` as they came, a positive factor of each included."""
     if node.target in _HOMOGENEOUS or _cap(node) is not None:
         return True
     if node.target is aten.clamp_min.default:
         return node.args[1] in (0, 0.0)
-    source = node.args[0] if node.args else None
-    if not isinstance(source, Node) or any(not isinstance(n.meta.get("val"), Tensor) for n in (source, node)):
+    source = _first(node)
+    if axis != 1 or source is None:  # what else passes channels works on the axes behind the second
+        return False
+    if any(not isinstance(n.meta.get("val"), Tensor) for n in (source, node)):
         return False
     before, after = source.meta["val"].shape, node.meta["val"].shape
     if pads_zeros(node):
@@ -190,10 +197,12 @@ def pads_zeros(node: Node) -> bool:
 
 
 def _keeps_channels(node: Node) -> bool:
-    if node.target is not aten.mean.dim:
-        return True
-    rank = node.args[0].meta["val"].dim()  # type: ignore[union-attr]
-    return all(int(axis) % rank >= 2 for axis in node.args[1])  # type: ignore[union-attr, arg-type]
+    """Whether a pooling is over other axes than the first two."""
+    dims = node.args[0].meta["val"].dim()  # type: ignore[union-attr]
+    if node.target is aten.mean.dim:
+        return all(int(axis) % dims >= 2 for axis in node.args[1])  # type: ignore[union-attr, arg-type]
+    kinds = (MAX_POOLS, AVERAGE_POOLS, ADAPTIVE_POOLS)  # each has the pooling of one axis, of two and of three
+    return bool(dims - 3 == next(kind.index(node.target) for kind in kinds if node.target in kind))
 
 
 def _cap(node: Node) -> float | None:
@@ -226,10 +235,13 @@ def towards_inputs(weight: Tensor, node: Node, gains: Tensor) -> Tensor:
     return (squares * gains[:, None]).reshape(groups_of(node), -1, weight.shape[1]).sum(1).flatten()
 
 
-def keeps_channels(node: Node) -> bool:
-    """Whether channels leave an operator as they came, up to positive factors: activation, pooling, sum of equals."""
+def keeps_channels(node: Node, axis: int) -> bool:
+    """Whether channels leave an operator as they came, up to positive factors: activation, pooling, sum of equals.
+
+    ``axis`` counts the channels.
+    """
     plain = node.target is aten.add.Tensor and _is_plain_sum(node)
-    return _same_shape(*node.args[:2]) if plain else _passes(node)
+    return _same_shape(*node.args[:2]) if plain else _passes(node, axis)
 
 
 def input_sums(graph: GraphModule, node: Node, values: Tensor) -> Tensor:
