@@ -32,6 +32,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from qtool.artifacts import output_path, read_result
 from qtool.errors import QtoolError, UsageError, nearest, one_line
@@ -229,9 +230,21 @@ def _few(names: list[str]) -> str:
 
 
 def check_finite(model: nn.Module, where: str = "model") -> None:
-    """Raises QtoolError naming the parameters and buffers that hold NaN or infinity, −∞ in buffers aside."""
+    """Raises QtoolError naming the parameters and buffers that hold NaN or infinity, −∞ in buffers aside.
+
+    Raises UsageError where one has no shape yet.
+    """
+    require_shapes(model, where)
     state = {key: value for key, value in model.state_dict().items() if isinstance(value, Tensor)}
     _require_finite(where, model, state)
+
+
+def require_shapes(model: nn.Module, where: str) -> None:
+    """Raises UsageError for a parameter or a buffer of a lazy module, which has no shape before it ran."""
+    values = (*model.named_parameters(), *model.named_buffers())
+    lazy = [name for name, value in values if is_lazy(value)]
+    if lazy:
+        raise UsageError(where, "parameters with shapes", f"'{lazy[0]}' without one", "call the model on a batch first")
 
 
 @contextmanager

@@ -266,6 +266,8 @@ def open_model(
 
 def _module(given: Any) -> nn.Module:
     """The module that was given, or what holds one. Raises UsageError for anything else, and for one without shapes."""
+    from qtool.models import require_shapes
+
     where, expected = "argument 'model'", "an nn.Module, a spec or a run directory"
     held: Any = getattr(given, "model", None)
     model: Any = held if hasattr(held, "named_parameters") and not hasattr(given, "named_parameters") else given
@@ -278,10 +280,8 @@ def _module(given: Any) -> nn.Module:
         raise UsageError(where, expected, "TorchScript, whose Python code is gone", "pass the module it was made from")
     if getattr(vars(model).get("train"), "__qualname__", "").startswith("ExportedProgram"):
         raise UsageError(where, expected, "an exported program's graph", "pass the module that it was exported from")
-    lazy = [name for name, p in model.named_parameters() if type(p).__name__ == "UninitializedParameter"]
-    if lazy:
-        raise UsageError(where, "parameters with shapes", f"'{lazy[0]}' without one", "call the model on a batch first")
     module: nn.Module = model
+    require_shapes(module, where)
     return module
 
 

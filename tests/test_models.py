@@ -202,6 +202,19 @@ def test_truncated_files(linear: nn.Module, tmp_path: Path, suffix: str, share: 
     assert all(torch.equal(value, before[key]) for key, value in linear.state_dict().items())
 
 
+def test_a_lazy_module_that_has_not_run_is_named(tmp_path: Path) -> None:
+    lazy = nn.Sequential(nn.Flatten(), nn.LazyLinear(3), nn.LazyBatchNorm1d())
+    with pytest.raises(UsageError, match=r"'1\.weight' without one; call the model on a batch first$"):
+        check_finite(lazy)
+    (tmp_path / "lazy.py").write_text("from torch import nn\n\ndef net(): return nn.LazyBatchNorm1d(affine=False)\n")
+    with pytest.raises(
+        UsageError, match=r"model '.*lazy\.py:net': expected parameters with shapes; got 'running_mean'"
+    ):
+        load_model(f"{tmp_path / 'lazy.py'}:net")
+    lazy(torch.randn(4, 2, 2))
+    check_finite(lazy)
+
+
 def test_another_architecture_says_what_differs(linear: nn.Module, tmp_path: Path) -> None:
     other = nn.Sequential(nn.Linear(3, 5), nn.Identity(), nn.Linear(2, 2))
     save_file(other.state_dict(), tmp_path / "w.safetensors")
