@@ -176,8 +176,11 @@ def _quantize_configs(
 
 
 def _require_use(config: QuantizeConfig) -> None:
-    """Raises UsageError for what says how ranges are read or a contract is judged where nothing reads it."""
+    """Raises UsageError for what says how numbers are rounded or a contract is judged where nothing reads it."""
     default = QuantizeConfig()
+    if not config.has_contract:
+        _require_bits_at_edges(config)
+        _require_activations(config)
     if not config.has_contract and config.percentile != default.percentile and config.ranges != "percentile":
         raise UsageError(
             argument("percentile"), "ranges 'percentile' beside it", f"'{config.ranges}'", "add it, or leave it out"
@@ -187,6 +190,28 @@ def _require_use(config: QuantizeConfig) -> None:
             raise UsageError(
                 argument(name), "max_drop, max_kl or min_agreement beside it", "none of them", "say what may be lost"
             )
+
+
+def _require_bits_at_edges(config: QuantizeConfig) -> None:
+    """Raises UsageError where the first and the last layer have the bits of the others, whatever is asked for them."""
+    edges, bits = config.edge_bits, config.weight_bits
+    if edges not in (QuantizeConfig().edge_bits, bits) and (bits > 6 or edges < bits):
+        expected = "weight_bits of 6 or fewer beside it" if bits > 6 else f"at least the {bits} of weight_bits"
+        raise UsageError(
+            argument("edge_bits"), expected, str(bits if bits > 6 else edges), "change it, or leave it out"
+        )
+
+
+def _require_activations(config: QuantizeConfig) -> None:
+    """Raises UsageError where ranges of activations are asked for, and weights alone are quantized.
+
+    Min-max is let by, since it is also what leaves the algorithms out.
+    """
+    default = QuantizeConfig()
+    asked: dict[str, Any] = {"ranges": config.ranges, "percentile": config.percentile}
+    for name, value in asked.items():
+        if config.weights_only and value not in (getattr(default, name), "minmax"):
+            raise UsageError(argument(name), "activations to be quantized", "weights_only", "leave one of the two out")
 
 
 def _quantize_source(

@@ -155,3 +155,23 @@ def test_a_first_batch_without_samples_is_passed_over() -> None:
     assert made(x[:3]).shape == (3, 2)
     with pytest.raises(QtoolError, match="calibration: expected at least one batch"):
         qtool.quantize(nn.Sequential(nn.Linear(3, 2)), [x[:0]], effort="fast")
+
+
+@pytest.mark.parametrize(
+    ("options", "refused"),
+    [
+        ({"edge_bits": 4}, "'edge_bits': expected weight_bits of 6 or fewer beside it; got 8"),
+        ({"edge_bits": 4, "weight_bits": 6}, "'edge_bits': expected at least the 6 of weight_bits; got 4"),
+        ({"edge_bits": 4, "weight_bits": 4}, None),
+        ({"ranges": "percentile", "weights_only": True}, "'ranges': expected activations .* got weights_only"),
+        ({"percentile": 60.0, "weights_only": True}, "'percentile': expected activations"),
+        ({"effort": "best", "weights_only": True}, None),
+        ({"effort": "fast", "weights_only": True}, None),
+    ],
+)
+def test_what_would_change_no_number_is_refused(options: dict[str, Any], refused: str | None) -> None:
+    if refused is None:
+        assert _quantize_configs(None, None, options)[1] is None
+    else:
+        with pytest.raises(UsageError, match=refused):
+            _quantize_configs(None, None, options)
