@@ -35,13 +35,17 @@ def calibrate(prepared: GraphModule, batches: Iterable[Any]) -> int:
     Raises QtoolError when there is no batch, when a batch is not what the graph takes, and when a layer's values
     are NaN or infinite (the layer is named).
     """
-    count = 0
+    count, observers = 0, [module for module in prepared.modules() if isinstance(module, RangeObserver)]
     with torch.no_grad():
         for index, batch in enumerate(batches):
             check_inputs(prepared, batch, f"calibration batch {index}")
             for piece in micro_batches(batch, MICRO_BATCH):
+                for observer in observers:
+                    observer.num_samples = num_samples(piece)
                 call(prepared, piece)
             count += num_samples(batch)
+    for observer in observers:
+        observer.num_samples = None
     if count == 0:
         raise QtoolError("calibration", "at least one sample", "none", "pass at least one batch of inputs")
     return count

@@ -85,17 +85,23 @@ class Histogram:
         parts = (weights.double() * WEIGHT).round().clamp(1, WEIGHT**2)
         self._weights = axis, parts.to(torch.int64).numpy()
 
-    def update(self, x: torch.Tensor) -> None:
+    def update(self, x: torch.Tensor, num_samples: int | None = None) -> None:
         """Adds a batch. Changes nothing when it raises.
 
         ``x``: any shape, samples along the first dimension, any real dtype and device. float64 is
-        read as float32. Raises QtoolError when a value is NaN or infinite.
+        read as float32. Where there are ``num_samples`` and the first dimension is a multiple of it, as that of rows of
+        tokens is, consecutive parts of it count as samples: where time comes first, these are stretches of time.
+        Raises QtoolError when a value is NaN or infinite.
         """
         x = x.detach()
         if x.ndim == 0:
             x = x.reshape(1)
         if x.numel() == 0:
             return
+        whole = num_samples or x.shape[0]
+        joined = x.shape[0] != whole and x.shape[0] % whole == 0
+        if joined:
+            x = x.reshape(whole, -1, *x.shape[1:])
         extremes = self._extremes(x if self.bins else x[None])
         self.minimum = min(self.minimum, *(low for low, _ in extremes))
         self.maximum = max(self.maximum, *(high for _, high in extremes))
@@ -104,7 +110,7 @@ class Histogram:
         if self.bins:
             self._coarsen(_exponent(max(-self.minimum, self.maximum)))
             values, stride = subsample(x)
-            self._count(values, stride, self._weights_of(tuple(x.shape[1:]), stride))
+            self._count(values, stride, self._weights_of(tuple(x.shape[1:]), stride, int(joined)))
 
     def _average(self, extremes: list[tuple[float, float]]) -> None:
         """Moves the average of extremes towards those of each sample in turn, zero among its values."""
@@ -113,11 +119,13 @@ class Histogram:
             before = (low, high) if index == 1 else self.average
             self.average = before[0] + part * (low - before[0]), before[1] + part * (high - before[1])
 
-    def _weights_of(self, shape: tuple[int, ...], stride: int) -> Counts | None:
-        """The weight of each value of a sample that ``subsample`` chooses."""
-        if self._weights is None or self._weights[0] >= len(shape) or shape[self._weights[0]] != len(self._weights[1]):
+    def _weights_of(self, shape: tuple[int, ...], stride: int, more: int) -> Counts | None:
+        """The weight of each value of a sample that ``subsample`` chooses, which has ``more`` axes in front."""
+        if self._weights is None:
             return None
-        axis, weights = self._weights
+        axis, weights = self._weights[0] + more, self._weights[1]
+        if axis >= len(shape) or shape[axis] != len(weights):
+            return None
         return np.asarray(weights[_coordinates(shape, stride)[axis]])
 
     @property

@@ -37,7 +37,8 @@ class RangeObserver(ObserverBase):  # type: ignore[misc]
     """Records the values of one activation in a streaming histogram; returns them unchanged.
 
     ``chosen`` is the (low, high) that a range estimator picked; until it is set the exact extremes are
-    used. Scales are float32, zero points int64, both of shape (1,).
+    used. ``num_samples`` is how many samples go through the graph at a time, where that is known. Scales
+    are float32, zero points int64, both of shape (1,).
     """
 
     def __init__(
@@ -51,12 +52,13 @@ class RangeObserver(ObserverBase):  # type: ignore[misc]
         self.fixed: tuple[float, float] | None = None
         self.limits: tuple[float, float] | None = None
         self.enabled = True
+        self.num_samples: int | None = None
         self.watch: Watching | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """Adds ``x`` to the histogram, shows it to whoever watches, and returns it."""
         if self.enabled:
-            self.histogram.update(x.detach())
+            self.histogram.update(x.detach(), self.num_samples)
         return x if self.watch is None else self.watch.see(self, x)
 
     @property

@@ -16,6 +16,7 @@ from qtool.quantization import pt2e
 from qtool.quantization.calibrate import calibrate, choose_ranges, restore_ranges
 from qtool.quantization.capture import capture
 from qtool.quantization.placement import Placement
+from qtool.quantization.stage import quantize
 from qtool.quantization.targets import ORT_CPU
 from qtool.recipe import RANGES, QuantizeConfig
 
@@ -39,6 +40,16 @@ def test_every_sample_is_counted_once_and_batches_do_not_matter() -> None:
     for name in states[0]:
         assert states[1][name]["low"] == pytest.approx(states[2][name]["low"], rel=1e-5, abs=1e-6)
         assert states[1][name]["high"] == pytest.approx(states[2][name]["high"], rel=1e-5)
+
+
+def test_rows_of_tokens_count_as_those_of_their_sample() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8)).eval(), torch.randn(20, 50, 16)
+    for target in ("ort-cpu", "openvino"):  # one of which multiplies matrices of samples × tokens
+        config = QuantizeConfig(target=target, ranges="moving-average", algorithms=None)
+        range_ = quantize(model, config, example=x, calibration=x.split(10)).ranges["input_1"]
+        assert range_["low"] == pytest.approx(float(x.amin((1, 2)).mean()), rel=1e-3)
+        assert range_["high"] == pytest.approx(float(x.amax((1, 2)).mean()), rel=1e-3)
 
 
 def test_batches_are_taken_from_any_iterable_one_at_a_time() -> None:

@@ -241,3 +241,16 @@ def test_a_unit_change_by_a_power_of_two_moves_the_grid_with_it(power):
     if other.exponent > -126:
         assert other.exponent == one.exponent + power
         np.testing.assert_array_equal(one.counts, other.counts)
+
+
+@pytest.mark.parametrize("count", [5, 3000])
+def test_rows_of_tokens_are_seen_as_their_samples(count: int) -> None:
+    x = torch.randn(4, count, 6, generator=torch.Generator().manual_seed(0))
+    whole, rows, others = Histogram("x"), Histogram("x"), Histogram("x")
+    whole.weigh(1, weights := torch.arange(1.0, 7.0) / 3.5)
+    rows.weigh(0, weights)
+    whole.update(x, 4)
+    rows.update(x.flatten(0, 1), 4)
+    assert rows.state_dict() == whole.state_dict()
+    others.update(x.flatten(0, 1)[:-1], 4)  # not as many for each
+    assert others.num_samples == 4 * count - 1
