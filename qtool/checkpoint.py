@@ -294,7 +294,7 @@ def rng_state() -> dict[str, Any]:
 
         name, keys, *rest = numpy.random.get_state()
         state["numpy"] = (name, torch.tensor(keys), *rest)
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # to ask one that is not takes its memory
         state["cuda"] = torch.cuda.get_rng_state_all()
     return state
 
@@ -339,10 +339,21 @@ def restorer(model: nn.Module, buffers: Iterable[Tensor]) -> Callable[[], None]:
 
 
 @contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Seeds every generator inside the block, and leaves the caller's generators as they were after it."""
+def generators_kept() -> Iterator[None]:
+    """Leaves every generator as it was before the block."""
     before = rng_state()
     try:
+        yield
+    finally:
+        set_rng_state(before)
+        if "cuda" not in before and torch.cuda.is_available():
+            torch.cuda.manual_seed_all(torch.initial_seed())  # what its first use would have begun with
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seeds every generator inside the block, and leaves the caller's generators as they were after it."""
+    with generators_kept():
         random.seed(seed)
         torch.manual_seed(seed)
         if "numpy" in sys.modules:
@@ -350,5 +361,3 @@ def seeded(seed: int) -> Iterator[None]:
 
             numpy.random.seed(seed % 2**32)
         yield
-    finally:
-        set_rng_state(before)

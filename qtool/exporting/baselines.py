@@ -9,6 +9,7 @@ FP16 is only storage there.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -88,8 +89,10 @@ def _compute_constant_outputs(model: ir.Model) -> None:
 
 def _converted(model: ir.Model, weights: Mapping[str, ir.Value]) -> ir.Model:
     """The model in half precision by ONNX Runtime's converter, which is told that ``weights`` are inputs."""
+    path = list(sys.path)
     from onnxruntime.transformers.float16 import convert_float_to_float16
 
+    sys.path[:] = path  # to which that package adds its own folder
     with onnx_file.stand_ins(dict(weights)):
         proto = ir.serde.serialize_model(model)
     kept = [value.name for value in (*proto.graph.input, *proto.graph.output)]

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 from qtool.artifacts import alone, has_result, output_path, read_result, require_writable
 from qtool.calibration_data import draw
@@ -20,6 +20,7 @@ from qtool.given import inputs_of, pairs_of
 from qtool.options import argument, make
 from qtool.recipe import QuantizeConfig
 from qtool.source import UNIDENTIFIED, Source
+from qtool.stages.surroundings import Parameters, Result, apart
 
 Config = TypeVar("Config")
 AnyPath = str | Path
@@ -27,15 +28,14 @@ Progress = bool | Callable[[str], None]
 
 
 _TURN = threading.RLock()
-Parameters = ParamSpec("Parameters")
-Result = TypeVar("Result")
 
 
 def in_turn(stage: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """A stage that captures graphs, of which a process runs one at a time: other threads wait for their turn.
 
-    What ``torch.export`` knows of the model that it is tracing belongs to the whole process.
+    What ``torch.export`` knows of the model that it is tracing belongs to the whole process. See :func:`apart` too.
     """
+    stage = apart(stage)
 
     @functools.wraps(stage)
     def waiting(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:

@@ -25,6 +25,7 @@ from qtool.options import documented, make
 from qtool.recipe import AUTO, TrainConfig, as_dict
 from qtool.source import open_model, open_source
 from qtool.stages.common import configured
+from qtool.stages.surroundings import apart
 
 if TYPE_CHECKING:
     from torch import nn
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 Spec = dict[str, Any]
 
 
+@apart
 @documented(TrainConfig)
 def predict_memory(
     model: nn.Module | str,

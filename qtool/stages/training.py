@@ -28,6 +28,7 @@ from qtool.stages.common import (
     writable,
 )
 from qtool.stages.fitting import explained, fitted, gives_way, held, memory_ended, on_host
+from qtool.stages.surroundings import apart
 
 if TYPE_CHECKING:
     from torch import nn
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from qtool.training.stage import TrainResult
 
 
+@apart
 @documented(TrainConfig)
 def train(
     model: nn.Module | str,

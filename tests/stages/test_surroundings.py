@@ -1,0 +1,92 @@
+"""What the caller's process has set neither changes a stage nor is changed by it."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import qtool
+from qtool.checkpoint import generators_kept
+
+STAGES = ("quantize", "qat", "sensitivity", "train", "predict_memory")
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+
+
+def done(stage: str, model: nn.Module, labelled: list[Any]) -> Any:
+    inputs = [batch for batch, _ in labelled]
+    work: dict[str, Callable[[], Any]] = {
+        "quantize": partial(qtool.quantize, model, inputs),
+        "qat": partial(qtool.quantize, model, labelled, mode="qat", epochs=1),
+        "sensitivity": partial(qtool.sensitivity, model, inputs),
+        "train": partial(qtool.train, model, labelled, epochs=1),
+        "predict_memory": partial(qtool.predict_memory, model, labelled),
+    }
+    return work[stage]()
+
+
+@pytest.fixture
+def labelled() -> list[Any]:
+    torch.manual_seed(1)
+    return [(torch.randn(8, 8), torch.randint(0, 4, (8,))) for _ in range(3)]
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Any:
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+        assert torch.get_default_dtype() == dtype
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def draws() -> tuple[Any, ...]:
+    return torch.rand(1).item(), float(np.random.rand()), random.random()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_random_generators_are_left_as_they_were(stage: str, labelled: list[Any]) -> None:
+    model = net()
+    with generators_kept():
+        expected = draws()
+    done(stage, model, labelled)
+    assert draws() == expected
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    "set_by_the_caller",
+    [
+        torch.inference_mode, torch.no_grad, partial(torch.autocast, "cpu"), partial(default_dtype, torch.float64),
+        partial(torch.device, "meta"),
+    ],
+)  # fmt: skip
+def test_a_stage_does_not_see_what_the_caller_has_set(
+    stage: str, set_by_the_caller: Callable[[], AbstractContextManager[Any]], labelled: list[Any]
+) -> None:
+    model = net()
+    with set_by_the_caller():
+        result = done(stage, model, labelled)
+    if stage == "quantize":
+        assert all(unit.integer for unit in result.plan.units)
+
+
+def test_export_adds_no_folder_to_the_path(labelled: list[Any], tmp_path: Path) -> None:
+    quantized = qtool.quantize(net(), [batch for batch, _ in labelled])
+    before = list(sys.path)
+    qtool.export(quantized, tmp_path, samples=[batch for batch, _ in labelled])
+    assert sys.path == before
