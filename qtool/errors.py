@@ -83,6 +83,12 @@ def one_line(text: object) -> str:
     return " ".join(str(text).split())
 
 
+def reason_of(error: BaseException) -> str:
+    """An error's type and the first line of what it says: torch goes on with traces and advice."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return one_line(f"{type(error).__name__}: {lines[0] if lines else 'no message'}")[:300]
+
+
 def left(error: SystemExit) -> QtoolError:
     """What is told of a user's own code that called ``sys.exit``: nothing that was asked for is there then."""
     at = traceback.extract_tb(error.__traceback__)[-1]

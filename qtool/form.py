@@ -28,8 +28,9 @@ import torch
 from torch.fx import GraphModule, Node
 
 from qtool import allocator
-from qtool.errors import QtoolError, UsageError, one_line
-from qtool.nested import call, map_tensors, misnamed, tensors
+from qtool.errors import QtoolError, UsageError
+from qtool.forward import passes_told
+from qtool.nested import call, map_tensors, tensors
 from qtool.pt2_files import load_program, save_program
 from qtool.recurrent import whole_sequences
 
@@ -127,14 +128,9 @@ class QuantizedModel:
             raise UsageError("inputs", "all by position or all by name", "some of both", "name all of them")
         inputs = kwargs or (args[0] if len(args) == 1 else args)
         check_inputs(self.graph, inputs, "inputs")
-        try:
-            with torch.no_grad():
-                return call(self.graph, inputs)
-        except TypeError as error:
-            if (do := misnamed(error)) is None:
-                raise
-            names = ", ".join(input_values(self.graph.graph))
-            raise QtoolError("inputs", f"the model's arguments ({names})", one_line(error), do) from error
+        expected = f"the model's arguments ({', '.join(input_values(self.graph.graph))})"
+        with torch.no_grad(), passes_told("inputs", expected):
+            return call(self.graph, inputs)
 
     def save(self, folder: str | Path) -> dict[str, Path]:
         """Writes ``int8.pt2`` (and ``float.pt2``) into ``folder``; returns the files by name."""

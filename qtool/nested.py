@@ -43,9 +43,13 @@ def packed(structure: Any, values: Iterable[Any]) -> Any:
 
 
 def from_arrays(value: Any) -> Any:
-    """``value`` with tensors for numpy's arrays of numbers, over the same memory where that is possible."""
+    """``value`` with tensors for numpy's arrays of numbers, over the same memory where that is possible.
+
+    Tensors that were made in inference mode, or ask for gradients, become such as can be learned from.
+    """
     if isinstance(value, Tensor):
-        return value
+        value = value.clone() if value.is_inference() else value
+        return value.detach() if value.requires_grad else value
     if isinstance(value, np.ndarray):
         try:
             return torch.as_tensor(value)

@@ -39,9 +39,10 @@ from torch.optim import Optimizer
 
 from qtool import processes
 from qtool.checkpoint import Files
-from qtool.devices import out_of_memory, resolve_device
-from qtool.errors import OWN, QtoolError, UsageError, one_line, says_that_another_ended
-from qtool.nested import call, map_tensors, misnamed, num_samples, split, to_float32
+from qtool.devices import resolve_device
+from qtool.errors import QtoolError, UsageError
+from qtool.forward import passes_told
+from qtool.nested import call, map_tensors, num_samples, split, to_float32
 from qtool.recipe import TrainConfig
 
 _ONE_VALUE = "Expected more than 1 value per channel when training"
@@ -129,21 +130,16 @@ class Setup:
 
 
 def answer(model: Callable[[Any], Any], value: Any) -> Any:
-    """The output of ``model`` for an input. Raises QtoolError where it does not take that, whatever its code raises.
-
-    The end of memory is raised as it is, and so is what says that another process has ended.
-    """
+    """The output of ``model`` for an input. Raises QtoolError where it does not take that: see ``passes_told``."""
+    expected = "a forward pass on the inputs of the data"
     try:
-        return call(model, value)
-    except OWN as error:
-        if out_of_memory(error) or says_that_another_ended(error):
+        with passes_told("model", expected, "give a model and data that go together; --debug shows where it failed"):
+            return call(model, value)
+    except QtoolError as error:
+        if _ONE_VALUE not in error.got:
             raise
-        do = misnamed(error) or "give a model and data that go together; --debug shows where it failed"
-        if _ONE_VALUE in str(error):
-            do = "take a --batch-size that leaves every micro-batch of every process two samples for batch-norm"
-        raise QtoolError(
-            "model", "a forward pass on the inputs of the data", f"{type(error).__name__}: {one_line(error)}", do
-        ) from error
+        do = "take a --batch-size that leaves every micro-batch of every process two samples for batch-norm"
+        raise QtoolError("model", expected, error.got, do) from error.__cause__
 
 
 def micro_size(config: TrainConfig, halvings: int = 0, batch_size: int | None = None) -> int:

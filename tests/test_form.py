@@ -65,7 +65,7 @@ def test_it_is_called_as_the_model_is() -> None:
     with pytest.raises(QtoolError, match=r"expected 2 input tensors \(x, bias\); got x, bias, labels; pass what"):
         quantized(x=X, bias=BIAS, labels=BIAS)
     with pytest.raises(
-        QtoolError, match=r"the model's arguments \(x, bias\); got forward.. got an unexpected .*'y'; call the items"
+        QtoolError, match=r"the model's arguments \(x, bias\); got TypeError: .* unexpected .*'y'; call the items"
     ):
         quantized(y=X, bias=BIAS)
     with pytest.raises(UsageError, match="all by position or all by name; got some of both"):

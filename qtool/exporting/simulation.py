@@ -31,6 +31,7 @@ from torch.fx import Interpreter, Node
 from qtool.exporting.block_products import rounded_in_blocks
 from qtool.form import DEQUANTIZE, QUANTIZE, QuantizedModel, arguments, check_inputs, quantize_nodes, unit_of
 from qtool.form import quantized as quantized_ops
+from qtool.forward import passes_told
 from qtool.polynomials import logistic
 from qtool.runtimes.torch_integer_conv import is_exact_here, with_integer_convolutions
 
@@ -56,7 +57,8 @@ class Simulation(Interpreter):
     def __call__(self, inputs: Any) -> Any:
         """The outputs for a batch. Raises QtoolError for inputs of another number, size or type than the graph's."""
         check_inputs(self.module, inputs, "inputs")  # type: ignore[arg-type]
-        return interpret(self, inputs)
+        with passes_told("the quantized model on the samples"):
+            return interpret(self, inputs)
 
     def run_node(self, n: Node) -> Any:
         """Runs one node: a constant is there already, and what is quantized or dequantized is so in place."""

@@ -18,6 +18,7 @@ from torch.fx import GraphModule, Node
 
 from qtool.errors import QtoolError
 from qtool.form import check_inputs
+from qtool.forward import passes_told
 from qtool.nested import call, micro_batches, num_samples
 from qtool.quantization.algorithms.subject import few
 from qtool.quantization.histogram import Histogram
@@ -39,10 +40,11 @@ def calibrate(prepared: GraphModule, batches: Iterable[Any]) -> int:
     with torch.no_grad():
         for index, batch in enumerate(batches):
             check_inputs(prepared, batch, f"calibration batch {index}")
-            for piece in micro_batches(batch, MICRO_BATCH):
-                for observer in observers:
-                    observer.num_samples = num_samples(piece)
-                call(prepared, piece)
+            with passes_told(f"the model on calibration batch {index}"):
+                for piece in micro_batches(batch, MICRO_BATCH):
+                    for observer in observers:
+                        observer.num_samples = num_samples(piece)
+                    call(prepared, piece)
             count += num_samples(batch)
     for observer in observers:
         observer.num_samples = None

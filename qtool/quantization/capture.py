@@ -31,7 +31,7 @@ from torch.fx.node import map_arg
 from torch.nn.modules import transformer
 from torch.utils import _pytree as pytree
 
-from qtool.errors import QtoolError, UsageError, one_line
+from qtool.errors import QtoolError, UsageError, reason_of
 from qtool.form import FIXED_SIZE, as_graph, input_values, open_axes, to_program
 from qtool.models import modes_kept, without_cache
 from qtool.nested import call, map_tensors, misnamed, tensors
@@ -173,7 +173,7 @@ def _refused(model: nn.Module, example: Any, error: Exception) -> QtoolError:
             else "check the size, the channels and the type of the inputs"
         )  # fmt: skip
         return QtoolError(
-            where, "inputs that it takes", f"inputs {shapes or 'without a tensor'}: {_first_reason(refusal)}",
+            where, "inputs that it takes", f"inputs {shapes or 'without a tensor'}: {reason_of(refusal)}",
             f"{user_line(refusal)}{do}",
         )  # fmt: skip
     wanted = "a graph that torch.export can capture with a dynamic batch"
@@ -182,7 +182,7 @@ def _refused(model: nn.Module, example: Any, error: Exception) -> QtoolError:
             where, wanted, "code that takes the batch size for a constant",
             f"{_fixed_batch(model, example)}write x.shape[0] for len(x), and -1 for the batch in a view",
         )  # fmt: skip
-    return QtoolError(where, wanted, _first_reason(error), f"{user_line(error)}{_what_to_do(error)}")
+    return QtoolError(where, wanted, reason_of(error), f"{user_line(error)}{_what_to_do(error)}")
 
 
 def _what_to_do(error: Exception) -> str:
@@ -347,11 +347,6 @@ def drop_unused(graph_module: GraphModule) -> None:
         if path not in used and not path.startswith(called):
             holder, _, name = path.rpartition(".")
             delattr(graph_module.get_submodule(holder), name)
-
-
-def _first_reason(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return one_line(f"{type(error).__name__}: {lines[0] if lines else 'no message'}")[:300]
 
 
 def user_line(error: BaseException) -> str:

@@ -14,6 +14,7 @@ sequence behind whose end torch's transformers have 0 in inference and numbers o
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 from typing import Any
@@ -26,6 +27,7 @@ from torch.utils import _pytree as pytree
 from qtool.errors import QtoolError
 from qtool.evaluate import sqnr_db
 from qtool.form import open_axes
+from qtool.forward import passes_told
 from qtool.models import modes_kept, shortcut, without_cache
 from qtool.nested import call, map_tensors, num_samples, samples_of, tensors
 from qtool.quantization.conditions import broken, resized
@@ -48,7 +50,7 @@ def require_faithful(graph: GraphModule, model: nn.Module, example: Any) -> None
     Where nothing can be compared, the reason is added to the notes in the graph's ``meta``.
     """
     few = samples_of(example, 0, SAMPLES) if graph.meta.get("any_batch") else example
-    wanted, found = _evaluated(model, few), _floats(graph, few)
+    wanted, found = _wanted(model, few, example), _floats(graph, few)
     least = _least(wanted, found)
     if least >= LEAST_DB:
         for axis in sorted(open_axes(graph)):
@@ -67,6 +69,28 @@ def require_faithful(graph: GraphModule, model: nn.Module, example: Any) -> None
         f"model '{type(model).__name__}'", f"a captured graph that computes what it does, to {LEAST_DB:.0f} dB",
         f"{least:.1f} dB on {num_samples(few)} samples", "report this model: the capture changed its meaning",
     )  # fmt: skip
+
+
+def _wanted(model: nn.Module, few: Any, example: Any) -> list[Tensor]:
+    """What the model computes of ``few`` samples of ``example``. Raises QtoolError where it does not take them."""
+    where = f"model '{type(model).__name__}' on {num_samples(few)} samples of the first batch"
+    try:
+        with passes_told(where):
+            return _evaluated(model, few)
+    except QtoolError as error:
+        if few is not example and _takes(model, example):
+            raise QtoolError(
+                where, "inputs with the samples along the first axis", f"{error.got}, though it takes the whole",
+                "put a batch axis first: of a graph's nodes and edges, say, which belong together, in each input",
+            ) from error.__cause__  # fmt: skip
+        raise
+
+
+def _takes(model: nn.Module, inputs: Any) -> bool:
+    with contextlib.suppress(Exception):
+        _evaluated(model, inputs)
+        return True
+    return False
 
 
 def _note_padding(graph: GraphModule, model: nn.Module, inputs: Any) -> None:

@@ -1,0 +1,26 @@
+"""Forward passes over what a user gives: what the model cannot take is told in one line, wherever it shows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from qtool.devices import out_of_memory
+from qtool.errors import OWN, QtoolError, reason_of, says_that_another_ended
+from qtool.nested import misnamed
+
+CHECK = "check the type and the values of the inputs; --debug shows where it failed"
+
+
+@contextmanager
+def passes_told(where: str, expected: str = "inputs that it takes", do: str = CHECK) -> Iterator[None]:
+    """Raises QtoolError where a model's forward pass, the block, does not take its input, whatever its code raises.
+
+    The end of memory is raised as it is, and so is what says that another process has ended.
+    """
+    try:
+        yield
+    except OWN as error:
+        if out_of_memory(error) or says_that_another_ended(error):
+            raise
+        raise QtoolError(where, expected, reason_of(error), misnamed(error) or do) from error
