@@ -58,10 +58,14 @@ def sha256_of(path: Path) -> str:
 
 def require_writable(folder: Path) -> None:
     """Raises UsageError where ``folder`` takes no files, or cannot be made."""
-    there = next(p for p in (folder, *folder.absolute().parents) if p.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
+    try:
+        there = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+        if there.is_dir() and os.access(there, os.W_OK):
+            return os.rmdir(tempfile.mkdtemp(prefix=".", dir=there))  # some that the system makes allow it, and refuse
         got = "a folder that cannot be written" if there.is_dir() else f"'{there}', which is a file"
-        raise UsageError(f"run directory '{folder}'", "a folder to write to", got, "name another folder")
+    except OSError as error:
+        got = error.strerror or str(error)
+    raise UsageError(f"run directory '{folder}'", "a folder to write to", got, "name another folder")
 
 
 def named(paths: Sequence[Path]) -> dict[str, Path]:

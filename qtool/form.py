@@ -14,6 +14,7 @@ No code in a ``.pt2`` is ever run; see ``pt2_files.py``.
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import hashlib
@@ -21,6 +22,7 @@ import inspect
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -152,6 +154,22 @@ class QuantizedModel:
         example: Any = kwargs or (args[0] if len(args) == 1 else args)
         float_graph = _remembered(load_program(float_path)) if float_path.exists() else None
         return cls(_remembered(program), plan, example, float_graph)
+
+    def __reduce__(self) -> Any:
+        """Pickles what ``save`` writes: torch's graphs themselves cannot be pickled."""
+        with TemporaryDirectory() as folder:
+            files = {path.name: path.read_bytes() for path in self.save(folder).values()}
+        return _unpickled, (files, self.plan, self.ranges)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedModel:
+        return QuantizedModel(*(copy.deepcopy(getattr(self, f.name), memo) for f in dataclasses.fields(self)))
+
+
+def _unpickled(files: Mapping[str, bytes], plan: Plan, ranges: dict[str, Any]) -> QuantizedModel:
+    with TemporaryDirectory() as folder:
+        for name, data in files.items():
+            (Path(folder) / name).write_bytes(data)
+        return dataclasses.replace(QuantizedModel.load(Path(folder), plan), ranges=ranges)
 
 
 _PROGRAMS: WeakKeyDictionary[GraphModule, tuple[torch.export.ExportedProgram, Any]] = WeakKeyDictionary()

@@ -204,6 +204,7 @@ def open_float(
             raise UsageError("argument 'weights'", "none beside a run directory", str(weights), "leave one of them out")
         own = None if task == "classification" else task
         return recall_float(Path(str(model)), trust=trust, data=data, task=own, **options), Path(str(model))
+    require_model(model)
     source = open_source(model, data, task, weights, **options)
     return dataclasses.replace(source, model=_in_host_memory(source.model)), None
 
@@ -262,6 +263,12 @@ def open_model(
     if module is not None and weights:
         load_weights(module, Path(weights))
     return module
+
+
+def require_model(given: Any) -> None:
+    """Raises UsageError for None, which :func:`open_source` takes for work on the data alone."""
+    if given is None:
+        _module(given)
 
 
 def _module(given: Any) -> nn.Module:

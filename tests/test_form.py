@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +72,14 @@ def test_it_is_called_as_the_model_is() -> None:
         quantized(y=X, bias=BIAS)
     with pytest.raises(UsageError, match="all by position or all by name; got some of both"):
         quantized(X, bias=BIAS)
+
+
+def test_it_is_pickled_and_copied(made: tuple[Any, QuantizedModel]) -> None:
+    inputs, quantized = made
+    for other in (pickle.loads(pickle.dumps(quantized)), copy.deepcopy(quantized)):
+        assert torch.equal(other(inputs), quantized(inputs))
+        assert (other.plan, other.ranges) == (quantized.plan, quantized.ranges)
+        assert other.graph is not quantized.graph
 
 
 def test_plan_goes_through_plain_data() -> None:

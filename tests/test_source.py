@@ -225,6 +225,13 @@ def test_what_is_no_model_is_refused_by_its_type(thing: object) -> None:
         open_source(thing, None)  # type: ignore[arg-type]
 
 
+def test_no_model_is_refused_where_one_is_needed(small_data: str) -> None:
+    stages = (qtool.train, qtool.quantize, qtool.sensitivity, qtool.predict_memory)
+    for stage in stages:
+        with pytest.raises(UsageError, match=r"argument 'model': .* got a NoneType"):
+            stage(None, small_data)  # type: ignore[arg-type]
+
+
 def test_a_class_and_parameters_without_shapes_are_no_model_yet() -> None:
     with pytest.raises(UsageError, match="got the class Identity; pass the float model"):
         open_source(torch.nn.Identity, None)  # type: ignore[arg-type]

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from qtool.errors import QtoolError, UsageError, one_line
 from qtool.options import documented, make
 from qtool.recipe import AUTO, TrainConfig, as_dict
-from qtool.source import open_model, open_source
+from qtool.source import open_model, open_source, require_model
 from qtool.stages.common import configured
 from qtool.stages.surroundings import apart
 
@@ -61,6 +61,7 @@ def predict_memory(
     from qtool.training import rules
 
     rules.check(config)
+    require_model(model)
     spec = {"model": model, "data": data, "task": task}
     require_named(config)
     if measure and not all(isinstance(value, str) for value in spec.values()):

@@ -14,7 +14,7 @@ from qtool.artifacts import atomic_path, read_result, staging, write_json, write
 from qtool.errors import OutOfMemory, QtoolError, UsageError
 from qtool.options import documented
 from qtool.recipe import AUTO, TrainConfig, as_dict
-from qtool.source import Source, open_source
+from qtool.source import Source, open_source, require_model
 from qtool.stages.choice import Choice, at_work, ended, halve, halvings, was_killed
 from qtool.stages.common import (
     AnyPath,
@@ -64,6 +64,7 @@ def train(
     from qtool.training import rules
 
     require_main()
+    require_model(model)
     config = together(configured(TrainConfig, config, options))
     rules.check(config)
     folder = writable(out)

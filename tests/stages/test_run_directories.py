@@ -258,6 +258,12 @@ def test_a_run_directory_that_cannot_be_written_is_refused_before_any_work(
         getattr(qtool, stage)(run)
 
 
+@pytest.mark.parametrize("folder", ["/proc/qtool", f"/tmp/{300 * 'x'}"])
+def test_a_folder_that_the_system_refuses_is_told(folder: str) -> None:
+    with pytest.raises(UsageError, match="a folder to write to"):
+        qtool.quantize(plain_net(), [], out=folder)
+
+
 # A full disk
 
 
