@@ -73,10 +73,10 @@ def describe_run(place: Path) -> dict[str, Any]:
     notes = outdated({stage: found[stage] for stage in STAGES if stage in found}, place)
     if outcome := refused(place, notes):
         found["contract"] = outcome
-    found |= {"notes": notes} if notes else {}
     if plan := found.get("export", found.get("quantize", {})).get("plan"):
-        found["units"] = _units(plan, place, found.get("quantize", {}).get("sensitivity") or ())
-    else:
+        found["units"] = _units(plan, _ranges(place, notes), found.get("quantize", {}).get("sensitivity") or ())
+    found |= {"notes": notes} if notes else {}
+    if not plan:
         variants = {folder.name: describe_run(folder) for folder in variant_folders(place)}
         found |= {"variants": variants} if variants else {}
     return found
@@ -92,8 +92,7 @@ def variant_folders(place: Path) -> list[Path]:
     return sorted({path.parent for name in ("quantize.json", REFUSED) for path in place.glob(f"[!.]*/{name}")})
 
 
-def _units(plan: dict[str, Any], place: Path, measured: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    ranges = _read(place / "ranges.json")
+def _units(plan: dict[str, Any], ranges: dict[str, Any], measured: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     alone = {unit["name"]: unit for unit in measured}
     return [
         {key: unit.get(key) for key in ("name", "kind", "integer", "weight_bits", "block", "reason")}
@@ -103,8 +102,18 @@ def _units(plan: dict[str, Any], place: Path, measured: Iterable[dict[str, Any]]
     ]
 
 
-def _read(path: Path) -> dict[str, Any]:
-    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+def _ranges(place: Path, notes: list[str]) -> dict[str, Any]:
+    """The ranges of a quantization; none where there are none, or none that can be read, which is noted."""
+    if not (path := place / "ranges.json").is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if not all(isinstance(entry, dict) for entry in found.values()):
+            raise ValueError("no ranges")
+    except (OSError, ValueError, AttributeError) as error:
+        notes.append(f"'{path}' cannot be read: {error}")
+        return {}
+    return dict(found)
 
 
 def _onnx(path: Path) -> dict[str, Any]:

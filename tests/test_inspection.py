@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 from onnx import TensorProto, helper
 
+import qtool
 from qtool.cli import main
 from qtool.errors import QtoolError
 from qtool.inspection import describe
@@ -95,3 +96,12 @@ def test_files_of_one_name_are_told_apart_by_their_folders(tmp_path: Path) -> No
     words = ["benchmark", *(str(tmp_path / name / "model.int8.onnx") for name in ("one", "two"))]
     result = CliRunner().invoke(main, [*words, "--seconds", "0", "--json", "--quiet"])
     assert set(json.loads(result.stdout)["metrics"]["variants"]) == {"one/model.int8", "two/model.int8"}
+
+
+@pytest.mark.parametrize("damaged", [b"", b'{"0": {"low"', b"\xfe{}", b"[]", b'{"0": 3}'])
+def test_ranges_that_cannot_be_read_are_noted(damaged: bytes, small_net: str, small_data: str, tmp_path: Path) -> None:
+    qtool.quantize(small_net, small_data, out=tmp_path, effort="fast")
+    (tmp_path / "ranges.json").write_bytes(damaged)
+    found = qtool.inspect(tmp_path)
+    assert found["units"][0]["low"] is None
+    assert any("ranges.json' cannot be read" in note for note in found["notes"])

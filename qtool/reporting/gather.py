@@ -99,7 +99,7 @@ def plain(run: Run) -> dict[str, Any]:
     for stage in (stage for stage in STAGES if (run.path / f"{stage}.json").exists() and stage in run.results):
         result = run.results[stage]
         found[stage] = {key: result[key] for key in PLAIN if key in result}
-        found["environment"] = result["environment"]
+        found |= {"environment": result["environment"]} if "environment" in result else {}
     found |= {"refused": run.refused} if run.refused else {}
     found |= {"missing": run.missing} if run.missing else {}
     return found | ({"variants": {place.name: plain(place) for place in run.variants}} if run.variants else {})
@@ -144,7 +144,8 @@ def _add_training(run: Run) -> None:
     for result in run.results.values():
         came_from = (result.get("source") or {}).get("trained_in")
         if came_from and has_result(run.path / came_from, "train"):
-            run.results["train"] = _read(run.path / came_from, "").get("train")
+            if trained := _read(run.path / came_from, "").get("train"):
+                run.results["train"] = trained
             return
 
 

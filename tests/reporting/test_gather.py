@@ -6,7 +6,7 @@ import pytest
 
 from qtool.artifacts import pending, sha256_of
 from qtool.errors import QtoolError
-from qtool.reporting.gather import gather
+from qtool.reporting.gather import gather, plain
 
 
 def test_a_whole_run_has_its_training_and_its_variants(finished_run):
@@ -74,6 +74,16 @@ def test_a_damaged_result_is_a_sentence_and_not_the_end(finished_run, text):
     run = gather(finished_run)
     assert any("export.json" in told for told in run.variants[0].missing)
     assert "benchmark" in run.variants[0].results
+
+
+def test_a_damaged_training_is_no_part_of_the_quantization_beside_it(finished_run):
+    quantized = json.loads((finished_run / "ptq" / "quantize.json").read_text())
+    quantized["source"]["trained_in"] = "."
+    (finished_run / "quantize.json").write_text(json.dumps(quantized))
+    (finished_run / "train.json").write_text("{")
+    told = plain(gather(finished_run))
+    assert "train" not in told
+    assert any("train.json" in text for text in told["missing"])
 
 
 def test_a_stale_result_is_shown_as_such(finished_run):
