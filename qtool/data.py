@@ -120,6 +120,7 @@ def from_mapping(mapping: Any, *, seed: int = 0, spec: str = "mapping", digest: 
         preprocessing = Preprocessing.from_dict(preprocessing)
     there, split = _judged({part: given[part] for part in KEYS[:3] if given.get(part) is not None})
     parts = opened(spec, there)
+    parts = {part: samples.judged_as(parts["train"].verdict) for part, samples in parts.items()}
     names = tuple(map(str, given["labels"])) if given.get("labels") is not None else None
     labels = {part: samples.targets.numpy() for part, samples in parts.items() if samples.targets is not None}
     count = len(names) if names else given.get("num_classes")

@@ -3,9 +3,9 @@
 A batch is a pair where it is a tuple or list of two, and an input alone where it is one of one, as data loaders give
 it. A model of two arguments without targets is therefore given dicts, or ``((first, second),)``. A dict by itself is
 the model's keyword arguments and, as Hugging Face's tools have it, its target under ``labels`` (or ``label``, or
-``label_ids``); texts in it are left out. For a model that takes such an argument, give ``(dict,)`` or
-``(dict, target)``. Arrays of numpy become tensors. Something that can be gone through only once is kept in memory,
-since calibration, timing and judging each go through it again.
+``label_ids``); texts in it are left out, and labels of tokens may be moved on (``labels.py``). For a model that takes
+such an argument, give ``(dict,)`` or ``(dict, target)``. Arrays of numpy become tensors. Something that can be gone
+through only once is kept in memory, since calibration, timing and judging each go through it again.
 
 What one pass found in a batch the next one looks up by the batch's place, so every pass has to meet the same batches. A
 loader that shuffles or augments does, since each pass draws the same random numbers: those of torch, numpy and Python's
@@ -41,8 +41,10 @@ def inputs_of(batches: Iterable[Any]) -> Iterable[Any]:
     return _Inputs(batches)
 
 
-def pair_of(batch: Any) -> tuple[Any, Any]:
+def pair_of(batch: Any, moved: bool | None = None) -> tuple[Any, Any]:
     """(input, target) of a batch or a sample; the target is None where it is an input alone.
+
+    Labels of tokens are ``moved`` on by one place or not; without that, as they look by themselves.
 
     >>> pair_of([1, 2]), pair_of((1,)), pair_of((1, 2, 3))
     ((1, 2), (1, None), ((1, 2, 3), None))
@@ -53,19 +55,36 @@ def pair_of(batch: Any) -> tuple[Any, Any]:
 
     batch = from_arrays(batch)
     if isinstance(batch, Mapping):
-        return _labelled(batch)
+        return _labelled(batch, moved)
     parts = tuple(batch) if isinstance(batch, tuple | list) and 1 <= len(batch) <= 2 else (batch,)
     return (parts[0], parts[1] if len(parts) == 2 else None)
 
 
-def _labelled(batch: Mapping[str, Any]) -> tuple[Any, Any]:
+def _labelled(batch: Mapping[str, Any], moved: bool | None) -> tuple[Any, Any]:
     """(input, target) of a dict by itself: without texts, and with lists of numbers, as ``datasets`` gives them."""
-    label = next((name for name in LABELS if batch.get(name) is not None), None)
+    from qtool.labels import judged, moved_on
+
+    label = _label(batch)
     inputs = {name: _numbers(item) for name, item in batch.items() if name != label and not _leaf_is(item, str)}
     if label is None or not inputs:
         return {name: _numbers(item) for name, item in batch.items() if not _leaf_is(item, str)} or batch, None
-    tokens = None if "decoder_input_ids" in inputs else inputs.get("input_ids")  # a decoder's are moved on already
-    return inputs, _next_tokens(tokens, _numbers(batch[label]))
+    tokens, labels = token_labels(batch)
+    verdict = judged([(tokens, labels)]) if moved is None else None
+    return inputs, moved_on(tokens, labels, verdict.moved if verdict else bool(moved))
+
+
+def _label(batch: Mapping[str, Any]) -> str | None:
+    return next((name for name in LABELS if batch.get(name) is not None), None)
+
+
+def token_labels(batch: Any) -> tuple[Any, Any]:
+    """(tokens, labels) in a dict; None for what it does not have, and for tokens beside a decoder's own."""
+    from qtool.nested import from_arrays
+
+    if not isinstance(batch, Mapping) or (label := _label(batch)) is None:
+        return None, None
+    tokens = None if "decoder_input_ids" in batch else batch.get("input_ids")  # a decoder's are moved on already
+    return _numbers(from_arrays(tokens)), _numbers(from_arrays(batch[label]))
 
 
 def _leaf_is(item: Any, kind: type) -> bool:
@@ -87,24 +106,54 @@ def _numbers(item: Any) -> Any:
         return item
 
 
-def _next_tokens(tokens: Any, labels: Any) -> Any:
-    """``labels``, moved one place on where they repeat ``tokens`` wherever they count, in a row or to the end.
+def labelled(batches: Iterable[Any], moved: bool | None) -> Any:
+    """Batches whose labels of tokens are ``moved`` on or not; the same batches where that is not known."""
+    if moved is None:
+        return batches
+    if isinstance(batches, tuple | list):
+        return [_with_target(batch, moved) for batch in batches]
+    if isinstance(batches, Iterator):
+        return (_with_target(batch, moved) for batch in batches)
+    return _Labelled(batches, moved)
 
-    That is how transformers' causal models are given them, which compare each with the output at the place before. What
-    is compared as it stands (masked tokens, a class for each) does not repeat its input; of masked tokens, which stand
-    alone, one in ten is left as it was.
-    """
-    import torch
 
-    if not (isinstance(tokens, torch.Tensor) and isinstance(labels, torch.Tensor) and tokens.shape == labels.shape):
-        return labels
-    counted = labels != IGNORED
-    if not labels.dim() or labels.is_floating_point() or not ((labels == tokens) | ~counted).all():
-        return labels
-    in_a_row = counted[..., 1:] & counted[..., :-1]
-    if 2 * in_a_row.sum() < counted.sum() and not counted[..., -1].any():
-        return labels
-    return torch.cat([labels[..., 1:], torch.full_like(labels[..., :1], IGNORED)], -1)
+def _with_target(batch: Any, moved: bool) -> Any:
+    """A dict by itself as (input, target); anything else as it is."""
+    return pair_of(batch, moved) if isinstance(batch, Mapping) else batch
+
+
+class _Labelled:
+    """What else there is of ``batches``, its length and its sampler, is as it was."""
+
+    def __init__(self, batches: Any, moved: bool) -> None:
+        self.batches, self.moved = batches, moved
+
+    def __iter__(self) -> Iterator[Any]:
+        return (_with_target(batch, self.moved) for batch in self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "batches":
+            raise AttributeError(name)
+        return getattr(self.batches, name)
+
+
+class Reading:
+    """Reads batches as pairs; by the first with labels of tokens it is decided whether all are moved on."""
+
+    def __init__(self) -> None:
+        self.moved: bool | None = None
+
+    def __call__(self, batch: Any) -> tuple[Any, Any]:
+        """(input, target) of a batch."""
+        from qtool.labels import judged
+
+        if self.moved is None and (verdict := judged([token_labels(batch)])):
+            verdict.tell("data")
+            self.moved = verdict.moved
+        return pair_of(batch, self.moved)
 
 
 class _Pairs:
@@ -119,8 +168,9 @@ class _Pairs:
 
         from qtool.nested import map_tensors
 
+        read = Reading()
         for batch in self.batches:
-            yield map_tensors(Tensor.cpu, pair_of(batch))
+            yield map_tensors(Tensor.cpu, read(batch))
 
 
 class _Inputs(_Pairs):

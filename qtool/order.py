@@ -22,7 +22,7 @@ import torch
 from qtool import checkpoint, processes
 from qtool.data import batches
 from qtool.errors import QtoolError, UsageError, one_line
-from qtool.given import pair_of
+from qtool.given import Reading
 from qtool.nested import num_samples, tensors
 from qtool.recipe import TrainConfig
 
@@ -43,7 +43,8 @@ class Batches:
             ) from error  # fmt: skip
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
-        return map(_pair, _from_workers(self.batches))
+        read = Reading()
+        return (_checked(*read(batch)) for batch in _from_workers(self.batches))
 
 
 def _from_workers(batches: Iterable[Any]) -> Iterator[Any]:
@@ -59,9 +60,8 @@ def _from_workers(batches: Iterable[Any]) -> Iterator[Any]:
         ) from error  # fmt: skip
 
 
-def _pair(batch: Any) -> tuple[Any, Any]:
-    """(input, target) of a batch, None for no target. Raises QtoolError for one without tensors."""
-    value, target = pair_of(batch)
+def _checked(value: Any, target: Any) -> tuple[Any, Any]:
+    """(input, target) of a batch as it is. Raises QtoolError for one without tensors."""
     if not any(tensor.dim() for tensor in tensors(value)):
         raise QtoolError(
             "training batches", "tensors with a batch dimension, or tuples or dicts of them", type(value).__name__,

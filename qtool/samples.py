@@ -13,6 +13,7 @@ where the sum is not finite are the samples looked at one by one.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import numbers
 import time
@@ -26,10 +27,13 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from qtool.errors import QtoolError, QtoolWarning
-from qtool.given import pair_of
+from qtool.given import pair_of, token_labels
+from qtool.labels import Verdict, judged
 from qtool.nested import map_tensors, tensors
 
 Collate = Callable[[list[Any]], Any]
+JUDGED = 32
+"""Samples by which it is decided whether labels of tokens are moved on."""
 SLOW = 5.0
 """Seconds after which it is told that targets are read sample by sample, and how long the rest takes."""
 
@@ -44,7 +48,7 @@ class Samples(Dataset[tuple[Any, Any]]):
 
     def __init__(
         self, where: str, dataset: Any, rows: Sequence[int] | None = None, *, targets: Tensor | None = None,
-        read_targets: bool = True, collate: Collate | None = None,
+        read_targets: bool = True, collate: Collate | None = None, verdict: Verdict | None = None,
     ) -> None:  # fmt: skip
         self.where, self.dataset, self.collate = where, dataset, collate
         if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")) or isinstance(dataset, Mapping | str):
@@ -53,13 +57,36 @@ class Samples(Dataset[tuple[Any, Any]]):
         if not len(dataset):
             raise QtoolError(where, "at least one sample", "none", "add samples")
         self.rows = range(len(dataset)) if rows is None else rows
-        self.targets = targets_of(dataset, where, collate) if read_targets else targets
         self.tensors = _tensors(dataset) if collate is None else None
+        self.verdict, self._has_token_labels = verdict, False
+        self.targets = _targets(self) if read_targets else targets
+        if self._has_token_labels:
+            self.verdict = self._judged()
 
     def subset(self, rows: Sequence[int]) -> Samples:
         """The samples at ``rows`` of this one, which must be a whole dataset."""
         targets = None if self.targets is None else self.targets[torch.as_tensor(rows)]
-        return Samples(self.where, self.dataset, rows, targets=targets, read_targets=False, collate=self.collate)
+        return Samples(
+            self.where, self.dataset, rows, targets=targets, read_targets=False, collate=self.collate,
+            verdict=self.verdict,
+        )  # fmt: skip
+
+    def judged_as(self, verdict: Verdict | None) -> Samples:
+        """The same samples with another ``verdict`` on their labels of tokens."""
+        same = copy.copy(self)
+        same.verdict = verdict
+        return same
+
+    def _judged(self) -> Verdict | None:
+        """What the first samples tell of their labels of tokens."""
+        found = map(self._read, self.rows[:JUDGED])
+        return judged(map(token_labels, found if self.collate is None else [self.collate(list(found))]))
+
+    def _pair(self, item: Any) -> tuple[Any, Any]:
+        if self.verdict:
+            return pair_of(item, self.verdict.moved)
+        self._has_token_labels |= judged([token_labels(item)]) is not None
+        return pair_of(item)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -76,7 +103,7 @@ class Samples(Dataset[tuple[Any, Any]]):
         if isinstance(sample, Tensor | np.ndarray):
             return sample, None
         if isinstance(sample, Mapping) or (isinstance(sample, tuple | list) and 1 <= len(sample) <= 2):
-            return pair_of(sample)
+            return self._pair(sample)
         got = f"{type(sample).__name__} of {len(sample)}" if hasattr(sample, "__len__") else type(sample).__name__
         raise QtoolError(f"{self.where}[{row}]", "a pair (input, target), or an input", got, "return two values")
 
@@ -108,7 +135,7 @@ class Samples(Dataset[tuple[Any, Any]]):
         assert self.collate is not None
         samples = [self._read(row) for row in rows]
         try:
-            inputs, targets = pair_of(self.collate(samples))
+            inputs, targets = self._pair(self.collate(samples))
         except Exception as error:
             got = f"{type(error).__name__}: {error}"
             raise QtoolError(f"{self.where}[{rows[0]}]", "a batch by 'collate_fn'", got, "correct it") from error
@@ -195,8 +222,13 @@ def targets_of(dataset: Any, where: str = "data", collate: Collate | None = None
     """
     if isinstance(dataset, Samples):
         return dataset.targets
-    found = _stored(dataset) if collate is None else None
-    targets = _as_tensor(_collected(dataset, where, collate) if found is None else found)
+    return _targets(Samples(where, dataset, read_targets=False, collate=collate))
+
+
+def _targets(samples: Samples) -> Tensor | None:
+    dataset = samples.dataset
+    found = _stored(dataset) if samples.collate is None else None
+    targets = _as_tensor(_collected(samples) if found is None else found)
     if targets is None or targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
         return None
     return targets.to(torch.int64) if targets.shape == (len(dataset),) else None
@@ -235,14 +267,13 @@ def _tell_slow(where: str, row: int, total: int, seconds: float) -> None:
     )
 
 
-def _collected(dataset: Any, where: str, collate: Collate | None) -> list[Any]:
+def _collected(samples: Samples) -> list[Any]:
     """All targets, or those up to the first that is no number: enough to see that they are no class indices."""
-    samples = Samples(where, dataset, read_targets=False, collate=collate)
     found: list[Any] = []
     start, told = time.monotonic(), False
-    for row in range(len(dataset)):
+    for row in range(len(samples.dataset)):
         if not told and row and (spent := time.monotonic() - start) > SLOW:
-            _tell_slow(where, row, len(dataset), spent)
+            _tell_slow(samples.where, row, len(samples.dataset), spent)
             told = True
         target = samples.sample(row)[1]
         scalar = isinstance(target, numbers.Integral) or (getattr(target, "shape", None) == ())

@@ -20,10 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from qtool import labels
 from qtool.artifacts import has_result, read_result, sha256_of
 from qtool.errors import QtoolError, UsageError, nearest, one_line
 from qtool.factories import PRETRAINED, is_factory
-from qtool.given import require_batches
+from qtool.given import labelled, require_batches
 
 if TYPE_CHECKING:
     from torch import nn
@@ -105,8 +106,11 @@ def open_source(
     facts = data_facts(opened)
     facts |= {key: known.get(key) for key, value in facts.items() if known and value is None}
     module = open_model(model, facts, weights, seed, target)
+    moved = labels.of_model(module) if module is not None else (known or {}).get("labels_moved")
+    opened = _with_labels(opened, moved)
     specs = {"model": anchored(model), "data": anchored(data), "task": anchored(task)}
     record: dict[str, Any] = specs | {"weights": _anchored_weights(weights), "data_seed": seed} | facts
+    record["labels_moved"] = moved
     record["factories"] = [entry for spec in specs.values() if spec and (entry := _factory(spec))]
     inputs = {
         "model": _identity(specs["model"], module),
@@ -231,6 +235,21 @@ def open_data(data: object, seed: int) -> Any:
     if data is not None and not isinstance(data, Mapping | floor.Data):
         require_batches(data)
     return floor.from_mapping(data, seed=seed) if isinstance(data, Mapping) else data
+
+
+def _with_labels(data: Any, moved: bool | None) -> Any:
+    """Data whose labels of tokens are ``moved`` on or not, where that is known; of a guess it is told."""
+    from qtool.samples import Samples
+
+    if data is None or not hasattr(data, "train"):
+        return None if data is None else labelled(data, moved)
+    parts = {part: getattr(data, part) for part in ("train", "validation", "test")}
+    own = {part: samples for part, samples in parts.items() if isinstance(samples, Samples)}
+    if moved is not None:
+        return dataclasses.replace(data, **{p: s.judged_as(labels.Verdict(moved)) for p, s in own.items()})
+    if "train" in own and own["train"].verdict:
+        own["train"].verdict.tell(own["train"].where)
+    return data
 
 
 def open_task(task: Task | str, label_smoothing: float = 0.0) -> Task:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from qtool.artifacts import mark_stale, write_json
 from qtool.calibration_data import sample_hashes
 from qtool.errors import ContractError, QtoolError, UsageError
-from qtool.given import pairs_of
+from qtool.given import labelled, pairs_of
 from qtool.recipe import CONTRACT_FIELDS, QatConfig, QuantizeConfig, as_dict
 from qtool.source import Source, state_hash
 from qtool.stages.common import example_of
@@ -65,7 +65,7 @@ class Pairs:
                 "contract", "validation samples", "batches to calibrate with only", "pass validation=… too"
             )
         self.source, self.config = source, config
-        self.given = None if given is None else pairs_of(given)
+        self.given = None if given is None else pairs_of(labelled(given, source.record.get("labels_moved")))
         self.seen: list[int] = []
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
