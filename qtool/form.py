@@ -30,6 +30,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from qtool import allocator
+from qtool.captured import check_constants, with_constants
 from qtool.errors import QtoolError, UsageError
 from qtool.forward import passes_told
 from qtool.nested import call, map_tensors, tensors
@@ -123,12 +124,13 @@ class QuantizedModel:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the quantized graph on a batch, integers simulated in float32.
 
-        It takes what the model takes, or all of that as one tuple or dict. Raises QtoolError for inputs of another
-        number, name, size or type than the graph's.
+        It takes what the model takes, or all of that as one tuple or dict; what is no tensor may be left out. Raises
+        QtoolError for inputs of another number, name, size or type than the graph's, or another constant.
         """
         if args and kwargs:
             raise UsageError("inputs", "all by position or all by name", "some of both", "name all of them")
         inputs = kwargs or (args[0] if len(args) == 1 else args)
+        inputs = with_constants(self.graph, inputs)
         check_inputs(self.graph, inputs, "inputs")
         expected = f"the model's arguments ({', '.join(input_values(self.graph.graph))})"
         with torch.no_grad(), passes_told("inputs", expected):
@@ -290,7 +292,10 @@ def _named(model: torch.nn.Module, names: Collection[str]) -> Iterator[None]:
 
 
 def check_inputs(graph: GraphModule, inputs: Any, where: str) -> None:
-    """Raises QtoolError, naming ``where``, unless ``inputs`` have the graph's number, types and sizes (batch aside)."""
+    """Raises QtoolError, naming ``where``, unless ``inputs`` have the graph's number, types and sizes (batch aside).
+
+    What is no tensor has the value that the graph was captured with.
+    """
     kinds = list(input_values(graph.graph).items())
     given = list(tensors(inputs))
     told = str(len(given))
@@ -307,6 +312,7 @@ def check_inputs(graph: GraphModule, inputs: Any, where: str) -> None:
             if axes := _might_be_open(tensor, value):
                 do += f", or leave it open when quantizing: --dynamic-axes {','.join(map(str, axes))}"
             raise QtoolError(f"{where}, '{name}'", _describe(value), _describe(tensor), do)
+    check_constants(graph, inputs, where)
 
 
 def _fits(shape: torch.Size, wanted: torch.Size) -> bool:

@@ -33,6 +33,7 @@ import onnx
 import torch
 from torch import Tensor
 
+from qtool.captured import with_constants
 from qtool.evaluate import error_of, ratio_db, signal_of
 from qtool.exporting.drawn import drawn
 from qtool.exporting.gates import Gate
@@ -167,7 +168,8 @@ def sqnr_in_torch(quantized: QuantizedModel, samples: Iterable[Any]) -> float:
 def _answers(quantized: QuantizedModel, samples: Iterable[Any]) -> Iterator[tuple[Any, list[Tensor], list[Tensor]]]:
     """For each small piece of the batches: it, the float graph's outputs, the quantized graph's."""
     simulated = fast_simulation(quantized)
-    for batch in (piece for given in samples for piece in micro_batches(given, MICRO_BATCH)):
+    given = (with_constants(quantized.graph, batch) for batch in samples)
+    for batch in (piece for whole in given for piece in micro_batches(whole, MICRO_BATCH)):
         made = _outputs(simulated(batch))
         with torch.no_grad():
             wanted = _outputs(call(quantized.float_graph, batch))  # type: ignore[arg-type]

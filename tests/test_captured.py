@@ -1,0 +1,61 @@
+"""Arguments of a captured graph that are no tensors: the values that it was captured with, and no others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import qtool
+from qtool.errors import QtoolError
+
+BATCHES = [torch.randn(8, 8, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, scale: float = 1.0, parts: tuple[int, int] = (1, 1)) -> Tensor:
+        y: Tensor = self.linear(x)
+        return y * scale * parts[0]
+
+
+@pytest.fixture(scope="module", params=["by name", "by position"])
+def quantized(request: pytest.FixtureRequest) -> qtool.QuantizedModel:
+    named: list[Any] = [{"x": batch, "scale": 0.5, "parts": (2, 3)} for batch in BATCHES]
+    return qtool.quantize(Scaled(), named if request.param == "by name" else [((b, 0.5, (2, 3)),) for b in BATCHES])
+
+
+def test_a_constant_that_is_left_out_takes_its_captured_value(quantized: qtool.QuantizedModel) -> None:
+    wanted = quantized(BATCHES[0], 0.5, (2, 3))
+    for answer in (quantized(BATCHES[0]), quantized(BATCHES[0], 0.5), quantized(x=BATCHES[0], parts=(2, 3))):
+        assert torch.equal(answer, wanted)
+    assert torch.allclose(wanted, Scaled()(BATCHES[0]), atol=0.05)  # 0.5 · 2
+
+
+def test_another_value_is_refused(quantized: qtool.QuantizedModel, tmp_path: Path) -> None:
+    with pytest.raises(QtoolError, match=r"inputs, 'scale': expected 0\.5, .* got 7\.0; give every batch that value"):
+        quantized(x=BATCHES[0], scale=7.0)
+    with pytest.raises(QtoolError, match=r"inputs, 'parts_0': expected 2, .* got 1"):
+        quantized(BATCHES[0], 0.5, (1, 3))
+    with pytest.raises(QtoolError, match=r"'scale': expected 0\.5, .* got 9\.0"):
+        qtool.export(quantized, tmp_path, samples=[{"x": batch, "scale": 9.0} for batch in BATCHES])
+
+
+@pytest.mark.parametrize(("second", "got"), [({"scale": 2.0}, r"2\.0"), ({}, "nothing")])
+def test_calibration_batches_have_one_value(second: dict[str, float], got: str) -> None:
+    with pytest.raises(QtoolError, match=rf"calibration batch 1, 'scale': expected 0\.5, .* got {got}"):
+        qtool.quantize(Scaled(), [{"x": BATCHES[0], "scale": 0.5}, {"x": BATCHES[1], **second}])
+
+
+def test_an_argument_that_was_not_captured_is_refused() -> None:
+    quantized = qtool.quantize(Scaled(), BATCHES)
+    for args, kwargs in (((), {"x": BATCHES[0], "scale": 2.0}), ((BATCHES[0], 2.0), {})):
+        with pytest.raises(QtoolError, match=r"captured with \(x\); got 2\.0 beside them; leave it out"):
+            quantized(*args, **kwargs)
