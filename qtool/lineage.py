@@ -2,19 +2,25 @@
 
 A result records the sha256 of what it read. A run directory whose quantization was made anew holds an export of one
 that is gone: each file is whole, and the two do not belong together. It records the sha256 of its own files as well:
-one that was changed since is not what the result tells of.
+one that was changed since is not what the result tells of. A quantized model that was exported as an object was never a
+file: it is known by what it computes with.
 
-Left out on purpose: results in other folders, and inputs that were never a file.
+Left out on purpose: results in other folders.
 """
 
 from __future__ import annotations
 
+import hashlib
+import operator
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from qtool.artifacts import output_path
 from qtool.errors import QtoolError
+
+if TYPE_CHECKING:
+    from torch.fx import GraphModule
 
 SHA256 = 64  # hexadecimal digits
 
@@ -38,7 +44,28 @@ def superseded(results: Mapping[str, Mapping[str, Any]], stage: str) -> str:
         len(given.get(name, "")) == SHA256 and name_there in made and made[name_there]["sha256"] != given[name]
         for name, name_there in pairs.items()
     )
+    own, there = given.get("content"), results.get(before, {}).get("content")
+    if own and there and own != there:
+        return f"of another model than {before}"
     return f"of an earlier {before}" if changed else ""
+
+
+def content_of(graph: GraphModule) -> str:
+    """The sha256 of what a quantized graph computes with: its stored tensors, and the ranges of activations.
+
+    The same before it was stored and after, when its tensors have other names, and in each capture of one model.
+    """
+    from qtool.form import QUANTIZE, digest_tensor
+
+    parts: set[str] = set()
+    for node in graph.graph.nodes:
+        if node.op == "get_attr":
+            digest = hashlib.sha256()
+            digest_tensor(digest, "", operator.attrgetter(node.target)(graph))
+            parts.add(digest.hexdigest())
+        elif node.target in QUANTIZE:
+            parts.add(repr([value for value in node.args if isinstance(value, int | float)]))
+    return hashlib.sha256("\n".join(sorted(parts)).encode()).hexdigest()
 
 
 def outdated(results: Mapping[str, Mapping[str, Any]], run: Path) -> list[str]:

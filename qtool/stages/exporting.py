@@ -11,6 +11,7 @@ from qtool.artifacts import mark_stale, read_result, staging, write_result
 from qtool.calibration_data import draw
 from qtool.errors import ContractError, UsageError
 from qtool.given import inputs_of
+from qtool.lineage import content_of
 from qtool.options import argument, documented
 from qtool.recipe import ExportConfig, as_dict
 from qtool.source import UNIDENTIFIED, data_facts, open_data, recall_source, require_run_directory
@@ -84,7 +85,7 @@ def export(
     else:
         folder, record, drawn = required_folder(out), {}, None
         model = _as_quantized(quantized, example_inputs, float_model)
-        inputs = {"quantized": UNIDENTIFIED}
+        inputs = {"quantized": UNIDENTIFIED, "content": content_of(model.graph)}
     batches, facts = _opened(samples, config) if drawn is None else (drawn, {})
     record = seen_from(folder, record) | facts | dict(metadata or {})
     tell = teller(progress)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from qtool.artifacts import read_result, sha256_of, staging, write_json, write_result
 from qtool.errors import QtoolError, UsageError
+from qtool.lineage import content_of
 from qtool.options import argument, documented, nearest_option
 from qtool.recipe import QatConfig, QuantizeConfig, as_dict
 from qtool.source import UNIDENTIFIED, Source, open_float, require_run_directory
@@ -313,6 +314,7 @@ def _commit_quantize(
         plan = quantized.plan
         counts = {"num_integer_units": len(plan.integer_units), "num_float_units": len(plan.float_units)}
         extra = {"source": seen_from(run, record), "calibration": dict(drawn), "plan": plan.as_dict(), **more}
+        extra["content"] = content_of(quantized.graph)
         write_result(
             run, "quantize", config=settings, inputs=inputs, metrics=counts, extra=extra,
             outputs=files | {"ranges": folder / "ranges.json"},

@@ -463,3 +463,17 @@ def test_a_model_of_two_inputs_is_exported_on_its_recorded_samples(tmp_path: Pat
     gates = {gate["name"]: gate["passed"] for gate in qtool.export(out).gates}
     assert gates["end-to-end parity"]
     assert gates["unit parity"]
+
+
+def test_an_export_of_another_model_is_told_though_it_was_given_as_an_object(tmp_path: Path) -> None:
+    batches = [torch.randn(8, 8, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+    nets = [nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)) for _ in range(2)]
+    qtool.export(qtool.quantize(nets[0], batches), tmp_path, samples=batches)
+    qtool.quantize(nets[1], batches, out=tmp_path)
+    (told,) = qtool.inspect(tmp_path)["notes"]
+    assert told == f"export is of another model than quantize: run 'qtool export {tmp_path}' again"
+    with pytest.raises(QtoolError, match="got one of another model than quantize; run 'qtool export'"):
+        qtool.benchmark(tmp_path, data=batches)
+    for same in (qtool.quantize(nets[1], batches), load_quantized(tmp_path)):
+        qtool.export(same, tmp_path, samples=batches)
+        assert "notes" not in qtool.inspect(tmp_path)
