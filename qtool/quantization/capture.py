@@ -36,6 +36,7 @@ from qtool.form import FIXED_SIZE, as_graph, input_values, open_axes, to_program
 from qtool.models import modes_kept, without_cache
 from qtool.nested import call, map_tensors, misnamed, tensors
 from qtool.quantization.conditions import guards_of, of_batches
+from qtool.quantization.names import respell, spelled
 from qtool.quantization.quiet import quiet_export
 from qtool.quantization.rewrites.functional import DROPOUTS, functionalized, make_functional, mutations
 from qtool.quantization.rewrites.linears import write_linears
@@ -86,6 +87,7 @@ def capture(model: nn.Module, example: Any, *, train: bool = False, axes: tuple[
         finally:
             for norm in averages:
                 norm.momentum = None
+    respell(program)
     graph_module = as_graph(program)
     _require_tensors(model, graph_module)
     for axis in axes:
@@ -226,7 +228,7 @@ def _left_out(model: nn.Module, graph_module: GraphModule) -> tuple[str, ...]:
     """A note for each outermost module with parameters of which the graph reads none."""
     read = {str(node.target) for node in graph_module.graph.nodes if node.op == "get_attr" and node.users}
     names = [(name, id(value)) for name, value in model.named_parameters(remove_duplicate=False)]
-    alive = {key for name, key in names if name in read}
+    alive = {key for name, key in names if name in read or spelled(name) in read}
     found: list[str] = []
     for path, module in model.named_modules():
         keys = {id(value) for value in module.parameters()}
