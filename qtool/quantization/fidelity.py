@@ -5,7 +5,8 @@ another name, a branch merged that should not have been) would be proven faithfu
 order leaves 100 dB and more between the two, a wrong operator rarely 40.
 
 Where axes behind the batch are open, both compute inputs of other sizes as well, where what torch wrote down of sizes
-does not hold: a model whose code goes two ways by a size is told of, since its graph goes one.
+does not hold: a model whose code goes two ways by a size is told of, since its graph goes one. A model that takes
+neither half nor twice the size of an axis does not leave it open.
 
 A model that is random in evaluation differs from itself as much, and one whose outputs are all but nothing (some
 untrained ones give 1e-41) from itself in float64. That is noted: there nothing can be told apart. So is a padded
@@ -17,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -24,9 +26,10 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
-from qtool.errors import QtoolError
+from qtool.devices import out_of_memory
+from qtool.errors import QtoolError, UsageError
 from qtool.evaluate import sqnr_db
-from qtool.form import open_axes
+from qtool.form import input_values, open_axes
 from qtool.forward import passes_told
 from qtool.models import modes_kept, shortcut, without_cache
 from qtool.nested import call, map_tensors, num_samples, samples_of, tensors
@@ -50,6 +53,7 @@ def require_faithful(graph: GraphModule, model: nn.Module, example: Any) -> None
     Where nothing can be compared, the reason is added to the notes in the graph's ``meta``.
     """
     few = samples_of(example, 0, SAMPLES) if graph.meta.get("any_batch") else example
+    _require_other_sizes(graph, model, few)
     wanted, found = _wanted(model, few, example), _floats(graph, few)
     least = _least(wanted, found)
     if least >= LEAST_DB:
@@ -91,6 +95,51 @@ def _takes(model: nn.Module, inputs: Any) -> bool:
         _evaluated(model, inputs)
         return True
     return False
+
+
+def _require_other_sizes(graph: GraphModule, model: nn.Module, inputs: Any) -> None:
+    """Raises UsageError for an open axis of which the model refuses both half and twice the size of ``inputs``.
+
+    All open axes together may still be what it takes, since height and width can have to be equal; a model that takes
+    one larger where another is smaller (as many patches as before) is noted. Where other inputs have the axis and it
+    is another matter there, nothing is asked.
+    """
+    axes = sorted(open_axes(graph))
+    for axis in axes:
+        sizes = [value.shape[axis] for value in input_values(graph.graph).values() if value.dim() > axis]
+        if not all(str(size).isidentifier() for size in sizes):  # a number, or computed from another size
+            continue
+        alike = [dict.fromkeys(among, factor) for among in ([axis], axes) for factor in (0.5, 2)]
+        opposed = [{changed: factor if changed == axis else 1 / factor for changed in axes} for factor in (0.5, 2)]
+        if (told := _refusal(model, inputs, alike)) is None:
+            continue
+        if len(axes) > 1 and _refusal(model, inputs, opposed) is None:
+            _note(graph, f"axis {axis}: the model takes another size only where another axis makes up for it")
+            return
+        got = f"axis {axis}, where the model refuses half and twice the size: {type(told).__name__}: {told}"[:300]
+        do = "have the model take any size (a mean or an adaptive pooling before a linear layer), or leave it out"
+        raise UsageError("--dynamic-axes", "axes of the inputs whose size the model leaves open", got, do)
+
+
+def _refusal(model: nn.Module, inputs: Any, changes: Iterable[dict[int, float]]) -> Exception | None:
+    """What the model says last of inputs with axes so many times as long; None where it takes some of them."""
+    told: Exception | None = None
+    for change in changes:
+        changed = inputs
+        for axis, factor in change.items():
+            changed = map_tensors(functools.partial(_scaled, axis=axis, factor=factor), changed)
+        try:
+            _evaluated(model, changed)
+            return None
+        except Exception as error:  # whatever a model's own code may say of a size
+            if out_of_memory(error):
+                return None
+            told = error
+    return told
+
+
+def _scaled(value: Tensor, axis: int, factor: float) -> Tensor:
+    return _repeated(value, axis, max(1, int(value.shape[axis] * factor))) if value.dim() > axis else value
 
 
 def _note_padding(graph: GraphModule, model: nn.Module, inputs: Any) -> None:

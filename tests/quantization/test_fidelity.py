@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch.fx import GraphModule
 from torch.utils.data import TensorDataset
 
 import qtool
-from qtool.errors import QtoolError
+from qtool.errors import QtoolError, UsageError
 from qtool.quantization.capture import aten, capture
 from qtool.quantization.fidelity import PADDED, RANDOM, require_faithful
 from qtool.quantization.stage import float_form
@@ -22,6 +23,13 @@ X = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 def net() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 5))
+
+
+class Square(nn.Module):
+    """Images as wide as they are high."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + x.transpose(2, 3)
 
 
 def broken(graph: GraphModule, old: Any, new: Any) -> GraphModule:
@@ -38,6 +46,24 @@ def test_a_graph_that_is_the_model_passes_without_a_note() -> None:
     require_faithful(graph, model, X)
     assert graph.meta["notes"] == ()
     assert all(module.training for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("model", "refused"),
+    [
+        (
+            nn.Sequential(nn.Conv2d(3, 4, 3), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 5)),
+            "2x4 and 36x5|2x196 and 36x5",
+        ),
+        (nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5)), ""),
+        (Square(), ""),
+    ],
+)
+def test_open_axes_of_a_model_that_takes_no_other_size_are_refused(model: nn.Module, refused: str) -> None:
+    graph = capture(model, X, axes=(2, 3))
+    told = pytest.raises(UsageError, match=f"axis 2, where the model refuses half and twice the size.*({refused})")
+    with told if refused else contextlib.nullcontext():
+        require_faithful(graph, model, X)
 
 
 @pytest.mark.parametrize("new", [aten.sigmoid.default, aten.relu6.default, aten.gelu.default])
