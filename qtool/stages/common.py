@@ -52,24 +52,38 @@ def configured(kind: type[Config], config: Config | None, options: Mapping[str, 
     return config if config is not None else make(kind, options, argument)
 
 
-def finished(run: Path, stage: str, config: Mapping[str, Any], inputs: Mapping[str, str]) -> bool:
+def finished(
+    run: Path, stage: str, config: Mapping[str, Any], inputs: Mapping[str, str],
+    tell: Callable[[str], None] = lambda text: None,
+) -> bool:  # fmt: skip
     """Whether ``stage`` was committed in ``run`` with this configuration, from these inputs, and all files are there.
 
-    Raises QtoolError for an output that was changed since: it is not used, and not overwritten unasked.
+    ``tell`` takes a line that says so, or what has changed since. Raises QtoolError for an output that was changed: it
+    is not used, and not overwritten unasked.
     """
     if not has_result(run, stage) or UNIDENTIFIED in inputs.values():
         return False
     result = read_result(run, stage, verify=False, stale=True)
-    same = (
-        "stale" not in result
-        and result["config"] == json.loads(json.dumps(config))
-        and result["inputs"] == dict(inputs)
-    )
-    if not same or not all((run / entry["file"]).exists() for entry in result["outputs"].values()):
+    gone = [entry["file"] for entry in result["outputs"].values() if not (run / entry["file"]).exists()]
+    changed = [*_changed(result["inputs"], inputs), *_changed(result["config"], json.loads(json.dumps(config)))]
+    if "stale" in result or gone or changed:
+        reason = f"{', '.join(changed)} changed" if changed else result.get("stale", f"'{gone[0]}' is gone")
+        tell(f"{stage}: again, since {reason}")
         return False
     for name in result["outputs"]:
         output_path(run, result, name)
+    tell(f"{stage}: as it is in '{run}', finished with the same settings")
     return True
+
+
+def _changed(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """The names of two mappings whose values differ, those of a table in them with dots."""
+    for name in dict.fromkeys((*now, *before)):
+        old, new = before.get(name), now.get(name)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            yield from _changed(old, new, f"{prefix}{name}.")
+        elif (name in before, old) != (name in now, new):
+            yield prefix + name
 
 
 def teller(progress: Progress) -> Callable[[str], None]:

@@ -76,7 +76,7 @@ def export(
             _absolute(run, recorded["source"]),
         )
         inputs = {"quantized": recorded["outputs"]["int8"]["sha256"]}
-        if resume and finished(folder, "export", as_dict(config), inputs):
+        if resume and finished(folder, "export", as_dict(config), inputs, teller(progress)):
             return _exported(folder)
         asked = config.gates or config.tune or recorded["source"]["data"] is not None
         drawn = _recorded_samples(run, recorded, trust) if samples is None and asked else None

@@ -90,19 +90,21 @@ def quantize(
         source.inputs | _calibrated_by(config, drawn) | ({"validation": UNIDENTIFIED} if validation is not None else {})
     )
 
-    def is_done() -> bool:
-        return bool(folder and resume and finished(folder, "quantize", settings, known))
+    tell = teller(progress)
 
-    if folder and is_done():
+    def is_done(tell: Callable[[str], None]) -> bool:
+        return bool(folder and resume and finished(folder, "quantize", settings, known, tell))
+
+    if folder and is_done(tell):
         return load_quantized(folder)
     if tuning:
         rules.check(tuning)
     writable(folder)
-    tell = teller(progress)
     tell(f"quantize: {config.mode}, calibrated on {_describe(drawn)}")
     make = _maker(source, tuning, inputs, folder, resume, progress)
     with checkpointing(folder if tuning else None, "quantize"), tidy(folder):
-        if folder and tuning and is_done():  # by another process, meanwhile
+        if folder and tuning and is_done(lambda text: None):  # by another process, meanwhile
+            tell(f"quantize: as it is in '{folder}', which another process has just finished")
             return load_quantized(folder)
         if config.has_contract:
             if folder and not resume:

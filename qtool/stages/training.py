@@ -156,7 +156,8 @@ def _train(
     if folder:
         _require_storable(source.model)
     with checkpointing(folder if processes.is_first() else None, "train"), tidy(folder):
-        done = bool(folder and resume and finished(folder, "train", as_dict(config), source.inputs))
+        tell = teller(progress if processes.is_first() else False)
+        done = bool(folder and resume and finished(folder, "train", as_dict(config), source.inputs, tell))
         found = Choice(config)
         if processes.is_first() and not done:  # before they meet: a prediction makes a group of its own
             found = fitted(config, source, folder, resume, progress)

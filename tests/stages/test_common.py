@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import rich.progress
 
-from qtool.stages.common import meter, tidy
+from qtool.artifacts import mark_stale, staging, write_result
+from qtool.stages.common import finished, meter, tidy
 
 
 def test_a_long_description_leaves_the_count_visible(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,3 +49,25 @@ def test_what_another_process_has_tidied_hides_no_error(tmp_path: Path, monkeypa
     monkeypatch.setattr(Path, "is_dir", lambda folder: True)  # it was there a moment ago
     with pytest.raises(ValueError, match="the cause"), tidy(tmp_path / "run"):
         raise ValueError("the cause")
+
+
+def test_a_stage_says_that_it_is_finished_or_what_has_changed(tmp_path: Path) -> None:
+    config, inputs, told = {"epochs": 2, "qat": {"lr": 0.1}}, {"model": "tiny"}, list[str]()
+    with staging(tmp_path, "train") as folder:
+        (folder / "weights").write_text("w")
+        outputs = {"model": folder / "weights"}
+        write_result(tmp_path, "train", config=config, inputs=inputs, outputs=outputs, metrics={})
+    assert finished(tmp_path, "train", config, inputs, told.append)
+    other = {"epochs": 2, "qat": {"lr": 0.2}}
+    assert not finished(tmp_path, "train", other, {"model": "large", "data": "x"}, told.append)
+    (tmp_path / "weights").rename(tmp_path / "elsewhere")
+    assert not finished(tmp_path, "train", config, inputs, told.append)
+    mark_stale(tmp_path, "train", "a gate failed")
+    assert not finished(tmp_path, "train", config, inputs, told.append)
+    assert not finished(tmp_path, "export", config, inputs, told.append)
+    assert told == [
+        f"train: as it is in '{tmp_path}', finished with the same settings",
+        "train: again, since model, data, qat.lr changed",
+        "train: again, since 'weights' is gone",
+        "train: again, since a gate failed",
+    ]

@@ -84,7 +84,9 @@ def test_a_finished_training_is_not_done_again(
     out = tmp_path / "run"
     first = qtool.train(small_net, small_data, out=out, max_steps=2)
     monkeypatch.setattr(loop, "_Run", None)
-    again = qtool.train(small_net, small_data, out=out, max_steps=2)
+    told: list[str] = []
+    again = qtool.train(small_net, small_data, out=out, max_steps=2, progress=told.append)
+    assert told == [f"train: as it is in '{out}', finished with the same settings"]
     assert again.metrics == first.metrics
     assert again.history == first.history
     theirs = first.model.state_dict()
