@@ -140,9 +140,15 @@ def nearest_option(name: str, names: Iterable[str]) -> str:
 
 def _as_list(value: Any, kind: Any) -> str:
     """The advice where no list was given: to write the parts between commas as one."""
-    parts = value.split(",") if isinstance(value, str) else [value]
-    bare = get_args(kind)[0] is not str
-    return f"write [{', '.join(str(part).strip() if bare else as_toml(str(part).strip()) for part in parts)}]"
+    text, item = str(value).strip().removeprefix("[").removesuffix("]"), get_args(kind)[0]
+    parts = [part.strip(" '\"") for part in text.split(",")]
+    if item is str:
+        return f"write [{', '.join(map(as_toml, parts))}]"
+    try:
+        list(map(item, parts))
+    except ValueError:
+        return "write numbers alone, between brackets"
+    return f"write [{', '.join(parts)}]"
 
 
 def inner_type(hint: Any) -> tuple[Any, bool]:

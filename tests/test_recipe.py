@@ -146,6 +146,8 @@ def test_defaults_are_valid_by_their_own_rules() -> None:
         ({"variants": "ptq, qat"}, ["'variants'", 'write ["ptq", "qat"]']),
         ({"benchmark": {"batch_sizes": "1,32"}}, ["'benchmark.batch_sizes'", "write [1, 32]"]),
         ({"benchmark": {"batch_sizes": 4}}, ["write [4]"]),
+        ({"benchmark": {"batch_sizes": "[1,x]"}}, ["got '[1,x]'; write numbers alone, between brackets"]),
+        ({"variants": "[ptq, 'qat']"}, ['write ["ptq", "qat"]']),
         ({"quantize": {"overrides": {"a": {"*": "float"}}}}, ["a value for 'a'", "a table {'*': 'float'}", "quote"]),
         ({"variants": []}, ["'variants'", "at least one value", "an empty list"]),
         ({"variants": "ptq"}, ["a list", "'ptq'"]),
