@@ -44,6 +44,7 @@ from qtool.datasets import Images, Labels, Preprocessing, measure, read_idx, rea
 from qtool.errors import QtoolError, UsageError, nearest
 from qtool.factories import is_factory, load_factory
 from qtool.folders import read_hub, read_imagefolder
+from qtool.given import IGNORED
 from qtool.loaders import opened
 from qtool.samples import Samples, targets_of
 from qtool.text import LENGTH, read_text
@@ -192,10 +193,17 @@ def _digest(parts: Mapping[str, str]) -> str:
 
 
 def _num_classes(spec: str, labels: Mapping[str, Labels], known: int | None) -> int:
-    """``known``, or one more than the greatest training label; raises QtoolError naming the first label beyond it."""
-    count = known or int(labels["train"].max()) + 1
+    """``known``, or one more than the greatest training label; raises QtoolError naming the first label beyond it.
+
+    Targets of −100 are those that tasks do not count: a part may hold some, with others.
+    """
     for part, classes in labels.items():
-        wrong = np.flatnonzero((classes < 0) | (classes >= count))
+        if len(classes) and (classes == IGNORED).all():
+            got = f"{IGNORED}, which is not counted, of all {len(classes)}"
+            raise QtoolError(f"data '{spec}', {part}", "samples with a label", got, "give some of them one")
+    count = known or max(0, int(labels["train"].max())) + 1
+    for part, classes in labels.items():
+        wrong = np.flatnonzero(((classes < 0) & (classes != IGNORED)) | (classes >= count))
         if len(wrong):
             where, got = f"data '{spec}', {part}[{wrong[0]}]", f"{classes[wrong[0]]}, one of {len(wrong)} such"
             raise QtoolError(where, f"a label of 0 to {count - 1}", got, "correct the labels or the number of classes")

@@ -415,6 +415,11 @@ def test_targets_are_read_once_and_only_as_far_as_needed() -> None:
     assert dense.reads == 2
 
 
+def test_a_target_that_tasks_do_not_count_is_no_class() -> None:
+    rows = [(torch.zeros(3), label) for label in (0, -100, 3)]
+    assert from_mapping({"train": rows, "test": rows}).num_classes == 4
+
+
 def test_preprocessing_may_be_given() -> None:
     how = Preprocessing((0.5,), (0.25,), size=(4, 4))
     assert from_mapping(mapping(preprocessing=how)).preprocessing == how
@@ -432,6 +437,10 @@ def test_preprocessing_may_be_given() -> None:
         (mapping(test=[(torch.zeros(3), 0, 1)]), r"test\[0\]: expected a pair"),
         (mapping(test=[(torch.zeros(3), 0), (torch.zeros(3), 4)]), r"test\[1\]: expected a label of 0 to 3; got 4"),
         (mapping(test=[(torch.zeros(3), -1)]), r"test\[0\]: expected a label of 0 to 3; got -1"),
+        (
+            mapping(test=[(torch.zeros(3), -100)]),
+            r"test: expected samples with a label; got -100, which is not counted",
+        ),
         (mapping(labels=["a", "b"]), r"train\[2\]: expected a label of 0 to 1; got 2"),
         ({"train": [(torch.zeros(3), 0)], "test": [(torch.zeros(3), 0)]}, "at least 2 samples; got 1"),
     ],
