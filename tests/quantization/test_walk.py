@@ -142,3 +142,25 @@ def test_no_batch_is_an_error() -> None:
     graph = float_form(nn.Linear(3, 3), torch.randn(2, 3))
     with pytest.raises(QtoolError, match="at least one sample"):
         Walk(graph, [])
+
+
+class Runs(TorchDispatchMode):
+    """Counts the convolutions that are run, also while a graph is captured, where samples have no number."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten.convolution.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("algorithms", [("bias",), ("gptq",)], ids=str)
+def test_each_layer_of_a_chain_without_quantizers_costs_as_much_as_those_before(algorithms: tuple[str, ...]) -> None:
+    counts = []
+    for depth in (3, 6, 9):
+        layers = [layer for _ in range(depth) for layer in (nn.Conv2d(3, 3, 3, padding=1), nn.ReLU())]
+        config = QuantizeConfig(weights_only=True, algorithms=algorithms)
+        with Runs() as run:
+            quantize(nn.Sequential(*layers), config, example=images(2), calibration=[images(2)])
+        counts.append(run.count)
+    assert counts[1] - counts[0] == counts[2] - counts[1]

@@ -56,7 +56,7 @@ def correct_biases(subject: Subject) -> None:
     if not batches:
         raise Declined("no calibration samples")
     wanted = mean_outputs(subject.reference, set(anchors.values()), batches)
-    with Walk(subject.graph, batches) as walk:
+    with Walk(subject.graph, batches, layers=anchors) as walk:
         for segment in walk.segments:
             for node in segment.nodes:
                 if node in anchors:

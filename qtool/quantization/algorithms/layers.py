@@ -52,7 +52,7 @@ def in_order(subject: Subject, *, all_kinds: bool = False, budget: int = BUDGET)
         raise Declined("no calibration samples")
     held = [source_of(other) for other in anchors.values()]
     with (
-        Walk(subject.graph, subject.batches, budget=budget) as walk,
+        Walk(subject.graph, subject.batches, budget=budget, layers=anchors) as walk,
         Walk(subject.reference, subject.batches, budget=budget, held=held) as plain,
     ):
         beside = Beside(plain, held)

@@ -2,8 +2,8 @@
 
 Methods that correct one layer after another need the inputs that a layer really sees once everything before it
 was corrected. Running the model again for every layer costs a square of its depth. Here the set stands still between
-two layers instead: a graph is cut into *segments* at its quantizers, a segment reads what earlier ones left for
-every batch, and what nothing later reads is dropped. The whole walk costs one forward pass.
+two layers instead: a graph is cut into *segments* at its quantizers and at what ``layers`` read, a segment reads what
+earlier ones left for every batch, and what nothing later reads is dropped. The whole walk costs one forward pass.
 
 What stands between segments are integers, one byte per value, where a quantizer was crossed; where it stands is told
 in ``spool.py``. A walk computes where its graph is.
@@ -54,15 +54,17 @@ class Walk:
 
     ``batches`` are inputs: tensors, tuples or dicts of them, gone through once. Use it as a context: for each
     of its ``segments`` look at ``values(segment, node)``, change constants of the graph, then ``advance(segment)``.
-    The values of ``held`` nodes are kept beyond their last reader, until they are released.
+    The values of ``held`` nodes are kept beyond their last reader, until they are released; what ``layers`` read is at
+    hand where no quantizer is before them.
     """
 
     def __init__(
-        self, graph: GraphModule, batches: Iterable[Any], *, budget: int = BUDGET, held: Iterable[Node] = ()
-    ) -> None:
+        self, graph: GraphModule, batches: Iterable[Any], *, budget: int = BUDGET, held: Iterable[Node] = (),
+        layers: Iterable[Node] = (),
+    ) -> None:  # fmt: skip
         self.graph, self._held = graph, set(held)
         self._constant_nodes = constant_nodes(graph)
-        self.segments = cut(graph, self._held)
+        self.segments = cut(graph, self._held | _read_as_floats(layers))
         self.device = device_of(graph)
         self._store = Store(budget, self.device)
         self._last = {node: index for index, segment in enumerate(self.segments) for node in segment.reads}
@@ -194,8 +196,13 @@ def cut(graph: GraphModule, also: Iterable[Node] = ()) -> list[Segment]:
     constant = constant_nodes(graph)
     nodes = [n for n in graph.graph.nodes if n.op not in ("get_attr", "output") and n not in constant]
     results = next(node for node in graph.graph.nodes if node.op == "output").all_input_nodes
-    kept = {n for n in nodes if n.op == "placeholder" or _is_kept(n) or n in results} | set(also)
+    kept = {n for n in nodes if n.op == "placeholder" or _is_kept(n) or n in results} | (set(also) & set(nodes))
     return [_closure(node, kept, constant) for node in nodes if node in kept and node.op != "placeholder"]
+
+
+def _read_as_floats(layers: Iterable[Node]) -> set[Node]:
+    """What layers read but for integers, which are kept as they are."""
+    return {node for layer in layers if (node := layer.all_input_nodes[0]).target is not _DEQUANTIZE}
 
 
 def _is_kept(node: Node) -> bool:
