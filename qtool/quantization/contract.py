@@ -71,7 +71,7 @@ class Criterion:
 
     def __str__(self) -> str:
         low, high = self.ci95
-        return f"{self.name} {self.value:.3g} ({low:.3g} to {high:.3g}; limit {self.limit:g})"
+        return f"{self.name} {self.value:z.3g} ({low:z.3g} to {high:z.3g}; limit {self.limit:g})"
 
 
 @dataclass(frozen=True)
@@ -108,6 +108,23 @@ class Scores:
     divergence: Tensor
     agree: Tensor | None
     sums: Sums
+
+
+def require_agreeable(config: QuantizeConfig, count: int) -> None:
+    """Raises UsageError where ``count`` samples that all agree would not show the least agreement to be kept."""
+    if config.min_agreement is not None:
+        share = config.min_agreement / 100
+        least = math.ceil(Z95**2 * share / (1 - share)) if share < 1 else math.inf
+        _require_samples(count, least, "--min-agreement")
+
+
+def _require_samples(count: int, needed: float, flag: str) -> None:
+    if needed > count:
+        least = f"at least {needed:,.0f}" if math.isfinite(needed) else "more than any number of"
+        raise UsageError(
+            f"contract {flag}", f"{least} validation samples to tell it from noise, even where none differs",
+            f"{count:,}", "give more validation data, or promise less",
+        )  # fmt: skip
 
 
 class Judge:
@@ -214,16 +231,9 @@ class Judge:
                 self.shapes,
                 "use --max-drop with a metric",
             )  # fmt: skip
-        for needed, flag in (
-            (self._least_for_drop(), "--max-drop"), (self._least_for_agreement(), "--min-agreement"),
-            (LEAST if config.max_kl is not None else 0, "--max-kl"),
-        ):  # fmt: skip
-            if needed > self.num_samples:
-                least = f"at least {needed:,.0f}" if math.isfinite(needed) else "more than any number of"
-                raise UsageError(
-                    f"contract {flag}", f"{least} validation samples to tell it from noise, even where none differs",
-                    f"{self.num_samples:,}", "give more validation data, or promise less",
-                )  # fmt: skip
+        _require_samples(self.num_samples, self._least_for_drop(), "--max-drop")
+        require_agreeable(config, self.num_samples)
+        _require_samples(self.num_samples, LEAST if config.max_kl is not None else 0, "--max-kl")
 
     def _least_for_drop(self) -> float:
         """The fewest samples on which equal answers would show the drop to be within its limit."""
@@ -233,12 +243,6 @@ class Judge:
         if not (is_mean and self.paired.is_counted(self.sums[self.metric])):
             return LEAST
         return max(LEAST, _least_alike(self.config.max_drop))
-
-    def _least_for_agreement(self) -> float:
-        if self.config.min_agreement is None:
-            return 0
-        share = self.config.min_agreement / 100
-        return math.ceil(Z95**2 * share / (1 - share)) if share < 1 else math.inf
 
     def _drop(self, scores: Scores, limit: float) -> Criterion:
         gain = -100.0 if self.task is None or is_higher_better(self.task, self.metric) else 100.0

@@ -31,8 +31,8 @@ def _criterion(criterion: Mapping[str, Any]) -> str:
 
 
 def _measured(criterion: Mapping[str, Any]) -> str:
-    low, high = (UNKNOWN if end is None else f"{end:.3g}" for end in criterion["ci95"])
-    value = UNKNOWN if criterion["value"] is None else f"{criterion['value']:.3g}"
+    low, high = (UNKNOWN if end is None else f"{end:z.3g}" for end in criterion["ci95"])
+    value = UNKNOWN if criterion["value"] is None else f"{criterion['value']:z.3g}"
     return f"{value} (95 % CI {low} to {high})"
 
 

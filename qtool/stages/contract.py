@@ -282,8 +282,12 @@ def fulfil(
     Raises ContractError, with the outcome as its ``details``, where none does; QtoolError or UsageError before any
     candidate is made where the contract cannot be judged.
     """
+    from qtool.quantization.contract import require_agreeable
     from qtool.quantization.search import Search, frontier
 
+    if validation is None and source.parts is not None:  # before all are read
+        known = len(source.parts.validation)  # type: ignore[arg-type]
+        require_agreeable(config, min(known, config.validation_samples or known))
     candidates = Candidates(source, config, inputs, Pairs(source, validation, config), make, folder, tell, tuning)
     labelled = source.parts is not None and _labelled(source.parts)
     with candidates.cost:

@@ -38,7 +38,7 @@ def describe(at: Progress) -> str:
     'epoch 1 loss 0.5123 rate 0.002 3.00 MiB top1 0.9'
     """
     memory = bytes_told(at.memory_bytes)
-    parts = [f"epoch {at.epoch + 1}", f"loss {at.loss:.4f}", f"rate {at.learning_rate:.2g}", memory]
+    parts = [f"epoch {at.epoch + 1}", f"loss {at.loss:z.4f}", f"rate {at.learning_rate:.2g}", memory]
     held = {name.removeprefix("validation_"): value for name, value in at.metrics.items() if name != "loss"}
     judged = next((name for name in held if name != "loss"), "loss")
-    return " ".join([*parts, f"{judged} {held[judged]:.3g}"] if held else parts)
+    return " ".join([*parts, f"{judged} {held[judged]:z.3g}"] if held else parts)

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from qtool.reporting.contracts import advice, contract_markdown, tradeoffs
+from qtool.reporting.contracts import advice, contract_markdown, contract_sentence, tradeoffs
 from qtool.reporting.tradeoff import Candidate, frontier, tradeoff
 
 POINTS = [
@@ -41,6 +41,11 @@ def outcome(**changes: object) -> dict[str, object]:
         "trials": trials,
         "frontier": ["trial 1"], "harmful": [{"name": "a.0", "sqnr_db": 3.0}, {"name": "b", "sqnr_db": None}],
     } | changes  # fmt: skip
+
+
+def test_nothing_lost_is_not_less_than_nothing() -> None:
+    criterion = {"name": "drop", "limit": 1.0, "value": -0.0, "ci95": [-0.0, 0.2], "met": True, "needed": None}
+    assert "measured 0 (95 % CI 0 to 0.2)" in contract_sentence(outcome(criteria=[criterion]))
 
 
 def test_a_contract_that_was_not_kept_in_pictures_words_and_markdown() -> None:

@@ -285,6 +285,14 @@ def test_a_validation_part_that_changes_is_told() -> None:
         qtool.quantize(model, data, max_kl=1e-4, method="given")
 
 
+def test_too_few_samples_for_an_agreement_are_told_before_any_is_read(
+    trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qtool.stages.contract.Candidates", None)
+    with pytest.raises(UsageError, match=r"--min-agreement: expected at least 38,.* validation samples.*; got 200;"):
+        qtool.quantize(trained, min_agreement=99.99, validation_samples=200, **OPTIONS)
+
+
 @pytest.mark.parametrize(
     ("options", "part"),
     [

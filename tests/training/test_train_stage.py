@@ -130,6 +130,7 @@ def test_silent_unless_asked(capsys, monkeypatch):
 def test_a_line_tells_loss_rate_memory_and_metric():
     line = describe(Progress(5, 10, 1, 0.51, 2e-3, 2**30, {"loss": 1.0, "validation_top1": 0.875}))
     assert line == "epoch 2 loss 0.5100 rate 0.002 1,024 MiB top1 0.875"
+    assert "loss 0.0000 " in describe(Progress(5, 10, 1, -1e-9, 2e-3, 2**30, {}))
 
 
 def test_reporter_passes_functions_through():
