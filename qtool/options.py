@@ -80,7 +80,8 @@ def make(kind: type[Config], values: Mapping[str, Any], name: Naming = recipe_ke
     for key, value in values.items():
         if key not in fields:
             do = _place(key, hints) or nearest_option(key, fields)
-            raise UsageError(name(prefix + key), "a known name", repr(key), do)
+            unknown = ", ".join(repr(other) for other in values if other not in fields)
+            raise UsageError(name(prefix + key), "a known key" if name is recipe_key else "a known name", unknown, do)
         if dataclasses.is_dataclass(hints[key]):
             table = _table(name(prefix + key), value, f"write a [{key}] table")
             checked[key] = make(typing.cast(type, hints[key]), table, name, prefix=f"{prefix}{key}.")

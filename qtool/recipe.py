@@ -318,6 +318,12 @@ class Recipe:
     export: ExportConfig = field(default_factory=ExportConfig)
     benchmark: BenchmarkConfig = field(default_factory=BenchmarkConfig)
 
+    def __post_init__(self) -> None:
+        """Raises UsageError for a variant that is named twice: each has one folder."""
+        variants = self.variants or ()
+        if twice := next((name for name in variants if variants.count(name) > 1), None):
+            raise UsageError("recipe key 'variants'", "each variant once", f"'{twice}' again", "leave it out")
+
 
 def as_dict(config: Any) -> dict[str, Any]:
     """A config dataclass as plain values, for a result's JSON."""

@@ -35,7 +35,7 @@ def _values(hint: Any, metadata: Any) -> st.SearchStrategy[Any]:
     """Any valid value of a field."""
     kind, optional = inner_type(hint)
     if get_origin(kind) is tuple:
-        found = st.lists(_values(get_args(kind)[0], metadata), min_size=1, max_size=3).map(tuple)
+        found = st.lists(_values(get_args(kind)[0], metadata), min_size=1, max_size=3, unique=True).map(tuple)
     elif get_origin(kind) is dict:
         found = st.dictionaries(TEXT, _values(get_args(kind)[1], metadata), max_size=3)
     elif metadata["choices"]:
@@ -128,6 +128,7 @@ def test_defaults_are_valid_by_their_own_rules() -> None:
     ("table", "parts"),
     [
         ({"modle": "resnet"}, ["recipe key 'modle'", "did you mean 'model'?"]),
+        ({"modle": "resnet", "outt": 1}, ["expected a known key; got 'modle', 'outt'; did"]),
         ({"batch_size": 8}, ["recipe key 'batch_size'", "write it as train.batch_size or qat.batch_size"]),
         ({"knowing": 8}, ["choose one of: benchmark"]),
         ({"train": {"epoch": 3}}, ["recipe key 'train.epoch'", "did you mean 'epochs'?"]),
@@ -149,6 +150,7 @@ def test_defaults_are_valid_by_their_own_rules() -> None:
         ({"benchmark": {"batch_sizes": "[1,x]"}}, ["got '[1,x]'; write numbers alone, between brackets"]),
         ({"variants": "[ptq, 'qat']"}, ['write ["ptq", "qat"]']),
         ({"quantize": {"overrides": {"a": {"*": "float"}}}}, ["a value for 'a'", "a table {'*': 'float'}", "quote"]),
+        ({"variants": ["ptq", "qat", "ptq"]}, ["'variants'", "each variant once; got 'ptq' again"]),
         ({"variants": []}, ["'variants'", "at least one value", "an empty list"]),
         ({"variants": "ptq"}, ["a list", "'ptq'"]),
         ({"variants": ["pptq"]}, ["did you mean 'ptq'?"]),

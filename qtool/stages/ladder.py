@@ -65,7 +65,7 @@ def load_ladder(path: Path) -> Ladder:
         raise UsageError(f"ladder '{path}'", "a TOML file", one_line(error), "check the path and that line") from error
     for key in table:
         if key not in _KEYS:
-            raise UsageError(f"ladder key '{key}'", "a known name", repr(key), nearest(key, _KEYS))
+            raise UsageError(f"ladder key '{key}'", "a known key", repr(key), nearest(key, _KEYS))
     rungs = tuple(_read(rung) for rung in table.get("rungs", ()))
     ladder = Ladder(
         {k: table[k] for k in ("model", "data", "task") if k in table}, make(TrainConfig, table.get("train", {})), rungs
