@@ -258,7 +258,7 @@ def report(ctx: click.Context, run_dir: Path, out: Path | None, mlflow: str | No
 @field_options(
     Recipe, "Source (instead of --params)", skip=("variants", "weights"), required=("model", "data"), alternative=True
 )
-@field_options(TrainConfig, "Training")
+@field_options(TrainConfig, "Training", hidden=("memory_budget", "keep"))
 def memory(
     ctx: click.Context,
     params: str | None,

@@ -95,40 +95,47 @@ def _parsed(text: str, kind: Any, where: str) -> Any:
 
 
 def field_options(
-    kind: type, section: str, *, skip: Sequence[str] = (), required: Sequence[str] = (), alternative: bool = False
+    kind: type,
+    section: str,
+    *,
+    skip: Sequence[str] = (),
+    required: Sequence[str] = (),
+    alternative: bool = False,
+    hidden: Sequence[str] = (),
 ) -> Callable[[Decorated], Decorated]:
     """A decorator that gives a command one option per field of ``kind`` (nested tables and ``skip`` left out).
 
     ``required`` options have no default. Where the section is an ``alternative`` to something else, the command
-    itself has to see that they are there.
+    itself has to see that they are there. Those ``hidden`` are read and are not in the help: the stage refuses them.
     """
     hints = get_type_hints(kind)
 
     def decorate(function: Decorated) -> Decorated:
         for field in reversed(dataclasses.fields(kind)):
             if field.name not in skip and not dataclasses.is_dataclass(hints[field.name]):
-                function = _field_option(field, hints[field.name], section, field.name in required, alternative)(
-                    function
-                )
+                how = {"required": field.name in required, "hidden": field.name in hidden}
+                function = _field_option(field, hints[field.name], section, alternative, **how)(function)
         return function
 
     return decorate
 
 
 def _field_option(
-    field: dataclasses.Field[Any], hint: Any, section: str, required: bool, alternative: bool
+    field: dataclasses.Field[Any], hint: Any, section: str, alternative: bool, *, required: bool, hidden: bool
 ) -> Callable[[Decorated], Decorated]:
     name = "--" + field.name.replace("_", "-")
     default = None if required or field.default is dataclasses.MISSING else field.default
     word = next((word for word, value in field.metadata["words"].items() if value == default), default)
     shown = f"{field.metadata['help']}{_default_note(word)}"
     if hint is bool:
-        return click.option(f"{name}/--no-{name[2:]}", field.name, cls=Flag, section=section, default=None, help=shown)
+        return click.option(
+            f"{name}/--no-{name[2:]}", field.name, cls=Flag, section=section, default=None, help=shown, hidden=hidden
+        )
     multiple = get_origin(inner_type(hint)[0]) in (tuple, dict)
     kind = FieldType(field.name, hint, field.metadata)
     return click.option(
         name, field.name, cls=Flag, section=section, type=kind, multiple=multiple,
-        required=required and not alternative, help=shown,
+        required=required and not alternative, help=shown, hidden=hidden,
     )  # fmt: skip
 
 

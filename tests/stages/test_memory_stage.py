@@ -101,6 +101,7 @@ def test_what_is_not_predicted_is_refused(specs: dict[str, str]) -> None:
         told = invoke("memory", *flags(specs), *words)
         assert told.exit_code == 2
         assert f"error: {words[0]}" in told.stderr
+    assert "--memory-budget" not in invoke("memory", "--help").stdout
 
 
 @pytest.mark.slow
