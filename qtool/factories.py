@@ -171,9 +171,11 @@ def _told(spec: str, file: Path | None) -> Iterator[None]:
         raise left(error) from error
     except Exception as error:
         within = isinstance(error, ImportError) and "no known parent package" in str(error)
+        do = "name it package.module:factory, from the folder of the package" if within else "correct that line"
+        if isinstance(error, ModuleNotFoundError) and error.name:
+            do = f"install the package of '{error.name.partition('.')[0]}', or correct that line"
         raise QtoolError(
-            f"factory '{spec}'", "no exception", f"{type(error).__name__}: {error} ({_line(error, file)})",
-            "name it package.module:factory, from the folder of the package" if within else "correct that line",
+            f"factory '{spec}'", "no exception", f"{type(error).__name__}: {error} ({_line(error, file)})", do
         ) from error  # fmt: skip
 
 

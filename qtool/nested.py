@@ -253,6 +253,14 @@ def to_float32(value: Any) -> Any:
     return map_tensors(lambda t: t.float() if t.dtype in NARROW else t, value)
 
 
+def no_floats(error: BaseException | None, value: Any) -> str | None:
+    """What to do where a layer that computes with floats was given whole numbers; None where that is not the error."""
+    text = str(error)
+    types = any(word in text for word in ("Byte", "unsigned char", "Long", "(long")) and "float" in text.lower()
+    given = types and "indices" not in text and any(not tensor.is_floating_point() for tensor in tensors(value))
+    return "return x.float() for its inputs" if given else None
+
+
 def misnamed(error: Exception) -> str | None:
     """What to do about a call whose arguments are not the model's, by the error it raised; None for another error."""
     text = str(error)

@@ -128,5 +128,9 @@ def inspect(artifact: str | Path | ExportResult) -> dict[str, Any]:
     if not path.is_dir():
         return describe(path)
     if not variant_folders(path) and not is_refused(path):
-        require_run_directory(path, next((s for s in STAGES if has_result(path, s)), "train"))
+        stage = next((s for s in STAGES if has_result(path, s)), None)
+        if stage is None:
+            do = "name the folder that a stage wrote, or a file"
+            raise UsageError(f"artifact '{path}'", "a file or a run directory", "a folder without results", do)
+        require_run_directory(path, stage)
     return describe_run(path)

@@ -42,7 +42,7 @@ from qtool.checkpoint import Files
 from qtool.devices import resolve_device
 from qtool.errors import QtoolError, UsageError
 from qtool.forward import passes_told
-from qtool.nested import call, map_tensors, num_samples, split, to_float32
+from qtool.nested import call, map_tensors, no_floats, num_samples, split, to_float32
 from qtool.recipe import TrainConfig
 
 _ONE_VALUE = "Expected more than 1 value per channel when training"
@@ -136,9 +136,11 @@ def answer(model: Callable[[Any], Any], value: Any) -> Any:
         with passes_told("model", expected, "give a model and data that go together; --debug shows where it failed"):
             return call(model, value)
     except QtoolError as error:
-        if _ONE_VALUE not in error.got:
+        do = no_floats(error.__cause__, value)
+        if _ONE_VALUE in error.got:
+            do = "take a --batch-size that leaves every micro-batch of every process two samples for batch-norm"
+        if do is None:
             raise
-        do = "take a --batch-size that leaves every micro-batch of every process two samples for batch-norm"
         raise QtoolError("model", expected, error.got, do) from error.__cause__
 
 

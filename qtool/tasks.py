@@ -78,8 +78,11 @@ class Classification:
         try:
             losses = F.cross_entropy(output.float(), target, reduction="sum", label_smoothing=self.label_smoothing)
         except IndexError as error:
+            classes = output.shape[1]
+            wrong = int(((target != IGNORED) & ((target < 0) | (target >= classes))).nonzero()[0])
             raise QtoolError(
-                "task 'classification'", f"class indices below the model's {output.shape[1]} outputs", str(error),
+                "task 'classification'", f"class indices below the model's {classes} outputs",
+                f"{target[wrong]}, of sample {wrong} of the batch",
                 "build the model with as many outputs as the data has classes",
             ) from error  # fmt: skip
         return losses, (target != IGNORED).sum()

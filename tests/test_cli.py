@@ -192,6 +192,7 @@ def test_completion_completes_commands_options_choices_and_recipes(words: str, f
         (["run", "fashion-mnist", "--set", "epochs"], ["--set 'epochs'", "KEY=VALUE"]),
         (["completion", "csh"], ["qtool completion", "csh"]),
         (["inspect", "nothing.onnx"], ["nothing.onnx"]),
+        (["inspect", "."], ["artifact '.'", "a folder without results"]),
         (["quantize", "nowhere"], ["run directory 'nowhere'", "no such folder"]),
         (["export", "nowhere"], ["run directory 'nowhere'", "no such folder"]),
         (["benchmark", "a.onnx", "--out", "y"], ["--out without a run directory"]),

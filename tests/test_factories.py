@@ -83,6 +83,7 @@ def test_the_line_is_the_users_own_even_when_a_library_raises(file: Path) -> Non
     [
         ("def build(:\n", r"SyntaxError.*mine\.py:1"),
         ("\n1 / 0\n", r"ZeroDivisionError.*mine\.py:2"),
+        ("import nowhere.at_all\n", r"mine\.py:1\); install the package of 'nowhere', or correct that line"),
         ("import sys\nsys.exit()\n", r"sys\.exit\(None\) in .*mine\.py:2; .*__main__"),
     ],
 )

@@ -20,6 +20,9 @@ def test_what_a_model_does_not_take_is_told(count: int, monkeypatch: pytest.Monk
         QtoolError, match=r"on the inputs of the data; got RuntimeError: (addmm: )?mat1 and mat2.* go together"
     ):
         answer(nn.Linear(3, 2), torch.ones(1, 4))
+    for layer, shape in ((nn.Linear(3, 2), (1, 3)), (nn.Conv2d(3, 2, 1), (1, 3, 4, 4))):
+        with pytest.raises(QtoolError, match=r"; return x\.float\(\) for its inputs"):
+            answer(layer, torch.ones(shape, dtype=torch.uint8))
     with pytest.raises(QtoolError, match="missing 1 required positional"):
         answer(nn.Bilinear(3, 2, 2), torch.ones(1, 3))
 

@@ -189,7 +189,7 @@ def test_wrong_outputs_and_names() -> None:
         Classification().loss(torch.randn(3, 4, 2), torch.zeros(3, dtype=torch.int64))
     with pytest.raises(QtoolError, match="N×classes logits"):
         Classification().metrics((torch.randn(3, 4),), torch.zeros(3, dtype=torch.int64))
-    with pytest.raises(QtoolError, match="class indices below the model's 4 outputs"):
+    with pytest.raises(QtoolError, match="below the model's 4 outputs; got 4, of sample 2 of the batch; build"):
         Classification().loss(torch.randn(3, 4), torch.tensor([0, 1, 4]))
     with pytest.raises(QtoolError, match="targets of float32"):
         Classification().loss(torch.randn(3, 4), torch.zeros(3))

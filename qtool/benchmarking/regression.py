@@ -116,7 +116,8 @@ def read_benchmark(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise QtoolError(f"'{path}'", "a benchmark.json", str(error), "give one that qtool benchmark wrote") from error
+        got = getattr(error, "strerror", None) or str(error)
+        raise QtoolError(f"'{path}'", "a benchmark.json", got, "give one that qtool benchmark wrote") from error
     figures = value.get("metrics", value) if isinstance(value, dict) else {}
     if lost := "its figures" if not isinstance(figures, dict) else _lost(figures, READ, ""):
         raise QtoolError(f"'{path}'", "a benchmark.json", f"JSON without {lost}", "give one that qtool benchmark wrote")

@@ -177,7 +177,7 @@ def test_another_file_is_refused(tmp_path, text):
     path.write_text(text)
     with pytest.raises(QtoolError, match=r"benchmark\.json"):
         read_benchmark(path)
-    with pytest.raises(QtoolError, match="No such file"):
+    with pytest.raises(QtoolError, match="got No such file or directory; give"):
         read_benchmark(tmp_path / "absent.json")
 
 
