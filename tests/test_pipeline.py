@@ -292,7 +292,7 @@ def test_inspecting_what_is_no_artifact(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("")
     with pytest.raises(UsageError, match=r"\.onnx"):
         pipeline.inspect(tmp_path / "a.txt")
-    with pytest.raises(QtoolError, match="finished stages: none"):
+    with pytest.raises(UsageError, match="a folder without results"):
         pipeline.inspect(tmp_path)
 
 
