@@ -8,6 +8,7 @@ gives the field differs.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import json
 import math
@@ -74,7 +75,7 @@ def make(kind: type[Config], values: Mapping[str, Any], name: Naming = recipe_ke
     given, since a value may be a default and yet be meant. Raises UsageError naming the key, what it may be
     and the nearest valid name.
     """
-    hints = get_type_hints(kind)
+    hints = _hints(typing.cast(Any, kind))
     fields = {f.name: f for f in dataclasses.fields(typing.cast(Any, kind))}
     checked: dict[str, Any] = {}
     for key, value in values.items():
@@ -93,6 +94,35 @@ def make(kind: type[Config], values: Mapping[str, Any], name: Naming = recipe_ke
             wanted = f"{getattr(made, key)!r}, which another option stands for"
             raise UsageError(name(prefix + key), wanted, repr(value), "leave one of the two out")
     return made.knowing(checked) if hasattr(made, "knowing") else made
+
+
+class Checked:
+    """A config whose fields are checked when it is built, whoever builds it."""
+
+    def __post_init__(self) -> None:
+        """Raises UsageError naming a field with a value that it may not have."""
+        hints = _hints(typing.cast(Any, type(self)))
+        for made in dataclasses.fields(typing.cast(Any, self)):
+            value, hint, where = getattr(self, made.name), hints[made.name], argument(made.name)
+            if dataclasses.is_dataclass(hint):
+                require_config(typing.cast(type, hint), value, where)
+            elif value == () and inner_type(hint)[1]:
+                object.__setattr__(self, made.name, None)
+            elif value not in made.metadata["words"].values():
+                object.__setattr__(self, made.name, check(value, hint, made.metadata, where))
+
+
+@functools.cache
+def _hints(kind: Any) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+def require_config(kind: type[Config], value: Any, where: str) -> Config:
+    """``value`` if it is a config of that kind. Raises UsageError for anything else."""
+    if not isinstance(value, kind):
+        do = f"pass {kind.__name__}(…), or its fields by name"
+        raise UsageError(where, f"a {kind.__name__}", f"a {type(value).__name__}", do)
+    return value
 
 
 def _place(key: str, hints: Mapping[str, Any]) -> str:

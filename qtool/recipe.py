@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from qtool.errors import UsageError
-from qtool.options import as_toml, option
+from qtool.options import Checked, as_toml, option
 
 PRECISIONS = ("32-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true")
 OPTIMIZERS = (
@@ -56,7 +56,7 @@ VARIANTS = ("fp32", "fp16", "int8")
 
 
 @dataclass(frozen=True)
-class TrainConfig:
+class TrainConfig(Checked):
     """How a model is fine-tuned. Field names are recipe keys and flags."""
 
     epochs: int = option(4, "passes over the training data", low=0)
@@ -148,7 +148,7 @@ class QatConfig(TrainConfig):
 
 
 @dataclass(frozen=True)
-class QuantizeConfig:
+class QuantizeConfig(Checked):
     """How a float model becomes a quantized one."""
 
     mode: str = option("ptq", "post-training quantization, or quantization-aware training", choices=MODES)
@@ -224,6 +224,7 @@ class QuantizeConfig:
 
     def __post_init__(self) -> None:
         """Spells out what ``effort`` stands for. Raises UsageError where one of these settings is another already."""
+        super().__post_init__()
         for name, value in settings_of(self.effort, self.weight_bits).items():
             if getattr(self, name) not in (value, type(self).__dataclass_fields__[name].default):
                 raise UsageError(
@@ -269,7 +270,7 @@ CONTRACT_FIELDS = (
 
 
 @dataclass(frozen=True)
-class ExportConfig:
+class ExportConfig(Checked):
     """How a quantized model becomes an ONNX file."""
 
     opset: int | None = option(None, "ONNX opset; by default the one that the target's runtime does best with", low=13)
@@ -283,7 +284,7 @@ class ExportConfig:
 
 
 @dataclass(frozen=True)
-class BenchmarkConfig:
+class BenchmarkConfig(Checked):
     """What is measured, and how long."""
 
     variants: tuple[str, ...] = option(VARIANTS, "which files are compared", choices=(*VARIANTS, "bf16"))
@@ -302,7 +303,7 @@ class BenchmarkConfig:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Recipe(Checked):
     """A whole run: what to take, and what each stage is told."""
 
     model: str = option("resnet", "model spec")

@@ -27,6 +27,7 @@ from qtool.recipe import (
     as_dict,
 )
 from qtool.recipe_files import find_recipe, from_table, load_recipe, override, recipe_names, to_toml
+from qtool.stages.common import configured
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20).filter(lambda text: text != "none")
 
@@ -271,3 +272,37 @@ def test_the_help_of_each_function_lists_its_options() -> None:
         for kind in kinds:
             for name in kind.__annotations__:
                 assert re.search(rf"^ {{8}}{name}=.*: ", text, re.MULTILINE), (function.__name__, name)
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "told"),
+    [
+        (QuantizeConfig, {"mode": "nope"}, "'mode': expected one of ptq, qat; got 'nope'"),
+        (QuantizeConfig, {"weight_bits": "x"}, "'weight_bits': expected a whole number; got 'x'"),
+        (TrainConfig, {"epochs": "2"}, "'epochs': expected a whole number; got '2'"),
+        (QatConfig, {"optimizer": "nope"}, "'optimizer': expected one of adamw"),
+        (Recipe, {"variants": "ptq"}, "'variants': expected a list"),
+        (Recipe, {"train": QuantizeConfig()}, "'train': expected a TrainConfig; got a QuantizeConfig"),
+    ],
+)
+def test_a_config_is_checked_when_it_is_built(kind: Any, values: dict[str, Any], told: str) -> None:
+    with pytest.raises(UsageError, match=f"argument {told}"):
+        kind(**values)
+    with pytest.raises(UsageError, match=f"argument {told}"):
+        dataclasses.replace(kind(), **values)
+
+
+def test_a_config_given_whole_is_of_its_kind_or_a_mapping() -> None:
+    other: Any = TrainConfig()
+    with pytest.raises(UsageError, match="'config': expected a QuantizeConfig; got a TrainConfig"):
+        configured(QuantizeConfig, other, {})
+    with pytest.raises(UsageError, match="'weight_bit': expected a known name"):
+        configured(QuantizeConfig, {"weight_bit": 8}, {})
+
+
+def test_a_config_that_is_built_directly_takes_what_a_recipe_takes() -> None:
+    none: Any = "none"
+    assert Recipe(variants=none).variants is None
+    given: dict[str, Any] = {"batch_size": "auto", "learning_rate": 1, "lora_targets": ["q", "v"]}
+    assert TrainConfig(**given) == make(TrainConfig, given)
+    assert configured(QuantizeConfig, {"ranges": "minmax"}, {}) == make(QuantizeConfig, {"ranges": "minmax"})

@@ -17,7 +17,7 @@ from qtool.artifacts import alone, has_result, output_path, read_result, require
 from qtool.calibration_data import draw
 from qtool.errors import QtoolError, UsageError
 from qtool.given import inputs_of, pairs_of
-from qtool.options import argument, make
+from qtool.options import argument, make, require_config
 from qtool.recipe import QuantizeConfig
 from qtool.source import UNIDENTIFIED, Source
 from qtool.stages.surroundings import Parameters, Result, apart
@@ -45,11 +45,13 @@ def in_turn(stage: Callable[Parameters, Result]) -> Callable[Parameters, Result]
     return waiting
 
 
-def configured(kind: type[Config], config: Config | None, options: Mapping[str, Any]) -> Config:
-    """The config given whole, or one made from keyword arguments; both at once is a mistake."""
+def configured(kind: type[Config], config: Config | Mapping[str, Any] | None, options: Mapping[str, Any]) -> Config:
+    """The config given whole, also as a mapping, or one made from keyword arguments; both at once is a mistake."""
     if config is not None and options:
         raise UsageError(argument("config"), "either config or keyword arguments", "both", "leave one out")
-    return config if config is not None else make(kind, options, argument)
+    if config is None or isinstance(config, Mapping):
+        return make(kind, options if config is None else config, argument)
+    return require_config(kind, config, argument("config"))
 
 
 def finished(
