@@ -53,15 +53,17 @@ def timm_model(name: str, num_classes: int | None, in_channels: int | None, pret
     return model
 
 
-class Logits(nn.Module):
-    """A transformers model whose output is the logits alone, a tensor."""
+def _logits(model: nn.Module) -> nn.Module:
+    """A transformers model whose output is the logits alone, a tensor.
 
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
+    A hook leaves its layers the names that its files, and peft, know them by.
+    """
+    model.register_forward_hook(_logits_of)
+    return model
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.model(*args, **kwargs).logits
+
+def _logits_of(module: nn.Module, inputs: Any, output: Any) -> Any:
+    return output.logits
 
 
 def transformers_model(name: str, num_classes: int | None, in_channels: int | None, pretrained: bool) -> nn.Module:
@@ -78,8 +80,8 @@ def transformers_model(name: str, num_classes: int | None, in_channels: int | No
         kind = _architecture(library, name, config)
         _require_vocabulary(name, config, kind, num_classes)
         if pretrained:
-            return Logits(kind.from_pretrained(name, config=config, ignore_mismatched_sizes=True).float())
-        return Logits(kind(config).float())
+            return _logits(kind.from_pretrained(name, config=config, ignore_mismatched_sizes=True).float())
+        return _logits(kind(config).float())
 
     model: nn.Module = _built("transformers", name, build)
     return model

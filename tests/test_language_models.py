@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -109,9 +110,29 @@ def test_transformers_models_come_from_a_config(text: str, tmp_path: Path) -> No
     run = qtool.train(f"transformers:{tmp_path / 'model'}", text, out=tmp_path / "run", **OPTIONS)
     again = qtool.train(f"transformers:{tmp_path / 'model'}", text, out=tmp_path / "run", **OPTIONS)
     assert again.metrics == run.metrics
+    weights = tmp_path / "model" / "model.safetensors"
+    named = qtool.load_model(f"transformers:{tmp_path / 'model'}", num_classes=256, weights=weights)
+    assert all(torch.equal(value, stored.state_dict()[name]) for name, value in named.state_dict().items())
     with pytest.raises(QtoolError, match="a vocabulary of at least the data's 300 tokens; got 256"):
         qtool.load_model(f"transformers:{tmp_path / 'model'}", num_classes=300)
     found = json.loads((tmp_path / "model" / "config.json").read_text())
     (tmp_path / "model" / "config.json").write_text(json.dumps(found | {"architectures": None}))
     with pytest.raises(QtoolError, match=r"'architectures' in its config\.json; got none recorded"):
         qtool.load_model(f"transformers:{tmp_path / 'model'}", num_classes=256)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_adapters_of_a_transformers_model_are_read_by_peft(text: str, tmp_path: Path) -> None:
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    config = transformers.GPT2Config(vocab_size=256, n_positions=32, n_embd=16, n_layer=1, n_head=2)
+    base = tmp_path / "model"
+    transformers.GPT2LMHeadModel(config).save_pretrained(base)
+    options: dict[str, Any] = OPTIONS | {"weights": "pretrained", "lora": 2, "learning_rate": 0.05}
+    trained = qtool.train(f"transformers:{base}", text, out=tmp_path / "run", **options).model.eval()
+    x = torch.arange(24)[None]
+    plain = transformers.AutoModelForCausalLM.from_pretrained(base).eval()
+    with torch.no_grad():
+        before = plain(x).logits
+        adapted = peft.PeftModel.from_pretrained(plain, tmp_path / "run").eval()(x).logits
+        assert torch.allclose(adapted, trained(x), atol=1e-5)
+    assert not torch.allclose(adapted, before, atol=1e-3)
