@@ -1,10 +1,10 @@
 """What a model's inputs and outputs are packed in, written into a saved graph and known again in another process.
 
-torch stores a graph's structure by the names of its container types, and opens the graph where types of these names
-are registered. Tuples, lists and dicts always are. A named tuple is of the user's own class, so its name and fields are
-stored, and a process without that class gets a like one, with the same attributes. The output types of transformers
-register themselves when their module is imported. Left out on purpose: types of other packages, which have to be
-imported, and registered with torch, by whoever opens the file.
+torch stores a graph's structure by the names of its container types, and opens the graph where types of these names are
+registered. Tuples, lists and dicts always are. A named tuple or a dataclass is of the user's own class, so its name and
+fields are stored, and a process without that class gets a like one, with the same attributes. The output types of
+transformers register themselves when their module is imported. Left out on purpose: types of other packages, which have
+to be imported, and registered with torch, by whoever opens the file.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import warnings
 from collections import namedtuple
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, make_dataclass
 from typing import Any
 
 import torch
@@ -24,15 +24,17 @@ from torch.utils import _pytree as pytree
 
 from qtool.errors import QtoolError, one_line
 
-_NAMED = re.compile(r"qtool\.namedtuple:(\w+):(\w*(?:,\w+)*)")
+_NAMED = re.compile(r"qtool\.(namedtuple|dataclass):(\w+):(\w*(?:,\w+)*)")
 _TRANSFORMERS = re.compile(r'"(transformers\.(?:models\.\w+\.)?modeling_\w+)\.\w+')
 
 
 def name_types(program: torch.export.ExportedProgram) -> None:
-    """Gives each class of named tuples in a program's inputs and outputs the name that a file can hold."""
+    """Gives each class of named tuples and dataclasses of a program's inputs and outputs a name for a file."""
     for spec in (program.call_spec.in_spec, program.call_spec.out_spec):
         for kind in _classes(spec):
-            if kind not in pytree.SUPPORTED_SERIALIZED_TYPES:
+            if is_dataclass(kind):
+                _name_dataclass(kind)
+            elif kind not in pytree.SUPPORTED_SERIALIZED_TYPES:
                 _register(kind)
 
 
@@ -76,7 +78,7 @@ def know_types(program: str) -> None:
             _import(module)
         for found in _NAMED.finditer(spec):
             if found[0] not in pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE:
-                _register(namedtuple(found[1], found[2].split(",") if found[2] else ()))
+                _make(*found.groups())
 
 
 def _import(module: str) -> None:
@@ -88,17 +90,36 @@ def _import(module: str) -> None:
         ) from error
 
 
+def _make(sort: str, name: str, joined: str) -> None:
+    """Registers a class like the one that a file names."""
+    names = joined.split(",") if joined else []
+    if sort == "namedtuple":
+        _register(namedtuple(name, names))
+    else:
+        kind: Any = make_dataclass(name, [(field, Any) for field in names])
+        torch.export.register_dataclass(kind, serialized_type_name=f"qtool.dataclass:{name}:{joined}")
+
+
+def _name_dataclass(kind: Any) -> None:
+    """Names a dataclass that was registered without a name. Transformers' output types have one."""
+    known = pytree.SUPPORTED_SERIALIZED_TYPES[kind]
+    if known.serialized_type_name == pytree.NO_SERIALIZED_TYPE_NAME_FOUND:
+        name = f"qtool.dataclass:{kind.__name__}:{','.join(field.name for field in fields(kind))}"
+        pytree.SUPPORTED_SERIALIZED_TYPES[kind] = known._replace(serialized_type_name=name)
+        pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE[name] = kind
+
+
 def _register(kind: Any) -> None:
     name = f"qtool.namedtuple:{kind.__name__}:{','.join(kind._fields)}"
     pytree._register_namedtuple(kind, serialized_type_name=name)
 
 
 def _classes(spec: Any) -> Iterator[Any]:
-    """The classes of named tuples in a structure."""
+    """The classes of named tuples and dataclasses in a structure."""
     if spec is None:
         return
     for kind in (spec.type, spec.context):
-        if isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields"):
+        if isinstance(kind, type) and (is_dataclass(kind) or (issubclass(kind, tuple) and hasattr(kind, "_fields"))):
             yield kind
     for child in spec.children():
         yield from _classes(child)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import zipfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,6 +51,29 @@ def test_a_named_tuple_is_the_same_where_its_class_is_known_and_alike_where_not(
         assert torch.equal(alike.boxes, x + 1)
         assert torch.equal(alike.scores["score"], x.sum(1))
         assert f"qtool.namedtuple:Other{again}:boxes,scores" in pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE
+
+
+@dataclass
+class Heads:
+    logits: Tensor
+    hidden: dict[str, Tensor]
+    loss: Tensor | None = None
+
+
+class TwoHeads(nn.Module):
+    def forward(self, x: Tensor) -> Heads:
+        return Heads(x + 1, {"first": x.sum(1)})
+
+
+def test_a_dataclass_that_was_registered_without_a_name_is_stored_by_its_fields(tmp_path: Path) -> None:
+    torch.export.register_dataclass(Heads)
+    x, path = torch.randn(2, 3), tmp_path / "two.pt2"
+    save_program(to_program(TwoHeads(), x), path)
+    assert type(as_graph(load_program(path))(x)) is Heads
+    alike = as_graph(load_program(renamed(path, ":Heads:", ":Other:")))(x)
+    assert (type(alike).__name__, alike.loss) == ("Other", None)
+    assert torch.equal(alike.logits, x + 1)
+    assert torch.equal(alike.hidden["first"], x.sum(1))
 
 
 def test_types_of_transformers_are_imported_and_no_other_module(monkeypatch: pytest.MonkeyPatch) -> None:
