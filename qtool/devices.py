@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -216,3 +217,10 @@ def memory_used(device: torch.device) -> int:
         return torch.cuda.memory_allocated(device)
     pages = _read("/proc/self/statm").split()
     return int(pages[1]) * os.sysconf("SC_PAGE_SIZE") if pages else 0
+
+
+def load_inductor() -> None:
+    """Imports the compiler, whose modules use torch.jit, which is deprecated."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        import torch._inductor.compile_fx  # noqa: F401

@@ -131,7 +131,8 @@ def load_program(path: Path) -> torch.export.ExportedProgram:
 def _overheard(said: list[BaseException]) -> Iterator[None]:
     """Keeps the errors that torch logs, instead of printing them: the one it raises names no cause.
 
-    torch 2.11 also remarks that a stream has no file name, and that tensors read from a file are read only.
+    torch 2.11 also remarks that a stream has no file name, and that tensors read from a file are read only; and, of
+    parts of one tensor, that it puts the whole together from them.
     """
 
     def keep(record: logging.LogRecord) -> bool:
@@ -145,6 +146,7 @@ def _overheard(said: list[BaseException]) -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
+            warnings.filterwarnings("ignore", "No complete tensor found in the group", UserWarning)
             yield
     finally:
         logging.disable(silenced)

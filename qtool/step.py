@@ -39,7 +39,7 @@ from torch.optim import Optimizer
 
 from qtool import processes
 from qtool.checkpoint import Files
-from qtool.devices import resolve_device
+from qtool.devices import load_inductor, resolve_device
 from qtool.errors import QtoolError, UsageError
 from qtool.forward import passes_told
 from qtool.nested import call, map_tensors, no_floats, num_samples, split, to_float32
@@ -53,6 +53,7 @@ LossFunction = Callable[[Callable[[Any], Any], Any, Any], tuple[Tensor, "Tensor 
 
 def compiled(function: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
     """``function``, a forward pass of ``module``, compiled. What predicts a step puts its own in this one's place."""
+    load_inductor()
     return torch.compile(function)
 
 

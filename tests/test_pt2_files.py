@@ -294,3 +294,21 @@ def test_torchs_reader_has_its_own_typing_back(tmp_path):
     with pytest.raises(QtoolError):
         load_program(tmp_path / "broken.pt2")
     assert serialize.typing is typing
+
+
+class Parts(nn.Module):
+    """Two weights that are parts of one tensor, as those of experts are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        whole = torch.randn(6, 4)
+        self.first, self.second = nn.Parameter(whole[:4]), nn.Parameter(whole[2:])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.first.T + x @ self.second.T
+
+
+def test_parts_of_one_tensor_are_stored_without_a_word(tmp_path: Path) -> None:
+    model, x = Parts(), torch.randn(3, 4)
+    save_program(to_program(model, x), tmp_path / "parts.pt2")
+    assert torch.equal(as_graph(load_program(tmp_path / "parts.pt2"))(x), model(x))

@@ -180,10 +180,12 @@ def _refused(model: nn.Module, example: Any, error: Exception) -> QtoolError:
         )  # fmt: skip
     wanted = "a graph that torch.export can capture with a dynamic batch"
     if FIXED_SIZE in str(error):
+        do = "write x.shape[0] for len(x), and -1 for the batch in a view"
+        if all(value.dim() < 2 for value in tensors(example)):
+            do += f"; or give batches, if {', '.join(map(_described, tensors(example)))} is one sample"
         return QtoolError(
-            where, wanted, "code that takes the batch size for a constant",
-            f"{_fixed_batch(model, example)}write x.shape[0] for len(x), and -1 for the batch in a view",
-        )  # fmt: skip
+            where, wanted, "code that takes the batch size for a constant", f"{_fixed_batch(model, example)}{do}"
+        )
     return QtoolError(where, wanted, reason_of(error), f"{user_line(error)}{_what_to_do(error)}")
 
 

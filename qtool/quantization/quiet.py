@@ -33,7 +33,7 @@ def quiet_export() -> Iterator[None]:
     said = io.StringIO()
     names = (
         "torch.fx.experimental.symbolic_shapes", "torch.export", "torch._export", "torch._subclasses.fake_tensor",
-        "torch._export.non_strict_utils",
+        "torch._guards", "torch._export.non_strict_utils",
     )  # fmt: skip
     with quiet_loggers(*names, below=logging.CRITICAL), contextlib.redirect_stderr(said), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r"The tensor attributes? .*_flat_weights", category=UserWarning)

@@ -26,7 +26,7 @@ import torch
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
-from qtool.devices import move_graph
+from qtool.devices import load_inductor, move_graph
 from qtool.errors import QtoolError, one_line
 from qtool.nested import to_float32
 from qtool.runtimes.base import Array, Kernel, ProviderError, TensorInfo, check_feeds, is_compute
@@ -229,9 +229,7 @@ def _device(provider: str, asked: str | None) -> str:
 
 def _compiled(module: torch.nn.Module) -> Callable[..., Any]:
     """The module compiled by inductor, once for each set of shapes."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # its modules use torch.jit, which is deprecated
-        import torch._inductor.compile_fx
+    load_inductor()
     compiled: Callable[..., Any] = torch.compile(module, dynamic=False)
     return compiled
 

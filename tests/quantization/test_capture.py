@@ -484,3 +484,9 @@ def test_a_mask_is_applied_whatever_it_is(mask: Tensor, train: bool) -> None:
         set_training(graph, batch_norm=False, dropout=False)
     torch.testing.assert_close(graph(x[:3]), model(x[:3]), rtol=1e-4, atol=1e-5)
     assert not torch.allclose(model(x), model.layers(x), atol=1e-2)
+
+
+def test_a_sample_in_place_of_a_batch_is_told_in_one_line_and_nothing_else(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(QtoolError, match=r"or give batches, if float32 of shape \[8\] is one sample"):
+        capture(nn.Sequential(nn.Linear(8, 4), nn.ReLU()), torch.randn(8))
+    assert capfd.readouterr() == ("", "")

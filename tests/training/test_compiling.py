@@ -1,4 +1,6 @@
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -92,3 +94,9 @@ def test_triton_is_asked_for_on_a_gpu(monkeypatch):
     monkeypatch.setattr(compiling.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(QtoolError, match="Triton"):
         compiling.require_compiler("cuda")
+
+
+@pytest.mark.slow
+def test_the_compiler_s_own_warnings_are_no_errors_of_the_caller_s() -> None:
+    code = "import warnings; warnings.simplefilter('error'); from qtool.devices import load_inductor; load_inductor()"
+    subprocess.run([sys.executable, "-c", code], check=True)
