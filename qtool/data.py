@@ -44,7 +44,7 @@ from qtool.datasets import Images, Labels, Preprocessing, measure, read_idx, rea
 from qtool.errors import QtoolError, UsageError, nearest
 from qtool.factories import is_factory, load_factory
 from qtool.folders import read_hub, read_imagefolder
-from qtool.given import IGNORED
+from qtool.labels import IGNORED
 from qtool.loaders import opened
 from qtool.samples import Samples, targets_of
 from qtool.text import LENGTH, read_text

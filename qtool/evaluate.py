@@ -31,8 +31,8 @@ from torch import Tensor
 from qtool import processes
 from qtool.data import batches
 from qtool.errors import QtoolError
-from qtool.given import IGNORED
 from qtool.intervals import mean_interval, paired_interval
+from qtool.labels import IGNORED
 from qtool.tasks import Task, finished, loss_of, metrics_of
 
 Predict = Callable[[Any], Any]

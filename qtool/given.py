@@ -24,9 +24,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from qtool.errors import QtoolError, UsageError
+from qtool.labels import judged, moved_on
 
-IGNORED = -100
-"""The target of a token or a pixel that no loss and no metric counts: the ``ignore_index`` of torch's cross-entropy."""
 LABELS = ("labels", "label", "label_ids")
 """What the target is called in the dicts of Hugging Face's datasets and collators: of several, the first."""
 
@@ -62,8 +61,6 @@ def pair_of(batch: Any, moved: bool | None = None) -> tuple[Any, Any]:
 
 def _labelled(batch: Mapping[str, Any], moved: bool | None) -> tuple[Any, Any]:
     """(input, target) of a dict by itself: without texts, and with lists of numbers, as ``datasets`` gives them."""
-    from qtool.labels import judged, moved_on
-
     label = _label(batch)
     inputs = {name: _numbers(item) for name, item in batch.items() if name != label and not _leaf_is(item, str)}
     if label is None or not inputs:
@@ -148,8 +145,6 @@ class Reading:
 
     def __call__(self, batch: Any) -> tuple[Any, Any]:
         """(input, target) of a batch."""
-        from qtool.labels import judged
-
         if self.moved is None and (verdict := judged([token_labels(batch)])):
             verdict.tell("data")
             self.moved = verdict.moved

@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from qtool.errors import QtoolWarning
-from qtool.given import IGNORED
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+IGNORED = -100
+"""The target of a token or a pixel that no loss and no metric counts: the ``ignore_index`` of torch's cross-entropy."""
 ENOUGH = 8
 """Labels that repeat their input by chance once in 10⁸ sets of masked tokens."""
 MOVED = ("ForCausalLM", "LMHeadModel")

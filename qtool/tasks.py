@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from qtool.devices import out_of_memory
 from qtool.errors import OWN, QtoolError, UsageError, nearest, one_line
 from qtool.factories import is_factory, load_factory
-from qtool.given import IGNORED
+from qtool.labels import IGNORED
 
 
 @runtime_checkable

@@ -31,7 +31,7 @@ from torch.utils.data import Dataset
 
 from qtool.datasets import absent
 from qtool.errors import QtoolError, UsageError, one_line
-from qtool.given import IGNORED
+from qtool.labels import IGNORED
 
 LENGTH = 128
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")

@@ -10,7 +10,7 @@ import torch
 
 from qtool.data import EMBEDDED, load_data
 from qtool.errors import QtoolError, UsageError
-from qtool.given import IGNORED
+from qtool.labels import IGNORED
 from qtool.text import Windows, read_text
 
 

@@ -25,7 +25,7 @@ import torch
 from qtool import evaluate, paired
 from qtool.benchmarking.inputs import Layout, to_feeds
 from qtool.errors import QtoolError
-from qtool.given import IGNORED
+from qtool.labels import IGNORED
 from qtool.nested import cut, from_arrays, packed
 from qtool.runtimes.base import Array, Session
 from qtool.tasks import Task

@@ -19,7 +19,8 @@ own, afterwards, they left 24.7 dB instead of 26.0).
 
 Steps of fewer bits are another matter: rounding 4-bit weights to nearest left a ResNet-20 on CIFAR-10 at 25.5 dB, with
 its small layers refitted, and a language model of bytes, weights alone, at 42.2 dB; with all of them refitted they are
-at 29.8 and 48.7 dB. So with weights of at most 6 bits every layer is refitted, as far as rows of its inputs tell.
+at 29.8 and 48.7 dB. So with weights of at most 6 bits layers of up to ``FEW_COARSE`` inputs are refitted; beyond that
+the algebra takes minutes and gigabytes for a ResNet-50.
 
 Integers and biases are saved beside the ranges, so that a quantization that is repeated from there needs no samples.
 """
@@ -47,8 +48,8 @@ from qtool.quantization.stored_weights import integers_of, store_integers
 
 FEW = 128
 """The most inputs of a layer that is refitted."""
-COARSE = 31
-"""The largest integer of weights that are refitted whatever a layer's inputs: those of 6 bits."""
+COARSE, FEW_COARSE = 31, 1152
+"""The largest integer of weights of few bits, 6, and the most inputs of a layer that is refitted with those."""
 SAMPLES, ROWS = 128, 2048
 """How many samples are walked, and about how many rows of theirs a layer is fitted to."""
 BUDGET = 2**27
@@ -57,7 +58,7 @@ BUDGET = 2**27
 
 @torch.no_grad()
 def gptq_small(subject: Subject) -> None:
-    """Refits the integers of layers that are small or of few bits, and corrects all biases, in order, in place."""
+    """Refits small layers' integers and corrects the biases of all integer layers, in order, in place."""
     if "gptq" in (subject.config.algorithms or ()):
         raise NothingToDo("gptq refits all layers")
     anchors = subject.anchors()
@@ -70,7 +71,8 @@ def gptq_small(subject: Subject) -> None:
     for count, layer in enumerate(in_order(walked, all_kinds=True, budget=BUDGET)):
         subject.report(f"gptq-small {layer.name}", count, len(anchors))
         before, better = integers_of(subject.graph, layer.node), False
-        if layer.num_inputs > FEW and layer.qmax > COARSE or layer.node in shared or reason(layer.node):
+        most = FEW_COARSE if layer.qmax <= COARSE else FEW
+        if layer.num_inputs > most or layer.node in shared or reason(layer.node):
             layer.correct_bias()
         else:
             better = fit(layer, journal, num_rows=ROWS)
