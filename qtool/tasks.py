@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qtool.devices import out_of_memory
-from qtool.errors import OWN, QtoolError, UsageError, nearest, one_line
+from qtool.errors import OWN, QtoolError, UsageError, nearest, one_line, reason_of
 from qtool.factories import is_factory, load_factory
 from qtool.labels import IGNORED
 
@@ -63,7 +63,7 @@ class Task(Protocol):
 class Classification:
     """One class per sample: cross-entropy in nats; ``top1``, and ``top5`` where there are more than five classes.
 
-    Outputs are N×C logits, or a mapping with ``logits`` (transformers' outputs are), targets N class indices (int64). A
+    Outputs are N×C logits, or a mapping with ``logits`` (transformers' outputs are), targets N class indices. A
     target of −100 is not counted. A tie counts as right only if the class comes first.
     """
 
@@ -74,7 +74,7 @@ class Classification:
 
     def loss(self, output: Any, target: Any) -> tuple[Tensor, Tensor]:
         """Summed cross-entropy of the softmax, with ``label_smoothing`` spread over all classes; samples counted."""
-        output = _checked(output, target)
+        output, target = _checked(output, target)
         try:
             losses = F.cross_entropy(output.float(), target, reduction="sum", label_smoothing=self.label_smoothing)
         except IndexError as error:
@@ -89,7 +89,7 @@ class Classification:
 
     def metrics(self, output: Any, target: Any) -> dict[str, Tensor | float]:
         """How many of the batch are right, at first and among the first five."""
-        output = _checked(output, target)
+        output, target = _checked(output, target)
         sums: dict[str, Tensor | float] = {"top1": (output.argmax(1) == target).sum()}
         if output.shape[1] > 5:
             sums["top5"] = (output.topk(5, dim=1).indices == target[:, None]).sum()
@@ -100,7 +100,7 @@ def _logits(output: Any) -> Any:
     return output["logits"] if isinstance(output, Mapping) and "logits" in output else output
 
 
-def _checked(output: Any, target: Any) -> Tensor:
+def _checked(output: Any, target: Any) -> tuple[Tensor, Tensor]:
     _require_targets("classification", target)
     output = _logits(output)
     if not isinstance(output, Tensor) or output.ndim != 2 or target.shape != output.shape[:1]:
@@ -115,7 +115,7 @@ def _checked(output: Any, target: Any) -> Tensor:
         got = str(target.dtype).removeprefix("torch.")
         do = "return target.long(), or pass a task of your own, --task FILE.py:factory"
         raise QtoolError("task 'classification'", "class indices (int64)", f"targets of {got}", do)
-    return output
+    return output, target.long()
 
 
 def _require_targets(task: str, target: Any) -> None:
@@ -127,7 +127,7 @@ def _require_targets(task: str, target: Any) -> None:
 class LanguageModelling:
     """The next token at every place: cross-entropy in nats per token; ``top1`` of the tokens, and ``perplexity``.
 
-    Outputs are N×T×V logits, or a mapping with ``logits``, targets N×T token indices (int64). A target of −100 is not
+    Outputs are N×T×V logits, or a mapping with ``logits``, targets N×T token indices. A target of −100 is not
     counted, so windows weigh as many tokens as they have, and means are over tokens. Perplexity is exp(mean loss),
     without label smoothing's part.
     """
@@ -140,14 +140,14 @@ class LanguageModelling:
 
     def loss(self, output: Any, target: Any) -> tuple[Tensor, Tensor]:
         """Summed cross-entropy over the counted tokens, and their number."""
-        output = _checked_tokens(output, target)
+        output, target = _checked_tokens(output, target)
         logits = output.float().flatten(0, 1)
         losses = F.cross_entropy(logits, target.flatten(), reduction="sum", label_smoothing=self.label_smoothing)
         return losses, (target != IGNORED).sum()
 
     def metrics(self, output: Any, target: Any) -> dict[str, Tensor | float]:
         """How many counted tokens are right; the plain negative log-likelihood, where smoothing hides it."""
-        output = _checked_tokens(output, target)
+        output, target = _checked_tokens(output, target)
         sums: dict[str, Tensor | float] = {"top1": (output.argmax(-1) == target).sum()}
         if self.label_smoothing:
             sums["nll"] = F.cross_entropy(output.float().flatten(0, 1), target.flatten(), reduction="sum")
@@ -162,7 +162,7 @@ def _exp(value: float) -> float:
     return math.exp(value) if value < 700 else math.inf
 
 
-def _checked_tokens(output: Any, target: Any) -> Tensor:
+def _checked_tokens(output: Any, target: Any) -> tuple[Tensor, Tensor]:
     _require_targets("language-modelling", target)
     output = _logits(output)
     if not isinstance(output, Tensor) or output.ndim != 3 or target.shape != output.shape[:2]:
@@ -171,7 +171,7 @@ def _checked_tokens(output: Any, target: Any) -> Tensor:
             "task 'language-modelling'", "N×T×vocabulary logits and N×T token indices",
             f"output {got}, target {tuple(target.shape)}", "use a language model with --data text:FILE",
         )  # fmt: skip
-    return output
+    return output, target.long()
 
 
 BUILT_INS: dict[str, Callable[[float], Task]] = {
@@ -195,7 +195,13 @@ def load_task(spec: str, *, label_smoothing: float = 0.0) -> Task:
 
 
 def require_task(task: Any, where: str) -> Task:
-    """``task`` itself. Raises QtoolError naming the attributes of a task that it does not have."""
+    """``task`` itself, or one of a class. Raises QtoolError naming the attributes of a task that it does not have."""
+    if isinstance(task, type):
+        try:
+            task = task()
+        except OWN as error:
+            got = f"the class {task.__name__}: {reason_of(error)}"
+            raise QtoolError(where, "a task", got, "pass an object of the class") from error
     missing = [name for name in ("name", "metric", "higher_is_better", "loss", "metrics") if not hasattr(task, name)]
     if missing or not isinstance(task, Task):
         got = f"a {type(task).__name__} with no {', '.join(missing)}"

@@ -231,3 +231,23 @@ def test_language_modelling_wants_sequences() -> None:
 def test_another_output_is_told_which_task_may_take_it(output: torch.Tensor, advice: str) -> None:
     with pytest.raises(QtoolError, match=advice):
         Classification().loss(output, torch.zeros(output.shape[0], *output.shape[2:], dtype=torch.int64))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8])
+def test_indices_of_any_integer_type_are_classes(dtype: torch.dtype) -> None:
+    output, target = torch.randn(8, 200), torch.tensor([0, 1, 2, 3, 4, 5, 100, 156])
+    task = Classification()
+    assert task.metrics(output, target.to(dtype)) == task.metrics(output, target)
+    assert [float(x) for x in task.loss(output, target.to(dtype))] == [float(x) for x in task.loss(output, target)]
+
+
+def test_a_class_of_a_task_stands_for_one_of_it() -> None:
+    assert isinstance(open_task(Classification), Classification)  # type: ignore[arg-type]
+
+    class Weighed(Classification):
+        def __init__(self, weight: float) -> None: ...
+
+    with pytest.raises(
+        QtoolError, match=r"argument 'task': expected a task; got the class Weighed: TypeError: .*weight"
+    ):
+        open_task(Weighed)  # type: ignore[arg-type]

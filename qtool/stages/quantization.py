@@ -83,6 +83,8 @@ def quantize(
     from qtool.training import rules
 
     config, tuning = _quantize_configs(config, qat, options)
+    if validation is not None and not config.has_contract:
+        raise _unused("validation")
     source, folder = _quantize_source(model, data, task, weights, writable(out), tuning, trust)
     settings = _settings(config, tuning)
     inputs, drawn = calibration_of(config, source)
@@ -190,9 +192,13 @@ def _require_use(config: QuantizeConfig) -> None:
         )
     for name in ("metric", "method", "validation_samples", "time_budget"):
         if not config.has_contract and getattr(config, name) != getattr(default, name):
-            raise UsageError(
-                argument(name), "max_drop, max_kl or min_agreement beside it", "none of them", "say what may be lost"
-            )
+            raise _unused(name)
+
+
+def _unused(name: str) -> UsageError:
+    return UsageError(
+        argument(name), "max_drop, max_kl or min_agreement beside it", "none of them", "say what may be lost"
+    )
 
 
 def _require_bits_at_edges(config: QuantizeConfig) -> None:

@@ -301,6 +301,7 @@ def test_too_few_samples_for_an_agreement_are_told_before_any_is_read(
         ({"max_drop": 5.0, "validation_samples": 20}, "at least 38 validation samples"),
         ({"metric": "top1"}, "'metric': expected max_drop, max_kl or min_agreement beside it; got none of them"),
         ({"time_budget": 5.0}, "'time_budget': expected max_drop"),
+        ({"validation": [torch.zeros(2)]}, "'validation': expected max_drop"),
         ({"percentile": 99.5}, "'percentile': expected ranges 'percentile' beside it; got 'network'"),
         ({"max_drop": -1.0}, "argument 'max_drop': expected at least 0"),
         ({"max_drop": 5.0, "method": "magic"}, "argument 'method': expected one of auto, ptq, given"),
