@@ -19,11 +19,9 @@ import datetime
 import errno
 import glob
 import hashlib
-import importlib.metadata
 import json
 import math
 import os
-import platform
 import shutil
 import sys
 import tempfile
@@ -34,15 +32,12 @@ from pathlib import Path
 from typing import Any
 
 from qtool.errors import QtoolError, UsageError
+from qtool.machine import environment
 
 SCHEMA_VERSION = 1
 STAGES = ("train", "quantize", "export", "benchmark")
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 WAIT_SECONDS = 10.0
-_PACKAGES = (
-    "qtool", "torch", "torchao", "onnx", "onnxscript", "onnxruntime", "onnxruntime-gpu",
-    "bitsandbytes", "safetensors", "numpy", "openvino", "torchvision", "timm", "transformers",
-)  # fmt: skip
 
 
 def sha256_of(path: Path) -> str:
@@ -158,41 +153,6 @@ def finite(value: Any) -> Any:
     return value
 
 
-def environment() -> dict[str, Any]:
-    """Versions, platform and CPU features of this process: what a number depends on."""
-    packages = {}
-    for name in _PACKAGES:
-        try:
-            packages[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return {
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "cpu": cpu_info(),
-        "packages": packages,
-    }
-
-
-VNNI = ("avx512_vnni", "avx_vnni")
-"""Features with either of which an x86 CPU adds products of bytes in 32 bits."""
-
-
-def cpu_info() -> dict[str, Any]:
-    """The CPU's name, the cores this process may use, and the features that integer kernels depend on."""
-    text = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    lines = (line.partition(":") for line in text.splitlines())
-    fields = {key.strip(): value.strip() for key, colon, value in lines if colon}
-    flags = set(fields.get("flags", fields.get("Features", "")).split())
-    known = ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "amx_int8", "avx512_bf16", "asimddp", "i8mm")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return {
-        "name": fields.get("model name", platform.processor() or platform.machine()),
-        "cores": cores,
-        "features": [flag for flag in known if flag in flags],
-    }
-
-
 def pending(run: Path, stage: str) -> Path:
     """Where the files of a stage wait for their commit."""
     return run / f".{stage}-pending"
@@ -247,7 +207,10 @@ def alone(folder: Path, stage: str, tell: Callable[[str], None] | None = None) -
 
 def _locked(folder: Path) -> int | None:
     """An open handle of the folder that is locked; None where another process has it, or took it away meanwhile."""
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:  # it was there, and is gone again
+        return None
     if sys.platform == "win32":  # it has no such locks
         return os.open(os.devnull, os.O_RDONLY)
     try:

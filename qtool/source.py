@@ -245,9 +245,9 @@ def _with_labels(data: Any, moved: bool | None) -> Any:
         return None if data is None else labelled(data, moved)
     parts = {part: getattr(data, part) for part in ("train", "validation", "test")}
     own = {part: samples for part, samples in parts.items() if isinstance(samples, Samples)}
-    if moved is not None:
+    if moved is not None and own:
         return dataclasses.replace(data, **{p: s.judged_as(labels.Verdict(moved)) for p, s in own.items()})
-    if "train" in own and own["train"].verdict:
+    if moved is None and "train" in own and own["train"].verdict:
         own["train"].verdict.tell(own["train"].where)
     return data
 

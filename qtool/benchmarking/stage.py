@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from qtool.artifacts import cpu_info
 from qtool.benchmarking.accuracy import Compare, Scores, is_finite, judge, predict, unjudged
 from qtool.benchmarking.claims import HALVES, check_claim, is_integer, slower_causes, slower_sentence, stored_format
 from qtool.benchmarking.inputs import Layout, random_feeds, require_known, sized_feeds, with_scalars
@@ -26,6 +25,7 @@ from qtool.benchmarking.process import Worker, race, whole_cores
 from qtool.benchmarking.regression import compare_with, read_benchmark, require_common, require_same_model
 from qtool.benchmarking.size import measure_size
 from qtool.errors import UsageError
+from qtool.machine import cpu_info
 from qtool.recipe import BenchmarkConfig
 from qtool.runtimes import RUNTIMES, open_session, openvino
 from qtool.runtimes.base import Array

@@ -32,13 +32,13 @@ import onnxruntime
 import torch
 from torch import Tensor
 
-from qtool.artifacts import VNNI, cpu_info
 from qtool.exporting.drawn import drawn
 from qtool.exporting.gates import Gate
 from qtool.exporting.integer_reference import IntegerReference
 from qtool.exporting.simulation import QuantizerRecorder
 from qtool.form import QuantizedModel
 from qtool.lstm import OPERATOR
+from qtool.machine import VNNI, cpu_info
 from qtool.nested import num_samples, samples_of, tensors
 from qtool.runtimes import open_session
 from qtool.runtimes.base import to_array

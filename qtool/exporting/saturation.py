@@ -21,13 +21,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from qtool.artifacts import VNNI, cpu_info
 from qtool.exporting.gates import Gate
 from qtool.exporting.integer_arithmetic import Quantized
 from qtool.exporting.integer_graph import Node, Unit
 from qtool.exporting.integer_kernels import windows
 from qtool.exporting.integer_reference import IntegerReference, dynamic_lstm, real
 from qtool.lstm import OPERATOR
+from qtool.machine import VNNI, cpu_info
 
 Array = npt.NDArray[Any]
 LIMIT = 2**15 - 1

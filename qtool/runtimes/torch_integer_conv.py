@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from qtool.artifacts import VNNI, cpu_info
 from qtool.form import padding_of
+from qtool.machine import VNNI, cpu_info
 
 aten, names = torch.ops.aten, torch.ops.quantized_decomposed
 

@@ -14,6 +14,7 @@ from qtool.options import argument, documented
 from qtool.recipe import BenchmarkConfig, as_dict
 from qtool.source import UNIDENTIFIED, open_data, open_task, recall_source, recall_task, require_run_directory
 from qtool.stages.common import AnyPath, Progress, configured, finished, run_of, teller, writable
+from qtool.stages.surroundings import apart
 
 if TYPE_CHECKING:
     from qtool.benchmarking.accuracy import Scores
@@ -25,6 +26,7 @@ NO_TASK = (
 )
 
 
+@apart
 @documented(BenchmarkConfig)
 def benchmark(
     what: AnyPath | ExportResult | Mapping[str, AnyPath] | Sequence[AnyPath],

@@ -20,8 +20,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from qtool.artifacts import atomic_path, environment, write_json
+from qtool.artifacts import atomic_path, write_json
 from qtool.errors import QtoolError, UsageError, nearest, one_line
+from qtool.machine import environment
 from qtool.options import make
 from qtool.recipe import TrainConfig, as_dict
 from qtool.stages.common import AnyPath, Progress, teller, writable

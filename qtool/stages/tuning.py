@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from qtool.artifacts import cpu_info, earlier, sha256_of
+from qtool.artifacts import earlier, sha256_of
+from qtool.machine import cpu_info
 from qtool.recipe import ExportConfig
 
 if TYPE_CHECKING:

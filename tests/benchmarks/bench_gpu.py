@@ -171,7 +171,7 @@ def machine() -> dict[str, Any]:
     """What the figures are of; asked in a process of its own, since a driver that fails must not end the whole."""
     import torch
 
-    from qtool.artifacts import cpu_info, environment
+    from qtool.machine import cpu_info, environment
 
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     return {

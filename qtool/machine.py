@@ -1,0 +1,49 @@
+"""The machine and the packages that a figure was made with: what a number depends on beside the code."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+_PACKAGES = (
+    "qtool", "torch", "torchao", "onnx", "onnxscript", "onnxruntime", "onnxruntime-gpu",
+    "bitsandbytes", "safetensors", "numpy", "openvino", "torchvision", "timm", "transformers",
+)  # fmt: skip
+
+
+def environment() -> dict[str, Any]:
+    """Versions, platform and CPU features of this process: what a number depends on."""
+    packages = {}
+    for name in _PACKAGES:
+        try:
+            packages[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpu": cpu_info(),
+        "packages": packages,
+    }
+
+
+VNNI = ("avx512_vnni", "avx_vnni")
+"""Features with either of which an x86 CPU adds products of bytes in 32 bits."""
+
+
+def cpu_info() -> dict[str, Any]:
+    """The CPU's name, the cores this process may use, and the features that integer kernels depend on."""
+    text = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    lines = (line.partition(":") for line in text.splitlines())
+    fields = {key.strip(): value.strip() for key, colon, value in lines if colon}
+    flags = set(fields.get("flags", fields.get("Features", "")).split())
+    known = ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "amx_int8", "avx512_bf16", "asimddp", "i8mm")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {
+        "name": fields.get("model name", platform.processor() or platform.machine()),
+        "cores": cores,
+        "features": [flag for flag in known if flag in flags],
+    }
