@@ -321,6 +321,7 @@ class Recipe(Checked):
 
     def __post_init__(self) -> None:
         """Raises UsageError for a variant that is named twice: each has one folder."""
+        super().__post_init__()
         variants = self.variants or ()
         if twice := next((name for name in variants if variants.count(name) > 1), None):
             raise UsageError("recipe key 'variants'", "each variant once", f"'{twice}' again", "leave it out")

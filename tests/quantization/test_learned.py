@@ -163,7 +163,7 @@ def test_resumed_with_learned_steps_and_an_average_gives_the_same_bits(trained: 
 
 def test_training_starts_from_the_ranges_asked_for(trained: nn.Module) -> None:
     config_ = QuantizeConfig(mode="qat", ranges="percentile", percentile=90.0)
-    untrained = config(max_steps=0, step_size="learned")
+    untrained = config(step_size="learned")
     made = quantize(
         trained, config_, example=TRAIN[:2], calibration=[TRAIN], tuning=untrained, qat=lambda *_: None,
     )  # fmt: skip
