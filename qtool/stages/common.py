@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from qtool.artifacts import alone, has_result, output_path, read_result, require_writable
+from qtool.artifacts import alone, earlier, output_path, require_writable
 from qtool.calibration_data import draw
 from qtool.errors import QtoolError, UsageError
 from qtool.given import inputs_of, pairs_of
@@ -63,9 +63,9 @@ def finished(
     ``tell`` takes a line that says so, or what has changed since. Raises QtoolError for an output that was changed: it
     is not used, and not overwritten unasked.
     """
-    if not has_result(run, stage) or UNIDENTIFIED in inputs.values():
+    result = earlier(run, stage)
+    if result is None or UNIDENTIFIED in inputs.values():
         return False
-    result = read_result(run, stage, verify=False, stale=True)
     gone = [entry["file"] for entry in result["outputs"].values() if not (run / entry["file"]).exists()]
     changed = [*_changed(result["inputs"], inputs), *_changed(result["config"], json.loads(json.dumps(config)))]
     if "stale" in result or gone or changed:

@@ -71,3 +71,12 @@ def test_a_stage_says_that_it_is_finished_or_what_has_changed(tmp_path: Path) ->
         "train: again, since 'weights' is gone",
         "train: again, since a gate failed",
     ]
+
+
+@pytest.mark.parametrize("text", ["{", '{"schema": 0}', "[]"])
+def test_a_stage_whose_result_cannot_be_read_is_done_again_as_its_error_says(tmp_path: Path, text: str) -> None:
+    with staging(tmp_path, "train"):
+        write_result(tmp_path, "train", config={"a": 1}, inputs={"data": "x"}, outputs={}, metrics={})
+    assert finished(tmp_path, "train", {"a": 1}, {"data": "x"})
+    (tmp_path / "train.json").write_text(text)
+    assert not finished(tmp_path, "train", {"a": 1}, {"data": "x"})
