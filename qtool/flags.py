@@ -299,7 +299,7 @@ def _meant(error: click.NoSuchOption, ctx: click.Context | None) -> str | None:
     told = nearest_option(error.option_name.lstrip("-").replace("-", "_"), options)
     if found := re.fullmatch(r"did you mean '(\w+)'\?", told):
         return f"did you mean {options[found[1]]}?"
-    close = difflib.get_close_matches(error.option_name, error.possibilities or (), n=1, cutoff=0.0)
+    close = difflib.get_close_matches(error.option_name, error.possibilities or (), n=1, cutoff=0.6)
     return f"did you mean {close[0]}?" if close else None
 
 

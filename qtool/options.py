@@ -40,7 +40,7 @@ ELSEWHERE = {
     "lora_targets": ("target_modules",),
     "strategy": ("fsdp", "distributed"),
     "overrides": ("ignored_scope", "nodes_to_exclude", "modules_to_not_convert", "exclude"),
-    "calibration": ("subset_size", "num_calibration_samples", "calibration_samples"),
+    "calibration": ("subset_size", "samples", "num_samples", "num_calibration_samples", "calibration_samples"),
     "ranges": ("calibrate_method", "calibration_method", "calib_method"),
     "weights_only": ("weight_only",),
     "out": ("output_dir", "save_dir", "default_root_dir"),

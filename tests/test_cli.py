@@ -169,6 +169,8 @@ def test_completion_completes_commands_options_choices_and_recipes(words: str, f
         (["train", "--lr", "1e-3"], ["--lr", "did you mean --learning-rate?"]),
         (["train", "--gradient-accumulation-steps", "4"], ["did you mean --micro-batches?"]),
         (["train", "--output-dir", "x"], ["did you mean --out?"]),
+        (["quantize", "--samples", "32"], ["did you mean --calibration?"]),
+        (["quantize", "--fuzzy", "32"], ["got --fuzzy; see 'qtool quantize --help'"]),
         (["train", "--data", "fashion-mnist", "--out", "x"], ["qtool train: expected --model; got nothing"]),
         (["train", "--model", "resnet", "--out", "x"], ["expected --data"]),
         (["train", "--model", "resnet", "--data", "fashion-mnist"], ["expected --out"]),
