@@ -110,6 +110,7 @@ def test_the_public_names_exist_and_others_do_not() -> None:
         assert getattr(qtool, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'trian'"):
         _ = qtool.trian  # type: ignore[attr-defined]
+    assert (Path(qtool.__file__).parent / "py.typed").exists(), "so that a caller's type checker knows their types"
 
 
 @pytest.mark.parametrize(
