@@ -52,6 +52,36 @@ def test_the_same_matrix_twice_is_stored_once() -> None:
     assert [tuple(value.shape) for value in graph.parameters()].count((4, 4)) == 1
 
 
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("turn", ["T", "mT", "t", "transpose", "permute", "addmm"])
+def test_a_product_with_a_transposed_matrix_is_a_linear_layer_of_the_matrix(turn: str, train: bool) -> None:
+    """Square, so that a transpose too many would not be told by the shape."""
+
+    class Layer(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            if turn == "addmm":
+                return torch.addmm(self.bias, x, self.weight.T)
+            turned = {"T": lambda w: w.T, "mT": lambda w: w.mT, "t": torch.t}
+            turned |= {"transpose": lambda w: w.transpose(-1, 0), "permute": lambda w: w.permute(-1, 0)}
+            return x @ turned[turn](self.weight)
+
+    torch.manual_seed(0)
+    model, x = Layer(4, 4), torch.randn(3, 4)
+    graph = capture(model, x, train=train)
+    assert targets(graph) == [aten.linear.default]
+    torch.testing.assert_close(graph(x), model(x))
+    assert next(graph.parameters()).requires_grad
+
+
+def test_a_matrix_that_is_not_transposed_after_all_is() -> None:
+    class Layer(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.weight.T.transpose(0, 1) + x @ self.weight.transpose(1, 1).permute(0, 1)
+
+    model, x = Layer(4, 4), torch.randn(3, 4)
+    torch.testing.assert_close(capture(model, x)(x), model(x))
+
+
 def test_scaled_sums_and_products_of_activations_stay() -> None:
     class Scores(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
