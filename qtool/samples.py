@@ -188,7 +188,9 @@ class Samples(Dataset[tuple[Any, Any]]):
     def content(self) -> str:
         """A sha256 of what can be read without running the user's code: targets, and inputs held in memory."""
         digest = hashlib.sha256(f"{len(self.dataset)}".encode())
-        held: Sequence[Tensor] = _tensors(self.dataset) or ([] if self.targets is None else [self.targets])
+        held: Sequence[Tensor] = _tensors(self.dataset) or [
+            *tensors(getattr(self.dataset, "tensors", ())), *tensors((self.targets,)),
+        ]  # fmt: skip
         if isinstance(self.dataset, tuple | list):
             held = [leaf for row in self.rows for leaf in tensors(self._batch([row]))]
         for tensor in held:
@@ -204,11 +206,16 @@ def _items(value: Any) -> str:
     return f"{len(value)} item{'s' * (len(value) != 1)}" if isinstance(value, tuple | list) else type(value).__name__
 
 
+def _is(kind: Any, dataset: Any) -> bool:
+    """Whether a dataset is of ``kind`` and gives its samples as that does: a class made from it may change them."""
+    return isinstance(dataset, kind) and type(dataset).__getitem__ is kind.__getitem__
+
+
 def _tensors(dataset: Any) -> tuple[Tensor, Tensor] | None:
     """(inputs, targets) of a dataset that is two tensors; None for any other."""
-    if isinstance(dataset, TensorDataset) and len(dataset.tensors) == 2:
+    if _is(TensorDataset, dataset) and len(dataset.tensors) == 2:
         return dataset.tensors[0].cpu(), dataset.tensors[1].cpu()
-    if isinstance(dataset, Subset) and (whole := _tensors(dataset.dataset)):
+    if _is(Subset, dataset) and (whole := _tensors(dataset.dataset)):
         at = torch.as_tensor(dataset.indices)
         return whole[0][at], whole[1][at]
     return None
@@ -236,10 +243,10 @@ def _targets(samples: Samples) -> Tensor | None:
 
 def _stored(dataset: Any) -> Any:
     """The targets of all samples where the dataset, or what it is a part of or made of, has them; else None."""
-    if isinstance(dataset, Subset):
+    if _is(Subset, dataset):
         whole = _as_tensor(_stored(dataset.dataset))
         return None if whole is None or not whole.dim() else whole[torch.as_tensor(dataset.indices)]
-    if isinstance(dataset, ConcatDataset):
+    if _is(ConcatDataset, dataset):
         parts = [_as_tensor(_stored(part)) for part in dataset.datasets]
         known = [part for part in parts if part is not None and part.dim() == 1]
         return torch.cat(known) if len(known) == len(parts) else None

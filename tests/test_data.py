@@ -295,6 +295,33 @@ def test_fast_and_slow_paths_give_the_same_batches(count: int, size: int, random
         assert torch.equal(torch.cat([b for _, b in got]), y[order])
 
 
+class Changed(TensorDataset):
+    def __getitem__(self, index: int) -> tuple[Any, ...]:
+        x, y = super().__getitem__(index)
+        return 10 * x, y + 1
+
+
+class ChangedPart(Subset[Any]):
+    def __getitem__(self, index: int) -> tuple[Any, ...]:  # type: ignore[override]
+        x, y = super().__getitem__(index)
+        return 10 * x, y + 1
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self[index] for index in indices]
+
+
+def test_samples_are_what_a_class_made_from_a_set_of_tensors_makes_of_them() -> None:
+    x, y = torch.arange(8.0).view(4, 2), torch.tensor([0, 1, 0, 1])
+    changed = Changed(x, y)
+    for source in (changed, Subset(changed, range(4)), ChangedPart(TensorDataset(x, y), range(4))):
+        inputs, targets = next(batches(source, 4))
+        assert torch.equal(inputs, 10 * x)
+        assert torch.equal(targets, y + 1)
+        assert targets_of(source).tolist() == [1, 2, 1, 2]
+    one, other = (from_mapping({"train": s, "test": s}).identity for s in (changed, Changed(x + 1, y)))
+    assert one != other
+
+
 def test_the_default_order_is_as_stored(npz: Path) -> None:
     data = load_data(f"npz:{npz}")
     assert torch.equal(torch.cat([y for _, y in batches(data.test, 5)]), torch.arange(12) % 3)
