@@ -2,7 +2,8 @@
 
 A network of L equal blocks then holds L inputs and the inside of one block, for one more forward pass
 (arXiv 1604.06174). The results are the same, bit for bit: random generators are put back before a block
-is recomputed, and its batch-norm statistics do not move a second time.
+is recomputed, and so are buffers that it moves (of a spectral norm, of a codebook that learns); its batch-norm
+statistics do not move a second time. A block that writes over its input cannot be computed again, and is refused.
 
 What an operator of a block would keep is counted and dropped (``saved_tensors_hooks``); whoever asks for any of it has
 the block run again, up to the last that was kept. torch has the same, for more cases than a step has, and its books for
@@ -35,11 +36,16 @@ from torch.utils.checkpoint import checkpoint
 
 from qtool.errors import QtoolError, UsageError
 from qtool.models import without_cache
+from qtool.nested import tensors
 from qtool.recipe import TrainConfig
 from qtool.step import Setup
 
 Norm = nn.modules.batchnorm._BatchNorm
 _LISTS = (nn.Sequential, nn.ModuleList)
+_KINDS = ("cpu", "cuda")
+"""Of devices, on which autocast may be on."""
+_WRITTEN_OVER = "modified by an inplace operation"
+"""What torch says of a kept tensor that is not as it was."""
 
 
 def apply(setup: Setup, example: Any) -> None:
@@ -101,13 +107,14 @@ def _wrap(block: nn.Module) -> None:
     """Sets the block's ``forward``; no parameter changes its name, as it would within a wrapping module."""
     forward = block.forward
     norms = [m for m in block.modules() if isinstance(m, Norm)]
+    buffers = _Buffers(block)
 
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         if torch.compiler.is_compiling():
             return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-        return _Pass(forward, norms)(*args, **kwargs)
+        return _Pass(forward, norms, buffers)(*args, **kwargs)
 
     block.forward = checkpointed
 
@@ -115,21 +122,24 @@ def _wrap(block: nn.Module) -> None:
 class _Pass:
     """One pass through a block, and what it takes to make it again."""
 
-    def __init__(self, forward: Callable[..., Any], norms: list[Norm]) -> None:
-        self.forward, self.norms = forward, norms
+    def __init__(self, forward: Callable[..., Any], norms: list[Norm], buffers: _Buffers) -> None:
+        self.forward, self.norms, self.buffers = forward, norms, buffers
         self.count = 0
         self.made: list[Any] = []
         """What the block's operators keep, while the backward pass goes through it."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        kinds = {t.device.type for t in (*args, *kwargs.values()) if isinstance(t, Tensor)} | {"cpu"}
-        self.casts = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds]
+        self.casts = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in _KINDS]
         self.kwargs, self.inputs = kwargs, _Inputs.apply(torch.empty(0, requires_grad=True), *args)  # type: ignore[no-untyped-call]
         self.generators = [(generator, generator.get_state()) for generator in _generators()]
+        within = tensors(([value for value in args if not isinstance(value, Tensor)], kwargs))
+        self.versions = [(tensor, tensor._version) for tensor in within]
+        buffers = self.buffers.copied()
         with torch.autograd.graph.saved_tensors_hooks(self._drop, self._find):
             result = self.forward(*args, **kwargs)
         if all(_same(generator.get_state(), state) for generator, state in self.generators):
             self.generators = []
+        self.moved = self.buffers.moved(buffers)
         return result
 
     def _drop(self, tensor: Tensor) -> int:
@@ -154,19 +164,33 @@ class _Pass:
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
             stack.enter_context(_still(self.norms))
+            stack.enter_context(_as_before(self.moved))
             stack.enter_context(_put_back(self.generators))
             for kind, dtype, enabled in self.casts:
                 if enabled or torch.is_autocast_enabled(kind):
                     stack.enter_context(torch.autocast(kind, dtype, enabled))
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(keep, _never))
             stack.enter_context(suppress(_Enough))
-            self.forward(*_arguments(self.inputs.grad_fn), **self.kwargs)
+            self.forward(*self._arguments(), **self.kwargs)
         if len(made) != self.count:
             raise QtoolError(
                 "--activation-checkpointing", f"{self.count} tensors that a block keeps for its backward pass",
                 f"{len(made)} when it was computed again", "leave it out: the block does not do the same twice",
             )  # fmt: skip
         self.made = made
+
+    def _arguments(self) -> list[Any]:
+        """Those that the block was given by position. Raises QtoolError where any of its inputs is not what it was."""
+        try:
+            if all(tensor._version == version for tensor, version in self.versions):
+                return _arguments(self.inputs.grad_fn)
+        except RuntimeError as error:
+            if _WRITTEN_OVER not in str(error):
+                raise
+        raise QtoolError(
+            "--activation-checkpointing", "blocks that leave what they are given as it is, to be computed again",
+            "one that writes over it", "build activations with inplace=False, or leave it out",
+        )  # fmt: skip
 
 
 class _Enough(Exception):
@@ -222,6 +246,53 @@ def _put_back(states: list[tuple[torch.Generator, Tensor]]) -> Iterator[None]:
     finally:
         for generator, state in now:
             generator.set_state(state)
+
+
+Place = tuple[nn.Module, str]
+
+
+class _Buffers:
+    """The buffers that a block moves as it runs, beside those of batch-norm.
+
+    Which ones these are its first pass tells, for which all of them are copied. One that begins to move later is known
+    from then on.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        self.places = [(m, name) for m in block.modules() if not isinstance(m, Norm) for name in m._buffers]
+        self.moving: set[Place] | None = None
+
+    def copied(self) -> dict[Place, tuple[Tensor, int, Tensor | None]]:
+        """Each buffer as it is now, its version, and a copy of it where it may move."""
+        found = {}
+        for module, name in self.places:
+            if (buffer := module._buffers.get(name)) is not None:
+                moves = self.moving is None or (module, name) in self.moving
+                found[module, name] = buffer, buffer._version, buffer.clone() if moves else None
+        return found
+
+    def moved(self, before: dict[Place, tuple[Tensor, int, Tensor | None]]) -> dict[Place, Tensor]:
+        """What those that have moved since held before."""
+        places = {
+            (module, name): copy
+            for (module, name), (buffer, version, copy) in before.items()
+            if module._buffers.get(name) is not buffer or buffer._version != version
+        }
+        self.moving = (self.moving or set()).union(places)
+        return {place: copy for place, copy in places.items() if copy is not None}
+
+
+@contextmanager
+def _as_before(moved: dict[Place, Tensor]) -> Iterator[None]:
+    """Inside the block those buffers hold what they held, and after it what they do now."""
+    now = {(module, name): module._buffers[name] for module, name in moved}
+    for (module, name), value in moved.items():
+        module._buffers[name] = value.clone()
+    try:
+        yield
+    finally:
+        for (module, name), buffer in now.items():
+            module._buffers[name] = buffer
 
 
 @contextmanager

@@ -123,6 +123,86 @@ def test_a_block_is_computed_again_up_to_the_last_that_it_kept_and_as_it_was_bef
         assert block.seen == [(0, False), (1, False), (2, False)]
 
 
+class Paired(nn.Module):
+    """A block that is given a tuple, and tells whether autocast is on for a GPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.seen = nn.Linear(4, 4), []
+
+    def forward(self, pair):
+        self.seen.append(torch.is_autocast_enabled("cuda"))
+        return self.layer(torch.tanh(pair[0])), pair[1]
+
+
+def test_autocast_of_a_gpu_is_on_again_whatever_the_block_is_given(monkeypatch):
+    monkeypatch.setattr("torch.cuda.amp.common.amp_definitely_not_available", lambda: False)
+    model = nn.Sequential(Paired(), Paired())
+    with setup(model, TrainConfig(device="cpu", activation_checkpointing=True)) as made:
+        with torch.autocast("cuda", torch.float16):
+            y = made.model((torch.randn(2, 4), torch.ones(2)))[0].sum()
+        y.backward()
+    assert model[0].seen == [True, True]
+
+
+class Codebook(nn.Module):
+    """A block whose layer is normed by its spectrum, and which moves by what it has seen of its inputs before."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = parametrizations.spectral_norm(nn.Linear(16, 16))
+        self.register_buffer("seen", torch.zeros(16))
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.seen.mul_(0.9).add_(x.mean(0))
+            self.count = self.count + 1
+        return torch.tanh(self.layer(x - self.seen) / self.count).square()
+
+
+def test_buffers_that_a_block_moves_are_as_they_were_when_it_is_computed_again(same_state):
+    found = []
+    for wanted in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 16), Codebook(), Codebook())
+        with setup(model, TrainConfig(device="cpu", activation_checkpointing=wanted)) as made:
+            for _ in range(3):
+                made.model(torch.linspace(-1, 1, 64).view(4, 16)).square().sum().backward()
+        found.append(model)
+    assert same_state(*found)
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(*(m.parameters() for m in found), strict=True))
+
+
+class Inner(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.relu = nn.Linear(4, 4), nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        return self.layer(self.relu(x))
+
+
+class Chain(nn.Module):
+    def __init__(self, by_name):
+        super().__init__()
+        self.first, self.blocks, self.by_name = nn.Linear(4, 4), nn.ModuleList([Inner(), Inner()]), by_name
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x=x) if self.by_name else block(x)
+        return x
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_block_that_writes_over_its_input_is_refused(by_name):
+    with setup(Chain(by_name), TrainConfig(device="cpu", activation_checkpointing=True)) as made:
+        y = made.model(torch.randn(2, 4)).sum()
+        with pytest.raises(QtoolError, match="one that writes over it; build activations with inplace=False"):
+            y.backward()
+
+
 def test_a_second_backward_pass_finds_what_the_first_did():
     made, block = watched()
     with made:
