@@ -70,6 +70,8 @@ class Setup:
     """Contexts entered around each forward pass and its loss, in order."""
     widths: dict[str, torch.dtype] = field(default_factory=dict)
     """What weights came in, by name, that were cast on their way to the device."""
+    exact: dict[str, Tensor] = field(default_factory=dict)
+    """Buffers as they came, by name, of which a cast took something away."""
     input_dtype: torch.dtype | None = None
     """What floating-point inputs are cast to, if anything."""
     memory_format: torch.memory_format = torch.contiguous_format

@@ -18,7 +18,9 @@ divided by it before they are clipped; a step whose gradients overflow is skippe
 stand still in 16 bits, and it is a thousandth of a model; so do the scales of 4-bit weights. Weights are cast
 where they come from: what a GPU would hold of them in 32 bits leaves gaps that nothing as large fills. At the
 end the weights are float32 again, with the values that training left in
-them; those of a model that was made in 16 bits stay so.
+them; those of a model that was made in 16 bits stay so. Buffers that training has not moved are what they came as, and
+constants that no file holds count in full already meanwhile, where a module without weights computes with them: rounded
+to 8 bits, the frequencies of rotary positions are off by turns after some hundred tokens.
 
 A model that comes in 16 bits, as many are published, is made float32 by every other precision, and stays it: what a
 step changes would mostly round away. With LoRA frozen weights stay as narrow as they are; the adapters are float32.
@@ -27,13 +29,15 @@ step changes would mostly round away. With LoRA frozen weights stay as narrow as
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from qtool.errors import QtoolWarning
-from qtool.nested import NARROW
+from qtool.nested import NARROW, map_tensors, to_float32
 from qtool.step import Setup
 from qtool.training.nf4 import NF4Linear
 
@@ -58,7 +62,7 @@ def move(setup: Setup) -> None:
     if dtype is not None and setup.config.lora is None:  # adapters are made as wide as what they are added to
         for name, value in _cast_values(setup.model):
             setup.widths[name] = value.dtype
-            value.data = value.data.to(setup.device, dtype)
+            _cast(setup, name, value, setup.device, dtype)
     setup.model = setup.model.to(setup.device)
 
 
@@ -103,10 +107,54 @@ def _true(setup: Setup, dtype: torch.dtype) -> None:
             QtoolWarning,
             stacklevel=2,
         )
-    for _, value in _cast_values(setup.model):
-        value.data = value.data.to(dtype)
+    for name, value in _cast_values(setup.model):
+        _cast(setup, name, value, value.device, dtype)
     setup.input_dtype = dtype
-    setup.on_close.append(lambda: _restore(setup.model, before))
+    setup.on_close.append(lambda: _restore(setup, before))
+    for name, module in setup.model.named_modules():
+        constants = {k: setup.exact[f"{name}.{k}"] for k in module._buffers if f"{name}.{k}" in setup.exact}
+        if constants.keys() & module._non_persistent_buffers_set and next(module.parameters(), None) is None:
+            setup.on_close.append(_in_full(module, constants, setup.device, dtype))
+
+
+def _cast(setup: Setup, name: str, value: Tensor, device: torch.device, dtype: torch.dtype) -> None:
+    """Casts a weight or a buffer in place; the buffer is kept as it was where that rounds it."""
+    whole = value.detach()
+    value.data = value.data.to(device, dtype)
+    if not isinstance(value, nn.Parameter) and not _holds(value, whole):
+        setup.exact[name] = whole
+
+
+def _holds(value: Tensor, whole: Tensor) -> bool:
+    """Whether a buffer, cast, is still what it was; of a fake one nobody knows."""
+    if isinstance(value, FakeTensor):
+        return False
+    return torch.equal(value.to(whole.dtype), whole.to(value.device))
+
+
+def _in_full(
+    module: nn.Module, constants: dict[str, Tensor], device: torch.device, dtype: torch.dtype
+) -> Callable[[], None]:
+    """Has a module compute in float32, with its constants as they came; what takes that back."""
+    forward, wide = module.forward, {key: value.to(device, torch.float32) for key, value in constants.items()}
+
+    def computed(*args: Any, **kwargs: Any) -> Any:
+        rounded = dict(module._buffers)
+        module._buffers.update(wide)
+        try:
+            result = forward(*to_float32(args), **to_float32(kwargs))
+        finally:
+            module._buffers.update({k: rounded[k] for k in wide if module._buffers.get(k) is wide[k]})
+        return map_tensors(lambda t: t.to(dtype) if t.dtype == torch.float32 else t, result)
+
+    before = {key: value for key, value in vars(module).items() if key == "forward"}
+    module.forward = computed
+
+    def restore() -> None:
+        del module.forward
+        vars(module).update(before)
+
+    return restore
 
 
 def _cast_values(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
@@ -120,7 +168,9 @@ def _cast_values(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     ]
 
 
-def _restore(model: nn.Module, before: dict[str, torch.dtype]) -> None:
-    for name, value in _cast_values(model):
+def _restore(setup: Setup, before: dict[str, torch.dtype]) -> None:
+    for name, value in _cast_values(setup.model):
         value.grad = None
-        value.data = value.data.to(before[name])
+        whole = setup.exact.get(name)
+        same = whole is not None and whole.shape == value.shape and _holds(value, whole.to(value.device, value.dtype))
+        value.data = (whole if same and whole is not None else value.data).to(value.device, before[name])

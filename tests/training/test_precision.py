@@ -193,3 +193,46 @@ def test_adapters_of_a_model_in_16_bits_are_float32():
         assert {p.dtype for p in made.model.parameters() if p.requires_grad} == {torch.float32}
         assert torch.bfloat16 in {p.dtype for p in made.model.parameters()}
         made.predict(torch.randn(2, 2, 6, 6))
+
+
+class Angles(nn.Module):
+    """Positions turned by frequencies that 16 bits do not hold, as rotary embeddings have them."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("frequencies", 0.1 ** torch.arange(4.0), persistent=False)
+        self.seen = []
+
+    def forward(self, x):
+        self.seen.append((self.frequencies, x.dtype))
+        return x + (torch.arange(6.0)[:, None] * self.frequencies).sin()
+
+
+class Turning(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.angles, self.layer = Angles(), nn.Linear(4, 4)
+        self.register_buffer("third", torch.full((4,), 1 / 3))
+        self.register_buffer("moving", torch.full((4,), 1 / 3))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.moving.add_(1.0)
+        return self.layer(self.angles(x)) + self.third + self.moving
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("16-true", torch.float16), ("bf16-true", torch.bfloat16)])
+def test_constants_count_in_full_and_are_what_they_were_in_the_end(precision, dtype):
+    model, frequencies = Turning(), 0.1 ** torch.arange(4.0)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "16-true")
+        with setup(model, config(precision)) as made:
+            y = made.model(made.place(torch.zeros(2, 6, 4)))
+            assert y.dtype == model.angles.frequencies.dtype == dtype
+            ((used, given),) = model.angles.seen
+            assert torch.equal(used, frequencies)
+            assert given == torch.float32
+    assert torch.equal(model.angles.frequencies, frequencies)
+    assert torch.equal(model.third, torch.full((4,), 1 / 3))
+    assert torch.equal(model.moving, (torch.full((4,), 1 / 3).to(dtype) + 1).float())
+    assert "forward" not in vars(model.angles)
