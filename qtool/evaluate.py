@@ -33,7 +33,7 @@ from qtool.data import batches
 from qtool.errors import QtoolError
 from qtool.intervals import mean_interval, paired_interval
 from qtool.labels import IGNORED
-from qtool.tasks import Task, finished, loss_of, metrics_of
+from qtool.tasks import Task, finished, loss_of, metrics_of, weight_of
 
 Predict = Callable[[Any], Any]
 PIECE = 64
@@ -79,7 +79,7 @@ class Sums:
         """Adds what a model gave for a batch. Raises QtoolError where the task does."""
         loss, count = loss_of(self._task, output, target)
         found = {"loss": loss, **metrics_of(self._task, output, target)}
-        self._weight += float(count)
+        self._weight += weight_of(self._task, count)
         for name, value in found.items():
             self._sums[name] = self._sums.get(name, 0.0) + (value.double() if isinstance(value, Tensor) else value)
 
@@ -103,9 +103,12 @@ def _added(predict: Predict, batches: Iterable[tuple[Any, Any]], task: Task) -> 
 def _means(gathered: Sequence[tuple[float, dict[str, float]]], task: Task) -> dict[str, float]:
     """The metrics over what all processes added."""
     weight = sum(part for part, _ in gathered)
-    if not weight:
-        raise QtoolError("evaluation", "at least one sample", "none", "pass data with samples in it")
     names = dict.fromkeys(name for _, part in gathered for name in part)
+    if not weight:
+        if not names:
+            raise QtoolError("evaluation", "at least one sample", "none", "pass data with samples in it")
+        do = "pass data with targets that count, or correct the weight that the task gives"
+        raise QtoolError("evaluation", "at least one sample that counts", f"none by the task '{task.name}'", do)
     means = {name: sum(part.get(name, 0.0) for _, part in gathered) / weight for name in names}
     return {"num_samples": weight, **finished(task, means)}
 

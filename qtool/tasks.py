@@ -223,6 +223,14 @@ def loss_of(task: Task, output: Any, target: Any) -> tuple[Tensor, Tensor | floa
     return loss, weight
 
 
+def weight_of(task: Task, weight: Tensor | float) -> float:
+    """A batch's weight as a number, once a GPU has it. Raises QtoolError for one that is no count."""
+    found = float(weight)
+    if not 0 <= found < math.inf:
+        raise _no_loss(task, f"a weight of {found:g}")
+    return found
+
+
 def metrics_of(task: Task, output: Any, target: Any) -> Mapping[str, Tensor | float]:
     """The task's sums over a batch. Raises QtoolError where it raises, or gives something else."""
     with _told(task, "metrics"):

@@ -86,6 +86,28 @@ def test_no_sample_is_an_error() -> None:
         evaluate(torch.neg, [], Classification())
 
 
+class Counting(Classification):
+    """A task that gives every batch the same weight."""
+
+    def __init__(self, weight: float) -> None:
+        super().__init__()
+        object.__setattr__(self, "weight", weight)
+
+    def loss(self, output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, float]:  # type: ignore[override]
+        return super().loss(output, target)[0], self.weight  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("weight", "told"), [(-1.0, "a weight of -1"), (math.nan, "a weight of nan")])
+def test_a_weight_that_is_no_count_is_told(weight: float, told: str) -> None:
+    with pytest.raises(QtoolError, match=f"task 'classification': expected a loss: .*; got {told};"):
+        evaluate(lambda x: x, [(torch.randn(3, 4), torch.zeros(3).long())], Counting(weight))
+
+
+def test_samples_of_which_none_counts_are_not_taken_for_none() -> None:
+    with pytest.raises(QtoolError, match="one sample that counts; got none by the task 'classification'"):
+        evaluate(lambda x: x, [(torch.randn(3, 4), torch.zeros(3).long())], Counting(0.0))
+
+
 @settings(max_examples=30)
 @given(st.integers(1, 50), st.integers(2, 8), st.floats(0, 2), st.integers(0, 2**31))
 def test_compare_equals_numpy(samples: int, classes: int, noise: float, seed: int) -> None:
