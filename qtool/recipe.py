@@ -29,6 +29,8 @@ OPTIMIZERS = (
 )
 KERNELS = ("fused", "foreach", "loop")
 ROUNDINGS = ("nearest", "stochastic", "compensated")
+SEED = 2**63 - 1
+"""The largest: torch's generators take no more."""
 AUTO = 0
 """The batch size that is found by itself."""
 PLANNED = (
@@ -105,7 +107,7 @@ class TrainConfig(Checked):
     create_on_device: bool = option(
         False, "read --weights straight to the device in the precision of training: never twice in memory"
     )
-    seed: int = option(0, "seed of initialisation, data order and dropout", low=0)
+    seed: int = option(0, "seed of initialisation, data order and dropout", low=0, high=SEED)
 
     def knowing(self, given: Container[str]) -> Self:
         """The config once it knows which fields were ``given``: a budget leaves them alone, also at their defaults."""
@@ -201,7 +203,7 @@ class QuantizeConfig(Checked):
     overrides: dict[str, str] = option(
         {}, "module or unit pattern (with * and ?) to 'int8' or 'float', first match wins", choices=("int8", "float")
     )
-    seed: int = option(0, "seed of the calibration sample", low=0)
+    seed: int = option(0, "seed of the calibration sample", low=0, high=SEED)
     max_drop: float | None = option(
         None, "contract: at most this many points (hundredths) of the metric are lost, with 95 % confidence", low=0
     )
@@ -296,7 +298,7 @@ class BenchmarkConfig(Checked):
     seconds: float = option(20.0, "but at most this long for each batch size", low=0)
     shapes: dict[str, str] = option({}, "input name to shape such as 1x3x224x224, where the file leaves sizes open")
     samples: int | None = option(None, "test samples on which accuracy is judged; all by default", low=1)
-    seed: int = option(0, "seed of the order in which variants are timed", low=0)
+    seed: int = option(0, "seed of the order in which variants are timed", low=0, high=SEED)
     compare: str | None = option(None, "an earlier benchmark.json: fail (exit 3) where a figure became worse")
     allow_slower: bool = option(False, "an INT8 file slower than the reference is told, and fails nothing")
     tolerance: float = option(0.05, "how much slower than the one compared with is still as fast", low=0, high=1)

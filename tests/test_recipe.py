@@ -139,6 +139,7 @@ def test_defaults_are_valid_by_their_own_rules() -> None:
         ({"train": {"epochs": True}}, ["'train.epochs'", "a whole number", "True"]),
         ({"train": {"epochs": 1.0}}, ["a whole number", "1.0"]),
         ({"train": {"epochs": -1}}, ["at least 0", "-1"]),
+        ({"train": {"seed": 2**63}}, ["'train.seed'", f"at most {2**63 - 1}; got {2**63}"]),
         ({"train": {"batch_size": 0}}, ["'train.batch_size'", "at least 1"]),
         ({"train": {"learning_rate": float("nan")}}, ["a finite number", "nan"]),
         ({"train": {"learning_rate": float("inf")}}, ["a finite number"]),

@@ -91,6 +91,27 @@ RULES = (
     ),
     *map(_without_adapters, ("lora_base", "lora_targets", "lora_alpha", "lora_dropout")),
     Rule(
+        "--lora-alpha",
+        lambda c: c.lora_alpha == 0,
+        "a number above 0",
+        "0, with which adapters change nothing",
+        "raise it, to 16 for example",
+    ),
+    Rule(
+        "--lora-dropout",
+        lambda c: c.lora_dropout == 1,
+        "a share below 1",
+        "1, with which adapters are given nothing",
+        "lower it, to 0.1 for example",
+    ),
+    Rule(
+        "--label-smoothing",
+        lambda c: c.label_smoothing == 1,
+        "a share below 1",
+        "1, with which all classes are as right",
+        "lower it, to 0.1 for example",
+    ),
+    Rule(
         "--ema",
         lambda c: isinstance(c, QatConfig) and c.ema == 1,
         "a decay below 1",
