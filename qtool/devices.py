@@ -38,9 +38,23 @@ def resolve_device(text: str) -> torch.device:
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
     index = int(text.partition(":")[2] or os.environ.get("LOCAL_RANK") or (torch.cuda.current_device() if found else 0))
     if index >= found:
-        kind = "a build of torch without CUDA" if torch.version.cuda is None else f"{found} CUDA device(s)"
-        raise QtoolError(f"device '{text}'", "that CUDA device", kind, "ask for --device cpu, or install a CUDA build")
+        kind = (
+            "a build of torch without CUDA" if not found and torch.version.cuda is None else f"{found} CUDA device(s)"
+        )
+        do = "ask for --device cpu, or install a CUDA build and NVIDIA's driver"
+        if found:
+            do = f"name one below cuda:{found}" if ":" in text else f"start {found} processes on this machine at most"
+        raise QtoolError(f"device '{text}'", "that CUDA device", kind, do)
     return torch.device("cuda", index)
+
+
+def require_gpus(device: str, processes: int) -> None:
+    """Raises UsageError where ``processes`` on this machine would each take a GPU, and it has fewer."""
+    if resolve_device(device).type == "cuda" and processes > (found := torch.cuda.device_count()):
+        raise UsageError(
+            "--devices", f"at most {found}, the CUDA devices of this machine", str(processes),
+            "lower it, or start processes on several machines with torchrun",
+        )  # fmt: skip
 
 
 def current(device: torch.device) -> AbstractContextManager[object]:

@@ -4,6 +4,7 @@ from contextlib import suppress
 import pytest
 import torch
 
+import qtool
 from qtool import devices
 from qtool.devices import (
     grow_in_place,
@@ -40,8 +41,20 @@ def test_one_gpu_too_few_is_an_error(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert resolve_device("cuda:1") == torch.device("cuda", 1)
-    with pytest.raises(QtoolError, match="cuda:2"):
+    with pytest.raises(QtoolError, match=r"'cuda:2'.*got 2 CUDA device\(s\); name one below cuda:2"):
         resolve_device("cuda:2")
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(QtoolError, match="start 2 processes on this machine at most"):
+        resolve_device("cuda")
+
+
+def test_more_processes_than_gpus_are_refused_before_any_is_started(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr("qtool.launcher.launch", None)
+    with pytest.raises(UsageError, match="--devices: expected at most 2, the CUDA devices of this machine; got 3"):
+        qtool.train("resnet", "fashion-mnist", device="cuda", devices=3)
 
 
 def test_memory_is_measured():

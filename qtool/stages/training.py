@@ -60,6 +60,7 @@ def train(
     ``options`` are the fields of TrainConfig.
     """
     from qtool import processes
+    from qtool.devices import require_gpus
     from qtool.launcher import require_main
     from qtool.training import rules
 
@@ -69,6 +70,7 @@ def train(
     rules.check(config)
     folder = writable(out)
     if config.devices > 1 and not processes.launched():
+        require_gpus(config.device, config.devices)
         return _launched(model, data, folder, task, weights, resume, config, progress)
     return _train(model, data, folder, task, weights, resume, config, progress)
 
