@@ -286,8 +286,11 @@ def statistics(model: nn.Module) -> list[Tensor]:
     return [buffer for buffer in model.buffers() if id(buffer) in own]
 
 
-def rng_state() -> dict[str, Any]:
-    """The state of every random number generator that training may draw from, as a tree to store."""
+def rng_state(own: Iterable[torch.Generator] = ()) -> dict[str, Any]:
+    """The state of every random number generator that training may draw from, as a tree to store.
+
+    ``own`` are those that the data has for itself.
+    """
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if "numpy" in sys.modules:
         import numpy
@@ -296,15 +299,15 @@ def rng_state() -> dict[str, Any]:
         state["numpy"] = (name, torch.tensor(keys), *rest)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # to ask one that is not takes its memory
         state["cuda"] = torch.cuda.get_rng_state_all()
-    return state
+    return state | {"own": [generator.get_state() for generator in own]}
 
 
-def all_rng_states() -> list[dict[str, Any]]:
+def all_rng_states(own: Iterable[torch.Generator] = ()) -> list[dict[str, Any]]:
     """The generators' states of all processes, in order of rank."""
-    return [_unpacked(state) for state in processes.gather(_packed(rng_state()))]
+    return [_unpacked(state) for state in processes.gather(_packed(rng_state(own)))]
 
 
-def set_rng_state(state: Mapping[str, Any]) -> None:
+def set_rng_state(state: Mapping[str, Any], own: Iterable[torch.Generator] = ()) -> None:
     """Puts the generators back into a state that :func:`rng_state` gave, those of GPUs that are still there."""
     random.setstate(state["python"])
     torch.set_rng_state(state["torch"])
@@ -315,6 +318,8 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
         numpy.random.set_state((name, keys.numpy(), *rest))
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state_all(state["cuda"][: torch.cuda.device_count()])
+    for generator, kept in zip(own, state.get("own", ()), strict=False):
+        generator.set_state(kept)
 
 
 def restorer(model: nn.Module, buffers: Iterable[Tensor]) -> Callable[[], None]:

@@ -21,10 +21,13 @@ import numbers
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from qtool.errors import QtoolError, UsageError
 from qtool.labels import judged, moved_on
+
+if TYPE_CHECKING:
+    import torch
 
 LABELS = ("labels", "label", "label_ids")
 """What the target is called in the dicts of Hugging Face's datasets and collators: of several, the first."""
@@ -233,19 +236,26 @@ def _changed(got: str) -> QtoolError:
 States = list[tuple[Callable[[], Any], Callable[[Any], Any]]]
 
 
-def _states(loader: Any) -> States:
-    """How to read and to write each random state that a loader in this process may draw from."""
-    import numpy as np
+def own_generators(loader: Any) -> list[torch.Generator]:
+    """Those that a loader and its samplers have for themselves."""
     import torch
 
     sampler, batched = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
     places = (loader, sampler, batched, getattr(batched, "sampler", None))
     own = {id(g): g for g in (getattr(p, "generator", None) for p in places) if isinstance(g, torch.Generator)}
+    return list(own.values())
+
+
+def _states(loader: Any) -> States:
+    """How to read and to write each random state that a loader in this process may draw from."""
+    import numpy as np
+    import torch
+
     return [
         (torch.get_rng_state, torch.set_rng_state),
         (np.random.get_state, np.random.set_state),
         (random.getstate, random.setstate),
-        *((generator.get_state, generator.set_state) for generator in own.values()),
+        *((generator.get_state, generator.set_state) for generator in own_generators(loader)),
     ]
 
 

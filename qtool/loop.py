@@ -191,7 +191,7 @@ class _Run:
         self.identity = self._identity(identity or {})
 
     def run(self, resume: bool) -> History:
-        self.epoch_rng = checkpoint.rng_state()
+        self.epoch_rng = checkpoint.rng_state(self.order.generators)
         self._start(resume)
         if self.history.steps < self.total and not self.history.stopped_early:
             self._rehearse()
@@ -252,7 +252,7 @@ class _Run:
         self._keep_best(metrics)
         self.hooks.after_epoch(self.model, self.epoch, metrics)
         self.epoch, self.batch = self.epoch + 1, 0
-        self.epoch_rng = checkpoint.rng_state()
+        self.epoch_rng = checkpoint.rng_state(self.order.generators)
         self._save()
 
     # Validation and early stopping
@@ -332,7 +332,7 @@ class _Run:
             "hooks": self.hooks.state_dict(),
             "history": asdict(self.history),
             "place": {"epoch": self.epoch, "batch": self.batch, "waited": self.waited, "skipped": self.step.skipped},
-            "rng": checkpoint.all_rng_states(),
+            "rng": checkpoint.all_rng_states(self.order.generators),
             "epoch_rng": self.epoch_rng,
         }
 
@@ -349,7 +349,7 @@ class _Run:
         self.step.skips = place["skipped"]
         self.epoch_rng = state["epoch_rng"]
         if len(state["rng"]) == processes.size():
-            checkpoint.set_rng_state(state["rng"][processes.rank()])
+            checkpoint.set_rng_state(state["rng"][processes.rank()], self.order.generators)
         self.saved = path
 
     def _identity(self, more: Mapping[str, str]) -> dict[str, Any]:

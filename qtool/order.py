@@ -2,8 +2,9 @@
 
 The order of an epoch over a map-style data set is a permutation drawn from (seed, epoch) alone, so any
 place in it can be had without what came before. An iterable of batches (a DataLoader, say) draws its own
-order from the global generators; it is started again with the generators as they were when the epoch
-began, and moved forward over the batches that were seen.
+order from the global generators, or from some of its own; it is started again with the generators as they were when
+the epoch began, and moved forward over the batches that were seen. What workers draw that outlive an epoch
+(``persistent_workers``) nobody can put back: such batches come in the same order, and may be augmented otherwise.
 
 Several processes cut each batch of a data set between them, in its order: the batches are those of one
 process. An iterable of batches has one order for each process, and is refused there.
@@ -22,7 +23,7 @@ import torch
 from qtool import checkpoint, processes
 from qtool.data import batches
 from qtool.errors import QtoolError, UsageError, one_line
-from qtool.given import Reading
+from qtool.given import Reading, own_generators
 from qtool.nested import num_samples, tensors
 from qtool.recipe import TrainConfig
 
@@ -41,6 +42,21 @@ class Batches:
                 "training batches", "an iterable with a length", f"a {type(self.batches).__name__} without one",
                 "pass a list, a DataLoader of a map-style data set, or an object with __len__ and __iter__",
             ) from error  # fmt: skip
+
+    @property
+    def generators(self) -> list[torch.Generator]:
+        """Those that it has for itself."""
+        return own_generators(self.batches)
+
+    def start_workers(self) -> None:
+        """Starts those of a DataLoader that stay for all epochs, and leaves generators as they are.
+
+        To start them draws a number, so an epoch that finds them begins elsewhere than one that has to start them.
+        """
+        if getattr(self.batches, "persistent_workers", False) and getattr(self.batches, "_iterator", self) is None:
+            now = checkpoint.rng_state(self.generators)
+            iter(self.batches)
+            checkpoint.set_rng_state(now, self.generators)
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
         read = Reading()
@@ -127,6 +143,11 @@ class Order:
         if not self.num_batches:
             raise QtoolError("training data", "at least one sample", "none", "check the data")
 
+    @property
+    def generators(self) -> list[torch.Generator]:
+        """Those that given batches have for themselves."""
+        return self.train.generators if isinstance(self.train, Batches) else []
+
     def _plan(self, epoch: int) -> list[list[int]]:
         return batch_plan(len(self.train), self.batch_size, self.seed, epoch)
 
@@ -140,6 +161,8 @@ class Order:
         Yields this process's share of each, and the size of the whole. A process whose share is empty gets a sample.
         """
         if isinstance(self.train, Batches):
+            if epoch:
+                self.train.start_workers()
             yield from self._given(start, stop, began)
             return
         for positions in self._plan(epoch)[start:stop]:
@@ -160,9 +183,9 @@ class Order:
             )  # fmt: skip
 
     def _replayed(self, start: int, began: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
-        now = checkpoint.rng_state()
-        checkpoint.set_rng_state(began)
+        now = checkpoint.rng_state(self.generators)
+        checkpoint.set_rng_state(began, self.generators)
         iterator: Iterator[tuple[Any, Any]] = iter(self.train)
         next(itertools.islice(iterator, start - 1, None), None)
-        checkpoint.set_rng_state(now)
+        checkpoint.set_rng_state(now, self.generators)
         return iterator

@@ -380,13 +380,27 @@ def test_another_loss_can_take_the_tasks_place():
     assert history.losses[-1] < history.losses[0]
 
 
-def loader(shuffle=True):
-    return torch.utils.data.DataLoader(Noisy(20), batch_size=4, shuffle=shuffle)
+def loader(shuffle=True, **options):
+    return torch.utils.data.DataLoader(Noisy(20), batch_size=4, shuffle=shuffle, **options)
 
 
-def test_a_shuffling_loader_trains_and_resumes_exactly(tmp_path):
+def seeded():
+    return torch.Generator().manual_seed(5)
+
+
+LOADERS = {
+    "shuffling": loader,
+    "with a generator of its own": lambda: loader(generator=seeded()),
+    "of a sampler with one": lambda: loader(
+        False, sampler=torch.utils.data.RandomSampler(range(20), generator=seeded())
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_a_shuffling_loader_trains_and_resumes_exactly(tmp_path, kind):
     def data():
-        return SimpleNamespace(train=Batches(loader()), validation=Batches(loader(False)))
+        return SimpleNamespace(train=Batches(LOADERS[kind]()), validation=Batches(loader(False)))
 
     whole, resumed = make_model(), make_model()
     expected = fit(whole, data(), TASK, config())

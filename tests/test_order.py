@@ -59,6 +59,37 @@ def test_a_shuffling_loader_is_replayed():
     assert after.numel()
 
 
+class Persistent:
+    """Batches whose workers stay, as a DataLoader's do: to start them draws a number, and so does each pass."""
+
+    persistent_workers = True
+
+    def __init__(self):
+        self._iterator = None
+
+    def __len__(self):
+        return 3
+
+    def __iter__(self):
+        if self._iterator is None:
+            torch.rand(1)
+        self._iterator = iter(torch.randperm(6).view(3, 2).split(1))
+        return ((x[0], x[0]) for x in self._iterator)
+
+
+def test_workers_that_stay_are_there_in_an_epoch_that_is_the_first_to_be_resumed():
+    with checkpoint.seeded(3):
+        order, seen = Order(Batches(Persistent()), 99, 0), []
+        for epoch in range(2):
+            began = checkpoint.rng_state()
+            seen.append([x.tolist() for x, _, _ in order.epoch(epoch, 0, 3, began)])
+    for start in (0, 1):
+        with checkpoint.seeded(0):
+            checkpoint.set_rng_state(began)
+            resumed = Order(Batches(Persistent()), 99, 0)
+            assert [x.tolist() for x, _, _ in resumed.epoch(1, start, 3, began)] == seen[1][start:]
+
+
 def test_batches_that_several_processes_cannot_share_are_refused(monkeypatch):
     monkeypatch.setattr(processes, "size", lambda: 2)
     with pytest.raises(UsageError, match=r"several processes can share; got an iterable of batches.*map-style"):
