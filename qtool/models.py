@@ -148,7 +148,7 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
     path = Path(path)
     file = weights_file(path)
     where = f"weights '{file}'"
-    state = _read_state(file, where)
+    state = _renamed(_read_state(file, where), model)
     _require_same_keys(where, model, state)
     _require_finite(where, model, state)
     for key, value in model.state_dict(keep_vars=True).items():
@@ -193,10 +193,16 @@ def _unwrapped(where: str, state: Any) -> dict[str, Tensor]:
     if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
         got = type(state).__name__ if not isinstance(state, Mapping) else f"keys {', '.join(map(str, list(state)[:5]))}"
         raise QtoolError(where, "a state dict: names to tensors", got, "save model.state_dict()")
-    for prefix in PREFIXES:
-        if state and all(key.startswith(prefix) for key in state):
-            state = {key.removeprefix(prefix): value for key, value in state.items()}
     return dict(state)
+
+
+def _renamed(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """The weights without the prefix of a wrapper that was around the model they are of, and is not around this one."""
+    own = model.state_dict()
+    for prefix in PREFIXES * 2:  # in either order
+        if state and all(key.startswith(prefix) for key in state) and not any(key.startswith(prefix) for key in own):
+            state = {key.removeprefix(prefix): value for key, value in state.items()}
+    return state
 
 
 def _require_same_keys(where: str, model: nn.Module, state: Mapping[str, Tensor]) -> None:

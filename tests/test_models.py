@@ -144,6 +144,19 @@ def test_pt_files_as_scripts_write_them(linear: nn.Module, tmp_path: Path, wrap,
     assert_same(model, linear)
 
 
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+def test_a_wrapper_around_the_model_that_was_saved_or_around_this_one_is_seen(
+    linear: nn.Module, tmp_path: Path, suffix: str
+) -> None:
+    wrapped, file = nn.ModuleDict({"_orig_mod": nn.ModuleDict({"module": linear})}), tmp_path / f"w{suffix}"
+    (torch.save if suffix == ".pt" else save_file)(wrapped.state_dict(), file)
+    for model in (fresh(), nn.ModuleDict({"_orig_mod": nn.ModuleDict({"module": fresh()})})):
+        load_weights(model, file)
+        assert all(
+            torch.equal(a, b) for a, b in zip(model.state_dict().values(), linear.state_dict().values(), strict=True)
+        )
+
+
 def test_safetensors_and_tied_weights(linear: nn.Module, tmp_path: Path) -> None:
     save_file(linear.state_dict(), tmp_path / "w.safetensors")
     model = fresh()
