@@ -27,6 +27,7 @@ each: one whose samples have run out repeats one of them, and multiplies its los
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -47,6 +48,8 @@ from qtool.recipe import TrainConfig
 
 _ONE_VALUE = "Expected more than 1 value per channel when training"
 """What torch's batch-norm says of a single sample without further dimensions."""
+_NOT_IN_16_BITS = re.compile("(implemented for '|nsupported dtype )(Half|BFloat16)|could not create a primitive desc")
+"""What is said where an operator does not know a type of 16 bits on this device; the last by oneDNN's layers."""
 LossFunction = Callable[[Callable[[Any], Any], Any, Any], tuple[Tensor, "Tensor | float"]]
 """(model, input, target) -> (sum of the loss over samples or tokens, their number)."""
 
@@ -142,6 +145,8 @@ def answer(model: Callable[[Any], Any], value: Any) -> Any:
         do = no_floats(error.__cause__, value)
         if _ONE_VALUE in error.got:
             do = "take a --batch-size that leaves every micro-batch of every process two samples for batch-norm"
+        elif _NOT_IN_16_BITS.search(error.got):
+            do = "take another --precision: this device has no such operator for this one, and has all for 32-true"
         if do is None:
             raise
         raise QtoolError("model", expected, error.got, do) from error.__cause__

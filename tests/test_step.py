@@ -320,3 +320,17 @@ def test_halved_to_the_end_a_batch_norm_has_two_samples(norm):
         assert [step.halve() for _ in range(4)] == [True, True, not norm, False]
         step(torch.randn(5, 6), torch.tensor([0, 1, 2, 3, 0]), 0.1)
     assert sizes == ([2, 3] if norm else [1] * 5)
+
+
+@pytest.mark.parametrize(
+    "told",
+    ["\"fft\" not implemented for 'Half'", "Unsupported dtype BFloat16", "could not create a primitive descriptor"],
+)
+def test_what_does_not_run_in_16_bits_is_told_as_the_precision_s(told):
+    def model(value):
+        raise RuntimeError(told)
+
+    with pytest.raises(QtoolError, match="take another --precision"):
+        answer(model, torch.zeros(2))
+    with pytest.raises(QtoolError, match=r"must have the same dtype.*give a model and data that go together"):
+        answer(nn.Linear(2, 2), torch.zeros(1, 2).half())

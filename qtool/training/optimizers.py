@@ -61,16 +61,19 @@ def require(model: nn.Module, config: TrainConfig) -> None:
 
 
 def _require_real(model: nn.Module, config: TrainConfig) -> None:
-    """Raises QtoolError for complex parameters, but of torch's AdamW and SGD without their fused kernels."""
+    """Raises QtoolError for complex parameters, but of torch's AdamW and SGD without fused kernels or loss scaling."""
     plain = config.optimizer in ("adamw", "sgd")
-    if plain and config.optimizer_kernels != "fused":
+    if not plain:
+        where, do = "--optimizer", "pass --optimizer adamw --optimizer-kernels foreach"
+    elif config.optimizer_kernels == "fused":
+        where, do = "--optimizer-kernels", "pass --optimizer-kernels foreach"
+    elif config.precision == "16-mixed":
+        where, do = "--precision", "pass --precision bf16-mixed, whose gradients are not scaled"
+    else:
         return
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.is_complex():
-            raise QtoolError(
-                "--optimizer-kernels" if plain else "--optimizer", "real parameters", f"'{name}' of {parameter.dtype}",
-                f"pass {'' if plain else '--optimizer adamw '}--optimizer-kernels foreach",
-            )  # fmt: skip
+            raise QtoolError(where, "real parameters", f"'{name}' of {parameter.dtype}", do)
 
 
 def adafactor(config: TrainConfig) -> Make:

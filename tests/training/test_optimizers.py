@@ -167,7 +167,11 @@ class Waves(nn.Module):
 
 
 def test_parameters_that_an_optimizer_cannot_update_are_told_before_the_training():
-    for options, do in (({}, "pass --optimizer-kernels"), ({"optimizer": "adafactor"}, "pass --optimizer adamw")):
+    for options, do in (
+        ({}, "pass --optimizer-kernels"),
+        ({"optimizer": "adafactor"}, "pass --optimizer adamw"),
+        ({"optimizer_kernels": "foreach", "precision": "16-mixed"}, "pass --precision bf16-mixed"),
+    ):
         with pytest.raises(QtoolError, match=f"real parameters; got 'weight' of torch.complex64; {do}"):
             setup(Waves(), TrainConfig(device="cpu", **options))
     setup(Waves().requires_grad_(False), TrainConfig(device="cpu")).close()
