@@ -72,6 +72,21 @@ class Recurrent(nn.Module):
         return self.head(self.lstm(x.view(-1, 16, 32))[0].mean(1))
 
 
+def test_steps_that_the_gradient_scaler_skips_are_not_taken_for_a_training() -> None:
+    """They make no optimizer states, which are at the peak."""
+
+    def prepare(*args: Any) -> Any:
+        made = setup(*args)
+        made.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**26)
+        return made
+
+    options = config(precision="16-mixed", optimizer_kernels="foreach")
+    predicted = predict(blocks, batch(64), options, prepare=setup, loss=LOSS)
+    measured = measure(blocks, batch(64), options, prepare=prepare, loss=LOSS, steps=2)
+    assert measured.steps == 2
+    assert predicted.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.01)
+
+
 def test_what_an_lstm_keeps_for_its_backward_pass_is_counted() -> None:
     """Its operator returns that, and a fake one returns nothing in its place."""
     wanted, inputs = config(), (torch.randn(64, 16, 32), torch.zeros(64, dtype=torch.int64))
