@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
@@ -10,7 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from qtool.artifacts import atomic_path, read_result, staging, write_json, write_result
+from qtool.artifacts import atomic_path, output_path, read_result, staging, write_json, write_result
 from qtool.errors import OutOfMemory, QtoolError, UsageError
 from qtool.options import documented
 from qtool.recipe import AUTO, TrainConfig, as_dict
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
     from qtool.materialise import Target
     from qtool.tasks import Task
+    from qtool.training.lora import Adapter
     from qtool.training.stage import TrainResult
 
 
@@ -271,7 +273,19 @@ def _trained(run: Path, source: Source) -> TrainResult:
     assert source.model is not None
     result = read_result(run, "train")
     load_weights(source.model, run)
-    return TrainResult(source.model.eval(), result["metrics"], History(**result["history"]))
+    return TrainResult(source.model.eval(), result["metrics"], History(**result["history"]), _adapter(run, result))
+
+
+def _adapter(run: Path, result: Mapping[str, Any]) -> Adapter | None:
+    """The adapters that a run directory has, or None."""
+    from safetensors.torch import load_file
+
+    from qtool.training.lora import Adapter
+
+    if "adapter" not in result["outputs"]:
+        return None
+    tensors, config = (output_path(run, result, name) for name in ("adapter", "adapter_config"))
+    return Adapter(load_file(tensors), json.loads(config.read_text(encoding="utf-8")))
 
 
 def _memory(found: Choice) -> dict[str, Any]:

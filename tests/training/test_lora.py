@@ -114,6 +114,11 @@ def test_training_stores_the_adapters_alone_as_peft_reads_them(peft: Any, tmp_pa
     assert sum(t.numel() for t in stored.values()) == sum(
         4 * (m.in_features + m.out_features) for n, m in small().named_modules() if type(m) is nn.Linear and "h." in n
     )
+    taken = qtool.train(small(), TEXT, out=tmp_path, **OPTIONS).adapter  # a training that is done already
+    assert taken is not None
+    assert result.adapter is not None
+    assert taken.config == result.adapter.config
+    assert all(torch.equal(taken.tensors[name], value) for name, value in result.adapter.tensors.items())
     again = peft.PeftModel.from_pretrained(small(), str(tmp_path)).eval()
     x = tokens()
     torch.testing.assert_close(again(x), result.model(x), rtol=1e-4, atol=1e-5)
