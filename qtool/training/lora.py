@@ -79,7 +79,15 @@ def apply(setup: Setup, example: Any) -> None:
 
 
 def require(model: nn.Module, config: TrainConfig) -> None:
-    """Raises UsageError for a target that is no layer of the model, QtoolError where peft is not there."""
+    """Raises UsageError for a target that is no layer of the model, QtoolError where peft is not there.
+
+    A model that has adapters already is refused: those would be merged with the others.
+    """
+    if (name := next((name for name, _ in _adapted(model)), None)) is not None:
+        raise UsageError(
+            "--lora", "a model without adapters", f"one with them, at '{name}'",
+            "leave --lora out, and they are trained as they are, or merge them first",
+        )  # fmt: skip
     targets(model, config.lora_targets, layers(model))
     _peft()
 

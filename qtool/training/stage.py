@@ -75,7 +75,7 @@ def train(
             identity=identity, test=test, backs_off=backs_off, halvings=halvings,
         )  # fmt: skip
         metrics = {} if test is None else judge(made, "test", test, micro_size(config, history.halvings), task)
-        found = adapter(model)
+        found = None if config.lora is None else adapter(model)  # a model's own are its weights
     return TrainResult(model, metrics, history, found)
 
 

@@ -329,6 +329,19 @@ def test_adapters_of_images_that_lie_channels_last_are_stored(peft: Any, tmp_pat
     assert all(torch.equal(stored[name], value) for name, value in done.adapter.tensors.items())
 
 
+@FILTERS
+def test_adapters_that_a_model_has_are_weights_of_its_own(peft: Any, tmp_path: Path) -> None:
+    model = peft.get_peft_model(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3)), peft.LoraConfig(
+        r=2, target_modules=["0"], use_dora=True), adapter_name="mine")  # fmt: skip
+    with pytest.raises(UsageError, match=r"--lora: expected a model without adapters; got one .* 'base_model.model.0'"):
+        setup(model, TrainConfig(device="cpu", lora=2, lora_targets=("1",)))
+    before = model.base_model.model[0].lora_B["mine"].weight.clone()
+    done = qtool.train(model, [(torch.randn(4, 4), torch.arange(4) % 3)], out=tmp_path, device="cpu", epochs=1)
+    assert not torch.equal(model.base_model.model[0].lora_B["mine"].weight, before)
+    assert done.adapter is None
+    assert not list(tmp_path.glob("adapter*"))
+
+
 def test_layers_that_share_their_weights_take_no_adapter() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.Linear(4, 2))
     model[2].weight = model[0].weight
