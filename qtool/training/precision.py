@@ -112,39 +112,49 @@ def _true(setup: Setup, dtype: torch.dtype) -> None:
     setup.input_dtype = dtype
     setup.on_close.append(lambda: _restore(setup, before))
     for name, module in setup.model.named_modules():
-        constants = {k: setup.exact[f"{name}.{k}"] for k in module._buffers if f"{name}.{k}" in setup.exact}
-        if constants.keys() & module._non_persistent_buffers_set and next(module.parameters(), None) is None:
+        kept = {key: setup.exact.get(f"{name}.{key}") for key in module._non_persistent_buffers_set}
+        constants = {key: value for key, value in kept.items() if value is not None}
+        if constants and next(module.parameters(), None) is None:
             setup.on_close.append(_in_full(module, constants, setup.device, dtype))
 
 
 def _cast(setup: Setup, name: str, value: Tensor, device: torch.device, dtype: torch.dtype) -> None:
-    """Casts a weight or a buffer in place; the buffer is kept as it was where that rounds it."""
+    """Casts a weight or a buffer in place, where it is, and moves it; a buffer that this rounds is kept as it was."""
     whole = value.detach()
-    value.data = value.data.to(device, dtype)
-    if not isinstance(value, nn.Parameter) and not _holds(value, whole):
+    value.data = whole.to(dtype)
+    if not isinstance(value, nn.Parameter) and not _same(value.to(whole.dtype), whole):
         setup.exact[name] = whole
+    value.data = value.data.to(device)
 
 
-def _holds(value: Tensor, whole: Tensor) -> bool:
-    """Whether a buffer, cast, is still what it was; of a fake one nobody knows."""
-    if isinstance(value, FakeTensor):
-        return False
-    return torch.equal(value.to(whole.dtype), whole.to(value.device))
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Whether two buffers hold the same; of fake ones nobody knows."""
+    return not isinstance(a, FakeTensor) and torch.equal(a, b)
 
 
 def _in_full(
     module: nn.Module, constants: dict[str, Tensor], device: torch.device, dtype: torch.dtype
 ) -> Callable[[], None]:
-    """Has a module compute in float32, with its constants as they came; what takes that back."""
-    forward, wide = module.forward, {key: value.to(device, torch.float32) for key, value in constants.items()}
+    """Has a module compute in float32, with its constants as they came; what takes that back.
 
-    def computed(*args: Any, **kwargs: Any) -> Any:
-        rounded = dict(module._buffers)
-        module._buffers.update(wide)
+    One that it replaces is the new one from then on, and one that it moves goes on from there.
+    """
+    forward = module.forward
+    wide = {key: value.to(device, torch.float32, copy=True) for key, value in constants.items()}
+    versions = {key: value._version for key, value in wide.items()}
+
+    def computed(*args: Any, **kwargs: Any) -> Any:  # in words that a compiler knows
+        rounded = {}
+        for key, value in wide.items():
+            buffer = module._buffers.get(key)
+            if buffer is not None and buffer.dtype == dtype:
+                rounded[key], module._buffers[key] = buffer, value
         try:
             result = forward(*to_float32(args), **to_float32(kwargs))
         finally:
-            module._buffers.update({k: rounded[k] for k in wide if module._buffers.get(k) is wide[k]})
+            for key, buffer in rounded.items():
+                if module._buffers.get(key) is wide[key]:
+                    module._buffers[key] = buffer
         return map_tensors(lambda t: t.to(dtype) if t.dtype == torch.float32 else t, result)
 
     before = {key: value for key, value in vars(module).items() if key == "forward"}
@@ -153,6 +163,9 @@ def _in_full(
     def restore() -> None:
         del module.forward
         vars(module).update(before)
+        for key, buffer in module._buffers.items():
+            if key in wide and buffer is not None and buffer.dtype == dtype and wide[key]._version != versions[key]:
+                buffer.data = wide[key]
 
     return restore
 
@@ -172,5 +185,5 @@ def _restore(setup: Setup, before: dict[str, torch.dtype]) -> None:
     for name, value in _cast_values(setup.model):
         value.grad = None
         whole = setup.exact.get(name)
-        same = whole is not None and whole.shape == value.shape and _holds(value, whole.to(value.device, value.dtype))
-        value.data = (whole if same and whole is not None else value.data).to(value.device, before[name])
+        unmoved = whole is not None and _same(value, whole.to(value.device, value.dtype))
+        value.data = (whole if unmoved and whole is not None else value.data).to(value.device, before[name])

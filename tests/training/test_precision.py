@@ -221,6 +221,35 @@ class Turning(nn.Module):
         return self.layer(self.angles(x)) + self.third + self.moving
 
 
+class Changing(nn.Module):
+    """A module without weights whose buffers are no constants: one is moved, the other replaced for longer inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("moved", torch.full((4,), 0.1), persistent=False)
+        self.register_buffer("replaced", torch.full((4,), 0.1), persistent=False)
+
+    def forward(self, x):
+        self.moved.add_(1.0)
+        if self.replaced[0] < 1:
+            self.register_buffer("replaced", torch.full((4,), 1.1), persistent=False)
+        return x + self.moved + self.replaced
+
+
+def test_buffers_that_a_module_without_weights_moves_or_replaces_go_on_from_there():
+    model = nn.Sequential(Changing(), nn.Linear(4, 4))
+    with setup(model, config("bf16-true")) as made:
+        for _ in range(3):
+            made.model(made.place(torch.zeros(2, 4)))
+    assert torch.allclose(model[0].moved, torch.full((4,), 3.1))
+    assert torch.equal(model[0].replaced, torch.full((4,), 1.1))
+
+
+def test_a_compiler_captures_constants_in_full_as_a_part_of_the_model():
+    with setup(nn.Sequential(Angles(), nn.Linear(4, 4)), config("bf16-true")) as made:
+        assert torch._dynamo.explain(made.model)(torch.zeros(2, 6, 4).bfloat16()).graph_count == 1
+
+
 @pytest.mark.parametrize(("precision", "dtype"), [("16-true", torch.float16), ("bf16-true", torch.bfloat16)])
 def test_constants_count_in_full_and_are_what_they_were_in_the_end(precision, dtype):
     model, frequencies = Turning(), 0.1 ** torch.arange(4.0)
