@@ -13,22 +13,25 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import nn
 
 from qtool.checkpoint import last_good, latest
 from qtool.data import example_input
-from qtool.devices import memory_used, out_of_memory
+from qtool.devices import memory_used, out_of_memory, resolve_device
 from qtool.errors import OutOfMemory
 from qtool.judging import judge
 from qtool.loop import HasParts, History, fit
 from qtool.order import Batches
 from qtool.recipe import TrainConfig
-from qtool.step import LossFunction, Setup, micro_size
+from qtool.step import LossFunction, micro_size
 from qtool.tasks import Task
 from qtool.training.lora import Adapter, adapter
 from qtool.training.progress import Report, reporter
 from qtool.training.techniques import setup
 from qtool.units import bytes_told
+
+_FEWER_BYTES = "pass --precision bf16-true, --lora 8 --lora-base nf4 or --strategy fsdp with more --devices"
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,11 @@ def train(
     parts: Any = data if hasattr(data, "train") else SimpleNamespace(train=Batches(data), validation=None, test=None)
     test = getattr(parts, "test", None)
     test = test if test is not None and len(test) else None
-    with setup(model, config, _example(parts)) as made, reporter(progress) as report, _memory_told(made, out):
+    device = resolve_device(config.device)
+    with _memory_told("model", "memory for its weights", _FEWER_BYTES, device, out):
+        prepared = setup(model, config, _example(parts))
+    beside = _memory_told("evaluation", "memory for it", "use a smaller --batch-size", device, out)
+    with prepared as made, reporter(progress) as report, beside:
         history = fit(
             model, parts, task, config, setup=made, loss_fn=loss_fn, out=out, resume=resume, progress=report,
             identity=identity, test=test, backs_off=backs_off, halvings=halvings,
@@ -86,15 +93,13 @@ def _example(parts: HasParts) -> Any:
 
 
 @contextmanager
-def _memory_told(made: Setup, out: Path | None) -> Iterator[None]:
-    """Raises OutOfMemory where memory runs out beside the steps, which tell it themselves: in an evaluation."""
+def _memory_told(where: str, expected: str, do: str, device: torch.device, out: Path | None) -> Iterator[None]:
+    """Raises OutOfMemory where memory runs out beside the steps, which tell it themselves."""
     try:
         yield
     except Exception as error:
         if not out_of_memory(error):
             raise
-        used, last = memory_used(made.device), last_good(latest(out / "checkpoints") if out else None)
-        raise OutOfMemory(
-            "evaluation", "memory for it", f"none left, {bytes_told(used)} in use",
-            f"use a smaller --batch-size; {last}", last,
-        ) from error  # fmt: skip
+        used, last = memory_used(device), last_good(latest(out / "checkpoints") if out else None)
+        got = f"none left, {bytes_told(used)} in use"
+        raise OutOfMemory(where, expected, got, f"{do}; {last}", last) from error

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from qtool.errors import QtoolError
+from qtool.errors import OutOfMemory, QtoolError
 from qtool.loop import Progress
 from qtool.recipe import TrainConfig
 from qtool.tasks import load_task
@@ -38,6 +38,18 @@ def make_data():
 def make_model():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 3))
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("DefaultCPUAllocator: can't allocate memory")]
+)
+def test_weights_that_the_device_has_no_room_for_are_told_as_such(monkeypatch, error):
+    def full(*args):
+        raise error
+
+    monkeypatch.setattr("qtool.training.precision.move", full)
+    with pytest.raises(OutOfMemory, match=r"model: expected memory for its weights; got none left, .* --lora-base nf4"):
+        train(make_model(), make_data(), CONFIG, task=TASK)
 
 
 def test_the_stage_trains_judges_and_leaves_checkpoints(tmp_path):
