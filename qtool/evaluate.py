@@ -33,7 +33,7 @@ from qtool.data import batches
 from qtool.errors import QtoolError
 from qtool.intervals import mean_interval, paired_interval
 from qtool.labels import IGNORED
-from qtool.tasks import Task, finished, loss_of, metrics_of, weight_of
+from qtool.tasks import Task, finished, is_undefined, loss_of, metrics_of, weight_of
 
 Predict = Callable[[Any], Any]
 PIECE = 64
@@ -61,7 +61,7 @@ def metrics_in(predict: Predict, batches: Iterable[tuple[Any, Any]], task: Task)
     try:
         return sums.means().keys() - {"num_samples"}
     except QtoolError as error:
-        if isinstance(error.__cause__, ArithmeticError | ValueError):
+        if is_undefined(error):
             return None
         raise
 

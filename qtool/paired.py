@@ -8,7 +8,8 @@ about the difference. Its 95 % interval is
 * of other means, that of the mean of paired differences (``intervals.py``); of ratios of sums to first order: with
   value v = Σ dᵢ / Σ wᵢ, the residuals (dᵢ − v wᵢ) / w̄ have mean zero and the value's spread;
 * for what is no mean of samples (what a task's ``finish`` makes of sums: an F1 score, a perplexity) the paired
-  bootstrap, ``DRAWS`` draws of samples with replacement by a fixed seed.
+  bootstrap, ``DRAWS`` draws of samples with replacement by a fixed seed. Draws that have no sample of a rare class, or
+  none that counts, may leave the metric undefined (0/0): they are left out, as long as they are few.
 """
 
 from __future__ import annotations
@@ -20,11 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qtool.errors import QtoolError
 from qtool.intervals import mean_interval, paired_interval
 from qtool.nested import cut, num_samples
-from qtool.tasks import Task, finished, loss_of, metrics_of
+from qtool.tasks import Task, finished, is_undefined, loss_of, metrics_of
 
 DRAWS = 1000
+DEFINED = 0.9
+"""The least share of the draws that have to give the metric."""
 Interval = Callable[[int], tuple[float, float]]
 """The 95 % interval that so many samples give where each is like those at hand."""
 Sums = dict[str, Tensor]
@@ -59,9 +63,12 @@ class Paired:
         self.task, self.weights = task, weights
 
     def means(self, sums: Mapping[str, Tensor], rows: Tensor | None = None) -> dict[str, float]:
-        """The task's metrics over all samples, or over ``rows`` of them."""
+        """The task's metrics over all samples, or over ``rows`` of them. Raises QtoolError where none counts."""
         rows = torch.arange(len(self.weights)) if rows is None else rows
         total = float(self.weights[rows].sum())
+        if not total:
+            where = f"task '{self.task.name}'" if self.task else "samples"
+            raise QtoolError(where, "samples that count", "none", "give samples with targets that are not ignored")
         means = {name: float(column[rows].sum()) / total for name, column in sums.items()}
         return {**means, **(finished(self.task, means) if self.task else {})}
 
@@ -77,8 +84,13 @@ class Paired:
         return bool(((column == 0) | (column == 1)).all() and (self.weights == 1).all())
 
     def change(self, metric: str, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> tuple[float, Interval]:
-        """How much more the metric is ``after`` than ``before``, in its own units, and the interval of that."""
-        value = self.means(after)[metric] - self.means(before)[metric]
+        """How much more the metric is ``after`` than ``before``, in its own units, and the interval of that.
+
+        All of it is NaN where the metric is undefined, as an F1 score of a model that names no sample may be.
+        """
+        value = self._value(metric, before, after)
+        if math.isnan(value):
+            return value, lambda total: (value, value)
         if not self.is_mean(metric, before):
             return value, self._bootstrap(metric, before, after, value)
         change = after[metric] - before[metric]
@@ -99,7 +111,14 @@ class Paired:
         count, draw, found = len(self.weights), torch.Generator().manual_seed(0), []
         for _ in range(DRAWS):
             rows = torch.randint(count, (count,), generator=draw)
-            found.append(self.means(after, rows)[metric] - self.means(before, rows)[metric])
+            found.append(self._value(metric, before, after, rows))
+        found = [change for change in found if not math.isnan(change)]
+        if len(found) < DEFINED * DRAWS:
+            raise QtoolError(
+                f"metric '{metric}'", f"an interval, from {DRAWS} draws of {count} samples with replacement",
+                f"{DRAWS - len(found)} draws of which it is undefined",
+                "give more samples, of rare classes above all, or have the task's 'finish' say what 0/0 is",
+            )  # fmt: skip
         ends = torch.tensor(found, dtype=torch.float64).quantile(torch.tensor([0.025, 0.975]).double())
         low, high = map(float, ends)
 
@@ -108,6 +127,20 @@ class Paired:
             return value + (low - value) * narrower, value + (high - value) * narrower
 
         return at
+
+    def _value(
+        self, metric: str, before: Mapping[str, Tensor], after: Mapping[str, Tensor], rows: Tensor | None = None
+    ) -> float:
+        """The change over all samples, or over ``rows`` of them; NaN where the metric is undefined."""
+        if rows is not None and not self.weights[rows].any():
+            return math.nan
+        try:
+            made, had = (self.means(sums, rows).get(metric, math.nan) for sums in (after, before))
+        except QtoolError as error:
+            if is_undefined(error):
+                return math.nan
+            raise
+        return made - had
 
 
 def proportions(only_after: float, only_before: float) -> Interval:

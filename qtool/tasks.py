@@ -268,6 +268,11 @@ def finished(task: Task, means: dict[str, float]) -> dict[str, float]:
     return {str(name): float(value) for name, value in found.items()}
 
 
+def is_undefined(error: QtoolError) -> bool:
+    """Whether a task's ``finish`` cannot compute with what it was given: 0/0 of few samples, say."""
+    return isinstance(error.__cause__, ArithmeticError | ValueError)
+
+
 @contextmanager
 def _told(task: Task, what: str, given: str = "the model's output and the target") -> Iterator[None]:
     try:

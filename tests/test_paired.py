@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from qtool.errors import QtoolError
 from qtool.evaluate import Sums
 from qtool.intervals import mean_interval, paired_interval
 from qtool.paired import Paired, joined, proportions, sums_of
@@ -131,3 +132,44 @@ def test_a_task_s_outputs_may_be_packed():
     )
     assert sums["top1"].tolist() == [1, 1, 0]
     assert weights.tolist() == [1, 1, 1]
+
+
+class Found:
+    """What share of those of a class is found, which is undefined where there is none."""
+
+    name, metric, higher_is_better = "found", "recall", True
+
+    def finish(self, means):
+        return means | {"recall": means["found"] / means["there"]}
+
+
+def recall(there, found_before, found_after):
+    weights = torch.ones(60).double()
+    parts = [{"there": there.double(), "found": (there & found).double()} for found in (found_before, found_after)]
+    return Paired(Found(), weights).change("recall", *parts)
+
+
+def test_draws_without_a_sample_of_a_rare_class_are_left_out():
+    there, some = torch.arange(60) < 4, torch.arange(60) < 1
+    value, within = recall(there, there, ~some)  # one draw in 50 has none of the four
+    low, high = within(60)
+    assert value == -0.25
+    assert -1 <= low < -0.25 <= high <= 0
+    with pytest.raises(QtoolError, match=r"metric 'recall': expected an interval.*got [1-4]\d\d draws .*undefined"):
+        recall(some, some, some)
+
+
+def test_a_model_of_which_the_metric_is_undefined_is_no_fault_of_the_task():
+    weights, one = torch.ones(9).double(), torch.ones(9).double()
+    value, within = Paired(Found(), weights).change(
+        "recall", {"there": one, "found": one}, {"there": one * 0, "found": one}
+    )
+    assert all(math.isnan(each) for each in (value, *within(9)))
+
+
+def test_draws_without_a_sample_that_counts_are_left_out():
+    weights = (torch.arange(60) < 4).double()
+    value, within = Paired(Errors(), weights).change("exp", {"mae": weights}, {"mae": weights * 1.1})
+    assert within(60)[0] < value * 1.001 < within(60)[1] * 1.01
+    with pytest.raises(QtoolError, match="task 'errors': expected samples that count; got none"):
+        Paired(Errors(), weights * 0).means({"mae": weights})

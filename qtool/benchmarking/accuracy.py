@@ -111,7 +111,7 @@ class Scores:
                 if name == reference:
                     continue
                 _, within = samples.change(metric, sums[reference], own)
-            except (QtoolError, ZeroDivisionError):
+            except QtoolError:
                 return
             low, high = within(len(samples.weights))
             if math.isfinite(low) and math.isfinite(high):
