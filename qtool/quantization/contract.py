@@ -215,8 +215,9 @@ class Judge:
     def _check(self) -> None:
         config = self.config
         if config.max_drop is not None and self.metric not in (known := self.paired.means(self.sums)):
-            name = self.task.name if self.task else "none"
-            raise UsageError("--metric", f"a metric of task '{name}'", repr(self.metric), nearest(self.metric, known))
+            name = f"task '{self.task.name if self.task else 'none'}'"
+            asked = ("--metric", f"a metric of {name}") if config.metric else (name, "a 'metric' that it gives")
+            raise UsageError(*asked, repr(self.metric), nearest(self.metric, known))
         if config.max_drop is not None and self.task and is_higher_better(self.task, self.metric) is None:
             raise UsageError(
                 "--metric", "one that is known to be better when it is higher or lower",

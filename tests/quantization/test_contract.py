@@ -303,6 +303,13 @@ def test_counts_that_a_candidate_alone_has_are_no_right_and_wrong() -> None:
     assert criterion.ci95 == pytest.approx(hall(each, T999), rel=1e-5)
 
 
+def test_a_task_whose_own_metric_is_none_is_told_as_its_own() -> None:
+    with pytest.raises(
+        UsageError, match=r"^task 'classification': expected a 'metric' that it gives; got 'top-1'.*top1"
+    ):
+        judge(Classification(metric="top-1"), max_drop=1.0)
+
+
 def test_of_which_metrics_less_is_better() -> None:
     def dropped(task: Classification, metric: str) -> float:
         held = judge(task, max_drop=400.0, metric=metric)
