@@ -137,7 +137,7 @@ def check(value: Any, hint: Any, metadata: Mapping[str, Any], where: str) -> Any
     kind, optional = inner_type(hint)
     if isinstance(value, str) and value in metadata.get("words", ()):
         return metadata["words"][value]
-    if optional and (value is None or value == "none"):
+    if optional and (value is None or value in ("none", ["none"], ("none",))):
         return None
     if get_origin(kind) is dict:
         items = _table(where, value, "give each name its value").items()

@@ -175,6 +175,8 @@ def test_whole_numbers_serve_as_numbers_and_lists_as_tuples() -> None:
 
 def test_none_switches_an_optional_key_off_and_no_other() -> None:
     assert make(TrainConfig, {"grad_clip": "none"}).grad_clip is None
+    for spelled in ("none", ["none"], ("none",)):  # as a list of algorithms may say
+        assert make(QuantizeConfig, {"algorithms": spelled}).algorithms is None
     with pytest.raises(UsageError, match="a number"):
         make(TrainConfig, {"learning_rate": "none"})
 
