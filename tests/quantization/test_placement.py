@@ -293,6 +293,18 @@ def test_overrides_leave_modules_in_float_and_must_match() -> None:
         placed(two, {"*": "float", "a": "int8"})
 
 
+def test_an_override_may_name_a_unit_that_one_of_its_module_leaves_in_float_as_well() -> None:
+    """As one for each of the units that hurt most does, where a module is called twice."""
+
+    def twice(m: Any, x: Tensor) -> Tensor:
+        return m.b(torch.relu(m.a(torch.relu(m.a(x))))) + x
+
+    units = {u.name: u.integer for u in placed(twice, {"a": "float", "a_2": "float"}).plan().units}
+    assert (units["a"], units["a_2"], units["b"]) == (False, False, True)
+    with pytest.raises(UsageError, match=r"which none before them does; got a_2"):
+        placed(twice, {"a": "float", "a_2": "int8"})
+
+
 def test_an_override_may_name_a_unit_that_is_no_module() -> None:
     def two_sums(m: Any, x: Tensor) -> Tensor:
         return m.b(m.a(x) + x) + x
