@@ -106,6 +106,7 @@ def _converted(model: ir.Model, weights: Mapping[str, ir.Value]) -> ir.Model:
         warnings.simplefilter("ignore", UserWarning)  # it tells of values below half's least, which become that
         converted = convert_float_to_float16(proto, keep_io_types=kept)
     _drop_repeats(converted.graph)
+    _drop_constants_types(converted.graph)
     return ir.serde.deserialize_model(converted)
 
 
@@ -116,6 +117,14 @@ def _drop_repeats(graph: onnx.GraphProto) -> None:
         if node.op_type == "Cast" and node.output[0] in made:
             graph.node.remove(node)
         made.update(node.output)
+
+
+def _drop_constants_types(graph: onnx.GraphProto) -> None:
+    """Leaves constants to tell their own types: the converter calls those half precision that it keeps in float32."""
+    stored = {tensor.name for tensor in graph.initializer}
+    kept = [value for value in graph.value_info if value.name not in stored]
+    del graph.value_info[:]
+    graph.value_info.extend(kept)
 
 
 def _in_half(tensor: ir.TensorProtocol) -> ir.LazyTensor:

@@ -123,6 +123,14 @@ def test_as_few_units_as_will_do_are_left_in_float() -> None:
     ]
 
 
+def test_units_are_left_in_float_beside_one_of_which_something_else_was_asked() -> None:
+    world = World(0.4)
+    world.search.config = dataclasses.replace(world.config, overrides={"unit[[]0]": "int8"})
+    assert (met := world.search.run()) is not None
+    assert [name for name in world.tried if name.startswith(("5", "6"))] == ["6 units in float", "5 units in float"]
+    assert [value for name, value in met.config.overrides.items() if name != "unit[[]0]"] == ["float"] * 4
+
+
 def test_weights_of_few_bits_get_eight_before_float() -> None:
     world = World(0.4)
     world.search.config = dataclasses.replace(world.config, weight_bits=4)
