@@ -3,7 +3,8 @@
 The aim of quantization is the model that was trained, not another one that scores as well. The float model's
 outputs say what that model answers for every sample, with more to learn from than one label: for rows of
 two logits or more the loss is ``KL(softmax(teacher) ‖ softmax(student))``, for any other output the mean squared error;
-whole numbers have no part in it.
+whole numbers have no part in it. Rows with a target for each of their numbers (a regression, several labels at once)
+are no logits: what is added to all of a row changes them, and no softmax.
 
 Where asked, values inside are compared too (FitNets, arXiv 1412.6550): what leaves a module in both networks, by the
 squared error relative to the teacher's mean square, so that every module counts alike. Both graphs are captures of one
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from qtool.errors import UsageError, nearest
-from qtool.evaluate import divergence, error_of
+from qtool.evaluate import class_axis, divergence, error_of
 from qtool.form import same_sizes
 from qtool.nested import call, per_sample, tensors, to_float32
 from qtool.quantization.capture import owner
@@ -45,7 +46,7 @@ Pairs = Sequence[tuple[Tap, Tap]]
 
 
 def towards(teacher: nn.Module, taps: Pairs = ()) -> LossFunction:
-    """The loss of a model against ``teacher``'s outputs for the same inputs; targets are not looked at.
+    """The loss of a model against ``teacher``'s outputs for the same inputs; targets tell only what are logits.
 
     ``taps`` are (teacher's, student's), whose values are compared too. The teacher is moved to where the inputs are,
     and computes in float32 unless autocast is on.
@@ -57,7 +58,7 @@ def towards(teacher: nn.Module, taps: Pairs = ()) -> LossFunction:
             wanted = to_float32(call(teacher, value))
         given = to_float32(call(model, value))
         pairs = zip(tensors(wanted), tensors(given), strict=True)
-        parts = [_distance(w, g) for w, g in pairs if w.is_floating_point()]
+        parts = [_distance(w, g, target) for w, g in pairs if w.is_floating_point()]
         if not parts:
             raise UsageError(
                 "--distill", "a model that gives floating point numbers", "whole numbers alone",
@@ -69,9 +70,9 @@ def towards(teacher: nn.Module, taps: Pairs = ()) -> LossFunction:
     return loss
 
 
-def _distance(wanted: Tensor, given: Tensor) -> Tensor:
+def _distance(wanted: Tensor, given: Tensor, target: Any) -> Tensor:
     """The distance summed over the batch."""
-    if wanted.dim() == 2 and wanted.shape[1] > 1:
+    if wanted.dim() == 2 and class_axis(wanted, target) is not None:
         return divergence(wanted, given).sum()
     return per_sample(error_of(wanted, given)).square().mean(1).sum()
 

@@ -71,6 +71,16 @@ def test_one_number_for_each_sample_has_a_squared_error_and_classes_have_none() 
         towards(nn.Sequential(teacher, Classes()))(nn.Sequential(student, Classes()), x, None)
 
 
+def test_rows_with_a_target_for_each_number_have_a_squared_error() -> None:
+    """As the outputs of a regression have: what is added to all of a row is an error that no softmax shows."""
+    teacher, student, x = nn.Linear(3, 5), nn.Linear(3, 5), torch.randn(4, 3)
+    apart = (teacher(x) - student(x)).square().mean(1).sum()
+    torch.testing.assert_close(towards(teacher)(student, x, torch.randn(4, 5))[0], apart)
+    classes, shares = (towards(teacher)(student, x, t)[0] for t in (torch.arange(4), torch.eye(5)[:4]))
+    torch.testing.assert_close(classes, shares)
+    assert not torch.isclose(classes, apart)
+
+
 class Classes(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.argmax(1)
