@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from qtool.artifacts import finite, has_result, read_result, write_json
 from qtool.calibration_data import sample_hashes
-from qtool.errors import QtoolError
+from qtool.errors import QtoolError, UsageError
 from qtool.options import argument, check, documented, make
 from qtool.recipe import CONTRACT_FIELDS, QuantizeConfig, as_dict
 from qtool.source import Source, open_float, state_hash
@@ -55,6 +55,7 @@ PLACED_BY = (
     "overrides",
 )
 """Options that say which units there are, and in how many bits: others leave the most harmful ones what they are."""
+_READ = ("sensitivity", "max_kl", "min_agreement")  # the latter have outputs of several positions taken for logits
 SAVE_SECONDS = 1.0
 SAMPLES = 128
 
@@ -84,6 +85,8 @@ def sensitivity(
     where ``sensitivity.json`` is of another model or other samples, unless ``resume`` is off.
     """
     source, folder, recorded = _source(model, data, task, weights, writable(out), trust)
+    if unread := next((name for name in options if name in CONTRACT_FIELDS and name not in _READ), None):
+        raise UsageError(argument(unread), "options of what is measured", "one of a search", "pass it to quantize")
     config = configured(QuantizeConfig, config, options) if config or not recorded else _updated(recorded, options)
     check(samples, int, {"low": 1}, argument("samples"))
     inputs, _ = calibration_of(config, source)
@@ -92,7 +95,7 @@ def sensitivity(
         result = measuring.run(folder, resume=resume, tell=teller(progress))
     if folder and has_result(folder, "quantize"):
         quantized = read_result(folder, "quantize", verify=False, stale=True)
-        if "stale" not in quantized and measuring.is_of(quantized["config"]):
+        if "stale" not in quantized and measuring.is_of(_made_with(quantized)):
             write_json(folder / "quantize.json", quantized | {"sensitivity": result["units"]})
     return result
 
@@ -113,8 +116,14 @@ def _source(
     """The source, where the result goes, and the options of the quantization that is there."""
     source, run = open_float(model, data, task, weights, trust=trust)
     there = read_result(run, "quantize", verify=False, stale=True) if run and has_result(run, "quantize") else {}
-    recorded = {} if "stale" in there else there.get("config", {})
+    recorded = {} if "stale" in there or not there else _made_with(there)
     return source, out or writable(run), recorded
+
+
+def _made_with(quantized: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a quantization: under a contract those that its search chose, which have no effort's name."""
+    chosen = quantized["contract"]["options"] | {"effort": None} if "contract" in quantized else {}
+    return {**quantized["config"], **chosen}
 
 
 @dataclasses.dataclass

@@ -49,6 +49,16 @@ def test_its_options_are_those_of_the_quantization_beside_the_training(trained: 
     assert qtool.sensitivity(trained, samples=16)["config"]["weight_bits"] == 7
 
 
+def test_under_a_contract_its_options_are_those_that_were_chosen(trained: Path) -> None:
+    qtool.quantize(trained, calibration="train:64", max_kl=10.0)
+    assert read_result(trained, "quantize")["contract"]["options"] == {"ranges": "minmax", "algorithms": None}
+    measured = qtool.sensitivity(trained, samples=16)
+    assert (measured["config"]["ranges"], measured["config"]["algorithms"]) == ("minmax", None)
+    assert read_result(trained, "quantize")["sensitivity"] == measured["units"]
+    other = qtool.sensitivity(trained, samples=16, ranges="network")
+    assert read_result(trained, "quantize")["sensitivity"] == measured["units"] != other["units"]
+
+
 def test_measured_before_the_quantization_it_is_of_it_and_of_no_other(trained: Path) -> None:
     found = qtool.sensitivity(trained, **OPTIONS)
     qtool.quantize(trained, calibration="train:64")
@@ -103,6 +113,10 @@ def test_a_damaged_file_is_named(text: str, trained: Path) -> None:
 def test_wrong_numbers_and_places_are_usage_errors(trained: Path) -> None:
     with pytest.raises(UsageError, match="argument 'samples': expected at least 1"):
         qtool.sensitivity(trained, samples=0)
+    with pytest.raises(
+        UsageError, match="argument 'max_drop': expected options of what is measured; got one of a search"
+    ):
+        qtool.sensitivity(trained, max_drop=1.0)
     with pytest.raises(UsageError, match="a folder that a stage has written"):
         qtool.sensitivity(trained / "nowhere")
 
