@@ -29,8 +29,8 @@ class Watch:
     """Hears from observers while a sample goes through a graph, and what their values' gradients are afterwards."""
 
     def __init__(self, observers: Iterable[RangeObserver]) -> None:
-        self.tails: dict[RangeObserver, Tails] = {}
-        for observer in observers:
+        self.observers, self.tails = tuple(observers), dict[RangeObserver, Tails]()
+        for observer in self.observers:
             if observer.fixed is None:
                 tails = Tails.beyond(observer.histogram, observer.options)
                 if tails.least < tails.low or tails.most > tails.high:
@@ -38,12 +38,12 @@ class Watch:
         self.values: list[tuple[RangeObserver, Tensor]] = []
 
     def __enter__(self) -> Watch:
-        for observer in self.tails:
-            observer.enabled, observer.watch = False, self
+        for observer in self.observers:
+            observer.enabled, observer.watch = False, self if observer in self.tails else None
         return self
 
     def __exit__(self, *_: object) -> None:
-        for observer in self.tails:
+        for observer in self.observers:
             observer.enabled, observer.watch = True, None
 
     def see(self, observer: RangeObserver, x: Tensor) -> Tensor:

@@ -81,6 +81,17 @@ def test_what_clipping_costs_is_the_square_of_the_error_at_the_output(seed: int,
         assert math.sqrt(found) == pytest.approx(rate * expected, abs=rate * most)
 
 
+def test_samples_are_counted_once_also_where_nothing_is_clipped() -> None:
+    x = torch.eye(16)  # of which a narrower range is a worse one
+    even, spikes = observer(x, bits=8), observer(spiked(16))
+    before = even.histogram.state_dict()
+    net = Prepared(lambda x, y: spikes(x).sum((1, 2)) + even(y).sum(1), a=even, b=spikes)
+    watch(net, [(spiked(16), x)])  # type: ignore[arg-type]
+    assert even.histogram.tails is None
+    assert len(tails_of(spikes).rows) == 16
+    assert even.histogram.state_dict() == before
+
+
 def test_random_signs_give_the_squares_of_several_outputs() -> None:
     x = spiked(SAMPLES)
     mixer = torch.randn(8, 256, generator=torch.Generator().manual_seed(1))
