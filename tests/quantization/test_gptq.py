@@ -15,6 +15,7 @@ from test_bias import BATCHES, biases, subject
 from torch import Tensor, nn
 
 from qtool.evaluate import sqnr_db
+from qtool.form import graph_sha256
 from qtool.quantization.algorithms.bias import add_to_bias
 from qtool.quantization.algorithms.gptq import DAMPINGS, Moments, _settled, damped, fitted, gptq, output_error, rounded
 from qtool.quantization.algorithms.layers import Layer
@@ -189,6 +190,17 @@ def test_of_one_batch_the_halves_judge_each_other_and_one_row_judges_nothing() -
     gptq(given)
     assert all(torch.equal(parameter(given.graph, n.args[1].args[0]), before[n.name]) for n in given.anchors())
     assert "gptq: refitted 0 layers" in given.notes
+
+
+def test_a_batch_without_samples_takes_no_part() -> None:
+    x = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
+    config = QuantizeConfig(algorithms=("equalize", "gptq", "brecq", "renorm", "bias"), rounding_steps=5)
+    with_one, without = (
+        graph_sha256(quantize(net, config, example=x[:2], calibration=batches).graph)
+        for net in [nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 3)).eval()]
+        for batches in ([x[:20], x[:0], x[20:]], [x[:20], x[20:]])
+    )
+    assert with_one == without
 
 
 def test_inputs_whose_spread_no_float_can_hold_leave_the_layer_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
