@@ -77,12 +77,14 @@ def _from_workers(batches: Iterable[Any]) -> Iterator[Any]:
 
 
 def _checked(value: Any, target: Any) -> tuple[Any, Any]:
-    """(input, target) of a batch as it is. Raises QtoolError for one without tensors."""
+    """(input, target) of a batch as it is. Raises QtoolError for one without tensors, or without samples."""
     if not any(tensor.dim() for tensor in tensors(value)):
         raise QtoolError(
             "training batches", "tensors with a batch dimension, or tuples or dicts of them", type(value).__name__,
             "convert inputs with torch.as_tensor, and stack samples into batches",
         )  # fmt: skip
+    if not num_samples(value):
+        raise QtoolError("training batches", "samples in each", "a batch without any", "leave it out")
     return value, target
 
 

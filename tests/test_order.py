@@ -148,6 +148,11 @@ def test_an_epoch_with_fewer_batches_than_it_says_is_an_error():
         list(order.epoch(1, 1, 3, checkpoint.rng_state()))
 
 
+def test_a_batch_without_samples_is_an_error():
+    with pytest.raises(QtoolError, match="training batches: expected samples in each; got a batch without any"):
+        list(Batches([(torch.zeros(2, 3), torch.zeros(2)), (torch.zeros(0, 3), torch.zeros(0))]))
+
+
 def test_no_data_is_an_error():
     with pytest.raises(QtoolError, match="at least one sample"):
         Order(Batches([]), 1, 0)

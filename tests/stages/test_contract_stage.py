@@ -207,7 +207,7 @@ def test_batches_need_validation_batches_of_their_own() -> None:
     calibration, held = torch.randn(32, 1, 8, 8), torch.randn(300, 1, 8, 8)
     quantized = qtool.quantize(model, [calibration], validation=held.split(100), max_kl=0.01)
     assert len(quantized.plan.integer_units) == 2
-    labelled = [(held, model(held).argmax(1))]
+    labelled = [(part, model(part).argmax(1)) for part in (held[:200], held[:0], held[200:])]
     assert qtool.quantize(model, [calibration], validation=labelled, max_drop=5.0, min_agreement=90)
     with pytest.raises(UsageError, match="contract: expected validation samples; got batches to calibrate with only"):
         qtool.quantize(model, [calibration], max_kl=0.01)
