@@ -365,7 +365,16 @@ def _observe(
 
 
 def _check_repeated(saved: Mapping[str, Any], config: QuantizeConfig) -> None:
-    """Raises UsageError for ranges that were observed behind changes of the graph which will not be repeated."""
+    """Raises UsageError for ranges behind changes of the graph that will not be repeated, and of another method.
+
+    Min-max is let by, since it is also what leaves the algorithms out.
+    """
+    read_by = {str(entry["method"]) for entry in saved.values() if "method" in entry} - {"fixed"}
+    if read_by and config.ranges not in ("minmax", QuantizeConfig().ranges, *read_by):
+        raise UsageError(
+            "--ranges", f"{' or '.join(sorted(read_by))}, as the ranges of --ranges-from were chosen", config.ranges,
+            "leave it out, or calibrate anew",
+        )  # fmt: skip
     names = config.algorithms or ("none",)
     for kind in CHANGES:
         repeats = kind in names and config.engine == "pt2e" and config.mode == "ptq"

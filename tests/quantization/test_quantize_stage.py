@@ -117,6 +117,9 @@ def test_saved_ranges_repeat_a_quantization_without_data(method: str, engine: st
     assert torch.equal(again(X), form(X))
     assert again.ranges == json.loads(path.read_text())
     assert "gptq-small: as saved with the ranges in 3 layers" in again.plan.notes
+    other = dataclasses.replace(given, ranges="mse" if method != "mse" else "entropy", ranges_from=str(path))
+    with pytest.raises(UsageError, match=f"--ranges: expected {method}, as the ranges of --ranges-from were chosen"):
+        quantize(net(), other, example=X)
 
 
 def test_training_starts_from_ranges_that_are_given(tmp_path: Path) -> None:
