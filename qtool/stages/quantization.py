@@ -186,6 +186,7 @@ def _require_use(config: QuantizeConfig) -> None:
     if not config.has_contract:
         _require_bits_at_edges(config)
         _require_activations(config)
+        _require_rounding(config)
     if not config.has_contract and config.percentile != default.percentile and config.ranges != "percentile":
         raise UsageError(
             argument("percentile"), "ranges 'percentile' beside it", f"'{config.ranges}'", "add it, or leave it out"
@@ -221,6 +222,16 @@ def _require_activations(config: QuantizeConfig) -> None:
     for name, value in asked.items():
         if config.weights_only and value not in (getattr(default, name), "minmax"):
             raise UsageError(argument(name), "activations to be quantized", "weights_only", "leave one of the two out")
+
+
+def _require_rounding(config: QuantizeConfig) -> None:
+    """Raises UsageError for steps of learned rounding where no algorithm learns it."""
+    learn, names = ("adaround", "brecq"), config.algorithms or ()
+    if config.rounding_steps != QuantizeConfig().rounding_steps and not set(learn) & set(names):
+        raise UsageError(
+            argument("rounding_steps"), f"{' or '.join(learn)} among the algorithms", ", ".join(names) or "none",
+            "add one, or leave it out",
+        )  # fmt: skip
 
 
 def _quantize_source(
