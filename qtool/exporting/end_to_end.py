@@ -47,9 +47,12 @@ from qtool.runtimes.openvino import is_installed
 MAX_LOSS_DB = 0.5
 ROUNDING = 1e-10
 """The energy of float32's rounding, in that of the signal."""
+LITTLE_DB = 6.0
+"""Below it the error's amplitude is half of the signal's: not a fault of the file, but nothing to serve."""
 FEWEST = 16
 Z = 4.0
 MICRO_BATCH = 4
+LOST = "; quantizing lost most of the signal, and qtool sensitivity tells where"
 IN_OPENVINO = "serve it with a fixed batch (OpenVINO's reshape) or another OpenVINO, or export it for ort-cpu"
 
 
@@ -150,7 +153,7 @@ def _gate(worst: _Output, num_outputs: int, seen: int, clear: bool) -> Gate:
     return Gate(
         "end-to-end parity", worst.loss_db <= MAX_LOSS_DB,
         f"SQNR to FP32 no more than {MAX_LOSS_DB} dB below the torch graph's {torch_db:.2f} dB",
-        f"{file_db:.2f} dB on {seen} samples{known}", do,
+        f"{file_db:.2f} dB on {seen} samples{known}{LOST if file_db < LITTLE_DB else ''}", do,
         {"num_samples": seen, "num_outputs": num_outputs, "sqnr_db_torch": torch_db, "sqnr_db_file": file_db},
     )  # fmt: skip
 

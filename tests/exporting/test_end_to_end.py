@@ -200,6 +200,17 @@ def test_a_loss_that_too_few_samples_tell_asks_for_more() -> None:
     assert clear.do.startswith("report this model")
 
 
+@pytest.mark.parametrize(("error", "lost"), [(0.4, False), (0.6, True), (1.0, True)])
+def test_a_quantization_that_lost_most_of_the_signal_is_told(error: float, lost: bool) -> None:
+    """Though the file is as good as the torch graph: 20 log10(1 / 0.5) is 6.02 dB."""
+    output, wanted = _Output(), torch.randn(64, 100, generator=torch.Generator().manual_seed(0))
+    kept = wanted * (1 - error)
+    output.add(wanted, kept, kept)
+    gate = _gate(output, 1, 64, True)
+    assert gate.passed
+    assert gate.found.endswith("qtool sensitivity tells where") == lost
+
+
 def test_answers_that_are_not_numbers_fail() -> None:
     output = _Output()
     wanted = torch.ones(16, 2)
