@@ -7,7 +7,9 @@ the first from the providers that the session really has, the second from the se
 Operations on shapes belong on the CPU and are listed, not refused.
 
 On CUDA a session is made for CUDA graphs where the model allows it (everything on the GPU, no control
-flow), and without them where it does not; ``cuda_graph`` tells which.
+flow), and without them where it does not; ``cuda_graph`` tells which. TensorRT's provider records one
+graph a session, whatever ``gpu_graph_id`` says, and replays it for every later run, of other inputs and
+shapes too: there is none there.
 
 The file's arithmetic on the CPU provider: FP16 is storage only where the provider has no half kernels
 (weights are cast to float32 when the model is loaded, or around each operator); INT8 needs QDQ pairs
@@ -216,7 +218,7 @@ def _create(path: Path, provider: str, options: Any, *, record: bool = False) ->
 
 def _create_with_graph(path: Path, provider: str, options: Any) -> tuple[Any, bool]:
     """A session that replays a CUDA graph where provider and model can, and whether it does."""
-    if provider == "cpu":
+    if provider != "cuda":
         return _create(path, provider, options), False
     try:
         return _create(path, provider, options, record=True), True
@@ -231,16 +233,11 @@ def _provider_list(path: Path, provider: str, record: bool) -> list[Any]:
     """
     if provider == "cpu":
         return [PROVIDERS["cpu"]]
-    graph = "1" if record else "0"
-    cuda = (PROVIDERS["cuda"], {"use_tf32": "0", "enable_cuda_graph": graph if provider == "cuda" else "0"})
+    cuda = (PROVIDERS["cuda"], {"use_tf32": "0", "enable_cuda_graph": "1" if record else "0"})
     if provider == "cuda":
         return [cuda, PROVIDERS["cpu"]]
     half, integer = _lower_formats(path)
-    options = {
-        "trt_fp16_enable": "1" if half or integer else "0",
-        "trt_int8_enable": "1" if integer else "0",
-        "trt_cuda_graph_enable": graph,
-    }
+    options = {"trt_fp16_enable": "1" if half or integer else "0", "trt_int8_enable": "1" if integer else "0"}
     return [(PROVIDERS["tensorrt"], options), cuda, PROVIDERS["cpu"]]
 
 
