@@ -13,7 +13,21 @@ import torch
 from onnxscript import opset18 as op  # the least that any target asks for
 from torch.fx import Graph
 
+from qtool.errors import QtoolError
+
 aten = torch.ops.aten
+
+_POOLS = (aten.avg_pool2d.default, aten.avg_pool3d.default)
+
+
+def require_forms(graph: Graph) -> None:
+    """Raises QtoolError for an average by a divisor of its own: torch would write it as a mean without a word."""
+    for node in graph.nodes:
+        if node.target in _POOLS and len(node.args) > 6 and node.args[6] is not None:
+            raise QtoolError(
+                f"export, '{node.name}'", "a pooling that has an ONNX form",
+                "divisor_override with ceil_mode over sizes that are open", "leave one of them out",
+            )  # fmt: skip
 
 
 def drop_checks(graph: Graph) -> None:

@@ -150,6 +150,7 @@ def _translate(graph: GraphModule, example: Any, opset: int) -> tuple[ir.Model, 
     program = program_of(graph, example)
     spell_pools(program.graph)
     plain_forms.drop_checks(program.graph)
+    plain_forms.require_forms(program.graph)
     recurrent.require_forms(program.graph)
     try:
         with quiet_exporter(), quicker(), distinct_quantizers(), whole_sequences():

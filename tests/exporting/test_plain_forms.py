@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from qtool.errors import QtoolError
 from qtool.exporting import to_onnx
 from qtool.quantization.stage import float_form
 
@@ -39,3 +40,14 @@ def test_a_masks_operators_are_written_as_they_are(monkeypatch: pytest.MonkeyPat
     session = onnxruntime.InferenceSession(ir.serde.serialize_model(made).SerializeToString())
     feeds = {value.name: x.numpy() for value, x in zip(session.get_inputs(), example, strict=True)}
     np.testing.assert_allclose(session.run(None, feeds)[0], model(*example).detach().numpy(), atol=2e-6)
+
+
+def test_an_average_by_a_divisor_that_torch_would_leave_out_is_refused() -> None:
+    class Pooled(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.nn.functional.avg_pool2d(x, 2, 2, 0, True, divisor_override=3)
+
+    example = torch.randn(2, 3, 5, 5)
+    graph = float_form(Pooled(), example, axes=(2,))
+    with pytest.raises(QtoolError, match="divisor_override"):
+        to_onnx.float_to_onnx(graph, example, 21)

@@ -18,6 +18,7 @@ what models write                                         what patterns look for
 ``padding="same"``                                        numbers, behind a padding where they are not symmetric
 a row pooled to one cell                                  a mean
 pooled to as many cells as divide the size; as it has     ``avg_pool``; nothing
+an average by a divisor of one's own                      ``avg_pool`` and ``mul``, behind a padding with ``ceil_mode``
 attention without an axis for heads, or with several      attention with one head, or all in one axis
 ``stack``; a concatenation of one; of what is empty       ``cat`` of ``unsqueeze``; nothing; that of the others
 ``x + 0``, ``x * 1``, a padding by nothing, ``x[:]``      nothing
@@ -33,6 +34,7 @@ the batch where it is one, so that the result has as many dimensions for every b
 
 from __future__ import annotations
 
+import math
 import operator
 import sys
 from collections.abc import Callable
@@ -141,6 +143,37 @@ def _spell_adaptive_pool(node: Node) -> None:
         windows = [size // cells for size, cells in sizes]
         node.target = AVERAGE_POOLS[rank - 1]
         node.args = (source, windows, windows)
+
+
+def _spell_divisor(node: Node) -> None:
+    """A sum over a window by a number is its mean times a factor; windows that ``ceil_mode`` cuts off are filled up."""
+    given: list[Any] = [*node.args, *[None, 0, False, True, None][len(node.args) - 2 :]]
+    source, kernel, stride, pads, ceil, _, divisor = given
+    if divisor is None:
+        return
+    assert isinstance(source, Node)
+    rank = 1 + AVERAGE_POOLS.index(node.target)
+    kernel, pads = by_axis(kernel, rank), by_axis(pads, rank)
+    strides = by_axis(stride, rank) if stride else kernel
+    if ceil:
+        before, after = source.meta["val"].shape[-rank:], node.meta["val"].shape[-rank:]
+        if not all(isinstance(size, int) for size in (*before, *after)):
+            return
+        needed = [(m - 1) * s + k - p - n for n, m, s, k, p in zip(before, after, strides, kernel, pads, strict=True)]
+        source, pads = _padded_by(node, source, pads, [max(more, 0) for more in needed]), [0] * rank
+    with node.graph.inserting_before(node):
+        mean = node.graph.call_function(node.target, (source, kernel, strides, pads))  # type: ignore[arg-type]
+    mean.meta = dict(node.meta)
+    node.target, node.args, node.kwargs = aten.mul.Tensor, (mean, math.prod(kernel) / divisor), {}
+
+
+def _padded_by(node: Node, source: Node, begins: list[int], ends: list[int]) -> Node:
+    """``source`` behind a padding of its last axes with zeros, in front of ``node``."""
+    amounts = [end for pair in zip(reversed(begins), reversed(ends), strict=True) for end in pair]
+    with node.graph.inserting_before(node):
+        padded = node.graph.call_function(aten.constant_pad_nd.default, (source, amounts, 0.0))
+    padded.meta = {**node.meta, "val": _padded(source.meta["val"], [a + b for a, b in zip(begins, ends, strict=True)])}
+    return padded
 
 
 def _spell_reshape(node: Node) -> None:
@@ -340,18 +373,17 @@ def _spell_padding(node: Node) -> None:
     strides, dilations = (by_axis(value, len(sizes)) for value in (stride, dilation))
     total = [d * (k - 1) for d, k in zip(dilations, sizes, strict=True)] if word == "same" else [0] * len(sizes)
     if any(t % 2 for t in total):
-        ends = [end for t in reversed(total) for end in (t // 2, t - t // 2)]
-        with node.graph.inserting_before(node):
-            padded = node.graph.call_function(aten.constant_pad_nd.default, (source, ends, 0.0))
-        padded.meta = {**node.meta, "val": _padded(source.meta["val"], total)}
-        source, total = padded, [0] * len(sizes)
+        source = _padded_by(node, source, [t // 2 for t in total], [t - t // 2 for t in total])
+        total = [0] * len(sizes)
     node.target = _PADDED[node.target]  # type: ignore[index]
     node.args = (source, weight, bias, strides, [t // 2 for t in total], dilations, groups)
 
 
 def _padded(value: Tensor, total: list[int]) -> Tensor:
     """A stand-in of the padded shape; computing it would fix the batch."""
-    return value.new_empty([*value.shape[:2], *(size + t for size, t in zip(value.shape[2:], total, strict=True))])
+    outer = value.dim() - len(total)
+    sizes = (size + t for size, t in zip(value.shape[outer:], total, strict=True))
+    return value.new_empty([*value.shape[:outer], *sizes])
 
 
 def by_axis(value: Any, count: int) -> list[int]:
@@ -370,6 +402,7 @@ _RULES: dict[Any, Callable[[Node], None]] = {
     **dict.fromkeys(_FILLED, _spell_filled),
     **dict.fromkeys(PADS, _spell_pad),
     **dict.fromkeys(ADAPTIVE_POOLS, _spell_adaptive_pool),
+    **dict.fromkeys(AVERAGE_POOLS[1:], _spell_divisor),
     aten.square.default: _spell_square,
     aten.permute.default: _spell_order,
     aten.expand_as.default: _spell_expand,

@@ -73,6 +73,14 @@ SAME = {
     ),
     "tensor_split": (lambda x: x.tensor_split(3, 1)[2], [aten.slice.Tensor]),
     "adaptive pool": (lambda x: F.adaptive_avg_pool2d(x, (2, 3)), [aten.avg_pool2d.default]),
+    "a sum over windows by a number": (
+        lambda x: F.avg_pool2d(x, (2, 3), 2, (1, 0), count_include_pad=False, divisor_override=5),
+        [aten.avg_pool2d.default, aten.mul.Tensor],
+    ),
+    "the same over windows that end behind the input": (
+        lambda x: F.avg_pool3d(x, 3, (1, 3, 4), 1, True, divisor_override=7),
+        [aten.constant_pad_nd.default, aten.avg_pool3d.default, aten.mul.Tensor],
+    ),
     "adaptive pool of rows": (
         lambda x: F.adaptive_avg_pool1d(x.flatten(2), 8),
         [aten.flatten.using_ints, aten.avg_pool1d.default],
