@@ -1,37 +1,60 @@
-"""Has a mean keep its axes until the numbers are at hand, where a quantizer reads it.
+"""Has a reduction keep its axes, or drop them, until the numbers are at hand, where a quantizer reads it.
 
 OpenVINO (2026.4) moves the scale and zero point of a product of integers that has no bias behind the mean that reads
 it, and forgets the zero point where the mean drops its axes: a classifier behind ``linear(x).mean(1)`` then gives other
-numbers altogether (−11 dB). A mean that keeps them, with a Squeeze behind it, is right.
+numbers altogether (−11 dB). A mean that keeps them, with a Squeeze behind it, is right. Of dequantized integers it is
+the other way about, and their means are left. A quantizer behind a maximum or minimum of floats becomes part of that,
+and the numbers are others (0 dB), unless a Squeeze or Unsqueeze lies between.
 """
 
 from __future__ import annotations
 
 import onnx_ir as ir
 
+from qtool.exporting.passes.names import DEQUANTIZE
+from qtool.exporting.passes.parts import MOVES
+
+_EXTREMES = ("ReduceMax", "ReduceMin")
+
 
 def apply(model: ir.Model) -> int:
-    """Rewrites in place; returns how many means keep their axes."""
-    means = [node for node in model.graph if node.op_type == "ReduceMean" and _drops_axes(node)]
-    for node in means:
-        _keep(model, node)
-    return len(means)
+    """Rewrites in place; returns how many reductions keep their axes, or drop them, for a move behind them."""
+    changed = [node for node in model.graph if _is_hurt(node)]
+    for node in changed:
+        _turn(model, node)
+    return len(changed)
 
 
-def _drops_axes(node: ir.Node) -> bool:
+def _is_hurt(node: ir.Node) -> bool:
+    if node.op_type not in ("ReduceMean", *_EXTREMES) or len(node.inputs) < 2 or _reads_integers(node):
+        return False
     result = node.outputs[0]
     is_read = any(user.op_type == "QuantizeLinear" for user in result.consumers()) and not result.is_graph_output()
-    return node.attributes.get_int("keepdims", 1) == 0 and is_read and len(node.inputs) > 1
+    return is_read and (node.op_type in _EXTREMES or not _keeps(node))
 
 
-def _keep(model: ir.Model, node: ir.Node) -> None:
-    result = node.outputs[0]
-    node.attributes["keepdims"] = ir.AttrInt64("keepdims", 1)
-    squeeze = ir.node("Squeeze", [result, node.inputs[1]], name=f"{node.name or result.name}/squeeze")
-    flat = squeeze.outputs[0]
-    flat.name, flat.dtype, flat.shape = f"{result.name}/squeezed", result.dtype, result.shape
+def _reads_integers(node: ir.Node) -> bool:
+    """Whether what a node reads are dequantized integers, moved or not."""
+    source = node.inputs[0].producer() if node.inputs[0] is not None else None
+    while source is not None and source.op_type in MOVES and source.inputs[0] is not None:
+        source = source.inputs[0].producer()
+    return source is not None and source.op_type == DEQUANTIZE
+
+
+def _keeps(node: ir.Node) -> bool:
+    return bool(node.attributes.get_int("keepdims", 1))
+
+
+def _turn(model: ir.Model, node: ir.Node) -> None:
+    """Has a reduction keep its axes if it drops them, or drop them, and a move behind it undo that."""
+    result, kept = node.outputs[0], _keeps(node)
+    node.attributes["keepdims"] = ir.AttrInt64("keepdims", int(not kept))
+    move = "Unsqueeze" if kept else "Squeeze"
+    made = ir.node(move, [result, node.inputs[1]], name=f"{node.name or result.name}/{move.lower()}")
+    moved = made.outputs[0]
+    moved.name, moved.dtype, moved.shape = f"{result.name}/{move.lower()}d", result.dtype, result.shape
     result.shape = None
     for use in list(result.uses()):
-        if use.node is not squeeze:
-            use.node.replace_input_with(use.idx, flat)
-    model.graph.insert_after(node, squeeze)
+        if use.node is not made:
+            use.node.replace_input_with(use.idx, moved)
+    model.graph.insert_after(node, made)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,20 +14,43 @@ from qtool.recipe import ExportConfig, QuantizeConfig
 
 
 class Pooled(nn.Module):
-    """A classifier over tokens, as speech models have it: a layer without a bias, their mean, a layer."""
+    """A classifier over tokens, as speech models have it: a layer without a bias, what they come to, a layer."""
 
-    def __init__(self) -> None:
+    def __init__(self, reduce: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.project, self.classify = nn.Linear(32, 64, bias=False), nn.Linear(64, 3)
+        self.project, self.classify, self.reduce = nn.Linear(32, 64, bias=False), nn.Linear(64, 3), reduce
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.classify(self.project(x).mean(1))
+        return self.classify(self.reduce(self.project(x)))
+
+
+class Summed(Pooled):
+    """The same of a sum of two layers, which is integer."""
+
+    def __init__(self, reduce: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(reduce)
+        self.other = nn.Linear(32, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.classify(self.reduce(self.project(x) + self.other(x)))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("openvino") is None, reason="openvino is not installed")
-def test_openvino_gives_the_mean_of_a_product_without_a_bias(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model", "reduce"),
+    [
+        (Pooled, lambda y: y.mean(1)),
+        (Pooled, lambda y: y.amax(1)),
+        (Pooled, lambda y: y.cos().amin(1, keepdim=True)),
+        (Summed, lambda y: y[:, 1:].mean(1)),
+    ],
+)
+def test_openvino_gives_what_tokens_come_to(
+    model: type[Pooled], reduce: Callable[[Tensor], Tensor], tmp_path: Path
+) -> None:
     torch.manual_seed(0)
     x = [torch.randn(16, 12, 32) + 0.5 for _ in range(2)]
-    form = quantize(Pooled().eval(), QuantizeConfig(target="openvino", effort="fast"), example=x[0], calibration=x)
+    config = QuantizeConfig(target="openvino", effort="fast")
+    form = quantize(model(reduce).eval(), config, example=x[0], calibration=x)
     gates = {gate["name"]: gate for gate in export(form, tmp_path, ExportConfig(), samples=x).gates}
     assert gates["end-to-end parity"]["passed"]
