@@ -77,6 +77,18 @@ def test_large_weights_are_those_of_the_converter_of_the_whole_file(tmp_path: Pa
     assert weights[0].tobytes() == weights[1].tobytes()
 
 
+def test_a_constant_that_stays_in_float32_is_not_called_half(tmp_path: Path) -> None:
+    nodes = [helper.make_node("Resize", ["x", "", "scales"], ["y"], mode="linear")]
+    inputs = [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 1, 4, 4])]
+    outputs = [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 1, 8, 8])]
+    constants = [numpy_helper.from_array(np.array([1, 1, 2, 2], np.float32), "scales")]
+    types = [helper.make_tensor_value_info("scales", TensorProto.FLOAT, [4])]
+    graph = helper.make_graph(nodes, "resized", inputs, outputs, constants, value_info=types)
+    single = ir.from_proto(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10))
+    assert write_fp16(single, tmp_path / "half.onnx") == ""
+    onnx.checker.check_model(onnx.load(tmp_path / "half.onnx"), full_check=True)
+
+
 def test_readers_that_share_a_constant_share_its_cast(tmp_path: Path) -> None:
     nodes = [helper.make_node("Resize", [x, "", "scales"], [y], mode="nearest") for x, y in (("x", "y"), ("y", "z"))]
     inputs = [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 2, 3, 3])]
