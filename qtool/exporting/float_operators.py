@@ -147,6 +147,14 @@ def moves_only(op: str, attributes: Attributes) -> bool:
     return attributes.get("mode", "nearest") == "nearest" and mode in usual and plain
 
 
+def _cropped(x: Tensor, amounts: Tensor, *rest: Tensor | None) -> list[Tensor | None]:
+    """The inputs of a Pad, what amounts below zero cut off cut off already: onnx's reference knows no such amounts."""
+    axes = rest[1].tolist() if len(rest) > 1 and rest[1] is not None else range(x.ndim)
+    for axis, begin, end in zip(axes, *(-amounts.clamp_max(0)).reshape(2, -1).tolist(), strict=True):
+        x = x.narrow(axis, begin, x.shape[axis] - begin - end)
+    return [x, amounts.clamp_min(0), *rest]
+
+
 def gather_elements(attributes: Attributes, x: Tensor, indices: Tensor) -> Tensor:
     """The element of ``x`` at each index along ``axis``; onnx's reference fails where they are fewer."""
     axis = int(attributes.get("axis", 0))
@@ -197,6 +205,8 @@ def evaluate(
         own = EXACT.get(op) or APPROXIMATE.get(op)
     if own is not None:
         return [own(attributes, *inputs)]
+    if op == "Pad":
+        inputs = _cropped(*inputs)  # type: ignore[arg-type]
     return by_reference(op, attributes, inputs, outputs=outputs, opsets=opsets)
 
 

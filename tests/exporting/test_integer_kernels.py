@@ -311,6 +311,19 @@ def test_a_tensor_among_the_attributes_is_read() -> None:
     torch.testing.assert_close(made, torch.full((2, 3), 2.5))
 
 
+@pytest.mark.parametrize("axes", [None, [3, 2]])
+def test_a_padding_may_cut_off(tmp_path: Path, axes: list[int] | None) -> None:
+    builder = Builder()
+    x = np.random.default_rng(0).normal(size=(2, 3, 5, 6)).astype(np.float32)
+    amounts = np.array([0, 0, -1, 2, 0, 0, 1, -3] if axes is None else [-2, 0, 1, -1])
+    rest = [builder.constant(np.float32(0.5))] + ([] if axes is None else [builder.constant(np.array(axes))])
+    padded = builder.op("Pad", builder.input("x", list(x.shape)), builder.constant(amounts), *rest)
+    expected = run(builder.model(padded), {"x": x}, tmp_path)[0][0]
+    given = [torch.from_numpy(np.asarray(value)) for value in (x, amounts, np.float32(0.5), *([axes] if axes else []))]
+    (found,) = evaluate("Pad", {}, given, outputs=1, opsets={"": 21})
+    assert np.array_equal(found.numpy(), expected)
+
+
 def test_logistic_is_a_sigmoid() -> None:
     x = torch.linspace(-30, 30, 4001)
     assert torch.allclose(logistic(x), torch.sigmoid(x), atol=3e-7)
