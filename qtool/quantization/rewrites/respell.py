@@ -20,6 +20,7 @@ a row pooled to one cell                                  a mean
 pooled to as many cells as divide the size; as it has     ``avg_pool``; nothing
 an average by a divisor of one's own                      ``avg_pool`` and ``mul``, behind a padding with ``ceil_mode``
 attention without an axis for heads, or with several      attention with one head, or all in one axis
+the largest or least of all numbers                       that over each axis
 ``stack``; a concatenation of one; of what is empty       ``cat`` of ``unsqueeze``; nothing; that of the others
 ``x + 0``, ``x * 1``, a padding by nothing, ``x[:]``      nothing
 ``new_zeros``, ``ones_like`` … of a fixed size            ``full``
@@ -174,6 +175,14 @@ def _padded_by(node: Node, source: Node, begins: list[int], ends: list[int]) -> 
         padded = node.graph.call_function(aten.constant_pad_nd.default, (source, amounts, 0.0))
     padded.meta = {**node.meta, "val": _padded(source.meta["val"], [a + b for a, b in zip(begins, ends, strict=True)])}
     return padded
+
+
+def _spell_extreme(node: Node) -> None:
+    """No axes are all of them, which torch's exporter takes for a size that is computed."""
+    source = node.args[0]
+    assert isinstance(source, Node)
+    if not (node.args[1] if len(node.args) > 1 else ()):
+        node.args = (source, list(range(source.meta["val"].dim())), *node.args[2:])
 
 
 def _spell_reshape(node: Node) -> None:
@@ -403,6 +412,7 @@ _RULES: dict[Any, Callable[[Node], None]] = {
     **dict.fromkeys(PADS, _spell_pad),
     **dict.fromkeys(ADAPTIVE_POOLS, _spell_adaptive_pool),
     **dict.fromkeys(AVERAGE_POOLS[1:], _spell_divisor),
+    **dict.fromkeys((aten.amax.default, aten.amin.default), _spell_extreme),
     aten.square.default: _spell_square,
     aten.permute.default: _spell_order,
     aten.expand_as.default: _spell_expand,

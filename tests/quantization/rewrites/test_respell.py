@@ -221,6 +221,12 @@ def test_squeezing_keeps_a_batch_of_one() -> None:
     assert graph(X[:1]).shape == (1, 8)
 
 
+def test_the_largest_of_all_numbers_is_over_every_axis() -> None:
+    graph = capture(Written(lambda x: torch.stack([x.amax(), x.amin(())])), X).graph
+    axes = [graph.find_nodes(op="call_function", target=op)[0].args[1] for op in (aten.amax.default, aten.amin.default)]
+    assert axes == [[0, 1, 2, 3]] * 2
+
+
 @settings(max_examples=12)
 @given(st.data())
 def test_any_turn_is_a_permutation(data: st.DataObject) -> None:
