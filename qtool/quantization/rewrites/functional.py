@@ -45,9 +45,14 @@ def make_functional(graph_module: GraphModule) -> None:
             _replace_later(node, twin)
     for node in list(graph.nodes):
         respell(node)
-    graph.eliminate_dead_code()
+    graph.eliminate_dead_code(_has_effect)
     graph.lint()
     graph_module.recompile()
+
+
+def _has_effect(node: Node) -> bool:
+    """Whether a node that nothing reads has to stay; attention need not, though torch counts it among what is drawn."""
+    return node.is_impure() and node.target is not aten.scaled_dot_product_attention.default
 
 
 def _is_guard(node: Node) -> bool:

@@ -167,6 +167,16 @@ def targets(graph: GraphModule) -> list[Any]:
     return [node.target for node in graph.graph.nodes if node.op == "call_function"]
 
 
+def test_attention_that_nothing_reads_is_left_out() -> None:
+    def unread(m: Any, x: Tensor) -> Any:
+        y = m.conv(x)
+        F.scaled_dot_product_attention(y, y, y)
+        return y
+
+    graph = capture(Written(unread), torch.randn(SHAPE))
+    assert [n.target for n in graph.graph.nodes if n.op == "call_function"] == [aten.conv2d.default]
+
+
 def test_parts_of_a_split_tensor_are_slices_of_it() -> None:
     graph = capture(Written(chunked).eval(), torch.randn(SHAPE))
     assert not any("split" in str(t) or "chunk" in str(t) or "getitem" in str(t) for t in targets(graph))
