@@ -4,14 +4,14 @@ OpenVINO (2026.4) moves the scale and zero point of a product of integers that h
 it, and forgets the zero point where the mean drops its axes: a classifier behind ``linear(x).mean(1)`` then gives other
 numbers altogether (−11 dB). A mean that keeps them, with a Squeeze behind it, is right. Of dequantized integers it is
 the other way about, and their means are left. A quantizer behind a maximum or minimum of floats becomes part of that,
-and the numbers are others (0 dB), unless a Squeeze or Unsqueeze lies between.
+and the numbers are others (0 dB), unless a Squeeze or Unsqueeze lies between; behind a Concat it is moved there.
 """
 
 from __future__ import annotations
 
 import onnx_ir as ir
 
-from qtool.exporting.passes.names import DEQUANTIZE
+from qtool.exporting.passes.names import DEQUANTIZE, QUANTIZE
 from qtool.exporting.passes.parts import MOVES
 
 _EXTREMES = ("ReduceMax", "ReduceMin")
@@ -29,8 +29,14 @@ def _is_hurt(node: ir.Node) -> bool:
     if node.op_type not in ("ReduceMean", *_EXTREMES) or len(node.inputs) < 2 or _reads_integers(node):
         return False
     result = node.outputs[0]
-    is_read = any(user.op_type == "QuantizeLinear" for user in result.consumers()) and not result.is_graph_output()
+    is_read = any(user.op_type == QUANTIZE for user in _readers(node)) and not result.is_graph_output()
     return is_read and (node.op_type in _EXTREMES or not _keeps(node))
+
+
+def _readers(node: ir.Node) -> list[ir.Node]:
+    """What reads a node's result, and behind a Concat what reads that."""
+    users = node.outputs[0].consumers()
+    return [reader for user in users for reader in ([user] if user.op_type != "Concat" else _readers(user))]
 
 
 def _reads_integers(node: ir.Node) -> bool:

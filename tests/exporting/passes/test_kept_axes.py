@@ -42,6 +42,7 @@ class Summed(Pooled):
         (Pooled, lambda y: y.mean(1)),
         (Pooled, lambda y: y.amax(1)),
         (Pooled, lambda y: y.cos().amin(1, keepdim=True)),
+        (Pooled, lambda y: torch.cat([y.cos().amax(1), y.sin().amin(1)], 1)[:, :64]),
         (Summed, lambda y: y[:, 1:].mean(1)),
     ],
 )
