@@ -18,6 +18,7 @@ what models write                                         what patterns look for
 ``padding="same"``                                        numbers, behind a padding where they are not symmetric
 a row pooled to one cell                                  a mean
 pooled to as many cells as divide the size; as it has     ``avg_pool``; nothing
+an average of parts of windows that counts no padding      that which leaves padding out
 an average by a divisor of one's own                      ``avg_pool`` and ``mul``, behind a padding with ``ceil_mode``
 attention without an axis for heads, or with several      attention with one head, or all in one axis
 the largest or least of all numbers                       that over each axis
@@ -146,16 +147,22 @@ def _spell_adaptive_pool(node: Node) -> None:
         node.args = (source, windows, windows)
 
 
-def _spell_divisor(node: Node) -> None:
-    """A sum over a window by a number is its mean times a factor; windows that ``ceil_mode`` cuts off are filled up."""
+def _spell_average(node: Node) -> None:
+    """A sum over a window by a number is its mean times a factor; windows that ``ceil_mode`` cuts off are filled up.
+
+    Without a padding to count, such windows are of what there is: ONNX Runtime's integer kernel knows that only where
+    none is to be counted.
+    """
     given: list[Any] = [*node.args, *[None, 0, False, True, None][len(node.args) - 2 :]]
-    source, kernel, stride, pads, ceil, _, divisor = given
-    if divisor is None:
-        return
+    source, kernel, stride, pads, ceil, _, divisor = given[:7]
     assert isinstance(source, Node)
     rank = 1 + AVERAGE_POOLS.index(node.target)
     kernel, pads = by_axis(kernel, rank), by_axis(pads, rank)
     strides = by_axis(stride, rank) if stride else kernel
+    if divisor is None:
+        if ceil and not any(pads):
+            node.args = (source, kernel, strides, pads, True, False)
+        return
     if ceil:
         before, after = source.meta["val"].shape[-rank:], node.meta["val"].shape[-rank:]
         if not all(isinstance(size, int) for size in (*before, *after)):
@@ -411,7 +418,7 @@ _RULES: dict[Any, Callable[[Node], None]] = {
     **dict.fromkeys(_FILLED, _spell_filled),
     **dict.fromkeys(PADS, _spell_pad),
     **dict.fromkeys(ADAPTIVE_POOLS, _spell_adaptive_pool),
-    **dict.fromkeys(AVERAGE_POOLS[1:], _spell_divisor),
+    **dict.fromkeys(AVERAGE_POOLS, _spell_average),
     **dict.fromkeys((aten.amax.default, aten.amin.default), _spell_extreme),
     aten.square.default: _spell_square,
     aten.permute.default: _spell_order,

@@ -227,6 +227,16 @@ def test_the_largest_of_all_numbers_is_over_every_axis() -> None:
     assert axes == [[0, 1, 2, 3]] * 2
 
 
+def test_an_average_of_parts_of_windows_counts_what_there_is() -> None:
+    def pooled(x: Tensor) -> Tensor:
+        return F.avg_pool1d(F.avg_pool2d(x, 3, 2, ceil_mode=True).flatten(2), 4, ceil_mode=True)
+
+    graph = capture(Written(pooled), X)
+    torch.testing.assert_close(graph(X), pooled(X))
+    ops = (aten.avg_pool2d.default, aten.avg_pool1d.default)
+    assert [graph.graph.find_nodes(op="call_function", target=op)[0].args[4:] for op in ops] == [(True, False)] * 2
+
+
 @settings(max_examples=12)
 @given(st.data())
 def test_any_turn_is_a_permutation(data: st.DataObject) -> None:
