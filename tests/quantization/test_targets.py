@@ -128,6 +128,17 @@ class Dense(nn.Module):
         return self.head(torch.relu(self.norms[-1](x)).mean((2, 3)))
 
 
+@pytest.mark.skipif(importlib.util.find_spec("openvino") is None, reason="openvino is not installed")
+def test_openvino_counts_zeros_in_averages_as_zeros(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(16, 3, 8, 8)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.AvgPool2d(3, 1, 1), nn.Conv2d(8, 4, 1)).eval()
+    form = quantize(model, QuantizeConfig(target="openvino", effort="fast"), example=x, calibration=[x])
+    assert not form.plan.float_units
+    gates = {gate["name"]: gate["passed"] for gate in export(form, tmp_path, ExportConfig(), samples=[x]).gates}
+    assert gates["end-to-end parity"]
+
+
 def test_openvino_joins_parts_that_keep_their_scales(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, batches = settled(Dense(), 16), list(torch.randn(16, 3, 16, 16).split(8))
