@@ -51,6 +51,7 @@ from qtool.exporting.passes import (
     names,
     pads,
     parts,
+    pool_pads,
     sizes,
     stem,
     stored,
@@ -162,6 +163,7 @@ def _translate(graph: GraphModule, example: Any, opset: int) -> tuple[ir.Model, 
     _require_opset(exported.model, opset)
     folded.apply(exported.model, {*program.state_dict, *program.constants})
     sizes.apply(exported.model)
+    pool_pads.apply(exported.model)
     _restore_inputs(exported.model, {str(name) for name in program.graph_signature.user_inputs})
     labelled = (node for node in exported.exported_program.graph.nodes if "unit" in (node.meta.get("custom") or {}))
     units = {node.name: unit_of(node) for node in labelled}
