@@ -14,6 +14,7 @@ Left out on purpose: strides, other steps, and the engine ``torch.ao``, which pr
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from typing import Any
 
 from torch.fx import GraphModule, Node
@@ -66,13 +67,20 @@ def _cut(node: Node, axis: int) -> tuple[int, int] | None:
 
 
 def _padded(conv: Node, source: Node, outer: int, ends: list[int]) -> Node:
-    """``source`` padded with zeros at both ends of an axis, which has ``outer`` axes behind it; itself without any."""
+    """``source`` padded with zeros at both ends of an axis, which has ``outer`` axes behind it; itself without any.
+
+    Where another axis is padded for this convolution already, it is one padding of both.
+    """
     if not any(ends):
         return source
+    amounts = [*[0] * 2 * outer, *ends]
     value = source.meta["val"]
     sizes = list(value.shape)
     sizes[-1 - outer] += sum(ends)
+    if source.target is aten.constant_pad_nd.default and list(source.users) == [conv] and source.args[2:] == (0.0,):
+        source, given, _ = source.args  # type: ignore[assignment]
+        amounts = [a + b for a, b in zip_longest(amounts, given, fillvalue=0)]  # type: ignore[arg-type]
     with conv.graph.inserting_before(conv):
-        padded = conv.graph.call_function(aten.constant_pad_nd.default, (source, [*[0] * 2 * outer, *ends], 0.0))
+        padded = conv.graph.call_function(aten.constant_pad_nd.default, (source, amounts, 0.0))
     padded.meta = {**conv.meta, "val": value.new_empty(sizes)}
     return padded

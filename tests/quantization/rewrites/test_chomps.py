@@ -66,6 +66,11 @@ def test_a_convolution_pads_what_is_left(name: str) -> None:
     assert dropped(Cutting(cut, rank, **options), rank) == (1, expected)
 
 
+def test_what_is_cut_off_two_axes_is_one_padding() -> None:
+    found = dropped(Cutting(lambda y: y[:, :, :-2, 1:].sin(), 2, padding=(2, 3)), 2)
+    assert found == (2, ["constant_pad_nd", "conv2d", "sin", "relu"])
+
+
 STAYS: dict[str, tuple[Cut, dict[str, Any]]] = {
     "more than was padded": (lambda y: y[..., :-3], {}),
     "no padding": (lambda y: y[..., :-2], {"padding": 0}),
