@@ -197,7 +197,7 @@ def _baselines(
 ) -> list[Gate]:
     assert quantized.float_graph is not None
     files["fp32"] = out / FILES["fp32"]
-    model = float_to_onnx(quantized.float_graph, quantized.example, opset)
+    model = float_to_onnx(quantized.float_graph, quantized.example, opset, quantized.plan.target)
     save(model, files["fp32"], {**notes, "qtool.variant": "fp32"})
     half = out / FILES["fp16"]
     refused = baselines.write_fp16(model, half)

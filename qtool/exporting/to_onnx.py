@@ -58,6 +58,7 @@ from qtool.exporting.passes import (
     strides,
     wide_gates,
     wide_groups,
+    wraps,
 )
 from qtool.form import Plan, QuantizedModel, program_of, quantize_nodes, unit_of
 from qtool.recurrent import whole_sequences
@@ -83,6 +84,8 @@ PASSES: dict[str, tuple[Pass, ...]] = {
     "tensorrt": (global_pool.apply, activations.apply, conv_pads.apply),
 }  # fmt: skip
 """What is mended in a file, by target: operators on integers themselves are ONNX Runtime's alone."""
+UNREAD: dict[str, tuple[Pass, ...]] = {"openvino": (wraps.apply,)}
+"""What takes out of a file, integer or not, that a target's runtime does not open it with."""
 QUICK: dict[str, tuple[Pass, ...]] = {
     "ort-cpu": (
         mean_pools.apply, wide_groups.apply, even_channels.apply, even_inputs.apply, wide_gates.apply,
@@ -101,10 +104,12 @@ def default_opset(plan: Plan) -> int:
     return max(OPSETS[plan.target], int4.LEAST_OPSET if newest else 0)
 
 
-def float_to_onnx(graph: GraphModule, example: Any, opset: int) -> ir.Model:
-    """The float graph as an ONNX model with a dynamic batch, its nodes named after the modules."""
+def float_to_onnx(graph: GraphModule, example: Any, opset: int, target: str = "ort-cpu") -> ir.Model:
+    """The float graph as an ONNX model with a dynamic batch for a target, its nodes named after the modules."""
     model, units, outputs = _translate(graph, example, opset)
     names.apply(model, units, outputs)
+    for rewrite in UNREAD.get(target, ()):
+        rewrite(model)
     metadata.strip(model)
     return model
 
@@ -125,7 +130,8 @@ def quantized_to_onnx(quantized: QuantizedModel, opset: int) -> ir.Model:
         )  # fmt: skip
     casts.apply(model)
     names.apply(model, units, outputs)
-    for rewrite in PASSES[quantized.plan.target]:
+    target = quantized.plan.target
+    for rewrite in (*UNREAD.get(target, ()), *PASSES[target]):
         rewrite(model)
     if opset > NO_BARE_MOVES and any(map(parts.moves_signed, model.graph)):
         raise UsageError(
@@ -137,10 +143,10 @@ def quantized_to_onnx(quantized: QuantizedModel, opset: int) -> ir.Model:
         int4.require(opset)
     int4.apply(model, {name for name, integer in four_bits.items() if not integer})
     stored.apply(model, {unit.name for unit in quantized.plan.float_units if unit.weight_bits and not unit.block})
-    for rewrite in QUICK.get(quantized.plan.target, ()):
+    for rewrite in QUICK.get(target, ()):
         rewrite(model)
     if blocks := {unit.name for unit in quantized.plan.units if unit.block}:
-        BLOCK_PRODUCTS[quantized.plan.target](model, blocks)
+        BLOCK_PRODUCTS[target](model, blocks)
     int4.apply(model, {name for name, integer in four_bits.items() if integer}, widened=True)
     metadata.strip(model)
     return model

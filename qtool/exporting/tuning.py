@@ -103,7 +103,7 @@ def _promising(
     """The groups worth a measurement, the most promising first."""
     assert quantized.float_graph is not None
     floats = integer.with_name("fp32.onnx")
-    save(float_to_onnx(quantized.float_graph, quantized.example, opset), floats)
+    save(float_to_onnx(quantized.float_graph, quantized.example, opset, quantized.plan.target), floats)
     seconds = [kernel_seconds(profile(path), quantized.plan, found) for path in (integer, floats)]
     conversions = [block.elements * batch_size * SECONDS_PER_ELEMENT for block in found]
     products = {unit.name for unit in quantized.plan.integer_units if unit.kind in PRODUCTS}

@@ -67,7 +67,7 @@ class Cost:
             files[name] = Path(self._folder.name) / f"{name}.onnx"
         if not files["fp32"].exists():
             assert model.float_graph is not None
-            save(float_to_onnx(model.float_graph, model.example, opset), files["fp32"], {})
+            save(float_to_onnx(model.float_graph, model.example, opset, model.plan.target), files["fp32"], {})
         save(quantized_to_onnx(model, opset), files["int8"], {})
         sessions = {name: open_session(path, threads=1) for name, path in files.items()}
         import onnx

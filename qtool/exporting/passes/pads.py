@@ -15,12 +15,15 @@ from qtool.exporting.passes.activations import qparams
 
 def apply(model: ir.Model) -> int:
     """Rewrites in place; returns how many paddings work on integers now."""
-    changed = 0
-    for node in list(model.graph):
-        if node.op_type == "Pad" and _between_same(node):
-            _rewrite(model, node)
-            changed += 1
-    return changed
+    return sum(on_integers(model, node) for node in list(model.graph) if node.op_type == "Pad")
+
+
+def on_integers(model: ir.Model, node: ir.Node) -> bool:
+    """Has one padding work on integers, in place, if what is around it allows that; returns whether it does."""
+    found = _between_same(node)
+    if found:
+        _rewrite(model, node)
+    return found
 
 
 def _between_same(node: ir.Node) -> bool:
