@@ -3,7 +3,7 @@
 OpenVINO renames what it fuses, so layers are counted and not looked up: at least as many convolutions and matrix
 products have to run in 8 bits, or 4, as the plan calls integer or lets multiply weights as they are stored. Attention
 is fused whole into one kernel, which tells which of the file's nodes it holds and the format of what it reads: none
-with a product that the plan calls integer may read floats. Where there are too few, those that can be found in float
+with a product that the plan calls integer may read floats. Where there are too few, those that no integer kernel holds
 are named.
 """
 
@@ -38,7 +38,8 @@ def coverage(plan: Plan, path: Path, feeds: Mapping[str, Array]) -> Gate:
     found = f"of {sum(ran.values())} products {bits}"
     enough = sum(integers.values()) >= num
     if not enough:
-        missing += [name for name in weighted if name in in_float]
+        whole = {part.partition("/")[0] for kernel in kernels if kernel.dtype in integers for part in kernel.parts}
+        missing += [name for name in weighted if name not in whole]
     if missing:
         found += f"; in float: {', '.join(missing[:5])}{' …' if len(missing) > 5 else ''}"
     return Gate(

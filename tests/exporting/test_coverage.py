@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -9,11 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from qtool.errors import ContractError
 from qtool.exporting.coverage import coverage
+from qtool.exporting.stage import export
 from qtool.exporting.to_onnx import quantized_to_onnx, save
 from qtool.form import QuantizedModel
 from qtool.quantization.stage import quantize
-from qtool.recipe import QuantizeConfig
+from qtool.recipe import ExportConfig, QuantizeConfig
 
 
 class Correlated(nn.Module):
@@ -65,3 +68,27 @@ def test_a_copy_of_floats_is_told(operator: object, tmp_path: Path) -> None:
     gate = coverage(form.plan, tmp_path / "b.onnx")
     assert not gate.passed
     assert name in gate.found
+
+
+class Heads(nn.Module):
+    """One head for two sizes of features with a scale for each, as detectors have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 3)
+        self.scales = nn.ParameterList(nn.Parameter(torch.tensor(scale)) for scale in (1.5, 0.7))
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        features = self.stem(x).relu()
+        levels = (features, F.max_pool2d(features, 2))
+        return [self.head(level) * scale for level, scale in zip(levels, self.scales, strict=True)]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("openvino") is None, reason="openvino is not installed")
+def test_layers_that_openvino_renames_and_runs_in_float_are_named(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(16, 3, 12, 12)
+    config = QuantizeConfig(target="openvino", effort="fast")
+    form = quantize(Heads().eval(), config, example=x, calibration=[x])
+    with pytest.raises(ContractError, match="in float: head, head_2"):
+        export(form, tmp_path, ExportConfig(), samples=[x])
