@@ -37,6 +37,7 @@ from qtool.runtimes import open_session
 LARGEST = float(np.finfo(np.float16).max)
 LEAST = float(np.finfo(np.float16).smallest_subnormal)
 LIMIT = np.finfo(np.float32).max
+_PACKAGE = "onnxruntime.transformers"
 
 
 def overflowing(model: ir.Model) -> list[str]:
@@ -89,10 +90,12 @@ def _compute_constant_outputs(model: ir.Model) -> None:
 
 def _converted(model: ir.Model, weights: Mapping[str, ir.Value]) -> ir.Model:
     """The model in half precision by ONNX Runtime's converter, which is told that ``weights`` are inputs."""
-    path = list(sys.path)
+    path, known = list(sys.path), _PACKAGE in sys.modules
     from onnxruntime.transformers.float16 import convert_float_to_float16
 
-    sys.path[:] = path  # to which that package adds its own folder
+    sys.path[:] = path  # to which that package adds its own folder, and has to again for whoever imports it next
+    if not known:
+        sys.modules.pop(_PACKAGE, None)  # from the second time on the module alone is there
     with onnx_file.stand_ins(dict(weights)):
         proto = ir.serde.serialize_model(model)
     kept = [value.name for value in (*proto.graph.input, *proto.graph.output)]

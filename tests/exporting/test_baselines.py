@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import importlib
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -75,6 +77,20 @@ def test_large_weights_are_those_of_the_converter_of_the_whole_file(tmp_path: Pa
     ]
     assert weights[0].dtype == np.float16
     assert weights[0].tobytes() == weights[1].tobytes()
+
+
+def test_the_converters_package_can_be_imported_afterwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = Path(onnxruntime.__file__).parent / "transformers"
+    for name in [*sys.modules]:
+        if name.startswith("onnxruntime.transformers") or name in ("fusion_utils", "onnx_model"):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder != str(package)])
+    path = [*sys.path]
+    single = _masked_softmax(tmp_path / "single.onnx", [0, 1])
+    for _ in range(2):
+        write_fp16(ir.load(single), tmp_path / "half.onnx")
+    assert sys.path == path
+    importlib.import_module("onnxruntime.transformers.onnx_utils")
 
 
 def test_a_constant_that_stays_in_float32_is_not_called_half(tmp_path: Path) -> None:
