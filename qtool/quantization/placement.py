@@ -117,8 +117,14 @@ class Placement:
         self.layers += (p for p in self.placed if p.pattern is not None and p.pattern.weighted)
         self._settle_weights()
         self._settle_signs()
-        if unused := set(self.overrides) - self._used_overrides:
+        if unused := [p for p in self.overrides if p not in self._used_overrides and not self._is_agreed(p)]:
             raise self._unmatched(sorted(unused))
+
+    def _is_agreed(self, pattern: str) -> bool:
+        """Whether units match that patterns before it decide alike: a module's own path stands for all its units."""
+        units = [(owner(placed.anchor), placed.unit.name) for placed in self.placed]
+        found = [first_match(self.overrides, names) for names in units if first_match({pattern: ""}, names)]
+        return bool(found) and all(self.overrides[str(first)] == self.overrides[pattern] for first in found)
 
     def _unmatched(self, unused: list[str]) -> UsageError:
         """What is wrong with overrides that decided on no unit."""

@@ -231,7 +231,7 @@ def mixed(search: Search) -> Trial | None:
         while True:
             trial = kept(_leave(search, base, order[:count], choice))
             if trial is not None:
-                return _as_few(search, base, order, count, trial)
+                return _as_few(search, base, order, count, trial, choice)
             if count == most:
                 break
             count = min(2 * count, most)
@@ -245,13 +245,13 @@ def _leave(search: Search, base: QuantizeConfig, names: list[str], choice: str) 
     return search.attempt(name, overrides=overrides, ranges_from=None)
 
 
-def _as_few(search: Search, base: QuantizeConfig, order: list[str], count: int, met: Trial) -> Trial:
+def _as_few(search: Search, base: QuantizeConfig, order: list[str], count: int, met: Trial, choice: str) -> Trial:
     """The least number of the most harmful units between half of ``count``, which is too few, and ``count``."""
     low = count // 2
     while count - low > 1:
         middle = (low + count) // 2
         try:
-            trial = kept(_leave(search, base, order[:middle], next(iter(met.config.overrides.values()))))
+            trial = kept(_leave(search, base, order[:middle], choice))
         except OutOfTime:
             return met
         if trial is not None:
