@@ -49,9 +49,9 @@ def run(
 ) -> dict[str, Any]:
     """Does all stages of a recipe and returns the report, which is also in ``out/report.json``.
 
-    ``recipe`` is a TOML file, the name of a recipe in the package, a Recipe or a mapping; ``overrides`` are
-    ``"train.epochs=8"`` and the like. ``out`` is ``runs/NAME`` by default. Raises ContractError after all
-    variants are done where a gate of one was not met.
+    ``recipe`` is a TOML file, the name of a recipe in the package, a mapping like such a file or a Recipe;
+    ``overrides``, of which a Recipe takes none, are ``"train.epochs=8"`` and the like. ``out`` is ``runs/NAME`` by
+    default. Raises ContractError after all variants are done where a gate of one was not met.
     """
     wanted, folder = _opened(recipe, out, overrides)
     tell = teller(progress)
@@ -84,7 +84,12 @@ def _opened(
         return load_recipe(path, overrides), Path(out or Path("runs") / path.stem)
     if out is None:
         raise UsageError("argument 'out'", "a run directory for a recipe that has no file", "none", "pass out=…")
-    return recipe if isinstance(recipe, Recipe) else from_table(recipe), Path(out)
+    if not isinstance(recipe, Recipe):
+        return from_table(recipe, overrides), Path(out)
+    if overrides:
+        do = "change its fields with dataclasses.replace, or pass a mapping"
+        raise UsageError("argument 'overrides'", "none beside a Recipe", ", ".join(overrides), do)
+    return recipe, Path(out)
 
 
 def _variant(recipe: Recipe, mode: str, folder: Path, resume: bool, trust: bool, progress: Progress) -> None:

@@ -17,6 +17,7 @@ null, so ``"none"`` switches an optional key off (``grad_clip = "none"``), here 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -40,17 +41,21 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
         raise UsageError(
             f"recipe '{path}'", "a readable file", error.strerror or str(error), "check the path"
         ) from error
+    return from_table(table, overrides)
+
+
+def from_table(table: Mapping[str, Any], overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe of plain values, with ``a.b=c`` overrides.
+
+    A quantization's mode that is named beside no variants is the variant to be made.
+    """
+    whole = copy.deepcopy(dict(table))
     for text in overrides:
-        override(table, text)
-    return from_table(table)
-
-
-def from_table(table: Mapping[str, Any]) -> Recipe:
-    """The recipe of plain values. A quantization's mode that is named beside no variants is the variant to be made."""
-    stage = table.get("quantize")
+        override(whole, text)
+    stage = whole.get("quantize")
     mode = stage.get("mode") if isinstance(stage, Mapping) else None
-    alone = {"variants": [mode]} if mode in MODES and "variants" not in table else {}
-    return make(Recipe, {**table, **alone})
+    alone = {"variants": [mode]} if mode in MODES and "variants" not in whole else {}
+    return make(Recipe, whole | alone)
 
 
 def recipe_names() -> list[str]:

@@ -228,6 +228,22 @@ def test_recipes_as_objects_need_a_place(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+def test_overrides_change_a_mapping_and_are_refused_beside_a_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(pipeline, "train", lambda *_, config, **__: asked.append(config.epochs))
+    monkeypatch.setattr(pipeline, "report", lambda folder: {})
+    table = {"variants": "none", "train": {"seed": 1}}
+    pipeline.run(table, tmp_path, overrides=["train.epochs=3"])
+    assert asked == [3]
+    assert table == {"variants": "none", "train": {"seed": 1}}
+    with pytest.raises(UsageError, match=r"'train\.epoch'"):
+        pipeline.run(table, tmp_path, overrides=["train.epoch=3"])
+    with pytest.raises(UsageError, match=r"'overrides': expected none beside a Recipe; got train\.epochs=3"):
+        pipeline.run(Recipe(), tmp_path, overrides=["train.epochs=3"])
+
+
 def test_inspecting_a_run_and_its_files(undisturbed: Path) -> None:
     assert set(pipeline.inspect(undisturbed)["variants"]) == {"ptq", "qat"}
     inside = pipeline.inspect(undisturbed / "ptq")
