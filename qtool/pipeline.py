@@ -101,7 +101,7 @@ def _variant(recipe: Recipe, mode: str, folder: Path, resume: bool, trust: bool,
         qat=recipe.qat if mode == "qat" or recipe.quantize.has_contract else None, resume=resume, progress=progress,
     )  # fmt: skip
     export(place, config=recipe.export, trust=trust, resume=resume, progress=progress)
-    if not (resume and measured(place, recipe.benchmark)):
+    if not (resume and measured(place, recipe.benchmark, teller(progress))):
         benchmark(place, config=recipe.benchmark, trust=trust, progress=progress)
     write_json(place / "report.json", report(place))
 

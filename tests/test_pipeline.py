@@ -164,6 +164,44 @@ def test_a_changed_option_does_again_what_depends_on_it(
     assert counted.done == again or (change.startswith("export") and counted.done == ["export"])
 
 
+DATA = """
+import torch
+from torch.utils.data import TensorDataset
+
+def data():
+    images, labels = torch.rand(24, 1, 8, 8, generator=torch.Generator().manual_seed(0)), torch.arange(24) % 3
+    train, test = TensorDataset(images[:16], labels[:16]), TensorDataset(images[16:], labels[16:])
+    return {"train": train, "test": test, "labels": ["a", "b", "c"]}
+"""
+
+
+def test_other_test_data_and_labels_are_measured_and_handed_on_though_the_model_is_the_same(
+    tmp_path: Path, small_recipe: Path, counted: Counted
+) -> None:
+    net, own, run = small_recipe.parent / "net.py", tmp_path / "own.py", tmp_path / "run"
+    own.write_text(DATA)
+    recipe = {
+        "model": f"{net}:build", "data": f"{own}:data", "variants": ["ptq"],
+        "train": {"epochs": 0}, "quantize": {"calibration": "train:8", "effort": "fast"},
+        "export": {"gates": False}, "benchmark": {"seconds": 0.0, "variants": ["fp32"]},
+    }  # fmt: skip
+    qtool.run(recipe, run)
+    graph = sha256_of(run / "ptq" / "int8.pt2")
+    own.write_text(DATA.replace('"c"]', '"d"]').replace("labels[16:])", "labels[16:] * 0)"))
+    lines: list[str] = []
+    told = qtool.run(recipe, run, progress=lines.append)
+    assert sha256_of(run / "ptq" / "int8.pt2") == graph
+    top1 = told["variants"]["ptq"]["benchmark"]["metrics"]["variants"]["fp32"]["accuracy"]["top1"]
+    assert top1 == told["train"]["metrics"]["top1"]
+    assert "d" in pipeline.inspect(run / "ptq" / "model.int8.onnx")["metadata"]["qtool.labels"]
+    assert "export: again, since source changed" in lines
+    assert any(line.startswith("benchmark: again, since") and "data" in line for line in lines)
+    counted.done.clear()
+    qtool.run(recipe, run, progress=lines.append)
+    assert counted.done == []
+    assert lines[-1] == f"benchmark: as it is in '{run / 'ptq'}', finished with the same settings"
+
+
 def test_a_lost_file_is_made_again_to_the_same_bits(done: Path, small_recipe: Path, counted: Counted) -> None:
     files = [done / "ptq" / "int8.pt2", done / "qat" / "model.int8.onnx"]
     before = sha256_of(files[1])

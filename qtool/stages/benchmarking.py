@@ -113,15 +113,18 @@ def _scores(task: Task | None, run: Path | None = None) -> Scores | None:
     return Scores(task, model(model.example))
 
 
-def measured(run: Path, config: BenchmarkConfig) -> bool:
-    """Whether these very files were measured as ``config`` says. Raises ContractError where the measurement did."""
+def measured(run: Path, config: BenchmarkConfig, tell: Callable[[str], None] = lambda text: None) -> bool:
+    """Whether these very files were measured as ``config`` says, on the data of the quantization beside them.
+
+    ``tell`` takes a line that says so, or what has changed since. Raises ContractError where the measurement did.
+    """
     found = earlier(run, "benchmark")
     if found is None:
         return False
     recorded = read_result(run, _made(config))
     inputs = {name: recorded["outputs"][output]["sha256"] for name, output in _outputs(config, recorded)[0].items()}
-    inputs |= {"data": found["inputs"].get("data", "")} | _compared(config)
-    if not finished(run, "benchmark", as_dict(config), inputs):
+    inputs |= {"data": read_result(run, "quantize", verify=False)["inputs"]["data"]} | _compared(config)
+    if not finished(run, "benchmark", as_dict(config), inputs, tell):
         return False
     _require(found["metrics"], config, _gains_size_alone(recorded))
     return True

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -75,7 +77,7 @@ def export(
             writable(out) or writable(run) or run,
             _absolute(run, recorded["source"]),
         )
-        inputs = {"quantized": recorded["outputs"]["int8"]["sha256"]}
+        inputs = {"quantized": recorded["outputs"]["int8"]["sha256"], "source": _digest(recorded["source"])}
         if resume and finished(folder, "export", as_dict(config), inputs, teller(progress)):
             return _exported(folder)
         asked = config.gates or config.tune or recorded["source"]["data"] is not None
@@ -91,6 +93,11 @@ def export(
     tell = teller(progress)
     tell("export: writing and proving the files")
     return _export_into(folder, model, config, batches, inputs, record, held, tell)
+
+
+def _digest(record: Mapping[str, Any]) -> str:
+    """The sha256 of a source's record, which an export hands on: labels and preprocessing in its files, the data."""
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 
 def _absolute(run: Path, record: Mapping[str, Any]) -> dict[str, Any]:
