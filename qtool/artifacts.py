@@ -66,10 +66,15 @@ def require_writable(folder: Path) -> None:
 def named(paths: Sequence[Path]) -> dict[str, Path]:
     """Each path under its file's stem, or under as many of its folders before it as tell it from the others.
 
+    Raises UsageError for one that is there twice, or two that differ in their suffix alone.
+
     >>> list(named([Path("a/model.onnx"), Path("b/model.onnx"), Path("b/other.onnx")]))
     ['a/model', 'b/model', 'other']
     """
     wholes = [path.absolute().with_suffix("").parts for path in paths]
+    if again := next((path for at, path in enumerate(paths) if wholes[at] in wholes[:at]), None):
+        do = "leave it out, or give a copy of another name"
+        raise UsageError("files", "each of a name of its own", f"'{again}' again", do)
     found = {}
     for path, whole in zip(paths, wholes, strict=True):
         rivals = [other for other in wholes if other != whole]

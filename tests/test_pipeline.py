@@ -320,6 +320,12 @@ def test_what_is_no_file_to_benchmark_is_refused(what: Any, got: str) -> None:
         qtool.benchmark(what)
 
 
+@pytest.mark.parametrize("again", ["a.onnx", "a.pt2"])
+def test_files_of_one_name_are_refused_since_one_alone_would_be_measured(again: str) -> None:
+    with pytest.raises(UsageError, match=f"files: expected each of a name of its own; got '{again}' again"):
+        qtool.benchmark(["a.onnx", "b.onnx", again])
+
+
 def test_a_file_that_was_changed_is_said_wherever_it_is_looked_at(done: Path) -> None:
     weights, graph = done / "model.safetensors", done / "ptq" / "int8.pt2"
     assert not {"notes"} & {*pipeline.inspect(done), *pipeline.inspect(weights), *pipeline.inspect(graph)}

@@ -106,7 +106,8 @@ def _shape(info: TensorInfo, layout: Layout, batch_size: int, given: tuple[int, 
         if given[axis] not in (1, batch_size):
             where = "first, the batch" if axis == 0 else f"at axis {axis}, the batch"
             raise UsageError(
-                f"shape of input '{info.name}'", f"1 or {batch_size} {where}", str(given[axis]),
+                f"shape of input '{info.name}'", f"{' or '.join(map(str, sorted({1, batch_size})))} {where}",
+                str(given[axis]),
                 f"ask for the batch with --batch-sizes {given[axis]}",
             )  # fmt: skip
         return _checked(info, (*given[:axis], batch_size, *given[axis + 1 :]))

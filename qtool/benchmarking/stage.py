@@ -64,6 +64,9 @@ def benchmark(
     """
     tell = progress or (lambda text: None)
     base = _reference(files, reference)
+    if batches is not None and config.shapes:
+        do = "leave them out, or measure the files alone: qtool benchmark FILE.onnx"
+        raise UsageError("input shapes", "none beside data, whose samples have theirs", ", ".join(config.shapes), do)
     earlier = read_benchmark(Path(config.compare)) if config.compare else None
     if config.compare and earlier:
         require_same_model(Path(config.compare), earlier, subject or {})

@@ -159,6 +159,11 @@ def test_a_foreign_file_with_open_sizes_is_measured_once_they_are_given(tmp_path
     assert told["variants"]["open"]["arithmetic"] == {"float32": 1}
 
 
+def test_shapes_beside_data_are_refused_since_the_samples_have_theirs(files, batches):
+    with pytest.raises(UsageError, match="expected none beside data, whose samples have theirs; got x; leave them out"):
+        benchmark(files, BenchmarkConfig(shapes={"x": "1x3x16x16"}), batches=batches)
+
+
 def test_a_fixed_batch_is_not_timed_at_another(tmp_path):
     path = onnx_files.save_float(tmp_path / "fixed.onnx", batch=8)
     with pytest.raises(UsageError, match="--batch-sizes 8"):

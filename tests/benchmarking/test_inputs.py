@@ -51,6 +51,8 @@ def test_a_given_shape_may_say_the_batch_that_is_asked_for_and_no_other():
     assert random_feeds([IMAGE], 4, shapes={"x": "4x3x8x8"})["x"].shape == (4, 3, 8, 8)
     with pytest.raises(UsageError, match=r"expected 1 or 2 first, the batch; got 4; .*--batch-sizes 4"):
         random_feeds([IMAGE], 2, shapes={"x": "4x3x8x8"})
+    with pytest.raises(UsageError, match=r"expected 1 first, the batch; got 4"):
+        random_feeds([IMAGE], 1, shapes={"x": "4x3x8x8"})
 
 
 def test_a_shape_for_an_input_that_is_not_there_is_refused():
