@@ -160,8 +160,9 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
         if only:
             sizes = ", ".join(map(str, sorted(only)))
             notes.append(f"batch size {sizes} was timed only {when}: speed was not compared there")
-    missing = [name for name in old["variants"] if name not in new["variants"]]
-    return notes + [f"{name} was measured then and not now" for name in missing]
+    for one, other, when in ((old, new, "then and not now"), (new, old, "now and not then")):
+        notes += [f"{name} was measured {when}" for name in one["variants"] if name not in other["variants"]]
+    return notes
 
 
 def _counts(before: Entry, after: Entry) -> tuple[int, int] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from qtool.reporting.markdown import escaped, table
 from qtool.reporting.numbers import UNKNOWN, significant
 from qtool.units import MIB
 
@@ -31,6 +32,4 @@ def chosen_rows(memory: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 def chosen_markdown(memory: Mapping[str, Any], halvings: int = 0) -> str:
     """Both as Markdown."""
-    head, rows = chosen_rows(memory)
-    lines = [head, ["---", "---:", "---"], *rows]
-    return "\n".join([chosen_sentence(memory, halvings), "", *(f"| {' | '.join(line)} |" for line in lines), ""])
+    return "\n".join([escaped(chosen_sentence(memory, halvings)), "", *table(*chosen_rows(memory)), ""])

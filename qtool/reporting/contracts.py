@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from qtool.reporting.markdown import escaped, table
 from qtool.reporting.markup import Markup
 from qtool.reporting.numbers import UNKNOWN, times
 from qtool.reporting.tradeoff import Candidate, tradeoff
@@ -99,11 +100,9 @@ def _time(trial: Mapping[str, Any]) -> float | None:
 
 def contract_markdown(outcome: Mapping[str, Any]) -> str:
     """The outcome as Markdown: the sentence, the advice where it was not kept, the table of candidates, the notes."""
-    header, body = contract_table(outcome)
-    lines = [contract_sentence(outcome), "", *([] if outcome["met"] else [advice(outcome), ""])]
-    rows: list[list[object]] = [[*header], ["---"] * len(header), *body]
-    lines += ["| " + " | ".join(str(cell) for cell in row) + " |" for row in rows]
-    return "\n".join([*lines, *(f"\n{note}" for note in outcome.get("notes", ()))]) + "\n"
+    told = [contract_sentence(outcome), *([] if outcome["met"] else [advice(outcome)])]
+    lines = [line for text in told for line in (escaped(text), "")] + table(*contract_table(outcome))
+    return "\n".join([*lines, *(f"\n{escaped(note)}" for note in outcome.get("notes", ()))]) + "\n"
 
 
 def gate_verdict(gate: Mapping[str, Any]) -> str:

@@ -16,6 +16,7 @@ from qtool.reporting import sections, variants
 from qtool.reporting.chosen import chosen_markdown
 from qtool.reporting.contracts import contract_markdown
 from qtool.reporting.gather import Run, gather, plain
+from qtool.reporting.markdown import escaped
 from qtool.reporting.markup import Markup, el
 from qtool.reporting.tables import markdown
 from qtool.version import __version__
@@ -141,16 +142,16 @@ def _sections(run: Run) -> list[Markup]:
 
 def summary(run: Run) -> str:
     """The report as Markdown: verdicts and tables, for a pull request."""
-    parts = [f"## {sections.title_of(run)}\n"]
+    parts = [f"## {escaped(sections.title_of(run))}\n"]
     for place in run.measured:
         assert place.benchmark is not None
-        parts.append((f"### {place.name}\n\n" if place is not run else "") + markdown(place.benchmark))
+        parts.append((f"### {escaped(place.name)}\n\n" if place is not run else "") + markdown(place.benchmark))
     for place in run.contracted:
         assert place.contract is not None
-        title = f"### {place.name}: contract\n\n" if place is not run else "### Contract\n\n"
+        title = f"### {escaped(place.name)}: contract\n\n" if place is not run else "### Contract\n\n"
         parts.append(title + contract_markdown(place.contract))
     trained = run.get("train")
     if memory := trained.get("memory"):
         parts.append(f"### Training memory\n\n{chosen_markdown(memory, trained['history'].get('halvings', 0))}")
-    told = [f"- {text}" for text in run.told]
+    told = [f"- {escaped(text)}" for text in run.told]
     return "\n".join([*parts, *(["Missing or changed:\n", *told] if told else [])]).rstrip() + "\n"

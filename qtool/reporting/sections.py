@@ -12,7 +12,7 @@ from qtool.reporting.contracts import advice, contract_sentence, contract_table,
 from qtool.reporting.gather import Run
 from qtool.reporting.markup import Markup, el, figure
 from qtool.reporting.numbers import SHARES, UNKNOWN, percent, score, times
-from qtool.reporting.summary import caveats, verdicts
+from qtool.reporting.summary import caveats, compared, verdicts
 from qtool.reporting.tables import rows, unsettled
 
 
@@ -307,14 +307,10 @@ def regressions(run: Run) -> Iterator[Markup]:
     """What became worse than in the benchmark that this one was compared with."""
     for place in run.measured:
         assert place.benchmark is not None
-        comparison = place.benchmark.get("comparison")
-        if comparison:
-            found = [el("li", item["told"]) for item in comparison["regressions"]]
-            told = f"Compared with {comparison['with']}: " + (
-                f"{len(found)} figures are worse." if found else "nothing is worse."
-            )
-            notes = [el("li", note) for note in comparison["notes"]]
-            yield el("div", el("p", told), el("ul", found, notes, cls="notes") if found or notes else None)
+        if found := compared(place.benchmark):
+            told, *lines = found
+            notes = el("ul", [el("li", line) for line in lines], cls="notes") if lines else None
+            yield el("div", el("p", f"{told[0].upper()}{told[1:]}."), notes)
 
 
 def title_of(run: Run) -> str:

@@ -91,3 +91,16 @@ def caveats(result: Mapping[str, Any]) -> list[str]:
     noise = result["noise"]
     disturbed = [f"{'noisy machine' if noise['noisy'] else 'note'}: {reason}" for reason in noise["reasons"]]
     return [*result["notes"], *disturbed]
+
+
+def compared(result: Mapping[str, Any]) -> list[str]:
+    """What became of a comparison with earlier figures: a sentence, each figure that is worse, what was not compared.
+
+    >>> compared({"comparison": {"with": "old.json", "regressions": [], "notes": ["another CPU"]}})
+    ['compared with old.json: nothing is worse', 'another CPU']
+    """
+    if not (found := result.get("comparison")):
+        return []
+    worse = [each["told"] for each in found["regressions"]]
+    told = f"{len(worse)} figure{'s are' if len(worse) > 1 else ' is'} worse" if worse else "nothing is worse"
+    return [f"compared with {found['with']}: {told}", *worse, *found["notes"]]

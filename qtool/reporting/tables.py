@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from qtool.reporting.markdown import escaped, table
 from qtool.reporting.numbers import UNKNOWN, changes, interval, percent, points, score, significant, times
-from qtool.reporting.summary import caveats, verdicts
+from qtool.reporting.summary import caveats, compared, verdicts
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -140,17 +141,17 @@ def unsettled(result: Mapping[str, Any]) -> str:
     return "* the interval is wider than was asked for: give more time with --seconds" if marked else ""
 
 
+def _foot(result: Mapping[str, Any]) -> list[str]:
+    """The sentences below a table."""
+    return [text for text in (unsettled(result), *compared(result), *caveats(result)) if text]
+
+
 def markdown(result: Mapping[str, Any]) -> str:
     """The table and its verdicts as Markdown, for a pull request."""
-    names = list(result["variants"])
-    lines = [*verdicts(result).values(), ""]
-    lines += [f"| | {' | '.join(names)} |", "|---|" + "---:|" * len(names)]
-    lines += [
-        f"| {row.label} | {' | '.join(cell.replace('*', chr(92) + '*') for cell in row.cells)} |"
-        for row in rows(result)
-    ]
-    foot = [text.replace("*", r"\*") for text in (unsettled(result), *caveats(result)) if text]
-    return "\n".join([*lines, *([""] if foot else []), *(f"- {text}" for text in foot)]) + "\n"
+    lines = [*map(escaped, verdicts(result).values()), ""]
+    lines += table(["", *result["variants"]], [[row.label, *row.cells] for row in rows(result)], right=True)
+    foot = [f"- {escaped(text)}" for text in _foot(result)]
+    return "\n".join([*lines, *([""] if foot else []), *foot]) + "\n"
 
 
 def terminal(result: Mapping[str, Any]) -> Group:
@@ -159,12 +160,12 @@ def terminal(result: Mapping[str, Any]) -> Group:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("", overflow="fold")
+    figures = Table(box=None, pad_edge=False, header_style="bold")
+    figures.add_column("", overflow="fold")
     for name in result["variants"]:
-        table.add_column(name, justify="right", no_wrap=False)
+        figures.add_column(name, justify="right", no_wrap=False)
     for row in rows(result):
-        table.add_row(row.label, *row.cells)
-    foot = [text for text in (unsettled(result), *caveats(result)) if text]
+        figures.add_row(row.label, *row.cells)
+    foot = _foot(result)
     below = [Text(""), *(Text(text, style="bold") for text in verdicts(result).values())]
-    return Group(table, *below, *(Text(text, style="dim") for text in foot))
+    return Group(figures, *below, *(Text(text, style="dim") for text in foot))

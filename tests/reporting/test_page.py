@@ -114,7 +114,20 @@ def test_a_comparison_is_shown(finished_run):
     path.write_text(json.dumps(value))
     read = Outline(page(gather(finished_run)))
     assert "Against an earlier benchmark" in read.headings
-    assert "int8: size 2, was 1" in read.text
+    assert "Compared with old.json: 1 figure is worse." in read.text
+    for words in ("compared with old.json: 1 figure is worse", "int8: size 2, was 1", "another CPU"):
+        assert words in read.text.replace("Compared", "compared")
+        assert f"- {words}" in summary(gather(finished_run))
+
+
+def test_names_are_no_markup_in_the_markdown_either(finished_run):
+    path, name = finished_run / "ptq" / "benchmark.json", "int8 <img src=x>|*"
+    value = json.loads(path.read_text())
+    value["metrics"]["variants"][name] = value["metrics"]["variants"].pop("int8")
+    path.write_text(json.dumps(value))
+    told = summary(gather(finished_run))
+    assert name not in told
+    assert r"| int8 \<img src=x>\|\* |" in told
 
 
 def test_writing_gives_three_files_and_nothing_else(finished_run, tmp_path):

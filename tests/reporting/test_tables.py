@@ -82,6 +82,16 @@ def test_markdown_is_one_table_under_the_verdicts(result):
     assert lines[-1] == "- noisy machine: a neighbour was loud"
 
 
+def test_what_became_of_a_comparison_is_told_below_the_table(result):
+    notes = ["int8x was measured then and not now"]
+    result["comparison"] = {"with": "old.json", "regressions": [], "notes": notes}
+    stream = io.StringIO()
+    Console(file=stream, width=120).print(terminal(result))
+    for text in (stream.getvalue(), markdown(result)):
+        assert "compared with old.json: nothing is worse" in text
+        assert notes[0] in text
+
+
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_the_terminal_shows_the_same_within_its_width(result, width):
     stream = io.StringIO()
