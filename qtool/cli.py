@@ -383,7 +383,7 @@ def deliver(ctx: click.Context, result: Mapping[str, Any], stage: str) -> None:
     if os.environ.get("RANK", "0") != "0":
         return
     if ctx.params["as_json"]:
-        click.echo(json.dumps(finite(result), ensure_ascii=False))
+        click.echo(json.dumps(finite(result)))
     elif not ctx.params["as_quiet"]:
         from qtool.reporting import terminal
 

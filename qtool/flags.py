@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import io
 import itertools
 import json
 import os
@@ -227,9 +228,13 @@ class Program(click.Group):
         """Runs a command line and leaves with its exit code; click's own error pages are never shown."""
         arguments = list(sys.argv[1:] if args is None else args)
         extra["standalone_mode"] = False
+        if isinstance(sys.stdout, io.TextIOWrapper):  # a sign that it has no bytes for must not cost the result
+            sys.stdout.reconfigure(errors="replace")
         try:
             code = super().main(arguments, prog_name, **extra)
-        except click.Abort:
+        except click.Abort as error:
+            if isinstance(error.__cause__, EOFError):  # click takes it for the end of what somebody types
+                _leave(_fail(error.__cause__, arguments))
             click.echo("qtool: interrupted; run the same command again and it resumes from what is finished", err=True)
             _leave(INTERRUPTED)
         except click.exceptions.NoArgsIsHelpError as error:

@@ -260,6 +260,7 @@ def inspect_raises(monkeypatch: pytest.MonkeyPatch, error: BaseException, *words
         (ContractError("gate", "parity", "none", "look"), 3, ["gate: expected parity; got none; look"]),
         (OSError(errno.ENOSPC, "No space left on device", "a/b"), 1, ["'a/b'", "No space left", "free space"]),
         (PermissionError(errno.EACCES, "Permission denied", "a/b"), 1, ["'a/b'", "Permission denied"]),
+        (EOFError("Ran out of input"), 1, ["no internal error; got EOFError: Ran out of input"]),
         (MemoryError(), 1, ["memory", "smaller batch"]),
         (ValueError("two\nlines"), 1, ["ValueError: two lines", "--debug"]),
         (KeyError("k"), 1, ["KeyError", "--debug"]),
@@ -304,6 +305,13 @@ def test_an_interrupt_is_130_and_says_that_the_run_resumes(monkeypatch: pytest.M
     result = inspect_raises(monkeypatch, KeyboardInterrupt())
     assert result.exit_code == 130
     assert "resumes" in result.stderr
+
+
+def test_what_the_output_cannot_write_is_replaced_and_json_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "inspect", lambda *_: {"drop": "\N{MINUS SIGN}1"})
+    printed, parsed = (CliRunner(charset="ascii").invoke(main, ["inspect", "x", *more]) for more in ([], ["--json"]))
+    assert (printed.exit_code, printed.stdout) == (0, "drop: ?1\n")
+    assert json.loads(parsed.stdout) == {"drop": "\N{MINUS SIGN}1"}
 
 
 def test_json_is_one_object_whatever_libraries_print(monkeypatch: pytest.MonkeyPatch) -> None:
