@@ -241,6 +241,8 @@ class Program(click.Group):
             click.echo(error.format_message(), err=True)
             _leave(UsageError.exit_code)
         except SystemExit as error:  # click leaves to this function to end the program: it comes from a user's code
+            if "_QTOOL_COMPLETE" in os.environ:  # or from click, which has told a shell what may be typed next
+                raise
             if isinstance(error.__context__, BrokenPipeError):  # or from rich, where nobody reads the output any more
                 _leave(QtoolError.exit_code)
             _leave(_fail(left(error), arguments))

@@ -155,7 +155,9 @@ def test_completion_completes_commands_options_choices_and_recipes(words: str, f
     place = os.environ | {
         "_QTOOL_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1),
     }  # fmt: skip
-    assert f"plain,{found}" in qtool_process(env=place).stdout
+    done = qtool_process(env=place)
+    assert f"plain,{found}" in done.stdout
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 # Wrong command lines
