@@ -135,15 +135,16 @@ def recall_source(
 
     result = read_result(run, stage)
     record, trained = result["source"], stage == "train"
-    for entry in record["factories"]:
+    for entry in record.get("factories", ()):  # an export of an object records what its data told alone
         require_same(entry, trust=trust)
     given: dict[str, Any] = {
-        "data": record["data"] if data is None else data,
-        "task": record["task"] if task is None else task,
+        "data": record.get("data") if data is None else data,
+        "task": record.get("task") if task is None else task,
     }
     if not (model or judged):
         given["task"] = "classification"  # which nobody asks for
-    missing = [part for part, value in ({"model": record["model"] if model else ""} | given).items() if value is None]
+    asked = ({"model": record.get("model")} if model else {}) | given
+    missing = [part for part, value in asked.items() if value is None]
     if missing:
         raise QtoolError(
             f"run directory '{run}'", f"the spec of its {missing[0]}", "one that was given as a Python object",

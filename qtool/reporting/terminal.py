@@ -189,8 +189,9 @@ def inspect_lines(result: Result) -> Iterator[Any]:
     yield f"── {result['run']} ──"
     made = [stage for stage in ("train", "quantize", "export", "benchmark") if stage in result]
     told = [result[name] for name in (*made, "contract") if name in result]
-    if source := next((each["source"] for each in told if "source" in each), None):
-        yield f"model {source['model'] or 'given as an object'}, data {source['data'] or 'given as an object'}"
+    if (source := next((each["source"] for each in told if "source" in each), None)) is not None:
+        model, data = (source.get(key) or "given as an object" for key in ("model", "data"))
+        yield f"model {model}, data {data}"
     for stage in made:
         yield from STAGES[stage](result[stage])
         if "stale" in result[stage]:

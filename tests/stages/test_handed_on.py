@@ -12,6 +12,7 @@ from torch import nn
 
 import qtool
 from qtool.errors import QtoolError, UsageError
+from qtool.reporting.terminal import inspect_lines
 
 
 def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -50,6 +51,9 @@ def test_each_stage_takes_what_the_one_before_returned(tmp_path: Path) -> None:
         assert figures["variants"][name]["accuracy"]["metrics"]["wrong"] == pytest.approx(wrong)
     assert qtool.report(exported) == qtool.report(tmp_path / "out")
     assert qtool.inspect(exported) == qtool.inspect(tmp_path / "out")
+    assert "model given as an object, data given as an object" in list(inspect_lines(qtool.inspect(exported)))
+    with pytest.raises(QtoolError, match="the spec of its data; got one that was given as a Python object"):
+        qtool.benchmark(exported)
     options = {"seconds": 0.1, "width": 1.0, "allow_slower": True}
     for files in (exported.files["int8"], [exported.files["int8"]], (str(exported.files["int8"]),)):
         assert list(qtool.benchmark(files, **options)["variants"]) == ["model.int8"]
