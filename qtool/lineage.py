@@ -5,18 +5,19 @@ that is gone: each file is whole, and the two do not belong together. It records
 one that was changed since is not what the result tells of. A quantized model that was exported as an object was never a
 file: it is known by what it computes with.
 
-Left out on purpose: results in other folders.
+Left out on purpose: results in other folders, but for the training whose weights were quantized.
 """
 
 from __future__ import annotations
 
 import hashlib
 import operator
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qtool.artifacts import output_path
+from qtool.artifacts import earlier, output_path
 from qtool.errors import QtoolError
 
 if TYPE_CHECKING:
@@ -35,8 +36,6 @@ def superseded(results: Mapping[str, Mapping[str, Any]], stage: str) -> str:
         "export": ("quantize", {"quantized": "int8"}),
         "benchmark": ("export", {name: name for name in ("fp32", "fp16", "int8")}),
     }.get(stage, ("", {}))
-    if stage == "quantize" and results.get(stage, {}).get("source", {}).get("trained_in") != ".":
-        return ""
     given, made = results.get(stage, {}).get("inputs", {}), results.get(before, {}).get("outputs", {})
     if results.get(stage, {}).get("config", {}).get("provider", "").startswith("torch"):
         return ""  # measured from the graphs of the quantization
@@ -71,10 +70,18 @@ def content_of(graph: GraphModule) -> str:
 def outdated(results: Mapping[str, Mapping[str, Any]], run: Path) -> list[str]:
     """A sentence for each stage of ``run`` whose result is of another than lies there now, with what to do.
 
-    Then one for each file of theirs that is gone or was changed.
+    A quantization is compared with the training that its weights came from, wherever that lies. Then one for each file
+    of theirs that is gone or was changed.
     """
-    told = {stage: superseded(results, stage) for stage in results}
-    old = [f"{stage} is {why}: run 'qtool {stage} {run}' again" for stage, why in told.items() if why]
+    quantized = results.get("quantize", {})
+    place = (quantized.get("source") or {}).get("trained_in")
+    trained = results.get("train") if place == "." else place and earlier(run / place, "train")
+    told = {stage: superseded({**results, "train": trained or {}}, stage) for stage in results}
+    words = dict.fromkeys(results, str(run))
+    if place:
+        mode = " --mode qat" if quantized["config"].get("mode") == "qat" else ""
+        words["quantize"] = f"{os.path.normpath(run / place)}{mode}" + (f" --out {run}" if place != "." else "")
+    old = [f"{stage} is {why}: run 'qtool {stage} {words[stage]}' again" for stage, why in told.items() if why]
     return [*old, *(text for result in results.values() for text in altered(result, run))]
 
 

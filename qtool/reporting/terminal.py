@@ -150,6 +150,7 @@ def run_lines(result: Result) -> Iterator[Any]:
     for name, variant in result.get("variants", {}).items():
         if accuracy := _int8_accuracy(variant):
             yield f"{name}: {against_float(accuracy)}"
+        yield from (f"{name}: {text}" for text in variant.get("missing", ()))
     yield f"report: {result['run']}/report.json"
 
 

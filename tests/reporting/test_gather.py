@@ -109,6 +109,22 @@ def test_what_was_made_from_an_earlier_result_is_said(finished_run, stage, outpu
     assert gather(finished_run).variants[0].missing == []
 
 
+def test_a_quantization_of_an_earlier_training_is_said_also_where_that_lies_in_another_folder(finished_run):
+    path, place = finished_run / "train.json", finished_run / "qat"
+    (finished_run / "weights").write_text("anew")
+    made = {"file": "weights", "sha256": sha256_of(finished_run / "weights")}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"outputs": {"model": made}}))
+    path = place / "quantize.json"
+    quantized = json.loads(path.read_text()) | {"inputs": {"weights": "a" * 64}, "config": {"mode": "qat"}}
+    path.write_text(json.dumps(quantized))
+    told = f"quantize is of an earlier train: run 'qtool quantize {finished_run} --mode qat --out {place}' again"
+    assert gather(finished_run).told == [f"qat: {told}"]
+    assert gather(place).told == [told]
+    assert plain(gather(finished_run))["variants"]["qat"]["missing"] == [told]
+    path.write_text(json.dumps(quantized | {"inputs": {"weights": made["sha256"]}}))
+    assert gather(finished_run).told == []
+
+
 def test_a_file_that_was_changed_or_taken_away_is_said(finished_run):
     place, result = finished_run / "ptq", finished_run / "ptq" / "quantize.json"
     (place / "int8.pt2").write_bytes(b"integers")

@@ -113,8 +113,10 @@ def test_a_run_sums_up_each_variant_with_the_interval_of_its_drop(capsys: pytest
         "agreement with FP32 99.6 %, KL 0.00015 nats, top-1 drop −0.40 points (95 % CI −0.92 to 0.12), "
         "on 1,000 test samples"
     )
-    text = shown(capsys, "run", {"run": "runs/x", "train": TRAIN, "variants": {"ptq": {"run": "runs/x/ptq"}}})
+    variant = {"run": "runs/x/ptq", "missing": ["quantize is of an earlier train"]}
+    text = shown(capsys, "run", {"run": "runs/x", "train": TRAIN, "variants": {"ptq": variant}})
     assert "── ptq ── runs/x/ptq" in text
+    assert "ptq: quantize is of an earlier train" in text
     assert "runs/x/report.json" in text
 
 
