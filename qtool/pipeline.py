@@ -82,6 +82,9 @@ def _opened(
     if isinstance(recipe, str | Path):
         path = find_recipe(str(recipe))
         return load_recipe(path, overrides), Path(out or Path("runs") / path.stem)
+    if not isinstance(recipe, Recipe | Mapping):
+        expected, do = "a TOML file, the name of a recipe, a mapping or a Recipe", "pass one of these"
+        raise UsageError("argument 'recipe'", expected, f"a {type(recipe).__name__}", do)
     if out is None:
         raise UsageError("argument 'out'", "a run directory for a recipe that has no file", "none", "pass out=…")
     if not isinstance(recipe, Recipe):
@@ -115,7 +118,7 @@ def report(folder: str | Path | ExportResult, out: str | Path | None = None) -> 
     from qtool.reporting.gather import gather, plain
     from qtool.reporting.page import write_report
 
-    found = gather(Path(run_of(folder)))
+    found = gather(_path_of(folder, "folder", "a run directory"))
     if out is not None:
         write_report(found, Path(out))
     return plain(found)
@@ -125,11 +128,7 @@ def inspect(artifact: str | Path | ExportResult) -> dict[str, Any]:
     """What is inside a run directory, an ONNX file, a ``.pt2``, a ``.safetensors`` or a result, as plain values."""
     from qtool.inspection import describe, describe_run, is_refused, variant_folders
 
-    artifact = run_of(artifact)
-    if not isinstance(artifact, str | Path):
-        do = "pass its out=…; what is integer in a quantized model, its .plan tells"
-        raise UsageError("argument 'artifact'", "the path of a file or a run directory", type(artifact).__name__, do)
-    path = Path(artifact)
+    path = _path_of(artifact, "artifact", "a file or a run directory")
     if not path.is_dir():
         return describe(path)
     if not variant_folders(path) and not is_refused(path):
@@ -139,3 +138,12 @@ def inspect(artifact: str | Path | ExportResult) -> dict[str, Any]:
             raise UsageError(f"artifact '{path}'", "a file or a run directory", "a folder without results", do)
         require_run_directory(path, stage)
     return describe_run(path)
+
+
+def _path_of(what: object, name: str, kind: str) -> Path:
+    """The path that was given, or the run directory of what export returned. Raises UsageError for anything else."""
+    place = run_of(what)
+    if not isinstance(place, str | Path):
+        do = "pass its out=…; what is integer in a quantized model, its .plan tells"
+        raise UsageError(f"argument '{name}'", f"the path of {kind}", type(place).__name__, do)
+    return Path(place)

@@ -17,7 +17,6 @@ null, so ``"none"`` switches an optional key off (``grad_clip = "none"``), here 
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -49,13 +48,18 @@ def from_table(table: Mapping[str, Any], overrides: Sequence[str] = ()) -> Recip
 
     A quantization's mode that is named beside no variants is the variant to be made.
     """
-    whole = copy.deepcopy(dict(table))
-    for text in overrides:
+    whole = {key: _own(value) for key, value in table.items()}
+    for text in [overrides] if isinstance(overrides, str) else overrides:
         override(whole, text)
     stage = whole.get("quantize")
     mode = stage.get("mode") if isinstance(stage, Mapping) else None
     alone = {"variants": [mode]} if mode in MODES and "variants" not in whole else {}
     return make(Recipe, whole | alone)
+
+
+def _own(value: Any) -> Any:
+    """A table, and those in it, as one to change; any other value as it is."""
+    return {key: _own(item) for key, item in value.items()} if isinstance(value, Mapping) else value
 
 
 def recipe_names() -> list[str]:

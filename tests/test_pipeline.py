@@ -263,6 +263,8 @@ def test_recipes_as_objects_need_a_place(tmp_path: Path) -> None:
         qtool.run(Recipe())
     with pytest.raises(UsageError, match="did you mean 'model'"):
         qtool.run({"modle": "resnet"}, tmp_path / "run")
+    with pytest.raises(UsageError, match=r"'recipe': expected a TOML file, the name of a recipe.*; got a list"):
+        qtool.run([("model", "resnet")], tmp_path / "run")  # type: ignore[arg-type]
     assert not (tmp_path / "run").exists()
 
 
@@ -273,8 +275,9 @@ def test_overrides_change_a_mapping_and_are_refused_beside_a_recipe(
     monkeypatch.setattr(pipeline, "train", lambda *_, config, **__: asked.append(config.epochs))
     monkeypatch.setattr(pipeline, "report", lambda folder: {})
     table = {"variants": "none", "train": {"seed": 1}}
-    pipeline.run(table, tmp_path, overrides=["train.epochs=3"])
-    assert asked == [3]
+    for overrides in (["train.epochs=3"], "train.epochs=3"):
+        pipeline.run(table, tmp_path, overrides=overrides)
+    assert asked == [3, 3]
     assert table == {"variants": "none", "train": {"seed": 1}}
     with pytest.raises(UsageError, match=r"'train\.epoch'"):
         pipeline.run(table, tmp_path, overrides=["train.epoch=3"])
@@ -302,6 +305,8 @@ def test_a_report_of_nothing_is_refused(tmp_path: Path) -> None:
         qtool.report(tmp_path / "none")
     with pytest.raises(QtoolError, match=r"expected a result of train, .*; got none"):
         qtool.report(tmp_path)
+    with pytest.raises(UsageError, match=r"'folder': expected the path of a run directory; got Recipe; pass its out=…"):
+        qtool.report(Recipe())  # type: ignore[arg-type]
 
 
 def test_a_report_is_written_where_it_is_asked_for(done: Path, tmp_path: Path) -> None:
@@ -318,6 +323,8 @@ def test_a_report_is_written_where_it_is_asked_for(done: Path, tmp_path: Path) -
 def test_what_is_no_file_to_benchmark_is_refused(what: Any, got: str) -> None:
     with pytest.raises(UsageError, match=f"'what': expected a run directory, or ONNX files; got {got}; pass what"):
         qtool.benchmark(what)
+    with pytest.raises(UsageError, match=f"'what': expected paths of files by name; got {got} as 'int8'; export it"):
+        qtool.benchmark({"fp32": "a.onnx", "int8": what})
 
 
 @pytest.mark.parametrize("again", ["a.onnx", "a.pt2"])

@@ -139,7 +139,10 @@ def _compared(config: BenchmarkConfig) -> dict[str, str]:
 def _files(what: object) -> dict[str, Path] | None:
     """ONNX files by name, where that is what was given."""
     if isinstance(what, Mapping):
-        return {name: Path(path) for name, path in what.items()}
+        if other := next((name for name, path in what.items() if not isinstance(path, str | Path)), None):
+            got = f"a {type(what[other]).__name__} as '{other}'"
+            raise UsageError(argument("what"), "paths of files by name", got, "export it first, and name the file")
+        return {str(name): Path(path) for name, path in what.items()}
     if isinstance(what, str | Path):
         return named([Path(what)]) if Path(what).suffix == ".onnx" else None
     paths = list(what) if isinstance(what, Sequence) else []
