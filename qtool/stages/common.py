@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import os
@@ -178,6 +179,15 @@ def seen_from(run: Path, record: Mapping[str, Any]) -> dict[str, Any]:
 def drop_checkpoints(run: Path) -> None:
     """Takes the scaffolding away: a committed stage is not resumed, and the next one must not find its steps."""
     shutil.rmtree(run / "checkpoints", ignore_errors=True)
+
+
+def anywhere(config: QuantizeConfig) -> QuantizeConfig:
+    """``config`` with its paths made absolute: later stages read them again, from whatever folder they are run in."""
+    calibration, ranges = config.calibration, config.ranges_from
+    return dataclasses.replace(
+        config, calibration=str(Path(calibration).resolve()) if calibration.endswith(".toml") else calibration,
+        ranges_from=str(Path(ranges).resolve()) if ranges else None,
+    )  # fmt: skip
 
 
 def calibration_of(config: QuantizeConfig, source: Source) -> tuple[Iterable[Any], dict[str, Any]]:

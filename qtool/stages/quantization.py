@@ -23,6 +23,7 @@ from qtool.source import UNIDENTIFIED, Source, open_float, require_run_directory
 from qtool.stages.common import (
     AnyPath,
     Progress,
+    anywhere,
     calibration_of,
     checkpointing,
     configured,
@@ -83,6 +84,7 @@ def quantize(
     from qtool.training import rules
 
     config, tuning = _quantize_configs(config, qat, options)
+    config = anywhere(config)
     if validation is not None and not config.has_contract:
         raise _unused("validation")
     source, folder = _quantize_source(model, data, task, weights, writable(out), tuning, trust)

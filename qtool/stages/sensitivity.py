@@ -25,6 +25,7 @@ from qtool.source import Source, open_float, state_hash
 from qtool.stages.common import (
     AnyPath,
     Progress,
+    anywhere,
     calibration_of,
     configured,
     example_of,
@@ -88,6 +89,7 @@ def sensitivity(
     if unread := next((name for name in options if name in CONTRACT_FIELDS and name not in _READ), None):
         raise UsageError(argument(unread), "options of what is measured", "one of a search", "pass it to quantize")
     config = configured(QuantizeConfig, config, options) if config or not recorded else _updated(recorded, options)
+    config = anywhere(config)
     check(samples, int, {"low": 1}, argument("samples"))
     inputs, _ = calibration_of(config, source)
     measuring = Measurement(source, config, inputs, samples)

@@ -237,6 +237,20 @@ def test_a_changed_calibration_recipe_is_calibrated_anew(tmp_path: Path, small_n
     assert read_result(tmp_path / "q", "quantize")["calibration"]["num_samples"] == 16
 
 
+def test_a_calibration_recipe_is_found_again_from_any_folder(
+    tmp_path: Path, small_net: str, small_data: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.toml").write_text("samples = 8\n")
+    monkeypatch.chdir(tmp_path)
+    qtool.quantize(small_net, small_data, out="q", calibration="mine.toml", effort="fast")
+    monkeypatch.chdir("q")
+    config = read_result(Path(), "quantize")["config"]
+    assert config["calibration"] == str(tmp_path / "mine.toml")
+    assert qtool.sensitivity(small_net, small_data, config=config)["num_samples"] == 8
+    qtool.quantize(small_net, small_data, out="again", ranges_from="ranges.json", effort="fast")
+    assert read_result(Path("again"), "quantize")["config"]["ranges_from"] == str(tmp_path / "q" / "ranges.json")
+
+
 @pytest.mark.parametrize("stage", ["train", "quantize", "export"])
 def test_a_place_that_cannot_hold_a_folder_is_refused_before_any_work(
     tmp_path: Path, small_net: str, small_data: str, stage: str
