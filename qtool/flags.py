@@ -12,6 +12,7 @@ stdout, so that a script reads one JSON object whatever happened.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import io
@@ -271,7 +272,8 @@ def _fail(error: Exception, arguments: Sequence[str]) -> int:
     if "--json" in arguments:
         parts = {"where": told.where, "expected": told.expected, "got": told.got, "do": told.do}
         details = {"details": finite(told.details)} if isinstance(told, ContractError) and told.details else {}
-        click.echo(json.dumps({"error": {**parts, "exit_code": told.exit_code, **details}}))
+        with contextlib.suppress(OSError):  # the error may be that nothing can be written there
+            click.echo(json.dumps({"error": {**parts, "exit_code": told.exit_code, **details}}))
     return told.exit_code
 
 

@@ -330,6 +330,17 @@ def test_quiet_prints_nothing_on_stdout(monkeypatch: pytest.MonkeyPatch, words: 
     assert (result.exit_code, result.stdout) == (0, "")
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no such device here")
+@pytest.mark.parametrize("words", [("numerics",), ("numerics", "--json")])
+def test_output_that_a_full_disk_does_not_take_is_told_in_one_line(words: tuple[str, ...]) -> None:
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "qtool", *words]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("qtool: error: a file: expected to read or write it; got OSError: No space left")
+    assert done.stderr.count("\n") == 1
+
+
 def test_output_that_nobody_reads_to_its_end_is_no_error_of_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any, **__: Any) -> dict[str, Any]:
         try:
