@@ -5,7 +5,8 @@ it. A model of two arguments without targets is therefore given dicts, or ``((fi
 the model's keyword arguments and, as Hugging Face's tools have it, its target under ``labels`` (or ``label``, or
 ``label_ids``); texts in it are left out, and labels of tokens may be moved on (``labels.py``). For a model that takes
 such an argument, give ``(dict,)`` or ``(dict, target)``. Arrays of numpy become tensors. Something that can be gone
-through only once is kept in memory, since calibration, timing and judging each go through it again.
+through only once is kept in memory, since calibration, timing and judging each go through it again. Batches without
+samples, as a stream's last one may be, are passed over.
 
 What one pass found in a batch the next one looks up by the batch's place, so every pass has to meet the same batches. A
 loader that shuffles or augments does, since each pass draws the same random numbers: those of torch, numpy and Python's
@@ -164,11 +165,13 @@ class _Pairs:
     def __iter__(self) -> Iterator[Any]:
         from torch import Tensor
 
-        from qtool.nested import map_tensors
+        from qtool.nested import map_tensors, tensors
 
         read = Reading()
         for batch in self.batches:
-            yield map_tensors(Tensor.cpu, read(batch))
+            inputs, target = read(batch)
+            if next((len(value) for value in tensors(inputs) if value.dim()), 1):
+                yield map_tensors(Tensor.cpu, (inputs, target))
 
 
 class _Inputs(_Pairs):

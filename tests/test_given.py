@@ -104,6 +104,14 @@ class Rows:
         return {"input_ids": [1, 2]}
 
 
+def test_batches_without_samples_are_passed_over() -> None:
+    x, y = torch.arange(6.0).view(3, 2), torch.arange(3)
+    given = [(x[:0], y[:0]), (x[:2], y[:2]), (x[:0], y[:0]), (x[2:], y[2:])]
+    assert [len(target) for _, target in pairs_of(given)] == [2, 1]
+    assert [len(inputs) for inputs in inputs_of([x[:0], x])] == [3]
+    assert len(list(inputs_of([torch.tensor(1.0)]))) == 1  # which has no axis to be empty
+
+
 def test_rows_of_a_table_are_no_batches() -> None:
     with pytest.raises(UsageError, match=r"a Rows of single samples; wrap it in a DataLoader"):
         inputs_of(Rows())

@@ -264,9 +264,11 @@ def _least_alike(limit: float) -> float:
 
 
 def _kl(divergence: Tensor, limit: float) -> Criterion:
-    return _judged(
-        "KL", limit, float(divergence.mean()), lambda total: mean_interval(divergence, total), len(divergence)
-    )
+    def at(total: int) -> tuple[float, float]:
+        low, high = mean_interval(divergence, total)
+        return max(0.0, low), high  # as no divergence is below it
+
+    return _judged("KL", limit, float(divergence.mean()), at, len(divergence))
 
 
 def _agreement(count: float, total: int, limit: float) -> Criterion:

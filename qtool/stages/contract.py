@@ -77,8 +77,7 @@ class Pairs:
             size = num_samples(inputs)
             if left is not None and size > left:
                 inputs, targets, size = cut(inputs, 0, left, size), cut(targets, 0, left, size), left
-            if size:  # a stream's last batch may have none
-                yield inputs, targets
+            yield inputs, targets
             left = None if left is None else left - size
             if left == 0:
                 return

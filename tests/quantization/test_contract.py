@@ -168,6 +168,12 @@ def test_a_metric_that_is_no_mean_is_bootstrapped() -> None:
     assert criterion.ci95 == pytest.approx((criterion.value - 1.96 * spread, criterion.value + 1.96 * spread), rel=0.12)
 
 
+def test_a_divergence_is_not_below_zero_within_its_interval_either() -> None:
+    held = judge(max_kl=1.0)
+    low, high = held.verdict(held.score(wrong(1))).criteria[0].ci95
+    assert low == 0.0 < high
+
+
 def test_better_means_by_more_than_noise() -> None:
     held = judge(max_kl=1.0)
     near, nearer = held.score(wrong(100)), held.score(wrong(90))

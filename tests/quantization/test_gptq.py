@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from qtool.evaluate import sqnr_db
 from qtool.form import graph_sha256
+from qtool.given import inputs_of
 from qtool.quantization.algorithms.bias import add_to_bias
 from qtool.quantization.algorithms.gptq import DAMPINGS, Moments, _settled, damped, fitted, gptq, output_error, rounded
 from qtool.quantization.algorithms.layers import Layer
@@ -196,7 +197,7 @@ def test_a_batch_without_samples_takes_no_part() -> None:
     x = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
     config = QuantizeConfig(algorithms=("equalize", "gptq", "brecq", "renorm", "bias"), rounding_steps=5)
     with_one, without = (
-        graph_sha256(quantize(net, config, example=x[:2], calibration=batches).graph)
+        graph_sha256(quantize(net, config, example=x[:2], calibration=inputs_of(batches)).graph)
         for net in [nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 3)).eval()]
         for batches in ([x[:20], x[:0], x[20:]], [x[:20], x[20:]])
     )

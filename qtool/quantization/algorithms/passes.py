@@ -11,7 +11,6 @@ from torch.fx import GraphModule
 
 from qtool.devices import resolve_device
 from qtool.form import check_inputs
-from qtool.nested import tensors
 from qtool.quantization.algorithms import check_names, run_passes
 from qtool.quantization.algorithms.subject import Report, Subject, few, silent
 from qtool.quantization.capture import copied
@@ -32,18 +31,6 @@ class _Checked:
             yield batch
 
 
-class _Filled:
-    """Batches without those that hold no sample, as a stream's last one may."""
-
-    def __init__(self, batches: Iterable[Any]) -> None:
-        self.batches = batches
-
-    def __iter__(self) -> Iterator[Any]:
-        for batch in self.batches:
-            if next((len(value) for value in tensors(batch) if value.dim()), 1):
-                yield batch
-
-
 class Passes:
     """What ``config.algorithms`` asks for, over calibration ``batches`` that can be gone through again and again.
 
@@ -57,7 +44,7 @@ class Passes:
         keep: bool = False, report: Report = silent, scratch: Path | None = None,
     ) -> None:  # fmt: skip
         self.names, self.device = tuple(config.algorithms or ()), resolve_device(config.device)
-        self.batches = Moved(_Filled(batches), self.device)
+        self.batches = Moved(batches, self.device)
         self.report, self._subject = report, partial(Subject, config=config, report=report, scratch=scratch)
         check_names(self.names)
         self.notes: list[str] = []
