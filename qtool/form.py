@@ -175,7 +175,7 @@ def _unpickled(files: Mapping[str, bytes], plan: Plan, ranges: dict[str, Any]) -
 
 
 _PROGRAMS: WeakKeyDictionary[GraphModule, tuple[torch.export.ExportedProgram, Any]] = WeakKeyDictionary()
-"""The programs that graphs were opened from, with the graphs' state then: tracing a graph again takes seconds."""
+"""The programs that graphs were opened from or stored as, with their state then: tracing one again takes seconds."""
 
 
 def _remembered(program: torch.export.ExportedProgram) -> GraphModule:
@@ -191,7 +191,7 @@ def _state(graph: GraphModule) -> tuple[str, dict[str, int]]:
 
 
 def program_of(graph: GraphModule, example: Any) -> torch.export.ExportedProgram:
-    """The program that ``graph`` was opened from, if it is still that, or else a new one as ``to_program`` makes it."""
+    """The program that ``graph`` was opened from or stored as, if it is still that, or else a new one."""
     program, state = _PROGRAMS.get(graph, (None, None))
     return program if program is not None and state == _state(graph) else to_program(graph, example)
 
@@ -362,7 +362,9 @@ def _dynamic(value: Any, axes: tuple[int, ...]) -> Any:
 
 def save_graph(graph: GraphModule, example: Any, path: Path) -> None:
     """Writes a graph as ``.pt2``, atomically."""
-    save_program(to_program(graph, map_tensors(torch.clone, example)), path)  # a view would bring its whole storage
+    program = to_program(graph, map_tensors(torch.clone, example))  # a view would bring its whole storage
+    save_program(program, path)
+    _PROGRAMS[graph] = program, _state(graph)
 
 
 def graph_sha256(graph: GraphModule) -> str:

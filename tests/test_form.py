@@ -103,11 +103,12 @@ def test_what_was_saved_computes_the_same_to_the_bit(made: tuple[Any, QuantizedM
     assert units[0] == units[1]
 
 
-def test_a_loaded_graph_brings_its_program_until_it_is_changed(
+def test_a_graph_that_was_stored_or_loaded_brings_its_program_until_it_is_changed(
     made: tuple[Any, QuantizedModel], tmp_path: Path
 ) -> None:
     quantized = made[1]
     quantized.save(tmp_path)
+    assert program_of(quantized.graph, quantized.example) is program_of(quantized.graph, quantized.example)
     graph = QuantizedModel.load(tmp_path, quantized.plan).graph
     program = program_of(graph, quantized.example)
     assert program_of(graph, quantized.example) is program

@@ -33,6 +33,7 @@ from qtool.quantization.torchao_api import (
     Quantizer,
     SharedQuantizationSpec,
     convert_pt2e,
+    modules_forgotten,
 )
 from qtool.quantization.torchao_api import prepare as insert_observers
 
@@ -113,7 +114,8 @@ def prepare(
     quantizer = PlacementQuantizer(placement, train=train, detailed=detailed, weight_ranges=weight_ranges)
     if train:
         make_live(graph, [placed.nodes for placed in placement.placed if placed.pattern is not None])
-    prepared = insert_observers(quantizer.annotate(graph), {}, is_qat=train)  # prepare_pt2e would fold batch-norm
+    with modules_forgotten():
+        prepared = insert_observers(quantizer.annotate(graph), {}, is_qat=train)  # prepare_pt2e would fold batch-norm
     assert isinstance(prepared, GraphModule)
     return prepared
 
@@ -124,7 +126,8 @@ def convert(prepared: GraphModule) -> GraphModule:
     Batch-norm that trained is folded first; torchao would look for it by tracing a hundred patterns.
     """
     settle_live(prepared)
-    converted = convert_pt2e(prepared, fold_quantize=True)
+    with modules_forgotten():
+        converted = convert_pt2e(prepared, fold_quantize=True)
     assert isinstance(converted, GraphModule)
     return converted
 

@@ -41,6 +41,7 @@ from qtool.quantization.quiet import quiet_torch_ao
 from qtool.quantization.rewrites.constants import fold_quantized
 from qtool.quantization.spellings import RESPELT, WRITTEN, refuse_parts
 from qtool.quantization.targets import Pattern, Target
+from qtool.quantization.torchao_api import modules_forgotten
 
 try:
     import torch.ao.nn.intrinsic as nni
@@ -194,7 +195,7 @@ def prepare(
         if node.op == "call_module" and node.name in units and units[node.name].pattern is None:
             mapping.set_module_name(str(node.target), None)
     inputs, _ = arguments(example)
-    with quiet_torch_ao(), _blaming(model):
+    with quiet_torch_ao(), modules_forgotten(), _blaming(model):
         graph = (prepare_qat_fx if train else prepare_fx)(traced, mapping, inputs, backend_config=config)
     observers = keep_wanted(graph, placement, units)
     return Prepared(graph, placement, observers, lambda: _convert(graph, placement, config, example), switch)
@@ -265,7 +266,7 @@ def _link(traced: GraphModule, nodes: list[tuple[Node, str]], placement: Placeme
 
 def _convert(prepared: GraphModule, placement: Placement, config: BackendConfig, example: Any) -> GraphModule:
     """The quantized graph, its units named by the placement. Raises QtoolError where torch.ao placed otherwise."""
-    with quiet_torch_ao():
+    with quiet_torch_ao(), modules_forgotten():
         reference = _convert_to_reference_decomposed_fx(prepared, backend_config=config)
     graph = capture(reference, example, axes=tuple(open_axes(placement.graph_module)))
     remove_dropout(graph)

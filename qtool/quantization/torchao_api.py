@@ -2,9 +2,16 @@
 
 Importing torchao makes it try its compiled kernels for other accelerators and say of each that it is not for this
 machine; none of them is used here.
+
+torchao and torch.ao remember the device of each module that they have asked for it, and with it the module, for as long
+as the process lives. That is forgotten here: a search of many candidates would keep the weights of all of them.
 """
 
 from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from qtool.quantization.quiet import quiet_loggers
 
@@ -27,5 +34,22 @@ __all__ = [
     "Quantizer",
     "SharedQuantizationSpec",
     "convert_pt2e",
+    "modules_forgotten",
     "prepare",
 ]
+
+_REMEMBER = {
+    "torchao.utils": "_assert_and_get_unique_device",
+    "torch.ao.quantization.fx.utils": "assert_and_get_unique_device",
+}
+
+
+@contextmanager
+def modules_forgotten() -> Iterator[None]:
+    """At the end of it neither torchao nor torch.ao holds a module."""
+    try:
+        yield
+    finally:
+        for module, name in _REMEMBER.items():
+            if forget := getattr(getattr(sys.modules.get(module), name, None), "cache_clear", None):
+                forget()

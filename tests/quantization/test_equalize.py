@@ -309,8 +309,6 @@ class Blocked(nn.Module):
             y = F.hardswish(y)
         elif self.kind == "concat":
             y = torch.cat([y[:, :2], self.other(x)[:, :2]], 1)
-        elif self.kind == "divisor":
-            y = F.avg_pool2d(y, 2, divisor_override=1)
         elif self.kind == "input":
             y = y + x.mean(1, keepdim=True)
         elif self.kind == "shared":
@@ -321,7 +319,7 @@ class Blocked(nn.Module):
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [("product", "mul reads it"), ("curve", "hardswish reads it"), ("concat", "slice reads it"),
-     ("divisor", "avg_pool2d reads it"), ("input", "add reads it"), ("shared", "a weight is shared by several layers")],
+     ("input", "add reads it"), ("shared", "a weight is shared by several layers")],
 )  # fmt: skip
 def test_what_blocks_a_path_is_said(kind: str, reason: str) -> None:
     given = subject(Blocked(kind), BATCHES)

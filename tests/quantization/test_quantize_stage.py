@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -277,3 +279,14 @@ def test_batches_that_can_be_gone_through_once_give_the_same(options: dict[str, 
     kept, streamed = (made.ranges for made in taken)
     assert any("bias" in entry for entry in kept.values()) != bool(options)
     assert streamed == kept
+
+
+@pytest.mark.parametrize("engine", ["pt2e", "torch.ao"])
+def test_a_quantized_model_is_gone_with_its_last_user(engine: str, tmp_path: Path) -> None:
+    """So that a search, or a script that quantizes one model after another, needs no more memory than the largest."""
+    form = made(net(), QuantizeConfig(engine=engine))
+    form.save(tmp_path)
+    graphs = [weakref.ref(form.graph), weakref.ref(form.float_graph)]
+    del form
+    gc.collect()
+    assert [graph() for graph in graphs] == [None, None]
