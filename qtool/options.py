@@ -38,6 +38,7 @@ ELSEWHERE = {
     "checkpoint_every": ("save_steps", "save_strategy"),
     "lora": ("lora_r", "lora_rank"),
     "lora_targets": ("target_modules",),
+    "lora_trained": ("modules_to_save",),
     "strategy": ("fsdp", "distributed"),
     "overrides": ("ignored_scope", "nodes_to_exclude", "modules_to_not_convert", "exclude"),
     "calibration": ("subset_size", "samples", "num_samples", "num_calibration_samples", "calibration_samples"),

@@ -90,6 +90,9 @@ class TrainConfig(Checked):
     lora_targets: tuple[str, ...] | None = option(
         None, "ends of the names of the layers to adapt; by default all linear"
     )
+    lora_trained: tuple[str, ...] | None = option(
+        None, "ends of the names of modules to train in full beside the adapters: a new head (peft's modules_to_save)"
+    )
     lora_base: str = option("full", "format of the frozen weights below the adapters", choices=LORA_BASES)
     memory_budget: str | None = option(None, "take the fastest techniques predicted to fit into this, such as 8GiB")
     keep: tuple[str, ...] | None = option(

@@ -18,14 +18,18 @@ merge would change both; and layers inside ``nn.MultiheadAttention``, which take
 A convolution's A is one like it, dilated and padded as it is, and B a 1×1 one; peft itself makes A without dilation and
 padded with zeros, and does so where it loads the adapters unmerged.
 
-Left out on purpose: embeddings, transposed and grouped convolutions.
+A layer that begins at random, a new head, learns nothing from frozen weights: ``lora_trained`` names modules that are
+trained in full beside the adapters. They take none, stay out of 4 bits, and are stored whole with the adapters, as
+peft's ``modules_to_save``.
+
+Left out on purpose: adapters of embeddings, of transposed and of grouped convolutions.
 """
 
 from __future__ import annotations
 
 import importlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,7 +54,7 @@ _PREFIX = "base_model.model."
 
 @dataclass(frozen=True)
 class Adapter:
-    """The adapters alone, under peft's names, on the CPU, and peft's configuration of them as plain values."""
+    """The adapters and what was trained in full, under peft's names, on the CPU, and peft's configuration of them."""
 
     tensors: dict[str, Tensor]
     config: dict[str, Any]
@@ -59,8 +63,8 @@ class Adapter:
 def apply(setup: Setup, example: Any) -> None:
     """Freezes the model and puts adapters to its layers."""
     model, config = setup.model, setup.config
-    possible = layers(model)
-    chosen = targets(model, config.lora_targets, possible)
+    possible, full = layers(model), trained_in_full(model, config.lora_trained)
+    chosen = targets(model, config.lora_targets, possible, full)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     model.requires_grad_(False)
     setup.on_close.append(lambda: _merge(model, trained))
@@ -71,15 +75,18 @@ def apply(setup: Setup, example: Any) -> None:
         raise UsageError(
             "--lora", "layers that peft puts adapters to", one_line(error), "name others with --lora-targets"
         ) from error
+    for name in full:
+        for parameter in filter(_learns, model.get_submodule(name).parameters()):
+            parameter.requires_grad_(True)
     _begin(model, config.seed, setup.device)
     if config.lora_base == "nf4":
-        _quantize(model, {*chosen, *_usual(model, possible)})
+        _quantize(model, {*chosen, *_outside(full, _usual(model, possible))})
     if config.strategy != "fsdp":
         fill(model)
 
 
 def require(model: nn.Module, config: TrainConfig) -> None:
-    """Raises UsageError for a target that is no layer of the model, QtoolError where peft is not there.
+    """Raises UsageError for a name that is none of the model, QtoolError where peft is not there.
 
     A model that has adapters already is refused: those would be merged with the others.
     """
@@ -88,7 +95,9 @@ def require(model: nn.Module, config: TrainConfig) -> None:
             "--lora", "a model without adapters", f"one with them, at '{name}'",
             "leave --lora out, and they are trained as they are, or merge them first",
         )  # fmt: skip
-    targets(model, config.lora_targets, layers(model))
+    full = trained_in_full(model, config.lora_trained)
+    _require_own(model, full)
+    targets(model, config.lora_targets, layers(model), full)
     _peft()
 
 
@@ -127,13 +136,16 @@ def _fits(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
 
 
-def targets(model: nn.Module, wanted: tuple[str, ...] | None, possible: dict[str, nn.Module]) -> list[str]:
+def targets(
+    model: nn.Module, wanted: tuple[str, ...] | None, possible: dict[str, nn.Module], full: Iterable[str] = ()
+) -> list[str]:
     """The names of the layers to adapt: those that end in one of ``wanted``, or the default ones.
 
-    Raises UsageError naming the first of ``wanted`` that no layer ends in, and the names most like it.
+    Layers within modules that are trained in full (``full``) are left out. Raises UsageError naming the first of
+    ``wanted`` that no layer ends in, with the names most like it, or that names only such as are left out.
     """
     if wanted is None:
-        return _default(model, possible)
+        return _default(model, possible, full)
     found: list[str] = []
     for target in wanted:
         matching = [name for name in possible if f".{name}".endswith(f".{target}")]
@@ -144,8 +156,61 @@ def targets(model: nn.Module, wanted: tuple[str, ...] | None, possible: dict[str
                 _named(model, target),
                 nearest(target, ends if len(ends) < 40 else {name.rpartition(".")[2] for name in possible}),
             )  # fmt: skip
-        found += [name for name in matching if name not in found]
+        if not (free := _outside(full, matching)):
+            raise UsageError(
+                "--lora-targets", "layers that are not trained in full", f"'{target}', which --lora-trained names too",
+                "name it in one of the two",
+            )  # fmt: skip
+        found += [name for name in free if name not in found]
     return found
+
+
+def trained_in_full(model: nn.Module, wanted: tuple[str, ...] | None) -> list[str]:
+    """The names of the modules to train in full, none within another: those that end in one of ``wanted``.
+
+    Lists of modules, which are not called, are none. The same with adapters in the model as without. Raises UsageError
+    naming the first of ``wanted`` that no module ends in, and the names most like it.
+    """
+    if wanted is None:
+        return []
+    there = _outside([name for name, _ in _adapted(model)], (name for name, m in model.named_modules() if _trains(m)))
+    found: set[str] = set()
+    for target in wanted:
+        matching = [name for name in there if f".{name}".endswith(f".{target}")]
+        if not matching:
+            raise UsageError(
+                "--lora-trained", "the end of the name of a module with parameters", f"'{target}'",
+                nearest(target, {name.rpartition(".")[2] for name in there}),
+            )  # fmt: skip
+        found.update(matching)
+    return [name for name in there if name in found and not any(name.startswith(f"{other}.") for other in found)]
+
+
+def _trains(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward and any(map(_learns, module.parameters()))
+
+
+def _learns(parameter: Tensor) -> bool:
+    return parameter.is_floating_point() or parameter.is_complex()
+
+
+def _outside(modules: Iterable[str], names: Iterable[str]) -> list[str]:
+    """Those of ``names`` that are neither one of ``modules`` nor within one, nor the whole model."""
+    inside = tuple(f"{module}." for module in modules)
+    return [name for name in names if name and not f"{name}.".startswith(inside)]
+
+
+def _require_own(model: nn.Module, full: list[str]) -> None:
+    """Raises UsageError where training one of the modules would change another, as a head changes its embedding."""
+    own = {id(p): name for name in full for p in model.get_submodule(name).parameters()}
+    modules = dict(model.named_modules())
+    for other in ("", *_outside(full, modules)):
+        for parameter in modules[other].parameters(recurse=False):
+            if id(parameter) in own:
+                raise UsageError(
+                    "--lora-trained", "modules that share no weights with others", f"'{own[id(parameter)]}', whose "
+                    f"weights are those of '{other}'", "name both, or leave it out",
+                )  # fmt: skip
 
 
 def _named(model: nn.Module, target: str) -> str:
@@ -160,8 +225,14 @@ def _usual(model: nn.Module, possible: dict[str, nn.Module]) -> list[str]:
     return [name for name in linear if name.startswith(repeated)] if repeated else linear[:-1]
 
 
-def _default(model: nn.Module, possible: dict[str, nn.Module]) -> list[str]:
-    chosen = _usual(model, possible)
+def _default(model: nn.Module, possible: dict[str, nn.Module], full: Iterable[str]) -> list[str]:
+    usual = _usual(model, possible)
+    chosen = _outside(full, usual)
+    if usual and not chosen:
+        raise UsageError(
+            "--lora-trained", "a module beside the layers to adapt", "one that has all of them",
+            "name a smaller one, or leave --lora out and train all of it",
+        )  # fmt: skip
     if not chosen:
         raise UsageError(
             "--lora", "a model with linear layers in repeated blocks", f"a {type(model).__name__} without any",
@@ -170,27 +241,42 @@ def _default(model: nn.Module, possible: dict[str, nn.Module]) -> list[str]:
     return chosen
 
 
-def adapter(model: nn.Module) -> Adapter | None:
-    """The adapters that are in ``model`` now, or None. Of a sharded model all processes have to ask."""
+def adapter(model: nn.Module, config: TrainConfig) -> Adapter | None:
+    """The adapters that are in ``model`` now, with what ``config`` trains in full beside them, or None.
+
+    Of a sharded model all processes have to ask.
+    """
     found = dict(_adapted(model))
     if not found:
         return None
-    weights = {
-        f"{_PREFIX}{name}.{part}.weight": getattr(layer, part)[_NAME].weight
-        for name, layer in found.items() for part in ("lora_A", "lora_B")
-    }  # fmt: skip
-    tensors = {
-        name: processes.whole(weight.detach()).float().cpu().clone(memory_format=torch.contiguous_format)
-        for name, weight in weights.items()
-    }
+    full = trained_in_full(model, config.lora_trained)
+    state, inside = model.state_dict(), tuple(f"{name}." for name in full)
+    values = {
+        f"{name}.{part}.weight": state[f"{name}.{part}.{_NAME}.weight"]
+        for name in found for part in ("lora_A", "lora_B")
+    } | {name: value for name, value in state.items() if name.startswith(inside)}  # fmt: skip
+    tensors = {f"{_PREFIX}{name}": _stored(value) for name, value in values.items()}
     first = next(iter(found.values()))
-    config = {
+    plain = {
         "peft_type": "LORA", "r": first.r[_NAME], "lora_alpha": first.lora_alpha[_NAME],
         "lora_dropout": float(getattr(first.lora_dropout[_NAME], "p", 0.0)), "target_modules": list(found),
+        "modules_to_save": [_unmistaken(model, full, name) for name in full] or None,
         "fan_in_fan_out": any(getattr(layer, "fan_in_fan_out", False) for layer in found.values()), "bias": "none",
         "base_model_name_or_path": None,
     }  # fmt: skip
-    return Adapter(tensors, config)
+    return Adapter(tensors, plain)
+
+
+def _stored(value: Tensor) -> Tensor:
+    """A whole tensor of its own on the CPU, in float32 if it is of floats."""
+    whole = processes.whole(value.detach())
+    return (whole.float() if whole.is_floating_point() else whole).cpu().clone(memory_format=torch.contiguous_format)
+
+
+def _unmistaken(model: nn.Module, full: list[str], name: str) -> str:
+    """A module's name for peft, which takes each whose name ends so, 'decode_head' for 'head': then the one in peft."""
+    others = (other for other, _ in model.named_modules() if other not in full)
+    return f"{_PREFIX}{name}" if any(other.endswith(name) for other in others) else name
 
 
 def _config(peft: Any, config: TrainConfig, chosen: list[str]) -> Any:

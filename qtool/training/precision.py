@@ -23,7 +23,8 @@ constants that no file holds count in full already meanwhile, where a module wit
 to 8 bits, the frequencies of rotary positions are off by turns after some hundred tokens.
 
 A model that comes in 16 bits, as many are published, is made float32 by every other precision, and stays it: what a
-step changes would mostly round away. With LoRA frozen weights stay as narrow as they are; the adapters are float32.
+step changes would mostly round away. With LoRA frozen weights stay as narrow as they are; the adapters are float32, and
+so is what is trained in full beside them: until the end it computes in float32, and what it gives on is narrow again.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from qtool.errors import QtoolWarning
 from qtool.nested import NARROW, map_tensors, to_float32
 from qtool.step import Setup
+from qtool.training.lora import trained_in_full
 from qtool.training.nf4 import NF4Linear
 
 _KEPT = (nn.modules.batchnorm._BatchNorm, NF4Linear)
@@ -85,8 +87,23 @@ def _widen(setup: Setup) -> None:
             QtoolWarning,
             stacklevel=2,
         )
+    for name in trained_in_full(setup.model, setup.config.lora_trained):
+        _until_the_end(setup, setup.model.get_submodule(name))
     for value in narrow:
         value.data = value.data.float()
+
+
+def _until_the_end(setup: Setup, module: nn.Module) -> None:
+    """Has a module among frozen ones in 16 bits, whose own weights are about to be float32, go on working with them."""
+    before = {name: value.dtype for name, value in _cast_values(module) if value.dtype in NARROW}
+    if not before:
+        return
+
+    def narrow() -> None:
+        for name, value in _cast_values(module):
+            value.grad, value.data = None, value.data.to(before.get(name, value.dtype))
+
+    setup.on_close += [narrow, _in_full(module, {}, setup.device, next(iter(before.values())))]
 
 
 def _mixed(setup: Setup, dtype: torch.dtype) -> None:
@@ -161,7 +178,7 @@ def _in_full(
     module.forward = computed
 
     def restore() -> None:
-        del module.forward
+        vars(module).pop("forward", None)
         vars(module).update(before)
         for key, buffer in module._buffers.items():
             if key in wide and buffer is not None and buffer.dtype == dtype and wide[key]._version != versions[key]:

@@ -89,7 +89,7 @@ RULES = (
         "--precision {precision}",
         "pass --precision bf16-true, or leave --rounding out",
     ),
-    *map(_without_adapters, ("lora_base", "lora_targets", "lora_alpha", "lora_dropout")),
+    *map(_without_adapters, ("lora_base", "lora_targets", "lora_trained", "lora_alpha", "lora_dropout")),
     Rule(
         "--lora-alpha",
         lambda c: c.lora_alpha == 0,

@@ -82,7 +82,7 @@ def train(
             identity=identity, test=test, backs_off=backs_off, halvings=halvings,
         )  # fmt: skip
         metrics = {} if test is None else judge(made, "test", test, micro_size(config, history.halvings), task)
-        found = None if config.lora is None else adapter(model)  # a model's own are its weights
+        found = None if config.lora is None else adapter(model, config)  # a model's own are its weights
     return TrainResult(model, metrics, history, found)
 
 

@@ -20,11 +20,12 @@ from qtool.loop import fit, task_loss
 from qtool.materialise import Target, create
 from qtool.memory.measure import measure
 from qtool.memory.predict import predict
+from qtool.models import shortcut
 from qtool.order import Batches
 from qtool.recipe import TrainConfig
 from qtool.tasks import load_task
 from qtool.training import nf4, stage
-from qtool.training.lora import layers, targets
+from qtool.training.lora import layers, require, targets, trained_in_full
 from qtool.training.techniques import setup
 
 OPTIONS = {
@@ -348,3 +349,135 @@ def test_layers_that_share_their_weights_take_no_adapter() -> None:
     assert list(layers(model)) == ["3"]
     with pytest.raises(UsageError, match="ungrouped convolution; got '2', Linear, which takes no adapter; "):
         targets(model, ("2",), layers(model))
+
+
+class Head(nn.Module):
+    """A head as a classifier's: a layer that is named like one of the blocks, and what has a running average."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear1, self.norm, self.out = nn.Linear(16, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.norm(self.linear1(x)).relu())  # type: ignore[no-any-return]
+
+
+def headed() -> nn.Module:
+    model = Encoder()
+    model.head, model.overhead = Head(), nn.Identity()
+    return model
+
+
+def images() -> list[tuple[torch.Tensor, int]]:
+    generator = torch.Generator().manual_seed(0)
+    return [(torch.randn(5, 16, generator=generator), i % 4) for i in range(24)]
+
+
+HEADED: dict[str, Any] = {
+    "lora": 2, "lora_trained": ["head"], "epochs": 2, "batch_size": 8, "learning_rate": 0.01, "device": "cpu",
+}  # fmt: skip
+
+
+@FILTERS
+@pytest.mark.parametrize("options", [{}, {"lora_base": "nf4"}, {"strategy": "fsdp", "precision": "bf16-mixed"}])
+def test_a_new_head_is_trained_in_full_and_stored_as_peft_reads_it(
+    peft: Any, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    model, before = headed(), headed()
+    for parameter in (*model.head.parameters(), model.layers[0].norm1.weight):
+        parameter.requires_grad_(False)
+    done = qtool.train(model, {"train": images(), "test": images()}, out=tmp_path, **HEADED, **options)
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert not any(name.startswith("head.") or name == "layers.0.norm1.weight" for name in trained)
+    assert len(trained) == len(list(model.parameters())) - 7
+    assert not torch.equal(model.head.out.weight, before.head.out.weight)
+    assert not torch.equal(model.head.out.bias, before.head.out.bias)
+    assert torch.equal(model.layers[0].norm1.weight, before.layers[0].norm1.weight)
+    stored = load_file(tmp_path / "adapter_model.safetensors")
+    assert {name for name in stored if "lora_" not in name} == {f"base_model.model.head.{key}" for key in
+                                                               before.head.state_dict()}  # fmt: skip
+    assert done.adapter is not None
+    assert done.adapter.config["modules_to_save"] == ["base_model.model.head"]  # peft's 'head' is 'overhead' too
+    if not options:
+        again, x = peft.PeftModel.from_pretrained(before, str(tmp_path)).eval(), torch.randn(3, 5, 16)
+        with torch.no_grad(), shortcut(False):
+            torch.testing.assert_close(again(x), model(x), rtol=1e-4, atol=1e-5)
+    for name, value in model.head.state_dict().items():
+        assert torch.equal(value, stored[f"base_model.model.head.{name}"]), name
+
+
+@FILTERS
+def test_a_resumed_run_goes_on_with_the_head_that_it_trains(peft: Any, tmp_path: Path) -> None:
+    def stop(at: Any) -> None:
+        if at.step == 4:
+            raise KeyboardInterrupt
+
+    config, task = TrainConfig(**HEADED | {"lora_trained": ("head",)}), load_task("classification")
+    data = SimpleNamespace(train=images(), validation=None, test=None)
+    whole = stage.train(headed(), data, config, task=task)
+    with pytest.raises(KeyboardInterrupt):
+        stage.train(headed(), data, config, task=task, out=tmp_path, progress=stop)
+    resumed = stage.train(headed(), data, config, task=task, out=tmp_path)
+    assert len(whole.history.losses) == 6
+    for (name, a), b in zip(whole.model.state_dict().items(), resumed.model.state_dict().values(), strict=True):
+        assert torch.equal(a, b), name
+
+
+@FILTERS
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+def test_a_head_of_a_model_in_16_bits_is_trained_in_those_of_the_precision(peft: Any, precision: str) -> None:
+    model = headed().bfloat16()
+    before, batch = model.head.out.weight.detach().clone(), (torch.randn(8, 5, 16).bfloat16(), torch.arange(8) % 4)
+    config = TrainConfig(device="cpu", precision=precision, lora=2, lora_trained=("head",), epochs=1, warmup=0.0)
+    data = SimpleNamespace(train=Batches([batch] * 2), validation=None)
+    with setup(model, config) as made:
+        assert model.head.out.weight.dtype == (torch.bfloat16 if precision == "bf16-true" else torch.float32)
+        fit(model, data, load_task("classification"), config, setup=made)
+    assert model.eval()(batch[0]).dtype == model.head.out.weight.dtype == torch.bfloat16
+    assert not torch.equal(model.head.out.weight, before)
+    assert vars(model.head).keys() == vars(headed().head).keys()
+
+
+@FILTERS
+@pytest.mark.parametrize("options", [{}, {"lora_base": "nf4", "strategy": "fsdp"}])
+def test_the_memory_of_what_is_trained_in_full_is_predicted(peft: Any, options: dict[str, Any]) -> None:
+    def build() -> nn.Module:
+        model = headed()
+        model.head.linear1, model.head.out = nn.Linear(16, 512), nn.Linear(512, 4)
+        model.head.norm = nn.BatchNorm1d(512)
+        return model
+
+    batch = torch.randn(8, 5, 16), torch.arange(8) % 4
+    config = TrainConfig(device="cpu", batch_size=8, lora=4, lora_trained=("head",), **options)
+    parts = {"prepare": setup, "loss": task_loss(load_task("classification"))}
+    predicted, measured = predict(build, batch, config, **parts), measure(build, batch, config, **parts)
+    assert predicted.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.01)
+
+
+def test_what_is_trained_in_full_takes_no_adapter() -> None:
+    model = headed()
+    possible = layers(model)
+    assert trained_in_full(model, ("out", "head", "norm1")) == ["layers.0.norm1", "layers.1.norm1", "head"]
+    assert targets(model, ("linear1",), possible, ["head"]) == ["layers.0.linear1", "layers.1.linear1"]
+    plain = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
+    assert targets(plain, None, layers(plain), ["2"]) == ["0", "1"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lora_trained": ("haed",)}, "--lora-trained: expected .*; got 'haed'; did you mean 'head'"),
+        ({"lora_trained": ("overhead",)}, "a module with parameters; got 'overhead'"),
+        ({"lora_trained": ("layers",)}, "a module with parameters; got 'layers'"),
+        ({"lora_trained": ("head",), "lora_targets": ("out",)}, "got 'out', which --lora-trained names too"),
+        ({"lora_trained": ("0", "1")}, "--lora-trained: expected a module beside the layers to adapt"),
+    ],
+)
+def test_a_module_that_cannot_be_trained_in_full_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        require(headed(), TrainConfig(device="cpu", lora=2, **options))
+
+
+def test_a_head_that_is_its_embedding_is_not_trained_alone() -> None:
+    with pytest.raises(UsageError, match=r"got 'lm_head', whose weights are those of 'transformer.wte'; name both"):
+        require(small(), TrainConfig(device="cpu", lora=2, lora_trained=("lm_head",)))

@@ -18,6 +18,7 @@ BROKEN = [
     ({"rounding": "stochastic"}, "bf16-true"),
     ({"lora_base": "nf4"}, "--lora-base: expected adapters.*; got no --lora; pass for example --lora 8"),
     ({"lora_targets": ("query",)}, "--lora-targets: expected adapters"),
+    ({"lora_trained": ("classifier",)}, "--lora-trained: expected adapters"),
     ({"lora_alpha": 32.0}, "--lora-alpha: expected adapters"),
     ({"lora_dropout": 0.1}, "--lora-dropout: expected adapters"),
     ({"lora": 2, "lora_alpha": 0.0}, "--lora-alpha: expected a number above 0"),
