@@ -80,12 +80,15 @@ def finished(
 
 
 def _changed(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """The names of two mappings whose values differ, those of a table in them with dots."""
+    """The names of two mappings whose values differ, those of a table in them with dots.
+
+    None is as good as nothing there: an option that is left out, and that an earlier version did not have.
+    """
     for name in dict.fromkeys((*now, *before)):
         old, new = before.get(name), now.get(name)
         if isinstance(old, Mapping) and isinstance(new, Mapping):
             yield from _changed(old, new, f"{prefix}{name}.")
-        elif (name in before, old) != (name in now, new):
+        elif old != new:
             yield prefix + name
 
 

@@ -58,6 +58,7 @@ def test_a_stage_says_that_it_is_finished_or_what_has_changed(tmp_path: Path) ->
         outputs = {"model": folder / "weights"}
         write_result(tmp_path, "train", config=config, inputs=inputs, outputs=outputs, metrics={})
     assert finished(tmp_path, "train", config, inputs, told.append)
+    assert finished(tmp_path, "train", config | {"since_then": None}, inputs)
     other = {"epochs": 2, "qat": {"lr": 0.2}}
     assert not finished(tmp_path, "train", other, {"model": "large", "data": "x"}, told.append)
     (tmp_path / "weights").rename(tmp_path / "elsewhere")
