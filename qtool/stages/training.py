@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -164,12 +164,24 @@ def _train(
         done = bool(folder and resume and finished(folder, "train", as_dict(config), source.inputs, tell))
         found = Choice(config)
         if processes.is_first() and not done:  # before they meet: a prediction makes a group of its own
+            _tell_head(config, source, tell)
             found = fitted(config, source, folder, resume, progress)
             _after_a_kill(folder, config, found, source, progress)
         with processes.joined(resolve_device(config.device)) if config.devices > 1 else nullcontext():
             if folder and processes.from_first(done):
                 return _trained(folder, source)
             return _fit(source, folder, resume, config, processes.from_first(found), progress)
+
+
+def _tell_head(config: TrainConfig, source: Source, tell: Callable[[str], None]) -> None:
+    """Says which module of a classifier answers as it did before the training, and at random if it is new."""
+    from qtool.training.lora import untrained_head
+
+    if config.lora is None or source.task.name != "classification":
+        return
+    assert source.model is not None
+    if head := untrained_head(source.model, config):
+        tell(f"train: '{head}' stays as it came, at random if it is new; --lora-trained {head} trains it")
 
 
 def _require_storable(model: nn.Module) -> None:

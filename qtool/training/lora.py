@@ -186,6 +186,20 @@ def trained_in_full(model: nn.Module, wanted: tuple[str, ...] | None) -> list[st
     return [name for name in there if name in found and not any(name.startswith(f"{other}.") for other in found)]
 
 
+def untrained_head(model: nn.Module, config: TrainConfig) -> str | None:
+    """The module that the model's last linear layer belongs to, where nothing of it is adapted or trained; or None."""
+    possible, full = layers(model), trained_in_full(model, config.lora_trained)
+    taken = [*blocks(model), *targets(model, config.lora_targets, possible, full), *full]
+    linear = [name for name, module in possible.items() if not isinstance(module, _CONVOLUTIONS)]
+    for last in _outside(taken, linear[-1:]):
+        parts = last.split(".")
+        for path in (".".join(parts[: depth + 1]) for depth in range(len(parts))):
+            beside = not any(f"{other}.".startswith(f"{path}.") for other in taken)
+            if beside and _trains(model.get_submodule(path)):
+                return path
+    return None
+
+
 def _trains(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward and any(map(_learns, module.parameters()))
 

@@ -25,7 +25,7 @@ from qtool.order import Batches
 from qtool.recipe import TrainConfig
 from qtool.tasks import load_task
 from qtool.training import nf4, stage
-from qtool.training.lora import layers, require, targets, trained_in_full
+from qtool.training.lora import layers, require, targets, trained_in_full, untrained_head
 from qtool.training.techniques import setup
 
 OPTIONS = {
@@ -481,3 +481,16 @@ def test_a_module_that_cannot_be_trained_in_full_is_refused(options: dict[str, A
 def test_a_head_that_is_its_embedding_is_not_trained_alone() -> None:
     with pytest.raises(UsageError, match=r"got 'lm_head', whose weights are those of 'transformer.wte'; name both"):
         require(small(), TrainConfig(device="cpu", lora=2, lora_trained=("lm_head",)))
+
+
+def test_a_head_that_stays_as_it_came_is_told(peft: Any) -> None:
+    told: list[str] = []
+    data = {"train": images(), "test": images()}
+    qtool.train(headed(), data, **HEADED | {"lora_trained": None, "epochs": 0}, progress=told.append)
+    assert told == ["train: 'head' stays as it came, at random if it is new; --lora-trained head trains it"]
+    for options in ({}, {"lora_trained": ["head.out"]}, {"lora_trained": None, "lora_targets": ["out"]}):
+        qtool.train(headed(), data, **HEADED | {"epochs": 0} | options, progress=told.append)
+    assert len(told) == 1
+    assert untrained_head(small(), TrainConfig(lora=2)) is None
+    plain = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
+    assert untrained_head(plain, TrainConfig(lora=2)) == "2"
