@@ -45,7 +45,7 @@ from qtool.quantization.integers import finish
 from qtool.quantization.placement import Placed, Placement
 from qtool.quantization.quiet import quiet_torch_ao
 from qtool.quantization.rewrites.constants import constant_nodes
-from qtool.quantization.rewrites.respell import ADAPTIVE_POOLS, AVERAGE_POOLS, MAX_POOLS
+from qtool.quantization.rewrites.windows import ADAPTIVE_POOLS, AVERAGE_POOLS, MAX_POOLS
 from qtool.quantization.stage import float_form
 from qtool.quantization.targets import ORT_CPU, RELU_LIKE, Target
 

@@ -32,7 +32,8 @@ from qtool.quantization.algorithms.subject import Declined, NothingToDo, Subject
 from qtool.quantization.capture import aten, parameter
 from qtool.quantization.limits import clip_limits
 from qtool.quantization.rewrites.norms import NORMAL
-from qtool.quantization.rewrites.respell import ADAPTIVE_POOLS, MAX_POOLS, PADS
+from qtool.quantization.rewrites.respell import PADS
+from qtool.quantization.rewrites.windows import ADAPTIVE_POOLS, MAX_POOLS
 from qtool.quantization.stored_weights import integers_of, scales_of
 from qtool.quantization.targets import RELU_LIKE
 

@@ -21,7 +21,7 @@ from torch.fx import GraphModule, Node
 from qtool.form import padding_of, same_sizes
 from qtool.quantization.algorithms.bias import channel_axis
 from qtool.quantization.capture import CONVOLUTIONS, aten, parameter
-from qtool.quantization.rewrites.respell import ADAPTIVE_POOLS, AVERAGE_POOLS, MAX_POOLS
+from qtool.quantization.rewrites.windows import ADAPTIVE_POOLS, AVERAGE_POOLS, MAX_POOLS
 
 ANCHORS = (*CONVOLUTIONS[:3], aten.linear.default)
 _HOMOGENEOUS = (aten.relu.default, aten.leaky_relu.default, aten.dropout.default, aten.clone.default)

@@ -16,7 +16,7 @@ from __future__ import annotations
 from torch.fx import GraphModule, Node
 
 from qtool.quantization.capture import CONVOLUTIONS, aten, clean
-from qtool.quantization.rewrites.respell import MAX_POOLS
+from qtool.quantization.rewrites.windows import MAX_POOLS
 from qtool.quantization.targets import RELU_LIKE
 from qtool.quantization.targets.base import UPSAMPLES
 

@@ -20,7 +20,8 @@ from torch.fx import GraphModule, Node
 from qtool.quantization.capture import CONVOLUTIONS, aten, clean, parameter, set_parameter
 from qtool.quantization.rewrites.affines import affine_at, runs_in_integers
 from qtool.quantization.rewrites.norms import readers_of
-from qtool.quantization.rewrites.respell import ADAPTIVE_POOLS, AVERAGE_POOLS, MAX_POOLS, PADS
+from qtool.quantization.rewrites.respell import PADS
+from qtool.quantization.rewrites.windows import ADAPTIVE_POOLS, AVERAGE_POOLS, MAX_POOLS
 from qtool.quantization.targets import MOVES, Target
 from qtool.quantization.targets.base import pad_in_integers
 

@@ -36,7 +36,6 @@ the batch where it is one, so that the result has as many dimensions for every b
 
 from __future__ import annotations
 
-import math
 import operator
 import sys
 from collections.abc import Callable
@@ -53,14 +52,10 @@ from qtool.quantization.rewrites.heads import spell_attention
 from qtool.quantization.rewrites.scatters import SCATTERS, spell_copy, spell_scatter
 from qtool.quantization.rewrites.sizes import DIVISIONS, spell_size
 from qtool.quantization.rewrites.splits import spell_part
+from qtool.quantization.rewrites.windows import ADAPTIVE_POOLS, AVERAGE_POOLS, PADDED, spell_average, spell_padding
 
 aten = torch.ops.aten
 
-AVERAGE_POOLS = (aten.avg_pool1d.default, aten.avg_pool2d.default, aten.avg_pool3d.default)
-ADAPTIVE_POOLS = (
-    aten.adaptive_avg_pool1d.default, aten.adaptive_avg_pool2d.default, aten.adaptive_avg_pool3d.default,
-)  # fmt: skip
-MAX_POOLS = (aten.max_pool1d.default, aten.max_pool2d.default, aten.max_pool3d.default)
 GATES: dict[Any, Any] = {aten.silu.default: aten.sigmoid.default, aten.hardswish.default: aten.hardsigmoid.default}
 """Activations that are their input times a gate, and the gate: silu(x) = x · sigmoid(x)."""
 
@@ -102,11 +97,6 @@ _FILLED: dict[Any, int | None] = {
     aten.new_full.default: None, aten.full_like.default: None,
 }  # fmt: skip
 PADS = (aten.pad.default, aten.constant_pad_nd.default)
-_PADDED = {
-    aten.conv1d.padding: aten.conv1d.default,
-    aten.conv2d.padding: aten.conv2d.default,
-    aten.conv3d.padding: aten.conv3d.default,
-}
 
 
 def respell(node: Node) -> None:
@@ -145,43 +135,6 @@ def _spell_adaptive_pool(node: Node) -> None:
         windows = [size // cells for size, cells in sizes]
         node.target = AVERAGE_POOLS[rank - 1]
         node.args = (source, windows, windows)
-
-
-def _spell_average(node: Node) -> None:
-    """A sum over a window by a number is its mean times a factor; windows that ``ceil_mode`` cuts off are filled up.
-
-    Without a padding to count, such windows are of what there is: ONNX Runtime's integer kernel knows that only where
-    none is to be counted.
-    """
-    given: list[Any] = [*node.args, *[None, 0, False, True, None][len(node.args) - 2 :]]
-    source, kernel, stride, pads, ceil, _, divisor = given[:7]
-    assert isinstance(source, Node)
-    rank = 1 + AVERAGE_POOLS.index(node.target)
-    kernel, pads = by_axis(kernel, rank), by_axis(pads, rank)
-    strides = by_axis(stride, rank) if stride else kernel
-    if divisor is None:
-        if ceil and not any(pads):
-            node.args = (source, kernel, strides, pads, True, False)
-        return
-    if ceil:
-        before, after = source.meta["val"].shape[-rank:], node.meta["val"].shape[-rank:]
-        if not all(isinstance(size, int) for size in (*before, *after)):
-            return
-        needed = [(m - 1) * s + k - p - n for n, m, s, k, p in zip(before, after, strides, kernel, pads, strict=True)]
-        source, pads = _padded_by(node, source, pads, [max(more, 0) for more in needed]), [0] * rank
-    with node.graph.inserting_before(node):
-        mean = node.graph.call_function(node.target, (source, kernel, strides, pads))  # type: ignore[arg-type]
-    mean.meta = dict(node.meta)
-    node.target, node.args, node.kwargs = aten.mul.Tensor, (mean, math.prod(kernel) / divisor), {}
-
-
-def _padded_by(node: Node, source: Node, begins: list[int], ends: list[int]) -> Node:
-    """``source`` behind a padding of its last axes with zeros, in front of ``node``."""
-    amounts = [end for pair in zip(reversed(begins), reversed(ends), strict=True) for end in pair]
-    with node.graph.inserting_before(node):
-        padded = node.graph.call_function(aten.constant_pad_nd.default, (source, amounts, 0.0))
-    padded.meta = {**node.meta, "val": _padded(source.meta["val"], [a + b for a, b in zip(begins, ends, strict=True)])}
-    return padded
 
 
 def _spell_extreme(node: Node) -> None:
@@ -380,45 +333,17 @@ def _spell_gated(node: Node) -> None:
     _spell_neutral(node)
 
 
-def _spell_padding(node: Node) -> None:
-    given: list[Any] = [*node.args, *[None, 1, "valid", 1, 1][len(node.args) - 2 :]]
-    source, weight, bias, stride, word, dilation, groups = given
-    assert isinstance(source, Node)
-    assert isinstance(weight, Node)
-    sizes = list(weight.meta["val"].shape[2:])
-    strides, dilations = (by_axis(value, len(sizes)) for value in (stride, dilation))
-    total = [d * (k - 1) for d, k in zip(dilations, sizes, strict=True)] if word == "same" else [0] * len(sizes)
-    if any(t % 2 for t in total):
-        source = _padded_by(node, source, [t // 2 for t in total], [t - t // 2 for t in total])
-        total = [0] * len(sizes)
-    node.target = _PADDED[node.target]  # type: ignore[index]
-    node.args = (source, weight, bias, strides, [t // 2 for t in total], dilations, groups)
-
-
-def _padded(value: Tensor, total: list[int]) -> Tensor:
-    """A stand-in of the padded shape; computing it would fix the batch."""
-    outer = value.dim() - len(total)
-    sizes = (size + t for size, t in zip(value.shape[outer:], total, strict=True))
-    return value.new_empty([*value.shape[:outer], *sizes])
-
-
-def by_axis(value: Any, count: int) -> list[int]:
-    """A number for each of ``count`` axes, of one for all or a list."""
-    values = list(value) if isinstance(value, tuple | list) else [value]
-    return values * count if len(values) == 1 else values
-
-
 _RULES: dict[Any, Callable[[Node], None]] = {
     **dict.fromkeys(_CLAMPS, _spell_clamp),
     **dict.fromkeys(RANDOM_SLOPES, spell_random_slope),
     **dict.fromkeys(_RESHAPES, _spell_reshape),
     **dict.fromkeys(_TURNS, _spell_turn),
     **dict.fromkeys(_CONVERSIONS, _spell_conversion),
-    **dict.fromkeys(_PADDED, _spell_padding),
+    **dict.fromkeys(PADDED, spell_padding),
     **dict.fromkeys(_FILLED, _spell_filled),
     **dict.fromkeys(PADS, _spell_pad),
     **dict.fromkeys(ADAPTIVE_POOLS, _spell_adaptive_pool),
-    **dict.fromkeys(AVERAGE_POOLS, _spell_average),
+    **dict.fromkeys(AVERAGE_POOLS, spell_average),
     **dict.fromkeys((aten.amax.default, aten.amin.default), _spell_extreme),
     aten.square.default: _spell_square,
     aten.permute.default: _spell_order,

@@ -28,8 +28,8 @@ from torch.fx import GraphModule, Node
 from torch.nn import functional as F
 
 from qtool.quantization.capture import aten, clean, parameter, set_parameter
-from qtool.quantization.rewrites.respell import by_axis
 from qtool.quantization.rewrites.shuffles import call, channels_first, rows, stays_float
+from qtool.quantization.rewrites.windows import by_axis
 from qtool.quantization.targets.base import POINTWISE
 
 _PLAIN = {

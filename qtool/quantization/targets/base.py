@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from qtool.quantization.capture import CONVOLUTIONS
-from qtool.quantization.rewrites.respell import ADAPTIVE_POOLS, AVERAGE_POOLS, MAX_POOLS, PADS
+from qtool.quantization.rewrites.respell import PADS
+from qtool.quantization.rewrites.windows import ADAPTIVE_POOLS, AVERAGE_POOLS, MAX_POOLS
 
 aten = torch.ops.aten
 

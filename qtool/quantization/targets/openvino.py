@@ -25,7 +25,7 @@ from __future__ import annotations
 import torch
 
 from qtool.form import BLOCK
-from qtool.quantization.rewrites.respell import AVERAGE_POOLS
+from qtool.quantization.rewrites.windows import AVERAGE_POOLS
 from qtool.quantization.targets.base import (
     BETWEEN,
     BINARY,

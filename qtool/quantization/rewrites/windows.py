@@ -1,0 +1,95 @@
+"""What slides a window over the last axes, an average or a convolution, with its padding in numbers.
+
+``padding="same"`` is so many zeros on each side, behind a padding of its own where that is an odd number. An average
+by a divisor of its own is a mean times a factor, which torch would write into files without it; with ``ceil_mode`` the
+windows that reach beyond the end are filled up first.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+aten = torch.ops.aten
+
+AVERAGE_POOLS = (aten.avg_pool1d.default, aten.avg_pool2d.default, aten.avg_pool3d.default)
+ADAPTIVE_POOLS = (
+    aten.adaptive_avg_pool1d.default, aten.adaptive_avg_pool2d.default, aten.adaptive_avg_pool3d.default,
+)  # fmt: skip
+MAX_POOLS = (aten.max_pool1d.default, aten.max_pool2d.default, aten.max_pool3d.default)
+PADDED = {
+    aten.conv1d.padding: aten.conv1d.default,
+    aten.conv2d.padding: aten.conv2d.default,
+    aten.conv3d.padding: aten.conv3d.default,
+}
+"""Convolutions whose padding is a word, and those of numbers."""
+
+
+def spell_average(node: Node) -> None:
+    """A sum over a window by a number is its mean times a factor; windows that ``ceil_mode`` cuts off are filled up.
+
+    Without a padding to count, such windows are of what there is: ONNX Runtime's integer kernel knows that only where
+    none is to be counted.
+    """
+    given: list[Any] = [*node.args, *[None, 0, False, True, None][len(node.args) - 2 :]]
+    source, kernel, stride, pads, ceil, _, divisor = given[:7]
+    assert isinstance(source, Node)
+    rank = 1 + AVERAGE_POOLS.index(node.target)
+    kernel, pads = by_axis(kernel, rank), by_axis(pads, rank)
+    strides = by_axis(stride, rank) if stride else kernel
+    if divisor is None:
+        if ceil and not any(pads):
+            node.args = (source, kernel, strides, pads, True, False)
+        return
+    if ceil:
+        before, after = source.meta["val"].shape[-rank:], node.meta["val"].shape[-rank:]
+        if not all(isinstance(size, int) for size in (*before, *after)):
+            return
+        needed = [(m - 1) * s + k - p - n for n, m, s, k, p in zip(before, after, strides, kernel, pads, strict=True)]
+        source, pads = _padded_by(node, source, pads, [max(more, 0) for more in needed]), [0] * rank
+    with node.graph.inserting_before(node):
+        mean = node.graph.call_function(node.target, (source, kernel, strides, pads))  # type: ignore[arg-type]
+    mean.meta = dict(node.meta)
+    node.target, node.args, node.kwargs = aten.mul.Tensor, (mean, math.prod(kernel) / divisor), {}
+
+
+def spell_padding(node: Node) -> None:
+    """A convolution whose padding is a word has it in numbers, in place."""
+    given: list[Any] = [*node.args, *[None, 1, "valid", 1, 1][len(node.args) - 2 :]]
+    source, weight, bias, stride, word, dilation, groups = given
+    assert isinstance(source, Node)
+    assert isinstance(weight, Node)
+    sizes = list(weight.meta["val"].shape[2:])
+    strides, dilations = (by_axis(value, len(sizes)) for value in (stride, dilation))
+    total = [d * (k - 1) for d, k in zip(dilations, sizes, strict=True)] if word == "same" else [0] * len(sizes)
+    if any(t % 2 for t in total):
+        source = _padded_by(node, source, [t // 2 for t in total], [t - t // 2 for t in total])
+        total = [0] * len(sizes)
+    node.target = PADDED[node.target]  # type: ignore[index]
+    node.args = (source, weight, bias, strides, [t // 2 for t in total], dilations, groups)
+
+
+def _padded_by(node: Node, source: Node, begins: list[int], ends: list[int]) -> Node:
+    """``source`` behind a padding of its last axes with zeros, in front of ``node``."""
+    amounts = [end for pair in zip(reversed(begins), reversed(ends), strict=True) for end in pair]
+    with node.graph.inserting_before(node):
+        padded = node.graph.call_function(aten.constant_pad_nd.default, (source, amounts, 0.0))
+    padded.meta = {**node.meta, "val": _padded(source.meta["val"], [a + b for a, b in zip(begins, ends, strict=True)])}
+    return padded
+
+
+def _padded(value: Tensor, total: list[int]) -> Tensor:
+    """A stand-in of the padded shape; computing it would fix the batch."""
+    outer = value.dim() - len(total)
+    sizes = (size + t for size, t in zip(value.shape[outer:], total, strict=True))
+    return value.new_empty([*value.shape[:outer], *sizes])
+
+
+def by_axis(value: Any, count: int) -> list[int]:
+    """A number for each of ``count`` axes, of one for all or a list."""
+    values = list(value) if isinstance(value, tuple | list) else [value]
+    return values * count if len(values) == 1 else values
