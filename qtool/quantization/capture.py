@@ -151,6 +151,11 @@ def _require_tensors(model: nn.Module, graph_module: GraphModule) -> None:
                 f"model '{type(model).__name__}'", "outputs that are tensors, or None", got,
                 "have its forward return tensors alone",
             )  # fmt: skip
+    if any(isinstance(value, torch.Generator) for value in vars(graph_module).values()):
+        raise QtoolError(
+            f"model '{type(model).__name__}'", "random numbers of torch's own generator",
+            "a torch.Generator of its own", "have it draw without generator=…, and seed with torch.manual_seed",
+        )  # fmt: skip
 
 
 def require_float32(model: nn.Module, example: Any) -> None:

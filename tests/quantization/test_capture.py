@@ -123,6 +123,19 @@ def test_outputs_that_are_no_tensors_are_refused(extra: Any, told: str) -> None:
         capture(More().eval(), X)
 
 
+def test_a_generator_of_the_model_s_own_is_refused() -> None:
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.generator = torch.Generator()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + torch.randn(1, generator=self.generator)
+
+    with pytest.raises(QtoolError, match=r"own generator; got a torch\.Generator of its own"):
+        capture(Noisy(), X)
+
+
 def test_every_dropout_is_switched() -> None:
     model = nn.Sequential(nn.Dropout(0.5), nn.Dropout2d(0.5), nn.AlphaDropout(0.5), nn.FeatureAlphaDropout(0.5))
     graph = capture(model, X, train=True)

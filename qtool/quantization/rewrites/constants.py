@@ -33,15 +33,15 @@ def constant_nodes(graph_module: GraphModule) -> set[Node]:
     """Stored tensors, tensors that are counted out (``arange``), and everything that is computed from nothing else."""
     found: set[Node] = set()
     for node in graph_module.graph.nodes:
-        computed = node.op == "call_function" and (node.all_input_nodes or _counts(node))
+        computed = node.op == "call_function" and not draws(node.target) and (node.all_input_nodes or _counts(node))
         if node.op == "get_attr" or (computed and all(source in found for source in node.all_input_nodes)):
             found.add(node)
     return found
 
 
 def _counts(node: Node) -> bool:
-    """Whether an operator without inputs gives the same tensor each time."""
-    return isinstance(node.meta.get("val"), Tensor) and not draws(node.target)
+    """Whether an operator without inputs gives a tensor."""
+    return isinstance(node.meta.get("val"), Tensor)
 
 
 def constant_values(graph_module: GraphModule, nodes: Iterable[Node]) -> dict[Node, Any]:

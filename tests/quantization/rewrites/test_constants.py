@@ -68,6 +68,16 @@ def test_a_weight_that_the_model_normalises_becomes_a_weight() -> None:
     torch.testing.assert_close(graph(x), F.relu(F.conv2d(x, model[0].weight, model[0].bias)))
 
 
+def test_random_numbers_of_a_stored_tensor_s_size_are_drawn_each_time() -> None:
+    class Noisy(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + torch.randn_like(self.bias)
+
+    x = torch.randn(2, 4)
+    graph = float_form(Noisy(4, 3).eval(), x)
+    assert not torch.equal(graph(x), graph(x))
+
+
 def test_a_constant_may_be_read_by_another() -> None:
     class Angles(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
