@@ -219,10 +219,16 @@ def test_openvino_rounds_the_softmax_of_attention_alone() -> None:
     assert "is float" in reasons["mul"]
 
 
-@pytest.mark.parametrize(("taps", "groups", "integer"), [(16, 4, False), (15, 4, True), (16, 1, True), (16, 8, True)])
-def test_openvino_runs_wide_grouped_convolutions_in_float(taps: int, groups: int, integer: bool) -> None:
-    model = nn.Sequential(nn.Conv1d(8, 8, taps, groups=groups), nn.ReLU(), nn.Conv1d(8, 4, 1)).eval()
-    x = torch.randn(2, 8, 40)
+@pytest.mark.parametrize(
+    ("taps", "channels", "groups", "integer"),
+    [(16, 8, 4, False), (15, 8, 4, True), (16, 8, 8, True), (8, 8, 1, False), (7, 8, 1, True), (8, 63, 1, False),
+     (8, 64, 1, True)],
+)  # fmt: skip
+def test_openvino_runs_wide_convolutions_over_sequences_in_float(
+    taps: int, channels: int, groups: int, integer: bool
+) -> None:
+    model = nn.Sequential(nn.Conv1d(channels, 8, taps, groups=groups), nn.ReLU(), nn.Conv1d(8, 4, 1)).eval()
+    x = torch.randn(2, channels, 40)
     units = {unit.name: unit for unit in Placement(capture(model, x), get_target("openvino")).plan().units}
     assert units["0"].integer is integer
 

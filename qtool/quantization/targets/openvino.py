@@ -13,8 +13,9 @@ then, and nothing that was concatenated is rounded anew. With zero points they r
 speed of what OpenVINO's own quantizer (NNCF) makes of a ViT-S/16 and a DenseNet-121, instead of 1.06 and 1.03
 (AVX512-VNNI, one thread).
 
-Grouped convolutions of 16 taps in a row and more stay in float: on CPUs with AMX the plugin (2026.4) is wrong
-about them in integers (-7 dB), and right with ONEDNN_MAX_CPU_ISA=AVX512_CORE_VNNI.
+Grouped convolutions of 16 taps in a row and more stay in float, and those over sequences of 8 taps and more that read
+fewer than 64 channels: on CPUs with AMX the plugin (2026.4) is wrong about them in integers (-7 to 2 dB, the latter at
+some lengths and strides only), and right with ONEDNN_MAX_CPU_ISA=AVX512_CORE_VNNI.
 
 Lookups read bytes. Where weights alone are integers, of 8 or 4 bits, its linear layers multiply them as they are stored
 and round what they read in groups as it comes, much as ONNX Runtime does, but for layers of a single output.
@@ -41,7 +42,7 @@ from qtool.quantization.targets.base import (
     weighted,
 )
 
-_WIDE = 16
+_WIDE, _LONG, _MANY = 16, 8, 64
 _LOGITS = (aten.mul.Tensor, aten.div.Tensor, aten.add.Tensor, aten.where.ScalarOther, aten.masked_fill.Scalar)
 
 
@@ -62,12 +63,14 @@ def counts_padding(pool: torch.fx.Node) -> str:
 
 
 def few_taps(conv: torch.fx.Node) -> str:
-    """Why a convolution in groups is not for integers; empty where it is."""
+    """Why a convolution is not for integers; empty where it is."""
     weight, groups = conv.args[1], conv.args[6] if len(conv.args) > 6 else 1
-    if groups == 1 or not isinstance(weight, torch.fx.Node):
+    if not isinstance(weight, torch.fx.Node):
         return ""
-    sizes = weight.meta["val"].shape
-    return "its integer kernel errs on CPUs with AMX" if sizes[1] > 1 and sizes[-1] >= _WIDE else ""
+    _, channels, *taps = weight.meta["val"].shape
+    grouped = groups != 1 and channels > 1 and taps[-1] >= _WIDE
+    over_sequences = groups == 1 and len(taps) == 1 and taps[0] >= _LONG and channels < _MANY
+    return "its integer kernel errs on CPUs with AMX" if grouped or over_sequences else ""
 
 
 OPENVINO = Target(
