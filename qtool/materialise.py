@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from qtool import processes
 from qtool.errors import QtoolError, one_line
 from qtool.masks import is_finite, may_hide
+from qtool.norms import keeps_statistics
 
 PIECE = 4 * 2**20
 """Bytes read at a time."""
@@ -42,7 +43,6 @@ _DTYPES = {
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
-_KEPT = (nn.modules.batchnorm._BatchNorm,)
 OTHER_WEIGHTS = (
     "name the model that these weights are of, or a factory that loads them and replaces what has other shapes"
 )
@@ -51,7 +51,7 @@ OTHER_WEIGHTS = (
 
 @dataclass(frozen=True)
 class Target:
-    """Where a model's parameters shall be, and as what; batch-norm's stay in their own dtype. ``later``: not yet."""
+    """Where a model's parameters shall be, and as what; norms with statistics stay as they are. ``later``: not yet."""
 
     device: torch.device
     dtype: torch.dtype | None = None
@@ -65,7 +65,7 @@ class MadeFrom(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def take(self, weight: Tensor) -> None:
-        """Sets them from the whole weight; of sharded parameters, this process's rows."""
+        """Sets them from the whole weight, in whose dtype the layer comes back; of sharded parameters, own rows."""
 
 
 @dataclass(frozen=True)
@@ -146,14 +146,14 @@ def fill(model: nn.Module) -> None:
             place = waiting.places.get(module)
             if isinstance(module, MadeFrom):
                 place = waiting.places[module.origin[0]]
-                module.take(_whole(weights, f"{place}.weight", waiting.target))
+                dtype = waiting.target.dtype or module.origin[0].get_parameter("weight").dtype
+                module.take(_whole(weights, f"{place}.weight", dtype, waiting.target.device))
             if place is not None:
                 _fill(module, place, waiting.target, weights, made)
 
 
-def _whole(weights: _Weights, key: str, target: Target) -> Tensor:
-    entry = weights.entries[key]
-    whole = torch.empty(entry["shape"], dtype=target.dtype or weights.dtype(key), device=target.device)
+def _whole(weights: _Weights, key: str, dtype: torch.dtype, device: torch.device) -> Tensor:
+    whole = torch.empty(weights.entries[key]["shape"], dtype=dtype, device=device)
     weights.read(key, whole)
     return whole
 
@@ -166,7 +166,7 @@ def _fill(
         if parameter is None:
             continue
         if parameter not in made:
-            dtype = None if isinstance(module, _KEPT) or not parameter.is_floating_point() else target.dtype
+            dtype = None if keeps_statistics(module) or not parameter.is_floating_point() else target.dtype
             made[parameter] = _allocated(parameter, target.device, dtype or parameter.dtype)
         if (key := f"{place}.{name}".strip(".")) in weights.entries:
             weights.read(key, made[parameter])

@@ -33,6 +33,7 @@ from torch.distributed.rendezvous import rendezvous
 from torch.utils._python_dispatch import _disable_current_modes
 
 from qtool.errors import QtoolError
+from qtool.norms import keeps_statistics
 
 Value = TypeVar("Value")
 _MESHES: list[DeviceMesh] = []
@@ -201,12 +202,13 @@ def whole(tensor: Tensor) -> Tensor:
 def agree_on_buffers(model: nn.Module) -> None:
     """Gives all processes the same buffers: running statistics averaged over them, others the first one's.
 
-    Each process's batch-norm normalises by its own share of the batch, and so its running statistics are of that share.
+    Each process's batch-norm normalises by its own share of the batch, and so its running statistics are of that share;
+    those of an instance-norm are of the samples of it.
     """
     if size() == 1:
         return
     for module in model.modules():
-        averaged = isinstance(module, nn.modules.batchnorm._BatchNorm)
+        averaged = keeps_statistics(module)
         for name, buffer in module.named_buffers(recurse=False):
             if averaged and name in ("running_mean", "running_var"):
                 buffer.copy_(total(buffer) / size())

@@ -36,8 +36,8 @@ def test_shares_cover_all_samples_once(count, monkeypatch):
     assert max(share.count for share in shares) - min(share.count for share in shares) <= 1
 
 
-def test_running_statistics_are_averaged_and_other_buffers_taken_from_the_first(monkeypatch):
-    norm = nn.BatchNorm1d(2)
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d(2), nn.InstanceNorm1d(2, track_running_stats=True)])
+def test_running_statistics_are_averaged_and_other_buffers_taken_from_the_first(monkeypatch, norm):
     norm.running_mean.fill_(3.0)
     taken = []
     monkeypatch.setattr(processes, "size", lambda: 2)

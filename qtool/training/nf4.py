@@ -65,6 +65,7 @@ class NF4Linear(MadeFrom):
 
     def take(self, weight: Tensor) -> None:
         """Sets what it holds, or this process's part of it, from the whole weight of the layer it was made from."""
+        self.dtype = weight.dtype
         for name, part in self._parts(weight).items():
             if name not in CUT:
                 self.register_buffer(name, part, persistent=False)

@@ -14,11 +14,11 @@ bf16-true    bfloat16 bfloat16    bfloat16 8 bits of significand: small updates 
 loss in 32. For float16 the loss is multiplied by a scale before the backward pass and the gradients are
 divided by it before they are clipped; a step whose gradients overflow is skipped and the scale halved.
 
-*True* casts the model. Batch-norm stays in float32, weights and statistics: its running averages would
-stand still in 16 bits, and it is a thousandth of a model; so do the scales of 4-bit weights. Weights are cast
+*True* casts the model. Norms with running statistics stay in float32, weights and statistics: averages would stand
+still in 16 bits, and such a norm is a thousandth of a model; so do the scales of 4-bit weights. Weights are cast
 where they come from: what a GPU would hold of them in 32 bits leaves gaps that nothing as large fills. At the
-end the weights are float32 again, with the values that training left in
-them; those of a model that was made in 16 bits stay so. Buffers that training has not moved are what they came as, and
+end the weights are float32 again, with the values that training left in them; those of a model that was made in 16
+bits stay so, and of one that was created on the device. Buffers that training has not moved are what they came as, and
 constants that no file holds count in full already meanwhile, where a module without weights computes with them: rounded
 to 8 bits, the frequencies of rotary positions are off by turns after some hundred tokens.
 
@@ -39,11 +39,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from qtool.errors import QtoolWarning
 from qtool.nested import NARROW, map_tensors, to_float32
+from qtool.norms import keeps_statistics
 from qtool.step import Setup
 from qtool.training.lora import trained_in_full
 from qtool.training.nf4 import NF4Linear
-
-_KEPT = (nn.modules.batchnorm._BatchNorm, NF4Linear)
 
 
 def apply(setup: Setup, example: Any) -> None:
@@ -76,7 +75,7 @@ def weight_dtype(precision: str) -> torch.dtype | None:
 def _widen(setup: Setup) -> None:
     """Makes what came in 16 bits float32: all of a model, or with LoRA its adapters and its batch-norm."""
     adapters = setup.config.lora is not None
-    modules = [m for m in setup.model.modules() if not adapters or isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    modules = [m for m in setup.model.modules() if not adapters or keeps_statistics(m)]
     values = [v for m in modules for v in (*m.parameters(recurse=False), *m.buffers(recurse=False))]
     values += [p for p in setup.model.parameters() if p.requires_grad]
     narrow = [value for value in values if value.dtype in NARROW]
@@ -115,7 +114,7 @@ def _mixed(setup: Setup, dtype: torch.dtype) -> None:
 def _true(setup: Setup, dtype: torch.dtype) -> None:
     first: dict[int, str] = {}  # a shared weight has come in under its first name
     before = {
-        name: setup.widths.get(first.setdefault(id(value), name), value.dtype)
+        name: dtype if value.is_meta else setup.widths.get(first.setdefault(id(value), name), value.dtype)
         for name, value in _cast_values(setup.model)
     }
     if dtype == torch.float16:
@@ -188,11 +187,11 @@ def _in_full(
 
 
 def _cast_values(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """The floating-point parameters and buffers outside batch-norm."""
+    """The floating-point parameters and buffers but of norms with statistics and of 4-bit weights."""
     return [
         (f"{name}.{key}", value)
         for name, module in model.named_modules()
-        if not isinstance(module, _KEPT)
+        if not (isinstance(module, NF4Linear) or keeps_statistics(module))
         for key, value in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
         if value.is_floating_point()
     ]

@@ -8,8 +8,8 @@ and cut as each block's backward pass ends. Blocks are those of activation check
 A model without blocks is gathered whole, which a warning tells.
 
 In mixed precision the gathered weights and what a block is given are 16-bit, gradients are summed in float32,
-and autocast goes on choosing for each operator. Batch-norm keeps float32 weights and is gathered by itself,
-since all weights of one gathering have one dtype.
+and autocast goes on choosing for each operator. Norms with running statistics keep float32 weights and are gathered by
+themselves, since all weights of one gathering have one dtype.
 
 With ``weight_offload`` a process's part is in (pinned) host memory and goes to the GPU for the
 gathering; gradients come back to the host, where the optimizer steps. On one device that is offloading alone.
@@ -35,11 +35,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from qtool import processes
 from qtool.errors import QtoolError, QtoolWarning
 from qtool.materialise import fill
+from qtool.norms import keeps_statistics
 from qtool.step import Setup
 from qtool.training.checkpointing import blocks
 from qtool.training.sharded_files import ShardedFiles
-
-_NORMS = nn.modules.batchnorm._BatchNorm
 
 
 def apply(setup: Setup, example: Any) -> None:
@@ -53,6 +52,8 @@ def apply(setup: Setup, example: Any) -> None:
     before, names = _unsharded(setup.model), _attributes(setup.model)
     with _parameters_of_integers():
         for module in _groups(setup.model):
+            if keeps_statistics(module):
+                module.register_forward_hook(_of_its_own)
             fully_shard(
                 module, mesh=mesh, reshard_after_forward=None if setup.config.reshard else False,
                 mp_policy=_policy(setup, module),
@@ -102,8 +103,8 @@ def _require_shardable(model: nn.Module) -> None:
 
 
 def _groups(model: nn.Module) -> list[nn.Module]:
-    """What is gathered together, inner first: each batch-norm, each block, the rest."""
-    norms = [m for m in model.modules() if isinstance(m, _NORMS) and next(m.parameters(), None) is not None]
+    """What is gathered together, inner first: each norm with statistics, each block, the rest."""
+    norms = [m for m in model.modules() if keeps_statistics(m) and next(m.parameters(), None) is not None]
     inner = [*norms, *blocks(model).values()]
     return [*inner, *([] if model in inner else [model])]
 
@@ -118,9 +119,14 @@ def _tell_whole(model: nn.Module) -> None:
         )
 
 
+def _of_its_own(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    """What a norm gives, in memory of its own: of a view that is written over, sharding loses the backward pass."""
+    return output.clone() if output._is_view() else output
+
+
 def _policy(setup: Setup, module: nn.Module) -> MixedPrecisionPolicy:
     width, kind = setup.config.precision.split("-")
-    if width == "32" or isinstance(module, _NORMS):
+    if width == "32" or keeps_statistics(module):
         return MixedPrecisionPolicy(cast_forward_inputs=False)
     dtype = torch.float16 if width == "16" else torch.bfloat16
     return MixedPrecisionPolicy(param_dtype=dtype if kind == "mixed" else None, reduce_dtype=torch.float32)

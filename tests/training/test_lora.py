@@ -175,6 +175,7 @@ def test_made_on_the_device_and_sharded_it_is_the_same_training(peft: Any, tmp_p
     for other in kept[1:]:
         assert other.history.losses == pytest.approx(kept[0].history.losses, rel=1e-3)
         for (name, a), b in zip(kept[0].model.state_dict().items(), other.model.state_dict().values(), strict=True):
+            assert b.dtype == torch.bfloat16, name
             assert torch.allclose(a, b.float(), atol=2e-2), name
 
 

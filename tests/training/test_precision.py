@@ -117,6 +117,21 @@ def test_true_precision_leaves_16_bit_values_in_float32_weights():
     assert torch.equal(model[0].weight, model[0].weight.bfloat16().float())
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.filterwarnings("ignore:--strategy fsdp.*gathered whole")
+def test_averages_of_an_instance_norm_do_not_stand_still(strategy):
+    """They move by less than bfloat16 holds of a number near 1."""
+    norm = nn.InstanceNorm1d(4, momentum=1e-3, affine=True, track_running_stats=True)
+    with setup(
+        nn.Sequential(nn.Linear(6, 6), norm, nn.ReLU(inplace=True)), config("bf16-true", strategy=strategy)
+    ) as made:
+        assert norm.weight.dtype == torch.float32
+        made.model(made.place(torch.ones(2, 4, 6))).sum().backward()
+        assert norm.weight.grad is not None
+    assert torch.allclose(norm.running_var, torch.full((4,), 0.999), atol=1e-3)
+    assert not torch.equal(norm.running_var, torch.ones(4))
+
+
 def test_16_mixed_skips_overflowing_steps_and_goes_on():
     """A loss that is finite but whose scaled gradients overflow float16 costs a few steps, not the run."""
     model = make_model()
