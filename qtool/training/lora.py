@@ -3,7 +3,9 @@
 For a layer y = Wx the adapter adds (alpha / r) B A x, A of r rows and B of r columns (arXiv 2106.09685): r (in + out)
 numbers to train instead of in × out, and gradients and optimizer states for those alone. B begins at zero, so training
 begins at the base model. peft makes the adapters. At the end they are merged, W ← W + (alpha / r) B A, and the model is
-the one that came in, for quantization and export; beside it the adapters are stored alone, as peft reads them.
+the one that came in, for quantization and export; beside it the adapters are stored alone, as peft reads them. The sum
+is made in float32 and rounded once; where the weights have 16 bits and much of a correction is less than their
+spacing, a warning tells.
 
 Under FSDP frozen weights, in 4 bits too, and adapters are cut alike, and the adapters' gradients alone are exchanged;
 both are put together again before the merge.
@@ -28,6 +30,8 @@ Left out on purpose: adapters of embeddings, of transposed and of grouped convol
 from __future__ import annotations
 
 import importlib
+import math
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -37,8 +41,9 @@ import torch
 from torch import Tensor, nn
 
 from qtool import processes
-from qtool.errors import QtoolError, UsageError, nearest, one_line
+from qtool.errors import QtoolError, QtoolWarning, UsageError, nearest, one_line
 from qtool.materialise import fill
+from qtool.nested import NARROW
 from qtool.recipe import TrainConfig
 from qtool.step import Setup
 from qtool.training import nf4
@@ -47,6 +52,8 @@ from qtool.training.checkpointing import blocks
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _REACH = ("dilation", "padding_mode", "_reversed_padding_repeated_twice")
 """What says which inputs a convolution reads, beside the size, stride and padding that peft copies."""
+TOLD = 0.1
+"""From what share of their size on the error of merged corrections is told."""
 _NAME = "default"
 _PREFIX = "base_model.model."
 """What peft's own wrapper puts before a module's name."""
@@ -97,8 +104,19 @@ def require(model: nn.Module, config: TrainConfig) -> None:
         )  # fmt: skip
     full = trained_in_full(model, config.lora_trained)
     _require_own(model, full)
-    targets(model, config.lora_targets, layers(model), full)
+    possible = layers(model)
+    _require_low(config, [possible[name] for name in targets(model, config.lora_targets, possible, full)])
     _peft()
+
+
+def _require_low(config: TrainConfig, adapted: list[Any]) -> None:
+    """Raises UsageError where the rank is beyond both sides of every weight: weights themselves take fewer numbers."""
+    largest = max(max(len(layer.weight), layer.weight[0].numel()) for layer in adapted)
+    if config.lora is not None and config.lora > largest:
+        raise UsageError(
+            "--lora", f"a rank of at most {largest}, the longest side of a weight to adapt", str(config.lora),
+            "lower it, to 8 for example, or leave it out and train the weights themselves",
+        )  # fmt: skip
 
 
 @torch.no_grad()
@@ -320,15 +338,32 @@ def _quantize(model: nn.Module, names: set[str]) -> None:
 @torch.no_grad()
 def _merge(model: nn.Module, trained: set[str]) -> None:
     """Puts the layers back where the adapters were, their corrections added, and lets them be trained again."""
+    lost = added = 0.0
     for name, layer in list(_adapted(model)):
-        delta = layer.get_delta_weight(_NAME)
         base = _restored(layer.base_layer)
-        base.weight.add_(delta.to(base.weight.dtype))
+        for part in (layer.lora_A, layer.lora_B):
+            part[_NAME].float()
+        delta = layer.get_delta_weight(_NAME)
+        merged = base.weight + delta
+        base.weight.copy_(merged)
+        if base.weight.dtype in NARROW and not delta.is_meta:
+            lost, added = lost + float((base.weight - merged).square().sum()), added + float(delta.square().sum())
         _replace(model, name, base)
+    _tell_lost(math.sqrt(lost / added) if added else 0.0)
     for name, layer in [(n, m) for n, m in model.named_modules() if isinstance(m, nf4.NF4Linear)]:
         _replace(model, name, layer.restored())
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trained)
+
+
+def _tell_lost(share: float) -> None:
+    if share > TOLD:
+        warnings.warn(
+            f"--lora: merged into weights of 16 bits, the adapters' corrections are off by {share:.0%} of their size; "
+            "the adapters themselves are whole, and so is a merge into a model of float32",
+            QtoolWarning,
+            stacklevel=2,
+        )
 
 
 def _restored(base: Any) -> Any:

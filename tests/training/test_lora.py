@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from torch import nn
 
 import qtool
 from qtool.data import load_data
-from qtool.errors import UsageError
+from qtool.errors import QtoolWarning, UsageError
 from qtool.gpt import GPT
 from qtool.loop import fit, task_loss
 from qtool.materialise import Target, create
@@ -293,6 +294,18 @@ def test_convolutions_that_are_named_are_adapted(base: str, peft: Any) -> None:
     torch.testing.assert_close(model[0].weight.detach(), before + delta)
 
 
+@pytest.mark.parametrize("size", [0.1, 0.001])
+def test_a_merge_into_16_bits_rounds_once_and_tells_what_that_takes(peft: Any, size: float) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 3)).bfloat16()
+    made = setup(model, TrainConfig(device="cpu", precision="bf16-true", lora=4, lora_targets=("0",)))
+    a, b = model[0].lora_A["default"].weight, nn.init.normal_(model[0].lora_B["default"].weight, std=size)
+    exact = model[0].base_layer.weight.float() + 4.0 * b.detach().float() @ a.detach().float()
+    with pytest.warns(QtoolWarning, match="--lora: .* off by") if size < 0.01 else nullcontext():
+        made.close()
+    assert torch.equal(model[0].weight, exact.bfloat16())
+
+
 CONVOLUTIONS = [
     nn.Conv1d(2, 8, 3, dilation=2, padding="same"),
     nn.Conv2d(2, 8, 3, dilation=2, padding=2),
@@ -477,6 +490,12 @@ def test_what_is_trained_in_full_takes_no_adapter() -> None:
 def test_a_module_that_cannot_be_trained_in_full_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         require(headed(), TrainConfig(device="cpu", lora=2, **options))
+
+
+def test_a_rank_beyond_every_weight_is_refused() -> None:
+    require(small(), TrainConfig(device="cpu", lora=128))
+    with pytest.raises(UsageError, match=r"--lora: expected a rank of at most 128, .*; got 129"):
+        require(small(), TrainConfig(device="cpu", lora=129))
 
 
 def test_a_head_that_is_its_embedding_is_not_trained_alone() -> None:
