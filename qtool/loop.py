@@ -22,12 +22,13 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 
 from qtool import checkpoint, processes, recipe
@@ -42,6 +43,9 @@ from qtool.step import LossFunction, NotFinite, Setup, Step, answer, learning_ra
 from qtool.tasks import Task, loss_of
 from qtool.units import bytes_told
 
+FEWER_BYTES = "--lora 8 --lora-base nf4 or --strategy fsdp with more --devices"
+EVALUATION = ("evaluation", "memory for it", "use a smaller --batch-size")
+STATES = ("optimizer", "memory for its states", f"pass --optimizer adamw8bit, {FEWER_BYTES}")
 _FREE = ("device", "devices", "checkpoint_every", "keep")
 """Keys of a recipe that may differ when a run is resumed."""
 
@@ -151,6 +155,19 @@ def fit(
             hooks.mode(model, False)
 
 
+@contextmanager
+def memory_told(where: str, expected: str, do: str, device: torch.device, checkpoints: Path | None) -> Iterator[None]:
+    """Raises OutOfMemory where memory runs out beside the steps, which tell it themselves."""
+    try:
+        yield
+    except Exception as error:
+        if not out_of_memory(error):
+            raise
+        last = checkpoint.last_good(checkpoint.latest(checkpoints) if checkpoints else None)
+        got = f"none left, {bytes_told(memory_used(device))} in use"
+        raise OutOfMemory(where, expected, got, f"{do}; {last}", last) from error
+
+
 def task_loss(task: Task) -> LossFunction:
     """The loss of a task, computed from the model's output in float32."""
 
@@ -178,7 +195,8 @@ class _Run:
         self.data, self.task, self.config, self.setup, self.hooks = data, task, config, setup, hooks
         self.model, self.progress = setup.model, progress
         self.folder = out / "checkpoints" if out is not None else None
-        self.optimizer = setup.make_optimizer(trained(self.model))
+        with self._memory_told(*STATES):
+            self.optimizer = setup.make_optimizer(trained(self.model))
         self.step = Step(setup, self.optimizer, loss)
         self.order = Order(data.train, config.batch_size, config.seed)
         total = config.epochs * self.order.num_batches
@@ -264,9 +282,10 @@ class _Run:
         rehearse_smallest(self.step, self.data.train, self.order.sizes(self.total), self.hooks.mode)
         self.hooks.mode(self.model, False)
         try:
-            names = rehearse(self.setup, self.data.train, given, self.step.micro_size, self.task)
-        except Exception as error:
-            if self.backs_off and out_of_memory(error):  # the first step will have smaller micro-batches
+            with self._memory_told(*EVALUATION):
+                names = rehearse(self.setup, self.data.train, given, self.step.micro_size, self.task)
+        except OutOfMemory:
+            if self.backs_off:  # the first step will have smaller micro-batches
                 return
             raise
         if self.config.early_stopping is not None:
@@ -276,7 +295,8 @@ class _Run:
         if self.data.validation is None:
             return {}
         self.hooks.mode(self.model, False)
-        metrics = judge(self.setup, "validation", self.data.validation, self.step.micro_size, self.task)
+        with self._memory_told(*EVALUATION):
+            metrics = judge(self.setup, "validation", self.data.validation, self.step.micro_size, self.task)
         return {f"validation_{name}": value for name, value in metrics.items() if name != "num_samples"}
 
     def _keep_best(self, metrics: Mapping[str, float]) -> None:
@@ -339,7 +359,8 @@ class _Run:
     def _load(self, path: Path) -> None:
         state = self.setup.files.read(path)
         self._check_identity(path, state["identity"])
-        self.setup.files.restore(state, self.model, self.optimizer)
+        with self._memory_told(*STATES):
+            self.setup.files.restore(state, self.model, self.optimizer)
         self.setup.scaler.load_state_dict(state["scaler"])
         self.hooks.load_state_dict(state["hooks"])
         self.history = History(**state["history"] | {"halvings": self.history.halvings})
@@ -381,6 +402,9 @@ class _Run:
     def _not_finite(self, error: NotFinite, rate: float) -> QtoolError:
         cause = first_bad_layer(self.model, error.forward) or "a value that a second forward pass did not repeat"
         return self._error(f"{error.value} at learning rate {rate:.3g}, first non-finite in {cause}")
+
+    def _memory_told(self, where: str, expected: str, do: str) -> AbstractContextManager[None]:
+        return memory_told(where, expected, do, self.setup.device, self.folder)
 
     def _no_memory(self, used: int) -> OutOfMemory:
         where = f"training step {self.history.steps + 1}"

@@ -4,6 +4,15 @@ MIB = 2**20
 """Bytes of a mebibyte."""
 
 
+def counted(count: int, noun: str) -> str:
+    """So many of what ``noun`` names, whose plural ends in s.
+
+    >>> counted(1, "step"), counted(1200, "step")
+    ('1 step', '1,200 steps')
+    """
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def bytes_told(size: float) -> str:
     """A number of bytes to three digits, in the unit that leaves some before the point.
 

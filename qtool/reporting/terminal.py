@@ -20,7 +20,7 @@ from qtool.reporting.numbers import UNKNOWN, interval, percent, points, score, s
 from qtool.reporting.summary import metric_phrases, size_phrase
 from qtool.reporting.tables import terminal
 from qtool.source import has_random_weights
-from qtool.units import MIB
+from qtool.units import MIB, counted
 
 Result = Mapping[str, Any]
 WIDE = 1000
@@ -44,15 +44,15 @@ def show(kind: str, result: Result) -> None:
 def train_lines(result: Result) -> Iterator[Any]:
     """How well the trained model does, and what it took."""
     metrics, history = result["metrics"], result.get("history")
-    unit = "tokens" if "perplexity" in metrics else "samples"
+    unit = "token" if "perplexity" in metrics else "sample"
     if metrics:
-        yield f"train: {scores(metrics)} on {metrics['num_samples']:,.0f} test {unit}"
+        yield f"train: {scores(metrics)} on {counted(round(metrics['num_samples']), f'test {unit}')}"
     yield from _split(result)
     if history:
         early = ", stopped early" if history["stopped_early"] else ""
         skipped = f", {history['skipped_steps']} skipped" if history["skipped_steps"] else ""
-        epochs = f"{len(history['epochs'])} epoch{'s' if len(history['epochs']) > 1 else ''}"
-        yield f"  {epochs}, {len(history['losses'])} steps{skipped}{early}"
+        done = f"{counted(len(history['epochs']), 'epoch')}, {counted(len(history['losses']), 'step')}"
+        yield f"  {done}{skipped}{early}"
     if memory := result.get("memory"):
         yield f"  {chosen_sentence(memory, (history or {}).get('halvings', 0))}"
 

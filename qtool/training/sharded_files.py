@@ -92,7 +92,7 @@ class ShardedFiles(Files):
         else:
             if processes.rank() == 0:
                 warnings.warn(
-                    f"a checkpoint of {world} processes is read by {processes.size()}: 8-bit optimizer states are "
+                    f"a checkpoint of --devices {world} is read by {processes.size()}: 8-bit optimizer states are "
                     "quantized again where their blocks straddle the new shards, so the resume is not exact",
                     QtoolWarning,
                     stacklevel=2,

@@ -6,22 +6,18 @@ result.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from torch import nn
 
-from qtool.checkpoint import last_good, latest
 from qtool.data import example_input
-from qtool.devices import memory_used, out_of_memory, resolve_device
-from qtool.errors import OutOfMemory
+from qtool.devices import resolve_device
 from qtool.judging import judge
-from qtool.loop import HasParts, History, fit
+from qtool.loop import EVALUATION, FEWER_BYTES, HasParts, History, fit, memory_told
 from qtool.order import Batches
 from qtool.recipe import TrainConfig
 from qtool.step import LossFunction, micro_size
@@ -29,9 +25,6 @@ from qtool.tasks import Task
 from qtool.training.lora import Adapter, adapter
 from qtool.training.progress import Report, reporter
 from qtool.training.techniques import setup
-from qtool.units import bytes_told
-
-_FEWER_BYTES = "pass --precision bf16-true, --lora 8 --lora-base nf4 or --strategy fsdp with more --devices"
 
 
 @dataclass(frozen=True)
@@ -72,16 +65,17 @@ def train(
     parts: Any = data if hasattr(data, "train") else SimpleNamespace(train=Batches(data), validation=None, test=None)
     test = getattr(parts, "test", None)
     test = test if test is not None and len(test) else None
-    device = resolve_device(config.device)
-    with _memory_told("model", "memory for its weights", _FEWER_BYTES, device, out):
+    place = resolve_device(config.device), out / "checkpoints" if out else None
+    with memory_told("model", "memory for its weights", f"pass --precision bf16-true, {FEWER_BYTES}", *place):
         prepared = setup(model, config, _example(parts))
-    beside = _memory_told("evaluation", "memory for it", "use a smaller --batch-size", device, out)
+    beside = memory_told("training", "memory for its data and checkpoints", EVALUATION[-1], *place)
     with prepared as made, reporter(progress) as report, beside:
         history = fit(
             model, parts, task, config, setup=made, loss_fn=loss_fn, out=out, resume=resume, progress=report,
             identity=identity, test=test, backs_off=backs_off, halvings=halvings,
         )  # fmt: skip
-        metrics = {} if test is None else judge(made, "test", test, micro_size(config, history.halvings), task)
+        with memory_told(*EVALUATION, *place):
+            metrics = {} if test is None else judge(made, "test", test, micro_size(config, history.halvings), task)
         found = None if config.lora is None else adapter(model, config)  # a model's own are its weights
     return TrainResult(model, metrics, history, found)
 
@@ -90,16 +84,3 @@ def _example(parts: HasParts) -> Any:
     if not isinstance(parts.train, Batches):
         return example_input(parts.train)
     return None  # taking a batch from an iterator could disturb its order
-
-
-@contextmanager
-def _memory_told(where: str, expected: str, do: str, device: torch.device, out: Path | None) -> Iterator[None]:
-    """Raises OutOfMemory where memory runs out beside the steps, which tell it themselves."""
-    try:
-        yield
-    except Exception as error:
-        if not out_of_memory(error):
-            raise
-        used, last = memory_used(device), last_good(latest(out / "checkpoints") if out else None)
-        got = f"none left, {bytes_told(used)} in use"
-        raise OutOfMemory(where, expected, got, f"{do}; {last}", last) from error

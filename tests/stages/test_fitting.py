@@ -32,6 +32,7 @@ from qtool.source import open_source
 from qtool.stages import choice, fitting
 from qtool.stages.choice import Choice
 from qtool.stages.training import _told_in_group
+from qtool.training import optimizers
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
 OPTIONS = {"device": "cpu", "max_steps": 6, "epochs": 9, "batch_size": 32, "checkpoint_every": 2, "grad_clip": None}
@@ -124,6 +125,16 @@ def test_a_model_is_judged_in_batches_that_training_had_room_for(small_data: str
         model.later = later
         with pytest.raises(OutOfMemory, match=f"evaluation: expected memory for it; got none left, .*{last}"):
             qtool.train(model, small_data, out=tmp_path, **OPTIONS)
+
+
+def test_memory_that_ends_while_states_are_made_is_told_as_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(parameters: list[nn.Parameter]) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+
+    monkeypatch.setitem(optimizers.OPTIMIZERS, "adamw8bit", lambda config: none_left)
+    batch = torch.randn(4, 64), torch.arange(4) % 3
+    with pytest.raises(OutOfMemory, match=r"^optimizer: expected memory for its states; got none left"):
+        qtool.train(Picky(), [batch], **OPTIONS | {"optimizer": "adamw8bit"})
 
 
 def decided(told: list[str]) -> list[str]:
