@@ -17,6 +17,7 @@ sharded over several processes has another way (``qtool.training.sharded_files``
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import os
 import random
@@ -36,6 +37,9 @@ from torch import Tensor, nn
 from qtool import processes
 from qtool.artifacts import atomic_path
 from qtool.errors import QtoolError
+from qtool.generators import put_back as put_back_generator
+from qtool.generators import state_of
+from qtool.nested import checksum
 
 _NAME = re.compile(r"step-(\d+)(\.safetensors)?")
 BEST = "best"
@@ -280,16 +284,52 @@ def put_back(model: nn.Module, state: Mapping[str, Any]) -> None:
             model.load_state_dict({name: state[name]}, strict=False)
 
 
+class Unstored:
+    """The buffers that a model's state leaves out, and which of them training has moved since this was made.
+
+    Most are constants (masks, frequencies), which a model that is made again has. Those that move, a resume gives back.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.began = {name: checksum(buffer) for name, buffer in self._all().items()}
+
+    def _all(self) -> dict[str, Tensor]:
+        return {
+            f"{place}.{name}".strip("."): buffer
+            for place, module in self.model.named_modules()
+            for name, buffer in module._buffers.items()
+            if name in module._non_persistent_buffers_set
+            and buffer is not None and buffer.layout is torch.strided and not buffer.is_meta
+        }  # fmt: skip
+
+    def moved(self) -> dict[str, Tensor]:
+        """Copies of those that are not what they were."""
+        return {name: b.clone() for name, b in self._all().items() if checksum(b) != self.began.get(name)}
+
+    @torch.no_grad()
+    def put_back(self, moved: Mapping[str, Tensor]) -> None:
+        """Has those that had moved as :meth:`moved` gave them, also such as have other shapes by now."""
+        there = self._all()
+        for name, value in moved.items():
+            place, _, last = name.rpartition(".")
+            if name in there and there[name].shape == value.shape:
+                there[name].copy_(value)
+            else:
+                first = next(itertools.chain(self.model.parameters(), self.model.buffers()), value)
+                self.model.get_submodule(place)._buffers[last] = value.to(first.device, copy=True)
+
+
 def statistics(model: nn.Module) -> list[Tensor]:
     """The buffers that a model's state has: not masks, nor frozen weights in 4 bits."""
     own = {id(value) for value in model.state_dict(keep_vars=True).values()}
     return [buffer for buffer in model.buffers() if id(buffer) in own]
 
 
-def rng_state(own: Iterable[torch.Generator] = ()) -> dict[str, Any]:
+def rng_state(own: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The state of every random number generator that training may draw from, as a tree to store.
 
-    ``own`` are those that the data has for itself.
+    ``own`` are those that the data has for itself (``qtool.generators``).
     """
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if "numpy" in sys.modules:
@@ -299,16 +339,16 @@ def rng_state(own: Iterable[torch.Generator] = ()) -> dict[str, Any]:
         state["numpy"] = (name, torch.tensor(keys), *rest)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # to ask one that is not takes its memory
         state["cuda"] = torch.cuda.get_rng_state_all()
-    return state | {"own": [generator.get_state() for generator in own]}
+    return state | {"own": {name: state_of(generator) for name, generator in (own or {}).items()}}
 
 
-def all_rng_states(own: Iterable[torch.Generator] = ()) -> list[dict[str, Any]]:
+def all_rng_states(own: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
     """The generators' states of all processes, in order of rank."""
     return [_unpacked(state) for state in processes.gather(_packed(rng_state(own)))]
 
 
-def set_rng_state(state: Mapping[str, Any], own: Iterable[torch.Generator] = ()) -> None:
-    """Puts the generators back into a state that :func:`rng_state` gave, those of GPUs that are still there."""
+def set_rng_state(state: Mapping[str, Any], own: Mapping[str, Any] | None = None) -> None:
+    """Has the generators, those of GPUs and ``own`` ones that are there, in a state that :func:`rng_state` gave."""
     random.setstate(state["python"])
     torch.set_rng_state(state["torch"])
     if "numpy" in state:
@@ -318,13 +358,14 @@ def set_rng_state(state: Mapping[str, Any], own: Iterable[torch.Generator] = ())
         numpy.random.set_state((name, keys.numpy(), *rest))
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state_all(state["cuda"][: torch.cuda.device_count()])
-    for generator, kept in zip(own, state.get("own", ()), strict=False):
-        generator.set_state(kept)
+    for name, generator in (own or {}).items():
+        if name in state["own"]:
+            put_back_generator(generator, state["own"][name])
 
 
-def restorer(model: nn.Module, buffers: Iterable[Tensor]) -> Callable[[], None]:
-    """What puts the generators, and those ``buffers`` of a model, back to where they are now."""
-    generators, wanted = rng_state(), {id(buffer) for buffer in buffers}
+def restorer(model: nn.Module, buffers: Iterable[Tensor], own: Mapping[str, Any] | None = None) -> Callable[[], None]:
+    """What puts the generators, ``own`` ones too, and those ``buffers`` of a model back to where they are now."""
+    generators, wanted = rng_state(own), {id(buffer) for buffer in buffers if buffer.layout is torch.strided}
     kept = [
         (module, name, buffer, buffer.clone())
         for module in model.modules()
@@ -334,7 +375,7 @@ def restorer(model: nn.Module, buffers: Iterable[Tensor]) -> Callable[[], None]:
 
     @torch.no_grad()
     def restore() -> None:
-        set_rng_state(generators)
+        set_rng_state(generators, own)
         for module, name, buffer, value in kept:
             module._buffers[name] = buffer  # it may have been replaced instead of written
             if not torch.equal(buffer, value):  # one that is a view of less memory cannot be written

@@ -22,13 +22,11 @@ import numbers
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 from qtool.errors import QtoolError, UsageError
 from qtool.labels import judged, moved_on
-
-if TYPE_CHECKING:
-    import torch
 
 LABELS = ("labels", "label", "label_ids")
 """What the target is called in the dicts of Hugging Face's datasets and collators: of several, the first."""
@@ -182,14 +180,16 @@ class _Inputs(_Pairs):
 class Repeated:
     """Batches that are the same in every pass over ``batches``, whatever they draw.
 
-    They draw from the random states that there are now, or from those of a ``seed``. Raises QtoolError, while they are
-    gone through, where a batch is another than in an earlier pass, or there are fewer.
+    They draw from the random states that there are now, or, but for generators of their own, from those of a ``seed``.
+    Raises QtoolError, while they are gone through, where a batch is another than in an earlier pass, or there are
+    fewer.
     """
 
     def __init__(self, batches: Iterable[Any], seed: int | None = None) -> None:
         self.batches = batches
         self._states = _states(batches)
-        self._begin = _read(self._states) if seed is None else _seeded(seed)
+        now = _read(self._states)
+        self._begin = now if seed is None else [*(seeded := _seeded(seed)), *now[len(seeded) :]]
         self._marks: list[int] = []
 
     def __iter__(self) -> Iterator[Any]:
@@ -239,26 +239,18 @@ def _changed(got: str) -> QtoolError:
 States = list[tuple[Callable[[], Any], Callable[[Any], Any]]]
 
 
-def own_generators(loader: Any) -> list[torch.Generator]:
-    """Those that a loader and its samplers have for themselves."""
-    import torch
-
-    sampler, batched = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
-    places = (loader, sampler, batched, getattr(batched, "sampler", None))
-    own = {id(g): g for g in (getattr(p, "generator", None) for p in places) if isinstance(g, torch.Generator)}
-    return list(own.values())
-
-
 def _states(loader: Any) -> States:
     """How to read and to write each random state that a loader in this process may draw from."""
     import numpy as np
     import torch
 
+    from qtool.generators import own_generators, put_back, state_of
+
     return [
         (torch.get_rng_state, torch.set_rng_state),
         (np.random.get_state, np.random.set_state),
         (random.getstate, random.setstate),
-        *((generator.get_state, generator.set_state) for generator in own_generators(loader)),
+        *((partial(state_of, own), partial(put_back, own)) for own in own_generators(loader=loader).values()),
     ]
 
 

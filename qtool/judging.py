@@ -27,6 +27,7 @@ from qtool import checkpoint, processes
 from qtool.data import batches
 from qtool.errors import OutOfMemory, QtoolError, QtoolWarning, UsageError
 from qtool.evaluate import evaluate, metrics_in, shared_batches
+from qtool.generators import own_generators
 from qtool.order import Batches
 from qtool.step import Setup, Step
 from qtool.tasks import Task
@@ -53,7 +54,8 @@ def rehearse(setup: Setup, train: Any, parts: Mapping[str, Any], size: int, task
 
     Raises what it would raise, and names the part, unless samples of ``train`` fare no better.
     """
-    restore = checkpoint.restorer(setup.model, checkpoint.statistics(setup.model))
+    own = own_generators(train=train, **parts)
+    restore = checkpoint.restorer(setup.model, setup.model.buffers(), own)
     try:
         with torch.compiler.set_stance("force_eager"):
             return {name: _rehearsed(setup, train, name, part, size, task) for name, part in parts.items()}
@@ -73,7 +75,7 @@ def rehearse_smallest(
     if processes.size() == 1 or step.fewest == 1 or not size or step.smallest(size) > 1:
         return
     setup = step.setup
-    restore = checkpoint.restorer(setup.model, checkpoint.statistics(setup.model))
+    restore = checkpoint.restorer(setup.model, setup.model.buffers(), own_generators(train=train))
     try:
         with torch.compiler.set_stance("force_eager"):
             switch(setup.model, True)

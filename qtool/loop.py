@@ -5,9 +5,9 @@ hooks and checkpoints; the step itself is ``qtool.step``, and every technique is
 
 Exact resume. A run that was killed and started again gives, bit for bit, what an undisturbed one gives.
 All that the next step depends on is in the checkpoint: parameters and buffers, optimizer, gradient
-scaler, random generators, hooks, early stopping, and the place in the data (``qtool.order``). The
-learning rate is a function of the step and needs no state. A checkpoint is written after each epoch, and every
-``checkpoint_every`` steps; a checkpoint of another recipe is refused.
+scaler, random generators, also the data's own (``qtool.generators``), hooks, early stopping, and the place in the data
+(``qtool.order``). The learning rate is a function of the step and needs no state. A checkpoint is written after each
+epoch, and every ``checkpoint_every`` steps; a checkpoint of another recipe is refused.
 
 Several processes (``qtool.processes``) run the same loop, each on its share of every batch, and draw
 different random numbers. On the same number of processes the resume is exact; on another, the same
@@ -34,6 +34,7 @@ from torch import nn
 from qtool import checkpoint, processes, recipe
 from qtool.devices import current, memory_used, out_of_memory
 from qtool.errors import OutOfMemory, QtoolError
+from qtool.generators import own_generators
 from qtool.judging import judge, rehearse, rehearse_smallest, require_metric
 from qtool.nested import to_float32
 from qtool.nonfinite import INPUTS, first_bad_layer, first_bad_parameter
@@ -205,11 +206,13 @@ class _Run:
         self.epoch, self.batch, self.waited = 0, 0, 0
         self.test, self.backs_off = None, False
         self.best: dict[str, Any] | None = None
+        self.unstored = checkpoint.Unstored(self.model)
+        self.best_unstored: dict[str, Any] = {}
         self.saved: Path | None = None
         self.identity = self._identity(identity or {})
 
     def run(self, resume: bool) -> History:
-        self.epoch_rng = checkpoint.rng_state(self.order.generators)
+        self.epoch_rng = checkpoint.rng_state(self._own())
         self._start(resume)
         if self.history.steps < self.total and not self.history.stopped_early:
             self._rehearse()
@@ -270,7 +273,7 @@ class _Run:
         self._keep_best(metrics)
         self.hooks.after_epoch(self.model, self.epoch, metrics)
         self.epoch, self.batch = self.epoch + 1, 0
-        self.epoch_rng = checkpoint.rng_state(self.order.generators)
+        self.epoch_rng = checkpoint.rng_state(self._own())
         self._save()
 
     # Validation and early stopping
@@ -313,6 +316,7 @@ class _Run:
         if not better:
             return
         self.history.best_metric, self.history.best_epoch = value, self.epoch
+        self.best_unstored = self.unstored.moved()
         if self.folder is None:
             self.best = checkpoint.copied(self.model)
         else:
@@ -321,6 +325,7 @@ class _Run:
     def _restore_best(self) -> None:
         if self.history.best_epoch is None:
             return
+        self.unstored.put_back(self.best_unstored)
         if self.folder is not None:
             self.setup.files.take_best(self.folder, self.model)
             return
@@ -352,7 +357,8 @@ class _Run:
             "hooks": self.hooks.state_dict(),
             "history": asdict(self.history),
             "place": {"epoch": self.epoch, "batch": self.batch, "waited": self.waited, "skipped": self.step.skipped},
-            "rng": checkpoint.all_rng_states(self.order.generators),
+            "buffers": {"now": self.unstored.moved(), "best": self.best_unstored},
+            "rng": checkpoint.all_rng_states(self._own()),
             "epoch_rng": self.epoch_rng,
         }
 
@@ -363,6 +369,8 @@ class _Run:
             self.setup.files.restore(state, self.model, self.optimizer)
         self.setup.scaler.load_state_dict(state["scaler"])
         self.hooks.load_state_dict(state["hooks"])
+        self.unstored.put_back(state["buffers"]["now"])
+        self.best_unstored = state["buffers"]["best"]
         self.history = History(**state["history"] | {"halvings": self.history.halvings})
         self.halve(state["history"].get("halvings", 0))
         place = state["place"]
@@ -370,8 +378,12 @@ class _Run:
         self.step.skips = place["skipped"]
         self.epoch_rng = state["epoch_rng"]
         if len(state["rng"]) == processes.size():
-            checkpoint.set_rng_state(state["rng"][processes.rank()], self.order.generators)
+            checkpoint.set_rng_state(state["rng"][processes.rank()], self._own())
         self.saved = path
+
+    def _own(self) -> dict[str, Any]:
+        """The generators that the data has for itself, as far as they are there by now."""
+        return own_generators(train=self.data.train, validation=self.data.validation)
 
     def _identity(self, more: Mapping[str, str]) -> dict[str, Any]:
         shapes = str([(name, tuple(p.shape), str(p.dtype)) for name, p in self.model.named_parameters()])

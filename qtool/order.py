@@ -2,9 +2,10 @@
 
 The order of an epoch over a map-style data set is a permutation drawn from (seed, epoch) alone, so any
 place in it can be had without what came before. An iterable of batches (a DataLoader, say) draws its own
-order from the global generators, or from some of its own; it is started again with the generators as they were when
-the epoch began, and moved forward over the batches that were seen. What workers draw that outlive an epoch
-(``persistent_workers``) nobody can put back: such batches come in the same order, and may be augmented otherwise.
+order from the global generators, or from some of its own (``qtool.generators``); it is started again with the
+generators as they were when the epoch began, and moved forward over the batches that were seen. What workers draw that
+outlive an epoch (``persistent_workers``) nobody can put back: such batches come in the same order, and may be augmented
+otherwise.
 
 Several processes cut each batch of a data set between them, in its order: the batches are those of one
 process. An iterable of batches has one order for each process, and is refused there.
@@ -23,7 +24,8 @@ import torch
 from qtool import checkpoint, processes
 from qtool.data import batches
 from qtool.errors import QtoolError, UsageError, one_line
-from qtool.given import Reading, own_generators
+from qtool.generators import own_generators
+from qtool.given import Reading
 from qtool.nested import num_samples, tensors
 from qtool.recipe import TrainConfig
 
@@ -44,9 +46,9 @@ class Batches:
             ) from error  # fmt: skip
 
     @property
-    def generators(self) -> list[torch.Generator]:
+    def generators(self) -> dict[str, Any]:
         """Those that it has for itself."""
-        return own_generators(self.batches)
+        return own_generators(train=self)
 
     def start_workers(self) -> None:
         """Starts those of a DataLoader that stay for all epochs, and leaves generators as they are.
@@ -145,11 +147,6 @@ class Order:
         if not self.num_batches:
             raise QtoolError("training data", "at least one sample", "none", "check the data")
 
-    @property
-    def generators(self) -> list[torch.Generator]:
-        """Those that given batches have for themselves."""
-        return self.train.generators if isinstance(self.train, Batches) else []
-
     def _plan(self, epoch: int) -> list[list[int]]:
         return batch_plan(len(self.train), self.batch_size, self.seed, epoch)
 
@@ -185,9 +182,10 @@ class Order:
             )  # fmt: skip
 
     def _replayed(self, start: int, began: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
-        now = checkpoint.rng_state(self.generators)
-        checkpoint.set_rng_state(began, self.generators)
+        own = self.train.generators
+        now = checkpoint.rng_state(own)
+        checkpoint.set_rng_state(began, own)
         iterator: Iterator[tuple[Any, Any]] = iter(self.train)
         next(itertools.islice(iterator, start - 1, None), None)
-        checkpoint.set_rng_state(now, self.generators)
+        checkpoint.set_rng_state(now, own)
         return iterator

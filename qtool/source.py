@@ -404,5 +404,7 @@ def state_hash(state: Iterable[tuple[str, Any]]) -> str:
         if hasattr(value, "detach"):
             import torch
 
-            digest.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+            whole = value.detach().cpu()
+            whole = whole if whole.layout is torch.strided else whole.to_dense()
+            digest.update(whole.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

@@ -4,6 +4,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import warm
@@ -110,6 +111,60 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_happened(step, tmp_path):
             for run in ("whole", "stopped")
         ]
         assert flat(states[0]) == flat(states[1])
+
+
+class Drawing:
+    """A set that draws from generators of its own, of every kind."""
+
+    def __init__(self, seed):
+        self.inputs = torch.randn(12, 4, generator=torch.Generator().manual_seed(seed))
+        own = [np.random.default_rng(3), np.random.Generator(np.random.MT19937(3)), torch.Generator().manual_seed(3)]
+        self.noise = {"numpy": own[:2], "old": np.random.RandomState(3), "python": random.Random(3), "torch": own[2]}
+
+    def __len__(self):
+        return len(self.inputs)
+
+    def __getitem__(self, index):
+        first, second = (generator.standard_normal() for generator in self.noise["numpy"])
+        more = self.noise["old"].standard_normal() + self.noise["python"].gauss(0, 1)
+        return self.inputs[index] + first + second + more + torch.randn((), generator=self.noise["torch"]), index % 3
+
+
+class Remembering(nn.Module):
+    """Subtracts a running mean, and adds that of what it remembers, in buffers that no state has."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 3)
+        self.register_buffer("mean", torch.zeros(4), persistent=False)
+        self.register_buffer("seen", None, persistent=False)
+        self.register_buffer("graph", torch.eye(4).to_sparse(), persistent=False)
+
+    def forward(self, x):
+        self.mean.lerp_(x.mean(0), 0.1)
+        self.seen = x[:1] if self.seen is None else torch.cat([self.seen, x[:1]])
+        return self.layer((x - self.mean) @ self.graph) + self.seen.mean()
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_own_generators_of_data_and_buffers_that_no_state_has_are_resumed(given, tmp_path):
+    def run(**more):
+        parts = [Drawing(0), Drawing(1)]
+        if given:
+            parts = [Batches(torch.utils.data.DataLoader(part, batch_size=4, shuffle=True)) for part in parts]
+        model, data = Remembering(), SimpleNamespace(train=parts[0], validation=parts[1], identity="drawing")
+        options = config(batch_size=4, early_stopping=1, learning_rate=0.05)
+        return model, fit(model, data, TASK, options, **more)
+
+    whole, expected = run()
+    with pytest.raises(Stop):
+        run(out=tmp_path, progress=stop_after(5))
+    resumed, history = run(out=tmp_path)
+    assert (history.losses, history.epochs) == (expected.losses, expected.epochs)
+    assert same(resumed, whole)
+    assert torch.equal(resumed.mean, whole.mean)
+    assert torch.equal(resumed.seen, whole.seen)
 
 
 def flat(tree):

@@ -185,13 +185,17 @@ def _tell_head(config: TrainConfig, source: Source, tell: Callable[[str], None])
 
 
 def _require_storable(model: nn.Module) -> None:
-    """Raises QtoolError naming what is no tensor in a model's state: a file of weights cannot hold it."""
+    """Raises QtoolError naming what is no tensor, or a sparse one, in a model's state: no file of weights holds it."""
     for name, value in model.state_dict().items():
         if not hasattr(value, "untyped_storage"):
-            raise QtoolError(
-                "model", "a state dict of tensors, which can be written", f"'{name}', a {type(value).__name__}",
-                "have get_extra_state return a tensor, or train without a run directory",
-            )  # fmt: skip
+            got, do = f"'{name}', a {type(value).__name__}", "have get_extra_state return a tensor"
+        elif value.is_sparse or value.is_sparse_csr:
+            got, do = f"'{name}', a sparse tensor", "register it with persistent=False"
+        else:
+            continue
+        raise QtoolError(
+            "model", "a state dict of tensors, which can be written", got, f"{do}, or train without a run directory"
+        )
 
 
 def _after_a_kill(folder: Path | None, config: TrainConfig, found: Choice, source: Source, progress: Progress) -> None:

@@ -76,6 +76,9 @@ def test_what_a_file_of_weights_cannot_hold_is_told_before_the_training(tmp_path
         qtool.train(model, batches, out=tmp_path / "run", epochs=1)
     assert not (tmp_path / "run").exists()
     assert qtool.train(model, batches, epochs=1).history.steps == 1
+    model[0].register_buffer("graph", torch.eye(3).to_sparse())
+    with pytest.raises(QtoolError, match=r"'0\.graph', a sparse tensor; register it with persistent=False"):
+        qtool.train(model, batches, out=tmp_path / "run", epochs=1)
 
 
 def test_a_finished_training_is_not_done_again(

@@ -1,0 +1,107 @@
+"""Generators of random numbers that data have for themselves: a loader's, its sampler's, those of a set that augments.
+
+Torch, numpy and Python keep a state each for whoever asks for none of their own, and whoever has a generator of their
+own draws from that. A pass that is to be repeated, or a run that goes on where it stopped, has to put those back as
+well. They are found in what an object holds, by name, as far as that can be seen: in its attributes, in short lists
+and dicts of them, in functions that have closed over one. A module's global one cannot be seen so.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Iterator, Mapping
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+SHORT = 64
+"""The longest list or dict that is looked through: longer ones are samples."""
+DEEP = 8
+MOST = 10_000
+"""Objects that are looked at."""
+_HIDES_NONE = (str, bytes, int, float, complex, Tensor, np.ndarray, np.generic, type, ModuleType, random.SystemRandom)
+
+
+def own_generators(**holders: Any) -> dict[str, Any]:
+    """The generators within ``holders``, each once, by the first way to it.
+
+    >>> list(own_generators(train=[{"noise": random.Random(0)}, 3]))
+    ['train.0.noise']
+    """
+    found: dict[str, Any] = {}
+    seen: dict[int, Any] = {}
+    waiting = [(name, holder, DEEP) for name, holder in reversed(holders.items())]
+    while waiting and len(seen) < MOST:
+        name, value, depth = waiting.pop()
+        if value is None or id(value) in seen or isinstance(value, _HIDES_NONE):
+            continue
+        seen[id(value)] = value
+        if isinstance(value, KINDS):
+            found[name] = value
+        elif depth:
+            waiting += reversed([(f"{name}.{key}", inner, depth - 1) for key, inner in _within(value)])
+    return found
+
+
+def _within(value: Any) -> Iterator[tuple[Any, Any]]:
+    """What an object holds, by name."""
+    if isinstance(value, Mapping | list | tuple | set | frozenset):
+        if len(value) <= SHORT:
+            yield from value.items() if isinstance(value, Mapping) else enumerate(value)
+        return
+    if isinstance(value, FunctionType):
+        names = value.__code__.co_freevars
+        yield from ((name, _content(cell)) for name, cell in zip(names, value.__closure__ or (), strict=True))
+        yield from (("defaults", value.__defaults__), ("keyword defaults", value.__kwdefaults__))
+    elif isinstance(value, MethodType):
+        yield "self", value.__self__
+    elif isinstance(value, functools.partial):
+        yield from (("func", value.func), ("args", value.args), ("keywords", value.keywords))
+    yield from (item for item in getattr(value, "__dict__", {}).items() if item[0] != "_iterator")  # a loader's workers
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # nothing was put into it yet
+        return None
+
+
+def state_of(generator: Any) -> Any:
+    """The state of a generator, as a tree to store."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, np.random.RandomState):
+        return _as_tensors(generator.get_state(legacy=False))
+    return _as_tensors(generator.bit_generator.state)
+
+
+def put_back(generator: Any, state: Any) -> None:
+    """Has a generator in a state that :func:`state_of` gave."""
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state)
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(_as_arrays(state))
+    else:
+        generator.bit_generator.state = _as_arrays(state)
+
+
+def _as_tensors(state: Any) -> Any:
+    if isinstance(state, Mapping):
+        return {key: _as_tensors(value) for key, value in state.items()}
+    return torch.from_numpy(state.copy()) if isinstance(state, np.ndarray) else state
+
+
+def _as_arrays(state: Any) -> Any:
+    if isinstance(state, Mapping):
+        return {key: _as_arrays(value) for key, value in state.items()}
+    return state.numpy() if isinstance(state, Tensor) else state
