@@ -4,7 +4,8 @@ AdamW, SGD, Lion and their 8-bit forms update each weight by itself, so a proces
 on ordinary tensors every optimizer works that works on one device, fused kernels and bitsandbytes' 8-bit ones
 among them, which know nothing of sharded tensors. Clipping and the gradient scaler see the sharded parameters,
 whose norms and overflows are those of all parts together. An optimizer whose update needs whole rows (Adafactor) is
-refused.
+refused. A part is looked up anew in each step: one that was read from a file after the cut (``qtool.materialise``) is
+padded, or pinned, as the model first runs, and is another tensor from then on.
 
 States. A state with one number per weight is sharded like its parameter, and a checkpoint of it can be cut
 anew for another number of processes. An 8-bit state has one scale per block of 256 neighbours of the *part*: its
@@ -58,6 +59,7 @@ class LocalShards(Optimizer):
         for group in self.inner.param_groups:
             group["lr"] = self.param_groups[0]["lr"]
         for parameter, part in zip(self.parameters, self.parts, strict=True):
+            part.data = processes.local(parameter)  # elsewhere since sharding has padded or pinned it
             has_gradient = parameter.grad is not None and part.numel()
             part.grad = processes.local(parameter.grad) if has_gradient else None  # type: ignore[arg-type]
         self.inner.step()

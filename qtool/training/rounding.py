@@ -153,6 +153,7 @@ class WideUpdates(Optimizer):
         for parameter in chunk:
             if parameter.dtype not in NARROW:
                 assert parameter.grad is not None
+                self.stand_ins[parameter].data = parameter.data
                 self.stand_ins[parameter].grad = parameter.grad.to(parameter.dtype)
         return weights
 

@@ -39,8 +39,9 @@ KILLED = "8-bit"
 try:
     import peft  # noqa: F401
 
-    ALIKE["adapters"] = {"strategy": "fsdp", "lora": 4, "lora_base": "nf4", "create_on_device": True}
-    EXACT["adapters"] = {"strategy": "fsdp", "lora": 4, "lora_base": "nf4", "lora_dropout": 0.1, "micro_batches": 2}
+    _HEAD = {"lora": 4, "lora_base": "nf4", "lora_trained": ("3",), "strategy": "fsdp"}
+    ALIKE["adapters"] = {"create_on_device": True, **_HEAD}
+    EXACT["adapters"] = {"lora_dropout": 0.1, "micro_batches": 2, **_HEAD}
 except (ImportError, RuntimeError):  # a torchvision that does not fit torch stops it with the latter
     pass
 
