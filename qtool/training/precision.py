@@ -53,6 +53,8 @@ def apply(setup: Setup, example: Any) -> None:
         _widen(setup)
         if kind == "mixed":
             _mixed(setup, dtype)
+        elif setup.config.lora is not None:
+            setup.input_dtype = _frozen_in(setup.model)
     else:
         _true(setup, dtype)
 
@@ -90,6 +92,13 @@ def _widen(setup: Setup) -> None:
         _until_the_end(setup, setup.model.get_submodule(name))
     for value in narrow:
         value.data = value.data.float()
+
+
+def _frozen_in(model: nn.Module) -> torch.dtype | None:
+    """The 16 bits that all frozen weights outside norms have, and so take inputs in; None where they have not."""
+    values = (p for m in model.modules() if not keeps_statistics(m) for p in m.parameters(recurse=False))
+    found = {p.dtype for p in values if p.is_floating_point() and not p.requires_grad}
+    return found.pop() if len(found) == 1 and found <= set(NARROW) else None
 
 
 def _until_the_end(setup: Setup, module: nn.Module) -> None:

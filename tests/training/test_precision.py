@@ -208,6 +208,9 @@ def test_adapters_of_a_model_in_16_bits_are_float32():
         assert {p.dtype for p in made.model.parameters() if p.requires_grad} == {torch.float32}
         assert torch.bfloat16 in {p.dtype for p in made.model.parameters()}
         made.predict(torch.randn(2, 2, 6, 6))
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)).bfloat16()
+    with setup(plain, config("32-true", lora=2, lora_targets=("0",))) as made:  # what comes in is as wide as the base
+        made.predict(torch.randn(2, 4))
 
 
 class Angles(nn.Module):
