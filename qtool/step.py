@@ -50,6 +50,8 @@ _ONE_VALUE = "Expected more than 1 value per channel when training"
 """What torch's batch-norm says of a single sample without further dimensions."""
 _NOT_IN_16_BITS = re.compile("(implemented for '|nsupported dtype )(Half|BFloat16)|could not create a primitive desc")
 """What is said where an operator does not know a type of 16 bits on this device; the last by oneDNN's layers."""
+_TYPES_DIFFER = re.compile("same dtype|expected scalar type|to have scalar type|Input type .* and weight")
+"""What is said where a tensor was cast and one that it meets was not."""
 LossFunction = Callable[[Callable[[Any], Any], Any, Any], tuple[Tensor, "Tensor | float"]]
 """(model, input, target) -> (sum of the loss over samples or tokens, their number)."""
 
@@ -147,6 +149,8 @@ def answer(model: Callable[[Any], Any], value: Any) -> Any:
             do = "take a --batch-size that leaves every micro-batch of every process two samples for batch-norm"
         elif _NOT_IN_16_BITS.search(error.got):
             do = "take another --precision: this device has no such operator for this one, and has all for 32-true"
+        elif do is None and _TYPES_DIFFER.search(error.got):
+            do = "give inputs, weights and buffers of one type of floats, or take --precision 32-true, which casts none"
         if do is None:
             raise
         raise QtoolError("model", expected, error.got, do) from error.__cause__

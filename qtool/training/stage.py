@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from qtool.checkpoint import seeded
 from qtool.data import example_input
 from qtool.devices import resolve_device
 from qtool.judging import judge
@@ -74,7 +75,7 @@ def train(
             model, parts, task, config, setup=made, loss_fn=loss_fn, out=out, resume=resume, progress=report,
             identity=identity, test=test, backs_off=backs_off, halvings=halvings,
         )  # fmt: skip
-        with memory_told(*EVALUATION, *place):
+        with memory_told(*EVALUATION, *place), seeded(config.seed):  # for a set or a model that draws
             metrics = {} if test is None else judge(made, "test", test, micro_size(config, history.halvings), task)
         found = None if config.lora is None else adapter(model, config)  # a model's own are its weights
     return TrainResult(model, metrics, history, found)

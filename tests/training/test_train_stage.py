@@ -64,6 +64,21 @@ def test_the_stage_trains_judges_and_leaves_checkpoints(tmp_path):
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-00000016.safetensors"]
 
 
+def test_a_test_part_that_draws_is_judged_alike_whatever_the_caller_drew():
+    class Noisy(Points):
+        def batch(self, positions):
+            inputs, targets = super().batch(positions)
+            return inputs + torch.randn_like(inputs), targets
+
+    found = []
+    for _ in range(2):
+        torch.rand(3)
+        data = make_data()
+        data.test = Noisy(17, 2)
+        found.append(train(make_model(), data, CONFIG, task=TASK).metrics)
+    assert found[0] == found[1]
+
+
 def test_an_iterable_of_batches_is_enough():
     batches = [Points(8, seed).batch(list(range(8))) for seed in range(4)]
     result = train(make_model(), batches, CONFIG, task=TASK)
