@@ -50,9 +50,9 @@ def own_generators(**holders: Any) -> dict[str, Any]:
 
 def _within(value: Any) -> Iterator[tuple[Any, Any]]:
     """What an object holds, by name."""
-    if isinstance(value, Mapping | list | tuple | set | frozenset):
+    if isinstance(value, dict | list | tuple | set | frozenset):  # other mappings may read files
         if len(value) <= SHORT:
-            yield from value.items() if isinstance(value, Mapping) else enumerate(value)
+            yield from value.items() if isinstance(value, dict) else enumerate(value)
         return
     if isinstance(value, FunctionType):
         names = value.__code__.co_freevars

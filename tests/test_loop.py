@@ -86,8 +86,9 @@ def test_training_learns_and_is_deterministic():
 
 
 def test_the_callers_generators_are_left_alone():
+    model = make_model()
     before, state = random.getstate(), torch.get_rng_state()
-    fit(make_model(), make_data(), TASK, config(epochs=1))
+    fit(model, make_data(), TASK, config(epochs=1))
     assert random.getstate() == before
     assert torch.equal(torch.get_rng_state(), state)
 
