@@ -21,7 +21,7 @@ bitsandbytes is imported when one of its optimizers is asked for.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -38,6 +38,7 @@ from qtool.step import Setup, plain_optimizer
 from qtool.training.batched import batched, paged_when_fake
 from qtool.training.blockwise import on_cpu
 from qtool.training.compiling import require_compiler
+from qtool.training.lora import trained_in_full
 
 Make = Callable[[list[nn.Parameter]], Optimizer]
 
@@ -52,7 +53,7 @@ def require(model: nn.Module, config: TrainConfig) -> None:
     if config.optimizer == "torchao-adamw8bit":
         require_compiler(resolve_device(config.device).type, "--optimizer torchao-adamw8bit")
     _require_real(model, config)
-    for name, module in model.named_modules():
+    for name, module in _trained(model, config):
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
             raise QtoolError(
                 "--optimizer", "gradients of whole weights", f"'{name}', an embedding with sparse ones",
@@ -71,16 +72,25 @@ def _require_real(model: nn.Module, config: TrainConfig) -> None:
         where, do = "--precision", "pass --precision bf16-mixed, whose gradients are not scaled"
     else:
         return
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and parameter.is_complex():
-            raise QtoolError(where, "real parameters", f"'{name}' of {parameter.dtype}", do)
+    for place, module in _trained(model, config):
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.requires_grad and parameter.is_complex():
+                got = f"'{f'{place}.{name}'.strip('.')}' of {parameter.dtype}"
+                raise QtoolError(where, "real parameters", got, do)
+
+
+def _trained(model: nn.Module, config: TrainConfig) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that are not frozen, by name: with adapters those that are trained in full beside them."""
+    full = tuple(f"{name}." for name in trained_in_full(model, config.lora_trained))
+    return ((n, m) for n, m in model.named_modules() if config.lora is None or f"{n}.".startswith(full))
 
 
 def adafactor(config: TrainConfig) -> Make:
     """Adafactor at the schedule's learning rate, relative to each tensor's own size as the paper has it."""
 
     def make(parameters: list[nn.Parameter]) -> Optimizer:
-        return torch.optim.Adafactor(parameters, config.learning_rate, weight_decay=config.weight_decay)
+        some = [p for p in parameters if p.numel()]  # it divides by a parameter's size
+        return torch.optim.Adafactor(some, config.learning_rate, weight_decay=config.weight_decay)
 
     return make
 

@@ -92,11 +92,13 @@ def _offload(setup: Setup) -> OffloadPolicy:
 
 def _require_shardable(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
-        if parameter.dim() == 0 or not (parameter.is_floating_point() or not parameter.requires_grad):
-            kind = "a single number" if parameter.dim() == 0 else f"of {parameter.dtype}"
+        kind, do = ("a single number", "give it a dimension") if parameter.dim() == 0 else ("", "")
+        if parameter.requires_grad and not parameter.is_floating_point():
+            kind, do = f"of {parameter.dtype}", "keep its parts as real numbers (torch.view_as_real)"
+        if kind:
             raise QtoolError(
-                "--strategy fsdp", "parameters with a dimension to cut", f"'{name}', which is {kind}",
-                "give it a dimension, or pass --strategy ddp",
+                "--strategy fsdp", "real parameters with a dimension to cut", f"'{name}', which is {kind}",
+                f"{do}, or pass --strategy ddp",
             )  # fmt: skip
         if not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()

@@ -9,7 +9,7 @@ from qtool.recipe import KERNELS, TrainConfig
 from qtool.recipe import OPTIMIZERS as NAMES
 from qtool.step import Step
 from qtool.tasks import load_task
-from qtool.training import compiling
+from qtool.training import compiling, optimizers
 from qtool.training.optimizers import OPTIMIZERS
 from qtool.training.techniques import check, setup
 
@@ -183,3 +183,15 @@ def test_parameters_that_an_optimizer_cannot_update_are_told_before_the_training
     assert not torch.equal(model.weight, before)
     with pytest.raises(QtoolError, match="'1', an embedding with sparse ones; build it with sparse=False"):
         setup(nn.Sequential(nn.Identity(), nn.Embedding(4, 3, sparse=True)), TrainConfig(device="cpu"))
+    model.table, model.head = nn.Embedding(4, 3, sparse=True), nn.Linear(16, 16)
+    optimizers.require(model, TrainConfig(device="cpu", lora=1, lora_targets=("head",)))  # above frozen ones any goes
+    with pytest.raises(QtoolError, match="'table', an embedding with sparse ones"):
+        optimizers.require(model, TrainConfig(device="cpu", lora=1, lora_trained=("table",)))
+
+
+def test_a_parameter_without_values_is_passed_over_by_adafactor():
+    parameters = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.empty(0, 3))]
+    optimizer = optimizers.adafactor(TrainConfig(optimizer="adafactor"))(parameters)
+    sum(p.sum() for p in parameters).backward()
+    optimizer.step()
+    assert not torch.equal(parameters[0], torch.ones(3))

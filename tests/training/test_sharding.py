@@ -211,6 +211,9 @@ def test_a_parameter_that_cannot_be_cut_is_named():
     model.scale = torch.nn.Parameter(torch.tensor(1.0))
     with pytest.raises(QtoolError, match="'scale', which is a single number"):
         setup(model, TrainConfig(device="cpu", strategy="fsdp"))
+    model.scale = torch.nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    with pytest.raises(QtoolError, match=r"'scale', which is of torch.complex64; keep its parts as real numbers"):
+        setup(model, TrainConfig(device="cpu", strategy="fsdp", optimizer_kernels="foreach"))
     assert not torch.distributed.is_initialized()
 
 
