@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 
-import torch
 from torch import Tensor, nn
 
 
@@ -28,7 +27,7 @@ def is_finite(value: Tensor, *, mask: bool = False) -> bool:
     """Whether a tensor holds no NaN and no infinity, minus infinity in a ``mask`` aside. Integers are not read."""
     if not (value.is_floating_point() or value.is_complex()):
         return True
-    value = value._values() if value.layout is torch.sparse_coo else value
+    value = value._values() if value.is_sparse else value.values() if value.is_sparse_csr else value
     value = value.float() if value.itemsize == 1 else value  # which torch compares no floats of
     finite = value.isfinite()
     return bool((finite | (value == -math.inf) if mask else finite).all())

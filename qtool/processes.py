@@ -212,6 +212,8 @@ def agree_on_buffers(model: nn.Module) -> None:
         for name, buffer in module.named_buffers(recurse=False):
             if averaged and name in ("running_mean", "running_var"):
                 buffer.copy_(total(buffer) / size())
+            elif buffer.layout is not torch.strided:
+                continue  # sparse ones are constants: no operator writes over them
             elif buffer.is_contiguous():
                 dist.broadcast(buffer, 0)
             else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 import qtool
 from qtool.errors import QtoolError
+from qtool.masks import is_finite
 from qtool.materialise import Target, create
 from qtool.models import check_finite, load_weights
 from qtool.nonfinite import first_bad_parameter
@@ -27,6 +29,13 @@ class Hiding(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm(self.layer(x))
         return ((y[:, :, None] * y[:, None] + self.mask[None]).softmax(-1) * y[:, None]).sum(-1)  # type: ignore[no-any-return, operator]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta")
+def test_of_a_sparse_tensor_the_values_are_read() -> None:
+    for graph in (torch.eye(3).to_sparse(), torch.eye(3).to_sparse_csr()):
+        assert is_finite(graph)
+        assert not is_finite(graph * math.nan)
 
 
 def test_a_mask_passes_wherever_damage_is_looked_for(tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ def test_shares_cover_all_samples_once(count, monkeypatch):
 @pytest.mark.parametrize("norm", [nn.BatchNorm1d(2), nn.InstanceNorm1d(2, track_running_stats=True)])
 def test_running_statistics_are_averaged_and_other_buffers_taken_from_the_first(monkeypatch, norm):
     norm.running_mean.fill_(3.0)
+    norm.register_buffer("graph", torch.eye(2).to_sparse(), persistent=False)
     taken = []
     monkeypatch.setattr(processes, "size", lambda: 2)
     monkeypatch.setattr(processes, "total", lambda value: value + 1.0)
