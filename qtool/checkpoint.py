@@ -358,9 +358,10 @@ def set_rng_state(state: Mapping[str, Any], own: Mapping[str, Any] | None = None
         numpy.random.set_state((name, keys.numpy(), *rest))
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state_all(state["cuda"][: torch.cuda.device_count()])
+    kept = state.get("own", {})
     for name, generator in (own or {}).items():
-        if name in state["own"]:
-            put_back_generator(generator, state["own"][name])
+        if name in kept:
+            put_back_generator(generator, kept[name])
 
 
 def restorer(model: nn.Module, buffers: Iterable[Tensor], own: Mapping[str, Any] | None = None) -> Callable[[], None]:

@@ -369,8 +369,9 @@ class _Run:
             self.setup.files.restore(state, self.model, self.optimizer)
         self.setup.scaler.load_state_dict(state["scaler"])
         self.hooks.load_state_dict(state["hooks"])
-        self.unstored.put_back(state["buffers"]["now"])
-        self.best_unstored = state["buffers"]["best"]
+        buffers = state.get("buffers", {"now": {}, "best": {}})  # checkpoints of earlier versions have none
+        self.unstored.put_back(buffers["now"])
+        self.best_unstored = buffers["best"]
         self.history = History(**state["history"] | {"halvings": self.history.halvings})
         self.halve(state["history"].get("halvings", 0))
         place = state["place"]
