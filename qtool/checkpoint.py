@@ -373,10 +373,13 @@ def restorer(model: nn.Module, buffers: Iterable[Tensor], own: Mapping[str, Any]
         for name, buffer in module.named_buffers(recurse=False)
         if id(buffer) in wanted
     ]
+    absent = [(module, name) for module in model.modules() for name, b in module._buffers.items() if b is None]
 
     @torch.no_grad()
     def restore() -> None:
         set_rng_state(generators, own)
+        for module, name in absent:
+            module._buffers[name] = None
         for module, name, buffer, value in kept:
             module._buffers[name] = buffer  # it may have been replaced instead of written
             if not torch.equal(buffer, value):  # one that is a view of less memory cannot be written

@@ -184,6 +184,18 @@ def test_a_machine_with_fewer_gpus_takes_the_generators_that_it_has(monkeypatch)
     assert told == [["first"]]
 
 
+def test_a_buffer_that_a_pass_has_made_is_forgotten_with_it():
+    model = nn.Module()
+    model.register_buffer("mean", torch.zeros(2))
+    model.register_buffer("seen", None)
+    restore = checkpoint.restorer(model, model.buffers())
+    model.seen = torch.ones(2)
+    model.mean += 1
+    restore()
+    assert model.seen is None
+    assert torch.equal(model.mean, torch.zeros(2))
+
+
 class Views(nn.Module):
     """A weight with two names and a transposed one, a buffer that repeats its memory, a part of another."""
 
