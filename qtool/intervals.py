@@ -8,13 +8,16 @@
   is nearly normal, so its inverse at ± t / √N gives the ends. KL divergences have a long tail of which few samples show
   little: t alone ended below the true mean in 4 to 13 % of draws of 540 samples, where 2.5 % are meant.
 * A proportion: Wilson's.
-* Paired proportions, b samples right only in the first and c only in the second of N: half a sample is added to each of
-  the four cells (Agresti and Min, "Simple improved confidence intervals for comparing matched proportions", Statistics
-  in Medicine 24, 2005), n' = N + 2, b' = b + ½, c' = c + ½, and
+* Paired proportions, b samples right only in the first and c only in the second of N: the score interval (Tango,
+  "Equivalence test and confidence interval for the difference in proportions for the paired-sample design", Statistics
+  in Medicine 17, 1998), all differences d that are not rejected,
 
-      d = (b' − c') / n',    d ± 1.96 sqrt((b' + c') − (b' − c')² / n') / n'
+      |b − c − N d| ≤ 1.96 sqrt(N (2 q + d (1 − d)))
 
-  Unlike the plain normal interval it does not collapse to a point when the two never differ.
+  with q the most likely share of samples right only in the second if d were true: the greater root of
+  2N q² + ((2N − b + c) d − b − c) q − c d (1 − d) = 0. Without c it is Wilson's of b. Of draws of 200 to 1,000 samples
+  it ended below the true drop in 0 to 2.6 %, where 2.5 % are meant, however losses and gains are mixed; adjusted
+  normal intervals did so in up to 14 % where there are losses alone.
 """
 
 from __future__ import annotations
@@ -75,14 +78,22 @@ def student95(freedom: int) -> float:
 
 
 def paired_interval(only_first: float, only_second: float, total: int) -> tuple[float, float]:
-    """The 95 % interval of the difference of two paired proportions (Agresti and Min), clipped to −1 … 1.
+    """The 95 % score interval of the difference of two paired proportions (Tango).
 
     Of ``total`` samples, ``only_first`` were right only in the first and ``only_second`` only in the second.
     """
-    n, b, c = total + 2, only_first + 0.5, only_second + 0.5
-    middle = (b - c) / n
-    half = Z95 * math.sqrt(b + c - (b - c) ** 2 / n) / n
-    return max(-1.0, middle - half), min(1.0, middle + half)
+    return -_greatest(only_second, only_first, total), _greatest(only_first, only_second, total)
+
+
+def _greatest(b: float, c: float, n: int) -> float:
+    """The greatest difference of which b − c of n is not too little."""
+    low, high = (b - c) / n, 1.0
+    while low < (middle := (low + high) / 2) < high:
+        linear = (2 * n - b + c) * middle - b - c
+        q = (math.sqrt(linear**2 + 8 * n * c * middle * (1 - middle)) - linear) / (4 * n)
+        kept = n * middle - (b - c) <= Z95 * math.sqrt(n * (2 * q + middle * (1 - middle)))
+        low, high = (middle, high) if kept else (low, middle)
+    return low
 
 
 def enough(tells: Callable[[int], bool], too_few: int) -> int:

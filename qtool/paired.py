@@ -4,7 +4,7 @@ A task gives sums over batches, from which nothing can be said of noise. Cut int
 alone, two models answer the same ones, so that what is compared is paired: samples that both answer alike say nothing
 about the difference. Its 95 % interval is
 
-* Agresti and Min's for paired proportions where every sample is simply right or wrong;
+* the score interval of paired proportions where every sample is simply right or wrong;
 * of other means, that of the mean of paired differences (``intervals.py``); of ratios of sums to first order: with
   value v = Σ dᵢ / Σ wᵢ, the residuals (dᵢ − v wᵢ) / w̄ have mean zero and the value's spread;
 * for what is no mean of samples (what a task's ``finish`` makes of sums: an F1 score, a perplexity) the paired

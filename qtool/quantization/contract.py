@@ -113,9 +113,7 @@ class Scores:
 def require_agreeable(config: QuantizeConfig, count: int) -> None:
     """Raises UsageError where ``count`` samples that all agree would not show the least agreement to be kept."""
     if config.min_agreement is not None:
-        share = config.min_agreement / 100
-        least = math.ceil(Z95**2 * share / (1 - share)) if share < 1 else math.inf
-        _require_samples(count, least, "--min-agreement")
+        _require_samples(count, _least_alike(config.min_agreement / 100), "--min-agreement")
 
 
 def _require_samples(count: int, needed: float, flag: str) -> None:
@@ -243,7 +241,7 @@ class Judge:
         is_mean = self.paired.is_mean(self.metric, self.sums)
         if not (is_mean and self.paired.is_counted(self.sums[self.metric])):
             return LEAST
-        return max(LEAST, _least_alike(self.config.max_drop))
+        return max(LEAST, _least_alike(1 - self.config.max_drop / 100))
 
     def _drop(self, scores: Scores, limit: float) -> Criterion:
         gain = -100.0 if self.task is None or is_higher_better(self.task, self.metric) else 100.0
@@ -258,9 +256,9 @@ class Judge:
         return _judged("drop", limit, gain * change, at, self.num_samples)
 
 
-def _least_alike(limit: float) -> float:
-    """The fewest samples on which equal answers show that a drop is at most ``limit`` points."""
-    return math.ceil(100 * Z95 / limit - 2) if limit else math.inf
+def _least_alike(share: float) -> float:
+    """The fewest samples on which equal answers show that at least this share of all are equal."""
+    return math.ceil(Z95**2 * share / (1 - share)) if share < 1 else math.inf
 
 
 def _kl(divergence: Tensor, limit: float) -> Criterion:

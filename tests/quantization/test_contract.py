@@ -57,11 +57,9 @@ def test_the_drop_and_its_interval() -> None:
     held = judge(max_drop=2.0)
     criterion = held.verdict(held.score(wrong(10))).criteria[0]
     assert criterion.value == pytest.approx(1.0)
-    b, c, n = 10.5, 0.5, N + 2
-    half = 1.959964 * math.sqrt(b + c - (b - c) ** 2 / n) / n
-    assert criterion.ci95 == pytest.approx((100 * ((b - c) / n - half), 100 * ((b - c) / n + half)))
+    assert criterion.ci95 == pytest.approx([100 * end for end in paired_interval(10, 0, N)])
     assert criterion.met is True
-    assert judge(max_drop=0.3).verdict(held.score(wrong(10))).criteria[0].met is False
+    assert judge(max_drop=0.5).verdict(held.score(wrong(10))).criteria[0].met is False
     assert judge(max_drop=1.5).verdict(held.score(wrong(10))).criteria[0].met is None
 
 
@@ -211,7 +209,7 @@ def test_labels_that_are_no_classes_have_no_divergence() -> None:
     [
         ({"max_drop": 1.0, "metric": "f1"}, "--metric: expected a metric of task 'classification'; got 'f1'"),
         ({"max_kl": 1.0, "metric": "top1"}, "--max-drop beside it"),
-        ({"max_drop": 0.1}, r"--max-drop: expected at least 1,958 validation samples .*; got 1,000"),
+        ({"max_drop": 0.1}, r"--max-drop: expected at least 3,838 validation samples .*; got 1,000"),
         ({"min_agreement": 99.9}, r"--min-agreement: expected at least 3,838 validation samples"),
         ({"min_agreement": 100.0}, "more than any number of validation samples"),
         ({"max_drop": 0.0}, "more than any number of validation samples"),
@@ -269,11 +267,11 @@ class Shares(Classification):
 
 @pytest.mark.parametrize("metric", ["share", "score"])
 def test_answers_that_do_not_differ_tell_as_much_as_if_they_were_right_or_wrong(metric: str) -> None:
-    """With N equal ones Agresti and Min's interval is ±1.96/(N + 2)."""
+    """With N equal ones the score interval is ±1.96²/(N + 1.96²)."""
     few = judge(Shares(), TARGETS[:7], LOGITS[:7], max_drop=0.5, metric=metric)
     found = few.verdict(few.score(lambda inputs: inputs)).criteria[0]
-    assert (found.value, found.met, found.needed) == (0.0, None, 390)
-    assert found.ci95[1] == pytest.approx(100 * 1.959964 / 9)
+    assert (found.value, found.met, found.needed) == (0.0, None, pytest.approx(765, rel=0.005))
+    assert found.ci95[1] == pytest.approx(100 * 1.959964**2 / (7 + 1.959964**2))
     many = judge(Shares(), max_drop=0.5, metric=metric)
     assert many.verdict(many.score(lambda inputs: inputs)).met
 

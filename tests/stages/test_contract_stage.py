@@ -296,9 +296,9 @@ def test_too_few_samples_for_an_agreement_are_told_before_any_is_read(
 @pytest.mark.parametrize(
     ("options", "part"),
     [
-        ({"max_drop": 0.1}, "at least 1,958 validation samples"),
+        ({"max_drop": 0.1}, "at least 3,838 validation samples"),
         ({"max_drop": 5.0, "metric": "mAP"}, "a metric of task 'classification'; got 'mAP'"),
-        ({"max_drop": 5.0, "validation_samples": 20}, "at least 38 validation samples"),
+        ({"max_drop": 5.0, "validation_samples": 20}, "at least 73 validation samples"),
         ({"metric": "top1"}, "'metric': expected max_drop, max_kl or min_agreement beside it; got none of them"),
         ({"time_budget": 5.0}, "'time_budget': expected max_drop"),
         ({"validation": [torch.zeros(2)]}, "'validation': expected max_drop"),
