@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 UNIDENTIFIED = "batches without an identity"
 RESULTS = ("benchmark", "export", "quantize", "train")
+CLOSEST = "search/closest"
+"""Where the closest candidate is, whole, in the run directory of a contract that was not kept."""
 
 
 class HasModel(Protocol):
@@ -60,8 +62,10 @@ class Source:
 
 
 def is_run_directory(value: object) -> bool:
-    """Whether ``value`` is the path of a folder in which a stage has been committed."""
-    return isinstance(value, str | Path) and any(has_result(Path(value), stage) for stage in RESULTS)
+    """Whether ``value`` is the path of a folder in which a stage has been committed, or a contract was not kept."""
+    if not isinstance(value, str | Path):
+        return False
+    return any(has_result(Path(value), stage) for stage in RESULTS) or has_result(Path(value) / CLOSEST, "quantize")
 
 
 def require_run_directory(path: Path, stage: str) -> Path:
@@ -73,7 +77,7 @@ def require_run_directory(path: Path, stage: str) -> Path:
         do = nearest(path.name, beside) if beside else "check the path"
         got = "a file" if path.exists() else "no such folder"
         raise UsageError(f"run directory '{path}'", "a folder that a stage has written", got, do)
-    patterns = ("[!.]*", "search/closest")  # the latter of a contract that was not kept
+    patterns = ("[!.]*", CLOSEST)
     made = (file for pattern in patterns for file in path.glob(f"{pattern}/{stage}.json"))
     variants = sorted(p.parent.relative_to(path).as_posix() for p in made)
     if variants:
@@ -122,18 +126,19 @@ def open_source(
 
 
 def recall_source(
-    run: Path, stage: str, *, trust: bool = False, model: bool = False, judged: bool = False, argument: str = "data",
-    data: object = None, task: Task | str | None = None, **options: Any,
+    run: Path, stage: str, *, trust: bool = False, model: bool = False, judged: bool = False, stale: bool = False,
+    argument: str = "data", data: object = None, task: Task | str | None = None, **options: Any,
 ) -> Source:  # fmt: skip
     """Opens the source that ``stage`` recorded in ``run``, with ``data`` and ``task`` in place of those recorded.
 
     With ``model`` the model too: with the weights that a training left there, or with those that another stage was
     given. The task is asked for with it, or where something is ``judged``. ``argument`` is how the caller takes data
-    that no record can name. Raises QtoolError where the weights are not what they were, or nothing is recorded.
+    that no record can name. Raises QtoolError where the weights are not what they were, or nothing is recorded, and for
+    a result that was marked stale, unless ``stale`` allows it.
     """
     from qtool.factories import require_same
 
-    result = read_result(run, stage)
+    result = read_result(run, stage, stale=stale)
     record, trained = result["source"], stage == "train"
     for entry in record.get("factories", ()):  # an export of an object records what its data told alone
         require_same(entry, trust=trust)
@@ -182,15 +187,18 @@ def recall_task(record: Mapping[str, Any], *, trust: bool = False) -> Task | Non
 
 
 def recall_float(run: Path, *, trust: bool = False, **options: Any) -> Source:
-    """The float model of ``run`` and its data: what was trained there, or what a quantization there began with.
+    """The float model of ``run`` and its data: what was trained there, or what a quantization there began with, also
+    one that did not keep its contract.
 
     Raises UsageError where neither was done there.
     """
-    if has_result(run, "train") or not has_result(run, "quantize"):
+    begun = next((folder for folder in (run, run / CLOSEST) if has_result(folder, "quantize")), None)
+    if has_result(run, "train") or begun is None:
         return recall_source(require_run_directory(run, "train"), "train", trust=trust, model=True, **options)
-    trained = read_result(run, "quantize", verify=False, stale=True)["source"].get("trained_in")
-    place, stage = (run / trained, "train") if trained else (run, "quantize")
-    return recall_source(place, stage, trust=trust, model=True, **options)
+    trained = read_result(begun, "quantize", verify=False, stale=True)["source"].get("trained_in")
+    if trained:
+        return recall_source(begun / trained, "train", trust=trust, model=True, **options)
+    return recall_source(begun, "quantize", trust=trust, model=True, stale=True, **options)
 
 
 def open_float(

@@ -235,6 +235,8 @@ def mixed(search: Search) -> Trial | None:
             if count == most:
                 break
             count = min(2 * count, most)
+    if most < len(order):
+        search.notes.append(f"no more than {most} of {len(order)} units were tried in float")
     return None
 
 

@@ -70,7 +70,9 @@ def finished(
     gone = [entry["file"] for entry in result["outputs"].values() if not (run / entry["file"]).exists()]
     changed = [*_changed(result["inputs"], inputs), *_changed(result["config"], json.loads(json.dumps(config)))]
     if "stale" in result or gone or changed:
-        reason = f"{', '.join(changed)} changed" if changed else result.get("stale", f"'{gone[0]}' is gone")
+        reason = (
+            f"{', '.join(dict.fromkeys(changed))} changed" if changed else result.get("stale", f"'{gone[0]}' is gone")
+        )
         tell(f"{stage}: again, since {reason}")
         return False
     for name in result["outputs"]:

@@ -25,7 +25,7 @@ from qtool.calibration_data import sample_hashes
 from qtool.errors import ContractError, QtoolError, UsageError
 from qtool.given import labelled, pairs_of
 from qtool.recipe import CONTRACT_FIELDS, QatConfig, QuantizeConfig, as_dict
-from qtool.source import Source, state_hash
+from qtool.source import CLOSEST, Source, state_hash
 from qtool.stages.common import example_of
 from qtool.stages.cost import Cost
 from qtool.stages.sensitivity import Measurement
@@ -45,7 +45,6 @@ FOLDER = "search"
 OUTCOME = "contract.json"
 SCHEMA = 3
 """Of what is kept of a candidate in ``search/``."""
-CLOSEST = "closest"
 Make = Callable[[QuantizeConfig, Path | None], "QuantizedModel"]
 """Quantizes with these options; training goes on, and is saved, in the folder."""
 Keep = Callable[[Path, QuantizeConfig, "QuantizedModel", dict[str, Any]], None]
@@ -310,8 +309,8 @@ def fulfil(
             for trial in frontier(search.trials):
                 tell(f"contract: frontier: {_line(trial)}")
             error = _refused(search, candidates, outcome, keep)
-            if candidates.folder is not None:
-                tell(f"contract: the closest is in '{candidates.folder / CLOSEST}', for 'qtool export' to write")
+            if folder is not None:
+                tell(f"contract: the closest is in '{folder / CLOSEST}', for 'qtool export' to write")
             raise error
         return candidates.model_of(met), outcome
 
@@ -378,8 +377,8 @@ def _refused(search: Search, candidates: Candidates, outcome: dict[str, Any], ke
         "contract", f"{wanted}, with 95 % confidence",
         f"{found}, on {candidates.judge.num_samples:,} samples{'; units that hurt: ' + worst if worst else ''}", do,
     )  # fmt: skip
-    if (folder := candidates.run_folder) is not None and candidates.folder is not None:
-        place = candidates.folder / CLOSEST
+    if (folder := candidates.run_folder) is not None:
+        place = folder / CLOSEST
         candidates.save(closest, place, lambda model: keep(place, closest.config, model, outcome))
         write_json(folder / OUTCOME, outcome)
         mark_stale(folder, "quantize", f"a later quantization did not keep its contract ({found})")

@@ -133,6 +133,23 @@ def test_the_closest_candidate_is_exported_when_it_is_named(trained: Path) -> No
     assert "contract not kept" in Path(report(closest)["files"]["html"]).read_text(encoding="utf-8")
 
 
+def test_a_directory_alone_goes_on_where_a_contract_was_not_kept(
+    small_net: str, small_data: str, tmp_path: Path
+) -> None:
+    out, told = tmp_path / "out", []
+    options = OPTIONS | {"method": "given", "ranges": "minmax", "algorithms": None}
+    for model, data, more in ((small_net, small_data, {"out": out}), (str(out), None, {})):
+        with pytest.raises(ContractError):
+            qtool.quantize(model, data, max_kl=1e-9, progress=told.append, **options | more)
+    assert sum("trying" in line for line in told) == 1, "what is known is not made again"
+    qtool.quantize(out, progress=told.append, **OPTIONS)
+    with pytest.raises(ContractError):  # and marks that one stale
+        qtool.quantize(out, max_kl=1e-9, **options)
+    told.clear()
+    qtool.quantize(out, progress=told.append, **OPTIONS | {"calibration": "train:16"})
+    assert told[0].startswith("quantize: again, since calibration changed")
+
+
 def test_the_command_line_exits_with_3_and_tells_all(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["quantize", str(trained), "--calibration", "train:64", "--max-kl", "1e-9", "--method", "given", "--json"]
     with pytest.raises(SystemExit) as left:
