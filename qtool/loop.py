@@ -103,6 +103,7 @@ class History:
 
     losses: list[float] = field(default_factory=list)
     epochs: list[dict[str, float]] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)  # how many steps were done after each epoch
     skipped_steps: int = 0
     halvings: int = 0  # how often micro-batches were made half as large for lack of memory
     best_epoch: int | None = None
@@ -268,6 +269,7 @@ class _Run:
         losses = self.history.losses[-self.batch :]
         metrics = {"loss": sum(losses) / len(losses), **self._validate()}
         self.history.epochs.append(metrics)
+        self.history.ends.append(self.history.steps)
         self.history.seconds = time.monotonic() - start
         self.history.skipped_steps = self.step.skipped
         self._keep_best(metrics)

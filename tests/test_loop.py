@@ -469,6 +469,7 @@ def test_a_shuffling_loader_trains_and_resumes_exactly(tmp_path, kind):
 
 def test_max_steps_ends_within_an_epoch():
     history = fit(make_model(), make_data(), TASK, config(max_steps=7))
+    assert history.ends == [5, 7]
     assert (history.steps, len(history.epochs)) == (7, 2)
     assert fit(make_model(), make_data(), TASK, config(max_steps=99)).steps == 15
 

@@ -199,17 +199,17 @@ def training(run: Run) -> Markup | None:
     """The loss step by step, the validation metric by epoch, and what the training took."""
     result = run.get("train")
     history = result.get("history") or {}
-    losses = [loss for loss in history.get("losses") or [] if loss is not None]
-    if not losses:
+    losses = history.get("losses") or []
+    if all(loss is None for loss in losses):
         return None
     epochs = history.get("epochs") or []
     metric = next((k for k in (epochs[0] if epochs else {}) if k.startswith("validation_") and "loss" not in k), None)
     scores = {}
     if metric:
-        per = len(losses) / len(epochs)
-        scores = {
-            round(per * (i + 1)): epoch[metric] for i, epoch in enumerate(epochs) if epoch.get(metric) is not None
-        }
+        ends = history.get("ends") or []
+        if len(ends) < len(epochs):  # an earlier version did not tell
+            ends = [round(len(losses) * (i + 1) / len(epochs)) for i in range(len(epochs))]
+        scores = {end: epoch[metric] for end, epoch in zip(ends, epochs, strict=True) if epoch.get(metric) is not None}
     name = (metric or "").removeprefix("validation_")
     caption = "The line falling is the training loss; the marks are the validation metric after each epoch."
     picture = figure(charts.curve(losses, scores, name), caption)

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
-from qtool.reporting import sections
-from qtool.reporting.gather import gather
+from pathlib import Path
+
+from qtool.reporting import charts, sections
+from qtool.reporting.gather import Run, gather
 
 
 def test_tiles_say_gained_where_the_drop_is_negative(finished_run, result):
@@ -27,3 +29,11 @@ def test_the_title_is_model_and_data_or_else_the_folder(finished_run, tmp_path):
 def test_the_worst_layers_come_first(finished_run):
     text = "".join(sections.layers(gather(finished_run / "ptq")))
     assert text.index("blocks.5.conv") < text.index("blocks.0.conv")
+
+
+def test_epochs_are_marked_where_they_ended():
+    """Of a training that was cut short, the last one is shorter; a loss that is none keeps its place."""
+    epochs = [{"validation_top1": 0.5}, {"validation_top1": 0.75}]
+    history = {"losses": [1.0, None, *[1.0] * 8], "epochs": epochs, "ends": [8, 10]}
+    page = sections.training(Run("run", Path("run"), {"train": {"history": history}}))
+    assert charts.curve(history["losses"], {8: 0.5, 10: 0.75}, "top1") in str(page)
