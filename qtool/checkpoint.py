@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 from qtool import processes
 from qtool.artifacts import atomic_path
-from qtool.errors import QtoolError
+from qtool.errors import QtoolError, kind_of
 from qtool.generators import put_back as put_back_generator
 from qtool.generators import state_of
 from qtool.nested import checksum
@@ -178,7 +178,7 @@ def _encode(value: Any, name: str, tensors: dict[str, Tensor], seen: dict[Any, s
     if isinstance(value, tuple | list):
         items = [_encode(v, f"{name}.{i}", tensors, seen) for i, v in enumerate(value)]
         return {"tuple" if isinstance(value, tuple) else "list": items}
-    raise TypeError(f"checkpoint entry '{name}': a {type(value).__name__} cannot be stored")
+    raise TypeError(f"checkpoint entry '{name}': {kind_of(value)} cannot be stored")
 
 
 def _key(key: Any) -> str | int:

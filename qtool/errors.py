@@ -104,6 +104,16 @@ def says_that_another_ended(error: Exception) -> bool:
     return any(word in words for word in ("connection", "socket", "gloo", "nccl", "peer"))
 
 
+def kind_of(value: object) -> str:
+    """What a value is, for an error's *got*.
+
+    >>> kind_of(7), kind_of([]), kind_of(None)
+    ('an int', 'a list', 'None')
+    """
+    name = type(value).__name__
+    return "None" if value is None else f"{'an' if name[0] in 'aeioAEIO' else 'a'} {name}"
+
+
 SHOWN = 16  # names that a one-line error can hold
 
 

@@ -34,6 +34,7 @@ from qtool.errors import QtoolError
 from qtool.intervals import mean_interval, paired_interval
 from qtool.labels import IGNORED
 from qtool.tasks import Task, finished, is_undefined, loss_of, metrics_of, weight_of
+from qtool.units import many
 
 Predict = Callable[[Any], Any]
 PIECE = 64
@@ -236,7 +237,8 @@ def _check(reference: Tensor, other: Tensor, axis: int | None) -> None:
         bad = unlike(reference, outputs).flatten(1).any(1).nonzero()
         if len(bad):
             raise QtoolError(
-                f"{name} outputs", "finite logits", f"NaN or infinity in {len(bad)} samples, the first {int(bad[0])}",
+                f"{name} outputs", "finite logits",
+                f"NaN or infinity in {many(len(bad), 'sample')}, the first {int(bad[0])}",
                 "inspect the model's weights and inputs",
             )  # fmt: skip
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from qtool.errors import QtoolError, UsageError, left, nearest
+from qtool.errors import QtoolError, UsageError, kind_of, left, nearest
 
 PRETRAINED = "pretrained"
 """As a file of weights: what a library offers for its architecture."""
@@ -73,7 +73,7 @@ def load_factory(spec: str) -> Factory:
     function = getattr(module, name, None)
     if not callable(function):
         known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        got = f"no '{name}'" if function is None else f"a {type(function).__name__}"
+        got = f"no '{name}'" if function is None else kind_of(function)
         raise UsageError(f"factory '{spec}'", f"a function '{name}' in {place}", got, nearest(name, known or [name]))
     return Factory(spec, function, file, digest)
 

@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from qtool.errors import QtoolError, UsageError
+from qtool.errors import QtoolError, UsageError, kind_of
 from qtool.labels import judged, moved_on
 
 LABELS = ("labels", "label", "label_ids")
@@ -280,11 +280,11 @@ def require_batches(given: Any) -> None:
     if isinstance(given, Tensor):
         raise UsageError("data", "an iterable of batches", "one tensor", "pass [tensor]")
     if isinstance(given, str | Mapping):
-        got = f"a {type(given).__name__}"
+        got = kind_of(given)
         raise UsageError("data", "an iterable of batches", got, "pass a list of batches, or a DataLoader")
     hub = hasattr(given, "column_names")  # a Dataset of Hugging Face's datasets
     if hub or (isinstance(given, Dataset) and not isinstance(given, IterableDataset)):
         do = "wrap it in a DataLoader, or pass {'train': …, 'test': …}"
-        raise UsageError("data", "batches, or a mapping of datasets", f"a {type(given).__name__} of single samples", do)
+        raise UsageError("data", "batches, or a mapping of datasets", f"{kind_of(given)} of single samples", do)
     if not hasattr(given, "__iter__") and not hasattr(given, "__getitem__"):
-        raise UsageError("data", "an iterable of batches", f"a {type(given).__name__}", "pass a list or a DataLoader")
+        raise UsageError("data", "an iterable of batches", kind_of(given), "pass a list or a DataLoader")

@@ -22,7 +22,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from qtool.errors import QtoolError, QtoolWarning
+from qtool.errors import QtoolError, QtoolWarning, kind_of
 from qtool.samples import Samples
 
 
@@ -59,13 +59,13 @@ def _chooses(loader: DataLoader[Any]) -> str | None:
     if isinstance(loader.dataset, IterableDataset):
         return "an IterableDataset"
     if type(loader.batch_sampler) is not BatchSampler:
-        return f"a {type(loader.batch_sampler).__name__}" if loader.batch_sampler else "batch_size=None"
+        return kind_of(loader.batch_sampler) if loader.batch_sampler else "batch_size=None"
     sampler = loader.sampler
     if type(sampler) is RandomSampler:
         if sampler.replacement:
             return "a RandomSampler that draws with replacement"
         return f"{sampler.num_samples} samples of each epoch" if sampler.num_samples != len(loader.dataset) else None  # type: ignore[arg-type]
-    return None if type(sampler) is SequentialSampler else f"a {type(sampler).__name__}"
+    return None if type(sampler) is SequentialSampler else kind_of(sampler)
 
 
 def _unused(given: Any) -> list[str]:

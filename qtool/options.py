@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-from qtool.errors import UsageError, nearest, one_line
+from qtool.errors import UsageError, kind_of, nearest, one_line
 
 Config = TypeVar("Config")
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -122,7 +122,7 @@ def require_config(kind: type[Config], value: Any, where: str) -> Config:
     """``value`` if it is a config of that kind. Raises UsageError for anything else."""
     if not isinstance(value, kind):
         do = f"pass {kind.__name__}(…), or its fields by name"
-        raise UsageError(where, f"a {kind.__name__}", f"a {type(value).__name__}", do)
+        raise UsageError(where, f"a {kind.__name__}", kind_of(value), do)
     return value
 
 

@@ -23,7 +23,7 @@ import torch
 
 from qtool import checkpoint, processes
 from qtool.data import batches
-from qtool.errors import QtoolError, UsageError, one_line
+from qtool.errors import QtoolError, UsageError, kind_of, one_line
 from qtool.generators import own_generators
 from qtool.given import Reading
 from qtool.nested import num_samples, tensors
@@ -41,7 +41,7 @@ class Batches:
             return len(self.batches)  # type: ignore[arg-type]
         except TypeError as error:  # a DataLoader has a length if its data set has
             raise UsageError(
-                "training batches", "an iterable with a length", f"a {type(self.batches).__name__} without one",
+                "training batches", "an iterable with a length", f"{kind_of(self.batches)} without one",
                 "pass a list, a DataLoader of a map-style data set, or an object with __len__ and __iter__",
             ) from error  # fmt: skip
 

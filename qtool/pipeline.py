@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qtool.artifacts import STAGES, atomic_path, has_result, write_json
-from qtool.errors import ContractError, UsageError
+from qtool.errors import ContractError, UsageError, kind_of
 from qtool.recipe import Recipe
 from qtool.recipe_files import find_recipe, from_table, load_recipe, to_toml
 from qtool.source import require_run_directory
@@ -84,7 +84,7 @@ def _opened(
         return load_recipe(path, overrides), Path(out or Path("runs") / path.stem)
     if not isinstance(recipe, Recipe | Mapping):
         expected, do = "a TOML file, the name of a recipe, a mapping or a Recipe", "pass one of these"
-        raise UsageError("argument 'recipe'", expected, f"a {type(recipe).__name__}", do)
+        raise UsageError("argument 'recipe'", expected, kind_of(recipe), do)
     if out is None:
         raise UsageError("argument 'out'", "a run directory for a recipe that has no file", "none", "pass out=…")
     if not isinstance(recipe, Recipe):

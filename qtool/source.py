@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from qtool import labels
 from qtool.artifacts import has_result, read_result, sha256_of
-from qtool.errors import QtoolError, UsageError, nearest, one_line
+from qtool.errors import QtoolError, UsageError, kind_of, nearest, one_line
 from qtool.factories import PRETRAINED, is_factory
 from qtool.given import labelled, require_batches
 
@@ -307,7 +307,7 @@ def _module(given: Any) -> nn.Module:
     held: Any = getattr(given, "model", None)
     model: Any = held if hasattr(held, "named_parameters") and not hasattr(given, "named_parameters") else given
     if isinstance(model, type) or not hasattr(model, "named_parameters"):
-        got = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        got = f"the class {model.__name__}" if isinstance(model, type) else kind_of(model)
         raise UsageError(where, expected, got, "pass the float model")
     if type(model).__name__ == "ExportedProgram":
         raise UsageError(where, expected, "an exported program", "pass the module that it was exported from")

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qtool.devices import out_of_memory
-from qtool.errors import OWN, QtoolError, UsageError, nearest, one_line, reason_of
+from qtool.errors import OWN, QtoolError, UsageError, kind_of, nearest, one_line, reason_of
 from qtool.factories import is_factory, load_factory
 from qtool.labels import IGNORED
 
@@ -204,7 +204,7 @@ def require_task(task: Any, where: str) -> Task:
             raise QtoolError(where, "a task", got, "pass an object of the class") from error
     missing = [name for name in ("name", "metric", "higher_is_better", "loss", "metrics") if not hasattr(task, name)]
     if missing or not isinstance(task, Task):
-        got = f"a {type(task).__name__} with no {', '.join(missing)}"
+        got = f"{kind_of(task)} with no {', '.join(missing)}"
         raise QtoolError(
             where, "an object with a task's attributes", got, "add them: help(qtool.tasks.Task) tells each"
         )

@@ -1,13 +1,13 @@
-"""Units that figures are told in."""
+"""Units that figures are told in, and how many there are of a thing."""
 
 MIB = 2**20
 """Bytes of a mebibyte."""
 
 
-def counted(count: int, noun: str) -> str:
+def many(count: int, noun: str) -> str:
     """So many of what ``noun`` names, whose plural ends in s.
 
-    >>> counted(1, "step"), counted(1200, "step")
+    >>> many(1, "step"), many(1200, "step")
     ('1 step', '1,200 steps')
     """
     return f"{count:,} {noun}{'' if count == 1 else 's'}"

@@ -130,7 +130,7 @@ def test_a_data_loader_is_read_anew_each_time() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (X, r"pass \[tensor\]"), (TensorDataset(X, Y), "wrap it in a DataLoader"), (7, "got a int"),
+        (X, r"pass \[tensor\]"), (TensorDataset(X, Y), "wrap it in a DataLoader"), (7, "got an int"),
         ("x", "got a str"), ({}, "got a dict"),
     ],
 )  # fmt: skip

@@ -319,7 +319,7 @@ def test_a_report_is_written_where_it_is_asked_for(done: Path, tmp_path: Path) -
     assert {p.name for p in (tmp_path / "told").iterdir()} == {"report.html", "report.md", "report.json"}
 
 
-@pytest.mark.parametrize(("what", "got"), [([], "a list"), ([1], "a list"), (None, "a NoneType")])
+@pytest.mark.parametrize(("what", "got"), [([], "a list"), ([1], "a list"), (None, "None")])
 def test_what_is_no_file_to_benchmark_is_refused(what: Any, got: str) -> None:
     with pytest.raises(UsageError, match=f"'what': expected a run directory, or ONNX files; got {got}; pass what"):
         qtool.benchmark(what)

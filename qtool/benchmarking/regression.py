@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from qtool.errors import ContractError, QtoolError
+from qtool.units import many
 
 Entry = Mapping[str, Any]
 SIZE_TOLERANCE = 0.01
@@ -154,7 +155,7 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
         notes.append("other test data: outputs were not compared")
     common = [(entry, new["variants"][name]) for name, entry in old["variants"].items() if name in new["variants"]]
     if _same_data(old, new) and (counts := next(filter(None, (_counts(*pair) for pair in common)), None)):
-        notes.append(f"outputs of {counts[0]:,} samples then, of {counts[1]:,} now: they were not compared")
+        notes.append(f"outputs of {many(counts[0], 'sample')} then, of {counts[1]:,} now: they were not compared")
     then, now = ({timed["batch_size"] for pair in common for timed in pair[when]["latency"]} for when in (0, 1))
     for only, when in ((then - now, "then"), (now - then, "now")):
         if only:

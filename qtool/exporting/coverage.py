@@ -21,6 +21,7 @@ from qtool.form import Plan, Unit
 from qtool.lstm import OPERATOR
 from qtool.runtimes.ort import optimized_graph
 from qtool.runtimes.profile import BLOCK_PRODUCT
+from qtool.units import many
 
 INTEGER_KERNELS = {
     "conv": ("QLinearConv", "ConvInteger", "QLinearConvTranspose"),
@@ -77,7 +78,7 @@ def coverage(plan: Plan, path: Path) -> Gate:
     if missing:
         found += f"; not: {'; '.join(missing[:5])}{' …' if len(missing) > 5 else ''}"
     return Gate(
-        "coverage", not missing, f"{len(checked)} units, integer in the plan, to be so in the runtime's graph",
+        "coverage", not missing, f"{many(len(checked), 'unit')}, integer in the plan, to be so in the runtime's graph",
         found, "leave those units in float with an override, or report this model",
         {
             "num_integer_units": len(checked), "num_missing": len(missing), "missing": missing,

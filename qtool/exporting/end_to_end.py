@@ -43,6 +43,7 @@ from qtool.form import QuantizedModel
 from qtool.nested import call, micro_batches, num_samples, per_sample, tensors
 from qtool.runtimes import open_session
 from qtool.runtimes.openvino import is_installed
+from qtool.units import many
 
 MAX_LOSS_DB = 0.5
 ROUNDING = 1e-10
@@ -153,7 +154,7 @@ def _gate(worst: _Output, num_outputs: int, seen: int, clear: bool) -> Gate:
     return Gate(
         "end-to-end parity", worst.loss_db <= MAX_LOSS_DB,
         f"SQNR to FP32 no more than {MAX_LOSS_DB} dB below the torch graph's {torch_db:.2f} dB",
-        f"{file_db:.2f} dB on {seen} samples{known}{LOST if torch_db < LITTLE_DB else ''}", do,
+        f"{file_db:.2f} dB on {many(seen, 'sample')}{known}{LOST if torch_db < LITTLE_DB else ''}", do,
         {"num_samples": seen, "num_outputs": num_outputs, "sqnr_db_torch": torch_db, "sqnr_db_file": file_db},
     )  # fmt: skip
 

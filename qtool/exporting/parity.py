@@ -43,6 +43,7 @@ from qtool.nested import num_samples, samples_of, tensors
 from qtool.runtimes import open_session
 from qtool.runtimes.base import to_array
 from qtool.runtimes.ort import OrtSession
+from qtool.units import many
 
 Array = npt.NDArray[Any]
 MIN_EQUAL = 0.999
@@ -137,15 +138,15 @@ def _unit_gate(units: Mapping[str, _Unit], worst_float: float, samples: int, ran
     unequal = sum(unit.unequal for unit in units.values())
     worst = max((unit.worst for unit in units.values()), default=0)
     passed = not failing and worst_float <= MAX_FLOAT_ERROR
-    equal = f"{1 - unequal / max(total, 1):.6%} of {total} integers equal, at most {worst} steps apart"
-    found = f"{len(units)} units, {equal}" if units else "no unit computes in integers"
+    equal = f"{1 - unequal / max(total, 1):.6%} of {total} integers equal, at most {many(worst, 'step')} apart"
+    found = f"{many(len(units), 'unit')}, {equal}" if units else "no unit computes in integers"
     if random:
         found += f", {random} more read random numbers and are not compared"
     if ties := sum(unit.ties for unit in units.values()):
         found += f", {ties} of the others ties"
     if failing:
         name = min(failing, key=lambda n: units[n].equal)
-        found += f"; worst '{name}' with {units[name].equal:.4%} equal, {units[name].worst} steps"
+        found += f"; worst '{name}' with {units[name].equal:.4%} equal, {many(units[name].worst, 'step')}"
     if worst_float > MAX_FLOAT_ERROR:
         found += f"; float output off by {worst_float:.2g} of its greatest value"
     return Gate(
@@ -176,7 +177,7 @@ def integer_parity(path: Path, reference: IntegerReference, samples: Sequence[An
             worst = max(worst, _greatest_difference(want, got))
     session.close()
     uncovered = sorted({str(entry["op"]) for entry in reference.uncovered})
-    found = f"{total - unequal} of {total} outputs equal on {sum(map(num_samples, samples))} samples"
+    found = f"{total - unequal} of {total} outputs equal on {many(sum(map(num_samples, samples)), 'sample')}"
     if uncovered:
         found += f"; not covered, so not required: {', '.join(uncovered)} (greatest difference {worst:.3g})"
     passed: bool | None = unequal == 0 or bool(uncovered)

@@ -27,7 +27,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from qtool.errors import QtoolError, UsageError, one_line
+from qtool.errors import QtoolError, UsageError, kind_of, one_line
 from qtool.form import Plan, QuantizedModel, Unit, quantized
 from qtool.nested import call, tensors
 from qtool.quantization.align import align, label_units
@@ -103,7 +103,7 @@ def require_eager(model: Any) -> None:
     """Raises UsageError for what is no module, QtoolError for a module with nothing quantized or observed in it."""
     if not isinstance(model, nn.Module):
         raise UsageError(
-            "argument 'quantized'", "a quantized model or a run directory", f"a {type(model).__name__}",
+            "argument 'quantized'", "a quantized model or a run directory", kind_of(model),
             "pass what qtool.quantize returned",
         )  # fmt: skip
     if not any(is_observed(module) or is_quantized(module) for module in model.modules()):

@@ -35,6 +35,7 @@ from qtool.models import modes_kept, shortcut, without_cache
 from qtool.nested import call, map_tensors, num_samples, samples_of, tensors
 from qtool.quantization.conditions import broken, resized
 from qtool.structures import quiet_pytree
+from qtool.units import many
 
 LEAST_DB = 60.0
 ROUNDING_DB = 12.0
@@ -71,13 +72,13 @@ def require_faithful(graph: GraphModule, model: nn.Module, example: Any) -> None
         return
     raise QtoolError(
         f"model '{type(model).__name__}'", f"a captured graph that computes what it does, to {LEAST_DB:.0f} dB",
-        f"{least:.1f} dB on {num_samples(few)} samples", "report this model: the capture changed its meaning",
+        f"{least:.1f} dB on {many(num_samples(few), 'sample')}", "report this model: the capture changed its meaning",
     )  # fmt: skip
 
 
 def _wanted(model: nn.Module, few: Any, example: Any) -> list[Tensor]:
     """What the model computes of ``few`` samples of ``example``. Raises QtoolError where it does not take them."""
-    where = f"model '{type(model).__name__}' on {num_samples(few)} samples of the first batch"
+    where = f"model '{type(model).__name__}' on {many(num_samples(few), 'sample')} of the first batch"
     try:
         with passes_told(where):
             return _evaluated(model, few)

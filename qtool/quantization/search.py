@@ -38,6 +38,7 @@ from typing import Any
 from qtool.errors import QtoolError
 from qtool.quantization.contract import Judge, Scores, Verdict
 from qtool.recipe import ALGORITHMS, RANGES, WEIGHT_RANGES, QuantizeConfig, settings_of
+from qtool.units import many
 
 MOST_FLOAT = 0.5
 """The greatest share of the units that the search leaves in float."""
@@ -243,7 +244,7 @@ def mixed(search: Search) -> Trial | None:
 def _leave(search: Search, base: QuantizeConfig, names: list[str], choice: str) -> Trial | None:
     """A trial with these units in more bits; other values are rounded then, of which saved ranges know nothing."""
     overrides = {glob.escape(name): choice for name in names} | base.overrides
-    name = f"{len(names)} unit{'s' if len(names) > 1 else ''} in {choice}"
+    name = f"{many(len(names), 'unit')} in {choice}"
     return search.attempt(name, overrides=overrides, ranges_from=None)
 
 

@@ -7,16 +7,16 @@ from typing import Any
 
 from qtool.reporting.markdown import escaped, table
 from qtool.reporting.numbers import UNKNOWN, significant
-from qtool.units import MIB
+from qtool.units import MIB, many
 
 
 def chosen_sentence(memory: Mapping[str, Any], halvings: int = 0) -> str:
     """What was asked for and what was chosen, at which predicted peak; how often micro-batches were halved since."""
     peak, limit = (significant(memory[key] / MIB) for key in ("predicted_peak_bytes", "limit_bytes"))
-    count, times = len(memory["considered"]), f"{halvings} time{'s' if halvings > 1 else ''}"
+    count, times = len(memory["considered"]), many(halvings, "time")
     why = f"{memory['flags'] or 'nothing changed'}, {memory['why']}"
     then = f"; micro-batches halved {times}, memory having run out" if halvings else ""
-    predicted = f"predicted peak {peak} of {limit} MiB, {count} prediction{'s' if count > 1 else ''}"
+    predicted = f"predicted peak {peak} of {limit} MiB, {many(count, 'prediction')}"
     return f"{memory['asked']}: {why}; {predicted}{then}"
 
 

@@ -12,7 +12,7 @@ from qtool.reporting.markdown import escaped, table
 from qtool.reporting.markup import Markup
 from qtool.reporting.numbers import UNKNOWN, times
 from qtool.reporting.tradeoff import Candidate, tradeoff
-from qtool.units import MIB
+from qtool.units import MIB, many
 
 UNITS = {"drop": "points", "agreement": "%", "KL": "nats"}
 
@@ -21,8 +21,8 @@ def contract_sentence(outcome: Mapping[str, Any]) -> str:
     """Whether the contract is kept, by what, how surely, and on how many samples."""
     found = "; ".join(_criterion(c) for c in outcome["criteria"])
     kept = "kept by" if outcome["met"] else "not kept; closest is"
-    tried = f"{len(outcome['trials'])} candidate{'s' if len(outcome['trials']) > 1 else ''}"
-    return f"contract {kept} '{outcome['chosen']}': {found}, on {outcome['num_samples']:,} samples, after {tried}"
+    tried = many(len(outcome["trials"]), "candidate")
+    return f"contract {kept} '{outcome['chosen']}': {found}, on {many(outcome['num_samples'], 'sample')}, after {tried}"
 
 
 def _criterion(criterion: Mapping[str, Any]) -> str:

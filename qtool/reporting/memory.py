@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from qtool.reporting.numbers import UNKNOWN, significant
-from qtool.units import bytes_told, counted
+from qtool.units import bytes_told, many
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -47,7 +47,7 @@ def _predicted(result: Result) -> Iterator[Any]:
     if measured := result.get("measured"):
         peak, held = (bytes_told(measured[key]) for key in ("peak_bytes", "held_bytes"))
         yield (
-            f"measured peak {peak} over {counted(measured['steps'], 'step')} ({held} held by the process); "
+            f"measured peak {peak} over {many(measured['steps'], 'step')} ({held} held by the process); "
             f"the prediction is off by {result['error']:+.1%}"
         )
 

@@ -14,6 +14,7 @@ from qtool.reporting.markup import Markup, el, figure
 from qtool.reporting.numbers import SHARES, UNKNOWN, percent, score, times
 from qtool.reporting.summary import caveats, compared, verdicts
 from qtool.reporting.tables import rows, unsettled
+from qtool.units import many
 
 
 def section(title: str, *parts: object) -> Markup:
@@ -82,7 +83,7 @@ def figures_table(run: Run) -> Iterator[Markup]:
         header = ["", *result["variants"]]
         body: list[list[object]] = [[row.label, *row.cells] for row in rows(result)]
         foot = [el("li", text) for text in (unsettled(result), *caveats(result)) if text]
-        threads = f"{result['threads']} thread{'s' if result['threads'] > 1 else ''}"
+        threads = many(result["threads"], "thread")
         told = f"{result['provider']}, {threads}, {result['cpu']['name']}. {MEASURED}"
         title = el("h3", place.name) if place is not run else None
         notes = el("ul", foot, cls="notes") if foot else None

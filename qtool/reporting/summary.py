@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from qtool.reporting.numbers import changes, interval, percent, points, score
+from qtool.units import many
 
 
 def verdicts(result: Mapping[str, Any]) -> dict[str, str]:
@@ -20,7 +21,7 @@ def verdicts(result: Mapping[str, Any]) -> dict[str, str]:
 
 def _verdict(name: str, entry: Mapping[str, Any], result: Mapping[str, Any]) -> str:
     threads = result["threads"]
-    where = f"{result['provider']}, {threads} thread{'s' if threads > 1 else ''}"
+    where = f"{result['provider']}, {many(threads, 'thread')}"
     gains = [size_phrase(entry["size_ratio"]), *(speed_phrase(timed) for timed in entry["latency"])]
     sentence = f"{name} against {result['reference']} ({where}): {', '.join(gains)}"
     accuracy = accuracy_phrase(entry.get("accuracy"))
@@ -67,7 +68,7 @@ def accuracy_phrase(accuracy: Mapping[str, Any] | None) -> str:
     if not parts and accuracy.get("sqnr_db") is not None:
         parts.append(f"SQNR {accuracy['sqnr_db']:.1f} dB")
     samples = accuracy.get("num_samples")
-    return ", ".join(parts) + (f" on {samples:,} samples" if parts and samples else "")
+    return ", ".join(parts) + (f" on {many(samples, 'sample')}" if parts and samples else "")
 
 
 def metric_phrases(accuracy: Mapping[str, Any]) -> list[str]:

@@ -20,7 +20,7 @@ from qtool.reporting.numbers import UNKNOWN, interval, percent, points, score, s
 from qtool.reporting.summary import metric_phrases, size_phrase
 from qtool.reporting.tables import terminal
 from qtool.source import has_random_weights
-from qtool.units import MIB, counted
+from qtool.units import MIB, many
 
 Result = Mapping[str, Any]
 WIDE = 1000
@@ -46,12 +46,12 @@ def train_lines(result: Result) -> Iterator[Any]:
     metrics, history = result["metrics"], result.get("history")
     unit = "token" if "perplexity" in metrics else "sample"
     if metrics:
-        yield f"train: {scores(metrics)} on {counted(round(metrics['num_samples']), f'test {unit}')}"
+        yield f"train: {scores(metrics)} on {many(round(metrics['num_samples']), f'test {unit}')}"
     yield from _split(result)
     if history:
         early = ", stopped early" if history["stopped_early"] else ""
         skipped = f", {history['skipped_steps']} skipped" if history["skipped_steps"] else ""
-        done = f"{counted(len(history['epochs']), 'epoch')}, {counted(len(history['losses']), 'step')}"
+        done = f"{many(len(history['epochs']), 'epoch')}, {many(len(history['losses']), 'step')}"
         yield f"  {done}{skipped}{early}"
     if memory := result.get("memory"):
         yield f"  {chosen_sentence(memory, (history or {}).get('halvings', 0))}"
@@ -79,7 +79,7 @@ def quantize_lines(result: Result) -> Iterator[Any]:
     mode, drawn = result["config"]["mode"], result["calibration"]
     yield f"quantize: {mode} for {result['plan']['target']}, {len(units) - len(floats)} of {len(units)} units integer"
     if drawn.get("num_samples"):
-        yield f"  calibrated on {drawn['num_samples']} samples ({drawn['spec']}, seed {drawn['seed']})"
+        yield f"  calibrated on {many(drawn['num_samples'], 'sample')} ({drawn['spec']}, seed {drawn['seed']})"
     yield from _split(result)
     if has_random_weights(result.get("source", {})):
         yield f"  '{result['source']['model']}' has random weights: name trained ones with --weights"
@@ -97,7 +97,7 @@ def sensitivity_lines(result: Result) -> Iterator[Any]:
 
     guessed = any(unit.get("measured") == "second-order" for unit in result["units"])
     how = "each quantized alone, estimated to second order" if guessed else "each quantized alone"
-    yield f"sensitivity: {len(result['units'])} units, {how}, on {result['num_samples']} samples"
+    yield f"sensitivity: {many(len(result['units']), 'unit')}, {how}, on {many(result['num_samples'], 'sample')}"
     table = Table("unit", "kind", box=None, pad_edge=False)
     for name in ("SQNR, dB", "KL, nats", "agreement"):
         table.add_column(name, justify="right")
@@ -172,7 +172,7 @@ def against_float(accuracy: Result) -> str:
     parts += metric_phrases(accuracy)
     if not parts:
         parts.append(f"SQNR {significant(accuracy['sqnr_db'])} dB")
-    return f"{', '.join(parts)}, on {accuracy['num_samples']:,} test samples"
+    return f"{', '.join(parts)}, on {many(accuracy['num_samples'], 'test sample')}"
 
 
 def report_lines(result: Result) -> Iterator[Any]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qtool.artifacts import earlier, has_result, named, output_path, read_result, sha256_of, staging, write_result
-from qtool.errors import QtoolError, UsageError
+from qtool.errors import QtoolError, UsageError, kind_of
 from qtool.given import pairs_of
 from qtool.lineage import superseded
 from qtool.options import argument, documented
@@ -61,9 +61,7 @@ def benchmark(
         _require(found, config)
         return found
     if not isinstance(what, str | Path):
-        raise UsageError(
-            argument("what"), "a run directory, or ONNX files", f"a {type(what).__name__}", "pass what export returned"
-        )
+        raise UsageError(argument("what"), "a run directory, or ONNX files", kind_of(what), "pass what export returned")
     if "bf16" in config.variants and not config.provider.startswith(("torch", "openvino")):
         raise UsageError(
             "--variants bf16", "--provider torch or openvino, which compute in bfloat16",
@@ -140,7 +138,7 @@ def _files(what: object) -> dict[str, Path] | None:
     """ONNX files by name, where that is what was given."""
     if isinstance(what, Mapping):
         if other := next((name for name, path in what.items() if not isinstance(path, str | Path)), None):
-            got = f"a {type(what[other]).__name__} as '{other}'"
+            got = f"{kind_of(what[other])} as '{other}'"
             raise UsageError(argument("what"), "paths of files by name", got, "export it first, and name the file")
         return {str(name): Path(path) for name, path in what.items()}
     if isinstance(what, str | Path):

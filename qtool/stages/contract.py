@@ -29,7 +29,7 @@ from qtool.source import CLOSEST, Source, state_hash
 from qtool.stages.common import example_of
 from qtool.stages.cost import Cost
 from qtool.stages.sensitivity import Measurement
-from qtool.units import MIB
+from qtool.units import MIB, many
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
@@ -368,14 +368,15 @@ def _refused(search: Search, candidates: Candidates, outcome: dict[str, Any], ke
     if search.out_of_time:
         do = "give more time: the search goes on where it stopped"
     elif closest.verdict.within:
-        do = f"too few samples to tell it from noise: give about {needed:,} validation samples"
+        do = f"too few samples to tell it from noise: give about {many(needed, 'validation sample')}"
     else:
         tried = any(trial.config.mode == "qat" for trial in search.trials) or QAT in search.failed
         more = "give labelled training data" if search.config.method == "auto" else "allow more by method 'auto'"
         do = f"promise less, {'' if tried else f'{more}, '}or look at those units"
+    samples = many(candidates.judge.num_samples, "sample")
     error = ContractError(
         "contract", f"{wanted}, with 95 % confidence",
-        f"{found}, on {candidates.judge.num_samples:,} samples{'; units that hurt: ' + worst if worst else ''}", do,
+        f"{found}, on {samples}{'; units that hurt: ' + worst if worst else ''}", do,
     )  # fmt: skip
     if (folder := candidates.run_folder) is not None:
         place = folder / CLOSEST

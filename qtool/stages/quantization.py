@@ -40,6 +40,7 @@ from qtool.stages.common import (
 )
 from qtool.stages.contract import Make, forget, fulfil
 from qtool.stages.sensitivity import measured_before
+from qtool.units import many
 
 if TYPE_CHECKING:
     from torch import nn
@@ -317,7 +318,7 @@ def _describe(drawn: Mapping[str, Any]) -> str:
     if drawn["spec"] is None:
         return "the batches given"
     short = f" (of {drawn['num_asked']} asked for)" if drawn["num_samples"] < drawn["num_asked"] else ""
-    return f"{drawn['num_samples']} samples{short}"
+    return f"{many(drawn['num_samples'], 'sample')}{short}"
 
 
 def _commit_quantize(

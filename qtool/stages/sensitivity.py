@@ -35,6 +35,7 @@ from qtool.stages.common import (
     tidy,
     writable,
 )
+from qtool.units import many
 
 if TYPE_CHECKING:
     from torch import nn
@@ -231,7 +232,7 @@ class _Saver:
     def __call__(self, state: dict[str, Any]) -> None:
         if time.monotonic() - self.last < SAVE_SECONDS:
             return
-        self.tell(f"sensitivity: {state['num_samples']} samples, {len(state['units'])} units")
+        self.tell(f"sensitivity: {many(state['num_samples'], 'sample')}, {many(len(state['units']), 'unit')}")
         if self.folder:
             write_json(self.folder / PART, self.measurement._told() | {"state": state})
         self.last = time.monotonic()

@@ -21,6 +21,7 @@ from qtool.options import make
 from qtool.recipe import QuantizeConfig
 from qtool.source import UNIDENTIFIED, Source, recall_source
 from qtool.stages.contract import Pairs, answers
+from qtool.units import many
 
 if TYPE_CHECKING:
     from qtool.exporting.gates import Gate
@@ -47,7 +48,7 @@ def contract_gate(
         verdict, count = _judged(run, recorded, model, path, validation, trust)
     except QtoolError as error:
         return Gate("contract", None, EXPECTED, f"not run: {error}")
-    found = f"{'; '.join(map(str, verdict.criteria))}, on {count:,} samples"
+    found = f"{'; '.join(map(str, verdict.criteria))}, on {many(count, 'sample')}"
     return Gate(
         "contract", verdict.met, EXPECTED, found,
         "quantize again with a limit that leaves room for the runtime's own rounding, or promise less",

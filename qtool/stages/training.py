@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from qtool.artifacts import atomic_path, output_path, read_result, staging, write_json, write_result
-from qtool.errors import OutOfMemory, QtoolError, UsageError
+from qtool.errors import OutOfMemory, QtoolError, UsageError, kind_of
 from qtool.options import documented
 from qtool.recipe import AUTO, TrainConfig, as_dict
 from qtool.source import Source, open_source, require_model
@@ -188,7 +188,7 @@ def _require_storable(model: nn.Module) -> None:
     """Raises QtoolError naming what is no tensor, or a sparse one, in a model's state: no file of weights holds it."""
     for name, value in model.state_dict().items():
         if not hasattr(value, "untyped_storage"):
-            got, do = f"'{name}', a {type(value).__name__}", "have get_extra_state return a tensor"
+            got, do = f"'{name}', {kind_of(value)}", "have get_extra_state return a tensor"
         elif value.is_sparse or value.is_sparse_csr:
             got, do = f"'{name}', a sparse tensor", "register it with persistent=False"
         else:

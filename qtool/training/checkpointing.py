@@ -34,7 +34,7 @@ from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 from torch.nn.utils.parametrize import type_before_parametrizations as kind
 from torch.utils.checkpoint import checkpoint
 
-from qtool.errors import QtoolError, UsageError
+from qtool.errors import QtoolError, UsageError, kind_of
 from qtool.models import without_cache
 from qtool.nested import tensors
 from qtool.recipe import TrainConfig
@@ -62,7 +62,7 @@ def require(model: nn.Module, config: TrainConfig) -> None:
     """Raises UsageError where no blocks are found."""
     if not _recomputed(model):
         raise UsageError(
-            "--activation-checkpointing", "a model with repeated blocks", f"a {type(model).__name__} without any",
+            "--activation-checkpointing", "a model with repeated blocks", f"{kind_of(model)} without any",
             "leave it out",
         )  # fmt: skip
 

@@ -41,7 +41,7 @@ import torch
 from torch import Tensor, nn
 
 from qtool import processes
-from qtool.errors import QtoolError, QtoolWarning, UsageError, nearest, one_line
+from qtool.errors import QtoolError, QtoolWarning, UsageError, kind_of, nearest, one_line
 from qtool.materialise import fill
 from qtool.nested import NARROW
 from qtool.recipe import TrainConfig
@@ -267,7 +267,7 @@ def _default(model: nn.Module, possible: dict[str, nn.Module], full: Iterable[st
         )  # fmt: skip
     if not chosen:
         raise UsageError(
-            "--lora", "a model with linear layers in repeated blocks", f"a {type(model).__name__} without any",
+            "--lora", "a model with linear layers in repeated blocks", f"{kind_of(model)} without any",
             "name layers with --lora-targets, or train all of it",
         )  # fmt: skip
     return chosen

@@ -33,7 +33,7 @@ from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from qtool import processes
-from qtool.errors import QtoolError, QtoolWarning
+from qtool.errors import QtoolError, QtoolWarning, kind_of
 from qtool.materialise import fill
 from qtool.norms import keeps_statistics
 from qtool.step import Setup
@@ -114,7 +114,7 @@ def _groups(model: nn.Module) -> list[nn.Module]:
 def _tell_whole(model: nn.Module) -> None:
     if not blocks(model):
         warnings.warn(
-            f"--strategy fsdp: a {type(model).__name__} without repeated blocks is gathered whole: each device holds "
+            f"--strategy fsdp: {kind_of(model)} without repeated blocks is gathered whole: each device holds "
             "all of its weights while it computes, and a share of gradients and optimizer states",
             QtoolWarning,
             stacklevel=2,

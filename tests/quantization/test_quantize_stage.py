@@ -85,8 +85,8 @@ def test_the_plan_the_ranges_and_the_notes() -> None:
         "module 'unused' is no part of the captured graph",
         "equalize: rescaled 0 and shifted 0 of 2 paths; left as they are: 1 (its readers did no better on samples), "
         "1 (the graph's output reads it)",
-        "analytic-bias: corrected in 1 layers; 2 have no batch-norm before them",
-        "gptq-small: refitted 1 layers and corrected the biases of 3",
+        "analytic-bias: corrected in 1 layer; 2 have no batch-norm before them",
+        "gptq-small: refitted 1 layer and corrected the biases of 3",
     )
     assert set(form.ranges) == {"x", "conv", "second", "add", "mean", "head"}
     assert set(form.ranges["head"]) == {"bias", "weight"}  # it has no range, its result is float

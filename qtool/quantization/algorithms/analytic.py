@@ -36,6 +36,7 @@ from qtool.quantization.rewrites.respell import PADS
 from qtool.quantization.rewrites.windows import ADAPTIVE_POOLS, MAX_POOLS
 from qtool.quantization.stored_weights import integers_of, scales_of
 from qtool.quantization.targets import RELU_LIKE
+from qtool.units import many
 
 Normal = tuple[Tensor, Tensor]
 REACH = 0.6
@@ -62,7 +63,7 @@ def correct_biases_analytically(subject: Subject) -> None:
     subject.graph.recompile()
     left = f"; {len(anchors) - len(fit)} have no batch-norm before them" if len(fit) < len(anchors) else ""
     left += f"; {len(fit) - len(true)} have one whose statistics are not the data's" if len(true) < len(fit) else ""
-    subject.note(f"analytic-bias: corrected in {len(true)} layers{left}")
+    subject.note(f"analytic-bias: corrected in {many(len(true), 'layer')}{left}")
 
 
 def _reaches(node: Node, mean: Tensor, variance: Tensor) -> bool:

@@ -38,6 +38,7 @@ from qtool.quantization.algorithms.subject import Declined, Subject
 from qtool.quantization.algorithms.walk import Segment, Walk, execute, interpret
 from qtool.quantization.capture import aten, owner, parameter, set_parameter
 from qtool.quantization.stored_weights import dequantize_of
+from qtool.units import many
 
 SAMPLES = 128
 """How many samples the means are taken over, where there are so many."""
@@ -50,7 +51,7 @@ def correct_biases(subject: Subject) -> None:
         raise Declined("no convolution or linear layer is integer")
     saved = {node: subject.ranges.get(str(node.meta["unit"]), {}) for node in anchors}
     if subject.config.ranges_from is not None and take_biases(subject.graph, saved):
-        subject.note(f"bias: as saved with the ranges in {len(anchors)} layers")
+        subject.note(f"bias: as saved with the ranges in {many(len(anchors), 'layer')}")
         return
     batches = thinned(subject.batches, SAMPLES)
     if not batches:
@@ -65,7 +66,7 @@ def correct_biases(subject: Subject) -> None:
     subject.graph.recompile()
     for node in anchors:
         note_bias(subject, node)
-    subject.note(f"bias: corrected in {len(anchors)} layers")
+    subject.note(f"bias: corrected in {many(len(anchors), 'layer')}")
 
 
 def bias_entry(graph: GraphModule, node: Node) -> dict[str, Any]:

@@ -44,6 +44,7 @@ from torch import Tensor
 from qtool.quantization.algorithms.journal import Journal, State
 from qtool.quantization.algorithms.layers import ROWS, Layer, Moments, in_order, leave_shared, output_error
 from qtool.quantization.algorithms.subject import Subject, few
+from qtool.units import many
 
 DAMPINGS = (0.003, 0.03, 0.3, 3.0)
 """Ridge parameters that are tried, as parts of the mean of H's diagonal."""
@@ -59,7 +60,7 @@ def gptq(subject: Subject) -> None:
         subject.report(f"gptq {layer.name}", len(better), total)
         better[layer.name] = fit(layer, journal, alone=layer.node not in shared)
     subject.report("gptq", total, total)
-    subject.note(f"gptq: refitted {sum(better.values())} layers")
+    subject.note(f"gptq: refitted {many(sum(better.values()), 'layer')}")
     left = {str(node.meta["unit"]) for node in shared}
     kept = [name for name, fitting in better.items() if not fitting and name not in left]
     if kept:

@@ -45,6 +45,7 @@ from qtool.quantization.algorithms.layers import in_order, leave_shared
 from qtool.quantization.algorithms.rows import reason
 from qtool.quantization.algorithms.subject import NothingToDo, Subject
 from qtool.quantization.stored_weights import integers_of, store_integers
+from qtool.units import many
 
 FEW = 128
 """The most inputs of a layer that is refitted."""
@@ -63,7 +64,7 @@ def gptq_small(subject: Subject) -> None:
         raise NothingToDo("gptq refits all layers")
     anchors = subject.anchors()
     if subject.config.ranges_from is not None and _restore(subject, anchors):
-        subject.note(f"gptq-small: as saved with the ranges in {len(anchors)} layers")
+        subject.note(f"gptq-small: as saved with the ranges in {many(len(anchors), 'layer')}")
         return
     walked = dataclasses.replace(subject, batches=thinned(subject.batches, SAMPLES))
     journal, shared = Journal(subject, "gptq-small"), leave_shared(subject, "gptq-small")
@@ -82,7 +83,7 @@ def gptq_small(subject: Subject) -> None:
             refitted += 1
             subject.ranges[layer.name]["rounding"] = _packed(integers_of(subject.graph, layer.node), before)
     subject.report("gptq-small", len(anchors), len(anchors))
-    subject.note(f"gptq-small: refitted {refitted} layers and corrected the biases of {len(anchors)}")
+    subject.note(f"gptq-small: refitted {many(refitted, 'layer')} and corrected the biases of {len(anchors)}")
 
 
 def _packed(made: Tensor, nearest: Tensor) -> str:

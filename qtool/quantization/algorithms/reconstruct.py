@@ -51,6 +51,7 @@ from qtool.quantization.algorithms.walk import cut as segments_of
 from qtool.quantization.capture import parameter
 from qtool.quantization.residence import CPU
 from qtool.quantization.stored_weights import store_integers
+from qtool.units import many
 
 WARMUP = 0.2
 TRAVEL, BIAS_RATE = 30.0, 0.002
@@ -68,7 +69,7 @@ def reconstruct(subject: Subject, name: str, cut: Cut, *, drop: float = 0.0) -> 
     layers = _learnable(subject, name)
     sizes = [num_samples(batch) for batch in subject.batches]
     if sum(sizes) < HELD:
-        raise Declined(f"{sum(sizes)} calibration samples, and fewer than {HELD} cannot judge what is learned")
+        raise Declined(f"{many(sum(sizes), 'calibration sample')}, and fewer than {HELD} cannot judge what is learned")
     ends = unit_ends(segments_of(subject.graph), layers)
     regions = cut(segments_of(subject.graph, ends), list(layers))
     goals = _goals(subject, name, regions, drop > 0)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from qtool.quantization.algorithms.layers import Layer, Moments, in_order
 from qtool.quantization.algorithms.subject import Subject
+from qtool.units import many
 
 LEAST = 0.5
 """A channel is rescaled by a factor from this to its inverse; more is no matter of rounding."""
@@ -32,7 +33,9 @@ LEAST = 0.5
 def renormalize(subject: Subject) -> None:
     """Matches the mean and variance of every integer layer's output channels, in order, in place; notes how many."""
     counts = [_settle(layer) for layer in in_order(subject)]
-    subject.note(f"renorm: rescaled {sum(counts)} channels of {len(counts)} layers and corrected their biases")
+    subject.note(
+        f"renorm: rescaled {many(sum(counts), 'channel')} of {many(len(counts), 'layer')} and corrected their biases"
+    )
 
 
 def _settle(layer: Layer) -> int:

@@ -41,6 +41,7 @@ from qtool.quantization.algorithms.student import Student
 from qtool.quantization.algorithms.subject import Declined, Subject
 from qtool.quantization.algorithms.verify import parted
 from qtool.quantization.outputs import floating, rates, vector
+from qtool.units import many
 
 EPOCHS, BATCH, PIECE, HELD = 8, 32, 8, 8
 SAMPLES = 256
@@ -64,7 +65,7 @@ def learn_steps(subject: Subject) -> None:
         return
     count = sum(num_samples(batch) for batch in subject.batches)
     if count < SAMPLES:
-        raise Declined(f"{count} calibration samples, and {SAMPLES} are the fewest to learn from")
+        raise Declined(f"{many(count, 'calibration sample')}, and {SAMPLES} are the fewest to learn from")
     if not floating([node.meta["val"] for node in subject.reference.graph.output_node().all_input_nodes]):
         raise Declined("the model gives no floating point numbers to learn from")
     with Samples(subject, held=True) as unseen, Samples(subject, held=False) as seen:
@@ -80,7 +81,9 @@ def learn_steps(subject: Subject) -> None:
         subject.note(f"steps: undone, {told}")
         return
     student.store()
-    subject.note(f"steps: {len(student.groups)} scales and the biases of {len(student.layers)} layers, {told}")
+    subject.note(
+        f"steps: {many(len(student.groups), 'scale')} and the biases of {many(len(student.layers), 'layer')}, {told}"
+    )
 
 
 class Samples:
