@@ -14,8 +14,8 @@ speed-up             the interval ends below the old one's begin by more than th
 latency p50          more than the tolerance and three spreads slower; same CPU, both quiet
 peak memory          more than 10 % and 1 MiB higher; same CPU
 top-1, agreement     more than half a point lower
-SQNR                 more than half a decibel lower
-a task's metric      more than 1 % of the old value worse
+SQNR                 more than half a decibel lower, or finite where outputs were equal
+a task's metric      more than 1 % of the old value worse, or undefined where it was not
 integer operations   fewer of the multiplying operations run in INT8
 ===================  ========================================================================
 """
@@ -23,6 +23,7 @@ integer operations   fewer of the multiplying operations run in INT8
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -38,13 +39,41 @@ HALF_A_POINT = 0.005
 HALF_A_DECIBEL = 0.5
 METRIC_TOLERANCE = 0.01
 EACH = "*"
+_MISSING = object()
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float)
+
+
+def _is_metric(value: Any) -> bool:
+    return value is None or _is_number(value)  # JSON has no other sign for NaN
+
+
+def _is_interval(value: Any) -> bool:
+    return value is None or (isinstance(value, list) and len(value) == 2 and all(map(_is_number, value)))
+
+
 READ: dict[str, Any] = {
-    "reference": None, "cpu": {"name": None}, "noise": {"noisy": None},
-    "variants": {EACH: {"latency": [dict.fromkeys(
-        ("batch_size", "latency_p50_ms", "speedup", "speedup_ci95", "spread")
-    )]}},
+    "reference": _is_text, "cpu": {"name": _is_text}, "noise": {"noisy": _is_number},
+    "variants": {EACH: {
+        "size_stripped_mib?": _is_number, "peak_memory_mib?": _is_number, "arithmetic?": {EACH: _is_number},
+        "latency": [{
+            **dict.fromkeys(("batch_size", "latency_p50_ms", "speedup", "spread"), _is_number),
+            "speedup_ci95": _is_interval,
+        }],
+        "accuracy?": {
+            **dict.fromkeys(("num_samples?", "top1?", "agreement?", "sqnr_db?"), _is_number),
+            "metrics?": {EACH: _is_metric},
+        },
+    }},
 }  # fmt: skip
-"""What every comparison reads of an earlier result, each variant and each row of its latency alike."""
+"""What a comparison reads of an earlier result and asks of that, each variant and each row of its latency alike.
+What ends in a question mark may be missing or null."""
 
 
 @dataclass(frozen=True)
@@ -120,24 +149,35 @@ def read_benchmark(path: Path) -> dict[str, Any]:
         got = getattr(error, "strerror", None) or str(error)
         raise QtoolError(f"'{path}'", "a benchmark.json", got, "give one that qtool benchmark wrote") from error
     figures = value.get("metrics", value) if isinstance(value, dict) else {}
-    if lost := "its figures" if not isinstance(figures, dict) else _lost(figures, READ, ""):
-        raise QtoolError(f"'{path}'", "a benchmark.json", f"JSON without {lost}", "give one that qtool benchmark wrote")
+    fault = _fault(figures, READ, "") if isinstance(figures, dict) else "without its figures"
+    if fault:
+        raise QtoolError(f"'{path}'", "a benchmark.json", f"JSON {fault}", "give one that qtool benchmark wrote")
     return dict(figures)
 
 
-def _lost(value: Any, asked: Any, at: str) -> str:
-    """Where the first thing that ``asked`` names is missing in ``value``; empty where all is there."""
-    if isinstance(asked, list):
-        if not isinstance(value, list):
-            return at
-        return next(filter(None, (_lost(item, asked[0], f"{at}[{i}]") for i, item in enumerate(value))), "")
-    if asked is not None and not isinstance(value, dict):
-        return at
-    for key in () if asked is None else value if EACH in asked else asked:
-        place = f"{at}.{key}".lstrip(".")
-        if lost := place if key not in value else _lost(value[key], asked.get(EACH) or asked[key], place):
-            return lost
+def _fault(value: Any, asked: Any, at: str) -> str:
+    """The first thing in ``value`` that is missing or not as it is ``asked`` for; empty where all is."""
+    right = isinstance(value, type(asked)) if isinstance(asked, dict | list) else asked(value)
+    if not right:
+        return f"with {str(value)[:20]!r} as {at}"
+    for place, item, kind in _parts(value, asked):
+        where = place if place.startswith("[") or not at else f".{place}"
+        if fault := f"without {at}{where}" if item is _MISSING else _fault(item, kind, f"{at}{where}"):
+            return fault
     return ""
+
+
+def _parts(value: Any, asked: Any) -> Iterator[tuple[str, Any, Any]]:
+    """What is inside a value: where, the thing itself and what is asked of it."""
+    if isinstance(asked, list):
+        yield from ((f"[{index}]", item, asked[0]) for index, item in enumerate(value))
+    elif isinstance(asked, dict) and EACH in asked:
+        yield from ((key, item, asked[EACH]) for key, item in value.items())
+    elif isinstance(asked, dict):
+        for key, kind in asked.items():
+            name = key.removesuffix("?")
+            if not (key.endswith("?") and value.get(name) is None):
+                yield name, value.get(name, _MISSING), kind
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
@@ -214,13 +254,13 @@ def _of_variant(
 
 def _above(label: str, before: Entry, after: Entry, key: str, limit: Callable[[float], float]) -> Iterator[Worse]:
     old, new = before.get(key), after.get(key)
-    if old is not None and new is not None and new > limit(old):
+    if old is not None and new is not None and not new <= limit(old):
         yield label, old, new, limit(old)
 
 
 def _below(label: str, before: Entry, after: Entry, key: str, slack: float) -> Iterator[Worse]:
     old, new = before.get(key), after.get(key)
-    if old is not None and new is not None and new < old - slack:
+    if old is not None and new is not None and not new >= old - slack:
         yield label, old, new, old - slack
 
 
@@ -251,14 +291,20 @@ def _of_outputs(before: Entry, after: Entry) -> Iterator[Worse]:
     if before.get("num_samples") == after.get("num_samples"):
         yield from _below("top-1", before, after, "top1", HALF_A_POINT)
         yield from _below("agreement", before, after, "agreement", HALF_A_POINT)
-        yield from _below("SQNR, dB", before, after, "sqnr_db", HALF_A_DECIBEL)
+        yield from _below("SQNR, dB", _unbounded(before), after, "sqnr_db", HALF_A_DECIBEL)
         yield from _of_metric(before, after)
+
+
+def _unbounded(before: Entry) -> Entry:
+    """An earlier result with the infinite SQNR of equal outputs, for which JSON has null."""
+    equal = before.get("sqnr_db", 0.0) is None and before.get("agreement", 1) == 1
+    return {**before, "sqnr_db": math.inf} if equal else before
 
 
 def _of_metric(before: Entry, after: Entry) -> Iterator[Worse]:
     name = after.get("metric")
     then, now = before.get("metrics") or {}, after.get("metrics") or {}
-    if name is None or before.get("metric") != name or name not in then.keys() & now.keys():
+    if name is None or before.get("metric") != name or name not in now or then.get(name) is None:
         return
     slack = METRIC_TOLERANCE * abs(then[name])
     yield from (

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import re
 
 import pytest
@@ -192,6 +193,43 @@ def test_a_file_without_what_is_compared_is_refused(old_file, path):
     old_file.write_text(json.dumps(figures))
     with pytest.raises(QtoolError, match=re.escape(f"JSON without {path}; give one")):
         read_benchmark(old_file)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("cpu__name", 3), ("variants__int8__latency", {}), ("variants__int8__latency__0__spread", None),
+        ("variants__int8__latency__0__speedup_ci95", [1.0]), ("variants__int8__accuracy", [1]),
+        ("variants__int8__accuracy__top1", "0.9"), ("variants__int8__size_stripped_mib", "1"),
+        ("variants__int8__arithmetic", 5), ("variants__int8__accuracy__metrics__mae", "x"),
+    ],
+)  # fmt: skip
+def test_a_file_with_another_kind_of_thing_in_it_is_refused(old_file, path, value):
+    figures = result()
+    *parents, last = path.split("__")
+    place = figures
+    for part in parents:
+        place = place[int(part)] if isinstance(place, list) else place[part]
+    place[last] = value
+    old_file.write_text(json.dumps(figures))
+    told = path.replace("__0", "[0]").replace("__", ".")
+    with pytest.raises(QtoolError, match=re.escape(f"JSON with {str(value)!r} as {told}; give one")):
+        read_benchmark(old_file)
+
+
+def test_outputs_that_are_no_longer_equal_are_worse(old_file):
+    """An infinite SQNR is null in JSON."""
+    equal = result(accuracy__sqnr_db=None, accuracy__agreement=1.0)
+    old_file.write_text(json.dumps(equal))
+    assert figures(result(accuracy__sqnr_db=90.0, accuracy__agreement=1.0), read_benchmark(old_file)) == ["SQNR, dB"]
+    assert figures(result(accuracy__sqnr_db=math.inf, accuracy__agreement=1.0), equal) == []
+    assert figures(result(accuracy__sqnr_db=-math.inf), result(accuracy__sqnr_db=None)) == [], "it was as bad"
+
+
+def test_a_metric_that_is_undefined_now_is_worse(old_file):
+    assert figures(result(accuracy__metrics={"mae": math.nan})) == ["mae"]
+    old_file.write_text(json.dumps(result(accuracy__metrics={"mae": None})))
+    assert figures(result(accuracy__metrics={"mae": math.nan}), read_benchmark(old_file)) == []
 
 
 def test_nothing_in_common_is_an_error(old_file):
