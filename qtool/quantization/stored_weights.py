@@ -26,14 +26,18 @@ from qtool.quantization.rewrites.norms import GROUPED
 def group_weights(graph_module: GraphModule, placement: Placement, size: int) -> tuple[str, ...]:
     """Stores the weights of a placement's block products as rows of ``size``, in place; returns notes on those left."""
     readers = Counter(str(n.target) for n in graph_module.graph.nodes if n.op == "get_attr" for _ in n.users)
-    wanted = [p for p in placement.placed if p.unit.block and placement.weight_format(p) == placement.target.weight]
-    left = [placed.unit.name for placed in wanted if not _group(graph_module, placed, size, readers)]
+    blocks, wanted = [p for p in placement.placed if p.unit.block], placement.target.weight
+    finer = [p.unit.name for p in blocks if placement.weight_format(p) != wanted]
+    left = [p.unit.name for p in blocks if p.unit.name not in finer and not _group(graph_module, p, size, readers)]
     drop_unused(graph_module)
     graph_module.recompile()
-    if not wanted:
+    if not blocks:
         return ("group-size: no linear layer multiplies its weights as they are stored",)
-    some = ", ".join(left[:4]) + (" …" if len(left) > 4 else "")
-    return (f"group-size: one scale for each output where groups of {size} do not fit: {some}",) if left else ()
+    reasons = (f"groups of {size} do not fit", left), (f"weights have more than {wanted.bits} bits", finer)
+    return tuple(
+        f"group-size: one scale for each output where {reason}: {', '.join(names[:4])}{' …' if names[4:] else ''}"
+        for reason, names in reasons if names
+    )  # fmt: skip
 
 
 def _group(graph_module: GraphModule, placed: Placed, size: int, readers: Counter[str]) -> bool:

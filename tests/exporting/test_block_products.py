@@ -255,7 +255,10 @@ def test_groups_have_scales_of_their_own(tmp_path: Path) -> None:
     quantized = made(model, X20, weight_bits=4, group_size=16, weight_ranges="minmax", ranges="minmax")
     blocks = {unit.name: unit.block for unit in quantized.plan.units if unit.weight_bits}
     assert blocks == {"first": 32, "second": 16, "third": 32, "last": 32}
-    assert any("one scale for each output where groups of 16 do not fit: third" in n for n in quantized.plan.notes)
+    assert [note for note in quantized.plan.notes if note.startswith("group-size")] == [
+        "group-size: one scale for each output where groups of 16 do not fit: third",
+        "group-size: one scale for each output where weights have more than 4 bits: first, last",
+    ]
     node = next(
         n
         for n in quantized.graph.graph.nodes
