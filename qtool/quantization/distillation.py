@@ -7,8 +7,9 @@ whole numbers have no part in it. Rows with a target for each of their numbers (
 are no logits: what is added to all of a row changes them, and no softmax.
 
 Where asked, values inside are compared too (FitNets, arXiv 1412.6550): what leaves a module in both networks, by the
-squared error relative to the teacher's mean square, so that every module counts alike. Both graphs are captures of one
+squared error relative to the teacher's mean square, so that every value counts alike. Both graphs are captures of one
 model: what leaves a module is the last operator that was written in it, and its value is *tapped* there while training.
+The teacher's batch-norm is folded into the layer before it: either name means what leaves both.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from qtool.errors import UsageError, nearest
 from qtool.evaluate import class_axis, divergence, error_of
 from qtool.form import same_sizes
 from qtool.nested import call, per_sample, tensors, to_float32
-from qtool.quantization.capture import owner
+from qtool.quantization.capture import aten, owner
 from qtool.quantization.rewrites.norms import is_live
 from qtool.step import LossFunction
 
@@ -90,6 +91,7 @@ def tapped(teacher: GraphModule, student: GraphModule, patterns: Sequence[str]) 
     Raises UsageError for a pattern that no module of both matches.
     """
     ends = [_ends(graph) for graph in (teacher, student)]
+    _behind_norms(*ends)
     known = [path for path, end in ends[0].items() if path in ends[1] and _is_same(end, ends[1][path])]
     paths = []
     for pattern in patterns:
@@ -99,8 +101,8 @@ def tapped(teacher: GraphModule, student: GraphModule, patterns: Sequence[str]) 
         paths += found
     taps: list[tuple[GraphModule, Node]] = []
     try:
-        for path in dict.fromkeys(paths):
-            taps += [(graph, _tap(graph, end[path])) for graph, end in zip((teacher, student), ends, strict=True)]
+        for pair in dict.fromkeys(tuple(end[path] for end in ends) for path in paths):
+            taps += [(graph, _tap(graph, node)) for graph, node in zip((teacher, student), pair, strict=True)]
         for graph in (teacher, student):
             graph.recompile()
         modules = [graph.get_submodule(str(node.target)) for graph, node in taps]
@@ -123,6 +125,17 @@ def _ends(graph: GraphModule) -> dict[str, Node]:
         for length in range(1, len(parts) + 1):
             found[".".join(parts[:length])] = node
     return found
+
+
+def _behind_norms(teachers: dict[str, Node], students: dict[str, Node]) -> None:
+    """Lets a layer before a live batch-norm, and this itself, stand for what leaves both, in place."""
+    for path, layer in list(students.items()):
+        norm = next((user for user in layer.users if user.target is aten.batch_norm.default), None)
+        if norm is None or not is_live(layer) or path not in teachers:
+            continue
+        students[path] = norm
+        for other in [name for name, end in students.items() if end is norm]:
+            teachers.setdefault(other, teachers[path])
 
 
 def _is_same(teachers: Node, students: Node) -> bool:
