@@ -6,7 +6,7 @@ The stages are plain functions over plain objects::
 
     trained = qtool.train(model, data, epochs=4)
     quantized = qtool.quantize(trained.model, data, out="out")  # outputs = quantized(inputs), as of the model
-    files = qtool.export("out", samples=data).files  # {"int8": Path("out/model.int8.onnx"), …}
+    files = qtool.export("out", samples=data).files  # {"int8": Path("/…/out/model.int8.onnx"), …}
     figures = qtool.benchmark("out", data)  # plain values: size, latency, accuracy
     quantized = qtool.load_quantized("out")  # at another time
 

@@ -51,8 +51,19 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
+def require_nameable(folder: Path) -> None:
+    """Raises UsageError where the path of ``folder`` is no text, which torch and JSON files need it to be."""
+    try:
+        str(folder.absolute()).encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(
+            f"run directory '{folder}'", "a path that is UTF-8", "one that is not", "name another folder, or rename it"
+        ) from error
+
+
 def require_writable(folder: Path) -> None:
     """Raises UsageError where ``folder`` takes no files, or cannot be made."""
+    require_nameable(folder)
     try:
         there = next(p for p in (folder, *folder.absolute().parents) if p.exists())
         if there.is_dir() and os.access(there, os.W_OK):

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from qtool import labels
-from qtool.artifacts import has_result, read_result, sha256_of
+from qtool.artifacts import has_result, read_result, require_nameable, sha256_of
 from qtool.errors import QtoolError, UsageError, kind_of, nearest, one_line
 from qtool.factories import PRETRAINED, is_factory
 from qtool.given import labelled, require_batches
@@ -70,6 +70,7 @@ def is_run_directory(value: object) -> bool:
 
 def require_run_directory(path: Path, stage: str) -> Path:
     """``path`` if ``stage`` was committed there. Raises UsageError with the nearest folder that would do."""
+    require_nameable(path)
     if has_result(path, stage):
         return path
     if not path.is_dir():

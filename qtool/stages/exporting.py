@@ -156,7 +156,7 @@ def _exported(run: Path) -> ExportResult:
     from qtool.exporting.stage import ExportResult
 
     result = read_result(run, "export")
-    files = {name: run / entry["file"] for name, entry in result["outputs"].items()}
+    files = {name: run.absolute() / entry["file"] for name, entry in result["outputs"].items()}
     return ExportResult(files, result["metrics"]["gates"], result["metrics"].get("tuning"))
 
 

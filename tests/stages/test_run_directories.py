@@ -277,6 +277,14 @@ def test_a_run_directory_that_cannot_be_written_is_refused_before_any_work(
         getattr(qtool, stage)(run)
 
 
+def test_a_path_that_is_no_text_is_told() -> None:
+    """torch opened no file there, and called those that it had written damaged."""
+    folder = Path(os.fsdecode(b"/tmp/\xff"))
+    for call in (lambda: qtool.quantize(plain_net(), [], out=folder), lambda: qtool.export(folder)):
+        with pytest.raises(UsageError, match="a path that is UTF-8"):
+            call()
+
+
 @pytest.mark.parametrize("folder", ["/proc/qtool", f"/tmp/{300 * 'x'}"])
 def test_a_folder_that_the_system_refuses_is_told(folder: str) -> None:
     with pytest.raises(UsageError, match="a folder to write to"):
@@ -484,10 +492,14 @@ def test_a_model_of_two_inputs_is_exported_on_its_recorded_samples(tmp_path: Pat
     assert gates["unit parity"]
 
 
-def test_an_export_of_another_model_is_told_though_it_was_given_as_an_object(tmp_path: Path) -> None:
+def test_an_export_of_another_model_is_told_though_it_was_given_as_an_object(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     batches = [torch.randn(8, 8, generator=torch.Generator().manual_seed(i)) for i in range(3)]
     nets = [nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)) for _ in range(2)]
-    qtool.export(qtool.quantize(nets[0], batches), tmp_path, samples=batches)
+    monkeypatch.chdir(tmp_path)
+    exported = qtool.export(qtool.quantize(nets[0], batches), ".", samples=batches)
+    assert exported.folder == tmp_path, "it is found from any folder"
     qtool.quantize(nets[1], batches, out=tmp_path)
     (told,) = qtool.inspect(tmp_path)["notes"]
     assert told == f"export is of another model than quantize: run 'qtool export {tmp_path}' again"
