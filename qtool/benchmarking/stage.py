@@ -18,7 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from qtool.benchmarking.accuracy import Compare, Scores, is_finite, judge, predict, unjudged
-from qtool.benchmarking.claims import HALVES, check_claim, is_integer, slower_causes, slower_sentence, stored_format
+from qtool.benchmarking.claims import (
+    HALVES,
+    check_claim,
+    is_integer,
+    is_simulation,
+    slower_causes,
+    slower_sentence,
+    stored_format,
+)
 from qtool.benchmarking.inputs import Layout, random_feeds, require_known, sized_feeds, with_scalars
 from qtool.benchmarking.latency import Stopping, describe, noise
 from qtool.benchmarking.process import Worker, race, whole_cores
@@ -240,7 +248,7 @@ def _notes(
         slower = [
             slower_sentence(name, reference, timed, slower_causes(entry, variants[reference], where))
             for timed in entry["latency"]
-            if is_integer(name, entry, variants[reference])
+            if is_integer(name, entry, variants[reference]) and not is_simulation(config.provider)
         ]
         notes += [text for text in (claim, *slower) if text]
         if entry["elsewhere"]:

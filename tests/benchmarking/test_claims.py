@@ -14,7 +14,9 @@ from qtool.benchmarking.claims import (
     slower_sentence,
     stored_format,
 )
+from qtool.benchmarking.stage import _notes
 from qtool.errors import ContractError
+from qtool.recipe import BenchmarkConfig
 
 
 def test_the_stored_format_is_that_of_most_weights(files):
@@ -134,3 +136,16 @@ def test_a_file_of_any_name_is_int8_by_what_it_holds(other, fails):
     with pytest.raises(ContractError, match="got b is not faster than a") as caught:
         require_not_slower(result, allow=False)
     assert caught.value.details is result  # the figures of files are in no run directory
+
+
+def test_a_simulation_is_no_claim_of_speed():
+    """PyTorch as it is computes the quantize and dequantize operators in float, which a compiler turns to integers."""
+    timed = {"speedup": 0.4, "speedup_ci95": [0.3, 0.5], "batch_size": 1, "latency_p50_ms": 1.0}
+    plain = {"latency": [timed], "elsewhere": [], "stored": "float32", "arithmetic": {"float32": 3}}
+    variants = {"fp32": plain, "int8": plain | {"stored": "int8"}}
+    notes = {p: _notes(variants, BenchmarkConfig(provider=p), "fp32", "ort-cpu") for p in ("torch", "torch-compile")}
+    assert notes["torch"] == [
+        "int8: simulated in float on torch, which tells nothing of its speed; --provider torch-compile does"
+    ]
+    require_not_slower({"reference": "fp32", "variants": variants, "notes": notes["torch"]}, allow=False)
+    assert any(note.startswith("int8 is not faster") for note in notes["torch-compile"])
