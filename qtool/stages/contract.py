@@ -116,7 +116,7 @@ class Candidates:
     ) -> None:  # fmt: skip
         self.source, self.config, self.make, self.tell, self.tuning = source, config, make, tell, tuning
         self.run_folder, self.folder = folder, folder / FOLDER if folder else None
-        self.measurement = Measurement(source, config, inputs)
+        self.measurement = Measurement(source, config, inputs, asked_for=False)
         self.identity = self.measurement.identity | {"validation": _apart(self.measurement.inputs, pairs)}
         self.measurement.cached(folder)  # one of another model is refused before any work
         self.cost, self.seconds = Cost(), 0.0

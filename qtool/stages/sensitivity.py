@@ -131,12 +131,16 @@ def _made_with(quantized: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclasses.dataclass
 class Measurement:
-    """One measurement: of ``source``'s model, quantized as ``config`` says, on ``samples`` of ``inputs``."""
+    """One measurement: of ``source``'s model, quantized as ``config`` says, on ``samples`` of ``inputs``.
+
+    What was measured on other samples is refused where it was ``asked_for``, and is otherwise measured anew.
+    """
 
     source: Source
     config: QuantizeConfig
     inputs: Iterable[Any]
     samples: int = SAMPLES
+    asked_for: bool = True
 
     def __post_init__(self) -> None:
         if iter(self.inputs) is self.inputs:
@@ -167,6 +171,8 @@ class Measurement:
         result = read_sensitivity(path)
         for part, told in (("model", "this model's weights"), ("calibration", "these calibration samples")):
             if result["identity"].get(part) != self.identity[part]:
+                if part == "calibration" and not self.asked_for:
+                    return None
                 raise QtoolError(
                     f"'{path}'", f"a measurement with {told}", f"one of another {part} ({_short(result, part)})",
                     "delete it, or measure again with qtool sensitivity --no-resume",
