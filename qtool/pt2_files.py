@@ -39,6 +39,7 @@ from qtool import allocator, lstm  # noqa: F401 - the latter registers torch.ops
 from qtool.artifacts import atomic_path
 from qtool.errors import QtoolError, one_line
 from qtool.structures import know_types, name_types
+from qtool.turns import taking_turns
 
 try:  # registers torch.ops.quantized_decomposed, which a file's operators are looked up in
     from torch.ao.quantization.fx import _decomposed  # noqa: F401
@@ -73,6 +74,7 @@ _SYNTAX = (ast.Expression, ast.Call, ast.keyword, ast.Name, ast.Load, ast.Consta
 _SIGNS = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod, ast.Pow, ast.USub, ast.UAdd)
 
 
+@taking_turns
 def save_program(program: torch.export.ExportedProgram, path: Path) -> None:
     """Writes a program as ``.pt2``, atomically; its operators lose their stack traces."""
     for node in program.graph.nodes:
@@ -104,6 +106,7 @@ class _Forgiving:
         return len(data)
 
 
+@taking_turns
 def load_program(path: Path) -> torch.export.ExportedProgram:
     """Opens a ``.pt2`` of plain operators.
 

@@ -7,9 +7,12 @@ import json
 import logging
 import os
 import pickle
+import threading
+import time
 import warnings
 import zipfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -283,6 +286,22 @@ def test_the_reason_that_torch_only_logs_is_told(tmp_path: Path, members: Member
         assert logging.root.manager.disable == silenced
     finally:
         logging.disable(logging.NOTSET)
+
+
+def test_threads_that_load_take_turns(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load, at_work = torch.export.load, threading.Lock()
+
+    def alone(path: Path) -> Any:
+        assert at_work.acquire(blocking=False)
+        time.sleep(0.05)  # for another to come in
+        try:
+            return load(path)
+        finally:
+            at_work.release()
+
+    monkeypatch.setattr(torch.export, "load", alone)
+    with ThreadPoolExecutor(2) as pool:
+        assert len(list(pool.map(load_program, [whole, whole]))) == 2
 
 
 def test_torchs_reader_has_its_own_typing_back(tmp_path):

@@ -25,6 +25,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch._guards import active_fake_mode
 from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_impls import op_implementations_dict as IMPLEMENTATIONS
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
@@ -51,10 +52,19 @@ def answered() -> Iterator[None]:
         torch.ops.aten.native_group_norm.default: _group_norm,
     }
     copying = mock.patch.object(FakeTensor, "__deepcopy__", _copied, create=True)
-    converting = mock.patch.object(nn.Module, "_apply", _converted)
-    padding = mock.patch.object(torch._VF, "_pad_packed_sequence", packed.pad)
+    converting, padding = faked(nn.Module, "_apply", _converted), faked(torch._VF, "_pad_packed_sequence", packed.pad)
     with mock.patch.dict(IMPLEMENTATIONS, own), copying, converting, padding, Known(), Scalars():
         yield
+
+
+def faked(owner: Any, name: str, own: Callable[..., Any]) -> Any:
+    """Has ``owner.name`` be ``own`` under a fake mode, and what it was for other threads, which are under none."""
+    original = getattr(owner, name)
+
+    def either(*args: Any, **kwargs: Any) -> Any:
+        return (original if active_fake_mode() is None else own)(*args, **kwargs)
+
+    return mock.patch.object(owner, name, either)
 
 
 def sized_by_values(error: BaseException | None) -> str | None:

@@ -38,6 +38,7 @@ from unittest import mock
 
 import torch
 from torch import nn
+from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed._tools import mod_tracker
@@ -51,7 +52,7 @@ from qtool.devices import resolve_device
 from qtool.errors import QtoolError
 from qtool.memory.accumulation import Accumulation
 from qtool.memory.compiled import stood_in
-from qtool.memory.fakes import Scalars, answered, sized_by_values
+from qtool.memory.fakes import Scalars, answered, faked, sized_by_values
 from qtool.memory.gpu_scratch import Gpu
 from qtool.memory.known import know
 from qtool.memory.scratch import COPIED, LSTM, Scratch
@@ -59,6 +60,7 @@ from qtool.memory.trial import Oracle
 from qtool.nested import call, cut, map_tensors, num_samples, split, tensors
 from qtool.recipe import TrainConfig
 from qtool.step import LossFunction, Setup, Step, no_scaler, trained
+from qtool.turns import taking_turns
 
 Prepare = Callable[[nn.Module, TrainConfig, Any], Setup]
 """(model, config, example input) -> the step that the config asks for."""
@@ -95,6 +97,7 @@ class Prediction:
     """Whether the step asked for values that are not known: a mask is then taken to select all, a number to be one."""
 
 
+@taking_turns
 def predict(
     build: Callable[[], nn.Module],
     batch: tuple[Any, Any],
@@ -181,7 +184,7 @@ def _fake(model: nn.Module, device: torch.device) -> nn.Module:
 @contextmanager
 def _in_place(device: torch.device) -> Iterator[None]:
     """Modules are made on ``device`` and not moved: torch swaps fake parameters on a move, which then fails."""
-    with mock.patch.object(nn.Module, "to", lambda module, *args, **kwargs: module), device:
+    with faked(nn.Module, "to", lambda module, *args, **kwargs: module), device:
         yield
 
 
@@ -261,11 +264,24 @@ def _buckets(setup: Setup, optimizer: Optimizer) -> list[torch.Tensor]:
     return []
 
 
+class _Watch(mod_tracker.ModTracker):
+    """ModTracker, whose hooks are those of all modules, that lets pass what other threads do for real meanwhile."""
+
+    def _fw_pre_hook(self, mod: Any, input: Any) -> None:
+        if active_fake_mode() is not None:
+            super()._fw_pre_hook(mod, input)  # type: ignore[no-untyped-call]
+
+    def _fw_post_hook(self, mod: Any, input: Any, output: Any) -> None:
+        if active_fake_mode() is not None:
+            super()._fw_post_hook(mod, input, output)  # type: ignore[no-untyped-call]
+
+
 class Tracker(MemTracker):
     """MemTracker that also remembers the moment and the module of the highest sum on one device."""
 
     def __init__(self, device: torch.device, scratch: Scratch) -> None:
         super().__init__()
+        self._mod_tracker = _Watch()  # type: ignore[no-untyped-call]
         self.device = device
         self.highest, self.at = 0, ("start", "")
         self.scratch, self.gpu = scratch, Gpu.of(device)
@@ -333,6 +349,10 @@ class Tracker(MemTracker):
         snapshot: dict[Any, int] = self.get_tracker_snapshot(moment)[self.device]
         parts = {PARTS[kind.value]: int(size) for kind, size in snapshot.items() if kind != "Total"}
         return parts | {"temporary": parts.get("temporary", 0) + scratch}
+
+    def _track_optimizer_states(self, reftype: Any, optimizer: Any) -> None:
+        if active_fake_mode() is not None:  # else another thread's own
+            super()._track_optimizer_states(reftype, optimizer)
 
     def _update_and_maybe_create_winfos(self, t: Any, reftype: Any, update_existing: bool = False) -> set[Any]:
         if t is None:  # a gradient that was used as soon as it was there

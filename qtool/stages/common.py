@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import os
 import shutil
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,28 +20,16 @@ from qtool.options import argument, make, require_config
 from qtool.recipe import QuantizeConfig
 from qtool.source import UNIDENTIFIED, Source
 from qtool.stages.surroundings import Parameters, Result, apart
+from qtool.turns import taking_turns
 
 Config = TypeVar("Config")
 AnyPath = str | Path
 Progress = bool | Callable[[str], None]
 
 
-_TURN = threading.RLock()
-
-
 def in_turn(stage: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """A stage that captures graphs, of which a process runs one at a time: other threads wait for their turn.
-
-    What ``torch.export`` knows of the model that it is tracing belongs to the whole process. See :func:`apart` too.
-    """
-    stage = apart(stage)
-
-    @functools.wraps(stage)
-    def waiting(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-        with _TURN:
-            return stage(*args, **kwargs)
-
-    return waiting
+    """A stage that captures graphs, and waits for its turn. See :func:`apart` too."""
+    return taking_turns(apart(stage))
 
 
 def configured(kind: type[Config], config: Config | Mapping[str, Any] | None, options: Mapping[str, Any]) -> Config:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -398,6 +399,29 @@ def test_gradients_of_micro_batches_lie_beside_the_buckets_of_copies() -> None:
         for more in ({}, {"devices": 2})
     )
     assert copies - alone == pytest.approx(sum(p.nbytes for p in blocks().parameters()), rel=0.05)
+
+
+def test_other_threads_go_on_for_real_meanwhile() -> None:
+    def work() -> torch.dtype:
+        layer = nn.Linear(4, 3)
+        optimizer = torch.optim.AdamW(layer.parameters())
+        layer(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        return layer.to(torch.float64).weight.dtype
+
+    class Beside(nn.Identity):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            done.append(pool.submit(work).result())
+            return x
+
+    done: list[torch.dtype] = []
+    with ThreadPoolExecutor(1) as pool:
+        peaks = [
+            predict(lambda kind=kind: nn.Sequential(kind(), blocks()), batch(), config(), prepare=setup, loss=LOSS)
+            for kind in (nn.Identity, Beside)
+        ]
+    assert set(done) == {torch.float64}
+    assert peaks[0].peak_bytes == peaks[1].peak_bytes
 
 
 def test_errors_of_the_step_are_those_of_the_step() -> None:
