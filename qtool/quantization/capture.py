@@ -80,7 +80,7 @@ def capture(model: nn.Module, example: Any, *, train: bool = False, axes: tuple[
         try:
             for norm in averages:
                 norm.momentum = DEFAULT_MOMENTUM
-            with quiet_export(), _masks_unread():
+            with quiet_export(), _masks_unread(), _no_hook_left():
                 program = to_program(model, example, axes)
         except Exception as error:
             raise _refused(model, example, error) from error
@@ -123,6 +123,18 @@ def _masks_unread() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _no_hook_left() -> Iterator[None]:
+    """torch 2.11 leaves a hook where it refuses a model, by which that model takes no tensor as a buffer any more."""
+    hooks = torch.nn.modules.module._global_buffer_registration_hooks
+    before = set(hooks)
+    try:
+        yield
+    finally:
+        for left in hooks.keys() - before:
+            del hooks[left]
+
+
 def set_modes(model: nn.Module, *, train: bool) -> None:
     """Evaluation mode; with ``train`` batch-norm and dropout layers are in training mode all the same."""
     model.eval()
@@ -152,10 +164,14 @@ def _require_tensors(model: nn.Module, graph_module: GraphModule) -> None:
                 "have its forward return tensors alone",
             )  # fmt: skip
     if any(isinstance(value, torch.Generator) for value in vars(graph_module).values()):
-        raise QtoolError(
-            f"model '{type(model).__name__}'", "random numbers of torch's own generator",
-            "a torch.Generator of its own", "have it draw without generator=…, and seed with torch.manual_seed",
-        )  # fmt: skip
+        raise _draws_by_itself(model)
+
+
+def _draws_by_itself(model: nn.Module) -> QtoolError:
+    return QtoolError(
+        f"model '{type(model).__name__}'", "random numbers of torch's own generator", "a torch.Generator of its own",
+        "have it draw without generator=…, and seed with torch.manual_seed",
+    )  # fmt: skip
 
 
 def require_float32(model: nn.Module, example: Any) -> None:
@@ -183,6 +199,8 @@ def _refused(model: nn.Module, example: Any, error: Exception) -> QtoolError:
             where, "inputs that it takes", f"inputs {shapes or 'without a tensor'}: {reason_of(refusal)}",
             f"{user_line(refusal)}{do}",
         )  # fmt: skip
+    if "torch._C.Generator" in str(error):  # torch 2.11 does not capture it
+        return _draws_by_itself(model)
     wanted = "a graph that torch.export can capture with a dynamic batch"
     if FIXED_SIZE in str(error):
         do = "write x.shape[0] for len(x), and -1 for the batch in a view"

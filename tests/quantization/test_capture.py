@@ -136,6 +136,22 @@ def test_a_generator_of_the_model_s_own_is_refused() -> None:
         capture(Noisy(), X)
 
 
+def test_a_refused_model_still_takes_tensors_as_buffers() -> None:
+    class Choosing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + 1 if x.sum() > 0 else x
+
+    model = Choosing()
+    with pytest.raises(QtoolError, match="without sizes or Python control flow"):
+        capture(model, X)
+    model.seen = torch.ones(1)
+    assert not nn.modules.module._global_buffer_registration_hooks
+
+
 def test_every_dropout_is_switched() -> None:
     model = nn.Sequential(nn.Dropout(0.5), nn.Dropout2d(0.5), nn.AlphaDropout(0.5), nn.FeatureAlphaDropout(0.5))
     graph = capture(model, X, train=True)
