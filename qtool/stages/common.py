@@ -19,7 +19,7 @@ from qtool.given import inputs_of, pairs_of
 from qtool.options import argument, make, require_config
 from qtool.recipe import QuantizeConfig
 from qtool.source import UNIDENTIFIED, Source
-from qtool.stages.surroundings import Parameters, Result, apart
+from qtool.stages.surroundings import Parameters, Result, apart, exact
 from qtool.turns import taking_turns
 
 Config = TypeVar("Config")
@@ -28,8 +28,8 @@ Progress = bool | Callable[[str], None]
 
 
 def in_turn(stage: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """A stage that captures graphs, and waits for its turn. See :func:`apart` too."""
-    return taking_turns(apart(stage))
+    """A stage that captures graphs, and waits for its turn. See :func:`apart` and :func:`exact` too."""
+    return taking_turns(apart(exact(stage)))
 
 
 def configured(kind: type[Config], config: Config | Mapping[str, Any] | None, options: Mapping[str, Any]) -> Config:

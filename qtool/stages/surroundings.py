@@ -1,7 +1,10 @@
 """What a caller's process has set, which no stage is to be changed by, or to change.
 
 Inside a stage torch is as it is when a process starts: gradients are recorded, nothing is autocast, what is made is
-float32 on the host. Behind it all is as the caller had it, random generators included.
+float32 on the host. Behind it all is as the caller had it, random generators included. What belongs to the thread is
+set for each stage; what all threads share, by the first of those that go on at once, and put back by the last.
+
+Left out on purpose: the precision of float32 products in a training, which is the caller's to choose.
 """
 
 from __future__ import annotations
@@ -9,12 +12,15 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import ParamSpec, TypeVar
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
+_LOCK = threading.Lock()
+_at_work, _shared = 0, ExitStack()
 _INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"  # which torch sets when it first asks where its cache is
 
 
@@ -37,19 +43,54 @@ def _own_surroundings() -> Iterator[None]:
 
     from qtool.checkpoint import generators_kept
 
-    before, named = torch.get_default_dtype(), os.environ.get(_INDUCTOR)
     with ExitStack() as stack:
         if torch.get_default_device().type != "cpu":
             stack.enter_context(torch.device("cpu"))
         for kind in ("cpu", "cuda"):
             if torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, enabled=False))
-        for context in (generators_kept(), torch.inference_mode(False), torch.enable_grad()):
+        for context in (_of_the_process(), generators_kept(), torch.inference_mode(False), torch.enable_grad()):
             stack.enter_context(context)
-        torch.set_default_dtype(torch.float32)
+        yield
+
+
+@contextmanager
+def _of_the_process() -> Iterator[None]:
+    import torch
+
+    from qtool.checkpoint import generators_kept
+
+    global _at_work
+    with _LOCK:
+        if not _at_work:
+            _shared.callback(torch.set_default_dtype, torch.get_default_dtype())
+            if _INDUCTOR not in os.environ:
+                _shared.callback(os.environ.pop, _INDUCTOR, None)
+            _shared.enter_context(generators_kept())
+            torch.set_default_dtype(torch.float32)
+        _at_work += 1
+    try:
+        yield
+    finally:
+        with _LOCK:
+            _at_work -= 1
+            if not _at_work:
+                _shared.close()
+
+
+def exact(stage: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """A stage that multiplies float32 as float32, though the caller has lowered the precision of such products."""
+
+    @functools.wraps(stage)
+    def precise(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        torch = sys.modules.get("torch")
+        before = torch.get_float32_matmul_precision() if torch else "highest"
+        if before == "highest" or torch is None:
+            return stage(*args, **kwargs)
+        torch.set_float32_matmul_precision("highest")
         try:
-            yield
+            return stage(*args, **kwargs)
         finally:
-            torch.set_default_dtype(before)
-            if named is None:
-                os.environ.pop(_INDUCTOR, None)
+            torch.set_float32_matmul_precision(before)
+
+    return precise

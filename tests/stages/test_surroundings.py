@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 import sys
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
@@ -83,6 +85,48 @@ def test_a_stage_does_not_see_what_the_caller_has_set(
         result = done(stage, model, labelled)
     if stage == "quantize":
         assert all(unit.integer for unit in result.plan.units)
+
+
+def test_float32_products_are_those_of_float32(labelled: list[Any], tmp_path: Path) -> None:
+    class Telling(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            told.add(torch.get_float32_matmul_precision())
+            return super().forward(x)
+
+    told: set[str] = set()
+    inputs = [batch for batch, _ in labelled]
+    torch.set_float32_matmul_precision("medium")
+    try:
+        qtool.export(qtool.quantize(Telling(8, 4), inputs), tmp_path, samples=inputs)
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert told == {"highest"}
+
+
+def test_stages_that_go_on_at_once_leave_what_the_first_one_met(labelled: list[Any]) -> None:
+    class Slow(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            here.set()
+            assert there.wait(60)
+            return super().forward(x)
+
+    class Last(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            there.set()
+            first.result()
+            assert torch.get_default_dtype() == torch.float32
+            return super().forward(x)
+
+    here, there = threading.Event(), threading.Event()
+    slow, last = Slow(8, 4), Last(8, 4)
+    with generators_kept():
+        expected = draws()
+    with default_dtype(torch.float64), ThreadPoolExecutor(2) as pool:
+        first = pool.submit(qtool.train, slow, labelled, epochs=1)
+        assert here.wait(60)
+        pool.submit(qtool.train, last, labelled, epochs=1).result()
+    assert draws() == expected
 
 
 def test_export_adds_no_folder_to_the_path(labelled: list[Any], tmp_path: Path) -> None:
