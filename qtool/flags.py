@@ -229,6 +229,7 @@ class Program(click.Group):
         """Runs a command line and leaves with its exit code; click's own error pages are never shown."""
         arguments = list(sys.argv[1:] if args is None else args)
         extra["standalone_mode"] = False
+        _stand_in_for_closed()
         if isinstance(sys.stdout, io.TextIOWrapper):  # a sign that it has no bytes for must not cost the result
             sys.stdout.reconfigure(errors="replace")
         try:
@@ -250,6 +251,17 @@ class Program(click.Group):
         except Exception as error:
             _leave(_fail(error, arguments))
         _leave(code if isinstance(code, int) else 0)
+
+
+def _stand_in_for_closed() -> None:
+    """Opens standard streams that the program was started without: the next file would be taken for them."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, "r" if name == "stdin" else "w", closefd=False))
 
 
 def _leave(code: int) -> NoReturn:

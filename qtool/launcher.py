@@ -37,7 +37,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, NoReturn
 
-from qtool.errors import QtoolError, QtoolWarning, left, says_that_another_ended, warning_line
+from qtool.errors import QtoolError, QtoolWarning, UsageError, left, says_that_another_ended, warning_line
 
 GRACE = 1.0
 """Seconds in which the errors of other processes are waited for after the first, and in which they stop when told."""
@@ -66,11 +66,14 @@ def launch(function: Callable[..., object], count: int, *arguments: Any) -> None
     """Runs ``function(*arguments)``, found by its module and name, in ``count`` processes, until all have ended.
 
     Raises what one of them raised, or Killed where a signal ended one; the others have ended then.
-    Raises QtoolError where the arguments cannot be sent to another process.
+    Raises QtoolError where the arguments cannot be sent to another process, UsageError in one that may start none.
     """
     from torch._C._distributed_c10d import TCPStore
 
     require_main()
+    if multiprocessing.current_process().daemon:
+        do = "use concurrent.futures.ProcessPoolExecutor, or devices=1"
+        raise UsageError("argument 'devices'", "a process that may start others", "a worker of a pool", do)
     sent = _packed((function, arguments, list(warnings.filters), logging.root.manager.disable))
     store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
     running = [_start(sent, rank, count, store.port) for rank in range(count)]
@@ -226,7 +229,7 @@ def leave(code: int) -> NoReturn:
     After an error, threads of communication libraries are still there, and one that gives back a tensor of an exchange
     that is over aborts an orderly end now and then; whoever started this process would take that for the cause.
     """
-    for stream in (sys.stdout, sys.stderr):
+    for stream in filter(None, (sys.stdout, sys.stderr)):
         with contextlib.suppress(OSError, ValueError):  # it is closed
             stream.flush()
     multiprocessing.util._run_finalizers(0)  # type: ignore[attr-defined]  # semaphores, which would be told as leaked

@@ -341,6 +341,20 @@ def test_output_that_a_full_disk_does_not_take_is_told_in_one_line(words: tuple[
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.skipif(not Path("/bin/sh").exists(), reason="no such shell here")
+def test_streams_that_were_closed_are_open_before_any_file_is() -> None:
+    code = """
+import os, sys
+from qtool.cli import main
+try:
+    main(["numerics", "--quiet"])
+except SystemExit:
+    print([os.path.samestat(os.fstat(n), os.stat(os.devnull)) for n in (0, 2)], sys.stderr.write("word"))
+"""
+    words = ["/bin/sh", "-c", 'exec "$0" -c "$1" <&- 2>&-', sys.executable, code]
+    assert subprocess.run(words, capture_output=True, text=True, check=False).stdout == "[True, True] 4\n"
+
+
 def test_output_that_nobody_reads_to_its_end_is_no_error_of_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any, **__: Any) -> dict[str, Any]:
         try:

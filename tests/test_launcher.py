@@ -89,6 +89,12 @@ def test_code_that_ends_its_process_is_told():
         launch(leave_in_one, 2)
 
 
+def test_a_worker_of_a_pool_is_told_that_it_starts_no_others(monkeypatch):
+    monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)
+    with pytest.raises(UsageError, match=r"'devices'.*a worker of a pool; use concurrent\.futures"):
+        launch(print, 1)
+
+
 def test_an_error_that_cannot_be_sent_is_sent_as_words():
     with pytest.raises(RuntimeError, match="Own: said so") as caught:
         launch(raise_what_cannot_travel, 1)

@@ -38,7 +38,8 @@ def quiet_export() -> Iterator[None]:
     with quiet_loggers(*names, below=logging.CRITICAL), contextlib.redirect_stderr(said), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r"The tensor attributes? .*_flat_weights", category=UserWarning)
         yield
-    sys.stderr.write(said.getvalue())  # a model's own words, where all went well
+    if sys.stderr is not None:  # a service may have none
+        sys.stderr.write(said.getvalue())  # a model's own words, where all went well
 
 
 @contextlib.contextmanager

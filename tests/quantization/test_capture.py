@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import importlib.util
 import operator
+import sys
 import textwrap
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -150,6 +151,11 @@ def test_a_refused_model_still_takes_tensors_as_buffers() -> None:
         capture(model, X)
     model.seen = torch.ones(1)
     assert not nn.modules.module._global_buffer_registration_hooks
+
+
+def test_a_process_without_standard_error_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    assert torch.equal(capture(nn.ReLU(), X)(X), X.relu())
 
 
 def test_every_dropout_is_switched() -> None:
