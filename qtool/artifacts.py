@@ -389,9 +389,19 @@ def _parsed(path: Path, stage: str) -> dict[str, Any]:
     schema = result.get("schema") if isinstance(result, dict) else type(result).__name__
     if schema != SCHEMA_VERSION:
         raise QtoolError(f"'{path}'", f"schema {SCHEMA_VERSION}", str(schema), f"run 'qtool {stage}' again")
-    if lost := {"stage", "config", "inputs", "outputs", "metrics"} - result.keys():
-        raise QtoolError(f"'{path}'", "a whole result", f"no {', '.join(sorted(lost))}", f"run 'qtool {stage}' again")
+    if lost := sorted(_lost(result)):
+        raise QtoolError(f"'{path}'", "a whole result", f"no {', '.join(lost)}", f"run 'qtool {stage}' again")
     return dict(result)
+
+
+def _lost(result: Mapping[str, Any]) -> Iterator[str]:
+    """What every reader of a result counts on, and is not there or is of another type."""
+    tables = ("config", "inputs", "outputs", "metrics")
+    whole = [name for name in tables if isinstance(result.get(name), dict)]
+    yield from {"stage", *tables} - {*whole, *(["stage"] if isinstance(result.get("stage"), str) else [])}
+    for name, entry in result["outputs"].items() if "outputs" in whole else ():
+        if not isinstance(entry, dict) or not all(isinstance(entry.get(key), str) for key in ("file", "sha256")):
+            yield f"file and sha256 of output '{name}'"
 
 
 def output_path(run: Path, result: Mapping[str, Any], name: str) -> Path:

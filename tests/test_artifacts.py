@@ -114,7 +114,18 @@ def test_a_changed_or_missing_output_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "part"),
-    [("{", "a JSON result"), ("[]", "schema"), ('{"schema": 99}', "got 99"), ('{"schema": 1}', "a whole result")],
+    [
+        ("{", "a JSON result"),
+        ("[]", "schema"),
+        ('{"schema": 99}', "got 99"),
+        ('{"schema": 1}', "a whole result"),
+        ('{"schema": 1, "stage": "train", "config": {}, "inputs": {}, "metrics": {}, "outputs": 5}', "no outputs"),
+        ('{"schema": 1, "stage": "train", "config": [], "inputs": {}, "metrics": {}, "outputs": {}}', "no config"),
+        (
+            '{"schema": 1, "stage": "train", "config": {}, "inputs": {}, "metrics": {}, "outputs": {"model": null}}',
+            "no file and sha256 of output 'model'",
+        ),
+    ],
 )
 def test_a_damaged_result_is_refused(tmp_path: Path, content: str, part: str) -> None:
     (tmp_path / "train.json").write_text(content)
