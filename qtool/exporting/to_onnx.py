@@ -51,6 +51,7 @@ from qtool.exporting.passes import (
     names,
     pads,
     parts,
+    pointwise_pads,
     pool_pads,
     sizes,
     stem,
@@ -78,14 +79,14 @@ PASSES: dict[str, tuple[Pass, ...]] = {
         float_units.apply, stem.apply, lookups.apply,
     ),
     "openvino": (
-        global_pool.apply, activations.apply, conv_pads.apply, strides.apply, biases.apply, bare_weights.apply,
-        lookups.apply, expands.apply, kept_axes.apply,
+        global_pool.apply, activations.apply, strides.apply, biases.apply, bare_weights.apply, lookups.apply,
+        expands.apply, kept_axes.apply,
     ),
     "tensorrt": (global_pool.apply, activations.apply, conv_pads.apply),
 }  # fmt: skip
 """What is mended in a file, by target: operators on integers themselves are ONNX Runtime's alone."""
-UNREAD: dict[str, tuple[Pass, ...]] = {"openvino": (wraps.apply,)}
-"""What takes out of a file, integer or not, that a target's runtime does not open it with."""
+MISREAD: dict[str, tuple[Pass, ...]] = {"openvino": (wraps.apply, conv_pads.apply, pointwise_pads.apply)}
+"""What takes out of a file, integer or not, what a target's runtime does not open it with, or computes otherwise."""
 QUICK: dict[str, tuple[Pass, ...]] = {
     "ort-cpu": (
         mean_pools.apply, wide_groups.apply, even_channels.apply, even_inputs.apply, wide_gates.apply,
@@ -108,7 +109,7 @@ def float_to_onnx(graph: GraphModule, example: Any, opset: int, target: str = "o
     """The float graph as an ONNX model with a dynamic batch for a target, its nodes named after the modules."""
     model, units, outputs = _translate(graph, example, opset)
     names.apply(model, units, outputs)
-    for rewrite in UNREAD.get(target, ()):
+    for rewrite in MISREAD.get(target, ()):
         rewrite(model)
     metadata.strip(model)
     return model
@@ -131,7 +132,7 @@ def quantized_to_onnx(quantized: QuantizedModel, opset: int) -> ir.Model:
     casts.apply(model)
     names.apply(model, units, outputs)
     target = quantized.plan.target
-    for rewrite in (*UNREAD.get(target, ()), *PASSES[target]):
+    for rewrite in (*MISREAD.get(target, ()), *PASSES[target]):
         rewrite(model)
     if opset > NO_BARE_MOVES and any(map(parts.moves_signed, model.graph)):
         raise UsageError(

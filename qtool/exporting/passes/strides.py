@@ -15,39 +15,54 @@ def apply(model: ir.Model) -> int:
     """Rewrites in place; returns how many convolutions lost their stride."""
     changed = 0
     for node in list(model.graph):
-        strides = _strides(node)
-        if strides is not None:
-            changed += _pool(model, node, strides)
+        readers = _readers(node)
+        if readers:
+            take_strides(model, node.outputs[0], readers)
+            changed += len(readers)
     return changed
 
 
-def _strides(source: ir.Node) -> list[int] | None:
-    """The strides of the pointwise convolutions that alone read a dequantizer, if they have some and the same."""
-    readers = source.outputs[0].consumers()
+def _readers(source: ir.Node) -> list[ir.Node]:
+    """The pointwise convolutions that alone read a dequantizer, if they have strides and the same."""
+    readers = list(source.outputs[0].consumers())
     if source.op_type != "DequantizeLinear" or not readers:
-        return None
-    found = {tuple(reader.attributes.get_ints("strides", [])) for reader in readers}
-    same = len(found) == 1 and max(next(iter(found)), default=1) > 1
-    return list(found.pop()) if same and all(_is_pointwise(reader, source) for reader in readers) else None
+        return []
+    found = {tuple(strides_of(reader)) for reader in readers}
+    same = len(found) == 1 and max(found.pop(), default=1) > 1
+    unpadded = (
+        is_pointwise(reader)
+        and reader.inputs[0] is source.outputs[0]
+        and not any(reader.attributes.get_ints("pads", []))
+        for reader in readers
+    )
+    return readers if same and all(unpadded) else []
 
 
-def _is_pointwise(node: ir.Node, source: ir.Node) -> bool:
+def strides_of(conv: ir.Node) -> list[int]:
+    """The strides of a convolution, as far as it names them."""
+    return list(conv.attributes.get_ints("strides", []))
+
+
+def is_pointwise(node: ir.Node) -> bool:
+    """Whether a node is a convolution of windows of one, its padding in numbers."""
     attributes = node.attributes
     return (
-        node.op_type == "Conv" and node.inputs[0] is source.outputs[0]
-        and set(attributes.get_ints("kernel_shape", [0])) == {1} and not any(attributes.get_ints("pads", []))
+        node.op_type == "Conv"
+        and set(attributes.get_ints("kernel_shape", [0])) == {1}
         and attributes.get_string("auto_pad", "NOTSET") == "NOTSET"
-    )  # fmt: skip
+    )
 
 
-def _pool(model: ir.Model, source: ir.Node, strides: list[int]) -> int:
-    value, readers = source.outputs[0], list(source.outputs[0].consumers())
+def take_strides(model: ir.Model, value: ir.Value, readers: list[ir.Node]) -> None:
+    """Has one pooling of a computed ``value`` take the positions that convolutions with the same strides read of it."""
+    source, strides = value.producer(), strides_of(readers[0])
     windows = [ir.AttrInt64s("kernel_shape", [1] * len(strides)), ir.AttrInt64s("strides", strides)]
-    pool = ir.Node("", "MaxPool", [value], windows, name=f"{source.name or value.name}/every")
+    assert source is not None
+    name = f"{source.name or value.name}/every/{readers[0].name or readers[0].outputs[0].name}"
+    pool = ir.Node("", "MaxPool", [value], windows, name=name)
     made = pool.outputs[0]
-    made.name, made.dtype = pool.name, value.dtype
+    made.name, made.dtype = name, value.dtype
     model.graph.insert_after(source, pool)
     for reader in readers:
         reader.replace_input_with(0, made)
         reader.attributes["strides"] = ir.AttrInt64s("strides", [1] * len(strides))
-    return len(readers)
