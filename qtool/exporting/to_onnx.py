@@ -32,6 +32,7 @@ from qtool.exporting.exporter import distinct_quantizers, quicker
 from qtool.exporting.passes import (
     activations,
     bare_weights,
+    behind_layers,
     biases,
     block_products,
     casts,
@@ -79,8 +80,8 @@ PASSES: dict[str, tuple[Pass, ...]] = {
         float_units.apply, stem.apply, lookups.apply,
     ),
     "openvino": (
-        global_pool.apply, activations.apply, strides.apply, biases.apply, bare_weights.apply, lookups.apply,
-        expands.apply, kept_axes.apply,
+        global_pool.apply, activations.apply, strides.apply, biases.apply, bare_weights.apply, behind_layers.apply,
+        lookups.apply, expands.apply, kept_axes.apply,
     ),
     "tensorrt": (global_pool.apply, activations.apply, conv_pads.apply),
 }  # fmt: skip
