@@ -45,6 +45,7 @@ from qtool.exporting.passes import (
     global_pool,
     hard_sigmoid,
     int4,
+    joins,
     kept_axes,
     lookups,
     mean_pools,
@@ -81,7 +82,7 @@ PASSES: dict[str, tuple[Pass, ...]] = {
     ),
     "openvino": (
         global_pool.apply, activations.apply, strides.apply, biases.apply, bare_weights.apply, behind_layers.apply,
-        lookups.apply, expands.apply, kept_axes.apply,
+        lookups.apply, expands.apply, kept_axes.apply, joins.apply,
     ),
     "tensorrt": (global_pool.apply, activations.apply, conv_pads.apply),
 }  # fmt: skip
