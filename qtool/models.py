@@ -23,6 +23,7 @@ Left out on purpose: loading the keys that happen to fit. Weights are of this ar
 from __future__ import annotations
 
 import pickle
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -52,6 +53,8 @@ BUILT_INS: dict[str, Callable[[int, int], nn.Module]] = {
     "gpt2-mini": gpt2_mini,
     "vit_l_16": vit_l_16,
 }
+_SHORTCUT = threading.Lock()
+_without_shortcut, _shortcut_before = 0, True
 SUFFIXES = (".safetensors", ".pt", ".pth")
 FILES = {
     ".onnx": ("an ONNX file", "give the PyTorch model that it was exported from"),
@@ -269,14 +272,25 @@ def shortcut(taken: bool) -> Iterator[None]:
     """Whether ``nn.TransformerEncoder`` takes its shortcut in inference, or calls its layers there too.
 
     It takes their weights itself, and so passes by what lies on them (an adapter). Of padded sequences it returns 0
-    behind the end, where the layers compute something, in training and in a captured graph.
+    behind the end, where the layers compute something, in training and in a captured graph. torch has one setting for
+    all threads: it is off while any of them wants it off, and the last one gives it back.
     """
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(taken)
+    global _without_shortcut, _shortcut_before
+    if taken:
+        yield
+        return
+    with _SHORTCUT:
+        if not _without_shortcut:
+            _shortcut_before = torch.backends.mha.get_fastpath_enabled()
+            torch.backends.mha.set_fastpath_enabled(False)
+        _without_shortcut += 1
     try:
         yield
     finally:
-        torch.backends.mha.set_fastpath_enabled(before)
+        with _SHORTCUT:
+            _without_shortcut -= 1
+            if not _without_shortcut:
+                torch.backends.mha.set_fastpath_enabled(_shortcut_before)
 
 
 @contextmanager

@@ -168,8 +168,8 @@ def fewest_samples(model: nn.Module) -> int:
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters of ``model`` that training changes. Raises UsageError where there are none."""
-    found = [p for p in model.parameters() if p.requires_grad]
+    """The parameters of ``model`` that training changes: those with values. Raises UsageError where there are none."""
+    found = [p for p in model.parameters() if p.requires_grad and p.numel()]  # adafactor divides by their number
     if not found:
         raise UsageError("training", "a model with parameters to train", "none", "leave some requires_grad on")
     return found

@@ -15,7 +15,7 @@ from torch import nn
 
 from qtool.artifacts import staging, write_result
 from qtool.errors import QtoolError, UsageError
-from qtool.models import check_finite, load_model, load_weights
+from qtool.models import check_finite, load_model, load_weights, shortcut
 from qtool.nets import ResidualBlock
 
 IMAGE_NETS = ("resnet", "mobilenet")
@@ -348,3 +348,13 @@ def test_weights_in_float32_widen_a_model_that_was_made_in_16_bits(tmp_path: Pat
     torch.save(build().bfloat16().state_dict(), tmp_path / "narrow.pt")
     load_weights(model := build(), tmp_path / "narrow.pt")
     assert model[0].weight.dtype == torch.float32
+
+
+def test_threads_that_want_no_shortcut_leave_it_as_the_first_one_met_it():
+    first, second = shortcut(False), shortcut(False)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert not torch.backends.mha.get_fastpath_enabled()
+    second.__exit__(None, None, None)
+    assert torch.backends.mha.get_fastpath_enabled()

@@ -89,8 +89,7 @@ def adafactor(config: TrainConfig) -> Make:
     """Adafactor at the schedule's learning rate, relative to each tensor's own size as the paper has it."""
 
     def make(parameters: list[nn.Parameter]) -> Optimizer:
-        some = [p for p in parameters if p.numel()]  # it divides by a parameter's size
-        return torch.optim.Adafactor(some, config.learning_rate, weight_decay=config.weight_decay)
+        return torch.optim.Adafactor(parameters, config.learning_rate, weight_decay=config.weight_decay)
 
     return make
 

@@ -7,7 +7,7 @@ from qtool.errors import QtoolError
 from qtool.loop import task_loss
 from qtool.recipe import KERNELS, TrainConfig
 from qtool.recipe import OPTIMIZERS as NAMES
-from qtool.step import Step
+from qtool.step import Step, trained
 from qtool.tasks import load_task
 from qtool.training import compiling, optimizers
 from qtool.training.optimizers import OPTIMIZERS
@@ -190,8 +190,8 @@ def test_parameters_that_an_optimizer_cannot_update_are_told_before_the_training
 
 
 def test_a_parameter_without_values_is_passed_over_by_adafactor():
-    parameters = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.empty(0, 3))]
-    optimizer = optimizers.adafactor(TrainConfig(optimizer="adafactor"))(parameters)
-    sum(p.sum() for p in parameters).backward()
+    model = nn.ParameterList([torch.ones(3), torch.empty(0, 3)])
+    optimizer = optimizers.adafactor(TrainConfig(optimizer="adafactor"))(trained(model))
+    sum(p.sum() for p in model).backward()
     optimizer.step()
-    assert not torch.equal(parameters[0], torch.ones(3))
+    assert not torch.equal(model[0], torch.ones(3))
