@@ -62,7 +62,7 @@ def _take_in(model: ir.Model, conv: ir.Node) -> bool:
 
 
 def _behind(conv: ir.Node) -> tuple[list[ir.Node], Numbers, Numbers]:
-    """The steps up to the last product with stored numbers, and what they multiply a result by and then add to it."""
+    """The steps up to the last that multiplies by stored numbers, by what they do in all, and what they add then."""
     value, steps = conv.outputs[0], list[ir.Node]()
     factor, shift = np.ones(1), np.zeros(1)
     found = steps, factor, shift
@@ -75,11 +75,12 @@ def _behind(conv: ir.Node) -> tuple[list[ir.Node], Numbers, Numbers]:
         if step.op_type in _PRODUCTS:
             numbers = 1 / numbers if step.op_type == "Div" else numbers
             factor, shift = factor * numbers, shift * numbers
-            found = steps, factor, shift
         elif step.op_type == "Add":
             shift = shift + numbers
         else:
             factor, shift = (factor, shift - numbers) if index == 0 else (-factor, numbers - shift)
+        if step.op_type in _PRODUCTS or (step.op_type == "Sub" and index == 1):  # which multiplies by −1
+            found = steps, factor, shift
         value = step.outputs[0]
     return found
 

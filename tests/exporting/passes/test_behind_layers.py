@@ -45,8 +45,9 @@ def scaled(
         scaled(("Add", PER_CHANNEL, False), ("Mul", [[[-0.7]]], True)),
         scaled(("Sub", 1.0, False), ("Mul", 0.5, True), ("Sub", PER_CHANNEL, True), ("Div", -3.0, True)),
         scaled(("Mul", 1.3, True), groups=4),
+        scaled(("Sub", PER_CHANNEL, False)),
     ],
-    ids=["one", "per channel", "divided", "added before", "chain", "grouped"],
+    ids=["one", "per channel", "divided", "added before", "chain", "grouped", "taken from"],
 )
 def test_openvino_convolves_integers_to_the_same_numbers(model: onnx.ModelProto, tmp_path: Path) -> None:
     changed, rewritten = rewritten_by(behind_layers.apply, model)
