@@ -237,7 +237,9 @@ class Program(click.Group):
         except click.Abort as error:
             if isinstance(error.__cause__, EOFError):  # click takes it for the end of what somebody types
                 _leave(_fail(error.__cause__, arguments))
-            click.echo("qtool: interrupted; run the same command again and it resumes from what is finished", err=True)
+            do = "run the same command again and it resumes from what is finished"
+            click.echo(f"qtool: interrupted; {do}", err=True)
+            _tell_json(QtoolError("qtool", "to finish", "an interrupt", do), INTERRUPTED, arguments)
             _leave(INTERRUPTED)
         except click.exceptions.NoArgsIsHelpError as error:
             click.echo(error.format_message(), err=True)
@@ -281,12 +283,17 @@ def _fail(error: Exception, arguments: Sequence[str]) -> int:
         traceback.print_exception(error)
     told = explain(error)
     click.echo(f"qtool: error: {told}", err=True)
+    _tell_json(told, told.exit_code, arguments)
+    return told.exit_code
+
+
+def _tell_json(told: QtoolError, code: int, arguments: Sequence[str]) -> None:
+    """Prints the error as the one JSON object that ``--json`` promises, where it was asked for."""
     if "--json" in arguments:
         parts = {"where": told.where, "expected": told.expected, "got": told.got, "do": told.do}
         details = {"details": finite(told.details)} if isinstance(told, ContractError) and told.details else {}
         with contextlib.suppress(OSError):  # the error may be that nothing can be written there
-            click.echo(json.dumps({"error": {**parts, "exit_code": told.exit_code, **details}}))
-    return told.exit_code
+            click.echo(json.dumps({"error": {**parts, "exit_code": code, **details}}))
 
 
 def explain(error: Exception) -> QtoolError:

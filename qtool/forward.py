@@ -23,4 +23,11 @@ def passes_told(where: str, expected: str = "inputs that it takes", do: str = CH
     except OWN as error:
         if out_of_memory(error) or says_that_another_ended(error):
             raise
-        raise QtoolError(where, expected, reason_of(error), misnamed(error) or do) from error
+        raise QtoolError(
+            where, expected, reason_of(error), misnamed(error) or made_in_inference(error) or do
+        ) from error
+
+
+def made_in_inference(error: BaseException) -> str | None:
+    """What to do where torch takes no tensor that was made in inference mode; None of any other error."""
+    return "make the model outside of torch.inference_mode()" if "nference tensor" in str(error) else None

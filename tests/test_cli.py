@@ -307,6 +307,8 @@ def test_an_interrupt_is_130_and_says_that_the_run_resumes(monkeypatch: pytest.M
     result = inspect_raises(monkeypatch, KeyboardInterrupt())
     assert result.exit_code == 130
     assert "resumes" in result.stderr
+    told = json.loads(inspect_raises(monkeypatch, KeyboardInterrupt(), "--json").stdout)["error"]
+    assert (told["got"], told["exit_code"]) == ("an interrupt", 130)
 
 
 def test_what_the_output_cannot_write_is_replaced_and_json_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,6 +33,7 @@ from torch.utils import _pytree as pytree
 
 from qtool.errors import QtoolError, UsageError, reason_of
 from qtool.form import FIXED_SIZE, as_graph, input_values, open_axes, to_program
+from qtool.forward import made_in_inference
 from qtool.models import modes_kept, without_cache
 from qtool.nested import call, map_tensors, misnamed, tensors
 from qtool.quantization.conditions import guards_of, of_batches
@@ -216,8 +217,8 @@ def _what_to_do(error: Exception) -> str:
     """The way out of a failed capture, by what torch says of it."""
     if any(word in str(error) for word in ("register a pytree", "unhashable type")):  # torch 2.11 says the latter
         return "return a tuple or a dict, or make the class known with torch.export.register_dataclass"
-    if "inference tensor" in str(error):
-        return "make the model outside of torch.inference_mode()"
+    if told := made_in_inference(error):
+        return told
     if "data-dependent" in str(error):
         return (
             "rewrite that part without sizes or Python control flow that depend on values, or quantize the model "

@@ -1,8 +1,9 @@
 """What a caller's process has set, which no stage is to be changed by, or to change.
 
 Inside a stage torch is as it is when a process starts: gradients are recorded, nothing is autocast, what is made is
-float32 on the host. Behind it all is as the caller had it, random generators included. What belongs to the thread is
-set for each stage; what all threads share, by the first of those that go on at once, and put back by the last.
+float32 on the host, and a module that moves changes its parameters instead of swapping them. Behind it all is as the
+caller had it, random generators included. What belongs to the thread is set for each stage; what all threads share, by
+the first of those that go on at once, and put back by the last.
 
 Left out on purpose: the precision of float32 products in a training, which is the caller's to choose.
 """
@@ -64,6 +65,9 @@ def _of_the_process() -> Iterator[None]:
     with _LOCK:
         if not _at_work:
             _shared.callback(torch.set_default_dtype, torch.get_default_dtype())
+            swaps = torch.__future__.get_swap_module_params_on_conversion()
+            _shared.callback(torch.__future__.set_swap_module_params_on_conversion, swaps)
+            torch.__future__.set_swap_module_params_on_conversion(False)
             if _INDUCTOR not in os.environ:
                 _shared.callback(os.environ.pop, _INDUCTOR, None)
             _shared.enter_context(generators_kept())

@@ -19,6 +19,7 @@ from torch import nn
 
 import qtool
 from qtool.checkpoint import generators_kept
+from qtool.errors import QtoolError
 
 STAGES = ("quantize", "qat", "sensitivity", "train", "predict_memory")
 
@@ -56,6 +57,16 @@ def default_dtype(dtype: torch.dtype) -> Any:
         torch.set_default_dtype(torch.float32)
 
 
+@contextmanager
+def parameters_swapped() -> Any:
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        yield
+        assert torch.__future__.get_swap_module_params_on_conversion()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
 def draws() -> tuple[Any, ...]:
     return torch.rand(1).item(), float(np.random.rand()), random.random()
 
@@ -74,7 +85,7 @@ def test_random_generators_are_left_as_they_were(stage: str, labelled: list[Any]
     "set_by_the_caller",
     [
         torch.inference_mode, torch.no_grad, partial(torch.autocast, "cpu"), partial(default_dtype, torch.float64),
-        partial(torch.device, "meta"),
+        partial(torch.device, "meta"), parameters_swapped,
     ],
 )  # fmt: skip
 def test_a_stage_does_not_see_what_the_caller_has_set(
@@ -85,6 +96,13 @@ def test_a_stage_does_not_see_what_the_caller_has_set(
         result = done(stage, model, labelled)
     if stage == "quantize":
         assert all(unit.integer for unit in result.plan.units)
+
+
+def test_a_model_made_in_inference_mode_is_told_as_such(labelled: list[Any]) -> None:
+    with torch.inference_mode():
+        model = net()
+    with pytest.raises(QtoolError, match="make the model outside of torch"):
+        qtool.train(model, labelled)
 
 
 def test_float32_products_are_those_of_float32(labelled: list[Any], tmp_path: Path) -> None:
