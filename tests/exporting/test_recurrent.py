@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from qtool.form import QuantizedModel
 from qtool.lstm import OPERATOR
 from qtool.quantization.stage import quantize
 from qtool.recipe import ExportConfig, QuantizeConfig
+from qtool.runtimes import open_session
 from qtool.runtimes.ort import optimized_graph
 
 X = torch.randn(16, 6, 12, generator=torch.Generator().manual_seed(0))
@@ -145,3 +147,26 @@ class Ordered(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         states = self.rnn(x if self.rnn.batch_first else x.transpose(0, 1))[0]
         return self.head(states if self.rnn.batch_first else states.transpose(0, 1))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("openvino") is None, reason="openvino is not installed")
+def test_openvino_does_not_round_what_stored_weights_multiply(tmp_path: Path) -> None:
+    """As it does of 32 numbers and more where it knows the weights for stored ones."""
+    torch.manual_seed(0)
+    x = torch.randn(16, 3, 32)
+    form = quantize(Wide().eval(), QuantizeConfig(target="openvino", effort="fast"), example=x, calibration=[x])
+    path = export(form, tmp_path, ExportConfig(), samples=[x]).files["int8"]
+    session = open_session(path, provider="openvino")
+    (found,), expected = session.run({"x": x.numpy()}), form(x).numpy()
+    assert 10 * np.log10(np.square(expected).mean() / np.square(found - expected).mean()) > 100
+
+
+class Wide(nn.Module):
+    """A plain recurrent layer alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.RNN(32, 32, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rnn(x)[0]
