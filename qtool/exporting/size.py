@@ -1,9 +1,10 @@
 """The size gate: the file's tensors take the bytes that the plan predicts.
 
 The prediction is arithmetic over the quantized graph: each constant in the type it is stored in there, zero
-points in a byte, and the positions that an affine grid is computed from. Integers of 64 bits are positions and sizes,
-of which an exporter may need more: they do not count. A weight that the exporter kept in float, or stored twice,
-shows at once. What the file spends on nodes and names is reported beside it.
+points in a byte, the positions that an affine grid is computed from, and the weights of resizings that are products in
+the file. Integers of 64 bits are positions and sizes, of which an exporter may need more: they do not count. A weight
+that the exporter kept in float, or stored twice, shows at once. What the file spends on nodes and names is reported
+beside it.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ SMALL_BYTES = 4096
 """What the file may differ by in any case: shapes and positions that the exporter computes beforehand."""
 SHARED_VALUES = 1024
 """Of the largest constant that the exporter compares with others."""
+_AVERAGED = (torch.ops.aten._upsample_bilinear2d_aa.vec, torch.ops.aten._upsample_bicubic2d_aa.vec)
 
 
 def predicted_bytes(quantized: QuantizedModel) -> int:
@@ -53,7 +55,7 @@ def predicted_bytes(quantized: QuantizedModel) -> int:
             size = stored.numel() * stored.element_size()
             found[stored.dtype, stored.shape, key] = (size + 1) // 2 if name in packed else size
     twice = sum(tensors[name].numel() * 4 for name in own if len(readers[name]) > 1)
-    return sum(found.values()) + twice + _grid_bytes(quantized)
+    return sum(found.values()) + twice + _grid_bytes(quantized) + _resize_bytes(quantized)
 
 
 def _grid_bytes(quantized: QuantizedModel) -> int:
@@ -65,6 +67,18 @@ def _grid_bytes(quantized: QuantizedModel) -> int:
             if all(isinstance(size, int) for size in sizes):
                 found[(*sizes, node.args[2])] = math.prod(sizes) * (len(sizes) + 1) * 4
     return sum(found.values())
+
+
+def _resize_bytes(quantized: QuantizedModel) -> int:
+    """What antialiased resizings store for OpenVINO (:mod:`.passes.smooth_resizes`): float32 weights for each axis."""
+    found = 0
+    for node in quantized.graph.graph.nodes if quantized.plan.target == "openvino" else ():
+        if node.target in _AVERAGED:
+            axes = list(zip(node.args[0].meta["val"].shape[-2:], node.meta["val"].shape[-2:], strict=True))
+            known = all(isinstance(size, int) for axis in axes for size in axis)
+            if known and any(after < before for before, after in axes):
+                found += sum(4 * before * after for before, after in axes if after != before)
+    return found
 
 
 def _readers_of_scales(quantized: QuantizedModel) -> dict[str, set[str]]:

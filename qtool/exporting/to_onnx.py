@@ -56,6 +56,7 @@ from qtool.exporting.passes import (
     pointwise_pads,
     pool_pads,
     sizes,
+    smooth_resizes,
     stem,
     stored,
     strides,
@@ -87,7 +88,9 @@ PASSES: dict[str, tuple[Pass, ...]] = {
     "tensorrt": (global_pool.apply, activations.apply, conv_pads.apply),
 }  # fmt: skip
 """What is mended in a file, by target: operators on integers themselves are ONNX Runtime's alone."""
-MISREAD: dict[str, tuple[Pass, ...]] = {"openvino": (wraps.apply, conv_pads.apply, pointwise_pads.apply)}
+MISREAD: dict[str, tuple[Pass, ...]] = {
+    "openvino": (wraps.apply, conv_pads.apply, pointwise_pads.apply, smooth_resizes.apply),
+}
 """What takes out of a file, integer or not, what a target's runtime does not open it with, or computes otherwise."""
 QUICK: dict[str, tuple[Pass, ...]] = {
     "ort-cpu": (

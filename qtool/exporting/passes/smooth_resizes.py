@@ -1,0 +1,111 @@
+"""Writes a resizing that averages what it makes smaller (``antialias``) as matrix products, one for each axis.
+
+OpenVINO (2026.4) takes no notice of ``antialias`` in a Resize, and samples: 3 dB, in floats too. Along an axis that is
+scaled by s, number i of the result is the mean of the numbers j with the weights
+
+    W[i, j] = f(min(s, 1) · (j + 1/2 − (i + 1/2) / s)),    over the sum of its row,
+
+f being the triangle of a linear Resize or the cubic (Keys, 1981) of the node's ``cubic_coeff_a``. So torch, Pillow and
+ONNX Runtime have it.
+
+Left out on purpose: sizes that are not known, and what torch has not, which is other coordinates, numbers outside, and
+axes before the last two. What makes no axis smaller OpenVINO computes.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+from qtool.exporting.passes.biases import drop_unused
+from qtool.exporting.passes.parts import constant
+
+_WIDTH, _HEIGHT = -1, -2
+
+
+def apply(model: ir.Model) -> int:
+    """Rewrites in place; returns how many resizings are products now."""
+    found = [(node, weights) for node in model.graph if (weights := _weights(node))]
+    for node, weights in found:
+        _rewrite(model, node, weights)
+    if found:
+        RemoveUnusedNodesPass()(model)
+        drop_unused(model)
+    return len(found)
+
+
+def _weights(node: ir.Node) -> dict[int, npt.NDArray[np.float32]]:
+    """The weights for each axis that an averaging Resize changes, counted from the last; none for anything else."""
+    if not _averages(node):
+        return {}
+    value, result = node.inputs[0], node.outputs[0]
+    if value is None or value.shape is None or result.shape is None or len(value.shape) != len(result.shape):
+        return {}
+    factors, given, rank = _factors(node), dict[int, float](), len(value.shape)
+    for axis, (before, after) in enumerate(zip(value.shape, result.shape, strict=True)):
+        if before == after and (factors is None or factors[axis] == 1):
+            continue
+        if axis - rank < _HEIGHT or not isinstance(before, int) or not isinstance(after, int):
+            return {}
+        given[axis - rank] = after / before if factors is None else factors[axis]
+    if min(given.values(), default=1) >= 1:
+        return {}
+    cubic = node.attributes.get_float("cubic_coeff_a", -0.75) if _text(node, "mode") == "cubic" else None
+    return {axis: matrix(value.shape[axis], result.shape[axis], scale, cubic) for axis, scale in given.items()}
+
+
+def _averages(node: ir.Node) -> bool:
+    """Whether a node is an antialiased Resize as torch writes one."""
+    told = node.attributes
+    if node.op_type != "Resize" or not told.get_int("antialias", 0) or not told.get_int("exclude_outside", 0):
+        return False
+    plain = _text(node, "coordinate_transformation_mode", "half_pixel") == "half_pixel"
+    stretched = _text(node, "keep_aspect_ratio_policy", "stretch") == "stretch"
+    return plain and stretched and "axes" not in told and _text(node, "mode") in ("linear", "cubic")
+
+
+def _text(node: ir.Node, name: str, default: str = "") -> str:
+    return str(node.attributes.get_string(name, default))
+
+
+def _factors(node: ir.Node) -> list[float] | None:
+    """By what each axis is scaled where a Resize tells that, and no sizes."""
+    scales = node.inputs[2] if len(node.inputs) > 2 else None
+    if scales is None or scales.const_value is None or not scales.const_value.size:
+        return None
+    factors: list[float] = scales.const_value.numpy().tolist()
+    return factors
+
+
+def matrix(before: int, after: int, scale: float, cubic: float | None = None) -> npt.NDArray[np.float32]:
+    """The weights of ``before`` numbers in each of ``after``; ``cubic`` is a cubic's coefficient a, None a triangle."""
+    places = np.arange(before) + 0.5 - (np.arange(after)[:, None] + 0.5) / scale
+    x = np.abs(places * min(scale, 1))
+    if cubic is None:
+        weights = np.maximum(1 - x, 0)
+    else:
+        near = ((cubic + 2) * x - (cubic + 3)) * x**2 + 1
+        far = cubic * (((x - 5) * x + 8) * x - 4)
+        weights = np.select([x < 1, x < 2], [near, far])
+    means: npt.NDArray[np.float32] = (weights / weights.sum(axis=1, keepdims=True)).astype(np.float32)
+    return means
+
+
+def _rewrite(model: ir.Model, node: ir.Node, weights: dict[int, npt.NDArray[np.float32]]) -> None:
+    """Multiplies by each axis' weights: the last axis from behind, the one before it from the front."""
+    result, value = node.outputs[0], node.inputs[0]
+    assert value is not None
+    assert value.shape is not None
+    assert result.shape is not None
+    made, shape = list[ir.Node](), list(value.shape)
+    for axis in sorted(weights, reverse=True):
+        name = f"{node.name or result.name}/{'width' if axis == _WIDTH else 'height'}"
+        turned = weights[axis].T if axis == _WIDTH else weights[axis]
+        stored = constant(model, f"{name}/weights", np.ascontiguousarray(turned))
+        made.append(ir.node("MatMul", [value, stored] if axis == _WIDTH else [stored, value], name=name))
+        shape[axis], dtype = result.shape[axis], value.dtype
+        value = made[-1].outputs[0]
+        value.name, value.dtype, value.shape = name, dtype, ir.Shape(shape)
+    ir.convenience.replace_nodes_and_values(model.graph, node, [node], made, [result], [value])

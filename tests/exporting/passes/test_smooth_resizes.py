@@ -1,0 +1,101 @@
+"""Antialiased resizings as matrix products: torch's numbers, also in OpenVINO, in the size that is predicted."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from qdq_files import Builder, rewritten_by, run
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from qtool.exporting.passes import smooth_resizes
+from qtool.exporting.stage import export
+from qtool.quantization.stage import quantize
+from qtool.recipe import ExportConfig, QuantizeConfig
+from qtool.runtimes import open_session
+
+TORCH = {"antialias": 1, "exclude_outside": 1, "coordinate_transformation_mode": "half_pixel"}
+
+
+def resized(sizes: list[int], x: tuple[Any, ...] = ("n", 2, 16, 19), **attributes: Any) -> onnx.ModelProto:
+    """A Resize of the last axes to sizes, behind as many others as there are."""
+    b = Builder()
+    value = b.input("x", list(x))
+    others = b.op("Shape", value, start=0, end=len(x) - len(sizes))
+    shape = b.op("Concat", others, b.constant(sizes, np.int64), axis=0)
+    model = b.model(b.op("Resize", value, "", "", shape, **{**TORCH, "mode": "linear", **attributes}))
+    return declared(model, [*x[: len(x) - len(sizes)], *sizes])
+
+
+def declared(model: onnx.ModelProto, shape: list[Any]) -> onnx.ModelProto:
+    """A model with the shape of its output, which ONNX's inference does not know."""
+    name = model.graph.output[0].name
+    model.graph.output[0].CopyFrom(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, shape))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("mode", "sizes"), [("bilinear", (7, 9)), ("bicubic", (7, 9)), ("bilinear", (16, 5)), ("bicubic", (3, 40))]
+)
+def test_the_numbers_are_torchs(mode: str, sizes: tuple[int, int], tmp_path: Path) -> None:
+    told = {"mode": "cubic", "cubic_coeff_a": -0.5} if mode == "bicubic" else {}
+    changed, rewritten = rewritten_by(smooth_resizes.apply, resized(list(sizes), **told))
+    assert changed == 1
+    assert {node.op_type for node in rewritten.graph.node} == {"MatMul"}
+    onnx.checker.check_model(rewritten, full_check=True)
+    x = torch.randn(3, 2, 16, 19, generator=torch.Generator().manual_seed(0))
+    found = run(rewritten, {"x": x.numpy()}, tmp_path)[0][0]
+    np.testing.assert_allclose(found, F.interpolate(x, sizes, mode=mode, antialias=True).numpy(), atol=3e-6)
+
+
+def test_a_factor_says_where_numbers_lie(tmp_path: Path) -> None:
+    b = Builder()
+    scales = b.constant([1, 1, 0.3, 1.7], np.float32)
+    model = b.model(b.op("Resize", b.input("x", ["n", 2, 16, 19]), "", scales, mode="linear", **TORCH))
+    changed, rewritten = rewritten_by(smooth_resizes.apply, declared(model, ["n", 2, 4, 32]))
+    assert changed == 1
+    x = torch.randn(3, 2, 16, 19, generator=torch.Generator().manual_seed(0))
+    expected = F.interpolate(x, scale_factor=(0.3, 1.7), mode="bilinear", antialias=True).numpy()
+    np.testing.assert_allclose(run(rewritten, {"x": x.numpy()}, tmp_path)[0][0], expected, atol=3e-6)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        resized([32, 19]), resized([7, 9], antialias=0), resized([7, 9], ("n", 2, "height", 19)),
+        resized([7, 9], coordinate_transformation_mode="align_corners"), resized([3, 7, 9], ("n", 2, 5, 16, 19)),
+    ],
+    ids=["larger", "sampled", "unknown", "corners", "three axes"],
+)  # fmt: skip
+def test_others_are_left(model: onnx.ModelProto) -> None:
+    assert rewritten_by(smooth_resizes.apply, model)[0] == 0
+
+
+class Shrunk(nn.Module):
+    """Two convolutions, and smaller images between and behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        smaller = F.interpolate(F.relu(self.first(x)), size=(20, 30), mode="bilinear", antialias=True)
+        return F.interpolate(self.second(smaller), size=(20, 12), mode="bicubic", antialias=True)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("openvino") is None, reason="openvino is not installed")
+def test_openvino_averages_in_floats_and_integers(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x, model = torch.randn(4, 3, 40, 40), Shrunk().eval()
+    form = quantize(model, QuantizeConfig(target="openvino", effort="fast"), example=x, calibration=[x])
+    result = export(form, tmp_path, ExportConfig(), samples=[x])
+    assert {gate["passed"] for gate in result.gates} <= {True, None}
+    for name, expected in (("fp32", model(x)), ("int8", form(x))):
+        (found,) = open_session(result.files[name], provider="openvino").run({"x": x.numpy()})
+        np.testing.assert_allclose(found, expected.detach().numpy(), atol=1e-5)
