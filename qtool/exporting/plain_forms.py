@@ -2,14 +2,19 @@
 
 For one of them it traces the whole graph anew, which takes longer than all else of an export; in transformers a mask's
 conversions are enough. Checks of types, which torch writes beside conversions, say nothing that a file could.
+
+Of an antialiased resizing by a factor it leaves out the factor, which says where numbers lie: 0.3 of 16 are 4, a number
+each 3.3 and not 4.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import onnx_ir as ir
 import torch
+from onnxscript import INT64
 from onnxscript import opset18 as op  # the least that any target asks for
 from torch.fx import Graph
 
@@ -18,11 +23,20 @@ from qtool.errors import QtoolError
 aten = torch.ops.aten
 
 _POOLS = (aten.avg_pool2d.default, aten.avg_pool3d.default)
+_AVERAGED = (aten._upsample_bilinear2d_aa.vec, aten._upsample_bicubic2d_aa.vec)
 
 
 def require_forms(graph: Graph) -> None:
-    """Raises QtoolError for an average by a divisor of its own: torch would write it as a mean without a word."""
+    """Raises QtoolError for what torch would write as something else without a word.
+
+    That is an average by a divisor of its own, and an antialiased resizing between corners.
+    """
     for node in graph.nodes:
+        if node.target in _AVERAGED and node.args[2]:
+            raise QtoolError(
+                f"export, '{node.name}'", "a resizing that has an ONNX form", "antialias with align_corners",
+                "leave one of them out",
+            )  # fmt: skip
         if node.target in _POOLS and len(node.args) > 6 and node.args[6] is not None:
             raise QtoolError(
                 f"export, '{node.name}'", "a pooling that has an ONNX form",
@@ -57,4 +71,26 @@ def _number(number: float, kind: ir.DataType) -> Any:
     return op.Constant(value=ir.tensor(number, dtype=kind))
 
 
-TRANSLATIONS = {aten.to.dtype: conversion, aten.rsub.Scalar: subtracted_from}
+def averaged(**kind: Any) -> Callable[..., Any]:
+    """The ONNX form of an antialiased resizing of images, ``kind`` being the attributes of its filter."""
+
+    def resized(
+        source: Any, output_size: INT64, align_corners: bool, scales_h: float | None = None,
+        scales_w: float | None = None,
+    ) -> Any:  # fmt: skip
+        scales = sizes = None
+        if scales_h is not None and scales_w is not None:
+            scales = op.Constant(value_floats=[1.0, 1.0, scales_h, scales_w])
+        else:
+            sizes = op.Concat(op.Shape(source, start=0, end=2), op.Cast(output_size, to=ir.DataType.INT64), axis=0)
+        return op.Resize(source, None, scales, sizes, antialias=1, exclude_outside=1, **kind)
+
+    return resized
+
+
+TRANSLATIONS = {
+    aten.to.dtype: conversion,
+    aten.rsub.Scalar: subtracted_from,
+    aten._upsample_bilinear2d_aa.default: averaged(mode="linear"),
+    aten._upsample_bicubic2d_aa.default: averaged(mode="cubic", cubic_coeff_a=-0.5),
+}

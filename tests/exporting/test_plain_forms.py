@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import onnx_ir as ir
 import onnxruntime
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from qtool.errors import QtoolError
 from qtool.exporting import to_onnx
@@ -51,3 +54,33 @@ def test_an_average_by_a_divisor_that_torch_would_leave_out_is_refused() -> None
     graph = float_form(Pooled(), example, axes=(2,))
     with pytest.raises(QtoolError, match="divisor_override"):
         to_onnx.float_to_onnx(graph, example, 21)
+
+
+class Smaller(nn.Module):
+    """Images that are resized with antialiasing."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.options = options
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.interpolate(x, antialias=True, **self.options)
+
+
+@pytest.mark.parametrize("target", ["ort-cpu", "openvino"])
+@pytest.mark.parametrize(
+    "options", [{"scale_factor": 0.3}, {"scale_factor": (0.3, 1.7), "mode": "bicubic"}, {"size": (7, 9)}], ids=str
+)
+def test_an_antialiased_resizing_keeps_its_factor(options: dict[str, Any], target: str) -> None:
+    torch.manual_seed(0)
+    model, x = Smaller(**{"mode": "bilinear", **options}), torch.randn(2, 3, 16, 19)
+    made = to_onnx.float_to_onnx(float_form(model, x), x, 21, target)
+    session = onnxruntime.InferenceSession(ir.serde.serialize_model(made).SerializeToString())
+    np.testing.assert_allclose(session.run(None, {"x": x.numpy()})[0], model(x).numpy(), atol=2e-5)
+
+
+def test_an_antialiased_resizing_between_corners_is_refused() -> None:
+    x = torch.randn(2, 3, 16, 19)
+    graph = float_form(Smaller(size=(7, 9), mode="bilinear", align_corners=True), x)
+    with pytest.raises(QtoolError, match="got antialias with align_corners; leave one of them out"):
+        to_onnx.float_to_onnx(graph, x, 21)
