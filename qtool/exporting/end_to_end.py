@@ -55,6 +55,10 @@ Z = 4.0
 MICRO_BATCH = 4
 LOST = "; quantizing lost most of the signal, and qtool sensitivity tells where"
 IN_OPENVINO = "serve it with a fixed batch (OpenVINO's reshape) or another OpenVINO, or export it for ort-cpu"
+SAMPLED = (
+    "leave --dynamic-axes out, since OpenVINO samples where an antialiased Resize averages, or export it for ort-cpu"
+)
+"""What to do about a Resize that :mod:`.passes.smooth_resizes` left, its sizes being open."""
 
 
 def end_to_end(quantized: QuantizedModel, path: Path, samples: Iterable[Any]) -> Gate:
@@ -85,7 +89,23 @@ def end_to_end(quantized: QuantizedModel, path: Path, samples: Iterable[Any]) ->
                 break
     session.close()
     gate = _gate(_decides(outputs), len(outputs), seen, clear)
-    return dataclasses.replace(gate, found=f"{gate.found}, in OpenVINO", do=IN_OPENVINO) if openvino else gate
+    if not openvino:
+        return gate
+    do = SAMPLED if _samples_open_sizes(model) else IN_OPENVINO
+    return dataclasses.replace(gate, found=f"{gate.found}, in OpenVINO", do=do)
+
+
+def _samples_open_sizes(model: onnx.ModelProto) -> bool:
+    """Whether a file has an antialiased Resize of images whose sizes it does not know."""
+    values = (*model.graph.value_info, *model.graph.input, *model.graph.output)
+    known = {
+        value.name: all(dim.HasField("dim_value") for dim in value.type.tensor_type.shape.dim[-2:]) for value in values
+    }
+    averaging = [
+        node for node in model.graph.node
+        if node.op_type == "Resize" and any(told.name == "antialias" and told.i for told in node.attribute)
+    ]  # fmt: skip
+    return not all(known.get(name) for node in averaging for name in (node.input[0], node.output[0]))
 
 
 def _decides(outputs: list[_Output]) -> _Output:

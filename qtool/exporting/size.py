@@ -76,7 +76,8 @@ def _resize_bytes(quantized: QuantizedModel) -> int:
         if node.target in _AVERAGED:
             axes = list(zip(node.args[0].meta["val"].shape[-2:], node.meta["val"].shape[-2:], strict=True))
             known = all(isinstance(size, int) for axis in axes for size in axis)
-            if known and any(after < before for before, after in axes):
+            cubic = node.target is _AVERAGED[1]
+            if known and (cubic or any(after < before for before, after in axes)):
                 found += sum(4 * before * after for before, after in axes if after != before)
     return found
 

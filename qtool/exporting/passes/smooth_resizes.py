@@ -1,7 +1,8 @@
 """Writes a resizing that averages what it makes smaller (``antialias``) as matrix products, one for each axis.
 
-OpenVINO (2026.4) takes no notice of ``antialias`` in a Resize, and samples: 3 dB, in floats too. Along an axis that is
-scaled by s, number i of the result is the mean of the numbers j with the weights
+OpenVINO (2026.4) takes no notice of ``antialias`` in a Resize, and samples: 3 dB, in floats too. Nor of
+``exclude_outside``: a cubic one that makes nothing smaller has other edges. Along an axis that takes another
+size by the factor s, number i of the result is the mean of the numbers j with the weights
 
     W[i, j] = f(min(s, 1) · (j + 1/2 − (i + 1/2) / s)),    over the sum of its row,
 
@@ -9,7 +10,7 @@ f being the triangle of a linear Resize or the cubic (Keys, 1981) of the node's 
 ONNX Runtime have it.
 
 Left out on purpose: sizes that are not known, and what torch has not, which is other coordinates, numbers outside, and
-axes before the last two. What makes no axis smaller OpenVINO computes.
+axes before the last two. A linear one that makes no axis smaller OpenVINO computes.
 """
 
 from __future__ import annotations
@@ -45,14 +46,13 @@ def _weights(node: ir.Node) -> dict[int, npt.NDArray[np.float32]]:
         return {}
     factors, given, rank = _factors(node), dict[int, float](), len(value.shape)
     for axis, (before, after) in enumerate(zip(value.shape, result.shape, strict=True)):
-        if before == after and (factors is None or factors[axis] == 1):
-            continue
-        if axis - rank < _HEIGHT or not isinstance(before, int) or not isinstance(after, int):
-            return {}
-        given[axis - rank] = after / before if factors is None else factors[axis]
-    if min(given.values(), default=1) >= 1:
-        return {}
+        if before != after:
+            if axis - rank < _HEIGHT or not isinstance(before, int) or not isinstance(after, int):
+                return {}
+            given[axis - rank] = after / before if factors is None else factors[axis]
     cubic = node.attributes.get_float("cubic_coeff_a", -0.75) if _text(node, "mode") == "cubic" else None
+    if cubic is None and min(given.values(), default=1) >= 1:
+        return {}
     return {axis: matrix(value.shape[axis], result.shape[axis], scale, cubic) for axis, scale in given.items()}
 
 

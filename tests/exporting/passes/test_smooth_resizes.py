@@ -14,6 +14,8 @@ from qdq_files import Builder, rewritten_by, run
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from qtool.exporting import to_onnx
+from qtool.exporting.end_to_end import SAMPLED, end_to_end
 from qtool.exporting.passes import smooth_resizes
 from qtool.exporting.stage import export
 from qtool.quantization.stage import quantize
@@ -41,7 +43,7 @@ def declared(model: onnx.ModelProto, shape: list[Any]) -> onnx.ModelProto:
 
 
 @pytest.mark.parametrize(
-    ("mode", "sizes"), [("bilinear", (7, 9)), ("bicubic", (7, 9)), ("bilinear", (16, 5)), ("bicubic", (3, 40))]
+    ("mode", "sizes"), [("bilinear", (7, 9)), ("bicubic", (7, 9)), ("bilinear", (16, 5)), ("bicubic", (20, 40))]
 )
 def test_the_numbers_are_torchs(mode: str, sizes: tuple[int, int], tmp_path: Path) -> None:
     told = {"mode": "cubic", "cubic_coeff_a": -0.5} if mode == "bicubic" else {}
@@ -78,7 +80,7 @@ def test_others_are_left(model: onnx.ModelProto) -> None:
 
 
 class Shrunk(nn.Module):
-    """Two convolutions, and smaller images between and behind them."""
+    """Two convolutions, and images of other sizes between and behind them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +88,7 @@ class Shrunk(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         smaller = F.interpolate(F.relu(self.first(x)), size=(20, 30), mode="bilinear", antialias=True)
-        return F.interpolate(self.second(smaller), size=(20, 12), mode="bicubic", antialias=True)
+        return F.interpolate(self.second(smaller), size=(20, 40), mode="bicubic", antialias=True)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("openvino") is None, reason="openvino is not installed")
@@ -99,3 +101,13 @@ def test_openvino_averages_in_floats_and_integers(tmp_path: Path) -> None:
     for name, expected in (("fp32", model(x)), ("int8", form(x))):
         (found,) = open_session(result.files[name], provider="openvino").run({"x": x.numpy()})
         np.testing.assert_allclose(found, expected.detach().numpy(), atol=1e-5)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("openvino") is None, reason="openvino is not installed")
+def test_of_open_sizes_it_is_told_that_openvino_samples(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x, config = torch.randn(4, 3, 40, 40), QuantizeConfig(target="openvino", effort="fast", dynamic_axes=(2,))
+    form = quantize(Shrunk().eval(), config, example=x, calibration=[x])
+    to_onnx.save(to_onnx.quantized_to_onnx(form, 20), tmp_path / "net.onnx")
+    gate = end_to_end(form, tmp_path / "net.onnx", [x])
+    assert (gate.passed, gate.do) == (False, SAMPLED)
