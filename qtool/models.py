@@ -296,12 +296,29 @@ def shortcut(taken: bool) -> Iterator[None]:
 @contextmanager
 def without_cache(model: nn.Module) -> Iterator[None]:
     """Has transformers' models return no keys and values, which are for generating."""
+    with _configured(model, "use_cache", True, False):
+        yield
+
+
+@contextmanager
+def capturable(model: nn.Module) -> Iterator[None]:
+    """Has transformers' models be as a graph of them can be: without a cache, and with experts that ONNX can tell.
+
+    What the experts compute is the same; by default they sort tokens and multiply groups of them, which no file can.
+    """
+    with without_cache(model), _configured(model, "_experts_implementation", "grouped_mm", "batched_mm"):
+        yield
+
+
+@contextmanager
+def _configured(model: nn.Module, name: str, usual: object, now: object) -> Iterator[None]:
+    """Sets what transformers' configurations in a model have as usual, and sets it back."""
     configs = {id(found): found for module in model.modules() if (found := getattr(module, "config", None)) is not None}
-    remembering = [config for config in configs.values() if getattr(config, "use_cache", None) is True]
-    for config in remembering:
-        config.use_cache = False
+    changed = [config for config in configs.values() if getattr(config, name, None) == usual]
+    for config in changed:
+        setattr(config, name, now)
     try:
         yield
     finally:
-        for config in remembering:
-            config.use_cache = True
+        for config in changed:
+            setattr(config, name, usual)

@@ -247,10 +247,6 @@ def _restore_inputs(model: ir.Model, wanted: set[str]) -> None:
 
 
 _REPLACE = "replace that operator in the model, or leave its module out of the exported graph"
-OTHER_FORMS = {
-    "transformers.grouped_mm_fallback.default": "call set_experts_implementation('batched_mm') on the model beforehand"
-}
-"""What else there is for an operator of a library that has several forms of a module."""
 
 
 def _untranslated(program: torch.export.ExportedProgram, error: BaseException) -> QtoolError:
@@ -269,7 +265,7 @@ def _untranslated(program: torch.export.ExportedProgram, error: BaseException) -
     return QtoolError(
         f"export, module '{module[0][0]}'" if module and module[0][0] else "export", "operators that have an ONNX form",
         one_line(found)[:300],
-        f"{_user_line(node)}{OTHER_FORMS.get(str(node.target) if node is not None else '', _REPLACE)}",
+        f"{_user_line(node)}{_REPLACE}",
     )  # fmt: skip
 
 

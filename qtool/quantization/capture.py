@@ -34,7 +34,7 @@ from torch.utils import _pytree as pytree
 from qtool.errors import QtoolError, UsageError, reason_of
 from qtool.form import FIXED_SIZE, as_graph, input_values, open_axes, to_program
 from qtool.forward import made_in_inference
-from qtool.models import modes_kept, without_cache
+from qtool.models import capturable, modes_kept
 from qtool.nested import call, map_tensors, misnamed, tensors
 from qtool.quantization.conditions import guards_of, of_batches
 from qtool.quantization.names import respell, spelled
@@ -76,7 +76,7 @@ def capture(model: nn.Module, example: Any, *, train: bool = False, axes: tuple[
     """
     require_float32(model, example)
     averages = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase) and m.momentum is None]
-    with modes_kept(model), without_cache(model):
+    with modes_kept(model), capturable(model):
         set_modes(model, train=train)
         try:
             for norm in averages:

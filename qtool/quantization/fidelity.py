@@ -31,7 +31,7 @@ from qtool.errors import QtoolError, UsageError
 from qtool.evaluate import sqnr_db
 from qtool.form import input_values, open_axes
 from qtool.forward import passes_told
-from qtool.models import modes_kept, shortcut, without_cache
+from qtool.models import capturable, modes_kept, shortcut
 from qtool.nested import call, map_tensors, num_samples, samples_of, tensors
 from qtool.quantization.conditions import broken, resized
 from qtool.structures import quiet_pytree
@@ -199,7 +199,7 @@ def _evaluated(model: nn.Module, inputs: Any, *, quick: bool = False) -> list[Te
     """What the model computes in evaluation, ``quick``: with torch's shortcut; modes and buffers are as before."""
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:
-        with modes_kept(model), without_cache(model), shortcut(quick):
+        with modes_kept(model), capturable(model), shortcut(quick):
             return _floats(model.eval(), inputs)
     finally:
         for buffer, before in buffers:

@@ -510,13 +510,6 @@ def test_an_operator_without_an_onnx_form_is_told_with_the_users_line() -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_an_operator_of_a_library_that_has_another_form_is_told_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(to_onnx.OTHER_FORMS, "aten._linalg_svd.default", "call the other form beforehand")
-    with pytest.raises(QtoolError, match=r"test_to_onnx.py:\d+, call the other form beforehand"):
-        quantized_to_onnx(made(Unsupported()), OPSET)
-    assert "batched_mm" in to_onnx.OTHER_FORMS["transformers.grouped_mm_fallback.default"]
-
-
 class Modulated(nn.Module):
     """A convolution with weights for each sample, as groups of one: its number of groups is the batch's size."""
 

@@ -472,6 +472,26 @@ def test_a_model_that_remembers_for_generating_is_captured_without() -> None:
     assert model.config.use_cache is True, "generating afterwards remembers again"
 
 
+class Experts(nn.Module):
+    """A transformers mixture: by default its experts work on groups of sorted tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config, self.linear = SimpleNamespace(_experts_implementation="grouped_mm"), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.config._experts_implementation == "grouped_mm":
+            return self.linear(x[x[:, 0].argsort()])  # type: ignore[no-any-return]
+        return self.linear(x)  # type: ignore[no-any-return]
+
+
+def test_experts_are_captured_in_the_form_that_a_file_can_have() -> None:
+    model = Experts()
+    graph = capture(model, torch.randn(3, 4))
+    assert not [node for node in graph.graph.nodes if "argsort" in str(node.target)]
+    assert model.config._experts_implementation == "grouped_mm"
+
+
 def test_arrays_are_no_tensors() -> None:
     with pytest.raises(QtoolError, match=r"got inputs without a tensor: .*; give batches of tensors"):
         capture(nn.Linear(4, 2), np.zeros((3, 4), np.float32))
