@@ -15,8 +15,8 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from typing import ParamSpec, TypeVar
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any, ParamSpec, TypeVar
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -87,14 +87,34 @@ def exact(stage: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
 
     @functools.wraps(stage)
     def precise(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-        torch = sys.modules.get("torch")
-        before = torch.get_float32_matmul_precision() if torch else "highest"
-        if before == "highest" or torch is None:
+        if "torch" not in sys.modules:
             return stage(*args, **kwargs)
-        torch.set_float32_matmul_precision("highest")
-        try:
+        with _float32_products():
             return stage(*args, **kwargs)
-        finally:
-            torch.set_float32_matmul_precision(before)
 
     return precise
+
+
+@contextmanager
+def _float32_products() -> Iterator[None]:
+    """Float32 products of matrices, and the CPU's convolutions and recurrent layers, as they are by default.
+
+    torch has one setting for all products, and newer ones for everything, each backend and each kind of operator; it
+    does not tell the former where a caller has used the latter.
+    """
+    import torch
+
+    backends: Any = torch.backends
+    settings = [(backends, "none"), (backends.cudnn, "none"), (backends.cuda.matmul, "ieee")]
+    settings += [(getattr(backends.mkldnn, kind), "ieee") for kind in ("matmul", "conv", "rnn")]
+    with ExitStack() as stack:
+        with suppress(RuntimeError):
+            before = torch.get_float32_matmul_precision()
+            if before != "highest":
+                stack.callback(torch.set_float32_matmul_precision, before)
+                torch.set_float32_matmul_precision("highest")
+        for setting, exact in settings:  # from the whole to the parts: what follows the whole is not set by itself
+            if (lowered := setting.fp32_precision) not in ("none", "ieee"):
+                stack.callback(setattr, setting, "fp32_precision", lowered)
+                setting.fp32_precision = exact
+        yield

@@ -105,21 +105,42 @@ def test_a_model_made_in_inference_mode_is_told_as_such(labelled: list[Any]) -> 
         qtool.train(model, labelled)
 
 
-def test_float32_products_are_those_of_float32(labelled: list[Any], tmp_path: Path) -> None:
+KINDS = (
+    torch.backends.mkldnn.conv,
+    torch.backends.mkldnn.rnn,
+    torch.backends.mkldnn.matmul,
+    torch.backends.cuda.matmul,
+)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [None, torch.backends, torch.backends.cuda.matmul, torch.backends.mkldnn.matmul, torch.backends.mkldnn.conv],
+)
+def test_float32_products_are_those_of_float32(setting: Any, labelled: list[Any], tmp_path: Path) -> None:
     class Telling(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            told.add(torch.get_float32_matmul_precision())
+            told.update(kind.fp32_precision for kind in KINDS)
             return super().forward(x)
+
+    def lower(precision: str, newer: str) -> None:
+        if setting is None:
+            torch.set_float32_matmul_precision(precision)
+        else:
+            setting.fp32_precision = newer
 
     told: set[str] = set()
     inputs = [batch for batch, _ in labelled]
-    torch.set_float32_matmul_precision("medium")
+    lower("medium", "tf32")
     try:
+        before = [kind.fp32_precision for kind in KINDS]
         qtool.export(qtool.quantize(Telling(8, 4), inputs), tmp_path, samples=inputs)
-        assert torch.get_float32_matmul_precision() == "medium"
+        assert [kind.fp32_precision for kind in KINDS] == before
     finally:
-        torch.set_float32_matmul_precision("highest")
-    assert told == {"highest"}
+        lower("highest", "none")
+    assert told <= {"ieee", "none"}
+    assert told
+    assert "tf32" in before
 
 
 def test_stages_that_go_on_at_once_leave_what_the_first_one_met(labelled: list[Any]) -> None:
