@@ -51,6 +51,7 @@ from qtool.exporting.passes import (
     mean_pools,
     metadata,
     names,
+    norm_scales,
     pads,
     parts,
     pointwise_pads,
@@ -83,7 +84,7 @@ PASSES: dict[str, tuple[Pass, ...]] = {
     ),
     "openvino": (
         global_pool.apply, activations.apply, strides.apply, biases.apply, bare_weights.apply, behind_layers.apply,
-        lookups.apply, expands.apply, kept_axes.apply, joins.apply,
+        lookups.apply, expands.apply, kept_axes.apply, joins.apply, norm_scales.apply,
     ),
     "tensorrt": (global_pool.apply, activations.apply, conv_pads.apply),
 }  # fmt: skip
