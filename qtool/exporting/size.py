@@ -51,7 +51,7 @@ def predicted_bytes(quantized: QuantizedModel) -> int:
         stored = _as_stored(name, tensor.detach())
         if stored is not None:
             shared = stored.numel() <= SHARED_VALUES and name not in own
-            key = stored.numpy().tobytes() if shared else name
+            key = stored.reshape(-1).view(torch.uint8).numpy().tobytes() if shared else name  # numpy has no bfloat16
             size = stored.numel() * stored.element_size()
             found[stored.dtype, stored.shape, key] = (size + 1) // 2 if name in packed else size
     twice = sum(tensors[name].numel() * 4 for name in own if len(readers[name]) > 1)

@@ -39,3 +39,24 @@ def test_the_positions_of_affine_grids_are_predicted(size: int) -> None:
     model = ir.to_proto(to_onnx.quantized_to_onnx(quantized, 21))
     kept = [numpy_helper.to_array(t) for t in model.graph.initializer if t.data_type != TensorProto.INT64]
     assert abs(predicted_bytes(quantized) - sum(array.nbytes for array in kept)) < 200
+
+
+class Shifted(nn.Module):
+    """A layer, and a constant that is stored in another type, as transformers' ALiBi slopes are."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 6)
+        self.register_buffer("shift", torch.arange(6, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + (x[:, :1].to(self.shift.dtype) * self.shift).float()
+
+
+def test_constants_of_types_that_numpy_has_not_are_counted() -> None:
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+    config = QuantizeConfig(effort="fast")
+    forms = [
+        quantize(Shifted(kind).eval(), config, example=x, calibration=[x]) for kind in (torch.half, torch.bfloat16)
+    ]
+    assert predicted_bytes(forms[1]) == predicted_bytes(forms[0])
