@@ -32,29 +32,44 @@ PADDED = {
 def spell_average(node: Node) -> None:
     """A sum over a window by a number is its mean times a factor; windows that ``ceil_mode`` cuts off are filled up.
 
-    Without a padding to count, such windows are of what there is: ONNX Runtime's integer kernel knows that only where
-    none is to be counted.
+    Without a divisor such windows are of what there is, which runtimes agree on only where no padding is to be counted:
+    one that is becomes a padding of its own.
     """
     given: list[Any] = [*node.args, *[None, 0, False, True, None][len(node.args) - 2 :]]
-    source, kernel, stride, pads, ceil, _, divisor = given[:7]
+    source, kernel, stride, pads, ceil, counted, divisor = given[:7]
     assert isinstance(source, Node)
     rank = 1 + AVERAGE_POOLS.index(node.target)
     kernel, pads = by_axis(kernel, rank), by_axis(pads, rank)
     strides = by_axis(stride, rank) if stride else kernel
-    if divisor is None:
-        if ceil and not any(pads):
-            node.args = (source, kernel, strides, pads, True, False)
-        return
+    if divisor is None and ceil and not any(pads):
+        node.args = (source, kernel, strides, pads, True, False)
+    needed = [0] * rank
     if ceil:
         before, after = source.meta["val"].shape[-rank:], node.meta["val"].shape[-rank:]
         if not all(isinstance(size, int) for size in (*before, *after)):
             return
         needed = [(m - 1) * s + k - p - n for n, m, s, k, p in zip(before, after, strides, kernel, pads, strict=True)]
+    if divisor is None:
+        if ceil and counted and any(pads):
+            _spell_counted(node, source, kernel, strides, pads, needed)
+        return
+    if ceil:
         source, pads = _padded_by(node, source, pads, [max(more, 0) for more in needed]), [0] * rank
     with node.graph.inserting_before(node):
         mean = node.graph.call_function(node.target, (source, kernel, strides, pads))  # type: ignore[arg-type]
     mean.meta = dict(node.meta)
     node.target, node.args, node.kwargs = aten.mul.Tensor, (mean, math.prod(kernel) / divisor), {}
+
+
+def _spell_counted(
+    node: Node, source: Node, kernel: list[int], strides: list[int], pads: list[int], needed: list[int]
+) -> None:
+    """Has an average over cut windows count zeros of the input's; ``needed`` are those up to the last window's end."""
+    if all(more <= p for more, p in zip(needed, pads, strict=True)):  # no window is cut off
+        node.args = (source, kernel, strides, pads, False, True)
+        return
+    ends = [min(max(more, 0), p) for more, p in zip(needed, pads, strict=True)]  # more would be windows of zeros alone
+    node.args = (_padded_by(node, source, pads, ends), kernel, strides, [0] * len(pads), True, False)
 
 
 def spell_padding(node: Node) -> None:

@@ -81,6 +81,14 @@ SAME = {
         lambda x: F.avg_pool3d(x, 3, (1, 3, 4), 1, True, divisor_override=7),
         [aten.constant_pad_nd.default, aten.avg_pool3d.default, aten.mul.Tensor],
     ),
+    "a mean that counts its padding, over windows that end behind it": (
+        lambda x: F.avg_pool2d(x, (4, 3), (3, 2), (2, 1), True),
+        [aten.constant_pad_nd.default, aten.avg_pool2d.default],
+    ),
+    "a mean whose windows all end within its padding": (
+        lambda x: F.avg_pool2d(x, (2, 4), 2, (1, 1), True),
+        [aten.avg_pool2d.default],
+    ),
     "adaptive pool of rows": (
         lambda x: F.adaptive_avg_pool1d(x.flatten(2), 8),
         [aten.flatten.using_ints, aten.avg_pool1d.default],
