@@ -22,6 +22,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -146,9 +147,13 @@ def _alive(process: int) -> bool:
 
 
 def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+    """What new files are not allowed. Asking the process for it sets it, also for files of other threads."""
+    try:
+        return int(re.findall(r"^Umask:\s*([0-7]+)$", Path("/proc/self/status").read_text(), re.MULTILINE)[0], 8)
+    except (OSError, IndexError):
+        mask = os.umask(0o077)
+        os.umask(mask)
+        return mask
 
 
 def write_json(path: Path, value: object) -> None:

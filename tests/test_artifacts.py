@@ -355,14 +355,24 @@ def test_an_atomic_write_that_fails_keeps_the_old_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_an_atomic_write_keeps_the_suffix_and_honours_the_umask(tmp_path: Path) -> None:
-    path = tmp_path / "deep" / "a.onnx"
-    with atomic_path(path) as temporary:
-        assert temporary.suffix == ".onnx"
-        temporary.write_text("new")
-    mask = os.umask(0)
-    os.umask(mask)
-    assert path.stat().st_mode & 0o777 == 0o666 & ~mask
+@pytest.mark.parametrize("told", [True, False])
+def test_an_atomic_write_keeps_the_suffix_and_honours_the_umask(
+    told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, before, asked = tmp_path / "deep" / "a.onnx", os.umask(0o027), list[int]()
+    real, read = os.umask, Path.read_text
+    monkeypatch.setattr(os, "umask", lambda mask: asked.append(mask) or real(mask))
+    if not told:
+        monkeypatch.setattr(Path, "read_text", lambda file: "" if str(file) == "/proc/self/status" else read(file))
+    try:
+        with atomic_path(path) as temporary:
+            assert temporary.suffix == ".onnx"
+            temporary.write_text("new")
+    finally:
+        mask = real(before)
+    assert mask == 0o027
+    assert path.stat().st_mode & 0o777 == 0o640
+    assert not asked or not told or sys.platform != "linux", "files of other threads would have had other rights"
 
 
 def test_temporary_files_of_dead_processes_are_swept_and_of_living_ones_are_not(tmp_path: Path) -> None:
