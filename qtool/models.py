@@ -23,9 +23,8 @@ Left out on purpose: loading the keys that happen to fit. Weights are of this ar
 from __future__ import annotations
 
 import pickle
-import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +43,7 @@ from qtool.masks import is_finite, masks
 from qtool.materialise import OTHER_WEIGHTS, WHERE, Target, create
 from qtool.nested import NARROW
 from qtool.nets import mobilenet, resnet
+from qtool.turns import shared
 from qtool.vit import vit_l_16
 
 BUILT_INS: dict[str, Callable[[int, int], nn.Module]] = {
@@ -53,8 +53,6 @@ BUILT_INS: dict[str, Callable[[int, int], nn.Module]] = {
     "gpt2-mini": gpt2_mini,
     "vit_l_16": vit_l_16,
 }
-_SHORTCUT = threading.Lock()
-_without_shortcut, _shortcut_before = 0, True
 SUFFIXES = (".safetensors", ".pt", ".pth")
 FILES = {
     ".onnx": ("an ONNX file", "give the PyTorch model that it was exported from"),
@@ -267,30 +265,25 @@ def modes_kept(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-@contextmanager
-def shortcut(taken: bool) -> Iterator[None]:
+def shortcut(taken: bool) -> AbstractContextManager[None]:
     """Whether ``nn.TransformerEncoder`` takes its shortcut in inference, or calls its layers there too.
 
     It takes their weights itself, and so passes by what lies on them (an adapter). Of padded sequences it returns 0
     behind the end, where the layers compute something, in training and in a captured graph. torch has one setting for
-    all threads: it is off while any of them wants it off, and the last one gives it back.
+    all threads: it is off while any of them wants it off.
     """
-    global _without_shortcut, _shortcut_before
-    if taken:
-        yield
-        return
-    with _SHORTCUT:
-        if not _without_shortcut:
-            _shortcut_before = torch.backends.mha.get_fastpath_enabled()
-            torch.backends.mha.set_fastpath_enabled(False)
-        _without_shortcut += 1
+    return nullcontext() if taken else _without_shortcut()
+
+
+@shared
+@contextmanager
+def _without_shortcut() -> Iterator[None]:
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
     try:
         yield
     finally:
-        with _SHORTCUT:
-            _without_shortcut -= 1
-            if not _without_shortcut:
-                torch.backends.mha.set_fastpath_enabled(_shortcut_before)
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 @contextmanager

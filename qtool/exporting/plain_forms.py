@@ -23,7 +23,8 @@ from qtool.errors import QtoolError
 aten = torch.ops.aten
 
 _POOLS = (aten.avg_pool2d.default, aten.avg_pool3d.default)
-_AVERAGED = (aten._upsample_bilinear2d_aa.vec, aten._upsample_bicubic2d_aa.vec)
+AVERAGED = (aten._upsample_bilinear2d_aa.vec, aten._upsample_bicubic2d_aa.vec)
+"""Antialiased resizings, linear and cubic."""
 
 
 def require_forms(graph: Graph) -> None:
@@ -32,7 +33,7 @@ def require_forms(graph: Graph) -> None:
     That is an average by a divisor of its own, and an antialiased resizing between corners.
     """
     for node in graph.nodes:
-        if node.target in _AVERAGED and node.args[2]:
+        if node.target in AVERAGED and node.args[2]:
             raise QtoolError(
                 f"export, '{node.name}'", "a resizing that has an ONNX form", "antialias with align_corners",
                 "leave one of them out",

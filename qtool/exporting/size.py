@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from qtool.exporting.gates import Gate
+from qtool.exporting.plain_forms import AVERAGED
 from qtool.form import QuantizedModel, unit_of
 from qtool.form import quantized as quantized_ops
 
@@ -27,7 +28,6 @@ SMALL_BYTES = 4096
 """What the file may differ by in any case: shapes and positions that the exporter computes beforehand."""
 SHARED_VALUES = 1024
 """Of the largest constant that the exporter compares with others."""
-_AVERAGED = (torch.ops.aten._upsample_bilinear2d_aa.vec, torch.ops.aten._upsample_bicubic2d_aa.vec)
 
 
 def predicted_bytes(quantized: QuantizedModel) -> int:
@@ -73,10 +73,10 @@ def _resize_bytes(quantized: QuantizedModel) -> int:
     """What antialiased resizings store for OpenVINO (:mod:`.passes.smooth_resizes`): float32 weights for each axis."""
     found = 0
     for node in quantized.graph.graph.nodes if quantized.plan.target == "openvino" else ():
-        if node.target in _AVERAGED:
+        if node.target in AVERAGED:
             axes = list(zip(node.args[0].meta["val"].shape[-2:], node.meta["val"].shape[-2:], strict=True))
             known = all(isinstance(size, int) for axis in axes for size in axis)
-            cubic = node.target is _AVERAGED[1]
+            cubic = node.target is AVERAGED[1]
             if known and (cubic or any(after < before for before, after in axes)):
                 found += sum(4 * before * after for before, after in axes if after != before)
     return found

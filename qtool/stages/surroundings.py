@@ -13,26 +13,35 @@ from __future__ import annotations
 import functools
 import os
 import sys
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import Any, ParamSpec, TypeVar
+
+from qtool.turns import shared
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
-_LOCK = threading.Lock()
-_at_work, _shared = 0, ExitStack()
 _INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"  # which torch sets when it first asks where its cache is
 
 
 def apart(stage: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """A stage that neither meets nor changes what the caller's process has set."""
+    return _within(_own_surroundings, stage)
 
+
+def exact(stage: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """A stage that multiplies float32 as float32, though the caller has lowered the precision of such products."""
+    return _within(_float32_products, stage)
+
+
+def _within(
+    context: Callable[[], AbstractContextManager[None]], stage: Callable[Parameters, Result]
+) -> Callable[Parameters, Result]:
     @functools.wraps(stage)
     def shielded(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         if "torch" not in sys.modules:  # then nothing is set, and a wrong argument is told without waiting for it
             return stage(*args, **kwargs)
-        with _own_surroundings():
+        with context():
             return stage(*args, **kwargs)
 
     return shielded
@@ -55,44 +64,23 @@ def _own_surroundings() -> Iterator[None]:
         yield
 
 
+@shared
 @contextmanager
 def _of_the_process() -> Iterator[None]:
     import torch
 
     from qtool.checkpoint import generators_kept
 
-    global _at_work
-    with _LOCK:
-        if not _at_work:
-            _shared.callback(torch.set_default_dtype, torch.get_default_dtype())
-            swaps = torch.__future__.get_swap_module_params_on_conversion()
-            _shared.callback(torch.__future__.set_swap_module_params_on_conversion, swaps)
-            torch.__future__.set_swap_module_params_on_conversion(False)
-            if _INDUCTOR not in os.environ:
-                _shared.callback(os.environ.pop, _INDUCTOR, None)
-            _shared.enter_context(generators_kept())
-            torch.set_default_dtype(torch.float32)
-        _at_work += 1
-    try:
+    with ExitStack() as stack:
+        stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+        swaps = torch.__future__.get_swap_module_params_on_conversion()
+        stack.callback(torch.__future__.set_swap_module_params_on_conversion, swaps)
+        if _INDUCTOR not in os.environ:
+            stack.callback(os.environ.pop, _INDUCTOR, None)
+        stack.enter_context(generators_kept())
+        torch.__future__.set_swap_module_params_on_conversion(False)
+        torch.set_default_dtype(torch.float32)
         yield
-    finally:
-        with _LOCK:
-            _at_work -= 1
-            if not _at_work:
-                _shared.close()
-
-
-def exact(stage: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """A stage that multiplies float32 as float32, though the caller has lowered the precision of such products."""
-
-    @functools.wraps(stage)
-    def precise(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-        if "torch" not in sys.modules:
-            return stage(*args, **kwargs)
-        with _float32_products():
-            return stage(*args, **kwargs)
-
-    return precise
 
 
 @contextmanager
@@ -113,8 +101,8 @@ def _float32_products() -> Iterator[None]:
             if before != "highest":
                 stack.callback(torch.set_float32_matmul_precision, before)
                 torch.set_float32_matmul_precision("highest")
-        for setting, exact in settings:  # from the whole to the parts: what follows the whole is not set by itself
+        for setting, plain in settings:  # from the whole to the parts: what follows the whole is not set by itself
             if (lowered := setting.fp32_precision) not in ("none", "ieee"):
                 stack.callback(setattr, setting, "fp32_precision", lowered)
-                setting.fp32_precision = exact
+                setting.fp32_precision = plain
         yield
