@@ -29,6 +29,7 @@ from qtool.quantization.algorithms.passes import Passes
 from qtool.quantization.algorithms.subject import Report, silent
 from qtool.quantization.calibrate import calibrate, choose_ranges, require_reached, restore_ranges
 from qtool.quantization.capture import capture, copied, remove_dropout
+from qtool.quantization.common_steps import share_steps
 from qtool.quantization.fidelity import require_faithful
 from qtool.quantization.gains import Gains, channel_gains
 from qtool.quantization.integers import finish, label
@@ -361,7 +362,10 @@ def _observe(
         require_reached(prepared, calibrate(prepared.graph, batches))
         if config.ranges == "network" and (reason := watch(prepared, batches, passes.report)) is not None:
             passes.notes.append(f"ranges: those of 'output', since {reason}")
-    return choose_ranges(prepared.observers, config)
+    ranges = choose_ranges(prepared.observers, config)
+    if config.ranges == "network" and (note := share_steps(prepared, ranges)) is not None:
+        passes.notes.append(note)
+    return ranges
 
 
 def _check_repeated(saved: Mapping[str, Any], config: QuantizeConfig) -> None:

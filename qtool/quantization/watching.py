@@ -32,9 +32,7 @@ class Watch:
         self.observers, self.tails = tuple(observers), dict[RangeObserver, Tails]()
         for observer in self.observers:
             if observer.fixed is None:
-                tails = Tails.beyond(observer.histogram, observer.options)
-                if tails.least < tails.low or tails.most > tails.high:
-                    self.tails[observer] = tails
+                self.tails[observer] = Tails.beyond(observer.histogram, observer.options)
         self.values: list[tuple[RangeObserver, Tensor]] = []
 
     def __enter__(self) -> Watch:

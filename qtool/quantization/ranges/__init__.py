@@ -14,7 +14,8 @@ estimator answers from the same histogram, after calibration, so one pass over t
 ==================  ================================================================================
 
 A new estimator is one file with a function ``(Histogram, RangeOptions) -> (minimum, maximum)``, one line in
-``ESTIMATORS``, one test. Weights are known exactly, channel by channel, and have their own: ``weights.py``.
+``ESTIMATORS``, one test. Ranges of ``network`` are fitted to one another afterwards (``common_steps.py``). Weights are
+known exactly, channel by channel, and have their own: ``weights.py``.
 """
 
 from __future__ import annotations
