@@ -309,12 +309,13 @@ class Unstored:
 
     @torch.no_grad()
     def put_back(self, moved: Mapping[str, Tensor]) -> None:
-        """Has those that had moved as :meth:`moved` gave them, also such as have other shapes by now."""
+        """Has those that had moved as :meth:`moved` gave them, also such as have other shapes or types by now."""
         there = self._all()
         for name, value in moved.items():
             place, _, last = name.rpartition(".")
-            if name in there and there[name].shape == value.shape:
-                there[name].copy_(value)
+            own = there.get(name)
+            if own is not None and (own.shape, own.dtype) == (value.shape, value.dtype):
+                own.copy_(value)
             else:
                 first = next(itertools.chain(self.model.parameters(), self.model.buffers()), value)
                 self.model.get_submodule(place)._buffers[last] = value.to(first.device, copy=True)

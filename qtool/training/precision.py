@@ -164,23 +164,26 @@ def _in_full(
 ) -> Callable[[], None]:
     """Has a module compute in float32, with its constants as they came; what takes that back.
 
-    One that it replaces is the new one from then on, and one that it moves goes on from there.
+    One that it replaces is the new one from then on, and one that it moves goes on from there. Meanwhile they are
+    buffers of the module under names of their own, so that whoever keeps or exchanges buffers finds them.
     """
     forward = module.forward
-    wide = {key: value.to(device, torch.float32, copy=True) for key, value in constants.items()}
-    versions = {key: value._version for key, value in wide.items()}
+    names = {key: f"{key} in float32" for key in constants}
+    for key, value in constants.items():
+        module.register_buffer(names[key], value.to(device, torch.float32, copy=True), persistent=False)
+    versions = {key: module._buffers[name]._version for key, name in names.items()}  # type: ignore[union-attr]
 
     def computed(*args: Any, **kwargs: Any) -> Any:  # in words that a compiler knows
         rounded = {}
-        for key, value in wide.items():
+        for key, name in names.items():
             buffer = module._buffers.get(key)
             if buffer is not None and buffer.dtype == dtype:
-                rounded[key], module._buffers[key] = buffer, value
+                rounded[key], module._buffers[key] = buffer, module._buffers[name]
         try:
             result = forward(*to_float32(args), **to_float32(kwargs))
         finally:
             for key, buffer in rounded.items():
-                if module._buffers.get(key) is wide[key]:
+                if module._buffers.get(key) is module._buffers[names[key]]:
                     module._buffers[key] = buffer
         return map_tensors(lambda t: t.to(dtype) if t.dtype == torch.float32 else t, result)
 
@@ -190,9 +193,11 @@ def _in_full(
     def restore() -> None:
         vars(module).pop("forward", None)
         vars(module).update(before)
-        for key, buffer in module._buffers.items():
-            if key in wide and buffer is not None and buffer.dtype == dtype and wide[key]._version != versions[key]:
-                buffer.data = wide[key]
+        for key, name in names.items():
+            buffer, wide = module._buffers.get(key), module._buffers[name]
+            delattr(module, name)
+            if buffer is not None and wide is not None and buffer.dtype == dtype and wide._version != versions[key]:
+                buffer.data = wide
 
     return restore
 

@@ -263,6 +263,39 @@ def test_buffers_that_a_module_without_weights_moves_or_replaces_go_on_from_ther
     assert torch.equal(model[0].replaced, torch.full((4,), 1.1))
 
 
+class Centring(nn.Module):
+    """Subtracts a running mean, and the first one, in buffers that no state has."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.full((4,), 0.1), persistent=False)
+        self.register_buffer("first", torch.zeros(4), persistent=False)
+
+    def forward(self, x):
+        self.mean.lerp_(x.mean(0), 0.1)
+        self.first = self.first if self.first.any() else x.mean(0).float() / 3
+        return x - self.mean - self.first
+
+
+def test_buffers_that_a_module_without_weights_moves_are_resumed(tmp_path):
+    def run(stop=None, **more):
+        torch.manual_seed(0)
+        model, options = nn.Sequential(Centring(), nn.Linear(4, 3)), config("bf16-true", epochs=2, learning_rate=0.05)
+        with setup(model, options) as made:
+            told = (lambda at: 1 / (at.step - stop)) if stop else None
+            history = fit(model, data, TASK, options, setup=made, progress=told, **more)
+        return history.losses, model[0].mean, model[0].first
+
+    inputs = torch.randn(48, 4, generator=torch.Generator().manual_seed(0))
+    data = SimpleNamespace(train=TensorDataset(inputs, torch.arange(48) % 3), validation=None, identity="")
+    losses, *expected = run()
+    with pytest.raises(ZeroDivisionError):
+        run(stop=4, out=tmp_path)
+    resumed, *found = run(out=tmp_path)
+    assert resumed == losses
+    assert all(map(torch.equal, found, expected))
+
+
 def test_a_compiler_captures_constants_in_full_as_a_part_of_the_model():
     with setup(nn.Sequential(Angles(), nn.Linear(4, 4)), config("bf16-true")) as made:
         assert torch._dynamo.explain(made.model)(torch.zeros(2, 6, 4).bfloat16()).graph_count == 1
