@@ -24,6 +24,7 @@ import random
 import re
 import shutil
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -287,12 +288,15 @@ def put_back(model: nn.Module, state: Mapping[str, Any]) -> None:
 class Unstored:
     """The buffers that a model's state leaves out, and which of them training has moved since this was made.
 
-    Most are constants (masks, frequencies), which a model that is made again has. Those that move, a resume gives back.
+    Most are constants (masks, frequencies), which a model that is made again has. Those that move, a resume gives back,
+    and so does who repeats a step.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.began = {name: checksum(buffer) for name, buffer in self._all().items()}
+        self.moving: set[str] = set()
+        self.marks: dict[str, tuple[Callable[[], Any], int]] | None = None
 
     def _all(self) -> dict[str, Tensor]:
         return {
@@ -307,18 +311,40 @@ class Unstored:
         """Copies of those that are not what they were."""
         return {name: b.clone() for name, b in self._all().items() if checksum(b) != self.began.get(name)}
 
+    def kept(self) -> dict[str, Tensor]:
+        """Copies in host memory of those that the next step may move: at first of all, then of those that one has."""
+        there = self._all()
+        if self.marks is None:
+            wanted = set(there)
+        else:
+            self.moving |= {name for name, buffer in there.items() if not _is_marked(buffer, self.marks.get(name))}
+            wanted = self.moving
+        self.marks = {name: (weakref.ref(buffer), _version(buffer)) for name, buffer in there.items()}
+        return {name: buffer.to("cpu", copy=True) for name, buffer in there.items() if name in wanted}
+
     @torch.no_grad()
     def put_back(self, moved: Mapping[str, Tensor]) -> None:
-        """Has those that had moved as :meth:`moved` gave them, also such as have other shapes or types by now."""
+        """Has buffers as :meth:`moved` or :meth:`kept` gave them, also such as have other shapes or types by now."""
         there = self._all()
         for name, value in moved.items():
             place, _, last = name.rpartition(".")
             own = there.get(name)
             if own is not None and (own.shape, own.dtype) == (value.shape, value.dtype):
-                own.copy_(value)
+                if not torch.equal(own, value := value.to(own.device)):  # what is written counts as moved
+                    own.copy_(value)
             else:
                 first = next(itertools.chain(self.model.parameters(), self.model.buffers()), value)
                 self.model.get_submodule(place)._buffers[last] = value.to(first.device, copy=True)
+
+
+def _version(buffer: Tensor) -> int:
+    """How often a tensor was written; one that was made in inference mode cannot be."""
+    return 0 if buffer.is_inference() else buffer._version
+
+
+def _is_marked(buffer: Tensor, mark: Any) -> bool:
+    """Whether a buffer is the one that was marked, and has not been written since."""
+    return mark is not None and mark[0]() is buffer and mark[1] == _version(buffer)
 
 
 def statistics(model: nn.Module) -> list[Tensor]:

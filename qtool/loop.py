@@ -243,8 +243,8 @@ class _Run:
 
     def _step(self, value: Any, target: Any, rate: float, size: int) -> float:
         """One step; with ``backs_off``, once more in smaller micro-batches for as long as memory runs out."""
+        before = self._restorer() if self.backs_off else None
         while True:
-            before = checkpoint.restorer(self.model, checkpoint.statistics(self.model)) if self.backs_off else None
             try:
                 return self.step(value, target, rate, size)
             except NotFinite as error:
@@ -257,6 +257,16 @@ class _Run:
             if before is None or self.step.updating or not self.halve(self.history.halvings + 1):
                 raise self._no_memory(used)
             before()
+
+    def _restorer(self) -> Callable[[], None]:
+        """What puts generators and buffers back to where they are before a step."""
+        stored, others = checkpoint.restorer(self.model, checkpoint.statistics(self.model)), self.unstored.kept()
+
+        def restore() -> None:
+            stored()
+            self.unstored.put_back(others)
+
+        return restore
 
     def halve(self, times: int) -> bool:
         """Halves micro-batches until they were ``times`` times; False where they are as small as can be before that."""

@@ -168,6 +168,34 @@ def test_own_generators_of_data_and_buffers_that_no_state_has_are_resumed(given,
     assert torch.equal(resumed.seen, whole.seen)
 
 
+class Full(Remembering):
+    """Runs out of memory in forward pass number ``when``, after it has moved its buffers."""
+
+    def __init__(self, when):
+        super().__init__()
+        self.register_buffer("mask", torch.ones(4), persistent=False)
+        self.norm, self.when, self.found = nn.BatchNorm1d(3), when, []
+
+    def forward(self, x):
+        self.found.append({name: b.to_dense().clone() for name, b in self.named_buffers()})
+        y = self.norm(super().forward(x * self.mask))
+        if len(self.found) == self.when:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return y
+
+
+@pytest.mark.parametrize("step", [1, 3])
+def test_a_step_that_is_repeated_begins_from_the_buffers_as_they_were(step, monkeypatch):
+    copied, kept = [], checkpoint.Unstored.kept
+    monkeypatch.setattr(checkpoint.Unstored, "kept", lambda own: copied.append(kept(own)) or copied[-1])
+    model, data = Full(step), SimpleNamespace(train=Drawing(0), validation=None, identity="drawing")
+    assert fit(model, data, TASK, config(epochs=1, batch_size=4), backs_off=True).halvings == 1
+    failed, again = model.found[step - 1 : step + 1]
+    assert failed.keys() == again.keys()
+    assert all(torch.equal(failed[name], again[name]) for name in failed)
+    assert set(copied[-1]) == {"mean", "seen"}  # what does not move is copied for the first step alone
+
+
 def flat(tree):
     tensors = {}
     structure = checkpoint._encode(tree, "", tensors, {})
