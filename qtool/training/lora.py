@@ -110,12 +110,12 @@ def require(model: nn.Module, config: TrainConfig) -> None:
 
 
 def _require_low(config: TrainConfig, adapted: list[Any]) -> None:
-    """Raises UsageError where the rank is beyond both sides of every weight: weights themselves take fewer numbers."""
-    largest = max(max(len(layer.weight), layer.weight[0].numel()) for layer in adapted)
+    """Raises UsageError where the rank is beyond every weight's own: more takes more numbers and can say no more."""
+    largest = max(min(len(layer.weight), layer.weight[0].numel()) for layer in adapted)
     if config.lora is not None and config.lora > largest:
         raise UsageError(
-            "--lora", f"a rank of at most {largest}, the longest side of a weight to adapt", str(config.lora),
-            "lower it, to 8 for example, or leave it out and train the weights themselves",
+            "--lora", f"a rank of at most {largest}, the most that a weight to adapt can have", str(config.lora),
+            f"lower it, to {min(8, largest)} for example, or leave it out and train the weights themselves",
         )  # fmt: skip
 
 

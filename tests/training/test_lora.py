@@ -493,9 +493,12 @@ def test_a_module_that_cannot_be_trained_in_full_is_refused(options: dict[str, A
 
 
 def test_a_rank_beyond_every_weight_is_refused() -> None:
-    require(small(), TrainConfig(device="cpu", lora=128))
-    with pytest.raises(UsageError, match=r"--lora: expected a rank of at most 128, .*; got 129"):
-        require(small(), TrainConfig(device="cpu", lora=129))
+    """A weight's own rank is at most its shorter side; of several weights one may take what others cannot."""
+    require(small(), TrainConfig(device="cpu", lora=32))
+    with pytest.raises(UsageError, match=r"--lora: expected a rank of at most 32, .*; got 33; lower it, to 8 for"):
+        require(small(), TrainConfig(device="cpu", lora=33))
+    with pytest.raises(UsageError, match=r"of at most 4, .*; got 5; lower it, to 4 for"):
+        require(headed(), TrainConfig(device="cpu", lora=5, lora_targets=("head.out",)))
 
 
 def test_a_head_that_is_its_embedding_is_not_trained_alone() -> None:
