@@ -9,6 +9,11 @@ inductor:
 * a view has no memory; everything else has that of its result;
 * memory is freed after its last reader, and an element-wise operator or a reduction may write over what it reads last.
 
+A fourth one is a convolution's alone: the backward pass is given its operands in the order of memory that the weight's
+gradient has, and then those that the input's gradient needs in the order of that one, and what lies otherwise is
+copied. The order of a depthwise weight of images has two readings, since its one input channel can lie anywhere, and
+the compiler's is neither that of the images nor one that the operator knows.
+
 Products and convolutions are PyTorch's own here too, and take for themselves what they take uncompiled
 (:mod:`qtool.memory.scratch`): of operands that lie as they do in the graph, except that generated code lays what it
 has turned (by ``permute``) out in the order of its dimensions.
@@ -25,6 +30,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from qtool.memory.scratch import Scratch
@@ -37,6 +44,8 @@ STATE = "run_and_save_rng_state"
 CALLED = ("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward")
 """Operators that no code is generated for."""
 TURNING = ("permute", "transpose", "t")
+CHANNELS_LAST = [3, 0, 2, 1]
+"""The rank of each dimension of an image in memory, 0 for the innermost."""
 READS, READS_IF_SHARED = 8, 4
 """Of how many buffers an element-wise result may be computed anew by its readers; by several readers."""
 
@@ -68,6 +77,7 @@ def plan(graph: fx.Graph, owned: Mapping[str, str], scratch: Scratch | None = No
 
     ``scratch`` tells what operators take for themselves.
     """
+    _copy_operands(graph)
     outputs = [n if isinstance(n, fx.Node) else None for n in graph.output_node().args[0]]  # type: ignore[union-attr]
     reads: dict[fx.Node, frozenset[str]] = {}
     made: list[tuple[fx.Node, frozenset[str]]] = []
@@ -87,6 +97,71 @@ def plan(graph: fx.Graph, owned: Mapping[str, str], scratch: Scratch | None = No
     return _timed(made, kept, set(owned.values()), _scratches(graph, made, scratch or Scratch()))
 
 
+def _copy_operands(graph: fx.Graph) -> None:
+    """Puts the copies into ``graph`` that a convolution's backward pass is given in the place of its operands.
+
+    One kernel makes them, and none of what it reads ends before it does.
+    """
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.convolution_backward.default):
+        with _disable_current_modes(), FakeTensorMode():
+            values = [_empty_like(operand.meta["val"]) for operand in node.args[:3]]
+            changes = list(_ordered(values, node.args[4:], lays_out(graph)))
+        copies: list[fx.Node] = []
+        with graph.inserting_before(node):
+            for place, value in changes:
+                copy = graph.call_function(torch.ops.aten.as_strided_copy.default, (node.args[place], *copies))
+                copy.meta["val"] = value
+                node.update_arg(place, copy)
+                copies.append(copy)
+        if copies:
+            copies[-1].args = tuple(dict.fromkeys(read for copy in copies for read in copy.all_input_nodes))
+
+
+def _empty_like(value: Tensor) -> Tensor:
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+
+def lays_out(graph: fx.Graph) -> bool:
+    """Whether the compiler lays images out channels-last in this graph, which it decides by its forward passes."""
+    from torch._inductor.graph import GraphLowering
+
+    return GraphLowering.decide_layout_opt(graph.owning_module, is_inference=False)  # type: ignore[arg-type]
+
+
+def _ordered(values: list[Tensor], rest: Any, channels_last: bool) -> Iterator[tuple[int, Tensor]]:
+    """The operands of a convolution's backward pass that are copied, in turn, by position, and how the copies lie.
+
+    ``values`` are the gradient, the input and the weight; ``rest`` the other arguments but for the sizes of the bias.
+    """
+    from torch._inductor.ir import get_stride_order
+
+    *settings, mask = rest
+    for wanted, places in ((1, (1, 0)), (0, (0, 2))):
+        if not mask[wanted]:
+            continue
+        order = CHANNELS_LAST
+        if not channels_last or values[2].dim() != 4:
+            alone = [i == wanted for i in range(3)]
+            gradients = torch.ops.aten.convolution_backward.default(*values, None, *settings, alone)
+            order = list(get_stride_order(gradients[wanted].stride()))
+        for place in places:
+            if not _lies_in(values[place], order):
+                values[place] = in_order(values[place], order)
+                yield place, values[place]
+
+
+def _lies_in(value: Tensor, order: list[int]) -> bool:
+    """Whether dimensions of a higher rank in ``order`` have strides as large; those of size 1 lie anywhere."""
+    dims = sorted((dim for dim in range(value.dim()) if value.shape[dim] != 1), key=order.__getitem__)
+    return [value.stride(dim) for dim in dims] == sorted(value.stride(dim) for dim in dims)
+
+
+def in_order(value: Tensor, order: list[int]) -> Tensor:
+    """An empty tensor like ``value``, whose dimensions have these ranks in memory, 0 for the innermost."""
+    outwards = sorted(range(value.dim()), key=order.__getitem__, reverse=True)
+    return value.new_empty([value.shape[dim] for dim in outwards]).permute(*map(outwards.index, range(value.dim())))
+
+
 def _scratches(graph: fx.Graph, made: list[tuple[fx.Node, frozenset[str]]], scratch: Scratch) -> dict[str, int]:
     """What operators take for themselves, by the name of the last of their results."""
     operators = {(node.all_input_nodes[0] if _is_part(node) else node): node.name for node, _ in made}
@@ -101,7 +176,7 @@ def _scratches(graph: fx.Graph, made: list[tuple[fx.Node, frozenset[str]]], scra
 def _given(node: fx.Node, turned: set[fx.Node]) -> Any:
     """Operands as they lie in the graph; a convolution's in the order of their dimensions if one of them was turned."""
     given = fx.node.map_arg((node.args, node.kwargs), lambda operand: operand.meta["val"])
-    if "convolution" in _name(node) and turned.intersection(node.all_input_nodes):
+    if _name(node) == "convolution" and turned.intersection(node.all_input_nodes):
         return tree_map_only(Tensor, lambda value: value.new_empty(value.shape), given)
     return given
 

@@ -16,18 +16,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import FSDPModule
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
 from qtool import step
 from qtool.errors import QtoolError
-from qtool.memory.buffers import Plan, plan
+from qtool.memory.buffers import CHANNELS_LAST, Plan, in_order, lays_out, plan
 from qtool.memory.fakes import sized_by_values
 from qtool.memory.scratch import Scratch
 
@@ -154,8 +157,9 @@ def _captured(
     inputs: list[Any], forward: fx.Graph, backward: fx.Graph, leaves: list[Any], spec: TreeSpec, names: dict[int, str],
     places: dict[int, int], scratch: Scratch,
 ) -> Captured:  # fmt: skip
-    first = plan(forward, {}, scratch)
     saved = [n.name for n in backward.nodes if n.op == "placeholder" and not n.name.startswith("tangents")]
+    _lay_out_saved(forward, backward, len(saved))
+    first = plan(forward, {}, scratch)
     kept = first.outputs[len(first.outputs) - len(saved) :]
     made = {buffer.name for buffer in first.buffers}
     owned = {name: next(iter(where)) for name, where in zip(saved, kept, strict=True) if where and where <= made}
@@ -172,6 +176,28 @@ def _captured(
         gradients=tuple(where for _, where in (*weights, *others)), results=tuple(x.detach() for x in results),
         names=first.outputs[front - len(results) : front], leaves=tuple(leaves), spec=spec,
     )  # fmt: skip
+
+
+def _lay_out_saved(forward: fx.Graph, backward: fx.Graph, count: int) -> None:
+    """Has the ``count`` values that the backward graph is given lie as the forward one leaves them.
+
+    Where the compiler lays images out channels-last, it does so with whatever leads to or comes from a convolution.
+    """
+    from torch._inductor.graph import GraphLowering
+
+    if not lays_out(forward):
+        return
+    preferring = GraphLowering.find_nodes_prefer_channels_last(SimpleNamespace(module=forward.owning_module))  # type: ignore[arg-type]
+    made: Any = forward.output_node().args[0]
+    placeholders = backward.find_nodes(op="placeholder")
+    given = {node: node.meta["val"] for node in placeholders}
+    saved = [node for node in placeholders if not node.name.startswith("tangents")]
+    with _disable_current_modes():  # they have one of their own
+        for node, source in zip(saved, made[len(made) - count :], strict=True):
+            if source in preferring and source.op == "call_function" and given[node].dim() == 4:
+                given[node] = in_order(given[node], CHANNELS_LAST)
+        mode = next(value.fake_mode for value in given.values() if isinstance(value, FakeTensor))
+        FakeTensorProp(backward.owning_module, mode).propagate_dont_convert_inputs(*given.values())  # type: ignore[arg-type]
 
 
 def _learns(value: Any) -> bool:

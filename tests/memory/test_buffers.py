@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -80,3 +81,29 @@ def test_what_generated_code_has_turned_is_convolved_in_the_order_of_its_dimensi
             SimpleNamespace(of=lambda function, args, kwargs: given.append(args[0]) or 0),
         )
     assert [value.shape == (2, 3, 8, 8) and value.stride() for value in given] == [(192, 64, 8, 1), (192, 1, 24, 3)]
+
+
+@pytest.mark.parametrize("generated", [False, True])
+def test_operands_of_a_depthwise_convolutions_backward_pass_are_copied(generated):
+    """As torch's compiler does it: the input along its rows; the gradient so too, and then as the other needs it.
+
+    A weight that generated code has converted lies channels-last; one channel of it may lie anywhere.
+    """
+    given = []
+
+    def backward(grad, x, w):
+        arguments = None, [1, 1], [1, 1], [1, 1], False, [0, 0], 4, [True, True, False]
+        return torch.ops.aten.convolution_backward(grad * 2, x, w, *arguments)[:2]
+
+    images = torch.ones(2, 8, 8, 4).permute(0, 3, 1, 2)
+    weights = torch.ones(4, 1, 3, 3).as_strided((4, 1, 3, 3), (9, 1 if generated else 9, 3, 1))
+    made = plan(
+        graph(backward, images, images, weights), {"x_1": "x_1"},
+        SimpleNamespace(of=lambda function, args, kwargs: given.extend(args[:3]) or 0),
+    )  # fmt: skip
+    along_rows, channels_last, plain = (256, 8, 32, 1), (256, 1, 32, 4), (256, 64, 8, 1)
+    assert [value.stride() for value in given[:2]] == [channels_last if generated else plain, along_rows]
+    copies = [(b.size, b.after) for b in made.buffers if b.name.startswith("as_strided_copy")]
+    assert [size for size, _ in copies] == [2048] * 3
+    assert set(copies[2][1]) == {"mul", "x_1", "as_strided_copy_default_1"}
+    assert not copies[0][1]

@@ -174,3 +174,21 @@ def test_outputs_that_are_no_tensors_are_passed_on():
         assert net(x).shape == (4, 10)
         net(x).sum().backward()
         assert net.told.linear.weight.grad.shape == (10, 32)
+
+
+@pytest.mark.parametrize("channels_last", [True, False])
+def test_what_is_kept_of_a_convolution_lies_as_the_compiler_lays_it_out(channels_last, monkeypatch):
+    """Channels-last whatever came, the weight in 16 bits too, which decides how its gradient is computed."""
+    given = []
+
+    def of(scratch, function, args, kwargs):
+        if function is torch.ops.aten.convolution_backward.default:
+            given.append([value.stride() for value in args[:3]])
+        return 0
+
+    monkeypatch.setattr(Scratch, "of", of)
+    net = nn.Sequential(nn.Conv2d(4, 4, 3, groups=4), nn.ReLU(), nn.Conv2d(4, 4, 3, groups=4), nn.Flatten())
+    batch = torch.randn(2, 4, 6, 6), torch.zeros(2, dtype=torch.int64)
+    options = {"precision": "bf16-mixed", "channels_last": channels_last, "compile": True}
+    predict(lambda: net, batch, TrainConfig(device="cpu", batch_size=2, **options), prepare=setup, loss=LOSS)
+    assert given[-2] == [(16, 1, 8, 4), (64, 4, 16, 1), (9, 1, 3, 1)]
