@@ -187,16 +187,21 @@ def _saves_no_more(places: tuple[int, ...], than: tuple[int, ...]) -> bool:
     return bool(places[0]) == bool(than[0]) and all(a <= b for a, b in zip(places, than, strict=True))
 
 
-def fewest_devices(config: TrainConfig, budget: float, peak: Peak, legal: Callable[[TrainConfig], bool]) -> int | None:
+def fewest_devices(
+    config: TrainConfig, budget: float, peak: Peak, legal: Callable[[TrainConfig], bool], least: int = 1
+) -> int | None:
     """The fewest devices over which ``config``, sharded, is predicted to fit ``budget`` bytes on each, or None.
 
-    None too where it cannot be sharded. There are at most as many devices as samples in a batch.
+    None too where it cannot be sharded, or that not predicted. Each device has at least ``least`` samples of a batch.
     """
 
     def fits(count: int) -> bool:
-        return peak(sharded(config, count)) <= budget
+        try:
+            return peak(sharded(config, count)) <= budget
+        except QtoolError:
+            return False
 
-    low, most = config.devices, config.batch_size
+    low, most = config.devices, config.batch_size // least
     if most <= low or not legal(sharded(config, most)) or not fits(most):
         return None
     high = min(2 * low, most)

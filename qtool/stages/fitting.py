@@ -144,15 +144,17 @@ def gives_way(config: TrainConfig) -> bool:
 def _within(begun: Choice, source: Source, looked: list[dict[str, Any]], progress: Progress) -> Choice:
     from qtool.devices import resolve_device
     from qtool.memory.plan import choose, plans
+    from qtool.step import fewest_samples
 
     config = begun.config
     budget, gpu = _budget(config), resolve_device(config.device).type == "cuda"
     assert budget is not None
+    assert source.model is not None
     legal = _legal_for(source)
     count = sum(1 for _ in plans(config, pinned(config), legal, gpu))
     with _telling(predictor(source), progress, config, count, looked) as peak:
         found, smallest = choose(config, budget, peak, pinned=pinned(config), legal=legal, gpu=gpu)
-        plan = found or _impossible(config, smallest, budget, peak)
+        plan = found or _impossible(config, smallest, budget, peak, fewest_samples(source.model))
     if isinstance(plan, UsageError):
         raise plan
     why = "the fastest choice predicted to fit" if plan.changes else "it fits as it is"
@@ -195,10 +197,12 @@ def _telling(
         yield told
 
 
-def _impossible(config: TrainConfig, smallest: Plan, budget: float, peak: Callable[[TrainConfig], int]) -> UsageError:
-    """What to say of a budget that no plan fits."""
+def _impossible(
+    config: TrainConfig, smallest: Plan, budget: float, peak: Callable[[TrainConfig], int], least: int
+) -> UsageError:
+    """What to say of a budget that no plan fits. Each device has at least ``least`` samples."""
     need = f"{-(-smallest.peak_bytes // MIB)}MiB"
-    others = _more_devices(config, smallest.config, budget, peak) + _adapters(smallest, peak)
+    others = _more_devices(config, smallest.config, budget, peak, least) + _adapters(smallest, peak)
     return UsageError(
         "--memory-budget", f"at least {need}{_each(config)}, the smallest predicted need", str(config.memory_budget),
         f"pass --memory-budget {need} {smallest.flags}".rstrip() + f", or {others}a smaller --batch-size",
@@ -209,12 +213,14 @@ def _each(config: TrainConfig) -> str:
     return f" on each of {config.devices} devices" if config.devices > 1 else ""
 
 
-def _more_devices(config: TrainConfig, smallest: TrainConfig, budget: float, peak: Callable[[TrainConfig], int]) -> str:
+def _more_devices(
+    config: TrainConfig, smallest: TrainConfig, budget: float, peak: Callable[[TrainConfig], int], least: int
+) -> str:
     """What to pass for enough devices, ending in "or ", where there is a number of them that is enough."""
     from qtool.memory.plan import difference, fewest_devices, flags, sharded
 
     smallest = dataclasses.replace(smallest, grad_clip=config.grad_clip)
-    count = fewest_devices(smallest, budget, peak, _legal)
+    count = fewest_devices(smallest, budget, peak, _legal, least)
     if count is None:
         return ""
     return f"{flags(difference(config, sharded(smallest, count)))}, or "

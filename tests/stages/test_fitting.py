@@ -312,8 +312,23 @@ def test_an_impossible_budget_says_over_how_many_devices_it_would_fit() -> None:
         assert fewest_devices(plain, budget, peak, fitting._legal) == min(fitting_counts)
     assert fewest_devices(plain, 45, peak, fitting._legal) is None
     assert fewest_devices(dataclasses.replace(plain, optimizer="adafactor"), 440, peak, fitting._legal) is None
-    said = fitting._more_devices(TrainConfig(device="cpu", batch_size=64), plain, 440, peak)
+    said = fitting._more_devices(TrainConfig(device="cpu", batch_size=64), plain, 440, peak, 1)
     assert said == "--optimizer adamw8bit --devices 8 --strategy fsdp, or "
+
+    def normed(config: TrainConfig) -> int:
+        if config.batch_size < 2 * config.devices:
+            raise QtoolError("model", "two samples for batch-norm", "one", "take more")
+        return peak(config)
+
+    assert fewest_devices(plain, 92, normed, fitting._legal, least=2) == 32
+    assert fewest_devices(plain, 91, normed, fitting._legal, least=2) is None
+    assert fewest_devices(plain, 47, normed, fitting._legal) is None  # what cannot be predicted is not said
+
+
+def test_a_model_with_batch_norm_is_not_said_to_fit_with_a_sample_on_each_device(small_data: str) -> None:
+    source = open_source(Picky(), small_data, "classification", None, seed=0)
+    config = TrainConfig(device="cpu", batch_size=2)
+    assert fitting._more_devices(config, config, 10**9, fitting.predictor(source), 1) == ""
 
 
 @pytest.mark.slow
