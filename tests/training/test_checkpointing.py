@@ -161,17 +161,41 @@ class Codebook(nn.Module):
         return torch.tanh(self.layer(x - self.seen) / self.count).square()
 
 
-def test_buffers_that_a_block_moves_are_as_they_were_when_it_is_computed_again(same_state):
-    found = []
+class Centre(nn.Module):
+    """Has no weights, and a buffer that 16 bits do not hold."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.full((16,), 0.1), persistent=False)
+
+    def forward(self, x):
+        self.mean.lerp_(x.detach().mean(0), 0.1)
+        return x - self.mean
+
+
+class Centred(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.centre, self.layer = Centre(), nn.Linear(16, 16)
+
+    def forward(self, x):
+        return torch.tanh(self.layer(self.centre(x)))
+
+
+@pytest.mark.parametrize(("kind", "precision"), [(Codebook, "32-true"), (Centred, "bf16-true")])
+def test_buffers_that_a_block_moves_are_as_they_were_when_it_is_computed_again(kind, precision, same_state):
+    found, gradients = [], []
     for wanted in (False, True):
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(16, 16), Codebook(), Codebook())
-        with setup(model, TrainConfig(device="cpu", activation_checkpointing=wanted)) as made:
+        model = nn.Sequential(nn.Linear(16, 16), kind(), kind())
+        with setup(model, TrainConfig(device="cpu", activation_checkpointing=wanted, precision=precision)) as made:
             for _ in range(3):
-                made.model(torch.linspace(-1, 1, 64).view(4, 16)).square().sum().backward()
+                made.model(made.place(torch.linspace(-1, 1, 64).view(4, 16))).square().sum().backward()
+            gradients.append([p.grad for p in model.parameters()])
         found.append(model)
     assert same_state(*found)
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(*(m.parameters() for m in found), strict=True))
+    assert all(map(torch.equal, *(m.buffers() for m in found)))
+    assert all(map(torch.equal, *gradients))
 
 
 class Inner(nn.Module):
