@@ -20,7 +20,8 @@ What is kept can be given back where one kind of work ends and another begins (:
 left are of no use to the other, whose blocks have other sizes.
 
 That takes a full garbage collection, which looks at every object of torch, sympy and onnx each time, for a fifth of a
-second; :func:`settled` lets it look at new ones only.
+second; :func:`settled` lets it look at new ones only. Python begins several by itself while those libraries are
+imported, half a second of all that a command takes, and finds nothing: it is told to begin a tenth as many.
 
 The settings belong to the whole process, so only the command line calls :func:`tune`, before torch
 allocates. ``import qtool`` never does. ``QTOOL_MALLOC=0`` in the environment switches it off. Other C
@@ -40,15 +41,15 @@ VARIABLE = "QTOOL_MALLOC"
 _HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"  # read once by torch, at its first allocation
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
 _NEVER = 2**31 - 1
+_RARELY = 100  # collections of younger objects before a full one may begin; Python's own is 10
 _tuned = False
 
 
 def tune(huge_pages: bool = True) -> bool:
-    """Makes this process keep freed memory; True where it did, False off glibc or when switched off.
+    """Makes this process keep freed memory, and look for garbage less often; True where it did.
 
-    ``huge_pages`` offers large blocks as such, for work whose blocks do not live long.
-
-    The environment variable ``QTOOL_MALLOC`` set to ``0`` switches it off.
+    False off glibc, or where the environment variable ``QTOOL_MALLOC`` set to ``0`` switches it off. ``huge_pages``
+    offers large blocks as such, for work whose blocks do not live long.
     """
     if os.environ.get(VARIABLE, "1") == "0" or not sys.platform.startswith("linux"):
         return False
@@ -59,6 +60,7 @@ def tune(huge_pages: bool = True) -> bool:
         os.environ.setdefault(_HUGE_PAGES, "1")
     global _tuned
     _tuned = bool(libc.mallopt(_M_MMAP_MAX, 0)) and bool(libc.mallopt(_M_TRIM_THRESHOLD, _NEVER))
+    gc.set_threshold(*gc.get_threshold()[:2], _RARELY)
     return _tuned
 
 

@@ -20,8 +20,9 @@ libc.malloc.restype = ctypes.c_void_p
 if "tune" in sys.argv:
     from qtool import allocator
     print(allocator.tune())
-    import os
+    import gc, os
     assert os.environ.get("THP_MEM_ALLOC_ENABLE") == (None if os.environ.get("QTOOL_MALLOC") == "0" else "1")
+    assert (gc.get_threshold()[2] >= 100) is (os.environ.get("QTOOL_MALLOC") != "0")
 elif "import" in sys.argv:
     import os, qtool
     assert "THP_MEM_ALLOC_ENABLE" not in os.environ
