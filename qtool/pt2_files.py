@@ -32,6 +32,7 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
+from unittest import mock
 
 import torch
 
@@ -83,7 +84,7 @@ def save_program(program: torch.export.ExportedProgram, path: Path) -> None:
     name_types(program)
     with atomic_path(path) as temporary, temporary.open("wb") as file:
         stream = _Forgiving(file)  # a stream, lest the archive's inner folder take the temporary name
-        with _overheard([]), allocator.uncollected():
+        with _overheard([]), _unproved(), allocator.uncollected():
             torch.export.save(program, stream)  # type: ignore[arg-type]
         if stream.error is not None:
             raise stream.error
@@ -173,6 +174,15 @@ def _weights_only() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _unproved() -> Iterator[None]:
+    """Lets torch's writer not prove that a program has a canonical form, which it does not write: half of its time."""
+    from torch._export.serde import serialize
+
+    with mock.patch.object(serialize, "canonicalize", lambda program, *_: program, create=True):
+        yield
+
+
+@contextlib.contextmanager
 def _hints_once() -> Iterator[None]:
     """Lets torch's reader ask for the fields of a class once, not once for each object: a third of its time."""
     from torch._export.serde import serialize
@@ -184,14 +194,9 @@ def _hints_once() -> Iterator[None]:
             known[cls] = typing.get_type_hints(cls, **names)
         return known[cls]
 
-    there = hasattr(serialize, "typing")
-    if there:
-        setattr(serialize, "typing", types.SimpleNamespace(**vars(typing) | {"get_type_hints": hints}))  # noqa: B010
-    try:
+    told = types.SimpleNamespace(**vars(typing) | {"get_type_hints": hints})
+    with mock.patch.object(serialize, "typing", told, create=True):
         yield
-    finally:
-        if there:
-            setattr(serialize, "typing", typing)  # noqa: B010
 
 
 def check_archive(path: Path) -> str:

@@ -304,6 +304,22 @@ def test_threads_that_load_take_turns(whole: Path, monkeypatch: pytest.MonkeyPat
         assert len(list(pool.map(load_program, [whole, whole]))) == 2
 
 
+def test_torchs_writer_proves_nothing_of_a_form_that_it_does_not_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._export.serde import serialize
+
+    asked, prove = [], serialize.canonicalize
+    monkeypatch.setattr(serialize, "canonicalize", lambda *given: asked.append(given) or prove(*given))
+    program, paths = to_program(Net(), torch.randn(2, 4)), [tmp_path / "ours.pt2", tmp_path / "torch.pt2"]
+    save_program(program, paths[0])
+    assert not asked
+    torch.export.save(program, paths[1])
+    assert asked
+    ours, torchs = (torch._C.PyTorchFileReader(str(path)).get_record(PROGRAM) for path in paths)
+    assert ours == torchs
+
+
 def test_torchs_reader_has_its_own_typing_back(tmp_path):
     import typing
 
