@@ -1,4 +1,6 @@
-"""Units that figures are told in, and how many there are of a thing."""
+"""Units that figures are told in, to how many digits, and how many there are of a thing."""
+
+import math
 
 MIB = 2**20
 """Bytes of a mebibyte."""
@@ -11,6 +13,17 @@ def many(count: int, noun: str) -> str:
     ('1 step', '1,200 steps')
     """
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def figure(value: float, most: float = math.inf) -> str:
+    """A number to three digits, and near the ``most`` that it can be to two digits of what is missing.
+
+    >>> figure(-0.33333), figure(97.3456, 100), figure(99.9634, 100), figure(100, 100)
+    ('-0.333', '97.3', '99.963', '100')
+    """
+    missing = most - value
+    more = max(0, -math.floor(math.log10(missing))) if 0 < missing < math.inf else 0
+    return f"{value:z.{3 + more}g}"
 
 
 def bytes_told(size: float) -> str:

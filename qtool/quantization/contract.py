@@ -41,6 +41,7 @@ from qtool.nested import map_tensors, num_samples, per_sample, tensors
 from qtool.paired import Interval, Paired, Sums, joined, proportions, sums_of
 from qtool.recipe import QuantizeConfig
 from qtool.tasks import Task, is_higher_better
+from qtool.units import figure
 
 LEAST = 2
 """Samples without which nothing can be said of how much they differ."""
@@ -70,8 +71,9 @@ class Criterion:
         return math.inf if math.isnan(excess) else excess
 
     def __str__(self) -> str:
-        low, high = self.ci95
-        return f"{self.name} {self.value:z.3g} ({low:z.3g} to {high:z.3g}; limit {self.limit:g})"
+        most = 100 if self.name == "agreement" else math.inf
+        value, low, high = (figure(each, most) for each in (self.value, *self.ci95))
+        return f"{self.name} {value} ({low} to {high}; limit {self.limit:g})"
 
 
 @dataclass(frozen=True)

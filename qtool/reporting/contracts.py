@@ -5,6 +5,7 @@ What was promised, what was found, by which candidate; what was lost against siz
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -12,7 +13,7 @@ from qtool.reporting.markdown import escaped, table
 from qtool.reporting.markup import Markup
 from qtool.reporting.numbers import UNKNOWN, times
 from qtool.reporting.tradeoff import Candidate, tradeoff
-from qtool.units import MIB, many
+from qtool.units import MIB, figure, many
 
 UNITS = {"drop": "points", "agreement": "%", "KL": "nats"}
 
@@ -32,8 +33,9 @@ def _criterion(criterion: Mapping[str, Any]) -> str:
 
 
 def _measured(criterion: Mapping[str, Any]) -> str:
-    low, high = (UNKNOWN if end is None else f"{end:z.3g}" for end in criterion["ci95"])
-    value = UNKNOWN if criterion["value"] is None else f"{criterion['value']:z.3g}"
+    most = 100 if criterion["name"] == "agreement" else math.inf
+    ends = (criterion["value"], *criterion["ci95"])
+    value, low, high = (UNKNOWN if end is None else figure(end, most) for end in ends)
     return f"{value} (95 % CI {low} to {high})"
 
 

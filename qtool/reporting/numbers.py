@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from qtool.units import figure
+
 SHARES = ("top1", "top5", "accuracy")
 """Metrics that are shares of samples."""
 UNKNOWN = "–"
@@ -27,12 +29,15 @@ def significant(value: float | None, digits: int = 3) -> str:
 
 
 def percent(share: float | None) -> str:
-    """A share as a percentage.
+    """A share as a percentage, 100.0 % where it is all.
 
-    >>> percent(0.98765), percent(None)
-    ('98.8 %', '–')
+    >>> percent(0.98765), percent(0.9998), percent(1.0), percent(None)
+    ('98.8 %', '99.98 %', '100.0 %', '–')
     """
-    return UNKNOWN if share is None else f"{share * 100:.1f} %"
+    if share is None:
+        return UNKNOWN
+    told = f"{share * 100:.1f}"
+    return f"{figure(share * 100, 100) if share < 1 and told == '100.0' else told} %"
 
 
 def score(name: str, value: float | None) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from qtool.errors import QtoolError, UsageError
 from qtool.intervals import mean_interval, paired_interval, wilson_interval
-from qtool.quantization.contract import Judge
+from qtool.quantization.contract import Criterion, Judge
 from qtool.recipe import QuantizeConfig
 from qtool.tasks import Classification, LanguageModelling
 
@@ -109,6 +109,11 @@ def test_kl_and_agreement() -> None:
     assert agreement.ci95[0] == pytest.approx(100 * low)
     assert agreement.met is True
     assert judge(min_agreement=99.6).verdict(held.score(wrong(5))).criteria[0].met is None
+
+
+def test_an_agreement_near_all_is_not_told_as_all() -> None:
+    told = str(Criterion("agreement", 99.9, 99.9634, (99.87, 100.0), None))
+    assert told == "agreement 99.963 (99.87 to 100; limit 99.9)"
 
 
 def test_a_loss_is_better_when_lower_and_its_interval_is_that_of_paired_differences() -> None:
