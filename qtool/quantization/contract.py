@@ -21,7 +21,7 @@ as if each agreed whole or not at all: no mean of shares between 0 and 1 varies 
 
 Two candidates are compared in the same way, by the mean of their paired differences in divergence (KL for logits, the
 squared error otherwise), which is far less noisy than a count of right answers. Left out on purpose: a correction
-for looking many times; the search stops at the first candidate that is met, and each look is at its own candidate.
+for looking at many candidates; the search says how many there were (``search.py``).
 """
 
 from __future__ import annotations

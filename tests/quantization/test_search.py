@@ -73,6 +73,16 @@ def test_what_nothing_was_chosen_for_begins_with_extremes(options: dict[str, Any
     assert met.config == world.search.config, "the second stands on none of the first"
 
 
+def test_that_more_were_looked_at_than_95_percent_are_promised_of_is_told() -> None:
+    """Two that lie at the limit pass in 5 % of cases at most, three do not."""
+    for count, told in ((2, []), (3, ["3 candidates"])):
+        world = World(0.5)
+        world.error = lambda config, world=world, count=count: 0.1 if len(world.tried) == count else 1.0  # type: ignore[method-assign]
+        assert world.search.run() is not None
+        assert len(world.search.trials) == count
+        assert [note.split(" were judged on the same samples")[0] for note in world.search.notes] == told
+
+
 def test_ranges_then_corrections_stand_on_what_helped() -> None:
     world = World(0.78)
     met = world.search.run()
