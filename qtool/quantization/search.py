@@ -196,10 +196,14 @@ def usually_best(search: Search) -> Trial | None:
 
 
 def better_ranges(search: Search) -> Trial | None:
-    """Other estimators of activation ranges, then of weight ranges, beside what did best; none where some are given."""
+    """Other estimators of activation ranges, then of weight ranges, beside what did best; none where some are given.
+
+    Where weights alone are quantized, activations have none.
+    """
     if search.config.ranges_from is not None:
         return None
-    for field, choices in (("ranges", RANGES), ("weight_ranges", WEIGHT_RANGES)):
+    activations = () if search.config.weights_only else (("ranges", RANGES),)
+    for field, choices in (*activations, ("weight_ranges", WEIGHT_RANGES)):
         for choice in choices:
             if choice != getattr(search.config, field):
                 parts = (f"{field.replace('_', ' ')} {choice}", *(search.base.config.algorithms or ()))

@@ -98,6 +98,15 @@ def test_ranges_then_corrections_stand_on_what_helped() -> None:
     assert len(set(world.tried)) == len(world.tried)
 
 
+def test_ranges_of_activations_are_not_tried_where_weights_alone_are_quantized() -> None:
+    world = World(1e-6, method="ptq")
+    world.search.config = dataclasses.replace(world.config, weights_only=True)
+    world.search.run()
+    assert [name for name in world.tried if name.startswith(("ranges", "weight ranges"))] == [
+        "ranges network + smooth + equalize + gptq + steps", "weight ranges mse",
+    ]  # fmt: skip
+
+
 def test_what_another_algorithm_includes_is_not_tried_beside_it() -> None:
     world = World(1e-6, method="ptq")
     world.search.config = QuantizeConfig(max_kl=1e-6, method="ptq")
