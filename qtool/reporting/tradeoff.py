@@ -1,7 +1,8 @@
 """The picture of a trade: what each candidate loses against what it costs, and the limit that was promised.
 
 A candidate that no other beats in both stands on the frontier, which is drawn as steps and named; the others are marks
-with a title. Where more is better (agreement) up is still up, and the limit is a floor instead of a ceiling.
+with a title. Where more is better (agreement) up is still up, and the limit is a floor instead of a ceiling. What lies
+so far from all these that they would be one line beside it is counted instead.
 """
 
 from __future__ import annotations
@@ -13,6 +14,14 @@ from qtool.reporting.axes import BOTTOM, LEFT, RIGHT, TOP, WIDTH, Scale, frame, 
 from qtool.reporting.front import steps, unbeaten
 from qtool.reporting.markup import Markup, el
 from qtool.reporting.numbers import significant
+from qtool.units import many
+
+REACH = 5.0
+"""How far beyond the frontier and the limit a candidate is shown, in multiples of what these span."""
+LETTER = 6.7
+"""The width of a letter, of the chart's units."""
+Span = tuple[float, float, float]
+"""Where a text begins, ends and stands."""
 
 
 @dataclass(frozen=True)
@@ -35,38 +44,47 @@ def tradeoff(
     candidates: Sequence[Candidate], limit: float, cost: str, value: str, *, more_is_better: bool = False
 ) -> Markup:
     """Marks of all candidates over their cost, the frontier through the best, and a line at the limit."""
-    height = 260.0
-    values = [v for c in candidates for v in (c.value, *(c.bounds or ()))]
-    x = Scale(*padded([c.cost for c in candidates], 0.15), LEFT + 14, WIDTH - RIGHT)  # room for ticks like 0.0015
-    y = Scale(*padded([*values, limit], 0.1), height - BOTTOM, TOP)
-    front = frontier(candidates, more_is_better)
+    height, front = 260.0, frontier(candidates, more_is_better)
+    near = [limit, *(v for c in front for v in (c.value, *(c.bounds or ())))]
+    reach = REACH * (max(near) - min(near))
+    shown = [c for c in candidates if min(near) - reach <= c.value <= max(near) + reach]
+    x = Scale(*padded([c.cost for c in shown], 0.15), LEFT + 14, WIDTH - RIGHT)  # room for ticks like 0.0015
+    y = Scale(*padded([*near, *(c.value for c in shown)], 0.1), height - BOTTOM, TOP)
     parts: list[object] = [*frame(x, y, cost, value), steps([(c.cost, c.value) for c in front], x, y)]
     parts.append(el("line", x1=x.start, x2=x.end, y1=y(limit), y2=y(limit), cls="limit"))
-    parts.append(el("text", f"limit {limit:g}", x=x.end - 4, y=y(limit) - 5, text_anchor="end"))
-    parts += [_mark(candidate, x, y, "s-int8" if candidate in front else "s-fp32") for candidate in candidates]
-    parts += _names(front, x, y, taken=[(x.end - 4, y(limit) - 5)])
+    on_top = sorted(shown, key=front.__contains__)
+    parts += [_mark(candidate, x, y, "s-int8" if candidate in front else "s-fp32") for candidate in on_top]
+    texts = [(f"limit {limit:g}", y(limit) - 5)]
+    if beyond := len(candidates) - len(shown):
+        texts.append((f"{many(beyond, 'candidate')} far beyond", y.start - 6 if more_is_better else y.end + 10))
+    parts += [el("text", text, x=x.end - 4, y=at, text_anchor="end") for text, at in texts]
+    parts += _names(front, x, y, [(x.end - 4 - LETTER * len(text), x.end, at) for text, at in texts])
     return svg(height, f"{value} against {cost}", *parts)
 
 
 def _mark(candidate: Candidate, x: Scale, y: Scale, cls: str) -> Markup:
     place, whisker = x(candidate.cost), None
     if candidate.bounds:
-        low, high = map(y, candidate.bounds)
+        low, high = (y(min(max(bound, y.low), y.high)) for bound in candidate.bounds)
         whisker = el("line", x1=place, x2=place, y1=low, y2=high, cls=f"whisker {cls}")
     told = f"{candidate.name}: {significant(candidate.value)} at {significant(candidate.cost)}"
     dot = el("circle", cx=place, cy=y(candidate.value), r=4.5, cls=f"mark {cls}")
     return el("g", el("title", told), whisker, dot)
 
 
-def _names(front: Sequence[Candidate], x: Scale, y: Scale, taken: list[tuple[float, float]]) -> list[Markup]:
-    """The names of the frontier beside their marks, moved up where a text is there already."""
+def _names(front: Sequence[Candidate], x: Scale, y: Scale, taken: list[Span]) -> list[Markup]:
+    """The names of the frontier beside their marks, as much as there is room for, moved up where a text is already."""
     made: list[Markup] = []
     for candidate in front:
         right = x(candidate.cost) < WIDTH * 0.6
         place_x, place_y = x(candidate.cost) + (9 if right else -9), y(candidate.value) - 6
-        while any(abs(place_x - a) < 120 and abs(place_y - b) < 14 for a, b in taken):
+        most = int((WIDTH - place_x if right else place_x) / LETTER)
+        name = candidate.name if len(candidate.name) <= most else f"{candidate.name[: most - 1]}…"
+        start = place_x if right else place_x - LETTER * len(name)
+        end = start + LETTER * len(name)
+        while any(start < b and a < end and abs(place_y - at) < 14 for a, b, at in taken):
             place_y -= 14
-        taken.append((place_x, place_y))
+        taken.append((start, end, place_y))
         anchor = "start" if right else "end"
-        made.append(el("text", candidate.name, x=place_x, y=place_y, text_anchor=anchor, cls="name"))
+        made.append(el("text", name, x=place_x, y=place_y, text_anchor=anchor, cls="name"))
     return made

@@ -29,6 +29,29 @@ def test_the_picture_names_the_frontier_and_the_limit_lies_where_it_should() -> 
     assert picture.count("whisker") == 1
 
 
+def test_what_is_far_beyond_is_counted_and_squeezes_nothing() -> None:
+    def drawn(points: list[Candidate], limit: float, **more: bool) -> tuple[str, list[float]]:
+        picture = str(tradeoff(points, limit, "size, MiB", "KL, nats", **more))
+        return picture, [float(y) for y in re.findall(r'<circle[^>]*cy="([\d.]+)', picture)]
+
+    plain, near = drawn(POINTS, 0.75)
+    picture, heights = drawn([*POINTS, Candidate("far", 1.5, 900.0, (600.0, 1200.0))], 0.75)
+    assert heights == near
+    assert "beyond" not in plain
+    assert ">1 candidate far beyond<" in picture
+    below, _ = drawn([Candidate("a", 1.0, 99.0), Candidate("b", 2.0, 20.0)], 99.5, more_is_better=True)
+    assert ">1 candidate far beyond<" in below
+
+
+def test_a_name_takes_the_room_there_is() -> None:
+    long = " + ".join(["ranges network", "smooth", "equalize", "analytic-bias", "gptq", "steps"] * 2)
+    picture = str(tradeoff([Candidate(long, 1.0, 1.0), Candidate(long, 3.0, 0.9)], 0.5, "size, MiB", "KL, nats"))
+    names = re.findall(r'class="name">([^<]*)', picture)
+    assert [name.endswith("…") for name in names] == [True, True]
+    heights = re.findall(r'y="([\d.]+)"[^>]*class="name"', picture)
+    assert abs(float(heights[0]) - float(heights[1])) >= 14
+
+
 def outcome(**changes: object) -> dict[str, object]:
     criterion = {"name": "agreement", "limit": 99.0, "value": 98.0, "ci95": [97.0, 98.8], "met": False, "needed": None}
     trials = [
