@@ -20,16 +20,22 @@ UNITS = {"drop": "points", "agreement": "%", "KL": "nats"}
 
 def contract_sentence(outcome: Mapping[str, Any]) -> str:
     """Whether the contract is kept, by what, how surely, and on how many samples."""
-    found = "; ".join(_criterion(c) for c in outcome["criteria"])
+    found = "; ".join(_criterion(c, outcome) for c in outcome["criteria"])
     kept = "kept by" if outcome["met"] else "not kept; closest is"
     tried = many(len(outcome["trials"]), "candidate")
     return f"contract {kept} '{outcome['chosen']}': {found}, on {many(outcome['num_samples'], 'sample')}, after {tried}"
 
 
-def _criterion(criterion: Mapping[str, Any]) -> str:
+def _criterion(criterion: Mapping[str, Any], outcome: Mapping[str, Any]) -> str:
     sign, unit = ("≥" if criterion["name"] == "agreement" else "≤"), UNITS[criterion["name"]]
-    limit = f"{criterion['name']} {sign} {criterion['limit']:g} {unit}"
+    limit = f"{_promised(criterion, outcome)} {sign} {criterion['limit']:g} {unit}"
     return f"{limit}, measured {_measured(criterion)}"
+
+
+def _promised(criterion: Mapping[str, Any], outcome: Mapping[str, Any]) -> str:
+    """What a criterion is of: a drop is one of a metric, where that is recorded."""
+    metric = outcome.get("metric") if criterion["name"] == "drop" else None
+    return f"drop of {metric}" if metric else str(criterion["name"])
 
 
 def _measured(criterion: Mapping[str, Any]) -> str:
@@ -41,7 +47,7 @@ def _measured(criterion: Mapping[str, Any]) -> str:
 
 def contract_table(outcome: Mapping[str, Any]) -> tuple[list[str], list[list[object]]]:
     """Header and rows: every candidate with what was measured of it, its size and its speed."""
-    names = [f"{c['name']}, {UNITS[c['name']]}" for c in outcome["criteria"]]
+    names = [f"{_promised(c, outcome)}, {UNITS[c['name']]}" for c in outcome["criteria"]]
     body: list[list[object]] = []
     for trial in outcome["trials"]:
         cells = [_measured(criterion) for criterion in trial["criteria"]]
@@ -70,7 +76,8 @@ def tradeoffs(outcome: Mapping[str, Any]) -> Iterator[tuple[Markup, str]]:
     """Pictures with their captions: the criterion that is furthest from kept, against size, and against time."""
     index = next((i for i, c in enumerate(outcome["criteria"]) if not c["met"]), 0)
     criterion = outcome["criteria"][index]
-    label, more = f"{criterion['name']}, {UNITS[criterion['name']]}", criterion["name"] == "agreement"
+    label = f"{_promised(criterion, outcome)}, {UNITS[criterion['name']]}"
+    more = criterion["name"] == "agreement"
     size = "Every candidate's size and what it loses; the dashed steps are those that none beats in both."
     time = "The same against time in ONNX Runtime, FP32 = 1, where it was measured."
     costs: tuple[tuple[str, Callable[[Mapping[str, Any]], float | None], str], ...] = (

@@ -333,6 +333,7 @@ def _outcome(search: Search, met: Trial | None, candidates: Candidates) -> dict[
         "method": search.config.method,
         "options": {key: value for key, value in as_dict(chosen.config).items() if value != asked[key]},
         "criteria": chosen.verdict.as_dict()["criteria"],
+        "metric": None if search.config.max_drop is None else candidates.judge.metric,
         "source": {part: candidates.source.record[part] for part in ("model", "data")},
         "num_samples": candidates.judge.num_samples,
         "trials": [_told(trial) for trial in search.trials],

@@ -58,6 +58,7 @@ def test_a_contract_that_is_kept(trained: Path) -> None:
         "ptq, network + smooth + equalize + analytic-bias + gptq-small"
     ]
     assert outcome["options"] == {}
+    assert outcome["metric"] == "top1"
     assert not (trained / "search").exists()
     torch.testing.assert_close(
         quantized(torch.zeros(2, 1, 8, 8)), qtool.quantize(trained, **OPTIONS)(torch.zeros(2, 1, 8, 8))
