@@ -1,4 +1,7 @@
-"""Arguments of a captured graph that are no tensors: numbers, flags, words.
+"""Arguments of a captured graph: by place or by name, and those that are no tensors (numbers, flags, words).
+
+A graph that comes from ``torch.export`` takes its arguments by place where it was captured so, and by name where it was
+captured so. A model takes both, and so does what stands for it here.
 
 ``torch.export`` computes with the values that they have then, and the graph takes any other without a word. So another
 value is refused here. One that is left out is filled in where a quantized model is used; in calibration it is refused,
@@ -10,12 +13,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
 from qtool.errors import QtoolError, one_line
-from qtool.nested import tensors
+from qtool.nested import call, tensors
+
+
+def call_captured(model: nn.Module, inputs: Any) -> Any:
+    """A captured graph applied to an input given by place or by name; another model as by :func:`qtool.nested.call`."""
+    known = _captured(model) if isinstance(model, GraphModule) else {}
+    bound = _bound(inputs, list(known))
+    if not known or bound.keys() != known.keys():
+        return call(model, inputs)
+    codegen: Any = model.graph._codegen  # type: ignore[union-attr]
+    by_place = codegen.pytree_info.in_spec.children()[0].num_children > 0
+    return call(model, tuple(bound[name] for name in known) if by_place else {name: bound[name] for name in known})
 
 
 def with_constants(graph: GraphModule, inputs: Any) -> Any:

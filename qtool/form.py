@@ -30,10 +30,10 @@ import torch
 from torch.fx import GraphModule, Node
 
 from qtool import allocator
-from qtool.captured import check_constants, with_constants
+from qtool.captured import call_captured, check_constants, with_constants
 from qtool.errors import QtoolError, UsageError
 from qtool.forward import passes_told
-from qtool.nested import call, map_tensors, tensors
+from qtool.nested import map_tensors, tensors
 from qtool.pt2_files import load_program, save_program
 from qtool.recurrent import whole_sequences
 
@@ -134,7 +134,7 @@ class QuantizedModel:
         check_inputs(self.graph, inputs, "inputs")
         expected = f"the model's arguments ({', '.join(input_values(self.graph.graph))})"
         with torch.no_grad(), passes_told("inputs", expected):
-            return call(self.graph, inputs)
+            return call_captured(self.graph, inputs)
 
     def save(self, folder: str | Path) -> dict[str, Path]:
         """Writes ``int8.pt2`` (and ``float.pt2``) into ``folder``; returns the files by name."""

@@ -39,6 +39,26 @@ def test_a_constant_that_is_left_out_takes_its_captured_value(quantized: qtool.Q
     assert torch.allclose(wanted, Scaled()(BATCHES[0]), atol=0.05)  # 0.5 · 2
 
 
+@pytest.mark.parametrize("named", [True, False])
+def test_a_graph_takes_by_name_what_it_was_captured_with_by_place_and_the_reverse(named: bool, tmp_path: Path) -> None:
+    placed, by_name = BATCHES, [{"x": batch} for batch in BATCHES]
+    captured, others = (by_name, placed) if named else (placed, by_name)
+    rows = torch.randn(200, 8, generator=torch.Generator().manual_seed(9))
+    held = [rows if named else {"x": rows}]
+    made = qtool.quantize(Scaled(), captured, validation=held, max_kl=10.0, out=tmp_path)
+    opened = qtool.load_quantized(tmp_path)
+    for model in (made, opened):
+        assert torch.equal(model(BATCHES[0]), model(x=BATCHES[0]))
+    gates = {gate["name"]: gate["passed"] for gate in qtool.export(opened, tmp_path / "out", samples=others).gates}
+    assert gates["end-to-end parity"] is True
+
+
+def test_training_takes_batches_by_place_and_by_name(tmp_path: Path) -> None:
+    targets = torch.zeros(8, dtype=torch.long)
+    batches = [(BATCHES[0], targets), {"x": BATCHES[1], "labels": targets}]
+    assert qtool.quantize(Scaled(), batches, mode="qat", epochs=1)(BATCHES[0]).shape == (8, 4)
+
+
 def test_another_value_is_refused(quantized: qtool.QuantizedModel, tmp_path: Path) -> None:
     with pytest.raises(QtoolError, match=r"inputs, 'scale': expected 0\.5, .* got 7\.0; give every batch that value"):
         quantized(x=BATCHES[0], scale=7.0)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
+from qtool.captured import call_captured
 from qtool.errors import QtoolError
 from qtool.evaluate import unlike
 from qtool.exporting import onnx_file
@@ -31,7 +32,7 @@ from qtool.exporting.parity import feeds_of
 from qtool.exporting.passes import turned_batches
 from qtool.exporting.simulation import interpret
 from qtool.exporting.to_onnx import save
-from qtool.nested import call, tensors
+from qtool.nested import tensors
 from qtool.runtimes import open_session
 
 LARGEST = float(np.finfo(np.float16).max)
@@ -184,7 +185,7 @@ def answers(path: Path, graph: GraphModule, samples: Sequence[Any]) -> tuple[boo
         return False, f"it cannot be run: {error.got}"
     session.close()
     with torch.no_grad():
-        wanted = [value.cpu() for batch in samples[:1] for value in tensors(call(graph, batch))]
+        wanted = [value.cpu() for batch in samples[:1] for value in tensors(call_captured(graph, batch))]
     pairs = zip(wanted, found, strict=True)
     return not any(unlike(want, torch.from_numpy(np.array(out))).any() for want, out in pairs), ""
 

@@ -33,14 +33,14 @@ import onnx
 import torch
 from torch import Tensor
 
-from qtool.captured import with_constants
+from qtool.captured import call_captured, with_constants
 from qtool.evaluate import error_of, ratio_db, signal_of
 from qtool.exporting.drawn import drawn
 from qtool.exporting.gates import Gate
 from qtool.exporting.parity import feeds_of, threads_for
 from qtool.exporting.simulation import fast_simulation
 from qtool.form import QuantizedModel
-from qtool.nested import call, micro_batches, num_samples, per_sample, tensors
+from qtool.nested import micro_batches, num_samples, per_sample, tensors
 from qtool.runtimes import open_session
 from qtool.runtimes.openvino import is_installed
 from qtool.units import many
@@ -196,7 +196,7 @@ def _answers(quantized: QuantizedModel, samples: Iterable[Any]) -> Iterator[tupl
     for batch in (piece for whole in given for piece in micro_batches(whole, MICRO_BATCH)):
         made = _outputs(simulated(batch))
         with torch.no_grad():
-            wanted = _outputs(call(quantized.float_graph, batch))  # type: ignore[arg-type]
+            wanted = _outputs(call_captured(quantized.float_graph, batch))  # type: ignore[arg-type]
         yield batch, wanted, made
 
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
+from qtool.captured import call_captured
 from qtool.errors import UsageError, nearest
 from qtool.evaluate import class_axis, divergence, error_of
 from qtool.form import same_sizes
@@ -56,7 +57,7 @@ def towards(teacher: nn.Module, taps: Pairs = ()) -> LossFunction:
     def loss(model: Any, value: Any, target: Any) -> tuple[Tensor, Tensor | float]:
         teacher.to(next(tensors(value)).device)
         with torch.no_grad():
-            wanted = to_float32(call(teacher, value))
+            wanted = to_float32(call_captured(teacher, value))
         given = to_float32(call(model, value))
         pairs = zip(tensors(wanted), tensors(given), strict=True)
         parts = [_distance(w, g, target) for w, g in pairs if w.is_floating_point()]

@@ -250,12 +250,14 @@ def _judge(source: Source, config: QuantizeConfig, inputs: Iterable[Any], pairs:
 
 def answers(graph: GraphModule) -> Callable[[Any], Any]:
     """What a float graph answers to validation inputs, which are looked at first."""
+    from qtool.captured import call_captured
     from qtool.form import check_inputs
-    from qtool.nested import call
+    from qtool.forward import passes_told
 
     def answer(inputs: Any) -> Any:
         check_inputs(graph, inputs, "validation samples")
-        return call(graph, inputs)
+        with passes_told("the model on the validation samples"):
+            return call_captured(graph, inputs)
 
     return answer
 
