@@ -67,8 +67,17 @@ def accuracy_phrase(accuracy: Mapping[str, Any] | None) -> str:
     parts += metric_phrases(accuracy)
     if not parts and accuracy.get("sqnr_db") is not None:
         parts.append(f"SQNR {accuracy['sqnr_db']:.1f} dB")
-    samples = accuracy.get("num_samples")
-    return ", ".join(parts) + (f" on {many(samples, 'sample')}" if parts and samples else "")
+    count = accuracy.get("num_samples")
+    return ", ".join(parts) + (f" on {many(count, unit_of(accuracy.get('metrics')))}" if parts and count else "")
+
+
+def unit_of(metrics: Mapping[str, Any] | None) -> str:
+    """What figures count: tokens where a task measures perplexity.
+
+    >>> unit_of({"perplexity": 22.5}), unit_of(None)
+    ('token', 'sample')
+    """
+    return "token" if "perplexity" in (metrics or ()) else "sample"
 
 
 def metric_phrases(accuracy: Mapping[str, Any]) -> list[str]:

@@ -17,7 +17,7 @@ from qtool.reporting.contracts import advice, contract_sentence, gate_verdict
 from qtool.reporting.ladder import ladder_lines
 from qtool.reporting.memory import memory_lines, numerics_lines
 from qtool.reporting.numbers import UNKNOWN, interval, percent, points, score, significant
-from qtool.reporting.summary import metric_phrases, size_phrase
+from qtool.reporting.summary import metric_phrases, size_phrase, unit_of
 from qtool.reporting.tables import terminal
 from qtool.source import has_random_weights
 from qtool.units import MIB, many
@@ -44,9 +44,8 @@ def show(kind: str, result: Result) -> None:
 def train_lines(result: Result) -> Iterator[Any]:
     """How well the trained model does, and what it took."""
     metrics, history = result["metrics"], result.get("history")
-    unit = "token" if "perplexity" in metrics else "sample"
     if metrics:
-        yield f"train: {scores(metrics)} on {many(round(metrics['num_samples']), f'test {unit}')}"
+        yield f"train: {scores(metrics)} on {many(round(metrics['num_samples']), f'test {unit_of(metrics)}')}"
     yield from _split(result)
     if history:
         early = ", stopped early" if history["stopped_early"] else ""
@@ -172,7 +171,8 @@ def against_float(accuracy: Result) -> str:
     parts += metric_phrases(accuracy)
     if not parts:
         parts.append(f"SQNR {significant(accuracy['sqnr_db'])} dB")
-    return f"{', '.join(parts)}, on {many(accuracy['num_samples'], 'test sample')}"
+    unit = unit_of(accuracy.get("metrics"))
+    return f"{', '.join(parts)}, on {many(accuracy['num_samples'], f'test {unit}')}"
 
 
 def report_lines(result: Result) -> Iterator[Any]:
