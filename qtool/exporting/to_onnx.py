@@ -40,6 +40,7 @@ from qtool.exporting.passes import (
     even_channels,
     even_inputs,
     expands,
+    faint_biases,
     float_units,
     folded,
     global_pool,
@@ -84,7 +85,7 @@ PASSES: dict[str, tuple[Pass, ...]] = {
     ),
     "openvino": (
         global_pool.apply, activations.apply, strides.apply, biases.apply, bare_weights.apply, behind_layers.apply,
-        lookups.apply, expands.apply, kept_axes.apply, joins.apply, norm_scales.apply,
+        lookups.apply, expands.apply, kept_axes.apply, joins.apply, norm_scales.apply, faint_biases.apply,
     ),
     "tensorrt": (global_pool.apply, activations.apply, conv_pads.apply),
 }  # fmt: skip
