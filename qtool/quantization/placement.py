@@ -300,12 +300,13 @@ class Placement:
     def _is_read_in_float(self, node: Node, *, joins: bool = True) -> bool:
         """Whether no integer unit would compute with the value if it were integers, moved or, by ``joins``, joined.
 
-        A maximum over windows is such a move: what compares it with the value itself would find many equal integers.
+        So are sums of what layers give in float. A maximum over windows is such a move: what compares it with the
+        value itself would find many equal integers.
         """
         users = (user for user in node.users if user.op != "output")
         return all(
             self._is_read_in_float(user, joins=joins)
-            if self._is_move(user, ("move", "max_pool")) or (joins and self._joins(user))
+            if self._is_move(user, ("move", "max_pool")) or (joins and (self._joins(user) or self._is_sum(user)))
             else not self._could_be_integer(user)
             for user in users
         )
@@ -335,6 +336,13 @@ class Placement:
 
     def _joins(self, node: Node) -> bool:
         return any(pattern.joins and node.target in pattern.anchors for pattern in self.target.patterns)
+
+    def _is_sum(self, node: Node) -> bool:
+        """Whether a sum adds nothing but results of linear layers that nothing else reads, moved, or sums of such."""
+        lines = [self._moved_from(part) for part in node.all_input_nodes] if self._is_move(node, ("add",)) else []
+        ends = [line[-1] for line in lines if all(len(part.users) == 1 for part in line)]
+        alone = all(end.target is aten.linear.default or self._is_sum(end) for end in ends)
+        return bool(ends) and len(ends) == len(lines) and alone
 
     def _leave_float(self, node: Node, reason: str) -> None:
         owners = (owner(node),) if owner(node) else ()
