@@ -195,6 +195,13 @@ WHOLE = frozenset(
 """Operators that round nothing, whoever evaluates them."""
 
 
+FLOATS = {
+    onnx.TensorProto.FLOAT: torch.float32, onnx.TensorProto.DOUBLE: torch.float64,
+    onnx.TensorProto.FLOAT16: torch.float16, onnx.TensorProto.BFLOAT16: torch.bfloat16,
+}  # fmt: skip
+"""What any number is converted to here: numpy, which the reference operators give, has no bfloat16."""
+
+
 def evaluate(
     op: str, attributes: Attributes, inputs: Sequence[Tensor | None], *, outputs: int, opsets: Mapping[str, int]
 ) -> list[Tensor]:
@@ -205,6 +212,8 @@ def evaluate(
         own = EXACT.get(op) or APPROXIMATE.get(op)
     if own is not None:
         return [own(attributes, *inputs)]
+    if op == "Cast" and attributes["to"] in FLOATS:
+        return [present[0].to(FLOATS[attributes["to"]])]
     if op == "Pad":
         inputs = _cropped(*inputs)  # type: ignore[arg-type]
     return by_reference(op, attributes, inputs, outputs=outputs, opsets=opsets)

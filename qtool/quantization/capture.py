@@ -39,6 +39,7 @@ from qtool.nested import call, map_tensors, misnamed, tensors
 from qtool.quantization.conditions import guards_of, of_batches
 from qtool.quantization.names import respell, spelled
 from qtool.quantization.quiet import quiet_export
+from qtool.quantization.rewrites.bfloats import write_floats
 from qtool.quantization.rewrites.functional import DROPOUTS, functionalized, make_functional, mutations
 from qtool.quantization.rewrites.linears import write_linears
 from qtool.quantization.rewrites.repeats import merge_repeats
@@ -104,6 +105,7 @@ def capture(model: nn.Module, example: Any, *, train: bool = False, axes: tuple[
     graph_module.meta["notes"] = (*_left_out(model, graph_module), *_fixed(graph_module), *conditions)
     graph_module.meta["any_batch"] = not conditions
     _detach_parameters(graph_module)
+    write_floats(graph_module)
     if write_linears(graph_module):
         drop_unused(graph_module)
     for node in graph_module.graph.nodes:

@@ -150,3 +150,15 @@ def test_scales_that_are_computed_are_refused() -> None:
     model = builder.model(builder.op("QuantizeLinear", x, scale, builder.constant(3, np.uint8)))
     with pytest.raises(QtoolError, match="constant, unblocked scales"):
         IntegerReference(model)
+
+
+def test_what_is_rounded_to_bfloat16_is_so_in_the_reference_too(tmp_path: Path) -> None:
+    b = Builder()
+    x = b.pair(b.input("x", ["n", 6]), 0.05, 120)
+    halves = b.op("Cast", b.op("Exp", x), to=onnx.TensorProto.BFLOAT16)
+    path = tmp_path / "m.onnx"
+    model = b.model(b.op("Cast", halves, to=onnx.TensorProto.FLOAT))
+    onnx.save(model, path)
+    value = np.random.default_rng(0).normal(size=(2, 6)).astype(np.float32)
+    (found,) = IntegerReference(path).run({"x": value})
+    np.testing.assert_allclose(found, run(model, {"x": value}, tmp_path)[0][0], rtol=1e-6)
