@@ -159,7 +159,8 @@ class Placement:
     def activation_format(self, node: Node) -> Format:
         """The number format of a value: what the first and the last layer read may have its own.
 
-        What a kernel without zero points reads is symmetric, unless it is never negative: then its zero point is 0.
+        What a kernel without zero points reads is symmetric, unless it is never negative: then its zero point is 0. The
+        second operand of a product is in the place of a weight, and symmetric in any case.
         """
         if self.origin(node) in self._signed:
             return INT8_ACTIVATION
@@ -178,7 +179,9 @@ class Placement:
         """Finds the values that have to be symmetric for the sake of what reads them."""
         readers = [placed for placed in self.placed if placed.pattern is not None and placed.pattern.signed]
         origins = {self.origin(operand) for placed in readers for operand in placed.operands}
-        self._signed = {node for node in origins if not self._is_positive(node)}
+        products = [placed for placed in readers if len(placed.operands) > 1]
+        weights = {self.origin(placed.operands[-1]) for placed in products}
+        self._signed = {node for node in origins if node in weights or not self._is_positive(node)}
         settled = None
         while settled != len(self._signed):  # what is in two joins ties their formats together
             settled = len(self._signed)

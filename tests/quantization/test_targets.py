@@ -219,6 +219,30 @@ def test_openvino_rounds_the_softmax_of_attention_alone() -> None:
     assert "is float" in reasons["mul"]
 
 
+class Mixed(nn.Module):
+    """Values mixed by a softmax that stands behind them (arXiv 1805.08318), and one that is computed and positive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 24, 1), nn.Linear(8, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.a(x).flatten(2).chunk(3, 1)
+        mixed = v @ (q.transpose(1, 2) @ k).softmax(-1).transpose(1, 2)
+        return torch.bmm(self.b(mixed.mean(2)).unflatten(1, (8, 8)), torch.relu(mixed))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("openvino") is None, reason="openvino is not installed")
+def test_openvino_multiplies_integers_by_what_is_never_negative(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = Mixed().eval(), [torch.randn(8, 3, 4, 4) for _ in range(2)]
+    form = quantize(model, QuantizeConfig(target="openvino", effort="fast"), example=x[0], calibration=x)
+    assert sum(unit.kind == "matmul" and unit.integer for unit in form.plan.units) == 3
+    gates = {gate["name"]: gate["passed"] for gate in export(form, tmp_path, ExportConfig(), samples=x).gates}
+    assert gates["coverage"]
+    assert gates["end-to-end parity"]
+
+
 @pytest.mark.parametrize(
     ("taps", "channels", "groups", "integer"),
     [(16, 8, 4, False), (15, 8, 4, True), (16, 8, 8, True), (8, 8, 1, False), (7, 8, 1, True), (8, 63, 1, False),

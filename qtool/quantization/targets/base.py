@@ -72,7 +72,8 @@ class Pattern:
     to its result before it rounds; where only such a sum reads the result, it has no quantizer of its own.
     ``joins``: the result holds its operands' numbers as they are, each part with its scale, and has no quantizer where
     only float reads it; its operands are of one format, without zero points.
-    ``signed``: the kernel knows no zero points, so that what it reads is symmetric int8, or never negative.
+    ``signed``: the kernel knows no zero points, so that what it reads is symmetric int8, or, but for the second of two
+    operands, never negative.
     """
 
     kind: str
