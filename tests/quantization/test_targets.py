@@ -246,7 +246,7 @@ def test_openvino_multiplies_integers_by_what_is_never_negative(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("taps", "channels", "groups", "integer"),
     [(16, 8, 4, False), (15, 8, 4, True), (16, 8, 8, True), (8, 8, 1, False), (7, 8, 1, True), (8, 63, 1, False),
-     (8, 64, 1, True)],
+     (8, 64, 1, True), (8, 32, 2, False), (7, 32, 2, True), (8, 30, 2, True), (8, 64, 2, True)],
 )  # fmt: skip
 def test_openvino_runs_wide_convolutions_over_sequences_in_float(
     taps: int, channels: int, groups: int, integer: bool

@@ -13,9 +13,10 @@ then, and nothing that was concatenated is rounded anew. With zero points they r
 speed of what OpenVINO's own quantizer (NNCF) makes of a ViT-S/16 and a DenseNet-121, instead of 1.06 and 1.03
 (AVX512-VNNI, one thread).
 
-Grouped convolutions of 16 taps in a row and more stay in float, and those over sequences of 8 taps and more that read
-fewer than 64 channels: on CPUs with AMX the plugin (2026.4) is wrong about them in integers (-7 to 2 dB, the latter at
-some lengths and strides only), and right with ONEDNN_MAX_CPU_ISA=AVX512_CORE_VNNI.
+Grouped convolutions of 16 taps in a row and more stay in float, those of 8 taps and more whose groups read 16 to 31
+channels, and others over sequences of 8 taps and more that read fewer than 64 channels: on CPUs with AMX the plugin
+(2026.4) is wrong about them in integers (-13 to 2 dB, of groups and sequences at some lengths and strides only), and
+right with ONEDNN_MAX_CPU_ISA=AVX512_CORE_VNNI.
 
 Lookups read bytes. Where weights alone are integers, of 8 or 4 bits, its linear layers multiply them as they are stored
 and round what they read in groups as it comes, much as ONNX Runtime does, but for layers of a single output.
@@ -42,7 +43,7 @@ from qtool.quantization.targets.base import (
     weighted,
 )
 
-_WIDE, _LONG, _MANY = 16, 8, 64
+_WIDE, _LONG, _MANY, _SOME = 16, 8, 64, range(16, 32)
 _LOGITS = (aten.mul.Tensor, aten.div.Tensor, aten.add.Tensor, aten.where.ScalarOther, aten.masked_fill.Scalar)
 
 
@@ -68,7 +69,7 @@ def few_taps(conv: torch.fx.Node) -> str:
     if not isinstance(weight, torch.fx.Node):
         return ""
     _, channels, *taps = weight.meta["val"].shape
-    grouped = groups != 1 and channels > 1 and taps[-1] >= _WIDE
+    grouped = groups != 1 and channels > 1 and taps[-1] >= (_LONG if channels in _SOME else _WIDE)
     over_sequences = groups == 1 and len(taps) == 1 and taps[0] >= _LONG and channels < _MANY
     return "its integer kernel errs on CPUs with AMX" if grouped or over_sequences else ""
 
