@@ -17,6 +17,7 @@ what models write                                         what patterns look for
 ``glu``                                                   ``slice``, ``sigmoid`` and ``mul``
 ``padding="same"``                                        numbers, behind a padding where they are not symmetric
 a row pooled to one cell                                  a mean
+a mean over axes of size 1                                ``squeeze``, or nothing
 pooled to as many cells as divide the size; as it has     ``avg_pool``; nothing
 an average of parts of windows that counts no padding      that which leaves padding out
 an average by a divisor of one's own                      ``avg_pool`` and ``mul``, behind a padding with ``ceil_mode``
@@ -135,6 +136,20 @@ def _spell_adaptive_pool(node: Node) -> None:
         windows = [size // cells for size, cells in sizes]
         node.target = AVERAGE_POOLS[rank - 1]
         node.args = (source, windows, windows)
+
+
+def _spell_mean(node: Node) -> None:
+    """A mean of one number is that number. OpenVINO (2026.4) gives another where the number is dequantized."""
+    source = node.args[0]
+    assert isinstance(source, Node)
+    before, axes = source.meta["val"], node.args[1] if len(node.args) > 1 else None
+    sizes = [before.shape[axis] for axis in axes or ()]  # type: ignore[union-attr]
+    if not sizes or not all(isinstance(size, int) and size == 1 for size in sizes) or node.kwargs:
+        return
+    if before.dim() == node.meta["val"].dim():
+        _drop(node)
+    else:
+        node.target, node.args = aten.squeeze.dims, (source, list(axes))  # type: ignore[arg-type]
 
 
 def _spell_extreme(node: Node) -> None:
@@ -346,6 +361,7 @@ _RULES: dict[Any, Callable[[Node], None]] = {
     **dict.fromkeys(AVERAGE_POOLS, spell_average),
     **dict.fromkeys((aten.amax.default, aten.amin.default), _spell_extreme),
     aten.square.default: _spell_square,
+    aten.mean.dim: _spell_mean,
     aten.permute.default: _spell_order,
     aten.expand_as.default: _spell_expand,
     aten.narrow.default: _spell_narrow,

@@ -42,6 +42,8 @@ ATTENTION = aten.scaled_dot_product_attention.default
 SAME = {
     "concat": (lambda x: torch.concat([x, x], 1), [aten.cat.default]),
     "view": (lambda x: x.view(x.shape[0], -1), [aten.reshape.default]),
+    "a mean of one": (lambda x: x[..., :1].mean(-1), [aten.slice.Tensor, aten.squeeze.dims]),
+    "a mean of one that is kept": (lambda x: x[..., :1].mean(3, True).relu(), [aten.slice.Tensor, aten.relu.default]),
     "swapaxes": (lambda x: x.swapaxes(1, 3), [aten.transpose.int]),
     "clip": (lambda x: x.clip(-1, 2), [aten.clamp.default]),
     "unflatten": (lambda x: x.unflatten(1, (2, -1)), [aten.reshape.default]),
