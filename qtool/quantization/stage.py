@@ -45,6 +45,7 @@ from qtool.quantization.rewrites.chomps import drop_chomps
 from qtool.quantization.rewrites.clipping import clip_early
 from qtool.quantization.rewrites.constants import fold_computed
 from qtool.quantization.rewrites.einsums import write_einsums
+from qtool.quantization.rewrites.formulas import write_formulas
 from qtool.quantization.rewrites.input_affines import fold_ahead
 from qtool.quantization.rewrites.matrices import flatten_linears
 from qtool.quantization.rewrites.norms import fold_batch_norm, write_norms
@@ -238,6 +239,7 @@ def float_form(model: nn.Module, example: Any, *, merged: bool = True, axes: tup
 def _simplify(graph: GraphModule, *, merged: bool = True, train: bool = False) -> None:
     """Writes a captured graph with fewer operators that compute the same, in place."""
     if merged:
+        write_formulas(graph)
         write_einsums(graph)
         merge_branches(graph, train=train)
         drop_chomps(graph)

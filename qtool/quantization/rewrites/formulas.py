@@ -18,9 +18,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, Node
+from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 from torch.nn import functional as F
+
+from qtool.quantization.capture import clean
 
 aten = torch.ops.aten
 
@@ -41,10 +43,14 @@ _KNOWN: tuple[tuple[Any, dict[str, Any], Callable[[Tensor], Tensor]], ...] = (
 )
 
 
-def write_formulas(graph: Graph) -> int:
-    """Rewrites in place; returns how many products became activations. What computed them is left unread."""
-    order = {node: place for place, node in enumerate(graph.nodes)}
-    return sum(_rewrite(node, order) for node in graph.nodes if node.target in (aten.mul.Tensor, aten.div.Tensor))
+def write_formulas(graph_module: GraphModule) -> int:
+    """Rewrites in place; returns how many products became activations."""
+    nodes = list(graph_module.graph.nodes)
+    order = {node: place for place, node in enumerate(nodes)}
+    changed = sum(_rewrite(node, order) for node in nodes if node.target in (aten.mul.Tensor, aten.div.Tensor))
+    if changed:
+        clean(graph_module)
+    return changed
 
 
 def _rewrite(product: Node, order: dict[Node, int]) -> bool:

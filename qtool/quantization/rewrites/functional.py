@@ -21,7 +21,6 @@ from torch.fx import GraphModule, Node
 from qtool.form import as_graph
 from qtool.nested import tensors
 from qtool.quantization.rewrites.autocast import inline_autocast
-from qtool.quantization.rewrites.formulas import write_formulas
 from qtool.quantization.rewrites.respell import RANDOM_SLOPES, respell, spell_random_slope
 from qtool.structures import quiet_pytree
 
@@ -46,7 +45,6 @@ def make_functional(graph_module: GraphModule) -> None:
             _replace_later(node, twin)
     for node in list(graph.nodes):
         respell(node)
-    write_formulas(graph)
     graph.eliminate_dead_code(_has_effect)
     graph.lint()
     graph_module.recompile()

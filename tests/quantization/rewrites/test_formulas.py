@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qtool.quantization.capture import capture
+from qtool.quantization.stage import float_form, quantize
+from qtool.recipe import QuantizeConfig
 
 ROOT = math.sqrt(2 / math.pi)
 
@@ -44,8 +45,15 @@ def test_a_formula_is_the_activation_that_it_computes(name: str) -> None:
     function, kind = WRITTEN[name]
     torch.manual_seed(0)
     model, x = Written(function).eval(), torch.randn(8, 4) * 9
-    graph = capture(model, x)
+    graph = float_form(model, x)
     calls = [str(node.target).split(".")[1] for node in graph.graph.nodes if node.op == "call_function"]
     between = [call for call in calls if call != "linear"]
     assert between == [kind] if kind else not {"gelu", "silu", "mish"} & {*between}
     torch.testing.assert_close(graph(x), model(x))
+
+
+def test_an_engine_that_converts_the_models_own_modules_leaves_formulas_as_they_are() -> None:
+    model, x = Written(WRITTEN[next(iter(WRITTEN))][0]).eval(), torch.randn(8, 4)
+    config = QuantizeConfig(engine="torch.ao", target="openvino", algorithms=None)
+    made = quantize(model, config, example=x, calibration=[x])
+    assert not any(unit.kind in ("gelu", "activation") for unit in made.plan.units)
