@@ -8,41 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from technique_nets import convolutions, transformer
 from torch import nn
 
 from qtool.recipe import TrainConfig
 from qtool.step import Step
 from qtool.training.techniques import setup
-
-
-class Layer(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-        self.drop = nn.Dropout(0.1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.drop(self.down(torch.nn.functional.gelu(self.up(self.norm(x)))))
-
-
-class Residual(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.conv, self.norm = nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.relu(x + self.norm(self.conv(x)))
-
-
-def transformer() -> nn.Module:
-    return nn.Sequential(nn.Linear(16, 64), *(Layer(64) for _ in range(3)), nn.Linear(64, 4))
-
-
-def convolutions() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(1, 8, 3), *(Residual(8) for _ in range(3)), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)
-    )
-
 
 NETS = {"transformer": (transformer, (16,)), "convolutions": (convolutions, (1, 8, 8))}
 
