@@ -125,7 +125,9 @@ def _from_module(spec: str, name: str) -> tuple[ModuleType, Path | None, str | N
 def _from_file(spec: str, path: Path) -> tuple[ModuleType, Path, str]:
     source, path = _read(spec, path), path.resolve()
     digest = hashlib.sha256(source).hexdigest()
-    name = f"qtool_factory_{path.stem}_{hashlib.sha256(f'{path}:{digest}'.encode()).hexdigest()[:12]}"
+    name = f"qtool_factory_{path.stem}_{digest[:12]}"  # graphs hold it: wherever the file lies, they are the same
+    while name in sys.modules and sys.modules[name].__file__ != str(path):
+        name += "_"
     if name not in sys.modules:
         module = ModuleType(name)
         module.__file__ = str(path)

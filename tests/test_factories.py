@@ -56,6 +56,19 @@ def test_one_file_is_one_module(file: Path) -> None:
     assert load_factory(f"{file}:one")() is load_factory(f"{file}:two")()
 
 
+def test_copies_of_a_file_are_modules_of_their_own_and_the_first_is_called_alike_in_any_folder(tmp_path: Path) -> None:
+    source, found = "from pathlib import Path\ndef place():\n    return Path(__file__).parent, __name__\n", []
+    for folder in (tmp_path / "a", tmp_path / "b"):
+        folder.mkdir()
+        (folder / "copied.py").write_text(source)
+        found.append(load_factory(f"{folder / 'copied.py'}:place")())
+    (first, name), (second, other) = found
+    assert (first, second, other) == (tmp_path / "a", tmp_path / "b", f"{name}_")
+    for loaded in (name, other):
+        del sys.modules[loaded]
+    assert load_factory(f"{tmp_path / 'b' / 'copied.py'}:place")() == (tmp_path / "b", name)
+
+
 def test_a_module_of_the_working_folder(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(file.parent)
     monkeypatch.delitem(sys.modules, "mine", raising=False)
