@@ -17,6 +17,7 @@ CONFIG = TrainConfig(device="cpu", compile=True)
 @pytest.fixture
 def compiled(monkeypatch):
     """What is compiled, in order; captured graphs are run as they are."""
+    torch._dynamo.reset()  # a graph that broke for another model is not tried again
     functions, real = [], torch.compile
 
     def compile_(function):
@@ -78,6 +79,67 @@ def test_updated_in_the_backward_pass_each_block_is_compiled(run_steps, net, com
     assert inside.losses == pytest.approx(plain.losses, rel=1e-4)
     for a, b in zip(plain.model.state_dict().values(), inside.model.state_dict().values(), strict=True):
         assert torch.allclose(a, b, atol=1e-5)
+
+
+class Moving(nn.Module):
+    """A block that moves a buffer, in one graph or with a break in it."""
+
+    def __init__(self, whole, moving=True):
+        super().__init__()
+        self.whole, self.moving, self.layer = whole, moving, nn.Linear(16, 16)
+        self.register_buffer("mean", torch.full((16,), 0.1))
+
+    def forward(self, x):
+        y = self.layer(x - self.mean)
+        if self.moving:
+            self.mean.lerp_(x.detach().mean(0), 0.5)
+        if not self.whole:
+            torch._dynamo.graph_break()
+        return x + y.tanh()
+
+
+class Normed(nn.Module):
+    """A block with batch-norm and a break."""
+
+    def __init__(self, whole):
+        super().__init__()
+        self.layer, self.norm = nn.Linear(16, 16), nn.BatchNorm1d(16)
+
+    def forward(self, x):
+        y = self.norm(self.layer(x))
+        torch._dynamo.graph_break()
+        return x + y.tanh()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of dynamo, at a block's input, which is no leaf
+@pytest.mark.parametrize(
+    ("kind", "whole", "step_in_backward"), [(Moving, True, False), (Moving, False, True), (Normed, False, False)]
+)
+def test_buffers_move_once_where_blocks_are_compiled_and_checkpointed(
+    kind, whole, step_in_backward, run_steps, compiled, monkeypatch
+):
+    """Also where a graph breaks in a block; and gradients are of what buffers were."""
+    build = lambda: nn.Sequential(*(kind(whole) for _ in range(2)), nn.Linear(16, 4))  # noqa: E731
+    monkeypatch.setitem(run_steps.__globals__["NETS"], "moving", (build, (16,)))
+    options = {"optimizer": "sgd", "step_in_backward": step_in_backward, "learning_rate": 0.1}
+    plain = run_steps("moving", **options)
+    quick = run_steps("moving", **options, compile=True, activation_checkpointing=True)
+    assert quick.losses == pytest.approx(plain.losses, rel=1e-5)
+    for a, b in zip(plain.model.state_dict().values(), quick.model.state_dict().values(), strict=True):
+        assert torch.allclose(a, b, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of dynamo, at a block's input, which is no leaf
+def test_blocks_that_begin_to_move_buffers_are_refused_where_that_cannot_be_taken_back(
+    run_steps, compiled, monkeypatch
+):
+    made = [Moving(True, moving=False) for _ in range(2)]
+    monkeypatch.setitem(run_steps.__globals__["NETS"], "moving", (lambda: nn.Sequential(*made), (16,)))
+    done = run_steps("moving", 2, compile=True, activation_checkpointing=True)
+    assert len(compiled) == 1, "what does not move is compiled as one"
+    made[1].moving = True
+    with pytest.raises(QtoolError, match="'1', which begins to later; leave one of the two out"):
+        done.step(torch.randn(16, 16), torch.randint(0, 4, (16,)), 0.1)
 
 
 def test_a_missing_compiler_is_named(monkeypatch):
