@@ -7,15 +7,18 @@ whole numbers have no part in it. Rows with a target for each of their numbers (
 are no logits: what is added to all of a row changes them, and no softmax.
 
 Where asked, values inside are compared too (FitNets, arXiv 1412.6550): what leaves a module in both networks, by the
-squared error relative to the teacher's mean square, so that every value counts alike. Both graphs are captures of one
-model: what leaves a module is the last operator that was written in it, and its value is *tapped* there while training.
+squared error relative to the teacher's mean square, so that every value counts alike. That is the calibration samples',
+measured once: a batch's own would make a batch's loss depend on how it is cut into micro-batches. Both graphs are
+captures of one model: what leaves a module is the last operator that was written in it, and its value is *tapped* there
+while training.
 The teacher's batch-norm is folded into the layer before it: either name means what leaves both.
 """
 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,16 +30,21 @@ from qtool.captured import call_captured
 from qtool.errors import UsageError, nearest
 from qtool.evaluate import class_axis, divergence, error_of
 from qtool.form import same_sizes
-from qtool.nested import call, per_sample, tensors, to_float32
+from qtool.nested import call, micro_batches, per_sample, tensors, to_float32
+from qtool.quantization.calibrate import MICRO_BATCH
 from qtool.quantization.capture import aten, owner
 from qtool.quantization.rewrites.norms import is_live
 from qtool.step import LossFunction
 
 
 class Tap(nn.Module):
-    """Passes a value on and remembers it."""
+    """Passes a value on and remembers it: what leaves the module ``path``."""
 
     value: Tensor
+
+    def __init__(self, path: str = "") -> None:
+        super().__init__()
+        self.path = path
 
     def forward(self, x: Tensor) -> Tensor:
         """``x`` itself."""
@@ -47,11 +55,11 @@ class Tap(nn.Module):
 Pairs = Sequence[tuple[Tap, Tap]]
 
 
-def towards(teacher: nn.Module, taps: Pairs = ()) -> LossFunction:
+def towards(teacher: nn.Module, taps: Pairs = (), squares: Sequence[float] = ()) -> LossFunction:
     """The loss of a model against ``teacher``'s outputs for the same inputs; targets tell only what are logits.
 
-    ``taps`` are (teacher's, student's), whose values are compared too. The teacher is moved to where the inputs are,
-    and computes in float32 unless autocast is on.
+    ``taps`` are (teacher's, student's), whose values are compared too, each by its mean square (``mean_squares``). The
+    teacher is moved to where the inputs are, and computes in float32 unless autocast is on.
     """
 
     def loss(model: Any, value: Any, target: Any) -> tuple[Tensor, Tensor | float]:
@@ -66,7 +74,8 @@ def towards(teacher: nn.Module, taps: Pairs = ()) -> LossFunction:
                 "--distill", "a model that gives floating point numbers", "whole numbers alone",
                 "take the arg-max out of the model, or train towards labels with --no-distill",
             )  # fmt: skip
-        parts += [_relative(wants.value.float(), gives.value.float()) for wants, gives in taps]
+        for (wants, gives), square in zip(taps, squares, strict=True):
+            parts.append(_squared(wants.value.float(), gives.value.float()) / square)
         return torch.stack(parts).sum(), float(next(tensors(wanted)).shape[0])
 
     return loss
@@ -79,10 +88,32 @@ def _distance(wanted: Tensor, given: Tensor, target: Any) -> Tensor:
     return per_sample(error_of(wanted, given)).square().mean(1).sum()
 
 
-def _relative(wanted: Tensor, given: Tensor) -> Tensor:
-    """The squared error over the teacher's mean square, summed over the batch."""
-    error = per_sample(wanted - given).square().mean(1).sum()
-    return error / wanted.square().mean().clamp(min=torch.finfo(torch.float32).tiny)
+def _squared(wanted: Tensor, given: Tensor) -> Tensor:
+    """The squared error summed over the batch."""
+    return per_sample(wanted - given).square().mean(1).sum()
+
+
+@torch.no_grad()
+def mean_squares(teacher: nn.Module, taps: Pairs, batches: Iterable[Any]) -> list[float]:
+    """The mean square of what each tap of the teacher lets pass, over all ``batches``; none are read without taps.
+
+    Raises UsageError for one that is zero, or is not finite: no error is relative to it.
+    """
+    sums, counts = [0.0] * len(taps), [0] * len(taps)
+    for piece in (piece for batch in (batches if taps else ()) for piece in micro_batches(batch, MICRO_BATCH)):
+        call_captured(teacher, piece)
+        for i, (tap, _) in enumerate(taps):
+            sums[i] += float(tap.value.double().square().sum())
+            counts[i] += tap.value.numel()
+    found = [total / max(1, count) for total, count in zip(sums, counts, strict=True)]
+    for square, (tap, _) in zip(found, taps, strict=True):
+        if not 0 < square < math.inf:
+            raise UsageError(
+                "--distill-features", "modules that give finite values, and not zeros alone, for calibration samples",
+                f"a mean square of {square:g} of what leaves '{tap.path}'",
+                "leave it out, or calibrate on other samples",
+            )  # fmt: skip
+    return found
 
 
 @contextmanager
@@ -101,9 +132,10 @@ def tapped(teacher: GraphModule, student: GraphModule, patterns: Sequence[str]) 
             raise UsageError("--distill-features", "a module of the model", repr(pattern), nearest(pattern, known))
         paths += found
     taps: list[tuple[GraphModule, Node]] = []
+    pairs = {tuple(end[path] for end in ends): path for path in paths}
     try:
-        for pair in dict.fromkeys(tuple(end[path] for end in ends) for path in paths):
-            taps += [(graph, _tap(graph, node)) for graph, node in zip((teacher, student), pair, strict=True)]
+        for pair, path in pairs.items():
+            taps += [(graph, _tap(graph, node, path)) for graph, node in zip((teacher, student), pair, strict=True)]
         for graph in (teacher, student):
             graph.recompile()
         modules = [graph.get_submodule(str(node.target)) for graph, node in taps]
@@ -145,9 +177,9 @@ def _is_same(teachers: Node, students: Node) -> bool:
     return same_sizes(*shapes) and not is_live(students)
 
 
-def _tap(graph: GraphModule, node: Node) -> Node:
+def _tap(graph: GraphModule, node: Node, path: str) -> Node:
     name = f"tap_{node.name}"
-    graph.add_submodule(name, Tap())
+    graph.add_submodule(name, Tap(path))
     with graph.graph.inserting_after(node):
         tap = graph.graph.call_module(name, (node,))
     node.replace_all_uses_with(tap, delete_user_cb=lambda user: user is not tap)

@@ -32,11 +32,11 @@ from qtool.quantization import pt2e
 from qtool.quantization.averaging import Average
 from qtool.quantization.calibrate import calibrate, require_reached
 from qtool.quantization.capture import aten
-from qtool.quantization.distillation import tapped, towards
+from qtool.quantization.distillation import mean_squares, tapped, towards
 from qtool.quantization.learned import learn_steps
 from qtool.quantization.observers import FakeQuantizer
 from qtool.quantization.prepared import Prepared, Switch
-from qtool.quantization.residence import on
+from qtool.quantization.residence import Moved, on
 from qtool.quantization.rewrites.functional import DROPOUTS
 from qtool.recipe import AUTO, QatConfig
 from qtool.step import LossFunction
@@ -99,12 +99,13 @@ def train_quantized(
     if config.step_size == "learned":
         learn_steps(pt2e.fake_quantizers(prepared.graph))
     hooks = QatHooks(config, prepared.switch)
-    graphs = (prepared.graph, teacher)
+    graphs, device = (prepared.graph, teacher), resolve_device(config.device)
     with (
-        on(resolve_device(config.device), *graphs),
+        on(device, *graphs),
         tapped(teacher, prepared.graph, config.distill_features or ()) as taps,
     ):
-        fine_tune(prepared.graph, hooks, towards(teacher, taps) if config.distill else None)
+        squares = mean_squares(teacher, taps, Moved(calibration, device))
+        fine_tune(prepared.graph, hooks, towards(teacher, taps, squares) if config.distill else None)
         hooks.finish(prepared.graph)
     prepared.switch(prepared.graph, batch_norm=False, dropout=False)
     return {

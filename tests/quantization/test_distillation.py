@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from qtool.errors import UsageError
 from qtool.quantization import pt2e
 from qtool.quantization.algorithms.passes import Passes
-from qtool.quantization.distillation import Tap, _behind_norms, _ends, _is_same, tapped, towards
+from qtool.quantization.distillation import Tap, _behind_norms, _ends, _is_same, mean_squares, tapped, towards
 from qtool.quantization.qat import check_tuning
 from qtool.quantization.stage import _prepare, float_form
 from qtool.recipe import QatConfig, QuantizeConfig
@@ -55,11 +55,27 @@ def test_the_loss_is_divergence_and_the_relative_errors() -> None:
     teacher, student = nn.Linear(3, 5), nn.Linear(3, 5)
     x, wants, gives = torch.randn(4, 3), Tap(), Tap()
     wants.value, gives.value = torch.randn(4, 2, 3), torch.randn(4, 2, 3)
-    total, count = towards(teacher, [(wants, gives)])(student, x, None)
+    total, count = towards(teacher, [(wants, gives)], [2.5])(student, x, None)
     p, q = teacher(x).softmax(1), student(x).softmax(1)
-    relative = (wants.value - gives.value).square().sum() / 6 / wants.value.square().mean()
+    relative = (wants.value - gives.value).square().sum() / 6 / 2.5
     torch.testing.assert_close(total, (p * (p / q).log()).sum() + relative)
     assert count == 4
+
+
+def test_a_batch_s_loss_is_that_of_its_parts() -> None:
+    """Errors are relative to the mean square of calibration samples, however a batch of training is cut."""
+    teacher, student = (nn.Sequential(nn.Linear(3, 6), Tap("wide"), nn.Linear(6, 5)) for _ in range(2))
+    taps, x = [(teacher[1], student[1])], torch.randn(9, 3) * torch.arange(9).view(9, 1)
+    squares = mean_squares(teacher, taps, [x[:2], x[2:], torch.zeros(16, 3)])
+    whole = torch.cat([teacher[0](x), teacher[0](torch.zeros(16, 3))])
+    assert squares == pytest.approx([whole.square().mean().item()])
+    loss = towards(teacher, taps, squares)
+    total, parts = loss(student, x, None)[0], [loss(student, part, None)[0] for part in x.split([1, 3, 5])]
+    torch.testing.assert_close(total, torch.stack(parts).sum())
+    teacher[0] = nn.Linear(3, 6).requires_grad_(False).apply(lambda layer: nn.init.zeros_(layer.weight))
+    teacher[0].bias.zero_()
+    with pytest.raises(UsageError, match="got a mean square of 0 of what leaves 'wide'; leave it out"):
+        mean_squares(teacher, taps, [x])
 
 
 def test_one_number_for_each_sample_has_a_squared_error_and_classes_have_none() -> None:
