@@ -205,6 +205,7 @@ class _Run:
         self.total = total if config.max_steps is None else min(total, config.max_steps)
         self.history = History()
         self.epoch, self.batch, self.waited = 0, 0, 0
+        self.largest = 0  # batch that was given so far
         self.test, self.backs_off = None, False
         self.best: dict[str, Any] | None = None
         self.unstored = checkpoint.Unstored(self.model)
@@ -232,7 +233,7 @@ class _Run:
             self.hooks.before_step(self.model, step, self.total)
             rate = learning_rate(self.config, step, self.total)
             if isinstance(self.data.train, Batches):
-                self.step.micro_size = micro_size(self.config, self.history.halvings, size)
+                self.step.micro_size = self._micro_size(size)
             loss = self._step(value, target, rate, size)
             self.history.losses.append(loss)
             self.batch += 1
@@ -240,6 +241,12 @@ class _Run:
             every = self.config.checkpoint_every
             if every and self.history.steps % every == 0 and self.batch < self.order.num_batches:
                 self._save()
+
+    def _micro_size(self, size: int) -> int:
+        """Of a given batch of that many samples; what a longer one leaves to batch-norm, a short one does too."""
+        self.largest = max(self.largest, size)
+        own, asked = (micro_size(self.config, self.history.halvings, count) for count in (size, self.largest))
+        return max(own, min(self.step.fewest, asked))
 
     def _step(self, value: Any, target: Any, rate: float, size: int) -> float:
         """One step; with ``backs_off``, once more in smaller micro-batches for as long as memory runs out."""
@@ -368,7 +375,13 @@ class _Run:
             "scaler": self.setup.scaler.state_dict(),
             "hooks": self.hooks.state_dict(),
             "history": asdict(self.history),
-            "place": {"epoch": self.epoch, "batch": self.batch, "waited": self.waited, "skipped": self.step.skipped},
+            "place": {
+                "epoch": self.epoch,
+                "batch": self.batch,
+                "waited": self.waited,
+                "skipped": self.step.skipped,
+                "largest": self.largest,
+            },
             "buffers": {"now": self.unstored.moved(), "best": self.best_unstored},
             "rng": checkpoint.all_rng_states(self._own()),
             "epoch_rng": self.epoch_rng,
@@ -388,7 +401,7 @@ class _Run:
         self.halve(state["history"].get("halvings", 0))
         place = state["place"]
         self.epoch, self.batch, self.waited = place["epoch"], place["batch"], place["waited"]
-        self.step.skips = place["skipped"]
+        self.step.skips, self.largest = place["skipped"], place.get("largest", 0)
         self.epoch_rng = state["epoch_rng"]
         if len(state["rng"]) == processes.size():
             checkpoint.set_rng_state(state["rng"][processes.rank()], self._own())

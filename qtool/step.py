@@ -146,7 +146,10 @@ def answer(model: Callable[[Any], Any], value: Any) -> Any:
     except QtoolError as error:
         do = no_floats(error.__cause__, value)
         if _ONE_VALUE in error.got:
-            do = "take a --batch-size that leaves every micro-batch of every process two samples for batch-norm"
+            do = (
+                "take a --batch-size, or give batches, that leave every micro-batch of every process two samples for "
+                "batch-norm"
+            )
         elif _NOT_IN_16_BITS.search(error.got):
             do = "take another --precision: this device has no such operator for this one, and has all for 32-true"
         elif do is None and _TYPES_DIFFER.search(error.got):

@@ -315,6 +315,35 @@ def test_data_that_is_not_finite_is_told_as_such():
         fit(make_model(), data, TASK, config())
 
 
+def test_a_short_last_batch_that_is_given_leaves_batch_norm_two_samples(tmp_path):
+    """Unless single samples are what all batches are cut into; a resume cuts as an undisturbed run does."""
+    draw = torch.Generator().manual_seed(0)
+    data = [(torch.randn(n, 2, 5, 5, generator=draw), torch.arange(n) % 3) for n in (8, 5, 4)]
+    data, seen = SimpleNamespace(train=Batches(data), validation=None), []
+
+    def run(given=data, stop=99, **options):
+        model = nn.Sequential(nn.Flatten(), nn.Linear(50, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+        model[0].register_forward_pre_hook(lambda module, args: seen.append(len(args[0])))
+        del seen[:]
+        fit(
+            model,
+            given,
+            TASK,
+            config(epochs=1, micro_batches=4, checkpoint_every=1),
+            progress=stop_after(stop),
+            **options,
+        )
+
+    run()
+    assert seen == [2, 2, 2, 2, 2, 3, 2, 2]
+    with pytest.raises(Stop):
+        run(stop=2, out=tmp_path)
+    run(out=tmp_path)
+    assert seen[-2:] == [2, 2]
+    with pytest.raises(QtoolError, match="or give batches, that leave every micro-batch"):
+        run(SimpleNamespace(train=Batches(data.train.batches[2:]), validation=None))
+
+
 class Ruin(Hooks):
     """Damages a parameter after the loss of the last step has been read."""
 
