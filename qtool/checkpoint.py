@@ -311,6 +311,10 @@ class Unstored:
         """Copies of those that are not what they were."""
         return {name: b.clone() for name, b in self._all().items() if checksum(b) != self.began.get(name)}
 
+    def copies(self) -> dict[str, Tensor]:
+        """Copies of all of them in host memory."""
+        return {name: buffer.to("cpu", copy=True) for name, buffer in self._all().items()}
+
     def kept(self) -> dict[str, Tensor]:
         """Copies in host memory of those that the next step may move: at first of all, then of those that one has."""
         there = self._all()
@@ -324,7 +328,7 @@ class Unstored:
 
     @torch.no_grad()
     def put_back(self, moved: Mapping[str, Tensor]) -> None:
-        """Has buffers as :meth:`moved` or :meth:`kept` gave them, also such as have other shapes or types by now."""
+        """Has buffers as any of the others gave them, also such as have other shapes or types by now."""
         there = self._all()
         for name, value in moved.items():
             place, _, last = name.rpartition(".")

@@ -209,6 +209,7 @@ class _Run:
         self.test, self.backs_off = None, False
         self.best: dict[str, Any] | None = None
         self.unstored = checkpoint.Unstored(self.model)
+        self.first_unstored = self.unstored.copies() if config.early_stopping is not None else {}
         self.best_unstored: dict[str, Any] = {}
         self.saved: Path | None = None
         self.identity = self._identity(identity or {})
@@ -344,7 +345,8 @@ class _Run:
     def _restore_best(self) -> None:
         if self.history.best_epoch is None:
             return
-        self.unstored.put_back(self.best_unstored)
+        # what had not moved by then is as it began, though it may have since
+        self.unstored.put_back({**self.first_unstored, **self.best_unstored})
         if self.folder is not None:
             self.setup.files.take_best(self.folder, self.model)
             return

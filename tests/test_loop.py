@@ -168,6 +168,38 @@ def test_own_generators_of_data_and_buffers_that_no_state_has_are_resumed(given,
     assert torch.equal(resumed.seen, whole.seen)
 
 
+class Late(nn.Module):
+    """Moves buffers that no state has: one from the first step on, the other from the sixth."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 3)
+        self.register_buffer("steps", torch.zeros(()))
+        self.register_buffer("early", torch.zeros(4), persistent=False)
+        self.register_buffer("late", torch.ones(4), persistent=False)
+
+    def forward(self, x):
+        if self.training:
+            self.steps += 1
+            self.early += 1
+            self.late += self.steps > 5
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_the_best_weights_have_their_buffers_also_those_that_moved_later_for_the_first_time(kept, tmp_path):
+    options = config(batch_size=4, early_stopping=2, learning_rate=1e-12)  # so that no epoch is better than the first
+    part = torch.utils.data.TensorDataset(torch.linspace(-1, 1, 48).view(12, 4), torch.arange(12) % 3)
+    data = SimpleNamespace(train=part, validation=part, identity="fixed")
+    if kept:
+        with pytest.raises(Stop):
+            fit(Late(), data, TASK, options, out=tmp_path, progress=stop_after(8))
+    model = Late()
+    assert fit(model, data, TASK, options, out=tmp_path if kept else None).best_epoch == 0
+    assert (model.steps, model.early[0], model.late[0]) == (3, 3, 1)
+
+
 class Full(Remembering):
     """Runs out of memory in forward pass number ``when``, after it has moved its buffers."""
 
