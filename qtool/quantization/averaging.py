@@ -5,7 +5,8 @@ After step t, with decay d (Polyak and Juditsky 1992 in the form of arXiv 1806.0
     a ← d_t · a + (1 − d_t) · w,    d_t = min(d, (1 + t) / (10 + t))
 
 so that short runs are not averaged with where they began. Parameters only: batch-norm statistics are averages
-already. Validation during training sees the weights themselves.
+already, and ranges stay those that training ended with: read anew from the averaged weights, they changed what short
+trainings of a small net gave by 0.1 dB at most, to either side. Validation during training sees the weights themselves.
 """
 
 from __future__ import annotations
