@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 
-from qtool import processes
+from qtool import moved_buffers, processes
 from qtool.checkpoint import Files
 from qtool.devices import load_inductor, resolve_device
 from qtool.errors import QtoolError, UsageError
@@ -59,7 +59,7 @@ LossFunction = Callable[[Callable[[Any], Any], Any, Any], tuple[Tensor, "Tensor 
 def compiled(function: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
     """``function``, a forward pass of ``module``, compiled. What predicts a step puts its own in this one's place."""
     load_inductor()
-    return torch.compile(function)
+    return torch.compile(function, options=moved_buffers.options())
 
 
 @dataclass

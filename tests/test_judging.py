@@ -119,7 +119,7 @@ def test_what_is_compiled_is_not_compiled_by_a_rehearsal(monkeypatch):
         compiled.append(graph)
         return graph
 
-    monkeypatch.setattr(torch, "compile", lambda function: compile(function, backend=backend))
+    monkeypatch.setattr(torch, "compile", lambda function, options: compile(function, backend=backend))
     model, data = make_model(), make_data()
     with setup(model, config(compile=True)) as made:
         model.eval()

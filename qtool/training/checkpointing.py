@@ -11,10 +11,8 @@ each tensor take as long as launching the block does, which a fast GPU waits for
 them, so that they may be offloaded.
 
 Where a compiler traces the model, it is given torch's own, which it knows: what it computes again moves no statistics.
-It would compute again from buffers as they are after they moved, though, and torch's own called by itself, as it is
-where a block's graph breaks, moves them twice. So a block is compiled by itself, and checkpointed from without, that
-moves buffers beside those of batch-norm, or of which the compiler cannot make one graph. Which move, the first forward
-pass tells, which is made uncompiled.
+Called by itself, as it is where a block's graph breaks, torch's would move them twice: such a block is compiled by
+itself, and checkpointed from without.
 
 Blocks are found by repetition: the outermost modules with children whose class occurs at least twice
 as items of a ``ModuleList`` or ``Sequential`` (transformer layers, residual blocks), and where there are
@@ -36,7 +34,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 from torch.nn.utils.parametrize import type_before_parametrizations as kind
 from torch.utils.checkpoint import checkpoint
@@ -61,12 +58,9 @@ def apply(setup: Setup, example: Any) -> None:
     stack = ExitStack()
     stack.enter_context(without_cache(setup.model))
     setup.on_close.append(stack.close)
-    made = []
-    for name, block in _recomputed(setup.model).items():
-        made.append(_Block(name, block))
+    for block in _recomputed(setup.model).values():
+        _Block(block)
         setup.on_close.append(lambda block=block: delattr(block, "forward"))  # type: ignore[misc]
-    if setup.config.compile and any(block.moves for block in made):
-        setup.around.append(_Watch(made))
 
 
 def require(model: nn.Module, config: TrainConfig) -> None:
@@ -117,85 +111,42 @@ def _outermost(module: nn.Module, name: str, wanted: Callable[[nn.Module], bool]
 class _Block:
     """A block with its ``forward`` set; no parameter changes its name, as it would within a wrapping module."""
 
-    def __init__(self, name: str, block: nn.Module) -> None:
-        self.name, self.block, self.forward = name, block, block.forward
+    def __init__(self, block: nn.Module) -> None:
+        self.block, self.forward = block, block.forward
         self.norms = [m for m in block.modules() if isinstance(m, Norm)]
         self.buffers, self.all_buffers = _Buffers(block, self.norms), _Buffers(block)
-        self.moves = any(map(_is_real, (module._buffers[name] for module, name in self.buffers.places)))
-        """Whether it moves buffers beside batch-norm's, or may, until a pass has told."""
         self.compiled: Callable[..., Any] | None = None
-        always, broken = _ways()
+        traced = _traced()
 
         def checkpointed(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return self.forward(*args, **kwargs)
             if torch.compiler.is_compiling():
-                return (always if self.moves else broken)(self, args, kwargs)
+                return traced(self, args, kwargs)
             return _Pass(self.forward, self.norms, self.buffers)(*args, **kwargs)
 
         block.forward = checkpointed
 
     def by_itself(self, args: Any, kwargs: Any) -> Any:
-        """A compiled pass, checkpointed from without. The same graph is run again, and so all buffers are put back."""
+        """A compiled pass, checkpointed from without. The same graphs are run again, so all buffers are put back."""
         if self.compiled is None:
             self.compiled = step.compiled(self.forward, self.block)
         return _Pass(self.compiled, [], self.all_buffers)(*args, **kwargs)
 
 
 @cache
-def _ways() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """How a traced pass through a block goes on: untraced; and, unless its graph breaks, in torch's checkpointing."""
+def _traced() -> Callable[[_Block, Any, Any], Any]:
+    """A pass through a block: torch's own checkpointing where it is traced, the block's where its graph breaks."""
 
-    def traced(block: _Block, args: Any, kwargs: Any) -> Any:
+    def broken(block: _Block, args: Any, kwargs: Any) -> Any:
+        return block.by_itself(args, kwargs)
+
+    def whole(block: _Block, args: Any, kwargs: Any) -> Any:
         return checkpoint(block.forward, *args, use_reentrant=False, **kwargs)
 
-    def ends_there() -> Callable[..., Any]:
-        def by_itself(block: _Block, args: Any, kwargs: Any) -> Any:
-            return block.by_itself(args, kwargs)
-
-        untraced: Callable[..., Any] = torch.compiler.disable(by_itself)  # type: ignore[no-untyped-call]
-        return untraced
-
-    always, broken = ends_there(), ends_there()
-    torch.compiler.substitute_in_graph(broken)(traced)
-    return always, broken
-
-
-def _is_real(buffer: Tensor | None) -> bool:
-    """Whether a buffer holds something; what is predicted has none that do."""
-    return buffer is not None and not isinstance(buffer, FakeTensor)
-
-
-class _Watch:
-    """Entered around forward passes of a compiled model: the first tells which blocks move buffers, uncompiled.
-
-    Raises QtoolError where a block begins to later: its gradients would be of buffers as they are after it.
-    """
-
-    def __init__(self, made: list[_Block]) -> None:
-        self.made, self.told = made, False
-
-    @contextmanager
-    def __call__(self) -> Iterator[None]:
-        """Inside the block is one forward pass."""
-        if not torch.is_grad_enabled():
-            yield
-        elif not self.told:
-            with torch.compiler.set_stance("force_eager"):
-                yield
-            for block in self.made:
-                block.moves = block.buffers.moving != set()
-            self.told = True
-        else:
-            before = [(block, block.buffers.copied()) for block in self.made if not block.moves]
-            yield
-            for block, buffers in before:
-                block.buffers.moved(buffers)
-                if block.buffers.moving:
-                    raise QtoolError(
-                        "--compile with --activation-checkpointing", "blocks that move buffers from the first step on",
-                        f"'{block.name}', which begins to later", "leave one of the two out",
-                    )  # fmt: skip
+    untraced: Callable[[_Block, Any, Any], Any] = torch.compiler.disable(broken)  # type: ignore[no-untyped-call]
+    torch.compiler.substitute_in_graph(untraced)(whole)
+    return untraced
 
 
 class _Pass:
