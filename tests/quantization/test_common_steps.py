@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from qtool.evaluate import sqnr_db
 from qtool.exporting.stage import export
-from qtool.quantization import stage
+from qtool.quantization import common_steps, stage
 from qtool.quantization.common_steps import Joint, join_steps
 from qtool.quantization.stage import convert, quantize
 from qtool.recipe import ExportConfig, QuantizeConfig
@@ -182,6 +182,16 @@ def test_what_a_relu_lets_by_keeps_0_for_its_least_integer() -> None:
     assert made.ranges["first"]["low"] == 0
     steps = [(made.ranges[name]["high"] - made.ranges[name]["low"]) / 255 for name in ("first", "x", "cat")]
     assert steps[0] == steps[1] == steps[2]
+
+
+def test_what_a_leaky_relu_leaves_below_0_keeps_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for least in (common_steps.LEAST, 0.001):
+        monkeypatch.setattr(common_steps, "LEAST", least)
+        made = convert(Path(activation=nn.LeakyReLU).eval(), PLAIN, example=images(2), calibration=[images()])
+        found.append(min(entry["low"] for name, entry in made.ranges.items() if name.endswith(".activation")))
+    assert found[0] > -0.1  # a hundredth of what comes in
+    assert found[1] < found[0]
 
 
 @pytest.mark.parametrize("activation", [nn.Identity, nn.LeakyReLU, nn.SiLU])
