@@ -25,7 +25,7 @@ import re
 import shutil
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -311,20 +311,18 @@ class Unstored:
         """Copies of those that are not what they were."""
         return {name: b.clone() for name, b in self._all().items() if checksum(b) != self.began.get(name)}
 
-    def copies(self) -> dict[str, Tensor]:
-        """Copies of all of them in host memory."""
-        return {name: buffer.to("cpu", copy=True) for name, buffer in self._all().items()}
+    def copies(self, wanted: Collection[str] | None = None) -> dict[str, Tensor]:
+        """Copies in host memory of those ``wanted``, or of all of them."""
+        there = self._all().items()
+        return {name: buffer.to("cpu", copy=True) for name, buffer in there if wanted is None or name in wanted}
 
     def kept(self) -> dict[str, Tensor]:
         """Copies in host memory of those that the next step may move: at first of all, then of those that one has."""
-        there = self._all()
-        if self.marks is None:
-            wanted = set(there)
-        else:
-            self.moving |= {name for name, buffer in there.items() if not _is_marked(buffer, self.marks.get(name))}
-            wanted = self.moving
+        there, marks = self._all(), self.marks
+        if marks is not None:
+            self.moving |= {name for name, buffer in there.items() if not _is_marked(buffer, marks.get(name))}
         self.marks = {name: (weakref.ref(buffer), _version(buffer)) for name, buffer in there.items()}
-        return {name: buffer.to("cpu", copy=True) for name, buffer in there.items() if name in wanted}
+        return self.copies(None if marks is None else self.moving)
 
     @torch.no_grad()
     def put_back(self, moved: Mapping[str, Tensor]) -> None:

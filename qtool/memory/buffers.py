@@ -102,10 +102,12 @@ def _copy_operands(graph: fx.Graph) -> None:
 
     One kernel makes them, and none of what it reads ends before it does.
     """
-    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.convolution_backward.default):
+    found = graph.find_nodes(op="call_function", target=torch.ops.aten.convolution_backward.default)
+    channels_last = bool(found) and lays_out(graph)
+    for node in found:
         with _disable_current_modes(), FakeTensorMode():
             values = [_empty_like(operand.meta["val"]) for operand in node.args[:3]]
-            changes = list(_ordered(values, node.args[4:], lays_out(graph)))
+            changes = list(_ordered(values, node.args[4:], channels_last))
         copies: list[fx.Node] = []
         with graph.inserting_before(node):
             for place, value in changes:
