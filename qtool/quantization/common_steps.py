@@ -149,7 +149,7 @@ def _give(group: frozenset[str], step: float, observers: Mapping[str, RangeObser
 
 def _joints(placement: Placement) -> list[Joint]:
     """The sums and concatenations of a placement, in order, all of whose operands and whose results are integers."""
-    names = {placed.output: placed.unit.name for placed in placement.placed}
+    names = placement.names
     found = []
     for placed in placement.placed:
         if placed.pattern is None or placed.pattern.kind not in KINDS or not placed.quantized_output:

@@ -45,7 +45,7 @@ def channel_gains(graph: GraphModule, placement: Placement) -> dict[str, Gains]:
         fitting = [values for axis, values in parts if (axis, len(values)) == (parts[0][0], len(parts[0][1]))]
         if fitting:
             found[node] = (parts[0][0], torch.stack(fitting).sum(0))
-    names = {placed.output: placed.unit.name for placed in placement.placed}
+    names = placement.names
     return {
         names.get(node, node.name): Gains(axis, values / values.mean())
         for node, (axis, values) in found.items()

@@ -142,6 +142,11 @@ class Placement:
         notes = (*self.graph_module.meta.get("notes", ()), *notes)
         return Plan(self.target.name, units, notes, simulated=self.target.activation.bits < 8)
 
+    @property
+    def names(self) -> dict[Node, str]:
+        """The name of the unit that gives each value, integer or float."""
+        return {placed.output: placed.unit.name for placed in self.placed}
+
     def is_integer(self, node: Node) -> bool:
         """Whether the node's value leaves an integer unit with a quantizer."""
         return node in self._integer

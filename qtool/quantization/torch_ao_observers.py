@@ -89,7 +89,7 @@ def keep_wanted(graph: GraphModule, placement: Placement, units: Mapping[str, Pl
 
 def _share(placement: Placement, kept: dict[str, Carrier]) -> None:
     """Gives what only moves values the observer of the values, and takes its own out of ``kept``."""
-    names = {placed.output: placed.unit.name for placed in placement.placed}
+    names = placement.names
 
     def watched(node: Node) -> str:
         return names[node] if names.get(node) in kept else node.name
