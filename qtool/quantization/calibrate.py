@@ -14,7 +14,7 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from qtool.errors import QtoolError
 from qtool.form import check_inputs
@@ -62,18 +62,14 @@ def require_reached(prepared: Prepared, count: int) -> None:
     if not empty:
         return
     layers = prepared.placement.layers
-    names = [p.unit.name for p in layers if empty & {p.unit.name, *map(_tensor, p.operands)}] or sorted(empty)
+    read = prepared.placement.name_of
+    names = [p.unit.name for p in layers if empty & {p.unit.name, *map(read, p.operands)}] or sorted(empty)
     floats = ",".join(f"{name}=float" for name in names)
     raise QtoolError(
         f"layer{'s' if names[1:] else ''} {few([f'{name!r}' for name in names])}",
         "calibration samples that reach every layer", f"none of {count} does",
         f"calibrate on samples that do, or on more, or leave in float what nothing reaches (--overrides '{floats}')",
     )  # fmt: skip
-
-
-def _tensor(node: Node) -> str:
-    """The name that an observer of a node's value goes by."""
-    return str(node.meta.get("unit", node.name))
 
 
 def choose_ranges(observers: Mapping[str, RangeObserver], config: QuantizeConfig) -> dict[str, Any]:

@@ -149,7 +149,6 @@ def _give(group: frozenset[str], step: float, observers: Mapping[str, RangeObser
 
 def _joints(placement: Placement) -> list[Joint]:
     """The sums and concatenations of a placement, in order, all of whose operands and whose results are integers."""
-    names = placement.names
     found = []
     for placed in placement.placed:
         if placed.pattern is None or placed.pattern.kind not in KINDS or not placed.quantized_output:
@@ -157,7 +156,7 @@ def _joints(placement: Placement) -> list[Joint]:
         if len(placed.operands) > 1:  # of the others the kernel adds what it has not rounded yet
             origins = [placement.origin(operand) for operand in placed.operands]
             shares = _shares(placed) if placed.pattern.kind == "concat" else ()
-            found.append(Joint(placed.unit.name, tuple(names.get(node, node.name) for node in origins), shares))
+            found.append(Joint(placed.unit.name, tuple(map(placement.name_of, origins)), shares))
     return found
 
 

@@ -6,7 +6,8 @@ expected square of that is Σ_c g_c E[e_c²], with the gain of input channel c
     g_c = Σ over the layer's outputs and taps of w²
 
 summed over all the layers that read the tensor. Operators that leave channels as they are (activations, poolings, sums)
-are looked through: a tensor on a residual path has the gains of everything that reads the path behind it.
+and moves of whole rows of channels are looked through: a tensor on a residual path has the gains of everything that
+reads the path behind it, and a layer norm those of the layers that multiply its rows.
 
 Left out on purpose: how the errors of neighbouring values go together, which would need images instead of channels.
 """
@@ -14,14 +15,16 @@ Left out on purpose: how the errors of neighbouring values go together, which wo
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from qtool.form import same_sizes
 from qtool.quantization.algorithms.bias import channel_axis
-from qtool.quantization.algorithms.streams import ANCHORS, keeps_channels, towards_inputs
-from qtool.quantization.capture import parameter
+from qtool.quantization.algorithms.streams import ANCHORS, RESHAPES, keeps_channels, towards_inputs
+from qtool.quantization.capture import aten, parameter
 from qtool.quantization.placement import Placement
 
 
@@ -47,7 +50,7 @@ def channel_gains(graph: GraphModule, placement: Placement) -> dict[str, Gains]:
             found[node] = (parts[0][0], torch.stack(fitting).sum(0))
     names = placement.names
     return {
-        names.get(node, node.name): Gains(axis, values / values.mean())
+        placement.name_of(node): Gains(axis, values / values.mean())
         for node, (axis, values) in found.items()
         if (node in names or node.op == "placeholder") and float(values.sum()) > 0
     }
@@ -63,6 +66,29 @@ def _through(
             return None
         axis = channel_axis(user) % node.meta["val"].dim()
         return axis - 1, towards_inputs(weight.double(), user, torch.ones(len(weight)).double())
-    if user in found and keeps_channels(user, found[user][0] + 1):
-        return found[user]
-    return None
+    if user not in found:
+        return None
+    axis, values = found[user]
+    if keeps_channels(user, axis + 1):
+        return axis, values
+    before = _axis_before(user, axis + 1) if user.args[0] is node else None
+    return None if before is None else (before - 1, values)
+
+
+def _axis_before(move: Node, axis: int) -> int | None:
+    """The axis of what ``move`` reads whose indices are those of ``axis`` of its result; None where there is none."""
+    source: Any = move.args[0]
+    settings: Any = move.args[1:]
+    before, after = source.meta["val"].shape, move.meta["val"].shape
+    if move.target is aten.permute.default:
+        return int(settings[0][axis]) % len(before)
+    if move.target is aten.transpose.int:
+        first, second = (dim % len(before) for dim in settings)
+        return int({first: second, second: first}.get(axis, axis))
+    if move.target is aten.select.int:
+        return int(axis + (settings[0] % len(before) <= axis))
+    if move.target is aten.slice.Tensor:
+        return None if settings[0] % len(before) == axis else axis
+    found = axis + len(before) - len(after)  # rows of channels stay such, whatever becomes of the axes before them
+    kept = move.target in RESHAPES and found > 0 and same_sizes(before[found:], after[axis:])
+    return found if kept else None

@@ -147,6 +147,10 @@ class Placement:
         """The name of the unit that gives each value, integer or float."""
         return {placed.output: placed.unit.name for placed in self.placed}
 
+    def name_of(self, value: Node) -> str:
+        """What a value goes by, here and in what is prepared of the graph: the unit that gives it, or the input."""
+        return str(value.meta["unit"]) if "unit" in value.meta else self.names.get(value, value.name)
+
     def is_integer(self, node: Node) -> bool:
         """Whether the node's value leaves an integer unit with a quantizer."""
         return node in self._integer

@@ -132,19 +132,18 @@ def convert(prepared: GraphModule) -> GraphModule:
     return converted
 
 
-def observers(prepared: GraphModule) -> dict[str, Any]:
+def observers(prepared: GraphModule, placement: Placement) -> dict[str, Any]:
     """The activation observers or fake-quantizers of a prepared graph by the tensor they watch.
 
-    The name is that of the unit which makes the tensor, or of the graph's input, and from here on the
-    observer's own in errors. A shared observer is listed once, under the first tensor.
+    The name is the placement's for that tensor, and from here on the observer's own in errors. A shared observer is
+    listed once, under the first tensor.
     """
     modules = dict(prepared.named_modules(remove_duplicate=False))
     found: dict[int, tuple[str, Any]] = {}
     for node in prepared.graph.nodes:
         module = modules.get(str(node.target)) if node.op == "call_module" else None
         if isinstance(module, RangeObserver | FakeQuantizer) and id(module) not in found:
-            source = node.args[0]
-            found[id(module)] = (str(source.meta.get("unit", source.name)), module)
+            found[id(module)] = (placement.name_of(node.args[0]), module)
     return named(dict(found.values()))
 
 

@@ -281,7 +281,8 @@ def _prepare(
         passes.notes += group_weights(graph, placement, config.group_size)
     gains = _gains(graph, placement, config)
     ready = pt2e.prepare(graph, placement, train=train, detailed=detailed, weight_ranges=config.weight_ranges)
-    return _weighed(Prepared(ready, placement, pt2e.observers(ready), lambda: pt2e.convert(ready), set_training), gains)
+    observers = pt2e.observers(ready, placement)
+    return _weighed(Prepared(ready, placement, observers, lambda: pt2e.convert(ready), set_training), gains)
 
 
 def _spell_for(target: Target, graph: GraphModule, overrides: Mapping[str, str], *, train: bool) -> None:

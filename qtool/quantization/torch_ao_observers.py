@@ -89,14 +89,9 @@ def keep_wanted(graph: GraphModule, placement: Placement, units: Mapping[str, Pl
 
 def _share(placement: Placement, kept: dict[str, Carrier]) -> None:
     """Gives what only moves values the observer of the values, and takes its own out of ``kept``."""
-    names = placement.names
-
-    def watched(node: Node) -> str:
-        return names[node] if names.get(node) in kept else node.name
-
     for placed in placement.placed:
         if placed.pattern is not None and placed.pattern.shares:
-            source, moved = watched(placed.operands[0]), watched(placed.output)
+            source, moved = map(placement.name_of, (placed.operands[0], placed.output))
             if {source, moved} <= kept.keys() and isinstance(kept[source].inner, RangeObserver):
                 kept.pop(moved).inner = kept[source].inner
 
@@ -126,10 +121,10 @@ class _Naming:
         placed = self.units.get(source.name)
         if placed is None:  # an operator that is quantized nowhere; it may still feed one that is
             reader = self._reader(carrier)
-            return reader.operands[0].name if reader else None
+            return self.placement.name_of(reader.operands[0]) if reader else None
         if self.last[id(placed)] is not source or placed.output not in self.wanted:
             return None
-        return placed.unit.name if placed.pattern is not None else placed.output.name
+        return placed.unit.name
 
     def _source(self, value: Any) -> Node:
         while value in self.carriers or self._is_transparent(value):

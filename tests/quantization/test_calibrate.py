@@ -24,18 +24,23 @@ X = torch.randn(24, 3, 6, 6, generator=torch.Generator().manual_seed(0))
 
 
 def prepared(detailed: bool = True) -> GraphModule:
+    return both(detailed)[0]
+
+
+def both(detailed: bool = True) -> tuple[GraphModule, Placement]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64, 5)).eval()
     graph = capture(model, X)
-    return pt2e.prepare(graph, Placement(graph, ORT_CPU), detailed=detailed)
+    placement = Placement(graph, ORT_CPU)
+    return pt2e.prepare(graph, placement, detailed=detailed), placement
 
 
 def test_every_sample_is_counted_once_and_batches_do_not_matter() -> None:
     states = []
     for size in (1, 5, 24):
-        graph = prepared()
+        graph, placement = both()
         assert calibrate(graph, X.split(size)) == 24
-        states.append(choose_ranges(pt2e.observers(graph), QuantizeConfig(ranges="mse")))
+        states.append(choose_ranges(pt2e.observers(graph, placement), QuantizeConfig(ranges="mse")))
     assert states[0]["input_1"] == states[1]["input_1"] == states[2]["input_1"]
     for name in states[0]:
         assert states[1][name]["low"] == pytest.approx(states[2][name]["low"], rel=1e-5, abs=1e-6)
@@ -65,9 +70,9 @@ def test_batches_are_taken_from_any_iterable_one_at_a_time() -> None:
 
 
 def test_minmax_ranges_are_the_extremes() -> None:
-    graph = prepared(detailed=False)
+    graph, placement = both(detailed=False)
     calibrate(graph, [X])
-    ranges = choose_ranges(pt2e.observers(graph), QuantizeConfig(ranges="minmax"))
+    ranges = choose_ranges(pt2e.observers(graph, placement), QuantizeConfig(ranges="minmax"))
     assert (ranges["input_1"]["low"], ranges["input_1"]["high"]) == (float(X.min()), float(X.max()))
     assert ranges["0"]["low"] == 0.0  # after the relu
     assert {entry["method"] for entry in ranges.values()} == {"minmax"}
@@ -75,11 +80,11 @@ def test_minmax_ranges_are_the_extremes() -> None:
 
 @pytest.mark.parametrize("method", RANGES)
 def test_each_estimator_is_asked_and_saved_ranges_repeat_it(method: str) -> None:
-    graph = prepared()
+    graph, placement = both()
     calibrate(graph, [X])
-    first = pt2e.observers(graph)
+    first = pt2e.observers(graph, placement)
     ranges = choose_ranges(first, QuantizeConfig(ranges=method, percentile=90.0))
-    again = pt2e.observers(prepared())
+    again = pt2e.observers(*both())
     restore_ranges(again, ranges, "here")
     for name, observer in first.items():
         low, high = ranges[name]["low"], ranges[name]["high"]
@@ -92,12 +97,12 @@ def test_each_estimator_is_asked_and_saved_ranges_repeat_it(method: str) -> None
 
 
 def test_a_range_that_is_missing_is_named() -> None:
-    graph = prepared()
+    graph, placement = both()
     calibrate(graph, [X])
-    ranges = choose_ranges(pt2e.observers(graph), QuantizeConfig())
+    ranges = choose_ranges(pt2e.observers(graph, placement), QuantizeConfig())
     del ranges["0"]
     with pytest.raises(QtoolError, match=r"runs/x/ranges\.json: expected a range for '0'; got ranges for"):
-        restore_ranges(pt2e.observers(prepared()), ranges, "runs/x/ranges.json")
+        restore_ranges(pt2e.observers(*both()), ranges, "runs/x/ranges.json")
 
 
 @pytest.mark.parametrize("batches", [[], [X[:0]], iter([])])
@@ -117,8 +122,8 @@ def test_a_batch_of_another_size_is_told_with_its_place(batch: Tensor, got: str)
 
 
 def test_a_value_that_is_not_finite_is_told_with_its_layer() -> None:
-    graph = prepared()
-    pt2e.observers(graph)
+    graph, placement = both()
+    pt2e.observers(graph, placement)
     with torch.no_grad():
         graph.get_parameter("0.bias")[1] = float("inf")
     with pytest.raises(QtoolError, match=r"layer '0': expected finite values; got infinity"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -69,6 +71,58 @@ def test_padding_with_zeros_keeps_the_gains_of_what_reads_it() -> None:
     outside[2].load_state_dict(inside[1].state_dict())
     wanted, found = (gains_of(model, torch.randn(2, 3, 9, 9))["0"] for model in (inside, outside))
     assert torch.equal(found.values, wanted.values)
+
+
+class Moved(nn.Module):
+    """A layer norm over 5 × 4 rows of 6 channels that a linear layer reads behind a move."""
+
+    def __init__(self, move: Callable[[Tensor], Tensor], width: int = 6) -> None:
+        super().__init__()
+        self.norm, self.linear, self.move = nn.LayerNorm(6), nn.Linear(width, 7), move
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.move(self.norm(x)))
+
+
+KEEPING = {
+    "reshape": lambda x: x.reshape(-1, 20, 6),
+    "rows": lambda x: x.reshape(-1, 6),
+    "transpose": lambda x: x.transpose(1, 2),
+    "permute": lambda x: x.permute(0, 2, 1, 3),
+    "select": lambda x: x[:, 0],
+    "slice": lambda x: x[:, :, 1:3],
+    "two of them": lambda x: x[:, 1:].transpose(1, 2).flatten(1, 2),
+}
+
+
+@pytest.mark.parametrize("move", KEEPING.values(), ids=KEEPING)
+def test_gains_are_known_before_what_moves_rows_of_channels(move: Callable[[Tensor], Tensor]) -> None:
+    model = Moved(move)
+    found = gains_of(model, torch.randn(2, 5, 4, 6))["norm"]
+    squares = model.linear.weight.detach().double().square().sum(0)
+    assert found.axis == 2
+    torch.testing.assert_close(found.values, squares / squares.mean())
+
+
+@pytest.mark.parametrize("move", [lambda x: x.flatten(2), lambda x: x.transpose(2, 3)[..., :6], lambda x: x[..., :3]])
+def test_none_are_known_before_what_breaks_rows_up(move: Callable[[Tensor], Tensor]) -> None:
+    x = torch.randn(2, 5, 6, 6)
+    assert "norm" not in gains_of(Moved(move, move(x).shape[-1]), x)
+
+
+@pytest.mark.parametrize("target", ["ort-cpu", "openvino"])
+def test_what_float_operators_make_is_counted_by_its_readers_gains(target: str) -> None:
+    torch.manual_seed(0)
+    model, x = Moved(lambda x: x[:, 0]).eval(), torch.randn(8, 5, 4, 6)
+    config = QuantizeConfig(target=target, ranges="output", algorithms=None)
+    made = quantize(model, config, example=x, calibration=[x])
+    expected = Histogram("norm")
+    squares = model.linear.weight.detach().double().square().sum(0)
+    expected.weigh(2, squares / squares.mean())
+    expected.update(model.norm(x).detach())
+    found = Histogram.from_state(made.ranges["norm"]["observed"])
+    np.testing.assert_allclose(found.counts, expected.counts, atol=8)  # what is moved is seen again, and counts 1
+    assert found.total > 1000 * x.numel()
 
 
 @pytest.mark.parametrize("count", [count_numpy, count_torch])

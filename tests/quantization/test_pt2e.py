@@ -53,9 +53,10 @@ def test_observers_change_nothing_and_are_named_after_units() -> None:
     graph = capture(Net().eval(), X)
     fold_batch_norm(graph)
     expected = graph(X)
-    made = pt2e.prepare(graph, Placement(graph, ORT_CPU))
+    placement = Placement(graph, ORT_CPU)
+    made = pt2e.prepare(graph, placement)
     assert torch.equal(made(X), expected)
-    observers = pt2e.observers(made)
+    observers = pt2e.observers(made, placement)
     assert list(observers) == ["x", "stem", "conv", "add", "mean"]
     assert all(observer.histogram.name == name for name, observer in observers.items())
     assert all(isinstance(observer, RangeObserver) for observer in observers.values())
@@ -85,9 +86,9 @@ def test_what_only_moves_shares_one_observer() -> None:
 
 
 def test_conversion_writes_the_observers_scales_once_each() -> None:
-    made, _ = prepared()
+    made, placement = prepared()
     made(X)
-    ranges = {name: observer.calculate_qparams() for name, observer in pt2e.observers(made).items()}
+    ranges = {name: observer.calculate_qparams() for name, observer in pt2e.observers(made, placement).items()}
     graph = pt2e.convert(made)
     found = {node.args[1:3] for node in quantize_nodes(graph)}
     assert found == {(float(scale), int(zero)) for scale, zero in ranges.values()}
@@ -148,11 +149,11 @@ def test_the_quantized_graph_is_the_float_graph_with_rounded_values() -> None:
 
 
 def test_fake_quantizers_train_and_convert_to_the_same_numbers() -> None:
-    made, _ = prepared(train=True)
+    made, placement = prepared(train=True)
     fakes = pt2e.fake_quantizers(made)
-    assert sum(isinstance(f, FakeQuantizer) for f in fakes) == len(pt2e.observers(made)) == 5
+    assert sum(isinstance(f, FakeQuantizer) for f in fakes) == len(pt2e.observers(made, placement)) == 5
     assert sum(isinstance(f, PerChannelFakeQuantizer) for f in fakes) == 3
-    assert all(fake.name == name for name, fake in pt2e.observers(made).items())
+    assert all(fake.name == name for name, fake in pt2e.observers(made, placement).items())
     made(X).square().sum().backward()
     gradients = {name: value.grad for name, value in made.named_parameters() if value.requires_grad}
     assert gradients
@@ -178,8 +179,8 @@ def test_conversion_without_a_calibration_pass_is_refused() -> None:
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("train", [False, True])
 def test_a_value_that_is_not_finite_is_told_with_its_layer(bad: float, train: bool) -> None:
-    made, _ = prepared(train)
-    pt2e.observers(made)
+    made, placement = prepared(train)
+    pt2e.observers(made, placement)
     x = X.clone()
     x[0, 0, 0, 0] = bad
 

@@ -26,7 +26,7 @@ from qtool.quantization.rewrites.windows import ADAPTIVE_POOLS, AVERAGE_POOLS, M
 ANCHORS = (*CONVOLUTIONS[:3], aten.linear.default)
 _HOMOGENEOUS = (aten.relu.default, aten.leaky_relu.default, aten.dropout.default, aten.clone.default)
 _POOLS = (*MAX_POOLS, *AVERAGE_POOLS, *ADAPTIVE_POOLS, aten.mean.dim)
-_RESHAPES = (
+RESHAPES = (
     aten.flatten.using_ints, aten.reshape.default, aten.squeeze.dims, aten.squeeze.dim,
 )  # fmt: skip
 _SILENT = (aten.sym_size.int,)
@@ -187,7 +187,7 @@ def _passes(node: Node, axis: int) -> bool:
     if node.target in _POOLS:
         plain = len(node.args) < 7 or node.args[6] is None  # a pool with a divisor of its own keeps no constant
         return plain and len(before) > 2 and len(after) >= 2 and kept and _keeps_channels(node)
-    return node.target in _RESHAPES and len(after) == 2 and kept and same_sizes(before[2:], [1] * len(before[2:]))
+    return node.target in RESHAPES and len(after) == 2 and kept and same_sizes(before[2:], [1] * len(before[2:]))
 
 
 def pads_zeros(node: Node) -> bool:
