@@ -104,6 +104,16 @@ def test_gains_are_known_before_what_moves_rows_of_channels(move: Callable[[Tens
     torch.testing.assert_close(found.values, squares / squares.mean())
 
 
+@pytest.mark.parametrize("move", [lambda x: x.permute(0, 3, 1, 2), lambda x: x.transpose(1, 3)])
+def test_gains_are_those_of_the_axis_that_channels_came_from(move: Callable[[Tensor], Tensor]) -> None:
+    model = Moved(move)
+    model.linear = nn.Conv2d(6, 7, 1)
+    found = gains_of(model, torch.randn(2, 5, 4, 6))["norm"]
+    squares = model.linear.weight.detach().double().square().sum((0, 2, 3))
+    assert found.axis == 2
+    torch.testing.assert_close(found.values, squares / squares.mean())
+
+
 @pytest.mark.parametrize("move", [lambda x: x.flatten(2), lambda x: x.transpose(2, 3)[..., :6], lambda x: x[..., :3]])
 def test_none_are_known_before_what_breaks_rows_up(move: Callable[[Tensor], Tensor]) -> None:
     x = torch.randn(2, 5, 6, 6)
