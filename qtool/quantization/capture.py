@@ -57,6 +57,11 @@ CONVOLUTIONS = (
 DEFAULT_MOMENTUM = 0.1
 LIVE = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)
 """Layers that are captured as in training where the graph is to be trained; ``set_training`` switches them."""
+_REAL = "have its forward return torch.view_as_real of it"
+NO_NUMPY = dict.fromkeys((torch.complex32, torch.complex64, torch.complex128), _REAL) | {
+    torch.bfloat16: "have its forward return .float() of it"
+}
+"""Types of outputs that numpy or ONNX does not have, and what to do about them."""
 TRANSPOSED = (aten.conv_transpose1d.default, aten.conv_transpose2d.input)
 
 
@@ -73,7 +78,7 @@ def capture(model: nn.Module, example: Any, *, train: bool = False, axes: tuple[
 
     Raises UsageError for one of ``axes`` that the model fixes, QtoolError naming the user's line when the model refuses
     the example or ``torch.export`` cannot capture it, when weights or inputs are floats of another size than 32
-    bits, and when outputs are numbers or sizes.
+    bits, and when outputs are numbers or sizes, or tensors in a type that runtimes do not give.
     """
     require_float32(model, example)
     averages = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase) and m.momentum is None]
@@ -165,6 +170,11 @@ def _require_tensors(model: nn.Module, graph_module: GraphModule) -> None:
             raise QtoolError(
                 f"model '{type(model).__name__}'", "outputs that are tensors, or None", got,
                 "have its forward return tensors alone",
+            )  # fmt: skip
+        if leaf is not None and leaf.meta["val"].dtype in NO_NUMPY:
+            raise QtoolError(
+                f"model '{type(model).__name__}'", "outputs of a type that runtimes hand out",
+                str(leaf.meta["val"].dtype).removeprefix("torch."), NO_NUMPY[leaf.meta["val"].dtype],
             )  # fmt: skip
     if any(isinstance(value, torch.Generator) for value in vars(graph_module).values()):
         raise _draws_by_itself(model)

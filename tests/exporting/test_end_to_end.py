@@ -20,6 +20,7 @@ from qtool.form import QuantizedModel
 from qtool.quantization.stage import quantize
 from qtool.recipe import ExportConfig, QuantizeConfig
 from qtool.runtimes.openvino import OpenVinoSession
+from qtool.runtimes.ort import OrtSession
 
 
 def batches(count: int, size: int = 8) -> Iterator[Tensor]:
@@ -65,6 +66,17 @@ def test_a_file_at_the_bound_is_judged_on_every_sample(
     gate = end_to_end(form, path, batches(40))
     assert gate.details["num_samples"] == 40
     assert "tell" not in gate.found
+
+
+def test_an_output_of_another_shape_fails(
+    written: tuple[QuantizedModel, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    form, path = written
+    run = OrtSession.run
+    monkeypatch.setattr(OrtSession, "run", lambda *given: [value[:0, :, None] for value in run(*given)])
+    gate = end_to_end(form, path, batches(8))
+    assert gate.passed is False
+    assert (gate.expected, gate.found) == ("outputs of shape [4, 5]", "[0, 5, 1]")
 
 
 def test_a_file_of_another_model_fails_at_once(written: tuple[QuantizedModel, Path], tmp_path: Path) -> None:

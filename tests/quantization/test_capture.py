@@ -124,6 +124,20 @@ def test_outputs_that_are_no_tensors_are_refused(extra: Any, told: str) -> None:
         capture(More().eval(), X)
 
 
+@pytest.mark.parametrize(
+    ("kind", "do"), [(torch.bfloat16, r"return \.float\(\) of it"), (torch.complex64, "torch.view_as_real of it")]
+)
+def test_outputs_in_a_type_that_no_runtime_gives_are_refused_before_the_work(kind: torch.dtype, do: str) -> None:
+    class More(Net):
+        def forward(self, x: Tensor) -> Any:
+            y = super().forward(x)
+            return {"first": y, "more": y.to(kind)}
+
+    told = str(kind).removeprefix("torch.")
+    with pytest.raises(QtoolError, match=f"outputs of a type that runtimes hand out; got {told}; .*{do}"):
+        capture(More().eval(), X)
+
+
 def test_a_generator_of_the_model_s_own_is_refused() -> None:
     class Noisy(nn.Module):
         def __init__(self) -> None:

@@ -8,7 +8,8 @@ ONNX Runtime has no kernels on a CPU. torch computes such an operator in float32
 and conversions there and back are operators that runtimes have. What torch's own kernels for 16 bits add up in another
 order differs by a rounding.
 
-Left as it is on purpose: float16, which runtimes compute in, and what the model gives in 16 bits.
+Left as it is on purpose: float16, which runtimes compute in. What a model gives is none of these values: the capture
+refuses it in bfloat16.
 """
 
 from __future__ import annotations
@@ -40,13 +41,11 @@ def write_floats(graph_module: GraphModule) -> int:
     for node in found:
         readers = list(node.users)
         if node.target is aten.to.dtype or not isinstance(node.target, torch._ops.OpOverload):  # a stored one too
-            made = _converted(node, torch.float32, [user for user in readers if user.op != "output"])
+            made = _converted(node, torch.float32, readers)
         else:
             _widen(node, exact)
             made = node if node.target in _MOVES else _rounded(node, readers)
         exact.add(made)
-        for output in [user for user in made.users if user.op == "output"]:
-            _converted(made, torch.bfloat16, [output])
     for node in list(graph.nodes) if found else ():
         if node.target is aten.to.dtype and _kind(node) is _kind(node.args[0]):
             node.replace_all_uses_with(node.args[0])
