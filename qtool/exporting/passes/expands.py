@@ -6,8 +6,10 @@ answer 8 dB from the right one. The same numbers are
 
     Expand(c, (N, a, b)) = Gather(c of 1 × a × b, zeros of N)
 
-with the zeros taken from one number of each sample, converted to a whole number and multiplied by 0. Where the result
-is only converted (a mask of nothing, to booleans) the constant is: OpenVINO refuses a file in which it would do so.
+with the zeros taken from one number of each sample, converted to a whole number and multiplied by 0. Along axes that c
+does not have it is expanded behind the lookup, by sizes that are known: as a table a picture's coordinates took so many
+bytes that the size gate refused a small net. Where the result is only converted (a mask of nothing, to booleans) the
+constant is: OpenVINO refuses a file in which it would do so.
 """
 
 from __future__ import annotations
@@ -30,10 +32,10 @@ def apply(model: ir.Model) -> int:
     for node in list(model.graph):
         found = _repeated(node)
         if found is not None:
-            table, axis, source = found
+            table, sizes, axis, source = found
             if source not in zeros:
                 zeros[source] = _zeros(model, source)
-            _look_up(model, *_converted(node, table), axis, zeros[source])
+            _look_up(model, *_converted(node, table), sizes, axis, zeros[source])
             changed += 1
     if changed:
         RemoveUnusedNodesPass()(model)
@@ -41,8 +43,8 @@ def apply(model: ir.Model) -> int:
     return changed
 
 
-def _repeated(node: ir.Node) -> tuple[npt.NDArray[np.generic], int, ir.Value] | None:
-    """What is repeated, along which axis, and the input whose samples are counted; None of anything else."""
+def _repeated(node: ir.Node) -> tuple[npt.NDArray[np.generic], tuple[int, ...], int, ir.Value] | None:
+    """What is repeated, its sizes for a sample, along which axis, and the input whose samples are counted; or None."""
     value, shape = node.inputs[:2] if node.op_type == "Expand" else (None, None)
     if value is None or value.const_value is None or shape is None:
         return None
@@ -57,7 +59,8 @@ def _repeated(node: ir.Node) -> tuple[npt.NDArray[np.generic], int, ir.Value] | 
     if stored.ndim > len(sizes) or (stored.ndim >= behind and stored.shape[-behind] != 1):
         return None
     fixed = tuple(1 if isinstance(size, ir.Value) else size for size in sizes)
-    return np.broadcast_to(stored, np.broadcast_shapes(stored.shape, fixed)), axis, source  # a size of 1 keeps its own
+    table = stored.reshape(*[1] * (len(sizes) - stored.ndim), *stored.shape)
+    return table, np.broadcast_shapes(table.shape, fixed), axis, source  # a size of 1 keeps its own
 
 
 def _sizes(shape: ir.Value) -> list[int | ir.Value]:
@@ -117,9 +120,15 @@ def _zeros(model: ir.Model, source: ir.Value) -> ir.Value:
     return steps[-1].outputs[0]
 
 
-def _look_up(model: ir.Model, node: ir.Node, table: npt.NDArray[np.generic], axis: int, zeros: ir.Value) -> None:
+def _look_up(
+    model: ir.Model, node: ir.Node, table: npt.NDArray[np.generic], sizes: tuple[int, ...], axis: int, zeros: ir.Value
+) -> None:
     result = node.outputs[0]
-    made = ir.node("Gather", [constant(model, f"{result.name}/table", table.copy()), zeros], {"axis": axis})
-    made.name = node.name
-    model.graph.insert_before(node, made)
-    ir.convenience.replace_nodes_and_values(model.graph, node, [node], [made], [result], made.outputs)
+    steps = [ir.node("Gather", [constant(model, f"{result.name}/table", table.copy()), zeros], {"axis": axis})]
+    if table.shape != sizes:
+        looked_up = steps[0].outputs[0]
+        looked_up.name = steps[0].name = f"{result.name}/rows"
+        steps.append(ir.node("Expand", [looked_up, constant(model, f"{result.name}/sizes", np.array(sizes))]))
+    steps[-1].name = node.name
+    model.graph.insert_before(node, steps)
+    ir.convenience.replace_nodes_and_values(model.graph, node, [node], steps, [result], steps[-1].outputs)
