@@ -24,6 +24,7 @@ an average by a divisor of one's own                      ``avg_pool`` and ``mul
 attention without an axis for heads, or with several      attention with one head, or all in one axis
 the largest or least of all numbers                       that over each axis
 ``stack``; a concatenation of one; of what is empty       ``cat`` of ``unsqueeze``; nothing; that of the others
+``baddbmm`` (Bloom's attention)                           ``bmm``, its ``mul`` by a number, and ``add``
 ``x + 0``, ``x * 1``, a padding by nothing, ``x[:]``      nothing
 ``new_zeros``, ``ones_like`` … of a fixed size            ``full``
 ``embedding_bag`` over a matrix of indices                ``embedding`` and a sum, mean or maximum
@@ -150,6 +151,29 @@ def _spell_mean(node: Node) -> None:
         _drop(node)
     else:
         node.target, node.args = aten.squeeze.dims, (source, list(axes))  # type: ignore[arg-type]
+
+
+def _spell_added_product(node: Node) -> None:
+    """beta · x + alpha · (a b), where a mask or a bias is added to a product of two activations."""
+    added, *factors = node.args
+    assert isinstance(added, Node)
+    beta, alpha = (node.kwargs.get(name, 1) for name in ("beta", "alpha"))
+    if beta == 0:  # what is added is not read then, be it NaN
+        return
+    with node.graph.inserting_before(node):
+        product = node.graph.call_function(aten.bmm.default, tuple(factors))
+    product.meta = dict(node.meta)
+    node.target, node.args, node.kwargs = aten.add.Tensor, (_times(node, product, alpha), _times(node, added, beta)), {}
+
+
+def _times(node: Node, value: Node, number: Any) -> Node:
+    """What ``node`` reads, times a number."""
+    if number == 1:
+        return value
+    with node.graph.inserting_before(node):
+        made = node.graph.call_function(aten.mul.Tensor, (value, number))
+    made.meta = {**node.meta, "val": value.meta["val"]}
+    return made
 
 
 def _spell_extreme(node: Node) -> None:
@@ -361,6 +385,7 @@ _RULES: dict[Any, Callable[[Node], None]] = {
     **dict.fromkeys(AVERAGE_POOLS, spell_average),
     **dict.fromkeys((aten.amax.default, aten.amin.default), _spell_extreme),
     aten.square.default: _spell_square,
+    aten.baddbmm.default: _spell_added_product,
     aten.mean.dim: _spell_mean,
     aten.permute.default: _spell_order,
     aten.expand_as.default: _spell_expand,

@@ -147,6 +147,20 @@ SAME = {
     "product with one": (lambda x: 1 * x.relu() * 1.0, [aten.relu.default]),
     "padding by nothing": (lambda x: F.pad(F.pad(x, (0, 0)), (0, 0, 0, 0), "reflect").relu(), [aten.relu.default]),
     "padding": (lambda x: F.pad(x, (0, 0, 1, 0)).relu(), [aten.pad.default, aten.relu.default]),
+    "a product that is added to": (
+        lambda x: torch.baddbmm(x[:, 0, :, :4], x[:, 1], x[:, 2].mT, beta=0.5, alpha=3),
+        [
+            *[aten.select.int, aten.slice.Tensor, aten.select.int, aten.select.int, aten.permute.default],
+            *[aten.bmm.default, aten.mul.Tensor, aten.mul.Tensor, aten.add.Tensor],
+        ],
+    ),
+    "a product alone is added to": (
+        lambda x: torch.baddbmm(x[:, 0, :1, :1], x[:, 1], x[:, 2].mT),
+        [
+            *[aten.select.int, aten.slice.Tensor, aten.slice.Tensor, aten.select.int, aten.select.int],
+            *[aten.permute.default, aten.bmm.default, aten.add.Tensor],
+        ],
+    ),
     "new_zeros": (lambda x: x + x.new_zeros(6), [aten.full.default, aten.add.Tensor]),
     "new_full": (lambda x: x + x.new_full((4, 1), 2.5), [aten.full.default, aten.add.Tensor]),
     "ones_like": (lambda x: x * torch.ones_like(torch.arange(6)), [aten.full.default, aten.mul.Tensor]),
@@ -194,6 +208,7 @@ OTHER = {
     "a sum that is read twice": lambda x: F.relu6(y := x + 3) / 6 + y,
     "a scaled sum": lambda x: F.relu6(torch.add(x, 3, alpha=2)) / 6,
     "the product of another": lambda x: (x + 1) * F.relu6(x + 3) / 6,
+    "what adds nothing, be it NaN": lambda x: torch.baddbmm(x[:, 0, :, :4] / 0, x[:, 1], x[:, 2].mT, beta=0),
     "a real conversion": lambda x: x.double().relu(),
     "a sum that converts": lambda x: torch.arange(6) + 0.0 + x,
     "zeros for every sample": lambda x: x + torch.zeros_like(x),
