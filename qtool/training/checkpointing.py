@@ -46,6 +46,8 @@ from qtool.recipe import TrainConfig
 from qtool.step import Setup
 
 Norm = nn.modules.batchnorm._BatchNorm
+_PLAIN = (Norm.forward, nn.SyncBatchNorm.forward)
+"""What reads no running statistics while it moves them; a norm that does more has buffers like any other module."""
 _LISTS = (nn.Sequential, nn.ModuleList)
 _KINDS = ("cpu", "cuda")
 """Of devices, on which autocast may be on."""
@@ -113,7 +115,7 @@ class _Block:
 
     def __init__(self, block: nn.Module) -> None:
         self.block, self.forward = block, block.forward
-        self.norms = [m for m in block.modules() if isinstance(m, Norm)]
+        self.norms = [m for m in block.modules() if isinstance(m, Norm) and type(m).forward in _PLAIN]
         self.buffers, self.all_buffers = _Buffers(block, self.norms), _Buffers(block)
         self.compiled: Callable[..., Any] | None = None
         traced = _traced()
@@ -285,7 +287,7 @@ class _Buffers:
     """The buffers that a block moves as it runs, beside those of some ``norms``.
 
     Which ones these are its first pass tells, for which all of them are copied. One that begins to move later is known
-    from then on.
+    from then on. In the pass that begins it, one that is written over keeps what it moved to: what it held is gone.
     """
 
     def __init__(self, block: nn.Module, norms: Collection[nn.Module] = ()) -> None:
@@ -303,13 +305,13 @@ class _Buffers:
 
     def moved(self, before: dict[Place, tuple[Tensor, int, Tensor | None]]) -> dict[Place, Tensor]:
         """What those that have moved since held before."""
-        places = {
-            (module, name): copy
-            for (module, name), (buffer, version, copy) in before.items()
-            if module._buffers.get(name) is not buffer or buffer._version != version
-        }
-        self.moving = (self.moving or set()).union(places)
-        return {place: copy for place, copy in places.items() if copy is not None}
+        found = {}
+        for (module, name), (buffer, version, copy) in before.items():
+            written = buffer._version != version or isinstance(module, Norm)  # of whose writing torch tells nothing
+            if written or module._buffers.get(name) is not buffer:
+                found[module, name] = copy if copy is not None else buffer.clone() if written else buffer
+        self.moving = (self.moving or set()).union(found)
+        return found
 
 
 @contextmanager

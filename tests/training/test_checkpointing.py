@@ -182,14 +182,51 @@ class Centred(nn.Module):
         return torch.tanh(self.layer(self.centre(x)))
 
 
-@pytest.mark.parametrize(("kind", "precision"), [(Codebook, "32-true"), (Centred, "bf16-true")])
+class Late(nn.Module):
+    """A block that begins to move in a later step: a buffer that it replaces and reads, and one that it counts in."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.steps = nn.Linear(16, 16), 0
+        self.register_buffer("mean", torch.ones(16))
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        y = self.layer(x * self.mean)
+        if self.steps > 0:
+            self.mean = self.mean + x.detach().mean(0)
+            self.count += 1
+        return torch.tanh(y * self.mean)
+
+
+class Reading(nn.BatchNorm1d):
+    """A norm that reads the running statistics before it moves them, and after."""
+
+    def forward(self, x):
+        return super().forward(x * self.running_var) + self.running_mean
+
+
+class Read(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.norm = nn.Linear(16, 16), Reading(16)
+
+    def forward(self, x):
+        return torch.tanh(self.norm(self.layer(x)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "precision"), [(Codebook, "32-true"), (Centred, "bf16-true"), (Late, "32-true"), (Read, "32-true")]
+)
 def test_buffers_that_a_block_moves_are_as_they_were_when_it_is_computed_again(kind, precision, same_state):
     found, gradients = [], []
     for wanted in (False, True):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(16, 16), kind(), kind())
         with setup(model, TrainConfig(device="cpu", activation_checkpointing=wanted, precision=precision)) as made:
-            for _ in range(3):
+            for steps in range(3):
+                for module in model.modules():
+                    module.steps = steps
                 made.model(made.place(torch.linspace(-1, 1, 64).view(4, 16))).square().sum().backward()
             gradients.append([p.grad for p in model.parameters()])
         found.append(model)
