@@ -24,29 +24,37 @@ if TYPE_CHECKING:
     from torch.fx import GraphModule
 
 SHA256 = 64  # hexadecimal digits
+MADE_FROM: Mapping[str, tuple[str, Mapping[str, str]]] = {
+    "quantize": ("train", {"weights": "model"}),
+    "export": ("quantize", {"quantized": "int8"}),
+    "benchmark": ("export", {name: name for name in ("fp32", "fp16", "int8")}),
+}
+"""The stage whose outputs a stage takes, and what its own result calls them."""
 
 
 def superseded(results: Mapping[str, Mapping[str, Any]], stage: str) -> str:
     """What ``stage`` was made from and is another now, of the results in one run directory by stage; else empty.
 
-    What is not recorded, or lies elsewhere, is not compared.
+    What is not recorded, or lies elsewhere, is not compared. Beside a stale result only what was made of it is told:
+    the rest is of another folder, as an export of the closest candidate is where a contract was not kept.
     """
-    before, pairs = {
-        "quantize": ("train", {"weights": "model"}),
-        "export": ("quantize", {"quantized": "int8"}),
-        "benchmark": ("export", {name: name for name in ("fp32", "fp16", "int8")}),
-    }.get(stage, ("", {}))
-    given, made = results.get(stage, {}).get("inputs", {}), results.get(before, {}).get("outputs", {})
+    before, pairs = MADE_FROM.get(stage, ("", {}))
+    given, source = results.get(stage, {}).get("inputs", {}), results.get(before, {})
+    made = source.get("outputs", {})
     if results.get(stage, {}).get("config", {}).get("provider", "").startswith("torch"):
         return ""  # measured from the graphs of the quantization
-    changed = any(
-        len(given.get(name, "")) == SHA256 and name_there in made and made[name_there]["sha256"] != given[name]
-        for name, name_there in pairs.items()
-    )
-    own, there = given.get("content"), results.get(before, {}).get("content")
-    if own and there and own != there:
+    same = [
+        made[there]["sha256"] == given[name]
+        for name, there in pairs.items()
+        if len(given.get(name, "")) == SHA256 and there in made
+    ]
+    contents = given.get("content"), source.get("content")
+    of_another = all(contents) and len(set(contents)) > 1
+    if "stale" in source:
+        return f"of a stale {before}" if (same or all(contents)) and all(same) and not of_another else ""
+    if of_another:
         return f"of another model than {before}"
-    return f"of an earlier {before}" if changed else ""
+    return "" if all(same) else f"of an earlier {before}"
 
 
 def content_of(graph: GraphModule) -> str:
@@ -81,7 +89,12 @@ def outdated(results: Mapping[str, Mapping[str, Any]], run: Path) -> list[str]:
     if place:
         mode = " --mode qat" if quantized["config"].get("mode") == "qat" else ""
         words["quantize"] = f"{os.path.normpath(run / place)}{mode}" + (f" --out {run}" if place != "." else "")
-    old = [f"{stage} is {why}: run 'qtool {stage} {words[stage]}' again" for stage, why in told.items() if why]
+    again = {stage: before if "stale" in results.get(before, {}) else stage for stage, (before, _) in MADE_FROM.items()}
+    old = [
+        f"{stage} is {why}: run 'qtool {again[stage]} {words[again[stage]]}' again"
+        for stage, why in told.items()
+        if why
+    ]
     return [*old, *(text for result in results.values() for text in altered(result, run))]
 
 

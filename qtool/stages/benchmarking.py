@@ -148,13 +148,15 @@ def _files(what: object) -> dict[str, Path] | None:
 
 
 def _require_current(run: Path, stage: str) -> None:
-    """Raises QtoolError where the quantization in ``run`` is another one than that which was exported there."""
+    """Raises QtoolError where the quantization in ``run`` is stale, or another one than was exported there."""
     read = ("quantize", "export")
     there = {name: read_result(run, name, verify=False, stale=True) for name in read if has_result(run, name)}
-    if stage == "export" and "stale" not in there.get("quantize", {}) and (told := superseded(there, stage)):
+    if stage == "export" and (told := superseded(there, stage)):
+        reason = there["quantize"].get("stale")
         raise QtoolError(
-            f"'{run / 'export.json'}'", "an export of the quantization that is there", f"one {told}",
-            "run 'qtool export' with this directory again",
+            f"'{run / 'export.json'}'", "an export of the quantization that is there",
+            f"one {told}{f': {reason}' if reason else ''}",
+            f"run 'qtool {'quantize' if reason else 'export'}' with this directory again, or name the files themselves",
         )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from qtool.artifacts import read_result, sha256_of, staging, write_json, write_result
-from qtool.errors import QtoolError, UsageError
+from qtool.errors import ContractError, QtoolError, UsageError
 from qtool.lineage import content_of
 from qtool.options import argument, documented, nearest_option
 from qtool.recipe import QatConfig, QuantizeConfig, as_dict
@@ -119,7 +119,12 @@ def quantize(
                 more = _contracted(outcome)
                 _commit_quantize(place, _settings(tried, tuning), known, source.record, model, drawn, more)
 
-            found = fulfil(source, config, inputs, validation, make, keep, folder=folder, tell=tell, tuning=tuning)
+            try:
+                found = fulfil(source, config, inputs, validation, make, keep, folder=folder, tell=tell, tuning=tuning)
+            except ContractError:  # each candidate is whole: no pass is to go on
+                if scratch := _scratch(folder):
+                    shutil.rmtree(scratch, ignore_errors=True)
+                raise
             quantized, more = found[0], _contracted(found[1])
         else:
             quantized, more = make(config, folder), measured_before(folder, source, config, inputs)
@@ -142,7 +147,7 @@ def _maker(
     progress: Progress,
 ) -> Make:  # fmt: skip
     """What quantizes the source's model as it is told; what a run that was killed goes on from is in ``folder``."""
-    scratch = folder / "checkpoints" / "algorithms" if folder else None
+    scratch = _scratch(folder)
     if scratch and not resume:
         shutil.rmtree(scratch, ignore_errors=True)
 
@@ -159,6 +164,11 @@ def _maker(
             )  # fmt: skip
 
     return make
+
+
+def _scratch(folder: Path | None) -> Path | None:
+    """Where passes keep what they have finished."""
+    return folder / "checkpoints" / "algorithms" if folder else None
 
 
 def _quantize_configs(

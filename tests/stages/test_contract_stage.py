@@ -134,6 +134,22 @@ def test_the_closest_candidate_is_exported_when_it_is_named(trained: Path) -> No
     assert "contract not kept" in Path(report(closest)["files"]["html"]).read_text(encoding="utf-8")
 
 
+def test_an_export_of_before_a_contract_that_was_not_kept_is_not_measured(trained: Path) -> None:
+    qtool.quantize(trained, **OPTIONS)
+    qtool.export(trained, gates=False)
+    (trained / "checkpoints" / "algorithms" / "gptq-0").mkdir(parents=True)
+    with pytest.raises(ContractError):
+        qtool.quantize(trained, max_kl=1e-9, method="given", **OPTIONS)
+    assert not (trained / "checkpoints").exists()
+    with pytest.raises(QtoolError, match="got one of a stale quantize: a later quantization did not keep its contract"):
+        qtool.benchmark(trained, seconds=0)
+    told = report(trained)["notes"]
+    assert f"export is of a stale quantize: run 'qtool quantize {trained}' again" in told
+    qtool.export(trained / "search" / "closest", trained, gates=False)
+    assert qtool.benchmark(trained, seconds=0, allow_slower=True)["variants"]["int8"]["accuracy"]
+    assert not [text for text in report(trained)["notes"] if text.startswith(("export", "benchmark"))]
+
+
 def test_a_directory_alone_goes_on_where_a_contract_was_not_kept(
     small_net: str, small_data: str, tmp_path: Path
 ) -> None:
