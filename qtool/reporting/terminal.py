@@ -34,7 +34,7 @@ def show(kind: str, result: Result) -> None:
     """
     from rich.console import Console
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, emoji=False)  # names hold colons: 'npz:x:32' has no cross in it
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = WIDE
     for item in STAGES[kind](result):

@@ -100,7 +100,7 @@ def meter(progress: Progress, stage: str) -> Iterator[Callable[[str, int, int], 
     from rich.table import Column
 
     # the description goes on in further lines where one is too short, and takes no room from the rest
-    what = TextColumn("{task.description}", table_column=Column(ratio=1))
+    what = TextColumn("{task.description}", markup=False, table_column=Column(ratio=1))
     columns = (BarColumn(10), MofNCompleteColumn(), TimeRemainingColumn(), what)
     console = Console(file=sys.stderr)
     with Bar(*columns, console=console, expand=True, disable=not (console.is_terminal or console.is_jupyter)) as bar:

@@ -24,7 +24,7 @@ def reporter(wanted: bool | Report | None) -> Iterator[Report | None]:
 
     columns = (
         TextColumn("train"), BarColumn(10), MofNCompleteColumn(), TimeRemainingColumn(),
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
     )  # fmt: skip
     with Bar(*columns, console=Console(file=sys.stderr)) as bar:
         task = bar.add_task("", total=None)

@@ -53,6 +53,13 @@ def test_training(capsys: pytest.CaptureFixture[str]) -> None:
     assert "2 epochs, 6 steps, 1 skipped, stopped early" in text
 
 
+def test_names_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    unit = {"name": "m:a:b[red]", "kind": ":x:", "sqnr_db": 1.0, "kl": None, "agreement": None}
+    drawn = QUANTIZE | {"source": {"split": "of 'npz:x:32' [b]no test part"}}
+    assert "'npz:x:32' [b]no test part" in shown(capsys, "quantize", drawn)
+    assert "m:a:b[red]  :x:" in shown(capsys, "sensitivity", {"units": [unit], "num_samples": 1})
+
+
 @pytest.mark.parametrize(("kind", "result"), [("train", TRAIN), ("quantize", QUANTIZE)])
 def test_parts_that_are_not_used_as_they_are_named_are_told(
     capsys: pytest.CaptureFixture[str], kind: str, result: dict[str, Any]

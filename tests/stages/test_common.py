@@ -19,9 +19,10 @@ def test_a_long_description_leaves_the_count_visible(monkeypatch: pytest.MonkeyP
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "stderr", shown := io.StringIO())
     with meter(True, "train") as report:
-        report("predicting " + 5 * "--activation-checkpointing ", 2, 48)
+        report("[/predicting] " + 5 * "--activation-checkpointing ", 2, 48)
         time.sleep(0.3)  # it is drawn ten times a second
     assert "2/48" in shown.getvalue()
+    assert "[/predicting]" in shown.getvalue()  # no markup
     assert shown.getvalue().count("--activation-checkpointing") >= 5
 
 
