@@ -28,7 +28,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
-from qtool import step
+from qtool import moved_buffers, step
 from qtool.errors import QtoolError
 from qtool.memory.buffers import CHANNELS_LAST, Plan, in_order, lays_out, plan
 from qtool.memory.fakes import sized_by_values
@@ -120,11 +120,15 @@ def capture(function: Callable[..., Any], module: nn.Module, args: Any, kwargs: 
 
         return keep
 
+    def partition(joint: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        moved_buffers.keep(joint.graph)  # as step.compiled has it kept
+        return min_cut_rematerialization_partition(joint, *args, **kwargs)
+
     def backend(module: fx.GraphModule, inputs: Any) -> Any:
         graphs["inputs"].append(inputs)
         return aot_autograd(
             fw_compiler=keeper("forward"), bw_compiler=keeper("backward"), decompositions=select_decomp_table(),
-            partition_fn=min_cut_rematerialization_partition,
+            partition_fn=partition, keep_inference_input_mutations=True,
         )(module, inputs)  # fmt: skip
 
     def run(*args: Any, **kwargs: Any) -> Any:

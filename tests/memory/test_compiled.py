@@ -36,6 +36,30 @@ def test_what_is_kept_for_the_backward_pass_is_what_the_partitioner_keeps():
     assert all(p.grad is None for p in net.parameters())
 
 
+class Centre(nn.Module):
+    """Reads a buffer that it moves."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(64))
+
+    def forward(self, x):
+        y = x - self.mean
+        self.mean.lerp_(x.detach().mean(0), 0.1)
+        return torch.sin(y) * torch.cos(y * 2)
+
+
+def test_what_is_computed_from_a_buffer_that_moves_is_kept_and_what_follows_from_it_computed_again():
+    """Of each pair of layers: what is left of the first's output, and what goes into the next."""
+    size = 512
+    net = nn.Sequential(nn.Linear(32, 64), Centre(), nn.Linear(64, 64), Centre(), nn.Linear(64, 10))
+    batch = torch.randn(size, 32), torch.zeros(size, dtype=torch.int64)
+    config = TrainConfig(device="cpu", batch_size=size, compile=True)
+    found = predict(lambda: net, batch, config, prepare=setup, loss=LOSS)
+    assert found.parts["activations"] == pytest.approx(4 * size * 64 * 4, rel=1e-3)
+    assert not any(bool(buffer.any()) for buffer in net.buffers())
+
+
 def test_any_number_of_captures_of_any_size_are_independent():
     peaks = []
     for size in (*range(2, 14), 2):
