@@ -23,7 +23,7 @@ import math
 import operator
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -142,7 +142,7 @@ class Placement:
         notes = (*self.graph_module.meta.get("notes", ()), *notes)
         return Plan(self.target.name, units, notes, simulated=self.target.activation.bits < 8)
 
-    @property
+    @cached_property
     def names(self) -> dict[Node, str]:
         """The name of the unit that gives each value, integer or float."""
         return {placed.output: placed.unit.name for placed in self.placed}
