@@ -164,6 +164,7 @@ def _require_open(graph_module: GraphModule, axis: int) -> None:
 
 def _require_tensors(model: nn.Module, graph_module: GraphModule) -> None:
     (result,) = (node for node in graph_module.graph.nodes if node.op == "output")
+    given = {value.dtype for value in input_values(graph_module.graph).values()}  # of which the first call tells
     for leaf in pytree.tree_leaves(result.args[0]):
         if leaf is not None and not (isinstance(leaf, Node) and isinstance(leaf.meta.get("val"), Tensor)):
             got = repr(leaf)[:40] if not isinstance(leaf, Node) else f"a size, {leaf.meta.get('val')}"
@@ -171,7 +172,7 @@ def _require_tensors(model: nn.Module, graph_module: GraphModule) -> None:
                 f"model '{type(model).__name__}'", "outputs that are tensors, or None", got,
                 "have its forward return tensors alone",
             )  # fmt: skip
-        if leaf is not None and leaf.meta["val"].dtype in NO_NUMPY:
+        if leaf is not None and leaf.meta["val"].dtype in NO_NUMPY.keys() - given:
             raise QtoolError(
                 f"model '{type(model).__name__}'", "outputs of a type that runtimes hand out",
                 str(leaf.meta["val"].dtype).removeprefix("torch."), NO_NUMPY[leaf.meta["val"].dtype],

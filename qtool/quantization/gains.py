@@ -27,6 +27,8 @@ from qtool.quantization.algorithms.streams import ANCHORS, RESHAPES, keeps_chann
 from qtool.quantization.capture import aten, parameter
 from qtool.quantization.placement import Placement
 
+_MOVES = (aten.permute.default, aten.transpose.int, aten.select.int, aten.slice.Tensor)
+
 
 @dataclass(frozen=True)
 class Gains:
@@ -77,6 +79,8 @@ def _through(
 
 def _axis_before(move: Node, axis: int) -> int | None:
     """The axis of what ``move`` reads whose indices are those of ``axis`` of its result; None where there is none."""
+    if move.target not in (*RESHAPES, *_MOVES):
+        return None
     source: Any = move.args[0]
     settings: Any = move.args[1:]
     before, after = source.meta["val"].shape, move.meta["val"].shape
@@ -90,5 +94,5 @@ def _axis_before(move: Node, axis: int) -> int | None:
     if move.target is aten.slice.Tensor:
         return None if settings[0] % len(before) == axis else axis
     found = axis + len(before) - len(after)  # rows of channels stay such, whatever becomes of the axes before them
-    kept = move.target in RESHAPES and found > 0 and same_sizes(before[found:], after[axis:])
+    kept = found > 0 and same_sizes(before[found:], after[axis:])
     return found if kept else None
