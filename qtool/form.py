@@ -33,7 +33,7 @@ from qtool import allocator
 from qtool.captured import call_captured, check_constants, with_constants
 from qtool.errors import QtoolError, UsageError
 from qtool.forward import passes_told
-from qtool.nested import map_tensors, tensors
+from qtool.nested import map_tensors, raw_bytes, tensors
 from qtool.pt2_files import load_program, save_program
 from qtool.recurrent import whole_sequences
 
@@ -378,7 +378,7 @@ def graph_sha256(graph: GraphModule) -> str:
 def digest_tensor(digest: hashlib._Hash, name: str, value: torch.Tensor) -> None:
     """Adds a tensor to a hash: its name, its type, its shape and its bytes."""
     digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
-    digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    digest.update(raw_bytes(value))
 
 
 def quantize_nodes(graph: GraphModule) -> list[Node]:

@@ -167,9 +167,15 @@ def checksum(value: Any) -> int:
     """A CRC-32 of the bytes of all tensors in ``value``, in order: to know a batch again."""
     mark = 0
     for tensor in tensors(value):
-        raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        mark = zlib.crc32(raw.numpy().data, mark)
+        mark = zlib.crc32(raw_bytes(tensor), mark)
     return mark
+
+
+def raw_bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor's numbers in their order."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    plain = flat.as_strided(flat.shape, (1,))  # of one number any stride is contiguous, and only 1 is viewed
+    return plain.view(torch.uint8).numpy().data
 
 
 class Once:

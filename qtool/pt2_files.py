@@ -36,7 +36,7 @@ from unittest import mock
 
 import torch
 
-from qtool import allocator, lstm  # noqa: F401 - the latter registers torch.ops.qtool
+from qtool import allocator, lstm, pixels  # noqa: F401 - the latter two register torch.ops.qtool
 from qtool.artifacts import atomic_path
 from qtool.errors import QtoolError, one_line
 from qtool.structures import know_types, name_types
@@ -57,7 +57,8 @@ _MEMBERS = re.compile(
     r"|archive_format|archive_version|byteorder|\.data/(version|serialization_id|alignment)|\.format_version|version"
 )
 _OPERATOR = re.compile(
-    r"torch\.ops\.(aten|quantized_decomposed|torchvision)\.(?!from_file|__)\w+\.(?!__)\w+|torch\.ops\.qtool\.lstm\.default"
+    r"torch\.ops\.(aten|quantized_decomposed|torchvision)\.(?!from_file|__)\w+\.(?!__)\w+"
+    r"|torch\.ops\.qtool\.(lstm|pixels)\.default"
     r"|torch\.ops\.aten\.__(and|or|xor|lshift|rshift)__\.(Tensor|Scalar)"  # ATen's names of masks' arithmetic
 )
 _ARITHMETIC = re.compile(

@@ -29,7 +29,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 from qtool.errors import QtoolError, QtoolWarning
 from qtool.given import pair_of, token_labels
 from qtool.labels import Verdict, judged
-from qtool.nested import map_tensors, tensors
+from qtool.nested import map_tensors, raw_bytes, tensors
 
 Collate = Callable[[list[Any]], Any]
 JUDGED = 32
@@ -195,7 +195,7 @@ class Samples(Dataset[tuple[Any, Any]]):
             held = [leaf for row in self.rows for leaf in tensors(self._batch([row]))]
         for tensor in held:
             digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+            digest.update(raw_bytes(tensor))
         return digest.hexdigest()
 
 

@@ -413,7 +413,8 @@ def state_hash(state: Iterable[tuple[str, Any]]) -> str:
         if hasattr(value, "detach"):
             import torch
 
-            whole = value.detach().cpu()
-            whole = whole if whole.layout is torch.strided else whole.to_dense()
-            digest.update(whole.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+            from qtool.nested import raw_bytes
+
+            whole = value.detach()
+            digest.update(raw_bytes(whole if whole.layout is torch.strided else whole.to_dense()))
     return digest.hexdigest()

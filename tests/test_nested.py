@@ -7,7 +7,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qtool.errors import QtoolError
-from qtool.nested import Once, call, first, map_tensors, num_samples, per_sample, split, tensors, thinned, to_float32
+from qtool.nested import (
+    Once,
+    call,
+    first,
+    map_tensors,
+    num_samples,
+    per_sample,
+    raw_bytes,
+    split,
+    tensors,
+    thinned,
+    to_float32,
+)
 
 
 def test_containers_keep_their_type():
@@ -149,3 +161,11 @@ def test_thinned_takes_nearly_as_many_as_are_asked_for_from_everywhere(sizes: li
 def test_samples_by_numbers() -> None:
     shapes = {(): (1, 1), (3,): (3, 1), (3, 4): (3, 4), (3, 4, 5): (3, 20)}
     assert {shape: tuple(per_sample(torch.zeros(shape)).shape) for shape in shapes} == shapes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.bool])
+@pytest.mark.parametrize("take", [slice(0, 1), slice(0, 0), slice(None, None, 2)])
+def test_the_bytes_of_a_tensor_are_those_of_its_copy(dtype, take) -> None:
+    tensor = torch.arange(6).to(dtype)[::2][take]  # of one number with a stride of 2, torch views no bytes
+    expected = torch.tensor(tensor.tolist(), dtype=dtype)
+    assert bytes(raw_bytes(tensor)) == bytes(expected.view(torch.uint8).tolist())

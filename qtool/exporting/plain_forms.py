@@ -9,7 +9,7 @@ each 3.3 and not 4.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import onnx_ir as ir
@@ -19,6 +19,7 @@ from onnxscript import opset18 as op  # the least that any target asks for
 from torch.fx import Graph
 
 from qtool.errors import QtoolError
+from qtool.pixels import PIXELS
 
 aten = torch.ops.aten
 
@@ -89,7 +90,19 @@ def averaged(**kind: Any) -> Callable[..., Any]:
     return resized
 
 
+def bytes_of(source: Any, scale: Any, zero_point: Any, shift: Any, padding: Sequence[int]) -> Any:
+    """The ONNX form of ``qtool::pixels``."""
+    if any(padding):
+        ends = [0] * (2 * len(source.shape))
+        for place, amount in enumerate(padding):
+            axis, end = len(source.shape) - 1 - place // 2, place % 2
+            ends[axis + end * len(source.shape)] = amount
+        source = op.Pad(source, op.Constant(value_ints=ends))
+    return op.Add(op.Round(op.Div(op.Add(source, shift), scale)), zero_point)
+
+
 TRANSLATIONS = {
+    PIXELS: bytes_of,
     aten.to.dtype: conversion,
     aten.rsub.Scalar: subtracted_from,
     aten._upsample_bilinear2d_aa.default: averaged(mode="linear"),

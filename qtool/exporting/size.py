@@ -22,6 +22,7 @@ from qtool.exporting.gates import Gate
 from qtool.exporting.plain_forms import AVERAGED
 from qtool.form import QuantizedModel, unit_of
 from qtool.form import quantized as quantized_ops
+from qtool.nested import raw_bytes
 
 TOLERANCE = 0.05
 SMALL_BYTES = 4096
@@ -51,7 +52,7 @@ def predicted_bytes(quantized: QuantizedModel) -> int:
         stored = _as_stored(name, tensor.detach())
         if stored is not None:
             shared = stored.numel() <= SHARED_VALUES and name not in own
-            key = stored.reshape(-1).view(torch.uint8).numpy().tobytes() if shared else name  # numpy has no bfloat16
+            key = bytes(raw_bytes(stored)) if shared else name
             size = stored.numel() * stored.element_size()
             found[stored.dtype, stored.shape, key] = (size + 1) // 2 if name in packed else size
     twice = sum(tensors[name].numel() * 4 for name in own if len(readers[name]) > 1)

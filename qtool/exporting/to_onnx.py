@@ -55,6 +55,7 @@ from qtool.exporting.passes import (
     norm_scales,
     pads,
     parts,
+    pixels,
     pointwise_pads,
     pool_pads,
     sizes,
@@ -80,12 +81,13 @@ aten = torch.ops.aten
 Pass = Callable[[ir.Model], int]
 PASSES: dict[str, tuple[Pass, ...]] = {
     "ort-cpu": (
-        global_pool.apply, activations.apply, hard_sigmoid.apply, conv_pads.apply, pads.apply, biases.apply,
-        float_units.apply, stem.apply, lookups.apply,
+        pixels.apply, global_pool.apply, activations.apply, hard_sigmoid.apply, conv_pads.apply, pads.apply,
+        biases.apply, float_units.apply, stem.apply, lookups.apply,
     ),
     "openvino": (
-        global_pool.apply, activations.apply, strides.apply, biases.apply, bare_weights.apply, behind_layers.apply,
-        lookups.apply, expands.apply, kept_axes.apply, joins.apply, norm_scales.apply, faint_biases.apply,
+        pixels.apply, global_pool.apply, activations.apply, strides.apply, biases.apply, bare_weights.apply,
+        behind_layers.apply, lookups.apply, expands.apply, kept_axes.apply, joins.apply, norm_scales.apply,
+        faint_biases.apply,
     ),
     "tensorrt": (global_pool.apply, activations.apply, conv_pads.apply),
 }  # fmt: skip

@@ -32,6 +32,7 @@ from torch.fx import GraphModule, Node
 from qtool.errors import UsageError
 from qtool.form import Plan, Unit
 from qtool.nested import tensors
+from qtool.pixels import PIXELS
 from qtool.quantization.answers import Answers
 from qtool.quantization.capture import aten, owner
 from qtool.quantization.limits import clip_limits, keeps_zero
@@ -48,7 +49,7 @@ from qtool.quantization.targets import (
 # Operators whose output holds copies of their input's numbers (and zeros) only.
 _COPIES = ("move", "pad", "upsample")
 # Operators that compute nothing worth a line in the plan.
-_SILENT = (aten.sym_size.int, aten.detach.default, aten.alias.default, operator.getitem)
+_SILENT = (aten.sym_size.int, aten.detach.default, aten.alias.default, operator.getitem, PIXELS)
 
 BY_OVERRIDE = "left in float by an override"
 

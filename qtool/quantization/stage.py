@@ -23,6 +23,7 @@ from qtool.errors import QtoolError, UsageError
 from qtool.form import Plan, QuantizedModel
 from qtool.models import check_finite
 from qtool.nested import Once, call
+from qtool.pixels import LEVELS, PIXELS, ZERO
 from qtool.quantization import pt2e
 from qtool.quantization.algorithms import ALGORITHMS, CHANGES, samples_read
 from qtool.quantization.algorithms.passes import Passes
@@ -276,7 +277,7 @@ def _prepare(
         _simplify(graph, train=True)
     _spell_for(target, graph, config.overrides, train=train)
     placement = Placement(graph, target, config.overrides)
-    passes.improve(graph, placement)
+    placement = passes.improve(graph, placement)
     if config.group_size is not None:
         passes.notes += group_weights(graph, placement, config.group_size)
     gains = _gains(graph, placement, config)
@@ -344,6 +345,9 @@ def _fix_ranges(prepared: Prepared) -> None:
         observer.limits = placed.limits
         if placed.pattern.fixed:
             observer.fix(*placed.pattern.fixed)
+    for node in prepared.placement.graph_module.graph.find_nodes(op="call_function", target=PIXELS):
+        zero = node.meta[ZERO]
+        prepared.observers[prepared.placement.name_of(node)].fix(float(-zero), float(LEVELS - 1 - zero))
 
 
 def _observe(

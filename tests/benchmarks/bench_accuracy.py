@@ -45,7 +45,7 @@ from qtool.recipe_files import override  # noqa: E402
 from qtool.runtimes import open_session  # noqa: E402
 
 SETTINGS = (
-    "seed=0", "ranges=minmax", "ranges=minmax algorithms=smooth,equalize,analytic-bias,gptq-small",
+    "seed=0", "ranges=minmax", "ranges=minmax algorithms=pixels,smooth,equalize,analytic-bias,gptq-small",
     "ranges=mse algorithms=none",
     "ranges=percentile", "ranges=output", "ranges=mse algorithms=bias", "ranges=output algorithms=gptq",
 )  # fmt: skip

@@ -33,6 +33,8 @@ from qtool.quantization.algorithms.equalize import equalize
 from qtool.quantization.algorithms.gptq import gptq
 from qtool.quantization.algorithms.gptq_small import SAMPLES as GPTQ_SAMPLES
 from qtool.quantization.algorithms.gptq_small import gptq_small
+from qtool.quantization.algorithms.pixels import SAMPLES as PIXEL_SAMPLES
+from qtool.quantization.algorithms.pixels import read_pixels
 from qtool.quantization.algorithms.renorm import renormalize
 from qtool.quantization.algorithms.smooth import SAMPLES as SMOOTH_SAMPLES
 from qtool.quantization.algorithms.smooth import smooth
@@ -53,6 +55,7 @@ class Algorithm:
 
 
 ALGORITHMS: dict[str, Algorithm] = {
+    "pixels": Algorithm("float", read_pixels, samples=PIXEL_SAMPLES),
     "smooth": Algorithm("float", smooth, samples=SMOOTH_SAMPLES),
     "equalize": Algorithm("float", equalize, samples=EQUALIZE_SAMPLES),
     "analytic-bias": Algorithm("integer", correct_biases_analytically, samples=0),

@@ -53,12 +53,14 @@ class Passes:
         self.saved = dict(saved or {})
         self._keep = keep
 
-    def improve(self, graph: GraphModule, placement: Placement) -> None:
-        """Runs the passes over the float graph in place, and remembers what it then computes."""
+    def improve(self, graph: GraphModule, placement: Placement) -> Placement:
+        """Runs the passes over the float graph in place, and remembers what it then computes; returns its placement."""
+        subject = self._subject(graph, graph, placement, _Checked(self.batches, graph), self.saved)
         if self.names and not self._declined:
-            self._run("float", self._subject(graph, graph, placement, _Checked(self.batches, graph), self.saved))
+            self._run("float", subject)
         if (self.names or self._keep) and not self._declined:
             self.reference = copied(graph)
+        return subject.placement
 
     def decline_float(self, reason: str, reference: GraphModule) -> None:
         """Says that the float graph is not what will be quantized; ``reference`` is what the placement is over."""

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.fx import Interpreter, Node
 
 from qtool.form import quantized
+from qtool.pixels import PIXELS
 from qtool.quantization.algorithms.bias import bias_entry, bias_of, channel_axis, set_bias, take_biases
 from qtool.quantization.algorithms.subject import Declined, Subject
 from qtool.quantization.algorithms.walk import interpret
@@ -207,6 +208,7 @@ def _groups(subject: Subject) -> list[Group]:
             continue
         group = found.setdefault(node.args[1:], Group(float(node.args[1])))
         group.nodes.append(node)
+        group.fixed |= getattr(node.args[0], "target", None) is PIXELS
         unit = placed.get(_source(node))
         if unit is not None and unit.pattern is not None and not unit.pattern.shares:
             group.fixed |= bool(unit.pattern.fixed)

@@ -43,7 +43,8 @@ class Subject:
     """A graph to change in place, the float graph it stands for, and what is known of both.
 
     ``reference`` is the float graph that ``placement`` was made for, or a copy with the same node names; at the
-    moment ``float``, ``graph`` is that graph itself. ``batches`` are inputs that can be gone through again and again.
+    moment ``float``, ``graph`` is that graph itself, and a pass that adds operators to it places it anew. ``batches``
+    are inputs that can be gone through again and again.
     ``ranges`` is what will be written as ranges.json. ``report`` takes the progress of long passes, and ``scratch`` is
     where they keep what is finished, so that a run that was killed goes on there.
     """

@@ -63,7 +63,7 @@ def _fold_into_readers(
     if layers is None or not all(_takes_in(layer, shift, readers) for layer in layers):
         return []
     for layer in layers:
-        _fold(graph_module, layer, factor, shift)
+        fold(graph_module, layer, factor, shift)
     last.replace_all_uses_with(source)
     return layers
 
@@ -99,11 +99,14 @@ def _keeps(node: Node, factor: Tensor, shift: Tensor) -> bool:
 
 
 def _takes_in(layer: Node, shift: Tensor, readers: dict[str, int]) -> bool:
+    return owns_weights(layer, readers) and not (shift.any() and _pads(layer))
+
+
+def owns_weights(layer: Node, readers: dict[str, int]) -> bool:
+    """Whether the weight and the bias of a layer are stored ones that nothing else reads; see ``readers_of``."""
     stored = [value for value in layer.args[1:3] if value is not None]
-    return (
-        all(isinstance(value, Node) and value.op == "get_attr" for value in stored)
-        and all(readers[str(value.target)] == 1 for value in stored if isinstance(value, Node))
-        and not (shift.any() and _pads(layer))
+    return all(
+        isinstance(value, Node) and value.op == "get_attr" and readers[str(value.target)] == 1 for value in stored
     )
 
 
@@ -113,13 +116,19 @@ def _pads(layer: Node) -> bool:
     return layer.target is not aten.linear.default and any(padding)  # type: ignore[arg-type]
 
 
-def _fold(graph_module: GraphModule, layer: Node, factor: Tensor, shift: Tensor) -> None:
+def fold(graph_module: GraphModule, layer: Node, factor: Tensor, shift: Tensor) -> None:
+    """Gives a layer that is to read ``x`` the weights with which it computes what it did of ``factor · x + shift``.
+
+    Both are one number for each input, or one for all; the layer pads with nothing that ``shift`` would be missed in.
+    """
     weight_node = layer.args[1]
     assert isinstance(weight_node, Node)
     weight = parameter(graph_module, weight_node)
     bias = parameter(graph_module, layer.args[2]) if len(layer.args) > 2 else None
     assert weight is not None
     wide, path = weight.detach().double(), str(weight_node.target)
+    by_input = [-1] + [1] * (wide.dim() - 2)
+    factor, shift = factor.double().reshape(by_input), shift.double().reshape(by_input)
     more = (wide * shift).flatten(1).sum(1)
     sum_ = more if bias is None else more + bias.detach().double()
     set_parameter(graph_module, path, (wide * factor).to(weight.dtype), like=path)

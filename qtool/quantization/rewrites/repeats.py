@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from qtool.form import DEQUANTIZE, QUANTIZE
+from qtool.nested import raw_bytes
 from qtool.quantization.rewrites.functional import DROPOUTS
 
 _LAYERS = ("batch_norm", "instance_norm", "linear", "conv", "lstm", "gru", "rnn")
@@ -64,8 +65,7 @@ def _content(node: Node) -> Any:
     layers = any(getattr(user.target, "_opname", "").startswith(_LAYERS) for user in node.users)
     if layers or isinstance(value, nn.Parameter) or not isinstance(value, Tensor):
         return None
-    numbers = value.detach().reshape(-1).view(torch.uint8).cpu().numpy().tobytes()
-    return value.dtype, value.device, value.shape, hashlib.sha256(numbers).digest()
+    return value.dtype, value.device, value.shape, hashlib.sha256(raw_bytes(value)).digest()
 
 
 def _is_weight(node: Node) -> bool:

@@ -81,3 +81,35 @@ def test_leaves_layers_behind_the_first_alone():
 def test_a_file_grows_by_a_fiftieth_at_most(monkeypatch):
     monkeypatch.setattr(even_inputs, "MOST_GROWTH", 0.02)
     assert rewritten_by(even_inputs.apply, first_layer(3, (3, 3), [1, 1, 1, 1], (32, 32), stride=1))[0] == 0
+
+
+@pytest.mark.parametrize("operators", [("Pad",), ("Add",), ("Pad", "Add")])
+def test_an_image_that_is_padded_or_shifted_before_it_is_quantized_is_filled_up_too(operators, tmp_path):
+    model = first_layer(3, (3, 3), [1, 1, 1, 1], (12, 12), stride=1)
+    if "Pad" in operators:
+        conv = next(node for node in model.graph.node if node.op_type == "Conv")
+        next(attribute for attribute in conv.attribute if attribute.name == "pads").ints[:] = [0, 0, 0, 0]
+    stored = {
+        "amounts": np.array([0, 0, 1, 1, 0, 0, 1, 1], np.int64), "shift": np.float32([[[0.01]], [[0.0]], [[0.02]]]),
+        "scales": np.float32([0.03, 0.04, 0.02]), "zeros": np.uint8([100, 117, 130]),
+    }  # fmt: skip
+    value = "x"
+    for place, kind in enumerate(operators):
+        node = onnx.helper.make_node(kind, [value, "amounts" if kind == "Pad" else "shift"], [value := f"{kind}_of"])
+        model.graph.node.insert(place, node)
+    quantize = next(node for node in model.graph.node if node.op_type == "QuantizeLinear")
+    del quantize.input[:]
+    quantize.input.extend([value, "scales", "zeros"])
+    quantize.attribute.append(onnx.helper.make_attribute("axis", 1))
+    model.graph.initializer.extend(onnx.numpy_helper.from_array(array, name) for name, array in stored.items())
+    del model.graph.value_info[:]
+    model = onnx.shape_inference.infer_shapes(model)
+    count, other = rewritten_by(even_inputs.apply, model)
+    assert count == 1
+    onnx.checker.check_model(other, full_check=True)
+    assert [n.op_type for n in other.graph.node].count("Pad") == 1 + (operators == ("Pad", "Add"))
+    x = np.random.default_rng(1).normal(0, 2, (2, 3, 12, 12)).astype(np.float32)
+    (expected,), _ = run(model, {"x": x}, tmp_path)
+    (found,), kernels = run(other, {"x": x}, tmp_path)
+    np.testing.assert_array_equal(found, expected)
+    assert "QLinearConv" in kernels
