@@ -14,8 +14,10 @@ QLoRA (arXiv 2305.14314) keeps the frozen weights in 4 bits: see ``nf4``. What i
 the base rounded to NF4.
 
 Chosen by default is every linear layer within the model's repeated blocks, and where there are none every one but the
-last. Two kinds are no targets: a layer that shares its weights with another, as a head does with the embedding, whose
-merge would change both; and layers inside ``nn.MultiheadAttention``, which takes their weights without calling them.
+last. Three kinds are no targets: a layer that shares its weights with another, as a head does with the embedding, or
+that is in several places itself, since a merge would change them all; layers inside ``nn.MultiheadAttention``, which
+takes their weights without calling them; and those whose class makes something else of their weights (normalises them,
+say), above which a correction is not the one that is merged.
 
 A convolution's A is one like it, dilated and padded as it is, and B a 1×1 one; peft itself makes A without dilation and
 padded with zeros, and does so where it loads the adapters unmerged.
@@ -29,8 +31,10 @@ Left out on purpose: adapters of embeddings, of transposed and of grouped convol
 
 from __future__ import annotations
 
+import copy
 import importlib
 import math
+import re
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -39,9 +43,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from qtool import processes
-from qtool.errors import QtoolError, QtoolWarning, UsageError, kind_of, nearest, one_line
+from qtool.errors import OWN, QtoolError, QtoolWarning, UsageError, kind_of, nearest, one_line
 from qtool.materialise import fill
 from qtool.nested import NARROW
 from qtool.recipe import TrainConfig
@@ -77,7 +82,7 @@ def apply(setup: Setup, example: Any) -> None:
     setup.on_close.append(lambda: _merge(model, trained))
     peft = _peft()
     try:
-        peft.inject_adapter_in_model(_config(peft, config, chosen), model)
+        peft.inject_adapter_in_model(_config(peft, config, model, chosen), model)
     except ValueError as error:  # it knows layers whose model reads their weights past them, Mamba's
         raise UsageError(
             "--lora", "layers that peft puts adapters to", one_line(error), "name others with --lora-targets"
@@ -139,19 +144,42 @@ def _begin(model: nn.Module, seed: int, device: torch.device) -> None:
 
 def layers(model: nn.Module) -> dict[str, nn.Module]:
     """The layers that can take an adapter, by name: linear ones, transformers' ``Conv1D``, ungrouped convolutions."""
-    holders = Counter(id(weight) for m in model.modules() if (weight := m._parameters.get("weight")) is not None)
+    places = (child for parent in model.modules() for child in parent._modules.values() if child is not None)
+    holders = Counter(id(child._parameters.get("weight")) for child in places)
     inside = {id(m) for a in model.modules() if isinstance(a, nn.MultiheadAttention) for m in a.modules()}
     return {
         name: module
         for name, module in model.named_modules()
-        if _fits(module) and holders[id(module.weight)] == 1 and id(module) not in inside
+        if _fits(module) and holders[id(module._parameters["weight"])] == 1 and id(module) not in inside
     }
 
 
 def _fits(module: nn.Module) -> bool:
-    if isinstance(module, _CONVOLUTIONS):
-        return module.groups == 1
-    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+    if module._parameters.get("weight") is None:
+        return False
+    plain = next((kind for kind in (nn.Linear, *_CONVOLUTIONS) if isinstance(module, kind)), None)
+    if plain is None:
+        return type(module).__name__ == "Conv1D"
+    return getattr(module, "groups", 1) == 1 and _computes_as(module, plain)
+
+
+@torch.no_grad()
+def _computes_as(module: Any, plain: Any) -> bool:
+    """Whether a layer whose class has a forward pass of its own gives what that of ``plain`` does: tried on noise."""
+    if type(module).forward is plain.forward:
+        return True
+    with _disable_current_modes(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        tried = copy.copy(module)
+        tried._parameters = {k: v if v is None else torch.randn(v.shape) for k, v in module._parameters.items()}
+        reach = zip(getattr(tried, "dilation", ()), tried.weight.shape[2:], strict=True)
+        noise = torch.randn(2, tried.weight.shape[1], *(step * taps + 2 for step, taps in reach))
+        try:
+            for tried.training in (True, False):
+                torch.testing.assert_close(type(module).forward(tried, noise), plain.forward(tried, noise))
+        except (*OWN, AssertionError):
+            return False
+    return True
 
 
 def targets(
@@ -291,7 +319,8 @@ def adapter(model: nn.Module, config: TrainConfig) -> Adapter | None:
     first = next(iter(found.values()))
     plain = {
         "peft_type": "LORA", "r": first.r[_NAME], "lora_alpha": first.lora_alpha[_NAME],
-        "lora_dropout": float(getattr(first.lora_dropout[_NAME], "p", 0.0)), "target_modules": list(found),
+        "lora_dropout": float(getattr(first.lora_dropout[_NAME], "p", 0.0)),
+        "target_modules": _exactly(model, [*found]),
         "modules_to_save": [_unmistaken(model, full, name) for name in full] or None,
         "fan_in_fan_out": any(getattr(layer, "fan_in_fan_out", False) for layer in found.values()), "bias": "none",
         "base_model_name_or_path": None,
@@ -311,10 +340,19 @@ def _unmistaken(model: nn.Module, full: list[str], name: str) -> str:
     return f"{_PREFIX}{name}" if any(other.endswith(name) for other in others) else name
 
 
-def _config(peft: Any, config: TrainConfig, chosen: list[str]) -> Any:
+def _config(peft: Any, config: TrainConfig, model: nn.Module, chosen: list[str]) -> Any:
     return peft.LoraConfig(
-        r=config.lora, lora_alpha=config.lora_alpha, lora_dropout=config.lora_dropout, target_modules=chosen
-    )
+        r=config.lora, lora_alpha=config.lora_alpha, lora_dropout=config.lora_dropout,
+        target_modules=_exactly(model, chosen),
+    )  # fmt: skip
+
+
+def _exactly(model: nn.Module, names: list[str]) -> list[str] | str:
+    """Names of layers for peft, which takes each whose name ends so; a pattern where that is more than those."""
+    ends = tuple(f".{name}" for name in names)
+    if any(name.endswith(ends) for name in _outside(names, (n for n, _ in model.named_modules()))):
+        return "|".join(map(re.escape, names))
+    return names
 
 
 def _adapted(model: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -365,6 +365,55 @@ def test_layers_that_share_their_weights_take_no_adapter() -> None:
         targets(model, ("2",), layers(model))
 
 
+def test_a_layer_that_is_in_several_places_takes_no_adapter() -> None:
+    shared = nn.Linear(4, 4)
+    assert list(layers(nn.Sequential(shared, nn.ReLU(), shared, nn.Linear(4, 2)))) == ["3"]
+
+
+class Cosine(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, nn.functional.normalize(self.weight), self.bias)
+
+
+class Standardised(nn.Conv2d):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._conv_forward(x, self.weight - self.weight.mean(), self.bias)
+
+
+class Written(nn.Linear):
+    """What a linear layer computes, in words of its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight.T + self.bias
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_class_that_makes_something_else_of_its_weights_takes_no_adapter(device: str) -> None:
+    """A correction beside it would not be the one that is merged."""
+    with torch.device(device):
+        model = nn.Sequential(Cosine(6, 6), Standardised(2, 3, 3), Written(6, 6), nn.Linear(6, 2))
+    state = torch.get_rng_state()
+    assert list(layers(model)) == ["2", "3"]
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@FILTERS
+def test_layers_whose_names_end_as_an_adapted_one_stay_as_they_are(peft: Any) -> None:
+    """peft takes each whose name ends so: here one that shares its weights, which a merge would change twice."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 4), nn.Linear(4, 3))
+    model[2].weight = model[1][0].weight
+    before = copy.deepcopy(model)
+    done = qtool.train(
+        model, [(torch.randn(6, 4), torch.arange(6) % 3)] * 3, device="cpu", epochs=1, lora=2, lora_targets=("0",)
+    )
+    assert not torch.equal(model[0].weight, before[0].weight)
+    assert torch.equal(model[2].weight, before[2].weight)
+    assert done.adapter is not None
+    assert {name.rsplit(".", 2)[0] for name in done.adapter.tensors} == {"base_model.model.0"}
+    peft.inject_adapter_in_model(peft.LoraConfig(target_modules=done.adapter.config["target_modules"]), before)
+    assert [name for name, module in before.named_modules() if hasattr(module, "lora_A")] == ["0"]
+
+
 class Head(nn.Module):
     """A head as a classifier's: a layer that is named like one of the blocks, and what has a running average."""
 
