@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 
+import torch
 from torch import Tensor, nn
 
 
@@ -29,5 +30,8 @@ def is_finite(value: Tensor, *, mask: bool = False) -> bool:
         return True
     value = value._values() if value.is_sparse else value.values() if value.is_sparse_csr else value
     value = value.float() if value.itemsize == 1 else value  # which torch compares no floats of
-    finite = value.isfinite()
-    return bool((finite | (value == -math.inf) if mask else finite).all())
+    if not value.numel():
+        return True
+    # of both ends, since a tensor of truths for each value is memory that a step, predicted to fit, may have left none
+    low, high = (end.item() for end in (torch.view_as_real(value) if value.is_complex() else value).aminmax())
+    return high < math.inf if mask else math.isfinite(low) and math.isfinite(high)

@@ -14,6 +14,7 @@ import qtool
 from qtool.errors import QtoolError
 from qtool.masks import is_finite
 from qtool.materialise import Target, create
+from qtool.memory.measure import allocations, highest_sum
 from qtool.models import check_finite, load_weights
 from qtool.nonfinite import first_bad_parameter
 
@@ -36,6 +37,20 @@ def test_of_a_sparse_tensor_the_values_are_read() -> None:
     for graph in (torch.eye(3).to_sparse(), torch.eye(3).to_sparse_csr()):
         assert is_finite(graph)
         assert not is_finite(graph * math.nan)
+
+
+@pytest.mark.parametrize("mask", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_looking_takes_next_to_no_memory(dtype: torch.dtype, mask: bool) -> None:
+    """Each checkpoint looks through all weights, beside gradients and states."""
+    value = torch.ones(1000, 10).to(dtype)
+    changes, finite = allocations(lambda: is_finite(value, mask=mask))
+    assert finite
+    assert highest_sum(changes) < value.nbytes / 20
+    assert is_finite(value[:0])
+    for bad in (math.nan, math.inf):
+        value[-1, -1] = bad
+        assert not is_finite(value, mask=mask)
 
 
 def test_a_mask_passes_wherever_damage_is_looked_for(tmp_path: Path) -> None:
