@@ -219,10 +219,10 @@ class _Run:
         self._start(resume)
         if self.history.steps < self.total and not self.history.stopped_early:
             self._rehearse()
-        start = time.monotonic() - self.history.seconds
+        self.began = time.monotonic() - self.history.seconds
         while self.history.steps < self.total and not self.history.stopped_early:
             self._train_epoch()
-            self._end_epoch(start)
+            self._end_epoch()
         self._restore_best()
         return self.history
 
@@ -240,7 +240,7 @@ class _Run:
             self.batch += 1
             self._report(loss, rate)
             every = self.config.checkpoint_every
-            if every and self.history.steps % every == 0 and self.batch < self.order.num_batches:
+            if every and self.history.steps % every == 0 and self.batch < stop:  # after the last, the epoch's own
                 self._save()
 
     def _micro_size(self, size: int) -> int:
@@ -282,13 +282,12 @@ class _Run:
             self.history.halvings += 1
         return self.history.halvings >= times
 
-    def _end_epoch(self, start: float) -> None:
+    def _end_epoch(self) -> None:
         processes.agree_on_buffers(self.model)
         losses = self.history.losses[-self.batch :]
         metrics = {"loss": sum(losses) / len(losses), **self._validate()}
         self.history.epochs.append(metrics)
         self.history.ends.append(self.history.steps)
-        self.history.seconds = time.monotonic() - start
         self.history.skipped_steps = self.step.skipped
         self._keep_best(metrics)
         self.hooks.after_epoch(self.model, self.epoch, metrics)
@@ -364,6 +363,7 @@ class _Run:
             checkpoint.clear(self.folder)
 
     def _save(self) -> None:
+        self.history.seconds = time.monotonic() - self.began
         if (name := first_bad_parameter(self.model, buffers=True)) is not None:
             raise self._error(f"a non-finite value in '{name}'")
         if self.folder is not None:

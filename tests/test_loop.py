@@ -114,6 +114,38 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_happened(step, tmp_path):
         assert flat(states[0]) == flat(states[1])
 
 
+def test_a_run_stopped_after_its_last_step_is_judged_when_it_goes_on(tmp_path):
+    """Its steps end within an epoch, where a checkpoint is due: the epoch has not ended before it is validated."""
+    options = config(max_steps=4, early_stopping=1)
+    expected = fit(make_model(), make_data(), TASK, options, out=tmp_path / "whole")
+    with pytest.raises(Stop):
+        fit(make_model(), make_data(), TASK, options, out=tmp_path / "stopped", hooks=Unjudged())
+    history = fit(make_model(), make_data(), TASK, options, out=tmp_path / "stopped")
+    assert (history.losses, history.epochs) == (expected.losses, expected.epochs)
+    assert history.best_epoch == 0
+
+
+class Unjudged(Hooks):
+    """Stops a run as it begins to judge an epoch, not where it tries that out before the first step."""
+
+    def __init__(self):
+        self.trained = False
+
+    def before_step(self, model, step, total):
+        self.trained = True
+
+    def mode(self, model, training):
+        model.train(training)
+        if self.trained and not training:
+            raise Stop
+
+
+def test_the_time_of_an_epochs_beginning_counts_when_a_run_goes_on(tmp_path):
+    with pytest.raises(Stop):
+        fit(make_model(), make_data(), TASK, config(), out=tmp_path, progress=stop_after(3))
+    assert checkpoint.load_tree(checkpoint.latest(tmp_path / "checkpoints"))["history"]["seconds"] > 0
+
+
 class Drawing:
     """A set that draws from generators of its own, of every kind."""
 
