@@ -61,8 +61,7 @@ def apply(setup: Setup, example: Any) -> None:
     stack.enter_context(without_cache(setup.model))
     setup.on_close.append(stack.close)
     for block in _recomputed(setup.model).values():
-        _Block(block)
-        setup.on_close.append(lambda block=block: delattr(block, "forward"))  # type: ignore[misc]
+        setup.on_close.append(_Block(block).give_back)
 
 
 def require(model: nn.Module, config: TrainConfig) -> None:
@@ -127,7 +126,7 @@ class _Block:
                 return traced(self, args, kwargs)
             return _Pass(self.forward, self.norms, self.buffers)(*args, **kwargs)
 
-        block.forward = checkpointed
+        self.give_back = step.take_place(block, checkpointed)
 
     def by_itself(self, args: Any, kwargs: Any) -> Any:
         """A compiled pass, checkpointed from without. The same graphs are run again, so all buffers are put back."""

@@ -52,14 +52,7 @@ def require(model: nn.Module, config: TrainConfig) -> None:
 
 def _compile_forward(block: nn.Module) -> Callable[[], None]:
     """Compiles a block's forward pass, with the checkpointing that may be there already; what takes it back."""
-    before = {key: value for key, value in vars(block).items() if key == "forward"}
-    block.forward = step.compiled(block.forward, block)
-
-    def restore() -> None:
-        del block.forward
-        vars(block).update(before)
-
-    return restore
+    return step.take_place(block, step.compiled(block.forward, block))
 
 
 def require_compiler(device: str, where: str = "--compile") -> None:

@@ -40,7 +40,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from qtool.errors import QtoolWarning
 from qtool.nested import NARROW, map_tensors, to_float32
 from qtool.norms import keeps_statistics
-from qtool.step import Setup
+from qtool.step import Setup, take_place
 from qtool.training.lora import trained_in_full
 from qtool.training.nf4 import NF4Linear
 
@@ -187,12 +187,10 @@ def _in_full(
                     module._buffers[key] = buffer
         return map_tensors(lambda t: t.to(dtype) if t.dtype == torch.float32 else t, result)
 
-    before = {key: value for key, value in vars(module).items() if key == "forward"}
-    module.forward = computed
+    give_back = take_place(module, computed)
 
     def restore() -> None:
-        vars(module).pop("forward", None)
-        vars(module).update(before)
+        give_back()
         for key, name in names.items():
             buffer, wide = module._buffers.get(key), module._buffers[name]
             delattr(module, name)

@@ -307,6 +307,16 @@ def test_closing_leaves_the_model_as_it_was(run_steps):
     assert done.model[1].norm.momentum == 0.1
 
 
+def test_closing_gives_back_a_forward_pass_that_a_block_has_of_its_own():
+    """One that was put in the place of its class's."""
+    model = Tower()
+    for layer in model.layers:
+        layer.forward = torch.tanh
+    with setup(model, TrainConfig(device="cpu", activation_checkpointing=True)):
+        assert model.layers[0].forward is not torch.tanh
+    assert all(vars(layer)["forward"] is torch.tanh for layer in model.layers)
+
+
 class Tower(nn.Module):
     def __init__(self):
         super().__init__()
