@@ -76,6 +76,15 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, st
         raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
 
 
+def is_storable(dtype: torch.dtype) -> bool:
+    """Whether safetensors files have tensors of that type."""
+    try:
+        save({"": torch.empty(0, dtype=dtype)})
+    except KeyError:
+        return False
+    return True
+
+
 def load_tree(path: Path) -> Any:
     """The tree that :func:`save_tree` wrote, on the CPU. Raises QtoolError when the file is damaged or foreign."""
     try:
@@ -280,7 +289,7 @@ def put_back(model: nn.Module, state: Mapping[str, Any]) -> None:
     """Has a model as :func:`copied` found it."""
     for name, own in learned(model).items():
         if isinstance(own, Tensor):
-            processes.local(own).copy_(state[name])
+            _write(processes.local(own), state[name])
         else:
             model.load_state_dict({name: state[name]}, strict=False)
 
@@ -332,11 +341,16 @@ class Unstored:
             place, _, last = name.rpartition(".")
             own = there.get(name)
             if own is not None and (own.shape, own.dtype) == (value.shape, value.dtype):
-                if not torch.equal(own, value := value.to(own.device)):  # what is written counts as moved
-                    own.copy_(value)
+                _write(own, value)  # what is written counts as moved
             else:
                 first = next(itertools.chain(self.model.parameters(), self.model.buffers()), value)
                 self.model.get_submodule(place)._buffers[last] = value.to(first.device, copy=True)
+
+
+def _write(own: Tensor, value: Tensor) -> None:
+    """Has a tensor hold what ``value`` does, if it does not: one that is a view of less memory cannot be written."""
+    if not torch.equal(own, value := value.to(own.device)):
+        own.copy_(value)
 
 
 def _version(buffer: Tensor) -> int:
@@ -411,8 +425,7 @@ def restorer(model: nn.Module, buffers: Iterable[Tensor], own: Mapping[str, Any]
             module._buffers[name] = None
         for module, name, buffer, value in kept:
             module._buffers[name] = buffer  # it may have been replaced instead of written
-            if not torch.equal(buffer, value):  # one that is a view of less memory cannot be written
-                buffer.copy_(value)
+            _write(buffer, value)
 
     return restore
 

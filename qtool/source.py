@@ -410,7 +410,7 @@ def state_hash(state: Iterable[tuple[str, Any]]) -> str:
             got = f"'{name}' on the meta device"
             raise UsageError("argument 'model'", "weights with values", got, "load the weights into it first")
         digest.update(f"{name} {getattr(value, 'dtype', '')} {tuple(getattr(value, 'shape', ()))}\0".encode())
-        if hasattr(value, "detach"):
+        if hasattr(value, "untyped_storage"):
             import torch
 
             from qtool.nested import raw_bytes

@@ -185,12 +185,20 @@ def _tell_head(config: TrainConfig, source: Source, tell: Callable[[str], None])
 
 
 def _require_storable(model: nn.Module) -> None:
-    """Raises QtoolError naming what is no tensor, or a sparse one, in a model's state: no file of weights holds it."""
+    """Raises QtoolError naming what in a model's state no file of weights holds, or gives back to the model."""
+    from torch import _debug_has_internal_overlap
+
+    from qtool.checkpoint import is_storable
+
     for name, value in model.state_dict().items():
         if not hasattr(value, "untyped_storage"):
             got, do = f"'{name}', {kind_of(value)}", "have get_extra_state return a tensor"
         elif value.is_sparse or value.is_sparse_csr:
             got, do = f"'{name}', a sparse tensor", "register it with persistent=False"
+        elif not is_storable(value.dtype):
+            got, do = f"'{name}' of {value.dtype}", "keep it in another type (torch.complex64 is one that is known)"
+        elif _debug_has_internal_overlap(value) == 1:
+            got, do = f"'{name}', a view of less memory, which cannot be written", "register its .contiguous()"
         else:
             continue
         raise QtoolError(

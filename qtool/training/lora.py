@@ -145,7 +145,7 @@ def _begin(model: nn.Module, seed: int, device: torch.device) -> None:
 def layers(model: nn.Module) -> dict[str, nn.Module]:
     """The layers that can take an adapter, by name: linear ones, transformers' ``Conv1D``, ungrouped convolutions."""
     places = (child for parent in model.modules() for child in parent._modules.values() if child is not None)
-    holders = Counter(id(child._parameters.get("weight")) for child in places)
+    holders = Counter(id(value) for place in (model, *places) for value in place._parameters.values())
     inside = {id(m) for a in model.modules() if isinstance(a, nn.MultiheadAttention) for m in a.modules()}
     return {
         name: module

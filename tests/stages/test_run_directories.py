@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +64,10 @@ def test_a_second_training_in_a_run_directory_is_refused_while_the_first_is_at_w
 
 
 class Noted(nn.Linear):
-    def get_extra_state(self) -> dict[str, int]:
-        return {"version": 3}
+    state: Any = None
+
+    def get_extra_state(self) -> Any:
+        return self.state or {"version": 3}
 
     def set_extra_state(self, state: Any) -> None:
         pass
@@ -76,9 +79,26 @@ def test_what_a_file_of_weights_cannot_hold_is_told_before_the_training(tmp_path
         qtool.train(model, batches, out=tmp_path / "run", epochs=1)
     assert not (tmp_path / "run").exists()
     assert qtool.train(model, batches, epochs=1).history.steps == 1
-    model[0].register_buffer("graph", torch.eye(3).to_sparse())
-    with pytest.raises(QtoolError, match=r"'0\.graph', a sparse tensor; register it with persistent=False"):
+    for value, told in (
+        (torch.eye(3).to_sparse(), r"'0\.more', a sparse tensor; register it with persistent=False"),
+        (torch.ones(3, dtype=torch.complex128), r"'0\.more' of torch\.complex128; keep it in another type"),
+        (torch.ones(1).expand(3), r"'0\.more', a view of less memory, which cannot be written; register its \.contig"),
+    ):
+        other = nn.Sequential(nn.Linear(3, 2))
+        other[0].register_buffer("more", value)
+        with pytest.raises(QtoolError, match=told):
+            qtool.train(other, batches, out=tmp_path / "run", epochs=1)
+    model[0].state = BytesIO(b"which has a method to detach")
+    with pytest.raises(QtoolError, match=r"'0\._extra_state', a BytesIO"):
         qtool.train(model, batches, out=tmp_path / "run", epochs=1)
+
+
+def test_buffers_that_are_views_of_less_memory_are_trained_with() -> None:
+    model, batch = nn.Sequential(nn.Linear(3, 2)), (torch.randn(4, 3), torch.tensor([0, 1, 0, 1]))
+    model.register_buffer("mask", torch.ones(1).expand(3))
+    parts = {"train": [(batch[0][i], batch[1][i]) for i in range(4)]}
+    done = qtool.train(model, {**parts, "validation": parts["train"]}, early_stopping=1, max_steps=1)
+    assert done.history.best_epoch == 0
 
 
 def test_a_finished_training_is_not_done_again(
