@@ -39,6 +39,7 @@ from qtool.training.batched import batched, paged_when_fake
 from qtool.training.blockwise import on_cpu
 from qtool.training.compiling import require_compiler
 from qtool.training.lora import trained_in_full
+from qtool.training.precision import weight_dtype
 
 Make = Callable[[list[nn.Parameter]], Optimizer]
 
@@ -53,6 +54,7 @@ def require(model: nn.Module, config: TrainConfig) -> None:
     if config.optimizer == "torchao-adamw8bit":
         require_compiler(resolve_device(config.device).type, "--optimizer torchao-adamw8bit")
     _require_real(model, config)
+    _require_narrow(model, config)
     for name, module in _trained(model, config):
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
             raise QtoolError(
@@ -77,6 +79,20 @@ def _require_real(model: nn.Module, config: TrainConfig) -> None:
             if parameter.requires_grad and parameter.is_complex():
                 got = f"'{f'{place}.{name}'.strip('.')}' of {parameter.dtype}"
                 raise QtoolError(where, "real parameters", got, do)
+
+
+def _require_narrow(model: nn.Module, config: TrainConfig) -> None:
+    """Raises QtoolError for parameters of float64 where bitsandbytes, which has no kernels for them, updates them."""
+    theirs = config.optimizer.startswith(("paged", "adamw8bit", "lion8bit"))
+    if not theirs or weight_dtype(config.precision) is not None:
+        return
+    for place, module in _trained(model, config):
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.requires_grad and parameter.dtype == torch.float64:
+                raise QtoolError(
+                    "--optimizer", "weights of 32 bits or fewer", f"'{f'{place}.{name}'.strip('.')}' of float64",
+                    "pass --optimizer adamw, or convert the model with .float()",
+                )  # fmt: skip
 
 
 def _trained(model: nn.Module, config: TrainConfig) -> Iterator[tuple[str, nn.Module]]:

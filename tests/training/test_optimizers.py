@@ -183,6 +183,11 @@ def test_parameters_that_an_optimizer_cannot_update_are_told_before_the_training
     assert not torch.equal(model.weight, before)
     with pytest.raises(QtoolError, match="'1', an embedding with sparse ones; build it with sparse=False"):
         setup(nn.Sequential(nn.Identity(), nn.Embedding(4, 3, sparse=True)), TrainConfig(device="cpu"))
+    wide = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2).double())
+    with pytest.raises(QtoolError, match=r"of 32 bits or fewer; got '1\.weight' of float64; pass --optimizer adamw"):
+        setup(wide, TrainConfig(device="cpu", optimizer="lion8bit"))
+    for options in ({}, {"optimizer": "adamw8bit", "precision": "bf16-true"}):
+        setup(wide, TrainConfig(device="cpu", **options)).close()
     model.table, model.head = nn.Embedding(4, 3, sparse=True), nn.Linear(16, 16)
     optimizers.require(model, TrainConfig(device="cpu", lora=1, lora_targets=("head",)))  # above frozen ones any goes
     with pytest.raises(QtoolError, match="'table', an embedding with sparse ones"):
