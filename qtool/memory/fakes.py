@@ -6,6 +6,8 @@
 * A selection by a mask takes as much as it did then, else everything: the most that it can be.
 * A product of groups of rows, each with a matrix of its own (experts), is one in every dtype; torch's own fake
   one knows bfloat16 alone.
+* A product of matrices of different types is none; torch's own fake one is made, and what chooses by a prediction would
+  choose a precision that the model does not take.
 * Group normalisation on the CPU leaves channels where they are; torch's own fake one puts them first in some versions.
 * A model that is made in 16 bits (``.bfloat16()``) is converted where it is; torch would swap its weights for others,
   which fake ones refuse.
@@ -89,6 +91,7 @@ class Scalars(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is torch.ops.aten._local_scalar_dense.default:
             return self._value(args[0])
         name = func.overloadpacket.__name__
+        _require_one_type(func, args)
         if asks(func, args) and (found := self._asked(name, args)) is not None:
             return found
         result = func(*args, **(kwargs or {}))
@@ -123,6 +126,13 @@ class Scalars(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._true[result] = True
         elif (name in _COMPARISONS and not args[0].is_floating_point()) or (name == "any" and args[0] in self._whole):
             self._whole[result] = True
+
+
+def _require_one_type(func: Any, args: Any) -> None:
+    """Raises RuntimeError, in torch's words, for a product of matrices of different types."""
+    if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default) and len({t.dtype for t in args}) > 1:
+        got = " and ".join(str(t.dtype).removeprefix("torch.") for t in args[-2:])
+        raise RuntimeError(f"mat1 and mat2 must have the same dtype, but got {got}")
 
 
 def _placed(like: Tensor, operand: Tensor) -> Tensor:

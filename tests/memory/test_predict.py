@@ -427,6 +427,10 @@ def test_other_threads_go_on_for_real_meanwhile() -> None:
 def test_errors_of_the_step_are_those_of_the_step() -> None:
     with pytest.raises(QtoolError, match="same reduction dim"):
         predict(lambda: nn.Linear(31, 10), batch(2), config(), prepare=plain, loss=LOSS)
+    for bias in (False, True):
+        two = nn.Sequential(nn.Linear(32, 10), nn.Linear(10, 10, bias).double())
+        with pytest.raises(QtoolError, match="same dtype, but got float32 and float64; give inputs, weights"):
+            predict(lambda two=two: two, batch(2), config(), prepare=plain, loss=LOSS)  # type: ignore[misc]
 
 
 class Selecting(nn.Linear):
