@@ -38,8 +38,8 @@ from torch import Tensor, nn
 from qtool import processes
 from qtool.artifacts import atomic_path
 from qtool.errors import QtoolError, kind_of
+from qtool.generators import of_modules, state_of
 from qtool.generators import put_back as put_back_generator
-from qtool.generators import state_of
 from qtool.nested import checksum
 
 _NAME = re.compile(r"step-(\d+)(\.safetensors)?")
@@ -408,7 +408,8 @@ def set_rng_state(state: Mapping[str, Any], own: Mapping[str, Any] | None = None
 
 
 def restorer(model: nn.Module, buffers: Iterable[Tensor], own: Mapping[str, Any] | None = None) -> Callable[[], None]:
-    """What puts the generators, ``own`` ones too, and those ``buffers`` of a model back to where they are now."""
+    """What puts the generators, the model's and ``own`` ones too, and those ``buffers`` back to where they are now."""
+    own = of_modules(model) | dict(own or {})
     generators, wanted = rng_state(own), {id(buffer) for buffer in buffers if buffer.layout is torch.strided}
     kept = [
         (module, name, buffer, buffer.clone())

@@ -1,9 +1,10 @@
-"""Generators of random numbers that data have for themselves: a loader's, its sampler's, those of a set that augments.
+"""Generators of random numbers that data and models have for themselves: a loader's, its sampler's, a module's.
 
 Torch, numpy and Python keep a state each for whoever asks for none of their own, and whoever has a generator of their
 own draws from that. A pass that is to be repeated, or a run that goes on where it stopped, has to put those back as
 well. They are found in what an object holds, by name, as far as that can be seen: in its attributes, in short lists
-and dicts of them, in functions that have closed over one. A module's global one cannot be seen so.
+and dicts of them, in functions that have closed over one; a model's in the attributes of its modules. One that is
+global in a file of Python cannot be seen so.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 SHORT = 64
@@ -72,19 +73,30 @@ def _content(cell: Any) -> Any:
         return None
 
 
+def of_modules(model: nn.Module) -> dict[str, Any]:
+    """The generators that are attributes of a model's modules, by name."""
+    named = ((f"model.{name}", module) for name, module in model.named_modules())
+    return {f"{n}.{key}": value for n, m in named for key, value in vars(m).items() if isinstance(value, KINDS)}
+
+
 def state_of(generator: Any) -> Any:
     """The state of a generator, as a tree to store."""
+    return _as_tensors(own_state(generator))
+
+
+def own_state(generator: Any) -> Any:
+    """The state of a generator, as its library gives it."""
     if isinstance(generator, torch.Generator):
         return generator.get_state()
     if isinstance(generator, random.Random):
         return generator.getstate()
     if isinstance(generator, np.random.RandomState):
-        return _as_tensors(generator.get_state(legacy=False))
-    return _as_tensors(generator.bit_generator.state)
+        return generator.get_state(legacy=False)
+    return generator.bit_generator.state
 
 
 def put_back(generator: Any, state: Any) -> None:
-    """Has a generator in a state that :func:`state_of` gave."""
+    """Has a generator in a state that :func:`state_of` or :func:`own_state` gave."""
     if isinstance(generator, torch.Generator):
         generator.set_state(state)
     elif isinstance(generator, random.Random):

@@ -5,9 +5,9 @@ hooks and checkpoints; the step itself is ``qtool.step``, and every technique is
 
 Exact resume. A run that was killed and started again gives, bit for bit, what an undisturbed one gives.
 All that the next step depends on is in the checkpoint: parameters and buffers, optimizer, gradient
-scaler, random generators, also the data's own (``qtool.generators``), hooks, early stopping, and the place in the data
-(``qtool.order``). The learning rate is a function of the step and needs no state. A checkpoint is written after each
-epoch, and every ``checkpoint_every`` steps; a checkpoint of another recipe is refused.
+scaler, random generators, also the data's and the model's own (``qtool.generators``), hooks, early stopping,
+and the place in the data (``qtool.order``). The learning rate is a function of the step and needs no state. A
+checkpoint is written after each epoch, and every ``checkpoint_every`` steps; one of another recipe is refused.
 
 Several processes (``qtool.processes``) run the same loop, each on its share of every batch, and draw
 different random numbers. On the same number of processes the resume is exact; on another, the same
@@ -34,7 +34,7 @@ from torch import nn
 from qtool import checkpoint, processes, recipe
 from qtool.devices import current, memory_used, out_of_memory
 from qtool.errors import OutOfMemory, QtoolError
-from qtool.generators import own_generators
+from qtool.generators import of_modules, own_generators
 from qtool.judging import judge, rehearse, rehearse_smallest, require_metric
 from qtool.nested import to_float32
 from qtool.nonfinite import INPUTS, first_bad_layer, first_bad_parameter
@@ -410,8 +410,8 @@ class _Run:
         self.saved = path
 
     def _own(self) -> dict[str, Any]:
-        """The generators that the data has for itself, as far as they are there by now."""
-        return own_generators(train=self.data.train, validation=self.data.validation)
+        """The generators that data and model have for themselves, as far as they are there by now."""
+        return own_generators(train=self.data.train, validation=self.data.validation) | of_modules(self.model)
 
     def _identity(self, more: Mapping[str, str]) -> dict[str, Any]:
         shapes = str([(name, tuple(p.shape), str(p.dtype)) for name, p in self.model.named_parameters()])

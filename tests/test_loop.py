@@ -164,12 +164,12 @@ class Drawing:
 
 
 class Remembering(nn.Module):
-    """Subtracts a running mean, and adds that of what it remembers, in buffers that no state has."""
+    """Subtracts a running mean, adds that of what it remembers, in buffers that no state has, and noise of its own."""
 
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.layer = nn.Linear(4, 3)
+        self.layer, self.noise = nn.Linear(4, 3), torch.Generator().manual_seed(2)
         self.register_buffer("mean", torch.zeros(4), persistent=False)
         self.register_buffer("seen", None, persistent=False)
         self.register_buffer("graph", torch.eye(4).to_sparse(), persistent=False)
@@ -177,7 +177,8 @@ class Remembering(nn.Module):
     def forward(self, x):
         self.mean.lerp_(x.mean(0), 0.1)
         self.seen = x[:1] if self.seen is None else torch.cat([self.seen, x[:1]])
-        return self.layer((x - self.mean) @ self.graph) + self.seen.mean()
+        noise = torch.rand(4, generator=self.noise)
+        return self.layer((x - self.mean + noise) @ self.graph) + self.seen.mean()
 
 
 @pytest.mark.parametrize("given", [False, True])

@@ -26,12 +26,14 @@ time. They do without while they train.
 from __future__ import annotations
 
 import ctypes
+import random
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
@@ -40,6 +42,7 @@ from torch.utils.checkpoint import checkpoint
 
 from qtool import step
 from qtool.errors import QtoolError, UsageError, kind_of
+from qtool.generators import of_modules, own_state, put_back
 from qtool.models import without_cache
 from qtool.nested import tensors
 from qtool.recipe import TrainConfig
@@ -113,7 +116,7 @@ class _Block:
     """A block with its ``forward`` set; no parameter changes its name, as it would within a wrapping module."""
 
     def __init__(self, block: nn.Module) -> None:
-        self.block, self.forward = block, block.forward
+        self.block, self.forward, self.generators = block, block.forward, _Generators(block)
         self.norms = [m for m in block.modules() if isinstance(m, Norm) and type(m).forward in _PLAIN]
         self.buffers, self.all_buffers = _Buffers(block, self.norms), _Buffers(block)
         self.compiled: Callable[..., Any] | None = None
@@ -124,7 +127,7 @@ class _Block:
                 return self.forward(*args, **kwargs)
             if torch.compiler.is_compiling():
                 return traced(self, args, kwargs)
-            return _Pass(self.forward, self.norms, self.buffers)(*args, **kwargs)
+            return _Pass(self.forward, self.norms, self.buffers, self.generators)(*args, **kwargs)
 
         self.give_back = step.take_place(block, checkpointed)
 
@@ -132,7 +135,7 @@ class _Block:
         """A compiled pass, checkpointed from without. The same graphs are run again, so all buffers are put back."""
         if self.compiled is None:
             self.compiled = step.compiled(self.forward, self.block)
-        return _Pass(self.compiled, [], self.all_buffers)(*args, **kwargs)
+        return _Pass(self.compiled, [], self.all_buffers, self.generators)(*args, **kwargs)
 
 
 @cache
@@ -153,8 +156,10 @@ def _traced() -> Callable[[_Block, Any, Any], Any]:
 class _Pass:
     """One pass through a block, and what it takes to make it again."""
 
-    def __init__(self, forward: Callable[..., Any], norms: list[Norm], buffers: _Buffers) -> None:
-        self.forward, self.norms, self.buffers = forward, norms, buffers
+    def __init__(
+        self, forward: Callable[..., Any], norms: list[Norm], buffers: _Buffers, generators: _Generators
+    ) -> None:
+        self.forward, self.norms, self.buffers, self.generators = forward, norms, buffers, generators
         self.count = 0
         self.made: list[Any] = []
         """What the block's operators keep, while the backward pass goes through it."""
@@ -162,14 +167,13 @@ class _Pass:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.casts = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in _KINDS]
         self.kwargs, self.inputs = kwargs, _Inputs.apply(torch.empty(0, requires_grad=True), *args)  # type: ignore[no-untyped-call]
-        self.generators = [(generator, generator.get_state()) for generator in _generators()]
+        states = self.generators.states()
         within = tensors(([value for value in args if not isinstance(value, Tensor)], kwargs))
         self.versions = [(tensor, tensor._version) for tensor in within]
         buffers = self.buffers.copied()
         with torch.autograd.graph.saved_tensors_hooks(self._drop, self._find):
             result = self.forward(*args, **kwargs)
-        if all(_same(generator.get_state(), state) for generator, state in self.generators):
-            self.generators = []
+        self.drawn = self.generators.moved(states)
         self.moved = self.buffers.moved(buffers)
         return result
 
@@ -196,7 +200,7 @@ class _Pass:
             stack.enter_context(torch.enable_grad())
             stack.enter_context(_still(self.norms))
             stack.enter_context(_as_before(self.moved))
-            stack.enter_context(_put_back(self.generators))
+            stack.enter_context(_put_back(self.drawn))
             for kind, dtype, enabled in self.casts:
                 if enabled or torch.is_autocast_enabled(kind):
                     stack.enter_context(torch.autocast(kind, dtype, enabled))
@@ -254,29 +258,56 @@ def _arguments(context: Any) -> list[Any]:
     return values
 
 
-def _generators() -> list[torch.Generator]:
-    """Those that a block may draw from."""
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return [torch.default_generator]
-    return [torch.default_generator, torch.cuda.default_generators[torch.cuda.current_device()]]
+States = list[tuple[Any, Any]]
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
-    """Whether two states of a generator are equal: their bytes, since operators tell nothing while tensors are fake."""
-    return ctypes.string_at(a.data_ptr(), a.nbytes) == ctypes.string_at(b.data_ptr(), b.nbytes)
+class _Generators:
+    """The generators that a block draws from: torch's, Python's, numpy's and those that it has for itself.
+
+    To ask all but torch's takes as long as a few kernels do, so the first pass tells which of them it draws from.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        everyones = random.getstate.__self__, np.random.mtrand._rand  # type: ignore[attr-defined]
+        self.others = [*everyones, *of_modules(block).values()]
+        self.first = True
+
+    def states(self) -> States:
+        """Each and its state."""
+        found = [torch.default_generator, *self.others]
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            found.append(torch.cuda.default_generators[torch.cuda.current_device()])
+        return [(generator, own_state(generator)) for generator in found]
+
+    def moved(self, before: States) -> States:
+        """Those of them that are no longer in that state."""
+        found = [(generator, state) for generator, state in before if not _same(own_state(generator), state)]
+        if self.first:
+            drawn = {id(generator) for generator, _ in found}
+            self.others, self.first = [generator for generator in self.others if id(generator) in drawn], False
+        return found
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two states of a generator are equal; of tensors their bytes, of which fake operators tell nothing."""
+    if isinstance(a, Tensor):
+        return ctypes.string_at(a.data_ptr(), a.nbytes) == ctypes.string_at(b.data_ptr(), b.nbytes)
+    if isinstance(a, dict):
+        return all(_same(value, b[key]) for key, value in a.items())
+    return np.array_equal(a, b) if isinstance(a, np.ndarray) else bool(a == b)
 
 
 @contextmanager
-def _put_back(states: list[tuple[torch.Generator, Tensor]]) -> Iterator[None]:
+def _put_back(states: States) -> Iterator[None]:
     """Generators are in those states inside the block, and after it where they were before."""
-    now = [(generator, generator.get_state()) for generator, _ in states]
+    now = [(generator, own_state(generator)) for generator, _ in states]
     for generator, state in states:
-        generator.set_state(state)
+        put_back(generator, state)
     try:
         yield
     finally:
         for generator, state in now:
-            generator.set_state(state)
+            put_back(generator, state)
 
 
 Place = tuple[nn.Module, str]

@@ -1,12 +1,15 @@
 import gc
+import random
 import weakref
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
+from qtool.checkpoint import seeded
 from qtool.errors import QtoolError, UsageError
 from qtool.recipe import TrainConfig
 from qtool.training.checkpointing import blocks
@@ -281,6 +284,38 @@ def test_a_block_that_does_not_do_the_same_twice_is_told():
         del block.layers[2]
         with pytest.raises(QtoolError, match="does not do the same twice"):
             y.backward()
+
+
+class Drawing(nn.Module):
+    """A block that draws from a generator that is not torch's own."""
+
+    def __init__(self, draw):
+        super().__init__()
+        self.layer, self.after, self.draw = nn.Linear(4, 4), nn.Linear(4, 4), draw
+        self.noise = torch.Generator().manual_seed(1)
+
+    def forward(self, x):
+        return x + self.after(self.layer(x).tanh() * (1 + self.draw(self)))
+
+
+DRAWS = {
+    "Python": lambda block: random.random(),
+    "numpy": lambda block: np.random.rand(),
+    "its own": lambda block: torch.rand(4, generator=block.noise),
+}
+
+
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+def test_whatever_a_block_draws_from_it_draws_the_same_again(draw):
+    found = []
+    for checkpointing in (False, True):
+        with seeded(0):
+            model = nn.Sequential(Drawing(draw), Drawing(draw))
+            with setup(model, TrainConfig(device="cpu", activation_checkpointing=checkpointing)):
+                for _ in range(2):
+                    model(torch.ones(2, 4)).sum().backward()
+            found.append([*(p.grad for p in model.parameters()), draw(model[0])])
+    torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
 def test_nothing_outlives_the_graph():
