@@ -289,11 +289,13 @@ class _Run:
         self.history.epochs.append(metrics)
         self.history.ends.append(self.history.steps)
         self.history.skipped_steps = self.step.skipped
-        self._keep_best(metrics)
+        best = self._is_best(metrics)
         self.hooks.after_epoch(self.model, self.epoch, metrics)
         self.epoch, self.batch = self.epoch + 1, 0
         self.epoch_rng = checkpoint.rng_state(self._own())
         self._save()
+        if best:
+            self._keep_best()
 
     # Validation and early stopping
 
@@ -321,9 +323,9 @@ class _Run:
             metrics = judge(self.setup, "validation", self.data.validation, self.step.micro_size, self.task)
         return {f"validation_{name}": value for name, value in metrics.items() if name != "num_samples"}
 
-    def _keep_best(self, metrics: Mapping[str, float]) -> None:
+    def _is_best(self, metrics: Mapping[str, float]) -> bool:
         if self.config.early_stopping is None:
-            return
+            return False
         require_metric(
             {name.removeprefix("validation_") for name in metrics if name.startswith("validation_")}, self.task
         )
@@ -332,10 +334,13 @@ class _Run:
         better = not math.isnan(value) and (best is None or (value > best if more else value < best))
         self.waited = 0 if better else self.waited + 1
         self.history.stopped_early = self.waited >= self.config.early_stopping
-        if not better:
-            return
-        self.history.best_metric, self.history.best_epoch = value, self.epoch
-        self.best_unstored = self.unstored.moved()
+        if better:
+            self.history.best_metric, self.history.best_epoch = value, self.epoch
+            self.best_unstored = self.unstored.moved()
+        return better
+
+    def _keep_best(self) -> None:
+        """Keeps the weights as they are, after the epoch's checkpoint, which has them too if it does not come to it."""
         if self.folder is None:
             self.best = checkpoint.copied(self.model)
         else:
@@ -408,6 +413,8 @@ class _Run:
         if len(state["rng"]) == processes.size():
             checkpoint.set_rng_state(state["rng"][processes.rank()], self._own())
         self.saved = path
+        if not self.batch and self.history.best_epoch == self.epoch - 1:
+            self._keep_best()
 
     def _own(self) -> dict[str, Any]:
         """The generators that data and model have for themselves, as far as they are there by now."""

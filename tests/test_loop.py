@@ -140,6 +140,45 @@ class Unjudged(Hooks):
             raise Stop
 
 
+def test_the_best_weights_are_those_of_the_epoch_that_its_checkpoint_says(tmp_path, monkeypatch):
+    """Whatever a run is killed between, and though the epoch that it makes again turns out otherwise."""
+    metrics, judged, committed = [0.5, 0.9], [], checkpoint.Files.commit
+
+    class Watch(Hooks):
+        def after_epoch(self, model, epoch, metrics):
+            judged.append({name: value.clone() for name, value in model.state_dict().items()})
+
+    def killed(files, folder, step, *rest):
+        if step == 10:
+            raise Stop
+        return committed(files, folder, step, *rest)
+
+    monkeypatch.setattr(loop, "judge", lambda *_: {"top1": metrics.pop(0)})
+    monkeypatch.setattr(checkpoint.Files, "commit", killed)
+    options = config(early_stopping=3, checkpoint_every=None)
+    with pytest.raises(Stop):
+        fit(make_model(), make_data(), TASK, options, out=tmp_path, hooks=Watch())
+    monkeypatch.setattr(checkpoint.Files, "commit", committed)
+    metrics += [0.4, 0.3]
+    history = fit(model := make_model(), make_data(), TASK, options, out=tmp_path, hooks=Watch())
+    assert history.best_epoch == 0
+    assert all(torch.equal(value, judged[0][name]) for name, value in model.state_dict().items())
+
+
+def test_a_run_stopped_before_its_best_weights_are_kept_keeps_them_when_it_goes_on(tmp_path, monkeypatch):
+    options = config(early_stopping=1, epochs=1)
+    whole = make_model()
+    fit(whole, make_data(), TASK, options, out=tmp_path / "whole")
+    kept = checkpoint.Files.keep_best
+    monkeypatch.setattr(checkpoint.Files, "keep_best", lambda *_: stop_after(0)(SimpleNamespace(step=0)))
+    with pytest.raises(Stop):
+        fit(make_model(), make_data(), TASK, options, out=tmp_path / "stopped")
+    monkeypatch.setattr(checkpoint.Files, "keep_best", kept)
+    resumed = make_model()
+    assert fit(resumed, make_data(), TASK, options, out=tmp_path / "stopped").best_epoch == 0
+    assert same(resumed, whole)
+
+
 def test_the_time_of_an_epochs_beginning_counts_when_a_run_goes_on(tmp_path):
     with pytest.raises(Stop):
         fit(make_model(), make_data(), TASK, config(), out=tmp_path, progress=stop_after(3))
