@@ -95,6 +95,8 @@ def _require_shardable(model: nn.Module) -> None:
         kind, do = ("a single number", "give it a dimension") if parameter.dim() == 0 else ("", "")
         if parameter.requires_grad and not parameter.is_floating_point():
             kind, do = f"of {parameter.dtype}", "keep its parts as real numbers (torch.view_as_real)"
+        if parameter.requires_grad and not parameter.numel():
+            kind, do = "without values", "take it out"
         if kind:
             raise QtoolError(
                 "--strategy fsdp", "real parameters with a dimension to cut", f"'{name}', which is {kind}",

@@ -214,6 +214,9 @@ def test_a_parameter_that_cannot_be_cut_is_named():
     model.scale = torch.nn.Parameter(torch.ones(3, dtype=torch.complex64))
     with pytest.raises(QtoolError, match=r"'scale', which is of torch.complex64; keep its parts as real numbers"):
         setup(model, TrainConfig(device="cpu", strategy="fsdp", optimizer_kernels="foreach"))
+    model.scale = torch.nn.Parameter(torch.ones(0, 3))
+    with pytest.raises(QtoolError, match=r"'scale', which is without values; take it out, or pass --strategy ddp"):
+        setup(model, TrainConfig(device="cpu", strategy="fsdp"))
     assert not torch.distributed.is_initialized()
 
 
