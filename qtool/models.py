@@ -22,9 +22,10 @@ Left out on purpose: loading the keys that happen to fit. Weights are of this ar
 
 from __future__ import annotations
 
+import copy
 import pickle
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -252,6 +253,30 @@ def require_shapes(model: nn.Module, where: str) -> None:
     lazy = [name for name, value in values if is_lazy(value)]
     if lazy:
         raise UsageError(where, "parameters with shapes", f"'{lazy[0]}' without one", "call the model on a batch first")
+
+
+def copied(model: nn.Module, memo: Mapping[int, Any]) -> nn.Module:
+    """A deep copy of ``model``, in which ``memo`` says what stands for what, by id.
+
+    Attributes that cannot be copied are shared: a library, a lock, an iterator, a tensor that was computed.
+    """
+    with suppress(Exception):
+        return copy.deepcopy(model, dict(memo))
+    shared = dict(memo)
+    for module in model.modules():
+        mine = {**vars(module), "_parameters": None, "_modules": None, "_buffers": None}
+        for value in (*mine.values(), *module._buffers.values()):
+            if id(value) not in memo and not _is_copied(value, memo):
+                shared[id(value)] = value
+    return copy.deepcopy(model, shared)
+
+
+def _is_copied(value: Any, memo: Mapping[int, Any]) -> bool:
+    try:
+        copy.deepcopy(value, dict(memo))
+    except Exception:  # whatever its class raises
+        return False
+    return True
 
 
 @contextmanager

@@ -13,7 +13,8 @@
   which fake ones refuse.
 * Packed sequences are padded without writing into memory (``qtool.memory.packed``).
 * A deep copy is a copy. torch's own takes the mode along, and all that this remembers, which ends the process now and
-  then. Constructors copy layers (``nn.TransformerEncoder``), and so does whoever tries a model out.
+  then. Constructors copy layers (``nn.TransformerEncoder``), and so does whoever tries a model out. What a model holds
+  in plain attributes stays real, and so does its copy, which torch's own would fail to make.
 
 Other operators whose result's size depends on values are refused where the model was not run.
 """
@@ -31,7 +32,7 @@ from torch._guards import active_fake_mode
 from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_impls import op_implementations_dict as IMPLEMENTATIONS
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -54,8 +55,9 @@ def answered() -> Iterator[None]:
         torch.ops.aten.native_group_norm.default: _group_norm,
     }
     copying = mock.patch.object(FakeTensor, "__deepcopy__", _copied, create=True)
+    apart = faked(Tensor, "__deepcopy__", _apart)
     converting, padding = faked(nn.Module, "_apply", _converted), faked(torch._VF, "_pad_packed_sequence", packed.pad)
-    with mock.patch.dict(IMPLEMENTATIONS, own), copying, converting, padding, Known(), Scalars():
+    with mock.patch.dict(IMPLEMENTATIONS, own), copying, apart, converting, padding, Known(), Scalars():
         yield
 
 
@@ -181,6 +183,12 @@ def _converted(module: nn.Module, convert: Callable[[Tensor], Tensor], recurse: 
     for name, buffer in module.named_buffers(recurse=False):
         module._buffers[name] = convert(buffer)
     return module
+
+
+def _apart(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+    with _disable_current_modes():
+        memo[id(tensor)] = made = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    return made
 
 
 def _copied(tensor: FakeTensor, memo: dict[int, Any]) -> Tensor:

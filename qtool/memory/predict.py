@@ -25,7 +25,6 @@ being beside the buckets, and enter them with the last.
 
 from __future__ import annotations
 
-import copy
 import math
 import sys
 import time
@@ -57,6 +56,7 @@ from qtool.memory.gpu_scratch import Gpu
 from qtool.memory.known import know
 from qtool.memory.scratch import COPIED, LSTM, Scratch
 from qtool.memory.trial import Oracle
+from qtool.models import copied
 from qtool.nested import call, cut, map_tensors, num_samples, split, tensors
 from qtool.recipe import TrainConfig
 from qtool.step import LossFunction, Setup, Step, no_scaler, trained
@@ -132,10 +132,14 @@ def predict(
         return found
     if (operator := sized_by_values(found)) is None:
         raise found
-    raise QtoolError(
-        "prediction", "a step in which no tensor's size depends on values", f"'{operator}', whose result's does",
-        "train without --memory-budget and --batch-size auto: this is not predicted",
-    ) from found  # fmt: skip
+    raise _not_predicted(
+        "a step in which no tensor's size depends on values", f"'{operator}', whose result's does"
+    ) from found
+
+
+def _not_predicted(expected: str, got: str) -> QtoolError:
+    do = "train without --memory-budget and --batch-size auto: this is not predicted"
+    return QtoolError("prediction", expected, got, do)
 
 
 def _prediction(
@@ -170,15 +174,20 @@ def _micro_batches(batch: tuple[Any, Any], config: TrainConfig) -> list[Any]:
 
 
 def _fake(model: nn.Module, device: torch.device) -> nn.Module:
-    """A copy of ``model`` on ``device`` in training mode; under a FakeTensorMode its tensors have no storage."""
+    """A copy of ``model`` on ``device`` in training mode; under a FakeTensorMode its tensors have no storage.
+
+    Raises QtoolError for sparse tensors, whose memory nobody here tells.
+    """
     memo: dict[int, Any] = {}
-    for tensor in (*model.parameters(), *model.buffers()):
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.layout is not torch.strided:
+            raise _not_predicted("weights and buffers that are no sparse tensors", f"'{name}'")
         empty = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
         is_parameter = isinstance(tensor, nn.Parameter)
         memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
         if not is_parameter:
             know(empty, tensor)
-    return copy.deepcopy(model, memo).train()
+    return copied(model, memo).train()
 
 
 @contextmanager

@@ -14,7 +14,6 @@ take what a prediction is there to spare. Those get the guesses of ``qtool.memor
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
+from qtool.models import copied
 from qtool.nested import num_samples, samples_of
 from qtool.step import LossFunction
 
@@ -177,7 +177,7 @@ def _tried(build: Callable[[], nn.Module], parts: Sequence[Any], loss: LossFunct
         model = build()
         if sum(t.nbytes for t in (*model.parameters(), *model.buffers())) > LARGEST:
             return None
-        model = copy.deepcopy(model).cpu().float().train()
+        model = copied(model, {}).cpu().float().train()
         with FlopCounterMode(display=False) as counter:
             some = samples_of(parts[0], 0, SOME)
             loss(model, *some)

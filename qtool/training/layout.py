@@ -8,13 +8,13 @@ model then keeps the order that it came with.
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
 from torch import nn
 
 from qtool.errors import OWN
+from qtool.models import copied
 from qtool.nested import call, tensors
 from qtool.step import Setup
 from qtool.structures import quiet_pytree
@@ -49,7 +49,7 @@ def _runs(setup: Setup, example: Any) -> bool:
     The copy has the model's own weights: a second set of them could be the peak of the whole training.
     """
     with quiet_pytree():
-        model = copy.deepcopy(setup.model, {id(parameter): parameter for parameter in setup.model.parameters()})
+        model = copied(setup.model, {id(parameter): parameter for parameter in setup.model.parameters()})
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             call(model, setup.place(example))

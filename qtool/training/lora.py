@@ -43,6 +43,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._python_dispatch import _disable_current_modes
 
 from qtool import processes
@@ -155,7 +156,7 @@ def layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _fits(module: nn.Module) -> bool:
-    if module._parameters.get("weight") is None:
+    if module._parameters.get("weight") is None or is_parametrized(module):  # its bias may be
         return False
     plain = next((kind for kind in (nn.Linear, *_CONVOLUTIONS) if isinstance(module, kind)), None)
     if plain is None:

@@ -433,6 +433,39 @@ def test_errors_of_the_step_are_those_of_the_step() -> None:
             predict(lambda two=two: two, batch(2), config(), prepare=plain, loss=LOSS)  # type: ignore[misc]
 
 
+class Plainly(nn.Linear):
+    """A layer with constants, a count, a generator and what it gave last in plain attributes."""
+
+    def __init__(self, width: int, classes: int) -> None:
+        super().__init__(width, classes)
+        self.table, self.count, self.noise = [torch.ones(width)], torch.zeros(()), torch.Generator()
+        self.graph, self.last = torch.eye(classes).to_sparse(), self.weight * 2
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count.add_(1)
+        self.last = super().forward(x * self.table[0] + torch.rand(x.shape, generator=self.noise))
+        return self.last
+
+
+def test_what_a_model_has_in_plain_attributes_is_copied() -> None:
+    """As it is in a model that was made before, which a budget predicts; and nothing of it is written."""
+    model = Plainly(32, 10)
+    predicted = predict(lambda: model, batch(), config(), prepare=setup, loss=LOSS)
+    measured = measure(lambda: Plainly(32, 10), batch(), config(), prepare=setup, loss=LOSS)
+    assert predicted.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.01)
+    assert not model.count
+    assert model.noise.get_state().equal(torch.Generator().get_state())
+
+
+def test_what_cannot_be_copied_is_shared_and_what_is_sparse_is_told() -> None:
+    model = Plainly(32, 10)
+    model.library, model.steps = torch, iter(range(9))
+    assert predict(lambda: model, batch(), config(), prepare=setup, loss=LOSS).peak_bytes
+    model.register_buffer("edges", torch.eye(3).to_sparse())
+    with pytest.raises(QtoolError, match="are no sparse tensors; got 'edges'; train without --memory-budget"):
+        predict(lambda: model, batch(), config(), prepare=setup, loss=LOSS)
+
+
 class Selecting(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = super().forward(x)

@@ -1,3 +1,5 @@
+import threading
+
 import torch
 from torch import nn
 
@@ -46,6 +48,15 @@ def test_the_trial_makes_no_second_set_of_weights():
     with setup(model, CONFIG, image):
         assert len(seen) == 1
         assert seen[0] is model[0].weight
+
+
+def test_a_model_whose_attributes_cannot_be_copied_is_laid_out_too():
+    model, image = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Flatten()), torch.randn(2, 2, 8, 8)
+    model.library, model.lock, model[0].last = torch, threading.Lock(), model[0].weight * 2
+    statistics = model[1].running_mean.clone()
+    with setup(model, CONFIG, image) as made:
+        assert made.memory_format == torch.channels_last
+        assert torch.equal(model[1].running_mean, statistics), "the trial must leave no trace"
 
 
 def test_a_model_that_cannot_take_it_keeps_its_order():
