@@ -394,6 +394,7 @@ def test_a_class_that_makes_something_else_of_its_weights_takes_no_adapter(devic
     """A correction beside it would not be the one that is merged."""
     with torch.device(device):
         model = nn.Sequential(Cosine(6, 6), Standardised(2, 3, 3), Written(6, 6), nn.Linear(6, 2))
+        nn.utils.parametrize.register_parametrization(model.append(nn.Linear(2, 2))[4], "bias", nn.ReLU())
     state = torch.get_rng_state()
     assert list(layers(model)) == ["2", "3"]
     assert torch.equal(torch.get_rng_state(), state)
