@@ -221,7 +221,7 @@ def _predicted(
     setup: Setup, batch: tuple[Any, Any], total: int, loss: LossFunction, tracker: Tracker, oracle: Oracle, copies: bool
 ) -> Prediction:
     optimizer = setup.make_optimizer(trained(setup.model))
-    buckets = _buckets(setup, optimizer) if copies else []
+    buckets = _buckets(setup, optimizer, batch, loss) if copies else []
     if copies and setup.device.type == "cpu":
         tracker.late = sum(p.nbytes for p in setup.model.parameters() if p.requires_grad)
     tracker.track_external(setup.model, *_nested(optimizer), *tensors(batch), *buckets)
@@ -262,15 +262,21 @@ def _nested(optimizer: Optimizer | None) -> Iterator[Optimizer]:
         optimizer = getattr(optimizer, "inner", None)
 
 
-def _buckets(setup: Setup, optimizer: Optimizer) -> list[torch.Tensor]:
-    """What gradients are exchanged in. Where they lie there from the first on, gradients that stay are the buckets."""
+def _buckets(setup: Setup, optimizer: Optimizer, batch: tuple[Any, Any], loss: LossFunction) -> list[torch.Tensor]:
+    """What gradients are exchanged in. Where they lie there from the first on, gradients that stay are the buckets.
+
+    Parameters that the loss does not depend on have room there, and no gradients, for which there would be states.
+    """
     exchanged = trained(setup.model)
     if setup.config.micro_batches > 1:
         return [torch.empty_like(p) for p in exchanged]
-    for parameter in exchanged:
-        parameter.grad = torch.zeros_like(parameter)
+    with setup.forward():
+        value = loss(setup.model, setup.place(batch[0]), setup.move(batch[1]))[0]
+    gradients = torch.autograd.grad(value, exchanged, allow_unused=True)
+    for parameter, gradient in zip(exchanged, gradients, strict=True):
+        parameter.grad = None if gradient is None else torch.zeros_like(parameter)
     optimizer.zero_grad = lambda set_to_none=True: None  # type: ignore[method-assign]
-    return []
+    return [torch.empty_like(p) for p in exchanged if p.grad is None]
 
 
 class _Watch(mod_tracker.ModTracker):

@@ -392,6 +392,19 @@ def test_what_each_of_several_devices_keeps_can_be_counted_by_hand() -> None:
     assert not torch.distributed.is_initialized()
 
 
+def test_of_copies_what_the_loss_does_not_depend_on_has_room_in_the_buckets_and_no_states() -> None:
+    model = blocks()
+    model[1].unused = nn.Linear(128, 128)
+    unused = sum(p.nbytes for p in model[1].unused.parameters())
+    alone, copies = (
+        predict(lambda: model, batch(64), config(batch_size=64, **options), prepare=setup, loss=LOSS).parts
+        for options in ({}, {"devices": 2})
+    )
+    assert copies["optimizer_states"] == alone["optimizer_states"]
+    assert copies["gradients"] == sum(p.nbytes for p in model.parameters()) - unused
+    assert copies["batch"] == alone["batch"] / 2 + unused
+
+
 def test_gradients_of_micro_batches_lie_beside_the_buckets_of_copies() -> None:
     options = {"batch_size": 8, "optimizer": "sgd", "momentum": 0.0, "micro_batches": 2}
     alone, copies = (
