@@ -110,7 +110,7 @@ def estimate(num_params: float, config: TrainConfig, gpu_bytes: float) -> dict[s
         "precision": config.precision,
         "weights_gb": weights(num_params),
         "training": _training(num_params, config, gpu_bytes),
-        "table": [_cell(num_params, o, p, gpu_bytes) for o in OPTIMIZERS for p in PRECISIONS],
+        "table": [_cell(num_params, o, p, config.momentum, gpu_bytes) for o in OPTIMIZERS for p in PRECISIONS],
         "sizes": [_size(n, config, gpu_bytes) for n in SIZES],
     }
 
@@ -132,8 +132,9 @@ def _training(num_params: float, config: TrainConfig, gpu_bytes: float) -> dict[
     }
 
 
-def _cell(num_params: float, optimizer: str, precision: str, gpu_bytes: float) -> dict[str, Any]:
-    made = _training(num_params, TrainConfig(optimizer=optimizer, precision=precision), gpu_bytes)
+def _cell(num_params: float, optimizer: str, precision: str, momentum: float, gpu_bytes: float) -> dict[str, Any]:
+    plain = TrainConfig(optimizer=optimizer, precision=precision, momentum=momentum)
+    made = _training(num_params, plain, gpu_bytes)
     return {"optimizer": optimizer, "precision": precision, **{k: made[k] for k in ("total_gb", "num_gpus")}}
 
 

@@ -42,6 +42,9 @@ def test_every_optimizer_and_precision_has_a_cell() -> None:
     assert totals["sgd", "32-true"] == 7 * 20
     assert totals["adafactor", "32-true"] == 7 * 16
     assert totals["lion8bit", "bf16-true"] == pytest.approx(7 * (2 + 2 + 1 + 4 / 256 + 4))
+    found = estimate(1e9, TrainConfig(optimizer="sgd", momentum=0.0), 80e9)
+    asked = next(c for c in found["table"] if (c["optimizer"], c["precision"]) == ("sgd", "32-true"))
+    assert asked["total_gb"] == found["training"]["total_gb"] == 16
 
 
 def test_sizes_go_from_1_to_500_billion() -> None:
