@@ -26,7 +26,7 @@ from qtool import evaluate, paired
 from qtool.benchmarking.inputs import Layout, to_feeds
 from qtool.errors import QtoolError
 from qtool.labels import IGNORED
-from qtool.nested import cut, from_arrays, packed
+from qtool.nested import cut, from_arrays, packed, tensors
 from qtool.runtimes.base import Array, Session
 from qtool.tasks import Task
 
@@ -43,6 +43,7 @@ class Scores:
 
     def __init__(self, task: Task, structure: Any = None) -> None:
         self.task, self.structure, self.failure = task, structure, ""
+        self._unknown = False
         self._sums: dict[str, evaluate.Sums] = {}
         self._alone: dict[str, list[tuple[paired.Sums, torch.Tensor]]] | None = {}
 
@@ -53,6 +54,7 @@ class Scores:
         try:
             output = self._packed(outputs)
             self._sums.setdefault(name, evaluate.Sums(self.task)).add(output, target)
+            self._unknown = self._unknown or any(value.isnan().any() for value in tensors(target))
         except QtoolError as error:
             self.failure = str(error)
         else:
@@ -84,6 +86,10 @@ class Scores:
             self.failure = str(error)
             return {}
         found = {name: {k: v for k, v in each.items() if k != "num_samples"} for name, each in means.items()}
+        if self._unknown and math.isnan(found[reference].get(self.task.metric, 0.0)):
+            got, do = f"NaN, and so '{self.task.metric}'", "clean the data, or have the task leave it out"
+            self.failure = str(QtoolError("targets of the benchmark data", "numbers", got, do))
+            return {}
         decides = {"metric": self.task.metric, "higher_is_better": self.task.higher_is_better}
         told = {name: {**decides, "metrics": own, "metrics_reference": found[reference]} for name, own in found.items()}
         for name, bounds in self._changes(found, reference):
@@ -125,19 +131,23 @@ def predict(
     samples: int | None = None,
     whole: int | None = None,
     scores: Scores | None = None,
+    reference: str | None = None,
 ) -> tuple[dict[str, torch.Tensor], Any]:
     """The first output of every session for every sample, and the targets (None where the data has none).
 
     ``whole`` is the batch size that sessions with an open batch are fed, padded; by default as the data comes.
     ``scores`` gets all outputs, batch after batch, where there are targets.
-    Raises QtoolError where the data is empty or does not fit the inputs.
+    Raises QtoolError where the data is empty or does not fit the inputs, or a sample that is not finite has no finite
+    output.
     """
     outputs: dict[str, list[Array]] = {name: [] for name in sessions}
+    base = reference or next(iter(sessions))
+    first = sessions[base]
     targets: list[Any] = []
     seen = 0
     for value, target in batches:
-        first = next(iter(sessions.values()))
-        count = Layout.of(first.inputs).count(to_feeds(value, first.inputs))
+        feeds, layout = to_feeds(value, first.inputs), Layout.of(first.inputs)
+        count = layout.count(feeds)
         keep = count if samples is None else min(count, samples - seen)
         judging = None if target is None else scores
         known = None if judging is None else cut(from_arrays(target), 0, keep, count)
@@ -146,6 +156,7 @@ def predict(
             outputs[name].append(found[0][:keep])
             if judging is not None:
                 judging.add(name, [part[:keep] if part.ndim else part for part in found], known)
+        _require_finite(layout, feeds, outputs[base][-1], seen)
         targets.append(_head(target, keep))
         seen += keep
         if samples is not None and seen >= samples:
@@ -153,6 +164,19 @@ def predict(
     if not seen:
         raise QtoolError("benchmark data", "at least one batch", "none", "pass test data with samples in it")
     return {name: _as_tensor(parts) for name, parts in outputs.items()}, _joined(targets)
+
+
+def _require_finite(layout: Layout, feeds: Mapping[str, Array], output: Array, seen: int) -> None:
+    """Raises QtoolError for a sample that has no finite output and is not finite itself: no file is to blame."""
+    if not output.ndim or output.dtype.kind != "f" or np.isfinite(output.sum()):
+        return
+    values = torch.from_numpy(output).reshape(len(output), -1)
+    for row in evaluate.unlike(values, values).any(1).nonzero().flatten().tolist():
+        if any(v.dtype.kind == "f" and not np.isfinite(v).all() for v in layout.taken(feeds, [row]).values()):
+            raise QtoolError(
+                f"benchmark data, sample {seen + row}", "finite inputs", "NaN or infinity, and so in its output",
+                "clean the data",
+            )  # fmt: skip
 
 
 def _as_tensor(parts: list[Array]) -> torch.Tensor:

@@ -217,7 +217,9 @@ def _measure_accuracy(
             sessions[name] = session
         data = batches(ACCURACY_BATCH)
         whole = ACCURACY_BATCH if config.provider == "torch-compile" else None
-        outputs, targets = predict(sessions, data, samples=config.samples, whole=whole, scores=scores)
+        outputs, targets = predict(
+            sessions, data, samples=config.samples, whole=whole, scores=scores, reference=reference
+        )
         count = len(sessions[reference].outputs)
     own = scores.results(reference) if scores is not None else {}
     overflowed = [

@@ -58,6 +58,14 @@ def test_no_data_is_an_error(sessions):
         predict(sessions, [])
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_is_not_finite_in_the_data_is_told_by_its_sample_and_not_as_the_files_fault(sessions, batches, bad):
+    damaged = [(images.copy(), labels) for images, labels in batches(16)]
+    damaged[1][0][3, 0, 0, 0] = bad
+    with pytest.raises(QtoolError, match=r"benchmark data, sample 19: expected finite inputs; got NaN or infinity"):
+        predict({"int8": sessions["int8"], "fp32": sessions["fp32"]}, damaged, reference="fp32")
+
+
 def test_data_without_labels_gives_agreement_only(sessions, batches):
     unlabelled = ((images, None) for images, _ in batches(20))
     told = judge(*predict(sessions, unlabelled), reference="fp32")
@@ -324,6 +332,24 @@ def test_a_task_that_cannot_judge_says_why_and_the_outputs_are_compared_all_the_
     assert scores.results("fp32") == {}
     assert "task 'margin'" in scores.failure
     assert all(len(values) == 40 for values in outputs.values())
+
+
+def test_targets_that_are_nan_are_told_where_the_metric_becomes_it():
+    class Difference(Margin):
+        def loss(self, output, target):
+            return (output - target).square().sum(), 1.0
+
+        def metrics(self, output, target):
+            return {"margin": (output - target).abs().nansum() if self.lenient else (output - target).abs().sum()}
+
+    target = torch.tensor([[0.0, torch.nan]])
+    for lenient in (False, True):
+        task = Difference()
+        task.lenient = lenient
+        scores = Scores(task)
+        scores.add("fp32", [np.ones((1, 2), np.float32)], target)
+        assert bool(scores.results("fp32")) == lenient
+        assert ("got NaN, and so 'margin'; clean the data" in scores.failure) != lenient
 
 
 def test_without_targets_no_task_is_asked(sessions, batches):
