@@ -5,6 +5,9 @@ held; what is kept are the values of the first output, N × C for each variant. 
 with a fixed batch size, and runtimes that compile for each size anew, are fed whole batches, the last one
 padded and its padding dropped.
 
+Samples are counted by the axis of an output that the inputs' samples are on, mostly the first. An output without one
+(of a file whose input is one image and no batch, say) is one sample's.
+
 Batches may hold sequences of other lengths than the ones before them; what a shorter one does not have is compared
 with nothing.
 
@@ -17,6 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -152,12 +156,15 @@ def predict(
         judging = None if target is None else scores
         known = None if judging is None else cut(from_arrays(target), 0, keep, count)
         for name, session in sessions.items():
-            found = _run(session, value, count, whole, 1 if judging is None else None)
-            outputs[name].append(found[0][:keep])
+            found = [
+                (_of_samples(part, axis, keep, count), axis)
+                for part, axis in _run(session, value, count, whole, 1 if judging is None else None)
+            ]
+            outputs[name].append(_rows(*found[0]))
             if judging is not None:
-                judging.add(name, [part[:keep] if part.ndim else part for part in found], known)
-        _require_finite(layout, feeds, outputs[base][-1], seen)
-        targets.append(_head(target, keep))
+                judging.add(name, [part for part, _ in found], known)
+        _require_finite(layout, feeds, outputs[base][-1], seen, keep)
+        targets.append(_head(target, keep, count))
         seen += keep
         if samples is not None and seen >= samples:
             break
@@ -166,12 +173,13 @@ def predict(
     return {name: _as_tensor(parts) for name, parts in outputs.items()}, _joined(targets)
 
 
-def _require_finite(layout: Layout, feeds: Mapping[str, Array], output: Array, seen: int) -> None:
+def _require_finite(layout: Layout, feeds: Mapping[str, Array], output: Array, seen: int, keep: int) -> None:
     """Raises QtoolError for a sample that has no finite output and is not finite itself: no file is to blame."""
-    if not output.ndim or output.dtype.kind != "f" or np.isfinite(output.sum()):
+    if output.dtype.kind != "f" or np.isfinite(output.sum()):
         return
-    values = torch.from_numpy(output).reshape(len(output), -1)
-    for row in evaluate.unlike(values, values).any(1).nonzero().flatten().tolist():
+    values = torch.from_numpy(output).flatten(1)
+    damaged = evaluate.unlike(values, values).any(1).nonzero().flatten() * keep // len(output)
+    for row in damaged.tolist():
         if any(v.dtype.kind == "f" and not np.isfinite(v).all() for v in layout.taken(feeds, [row]).values()):
             raise QtoolError(
                 f"benchmark data, sample {seen + row}", "finite inputs", "NaN or infinity, and so in its output",
@@ -201,18 +209,44 @@ def _grown(part: torch.Tensor, sizes: list[int], value: float) -> torch.Tensor:
     return torch.nn.functional.pad(part, [n for m in reversed(missing) for n in (0, m)], value=value)
 
 
-def _run(session: Session, value: Any, count: int, whole: int | None, most: int | None) -> list[Array]:
-    """At most so many outputs of ``count`` samples; one without a batch (a single number) is that of the last part."""
+def _run(
+    session: Session, value: Any, count: int, whole: int | None, most: int | None
+) -> Iterator[tuple[Array, int | None]]:
+    """At most so many outputs of ``count`` samples, and the axis of each that counts them.
+
+    One without (a single number) is that of the last part.
+    """
     feeds, layout = to_feeds(value, session.inputs), Layout.of(session.inputs)
     size = layout.size or whole or count
     ran = [session.run(layout.taken(feeds, range(at, at + size)))[:most] for at in range(0, count, size)]
-    return [np.concatenate(each)[:count] if each[0].ndim else each[-1] for each in zip(*ran, strict=True)]
+    for info, parts in zip_longest(session.outputs[: len(ran[0])], zip(*ran, strict=True)):
+        axis = layout.axis(info, parts[0].shape, size)
+        joined = parts[-1] if axis is None else np.concatenate(parts, axis)
+        yield _of_samples(joined, axis, count, size * len(ran)), axis
 
 
-def _head(target: Any, keep: int) -> Any:
-    """The first targets; None where there are none, or they are no tensor (boxes, say): outputs are compared then."""
+def _of_samples(output: Array, axis: int | None, keep: int, count: int) -> Array:
+    """What an output of ``count`` samples has of the first of them."""
+    if axis is None:
+        return output
+    return output[(slice(None),) * axis + (slice(output.shape[axis] // count * keep),)]
+
+
+def _rows(output: Array, axis: int | None) -> Array:
+    """An output with the axis that counts samples first; of one without, a single one."""
+    if axis is not None:
+        return np.moveaxis(output, axis, 0)
+    return output if output.ndim and len(output) == 1 else output[None]
+
+
+def _head(target: Any, keep: int, count: int) -> Any:
+    """The targets of the first of ``count`` samples; None where there are none, or they are no tensor (boxes, say).
+
+    The outputs are compared then.
+    """
     try:
-        return None if target is None else torch.as_tensor(target)[:keep]
+        found = None if target is None else torch.atleast_1d(torch.as_tensor(target))  # type: ignore[no-untyped-call]
+        return None if found is None else found[: len(found) // count * keep or keep]
     except (TypeError, ValueError, RuntimeError):
         return None
 

@@ -23,10 +23,14 @@ from qtool.runtimes.base import Array, TensorInfo, fits, to_array
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a file's inputs count samples: the axis of each input that does, and how many where that is fixed."""
+    """Where a file's inputs count samples: the axis of each input that does, and how many where that is fixed.
+
+    ``symbols`` are what the file calls their number.
+    """
 
     axes: Mapping[str, int]
     size: int | None
+    symbols: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, inputs: Sequence[TensorInfo]) -> Layout:
@@ -42,7 +46,22 @@ class Layout:
             named = [axis for axis, size in enumerate(info.shape or ()) if size in symbols]
             if info.name in open_axes or named:
                 axes[info.name] = 0 if info.name in open_axes else named[0]
-        return cls(axes, None)
+        return cls(axes, None, frozenset(filter(None, map(str, symbols))))
+
+    def axis(self, output: TensorInfo | None, shape: Sequence[int], samples: int) -> int | None:
+        """The axis of an output of ``shape`` that counts the ``samples`` it is of; None where none does.
+
+        It is one that the file leaves open, first of all under the inputs' symbol (logits of CTC are time × batch ×
+        classes), or one of the fixed size; a multiple where each sample has several rows. A size that is not the
+        file's own word for it is taken for open.
+        """
+        told = output.shape if output and output.shape and len(output.shape) == len(shape) else (None,) * len(shape)
+        free = [
+            axis for axis, (own, size) in enumerate(zip(told, shape, strict=True))
+            if own != size or size == 1 or (self.size and size % self.size == 0)
+        ]  # fmt: skip
+        likely = sorted(free, key=lambda axis: (told[axis] not in self.symbols, shape[axis] != samples))
+        return next((axis for axis in likely if self.axes and shape[axis] % samples == 0), None)
 
     def count(self, feeds: Mapping[str, Array]) -> int:
         """How many samples there are; 1 where nothing counts them. Raises QtoolError where inputs differ in that."""

@@ -17,13 +17,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from itertools import zip_longest
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 
-from qtool.benchmarking.inputs import with_scalars
+from qtool.benchmarking.inputs import Layout, with_scalars
 from qtool.benchmarking.latency import Renewal, Stopping, Timings, interleave
 from qtool.errors import QtoolError, one_line
 from qtool.runtimes.base import Array, ProviderError, TensorInfo
@@ -59,9 +60,7 @@ class Worker:
         Gives ``load_ms``, the ``device``, and ``stored``, the format of most weights where the runtime knows it.
         """
         answer = self._prepare("open", path=str(path.resolve()), **options)
-        told = answer.pop("inputs")
-        inputs = [TensorInfo(name, dtype, shape if shape is None else tuple(shape)) for name, dtype, shape in told]
-        self.inputs = with_scalars(inputs, path)
+        self.inputs = with_scalars([_info(*told) for told in answer.pop("inputs")], path)
         return answer
 
     def feed(self, feeds: Mapping[str, Array]) -> float:
@@ -95,6 +94,13 @@ class Worker:
         """Peak memory of loading and running so far, beyond the process before it; None where unknown."""
         value = self._ask("memory")["peak_bytes"]
         return None if value is None else int(value)
+
+    def counts(self, samples: int) -> bool:
+        """Whether any output has its part for each of the ``samples`` that were fed, or all are single numbers."""
+        found, layout = self._ask("outputs"), Layout.of(self.inputs)
+        infos = [_info(*told) for told in found["told"]]
+        axes = [layout.axis(info, shape, samples) for info, shape in zip_longest(infos, found["shapes"]) if shape]
+        return not axes or any(axis is not None for axis in axes)
 
     def kernels(self) -> dict[str, Any]:
         """What ran, see :meth:`qtool.benchmarking.worker.Server.kernels`. Raises for compute nodes elsewhere."""
@@ -149,6 +155,10 @@ class Worker:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _info(name: str, dtype: str, shape: list[int | str | None] | None) -> TensorInfo:
+    return TensorInfo(name, dtype, None if shape is None else tuple(shape))
 
 
 def race(workers: Mapping[str, Worker], *, reference: str, stopping: Stopping, seed: int = 0) -> dict[str, Timings]:

@@ -167,7 +167,9 @@ def _time(
     stopping = Stopping(width=config.width, seconds=config.seconds)
     timings = race(workers, reference=reference, stopping=stopping, seed=config.seed)
     measured = describe(timings, reference=reference, batch_size=batch_size, width=config.width)
+    counted = batch_size == 1 or workers[reference].counts(batch_size)
     for name, worker in workers.items():
+        measured[name]["throughput_per_s"] = measured[name]["throughput_per_s"] if counted else None
         peak = worker.peak_bytes()
         measured[name]["first_run_ms"] = first_runs[name]
         measured[name]["peak_memory_mib"] = None if peak is None else peak / MIB
@@ -245,6 +247,12 @@ def _notes(
     """What a reader of the figures has to know, one sentence each."""
     notes = [text for text in (conflict(), _own_precision(variants, config.provider)) if text]
     where = {"provider": config.provider, "features": cpu_info()["features"], "target": target}
+    sizes = [str(t["batch_size"]) for t in variants[reference]["latency"] if t["throughput_per_s"] is None]
+    if sizes:
+        notes.append(
+            f"samples per second are not told at batch size {' and '.join(sizes)}: no output has a part for each, so "
+            "that what the inputs begin with is taken for no batch, and one run for one sample"
+        )
     for name, entry in variants.items():
         claim = check_claim(name, entry["stored"], entry["arithmetic"], config.provider)
         slower = [

@@ -99,6 +99,11 @@ class Server:
         known = peak is not None and self._baseline is not None
         return {"peak_bytes": max(0, peak - self._baseline) if known else None}  # type: ignore[operator]
 
+    def outputs(self) -> dict[str, Any]:
+        """What the file says of its outputs, where it does, and the shapes that they have for the inputs."""
+        told = [[info.name, info.dtype, info.shape] for info in self._session.outputs]
+        return {"told": told, "shapes": [value.shape for value in self._session.run(self._feeds)]}
+
     def kernels(self) -> dict[str, Any]:
         """What ran: the multiplying operations by number format, and the nodes beside the provider."""
         kernels = self._session.kernels(self._feeds)

@@ -49,6 +49,7 @@ class TorchSession:
         module: torch.nn.Module,
         inputs: tuple[TensorInfo, ...],
         *,
+        outputs: tuple[TensorInfo, ...] = (),
         provider: str = "torch",
         device: str | None = None,
         threads: int = 1,
@@ -61,7 +62,7 @@ class TorchSession:
             raise QtoolError(f"'{name}'", f"precision {' or '.join(PRECISIONS)}", repr(precision), "choose one of them")
         self.provider, self.threads, self.name = provider, threads, name
         self.inputs: tuple[TensorInfo, ...] = inputs
-        self.outputs: tuple[TensorInfo, ...] = ()
+        self.outputs: tuple[TensorInfo, ...] = outputs
         self._dtype = PRECISIONS[precision] if precision else None
         self._module = module.to(self.device)
         for graph in _graphs(module):
@@ -162,8 +163,8 @@ def open_file(
 
         use_integer_products(graph)
     return TorchSession(
-        _Flat(graph, program.call_spec.in_spec), _inputs(program), provider=provider, device=device,
-        threads=threads, precision=precision, name=str(path),
+        _Flat(graph, program.call_spec.in_spec), _inputs(program), outputs=_outputs(program), provider=provider,
+        device=device, threads=threads, precision=precision, name=str(path),
     )  # fmt: skip
 
 
@@ -246,6 +247,11 @@ def _inputs(program: torch.export.ExportedProgram) -> tuple[TensorInfo, ...]:
     wanted = set(program.graph_signature.user_inputs)
     nodes = [n for n in program.graph.nodes if n.op == "placeholder" and n.name in wanted]
     return tuple(_info(node.name, node.meta["val"]) for node in nodes)
+
+
+def _outputs(program: torch.export.ExportedProgram) -> tuple[TensorInfo, ...]:
+    nodes = {node.name: node for node in program.graph.nodes}
+    return tuple(_info(name, nodes[name].meta["val"]) for name in program.graph_signature.user_outputs)
 
 
 def _info(name: str, value: torch.Tensor) -> TensorInfo:

@@ -42,7 +42,7 @@ def test_a_runtime_that_compiles_for_each_size_is_fed_one_size(sessions, batches
     sizes = []
 
     class Recorded:
-        inputs = sessions["fp32"].inputs
+        inputs, outputs = sessions["fp32"].inputs, sessions["fp32"].outputs
 
         def run(self, feeds):
             sizes.append(len(feeds["x"]))
@@ -146,6 +146,8 @@ def test_sequences_with_their_tokens_are_compared_token_by_token():
 class Echo:
     """Gives its input, and a little noise, as logits of tokens; or their argmax."""
 
+    outputs = ()
+
     def __init__(self, noise=0.0, whole=False):
         self.inputs, self.noise, self.whole = [TensorInfo("x", "float32", ("batch", "length", 5))], noise, whole
 
@@ -176,6 +178,55 @@ def test_batches_of_other_lengths_are_compared_where_there_is_something(labelled
 def test_classes_of_batches_of_other_lengths_are_refused():
     with pytest.raises(QtoolError, match=r"outputs of one size; got \(3,\) and \(4,\); pad all batches"):
         predict({"fp32": Echo(whole=True)}, ragged(labelled=True))
+
+
+class TimeFirst(Echo):
+    """Logits as CTC takes them, time × batch × classes, and a single number."""
+
+    outputs = (TensorInfo("y", "float32", (4, "batch", 5)), TensorInfo("z", "float32", ()))
+
+    def run(self, feeds):
+        return [super().run(feeds)[0].swapaxes(0, 1), np.array(7, np.float32)]
+
+
+def test_samples_are_on_the_axis_where_the_file_has_them():
+    logits, seen = torch.randn(6, 4, 5, generator=torch.Generator().manual_seed(0)), []
+
+    class Seen(Margin):
+        def loss(self, output, target):
+            seen.append(output)
+            return torch.zeros(()), 1.0
+
+    batches = [(logits[:4], torch.zeros(4)), (logits[4:], torch.zeros(2))]
+    outputs, _ = predict({"fp32": TimeFirst()}, batches, samples=5, scores=Scores(Seen()))
+    torch.testing.assert_close(outputs["fp32"], logits[:5])
+    torch.testing.assert_close(seen[0][0], logits[:4].swapaxes(0, 1))
+    assert [float(number) for _, number in seen[:1]] == [7]
+
+
+def test_a_file_without_a_batch_answers_one_sample_at_a_time():
+    class Alone:
+        inputs = (TensorInfo("x", "float32", (3, 8, 8)),)
+        outputs = (TensorInfo("y", "float32", (10,)),)
+
+        def run(self, feeds):
+            return [feeds["x"].ravel()[:10]]
+
+    images = torch.randn(4, 3, 8, 8)
+    outputs, targets = predict({"fp32": Alone()}, [(image, index) for index, image in enumerate(images)])
+    torch.testing.assert_close(outputs["fp32"], images.flatten(1)[:, :10])
+    assert targets.tolist() == [0, 1, 2, 3]
+
+
+def test_rows_of_each_sample_are_all_compared():
+    class Flat(Echo):
+        def run(self, feeds):
+            return [super().run(feeds)[0].reshape(-1, 5)]
+
+    value = torch.randn(3, 4, 5)
+    outputs, targets = predict({"fp32": Flat()}, [(value, torch.arange(12))], samples=2)
+    torch.testing.assert_close(outputs["fp32"], value[:2].reshape(-1, 5))
+    assert targets.tolist() == list(range(8))
 
 
 def test_segmentations_with_their_pixels_are_compared_pixel_by_pixel():

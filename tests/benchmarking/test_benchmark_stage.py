@@ -25,6 +25,7 @@ def result(files, batches):
 
 
 def test_every_variant_is_measured_in_every_way(result):
+    assert not any("samples per second" in note for note in result["notes"])
     for entry in result["variants"].values():
         assert [timed["batch_size"] for timed in entry["latency"]] == [1, 4]
         assert entry["size_mib"] > 0
@@ -54,6 +55,15 @@ def test_openvino_tells_what_it_would_compute_floats_in_and_measures_that_as_bf1
     assert "fp32: computed in float32, as asked of OpenVINO; left to itself it takes bfloat16" in found["notes"][0]
     monkeypatch.setattr(stage.openvino, "own_precision", lambda: "float32")
     assert stage._own_precision(found["variants"], "openvino") is None
+
+
+def test_of_a_file_without_a_batch_no_samples_per_second_are_told(tmp_path):
+    path = tmp_path / "image.onnx"
+    nodes = [helper.make_node("ReduceMean", ["x"], ["y"], axes=[0, 1], keepdims=0)]
+    onnx.save(onnx_files.model(nodes, inputs={"x": [3, 8, 8]}, outputs={"y": [8]}), path)
+    found = benchmark({"image": path}, BenchmarkConfig(seconds=0.0, batch_sizes=(3,)))
+    assert found["variants"]["image"]["latency"][0]["throughput_per_s"] is None
+    assert "samples per second are not told at batch size 3: no output has a part for each" in found["notes"][0]
 
 
 def test_all_files_are_timed_on_one_batch_of_a_loader_that_shuffles(files, batches, monkeypatch):

@@ -116,6 +116,28 @@ def test_a_batch_that_is_too_large_is_cut():
     assert Layout({"x": 0}, None).taken({"x": np.arange(6)}, range(4))["x"].tolist() == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize(
+    ("read", "told", "shape", "axis"),
+    [
+        (("N", 8), ("N", 5), (4, 5), 0),
+        (("N", 8), (4, "N", 5), (4, 4, 5), 1),  # time × batch × classes
+        (("N", 8), (None, None, 5), (7, 4, 5), 1),
+        (("N", 8), None, (7, 4, 5), 1),
+        (("N", 8), ("M", 5), (12, 5), 0),  # three rows of each sample
+        (("N", 8), (1, 5), (4, 5), 0),  # the file's word is not kept
+        (("N", 8), (4, 5), (4, 5), None),
+        (("N", 8), ("N", 5), (3, 5), None),
+        ((4, 8), (4, 5), (4, 5), 0),
+        ((4, 8), (7, 4, 5), (7, 4, 5), 1),
+        ((4, 8, 8), (10,), (10,), None),  # one image of four channels
+        ((), ("N",), (4,), None),
+    ],
+)
+def test_the_axis_of_an_output_that_counts_samples(read, told, shape, axis):
+    layout = Layout.of([TensorInfo("x", "float32", read)])
+    assert layout.axis(TensorInfo("y", "float32", told), shape, 4) == axis
+
+
 STATE = TensorInfo("h", "float32", (2, "N", 8))
 WIDTH = TensorInfo("t", "float32", (1,))
 

@@ -48,6 +48,11 @@ def test_a_worker_tells_what_ran(worker):
     assert told["elsewhere"] == []
 
 
+def test_a_worker_tells_whether_its_outputs_count_what_it_was_fed(worker):
+    assert worker.counts(2)
+    assert not worker.counts(3)
+
+
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="no affinity on this system")
 def test_a_worker_is_pinned(worker):
     assert os.sched_getaffinity(worker._process.pid) == set(whole_cores(1))

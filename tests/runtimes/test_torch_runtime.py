@@ -41,6 +41,8 @@ def test_a_module_is_a_session():
 
 def test_a_captured_graph_is_a_session(program):
     session = open_session(program, provider="torch", device="cpu")
+    assert [(info.dtype, info.shape[1:]) for info in session.outputs] == [("float32", (5,))]
+    assert session.outputs[0].shape[0] == session.inputs[0].shape[0]
     assert session.inputs[0].dtype == "float32"
     assert session.inputs[0].shape[1:] == (3, 8, 8)
     assert not isinstance(session.inputs[0].shape[0], int)
