@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import re
 import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -164,10 +165,8 @@ def _compile(path: Path, threads: int, precision: str | None, **more: Any) -> An
             model, "CPU", hints | {"INFERENCE_PRECISION_HINT": _hint(core, model, precision)} | more
         )
     except Exception as error:
-        raise QtoolError(
-            f"'{path}'", f"a model that OpenVINO {openvino.__version__} can compile", _reason(error),
-            "check that the file is complete and is standard ONNX",
-        ) from error  # fmt: skip
+        expected = f"a model that OpenVINO {openvino.__version__.partition('-')[0]} can compile"
+        raise QtoolError(f"'{path}'", expected, _reason(error), _cure(error)) from error
 
 
 def is_installed() -> bool:
@@ -200,7 +199,18 @@ def _text(info: Any, key: str) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """The last sentence of OpenVINO's nested message, which holds the cause."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    told = [line for line in lines if not line.startswith(("Exception from", "Check '", "FrontEnd API", "Summary"))]
-    return one_line(" ".join(told) or error)[:300]
+    """The last sentence of OpenVINO's nested message, which holds the cause, and the node that it was met at."""
+    text = re.sub(r"Check '.*' failed at \S+:\d+:", "", str(error))
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    around = ("Exception from", "FrontEnd API", "Summary", "-- Conversion is failed", "While validating node")
+    return one_line(" ".join(line for line in lines if not line.startswith(around)) or error)[:300]
+
+
+def _cure(error: Exception) -> str:
+    text = str(error)
+    if any(words in text for words in ("can't be parsed", "Unable to read", "externally stored")):
+        return "check that the file is complete and is ONNX"
+    return (
+        "leave what OpenVINO refuses out of the model, or write it another way; "
+        "ONNX Runtime may run it: --target ort-cpu, or --provider cpu for files"
+    )

@@ -334,7 +334,7 @@ def _reason(error: Exception) -> str:
 
 def _cure(error: Exception) -> str:
     text = str(error)
-    if "not a registered function/op" in text or "NOT_IMPLEMENTED" in text:
+    if any(words in text for words in ("not a registered function/op", "No Op registered", "NOT_IMPLEMENTED")):
         return "use a file of standard ONNX operators, or a newer onnxruntime"
     if "External data" in text or "external data" in text:
         return "put the external data file beside the model"

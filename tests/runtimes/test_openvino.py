@@ -87,6 +87,32 @@ def test_a_corrupt_file_is_one_line(tmp_path):
     with pytest.raises(QtoolError) as caught:
         open_session(path, provider="openvino")
     assert "\n" not in str(caught.value)
+    assert str(caught.value).endswith("check that the file is complete and is ONNX")
+
+
+@present
+@pytest.mark.parametrize(
+    ("node", "shapes", "told"),
+    [
+        (("Det", ["x"]), {"x": ["N", 4, 4]}, "No conversion rule found for operations: Det"),
+        (("Add", ["x", "z"]), {"x": [2, 4], "z": [3, 4]}, r"'<Node\(Add\): y>': Argument shapes are inconsistent"),
+        (("Reshape", ["x", "i"]), {"x": [2, 4], "i": [None]}, "doesn't support Reshape operation with dynamic rank"),
+    ],
+)
+def test_what_it_refuses_is_told_by_its_operator_and_not_as_the_files_fault(tmp_path, node, shapes, told):
+    kinds = {"i": onnx.TensorProto.INT64}
+    ends = [
+        onnx.helper.make_tensor_value_info(name, kinds.get(name, onnx.TensorProto.FLOAT), shape)
+        for name, shape in {**shapes, "y": None}.items()
+    ]
+    graph = onnx.helper.make_graph([onnx.helper.make_node(*node, ["y"])], "g", ends[:-1], ends[-1:])
+    opset = [onnx.helper.make_opsetid("", 17)]
+    onnx.save(onnx.helper.make_model(graph, opset_imports=opset, ir_version=9), tmp_path / "refused.onnx")
+    with pytest.raises(QtoolError, match=told) as caught:
+        open_session(tmp_path / "refused.onnx", provider="openvino")
+    assert "\n" not in str(caught.value)
+    assert "file is complete" not in caught.value.do
+    assert "--target ort-cpu" in caught.value.do
 
 
 @present
