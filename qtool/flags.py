@@ -247,7 +247,7 @@ class Program(click.Group):
         except SystemExit as error:  # click leaves to this function to end the program: it comes from a user's code
             if "_QTOOL_COMPLETE" in os.environ:  # or from click, which has told a shell what may be typed next
                 raise
-            if isinstance(error.__context__, BrokenPipeError):  # or from rich, where nobody reads the output any more
+            if _is_unread(error):  # or from click or rich, where nobody reads the output any more
                 _leave(QtoolError.exit_code)
             _leave(_fail(left(error), arguments))
         except Exception as error:
@@ -266,6 +266,11 @@ def _stand_in_for_closed() -> None:
             setattr(sys, name, os.fdopen(number, "r" if name == "stdin" else "w", closefd=False))
 
 
+def _is_unread(error: SystemExit) -> bool:
+    """Whether a library ended the program for a broken pipe; click has wrapped the streams then, and says no more."""
+    return isinstance(error.__context__, BrokenPipeError) or "PacifyFlushWrapper" in type(sys.stdout).__name__
+
+
 def _leave(code: int) -> NoReturn:
     """Ends the program; one of several that torchrun started at once."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -282,7 +287,8 @@ def _fail(error: Exception, arguments: Sequence[str]) -> int:
 
         traceback.print_exception(error)
     told = explain(error)
-    click.echo(f"qtool: error: {told}", err=True)
+    with contextlib.suppress(OSError):  # nobody reads it, or the disk that takes it is full
+        click.echo(f"qtool: error: {told}", err=True)
     _tell_json(told, told.exit_code, arguments)
     return told.exit_code
 

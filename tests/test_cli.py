@@ -369,6 +369,16 @@ def test_output_that_nobody_reads_to_its_end_is_no_error_of_the_users(monkeypatc
     assert (result.exit_code, result.stderr) == (1, "")
 
 
+@pytest.mark.parametrize(("words", "closed", "code"), [("--help", "stdout", 1), ("nonsense", "stderr", 2)])
+def test_a_pipe_that_nobody_reads_ends_the_program_in_silence(words: str, closed: str, code: int) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    streams: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, closed: write}
+    done = subprocess.run([sys.executable, "-m", "qtool", words], check=False, **streams)
+    os.close(write)
+    assert (done.returncode, done.stdout or b"", done.stderr or b"") == (code, b"", b"")
+
+
 @pytest.mark.parametrize("words", [(), ("--quiet",)])
 def test_quiet_has_hugging_faces_libraries_draw_no_bars(monkeypatch: pytest.MonkeyPatch, words: tuple[str]) -> None:
     names = ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS")
