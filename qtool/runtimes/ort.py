@@ -244,16 +244,21 @@ def _provider_list(path: Path, provider: str, record: bool) -> list[Any]:
 def _unrounded(path: Path) -> Callable[[str], bool]:
     """Whether a node of a file, by its name, multiplies stored integers by floats as they are, at the file's word.
 
-    Nodes without a name are known where the file has but one kind.
+    What the runtime makes of a dequantized weight is no node of the file's, and rounds. Nodes without a name are known
+    where the file has but one kind of them.
     """
     import onnx
 
     model = onnx.load(path, load_external_data=False)
     bodies = [graph for body in (model.graph, *model.functions) for graph in all_graphs(body)]
     products = [node for body in bodies for node in body.node if node.op_type == BLOCK_PRODUCT]
-    levels = [{a.name: a.i for a in node.attribute}.get("accuracy_level", 0) for node in products]
-    floats = {node.name for node, level in zip(products, levels, strict=True) if level != _IN_BYTES}
-    return lambda name: _IN_BYTES not in levels or name in floats
+    rounding = {node.name for node in products if _is_in_bytes(node)}
+    floats = {node.name for node in products if not _is_in_bytes(node)}
+    return lambda name: name in floats or ("" in floats - rounding and name not in rounding)
+
+
+def _is_in_bytes(product: Any) -> bool:
+    return any(a.name == "accuracy_level" and a.i == _IN_BYTES for a in product.attribute)
 
 
 def _lower_formats(path: Path) -> tuple[bool, bool]:
