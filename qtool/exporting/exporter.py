@@ -119,9 +119,13 @@ def _cast_mixed_only(undo: contextlib.ExitStack) -> None:
 
     def inserted(graph: GraphModule) -> None:
         nodes = [n for m in graph.modules() if isinstance(m, GraphModule) for n in m.graph.nodes]
-        calls = (n for n in nodes if n.op == "call_function")
-        if any((rule := promotion.get_type_promotion_rule(n, table)) and _casts(n, rule) for n in calls):
-            insert(graph)
+        calls = [n for n in nodes if n.op == "call_function"]
+        if not any((rule := promotion.get_type_promotion_rule(n, table)) and _casts(n, rule) for n in calls):
+            return
+        for node in calls:
+            if node.target is torch.ops.aten.view.default:  # run once more, what it reads may lie in memory otherwise
+                node.target = torch.ops.aten.reshape.default
+        insert(graph)
 
     _replace(undo, _fx_passes, "insert_type_promotion_nodes", inserted)
 

@@ -46,6 +46,21 @@ def test_mixed_types_are_still_cast() -> None:
     assert next(iter(model.graph)).op_type == "Cast"
 
 
+def test_a_view_may_read_what_lies_in_memory_otherwise_when_types_are_worked_out_anew() -> None:
+    """As an attention's output does in T5 with open sequences: another kernel is taken for it then."""
+
+    class Turned(nn.Module):
+        def forward(self, x: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
+            return x.transpose(1, 2).reshape(2, 12) * n
+
+    graph = torch.export.export(Turned(), (torch.randn(2, 3, 4), torch.arange(12))).graph_module
+    (shaped,) = (node for node in graph.graph.nodes if node.target is torch.ops.aten.reshape.default)
+    shaped.target = torch.ops.aten.view.default
+    with to_onnx.quicker():
+        _fx_passes.insert_type_promotion_nodes(graph)
+    assert torch.ops.prims.convert_element_type.default in {node.target for node in graph.graph.nodes}
+
+
 class Scaled(nn.Module):
     """Numbers of Python beside floats, as attention has, and beside integers, as positions are counted."""
 
