@@ -315,7 +315,8 @@ def explain(error: Exception) -> QtoolError:
         return QtoolError("memory", "enough to go on", one_line(f"{name} {error}"), "use a smaller batch size")
     if isinstance(error, OSError):
         full = error.errno in NO_ROOM
-        do = "free space on that disk and run the same command again" if full else "check the path and its permissions"
+        place = "on that disk" if error.filename else "where it goes and in the folder for temporary files (TMPDIR),"
+        do = f"free space {place} and run the same command again" if full else "check the path and its permissions"
         where = f"'{error.filename}'" if error.filename else "a file"
         return QtoolError(where, "to read or write it", f"{name}: {error.strerror or error}", do)
     got = one_line(f"{name}: {error}")

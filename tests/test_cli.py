@@ -261,6 +261,7 @@ def inspect_raises(monkeypatch: pytest.MonkeyPatch, error: BaseException, *words
         (UsageError("argument 'max_drop'", "a", "b", "c"), 2, ["option '--max-drop': expected a; got b; c"]),
         (ContractError("gate", "parity", "none", "look"), 3, ["gate: expected parity; got none; look"]),
         (OSError(errno.ENOSPC, "No space left on device", "a/b"), 1, ["'a/b'", "No space left", "free space"]),
+        (OSError(errno.ENOSPC, "No space left on device"), 1, ["a file: ", "in the folder for temporary files"]),
         (PermissionError(errno.EACCES, "Permission denied", "a/b"), 1, ["'a/b'", "Permission denied"]),
         (EOFError("Ran out of input"), 1, ["no internal error; got EOFError: Ran out of input"]),
         (MemoryError(), 1, ["memory", "smaller batch"]),

@@ -341,6 +341,8 @@ def _cure(error: Exception) -> str:
     text = str(error)
     if any(words in text for words in ("not a registered function/op", "No Op registered", "NOT_IMPLEMENTED")):
         return "use a file of standard ONNX operators, or a newer onnxruntime"
+    if "serialization failed" in text:  # of what it wrote itself, a session's graph
+        return "free space in the folder for temporary files (TMPDIR)"
     if "External data" in text or "external data" in text:
         return "put the external data file beside the model"
     if "IR version" in text:

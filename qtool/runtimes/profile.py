@@ -42,7 +42,9 @@ def read_profile(
     try:
         events = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise QtoolError(f"'{path}'", "ONNX Runtime's profile", str(error), "run again") from error
+        raise QtoolError(
+            f"'{path}'", "ONNX Runtime's profile", str(error), "run again, with space for temporary files"
+        ) from error
     found = [e for e in events if e.get("cat") == "Node" and e["name"].endswith("_kernel_time")]
     each, named = len(found) // runs, functools.cache(in_float)
     return tuple(_kernel(found[i::each], named) for i in range(each))

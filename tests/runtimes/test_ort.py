@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -94,6 +95,19 @@ def test_a_truncated_file_is_refused(files, tmp_path):
     path.write_bytes(data[: len(data) // 2])
     with pytest.raises(QtoolError, match="complete"):
         open_session(path)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of Linux")
+def test_a_full_folder_for_temporary_files_is_not_taken_for_a_bad_file(files):
+    import resource
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, before[1]))
+    try:
+        with pytest.raises(QtoolError, match=r"free space in the folder for temporary files"):
+            ort.optimized_graph(files["fp32"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_a_file_of_a_newer_onnx_is_told_in_words(tmp_path):
