@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from qtool.errors import UsageError
-from qtool.options import Checked, as_toml, option
+from qtool.options import Checked, argument, as_toml, option
 
 PRECISIONS = ("32-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true")
 OPTIMIZERS = (
@@ -306,6 +306,16 @@ class BenchmarkConfig(Checked):
     compare: str | None = option(None, "an earlier benchmark.json: fail (exit 3) where a figure became worse")
     allow_slower: bool = option(False, "an INT8 file slower than the reference is told, and fails nothing")
     tolerance: float = option(0.05, "how much slower than the one compared with is still as fast", low=0, high=1)
+
+    def __post_init__(self) -> None:
+        """Raises UsageError for a device that the provider does not run on: another one would be measured."""
+        super().__post_init__()
+        own = "cuda" if self.provider in ("cuda", "tensorrt") else "cpu"
+        if self.device not in ("auto", own) and not self.provider.startswith("torch"):
+            raise UsageError(
+                argument("device"), f"auto or {own} beside provider '{self.provider}', which runs there",
+                repr(self.device), "leave it out, or choose the provider that runs there (torch takes any device)",
+            )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -62,6 +62,8 @@ def configs(kind: type) -> st.SearchStrategy[Any]:
             if dataclasses.is_dataclass(hints[f.name])
             else st.none()  # an effort goes with settings of its own alone
             if f.name == "effort"
+            else st.just("auto")  # any other goes with a provider that runs there
+            if (kind, f.name) == (BenchmarkConfig, "device")
             else _values(hints[f.name], f.metadata)
             for f in dataclasses.fields(kind)
         },
@@ -285,6 +287,8 @@ def test_the_help_of_each_function_lists_its_options() -> None:
         (TrainConfig, {"epochs": "2"}, "'epochs': expected a whole number; got '2'"),
         (QatConfig, {"optimizer": "nope"}, "'optimizer': expected one of adamw"),
         (Recipe, {"variants": "ptq"}, "'variants': expected a list"),
+        (BenchmarkConfig, {"device": "cuda"}, "'device': expected auto or cpu beside provider 'cpu'.*; got 'cuda'"),
+        (BenchmarkConfig, {"device": "cuda:1", "provider": "cuda"}, "'device': expected auto or cuda beside"),
         (Recipe, {"train": QuantizeConfig()}, "'train': expected a TrainConfig; got a QuantizeConfig"),
     ],
 )
@@ -293,6 +297,11 @@ def test_a_config_is_checked_when_it_is_built(kind: Any, values: dict[str, Any],
         kind(**values)
     with pytest.raises(UsageError, match=f"argument {told}"):
         dataclasses.replace(kind(), **values)
+
+
+def test_a_device_goes_with_a_provider_that_runs_there() -> None:
+    for provider, device in (("cpu", "cpu"), ("openvino", "auto"), ("tensorrt", "cuda"), ("torch", "cuda:1")):
+        assert BenchmarkConfig(provider=provider, device=device).device == device
 
 
 def test_a_config_given_whole_is_of_its_kind_or_a_mapping() -> None:

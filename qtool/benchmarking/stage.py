@@ -38,7 +38,7 @@ from qtool.recipe import BenchmarkConfig
 from qtool.runtimes import RUNTIMES, open_session, openvino
 from qtool.runtimes.base import Array
 from qtool.runtimes.packages import conflict
-from qtool.units import MIB
+from qtool.units import MIB, many
 
 Batches = Callable[[int], Iterable[tuple[Any, Any]]]
 Progress = Callable[[str], None]
@@ -122,7 +122,7 @@ def _measure_speed(
     tell: Progress,
 ) -> dict[str, Any]:
     """Fills in load time, latency, memory and arithmetic; gives how steady the machine was."""
-    cores = whole_cores(config.threads) if config.provider in ("cpu", "openvino") else None
+    cores = whole_cores(config.threads) if _is_pinned(config) else None
     measured: dict[str, dict[str, Any]] = {}
     with contextlib.ExitStack() as stack:
         workers = {}
@@ -245,7 +245,7 @@ def _notes(
     variants: Mapping[str, dict[str, Any]], config: BenchmarkConfig, reference: str, target: str | None
 ) -> list[str]:
     """What a reader of the figures has to know, one sentence each."""
-    notes = [text for text in (conflict(), _own_precision(variants, config.provider)) if text]
+    notes = [text for text in (conflict(), _own_precision(variants, config.provider), _crowded(config)) if text]
     where = {"provider": config.provider, "features": cpu_info()["features"], "target": target}
     sizes = [str(t["batch_size"]) for t in variants[reference]["latency"] if t["throughput_per_s"] is None]
     if sizes:
@@ -266,6 +266,18 @@ def _notes(
                 f"{name}: {len(entry['elsewhere'])} shape nodes ran on the CPU: {', '.join(entry['elsewhere'][:5])}"
             )
     return notes
+
+
+def _crowded(config: BenchmarkConfig) -> str | None:
+    """A sentence where there are fewer whole cores than threads, which then wait for each other."""
+    if not (_is_pinned(config) and hasattr(os, "sched_getaffinity")) or whole_cores(config.threads):
+        return None
+    there = many(len(os.sched_getaffinity(0)), "hardware thread")
+    return f"{many(config.threads, 'thread')} with no whole core each, of {there} here: they wait for one another"
+
+
+def _is_pinned(config: BenchmarkConfig) -> bool:
+    return config.provider in ("cpu", "openvino")
 
 
 def _own_precision(variants: Mapping[str, dict[str, Any]], provider: str) -> str | None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import numpy as np
 import onnx
@@ -15,6 +16,7 @@ from qtool.benchmarking.stage import benchmark
 from qtool.errors import QtoolError, UsageError
 from qtool.recipe import BenchmarkConfig
 from qtool.runtimes import ProviderError
+from qtool.units import many
 
 QUICK = BenchmarkConfig(seconds=0.0, batch_sizes=(4, 1))
 
@@ -55,6 +57,15 @@ def test_openvino_tells_what_it_would_compute_floats_in_and_measures_that_as_bf1
     assert "fp32: computed in float32, as asked of OpenVINO; left to itself it takes bfloat16" in found["notes"][0]
     monkeypatch.setattr(stage.openvino, "own_precision", lambda: "float32")
     assert stage._own_precision(found["variants"], "openvino") is None
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="no affinity on this system")
+def test_more_threads_than_cores_are_told():
+    there = many(len(os.sched_getaffinity(0)), "hardware thread")
+    told = stage._crowded(BenchmarkConfig(threads=4096))
+    assert told == f"4,096 threads with no whole core each, of {there} here: they wait for one another"
+    assert stage._crowded(BenchmarkConfig()) is None
+    assert stage._crowded(BenchmarkConfig(threads=4096, provider="torch")) is None
 
 
 def test_of_a_file_without_a_batch_no_samples_per_second_are_told(tmp_path):
