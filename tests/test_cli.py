@@ -312,6 +312,19 @@ def test_an_interrupt_is_130_and_says_that_the_run_resumes(monkeypatch: pytest.M
     assert (told["got"], told["exit_code"]) == ("an interrupt", 130)
 
 
+def test_an_interrupt_of_the_first_imports_is_130_and_no_traceback() -> None:
+    code = (
+        "import sys\n"
+        "class Interrupted:\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        "        if name == 'click': raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupted())\n"
+        "from qtool.__main__ import main; main()"
+    )
+    done = run_python(code)
+    assert (done.returncode, done.stderr) == (130, "qtool: interrupted\n")
+
+
 def test_what_the_output_cannot_write_is_replaced_and_json_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline, "inspect", lambda *_: {"drop": "\N{MINUS SIGN}1"})
     printed, parsed = (CliRunner(charset="ascii").invoke(main, ["inspect", "x", *more]) for more in ([], ["--json"]))
