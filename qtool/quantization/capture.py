@@ -217,6 +217,12 @@ def _refused(model: nn.Module, example: Any, error: Exception) -> QtoolError:
         return _draws_by_itself(model)
     wanted = "a graph that torch.export can capture with a dynamic batch"
     if FIXED_SIZE in str(error):
+        if len({value.shape[0] for value in tensors(example) if value.dim()}) > 1:
+            return QtoolError(
+                where, "inputs that all count samples by their first dimension",
+                ", ".join(map(_described, tensors(example))),
+                "have it take a recurrent state batch first, and turn it in forward: state.transpose(0, 1)",
+            )  # fmt: skip
         do = "write x.shape[0] for len(x), and -1 for the batch in a view"
         if all(value.dim() < 2 for value in tensors(example)):
             do += f"; or give batches, if {', '.join(map(_described, tensors(example)))} is one sample"

@@ -342,6 +342,12 @@ def test_torch_logs_nothing_of_an_image_that_is_too_small(caplog: pytest.LogCapt
     assert not [record for record in caplog.records if "fake_tensor" in record.name]
 
 
+def test_a_state_that_counts_samples_by_another_axis_is_told_as_that() -> None:
+    state = torch.zeros(2, 3, 5)
+    with pytest.raises(QtoolError, match=r"by their first dimension; got .*\[2, 3, 5\]; .*state\.transpose\(0, 1\)"):
+        capture(nn.GRU(4, 5, 2, batch_first=True), (torch.randn(3, 2, 4), state))
+
+
 def test_a_fixed_batch_size_is_refused(written: ModuleType, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(QtoolError, match=r"dynamic batch; got code that takes the batch size for a constant"):
         capture(written.FixedBatch(), X)
