@@ -218,6 +218,11 @@ class Judge:
             name = f"task '{self.task.name if self.task else 'none'}'"
             asked = ("--metric", f"a metric of {name}") if config.metric else (name, "a 'metric' that it gives")
             raise UsageError(*asked, repr(self.metric), nearest(self.metric, known))
+        if config.max_drop is not None and math.isnan(known[self.metric]):
+            raise QtoolError(
+                "contract", f"a '{self.metric}' of the float model on the validation samples", "NaN",
+                "clean their targets, or have the task leave out what is unknown",
+            )  # fmt: skip
         if config.max_drop is not None and self.task and is_higher_better(self.task, self.metric) is None:
             raise UsageError(
                 "--metric", "one that is known to be better when it is higher or lower",

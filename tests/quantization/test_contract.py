@@ -252,6 +252,23 @@ def test_values_that_are_not_finite_never_keep_a_contract() -> None:
     assert loss.verdict(loss.score(lambda x: x / 0)).excess == math.inf
 
 
+class Distance(Classification):
+    """How far logits are from targets that are some, with NaN for what is unknown."""
+
+    def loss(self, output: Any, target: Any) -> Any:
+        return (output - target).square().sum(), len(target)
+
+    def metrics(self, output: Any, target: Any) -> Any:
+        return {"distance": (output - target).abs().sum()}
+
+
+def test_a_metric_that_is_nan_of_the_float_model_is_refused_before_any_candidate_is_tried() -> None:
+    unknown = LOGITS.clone()
+    unknown[3, 0] = torch.nan
+    with pytest.raises(QtoolError, match="a 'distance' of the float model on the validation samples; got NaN; clean"):
+        judge(Distance(), targets=unknown, max_drop=1.0, metric="distance")
+
+
 def test_a_single_sample_tells_nothing() -> None:
     for options in ({"max_kl": 1.0}, {"max_drop": 1.0, "metric": "loss"}, {"max_drop": 400.0}):
         with pytest.raises(UsageError, match=r"at least 2 validation samples .* got 1;"):
