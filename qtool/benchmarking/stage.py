@@ -98,7 +98,7 @@ def benchmark(
         "cpu": cpu_info(),
         "variants": variants,
         "noise": steadiness,
-        "notes": [*_notes(variants, config, base, target), *told],
+        "notes": [*_notes(variants, config, base, target), *_uncounted(variants[base]["latency"]), *told],
     }
     if config.compare and earlier is not None:
         result["comparison"] = compare_with(Path(config.compare), earlier, result, config.tolerance)
@@ -247,12 +247,6 @@ def _notes(
     """What a reader of the figures has to know, one sentence each."""
     notes = [text for text in (conflict(), _own_precision(variants, config.provider), _crowded(config)) if text]
     where = {"provider": config.provider, "features": cpu_info()["features"], "target": target}
-    sizes = [str(t["batch_size"]) for t in variants[reference]["latency"] if t["throughput_per_s"] is None]
-    if sizes:
-        notes.append(
-            f"samples per second are not told at batch size {' and '.join(sizes)}: no output has a part for each, so "
-            "that what the inputs begin with is taken for no batch, and one run for one sample"
-        )
     for name, entry in variants.items():
         claim = check_claim(name, entry["stored"], entry["arithmetic"], config.provider)
         slower = [
@@ -266,6 +260,16 @@ def _notes(
                 f"{name}: {len(entry['elsewhere'])} shape nodes ran on the CPU: {', '.join(entry['elsewhere'][:5])}"
             )
     return notes
+
+
+def _uncounted(latency: list[dict[str, Any]]) -> list[str]:
+    """A sentence where a run is not known to be one of so many samples."""
+    sizes = [str(timed["batch_size"]) for timed in latency if timed["throughput_per_s"] is None]
+    told = (
+        f"samples per second are not told at batch size {' and '.join(sizes)}: no output has a part for each, so that "
+        "what the inputs begin with is taken for no batch, and one run for one sample"
+    )
+    return [told] if sizes else []
 
 
 def _crowded(config: BenchmarkConfig) -> str | None:
