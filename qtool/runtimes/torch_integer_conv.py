@@ -10,7 +10,9 @@ to what the form means; VNNI makes it several times faster. A ReLU behind the co
 
 The quantizers stay as they are: this is the same graph, with its sums computed otherwise.
 
-Left out on purpose: CPUs without VNNI, where such a product saturates at 16 bits; activations that are not uint8.
+Left out on purpose: CPUs without VNNI, where such a product saturates at 16 bits; activations that are not uint8; what
+oneDNN gets wrong on CPUs with AMX (see :mod:`qtool.runtimes.onednn`), and windows whose rows are set apart, which now
+and then write beyond their memory there.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from torch.fx import GraphModule, Node
 
 from qtool.form import padding_of
 from qtool.machine import VNNI, cpu_info
+from qtool.runtimes import onednn
 
 aten, names = torch.ops.aten, torch.ops.quantized_decomposed
 
@@ -59,6 +62,8 @@ def _replace(graph: GraphModule, node: Node, index: int) -> bool:
     weight = _integers(graph, w)
     if weight is None or not _is_bytes(x) or isinstance(pads, str):
         return False
+    if dilations[0] > 1 or onednn.errs(onednn.Geometry(weight[0].shape, strides, dilations, groups, _sizes(node))):
+        return False
     scale, zero_point = float(x.args[1]), int(x.args[2])
     convolution = IntegerConvolution(*weight, scale, zero_point, (list(strides), list(pads), list(dilations), groups))
     users = list(node.users)
@@ -81,6 +86,13 @@ def _arguments(node: Node) -> tuple[Any, Any, Any, Any, Any, Any, int]:
     x, w, bias, *spatial, groups = (given[name] for name in names)
     strides, pads, dilations = (tuple(s) * 2 if isinstance(s, list | tuple) and len(s) == 1 else s for s in spatial)
     return x, w, bias, strides, pads, dilations, groups
+
+
+def _sizes(node: Node) -> list[int | None]:
+    """The size of each axis of a result, as far as it is known."""
+    value = node.meta.get("val")
+    sizes = value.shape[2:] if value is not None else [None, None]
+    return [size if isinstance(size, int) else None for size in sizes]
 
 
 def _padded(x: Any) -> tuple[Any, list[int]]:

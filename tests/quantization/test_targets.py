@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import onnx
 import pytest
@@ -244,17 +245,56 @@ def test_openvino_multiplies_integers_by_what_is_never_negative(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("taps", "channels", "groups", "integer"),
-    [(16, 8, 4, False), (15, 8, 4, True), (16, 8, 8, True), (8, 8, 1, False), (7, 8, 1, True), (8, 63, 1, False),
-     (8, 64, 1, True), (8, 32, 2, False), (7, 32, 2, True), (8, 30, 2, True), (8, 64, 2, True)],
+    ("channels", "outputs", "taps", "groups", "width", "integer"),
+    [
+        (9, 17, (1, 3), 2, 17, False), (9, 16, (1, 3), 2, 17, True), (32, 17, (1, 3), 2, 17, True),
+        (9, 17, (1, 3), 1, 17, True), (8, 17, (1, 3), 2, 17, True), (1, 17, (1, 3), 4, 17, False),
+        (16, 8, (8,), 1, 20, False), (16, 8, (7,), 1, 20, True), (32, 8, (8,), 1, 20, True), (18, 8, (9,), 1, 20, True),
+        (48, 48, (16,), 2, 20, True), (8, 8, (3, 1), 1, 16, False), (8, 8, (3, 1), 1, 17, True),
+        (8, 8, (3, 1), 1, 49, False), (9, 8, (3, 1), 1, 16, True), (16, 8, (3, 8), 1, 20, False),
+        (6, 17, (3, 3, 3), 2, 8, True), (32, 8, (3, 3), 1, 1, True),
+    ],
 )  # fmt: skip
-def test_openvino_runs_wide_convolutions_over_sequences_in_float(
-    taps: int, channels: int, groups: int, integer: bool
+def test_openvino_leaves_convolutions_in_float_about_which_its_kernel_errs(
+    channels: int, outputs: int, taps: tuple[int, ...], groups: int, width: int, integer: bool
 ) -> None:
-    model = nn.Sequential(nn.Conv1d(channels, 8, taps, groups=groups), nn.ReLU(), nn.Conv1d(8, 4, 1)).eval()
-    x = torch.randn(2, channels, 40)
+    layer = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[len(taps) - 1]
+    pads = tuple(size // 2 for size in taps[:-1])
+    wide = layer(channels * groups, outputs * groups, taps, groups=groups, padding=(*pads, 0))
+    x = torch.randn(2, channels * groups, *[4] * len(pads), width + taps[-1] - 1)
+    model = nn.Sequential(wide, nn.ReLU(), layer(outputs * groups, 4, 1)).eval()
     units = {unit.name: unit for unit in Placement(capture(model, x), get_target("openvino")).plan().units}
     assert units["0"].integer is integer
+
+
+@pytest.mark.parametrize(
+    ("size", "options", "integer"),
+    [
+        ((8, 2), {"stride": 2}, False), ((8, 2), {"stride": (2, 1)}, True), ((2, 2), {"stride": 2}, True),
+        ((8, 4), {"stride": 2}, True), ((9, 9), {"dilation": 2}, True),
+        ((9, 9), {"dilation": (2, 1), "kernel_size": (5, 3)}, False),
+        ((9, 9), {"dilation": (1, 2), "kernel_size": (5, 3)}, True),
+    ],
+)  # fmt: skip
+def test_openvino_leaves_single_columns_at_a_stride_and_tall_windows_set_apart_in_float(
+    size: tuple[int, int], options: dict[str, Any], integer: bool
+) -> None:
+    layer = nn.Conv2d(32, 32, padding=1, **{"kernel_size": 3, **options})
+    model = nn.Sequential(layer, nn.ReLU(), nn.Conv2d(32, 4, 1)).eval()
+    placement = Placement(capture(model, torch.randn(2, 32, *size)), get_target("openvino"))
+    assert placement.plan().units[0].integer is integer
+
+
+@pytest.mark.skipif(importlib.util.find_spec("openvino") is None, reason="openvino is not installed")
+def test_openvino_convolves_few_channels_and_single_columns_to_the_same_numbers(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    grouped, tall = nn.Conv2d(18, 66, 3, padding=1, groups=2), nn.Conv2d(16, 32, (3, 1), padding=(1, 0))
+    layers = [grouped, nn.ReLU(), nn.Conv2d(66, 16, 1), nn.ReLU(), tall, nn.ReLU(), nn.Conv2d(32, 8, (1, 15), (1, 2))]
+    model, x = nn.Sequential(*layers).eval(), torch.randn(8, 18, 8, 16)
+    form = quantize(model, QuantizeConfig(target="openvino", effort="fast"), example=x, calibration=[x])
+    gates = {gate["name"]: gate for gate in export(form, tmp_path, ExportConfig(), samples=[x]).gates}
+    assert gates["coverage"]["passed"]
+    assert gates["end-to-end parity"]["details"]["sqnr_db_file"] > 30
 
 
 def test_openvino_takes_grouped_convolutions_whose_batch_norm_was_folded() -> None:

@@ -17,11 +17,13 @@ pytestmark = pytest.mark.skipif(not is_exact_here(), reason="needs a CPU with VN
 class Quantized(nn.Module):
     """quantize, convolution, perhaps ReLU: the form that a convolution has after conversion."""
 
-    def __init__(self, dtype=torch.uint8, zero_point=117, channels=(6, 8), groups=1, bias=True, relu=False, stride=2):
+    def __init__(self, dtype=torch.uint8, zero_point=117, channels=(6, 8), groups=1, bias=True, relu=False, stride=2,
+                 dilation=1):  # fmt: skip
         super().__init__()
         g = torch.Generator().manual_seed(0)
         shape = (channels[1], channels[0] // groups, 3, 3)
         self.dtype, self.zero_point, self.groups, self.relu, self.stride = dtype, zero_point, groups, relu, stride
+        self.dilation = dilation
         self.low, self.high = (0, 255) if dtype == torch.uint8 else (-128, 127)
         self.register_buffer("weight", torch.randint(-127, 128, shape, generator=g, dtype=torch.int8))
         self.register_buffer("scale", torch.rand(channels[1], generator=g) * 0.01 + 0.001)
@@ -32,7 +34,7 @@ class Quantized(nn.Module):
         qparams = (0.05, self.zero_point, self.low, self.high, self.dtype)
         x = ops.dequantize_per_tensor(ops.quantize_per_tensor(x, *qparams), *qparams)
         w = ops.dequantize_per_channel(self.weight, self.scale, self.zero, 0, -127, 127, torch.int8)
-        y = nn.functional.conv2d(x, w, self.bias, self.stride, 1, 1, self.groups)
+        y = nn.functional.conv2d(x, w, self.bias, self.stride, 1, self.dilation, self.groups)
         return y.relu() if self.relu else y
 
 
@@ -59,6 +61,20 @@ def test_a_convolution_is_the_exact_sum(how):
     exact = exact.relu() if model.relu else exact
     for size in (5, 2, 5):
         assert (lowered(x[:size]).double() - exact[:size]).abs().max() < 3e-7 * exact.abs().max()
+    torch.testing.assert_close(lowered(x), graph(x), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("how", "width", "replaced"),
+    [({"groups": 2, "channels": (18, 66)}, 17, 0), ({"groups": 2, "channels": (18, 32)}, 17, 1),
+     ({"stride": 2, "channels": (32, 64)}, 2, 0), ({"dilation": 2}, 17, 0)],
+)  # fmt: skip
+def test_what_the_library_gets_wrong_is_added_up_in_float(how, width, replaced):
+    model = Quantized(**how)
+    x = torch.randn((4, model.weight.shape[1] * model.groups, 17, width), generator=torch.Generator().manual_seed(1))
+    graph = captured(model, x)
+    lowered, count = with_integer_convolutions(graph)
+    assert count == replaced
     torch.testing.assert_close(lowered(x), graph(x), rtol=1e-4, atol=1e-4)
 
 

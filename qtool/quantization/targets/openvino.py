@@ -13,10 +13,7 @@ then, and nothing that was concatenated is rounded anew. With zero points they r
 speed of what OpenVINO's own quantizer (NNCF) makes of a ViT-S/16 and a DenseNet-121, instead of 1.06 and 1.03
 (AVX512-VNNI, one thread).
 
-Grouped convolutions of 16 taps in a row and more stay in float, those of 8 taps and more whose groups read 16 to 31
-channels, and others over sequences of 8 taps and more that read fewer than 64 channels: on CPUs with AMX the plugin
-(2026.4) is wrong about them in integers (-13 to 2 dB, of groups and sequences at some lengths and strides only), and
-right with ONEDNN_MAX_CPU_ISA=AVX512_CORE_VNNI.
+Convolutions about which its kernel errs on CPUs with AMX stay in float (see :mod:`qtool.runtimes.onednn`).
 
 Lookups read bytes. Where weights alone are integers, of 8 or 4 bits, its linear layers multiply them as they are stored
 and round what they read in groups as it comes, much as ONNX Runtime does, but for layers of a single output.
@@ -27,7 +24,7 @@ from __future__ import annotations
 import torch
 
 from qtool.form import BLOCK
-from qtool.quantization.rewrites.windows import AVERAGE_POOLS
+from qtool.quantization.rewrites.windows import AVERAGE_POOLS, by_axis
 from qtool.quantization.targets.base import (
     BETWEEN,
     BINARY,
@@ -42,8 +39,8 @@ from qtool.quantization.targets.base import (
     aten,
     weighted,
 )
+from qtool.runtimes import onednn
 
-_WIDE, _LONG, _MANY, _SOME = 16, 8, 64, range(16, 32)
 _LOGITS = (aten.mul.Tensor, aten.div.Tensor, aten.add.Tensor, aten.where.ScalarOther, aten.masked_fill.Scalar)
 
 
@@ -63,21 +60,23 @@ def counts_padding(pool: torch.fx.Node) -> str:
     return "" if padded and counted else "it counts no padding"
 
 
-def few_taps(conv: torch.fx.Node) -> str:
-    """Why a convolution is not for integers; empty where it is."""
-    weight, groups = conv.args[1], conv.args[6] if len(conv.args) > 6 else 1
-    if not isinstance(weight, torch.fx.Node):
+def comes_out_right(layer: torch.fx.Node) -> str:
+    """Why a layer with a weight is not for integers; empty where it is."""
+    weight = layer.args[1]
+    shape = weight.meta["val"].shape if isinstance(weight, torch.fx.Node) else ()
+    if len(shape) < 3:
         return ""
-    _, channels, *taps = weight.meta["val"].shape
-    grouped = groups != 1 and channels > 1 and taps[-1] >= (_LONG if channels in _SOME else _WIDE)
-    over_sequences = groups == 1 and len(taps) == 1 and taps[0] >= _LONG and channels < _MANY
-    return "its integer kernel errs on CPUs with AMX" if grouped or over_sequences else ""
+    strides, dilations, groups = (layer.args[place] if len(layer.args) > place else 1 for place in (3, 5, 6))
+    axes, result = len(shape) - 2, layer.meta["val"].shape[2:]
+    known = [size if isinstance(size, int) else None for size in result]
+    conv = onednn.Geometry(shape, by_axis(strides, axes), by_axis(dilations, axes), int(str(groups)), known)
+    return "its integer kernel errs on CPUs with AMX" if onednn.errs(conv) else ""
 
 
 OPENVINO = Target(
     "openvino",
     (
-        *weighted(POINTWISE, sums=True, accepts=few_taps, float_output=True),
+        *weighted(POINTWISE, sums=True, accepts=comes_out_right, float_output=True),
         Pattern("add", (aten.add.Tensor,), **BINARY, **BETWEEN),
         Pattern("mul", (aten.mul.Tensor,), **BINARY, **BETWEEN),
         Pattern("concat", (aten.cat.default,), joins=True, **BETWEEN),
