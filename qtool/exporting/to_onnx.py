@@ -41,6 +41,7 @@ from qtool.exporting.passes import (
     even_inputs,
     expands,
     faint_biases,
+    flat_means,
     float_units,
     folded,
     global_pool,
@@ -86,8 +87,8 @@ PASSES: dict[str, tuple[Pass, ...]] = {
     ),
     "openvino": (
         pixels.apply, global_pool.apply, activations.apply, strides.apply, biases.apply, bare_weights.apply,
-        behind_layers.apply, lookups.apply, expands.apply, kept_axes.apply, joins.apply, norm_scales.apply,
-        faint_biases.apply,
+        behind_layers.apply, lookups.apply, expands.apply, kept_axes.apply, flat_means.apply, joins.apply,
+        norm_scales.apply, faint_biases.apply,
     ),
     "tensorrt": (global_pool.apply, activations.apply, conv_pads.apply),
 }  # fmt: skip
