@@ -54,6 +54,7 @@ from qtool.exporting.passes import (
     metadata,
     names,
     norm_scales,
+    own_zeros,
     pads,
     parts,
     pixels,
@@ -88,7 +89,7 @@ PASSES: dict[str, tuple[Pass, ...]] = {
     "openvino": (
         pixels.apply, global_pool.apply, activations.apply, strides.apply, biases.apply, bare_weights.apply,
         behind_layers.apply, lookups.apply, expands.apply, kept_axes.apply, flat_means.apply, joins.apply,
-        norm_scales.apply, faint_biases.apply,
+        norm_scales.apply, faint_biases.apply, own_zeros.apply,
     ),
     "tensorrt": (global_pool.apply, activations.apply, conv_pads.apply),
 }  # fmt: skip
