@@ -52,3 +52,26 @@ def test_openvino_adds_the_epsilon_to_real_numbers(tmp_path: Path) -> None:
     expected = run(normed(), inputs(), tmp_path)[0]
     for found, wanted in zip(open_session(path, provider="openvino").run(inputs()), expected, strict=True):
         np.testing.assert_allclose(found, wanted, atol=1e-4)
+
+
+def faint(scale: float, *, integers: bool = False) -> onnx.ModelProto:
+    """A sum of dequantized small numbers with floats, or with themselves."""
+    b = Builder()
+    x, y = b.input("x", ["n", 5, 16]), b.input("y", ["n", 5, 16])
+    small = b.pair(x, scale, 113)
+    return b.model(b.op("Add", b.op("Transpose", small, perm=[0, 1, 2]), small if integers else y), opset=20)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("openvino") is None, reason="openvino is not installed")
+def test_openvino_adds_small_integers_with_their_zero_point(tmp_path: Path) -> None:
+    path, feeds = tmp_path / "net.onnx", {name: value * np.float32(1e-4) for name, value in inputs().items()}
+    changed, rewritten = rewritten_by(norm_scales.apply, faint(5e-8))
+    assert changed == 1
+    onnx.save(rewritten, path)
+    (expected,), _ = run(faint(5e-8), feeds, tmp_path)
+    np.testing.assert_allclose(open_session(path, provider="openvino").run(feeds)[0], expected, atol=1e-9)
+
+
+@pytest.mark.parametrize("model", [faint(5e-7), faint(5e-8, integers=True)])
+def test_other_sums_are_left(model: onnx.ModelProto) -> None:
+    assert rewritten_by(norm_scales.apply, model)[0] == 0
