@@ -43,9 +43,9 @@ class Geometry:
 
 
 def errs(conv: Geometry) -> bool:
-    """Whether the results of a convolution of bytes are wrong, or may be where a size is not known."""
+    """Whether the results of a convolution of bytes are wrong, or may well be where a size is not known."""
     rows, columns = math.prod(conv.weight[2:-1]), conv.weight[-1]
-    in_one_column = conv.result[-1] in (1, None) and any(size != 1 for size in conv.result[:-1])
+    in_one_column = conv.result[-1] == 1 and any(size != 1 for size in conv.result[:-1])
     if in_one_column and columns > 1 and conv.strides[-1] > 1:
         return True
     is_apart = any(step > 1 for step in conv.dilations[:-1])
