@@ -128,7 +128,7 @@ def fit(
     out: Path | None = None,
     resume: bool = True,
     progress: Callable[[Progress], None] | None = None,
-    identity: Mapping[str, str] | None = None,
+    identity: Mapping[str, Any] | None = None,
     test: Any = None,
     backs_off: bool = False,
     halvings: int = 0,
@@ -192,7 +192,7 @@ class _Run:
         loss: LossFunction,
         out: Path | None,
         progress: Callable[[Progress], None] | None,
-        identity: Mapping[str, str] | None,
+        identity: Mapping[str, Any] | None,
     ) -> None:
         self.data, self.task, self.config, self.setup, self.hooks = data, task, config, setup, hooks
         self.model, self.progress = setup.model, progress
@@ -420,7 +420,7 @@ class _Run:
         """The generators that data and model have for themselves, as far as they are there by now."""
         return own_generators(train=self.data.train, validation=self.data.validation) | of_modules(self.model)
 
-    def _identity(self, more: Mapping[str, str]) -> dict[str, Any]:
+    def _identity(self, more: Mapping[str, Any]) -> dict[str, Any]:
         shapes = str([(name, tuple(p.shape), str(p.dtype)) for name, p in self.model.named_parameters()])
         return {
             **{name: value for name, value in recipe.as_dict(self.config).items() if name not in _FREE},

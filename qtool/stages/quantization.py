@@ -18,7 +18,7 @@ from qtool.artifacts import read_result, sha256_of, staging, write_json, write_r
 from qtool.errors import ContractError, QtoolError, UsageError
 from qtool.lineage import content_of
 from qtool.options import argument, documented, nearest_option
-from qtool.recipe import QatConfig, QuantizeConfig, as_dict
+from qtool.recipe import CONTRACT_FIELDS, QatConfig, QuantizeConfig, as_dict
 from qtool.source import UNIDENTIFIED, Source, open_float, require_run_directory
 from qtool.stages.common import (
     AnyPath,
@@ -106,7 +106,7 @@ def quantize(
         rules.check(tuning)
     writable(folder)
     tell(f"quantize: {config.mode}, calibrated on {_describe(drawn)}")
-    make = _maker(source, tuning, inputs, folder, resume, progress)
+    make = _maker(source, tuning, inputs, folder, resume, progress, known)
     with checkpointing(folder if tuning else None, "quantize"), tidy(folder):
         if folder and tuning and is_done(lambda text: None):  # by another process, meanwhile
             tell(f"quantize: as it is in '{folder}', which another process has just finished")
@@ -144,9 +144,12 @@ def _contracted(outcome: dict[str, Any]) -> dict[str, Any]:
 
 def _maker(
     source: Source, tuning: QatConfig | None, inputs: Iterable[Any], folder: Path | None, resume: bool,
-    progress: Progress,
+    progress: Progress, known: Mapping[str, str],
 ) -> Make:  # fmt: skip
-    """What quantizes the source's model as it is told; what a run that was killed goes on from is in ``folder``."""
+    """What quantizes the source's model as it is told; what a run that was killed goes on from is in ``folder``.
+
+    ``known`` names what is read.
+    """
     scratch = _scratch(folder)
     if scratch and not resume:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -159,7 +162,8 @@ def _maker(
         with meter(False if trains else progress, "quantize") as report:
             return stage.quantize(
                 source.model, config, example=example_of(source, inputs), calibration=inputs, tuning=tuning,
-                qat=_fine_tuning(source, tuning, place, resume, progress) if trains and tuning else None,
+                qat=_fine_tuning(source, tuning, place, resume, progress, {**known, **_rounded_by(config)})
+                if trains and tuning else None,
                 report=report, scratch=scratch,
             )  # fmt: skip
 
@@ -268,8 +272,9 @@ def _calibrated_by(config: QuantizeConfig, drawn: Mapping[str, Any]) -> dict[str
 
 
 def _fine_tuning(
-    source: Source, config: QatConfig, out: Path | None, resume: bool, progress: Progress
-) -> Callable[..., Any]:
+    source: Source, config: QatConfig, out: Path | None, resume: bool, progress: Progress,
+    identity: Mapping[str, Any],
+) -> Callable[..., Any]:  # fmt: skip
     """What QAT calls to train its prepared graph: the loop, with the training techniques of the config."""
     from qtool.order import Batches
 
@@ -290,10 +295,16 @@ def _fine_tuning(
         with setup(model, config, example) as made, reporter(progress is True) as report:
             return fit(
                 model, data, source.task, config, setup=made, hooks=hooks, loss_fn=loss_fn, out=out, resume=resume,
-                progress=report, identity=source.inputs,
+                progress=report, identity=identity,
             )  # fmt: skip
 
     return fine_tune
+
+
+def _rounded_by(config: QuantizeConfig) -> dict[str, Any]:
+    """What says which quantizers are trained, and from which ranges: a checkpoint of others is not gone on from."""
+    free = ("device", *CONTRACT_FIELDS)
+    return {f"quantize.{name}": value for name, value in as_dict(config).items() if name not in free}
 
 
 def _require_targets(source: Source) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import qtool
 from qtool.errors import QtoolError, UsageError
 from qtool.recipe import QatConfig
 from qtool.stages.quantization import _quantize_configs
+from qtool.tasks import Classification
 
 
 def test_a_device_that_is_named_is_that_of_training_too() -> None:
@@ -39,6 +41,32 @@ def test_options_of_training_that_exclude_each_other_are_refused_before_anything
             micro_batches=2, step_in_backward=True, progress=told.append,
         )  # fmt: skip
     assert not told
+
+
+def test_a_killed_training_is_not_gone_on_from_with_other_quantizers(tmp_path: Path) -> None:
+    class Killed(Classification):
+        steps = 0
+
+        def loss(self, output: Any, target: Any) -> Any:
+            Killed.steps += 1
+            if Killed.steps == 4:
+                raise KeyboardInterrupt
+            return super().loss(output, target)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 2))
+    train, test = (TensorDataset(torch.randn(16, 6), torch.arange(16) % 2) for _ in range(2))
+    again = partial(
+        qtool.quantize, model, {"train": train, "test": test}, out=tmp_path, mode="qat", weight_bits=4, ranges="minmax",
+        distill=False, batch_size=4, checkpoint_every=1, task=Killed(),
+    )  # fmt: skip
+    with pytest.raises(KeyboardInterrupt):
+        again()
+    others: list[dict[str, Any]] = [{"edge_bits": 4}, {"overrides": {"0": "float"}}, {"calibration": "train:4"}]
+    for other in others:
+        with pytest.raises(QtoolError, match=rf"a checkpoint of this recipe; got .*quantize\.{next(iter(other))}"):
+            again(**other)
+    again()
 
 
 def test_a_loader_that_shuffles_is_read_in_one_order_by_every_pass() -> None:
