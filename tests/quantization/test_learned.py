@@ -20,6 +20,7 @@ from qtool.evaluate import sqnr_db
 from qtool.loop import fit
 from qtool.quantization import targets
 from qtool.quantization.learned import LearnedSteps
+from qtool.quantization.observers import clips_at
 from qtool.quantization.stage import quantize
 from qtool.quantization.targets import INT8_WEIGHT, ORT_CPU
 from qtool.recipe import QatConfig, QuantizeConfig
@@ -88,6 +89,29 @@ def test_a_scale_stays_within_its_limit_and_an_activation_that_is_never_negative
     with torch.no_grad():
         steps.log_scale.add_(1.0)
     assert steps.range() == pytest.approx((0.0, 6.0))
+    assert LearnedSteps(torch.tensor([2 / 255]), 255, 0, 255, affine=True, limits=(-2.0, 0.0)).offset is None
+
+
+def test_what_is_beyond_its_limit_comes_back() -> None:
+    steps = LearnedSteps(torch.tensor([2 / 255]), 128, 0, 255, affine=True, most=2 / 255)
+    assert steps.offset is not None
+    with torch.no_grad():
+        steps.log_scale.add_(0.1)
+        steps.offset.add_(1.0)
+    assert steps.range() == pytest.approx((-2.0, 0.0))
+    steps(X, True).sum().backward()
+    assert steps.log_scale.grad
+    assert steps.offset.grad
+
+
+@pytest.mark.parametrize("limits", [(-1.0, 1.0), (-0.3, math.inf), (-math.inf, 0.2)])
+def test_no_zero_point_takes_a_range_beyond_where_the_activation_clips(limits: tuple[float, float]) -> None:
+    for offset in (-0.1, 0.0, 0.002, 0.25, 0.5, 0.7, 0.999, 1.0, 1.1):
+        steps = LearnedSteps(torch.tensor([0.1]), 128, 0, 255, affine=True, limits=limits)
+        assert steps.offset is not None
+        with torch.no_grad():
+            steps.offset.fill_(offset)
+        assert clips_at(*steps.qparams(), limits, 0, 255)
 
 
 @pytest.mark.parametrize("ends", [(-1.0, 1.0), (-1.0, 0.25), (None, 0.0), (-2.0, 0.0), (-0.5, None)])
