@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from qtool.materialise import Target
     from qtool.tasks import Task
 
+_QUANTIZED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized")
 UNIDENTIFIED = "batches without an identity"
 RESULTS = ("benchmark", "export", "quantize", "train")
 CLOSEST = "search/closest"
@@ -217,10 +218,33 @@ def open_float(
         if weights is not None:
             raise UsageError("argument 'weights'", "none beside a run directory", str(weights), "leave one of them out")
         own = None if task == "classification" else task
-        return recall_float(Path(str(model)), trust=trust, data=data, task=own, **options), Path(str(model))
+        recalled = recall_float(Path(str(model)), trust=trust, data=data, task=own, **options)
+        _require_float(recalled.model)
+        return recalled, Path(str(model))
     require_model(model)
+    _require_float(model)
     source = open_source(model, data, task, weights, **options)
+    _require_float(source.model)
     return dataclasses.replace(source, model=_in_host_memory(source.model)), None
+
+
+def _require_float(model: Any) -> None:
+    """Raises UsageError for a module with torch.ao's observers or quantized modules in it, which are no layers."""
+    modules = dict(model.named_modules()) if hasattr(model, "named_modules") else {}
+    for path, module in modules.items():
+        if any(map(_is_of_torch_ao, type(module).__mro__)):
+            raise UsageError(
+                "argument 'model'", "a float model",
+                f"one that torch.ao prepared or converted: '{path}' is a {type(module).__name__}",
+                "pass the float model, or this one to qtool.export",
+            )  # fmt: skip
+
+
+def _is_of_torch_ao(kind: type) -> bool:
+    """Whether a class is one of torch.ao's observers, fake-quantizers or converted modules."""
+    if kind.__name__ in ("FloatFunctional", "FXFloatFunctional"):  # whose home is beside the converted ones
+        return False
+    return kind.__name__ in ("ObserverBase", "FakeQuantizeBase") or kind.__module__.startswith(_QUANTIZED)
 
 
 def _in_host_memory(model: nn.Module | None) -> nn.Module | None:

@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,8 @@ from torch.ao.quantization import (
     quantize_dynamic,
 )
 
-from qtool.errors import QtoolError
+import qtool
+from qtool.errors import QtoolError, UsageError
 from qtool.evaluate import sqnr_db
 from qtool.exporting.to_onnx import quantized_to_onnx, save
 from qtool.form import QuantizedModel, quantize_nodes, quantized
@@ -407,6 +409,18 @@ def test_observers_without_data_are_an_error() -> None:
         net = prepare(net)
     with quiet(), pytest.raises(QtoolError, match="observers that saw calibration data"):
         from_eager(net, (batch(2),))
+
+
+@pytest.mark.parametrize("make", [prepared_net, partial(prepared_net, qat=True), converted_net, dynamic])
+def test_the_door_for_float_models_is_told_of(make: Callable[[], nn.Module]) -> None:
+    with quiet():
+        model = make()
+    with pytest.raises(UsageError, match=r"one that torch\.ao prepared or converted: .* or this one to qtool\.export"):
+        qtool.quantize(model, [batch(4)])
+
+
+def test_stubs_and_functional_modules_alone_leave_a_model_in_float() -> None:
+    assert qtool.quantize(float_net().eval(), [batch(4)], ranges="minmax").plan.integer_units
 
 
 def test_every_rebuilt_kind_is_one_that_torch_has() -> None:
