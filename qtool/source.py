@@ -287,9 +287,12 @@ def _with_labels(data: Any, moved: bool | None) -> Any:
 
 
 def open_task(task: Task | str, label_smoothing: float = 0.0) -> Task:
-    """A spec or a task object, as a task."""
-    from qtool.tasks import load_task, require_task
+    """A spec or a task object, as a task. Raises UsageError for ``label_smoothing`` of a loss of one's own."""
+    from qtool.tasks import BUILT_INS, load_task, require_task
 
+    if label_smoothing and (not isinstance(task, str) or is_factory(task)):
+        expected, got = f"{' or '.join(BUILT_INS)} as the task", repr(task) if isinstance(task, str) else kind_of(task)
+        raise UsageError("argument 'label_smoothing'", expected, got, "leave it out, and smooth in the task's own loss")
     if isinstance(task, str):
         return load_task(task, label_smoothing=label_smoothing)
     return require_task(task, "argument 'task'")

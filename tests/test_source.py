@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from qtool.source import (
     is_run_directory,
     open_float,
     open_source,
+    open_task,
     recall_float,
     recall_source,
     require_run_directory,
@@ -270,3 +272,9 @@ def test_the_float_model_of_a_quantization_is_opened_again(trained: Path, small_
     save_file({name: value * 2 for name, value in load_file(copy).items()}, copy)
     with pytest.raises(QtoolError, match="name them with --model and --weights"):
         recall_float(alone)
+
+
+@pytest.mark.parametrize("task", ["tasks.py:make", Classification()])
+def test_labels_are_not_smoothed_in_the_loss_of_a_task_of_one_s_own(task: Any) -> None:
+    with pytest.raises(UsageError, match="'label_smoothing': expected classification or language"):
+        open_task(task, 0.1)

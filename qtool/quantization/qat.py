@@ -52,6 +52,10 @@ def check_tuning(config: QatConfig) -> None:
         )
     if config.distill_features and not config.distill:
         raise UsageError("--distill-features", "--distill", "--no-distill", "leave one of them out")
+    if config.label_smoothing and config.distill:
+        raise UsageError(
+            "--label-smoothing", "--no-distill, whose aim the labels are", "--distill", "leave one of them out"
+        )
     if config.distill_features and config.compile:
         raise UsageError("--distill-features", "a model that is not compiled", "--compile", "leave one of them out")
     if config.activation_checkpointing:

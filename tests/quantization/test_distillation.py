@@ -134,3 +134,9 @@ def test_what_cannot_be_compared_is_refused(trained: nn.Module) -> None:
     for options, said in (({"distill": False}, "--distill; got --no-distill"), ({"compile": True}, "got --compile")):
         with pytest.raises(UsageError, match=f"--distill-features: expected .*{said}"):
             check_tuning(QatConfig(distill_features=("first",), **options))
+
+
+def test_labels_that_have_no_part_in_the_loss_are_not_smoothed() -> None:
+    with pytest.raises(UsageError, match="--label-smoothing: expected --no-distill"):
+        check_tuning(QatConfig(label_smoothing=0.1))
+    check_tuning(QatConfig(label_smoothing=0.1, distill=False))
