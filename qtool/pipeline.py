@@ -25,12 +25,13 @@ from typing import TYPE_CHECKING, Any
 
 from qtool.artifacts import STAGES, atomic_path, has_result, write_json
 from qtool.errors import ContractError, UsageError, kind_of
-from qtool.recipe import Recipe
+from qtool.recipe import QatConfig, QuantizeConfig, Recipe
 from qtool.recipe_files import find_recipe, from_table, load_recipe, to_toml
 from qtool.source import require_run_directory
 from qtool.stages import benchmark, export, quantize, sensitivity, train
 from qtool.stages.benchmarking import measured
 from qtool.stages.common import Progress, run_of, teller
+from qtool.stages.quantization import require_options
 
 if TYPE_CHECKING:
     from qtool.exporting.stage import ExportResult
@@ -51,10 +52,13 @@ def run(
 
     ``recipe`` is a TOML file, the name of a recipe in the package, a mapping like such a file or a Recipe;
     ``overrides``, of which a Recipe takes none, are ``"train.epochs=8"`` and the like. ``out`` is ``runs/NAME`` by
-    default. Raises ContractError after all variants are done where a gate of one was not met.
+    default. Raises UsageError for options that a later stage would refuse before the first begins, and ContractError
+    after all variants are done where a gate of one was not met.
     """
     wanted, folder = _opened(recipe, out, overrides)
     tell = teller(progress)
+    for mode in wanted.variants or ():
+        require_options(*_told(wanted, mode))
     train(
         wanted.model, wanted.data, out=folder, task=wanted.task, weights=wanted.weights, config=wanted.train,
         resume=resume, progress=progress,
@@ -95,14 +99,18 @@ def _opened(
     return recipe, Path(out)
 
 
+def _told(recipe: Recipe, mode: str) -> tuple[QuantizeConfig, QatConfig | None]:
+    """What quantize is told for a variant."""
+    config = dataclasses.replace(recipe.quantize, mode=mode)
+    return config, recipe.qat if mode == "qat" or config.has_contract else None
+
+
 def _variant(recipe: Recipe, mode: str, folder: Path, resume: bool, trust: bool, progress: Progress) -> None:
     """Quantize, export and benchmark, in the variant's own folder."""
     place = folder / mode
     teller(progress)(f"{mode}: in {place}")
-    quantize(
-        folder, out=place, config=dataclasses.replace(recipe.quantize, mode=mode), trust=trust,
-        qat=recipe.qat if mode == "qat" or recipe.quantize.has_contract else None, resume=resume, progress=progress,
-    )  # fmt: skip
+    config, qat = _told(recipe, mode)
+    quantize(folder, out=place, config=config, qat=qat, trust=trust, resume=resume, progress=progress)
     export(place, config=recipe.export, trust=trust, resume=resume, progress=progress)
     if not (resume and measured(place, recipe.benchmark, teller(progress))):
         benchmark(place, config=recipe.benchmark, trust=trust, progress=progress)

@@ -268,6 +268,22 @@ def test_recipes_as_objects_need_a_place(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"qat": {"ema": 0.9, "early_stopping": 1}}, "--ema: expected"),
+        ({"quantize": {"metric": "top1"}}, "'metric': expected max_drop"),
+        ({"quantize": {"engine": "torch.ao", "weight_bits": 4}}, "--weight-bits: expected 7 or 8"),
+    ],
+)
+def test_what_a_variant_would_refuse_is_told_before_the_training(
+    options: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match=told):
+        qtool.run({"train": {"epochs": 0}, **options}, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_overrides_change_a_mapping_and_are_refused_beside_a_recipe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

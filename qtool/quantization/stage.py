@@ -143,20 +143,9 @@ def convert(
 ) -> Converted:
     """All of ``quantize`` but the last step; with ``keep`` the reference is kept although no pass asks for it."""
     check_finite(model)
-    _check_groups(config, _target(config))
-    if config.engine == "torch.ao" and config.weight_bits < 7:
-        raise UsageError("--weight-bits", "7 or 8 for engine 'torch.ao'", str(config.weight_bits), "choose pt2e")
-    if config.engine == "torch.ao" and (config.weights_only or config.activation_bits < 8):
-        flag = "--weights-only" if config.weights_only else "--activation-bits"
-        raise UsageError(flag, "--engine pt2e", "--engine torch.ao", "choose pt2e")
+    require_together(config, (tuning or QatConfig()) if config.mode == "qat" else None)
     if config.mode == "qat" and qat is None:
         raise UsageError("quantize --mode qat", "training data", "none", "give --data with training samples")
-    if config.mode == "qat":
-        check_tuning(tuning or QatConfig())
-        if config.engine != "pt2e" and tuning and tuning.distill_features:
-            raise UsageError(
-                "--distill-features", "--engine pt2e", f"--engine {config.engine}", "leave one of them out"
-            )
     if iter(calibration) is calibration:
         calibration = _again(calibration, config, keep)
     float_graph = float_form(model, example, merged=config.engine == "pt2e", axes=config.dynamic_axes or ())
@@ -175,6 +164,21 @@ def convert(
     graph = prepared.convert()
     notes = passes.correct(graph, prepared.placement, ranges)
     return Converted(graph, prepared.placement, float_graph, passes.reference, ranges, notes)
+
+
+def require_together(config: QuantizeConfig, tuning: QatConfig | None) -> None:
+    """Raises UsageError for options that exclude each other; ``tuning`` is that of a quantization that may train."""
+    _check_groups(config, _target(config))
+    if config.engine == "torch.ao" and config.weight_bits < 7:
+        raise UsageError("--weight-bits", "7 or 8 for engine 'torch.ao'", str(config.weight_bits), "choose pt2e")
+    if config.engine == "torch.ao" and (config.weights_only or config.activation_bits < 8):
+        flag = "--weights-only" if config.weights_only else "--activation-bits"
+        raise UsageError(flag, "--engine pt2e", "--engine torch.ao", "choose pt2e")
+    if tuning is None:
+        return
+    check_tuning(tuning)
+    if config.engine != "pt2e" and tuning.distill_features:
+        raise UsageError("--distill-features", "--engine pt2e", f"--engine {config.engine}", "leave one of them out")
 
 
 def _again(calibration: Iterable[Any], config: QuantizeConfig, keep: bool) -> Iterable[Any]:

@@ -133,6 +133,17 @@ def quantize(
     return quantized
 
 
+def require_options(config: QuantizeConfig, qat: QatConfig | None) -> None:
+    """Raises UsageError for what :func:`quantize` refuses of any model: told before a training, and not behind it."""
+    from qtool.quantization.stage import require_together
+    from qtool.training import rules
+
+    config, tuning = _quantize_configs(config, qat, {})
+    if tuning:
+        rules.check(tuning)
+    require_together(config, tuning)
+
+
 def _settings(config: QuantizeConfig, tuning: QatConfig | None) -> dict[str, Any]:
     return as_dict(config) | ({"qat": as_dict(tuning)} if tuning else {})
 
