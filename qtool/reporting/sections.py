@@ -204,17 +204,25 @@ def training(run: Run) -> Markup | None:
     if all(loss is None for loss in losses):
         return None
     epochs = history.get("epochs") or []
-    metric = next((k for k in (epochs[0] if epochs else {}) if k.startswith("validation_") and "loss" not in k), None)
-    scores = {}
+    metric = _deciding(result, epochs)
+    scores: dict[int, float] = {}
     if metric:
         ends = history.get("ends") or []
         if len(ends) < len(epochs):  # an earlier version did not tell
             ends = [round(len(losses) * (i + 1) / len(epochs)) for i in range(len(epochs))]
         scores = {end: epoch[metric] for end, epoch in zip(ends, epochs, strict=True) if epoch.get(metric) is not None}
     name = (metric or "").removeprefix("validation_")
-    caption = "The line falling is the training loss; the marks are the validation metric after each epoch."
+    marks = f"; the marks are the validation's {name} after each epoch" if scores else ""
+    caption = f"The line falling is the training loss{marks}."
     picture = figure(charts.curve(losses, scores, name), caption)
     return el("div", picture, _training_facts(result, history), *_chosen(result, history))
+
+
+def _deciding(result: Mapping[str, Any], epochs: list[Mapping[str, Any]]) -> str | None:
+    """What an epoch calls the metric that decides; of an earlier version's, which did not tell, the first."""
+    known = list(epochs[0]) if epochs else []
+    told = [f"validation_{result['metric']}"] if "metric" in result else [k for k in known if "loss" not in k]
+    return next((name for name in told if name in known and name.startswith("validation_")), None)
 
 
 def _chosen(result: Mapping[str, Any], history: Mapping[str, Any]) -> Iterator[Markup]:

@@ -328,6 +328,9 @@ def _commit_train(run: Path, config: TrainConfig, source: Source, result: TrainR
             run, "train", config=as_dict(config), inputs=source.inputs,
             outputs={"model": weights, **_write_adapter(folder, result)},
             metrics=result.metrics,
-            extra={"source": source.record, "history": as_dict(result.history), **_memory(found)},
+            extra={
+                "source": source.record, "history": as_dict(result.history), "metric": source.task.metric,
+                **_memory(found),
+            },
         )  # fmt: skip
     drop_checkpoints(run)

@@ -37,3 +37,13 @@ def test_epochs_are_marked_where_they_ended():
     history = {"losses": [1.0, None, *[1.0] * 8], "epochs": epochs, "ends": [8, 10]}
     page = sections.training(Run("run", Path("run"), {"train": {"history": history}}))
     assert charts.curve(history["losses"], {8: 0.5, 10: 0.75}, "top1") in str(page)
+
+
+def test_the_marks_of_a_training_are_of_the_metric_that_decides():
+    epochs = [{"loss": 1.0, "validation_loss": 0.9, "validation_area": 4.0, "validation_hinge_loss": 0.25}]
+    result = {"metric": "hinge_loss", "history": {"losses": [1.0, 0.5], "epochs": epochs, "ends": [2]}}
+    page = str(sections.training(Run("run", Path("run"), {"train": result})))
+    assert "hinge_loss 0.250" in page
+    assert "area" not in page
+    result["metric"] = "gone"
+    assert "marks" not in str(sections.training(Run("run", Path("run"), {"train": result})))

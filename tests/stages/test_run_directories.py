@@ -35,7 +35,7 @@ def test_training_returns_the_model_and_commits_it(tmp_path: Path, small_net: st
     committed = read_result(tmp_path, "train")
     assert committed["metrics"] == result.metrics
     assert committed["metrics"]["top1"] > 0.9
-    assert committed["config"]["batch_size"] == 16
+    assert (committed["config"]["batch_size"], committed["metric"]) == (16, "top1")
     assert len(committed["history"]["losses"]) == result.history.steps
     assert sorted(p.name for p in tmp_path.iterdir() if p.suffix != ".py") == ["model.safetensors", "train.json"]
 
