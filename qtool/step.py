@@ -36,6 +36,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import GraphModule
 from torch.optim import Optimizer
 
 from qtool import moved_buffers, processes
@@ -179,7 +180,14 @@ def micro_size(config: TrainConfig, halvings: int = 0, batch_size: int | None = 
 
 def fewest_samples(model: nn.Module) -> int:
     """How many a micro-batch that nobody asked for has at least: batch-norm may not train on one value per channel."""
-    return 2 if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()) else 1
+    return 2 if any(map(_is_batch_norm, model.modules())) else 1
+
+
+def _is_batch_norm(module: nn.Module) -> bool:
+    """Whether it is a batch-norm, or a captured graph with one in it."""
+    if isinstance(module, GraphModule):
+        return any(node.target is torch.ops.aten.batch_norm.default for node in module.graph.nodes)
+    return isinstance(module, nn.modules.batchnorm._BatchNorm)
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:

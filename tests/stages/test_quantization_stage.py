@@ -69,6 +69,16 @@ def test_a_killed_training_is_not_gone_on_from_with_other_quantizers(tmp_path: P
     again()
 
 
+def test_no_micro_batch_leaves_live_batch_norm_a_single_sample() -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+    train, test = (TensorDataset(torch.randn(9, 6), torch.arange(9) % 2) for _ in range(2))
+    made = qtool.quantize(
+        model, {"train": train, "validation": test, "test": test}, mode="qat", ranges="minmax", freeze_bn=1.0,
+        batch_size=4, micro_batches=2,
+    )  # fmt: skip
+    assert made(torch.randn(3, 6)).isfinite().all()
+
+
 def test_a_loader_that_shuffles_is_read_in_one_order_by_every_pass() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(128, 5))
