@@ -25,7 +25,11 @@ LOSS = "the loss, of outputs that are finite"
 
 
 class _Found(Exception):
-    """Ends the second forward pass at the layer that it names."""
+    """Ends the second forward pass at the layer that it names: whatever torch adds to the text on its way."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__(where)
+        self.where = where
 
 
 def first_bad_parameter(model: nn.Module, *, buffers: bool = False) -> str | None:
@@ -60,7 +64,7 @@ def first_bad_layer(model: nn.Module, forward: Callable[[], Any]) -> str | None:
             if _bad(forward()) and not found:
                 found.append(LOSS)
     except _Found as end:
-        found.append(str(end))
+        found.append(end.where)
     finally:
         for handle in handles:
             handle.remove()

@@ -69,6 +69,6 @@ def test_nodes_of_a_captured_graph_are_named_by_their_module():
             return self.odd(-self.first(x).abs()) + 1
 
     graph = torch.export.export(Outer(), (torch.randn(2, 3),)).module()
-    assert "odd" in first_bad_layer(graph, lambda: graph(torch.randn(2, 3)))
+    assert first_bad_layer(graph, lambda: graph(torch.randn(2, 3))) == "layer 'odd'"
     assert "forward" not in vars(graph)
     assert graph(torch.randn(2, 3)).shape == (2, 3)
