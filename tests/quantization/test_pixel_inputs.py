@@ -86,6 +86,8 @@ def test_what_a_channel_was_not_seen_to_take_is_left_on_both_sides_of_it() -> No
     assert grid.zeros.tolist() == [0.0] * 3  # of 196 values 60 are left: all below the least, or zero had no byte
     grid = grid_of(channels_of(bytes_of().clamp(40, 235).float() - 45))
     assert grid.zeros.tolist() == [35.0] * 3  # 30 below the least, which is −5, and 30 above the greatest
+    grid = grid_of(channels_of(bytes_of().clamp(40, 235).float() - 280))
+    assert grid.zeros.tolist() == [255.0] * 3  # the greatest is −45: 45 of the 60 above it, so that zero is a byte
 
 
 @pytest.mark.parametrize(
@@ -188,6 +190,19 @@ def test_what_it_leaves_as_it_is(model, target, reason) -> None:
     with pytest.raises(Declined, match=reason):
         read_pixels(given)
     assert not given.graph.graph.find_nodes(op="call_function", target=PIXELS)
+
+
+def test_a_late_value_that_is_not_finite_has_no_steps(monkeypatch) -> None:
+    monkeypatch.setattr(pixels, "ENOUGH", 1)
+    assert grid_of([*channels_of(bytes_of().float()), torch.full((3, 1), torch.nan)]) is None
+
+
+@pytest.mark.parametrize("offset", [1.0, -2.0])
+def test_an_image_is_not_padded_with_a_zero_beside_its_bytes(offset) -> None:
+    x = bytes_of().float() / 255 + offset
+    with pytest.raises(Declined, match=r"256 steps .* zeros"):  # these would be clipped to the nearest byte
+        read_pixels(subject(net(), [x]))
+    read_pixels(subject(net(0), [x]))
 
 
 def test_values_without_steps_and_small_nets_are_told_apart(monkeypatch) -> None:

@@ -16,8 +16,8 @@ the border is off by half a step at most. Where zero is midway between two bytes
 takes a runtime 0.3 ns a number, which is worth it where the network has thousands of products for each.
 
 Left as they are: inputs that anything but one convolution reads, and those whose values are no 256 steps apart: resized
-after they were made floats, or of few levels. Samples that are unlike those of the calibration are rounded to
-bytes, and clipped where these end.
+after they were made floats, or of few levels; and those that are padded with a zero which lies beside all their bytes.
+Samples that are unlike those of the calibration are rounded to bytes, and clipped where these end.
 """
 
 from __future__ import annotations
@@ -69,6 +69,11 @@ class Grid:
     def zero_point(self) -> int:
         """The one for all channels."""
         return int(self.zeros.mean().round().clamp(0, LEVELS - 1))
+
+    @property
+    def holds_zero(self) -> bool:
+        """Whether zero is rounded to a byte in each channel, and not clipped to one."""
+        return bool(((self.zeros.round() >= 0) & (self.zeros.round() <= LEVELS - 1)).all())
 
     @property
     def shift(self) -> Tensor:
@@ -135,8 +140,9 @@ def _grids(subject: Subject, stems: Mapping[str, Node]) -> dict[str, Grid]:
             if node.target in stems:
                 values[str(node.target)].append(value.transpose(0, 1).flatten(1))
     found = {name: grid for name, channels in values.items() if (grid := grid_of(channels)) is not None}
+    found = {name: grid for name, grid in found.items() if grid.holds_zero or not any(_own_padding(stems[name]))}
     if not found:
-        raise NothingToDo("the values of no input are 256 steps of one size")
+        raise NothingToDo("the values of no input are 256 steps of one size, with the zeros that a layer pads it by")
     free = {name: grid for name, grid in found.items() if not (_padding(stems[name], grid) or grid.shift.any())}
     kept = found if _is_worth_a_copy(subject) else free
     if not kept:
@@ -154,16 +160,19 @@ def grid_of(pieces: Sequence[Tensor]) -> Grid | None:
         return None
     kind: dict[str, Any] = {"dtype": torch.float64, "device": pieces[0].device}
     steps, starts = (torch.tensor(part, **kind)[:, None] for part in zip(*found, strict=True))
-    places = [(piece.double() - starts) / steps for piece in pieces]
-    if any(bool((each - each.round()).abs().max() > NOISE) for each in places):
-        return None
-    least = torch.stack([each.amin(1) for each in places]).amin(0).round()
-    most = torch.stack([each.amax(1) for each in places]).amax(0).round()
+    ends = []
+    for piece in pieces:  # one at a time, since large images are as many numbers again in float64
+        places = (piece.double() - starts) / steps
+        if not bool((places - places.round()).abs().max() <= NOISE):  # nor where one is NaN
+            return None
+        ends.append(torch.stack(places.aminmax(dim=1)))
+    least, most = torch.stack(ends)[:, 0].amin(0).round(), torch.stack(ends)[:, 1].amax(0).round()
     room = LEVELS - 1 - (most - least)
     if bool((room < 0).any()) or bool((room >= LEVELS / 2).any()):
         return None
     zeros = -starts[:, 0] / steps[:, 0] - least  # in steps above the least value that was seen, which is byte ``byte``
-    byte = (room // 2).maximum(-zeros.floor()).minimum(room).maximum(torch.zeros_like(room))
+    byte = (room // 2).maximum(-zeros.floor()).minimum(LEVELS - 1 - zeros.ceil())  # zero is a byte, where it can be
+    byte = byte.minimum(room).maximum(torch.zeros_like(room))
     return Grid(steps[:, 0].cpu(), (zeros + byte).cpu())
 
 
@@ -197,9 +206,14 @@ def _is_worth_a_copy(subject: Subject) -> bool:
     return products >= WORK * sum(math.prod(image.shape[1:]) for image in images if isinstance(image, Tensor))
 
 
+def _own_padding(conv: Node) -> list[int]:
+    """What a convolution pads by; one number for each axis, or for all."""
+    return list(_argument(conv, 4, ()))
+
+
 def _padding(conv: Node, grid: Grid) -> list[int]:
     """What the image has to be padded by ahead of its convolution, last axis first; empty where it need not be."""
-    own = list(_argument(conv, 4, ()))
+    own = _own_padding(conv)
     if not any(own) or bool(((grid.zeros - grid.zero_point).abs() <= 0.5).all()):
         return []
     axes = conv.meta["val"].dim() - 2
