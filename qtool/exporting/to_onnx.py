@@ -27,7 +27,7 @@ from torch.fx import GraphModule
 
 from qtool.artifacts import atomic_path
 from qtool.errors import QtoolError, UsageError, one_line
-from qtool.exporting import attention, norms, onnx_file, plain_forms, recurrent
+from qtool.exporting import adaptive_pools, attention, norms, onnx_file, plain_forms, recurrent
 from qtool.exporting.exporter import distinct_quantizers, quicker
 from qtool.exporting.passes import (
     activations,
@@ -167,10 +167,11 @@ def quantized_to_onnx(quantized: QuantizedModel, opset: int) -> ir.Model:
 def _translate(graph: GraphModule, example: Any, opset: int) -> tuple[ir.Model, dict[str, str], list[str | None]]:
     """The exporter's model, the unit of each value by the exporter's name for it, and the outputs' own names."""
     program = program_of(graph, example)
-    spell_pools(program.graph)
+    adaptive_pools.spell_pools(program.graph)
     plain_forms.drop_checks(program.graph)
     plain_forms.require_forms(program.graph)
     recurrent.require_forms(program.graph)
+    adaptive_pools.require_forms(program.graph)
     try:
         with quiet_exporter(), quicker(), distinct_quantizers(), whole_sequences():
             exported = _exported(program, opset)
@@ -203,7 +204,7 @@ def _exported(program: torch.export.ExportedProgram, opset: int) -> Any:
         "dynamo": True, "opset_version": opset, "verbose": False,
         "custom_translation_table": (
             attention.TRANSLATIONS | plain_forms.TRANSLATIONS | norms.translations(program.graph)
-            | recurrent.translations(program.graph)
+            | recurrent.translations(program.graph) | adaptive_pools.translations(program.graph)
         ),
     }  # fmt: skip
     plain = type(program)
@@ -231,13 +232,6 @@ def _stays(node: torch.fx.Node, decomposed: Mapping[Any, Any]) -> bool:
         return node.op != "call_module"
     target = node.target
     return isinstance(target, torch._ops.OpOverload) and target not in decomposed and not target._schema.is_mutable
-
-
-def spell_pools(graph: torch.fx.Graph) -> None:
-    """Writes an adaptive pool to one pixel as the mean that torch makes of it: the one pool without an ONNX form."""
-    for node in graph.nodes:
-        if node.target is aten.adaptive_avg_pool2d.default and list(node.args[1]) == [1, 1]:
-            node.target, node.args = aten.mean.dim, (node.args[0], [-1, -2], True)
 
 
 def _restore_inputs(model: ir.Model, wanted: set[str]) -> None:

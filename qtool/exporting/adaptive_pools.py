@@ -1,0 +1,94 @@
+"""Adaptive averages over sizes that are open, as products with matrices that are made of these sizes.
+
+Cell ``i`` of ``k`` is the mean of what lies from ``⌊i·n/k⌋`` to before ``⌈(i+1)·n/k⌉`` of ``n``. ONNX has pools of
+windows of one size only, and torch writes the window that the example has: another image is pooled to other numbers,
+or to another number of cells. With ``P[i, j]`` one over the size of cell ``i`` where ``j`` lies in it, and else 0,
+
+    y = P x    for each axis that is pooled.
+
+Refused: maxima over open sizes to more than one cell, volumes, and cells as many as another size that is open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from onnxscript import opset18 as op
+from torch.fx import Graph, Node
+
+from qtool.errors import QtoolError
+
+aten = torch.ops.aten
+
+_AVERAGES = (aten.adaptive_avg_pool1d.default, aten.adaptive_avg_pool2d.default)
+_RANKS: dict[Any, int] = {
+    aten.adaptive_avg_pool1d.default: 1, aten.adaptive_avg_pool2d.default: 2, aten.adaptive_avg_pool3d.default: 3,
+    aten.adaptive_max_pool1d.default: 1, aten.adaptive_max_pool2d.default: 2, aten.adaptive_max_pool3d.default: 3,
+}  # fmt: skip
+"""Over how many axes a pool goes."""
+
+
+def spell_pools(graph: Graph) -> None:
+    """Writes an adaptive average to one cell as a mean: torch knows one window for it, or has no form in ONNX."""
+    for node in graph.nodes:
+        rank = _RANKS.get(node.target)
+        if rank is None or "avg" not in str(node.target) or any(size != 1 for size in node.args[1]):
+            continue
+        if rank == 2 or _is_open(node, rank):
+            node.target, node.args = aten.mean.dim, (node.args[0], [-axis - 1 for axis in range(rank)], True)
+
+
+def translations(graph: Graph) -> dict[Any, Callable[..., Any]]:
+    """The forms in ONNX of a graph's adaptive averages, where sizes are open."""
+    return {node.target: averaged for node in graph.nodes if node.target in _AVERAGES and _is_open_pool(node)}
+
+
+def require_forms(graph: Graph) -> None:
+    """Raises QtoolError for an adaptive pool over open sizes that has no form here."""
+    for node in filter(_is_open_pool, graph.nodes):
+        if node.target not in _AVERAGES and any(size != 1 for size in node.args[1]):
+            found = str(node.target).split(".")[1]
+        elif not all(isinstance(size, int) for size in node.args[1]):
+            found = "as many cells as another size that is open"
+        else:
+            continue
+        raise QtoolError(
+            f"export, '{node.name}'", "a pooling that has an ONNX form over sizes that are open", found,
+            "average images to fixed numbers of cells, or leave --dynamic-axes out",
+        )  # fmt: skip
+
+
+def averaged(source: Any, output_size: Sequence[int]) -> Any:
+    """The ONNX form of ``aten::adaptive_avg_pool1d`` and ``2d``."""
+    pooled = op.MatMul(source, op.Transpose(_cells(source, -1, output_size[-1]), perm=[1, 0]))
+    return pooled if len(output_size) == 1 else op.MatMul(_cells(source, -2, output_size[0]), pooled)
+
+
+def _cells(source: Any, axis: int, count: int) -> Any:
+    """Which numbers along an axis are in which cell, divided by how many these are: count × size."""
+    end = axis + 1 if axis < -1 else None
+    size = op.Shape(source, start=axis) if end is None else op.Shape(source, start=axis, end=end)
+    column, many = op.Constant(value=ir.tensor([[i] for i in range(count)], dtype=ir.DataType.INT64)), _whole(count)
+    starts = op.Div(op.Mul(column, size), many)
+    ends = op.Div(op.Add(op.Mul(op.Add(column, _whole(1)), size), _whole(count - 1)), many)
+    places = op.Range(_whole(0), op.Squeeze(size), _whole(1))
+    inside = op.And(op.GreaterOrEqual(places, starts), op.Less(places, ends))
+    return op.Div(op.Cast(inside, to=ir.DataType.FLOAT), op.Cast(op.Sub(ends, starts), to=ir.DataType.FLOAT))
+
+
+def _whole(number: int) -> Any:
+    return op.Constant(value=ir.tensor(number, dtype=ir.DataType.INT64))
+
+
+def _is_open_pool(node: Node) -> bool:
+    rank = _RANKS.get(node.target)
+    return rank is not None and _is_open(node, rank)
+
+
+def _is_open(node: Node, rank: int) -> bool:
+    source = node.args[0]
+    assert isinstance(source, Node)
+    return not all(isinstance(size, int) for size in source.meta["val"].shape[-rank:])

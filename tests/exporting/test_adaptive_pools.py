@@ -1,0 +1,69 @@
+"""Adaptive pools over open sizes: a file pools any size as torch does, or is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime
+import pytest
+import torch
+from torch import Tensor, nn
+
+from qtool.errors import QtoolError
+from qtool.exporting.to_onnx import float_to_onnx
+from qtool.quantization.stage import float_form
+
+OPEN = {3: (2,), 4: (2, 3), 5: (2, 3, 4)}
+
+
+def made(model: nn.Module, shape: tuple[int, ...]) -> onnxruntime.InferenceSession:
+    example = torch.randn(2, 3, *shape)
+    graph = float_form(model.eval(), example, axes=OPEN[example.dim()])
+    file = float_to_onnx(graph, example, 21)
+    return onnxruntime.InferenceSession(ir.serde.serialize_model(file).SerializeToString())
+
+
+@pytest.mark.parametrize(
+    ("pool", "shape", "other"),
+    [
+        (nn.AdaptiveAvgPool1d(4), (8,), (21,)),
+        (nn.AdaptiveAvgPool1d(1), (8,), (3,)),
+        (nn.AdaptiveAvgPool2d(2), (8, 8), (13, 5)),
+        (nn.AdaptiveAvgPool2d((3, 1)), (6, 7), (4, 9)),
+        (nn.AdaptiveAvgPool2d(5), (8, 8), (3, 12)),
+        (nn.AdaptiveAvgPool2d(1), (8, 8), (13, 5)),
+        (nn.AdaptiveAvgPool3d(1), (4, 4, 4), (5, 3, 6)),
+        (nn.AdaptiveMaxPool1d(1), (8,), (3,)),
+        (nn.AdaptiveMaxPool2d(1), (8, 8), (13, 5)),
+        (nn.AdaptiveMaxPool3d(1), (4, 4, 4), (5, 3, 6)),
+    ],
+)
+def test_a_file_pools_other_sizes_than_the_examples(pool, shape, other) -> None:
+    session = made(pool, shape)
+    for sizes in (shape, other):
+        x = torch.randn(3, 3, *sizes)
+        found = session.run(None, {session.get_inputs()[0].name: x.numpy()})[0]
+        np.testing.assert_allclose(found, pool(x).numpy(), atol=1e-6)
+
+
+class AsOther(nn.Module):
+    """As many cells as the image has rows."""
+
+    def forward(self, x: Tensor) -> Any:
+        return nn.functional.adaptive_avg_pool2d(x, (2, x.shape[2]))
+
+
+@pytest.mark.parametrize(
+    ("pool", "shape"),
+    [
+        (nn.AdaptiveMaxPool1d(2), (8,)),
+        (nn.AdaptiveMaxPool2d(2), (8, 8)),
+        (nn.AdaptiveAvgPool3d(2), (4, 4, 4)),
+        (AsOther(), (8, 6)),
+    ],
+)
+def test_what_torch_would_write_for_the_examples_size_alone_is_refused(pool, shape) -> None:
+    with pytest.raises(QtoolError, match="a pooling that has an ONNX form over sizes that are open"):
+        made(pool, shape)
