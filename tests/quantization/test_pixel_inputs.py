@@ -197,6 +197,14 @@ def test_a_late_value_that_is_not_finite_has_no_steps(monkeypatch) -> None:
     assert grid_of([*channels_of(bytes_of().float()), torch.full((3, 1), torch.nan)]) is None
 
 
+def test_nothing_is_padded_for_a_runtime_that_does_so_in_half_precision() -> None:
+    x = normalized(bytes_of(), *IMAGENET)
+    with pytest.raises(Declined, match="half precision"):
+        read_pixels(subject(net(), [x], "openvino"))
+    read_pixels(subject(net(0), [x], "openvino"))
+    read_pixels(subject(net(), [normalized(bytes_of(), *HALF)], "openvino"))
+
+
 @pytest.mark.parametrize("offset", [1.0, -2.0])
 def test_an_image_is_not_padded_with_a_zero_beside_its_bytes(offset) -> None:
     x = bytes_of().float() / 255 + offset

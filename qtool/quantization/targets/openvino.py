@@ -99,6 +99,7 @@ OPENVINO = Target(
     attention=True,
     bare_moves=True,
     scales_in_float=True,
+    half_pads=True,
     block=BLOCK,
     block_outputs=2,
 )
