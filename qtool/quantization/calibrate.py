@@ -97,5 +97,7 @@ def restore_ranges(observers: Mapping[str, RangeObserver], ranges: Mapping[str, 
             )  # fmt: skip
         saved = ranges[name]
         observer.chosen = (float(saved["low"]), float(saved["high"]))
+        if observer.fixed is not None:
+            observer.fix(*observer.chosen)
         if saved.get("observed"):
             observer.histogram = Histogram.from_state(saved["observed"])

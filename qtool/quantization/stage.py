@@ -349,9 +349,35 @@ def _fix_ranges(prepared: Prepared) -> None:
         observer.limits = placed.limits
         if placed.pattern.fixed:
             observer.fix(*placed.pattern.fixed)
-    for node in prepared.placement.graph_module.graph.find_nodes(op="call_function", target=PIXELS):
-        zero = node.meta[ZERO]
-        prepared.observers[prepared.placement.name_of(node)].fix(float(-zero), float(LEVELS - 1 - zero))
+    for name, zero in _images(prepared).items():
+        prepared.observers[name].fix(float(-zero), float(LEVELS - 1 - zero))
+
+
+def _images(prepared: Prepared) -> dict[str, int]:
+    """What is quantized to its bytes, by name, and the byte that stands for zero."""
+    nodes = prepared.placement.graph_module.graph.find_nodes(op="call_function", target=PIXELS)
+    return {prepared.placement.name_of(node): node.meta[ZERO] for node in nodes}
+
+
+def _cover_images(prepared: Prepared) -> list[str]:
+    """Moves the bytes of images to where all samples have theirs; returns what to say of those that have more.
+
+    They were placed by the first samples, which may be darker than others: those of one class, say.
+    """
+    notes = []
+    for name in _images(prepared):
+        observer = prepared.observers[name]
+        least, most = round(observer.histogram.minimum), round(observer.histogram.maximum)
+        assert observer.fixed is not None
+        if observer.fixed[0] <= least and most <= observer.fixed[1]:
+            continue
+        low = min(max(least - (LEVELS - 1 - (most - least)) // 2, 1 - LEVELS), 0)
+        observer.fix(float(low), float(low + LEVELS - 1))
+        if not low <= least <= most < low + LEVELS:
+            notes.append(
+                f"pixels: '{name}' takes more than {LEVELS} steps in all samples: those at the ends are clipped"
+            )
+    return notes
 
 
 def _observe(
@@ -371,6 +397,7 @@ def _observe(
     batches = Moved(calibration, device)
     with on(device, prepared.graph):
         require_reached(prepared, calibrate(prepared.graph, batches))
+        passes.notes += _cover_images(prepared)
         if config.ranges == "network" and (reason := watch(prepared, batches, passes.report)) is not None:
             passes.notes.append(f"ranges: those of 'output', since {reason}")
     ranges = choose_ranges(prepared.observers, config)

@@ -156,6 +156,21 @@ def test_the_quantizer_gives_the_bytes(mean, deviation, padding) -> None:
     torch.testing.assert_close(integers[..., 1:-1, 1:-1] if copied_wide else integers, raw)
 
 
+@pytest.mark.parametrize(("brighter", "clipped"), [(1, False), (4, True)])
+def test_the_bytes_are_those_of_all_samples_and_not_of_the_first(brighter, clipped, tmp_path: Path) -> None:
+    dark, bright = (normalized(raw, *IMAGENET) for raw in (bytes_of(64).clamp(max=150), bytes_of(8, seed=1)))
+    made = quantize(net(0), QuantizeConfig(), example=dark[:2], calibration=[dark, bright * brighter])
+    quantizer = next(node for node in made.graph.graph.nodes if node.target in QUANTIZE)
+    places = value_of(made.graph, quantizer.args[0].name, bright * brighter)
+    ends = [((end - quantizer.args[2]) * quantizer.args[1]) for end in quantizer.args[3:5]]
+    assert (bool(places.min() < ends[0]) or bool(places.max() > ends[1])) == clipped
+    assert any("more than 256 steps" in note for note in made.plan.notes) == clipped
+    path = tmp_path / "ranges.json"
+    path.write_text(json.dumps(made.ranges))
+    again = quantize(net(0), QuantizeConfig(ranges_from=str(path)), example=dark[:2])
+    torch.testing.assert_close(again.graph(bright), made.graph(bright), rtol=0, atol=0)
+
+
 class Twice(nn.Module):
     def __init__(self) -> None:
         super().__init__()

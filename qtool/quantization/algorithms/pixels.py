@@ -18,7 +18,8 @@ in bfloat16 by itself where a CPU has AMX, which cost 2 dB more than was gained:
 
 Left as they are: inputs that anything but one convolution reads, and those whose values are no 256 steps apart: resized
 after they were made floats, or of few levels; and those that are padded with a zero which lies beside all their bytes.
-Samples that are unlike those of the calibration are rounded to bytes, and clipped where these end.
+The bytes begin where all of the calibration has them. Samples that are unlike those are rounded to bytes, and clipped
+where these end.
 """
 
 from __future__ import annotations
