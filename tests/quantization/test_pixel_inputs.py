@@ -251,6 +251,24 @@ def test_saved_steps_are_repeated_and_never_left_out(tmp_path: Path) -> None:
         quantize(net(), QuantizeConfig(ranges_from=str(path), algorithms=("smooth",)), example=x[:2])
 
 
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"scales": [0.1], "zeros": [3.0]},  # of a grey image: numbers that would fit any
+        {"scales": [0.1] * 4, "zeros": [3.0] * 4},
+        {"scales": [0.1, 0.1, 0.0], "zeros": [3.0] * 3},
+        {"scales": [0.1] * 3},
+        "damaged",
+    ],
+)
+def test_saved_steps_of_another_image_are_refused(entry) -> None:
+    given = subject(net(), [normalized(bytes_of(), *IMAGENET)])
+    given.config = QuantizeConfig(ranges_from="ranges.json")
+    given.ranges = {"input": {"pixels": entry}}
+    with pytest.raises(UsageError, match="for each of the 3 channels of 'input'"):
+        read_pixels(given)
+
+
 @pytest.mark.parametrize(("norm", "operators"), [(IMAGENET, {"Pad"}), (HALF, {"Add"}), (WHOLE, set())])
 def test_the_file_quantizes_by_channel_in_one_operator(norm, operators, tmp_path: Path) -> None:
     x = normalized(bytes_of(), *norm)

@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from qtool.errors import UsageError
 from qtool.nested import first, micro_batches
 from qtool.pixels import LEVELS, PIXELS, ZERO
 from qtool.quantization.algorithms.subject import NothingToDo, Subject
@@ -97,7 +98,7 @@ def read_pixels(subject: Subject) -> None:
         raise NothingToDo("no input is read by one integer convolution alone")
     if subject.config.ranges_from is not None:
         saved = subject.saved("pixels", stems)
-        grids = {name: _restored(entry) for name, entry in saved.items()}
+        grids = {name: _restored(name, entry, stems[name]) for name, entry in saved.items()}
     else:
         grids = _grids(subject, stems)
     for name, grid in grids.items():
@@ -111,8 +112,22 @@ def read_pixels(subject: Subject) -> None:
         subject.note(f"pixels: the bytes of {', '.join(grids)} are quantized by channel, without an error")
 
 
-def _restored(entry: Mapping[str, Any]) -> Grid:
-    return Grid(*(torch.tensor(entry[part], dtype=torch.float64) for part in ("scales", "zeros")))
+def _restored(name: str, entry: Mapping[str, Any], conv: Node) -> Grid:
+    """A saved grid. Raises UsageError where it is not one of as many channels as the convolution reads."""
+    assert isinstance(conv.args[0], Node)
+    channels = int(conv.args[0].meta["val"].shape[1])
+    try:
+        parts = [torch.tensor(entry[part], dtype=torch.float64) for part in ("scales", "zeros")]
+        found = f"{' and '.join(str(len(part)) for part in parts)} numbers"
+        fits = all(part.shape == (channels,) and bool(part.isfinite().all()) for part in parts) and parts[0].min() > 0
+    except (KeyError, TypeError, ValueError):
+        found, fits = "none", False
+    if not fits:
+        raise UsageError(
+            "--ranges-from", f"a step above 0 and a zero for each of the {channels} channels of '{name}'", found,
+            "use the ranges of the same model, or calibrate anew",
+        )  # fmt: skip
+    return Grid(*parts)
 
 
 def _stems(subject: Subject) -> dict[str, Node]:
