@@ -6,16 +6,17 @@ or to another number of cells. With ``P[i, j]`` one over the size of cell ``i`` 
 
     y = P x    for each axis that is pooled.
 
-Refused: maxima over open sizes to more than one cell, volumes, and cells as many as another size that is open.
+Refused are maxima over open sizes to more than one cell, and volumes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import onnx_ir as ir
 import torch
+from onnxscript import INT64
 from onnxscript import opset18 as op
 from torch.fx import Graph, Node
 
@@ -23,7 +24,6 @@ from qtool.errors import QtoolError
 
 aten = torch.ops.aten
 
-_AVERAGES = (aten.adaptive_avg_pool1d.default, aten.adaptive_avg_pool2d.default)
 _RANKS: dict[Any, int] = {
     aten.adaptive_avg_pool1d.default: 1, aten.adaptive_avg_pool2d.default: 2, aten.adaptive_avg_pool3d.default: 3,
     aten.adaptive_max_pool1d.default: 1, aten.adaptive_max_pool2d.default: 2, aten.adaptive_max_pool3d.default: 3,
@@ -43,40 +43,45 @@ def spell_pools(graph: Graph) -> None:
 
 def translations(graph: Graph) -> dict[Any, Callable[..., Any]]:
     """The forms in ONNX of a graph's adaptive averages, where sizes are open."""
-    return {node.target: averaged for node in graph.nodes if node.target in _AVERAGES and _is_open_pool(node)}
+    open_ones = {node.target for node in graph.nodes if _is_open_pool(node)}
+    return {target: form for target, form in _AVERAGES.items() if target in open_ones}
 
 
 def require_forms(graph: Graph) -> None:
     """Raises QtoolError for an adaptive pool over open sizes that has no form here."""
     for node in filter(_is_open_pool, graph.nodes):
         if node.target not in _AVERAGES and any(size != 1 for size in node.args[1]):
-            found = str(node.target).split(".")[1]
-        elif not all(isinstance(size, int) for size in node.args[1]):
-            found = "as many cells as another size that is open"
-        else:
-            continue
-        raise QtoolError(
-            f"export, '{node.name}'", "a pooling that has an ONNX form over sizes that are open", found,
-            "average images to fixed numbers of cells, or leave --dynamic-axes out",
-        )  # fmt: skip
+            raise QtoolError(
+                f"export, '{node.name}'", "a pooling that has an ONNX form over sizes that are open",
+                str(node.target).split(".")[1], "average images or sequences, or leave --dynamic-axes out",
+            )  # fmt: skip
 
 
-def averaged(source: Any, output_size: Sequence[int]) -> Any:
-    """The ONNX form of ``aten::adaptive_avg_pool1d`` and ``2d``."""
-    pooled = op.MatMul(source, op.Transpose(_cells(source, -1, output_size[-1]), perm=[1, 0]))
-    return pooled if len(output_size) == 1 else op.MatMul(_cells(source, -2, output_size[0]), pooled)
+def averaged(source: Any, output_size: INT64) -> Any:
+    """The ONNX form of ``aten::adaptive_avg_pool1d``."""
+    return op.MatMul(source, op.Transpose(_cells(source, -1, output_size), perm=[1, 0]))
 
 
-def _cells(source: Any, axis: int, count: int) -> Any:
-    """Which numbers along an axis are in which cell, divided by how many these are: count × size."""
-    end = axis + 1 if axis < -1 else None
-    size = op.Shape(source, start=axis) if end is None else op.Shape(source, start=axis, end=end)
-    column, many = op.Constant(value=ir.tensor([[i] for i in range(count)], dtype=ir.DataType.INT64)), _whole(count)
-    starts = op.Div(op.Mul(column, size), many)
-    ends = op.Div(op.Add(op.Mul(op.Add(column, _whole(1)), size), _whole(count - 1)), many)
-    places = op.Range(_whole(0), op.Squeeze(size), _whole(1))
-    inside = op.And(op.GreaterOrEqual(places, starts), op.Less(places, ends))
+def averaged_twice(source: Any, output_size: INT64) -> Any:
+    """The ONNX form of ``aten::adaptive_avg_pool2d``."""
+    return op.MatMul(_cells(source, -2, output_size), averaged(source, output_size))
+
+
+def _cells(source: Any, axis: int, counts: Any) -> Any:
+    """Which numbers along an axis are in which cell, divided by how many these are: cells × size."""
+    nothing, one, place = _whole(0), _whole(1), _whole(axis)
+    size, count = (op.Gather(sizes, place) for sizes in (op.Shape(source), op.Cast(counts, to=ir.DataType.INT64)))
+    column = op.Unsqueeze(op.Range(nothing, count, one), op.Constant(value_ints=[1]))
+    starts = op.Div(op.Mul(column, size), count)
+    ends = op.Div(op.Add(op.Mul(op.Add(column, one), size), op.Sub(count, one)), count)
+    numbers = op.Range(nothing, size, one)
+    inside = op.And(op.GreaterOrEqual(numbers, starts), op.Less(numbers, ends))
     return op.Div(op.Cast(inside, to=ir.DataType.FLOAT), op.Cast(op.Sub(ends, starts), to=ir.DataType.FLOAT))
+
+
+_AVERAGES: dict[Any, Callable[..., Any]] = {
+    aten.adaptive_avg_pool1d.default: averaged, aten.adaptive_avg_pool2d.default: averaged_twice,
+}  # fmt: skip
 
 
 def _whole(number: int) -> Any:
