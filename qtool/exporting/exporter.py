@@ -20,6 +20,7 @@ keeps both.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -88,7 +89,9 @@ def _keep_registry(undo: contextlib.ExitStack) -> None:
             with contextlib.ExitStack() as block:
                 _replace(block, TracedOnnxFunction, "function_ir", named)
                 _REGISTRIES[opset_version] = build(cls, opset_version=opset_version)
-        return _REGISTRIES[opset_version]
+        own = copy.copy(_REGISTRIES[opset_version])  # for this call, which adds the forms of its own graph
+        own.functions = {target: list(forms) for target, forms in own.functions.items()}
+        return own
 
     _replace(undo, ONNXRegistry, "from_torchlib", classmethod(kept))
 

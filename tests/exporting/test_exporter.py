@@ -15,7 +15,7 @@ from torch.onnx._internal.exporter._registration import ONNXRegistry
 
 from qtool.exporting import to_onnx
 from qtool.form import QuantizedModel, quantize_nodes
-from qtool.quantization.stage import quantize
+from qtool.quantization.stage import float_form, quantize
 from qtool.recipe import QuantizeConfig
 
 
@@ -33,6 +33,13 @@ def test_the_file_is_the_same_with_and_without(
     quick = [written(make) for make in makers]
     monkeypatch.setattr(to_onnx, "quicker", contextlib.nullcontext)
     assert quick == [written(make) for make in makers]
+
+
+def test_forms_that_one_graph_asks_for_are_not_there_for_the_next() -> None:
+    pool, example = nn.AdaptiveAvgPool2d(2), torch.randn(2, 3, 5, 5)
+    graphs = [float_form(pool, example, axes=axes) for axes in ((), (2, 3), ())]
+    first, _, last = (written(lambda graph=graph: to_onnx.float_to_onnx(graph, example, 21)) for graph in graphs)
+    assert first == last
 
 
 def test_mixed_types_are_still_cast() -> None:
