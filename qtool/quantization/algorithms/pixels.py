@@ -101,6 +101,8 @@ def read_pixels(subject: Subject) -> None:
         grids = {name: _restored(name, entry, stems[name]) for name, entry in saved.items()}
     else:
         grids = _grids(subject, stems)
+    if not grids:
+        return
     for name, grid in grids.items():
         _rewrite(subject.graph, stems[name], grid)
         entry = {"scales": grid.scales.tolist(), "zeros": grid.zeros.tolist()}
@@ -108,8 +110,7 @@ def read_pixels(subject: Subject) -> None:
     subject.graph.graph.eliminate_dead_code()
     subject.graph.recompile()
     subject.placement = Placement(subject.graph, subject.placement.target, subject.placement.overrides)
-    if grids:
-        subject.note(f"pixels: the bytes of {', '.join(grids)} are quantized by channel, without an error")
+    subject.note(f"pixels: the bytes of {', '.join(grids)} are quantized by channel, without an error")
 
 
 def _restored(name: str, entry: Mapping[str, Any], conv: Node) -> Grid:
