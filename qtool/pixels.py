@@ -5,13 +5,12 @@ round that to other numbers than it can be; one of each for every channel gives 
 
     u_c = round((x_c + h_c) / s_c) + z_c,
 
-``s`` the step of a channel, ``h`` a fraction of it that keeps halves away from the rounding, ``z`` whole numbers. The
-image is padded with zeros first. A runtime quantizes by channel so, at no cost.
+``s`` the step of a channel, ``h`` a fraction of it that keeps halves away from the rounding, ``z`` whole numbers. One
+channel more may hold the same whole number everywhere: a convolution that pads with zeros tells by it where the image
+is. A runtime quantizes by channel so, at no cost.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -23,20 +22,26 @@ ZERO = "pixels_zero"
 
 @torch.library.custom_op(
     "qtool::pixels", mutates_args=(),
-    schema="(Tensor x, Tensor scale, Tensor zero_point, Tensor shift, int[] padding) -> Tensor",
+    schema="(Tensor x, Tensor scale, Tensor zero_point, Tensor shift, float? inside) -> Tensor",
 )  # fmt: skip
-def pixels(x: Tensor, scale: Tensor, zero_point: Tensor, shift: Tensor, padding: Sequence[int]) -> Tensor:
+def pixels(x: Tensor, scale: Tensor, zero_point: Tensor, shift: Tensor, inside: float | None) -> Tensor:
     """Whole numbers in float32, N × C × sizes; not clipped to any range, which the quantizer behind it does.
 
-    ``scale``, ``zero_point`` and ``shift`` are C × 1 × … each; ``padding`` is ``aten::constant_pad_nd``'s.
+    ``x`` is of any type, ``scale``, ``zero_point`` and ``shift`` are C × 1 × … each. ``inside`` is what one channel
+    more is full of.
     """
-    padded = torch.nn.functional.pad(x, list(padding)) if any(padding) else x
-    return ((padded + shift) / scale).round() + zero_point
+    whole = ((x.float() + shift) / scale).round() + zero_point
+    return whole if inside is None else _with_channel(whole, inside)
 
 
 @pixels.register_fake
-def _shape(x: Tensor, scale: Tensor, zero_point: Tensor, shift: Tensor, padding: Sequence[int]) -> Tensor:
-    return torch.nn.functional.pad(x, list(padding)) if any(padding) else torch.empty_like(x)
+def _shape(x: Tensor, scale: Tensor, zero_point: Tensor, shift: Tensor, inside: float | None) -> Tensor:
+    whole = torch.empty_like(x, dtype=torch.float32)
+    return whole if inside is None else _with_channel(whole, inside)
+
+
+def _with_channel(x: Tensor, value: float) -> Tensor:
+    return torch.cat([x, torch.full_like(x[:, :1], value)], 1)
 
 
 PIXELS = torch.ops.qtool.pixels.default

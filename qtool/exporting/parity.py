@@ -21,7 +21,8 @@ and then the difference is reported instead of required to be none.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +37,11 @@ from qtool.exporting.drawn import drawn
 from qtool.exporting.gates import Gate
 from qtool.exporting.integer_reference import IntegerReference
 from qtool.exporting.simulation import QuantizerRecorder
-from qtool.form import QuantizedModel
+from qtool.form import QuantizedModel, quantize_nodes, unit_of
 from qtool.lstm import OPERATOR
 from qtool.machine import VNNI, cpu_info
 from qtool.nested import num_samples, samples_of, tensors
+from qtool.pixels import PIXELS
 from qtool.runtimes import open_session
 from qtool.runtimes.base import to_array
 from qtool.runtimes.ort import OrtSession
@@ -81,7 +83,8 @@ def cut(model: onnx.ModelProto) -> onnx.ModelProto:
 def unit_parity(quantized: QuantizedModel, path: Path, samples: Sequence[Any]) -> Gate:
     """Whether every unit of the file gives the integers of the torch graph; ``samples`` are batches of inputs."""
     model = onnx.load(str(path))
-    names = [node.output[0] for node in model.graph.node if node.op_type == "QuantizeLinear"]
+    quantizers = {node.name: node.output[0] for node in model.graph.node if node.op_type == "QuantizeLinear"}
+    names, kept = list(quantizers.values()), _kept(quantized, quantizers)
     outputs = [value.name for value in model.graph.output]
     shapes = _shapes(model)
     recorder = QuantizerRecorder(quantized)
@@ -95,20 +98,28 @@ def unit_parity(quantized: QuantizedModel, path: Path, samples: Sequence[Any]) -
         session = OrtSession(cut_path, threads=threads_for(parts), optimize=own, rounds=False)
         order = [info.name for info in session.outputs]
         for batch in samples:
-            integers, output = recorder.record(batch)
+            recorded, output = recorder.record(batch)
+            integers, ties = (list(compress(parts, kept)) for parts in (recorded, recorder.ties))
             fed = {f"{n}/fed": _as_shape(v, shapes.get(n)) for n, v in zip(names, integers, strict=True)}
             wanted = {info.name for info in session.inputs}
             feeds = {**feeds_of(model, batch), **fed}
             got = dict(zip(order, session.run({k: v for k, v in feeds.items() if k in wanted}), strict=True))
-            for name, expected, ties in zip(names, integers, recorder.ties, strict=True):
+            for name, expected, near in zip(names, integers, ties, strict=True):
                 if name not in random:
-                    units[name].add(expected, _first_channels(got[name], expected), ties)
+                    units[name].add(*_shared_channels(expected, got[name], near))
             for name, value in zip(outputs, tensors(output), strict=False):
                 if name not in random:
                     worst_float = max(worst_float, _relative_error(value, got[name]))
         session.close()
     left_out = [units.pop(name) for name in names if name in random]
     return _unit_gate(units, worst_float, sum(num_samples(batch) for batch in samples), len(left_out))
+
+
+def _kept(quantized: QuantizedModel, names: Collection[str]) -> list[bool]:
+    """For each quantizer of the graph whether the file has it too: the bytes of an image are what the file is given."""
+    nodes = quantize_nodes(quantized.graph)
+    images = [getattr(node.args[0], "target", None) is PIXELS for node in nodes]
+    return [not image or f"{unit_of(node)}/quantize" in names for node, image in zip(nodes, images, strict=True)]
 
 
 class _Unit:
@@ -225,17 +236,26 @@ def _shapes(model: onnx.ModelProto) -> dict[str, list[int]]:
 
 
 def _as_shape(value: Array, shape: list[int] | None) -> Array:
-    """``value`` as the file has it: with unit axes that the graph dropped behind it, and channels that it fills up."""
+    """``value`` as the file has it: with unit axes that the graph dropped, and the channels that are quantized there.
+
+    A file fills channels up for its kernels, and puts one that holds a single number behind the quantizer.
+    """
     if shape is None:
         return value
     value = value.reshape(*value.shape, *[1] * (len(shape) - value.ndim))
-    added = shape[1] - value.shape[1] if len(shape) > 1 else 0
-    return np.pad(value, [(0, added if axis == 1 else 0) for axis in range(value.ndim)]) if added > 0 else value
+    added = shape[1] - value.shape[1] if len(shape) > 1 and shape[1] else 0
+    if added < 0:
+        return value[:, :added]
+    return np.pad(value, [(0, added if axis == 1 else 0) for axis in range(value.ndim)])
 
 
-def _first_channels(value: Array, like: Array) -> Array:
-    """``value`` without the channels that the file fills up."""
-    return value[:, : like.shape[1]] if like.ndim > 1 else value
+def _shared_channels(expected: Array, got: Array, ties: Array) -> tuple[Array, Array, Array]:
+    """The channels that both the graph and the file quantize, and the places of ties among these."""
+    if expected.ndim < 2 or expected.shape[1] == got.shape[1]:
+        return expected, got, ties
+    count = min(expected.shape[1], got.shape[1])
+    tied = np.isin(np.arange(expected.size), ties).reshape(expected.shape)
+    return expected[:, :count], got[:, :count], np.flatnonzero(tied[:, :count])
 
 
 def _relative_error(expected: Tensor, got: Array) -> float:

@@ -9,7 +9,7 @@ each 3.3 and not 4.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import onnx_ir as ir
@@ -90,15 +90,17 @@ def averaged(**kind: Any) -> Callable[..., Any]:
     return resized
 
 
-def bytes_of(source: Any, scale: Any, zero_point: Any, shift: Any, padding: Sequence[int]) -> Any:
+def bytes_of(source: Any, scale: Any, zero_point: Any, shift: Any, inside: float | None) -> Any:
     """The ONNX form of ``qtool::pixels``."""
-    if any(padding):
-        ends = [0] * (2 * len(source.shape))
-        for place, amount in enumerate(padding):
-            axis, end = len(source.shape) - 1 - place // 2, place % 2
-            ends[axis + end * len(source.shape)] = amount
-        source = op.Pad(source, op.Constant(value_ints=ends))
-    return op.Add(op.Round(op.Div(op.Add(source, shift), scale)), zero_point)
+    rank = len(source.shape)
+    if source.dtype != ir.DataType.FLOAT:
+        source = op.Cast(source, to=ir.DataType.FLOAT)
+    whole = op.Add(op.Round(op.Div(op.Add(source, shift), scale)), zero_point)
+    if inside is None:
+        return whole
+    ends = [0] * (2 * rank)
+    ends[rank + 1] = 1
+    return op.Pad(whole, op.Constant(value_ints=ends), op.Constant(value_float=inside))
 
 
 TRANSLATIONS = {

@@ -7,7 +7,7 @@ copy of the input's bytes:
 
     x'[c] = x[c], z for the channels that are new;    W'[o, c] = W[o, c], 0 for these.
 
-An image that is padded ahead of its quantizer gets them there. No product changes. Left alone: layers behind the first,
+No product changes. Left alone: layers behind the first,
 where channels lie side by side and filling them up takes longer than it saves; fewer than 16 outputs, which gain less
 than the copy; pointwise and grouped convolutions; 16 channels and more; and a single channel under more than 3×3 taps,
 which would become four times the products. A file grows by 2 % of its constants at most. Of stride 2, an image's first
@@ -58,36 +58,22 @@ def _suitable(node: ir.Node) -> npt.NDArray[np.int8] | None:
 
 
 def _reads_an_input(conv: ir.Node) -> bool:
-    """Whether a convolution reads an input of the file, of known rank, quantized with one zero point."""
+    """Whether a convolution reads an input of the file, of known rank, with one zero point."""
     source = conv.inputs[0].producer() if conv.inputs[0] is not None else None
     integers = source.inputs[0] if source is not None else None
-    quantize = integers.producer() if integers is not None else None
-    if source is None or integers is None or integers.shape is None or quantize is None:
+    if source is None or integers is None or integers.shape is None:
         return False
-    zeros, image = zeros_of(source), _image(quantize)
-    whole = zeros is not None and not zeros.ndim and image is not None and image.is_graph_input()
-    return whole and quantize.op_type == "QuantizeLinear"
+    zeros, image = zeros_of(source), _image(integers)
+    return zeros is not None and not zeros.ndim and image is not None and image.is_graph_input()
 
 
-def _image(quantize: ir.Node) -> ir.Value | None:
-    """What is quantized, before stored numbers were added to it and it was padded."""
-    image = quantize.inputs[0]
-    while image is not None and (node := image.producer()) is not None and node.op_type in ("Add", "Pad"):
-        other = node.inputs[1] if len(node.inputs) == 2 else None
-        if other is None or other.const_value is None:
-            break
-        image = node.inputs[0]
-    return image
-
-
-def _pad_before(quantize: ir.Node) -> ir.Node | None:
-    """What pads with zeros by stored amounts, and only for a quantizer by channel."""
-    pad = quantize.inputs[0].producer() if quantize.inputs[0] is not None else None
-    if pad is None or pad.op_type != "Pad" or len(pad.outputs[0].uses()) > 1:
-        return None
-    stored = [pad.inputs[1], *quantize.inputs[1:3]]
-    known = all(value is not None and value.const_value is not None for value in stored)
-    return pad if known and quantize.attributes.get_int("axis", 0) == 1 else None
+def _image(value: ir.Value | None) -> ir.Value | None:
+    """What integers are of, before it was shifted by stored numbers, quantized, and had a channel put to it."""
+    for kind in ("Pad", "QuantizeLinear", "Add"):
+        node = value.producer() if value is not None else None
+        if node is not None and node.op_type == kind and all(other and other.const_value for other in node.inputs[1:]):
+            value = node.inputs[0]
+    return value
 
 
 def _rewrite(model: ir.Model, node: ir.Node, taps: npt.NDArray[np.int8], missing: int) -> None:
@@ -99,35 +85,8 @@ def _rewrite(model: ir.Model, node: ir.Node, taps: npt.NDArray[np.int8], missing
     dequantized(model, node, 1, [stored, *weight.inputs[1:]], f"{name}/weight/even/dequantized")
     source = node.inputs[0].producer() if node.inputs[0] is not None else None
     assert source is not None
-    integers = source.inputs[0]
-    quantize = integers.producer() if integers is not None else None
-    assert quantize is not None
-    pad = _pad_before(quantize)
-    filled = _filled(model, source, missing, name) if pad is None else _padded(model, source, quantize, pad, missing)
+    filled = _filled(model, source, missing, name)
     dequantized(model, node, 0, [filled, *source.inputs[1:]], f"{name}/input/even")
-
-
-def _padded(model: ir.Model, source: ir.Node, quantize: ir.Node, pad: ir.Node, missing: int) -> ir.Value:
-    """The integers of a quantizer by channel, whose image gets channels more where it is padded: of the zero point."""
-    zeros = zeros_of(source)
-    assert zeros is not None
-    amounts, scales, zero_points = (
-        value.const_value.numpy() for value in (pad.inputs[1], *quantize.inputs[1:3]) if value and value.const_value
-    )
-    wide = amounts.copy()
-    wide[len(wide) // 2 + 1] += missing
-    pad.replace_input_with(1, constant(model, f"{pad.name}/even/amounts", wide))
-    more = {
-        "scales": np.append(scales, np.ones(missing, scales.dtype)),
-        "zero_points": np.append(zero_points, np.full(missing, zeros, zero_points.dtype)),
-    }
-    for index, (part, numbers) in enumerate(more.items(), 1):
-        quantize.replace_input_with(index, constant(model, f"{quantize.name}/even/{part}", numbers))
-    for value in (pad.outputs[0], quantize.outputs[0]):
-        assert value.shape is not None
-        batch, channels, *sizes = list(value.shape)
-        value.shape = ir.Shape([batch, int(str(channels)) + missing, *sizes])
-    return quantize.outputs[0]
 
 
 def _filled(model: ir.Model, source: ir.Node, missing: int, name: str) -> ir.Value:

@@ -10,16 +10,21 @@ a half, every one lies midway between two integers. With a scale for each channe
 into the weights that read the image and the rest into their bias (``qtool/pixels.py`` has the operator). Rounding the
 input is a fifth of all error in a ResNet-20, an eighth in a ViT and a tenth in a MobileNetV2.
 
+A model that normalises by itself, ``f_c p + h_c``, is the same with other scales and zeros: its products and sums go
+the same way, and what it is given is quantized. Bytes that it is given as such are not even that.
+
 The steps are found in the calibration samples: differences of values that were seen, fitted to all of them. Where a
-convolution pads with zeros, and these are another byte in each channel, the image is padded before it is rounded, and
-the border is off by half a step at most. Where zero is midway between two bytes, half a step is added first. Either
-takes a runtime 0.3 to 0.5 ns a number, which is worth it where the network has many products for each. OpenVINO pads
-in bfloat16 by itself where a CPU has AMX, which cost 2 dB more than was gained: for it nothing is padded.
+convolution pads with zeros, and these are another byte in each channel, one channel more holds a number ``m`` within
+the image and Z around it, and the rest has a weight there in place of the bias,
+
+    Σ W_c x_c = Σ (W_c s_c) u + V m,    V = Σ W_c s_c (Z − ζ_c) / m,
+
+which is exact at the border too. Where zero is midway between two bytes, half a step is added first. Either takes a
+runtime some time, which is worth it where the network has many products for each number of the image.
 
 Left as they are: inputs that anything but one convolution reads, and those whose values are no 256 steps apart: resized
-after they were made floats, or of few levels; and those that are padded with a zero which lies beside all their bytes.
-The bytes begin where all of the calibration has them. Samples that are unlike those are rounded to bytes, and clipped
-where these end.
+after they were made floats, or of few levels. The bytes begin where all of the calibration has them. Samples that are
+unlike those are rounded to bytes, and clipped where these end.
 """
 
 from __future__ import annotations
@@ -39,9 +44,10 @@ from qtool.nested import first, micro_batches
 from qtool.pixels import LEVELS, PIXELS, ZERO
 from qtool.quantization.algorithms.subject import NothingToDo, Subject
 from qtool.quantization.algorithms.walk import arranged
-from qtool.quantization.capture import CONVOLUTIONS, aten, call_before, set_parameter
+from qtool.quantization.capture import CONVOLUTIONS, aten, call_before, parameter, set_parameter
 from qtool.quantization.placement import Placement
 from qtool.quantization.residence import device_of
+from qtool.quantization.rewrites.affines import affine_at
 from qtool.quantization.rewrites.input_affines import fold, owns_weights
 from qtool.quantization.rewrites.norms import readers_of
 from qtool.quantization.targets.base import UINT8
@@ -57,6 +63,8 @@ NOISE = 0.01
 """How far off its step a value may be, in steps: float32 is off by some 10⁻⁵."""
 WORK = 10_000
 """Products for each number of an image from which on a copy of it takes about a hundredth of the time, or less."""
+WORD = 4
+"""Channels that kernels take at once."""
 HALVES = 0.48
 """From here on a fraction is so near a half that rounding it is in doubt."""
 
@@ -74,15 +82,56 @@ class Grid:
         return int(self.zeros.mean().round().clamp(0, LEVELS - 1))
 
     @property
-    def holds_zero(self) -> bool:
-        """Whether zero is rounded to a byte in each channel, and not clipped to one."""
-        return bool(((self.zeros.round() >= 0) & (self.zeros.round() <= LEVELS - 1)).all())
+    def is_even(self) -> bool:
+        """Whether the zero point is the byte nearest to zero in each channel."""
+        return bool(((self.zeros - self.zero_point).abs() <= 0.5).all())
 
     @property
     def shift(self) -> Tensor:
         """What keeps the numbers of a channel away from halves of a step; 0 where they are."""
         fraction = self.zeros - self.zeros.round()
         return self.scales * fraction * (fraction.abs() > HALVES).any()
+
+    def behind(self, factor: Tensor, shift: Tensor) -> Grid:
+        """The steps of ``factor · x + shift``, of the same bytes."""
+        return Grid(self.scales * factor, self.zeros - shift / (self.scales * factor))
+
+
+@dataclass(frozen=True)
+class Stem:
+    """The convolution that alone reads an input of the model, which may be moved and normalised on the way.
+
+    ``moves`` change the order of its axes or its type; ``factor`` and ``shift``, float64 of length C or 1, normalise.
+    """
+
+    source: Node
+    conv: Node
+    moves: tuple[Node, ...]
+    factor: Tensor
+    shift: Tensor
+
+    @property
+    def image(self) -> Tensor:
+        """What the convolution reads, without its numbers."""
+        assert isinstance(self.conv.args[0], Node)
+        image: Tensor = self.conv.args[0].meta["val"]
+        return image
+
+    @property
+    def pads(self) -> bool:
+        """Whether the convolution does."""
+        return any(_argument(self.conv, 4, ()))
+
+    @property
+    def normalizes(self) -> bool:
+        """Whether the model has a product, a sum or a change of type, which take time themselves."""
+        return self.source.meta["val"].dtype != self.image.dtype or bool((self.factor != 1).any() or self.shift.any())
+
+    def channels_of(self, value: Tensor) -> Tensor:
+        """The numbers of each channel of a value of the input, C × numbers."""
+        for move in self.moves:
+            value = move.target(value, *move.args[1:])  # type: ignore[operator]
+        return value.transpose(0, 1).flatten(1)
 
 
 @torch.no_grad()
@@ -113,14 +162,14 @@ def read_pixels(subject: Subject) -> None:
     subject.note(f"pixels: the bytes of {', '.join(grids)} are quantized by channel, without an error")
 
 
-def _restored(name: str, entry: Mapping[str, Any], conv: Node) -> Grid:
+def _restored(name: str, entry: Mapping[str, Any], stem: Stem) -> Grid:
     """A saved grid. Raises UsageError where it is not one of as many channels as the convolution reads."""
-    assert isinstance(conv.args[0], Node)
-    channels = int(conv.args[0].meta["val"].shape[1])
+    channels = stem.image.shape[1]
     try:
         parts = [torch.tensor(entry[part], dtype=torch.float64) for part in ("scales", "zeros")]
         found = f"{' and '.join(str(len(part)) for part in parts)} numbers"
-        fits = all(part.shape == (channels,) and bool(part.isfinite().all()) for part in parts) and parts[0].min() > 0
+        fits = all(part.shape == (channels,) and bool(part.isfinite().all()) for part in parts)
+        fits &= bool((parts[0] > 0).all())
     except (KeyError, TypeError, ValueError):
         found, fits = "none", False
     if not fits:
@@ -131,24 +180,54 @@ def _restored(name: str, entry: Mapping[str, Any], conv: Node) -> Grid:
     return Grid(*parts)
 
 
-def _stems(subject: Subject) -> dict[str, Node]:
+def _stems(subject: Subject) -> dict[str, Stem]:
     """The integer convolutions that alone read an input of the model, by the input's name."""
     readers, placement = readers_of(subject.graph), subject.placement
+    layers = {placed.anchor: placed for placed in placement.layers}
     found = {}
-    for placed in placement.layers:
-        conv, source = placed.anchor, placed.anchor.args[0]
-        assert isinstance(source, Node)
-        others = [user for user in source.users if user is not conv and user.target is not aten.sym_size.int]
+    for node in subject.graph.graph.find_nodes(op="placeholder"):
+        stem = _stem(subject.graph, node)
+        if stem is None or (placed := layers.get(stem.conv)) is None:
+            continue
+        conv, read = stem.conv, stem.conv.args[0]
+        assert isinstance(read, Node)
         plain = conv.target in CONVOLUTIONS[:3] and _argument(conv, 6, 1) == 1 and owns_weights(conv, readers)
-        alone = source.op == "placeholder" and placed.operands == [source] and not others
-        if plain and alone and conv.meta["val"].dim() == source.meta["val"].dim():
-            few = source.meta["val"].shape[1] <= MOST_CHANNELS
-            if few and placement.activation_format(source) == UINT8:
-                found[str(source.target)] = conv
+        alone = placed.operands == [read] and conv.meta["val"].dim() == read.meta["val"].dim()
+        if plain and alone and stem.image.shape[1] <= MOST_CHANNELS and placement.activation_format(read) == UINT8:
+            found[str(node.target)] = stem
     return found
 
 
-def _grids(subject: Subject, stems: Mapping[str, Node]) -> dict[str, Grid]:
+def _stem(graph: GraphModule, source: Node) -> Stem | None:
+    """The convolution that alone reads an input, behind what moves and normalises it; None where anything else does."""
+    node, moves = source, []
+    factor, shift = torch.ones(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
+    while (reader := _only_reader(node)) is not None and reader.target not in CONVOLUTIONS:
+        if (found := affine_at(graph, reader, {node}, whole=True)) is not None:
+            node, _, more, plus = found
+            factor, shift = factor * more.cpu(), shift * more.cpu() + plus.cpu()
+        elif _keeps_numbers(reader) and len(factor) == len(shift) == 1:
+            node = reader
+            moves.append(reader)
+        else:
+            return None
+    value = node.meta["val"]
+    fits = isinstance(value, Tensor) and value.dim() > 2 and isinstance(value.shape[1], int) and bool(factor.all())
+    return Stem(source, reader, tuple(moves), factor, shift) if reader is not None and fits else None
+
+
+def _keeps_numbers(node: Node) -> bool:
+    """Whether an operator changes the order of axes, or makes floats of at least 32 bits."""
+    wide = node.target is aten.to.dtype and node.args[1] in (torch.float32, torch.float64)
+    return wide or node.target in (aten.permute.default, aten.transpose.int)
+
+
+def _only_reader(node: Node) -> Node | None:
+    readers = [user for user in node.users if user.target is not aten.sym_size.int]
+    return readers[0] if len(readers) == 1 else None
+
+
+def _grids(subject: Subject, stems: Mapping[str, Stem]) -> dict[str, Grid]:
     """The grids of those inputs whose values lie on one, over a few samples, and that are worth what they take."""
     names = [node for node in subject.graph.graph.nodes if node.op == "placeholder"]
     values: dict[str, list[Tensor]] = {name: [] for name in stems}
@@ -156,20 +235,28 @@ def _grids(subject: Subject, stems: Mapping[str, Node]) -> dict[str, Grid]:
     for sample in islice(samples, SAMPLES):
         for node, value in zip(names, arranged(sample, names), strict=True):
             if node.target in stems:
-                values[str(node.target)].append(value.transpose(0, 1).flatten(1))
-    found = {name: grid for name, channels in values.items() if (grid := grid_of(channels)) is not None}
-    found = {name: grid for name, grid in found.items() if grid.holds_zero or not any(_own_padding(stems[name]))}
+                values[str(node.target)].append(stems[str(node.target)].channels_of(value))
+    found = {}
+    for name, channels in values.items():
+        grid = _bytes(stems[name].image.shape[1]) if _is_bytes(stems[name].source) else grid_of(channels)
+        if grid is not None:
+            found[name] = grid
     if not found:
-        raise NothingToDo("the values of no input are 256 steps of one size, with the zeros that a layer pads it by")
-    if subject.placement.target.half_pads:
-        found = {name: grid for name, grid in found.items() if not _padding(stems[name], grid)}
-    if not found:
-        raise NothingToDo("the runtime may pad an image in half precision, which its bytes are lost in")
-    free = {name: grid for name, grid in found.items() if not (_padding(stems[name], grid) or grid.shift.any())}
+        raise NothingToDo("the values of no input are 256 steps of one size")
+    free = {name: grid for name, grid in found.items() if not _takes_a_copy(stems[name], grid)}
     kept = found if _is_worth_a_copy(subject) else free
     if not kept:
         raise NothingToDo("the network is so small that a copy of its image would take a hundredth of its time")
     return kept
+
+
+def _is_bytes(source: Node) -> bool:
+    return bool(source.meta["val"].dtype == torch.uint8)
+
+
+def _bytes(channels: int) -> Grid:
+    """The steps of bytes."""
+    return Grid(torch.ones(channels, dtype=torch.float64), torch.zeros(channels, dtype=torch.float64))
 
 
 def grid_of(pieces: Sequence[Tensor]) -> Grid | None:
@@ -228,40 +315,69 @@ def _is_worth_a_copy(subject: Subject) -> bool:
     return products >= WORK * sum(math.prod(image.shape[1:]) for image in images if isinstance(image, Tensor))
 
 
-def _own_padding(conv: Node) -> list[int]:
-    """What a convolution pads by; one number for each axis, or for all."""
-    return list(_argument(conv, 4, ()))
+def _needs_channel(stem: Stem, grid: Grid) -> bool:
+    """Whether the zeros that a convolution pads with are other bytes than the zero point."""
+    return stem.pads and not grid.behind(stem.factor, stem.shift).is_even
 
 
-def _padding(conv: Node, grid: Grid) -> list[int]:
-    """What the image has to be padded by ahead of its convolution, last axis first; empty where it need not be."""
-    own = _own_padding(conv)
-    if not any(own) or bool(((grid.zeros - grid.zero_point).abs() <= 0.5).all()):
-        return []
-    axes = conv.meta["val"].dim() - 2
-    return [amount for amount in reversed(own * (axes // len(own))) for _ in range(2)]
+def _takes_a_copy(stem: Stem, grid: Grid) -> bool:
+    """Whether a runtime makes a copy of the image for this that it would not make otherwise.
+
+    A channel takes none where a kernel wants them by fours (``exporting/passes/even_inputs.py``), or where what the
+    model did before takes as long.
+    """
+    if grid.shift.any():
+        return True
+    strides = _argument(stem.conv, 3, (1,))
+    filled = set(strides) == {1} and (stem.image.shape[1] + 1) % WORD == 0
+    return _needs_channel(stem, grid) and not (filled or stem.normalizes)
 
 
-def _rewrite(graph: GraphModule, conv: Node, grid: Grid) -> None:
+def _rewrite(graph: GraphModule, stem: Stem, grid: Grid) -> None:
     """Puts the operator between an input and its convolution, and into the latter's weights what it takes out."""
-    source = conv.args[0]
-    assert isinstance(source, Node)
-    padding, zero = _padding(conv, grid), grid.zero_point
+    conv, meant = stem.conv, grid.behind(stem.factor, stem.shift)
+    zero, rest = meant.zero_point, meant.scales * (meant.zero_point - meant.zeros)
+    inside = _add_channel(graph, conv, meant.scales, rest, zero) if _needs_channel(stem, grid) else None
     parts = {"scale": grid.scales, "zero_point": grid.zeros.round() - zero, "shift": grid.shift}
     stored = []
     for part, value in parts.items():
-        name, column = f"{source.target}_pixels_{part}", value.reshape([-1] + [1] * (conv.meta["val"].dim() - 2))
+        name, column = f"{stem.source.target}_pixels_{part}", value.reshape([-1] + [1] * (conv.meta["val"].dim() - 2))
         set_parameter(graph, name, column.float().to(device_of(graph)))
         with conv.graph.inserting_before(conv):
             stored.append(conv.graph.get_attr(name))
-        stored[-1].meta["val"] = source.meta["val"].new_empty(column.shape)
-    made = call_before(conv, PIXELS, source, *stored, padding)
-    made.meta |= {"unit": str(source.target), ZERO: zero}
+        stored[-1].meta["val"] = stem.image.new_empty(column.shape)
+    image = stem.source
+    for move in stem.moves:
+        if move.target is not aten.to.dtype:  # the operator takes any
+            image = call_before(move, move.target, image, *move.args[1:])
+    made = call_before(conv, PIXELS, image, *stored, inside)
+    made.meta |= {"unit": str(stem.source.target), ZERO: zero}
     conv.update_arg(0, made)
-    if padding:
-        conv.update_arg(4, [0] * (len(padding) // 2))
-    device = device_of(graph)
-    fold(graph, conv, grid.scales.to(device), (grid.scales * (zero - grid.zeros)).to(device))
+    if inside is None:
+        fold(graph, conv, meant.scales.to(device_of(graph)), rest.to(device_of(graph)))
+
+
+def _add_channel(graph: GraphModule, conv: Node, scales: Tensor, rest: Tensor, zero: int) -> float:
+    """Gives a convolution's weights the scales and one channel more for the rest; returns what this one is full of.
+
+    That is no greater than it takes for its weights not to be the greatest of any output, since their rounding counts
+    by it everywhere.
+    """
+    node = conv.args[1]
+    assert isinstance(node, Node)
+    weight, path = parameter(graph, node), str(node.target)
+    assert weight is not None
+    by_input = [-1] + [1] * (weight.dim() - 2)
+    wide = weight.detach().double()
+    scaled, more = (wide * part.to(wide.device).reshape(by_input) for part in (scales, rest))
+    column = more.sum(1, keepdim=True)
+    largest, needed = (part.abs().flatten(1).amax(1) for part in (scaled, column))
+    most = max(zero, LEVELS - 1 - zero)
+    inside = float((needed / largest).nan_to_num(0, most, most).max().ceil().clamp(1, most))
+    inside *= 1 if LEVELS - 1 - zero >= inside else -1
+    set_parameter(graph, path, torch.cat([scaled, column / inside], 1).to(weight.dtype), like=path)
+    node.meta["val"] = node.meta["val"].new_empty([*weight.shape[:1], weight.shape[1] + 1, *weight.shape[2:]])
+    return inside
 
 
 def _argument(node: Node, index: int, default: Any) -> Any:

@@ -67,13 +67,13 @@ def _is_read_in_integers(node: Node, target: Target) -> bool:
 
 
 def affine_at(
-    graph_module: GraphModule, node: Node, integer: Set[Node], axis: int = 1
+    graph_module: GraphModule, node: Node, integer: Set[Node], axis: int = 1, *, whole: bool = False
 ) -> tuple[Node, Node, Tensor, Tensor] | None:
     """The last operator of an affine that begins at ``node``, what it is of, factor and shift along ``axis``.
 
-    Products and sums that are read by the next alone are one affine.
+    Products and sums that are read by the next alone are one affine. With ``whole``, it may be of whole numbers.
     """
-    found = _step(graph_module, node, integer, axis)
+    found = _step(graph_module, node, integer, axis, whole)
     if found is None:
         return None
     source, last = found[0], node
@@ -86,7 +86,9 @@ def affine_at(
     return last, source, factor, shift
 
 
-def _step(graph_module: GraphModule, node: Node, integer: Set[Node], axis: int) -> tuple[Node, Tensor] | None:
+def _step(
+    graph_module: GraphModule, node: Node, integer: Set[Node], axis: int, whole: bool = False
+) -> tuple[Node, Tensor] | None:
     """What a product or a sum with stored numbers is of, and the numbers: factors, or summands."""
     if node.target not in (*_PRODUCTS, *_SUMS) or node.kwargs:
         return None
@@ -98,7 +100,7 @@ def _step(graph_module: GraphModule, node: Node, integer: Set[Node], axis: int) 
     for source, given in pairs:
         if not isinstance(source, Node) or source not in integer or not isinstance(value.shape[axis], int):
             continue
-        if not value.is_floating_point() or source.meta["val"].dtype != value.dtype:
+        if not value.is_floating_point() or (source.meta["val"].dtype != value.dtype and not whole):
             continue  # whole numbers that become floats by it, which is what layers take
         numbers = stored_numbers(graph_module, given, value, axis % rank)
         if numbers is not None and same_sizes(source.meta["val"].shape, value.shape):

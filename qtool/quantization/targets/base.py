@@ -107,8 +107,7 @@ class Target:
     :func:`qtool.quantization.integers.drop_pairs`). ``scales_in_float``: a batch-norm with nothing to fold into is a
     product and a sum in float rather than a depthwise convolution. ``channels_last``: its integer convolutions are, and
     rows of channels quicker to shuffle than bytes (see ``rewrites/shuffles.py``). ``integer_lstm``: it computes LSTMs
-    in integers (see :mod:`qtool.lstm`). ``half_pads``: it may pad floats in half precision unless told otherwise, those
-    ahead of a quantizer too. ``leaves``: why operators without a pattern stay in float. ``block``: how many
+    in integers (see :mod:`qtool.lstm`). ``leaves``: why operators without a pattern stay in float. ``block``: how many
     inputs of a linear layer whose weights alone are integers it rounds to 8 bits together, to multiply them by these;
     None where it dequantizes such weights. ``block_outputs``: how many outputs a layer has at least that it does so
     for, ``block_shared`` whether it does so for weights that several layers share.
@@ -131,7 +130,6 @@ class Target:
     block_outputs: int = 1
     block_shared: bool = True
     integer_lstm: bool = False
-    half_pads: bool = False
     leaves: str = "no integer kernel on this target"
 
     def with_weights(self, bits: int, edge_bits: int) -> Target:

@@ -99,7 +99,6 @@ OPENVINO = Target(
     attention=True,
     bare_moves=True,
     scales_in_float=True,
-    half_pads=True,
     block=BLOCK,
     block_outputs=2,
 )

@@ -83,32 +83,38 @@ def test_a_file_grows_by_a_fiftieth_at_most(monkeypatch):
     assert rewritten_by(even_inputs.apply, first_layer(3, (3, 3), [1, 1, 1, 1], (32, 32), stride=1))[0] == 0
 
 
-@pytest.mark.parametrize("operators", [("Pad",), ("Add",), ("Pad", "Add")])
-def test_an_image_that_is_padded_or_shifted_before_it_is_quantized_is_filled_up_too(operators, tmp_path):
-    model = first_layer(3, (3, 3), [1, 1, 1, 1], (12, 12), stride=1)
-    if "Pad" in operators:
-        conv = next(node for node in model.graph.node if node.op_type == "Conv")
-        next(attribute for attribute in conv.attribute if attribute.name == "pads").ints[:] = [0, 0, 0, 0]
+@pytest.mark.parametrize("channels", [3, 5])
+@pytest.mark.parametrize("operators", [("QuantizeLinear",), ("Add", "QuantizeLinear"), ("QuantizeLinear", "Pad"), ()])
+def test_an_image_of_bytes_is_filled_up_too(operators, channels, tmp_path):
+    read = channels + ("Pad" in operators)
+    model = first_layer(read, (3, 3), [1, 1, 1, 1], (12, 12), stride=1)
+    graph, random = model.graph, np.random.default_rng(0)
     stored = {
-        "amounts": np.array([0, 0, 1, 1, 0, 0, 1, 1], np.int64), "shift": np.float32([[[0.01]], [[0.0]], [[0.02]]]),
-        "scales": np.float32([0.03, 0.04, 0.02]), "zeros": np.uint8([100, 117, 130]),
+        "shift": random.uniform(0, 0.01, (channels, 1, 1)).astype(np.float32), "full": np.uint8(140),
+        "scales": random.uniform(0.02, 0.04, channels).astype(np.float32),
+        "zeros": random.integers(100, 130, channels).astype(np.uint8),
+        "amounts": np.array([0, 0, 0, 0, 0, 1, 0, 0], np.int64),
     }  # fmt: skip
+    operands = {"Add": ["shift"], "QuantizeLinear": ["scales", "zeros"], "Pad": ["amounts", "full"]}
     value = "x"
+    quantize = next(node for node in graph.node if node.op_type == "QuantizeLinear")
+    dequantize = next(node for node in graph.node if quantize.output[0] in node.input)
+    graph.node.remove(quantize)
     for place, kind in enumerate(operators):
-        node = onnx.helper.make_node(kind, [value, "amounts" if kind == "Pad" else "shift"], [value := f"{kind}_of"])
-        model.graph.node.insert(place, node)
-    quantize = next(node for node in model.graph.node if node.op_type == "QuantizeLinear")
-    del quantize.input[:]
-    quantize.input.extend([value, "scales", "zeros"])
-    quantize.attribute.append(onnx.helper.make_attribute("axis", 1))
-    model.graph.initializer.extend(onnx.numpy_helper.from_array(array, name) for name, array in stored.items())
-    del model.graph.value_info[:]
+        axis = {"axis": 1} if kind == "QuantizeLinear" else {}
+        node = onnx.helper.make_node(kind, [value, *operands[kind]], [value := f"{kind}_of"], **axis)
+        graph.node.insert(place, node)
+    dequantize.input[0] = value
+    graph.initializer.extend(onnx.numpy_helper.from_array(array, name) for name, array in stored.items())
+    kind = onnx.TensorProto.FLOAT if operators else onnx.TensorProto.UINT8
+    graph.input[0].CopyFrom(onnx.helper.make_tensor_value_info("x", kind, ["n", channels, 12, 12]))
+    del graph.value_info[:]
     model = onnx.shape_inference.infer_shapes(model)
     count, other = rewritten_by(even_inputs.apply, model)
-    assert count == 1
+    assert count == (read != 4)
     onnx.checker.check_model(other, full_check=True)
-    assert [n.op_type for n in other.graph.node].count("Pad") == 1 + (operators == ("Pad", "Add"))
-    x = np.random.default_rng(1).normal(0, 2, (2, 3, 12, 12)).astype(np.float32)
+    x = random.normal(0, 2, (2, channels, 12, 12)).astype(np.float32)
+    x = x if operators else random.integers(0, 256, x.shape, dtype=np.uint8)
     (expected,), _ = run(model, {"x": x}, tmp_path)
     (found,), kernels = run(other, {"x": x}, tmp_path)
     np.testing.assert_array_equal(found, expected)
