@@ -6,7 +6,8 @@ or to another number of cells. With ``P[i, j]`` one over the size of cell ``i`` 
 
     y = P x    for each axis that is pooled.
 
-Refused are maxima over open sizes to more than one cell, and volumes.
+To one cell a pool is a mean or a maximum over axes. Refused are maxima over open sizes to more than one cell, and
+averages of volumes to such.
 """
 
 from __future__ import annotations
@@ -32,13 +33,29 @@ _RANKS: dict[Any, int] = {
 
 
 def spell_pools(graph: Graph) -> None:
-    """Writes an adaptive average to one cell as a mean: torch knows one window for it, or has no form in ONNX."""
-    for node in graph.nodes:
+    """Writes an adaptive pool to one cell over axes: torch knows one window for it, or has no form in ONNX."""
+    for node in list(graph.nodes):
         rank = _RANKS.get(node.target)
-        if rank is None or "avg" not in str(node.target) or any(size != 1 for size in node.args[1]):
+        if rank is None or any(size != 1 for size in node.args[1]):
             continue
-        if rank == 2 or _is_open(node, rank):
-            node.target, node.args = aten.mean.dim, (node.args[0], [-axis - 1 for axis in range(rank)], True)
+        over = (node.args[0], [-axis - 1 for axis in range(rank)], True)
+        if "max" in str(node.target):
+            _spell_maximum(node, over, rank)
+        elif rank == 2 or _is_open(node, rank):
+            node.target, node.args = aten.mean.dim, over
+
+
+def _spell_maximum(pool: Node, over: tuple[Any, ...], rank: int) -> None:
+    """Has what takes the values of a pool over open sizes be their maximum, unless the places are asked for too."""
+    taken: dict[Node, Any] = {user: user.args[1] for user in pool.users}
+    if not _is_open(pool, rank) or any(place and user.users for user, place in taken.items()):
+        return
+    for user, place in taken.items():
+        if place:
+            pool.graph.erase_node(user)
+        else:
+            user.target, user.args = aten.amax.default, over
+    pool.graph.erase_node(pool)
 
 
 def translations(graph: Graph) -> dict[Any, Callable[..., Any]]:

@@ -32,12 +32,6 @@ class AsOther(nn.Module):
         return nn.functional.adaptive_avg_pool2d(x, (2, x.shape[2]))
 
 
-knows_maxima = pytest.mark.skipif(
-    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13),
-    reason="torch 2.11 has no form in ONNX for an adaptive maximum over open sizes, and says so",
-)
-
-
 @pytest.mark.parametrize(
     ("pool", "shape", "other"),
     [
@@ -50,9 +44,9 @@ knows_maxima = pytest.mark.skipif(
         (AsOther(), (8, 6), (5, 9)),
         (nn.AdaptiveAvgPool2d(1), (8, 8), (13, 5)),
         (nn.AdaptiveAvgPool3d(1), (4, 4, 4), (5, 3, 6)),
-        pytest.param(nn.AdaptiveMaxPool1d(1), (8,), (3,), marks=knows_maxima),
-        pytest.param(nn.AdaptiveMaxPool2d(1), (8, 8), (13, 5), marks=knows_maxima),
-        pytest.param(nn.AdaptiveMaxPool3d(1), (4, 4, 4), (5, 3, 6), marks=knows_maxima),
+        (nn.AdaptiveMaxPool1d(1), (8,), (3,)),
+        (nn.AdaptiveMaxPool2d(1), (8, 8), (13, 5)),
+        (nn.AdaptiveMaxPool3d(1), (4, 4, 4), (5, 3, 6)),
     ],
 )
 def test_a_file_pools_other_sizes_than_the_examples(pool, shape, other) -> None:
