@@ -123,6 +123,13 @@ def samples_of(value: Any, start: int, stop: int) -> Any:
     return map_tensors(lambda tensor: tensor[start:stop] if tensor.dim() else tensor, value)
 
 
+def repeated(value: Tensor, axis: int, size: int) -> Tensor:
+    """A tensor of another size of an axis: the beginning of it, over and over again; as it is without that axis."""
+    if value.dim() <= axis:
+        return value
+    return value.index_select(axis, torch.arange(size, device=value.device) % value.shape[axis])
+
+
 class Thinned:
     """Some of the batches that are added: ``most`` samples, or down to half as many of more, the same share of each."""
 

@@ -17,14 +17,19 @@ after 16, 32, 64 … samples, and the rest is left out once 0.5 dB lies outside
 the interval of a ratio of paired means to first order (Cochran, *Sampling Techniques*, 3rd ed., section 6.4). The same
 samples in the same order give the same answer. Four standard errors, since it is looked at several times and 16
 energies are not normal.
+
+A file that passes is run with other batches and other open sizes as well (``other_sizes.py``). A few samples tell no
+tenths of a decibel, and need not: a size that a file has for its own makes another thing of its input. So there the
+error's amplitude may be four times that of the torch graph, there or on the samples as they are.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,18 +39,25 @@ import torch
 from torch import Tensor
 
 from qtool.captured import call_captured, with_constants
+from qtool.errors import reason_of
 from qtool.evaluate import error_of, ratio_db, signal_of
 from qtool.exporting.drawn import drawn
 from qtool.exporting.gates import Gate
+from qtool.exporting.other_sizes import OtherSizes, sizes_of
 from qtool.exporting.parity import feeds_of, threads_for
 from qtool.exporting.simulation import fast_simulation
 from qtool.form import QuantizedModel
 from qtool.nested import micro_batches, num_samples, per_sample, tensors
 from qtool.runtimes import open_session
+from qtool.runtimes.base import Session
 from qtool.runtimes.openvino import is_installed
 from qtool.units import many
 
 MAX_LOSS_DB = 0.5
+MAX_ERROR = 4.0
+"""By how much the error's amplitude at another size may be greater than the torch graph's."""
+MAX_OTHERS = 0.5
+"""The share of whole numbers, such as classes, that may be others there."""
 ROUNDING = 1e-10
 """The energy of float32's rounding, in that of the signal."""
 LITTLE_DB = 6.0
@@ -74,10 +86,13 @@ def end_to_end(quantized: QuantizedModel, path: Path, samples: Iterable[Any]) ->
         return Gate("end-to-end parity", None, "SQNR to FP32 as the torch graph's", "not run: the outputs are random")
     openvino = quantized.plan.target == "openvino" and is_installed()
     session = open_session(path, provider="openvino" if openvino else "cpu", threads=threads_for(model))
+    simulated = fast_simulation(quantized)
     outputs: list[_Output] = []
     seen, look, clear = 0, FEWEST, False
-    for batch, wanted, in_torch in _answers(quantized, samples):
-        in_file = [torch.from_numpy(np.array(value)) for value in session.run(feeds_of(model, batch))]
+    first: Any = None
+    for batch, wanted, in_torch in _answers(quantized, simulated, samples):
+        in_file = _run(session, model, batch)
+        first = batch if first is None else first
         outputs = outputs or [_Output() for is_compared in compared if is_compared]
         for value, made in zip(wanted, in_file, strict=True):
             if value.shape != made.shape:
@@ -90,12 +105,67 @@ def end_to_end(quantized: QuantizedModel, path: Path, samples: Iterable[Any]) ->
             look *= 2
             if clear := all(output.clear for output in outputs):
                 break
-    session.close()
     gate = _gate(_decides(outputs), len(outputs), seen, clear)
+    if gate.passed:
+        noise = iter(output.noise for output in outputs)
+        noises = [next(noise) if is_compared else None for is_compared in compared]
+        gate = _at_other_sizes(gate, quantized, first, simulated, functools.partial(_run, session, model), noises)
+    session.close()
     if not openvino:
         return gate
     do = SAMPLED if _samples_open_sizes(model) else IN_OPENVINO
     return dataclasses.replace(gate, found=f"{gate.found}, in OpenVINO", do=do)
+
+
+def _run(session: Session, model: onnx.ModelProto, batch: Any) -> list[Tensor]:
+    return [torch.from_numpy(np.array(value)) for value in session.run(feeds_of(model, batch))]
+
+
+def _at_other_sizes(
+    gate: Gate, quantized: QuantizedModel, batch: Any, simulated: Callable[[Any], Any],
+    in_file: Callable[[Any], list[Tensor]], noises: list[float | None],
+) -> Gate:  # fmt: skip
+    """``gate``, which passed, with the sizes at which the file was run too; failed where it is wrong at one of them.
+
+    ``noises``: the energy of the torch graph's error for each number of an output, None of one that is not compared.
+    """
+    assert quantized.float_graph is not None
+    sizes = OtherSizes(quantized.float_graph)
+    sizes.try_batches(batch)
+    sizes.try_open_sizes(batch)
+    run = []
+    for inputs, output in sizes.taken:
+        try:
+            answers = zip(_outputs(output), _outputs(simulated(inputs)), in_file(inputs), noises, strict=True)
+            wrong = next(filter(None, itertools.starmap(_wrong, answers)), None)
+        except Exception as error:  # whatever a runtime, or the quantized graph, says of a size
+            wrong = reason_of(error)
+        if wrong is not None:
+            expected = f"at {sizes_of(inputs)}, which the float model takes, what it computes"
+            return Gate(gate.name, False, expected, wrong, "report this model, or leave that size closed", gate.details)
+        run.append(sizes_of(inputs))
+    refused = f", not at {' and '.join(sizes.refused)}, which the model refuses" if sizes.refused else ""
+    found = f"{gate.found}; also run at {' and '.join(run)}{refused}" if run else f"{gate.found}{refused}"
+    details = {**gate.details, "other_sizes": run, "refused_sizes": sizes.refused}
+    return dataclasses.replace(gate, found=found, details=details)
+
+
+def _wrong(wanted: Tensor, in_torch: Tensor, in_file: Tensor, noise: float | None) -> str | None:
+    """What is wrong with a file's output at another size; None where nothing is, or where it is not compared."""
+    if wanted.shape != in_file.shape:
+        return f"an output of shape {list(in_file.shape)} instead of {list(wanted.shape)}"
+    if noise is None:
+        return None
+    output = _Output()
+    output.add(wanted, in_torch, in_file)
+    if not wanted.is_floating_point():
+        differ = float((in_torch != in_file).double().mean()) if wanted.numel() else 0.0
+        return f"{differ:.1%} of an output's numbers are others than the torch graph's" if differ > MAX_OTHERS else None
+    error, error_in_file = (float(energies.sum()) for energies in output.errors)
+    if error_in_file <= MAX_ERROR**2 * max(error, noise * wanted.numel()):
+        return None
+    torch_db, file_db = output.ratios_db
+    return f"an output of {file_db:.2f} dB SQNR to FP32, and {torch_db:.2f} dB of the torch graph"
 
 
 def _misshapen(made: Tensor, wanted: Tensor, openvino: bool) -> Gate:
@@ -131,6 +201,7 @@ class _Output:
 
     def __init__(self) -> None:
         self.parts: list[Tensor] = []
+        self.numbers = 0
 
     def add(self, wanted: Tensor, in_torch: Tensor, in_file: Tensor) -> None:
         """Takes the three answers to one batch; of whole numbers, such as classes, those that differ are counted."""
@@ -142,6 +213,7 @@ class _Output:
             errors = [(value != values[0]).double() for value in values]
             errors[0] = torch.ones_like(errors[0])
         self.parts.append(torch.stack([error.square().sum(1) for error in errors]))
+        self.numbers += wanted.numel()
 
     @property
     def ratios_db(self) -> tuple[float, float]:
@@ -150,7 +222,12 @@ class _Output:
         return ratio_db(signal, in_torch), ratio_db(signal, in_file)
 
     @property
-    def _errors(self) -> tuple[Tensor, Tensor]:
+    def noise(self) -> float:
+        """The energy of the torch graph's error for each number."""
+        return float(self.errors[0].sum()) / max(self.numbers, 1)
+
+    @property
+    def errors(self) -> tuple[Tensor, Tensor]:
         """The energies of the torch graph's error and of the file's, as far as they can be told."""
         signal, in_torch, in_file = torch.cat(self.parts, 1)
         return in_torch + ROUNDING * signal, in_file + ROUNDING * signal
@@ -158,7 +235,7 @@ class _Output:
     @property
     def loss_db(self) -> float:
         """By how much the file is further from the float model than the torch graph; 0 where it is not."""
-        in_torch, in_file = (float(energies.sum()) for energies in self._errors)
+        in_torch, in_file = (float(energies.sum()) for energies in self.errors)
         if in_file <= in_torch:
             return 0.0
         return 10 * math.log10(in_file / in_torch) if math.isfinite(in_file) and in_torch > 0 else math.inf
@@ -166,7 +243,7 @@ class _Output:
     @property
     def width_db(self) -> float:
         """Half of the interval that the loss is known to."""
-        in_torch, in_file = self._errors
+        in_torch, in_file = self.errors
         error = (in_file - in_torch * (in_file.sum() / in_torch.sum())).std()
         mean = float(in_file.mean()) or math.inf
         return Z * 10 / math.log(10) * float(error) / (math.sqrt(len(in_file)) * mean)
@@ -194,16 +271,17 @@ def _gate(worst: _Output, num_outputs: int, seen: int, clear: bool) -> Gate:
 def sqnr_in_torch(quantized: QuantizedModel, samples: Iterable[Any]) -> float:
     """The least SQNR in dB that an output of the quantized graph has to the float graph's, on batches of inputs."""
     outputs: list[_Output] = []
-    for _, wanted, made in _answers(quantized, samples):
+    for _, wanted, made in _answers(quantized, fast_simulation(quantized), samples):
         outputs = outputs or [_Output() for _ in wanted]
         for output, reference, answer in zip(outputs, wanted, made, strict=True):
             output.add(reference, answer, answer)
     return min(output.ratios_db[0] for output in outputs)
 
 
-def _answers(quantized: QuantizedModel, samples: Iterable[Any]) -> Iterator[tuple[Any, list[Tensor], list[Tensor]]]:
+def _answers(
+    quantized: QuantizedModel, simulated: Callable[[Any], Any], samples: Iterable[Any]
+) -> Iterator[tuple[Any, list[Tensor], list[Tensor]]]:
     """For each small piece of the batches: it, the float graph's outputs, the quantized graph's."""
-    simulated = fast_simulation(quantized)
     given = (with_constants(quantized.graph, batch) for batch in samples)
     for batch in (piece for whole in given for piece in micro_batches(whole, MICRO_BATCH)):
         made = _outputs(simulated(batch))

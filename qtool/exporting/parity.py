@@ -2,16 +2,16 @@
 
 Two questions here; how close the whole is to the float model is the third (``end_to_end.py``).
 
-*Units.* The file is cut at every quantizer: each unit becomes a small network of its own from integers to
-integers, all of them in one ONNX model. Fed with the integers that the torch graph produced, each unit's
-integers must be those of the torch graph: 99.9 % exactly, none off by more than one step. (Torch
-simulates a unit in float32; the runtime rounds once from an exact accumulator. They can differ only
-where a value lies on the edge between two integers. Where scales have a simple ratio, as a product's may,
-one value in a hundred does: such ties are counted apart, and held against no unit.) A unit that returns
-float is compared in units of its own greatest value, its inputs unrounded: what the runtime rounds by itself is judged
-end to end. A unit that reads random numbers drawn in the file is left out. Made for another runtime, the file is run
-operator by operator: ONNX Runtime moves quantizers before a transposition, and of an output that is read there, too,
-would return what the quantizer gives.
+*Units.* The file is cut at every quantizer: each unit becomes a small network of its own from integers to integers,
+all of them in one ONNX model. Fed with the integers that the torch graph produced, each unit's integers must be
+those of the torch graph: 99.9 % exactly, none off by more than one step. (Torch simulates a unit in float32; the
+runtime rounds once from an exact accumulator. They can differ only where a value lies on the edge between two
+integers. Where scales have a simple ratio, as a product's may, one value in a hundred does: such ties are counted
+apart, and held against no unit.) A unit that returns float is compared in units of its own greatest value, its
+inputs unrounded: what the runtime rounds by itself is judged end to end. Units are fed at other sizes as well,
+where the file leaves sizes open. A unit that reads random numbers drawn in the file is left out. Made for another
+runtime, the file is run operator by operator: ONNX Runtime moves quantizers before a transposition, and of an
+output that is read there, too, would return what the quantizer gives.
 
 *Integer reference.* On a CPU with VNNI the whole file must equal, bit for bit, an evaluation with the
 runtime's own arithmetic (``integer_reference.py``). Operators that the reference does not cover are named,
@@ -20,6 +20,7 @@ and then the difference is reported instead of required to be none.
 
 from __future__ import annotations
 
+import dataclasses
 import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import compress
@@ -33,9 +34,11 @@ import onnxruntime
 import torch
 from torch import Tensor
 
+from qtool.errors import QtoolError
 from qtool.exporting.drawn import drawn
 from qtool.exporting.gates import Gate
 from qtool.exporting.integer_reference import IntegerReference
+from qtool.exporting.other_sizes import sizes_of
 from qtool.exporting.simulation import QuantizerRecorder
 from qtool.form import QuantizedModel, quantize_nodes, unit_of
 from qtool.lstm import OPERATOR
@@ -52,6 +55,9 @@ MIN_EQUAL = 0.999
 MAX_STEPS = 1
 MAX_FLOAT_ERROR = 1e-4
 MODELLED_RUNTIME = "1.31"  # the ONNX Runtime whose fusions and kernels the integer reference repeats
+
+
+OF_ONE_SIZE = "report this model, and leave --dynamic-axes out until then"
 
 
 def cut(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -80,8 +86,11 @@ def cut(model: onnx.ModelProto) -> onnx.ModelProto:
     return result
 
 
-def unit_parity(quantized: QuantizedModel, path: Path, samples: Sequence[Any]) -> Gate:
-    """Whether every unit of the file gives the integers of the torch graph; ``samples`` are batches of inputs."""
+def unit_parity(quantized: QuantizedModel, path: Path, samples: Sequence[Any], others: Sequence[Any] = ()) -> Gate:
+    """Whether every unit of the file gives the integers of the torch graph; ``samples`` are batches of inputs.
+
+    ``others`` have other sizes, which the float graph takes: where the quantized graph or the file does not, it fails.
+    """
     model = onnx.load(str(path))
     quantizers = {node.name: node.output[0] for node in model.graph.node if node.op_type == "QuantizeLinear"}
     names, kept = list(quantizers.values()), _kept(quantized, quantizers)
@@ -97,13 +106,19 @@ def unit_parity(quantized: QuantizedModel, path: Path, samples: Sequence[Any]) -
         own = quantized.plan.target == "ort-cpu"
         session = OrtSession(cut_path, threads=threads_for(parts), optimize=own, rounds=False)
         order = [info.name for info in session.outputs]
-        for batch in samples:
-            recorded, output = recorder.record(batch)
-            integers, ties = (list(compress(parts, kept)) for parts in (recorded, recorder.ties))
-            fed = {f"{n}/fed": _as_shape(v, shapes.get(n)) for n, v in zip(names, integers, strict=True)}
-            wanted = {info.name for info in session.inputs}
-            feeds = {**feeds_of(model, batch), **fed}
-            got = dict(zip(order, session.run({k: v for k, v in feeds.items() if k in wanted}), strict=True))
+        for number, batch in enumerate((*samples, *others)):
+            try:
+                recorded, output = recorder.record(batch)
+                integers, ties = (list(compress(parts, kept)) for parts in (recorded, recorder.ties))
+                fed = {f"{n}/fed": _as_shape(v, shapes.get(n)) for n, v in zip(names, integers, strict=True)}
+                wanted = {info.name for info in session.inputs}
+                feeds = {**feeds_of(model, batch), **fed}
+                got = dict(zip(order, session.run({k: v for k, v in feeds.items() if k in wanted}), strict=True))
+            except QtoolError as error:
+                if number < len(samples):
+                    raise
+                takes = f"units that take {sizes_of(batch)}, as the float model does"
+                return Gate("unit parity", False, takes, error.got, OF_ONE_SIZE)
             for name, expected, near in zip(names, integers, ties, strict=True):
                 if name not in random:
                     units[name].add(*_shared_channels(expected, got[name], near))
@@ -112,7 +127,8 @@ def unit_parity(quantized: QuantizedModel, path: Path, samples: Sequence[Any]) -
                     worst_float = max(worst_float, _relative_error(value, got[name]))
         session.close()
     left_out = [units.pop(name) for name in names if name in random]
-    return _unit_gate(units, worst_float, sum(num_samples(batch) for batch in samples), len(left_out))
+    gate = _unit_gate(units, worst_float, sum(num_samples(batch) for batch in samples), len(left_out))
+    return dataclasses.replace(gate, details={**gate.details, "other_sizes": [sizes_of(batch) for batch in others]})
 
 
 def _kept(quantized: QuantizedModel, names: Collection[str]) -> list[bool]:
@@ -125,11 +141,15 @@ def _kept(quantized: QuantizedModel, names: Collection[str]) -> list[bool]:
 class _Unit:
     """What was seen of one unit: outputs, unequal ones, ties among these, the greatest difference in steps."""
 
+    NO_INTEGER = 1 << 16  # in the place of what a unit of another shape did not give
+
     def __init__(self) -> None:
         self.total = self.unequal = self.ties = self.worst = 0
 
     def add(self, expected: Array, got: Array, ties: Array) -> None:
         expected, got = expected.ravel(), got.ravel()
+        if expected.size != got.size:
+            got = np.full_like(expected, self.NO_INTEGER, dtype=np.int32)
         unequal = np.flatnonzero(expected != got)
         difference = np.abs(expected[unequal].astype(np.int32) - got[unequal].astype(np.int32))
         self.total += expected.size
@@ -260,6 +280,8 @@ def _shared_channels(expected: Array, got: Array, ties: Array) -> tuple[Array, A
 
 def _relative_error(expected: Tensor, got: Array) -> float:
     """The greatest difference in units of the greatest value; of whole numbers how many differ, where too many do."""
+    if expected.numel() != got.size:
+        return float("inf")
     if not expected.is_floating_point():
         share = float(np.mean(expected.cpu().numpy().ravel() != got.ravel())) if got.size else 0.0
         return share if share > 1 - MIN_EQUAL else 0.0

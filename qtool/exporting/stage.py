@@ -23,6 +23,7 @@ from qtool.exporting.coverage import coverage
 from qtool.exporting.end_to_end import end_to_end
 from qtool.exporting.gates import Gate
 from qtool.exporting.integer_reference import IntegerReference
+from qtool.exporting.other_sizes import OtherSizes
 from qtool.exporting.saturation import saturation
 from qtool.exporting.size import size
 from qtool.exporting.to_onnx import default_opset, float_to_onnx, quantized_to_onnx, save
@@ -117,6 +118,12 @@ def _few(quantized: QuantizedModel, samples: Iterable[Any] | None) -> list[Any]:
     return [piece for batch in taken for piece in micro_batches(batch, UNIT_BATCH)]
 
 
+def _of_other_sizes(quantized: QuantizedModel, inputs: Any) -> list[Any]:
+    sizes = OtherSizes(quantized.float_graph or quantized.graph)
+    sizes.try_open_sizes(inputs)
+    return [resized for resized, _ in sizes.taken]
+
+
 def _gates(
     quantized: QuantizedModel, path: Path, samples: Iterable[Any] | None, few: list[Any], config: ExportConfig
 ) -> Iterable[Gate]:
@@ -125,7 +132,7 @@ def _gates(
     steps: list[Callable[[], Gate]] = [
         lambda: size(quantized, path),
         lambda: _coverage(quantized, path, few),
-        lambda: parity.unit_parity(quantized, path, few),
+        lambda: parity.unit_parity(quantized, path, few, _of_other_sizes(quantized, few[0])),
         lambda: _integer(quantized, path, read, few, config),
         lambda: _saturation(quantized, read, few),
         lambda: _end_to_end(quantized, path, samples, config),

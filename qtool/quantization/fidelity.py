@@ -32,7 +32,7 @@ from qtool.evaluate import sqnr_db
 from qtool.form import input_values, open_axes
 from qtool.forward import passes_told
 from qtool.models import capturable, modes_kept, shortcut
-from qtool.nested import call, map_tensors, num_samples, samples_of, tensors
+from qtool.nested import call, map_tensors, num_samples, repeated, samples_of, tensors
 from qtool.quantization.conditions import broken, resized
 from qtool.structures import quiet_pytree
 from qtool.units import many
@@ -140,7 +140,7 @@ def _refusal(model: nn.Module, inputs: Any, changes: Iterable[dict[int, float]])
 
 
 def _scaled(value: Tensor, axis: int, factor: float) -> Tensor:
-    return _repeated(value, axis, max(1, int(value.shape[axis] * factor))) if value.dim() > axis else value
+    return repeated(value, axis, max(1, int(value.shape[axis] * factor))) if value.dim() > axis else value
 
 
 def _note_padding(graph: GraphModule, model: nn.Module, inputs: Any) -> None:
@@ -160,7 +160,7 @@ def _note_other_sizes(graph: GraphModule, model: nn.Module, inputs: Any, axis: i
     given = next(int(value.shape[axis]) for value in tensors(inputs) if value.dim() > axis)
     for size in (given // 2, given - 1, given + 1, given * 2):
         told = broken(guards, model, [resized(inputs, axis, size)])
-        if told and not _agree(graph, model, map_tensors(functools.partial(_repeated, axis=axis, size=size), inputs)):
+        if told and not _agree(graph, model, map_tensors(functools.partial(repeated, axis=axis, size=size), inputs)):
             short = min(told, key=len)
             _note(graph, f"axis {axis}: of size {size}, the model computes another thing than its graph, "
                          f"which was captured for {short}")  # fmt: skip
@@ -177,13 +177,6 @@ def _agree(graph: GraphModule, model: nn.Module, inputs: Any) -> bool:
         return _least(wanted, _floats(graph, inputs)) >= LEAST_DB
     except Exception:  # the graph's operators, of a size that is not theirs
         return False
-
-
-def _repeated(value: Tensor, axis: int, size: int) -> Tensor:
-    """A tensor of another size of the axis: the beginning of it, over and over again."""
-    if value.dim() <= axis:
-        return value
-    return value.index_select(axis, torch.arange(size, device=value.device) % value.shape[axis])
 
 
 def _exact(model: nn.Module, inputs: Any) -> list[Tensor]:

@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from qtool.errors import ContractError
+from qtool.exporting import adaptive_pools
 from qtool.exporting import end_to_end as module
 from qtool.exporting.end_to_end import Z, _gate, _Output, end_to_end, sqnr_in_torch
 from qtool.exporting.stage import export
@@ -77,6 +79,53 @@ def test_an_output_of_another_shape_fails(
     gate = end_to_end(form, path, batches(8))
     assert gate.passed is False
     assert (gate.expected, gate.found) == ("outputs of shape [4, 5]", "[0, 5, 1]")
+
+
+def test_what_is_wrong_in_another_batch_fails(
+    written: tuple[QuantizedModel, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    form, path = written
+    gate = end_to_end(form, path, batches(16))
+    assert gate.passed
+    assert gate.found.endswith("; also run at 1 × 3 × 6 × 6 and 3 × 3 × 6 × 6")
+    assert (gate.details["other_sizes"], gate.details["refused_sizes"]) == (["1 × 3 × 6 × 6", "3 × 3 × 6 × 6"], [])
+    run = OrtSession.run
+    monkeypatch.setattr(OrtSession, "run", lambda *given: [value * (len(value) != 3) for value in run(*given)])
+    gate = end_to_end(form, path, batches(16))
+    assert gate.passed is False
+    assert gate.expected == "at 3 × 3 × 6 × 6, which the float model takes, what it computes"
+    assert gate.found.startswith("an output of 0.00 dB SQNR to FP32, and ")
+
+
+class Pooled(nn.Module):
+    """Four cells of an image of any size that is even."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 8, 3, padding=1), nn.Linear(32, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).relu()
+        x = x + nn.functional.interpolate(nn.functional.max_pool2d(x, 2), scale_factor=2)
+        return self.last(nn.functional.adaptive_avg_pool2d(x, 2).flatten(1))
+
+
+def test_a_file_that_holds_the_samples_size_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    config = QuantizeConfig(dynamic_axes=(2, 3), effort="fast")
+    given = [batch.repeat(1, 1, 2, 2) for batch in batches(64)]
+    form = quantize(Pooled().eval(), config, example=given[0], calibration=given)
+    gates = {gate["name"]: gate for gate in export(form, tmp_path, ExportConfig(), samples=given).gates}
+    assert gates["unit parity"]["details"]["other_sizes"] == ["2 × 3 × 6 × 6"]
+    gate = gates["end-to-end parity"]
+    assert gate["details"]["other_sizes"] == ["1 × 3 × 12 × 12", "3 × 3 × 12 × 12", "2 × 3 × 6 × 6"]
+    assert gate["found"].endswith(", not at 2 × 3 × 13 × 13 and 2 × 3 × 6 × 13, which the model refuses")
+    monkeypatch.setattr(adaptive_pools, "translations", lambda graph: {})  # torch's own: a window of the samples' size
+    with pytest.raises(ContractError, match="gate 'unit parity': expected units that take 2 × 3 × 6 × 6, as the float"):
+        export(form, tmp_path, ExportConfig(), samples=given)
+    save(quantized_to_onnx(form, 21), tmp_path / "frozen.onnx")
+    failed = end_to_end(form, tmp_path / "frozen.onnx", given)
+    assert (failed.passed, failed.expected[:17]) == (False, "at 2 × 3 × 6 × 6,")
 
 
 def test_a_file_of_another_model_fails_at_once(written: tuple[QuantizedModel, Path], tmp_path: Path) -> None:
