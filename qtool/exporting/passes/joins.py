@@ -2,21 +2,24 @@
 
 OpenVINO (2026.4) rounds the parts of a Concat instead of the whole. Each part then has a scale and zero point of its
 own and the whole one for each place along the axis. Of channels a convolution takes that, and a matrix product of what
-it sums over. Of tokens, rows or samples OpenVINO refuses the file at a matrix product, and convolves in float. It moves
-no quantizer past an Unsqueeze:
+it sums over. Of tokens, rows or samples OpenVINO refuses the file at a matrix product, and convolves in float; so it
+does with channels that are cut again and have zero points. It moves no quantizer past an Unsqueeze:
 
     Quantize(Concat(…)) = Squeeze(Quantize(Unsqueeze(Concat(…))))
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import numpy as np
 import onnx_ir as ir
 
 from qtool.exporting.passes.names import DEQUANTIZE, QUANTIZE
-from qtool.exporting.passes.parts import MOVES, constant
+from qtool.exporting.passes.parts import MOVES, constant, zeros_of
 
 _PRODUCTS = ("MatMul", "Gemm")
+_CUTS = ("Slice", "Split", "Gather")
 
 
 def apply(model: ir.Model) -> int:
@@ -33,14 +36,17 @@ def _is_moved(quantizer: ir.Node) -> bool:
     if value is None or concat is None or concat.op_type != "Concat" or value.shape is None:
         return False
     rank = len(value.shape)
-    channels = rank - 1 if _is_multiplied(quantizer) else 1
-    return bool(concat.attributes["axis"].as_int() % rank != channels)
+    channels = rank - 1 if _is_read(quantizer, _PRODUCTS) else 1
+    if concat.attributes["axis"].as_int() % rank != channels:
+        return True
+    zeros = zeros_of(quantizer)
+    return zeros is not None and bool(zeros.any()) and _is_read(quantizer, _CUTS)
 
 
-def _is_multiplied(node: ir.Node) -> bool:
-    """Whether a matrix product reads what a node gives, dequantized or moved."""
+def _is_read(node: ir.Node, operators: Collection[str]) -> bool:
+    """Whether one of these operators reads what a node gives, dequantized or moved."""
     users = node.outputs[0].consumers()
-    return any(u.op_type in _PRODUCTS or (u.op_type in (DEQUANTIZE, *MOVES) and _is_multiplied(u)) for u in users)
+    return any(u.op_type in operators or (u.op_type in (DEQUANTIZE, *MOVES) and _is_read(u, operators)) for u in users)
 
 
 def _keep(model: ir.Model, quantizer: ir.Node) -> None:

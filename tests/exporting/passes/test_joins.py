@@ -63,6 +63,31 @@ def test_channels_are_joined_as_they_are(model: onnx.ModelProto) -> None:
     assert rewritten_by(joins.apply, model)[0] == 0
 
 
+def cut_again(zero: int) -> onnx.ModelProto:
+    """Joined channels of which a convolution reads some."""
+    b = Builder()
+    x = b.input("x", ["n", 3, 4, 5])
+    y = b.op("Concat", b.pair(x, 0.0317, zero), b.pair(b.op("Neg", b.pair(x, 0.0317, zero)), 0.0523, zero), axis=1)
+    cut = b.op("Slice", b.pair(y, 0.0419, zero), *(b.constant([number], np.int64) for number in (1, 5, 1)))
+    return b.model(b.op("Conv", cut, b.weight(5, 4, 1, 1)))
+
+
+@needs_openvino
+@pytest.mark.parametrize(("zero", "kept"), [(120, 1), (0, 0)])
+def test_openvino_convolves_integers_of_joined_channels_that_are_cut_again(
+    zero: int, kept: int, tmp_path: Path
+) -> None:
+    model = cut_again(zero)
+    changed, rewritten = rewritten_by(joins.apply, model)
+    assert changed == kept
+    x = np.random.default_rng(0).normal(size=(2, 3, 4, 5)).astype(np.float32)
+    (expected,), _ = run(model, {"x": x}, tmp_path)
+    onnx.save(rewritten, tmp_path / "rewritten.onnx")
+    session = open_session(tmp_path / "rewritten.onnx", provider="openvino")
+    np.testing.assert_allclose(session.run({"x": x})[0], expected, atol=1e-4)
+    assert [kernel.dtype for kernel in session.kernels({"x": x}) if kernel.op == "Convolution"] == ["int8"]
+
+
 class Tokens(nn.Module):
     """Tokens of two layers, one behind the other, and a layer that reads them."""
 
