@@ -36,6 +36,7 @@ from qtool.exporting.passes import (
     biases,
     block_products,
     casts,
+    channel_pads,
     conv_pads,
     even_channels,
     even_inputs,
@@ -89,7 +90,7 @@ PASSES: dict[str, tuple[Pass, ...]] = {
     "openvino": (
         pixels.apply, global_pool.apply, activations.apply, strides.apply, biases.apply, bare_weights.apply,
         behind_layers.apply, lookups.apply, expands.apply, kept_axes.apply, flat_means.apply, joins.apply,
-        norm_scales.apply, faint_biases.apply, own_zeros.apply,
+        norm_scales.apply, faint_biases.apply, own_zeros.apply, channel_pads.apply,
     ),
     "tensorrt": (global_pool.apply, activations.apply, conv_pads.apply),
 }  # fmt: skip
