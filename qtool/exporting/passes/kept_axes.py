@@ -56,9 +56,10 @@ def _turn(model: ir.Model, node: ir.Node) -> None:
     result, kept = node.outputs[0], _keeps(node)
     node.attributes["keepdims"] = ir.AttrInt64("keepdims", int(not kept))
     move = "Unsqueeze" if kept else "Squeeze"
-    made = ir.node(move, [result, node.inputs[1]], name=f"{node.name or result.name}/{move.lower()}")
+    name = f"{node.name or result.name}/{move.lower()}d"  # none of names.py's, which call by operators
+    made = ir.node(move, [result, node.inputs[1]], name=name)
     moved = made.outputs[0]
-    moved.name, moved.dtype, moved.shape = f"{result.name}/{move.lower()}d", result.dtype, result.shape
+    moved.name, moved.dtype, moved.shape = name, result.dtype, result.shape
     result.shape = None
     for use in list(result.uses()):
         if use.node is not made:

@@ -35,6 +35,24 @@ class Summed(Pooled):
         return self.classify(self.reduce(self.project(x) + self.other(x)))
 
 
+class Excite(nn.Module):
+    """Rows that are weighed by what they come to."""
+
+    def __init__(self, reduce: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.gate, self.reduce = nn.Linear(12, 12), reduce
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gate(self.reduce(x).flatten(1)).sigmoid()[..., None]
+
+
+class Excited(nn.Sequential):
+    """A module with an unsqueezing of its own beside the maximum."""
+
+    def __init__(self, reduce: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(nn.GELU(), Excite(reduce), nn.Linear(32, 3))
+
+
 @pytest.mark.skipif(importlib.util.find_spec("openvino") is None, reason="openvino is not installed")
 @pytest.mark.parametrize(
     ("model", "reduce"),
@@ -44,10 +62,11 @@ class Summed(Pooled):
         (Pooled, lambda y: y.cos().amin(1, keepdim=True)),
         (Pooled, lambda y: torch.cat([y.cos().amax(1), y.sin().amin(1)], 1)[:, :64]),
         (Summed, lambda y: y[:, 1:].mean(1)),
+        (Excited, lambda y: y.amax(2, keepdim=True)),
     ],
 )
 def test_openvino_gives_what_tokens_come_to(
-    model: type[Pooled], reduce: Callable[[Tensor], Tensor], tmp_path: Path
+    model: Callable[..., nn.Module], reduce: Callable[[Tensor], Tensor], tmp_path: Path
 ) -> None:
     torch.manual_seed(0)
     x = [torch.randn(16, 12, 32) + 0.5 for _ in range(2)]
