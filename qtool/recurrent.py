@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._decomp import decomposition_table
 from torch._subclasses.fake_tensor import FakeTensor
 
 _OPERATORS = tuple(getattr(torch.ops.aten, name).input for name in ("lstm", "gru", "rnn_tanh", "rnn_relu"))
@@ -27,11 +28,14 @@ _BIDIRECTIONAL = 5
 def whole_sequences() -> Iterator[None]:
     """Lets recurrent operators tell their shapes at once where they are traced in this block."""
     before = {operator: dict(operator.py_kernels) for operator in _OPERATORS}
+    table = {operator: decomposition_table[operator] for operator in _OPERATORS if operator in decomposition_table}
     for operator, kernels in before.items():
         _use(operator, {key: _shaped(kernel) for key, kernel in kernels.items()})
+    decomposition_table.update({operator: _shaped(kernel) for operator, kernel in table.items()})
     try:
         yield
     finally:
+        decomposition_table.update(table)
         for operator, kernels in before.items():
             _use(operator, kernels)
 

@@ -17,6 +17,7 @@ from qtool.errors import QtoolError
 from qtool.exporting.integer_reference import IntegerReference
 from qtool.exporting.saturation import count_saturated
 from qtool.exporting.stage import ExportResult, export
+from qtool.exporting.to_onnx import quantized_to_onnx, save
 from qtool.form import QuantizedModel
 from qtool.lstm import OPERATOR
 from qtool.quantization.stage import quantize
@@ -147,6 +148,27 @@ class Ordered(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         states = self.rnn(x if self.rnn.batch_first else x.transpose(0, 1))[0]
         return self.head(states if self.rnn.batch_first else states.transpose(0, 1))
+
+
+class Normed(nn.Module):
+    """A GRU before a norm that torch's exporter writes with simpler operators, by tracing the whole again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.norm, self.head = nn.GRU(4, 8, batch_first=True), nn.RMSNorm(8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.cell(x)[0]) + torch.arange(x.shape[1])[:, None]).mean(1)
+
+
+def test_a_length_stays_open_where_the_exporter_traces_anew(tmp_path: Path) -> None:
+    x = torch.randn(4, 6, 4)
+    form = quantize(Normed().eval(), QuantizeConfig(dynamic_axes=(1,), effort="fast"), example=x, calibration=[x])
+    save(quantized_to_onnx(form, 21), tmp_path / "a.onnx")
+    session = onnxruntime.InferenceSession(str(tmp_path / "a.onnx"))
+    longer = torch.randn(2, 9, 4)
+    (found,) = session.run(None, {session.get_inputs()[0].name: longer.numpy()})
+    np.testing.assert_allclose(found, form(longer).numpy(), atol=0.05)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("openvino") is None, reason="openvino is not installed")
