@@ -42,7 +42,8 @@ from qtool.order import Batches, Order
 from qtool.recipe import TrainConfig
 from qtool.step import LossFunction, NotFinite, Setup, Step, answer, learning_rate, micro_size, plain, trained
 from qtool.tasks import Task, loss_of
-from qtool.units import bytes_told
+from qtool.units import bytes_told, many
+from qtool.unreached import LOOKED, Unreached
 
 FEWER_BYTES = "--lora 8 --lora-base nf4 or --strategy fsdp with more --devices"
 EVALUATION = ("evaluation", "memory for it", "use a smaller --batch-size")
@@ -199,6 +200,8 @@ class _Run:
         self.folder = out / "checkpoints" if out is not None else None
         with self._memory_told(*STATES):
             self.optimizer = setup.make_optimizer(trained(self.model))
+        self.unreached = Unreached(self.model, used_at_once=setup.updates_in_backward)
+        setup.on_close.append(self.unreached.close)
         self.step = Step(setup, self.optimizer, loss)
         self.order = Order(data.train, config.batch_size, config.seed)
         total = config.epochs * self.order.num_batches
@@ -238,10 +241,18 @@ class _Run:
             loss = self._step(value, target, rate, size)
             self.history.losses.append(loss)
             self.batch += 1
+            self._tell_unreached()
             self._report(loss, rate)
             every = self.config.checkpoint_every
             if every and self.history.steps % every == 0 and self.batch < stop:  # after the last, the epoch's own
                 self._save()
+
+    def _tell_unreached(self) -> None:
+        """Tells, when the first steps of a run are done, what no gradient has reached in those that were made here."""
+        self.unreached.look()
+        steps = self.history.steps
+        if steps >= min(LOOKED, self.total) and (names := self.unreached.close()):
+            self.setup.tell_unreached(names, f"the first {many(steps, 'step')}")
 
     def _micro_size(self, size: int) -> int:
         """Of a given batch of that many samples; what a longer one leaves to batch-norm, a short one does too."""
@@ -413,6 +424,8 @@ class _Run:
         if len(state["rng"]) == processes.size():
             checkpoint.set_rng_state(state["rng"][processes.rank()], self._own())
         self.saved = path
+        if self.history.steps >= LOOKED:
+            self.unreached.close()
         if not self.batch and self.history.best_epoch == self.epoch - 1:
             self._keep_best()
 

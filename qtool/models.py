@@ -45,6 +45,7 @@ from qtool.materialise import OTHER_WEIGHTS, WHERE, Target, create
 from qtool.nested import NARROW
 from qtool.nets import mobilenet, resnet
 from qtool.turns import shared
+from qtool.units import few
 from qtool.vit import vit_l_16
 
 BUILT_INS: dict[str, Callable[[int, int], nn.Module]] = {
@@ -217,7 +218,7 @@ def _require_same_keys(where: str, model: nn.Module, state: Mapping[str, Tensor]
         for key, value in state.items() if key in own and value.shape != own[key].shape
     ]  # fmt: skip
     parts = [("missing", missing), ("not in the model", unexpected), ("other shapes", shapes)]
-    if got := "; ".join(f"{name}: {_few(keys)}" for name, keys in parts if keys):
+    if got := "; ".join(f"{name}: {few(keys)}" for name, keys in parts if keys):
         raise QtoolError(where, "weights of this architecture", got, OTHER_WEIGHTS)
 
 
@@ -229,12 +230,8 @@ def _require_finite(where: str, model: nn.Module, state: Mapping[str, Tensor]) -
     hiding = masks(model)
     bad = [key for key, value in state.items() if not is_finite(value, mask=key in hiding)]
     if bad:
-        got = f"NaN or infinity in {_few(bad)}"
+        got = f"NaN or infinity in {few(bad)}"
         raise QtoolError(where, "finite weights", got, "load other weights, or train with a lower learning rate")
-
-
-def _few(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def check_finite(model: nn.Module, where: str = "model") -> None:

@@ -39,13 +39,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule
 from torch.optim import Optimizer
 
-from qtool import moved_buffers, processes
+from qtool import moved_buffers, processes, unreached
 from qtool.checkpoint import Files
 from qtool.devices import load_inductor, resolve_device
 from qtool.errors import QtoolError, UsageError
 from qtool.forward import passes_told
 from qtool.nested import call, map_tensors, no_floats, num_samples, split, to_float32
 from qtool.recipe import TrainConfig
+from qtool.unreached import Tell
 
 _ONE_VALUE = "Expected more than 1 value per channel when training"
 """What torch's batch-norm says of a single sample without further dimensions."""
@@ -100,9 +101,11 @@ class Setup:
     """What computes a loss in the model's place, where that exchanges gradients with other processes."""
     accumulating: Callable[[], AbstractContextManager[object]] = nullcontext
     """Entered around all micro-batches but the last."""
+    tell_unreached: Tell = unreached.tell
+    """What tells of parameters that the first steps have left without a gradient."""
     files: Files = field(default_factory=Files)
     """How a checkpoint lies on disk."""
-    on_close: list[Callable[[], None]] = field(default_factory=list)
+    on_close: list[Callable[[], object]] = field(default_factory=list)
 
     @contextmanager
     def forward(self) -> Iterator[None]:

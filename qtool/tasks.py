@@ -25,6 +25,7 @@ from qtool.devices import out_of_memory
 from qtool.errors import OWN, QtoolError, UsageError, kind_of, nearest, one_line, reason_of
 from qtool.factories import is_factory, load_factory
 from qtool.labels import IGNORED
+from qtool.nested import tensors
 
 
 @runtime_checkable
@@ -212,13 +213,22 @@ def require_task(task: Any, where: str) -> Task:
 
 
 def loss_of(task: Task, output: Any, target: Any) -> tuple[Tensor, Tensor | float]:
-    """The task's loss of a batch and its weight. Raises QtoolError where it raises, or gives something else."""
+    """The task's loss of a batch and its weight. Raises QtoolError where it raises, or gives something else.
+
+    Where it has no gradient because the output has none, the model is named and not the task.
+    """
     with _told(task, "a loss"):
         found = task.loss(output, target)
     if not (_is_pair(found) and all(map(_is_number, found))):
         raise _no_loss(task, f"a pair of {' and '.join(map(_shape, found))}" if _is_pair(found) else _shape(found))
     loss, weight = found
     if torch.is_grad_enabled() and not (isinstance(loss, Tensor) and loss.requires_grad):
+        if not any(tensor.requires_grad for tensor in tensors(output)):
+            raise QtoolError(
+                "model", "outputs that depend on what is trained", "outputs without a gradient",
+                "train what the model calls (of --lora, name other layers with --lora-targets), and have it compute "
+                "without torch.no_grad() and detach()",
+            )  # fmt: skip
         raise _no_loss(task, "one without a gradient")
     return loss, weight
 

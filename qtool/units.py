@@ -1,6 +1,7 @@
 """Units that figures are told in, to how many digits, and how many there are of a thing."""
 
 import math
+from collections.abc import Sequence
 
 MIB = 2**20
 """Bytes of a mebibyte."""
@@ -13,6 +14,15 @@ def many(count: int, noun: str) -> str:
     ('1 step', '1,200 steps')
     """
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def few(names: Sequence[str]) -> str:
+    """The first three of names, and how many more there are.
+
+    >>> few(["a", "b"]), few(["a", "b", "c", "d"])
+    ('a, b', 'a, b, c and 1 more')
+    """
+    return ", ".join(names[:3]) + (f" and {len(names) - 3:,} more" if len(names) > 3 else "")
 
 
 def figure(value: float, most: float = math.inf) -> str:

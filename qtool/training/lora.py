@@ -39,6 +39,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._python_dispatch import _disable_current_modes
 
-from qtool import processes
+from qtool import processes, unreached
 from qtool.errors import OWN, QtoolError, QtoolWarning, UsageError, kind_of, nearest, one_line
 from qtool.materialise import fill
 from qtool.nested import NARROW
@@ -54,6 +55,7 @@ from qtool.recipe import TrainConfig
 from qtool.step import Setup
 from qtool.training import nf4
 from qtool.training.checkpointing import blocks
+from qtool.units import few
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _REACH = ("dilation", "padding_mode", "_reversed_padding_repeated_twice")
@@ -91,6 +93,7 @@ def apply(setup: Setup, example: Any) -> None:
     for name in full:
         for parameter in filter(_learns, model.get_submodule(name).parameters()):
             parameter.requires_grad_(True)
+    setup.tell_unreached = partial(_tell_unreached, model)
     _begin(model, config.seed, setup.device)
     if config.lora_base == "nf4":
         _quantize(model, {*chosen, *_outside(full, _usual(model, possible))})
@@ -123,6 +126,21 @@ def _require_low(config: TrainConfig, adapted: list[Any]) -> None:
             "--lora", f"a rank of at most {largest}, the most that a weight to adapt can have", str(config.lora),
             f"lower it, to {min(8, largest)} for example, or leave it out and train the weights themselves",
         )  # fmt: skip
+
+
+def _tell_unreached(model: nn.Module, names: list[str], when: str) -> None:
+    """Tells of adapters, and of what is trained in full, that no gradient reached. Raises where all adapters are."""
+    adapted = [f"{name}." for name, _ in _adapted(model)]
+    idle = [name[:-1] for name in adapted if any(other.startswith(f"{name}lora_") for other in names)]
+    got = f"no gradient for {few(idle)} in {when}"
+    why = "a layer whose weight other code reads, or that is passed by, is adapted in vain"
+    if len(idle) == len(adapted):
+        do = "name layers that the model calls with --lora-targets, or leave --lora out"
+        raise QtoolError("--lora", "adapters that the loss depends on", f"{got}: {why}", do)
+    if idle:
+        warnings.warn(f"--lora: {got}: {why}; --lora-targets names those to adapt", QtoolWarning, stacklevel=2)
+    if rest := [name for name in names if not name.startswith(tuple(adapted))]:
+        unreached.tell(rest, when)
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from torch import nn
 
 import qtool
 from qtool.data import load_data
-from qtool.errors import QtoolWarning, UsageError
+from qtool.errors import QtoolError, QtoolWarning, UsageError
 from qtool.gpt import GPT
 from qtool.loop import fit, task_loss
 from qtool.materialise import Target, create
@@ -569,3 +569,33 @@ def test_a_head_that_stays_as_it_came_is_told(peft: Any) -> None:
     assert untrained_head(small(), TrainConfig(lora=2)) is None
     plain = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
     assert untrained_head(plain, TrainConfig(lora=2)) == "2"
+
+
+class PastItsLayer(nn.Module):
+    """A block that multiplies by the weight of one of its layers itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj, self.called = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.called(nn.functional.linear(x, self.proj.weight, self.proj.bias))  # type: ignore[no-any-return]
+
+
+@FILTERS
+def test_adapters_that_learn_nothing_are_told_and_refused_where_all_are(peft: Any) -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(16, 4), torch.randint(0, 3, (16,))
+    part = torch.utils.data.TensorDataset(x, y)
+    options = {"lora": 2, "lora_trained": ["2"], "epochs": 1, "batch_size": 8, "device": "cpu"}
+
+    def train(**more: Any) -> None:
+        model = nn.Sequential(PastItsLayer(), PastItsLayer(), nn.Linear(4, 3))
+        qtool.train(model, {"train": part, "test": part}, **options | more)
+
+    with pytest.warns(QtoolWarning, match=r"^--lora: no gradient for 0.proj, 1.proj in the first 2 steps: a"):
+        train()
+    with pytest.raises(QtoolError, match=r"got no gradient for 0.proj, 1.proj in .* or leave --lora out"):
+        train(lora_targets=["proj"])
+    with pytest.raises(QtoolError, match=r"^model: .*name other layers with --lora-targets"):
+        train(lora_targets=["proj"], lora_trained=None)
