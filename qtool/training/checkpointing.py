@@ -15,9 +15,10 @@ Called by itself, as it is where a block's graph breaks, torch's would move them
 itself, and checkpointed from without.
 
 Blocks are found by repetition: the outermost modules with children whose class occurs at least twice
-as items of a ``ModuleList`` or ``Sequential`` (transformer layers, residual blocks), and where there are
-none, whose class occurs twice anywhere. Where there are none of those either, each ``Sequential`` that is an item of a
-list beside another is checkpointed: a model that takes it apart saves nothing by it, and computes the same.
+as items of a ``ModuleList`` or ``Sequential`` (transformer layers, residual blocks; one that stands there several times
+too), and where there are none, whose class occurs twice anywhere. Where there are none of those either, each
+``Sequential`` that is an item of a list beside another is checkpointed: a model that takes it apart saves nothing by
+it, and computes the same.
 
 transformers' models remember keys and values for generating, and a block that finds its own there does less the second
 time. They do without while they train.
@@ -79,7 +80,7 @@ def require(model: nn.Module, config: TrainConfig) -> None:
 def blocks(model: nn.Module) -> dict[str, nn.Module]:
     """The model's blocks by name, in order."""
     items = Counter(
-        kind(child) for parent in model.modules() if type(parent) in _LISTS for child in parent.children() if _is(child)
+        kind(child) for parent in model.modules() if type(parent) in _LISTS for child in _items(parent) if _is(child)
     )
     anywhere = Counter(kind(module) for module in model.modules() if module is not model and _is(module))
     kinds = {kind for kind, count in items.items() if count > 1} or {kind for kind, n in anywhere.items() if n > 1}
@@ -91,9 +92,14 @@ def _recomputed(model: nn.Module) -> dict[str, nn.Module]:
     beside: set[int] = set()
     for parent in model.modules():
         if type(parent) in _LISTS:
-            items = [id(child) for child in parent.children() if type(child) is nn.Sequential and len(child)]
+            items = [id(child) for child in _items(parent) if type(child) is nn.Sequential and len(child)]
             beside |= set(items if len(items) > 1 else [])
     return blocks(model) or dict(_outermost(model, "", lambda module: id(module) in beside))
+
+
+def _items(parent: nn.Module) -> Iterator[nn.Module]:
+    """What stands in a list, as often as it stands there."""
+    return (child for child in parent._modules.values() if child is not None)
 
 
 def _is(module: nn.Module) -> bool:

@@ -392,6 +392,37 @@ def test_blocks_of_stages_with_one_block_each(run_steps):
     assert list(blocks(net)) == ["0.0", "1.0"]
 
 
+class Shared(nn.Module):
+    """One block, with statistics and draws of its own, that stands in a list three times."""
+
+    def __init__(self):
+        super().__init__()
+        self.items, self.head = nn.ModuleList([Residue()] * 3), nn.Linear(8, 4)
+
+    def forward(self, x):
+        for block in self.items:
+            x = block(x)
+        return self.head(x)
+
+
+class Residue(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.norm, self.drop = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.2)
+
+    def forward(self, x):
+        return x + self.drop(torch.relu(self.norm(self.inner(x))))
+
+
+@pytest.mark.parametrize("options", [{"activation_checkpointing": True}, {"strategy": "fsdp"}])
+def test_one_block_that_stands_in_a_list_several_times_is_one(options, run_steps, same_state, monkeypatch):
+    monkeypatch.setitem(run_steps.__globals__["NETS"], "shared", (Shared, (8,)))
+    assert list(blocks(Shared())) == ["items.0"]
+    plain, changed = run_steps("shared"), run_steps("shared", **options)
+    assert changed.losses == plain.losses
+    assert "strategy" in options or same_state(changed.model, plain.model)
+
+
 class Normed(nn.Module):
     def __init__(self, parametrized):
         super().__init__()
