@@ -11,7 +11,6 @@ A factory is code. It is run again from a record only while its file still has t
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import hashlib
 import itertools
@@ -253,9 +252,11 @@ def _in_host_memory(model: nn.Module | None) -> nn.Module | None:
     place = next((value.device for value in held if value.device.type != "cpu"), None)
     if model is None or place is None:
         return model
+    from qtool.models import copied
+
     try:
-        return copy.deepcopy(model).cpu()
-    except RuntimeError as error:  # no room for both, or a tensor that it computed is among its attributes
+        return copied(model, {}).cpu()
+    except RuntimeError as error:  # no room for both
         got = f"one on {place}, and no copy: {one_line(error)}"
         raise UsageError("argument 'model'", "a model on the CPU", got, "pass model.cpu()") from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -99,15 +100,19 @@ def test_a_model_that_training_left_on_a_device_is_quantized_on_the_cpu() -> Non
     expected = model(data[0][0])
     with Fake():
         model.to(DEVICE)
+        model.held, model.lock = model[0].weight * 2, threading.Lock()  # of neither is there a copy
         moved = qtool.quantize(model, data)
         assert next(model.parameters()).device == DEVICE
     torch.testing.assert_close(moved(data[0][0]), expected, atol=0.1, rtol=0)
 
 
-def test_a_model_on_a_device_that_no_copy_can_be_made_of_is_told() -> None:
+def test_a_model_on_a_device_that_no_copy_can_be_made_of_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(model: nn.Module, memo: object) -> nn.Module:
+        raise RuntimeError("CUDA out of memory")
+
+    monkeypatch.setattr("qtool.models.copied", full)
     with Fake():
         model = nn.Linear(6, 3).to(DEVICE)
-        model.held = model.weight * 2
         with pytest.raises(UsageError, match=r"expected a model on the CPU; got one on meta, .*; pass model\.cpu\(\)"):
             qtool.quantize(model, [torch.randn(8, 6)])
 
