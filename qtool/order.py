@@ -29,6 +29,9 @@ from qtool.given import Reading
 from qtool.nested import num_samples, tensors
 from qtool.recipe import TrainConfig
 
+LOOKED_AT, SAMPLES_READ = 8, 1024
+"""Batches that are read at most to find a large one, and the samples that they may have together."""
+
 
 @dataclass(frozen=True)
 class Batches:
@@ -115,16 +118,30 @@ def largest_pass(count: int, config: TrainConfig) -> int:
     return config.batch_size + joined
 
 
-def first_pass(train: Any, given: Any, config: TrainConfig) -> tuple[Any, Any]:
-    """The first samples of ``train``, as many as :func:`largest_pass` says, or without it the first batch ``given``.
+def largest_seen(train: Any, given: Any, config: TrainConfig) -> tuple[tuple[Any, Any], int]:
+    """A batch to predict a step by: of ``train``, of as many samples as :func:`largest_pass` says, or one ``given``.
 
-    Raises QtoolError where there is none.
+    Where batches differ in size, as those of sequences do, it is the largest of those that are looked at: all of a
+    list, else the first few. Beside it is of how many it is the largest, 1 where they do not differ. Generators are
+    left as they were. Raises QtoolError where there is none.
     """
-    found = iter(Batches(given) if train is None else batches(train, largest_pass(len(train), config)))
-    batch: tuple[Any, Any] | None = next(found, None)
+    data: Any = Batches(given) if train is None else train
+    size = 0 if train is None else largest_pass(len(train), config)
+    most = None if isinstance(given, list | tuple) else max(1, min(LOOKED_AT, SAMPLES_READ // max(1, size)))
+    if train is not None and getattr(train, "collate", None) is None:  # samples that are stacked are of one size
+        most = 1
+    own = own_generators(train=data)
+    now = checkpoint.rng_state(own)
+    batch: tuple[Any, Any] | None = None
+    sizes: list[int] = []
+    for other in itertools.islice(iter(data) if train is None else batches(train, size), most):
+        found = sum(tensor.nbytes for tensor in tensors(other))
+        batch = other if found > max(sizes, default=-1) else batch
+        sizes.append(found)
+    checkpoint.set_rng_state(now, own)
     if batch is None:
         raise QtoolError("training data", "at least one batch", "none", "give data that is not empty")
-    return batch
+    return batch, len(sizes) if len(set(sizes)) > 1 else 1
 
 
 def not_shared() -> UsageError:

@@ -3,11 +3,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
+from torch.utils.data import DataLoader
 
 from qtool import checkpoint, processes
 from qtool.errors import QtoolError, UsageError
-from qtool.order import Batches, Order, batch_plan, largest_pass
+from qtool.order import Batches, Order, batch_plan, largest_pass, largest_seen
 from qtool.recipe import TrainConfig
+from qtool.samples import Samples
 
 
 @given(st.integers(1, 200), st.integers(1, 50), st.integers(0, 5), st.integers(0, 5))
@@ -164,3 +167,31 @@ def test_the_largest_pass_is_that_of_the_plan(count, size):
     if count > size:
         assert largest_pass(count, config) == max(map(len, batch_plan(count, size, 0, 0)))
     assert largest_pass(count, TrainConfig(batch_size=size)) == size
+
+
+@pytest.mark.parametrize(("kind", "seen", "longest"), [("list", 12, 12), ("loader", 8, 9), ("samples", 8, 9)])
+def test_a_step_is_predicted_by_the_largest_batch_that_is_looked_at(kind, seen, longest):
+    lengths = [2, 9, 3, 4, 5, 6, 7, 8, 1, 1, 1, 12]
+    samples = [(torch.randn(length, 3), index % 2) for index, length in enumerate(lengths)]
+
+    def padded(pairs):
+        torch.rand(1)
+        return nn.utils.rnn.pad_sequence([x for x, _ in pairs], True), torch.tensor([y for _, y in pairs])
+
+    loader = DataLoader(samples, 1, collate_fn=padded)
+    train, batches = None, loader
+    if kind == "samples":
+        train = Samples("data", samples, collate=padded)
+    elif kind == "list":
+        batches = list(loader)
+    before = torch.get_rng_state()
+    (inputs, _), count = largest_seen(train, batches, TrainConfig(batch_size=1))
+    assert (inputs.shape, count) == ((1, longest, 3), seen)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_batches_of_one_size_are_predicted_by_the_first():
+    stacked = Samples("data", [(torch.full((2,), float(i)), 0) for i in range(9)])
+    (inputs, _), count = largest_seen(stacked, None, TrainConfig(batch_size=2))
+    assert (inputs.tolist(), count) == ([[0, 0], [1, 1]], 1)
+    assert largest_seen(None, [(torch.zeros(2, 2), torch.zeros(2))] * 3, TrainConfig())[1] == 1

@@ -40,6 +40,9 @@ def _predicted(result: Result) -> Iterator[Any]:
     yield f"memory: predicted peak {peak} on {found['device']}, in the {found['moment']}{where}"
     rows = [(name.replace("_", " "), bytes_told(value)) for name, value in found["parts"].items()]
     yield table(("at the peak", ""), [*rows, ("total", peak)])
+    if (seen := found.get("largest_of", 1)) > 1:
+        shapes = ", ".join("×".join(map(str, shape)) for shape in found["inputs"])
+        yield f"batches differ: this is the largest of {seen} that were looked at ({shapes}); a larger one takes more"
     if late := found.get("late_bytes"):
         yield f"up to {bytes_told(late)} more at moments on a busy CPU, in exchanges that gloo's threads still hold"
     if found.get("guessed"):

@@ -276,7 +276,7 @@ def predictor(source: Source) -> Callable[[TrainConfig], int]:
     from qtool.memory.predict import predict
     from qtool.memory.scratch import Scratch
     from qtool.nested import num_samples, tensors
-    from qtool.order import first_pass
+    from qtool.order import largest_seen
     from qtool.training.techniques import setup
 
     scratch = Scratch()
@@ -285,7 +285,7 @@ def predictor(source: Source) -> Callable[[TrainConfig], int]:
     def peak(config: TrainConfig) -> int:
         config, spared = _fewer_micro_batches(config) if source.parts else (config, 0)
         parts: dict[str, Any] = {"prepare": setup, "loss": task_loss(source.task), "scratch": scratch}
-        batch = first_pass(source.parts and source.parts.train, source.data, config)
+        batch, _ = largest_seen(source.parts and source.parts.train, source.data, config)
         if source.parts is None:
             config = dataclasses.replace(config, batch_size=num_samples(batch[0]))
         each = sum(t.nbytes for t in tensors(batch)) / num_samples(batch)

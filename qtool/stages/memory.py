@@ -89,16 +89,19 @@ def require_named(config: TrainConfig) -> None:
         )  # fmt: skip
 
 
-def _arguments(spec: Spec, config: TrainConfig) -> tuple[Callable[[], Any], tuple[Any, Any], TrainConfig]:
-    """How the model is built, one batch of the training data, and the config, with a given batch's size."""
+def _arguments(spec: Spec, config: TrainConfig) -> tuple[tuple[Callable[[], Any], tuple[Any, Any], TrainConfig], int]:
+    """How the model is built, one batch of the training data, and the config, with a given batch's size.
+
+    Beside them is of how many batches it is the largest.
+    """
     from qtool.nested import num_samples
-    from qtool.order import first_pass
+    from qtool.order import largest_seen
 
     source = open_source(None, spec["data"], seed=config.seed)
-    batch = first_pass(source.parts and source.parts.train, source.data, config)
+    batch, seen = largest_seen(source.parts and source.parts.train, source.data, config)
     if source.parts is None:
         config = replace(config, batch_size=num_samples(batch[0]))
-    return lambda: open_model(spec["model"], source.record, None, config.seed), batch, config
+    return (lambda: open_model(spec["model"], source.record, None, config.seed), batch, config), seen
 
 
 def _parts(spec: Spec, config: TrainConfig) -> dict[str, Any]:
@@ -112,8 +115,11 @@ def _parts(spec: Spec, config: TrainConfig) -> dict[str, Any]:
 
 def _predicted(spec: Spec, config: TrainConfig) -> dict[str, Any]:
     from qtool.memory.predict import predict
+    from qtool.nested import tensors
 
-    return asdict(predict(*_arguments(spec, config), **_parts(spec, config)))
+    arguments, seen = _arguments(spec, config)
+    inputs = [list(tensor.shape) for tensor in tensors(arguments[1][0])]
+    return asdict(predict(*arguments, **_parts(spec, config))) | {"inputs": inputs, "largest_of": seen}
 
 
 def trained(spec: Spec, config: TrainConfig) -> dict[str, Any]:
@@ -180,7 +186,7 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
 def _measured(spec: Spec, config: TrainConfig, work: str) -> dict[str, Any]:
     from qtool.memory.measure import measure
 
-    found = asdict(measure(*_arguments(spec, config), **_parts(spec, config)))
+    found = asdict(measure(*_arguments(spec, config)[0], **_parts(spec, config)))
     if work != "train":
         return found
     return found | {"seconds_alone": found["seconds_per_step"]} | _trained(spec, config)

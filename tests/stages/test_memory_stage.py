@@ -17,6 +17,7 @@ from torch import nn
 
 from qtool.cli import main
 from qtool.errors import QtoolError, UsageError
+from qtool.reporting.memory import memory_lines
 from qtool.stages import memory as stage
 
 FACTORIES = """
@@ -90,6 +91,9 @@ def test_objects_are_predicted_but_not_measured(specs: dict[str, str]) -> None:
     sizes = [one["predicted"]["parts"]["activations"] for one in (found, less)]
     assert sizes[0] > 512 * 3 * 4 > 2 * sizes[1]  # the logits of a whole batch, whose size no option names
     assert found["predicted"]["parts"]["parameters"] == (8 * 3 + 3) * 4
+    short = stage.predict_memory(model, [(batches[0][0][:2], batches[0][1][:2]), *batches], device="cpu")
+    assert short["predicted"]["peak_bytes"] == found["predicted"]["peak_bytes"]
+    assert "this is the largest of 2 that were looked at (512×8)" in [*memory_lines(short)][2]
     with pytest.raises(UsageError, match="specs"):
         stage.predict_memory(model, batches, measure=True, device="cpu")
     with pytest.raises(QtoolError, match="at least one batch"):
