@@ -102,7 +102,8 @@ class QuantizedModel:
     ``graph`` and ``float_graph`` take the same inputs, batch first; ``float_graph`` is None only for a
     model that arrived already quantized. ``example`` is one batch of inputs (a tensor, a tuple of
     arguments or a dict of keyword arguments). ``ranges`` maps each quantized tensor's name to the range
-    it was given and the observer state that the range was read from.
+    it was given and the observer state that the range was read from. ``training`` is what happened in its QAT, plain
+    values as in a training's result: ``history``, and the ``metric`` that decides.
     """
 
     graph: GraphModule
@@ -110,6 +111,7 @@ class QuantizedModel:
     example: Any
     float_graph: GraphModule | None = None
     ranges: dict[str, Any] = field(default_factory=dict)
+    training: dict[str, Any] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         """The target, how much is integer, and where to look for the rest: weights and ranges would fill pages."""
@@ -161,17 +163,19 @@ class QuantizedModel:
         """Pickles what ``save`` writes: torch's graphs themselves cannot be pickled."""
         with TemporaryDirectory() as folder:
             files = {path.name: path.read_bytes() for path in self.save(folder).values()}
-        return _unpickled, (files, self.plan, self.ranges)
+        return _unpickled, (files, self.plan, self.ranges, self.training)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedModel:
         return QuantizedModel(*(copy.deepcopy(getattr(self, f.name), memo) for f in dataclasses.fields(self)))
 
 
-def _unpickled(files: Mapping[str, bytes], plan: Plan, ranges: dict[str, Any]) -> QuantizedModel:
+def _unpickled(
+    files: Mapping[str, bytes], plan: Plan, ranges: dict[str, Any], training: dict[str, Any]
+) -> QuantizedModel:
     with TemporaryDirectory() as folder:
         for name, data in files.items():
             (Path(folder) / name).write_bytes(data)
-        return dataclasses.replace(QuantizedModel.load(Path(folder), plan), ranges=ranges)
+        return dataclasses.replace(QuantizedModel.load(Path(folder), plan), ranges=ranges, training=training)
 
 
 _PROGRAMS: WeakKeyDictionary[GraphModule, tuple[torch.export.ExportedProgram, Any]] = WeakKeyDictionary()

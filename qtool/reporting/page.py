@@ -134,7 +134,7 @@ def _sections(run: Run) -> list[Markup]:
         ("Contract", list(sections.contracts(run))),
         ("Error by layer", list(sections.layers(run))),
         ("Coverage and gates", list(sections.coverage(run))),
-        ("Training", [sections.training(run)]),
+        ("Training", list(sections.trainings(run))),
         ("Provenance", list(sections.provenance(run))),
     ]
     return [sections.section(title, *parts) for title, parts in wanted if any(parts)]

@@ -196,9 +196,19 @@ def _tuning(tuning: Any) -> Markup | None:
     return el("div", told, grid(["group", "runs in", "in float", "why"], body, "gates") if body else None)
 
 
-def training(run: Run) -> Markup | None:
-    """The loss step by step, the validation metric by epoch, and what the training took."""
+def trainings(run: Run) -> Iterator[Markup]:
+    """How the training went, and after it the QAT of each variant."""
     result = run.get("train")
+    if (trained := _training(result, result.get("metrics", {}))) is not None:
+        yield trained
+    for place in run.quantized:
+        if (tuned := _training(place.get("quantize"), {})) is not None:
+            yield el("h3", "QAT" if place is run else f"{place.name}: QAT")
+            yield tuned
+
+
+def _training(result: Mapping[str, Any], tested: Mapping[str, Any]) -> Markup | None:
+    """The loss step by step, the validation metric by epoch, and what the training took."""
     history = result.get("history") or {}
     losses = history.get("losses") or []
     if all(loss is None for loss in losses):
@@ -215,7 +225,7 @@ def training(run: Run) -> Markup | None:
     marks = f"; the marks are the validation's {name} after each epoch" if scores else ""
     caption = f"The line falling is the training loss{marks}."
     picture = figure(charts.curve(losses, scores, name), caption)
-    return el("div", picture, _training_facts(result, history), *_chosen(result, history))
+    return el("div", picture, _training_facts(tested, history), *_chosen(result, history))
 
 
 def _deciding(result: Mapping[str, Any], epochs: list[Mapping[str, Any]]) -> str | None:
@@ -233,9 +243,9 @@ def _chosen(result: Mapping[str, Any], history: Mapping[str, Any]) -> Iterator[M
         yield grid(head, [list(row) for row in body])
 
 
-def _training_facts(result: Mapping[str, Any], history: Mapping[str, Any]) -> Markup:
+def _training_facts(tested: Mapping[str, Any], history: Mapping[str, Any]) -> Markup:
     """Numbers beside the curve: test metrics, time, memory, steps skipped."""
-    facts = {f"test {key}": _fact(key, value) for key, value in result.get("metrics", {}).items()}
+    facts = {f"test {key}": _fact(key, value) for key, value in tested.items()}
     known = {"seconds", "skipped_steps", "best_epoch", "stopped_early"}
     facts |= {
         key.replace("_", " "): _fact(key, value)

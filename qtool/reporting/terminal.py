@@ -48,12 +48,25 @@ def train_lines(result: Result) -> Iterator[Any]:
         yield f"train: {scores(metrics)} on {many(round(metrics['num_samples']), f'test {unit_of(metrics)}')}"
     yield from _split(result)
     if history:
-        early = ", stopped early" if history["stopped_early"] else ""
-        skipped = f", {history['skipped_steps']} skipped" if history["skipped_steps"] else ""
-        done = f"{many(len(history['epochs']), 'epoch')}, {many(len(history['losses']), 'step')}"
-        yield f"  {done}{skipped}{early}"
+        yield f"  {_done(history)}"
     if memory := result.get("memory"):
         yield f"  {chosen_sentence(memory, (history or {}).get('halvings', 0))}"
+
+
+def _done(history: Result) -> str:
+    """How long a training was."""
+    early = ", stopped early" if history["stopped_early"] else ""
+    skipped = f", {history['skipped_steps']} skipped" if history["skipped_steps"] else ""
+    return f"{many(len(history['epochs']), 'epoch')}, {many(len(history['losses']), 'step')}{skipped}{early}"
+
+
+def _tuned(history: Result) -> str:
+    """How long QAT was, and how well its last epoch did, or the best where that is what is kept."""
+    epochs, best = history["epochs"], history["best_epoch"]
+    last = (epochs[-1] if best is None else epochs[best]) if epochs else {}
+    names = [name for name in last if name.startswith("validation_")]
+    found = scores({name.removeprefix("validation_"): last[name] for name in names})
+    return f"trained for {_done(history)}" + (f": {found} on validation data" if found else "")
 
 
 def _split(result: Result) -> Iterator[str]:
@@ -79,6 +92,8 @@ def quantize_lines(result: Result) -> Iterator[Any]:
     yield f"quantize: {mode} for {result['plan']['target']}, {len(units) - len(floats)} of {len(units)} units integer"
     if drawn.get("num_samples"):
         yield f"  calibrated on {many(drawn['num_samples'], 'sample')} ({drawn['spec']}, seed {drawn['seed']})"
+    if history := result.get("history"):
+        yield f"  {_tuned(history)}"
     yield from _split(result)
     if has_random_weights(result.get("source", {})):
         yield f"  '{result['source']['model']}' has random weights: name trained ones with --weights"

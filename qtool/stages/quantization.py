@@ -170,13 +170,15 @@ def _maker(
 
         assert source.model is not None
         trains = tuning is not None and config.mode == "qat"
+        training: dict[str, Any] = {}
         with meter(False if trains else progress, "quantize") as report:
-            return stage.quantize(
+            made = stage.quantize(
                 source.model, config, example=example_of(source, inputs), calibration=inputs, tuning=tuning,
-                qat=_fine_tuning(source, tuning, place, resume, progress, {**known, **_rounded_by(config)})
+                qat=_fine_tuning(source, tuning, place, resume, progress, {**known, **_rounded_by(config)}, training)
                 if trains and tuning else None,
                 report=report, scratch=scratch,
             )  # fmt: skip
+        return dataclasses.replace(made, training=training)
 
     return make
 
@@ -284,9 +286,12 @@ def _calibrated_by(config: QuantizeConfig, drawn: Mapping[str, Any]) -> dict[str
 
 def _fine_tuning(
     source: Source, config: QatConfig, out: Path | None, resume: bool, progress: Progress,
-    identity: Mapping[str, Any],
+    identity: Mapping[str, Any], training: dict[str, Any],
 ) -> Callable[..., Any]:  # fmt: skip
-    """What QAT calls to train its prepared graph: the loop, with the training techniques of the config."""
+    """What QAT calls to train its prepared graph: the loop, with the training techniques of the config.
+
+    ``training`` takes what the result says of it.
+    """
     from qtool.order import Batches
 
     if source.data is None:
@@ -304,10 +309,12 @@ def _fine_tuning(
 
         example = None if source.parts is None else example_input(data)
         with setup(model, config, example) as made, reporter(progress is True) as report:
-            return fit(
+            history = fit(
                 model, data, source.task, config, setup=made, hooks=hooks, loss_fn=loss_fn, out=out, resume=resume,
                 progress=report, identity=identity,
             )  # fmt: skip
+        training.update(history=as_dict(history), metric=source.task.metric)
+        return history
 
     return fine_tune
 
@@ -368,6 +375,7 @@ def _commit_quantize(
         plan = quantized.plan
         counts = {"num_integer_units": len(plan.integer_units), "num_float_units": len(plan.float_units)}
         extra = {"source": seen_from(run, record), "calibration": dict(drawn), "plan": plan.as_dict(), **more}
+        extra |= quantized.training
         extra["content"] = content_of(quantized.graph)
         write_result(
             run, "quantize", config=settings, inputs=inputs, metrics=counts, extra=extra,
@@ -394,4 +402,5 @@ def load_quantized(run: AnyPath) -> QuantizedModel:
                 f"'{run / 'int8.pt2'}'", f"a model quantized from '{weights}'", "one of earlier weights",
                 "run 'qtool quantize' again",
             )  # fmt: skip
-    return QuantizedModel.load(run, Plan.from_dict(result["plan"]))
+    training: dict[str, Any] = {key: result[key] for key in ("history", "metric") if key in result}
+    return dataclasses.replace(QuantizedModel.load(run, Plan.from_dict(result["plan"])), training=training)

@@ -35,15 +35,28 @@ def test_epochs_are_marked_where_they_ended():
     """Of a training that was cut short, the last one is shorter; a loss that is none keeps its place."""
     epochs = [{"validation_top1": 0.5}, {"validation_top1": 0.75}]
     history = {"losses": [1.0, None, *[1.0] * 8], "epochs": epochs, "ends": [8, 10]}
-    page = sections.training(Run("run", Path("run"), {"train": {"history": history}}))
+    (page,) = sections.trainings(Run("run", Path("run"), {"train": {"history": history}}))
     assert charts.curve(history["losses"], {8: 0.5, 10: 0.75}, "top1") in str(page)
 
 
 def test_the_marks_of_a_training_are_of_the_metric_that_decides():
     epochs = [{"loss": 1.0, "validation_loss": 0.9, "validation_area": 4.0, "validation_hinge_loss": 0.25}]
     result = {"metric": "hinge_loss", "history": {"losses": [1.0, 0.5], "epochs": epochs, "ends": [2]}}
-    page = str(sections.training(Run("run", Path("run"), {"train": result})))
+    page = "".join(sections.trainings(Run("run", Path("run"), {"train": result})))
     assert "hinge_loss 0.250" in page
     assert "area" not in page
     result["metric"] = "gone"
-    assert "marks" not in str(sections.training(Run("run", Path("run"), {"train": result})))
+    assert "marks" not in "".join(sections.trainings(Run("run", Path("run"), {"train": result})))
+
+
+def test_the_qat_of_each_variant_has_a_curve_too():
+    history = {"losses": [1.0, 0.5], "epochs": [{"validation_top1": 0.5}], "ends": [2], "skipped_steps": 3}
+    made = {"metric": "top1", "history": history, "metrics": {"num_integer_units": 9}}
+    run = Run(
+        "run", Path("run"), {"train": {"history": history}}, variants=[Run("qat", Path("qat"), {"quantize": made})]
+    )
+    first, title, second = map(str, sections.trainings(run))
+    assert title == "<h3>qat: QAT</h3>"
+    assert charts.curve([1.0, 0.5], {2: 0.5}, "top1") in second
+    assert "skipped steps" in second
+    assert "integer units" not in first + second

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 from io import BytesIO
 from pathlib import Path
@@ -21,6 +22,7 @@ from qtool.artifacts import read_result, sha256_of
 from qtool.data import load_data
 from qtool.errors import ContractError, QtoolError, UsageError
 from qtool.quantization import search
+from qtool.reporting.terminal import quantize_lines
 from qtool.stages import load_quantized
 
 
@@ -213,6 +215,14 @@ def test_qat_trains_the_prepared_graph_and_leaves_no_scaffolding(
     assert result["config"]["seed"] == result["config"]["qat"]["seed"] == 3
     assert result["source"]["trained_in"] == ".."
     assert not (run / "qat" / "checkpoints").exists()
+    assert len(result["history"]["losses"]) == result["history"]["ends"][0]
+    assert result["metric"] == "top1"
+    told = result["history"]["epochs"][0]["validation_top1"]
+    assert any(
+        "trained for 1 epoch, " in line and f"top1 {100 * told:.1f} %" in line for line in quantize_lines(result)
+    )
+    again = [load_quantized(run / "qat"), pickle.loads(pickle.dumps(quantized))]
+    assert all(model.training == {key: result[key] for key in ("history", "metric")} for model in again)
     held = load_data(small_data).test
     x, y = held.batch(list(range(len(held))))
     assert (quantized(x).argmax(1) == y).float().mean() > 0.9
