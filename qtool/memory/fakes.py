@@ -1,8 +1,8 @@
 """What fake tensors are told where torch gives up on them, or goes wrong.
 
 * A number that is asked for (``loss.item()``) is what it is where it follows from constants (``qtool.memory.known``),
-  else what it was when the model was run for real (``qtool.memory.trial``), else one; True for ``all``
-  (``x.isfinite().all()``, say), and for ``any`` of what compares whole numbers (``(expert == 3).any()``).
+  else what it was when the model was run for real (``qtool.memory.trial``), else one; True for ``allclose``, for
+  ``all`` (``x.isfinite().all()``, say), and for ``any`` of what compares whole numbers (``(expert == 3).any()``).
 * A selection by a mask takes as much as it did then, else everything: the most that it can be.
 * A product of groups of rows, each with a matrix of its own (experts), is one in every dtype; torch's own fake
   one knows bfloat16 alone.
@@ -92,6 +92,8 @@ class Scalars(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             return self._value(args[0])
+        if func is torch.ops.aten.allclose.default:
+            return True
         name = func.overloadpacket.__name__
         _require_one_type(func, args)
         if asks(func, args) and (found := self._asked(name, args)) is not None:

@@ -29,11 +29,14 @@ HEAVY = (
     f"{LSTM}_backward", "_scaled_dot_product_flash_attention_for_cpu_backward", "max_pool2d_with_indices_backward",
     "avg_pool2d_backward", "_adaptive_avg_pool2d_backward", "upsample_nearest2d_backward",
     "upsample_bilinear2d_backward", "upsample_bicubic2d_backward", "reflection_pad2d_backward", "im2col", "logsumexp",
-    "mse_loss", "sum", "upsample_bilinear2d", "upsample_bicubic2d", "_fft_r2c", "_fft_c2r", "_fft_c2c",
+    "mse_loss", "sum", "upsample_bilinear2d", "upsample_bicubic2d", "_fft_r2c", "_fft_c2r", "_fft_c2c", "_trilinear",
+    "linalg_qr", "linalg_inv_ex", "linalg_cholesky_ex", "linalg_lu_factor_ex", "_linalg_solve_ex", "_linalg_svd",
+    "_linalg_eigh", "linalg_matrix_exp",
 )  # fmt: skip
 """Matrix products, convolutions, means and sums (those of 16 bits are taken in float32), the update of 8-bit states,
-which widens its moments, Fourier transforms, a few dimensions at a time, and others that copy an operand. They check
-their operands. So do those that work on values one by one, which are tried where these have several dtypes."""
+which widens its moments, Fourier transforms, a few dimensions at a time, LAPACK's, which have a workspace, and others
+that copy an operand. They check their operands. So do those that work on values one by one, which are tried where these
+have several dtypes."""
 IN_FLOAT32 = ("native_batch_norm_backward", "native_layer_norm_backward", "native_group_norm_backward")
 """Tried in float32 alone: they do not check, and given a dtype that only a fake one returned, read past its end."""
 
@@ -110,7 +113,7 @@ def _kind(leaf: Any) -> Any:
 def _taken(function: Any, leaves: list[Any], tree: Any) -> tuple[int, int]:
     """What the call takes beside its results, and the bytes of the last of those."""
     with _disable_current_modes(), torch.autocast("cpu", enabled=False):
-        real = [_zeros(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        real = [_like(leaf, function) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         args, kwargs = tree_unflatten(real, tree)
         try:
             changes, result = allocations(lambda: function(*args, **kwargs))
@@ -120,5 +123,7 @@ def _taken(function: Any, leaves: list[Any], tree: Any) -> tuple[int, int]:
         return highest_sum(changes) - sum(changes), last.nbytes if isinstance(last, Tensor) else 0
 
 
-def _zeros(like: Tensor) -> Tensor:
-    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype).zero_()
+def _like(operand: Tensor, function: Any) -> Tensor:
+    """Zeros, but for an exponential of a matrix, which takes more for a larger one: one that takes most."""
+    fill = 8.0 if function is torch.ops.aten.linalg_matrix_exp.default else 0.0
+    return torch.empty_strided(operand.shape, operand.stride(), dtype=operand.dtype).fill_(fill)

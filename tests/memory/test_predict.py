@@ -221,6 +221,23 @@ class Asking(nn.Module):
         return self.layers(x)[:, 0]
 
 
+def orthogonal() -> nn.Module:
+    return nn.Sequential(nn.utils.parametrizations.orthogonal(nn.Linear(64, 64)), nn.Linear(64, 10))
+
+
+class Paired(nn.Bilinear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(x, x)
+
+
+@pytest.mark.parametrize("build", [orthogonal, lambda: Paired(64, 64, 16)], ids=["orthogonal", "bilinear"])
+def test_what_operators_of_matrices_take_for_themselves_is_counted(build: Any) -> None:
+    """An exponential of a matrix, and a product of three, beside weights that are made orthogonal as they are drawn."""
+    batch = torch.randn(32, 64), torch.zeros(32, dtype=torch.int64)
+    predicted, measured = (f(build, batch, config(batch_size=32), prepare=setup, loss=LOSS) for f in (predict, measure))
+    assert 0.98 < predicted.peak_bytes / measured.peak_bytes < 1.3  # the exponential of a small matrix takes less
+
+
 @pytest.mark.parametrize("build", [lambda: Spectral(64, 1, bias=False), Asking], ids=["spectral", "asking"])
 def test_what_transforms_take_and_inputs_with_gradients_is_counted(build: Any) -> None:
     images = torch.randn(32, 4096), torch.zeros(32, dtype=torch.int64)
