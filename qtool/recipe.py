@@ -125,8 +125,8 @@ class QatConfig(TrainConfig):
     """How the fake-quantized model is fine-tuned: the training options with QAT's defaults."""
 
     epochs: int = option(1, "passes over the training data", low=0)
-    learning_rate: float = option(
-        0.0, "peak learning rate; auto: by the bits, since rounded weights move by steps", low=0, words={"auto": 0.0}
+    learning_rate: float | None = option(  # type: ignore[assignment]  # it is a number once it is settled
+        None, "peak learning rate; auto: by the bits, since rounded weights move by steps", low=0, words={"auto": None}
     )
     distill: bool = option(True, "train towards the float model's outputs instead of the labels")
     distill_features: tuple[str, ...] | None = option(
@@ -149,8 +149,9 @@ class QatConfig(TrainConfig):
 
     def settled(self, bits: int) -> QatConfig:
         """The config with a learning rate: where it is left open 1e-5 for 8 bits, twice as much for each bit less."""
-        rate = self.learning_rate or 1e-5 * 2 ** (8 - bits)
-        return dataclasses.replace(self, learning_rate=rate)
+        if self.learning_rate is not None:
+            return self
+        return dataclasses.replace(self, learning_rate=1e-5 * 2 ** (8 - bits))
 
 
 @dataclass(frozen=True)

@@ -196,6 +196,7 @@ def test_qat_inherits_the_training_options_with_its_own_defaults() -> None:
     assert QatConfig().settled(8).learning_rate == 1e-5
     assert QatConfig().settled(4).learning_rate == 1.6e-4 < TrainConfig().learning_rate
     assert make(QatConfig, {"learning_rate": 0.5}).settled(4).learning_rate == 0.5
+    assert make(QatConfig, {"learning_rate": 0}).settled(8).learning_rate == 0.0  # asked for, and not auto
     assert make(QatConfig, {"learning_rate": "auto"}) == QatConfig()
     assert "16-mixed" in PRECISIONS
 
