@@ -36,7 +36,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.optim import Optimizer
 
 from qtool import moved_buffers, processes, unreached
@@ -158,6 +158,7 @@ def answer(model: Callable[[Any], Any], value: Any) -> Any:
     expected = "a forward pass on the inputs of the data"
     try:
         with passes_told("model", expected, "give a model and data that go together; --debug shows where it failed"):
+            _require_more_than_one(model, value)
             return call(model, value)
     except QtoolError as error:
         do = no_floats(error.__cause__, value)
@@ -173,6 +174,20 @@ def answer(model: Callable[[Any], Any], value: Any) -> Any:
         if do is None:
             raise
         raise QtoolError("model", expected, error.got, do) from error.__cause__
+
+
+def _require_more_than_one(model: Callable[[Any], Any], value: Any) -> None:
+    """Raises what torch's batch-norm raises for one value per channel, of which a captured one makes NaN."""
+    if num_samples(value) == 1 and isinstance(model, GraphModule) and any(map(_is_of_features, model.graph.nodes)):
+        raise ValueError(f"{_ONE_VALUE}, got a single sample")
+
+
+def _is_of_features(node: Node) -> bool:
+    """Whether it is a live batch-norm that has one value per channel of a sample."""
+    if node.target is not torch.ops.aten.batch_norm.default or not node.args[5]:
+        return False
+    shape = node.meta["val"].shape
+    return all(isinstance(size, int) and size == 1 for size in shape[2:])
 
 
 def micro_size(config: TrainConfig, halvings: int = 0, batch_size: int | None = None) -> int:

@@ -30,11 +30,11 @@ from qtool.captured import call_captured
 from qtool.errors import UsageError, nearest
 from qtool.evaluate import class_axis, divergence, error_of
 from qtool.form import same_sizes
-from qtool.nested import call, micro_batches, per_sample, tensors, to_float32
+from qtool.nested import micro_batches, per_sample, tensors, to_float32
 from qtool.quantization.calibrate import MICRO_BATCH
 from qtool.quantization.capture import aten, owner
 from qtool.quantization.rewrites.norms import is_live
-from qtool.step import LossFunction
+from qtool.step import LossFunction, answer
 
 
 class Tap(nn.Module):
@@ -66,7 +66,7 @@ def towards(teacher: nn.Module, taps: Pairs = (), squares: Sequence[float] = ())
         teacher.to(next(tensors(value)).device)
         with torch.no_grad():
             wanted = to_float32(call_captured(teacher, value))
-        given = to_float32(call(model, value))
+        given = to_float32(answer(model, value))
         pairs = zip(tensors(wanted), tensors(given), strict=True)
         parts = [_distance(w, g, target) for w, g in pairs if w.is_floating_point()]
         if not parts:

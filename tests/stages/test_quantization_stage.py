@@ -79,6 +79,15 @@ def test_no_micro_batch_leaves_live_batch_norm_a_single_sample() -> None:
     assert made(torch.randn(3, 6)).isfinite().all()
 
 
+@pytest.mark.parametrize("distill", [True, False])
+def test_a_batch_of_one_sample_for_live_batch_norm_is_told_as_such(distill: bool) -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+    batches = [(torch.randn(count, 6), torch.arange(count) % 2) for count in (4, 1)]
+    with pytest.raises(QtoolError, match=r"more than 1 value per channel .*give batches, that leave"):
+        qtool.quantize(model, batches, mode="qat", ranges="minmax", freeze_bn=1.0, distill=distill)
+    assert qtool.quantize(model, batches, mode="qat", ranges="minmax", distill=distill)  # frozen, it takes it
+
+
 def test_a_loader_that_shuffles_is_read_in_one_order_by_every_pass() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(128, 5))
