@@ -37,7 +37,7 @@ from qtool.errors import OutOfMemory, QtoolError
 from qtool.generators import of_modules, own_generators
 from qtool.judging import judge, rehearse, rehearse_smallest, require_metric
 from qtool.nested import to_float32
-from qtool.nonfinite import INPUTS, first_bad_layer, first_bad_parameter
+from qtool.nonfinite import INPUTS, first_bad_layer, first_bad_parameter, told
 from qtool.order import Batches, Order
 from qtool.recipe import TrainConfig
 from qtool.step import LossFunction, NotFinite, Setup, Step, answer, learning_rate, micro_size, plain, trained
@@ -381,7 +381,7 @@ class _Run:
     def _save(self) -> None:
         self.history.seconds = time.monotonic() - self.began
         if (name := first_bad_parameter(self.model, buffers=True)) is not None:
-            raise self._error(f"a non-finite value in '{name}'")
+            raise self._error(f"a non-finite value in {told(self.model, name)}")
         if self.folder is not None:
             processes.agree_on_buffers(self.model)
             rest = self._state()

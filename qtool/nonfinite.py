@@ -21,6 +21,7 @@ from qtool.nested import tensors
 
 INPUTS = "the inputs of the model"
 BETWEEN = "what the model does between its layers"
+QUANTIZES = "what quantizes "
 LOSS = "the loss, of outputs that are finite"
 
 
@@ -44,6 +45,14 @@ def _bad_value(model: nn.Module, buffers: bool) -> str | None:
     return next(bad, None)
 
 
+def told(model: nn.Module, name: str) -> str:
+    """A parameter or buffer by its name, and one that a quantizer in a captured graph learns by the layer's."""
+    nodes = model.graph.nodes if isinstance(model, fx.GraphModule) else ()
+    called = (n for n in nodes if n.op == "call_module" and name.startswith(f"{n.target}."))
+    found = next((n for n in called if hasattr(model.get_submodule(n.target), "calculate_qparams")), None)
+    return f"'{name}'" if found is None else f"the quantization steps of {_told(found).removeprefix(QUANTIZES)}"
+
+
 def first_bad_layer(model: nn.Module, forward: Callable[[], Any]) -> str | None:
     """What first made a value that is not finite when ``forward`` ran ``model``; None where nothing did this time.
 
@@ -51,11 +60,13 @@ def first_bad_layer(model: nn.Module, forward: Callable[[], Any]) -> str | None:
     loss, of which ``forward`` returns the value. It is called once, without gradients.
     """
     if (name := first_bad_parameter(model)) is not None:
-        return f"parameter '{name}'"
+        where = told(model, name)
+        return f"parameter {where}" if where.startswith("'") else where
     found: list[str] = []
+    modules = [("", model)] if isinstance(model, fx.GraphModule) else model.named_modules()  # its nodes are watched
     handles = [
         module.register_forward_hook(_watch(f"layer '{name}'" if name else BETWEEN, found))
-        for name, module in model.named_modules()
+        for name, module in modules
         if not isinstance(module, nn.Sequential | nn.ModuleList)
     ]
     handles.append(model.register_forward_pre_hook(_watch_inputs(found), with_kwargs=True))
@@ -101,9 +112,20 @@ class _Watched(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         value = super().run_node(n)
         if n.op not in ("placeholder", "get_attr", "output") and isinstance(value, Tensor) and _bad(value):
-            stack = list(n.meta.get("nn_module_stack", {}).values())
-            raise _Found(f"layer '{(stack[-1][0] if stack else '') or n.name}'")
+            raise _Found(_told(n))
         return value
+
+
+def _told(node: fx.Node) -> str:
+    """A node as whoever wrote the model knows it: what stands between layers belongs to the one that it reads from."""
+    stack = list(node.meta.get("nn_module_stack", {}).values())
+    if stack:
+        return f"layer '{stack[-1][0] or node.name}'"
+    if node.op == "get_attr":
+        return f"layer '{str(node.target).rpartition('.')[0] or node.target}'"
+    if node.op == "placeholder":
+        return f"{QUANTIZES}input '{node.target}'"
+    return _told(node.all_input_nodes[0]) if node.all_input_nodes else f"layer '{node.name}'"
 
 
 class _watched_graph:

@@ -72,3 +72,33 @@ def test_nodes_of_a_captured_graph_are_named_by_their_module():
     assert first_bad_layer(graph, lambda: graph(torch.randn(2, 3))) == "layer 'odd'"
     assert "forward" not in vars(graph)
     assert graph(torch.randn(2, 3)).shape == (2, 3)
+
+
+def test_what_stands_between_layers_of_a_captured_graph_is_named_by_the_layer_that_it_belongs_to():
+    class Quantizer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.learner = nn.Linear(1, 1)
+
+        def calculate_qparams(self):
+            return None
+
+        def forward(self, x):
+            return torch.log(-x.abs()) * self.learner.weight
+
+    def quantized(source):
+        graph = torch.export.export(nn.Sequential(nn.Linear(3, 3), nn.ReLU()), (torch.randn(2, 3),)).module()
+        graph.add_submodule("post_process_7", Quantizer())
+        node = next(node for node in graph.graph.nodes if source in node.name)
+        with graph.graph.inserting_after(node):
+            made = graph.graph.call_module("post_process_7", (node,))
+        node.replace_all_uses_with(made, delete_user_cb=lambda user: user is not made)
+        graph.recompile()
+        return graph
+
+    x = torch.randn(2, 3)
+    for source, where in {"weight": "layer '0'", "relu": "layer '1'", "input": "input 'input'"}.items():
+        graph = quantized(source)
+        assert first_bad_layer(graph, lambda graph=graph: graph(x)).removeprefix("what quantizes ") == where
+        graph.post_process_7.learner.weight.data.fill_(float("nan"))
+        assert first_bad_layer(graph, lambda graph=graph: graph(x)) == f"the quantization steps of {where}"
