@@ -297,7 +297,9 @@ class BenchmarkConfig(Checked):
     variants: tuple[str, ...] = option(VARIANTS, "which files are compared", choices=(*VARIANTS, "bf16"))
     provider: str = option("cpu", "what runs the files; an absent one is an error", choices=PROVIDERS)
     device: str = option("auto", "for torch: cpu, cuda, cuda:1 …; auto takes CUDA where there is one")
-    batch_sizes: tuple[int, ...] = option((1,), "batch sizes to time", low=1)
+    batch_sizes: tuple[int, ...] | None = option(
+        None, "batch sizes to time; by default 1, or the one that a file is fixed to", low=1
+    )
     threads: int = option(1, "threads within an operator", low=1)
     width: float = option(0.03, "time until each speed-up's 95 % interval is this narrow, relative to it", low=0)
     seconds: float = option(20.0, "but at most this long for each batch size", low=0)

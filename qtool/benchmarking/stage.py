@@ -133,7 +133,7 @@ def _measure_speed(
             variants[name] |= {key: value for key, value in opened.items() if value is not None} | {"latency": []}
             workers[name] = worker
         load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
-        for size in sorted(set(config.batch_sizes)):
+        for size in sorted(set(config.batch_sizes or (_own_size(workers.values()),))):
             tell(f"timing at batch size {size}")
             for name, entry in _time(workers, config, reference, size, batches).items():
                 variants[name]["latency"].append(entry)
@@ -181,6 +181,11 @@ def _first(batches: Iterable[tuple[Any, Any]]) -> tuple[Any]:
     for value, _ in itertools.islice(batches, 1):
         return (value,)
     raise UsageError("benchmark data", "at least one batch", "none", "pass data with samples in it")
+
+
+def _own_size(workers: Iterable[Worker]) -> int:
+    """The batch size where none is asked for: the one that a file is fixed to, or 1."""
+    return next((size for worker in workers if (size := Layout.of(worker.inputs).size)), 1)
 
 
 def _feeds(worker: Worker, config: BenchmarkConfig, batch_size: int, given: tuple[Any] | None) -> dict[str, Array]:

@@ -188,7 +188,14 @@ def test_shapes_beside_data_are_refused_since_the_samples_have_theirs(files, bat
 def test_a_fixed_batch_is_not_timed_at_another(tmp_path):
     path = onnx_files.save_float(tmp_path / "fixed.onnx", batch=8)
     with pytest.raises(UsageError, match="--batch-sizes 8"):
-        benchmark({"fixed": path}, BenchmarkConfig(seconds=0.0))
+        benchmark({"fixed": path}, BenchmarkConfig(seconds=0.0, batch_sizes=(1,)))
+
+
+def test_a_fixed_batch_is_timed_as_it_is_unless_another_is_asked_for(tmp_path):
+    paths = {"free": onnx_files.save_float(tmp_path / "free.onnx")}
+    paths["fixed"] = onnx_files.save_float(tmp_path / "fixed.onnx", batch=8)
+    found = benchmark(paths, BenchmarkConfig(seconds=0.0))["variants"]
+    assert [[timed["batch_size"] for timed in found[name]["latency"]] for name in paths] == [[8], [8]]
 
 
 @pytest.mark.parametrize(
