@@ -11,6 +11,8 @@ A recipe in TOML has the shared keys at the top and a table per stage::
     [quantize]
     ranges = "mse"
 
+Files that it names are looked for beside it, as those of a Cargo or Compose file are, and then in the current folder.
+
 ``--set train.epochs=8`` overrides one key; values are read as TOML, then as plain text. TOML has no
 null, so ``"none"`` switches an optional key off (``grad_clip = "none"``), here and on the command line.
 """
@@ -28,6 +30,9 @@ from qtool.options import as_toml, make
 from qtool.recipe import MODES, Recipe, as_dict
 
 _SHIPPED = Path(__file__).parent / "recipes"
+SPECS = ("model", "data", "task")
+FILES = (("", "weights"), ("quantize", "calibration"), ("quantize", "ranges_from"), ("benchmark", "compare"))
+"""The keys, and their stages, that name a file; what has no suffix is a name or a run directory."""
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -40,7 +45,28 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
         raise UsageError(
             f"recipe '{path}'", "a readable file", error.strerror or str(error), "check the path"
         ) from error
-    return from_table(table, overrides)
+    return from_table(_found_beside(table, path.parent), overrides)
+
+
+def _found_beside(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """A recipe's table with the paths in it as they are from here, where what they name is in ``folder``."""
+    from qtool.source import anchored
+
+    def beside(name: str, path: str) -> str:
+        return str(folder / name) if path and (folder / path).exists() else name
+
+    def of_spec(name: str) -> str:
+        """A path in a spec, which may have the size of images behind it (``imagefolder:DIR:SIZE``)."""
+        head, colon, size = name.rpartition(":")
+        return beside(name, head if colon and size.isdecimal() else name)
+
+    found = {**table, **{key: anchored(table[key], of_spec) for key in SPECS if isinstance(table.get(key), str)}}
+    for stage, key in FILES:
+        of = found.get(stage) if stage else found
+        if isinstance(of, Mapping) and isinstance(name := of.get(key), str) and Path(name).suffix:
+            moved = {**of, key: beside(name, name)}
+            found = {**found, stage: moved} if stage else moved
+    return found
 
 
 def from_table(table: Mapping[str, Any], overrides: Sequence[str] = ()) -> Recipe:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -376,27 +376,25 @@ def weights_file(path: Path) -> Path:
     return path / "model.safetensors" if path.is_dir() else path
 
 
-def anchored(spec: object) -> str | None:
+def anchored(spec: object, at: Callable[[str], str] = lambda path: str(Path(path).resolve())) -> str | None:
     """A spec with its path made absolute, so that it means the same from any folder; None for an object.
 
-    >>> anchored("resnet"), anchored(object())
-    ('resnet', None)
+    ``at`` makes another of each path in it.
+
+    >>> anchored("resnet"), anchored(object()), anchored("net.py:build", lambda path: f"there/{path}")
+    ('resnet', None, 'there/net.py:build')
     """
     if not isinstance(spec, str):
         return None
     kind, colon, rest = spec.partition(":")
     if kind == "text" and rest:
-        return f"text:{':'.join(_anchored_part(part) for part in rest.split(':'))}"
+        return f"text:{':'.join(part if part.isdecimal() else at(part) for part in rest.split(':'))}"
     name, *more = rest.split(":") if kind == "hf" else [rest]
-    if kind in ("hf", "transformers") and name and Path(name).exists():  # a folder, or else a name of the hub
-        return ":".join([kind, str(Path(name).resolve()), *more])
+    if kind in ("hf", "transformers") and name and Path(at(name)).exists():  # a folder, or else a name of the hub
+        return ":".join([kind, at(name), *more])
     if colon and kind in ("idx", "npz", "imagefolder") and rest:
-        return f"{kind}:{Path(rest).resolve()}"
-    return f"{Path(kind).resolve()}:{rest}" if colon and kind.endswith(".py") else spec
-
-
-def _anchored_part(part: str) -> str:
-    return part if part.isdecimal() else str(Path(part).resolve())
+        return f"{kind}:{at(rest)}"
+    return f"{at(kind)}:{rest}" if colon and kind.endswith(".py") else spec
 
 
 def _factory(spec: str) -> dict[str, Any] | None:

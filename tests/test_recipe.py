@@ -234,6 +234,24 @@ def test_a_recipe_file_with_overrides(tmp_path: Path) -> None:
     assert recipe.quantize == QuantizeConfig(ranges="entropy")
 
 
+def test_files_that_a_recipe_names_are_found_beside_it_and_then_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "there" / "photos").mkdir(parents=True)
+    (tmp_path / "train").mkdir()
+    for name in ("there/nets.py", "there/w.pt", "there/set.toml", "here.py", "there/train"):
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+    text = 'model = "nets.py:build"\ndata = "imagefolder:photos:64"\ntask = "here.py:task"\nweights = "w.pt"\n'
+    Path("there/r.toml").write_text(text + '[quantize]\ncalibration = "set.toml"')
+    read = load_recipe(Path("there/r.toml"))
+    assert (read.model, read.data) == ("there/nets.py:build", "imagefolder:there/photos:64")
+    assert (read.task, read.weights, read.quantize.calibration) == ("here.py:task", "there/w.pt", "there/set.toml")
+    Path("there/r.toml").write_text('model = "resnet"\n[quantize]\ncalibration = "train:8"')
+    kept = load_recipe(Path("there/r.toml"), ["model=nets.py:build"])  # what is typed is meant from here
+    assert (kept.model, kept.quantize.calibration) == ("nets.py:build", "train:8")
+
+
 def test_a_mode_that_is_named_alone_is_the_variant(tmp_path: Path) -> None:
     path = tmp_path / "a.toml"
     path.write_text('[quantize]\nmode = "qat"\n')
