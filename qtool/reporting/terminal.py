@@ -148,7 +148,8 @@ def export_lines(result: Result) -> Iterator[Any]:
 
 def benchmark_lines(result: Result) -> Iterator[Any]:
     """The table of variants side by side."""
-    yield terminal(result["metrics"])
+    figures = result["metrics"]
+    yield terminal(figures) if figures.get("variants") else "benchmark: no figures in it; run 'qtool benchmark' again"
 
 
 def run_lines(result: Result) -> Iterator[Any]:

@@ -148,6 +148,10 @@ def test_a_run_tells_of_accuracy_what_was_measured(
     assert f"ptq: {told}" in text
 
 
+def test_a_benchmark_without_figures_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "no figures in it; run 'qtool benchmark' again" in shown(capsys, "benchmark", {"metrics": {}})
+
+
 def test_an_outline_keeps_short_things_on_a_line_and_words_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
     text = shown(capsys, "inspect", {"kind": "onnx", "operators": {"Conv": 2}, "shape": [1, "[batch]"], "x": 0.1})
     assert text.splitlines() == ["kind: onnx", "operators: Conv 2", "shape: [1, [batch]]", "x: 0.1"]
