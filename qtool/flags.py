@@ -214,6 +214,8 @@ class Program(click.Group):
         rest = args[len(first) :]
         if rest and not rest[0].startswith("-"):
             rest[1:1] = first
+        elif "--json" in first and not rest:  # the help would be no JSON object
+            raise UsageError("qtool", "a command", "none", "see 'qtool --help'")
         return super().parse_args(ctx, rest)
 
     def resolve_command(
