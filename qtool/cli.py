@@ -25,7 +25,7 @@ from click.core import ParameterSource
 from click.shell_completion import get_completion_class
 
 from qtool.artifacts import finite, read_result
-from qtool.errors import ContractError, QtoolWarning, warning_line
+from qtool.errors import ContractError, QtoolError, QtoolWarning, warning_line
 from qtool.flags import OUTPUT, Command, Flag, Program, field_options, given
 from qtool.options import flag, make
 from qtool.recipe import (
@@ -201,9 +201,13 @@ def complete_recipe(ctx: click.Context, param: click.Parameter, incomplete: str)
 @trust_option
 @mlflow_option
 def run(ctx: click.Context, recipe: str, out: Path | None, overrides: tuple[str, ...], resume: bool, **_: Any) -> None:
-    """Do all stages of a recipe: a TOML file, or the name of one in the package."""
+    """Do all stages of a recipe: a TOML file, or the name of one in the package.
+
+    Files that a recipe names (nets.py:build, text:book.txt) are looked for beside it, then in the current folder;
+    those of --set in the current folder.
+    """
     place = out or Path("runs") / Path(recipe).stem
-    with work(ctx) as pipeline, tracked(place, ctx.params["mlflow"]):
+    with done_so_far(ctx, place), work(ctx) as pipeline, tracked(place, ctx.params["mlflow"]):
         report = pipeline.run(
             recipe, out, overrides=overrides, resume=resume, trust=ctx.params["trust"], progress=loud(ctx)
         )
@@ -347,6 +351,20 @@ def measured(ctx: click.Context) -> Iterator[None]:
     except ContractError as error:
         if error.details and not ctx.params["as_json"]:
             deliver(ctx, {"metrics": error.details}, "benchmark")
+        raise
+
+
+@contextlib.contextmanager
+def done_so_far(ctx: click.Context, run_dir: Path) -> Iterator[None]:
+    """Prints the tables of a run in which a gate was not met as well; of ``--json`` they are in its ``report.json``."""
+    try:
+        yield
+    except ContractError:
+        if not ctx.params["as_json"]:
+            from qtool.pipeline import report
+
+            with contextlib.suppress(QtoolError):  # it says less than the error
+                deliver(ctx, report(run_dir), "run")
         raise
 
 

@@ -223,7 +223,7 @@ def test_a_wrong_command_line_is_one_line_exit_2_and_writes_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("words", [(), ("--json",), ("--debug", "--quiet")])
+@pytest.mark.parametrize("words", [(), ("--debug", "--quiet")])
 def test_without_a_command_the_help_is_shown(words: tuple[str, ...]) -> None:
     result = invoke(*words)
     assert result.exit_code == 2
@@ -447,6 +447,26 @@ def test_a_recipe_reaches_the_pipeline_with_its_overrides(monkeypatch: pytest.Mo
     assert asked.positional == ("r.toml", None)
     assert asked.named["overrides"] == ("a=1", "b=2")
     assert asked.named["resume"] is False
+
+
+def test_json_without_a_command_is_one_object_too() -> None:
+    done = invoke("--json")
+    assert done.exit_code == json.loads(done.stdout)["error"]["exit_code"] == 2
+
+
+@pytest.mark.parametrize("words", [[], ["--json"], ["--quiet"]])
+def test_a_run_that_misses_a_gate_prints_what_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    monkeypatch.setattr(pipeline, "run", Asked(ContractError("qat: gate 'parity'", "b", "c", "d")))
+    asked = {"run": str(tmp_path), "variants": {"ptq": {"run": "x/ptq", "missing": ["not there yet: benchmark"]}}}
+    monkeypatch.setattr(pipeline, "report", lambda place: asked)
+    done = invoke("run", "r.toml", "--out", str(tmp_path), *words)
+    assert done.exit_code == 3
+    if words == ["--json"]:
+        assert json.loads(done.stdout)["error"]["where"] == "qat: gate 'parity'"
+    else:
+        assert ("ptq: not there yet: benchmark" in done.stdout) == (not words)
 
 
 # As a process
