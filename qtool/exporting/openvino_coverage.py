@@ -10,6 +10,7 @@ are named.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from qtool.exporting.gates import Gate
@@ -28,7 +29,7 @@ def coverage(plan: Plan, path: Path, feeds: Mapping[str, Array]) -> Gate:
     if not is_installed():
         return Gate("coverage", None, expected, "not run: openvino is not installed (pip install 'qtool[openvino]')")
     session = open_session(path, provider="openvino")
-    kernels = session.kernels(feeds)
+    kernels = [replace(kernel, dtype=kernel.stored or kernel.dtype) for kernel in session.kernels(feeds)]
     session.close()
     ran = arithmetic(kernels)
     in_float = {part for kernel in kernels if kernel.dtype.startswith(("float", "bfloat")) for part in kernel.parts}

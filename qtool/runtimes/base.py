@@ -71,8 +71,8 @@ class TensorInfo:
 class Kernel:
     """One executed operation: ``dtype`` is the format of its arithmetic, ``provider`` where it ran.
 
-    ``num_elements`` is the size of its largest tensor, ``seconds`` its median time and ``parts`` the file's nodes that
-    were fused into it, where the runtime tells them.
+    ``num_elements`` is the size of its largest tensor, ``seconds`` its median time, ``parts`` the file's nodes that
+    were fused into it and ``stored`` the format of weights that it unpacks, where the runtime tells them.
     """
 
     name: str
@@ -82,6 +82,7 @@ class Kernel:
     num_elements: int | None = None
     seconds: float | None = None
     parts: tuple[str, ...] = ()
+    stored: str | None = None
 
 
 class Session(Protocol):

@@ -7,6 +7,10 @@ its CPU plugin.
 On CPUs with bfloat16 units OpenVINO computes the floats of any file in bfloat16 unless it is told otherwise, and FP32
 would not mean FP32. So its precision hint is always set: to float32, to half where the file's weights are half and
 the CPU computes in it, or to what ``precision`` asks for. :func:`own_precision` tells what it would have taken.
+
+A layer that reads floats and unpacks integer weights is told in the format of these. What it computes in was found by
+its results: where the CPU has VNNI and as many weights share a scale as it rounds inputs by (32), in 8 bits, whatever
+the weights have; elsewhere in float.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from typing import Any
 import numpy as np
 
 from qtool.errors import QtoolError, one_line
+from qtool.machine import VNNI, cpu_info
 from qtool.runtimes.base import Array, Kernel, ProviderError, TensorInfo, check_feeds
 
 _NAMES = {
@@ -79,10 +84,27 @@ class OpenVinoSession:
             op, dtype = _text(info, "layerType"), _text(info, "runtimePrecision")
             if op not in _NOT_EXECUTED:
                 name, parts = node.friendly_name, tuple(_text(info, "originalLayersNames").split(","))
+                told = _NAMES.get(dtype, dtype)
+                ran = self._unpacking(node) if op == "FullyConnected" else None
                 kernels.append(
-                    Kernel(name, op, _NAMES.get(dtype, dtype), "openvino", seconds=seconds.get(name), parts=parts)
-                )
+                    Kernel(
+                        name, op, ran or told, "openvino", seconds=seconds.get(name), parts=parts,
+                        stored=told if ran else None,
+                    )
+                )  # fmt: skip
         return tuple(kernels)
+
+    def _unpacking(self, layer: Any) -> str | None:
+        """What a layer computes in that reads float32 and integer weights with scales; None for any other."""
+        source, weights, *_ = layer.inputs()
+        kinds = [port.get_element_type().to_string() for port in (source, weights)]
+        scales = layer.inputs()[3:4]
+        if kinds[0] != "f32" or kinds[1] not in ("i8", "u8", "i4", "u4") or not scales:
+            return None
+        sizes = [math.prod(d.get_length() for d in port.get_partial_shape()) for port in (weights, *scales)]
+        together = int(self._model.get_property("DYNAMIC_QUANTIZATION_GROUP_SIZE"))
+        rounds = 0 < together <= sizes[0] // max(1, sizes[1]) and bool(set(VNNI) & set(cpu_info()["features"]))
+        return "int8" if rounds else "float32"
 
     def _seconds(self, feeds: Mapping[str, Array], runs: int) -> dict[str, float]:
         """The median time of each operation that is executed, by its name."""

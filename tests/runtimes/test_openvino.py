@@ -6,8 +6,10 @@ import sys
 import numpy as np
 import onnx
 import pytest
+from onnx import helper
 
 from qtool.errors import QtoolError
+from qtool.machine import cpu_info
 from qtool.runtimes import ProviderError, open_session
 from qtool.runtimes import openvino as runtime
 from qtool.runtimes.base import arithmetic, is_compute
@@ -35,6 +37,32 @@ def test_it_computes_what_onnx_runtime_does(files):
 def test_it_tells_the_arithmetic(files):
     assert set(arithmetic(open_session(files["fp32"], provider="openvino").kernels(FEEDS))) == {"float32"}
     assert set(arithmetic(open_session(files["int8"], provider="openvino").kernels(FEEDS))) == {"int8"}
+
+
+@present
+@pytest.mark.parametrize("vnni", [True, False])
+@pytest.mark.parametrize(("width", "bits", "rounds"), [(64, 8, True), (64, 4, True), (16, 8, False)])
+def test_what_unpacks_weights_is_told_by_what_it_computes_in(tmp_path, monkeypatch, width, bits, rounds, vnni):
+    """By the results on a CPU with VNNI: 64 inputs come rounded to 8 bits, of 4-bit weights too, and 16 do not."""
+    integers = np.random.default_rng(0).integers(-7, 8, (width, 8))
+    weight = helper.make_tensor("w", getattr(onnx.TensorProto, f"INT{bits}"), integers.shape, integers.flatten())
+    scale = onnx.numpy_helper.from_array(np.full(8, 0.02, np.float32), "s")
+    nodes = [
+        helper.make_node("DequantizeLinear", ["w", "s"], ["d"], axis=1),
+        helper.make_node("MatMul", ["x", "d"], ["y"]),
+    ]
+    ports = [helper.make_tensor_value_info(*port) for port in (("x", 1, [None, width]), ("y", 1, [None, 8]))]
+    graph = helper.make_graph(nodes, "g", ports[:1], ports[1:], [weight, scale])
+    path = tmp_path / "packed.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)]), path)
+    session = open_session(path, provider="openvino")
+    x = np.random.default_rng(1).standard_normal((4, width)).astype(np.float32)
+    if vnni and set(runtime.VNNI) & set(cpu_info()["features"]):
+        exact = x @ (integers * np.float32(0.02))
+        assert (np.abs(session.run({"x": x})[0] - exact).max() > 1e-3) == rounds
+    monkeypatch.setattr(runtime, "cpu_info", lambda: {"features": ["avx512_vnni"] if vnni else []})
+    (layer,) = (kernel for kernel in session.kernels({"x": x}) if is_compute(kernel.op))
+    assert (layer.dtype, layer.stored) == ("int8" if rounds and vnni else "float32", f"int{bits}")
 
 
 @present
