@@ -157,21 +157,42 @@ def _umask() -> int:
 
 
 def write_json(path: Path, value: object) -> None:
-    """Writes ``value`` as JSON, atomically. Infinities and NaN, which JSON lacks, become null."""
+    """Writes ``value`` as JSON, atomically, as :func:`finite` has it."""
     text = json.dumps(finite(value), indent=2, ensure_ascii=False, allow_nan=False)
     with atomic_path(path) as temporary:
         temporary.write_text(text + "\n", encoding="utf-8")
 
 
 def finite(value: Any) -> Any:
-    """``value`` as JSON can hold it: mappings with text keys, lists, and null for infinities and NaN."""
+    """``value`` as JSON can hold it: mappings with text keys, lists, and null for infinities and NaN.
+
+    An SQNR is infinite where outputs are equal, and null would say that it was not measured: it is the text
+    ``"Infinity"``, which :func:`from_json` makes a number of again, and so do ``float`` and JavaScript's ``Number``.
+    """
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(key): finite(item) for key, item in value.items()}
+        return {str(key): _WORDS.get(item) if _is_infinite(key, item) else finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [finite(item) for item in value]
     return value
+
+
+_WORDS = {math.inf: "Infinity", -math.inf: "-Infinity"}
+
+
+def _is_infinite(key: object, item: object) -> bool:
+    return isinstance(item, float) and math.isinf(item) and str(key).startswith("sqnr_db")
+
+
+def from_json(text: str) -> Any:
+    """What :func:`finite` made JSON of. Raises ValueError for what is none."""
+    numbers = {word: number for number, word in _WORDS.items()}
+
+    def read(found: dict[str, Any]) -> dict[str, Any]:
+        return {k: numbers.get(v, v) if isinstance(v, str) and k.startswith("sqnr_db") else v for k, v in found.items()}
+
+    return json.loads(text, object_hook=read)
 
 
 def pending(run: Path, stage: str) -> Path:
@@ -388,7 +409,7 @@ def earlier(run: Path, stage: str) -> dict[str, Any] | None:
 
 def _parsed(path: Path, stage: str) -> dict[str, Any]:
     try:
-        result = json.loads(path.read_text(encoding="utf-8"))
+        result = from_json(path.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
         raise QtoolError(f"'{path}'", "a JSON result", str(error), f"run 'qtool {stage}' again") from error
     schema = result.get("schema") if isinstance(result, dict) else type(result).__name__

@@ -26,6 +26,7 @@ from qtool import artifacts
 from qtool.artifacts import (
     atomic_path,
     finite,
+    from_json,
     has_result,
     mark_stale,
     output_path,
@@ -397,6 +398,14 @@ def test_json_holds_any_plain_value_with_null_for_what_json_lacks(value: Any) ->
 def test_json_is_written_atomically_as_utf8(tmp_path: Path) -> None:
     write_json(tmp_path / "a.json", {"µ": float("inf"), "t": (1, 2)})
     assert json.loads((tmp_path / "a.json").read_text(encoding="utf-8")) == {"µ": None, "t": [1, 2]}
+
+
+def test_an_infinite_sqnr_is_not_taken_for_one_that_was_not_measured() -> None:
+    found = {"units": [{"sqnr_db": math.inf, "kl": math.inf}, {"sqnr_db": None}, {"sqnr_db_torch": -math.inf}]}
+    text = json.dumps(finite(found), allow_nan=False)
+    assert json.loads(text)["units"][0] == {"sqnr_db": "Infinity", "kl": None}
+    assert from_json(text) == {"units": [{"sqnr_db": math.inf, "kl": None}, *found["units"][1:]]}
+    assert from_json('{"name": "Infinity", "sqnr_db": [1]}') == {"name": "Infinity", "sqnr_db": [1]}
 
 
 def test_a_folders_hash_covers_names_and_contents(tmp_path: Path) -> None:

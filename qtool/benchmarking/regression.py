@@ -22,13 +22,13 @@ integer operations   fewer of the multiplying operations run in INT8
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from qtool.artifacts import from_json
 from qtool.errors import ContractError, QtoolError
 from qtool.units import many
 
@@ -144,7 +144,7 @@ def require_no_regression(result: Mapping[str, Any]) -> None:
 def read_benchmark(path: Path) -> dict[str, Any]:
     """The figures of a ``benchmark.json``. Raises QtoolError for anything else."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = from_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         got = getattr(error, "strerror", None) or str(error)
         raise QtoolError(f"'{path}'", "a benchmark.json", got, "give one that qtool benchmark wrote") from error
@@ -296,7 +296,7 @@ def _of_outputs(before: Entry, after: Entry) -> Iterator[Worse]:
 
 
 def _unbounded(before: Entry) -> Entry:
-    """An earlier result with the infinite SQNR of equal outputs, for which JSON has null."""
+    """An earlier result with the infinite SQNR of equal outputs, for which earlier versions had null."""
     equal = before.get("sqnr_db", 0.0) is None and before.get("agreement", 1) == 1
     return {**before, "sqnr_db": math.inf} if equal else before
 

@@ -7,14 +7,13 @@ sentence, not a failure; only a folder without any result is refused. What a con
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from qtool.artifacts import STAGES, has_result, read_result
+from qtool.artifacts import STAGES, from_json, has_result, read_result
 from qtool.errors import QtoolError
 from qtool.lineage import outdated
 from qtool.source import require_run_directory
@@ -128,7 +127,7 @@ def refused(run: Path, missing: list[str]) -> dict[str, Any] | None:
     if not (path := run / REFUSED).exists():
         return None
     try:
-        outcome = json.loads(path.read_text(encoding="utf-8"))
+        outcome = from_json(path.read_text(encoding="utf-8"))
         if not {"met", "chosen", "method", "criteria", "num_samples", "trials", "frontier", "harmful"} <= set(outcome):
             raise ValueError("no outcome of a contract")
     except (OSError, ValueError, TypeError) as error:

@@ -28,6 +28,15 @@ def significant(value: float | None, digits: int = 3) -> str:
     return f"{value:,.{max(0, digits - above)}f}"
 
 
+def decibels(value: float | None) -> str:
+    """A ratio with one digit behind the point.
+
+    >>> decibels(31.04), decibels(math.inf), decibels(None)
+    ('31.0', '∞', '–')
+    """
+    return significant(value) if value is None or not math.isfinite(value) else f"{value:.1f}"
+
+
 def percent(share: float | None) -> str:
     """A share as a percentage, 100.0 % where it is all.
 

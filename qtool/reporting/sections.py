@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -11,7 +12,7 @@ from qtool.reporting.chosen import chosen_rows, chosen_sentence
 from qtool.reporting.contracts import advice, contract_sentence, contract_table, gate_verdict, tradeoffs
 from qtool.reporting.gather import Run
 from qtool.reporting.markup import Markup, el, figure
-from qtool.reporting.numbers import SHARES, UNKNOWN, percent, score, times
+from qtool.reporting.numbers import SHARES, UNKNOWN, decibels, percent, score, times
 from qtool.reporting.summary import caveats, compared, verdicts
 from qtool.reporting.tables import rows, unsettled
 from qtool.units import many
@@ -65,7 +66,7 @@ def _headline(entry: Mapping[str, Any]) -> list[tuple[str, str]]:
         told, wanted = (score(str(name), accuracy[key][name]) for key in ("metrics", "metrics_reference"))
         tiles.append((told, f"{name}, {wanted} before"))
     elif accuracy.get("top1_drop") is None and accuracy.get("sqnr_db") is not None:
-        tiles.append((f"{accuracy['sqnr_db']:.1f} dB", "SQNR"))
+        tiles.append((f"{decibels(accuracy['sqnr_db'])} dB", "SQNR"))
     return tiles
 
 
@@ -114,7 +115,7 @@ def layers(run: Run) -> Iterator[Markup]:
 
 
 def _harmful(units: list[Mapping[str, Any]], title: str) -> Iterator[Markup]:
-    found = [unit for unit in units if unit.get("sqnr_db") is not None]
+    found = [unit for unit in units if unit.get("sqnr_db") not in (None, math.inf, -math.inf)]  # which have no bar
     if found:
         worst = sorted(((unit["name"], unit["sqnr_db"]) for unit in found), key=lambda pair: pair[1])
         more = f" (the worst 30 of {len(worst)})" if len(worst) > 30 else ""

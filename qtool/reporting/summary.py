@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from qtool.reporting.numbers import changes, interval, percent, points, score
+from qtool.reporting.numbers import changes, decibels, interval, percent, points, score
 from qtool.units import many
 
 
@@ -66,7 +66,7 @@ def accuracy_phrase(accuracy: Mapping[str, Any] | None) -> str:
         parts.append(f"top-1 drop {points(accuracy['top1_drop'])}" + (f" (95 % CI {bounds})" if bounds else ""))
     parts += metric_phrases(accuracy)
     if not parts and accuracy.get("sqnr_db") is not None:
-        parts.append(f"SQNR {accuracy['sqnr_db']:.1f} dB")
+        parts.append(f"SQNR {decibels(accuracy['sqnr_db'])} dB")
     count = accuracy.get("num_samples")
     return ", ".join(parts) + (f" on {many(count, unit_of(accuracy.get('metrics')))}" if parts and count else "")
 

@@ -16,7 +16,7 @@ from qtool.reporting.chosen import chosen_sentence
 from qtool.reporting.contracts import advice, contract_sentence, gate_verdict
 from qtool.reporting.ladder import ladder_lines
 from qtool.reporting.memory import memory_lines, numerics_lines
-from qtool.reporting.numbers import UNKNOWN, interval, percent, points, score, significant
+from qtool.reporting.numbers import UNKNOWN, decibels, interval, percent, points, score, significant
 from qtool.reporting.summary import metric_phrases, size_phrase, unit_of
 from qtool.reporting.tables import terminal
 from qtool.source import has_random_weights
@@ -116,7 +116,7 @@ def sensitivity_lines(result: Result) -> Iterator[Any]:
     for name in ("SQNR, dB", "KL, nats", "agreement"):
         table.add_column(name, justify="right")
     for unit in result["units"]:
-        noise = "none" if unit["sqnr_db"] is None else f"{unit['sqnr_db']:.1f}"
+        noise = decibels(unit["sqnr_db"])
         kl = UNKNOWN if unit["kl"] is None else significant(unit["kl"], 2)
         agreement = UNKNOWN if unit["agreement"] is None else percent(unit["agreement"])
         table.add_row(unit["name"], unit["kind"], noise, kl, agreement)
@@ -242,7 +242,7 @@ def _units_table(units: Sequence[Result]) -> Any:
         if unit["weight_bits"] and not unit["integer"]:
             bits = f"{'as stored' if unit['block'] else 'float'}, int{unit['weight_bits']} weights"
         span = UNKNOWN if unit["low"] is None else f"{unit['low']:.3g} to {unit['high']:.3g}"
-        noise = [UNKNOWN if unit["sqnr_db"] is None else f"{unit['sqnr_db']:.1f}"] if measured else []
+        noise = [decibels(unit["sqnr_db"])] if measured else []
         table.add_row(unit["name"], unit["kind"], bits, span, *noise)
     return table
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qtool.artifacts import finite, has_result, read_result, write_json
+from qtool.artifacts import finite, from_json, has_result, read_result, write_json
 from qtool.calibration_data import sample_hashes
 from qtool.errors import QtoolError, UsageError
 from qtool.options import argument, check, documented, make
@@ -197,7 +197,7 @@ class Measurement:
         if folder:
             write_json(folder / FILE, result)
             (folder / PART).unlink(missing_ok=True)
-        return dict(finite(result))
+        return dict(from_json(json.dumps(finite(result))))
 
     def _told(self) -> dict[str, Any]:
         return {"schema": SCHEMA, "identity": self.identity, "config": self.asked}
@@ -247,7 +247,7 @@ class _Saver:
 def read_sensitivity(path: Path) -> dict[str, Any]:
     """Reads a ``sensitivity.json``. Raises QtoolError where it is missing or is not one."""
     try:
-        result = json.loads(path.read_text(encoding="utf-8"))
+        result = from_json(path.read_text(encoding="utf-8"))
         if result["schema"] != SCHEMA or not {"identity", "config", "units", "num_samples"} <= set(result):
             raise ValueError(f"no schema {SCHEMA}, or no identity, config or units")
     except (OSError, ValueError, KeyError, TypeError) as error:

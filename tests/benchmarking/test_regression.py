@@ -218,7 +218,7 @@ def test_a_file_with_another_kind_of_thing_in_it_is_refused(old_file, path, valu
 
 
 def test_outputs_that_are_no_longer_equal_are_worse(old_file):
-    """An infinite SQNR is null in JSON."""
+    """An infinite SQNR was null in JSON of earlier versions."""
     equal = result(accuracy__sqnr_db=None, accuracy__agreement=1.0)
     old_file.write_text(json.dumps(equal))
     assert figures(result(accuracy__sqnr_db=90.0, accuracy__agreement=1.0), read_benchmark(old_file)) == ["SQNR, dB"]

@@ -40,6 +40,7 @@ def test_size_is_worded_either_way():
 def test_accuracy_that_was_not_measured_is_not_spoken_of(result):
     assert accuracy_phrase(None) == accuracy_phrase({}) == ""
     assert accuracy_phrase({"num_samples": 5, "sqnr_db": 30.0}) == "SQNR 30.0 dB on 5 samples"
+    assert accuracy_phrase({"num_samples": 5, "sqnr_db": float("inf")}) == "SQNR ∞ dB on 5 samples"
     of_language = {"num_samples": 5, "sqnr_db": 30.0, "metrics": {"perplexity": 9.0}}
     assert accuracy_phrase(of_language) == "SQNR 30.0 dB on 5 tokens"
     del result["variants"]["int8"]["accuracy"]

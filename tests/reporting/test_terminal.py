@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import pytest
@@ -130,6 +131,7 @@ def test_a_run_sums_up_each_variant_with_the_interval_of_its_drop(capsys: pytest
 @pytest.mark.parametrize(
     ("found", "told"),
     [
+        ({"sqnr_db": math.inf}, "SQNR ∞ dB, on 1,000 test samples"),
         ({"sqnr_db": 31.24}, "SQNR 31.2 dB, on 1,000 test samples"),  # of outputs that are no classes
         ({"agreement": 0.5}, "agreement with FP32 50.0 %, on 1,000 test samples"),  # of whole numbers
         ({"agreement": 1.0, "kl": 0.0, "sqnr_db": None}, "agreement with FP32 100.0 %, KL 0 nats, on 1,000 test"),
