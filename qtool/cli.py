@@ -25,7 +25,7 @@ from click.core import ParameterSource
 from click.shell_completion import get_completion_class
 
 from qtool.artifacts import finite, read_result
-from qtool.errors import ContractError, QtoolError, QtoolWarning, warning_line
+from qtool.errors import ContractError, QtoolError, QtoolWarning, one_line, warning_line
 from qtool.flags import OUTPUT, Command, Flag, Program, field_options, given
 from qtool.options import flag, make
 from qtool.recipe import (
@@ -218,9 +218,10 @@ def run(ctx: click.Context, recipe: str, out: Path | None, overrides: tuple[str,
 @click.argument("artifact", type=RUN_DIR)
 def inspect(ctx: click.Context, artifact: Path, **_: Any) -> None:
     """Show what is inside a run directory, an ONNX file, a .pt2, a .safetensors or a result."""
-    with work(ctx) as pipeline:
-        found = pipeline.inspect(artifact)
-    deliver(ctx, found, "inspect")
+    with whole(artifact):
+        with work(ctx) as pipeline:
+            found = pipeline.inspect(artifact)
+        deliver(ctx, found, "inspect")
 
 
 @command("report", "qtool report runs/a")
@@ -229,7 +230,7 @@ def inspect(ctx: click.Context, artifact: Path, **_: Any) -> None:
 @mlflow_option
 def report(ctx: click.Context, run_dir: Path, out: Path | None, mlflow: str | None, **_: Any) -> None:
     """Write a run's report: one HTML page, which needs no network, a Markdown summary, and all of it as JSON."""
-    with work(ctx), tracked(run_dir, mlflow):
+    with work(ctx), whole(run_dir), tracked(run_dir, mlflow):
         from qtool.reporting.page import report as write
 
         found = write(run_dir, out)
@@ -341,6 +342,18 @@ def work(ctx: click.Context) -> Iterator[ModuleType]:
             yield pipeline
     finally:
         warnings.formatwarning = plain
+
+
+@contextlib.contextmanager
+def whole(place: Path) -> Iterator[None]:
+    """Tells results with something missing as that: a stage writes them whole, whoever edits them may not."""
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        raise QtoolError(
+            f"'{place}'", "results as the stages wrote them", one_line(f"{type(error).__name__}: {error}"),
+            "run the stage again whose JSON was edited; if none was, report this with the traceback that --debug shows",
+        ) from error  # fmt: skip
 
 
 @contextlib.contextmanager

@@ -449,6 +449,18 @@ def test_a_recipe_reaches_the_pipeline_with_its_overrides(monkeypatch: pytest.Mo
     assert asked.named["resume"] is False
 
 
+@pytest.mark.parametrize("words", [["inspect"], ["report", "--out", "page"]])
+def test_results_that_were_cut_are_told_as_such(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    result = {"schema": 1, "stage": "benchmark", "config": {}, "inputs": {}, "outputs": {}, "environment": {}}
+    (tmp_path / "benchmark.json").write_text(json.dumps(result | {"metrics": {"variants": {"fp32": {}}}}))
+    monkeypatch.chdir(tmp_path)
+    done = invoke(words[0], ".", *words[1:])
+    assert done.exit_code == 1
+    assert "expected results as the stages wrote them; got KeyError: " in done.stderr
+
+
 def test_json_without_a_command_is_one_object_too() -> None:
     done = invoke("--json")
     assert done.exit_code == json.loads(done.stdout)["error"]["exit_code"] == 2
