@@ -274,11 +274,13 @@ def _write(states: States, values: list[Any]) -> None:
 
 def require_batches(given: Any) -> None:
     """Raises UsageError for what is no iterable, or would be iterated sample by sample."""
+    import numpy as np
     from torch import Tensor
     from torch.utils.data import Dataset, IterableDataset
 
-    if isinstance(given, Tensor):
-        raise UsageError("data", "an iterable of batches", "one tensor", "pass [tensor]")
+    if isinstance(given, Tensor | np.ndarray):
+        kind = "tensor" if isinstance(given, Tensor) else "array"
+        raise UsageError("data", "an iterable of batches", f"one {kind}", f"pass [{kind}]")
     if isinstance(given, str | Mapping):
         got = kind_of(given)
         raise UsageError("data", "an iterable of batches", got, "pass a list of batches, or a DataLoader")

@@ -117,6 +117,12 @@ def test_rows_of_a_table_are_no_batches() -> None:
         inputs_of(Rows())
 
 
+def test_one_tensor_or_array_is_no_batches() -> None:
+    for one, kind in ((X, "tensor"), (X.numpy(), "array")):
+        with pytest.raises(UsageError, match=rf"one {kind}; pass \[{kind}\]"):
+            inputs_of(one)
+
+
 def test_an_iterator_is_kept_so_that_it_can_be_gone_through_again() -> None:
     inputs = inputs_of(iter([X, X]))
     assert [len(list(inputs)) for _ in range(2)] == [2, 2]
