@@ -46,6 +46,7 @@ from qtool.quantization.rewrites.chomps import drop_chomps
 from qtool.quantization.rewrites.clipping import clip_early
 from qtool.quantization.rewrites.constants import fold_computed
 from qtool.quantization.rewrites.einsums import write_einsums
+from qtool.quantization.rewrites.filled_groups import fill_groups
 from qtool.quantization.rewrites.formulas import write_formulas
 from qtool.quantization.rewrites.input_affines import fold_ahead
 from qtool.quantization.rewrites.matrices import flatten_linears
@@ -298,6 +299,8 @@ def _spell_for(target: Target, graph: GraphModule, overrides: Mapping[str, str],
     write_norms(graph, convolve=not target.scales_in_float, before=fold_size)
     fold_ahead(graph, target, vectors=not target.scales_in_float)
     write_transposed(graph, overrides, train=train)
+    if target.group_width is not None:
+        fill_groups(graph, overrides, target.group_width)
     if target.channels_last:
         write_rows(graph, overrides)
     if target.flat_linears:

@@ -22,7 +22,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_FEW, _MANY_RESULTS = 32, 16
+FEW = 32
+"""Channels of a group with which it multiplies otherwise, and rightly."""
+_MANY_RESULTS = 16
 _BLOCK, _FOUR = 64, 4
 _COLUMNS, _WIDE, _FULL = 16, 48, 0.7
 _TALL = 5
@@ -51,7 +53,7 @@ def errs(conv: Geometry) -> bool:
     is_apart = any(step > 1 for step in conv.dilations[:-1])
     if is_apart and rows >= _TALL:
         return True
-    return conv.weight[1] < _FEW and conv.dilations[-1] == 1 and _errs_about_few(conv, is_flat=not is_apart)
+    return conv.weight[1] < FEW and conv.dilations[-1] == 1 and _errs_about_few(conv, is_flat=not is_apart)
 
 
 def _errs_about_few(conv: Geometry, *, is_flat: bool) -> bool:

@@ -107,10 +107,11 @@ class Target:
     :func:`qtool.quantization.integers.drop_pairs`). ``scales_in_float``: a batch-norm with nothing to fold into is a
     product and a sum in float rather than a depthwise convolution. ``channels_last``: its integer convolutions are, and
     rows of channels quicker to shuffle than bytes (see ``rewrites/shuffles.py``). ``integer_lstm``: it computes LSTMs
-    in integers (see :mod:`qtool.lstm`). ``leaves``: why operators without a pattern stay in float. ``block``: how many
-    inputs of a linear layer whose weights alone are integers it rounds to 8 bits together, to multiply them by these;
-    None where it dequantizes such weights. ``block_outputs``: how many outputs a layer has at least that it does so
-    for, ``block_shared`` whether it does so for weights that several layers share.
+    in integers (see :mod:`qtool.lstm`). ``group_width``: how many channels the groups of a convolution are to be
+    filled up to, 0 where they stay as they are (see ``rewrites/filled_groups.py``). ``leaves``: why operators without a pattern stay in
+    float. ``block``: how many inputs of a linear layer whose weights alone are integers it rounds to 8 bits together,
+    to multiply them by these; None where it dequantizes such weights. ``block_outputs``: how many outputs a layer has
+    at least that it does so for, ``block_shared`` whether it does so for weights that several layers share.
     """
 
     name: str
@@ -130,6 +131,7 @@ class Target:
     block_outputs: int = 1
     block_shared: bool = True
     integer_lstm: bool = False
+    group_width: Callable[[torch.fx.Node], int] | None = None
     leaves: str = "no integer kernel on this target"
 
     def with_weights(self, bits: int, edge_bits: int) -> Target:
@@ -143,8 +145,9 @@ class Target:
         patterns = tuple(found for p in layers for found in (self._from_weights(p) if p.weighted else [p]))
         patterns += tuple(pattern for pattern in self.patterns if pattern.kind in STORED)
         return dataclasses.replace(
-            self, patterns=patterns, flat_linears=True, integer_lstm=False, leaves="only weights are quantized"
-        )
+            self, patterns=patterns, flat_linears=True, integer_lstm=False, group_width=None,
+            leaves="only weights are quantized",
+        )  # fmt: skip
 
     def _from_weights(self, pattern: Pattern) -> list[Pattern]:
         dequantized = dataclasses.replace(pattern, operands=(), in_float=IN_FLOAT)
@@ -171,7 +174,7 @@ class Target:
             self, patterns=self._layers(f"{bits}-bit activations are simulated: no runtime has kernels for them"),
             activation=self.activation.narrowed(bits), edge_activation=self.activation,
             leaves="only the inputs and weights of layers are quantized", integer_bias=False, block=None,
-            integer_lstm=False,
+            integer_lstm=False, group_width=None,
         )  # fmt: skip
 
     def _layers(self, in_float: str) -> tuple[Pattern, ...]:

@@ -13,13 +13,16 @@ then, and nothing that was concatenated is rounded anew. With zero points they r
 speed of what OpenVINO's own quantizer (NNCF) makes of a ViT-S/16 and a DenseNet-121, instead of 1.06 and 1.03
 (AVX512-VNNI, one thread).
 
-Convolutions about which its kernel errs on CPUs with AMX stay in float (see :mod:`qtool.runtimes.onednn`).
+Convolutions about which its kernel errs on CPUs with AMX stay in float (see :mod:`qtool.runtimes.onednn`), but for
+groups of channels that are filled up to as many as it multiplies rightly.
 
 Lookups read bytes. Where weights alone are integers, of 8 or 4 bits, its linear layers multiply them as they are stored
 and round what they read in groups as it comes, much as ONNX Runtime does, but for layers of a single output.
 """
 
 from __future__ import annotations
+
+import dataclasses
 
 import torch
 
@@ -62,15 +65,32 @@ def counts_padding(pool: torch.fx.Node) -> str:
 
 def comes_out_right(layer: torch.fx.Node) -> str:
     """Why a layer with a weight is not for integers; empty where it is."""
+    conv = _geometry(layer)
+    return "its integer kernel errs on CPUs with AMX" if conv is not None and onednn.errs(conv) else ""
+
+
+def group_width(layer: torch.fx.Node) -> int:
+    """How many channels the groups of a convolution have to have to come out right; 0 where no more would help.
+
+    With over twice as many it would be no faster than in float.
+    """
+    conv = _geometry(layer)
+    if conv is None or conv.groups == 1 or 2 * conv.weight[1] < onednn.FEW or not onednn.errs(conv):
+        return 0
+    outputs, _, *taps = conv.weight
+    return 0 if onednn.errs(dataclasses.replace(conv, weight=(outputs, onednn.FEW, *taps))) else onednn.FEW
+
+
+def _geometry(layer: torch.fx.Node) -> onednn.Geometry | None:
+    """What is known of a convolution; None of a linear layer."""
     weight = layer.args[1]
     shape = weight.meta["val"].shape if isinstance(weight, torch.fx.Node) else ()
     if len(shape) < 3:
-        return ""
+        return None
     strides, dilations, groups = (layer.args[place] if len(layer.args) > place else 1 for place in (3, 5, 6))
     axes, result = len(shape) - 2, layer.meta["val"].shape[2:]
     known = [size if isinstance(size, int) else None for size in result]
-    conv = onednn.Geometry(shape, by_axis(strides, axes), by_axis(dilations, axes), int(str(groups)), known)
-    return "its integer kernel errs on CPUs with AMX" if onednn.errs(conv) else ""
+    return onednn.Geometry(shape, by_axis(strides, axes), by_axis(dilations, axes), int(str(groups)), known)
 
 
 OPENVINO = Target(
@@ -99,6 +119,7 @@ OPENVINO = Target(
     attention=True,
     bare_moves=True,
     scales_in_float=True,
+    group_width=group_width,
     block=BLOCK,
     block_outputs=2,
 )
