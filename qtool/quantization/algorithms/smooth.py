@@ -10,7 +10,9 @@ which computes the same. ``max|w_c|`` is over all the layers that read the norm 
 paper takes α = ½ for most models and more for some. Here a few are tried on a sample of rows, each by what it is about:
 the mean squared error of the readers' outputs with inputs and weights rounded, bias-corrected (the mean error is taken
 out) and summed over readers, each relative to its own output. Where none is better than leaving the norm as it is, it
-is left. A pass over the first ``SAMPLES`` samples is all that it costs, and a model without such norms costs nothing.
+is left. Of few rows (a norm behind a pooling has one a sample) each quarter is judged by the extremes of the others:
+α near 1 makes all that was seen of each channel fill the range, and clips what was not. A pass over the first
+``SAMPLES`` samples is all that it costs, and a model without such norms costs nothing.
 
 The factors are saved beside the ranges that were observed behind them, and taken from there where these are repeated.
 
@@ -21,6 +23,7 @@ the latter. Left out on purpose: layers behind anything else. Between two linear
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -42,6 +45,8 @@ SAMPLES = 128
 ALPHAS = (0.25, 0.4, 0.5, 0.6, 0.75, 0.9)
 ROWS = 2048
 """About how many rows of each norm's output are kept to judge by."""
+HELD = 4
+"""How many parts few rows are judged in."""
 GAIN = 0.98
 """The share of the error that has to be left for a change to be made."""
 _VECTORS: dict[Any, tuple[int, ...]] = {aten.layer_norm.default: (2, 3), aten.rms_norm.default: (2,)}
@@ -59,6 +64,7 @@ class Place:
     low: Tensor = field(default_factory=lambda: torch.zeros(()))
     high: Tensor = field(default_factory=lambda: torch.zeros(()))
     kept: list[Tensor] = field(default_factory=list)
+    rows: int = 0
 
 
 @torch.no_grad()
@@ -197,6 +203,7 @@ class _Observe(Interpreter):
             few = torch.randperm(len(flat), generator=draw)[: max(1, ROWS // 8)]
             if len(place.kept) < 16:
                 place.kept.append(flat[few.to(flat.device)].clone())
+            place.rows += len(flat)
         return result
 
 
@@ -221,10 +228,25 @@ def factors(graph: GraphModule, place: Place, alpha: float) -> Tensor:
 
 def best_alpha(graph: GraphModule, place: Place, levels: int) -> float | None:
     """The α of least error; None where leaving the norm as it is does about as well."""
-    plain = output_error(graph, place, torch.ones_like(place.high), levels)
-    errors = {a: output_error(graph, place, factors(graph, place, a), levels) for a in ALPHAS}
+    parts = _parts(place)
+    plain = sum(output_error(graph, part, torch.ones_like(part.high), levels) for part in parts)
+    errors = {a: sum(output_error(graph, part, factors(graph, part, a), levels) for part in parts) for a in ALPHAS}
     best = min(errors, key=errors.__getitem__)
     return best if errors[best] < GAIN * plain else None
+
+
+def _parts(place: Place) -> list[Place]:
+    """What a norm is judged by: the rows that were kept or, where these are all, each quarter by the others' range."""
+    rows = torch.cat(place.kept)
+    if place.rows > len(rows):
+        return [place]
+    parts = rows.tensor_split(min(HELD, max(1, len(rows) // 2)))
+    others = [torch.cat([p for p in parts if p is not part] or [part]) for part in parts]
+    ends = [torch.aminmax(rest, dim=0) for rest in others]
+    return [
+        dataclasses.replace(place, kept=[part], low=low.clamp(max=0.0), high=high.clamp(min=0.0))
+        for part, (low, high) in zip(parts, ends, strict=True)
+    ]
 
 
 def output_error(graph: GraphModule, place: Place, scales: Tensor, levels: int) -> float:
