@@ -61,6 +61,7 @@ from qtool.exporting.passes import (
     pixels,
     pointwise_pads,
     pool_pads,
+    single_columns,
     sizes,
     smooth_resizes,
     stem,
@@ -96,8 +97,10 @@ PASSES: dict[str, tuple[Pass, ...]] = {
 }  # fmt: skip
 """What is mended in a file, by target: operators on integers themselves are ONNX Runtime's alone."""
 MISREAD: dict[str, tuple[Pass, ...]] = {
-    "openvino": (wraps.apply, conv_pads.apply, pointwise_pads.apply, smooth_resizes.apply),
-}
+    "openvino": (
+        wraps.apply, conv_pads.apply, single_columns.apply, pointwise_pads.apply, smooth_resizes.apply,
+    ),
+}  # fmt: skip
 """What takes out of a file, integer or not, what a target's runtime does not open it with, or computes otherwise."""
 QUICK: dict[str, tuple[Pass, ...]] = {
     "ort-cpu": (

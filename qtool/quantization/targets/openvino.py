@@ -82,7 +82,7 @@ def group_width(layer: torch.fx.Node) -> int:
 
 
 def _geometry(layer: torch.fx.Node) -> onednn.Geometry | None:
-    """What is known of a convolution; None of a linear layer."""
+    """What is known of a convolution; None of a linear layer. Over a single column its file has no stride."""
     weight = layer.args[1]
     shape = weight.meta["val"].shape if isinstance(weight, torch.fx.Node) else ()
     if len(shape) < 3:
@@ -90,7 +90,10 @@ def _geometry(layer: torch.fx.Node) -> onednn.Geometry | None:
     strides, dilations, groups = (layer.args[place] if len(layer.args) > place else 1 for place in (3, 5, 6))
     axes, result = len(shape) - 2, layer.meta["val"].shape[2:]
     known = [size if isinstance(size, int) else None for size in result]
-    return onednn.Geometry(shape, by_axis(strides, axes), by_axis(dilations, axes), int(str(groups)), known)
+    steps = by_axis(strides, axes)
+    if known[-1] == 1:
+        steps[-1] = 1
+    return onednn.Geometry(shape, steps, by_axis(dilations, axes), int(str(groups)), known)
 
 
 OPENVINO = Target(
