@@ -18,6 +18,8 @@ from qtool.errors import ContractError
 
 SMALL_MS = 0.2
 HALVES = ("float16", "bfloat16")
+FAR_DB = 20.0
+"""Of outputs in 16 bits: these keep 40 dB or so, which a deep net may halve."""
 _FORMATS = {"FLOAT": "float32", "FLOAT16": "float16", "BFLOAT16": "bfloat16", "DOUBLE": "float64", "INT8": "int8",
             "UINT8": "int8", "INT4": "int4", "UINT4": "int4"}  # fmt: skip
 
@@ -57,6 +59,16 @@ def check_claim(name: str, stored: str | None, ran: Mapping[str, int], provider:
         return f"{name}: not INT8 arithmetic on {provider}; all {total} multiplying operations ran in {other}"
     rest = ", ".join(f"{count} in {dtype}" for dtype, count in ran.items() if dtype != stored)
     return f"{name}: {same} of {total} multiplying operations ran in {stored}, {rest}"
+
+
+def far_sentence(name: str, reference: str, accuracy: Mapping[str, Any]) -> str | None:
+    """A sentence where a variant in 16 bits is further from the reference than rounding to these explains, or None."""
+    if (found := accuracy.get("sqnr_db", math.inf)) >= FAR_DB:
+        return None
+    return (
+        f"{name}: its outputs are far from those of {reference} ({found:.1f} dB, where 16 bits keep about 40): "
+        "the runtime computes a layer wrongly in them, or the model takes no such rounding"
+    )
 
 
 def is_integer(name: str, entry: Mapping[str, Any], reference: Mapping[str, Any]) -> bool:

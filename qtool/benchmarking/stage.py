@@ -21,6 +21,7 @@ from qtool.benchmarking.accuracy import Compare, Scores, is_finite, judge, predi
 from qtool.benchmarking.claims import (
     HALVES,
     check_claim,
+    far_sentence,
     is_integer,
     is_simulation,
     slower_causes,
@@ -229,11 +230,11 @@ def _measure_accuracy(
         )
         count = len(sessions[reference].outputs)
     own = scores.results(reference) if scores is not None else {}
-    overflowed = [
-        name for name, value in outputs.items()
+    halves = [
+        name for name in outputs
         if name != reference and (variants[name]["stored"] in HALVES or name in ("fp16", "bf16"))
-        and not is_finite(outputs[reference], value)
     ]  # fmt: skip
+    overflowed = [name for name in halves if not is_finite(outputs[reference], outputs[name])]
     kept = {name: value for name, value in outputs.items() if name not in overflowed}
     for name, values in judge(kept, targets, reference=reference, compare=compare).items():
         variants[name]["accuracy"] = values | own.get(name, {})
@@ -241,6 +242,7 @@ def _measure_accuracy(
     if scores is None and compare is None and (why := unjudged(outputs[reference], targets)):
         told.append(why)
     told += [f"{name}: outputs overflow 16 bits to NaN or infinity, and were not judged" for name in overflowed]
+    told += [text for name in halves if (text := far_sentence(name, reference, variants[name].get("accuracy", {})))]
     if scores is not None and scores.failure:
         told.append(f"the task's metrics were not measured: {scores.failure}")
     return told

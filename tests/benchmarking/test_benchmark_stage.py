@@ -146,6 +146,19 @@ def test_a_half_that_overflows_is_told_and_the_others_are_judged(files, batches,
         benchmark(files, QUICK, batches=batches)
 
 
+def test_a_half_that_is_far_from_the_reference_is_told(files, batches, monkeypatch):
+    judged = stage.predict
+
+    def wrong(*arguments, **more):
+        outputs, targets = judged(*arguments, **more)
+        return outputs | {name: -outputs[name] for name in ("fp16", "int8")}, targets
+
+    monkeypatch.setattr(stage, "predict", wrong)
+    told = [note for note in benchmark(files, QUICK, batches=batches)["notes"] if "far from" in note]
+    assert len(told) == 1
+    assert told[0].startswith("fp16: its outputs are far from those of fp32 (-6.0 dB,")
+
+
 def test_an_input_may_be_called_like_an_argument_and_a_state_is_no_batch(tmp_path):
     shapes = {"h": (2, "N", 8), "file": ("N", 8)}
     nodes = [
