@@ -272,26 +272,28 @@ def _gathered(model: torch.nn.Module, shapes: tuple[Any, ...]) -> tuple[Any, ...
 def _named(model: torch.nn.Module, names: Collection[str]) -> Iterator[None]:
     """Has ``forward`` take keyword arguments of these names, where some of them are its ``**kwargs``.
 
-    ``torch.export`` knows no open sizes of what a model takes under no name of its own, as wrappers do.
+    ``torch.export`` knows no open sizes of what a model takes under no name of its own, as wrappers do. The method is a
+    class's, since reading code it would name constants by the way through a function that the model holds.
     """
     parameters, before = inspect.signature(model.forward).parameters, vars(model).get("forward")
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()) or set(names) <= set(parameters):
         yield
         return
-    forward = model.forward
+    kind, forward = type(model), before or type(model).forward
 
-    def named(**kwargs: Any) -> Any:
-        return forward(**kwargs)
+    def named(self: torch.nn.Module, **kwargs: Any) -> Any:
+        return forward(**kwargs) if before else forward(self, **kwargs)
 
     kinds = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
-    named.__signature__ = inspect.Signature(kinds)  # type: ignore[attr-defined]
-    model.forward = named
+    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    named.__signature__ = inspect.Signature([own, *kinds])  # type: ignore[attr-defined]
+    vars(model).pop("forward", None)
+    model.__class__ = type(kind.__name__, (kind,), {"forward": named, "__module__": kind.__module__})
     try:
         yield
     finally:
-        if before is None:
-            del model.forward
-        else:
+        model.__class__ = kind
+        if before is not None:
             model.forward = before
 
 

@@ -29,7 +29,7 @@ def quiet_loggers(*names: str, below: int = logging.ERROR) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet_export() -> Iterator[None]:
-    """Drops what ``torch.export`` logs, its advice on torch's own LSTM, and the partial graph it prints as it fails."""
+    """Drops what ``torch.export`` logs, its advice on torch's LSTM and on what a model keeps, and its partial graph."""
     said = io.StringIO()
     names = (
         "torch.fx.experimental.symbolic_shapes", "torch.export", "torch._export", "torch._subclasses.fake_tensor",
@@ -37,6 +37,7 @@ def quiet_export() -> Iterator[None]:
     )  # fmt: skip
     with quiet_loggers(*names, below=logging.CRITICAL), contextlib.redirect_stderr(said), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r"The tensor attributes? .*_flat_weights", category=UserWarning)
+        warnings.filterwarnings("ignore", message="While compiling, we found certain side", category=UserWarning)
         yield
     if sys.stderr is not None:  # a service may have none
         sys.stderr.write(said.getvalue())  # a model's own words, where all went well

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import importlib.util
 import operator
 import sys
@@ -399,6 +400,29 @@ def test_sizes_that_python_makes_numbers_of_stay_open(train: bool, capfd: pytest
     assert [owner(node) for node in graph.graph.nodes if node.target is aten.linear.default] == ["inner.0"]
     assert not any(node.target in (operator.truediv, torch.sym_float) for node in graph.graph.nodes)
     assert capfd.readouterr() == ("", "")
+
+
+class Outer(nn.Module):
+    """Takes whatever it is given, to a model whose constants torch has to read code to find."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Windows()
+
+    def forward(self, **given: Tensor) -> Tensor:
+        return self.inner(**given) * torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["a class's", "a function of its own"])
+def test_what_a_wrapper_of_any_arguments_multiplies_by_is_a_constant_of_the_graph(own: bool) -> None:
+    net, x = Outer().eval(), torch.randn(6, 8, 3)
+    if own:
+        net.forward = functools.partial(net.forward)  # type: ignore[method-assign]
+    graph = capture(net, {"x": x})
+    torch.testing.assert_close(graph(x=x[:3]), net(x=x[:3]))
+    assert [owner(node) for node in graph.graph.nodes if node.target is aten.linear.default] == ["inner.inner.0"]
+    assert type(net) is Outer
+    assert ("forward" in vars(net)) is own
 
 
 @pytest.mark.parametrize("train", [False, True])

@@ -271,6 +271,7 @@ def _spell_stack(node: Node) -> None:
         assert isinstance(source, Node)
         part.meta = {**node.meta, "val": source.meta["val"].unsqueeze(axis)}
     node.target, node.args, node.kwargs = aten.cat.default, (tall, axis), {}
+    _spell_cat(node)
 
 
 def _spell_filled(node: Node) -> None:

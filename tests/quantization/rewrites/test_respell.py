@@ -142,6 +142,7 @@ SAME = {
     "concat of one": (lambda x: torch.cat([x], 1).relu(), [aten.relu.default]),
     "concat with nothing": (lambda x: torch.cat([x.relu(), x[..., 6:]], -1), [aten.relu.default]),
     "concat of two and nothing": (lambda x: torch.cat([x, x[..., 6:], x], -1), [aten.cat.default]),
+    "stack of one": (lambda x: torch.stack([x], -1), [aten.unsqueeze.default]),
     "stack": (lambda x: torch.stack([x, x], -1), [aten.unsqueeze.default, aten.cat.default]),
     "sum from zero": (lambda x: sum([x, x.relu()]), [aten.relu.default, aten.add.Tensor]),
     "product with one": (lambda x: 1 * x.relu() * 1.0, [aten.relu.default]),
