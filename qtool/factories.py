@@ -63,6 +63,27 @@ def is_factory(spec: str) -> bool:
     return bool(colon) and name.isidentifier() and (place.endswith(".py") or dotted)
 
 
+def anchored(spec: object, at: Callable[[str], str] = lambda path: str(Path(path).resolve())) -> str | None:
+    """A spec with its path made absolute, so that it means the same from any folder; None for an object.
+
+    ``at`` makes another of each path in it.
+
+    >>> anchored("resnet"), anchored(object()), anchored("net.py:build", lambda path: f"there/{path}")
+    ('resnet', None, 'there/net.py:build')
+    """
+    if not isinstance(spec, str):
+        return None
+    kind, colon, rest = spec.partition(":")
+    if kind == "text" and rest:
+        return f"text:{':'.join(part if part.isdecimal() else at(part) for part in rest.split(':'))}"
+    name, *more = rest.split(":") if kind == "hf" else [rest]
+    if kind in ("hf", "transformers") and name and Path(at(name)).exists():  # a folder, or else a name of the hub
+        return ":".join([kind, at(name), *more])
+    if colon and kind in ("idx", "npz", "imagefolder") and rest:
+        return f"{kind}:{at(rest)}"
+    return f"{at(kind)}:{rest}" if colon and kind.endswith(".py") else spec
+
+
 def load_factory(spec: str) -> Factory:
     """Imports what ``spec`` names and returns its function, not called yet.
 

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from qtool.errors import UsageError, nearest
+from qtool.factories import anchored
 from qtool.options import as_toml, make
 from qtool.recipe import MODES, Recipe, as_dict
 
@@ -50,7 +51,6 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
 
 def _found_beside(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """A recipe's table with the paths in it as they are from here, where what they name is in ``folder``."""
-    from qtool.source import anchored
 
     def beside(name: str, path: str) -> str:
         return str(folder / name) if path and (folder / path).exists() else name

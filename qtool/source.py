@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from qtool import labels
 from qtool.artifacts import has_result, read_result, require_nameable, sha256_of
 from qtool.errors import QtoolError, UsageError, kind_of, nearest, one_line
-from qtool.factories import PRETRAINED, is_factory
+from qtool.factories import PRETRAINED, anchored, is_factory
 from qtool.given import labelled, require_batches
 
 if TYPE_CHECKING:
@@ -374,27 +374,6 @@ def _weights_identity(weights: str | Path | None, module: Any) -> str:
 def weights_file(path: Path) -> Path:
     """The file behind ``--weights``: the path itself, or the weights in a run directory."""
     return path / "model.safetensors" if path.is_dir() else path
-
-
-def anchored(spec: object, at: Callable[[str], str] = lambda path: str(Path(path).resolve())) -> str | None:
-    """A spec with its path made absolute, so that it means the same from any folder; None for an object.
-
-    ``at`` makes another of each path in it.
-
-    >>> anchored("resnet"), anchored(object()), anchored("net.py:build", lambda path: f"there/{path}")
-    ('resnet', None, 'there/net.py:build')
-    """
-    if not isinstance(spec, str):
-        return None
-    kind, colon, rest = spec.partition(":")
-    if kind == "text" and rest:
-        return f"text:{':'.join(part if part.isdecimal() else at(part) for part in rest.split(':'))}"
-    name, *more = rest.split(":") if kind == "hf" else [rest]
-    if kind in ("hf", "transformers") and name and Path(at(name)).exists():  # a folder, or else a name of the hub
-        return ":".join([kind, at(name), *more])
-    if colon and kind in ("idx", "npz", "imagefolder") and rest:
-        return f"{kind}:{at(rest)}"
-    return f"{at(kind)}:{rest}" if colon and kind.endswith(".py") else spec
 
 
 def _factory(spec: str) -> dict[str, Any] | None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from qtool.errors import QtoolError, UsageError
-from qtool.factories import factory_sha256, is_factory, load_factory, require_same
+from qtool.factories import anchored, factory_sha256, is_factory, load_factory, require_same
 
 SOURCE = "import helper_beside\n\ndef build():\n    return helper_beside.VALUE\n\ndef bad():\n    raise KeyError('x')\n"
 
@@ -147,3 +147,17 @@ def test_refusing_executes_nothing(file: Path) -> None:
     with pytest.raises(QtoolError):
         require_same(record)
     assert not mark.exists()
+
+
+def test_specs_mean_the_same_from_another_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert anchored("net.py:build") == f"{tmp_path}/net.py:build"
+    assert anchored("idx:data") == f"idx:{tmp_path}/data"
+    assert anchored("imagefolder:data:64") == f"imagefolder:{tmp_path}/data:64"
+    assert anchored("hf:cifar10:train") == "hf:cifar10:train"
+    (tmp_path / "own").mkdir()
+    assert anchored("hf:own:train") == f"hf:{tmp_path}/own:train"
+    assert (anchored("hf:own"), anchored("transformers:own")) == (f"hf:{tmp_path}/own", f"transformers:{tmp_path}/own")
+    assert anchored("package.module:build") == "package.module:build"
+    assert anchored("resnet") == "resnet"
+    assert anchored(object()) is None

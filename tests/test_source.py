@@ -18,7 +18,6 @@ from qtool.data import Preprocessing
 from qtool.errors import QtoolError, UsageError, kind_of
 from qtool.source import (
     UNIDENTIFIED,
-    anchored,
     is_run_directory,
     open_float,
     open_source,
@@ -100,20 +99,6 @@ def test_a_changed_factory_is_run_again_only_when_trusted(trained: Path, small_n
     with pytest.raises(QtoolError, match="--trust"):
         recall_source(trained, "train", model=True)
     assert recall_source(trained, "train", model=True, trust=True).model is not None
-
-
-def test_specs_mean_the_same_from_another_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert anchored("net.py:build") == f"{tmp_path}/net.py:build"
-    assert anchored("idx:data") == f"idx:{tmp_path}/data"
-    assert anchored("imagefolder:data:64") == f"imagefolder:{tmp_path}/data:64"
-    assert anchored("hf:cifar10:train") == "hf:cifar10:train"
-    (tmp_path / "own").mkdir()
-    assert anchored("hf:own:train") == f"hf:{tmp_path}/own:train"
-    assert (anchored("hf:own"), anchored("transformers:own")) == (f"hf:{tmp_path}/own", f"transformers:{tmp_path}/own")
-    assert anchored("package.module:build") == "package.module:build"
-    assert anchored("resnet") == "resnet"
-    assert anchored(nn.Linear(1, 1)) is None
 
 
 def test_objects_are_identified_by_their_state(small_data: str) -> None:
