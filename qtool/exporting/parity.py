@@ -3,15 +3,15 @@
 Two questions here; how close the whole is to the float model is the third (``end_to_end.py``).
 
 *Units.* The file is cut at every quantizer: each unit becomes a small network of its own from integers to integers,
-all of them in one ONNX model. Fed with the integers that the torch graph produced, each unit's integers must be
-those of the torch graph: 99.9 % exactly, none off by more than one step. (Torch simulates a unit in float32; the
-runtime rounds once from an exact accumulator. They can differ only where a value lies on the edge between two
-integers. Where scales have a simple ratio, as a product's may, one value in a hundred does: such ties are counted
-apart, and held against no unit.) A unit that returns float is compared in units of its own greatest value, its
-inputs unrounded: what the runtime rounds by itself is judged end to end. Units are fed at other sizes as well,
+all of them in one ONNX model. Fed with the integers that the torch graph produced, each unit's integers must be those
+of the torch graph: 99.9 % exactly, or all but one, none off by more than one step. (Torch simulates a unit in
+float32; the runtime rounds once from an exact accumulator. They can differ only where a value lies on the edge
+between two integers. Where scales have a simple ratio, as a product's may, one value in a hundred does: such ties are
+counted apart, and held against no unit.) A unit that returns float is compared in units of its own greatest value,
+its inputs unrounded: what the runtime rounds by itself is judged end to end. Units are fed at other sizes as well,
 where the file leaves sizes open. A unit that reads random numbers drawn in the file is left out. Made for another
-runtime, the file is run operator by operator: ONNX Runtime moves quantizers before a transposition, and of an
-output that is read there, too, would return what the quantizer gives.
+runtime, the file is run operator by operator: ONNX Runtime moves quantizers before a transposition, and of an output
+that is read there, too, would return what the quantizer gives.
 
 *Integer reference.* On a CPU with VNNI the whole file must equal, bit for bit, an evaluation with the
 runtime's own arithmetic (``integer_reference.py``). Operators that the reference does not cover are named,
@@ -162,9 +162,14 @@ class _Unit:
         """The share of equal outputs, ties counted as equal."""
         return 1 - (self.unequal - self.ties) / max(self.total, 1)
 
+    @property
+    def agrees(self) -> bool:
+        """Whether the gate lets it pass: a share of few outputs is none, and one of them may be another."""
+        return self.unequal - self.ties <= max(1.0, (1 - MIN_EQUAL) * self.total) and self.worst <= MAX_STEPS
+
 
 def _unit_gate(units: Mapping[str, _Unit], worst_float: float, samples: int, random: int) -> Gate:
-    failing = [name for name, unit in units.items() if unit.equal < MIN_EQUAL or unit.worst > MAX_STEPS]
+    failing = [name for name, unit in units.items() if not unit.agrees]
     total = sum(unit.total for unit in units.values())
     unequal = sum(unit.unequal for unit in units.values())
     worst = max((unit.worst for unit in units.values()), default=0)
@@ -181,7 +186,8 @@ def _unit_gate(units: Mapping[str, _Unit], worst_float: float, samples: int, ran
     if worst_float > MAX_FLOAT_ERROR:
         found += f"; float output off by {worst_float:.2g} of its greatest value"
     return Gate(
-        "unit parity", passed, f"at least {MIN_EQUAL:.1%} of each unit's integers equal, none more than one step off",
+        "unit parity", passed,
+        f"at least {MIN_EQUAL:.1%} of each unit's integers equal, or all but one, none more than one step off",
         found, "try other --algorithms, or these units in float (--overrides), and report this model",
         {
             "num_samples": samples, "num_integers": total, "num_unequal": unequal, "num_ties": ties,

@@ -28,6 +28,18 @@ def test_a_class_that_falls_the_other_way_is_a_tie_and_many_are_a_fault(differ: 
     assert (parity._relative_error(wanted, got) <= MAX_FLOAT_ERROR) is passes
 
 
+@pytest.mark.parametrize(
+    ("total", "unequal", "step", "passes"),
+    [(128, 1, 1, True), (128, 2, 1, False), (128, 1, 2, False), (10_000, 10, 1, True), (10_000, 11, 1, False)],
+)
+def test_of_few_integers_one_may_be_another(total: int, unequal: int, step: int, passes: bool) -> None:
+    unit, expected = parity._Unit(), np.zeros(total, np.uint8)
+    got = expected.copy()
+    got[:unequal] += step
+    unit.add(expected, got, ties=np.empty(0, np.int64))
+    assert unit.agrees is passes
+
+
 def test_the_error_of_floats_is_in_units_of_the_greatest() -> None:
     assert parity._relative_error(torch.tensor([1.0, -4.0]), np.array([1.0, -3.0], np.float32)) == 0.25
 
