@@ -309,6 +309,7 @@ def _fine_tuning(
 
         example = None if source.parts is None else example_input(data)
         with setup(model, config, example) as made, reporter(progress is True) as report:
+            made.tell_unreached = _silent  # what stays as it came is as it was trained
             history = fit(
                 model, data, source.task, config, setup=made, hooks=hooks, loss_fn=loss_fn, out=out, resume=resume,
                 progress=report, identity=identity,
@@ -317,6 +318,10 @@ def _fine_tuning(
         return history
 
     return fine_tune
+
+
+def _silent(names: list[str], when: str) -> None:
+    """Tells nothing."""
 
 
 def _rounded_by(config: QuantizeConfig) -> dict[str, Any]:
