@@ -8,9 +8,6 @@ more time on that than on the products. With ``n = 2(i + a) + r``, where r is th
 is a convolution of stride 1 over the four parity planes (SpaceToDepth), with ``a`` from ``⌊−p/2⌋`` to
 ``⌊(k − 1 − p)/2⌋`` and zeros where ``2a + r + p`` is no tap. The products and their sum are the same integers: the
 output does not change. The copies become four times longer and, for 3×3, nine become four.
-
-A channel of one number, put to an image to tell where it ends (``quantization/algorithms/pixels.py``), is the same in
-all four planes: it stays one, with the sum of their weights, where that is an int8.
 """
 
 from __future__ import annotations
@@ -51,20 +48,8 @@ def _suitable(node: ir.Node) -> npt.NDArray[np.int8] | None:
     ungrouped = (
         node.attributes.get_int("group", 1) == 1 and node.attributes.get_string("auto_pad", "NOTSET") == "NOTSET"
     )
-    channels = taps.shape[1] - (_channel_behind(source) is not None)
-    fits = taps.ndim == 4 and channels <= MAX_CHANNELS and min(taps.shape[2:]) > 1
+    fits = taps.ndim == 4 and taps.shape[1] <= MAX_CHANNELS and min(taps.shape[2:]) > 1
     return taps if even and plain and ungrouped and fits and len(source.outputs[0].uses()) == 1 else None
-
-
-def _channel_behind(dequantize: ir.Node) -> ir.Node | None:
-    """What puts one channel of one number to the integers that a node alone dequantizes; None where nothing does."""
-    value = dequantize.inputs[0]
-    pad = value.producer() if value is not None else None
-    if value is None or pad is None or pad.op_type != "Pad" or len(value.uses()) > 1 or len(pad.inputs) != 3:
-        return None
-    amounts = pad.inputs[1].const_value if pad.inputs[1] is not None else None
-    only = amounts is not None and amounts.numpy().tolist() == [0, 0, 0, 0, 0, 1, 0, 0]
-    return pad if only and pad.inputs[2] is not None and pad.inputs[2].const_value is not None else None
 
 
 def _ints(node: ir.Node, name: str, default: list[int]) -> list[int]:
@@ -90,25 +75,9 @@ def _rewrite(model: ir.Model, node: ir.Node, taps: npt.NDArray[np.int8]) -> None
     )
     stored = weight.inputs[0]
     assert stored is not None
-    pad = _channel_behind(source)
-    blocks = _gathered(taps, pads, rows, columns)
-    joined = _joined(blocks) if pad is not None else None
-    blocks, reader = (blocks, source) if joined is None or pad is None else (joined, pad)
-    stored.const_value = ir.tensor(blocks, name=stored.name)
+    stored.const_value = ir.tensor(_gathered(taps, pads, rows, columns), name=stored.name)
     stored.shape = weight.outputs[0].shape = ir.Shape(stored.const_value.shape)
-    shape = _insert_blocks(model, reader, node.name or "stem")
-    shape[1] = blocks.shape[1]
-    for value in (reader.outputs[0], source.outputs[0]):
-        value.shape = ir.Shape(shape)
-
-
-def _joined(blocks: npt.NDArray[np.int8]) -> npt.NDArray[np.int8] | None:
-    """Taps by block whose last channels are alike, with one for all of them; None where its weight is no int8."""
-    planes = blocks.reshape(len(blocks), 4, -1, *blocks.shape[2:])
-    last = planes[:, :, -1].sum(1, dtype=np.int32, keepdims=True)
-    if np.abs(last).max() > np.iinfo(np.int8).max:
-        return None
-    return np.concatenate([planes[:, :, :-1].reshape(len(blocks), -1, *blocks.shape[2:]), last.astype(np.int8)], axis=1)
+    _insert_blocks(model, source, node.name or "stem")
 
 
 def _split(kernel: int, pad: int) -> tuple[int, int]:
@@ -136,16 +105,16 @@ def _gathered(
     return result.reshape(outputs, 4 * channels, *shape[4:])
 
 
-def _insert_blocks(model: ir.Model, reader: ir.Node, name: str) -> list[int | ir.SymbolicDim]:
-    """Puts SpaceToDepth in front of what reads integers, where it moves bytes; returns the shape of what it gives."""
-    before = reader.inputs[0]
+def _insert_blocks(model: ir.Model, dequantize: ir.Node, name: str) -> None:
+    """Puts SpaceToDepth between the quantizer and the dequantizer, where it moves bytes."""
+    before = dequantize.inputs[0]
     assert before is not None
     assert before.shape is not None
     batch, channels, height, width = list(before.shape)
-    shape = [batch, 4 * int(str(channels)), int(str(height)) // 2, int(str(width)) // 2]
+    shape = ir.Shape([batch, 4 * int(str(channels)), int(str(height)) // 2, int(str(width)) // 2])
     blocks = ir.node("SpaceToDepth", [before], {"blocksize": 2}, name=f"{name}/blocks")
     blocks.outputs[0].name = blocks.name
-    blocks.outputs[0].dtype, blocks.outputs[0].shape = before.dtype, ir.Shape(shape)
-    model.graph.insert_before(reader, blocks)
-    reader.replace_input_with(0, blocks.outputs[0])
-    return shape
+    blocks.outputs[0].dtype, blocks.outputs[0].shape = before.dtype, shape
+    model.graph.insert_before(dequantize, blocks)
+    dequantize.replace_input_with(0, blocks.outputs[0])
+    dequantize.outputs[0].shape = shape

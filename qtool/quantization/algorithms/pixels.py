@@ -361,7 +361,7 @@ def _add_channel(graph: GraphModule, conv: Node, scales: Tensor, rest: Tensor, z
     """Gives a convolution's weights the scales and one channel more for the rest; returns what this one is full of.
 
     That is no greater than it takes for its weights not to be the greatest of any output, since their rounding counts
-    by it everywhere; at stride 2 for the sum of four, which ``exporting/passes/stem.py`` makes of them.
+    by it everywhere.
     """
     node = conv.args[1]
     assert isinstance(node, Node)
@@ -371,10 +371,9 @@ def _add_channel(graph: GraphModule, conv: Node, scales: Tensor, rest: Tensor, z
     wide = weight.detach().double()
     scaled, more = (wide * part.to(wide.device).reshape(by_input) for part in (scales, rest))
     column = more.sum(1, keepdim=True)
-    together = math.prod(_argument(conv, 3, (1,))) if set(_argument(conv, 3, (1,))) == {2} else 1
     largest, needed = (part.abs().flatten(1).amax(1) for part in (scaled, column))
     most = max(zero, LEVELS - 1 - zero)
-    inside = float((together * needed / largest).nan_to_num(0, most, most).max().ceil().clamp(1, most))
+    inside = float((needed / largest).nan_to_num(0, most, most).max().ceil().clamp(1, most))
     inside *= 1 if LEVELS - 1 - zero >= inside else -1
     set_parameter(graph, path, torch.cat([scaled, column / inside], 1).to(weight.dtype), like=path)
     node.meta["val"] = node.meta["val"].new_empty([*weight.shape[:1], weight.shape[1] + 1, *weight.shape[2:]])

@@ -1,7 +1,6 @@
 """The stem pass changes no output: the same integers in ONNX Runtime, and in the ONNX reference's own arithmetic."""
 
 import numpy as np
-import onnx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -40,56 +39,6 @@ def test_onnx_runtime_gives_the_same_integers_and_fuses_the_convolution(tmp_path
     assert "QLinearConv" in kernels
     assert "SpaceToDepth" in kernels
     assert "Conv" not in kernels
-
-
-def with_channel(model, channels, inside):
-    """The file of a layer that reads one channel more than its image has, of one number, which its weights are."""
-    quantize = next(node for node in model.graph.node if node.op_type == "QuantizeLinear")
-    dequantize = next(node for node in model.graph.node if quantize.output[0] in node.input)
-    constants = {"ends": np.array([0, 0, 0, 0, 0, 1, 0, 0]), "inside": np.uint8(inside)}
-    model.graph.initializer.extend(onnx.numpy_helper.from_array(value, name) for name, value in constants.items())
-    pad = onnx.helper.make_node("Pad", [quantize.output[0], *constants], ["wide"])
-    model.graph.node.insert(list(model.graph.node).index(quantize) + 1, pad)
-    dequantize.input[0] = "wide"
-    model.graph.input[0].type.tensor_type.shape.dim[1].dim_value = channels
-    del model.graph.value_info[:]
-    return onnx.shape_inference.infer_shapes(model)
-
-
-@settings(max_examples=20)
-@given(
-    channels=st.integers(1, 4),
-    kernel=st.tuples(st.integers(3, 7), st.integers(3, 7)),
-    pads=st.tuples(*[st.integers(0, 3)] * 4),
-    size=st.tuples(st.integers(4, 8), st.integers(4, 8)).map(lambda s: (2 * s[0], 2 * s[1])),
-    small=st.booleans(),
-    seed=st.integers(0, 9),
-)
-def test_a_channel_of_one_number_stays_one_where_its_weights_have_room(channels, kernel, pads, size, small, seed):
-    model = first_layer(channels + 1, kernel, list(pads), size, seed=seed)
-    for stored in model.graph.initializer:
-        if (weight := onnx.numpy_helper.to_array(stored)).ndim == 4:
-            weight = weight.copy()
-            weight[:, -1] = weight[:, -1] // 5 if small else 100
-            stored.CopyFrom(onnx.numpy_helper.from_array(weight, stored.name))
-    model = with_channel(model, channels, 200)
-    count, other = rewritten_by(stem.apply, model)
-    onnx.checker.check_model(other, full_check=True)
-    x = np.random.default_rng(seed).normal(0, 2, (2, channels, *size)).astype(np.float32)
-    assert count == 1
-    order = [node.op_type for node in other.graph.node if node.op_type in ("Pad", "SpaceToDepth")]
-    assert order == (["SpaceToDepth", "Pad"] if small else ["Pad", "SpaceToDepth"])
-    np.testing.assert_array_equal(IntegerReference(other).run({"x": x})[0], IntegerReference(model).run({"x": x})[0])
-
-
-def test_onnx_runtime_sums_a_channel_of_one_number_alike(tmp_path):
-    model = with_channel(first_layer(4, (3, 3), [1, 1, 1, 1], (32, 32)), 3, 131)
-    _, other = rewritten_by(stem.apply, model)
-    x = np.random.default_rng(1).normal(0, 2, (4, 3, 32, 32)).astype(np.float32)
-    (expected,), _ = run(model, {"x": x}, tmp_path)
-    (found,), kernels = run(other, {"x": x}, tmp_path)
-    np.testing.assert_array_equal(found, expected)
-    assert {"QLinearConv", "SpaceToDepth", "Pad"} <= set(kernels)
 
 
 @pytest.mark.parametrize(
