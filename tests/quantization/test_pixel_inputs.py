@@ -34,8 +34,9 @@ WHOLE = (100 / 255, 100 / 255, 100 / 255), (0.2, 0.25, 0.3)
 
 @pytest.fixture(autouse=True)
 def worth(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The nets here are too small for a copy of what they read."""
-    monkeypatch.setattr(pixels, "WORK", 0)
+    """The nets here are too small for more than what they read."""
+    monkeypatch.setattr(pixels, "COPY", 0)
+    monkeypatch.setattr(pixels, "CHANNEL", 0)
 
 
 def bytes_of(samples: int = 32, channels: int = 3, size: int = 16, seed: int = 0) -> Tensor:
@@ -298,17 +299,25 @@ def test_a_zero_that_lies_beside_all_bytes_is_no_byte_and_still_exact(offset) ->
 def test_values_without_steps_and_small_nets_are_told_apart(monkeypatch) -> None:
     with pytest.raises(Declined, match="256 steps"):
         read_pixels(subject(net(), [torch.randn(16, 3, 16, 16)]))
-    monkeypatch.setattr(pixels, "WORK", 1e9)
-    with pytest.raises(Declined, match="so small that a copy"):
+    monkeypatch.setattr(pixels, "COPY", 1e9)
+    with pytest.raises(Declined, match="so small that"):
         read_pixels(subject(net(0), [normalized(bytes_of(), *HALF)]))
-    with pytest.raises(Declined, match="so small that a copy"):
+    monkeypatch.setattr(pixels, "CHANNEL", 1e9)
+    with pytest.raises(Declined, match="so small that"):
         read_pixels(subject(net(stride=2), [normalized(bytes_of(), *IMAGENET)]))
     read_pixels(subject(net(0, stride=2), [normalized(bytes_of(), *IMAGENET)]))  # need none
     read_pixels(subject(net(stride=2), [normalized(bytes_of(), *WHOLE)]))
-    read_pixels(subject(net(), [normalized(bytes_of(), *IMAGENET)]))  # is made in any case: three channels become four
+    read_pixels(subject(net(), [normalized(bytes_of(), *IMAGENET)]))  # there is one in any case: three become four
     own = Own(lambda x: x)
     own.net = net(stride=2)
-    read_pixels(subject(own.eval(), [bytes_of() / 255]))  # is made instead of a difference and a quotient
+    read_pixels(subject(own.eval(), [bytes_of() / 255]))  # instead of a difference and a quotient
+
+
+@pytest.mark.parametrize("size", [16, 32])
+def test_work_is_products_for_each_number_of_the_image(size) -> None:
+    x = normalized(bytes_of(size=size), *IMAGENET)
+    products = 16 * 27 * size * size + 16 * 5
+    assert pixels._work(subject(net(), [x])) == products / (3 * size * size)
 
 
 def test_saved_steps_are_repeated_and_never_left_out(tmp_path: Path) -> None:
