@@ -20,12 +20,12 @@ from qtool.errors import QtoolError
 from qtool.form import check_inputs
 from qtool.forward import passes_told
 from qtool.nested import call, micro_batches, num_samples
-from qtool.quantization.algorithms.subject import few
 from qtool.quantization.histogram import Histogram
 from qtool.quantization.observers import RangeObserver
 from qtool.quantization.prepared import Prepared
 from qtool.quantization.ranges import estimate
 from qtool.recipe import QuantizeConfig
+from qtool.units import few
 
 MICRO_BATCH = 8
 

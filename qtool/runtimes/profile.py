@@ -22,6 +22,7 @@ from typing import Any
 
 from qtool.errors import QtoolError
 from qtool.runtimes.base import Kernel, ProviderError
+from qtool.units import few
 
 _QUANTIZES_ITS_INPUT = {"DynamicQuantizeMatMul", "DynamicQuantizeLSTM"}
 BLOCK_PRODUCT = "MatMulNBits"
@@ -96,10 +97,9 @@ def check_placement(where: str, kernels: Iterable[Kernel], provider: str) -> lis
     elsewhere = [k for k in kernels if k.provider != provider]
     compute = [k for k in elsewhere if not k.op.startswith("shape:")]
     if compute:
-        first = ", ".join(f"{k.name} ({k.op} on {k.provider})" for k in compute[:3])
-        more = f" and {len(compute) - 3} more" if len(compute) > 3 else ""
+        first = few([f"{k.name} ({k.op} on {k.provider})" for k in compute])
         raise ProviderError(
-            where, f"every compute node on {provider}", f"{len(compute)} elsewhere: {first}{more}",
+            where, f"every compute node on {provider}", f"{len(compute)} elsewhere: {first}",
             "use a provider that has these operators, or export without them",
         )  # fmt: skip
     return [k.name for k in elsewhere]

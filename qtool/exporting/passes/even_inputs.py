@@ -7,11 +7,10 @@ copy of the input's bytes:
 
     x'[c] = x[c], z for the channels that are new;    W'[o, c] = W[o, c], 0 for these.
 
-No product changes. Left alone: layers behind the first,
-where channels lie side by side and filling them up takes longer than it saves; fewer than 16 outputs, which gain less
-than the copy; pointwise and grouped convolutions; 16 channels and more; and a single channel under more than 3×3 taps,
-which would become four times the products. A file grows by 2 % of its constants at most. Of stride 2, an image's first
-layer is rewritten by ``stem.py`` already.
+No product changes. Left alone: layers behind the first, where channels lie side by side and filling them up takes
+longer than it saves; fewer than 16 outputs, which gain less than the copy; pointwise and grouped convolutions; 16
+channels and more; and a single channel under more than 3×3 taps, which would become four times the products. A file
+grows by 2 % of its constants at most. Of stride 2, an image's first layer is rewritten by ``stem.py`` already.
 """
 
 from __future__ import annotations

@@ -12,8 +12,9 @@ from torch.fx import Node
 
 from qtool.quantization.algorithms.reconstruct import reconstruct
 from qtool.quantization.algorithms.regions import MOST, Region, blocks
-from qtool.quantization.algorithms.subject import Subject, few
+from qtool.quantization.algorithms.subject import Subject
 from qtool.quantization.algorithms.walk import Segment
+from qtool.units import few
 
 DROP = 0.5
 

@@ -43,8 +43,8 @@ from torch import Tensor
 
 from qtool.quantization.algorithms.journal import Journal, State
 from qtool.quantization.algorithms.layers import ROWS, Layer, Moments, in_order, leave_shared, output_error
-from qtool.quantization.algorithms.subject import Subject, few
-from qtool.units import many
+from qtool.quantization.algorithms.subject import Subject
+from qtool.units import few, many
 
 DAMPINGS = (0.003, 0.03, 0.3, 3.0)
 """Ridge parameters that are tried, as parts of the mean of H's diagonal."""

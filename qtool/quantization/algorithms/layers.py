@@ -26,11 +26,12 @@ from qtool.quantization.algorithms.bias import add_to_bias, bias_of, mean_output
 from qtool.quantization.algorithms.rows import reason, rows
 from qtool.quantization.algorithms.spool import BUDGET
 from qtool.quantization.algorithms.streams import groups_of
-from qtool.quantization.algorithms.subject import Declined, Subject, few
+from qtool.quantization.algorithms.subject import Declined, Subject
 from qtool.quantization.algorithms.walk import Beside, Segment, Walk
 from qtool.quantization.capture import aten, parameter
 from qtool.quantization.integers import store_before
 from qtool.quantization.stored_weights import dequantize_of, integers_of, is_grouped, scales_of, store_integers
+from qtool.units import few
 
 ROWS = 16384
 """About how many rows a layer is observed on."""

@@ -45,13 +45,13 @@ from qtool.quantization.algorithms.part import HELD, MINIBATCH, Given, Part, tel
 from qtool.quantization.algorithms.regions import Region, counterparts, unit_ends
 from qtool.quantization.algorithms.rows import reason
 from qtool.quantization.algorithms.soft import SoftWeight, soften, strength
-from qtool.quantization.algorithms.subject import Declined, Subject, few, is_data_sized
+from qtool.quantization.algorithms.subject import Declined, Subject, is_data_sized
 from qtool.quantization.algorithms.walk import Beside, Segment, Walk
 from qtool.quantization.algorithms.walk import cut as segments_of
 from qtool.quantization.capture import parameter
 from qtool.quantization.residence import CPU
 from qtool.quantization.stored_weights import store_integers
-from qtool.units import many
+from qtool.units import few, many
 
 WARMUP = 0.2
 TRAVEL, BIAS_RATE = 30.0, 0.002

@@ -25,11 +25,6 @@ def silent(what: str, done: int, total: int) -> None:
     """Reports nothing."""
 
 
-def few(names: list[str]) -> str:
-    """The first of some names."""
-    return ", ".join(names[:5]) + (" …" if len(names) > 5 else "")
-
-
 class Declined(Exception):
     """An algorithm does not apply; the text is the reason for the report."""
 
