@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
-import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -42,28 +43,33 @@ def test_parts_are_measured_failures_told_and_what_is_missing_made_up_for(tmp_pa
     assert not bench_gpu._is_done(options, "create/on-device"), "what was measured otherwise is measured again"
 
 
+@pytest.mark.parametrize("ends", [subprocess.TimeoutExpired("part", 540), SystemExit()], ids=["its time", "stopped"])
 def test_a_part_that_is_stopped_or_breaks_leaves_nothing_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ends: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A sleeping process in place of the script, told to stop as by a scheduler, and after its time."""
-
-    def stop(*_: Any) -> None:
-        raise SystemExit
-
-    script = tmp_path / "script.py"
-    script.write_text("import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(99)")
+    """A sleeping process in place of the script, whose time is over, or which a scheduler stops, once it has begun."""
+    script, begun = tmp_path / "script.py", tmp_path / "begun"
+    script.write_text("import os, sys, time; os.rename(sys.argv[1], sys.argv[2]); time.sleep(99)")
     monkeypatch.setattr(bench_gpu, "__file__", str(script))
     (tmp_path / "parts").mkdir()
-    options = argparse.Namespace(out=tmp_path, minutes=0.02)
-    assert bench_gpu._in_process(options, "a", [str(tmp_path / "a")]) == {"failed": "not done after 0.02 minutes"}
-    options.minutes, before = 9.0, signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, 1.0)
-    with pytest.raises(SystemExit):
-        bench_gpu._in_process(options, "a", [str(tmp_path / "b")])
-    signal.signal(signal.SIGALRM, before)
-    for name in ("a", "b"):
-        with pytest.raises(ProcessLookupError):
-            os.kill(int((tmp_path / name).read_text()), 0)
+    (tmp_path / "empty").touch()
+    options = argparse.Namespace(out=tmp_path, minutes=9.0)
+    wait, started = subprocess.Popen.wait, []
+
+    def until_begun(running: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+        if timeout is None:
+            return wait(running)
+        started.append(running.pid)
+        while not begun.exists():
+            time.sleep(0.01)
+        raise ends
+
+    monkeypatch.setattr(subprocess.Popen, "wait", until_begun)
+    with pytest.raises(SystemExit) if isinstance(ends, SystemExit) else contextlib.nullcontext():
+        found = bench_gpu._in_process(options, "a", [str(tmp_path / "empty"), str(begun)])
+        assert found == {"failed": "not done after 9 minutes"}
+    with pytest.raises(ProcessLookupError):
+        os.kill(started[0], 0)
 
 
 def test_every_rung_and_every_part_has_a_name() -> None:
