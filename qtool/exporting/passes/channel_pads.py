@@ -14,7 +14,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from qtool.exporting.passes.activations import qparams
 from qtool.exporting.passes.names import DEQUANTIZE
-from qtool.exporting.passes.parts import MOVES
+from qtool.exporting.passes.parts import MOVES, zero_padding
 
 CHANNELS = 1
 
@@ -30,15 +30,8 @@ def apply(model: ir.Model) -> int:
 
 
 def _adds_channels(node: ir.Node) -> bool:
-    if node.op_type != "Pad" or node.attributes.get_string("mode", "constant") != "constant":
-        return False
-    amounts, value, axes = ([*node.inputs[1:], None, None, None])[:3]
-    if axes is not None or amounts is None or amounts.const_value is None:
-        return False
-    if value is not None and (value.const_value is None or value.const_value.numpy().any()):
-        return False
-    told = amounts.const_value.numpy().reshape(2, -1)
-    return told.shape[1] > CHANNELS and bool(told[:, CHANNELS].max() > 0)
+    amounts = zero_padding(node)
+    return amounts is not None and amounts.shape[1] > CHANNELS and bool(amounts[:, CHANNELS].max() > 0)
 
 
 def _from_integers(node: ir.Node) -> list[ir.Node]:

@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from qtool.exporting.passes.parts import zero_padding
+
 
 def apply(model: ir.Model) -> int:
     """Rewrites in place; returns how many convolutions pad by themselves now."""
     changed = 0
     for node in list(model.graph):
         pad = node.inputs[0].producer() if node.op_type == "Conv" and node.inputs[0] is not None else None
-        amounts = _amounts(pad) if pad is not None and pad.op_type == "Pad" else None
+        amounts = _amounts(pad) if pad is not None else None
         if pad is None or amounts is None or node.attributes.get_string("auto_pad", "NOTSET") != "NOTSET":
             continue
         own = list(node.attributes.get_ints("pads", [0] * len(amounts)))
@@ -32,12 +34,7 @@ def apply(model: ir.Model) -> int:
 
 def _amounts(pad: ir.Node) -> list[int] | None:
     """What a Pad adds to the spatial axes, begins and then ends; None where it is no padding of these with zeros."""
-    amounts, value, axes = ([*pad.inputs[1:], None, None, None])[:3]
-    if pad.attributes.get_string("mode", "constant") != "constant" or amounts is None or amounts.const_value is None:
+    given = zero_padding(pad)
+    if given is None or given.min() < 0 or given[:, :2].any():
         return None
-    if axes is not None or (value is not None and (value.const_value is None or value.const_value.numpy().any())):
-        return None
-    given = [int(amount) for amount in amounts.const_value.numpy()]
-    rank = len(given) // 2
-    outer = (*given[:2], *given[rank : rank + 2])
-    return [*given[2:rank], *given[rank + 2 :]] if min(given) >= 0 and not any(outer) else None
+    return [int(amount) for amount in given[:, 2:].ravel()]

@@ -79,6 +79,19 @@ def integer_taps(conv: ir.Node) -> npt.NDArray[np.int8] | None:
     return taps if taps.dtype == np.int8 else None
 
 
+def zero_padding(node: ir.Node) -> npt.NDArray[np.int64] | None:
+    """What a Pad puts to each axis, 2 × rank, before and behind; None where it is no stored padding with zeros."""
+    if node.op_type != "Pad" or node.attributes.get_string("mode", "constant") != "constant":
+        return None
+    amounts, value, axes = ([*node.inputs[1:], None, None, None])[:3]
+    if axes is not None or amounts is None or amounts.const_value is None:
+        return None
+    if value is not None and (value.const_value is None or value.const_value.numpy().any()):
+        return None
+    given: npt.NDArray[np.int64] = amounts.const_value.numpy().reshape(2, -1)
+    return given
+
+
 def constant(model: ir.Model, name: str, numbers: npt.NDArray[Any] | np.generic) -> ir.Value:
     """A new constant of a file."""
     tensor = ir.tensor(np.asarray(numbers), name=name)

@@ -236,7 +236,7 @@ def _grids(subject: Subject, stems: Mapping[str, Stem]) -> dict[str, Grid]:
     samples = (sample for batch in first(subject.batches, SAMPLES) for sample in micro_batches(batch, 1))
     for sample in islice(samples, SAMPLES):
         for node, value in zip(names, arranged(sample, names), strict=True):
-            if node.target in stems:
+            if node.target in stems and not _is_bytes(node):
                 values[str(node.target)].append(stems[str(node.target)].channels_of(value))
     found = {}
     for name, channels in values.items():
