@@ -34,6 +34,11 @@ VNNI = ("avx512_vnni", "avx_vnni")
 """Features with either of which an x86 CPU adds products of bytes in 32 bits."""
 
 
+def sums_in_32_bits() -> bool:
+    """Whether this CPU is known to add products of bytes in 32 bits; others keep the sum of two in 16."""
+    return bool({*VNNI, "asimddp"} & set(cpu_info()["features"]))
+
+
 def cpu_info() -> dict[str, Any]:
     """The CPU's name, the cores this process may use, and the features that integer kernels depend on."""
     text = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""

@@ -16,13 +16,24 @@ from onnx import TensorProto, helper, numpy_helper
 Array = np.ndarray[Any, Any]
 
 
-def has_vnni() -> bool:
-    """Whether this CPU multiplies 8-bit integers without saturating on the way, as the integer reference assumes."""
+def has(*flags: str) -> bool:
+    """Whether this CPU has one of these features."""
     info = Path("/proc/cpuinfo")
-    return info.exists() and any(flag in info.read_text().split() for flag in ("avx512_vnni", "avx_vnni"))
+    return info.exists() and any(flag in info.read_text().split() for flag in flags)
 
 
-needs_vnni = pytest.mark.skipif(not has_vnni(), reason="bit equality is promised for x86 CPUs with VNNI")
+VNNI = ("avx512_vnni", "avx_vnni")
+needs_x86 = pytest.mark.skipif(not has("avx2", *VNNI), reason="bit equality is promised for x86 CPUs")
+needs_vnni = pytest.mark.skipif(not has(*VNNI), reason="no option makes this library add products in 32 bits here")
+
+
+def options() -> ort.SessionOptions:
+    """Those of a session on one thread, in which no product of bytes saturates."""
+    made = ort.SessionOptions()
+    made.intra_op_num_threads = 1
+    made.log_severity_level = 3
+    made.add_session_config_entry("session.x64quantprecision", "1")
+    return made
 
 
 class Builder:
@@ -94,11 +105,9 @@ class Builder:
 def run(model: onnx.ModelProto, feeds: dict[str, Array], folder: Path) -> tuple[list[Array], list[str]]:
     """ONNX Runtime's outputs, fully optimised on one thread, and the operators of its optimised graph."""
     path = folder / "optimised.onnx"
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = 1
-    options.log_severity_level = 3
-    options.optimized_model_filepath = str(path)
-    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    told = options()
+    told.optimized_model_filepath = str(path)
+    session = ort.InferenceSession(model.SerializeToString(), told, providers=["CPUExecutionProvider"])
     return session.run(None, feeds), [node.op_type for node in onnx.load(path).graph.node]
 
 

@@ -2,7 +2,8 @@
 
 There, unsigned bytes are multiplied by signed ones two at a time, and the sum of the two products is kept in 16 bits
 (``vpmaddubsw``): ``sat16(x₀·w₀ + x₁·w₁)`` with x up to 255 and w down to −127 can need 17. Nothing reports it, and
-the same file loses accuracy by changing machine. CPUs with VNNI (and ARM) add in 32 bits.
+the same file loses accuracy by changing machine. CPUs with VNNI (and ARM) add in 32 bits, and so does ONNX Runtime
+on all others where it is asked to, which takes longer (``passes/exact_sums.py``).
 
 A pair of weights can saturate only where the positive or the negative ones add up to more than 32,767 / 255 = 128;
 with weights in 7 bits (63 + 63) none can. Where some can, the file's own activations are multiplied out for those,
@@ -27,7 +28,8 @@ from qtool.exporting.integer_graph import Node, Unit
 from qtool.exporting.integer_kernels import windows
 from qtool.exporting.integer_reference import IntegerReference, dynamic_lstm, real
 from qtool.lstm import OPERATOR
-from qtool.machine import VNNI, cpu_info
+from qtool.machine import VNNI, cpu_info, sums_in_32_bits
+from qtool.runtimes.ort import EXACT_SUMS
 
 Array = npt.NDArray[Any]
 LIMIT = 2**15 - 1
@@ -138,18 +140,21 @@ def _rows(unit: Unit, x: Quantized) -> Array:
     return rows
 
 
-def saturation(reference: IntegerReference, feeds: Mapping[str, Array]) -> Gate:
-    """What CPU the file needs. Fails on an x86 CPU without VNNI where its products saturate on these inputs."""
-    cpu = cpu_info()
+def saturation(reference: IntegerReference, feeds: Mapping[str, Array], *, exact: bool) -> Gate:
+    """What CPU the file needs, or how it is to be opened on others; ``exact`` where it says how.
+
+    Fails on an x86 CPU without VNNI where its products saturate on these inputs however it is opened.
+    """
     counts = count_saturated(reference, feeds)
     hurt = {name: count for name, count in counts.items() if count}
-    native = bool({*VNNI, "asimddp"} & set(cpu["features"]))
     needs = list(VNNI) if counts else []
     found = "no pair of weights can saturate: the file is the same on every x86 CPU"
     if counts:
         found = f"{len(counts)} units have weights that can saturate without VNNI, {len(hurt)} do on these inputs"
+        found += f"; opened with {EXACT_SUMS}=1, as the file's metadata asks, none do" if exact else ""
     return Gate(
-        "saturation", native or not hurt, "no product beyond 16 bits, or a CPU that adds in 32", found,
+        "saturation", sums_in_32_bits() or exact or not hurt,
+        "no product beyond 16 bits, or a CPU that adds in 32", found,
         "quantize with --weight-bits 7, or serve on a CPU with VNNI",
-        {"needs": needs, "cpu": cpu, "units_at_risk": sorted(counts), "num_saturated": hurt},
+        {"needs": needs, "cpu": cpu_info(), "units_at_risk": sorted(counts), "num_saturated": hurt},
     )  # fmt: skip

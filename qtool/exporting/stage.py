@@ -30,6 +30,7 @@ from qtool.exporting.to_onnx import default_opset, float_to_onnx, quantized_to_o
 from qtool.form import QuantizedModel
 from qtool.nested import micro_batches
 from qtool.recipe import ExportConfig
+from qtool.runtimes.ort import asks_for_exact_sums
 from qtool.version import __version__
 
 FILES = {"int8": "model.int8.onnx", "fp32": "model.fp32.onnx", "fp16": "model.fp16.onnx"}
@@ -134,7 +135,7 @@ def _gates(
         lambda: _coverage(quantized, path, few),
         lambda: parity.unit_parity(quantized, path, few, _of_other_sizes(quantized, few[0])),
         lambda: _integer(quantized, path, read, few, config),
-        lambda: _saturation(quantized, read, few),
+        lambda: _saturation(quantized, path, read, few),
         lambda: _end_to_end(quantized, path, samples, config),
     ]
     for step in steps:
@@ -174,7 +175,7 @@ def _integer(
     return parity.integer_parity(path, reference, list(parity.take(few, config.reference_samples)))
 
 
-def _saturation(quantized: QuantizedModel, read: Read, few: list[Any]) -> Gate:
+def _saturation(quantized: QuantizedModel, path: Path, read: Read, few: list[Any]) -> Gate:
     """What CPU the file needs, told on one sample; the other targets have no such kernels."""
     if quantized.plan.target != "ort-cpu":
         return Gate("saturation", None, "no product beyond 16 bits", "not run: it concerns ONNX Runtime's CPU kernels")
@@ -183,7 +184,8 @@ def _saturation(quantized: QuantizedModel, read: Read, few: list[Any]) -> Gate:
     if reference.barred:
         reason = f"not run: the reference evaluates no {' or '.join(reference.barred)}"
         return Gate("saturation", None, "no product beyond 16 bits", reason)
-    return saturation(reference, parity.by_name(reference.graph.inputs, next(parity.take(few, 1))))
+    feeds = parity.by_name(reference.graph.inputs, next(parity.take(few, 1)))
+    return saturation(reference, feeds, exact=asks_for_exact_sums(path))
 
 
 def _end_to_end(quantized: QuantizedModel, path: Path, samples: Iterable[Any] | None, config: ExportConfig) -> Gate:

@@ -40,6 +40,7 @@ from qtool.exporting.passes import (
     conv_pads,
     even_channels,
     even_inputs,
+    exact_sums,
     expands,
     faint_biases,
     flat_means,
@@ -108,6 +109,8 @@ QUICK: dict[str, tuple[Pass, ...]] = {
     ),
 }  # fmt: skip
 """What gives integer layers, once it is settled which these are, the form that a target's kernels are quick with."""
+LAST: dict[str, tuple[Pass, ...]] = {"ort-cpu": (exact_sums.apply,)}
+"""What makes of a finished file, and says in it, how a target's runtime is to open it."""
 BLOCK_PRODUCTS: dict[str, Callable[[ir.Model, Collection[str]], int]] = {
     "ort-cpu": block_products.apply, "openvino": block_products.join_groups,
 }  # fmt: skip
@@ -165,6 +168,8 @@ def quantized_to_onnx(quantized: QuantizedModel, opset: int) -> ir.Model:
         BLOCK_PRODUCTS[target](model, blocks)
     int4.apply(model, {name for name, integer in four_bits.items() if integer}, widened=True)
     metadata.strip(model)
+    for rewrite in LAST.get(target, ()):
+        rewrite(model)
     return model
 
 

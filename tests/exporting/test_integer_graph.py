@@ -7,13 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from qdq_files import Builder, needs_vnni, run
+from qdq_files import Builder, needs_x86, run
 
 from qtool.exporting.integer_arithmetic import Affine
 from qtool.exporting.integer_graph import Graph, Planner, overlap
 from qtool.exporting.integer_reference import IntegerReference
 
-pytestmark = needs_vnni
+pytestmark = needs_x86
 SCALE, ZERO = 0.03, 120
 Net = Callable[[Builder, str], str | tuple[str, ...]]
 

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 from onnx import TensorProto
-from qdq_files import Array, Builder, needs_vnni, run
+from qdq_files import Array, Builder, needs_x86, run
 
 from qtool.exporting.float_operators import EXACT, MOVERS, conv_transpose, evaluate
 from qtool.exporting.integer_arithmetic import Affine, Quantized
 from qtool.exporting.integer_kernels import KERNELS, padding, repeats_along_rows
 from qtool.polynomials import logistic
 
-pytestmark = needs_vnni
+pytestmark = needs_x86
 Meaning = tuple[float, int]
 
 

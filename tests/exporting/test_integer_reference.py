@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from qdq_files import Array, Builder, needs_vnni, run
+from qdq_files import Array, Builder, needs_x86, run
 
 from qtool.errors import QtoolError
 from qtool.exporting.integer_arithmetic import Quantized
@@ -72,7 +72,7 @@ def networks(draw: st.DrawFn) -> onnx.ModelProto:
     return net.head()
 
 
-@needs_vnni
+@needs_x86
 @given(model=networks(), batch=st.integers(1, 5))
 @settings(max_examples=40, derandomize=True)
 def test_drawn_networks_equal_the_runtime(
@@ -97,7 +97,7 @@ def wrong(model: onnx.ModelProto, name: str, by: float) -> onnx.ModelProto:
     return mutant
 
 
-@needs_vnni
+@needs_x86
 def test_a_scale_that_is_off_is_seen(tmp_path: Path) -> None:
     net = Network(3)
     net.conv(8, 3, 1, 1, "Relu")

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 import torch
 from torch import Tensor, nn
@@ -132,7 +131,7 @@ def test_sequences_of_any_length(tmp_path: Path, cell: type[nn.RNNBase], batch_f
     assert {gate["passed"] for gate in result.gates} <= {True, None}
     x = torch.randn(3, 21, 12)
     for path, tolerance in ((result.files["fp32"], 1e-5), (result.files["int8"], 0.05)):
-        (found,) = onnxruntime.InferenceSession(str(path)).run(None, {"x": x.numpy()})
+        (found,) = open_session(path).run({"x": x.numpy()})
         with torch.no_grad():
             np.testing.assert_allclose(found, net(x).numpy(), atol=tolerance)
 
@@ -165,9 +164,9 @@ def test_a_length_stays_open_where_the_exporter_traces_anew(tmp_path: Path) -> N
     x = torch.randn(4, 6, 4)
     form = quantize(Normed().eval(), QuantizeConfig(dynamic_axes=(1,), effort="fast"), example=x, calibration=[x])
     save(quantized_to_onnx(form, 21), tmp_path / "a.onnx")
-    session = onnxruntime.InferenceSession(str(tmp_path / "a.onnx"))
+    session = open_session(tmp_path / "a.onnx")
     longer = torch.randn(2, 9, 4)
-    (found,) = session.run(None, {session.get_inputs()[0].name: longer.numpy()})
+    (found,) = session.run({session.inputs[0].name: longer.numpy()})
     np.testing.assert_allclose(found, form(longer).numpy(), atol=0.05)
 
 

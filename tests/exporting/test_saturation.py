@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from qtool import machine
 from qtool.exporting import saturation
 from qtool.exporting.integer_graph import Node
 from qtool.exporting.integer_reference import IntegerReference
@@ -96,7 +97,8 @@ def test_the_gate_says_what_the_file_needs(bits: int, tmp_path: Path, monkeypatc
     proto = file_of(build(), x, bits, tmp_path)
     feeds = {proto.graph.input[0].name: x.numpy()}
     for features, passed in ((["avx2"], bits == 7), (["avx2", "avx512_vnni"], True)):
-        monkeypatch.setattr(saturation, "cpu_info", lambda f=features: {"features": f})
-        gate = saturation.saturation(IntegerReference(proto), feeds)
+        monkeypatch.setattr(machine, "cpu_info", lambda f=features: {"features": f})
+        gate = saturation.saturation(IntegerReference(proto), feeds, exact=False)
         assert gate.passed is passed
+        assert saturation.saturation(IntegerReference(proto), feeds, exact=True).passed
         assert gate.details["needs"] == ([] if bits == 7 else ["avx512_vnni", "avx_vnni"])

@@ -17,7 +17,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from onnx.reference import ReferenceEvaluator
-from qdq_files import has_vnni
+from qdq_files import has, needs_x86, options
 from torch import Tensor, nn
 
 import qtool.exporting.to_onnx as to_onnx
@@ -71,11 +71,10 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[QuantizedModel, 
 
 
 def served(path: Path, *inputs: Tensor, optimize: bool = True) -> list[np.ndarray]:
-    options = ort.SessionOptions()
-    options.intra_op_num_threads, options.log_severity_level = 1, 3
+    told = options()
     if not optimize:
-        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        told.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = ort.InferenceSession(str(path), told, providers=["CPUExecutionProvider"])
     names = [value.name for value in session.get_inputs()]
     return session.run(None, dict(zip(names, (x.numpy() for x in inputs), strict=True)))
 
@@ -90,7 +89,7 @@ def test_the_file_equals_the_graph_wherever_it_is_evaluated(exported: tuple[Quan
         assert np.abs(got - expected).mean() < step / 20
 
 
-@pytest.mark.skipif(not has_vnni(), reason="the reference models a CPU with VNNI")
+@needs_x86
 def test_a_file_that_differs_from_the_integer_reference_fails_on_the_modelled_runtime(
     exported: tuple[QuantizedModel, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,7 +178,8 @@ def test_the_file_is_valid_tells_its_opset_and_holds_what_it_was_given(exported:
     onnx.checker.check_model(str(path), full_check=True)
     model = onnx.load(path)
     assert {entry.domain: entry.version for entry in model.opset_import}[""] == OPSET
-    assert {entry.key: entry.value for entry in model.metadata_props} == {"qtool.labels": '["a", "b"]'}
+    told = {entry.key: entry.value for entry in model.metadata_props}
+    assert told == {"qtool.labels": '["a", "b"]', "qtool.session": '{"session.x64quantprecision": "1"}'}
     assert str(Path(__file__).parent).encode() not in path.read_bytes()
     assert str(Path(torch.__file__).parent).encode() not in path.read_bytes()
 
@@ -282,7 +282,7 @@ def test_inputs_by_name_and_outputs_of_any_structure(tmp_path: Path) -> None:
     save(quantized_to_onnx(form, OPSET), path)
     model = onnx.load(path)
     assert {value.name for value in model.graph.input} == {"left", "right"}
-    session = ort.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    session = ort.InferenceSession(str(path), options(), providers=["CPUExecutionProvider"])
     got = session.run(None, {name: value.numpy() for name, value in inputs.items()})
     expected = [value.numpy() for value in tensors(form(inputs))]
     assert [g.shape for g in got] == [e.shape for e in expected]
@@ -472,7 +472,7 @@ def test_volumes_run_in_integers(tmp_path: Path) -> None:
     assert form.plan.float_units == ()
     gates = {gate["name"]: gate for gate in export(form, tmp_path, ExportConfig(), samples=[inputs]).gates}
     assert gates["coverage"]["passed"]
-    assert gates["integer reference"]["passed"] or not has_vnni()
+    assert gates["integer reference"]["passed"] or not has("avx2")
 
 
 class Viewed(nn.Module):

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from onnx.reference import ReferenceEvaluator
-from qdq_files import Builder, needs_vnni, rewritten_by, run
+from qdq_files import Builder, needs_x86, rewritten_by, run
 
 from qtool.exporting.integer_reference import IntegerReference
 from qtool.exporting.passes import conv_pads
@@ -40,7 +40,7 @@ def padded(
 applied = functools.partial(rewritten_by, conv_pads.apply)
 
 
-@needs_vnni
+@needs_x86
 @settings(max_examples=15, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 @given(
     ends=st.lists(st.integers(0, 3), min_size=4, max_size=4), own=st.lists(st.integers(0, 1), min_size=4, max_size=4),

@@ -13,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from onnx.reference import ReferenceEvaluator
-from qdq_files import Builder, needs_vnni, rewritten_by, run
+from qdq_files import Builder, needs_x86, rewritten_by, run
 from torch import nn
 
 from qtool.exporting.integer_reference import IntegerReference
@@ -66,7 +66,7 @@ def block(
 applied = functools.partial(rewritten_by, even_channels.apply)
 
 
-@needs_vnni
+@needs_x86
 @SETTINGS
 @given(
     channels=st.sampled_from([40, 56, 72, 120]), kernel=st.sampled_from([3, 5]), stride=st.integers(1, 2),

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from qdq_files import Builder, needs_vnni, rewritten_by, run
+from qdq_files import Builder, needs_x86, rewritten_by, run
 
 from qtool.exporting.integer_reference import IntegerReference
 from qtool.exporting.passes import hard_sigmoid
@@ -36,7 +36,7 @@ def every_value(scale: float, zero_point: int) -> np.ndarray:
     return ((np.arange(256) - zero_point).astype(np.float32) * np.float32(scale)).astype(np.float32).reshape(1, 4, 8, 8)
 
 
-@needs_vnni
+@needs_x86
 @settings(max_examples=40, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 @given(scale=st.floats(1e-3, 0.2), zero_point=st.integers(0, 255))
 def test_all_integers_are_those_of_the_hard_sigmoid(scale: float, zero_point: int, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from qdq_files import Builder, needs_vnni, rewritten_by, run
+from qdq_files import Builder, needs_x86, rewritten_by, run
 
 from qtool.exporting.integer_reference import IntegerReference
 from qtool.exporting.passes import mean_pools
@@ -31,7 +31,7 @@ def pooled(
     return b.model(y if end == "float" else b.pair(y, scale, 110))
 
 
-@needs_vnni
+@needs_x86
 @settings(max_examples=15, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 @given(
     kernel=st.integers(1, 4), stride=st.integers(1, 3), pad=st.integers(0, 1), scale=st.sampled_from([0.03, 0.021]),
@@ -73,7 +73,7 @@ def test_others_stay(changes: dict[str, Any]) -> None:
     assert [node.op_type for node in rewritten.graph.node] == [node.op_type for node in model.graph.node]
 
 
-@needs_vnni
+@needs_x86
 def test_the_ones_of_large_windows_are_not_stored(tmp_path: Path) -> None:
     changed, rewritten = applied(pooled(4, 4, channels=80))
     assert changed == 1

@@ -10,7 +10,7 @@ import onnx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from qdq_files import Builder, needs_vnni, rewritten_by, run
+from qdq_files import Builder, needs_x86, rewritten_by, run
 
 from qtool.exporting.integer_reference import IntegerReference
 from qtool.exporting.passes import pads
@@ -32,7 +32,7 @@ def padded(ends: list[int], mode: str = "constant", value: float | None = 0.0, o
 applied = functools.partial(rewritten_by, pads.apply)
 
 
-@needs_vnni
+@needs_x86
 @settings(max_examples=15, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 @given(
     ends=st.lists(st.integers(0, 3), min_size=4, max_size=4), mode=st.sampled_from(["constant", "reflect", "edge"]),

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from onnx.reference import ReferenceEvaluator
-from qdq_files import Builder, needs_vnni, rewritten_by, run
+from qdq_files import Builder, needs_x86, rewritten_by, run
 
 from qtool.exporting.integer_reference import IntegerReference
 from qtool.exporting.passes import wide_groups
@@ -40,7 +40,7 @@ def groups_of(model: onnx.ModelProto) -> int:
     return next(a.i for node in model.graph.node for a in node.attribute if a.name == "group")
 
 
-@needs_vnni
+@needs_x86
 @settings(max_examples=15, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 @given(
     groups=st.sampled_from([2, 5, 6, 8, 26]), width=st.integers(2, 9), outputs=st.integers(1, 9),
