@@ -14,6 +14,7 @@ from qdq_files import Array, has, options
 from torch import Tensor, nn
 
 from qtool import machine
+from qtool.exporting import parity
 from qtool.exporting.integer_reference import IntegerReference
 from qtool.exporting.stage import export
 from qtool.quantization.stage import quantize
@@ -90,3 +91,18 @@ def test_a_file_that_does_not_ask_is_opened_as_anybody_would(
     asked = open_session(tmp_path / "plain.onnx")._session.get_session_options()  # type: ignore[attr-defined]
     with pytest.raises(RuntimeError):
         asked.get_session_config_entry("session.x64quantprecision")
+
+
+@pytest.mark.parametrize(("bits", "alone"), [(7, False), (8, True), (4, True)])
+def test_a_file_that_cannot_saturate_asks_for_nothing(
+    bits: int, alone: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parity, "cpu_info", lambda: {"features": ["avx2"]})
+    config = QuantizeConfig(effort="fast", weight_bits=bits, weights_only=alone)
+    made = quantize(Shared().eval(), config, example=X, calibration=[X])
+    result = export(made, tmp_path, ExportConfig(), samples=[X])
+    assert all(gate["passed"] for gate in result.gates)
+    path = result.files["int8"]
+    assert not ort.asks_for_exact_sums(path)
+    if not alone:
+        np.testing.assert_array_equal(outputs(path, options()), outputs(path, onnxruntime.SessionOptions()))
