@@ -15,11 +15,17 @@ from typing import Any
 
 from qtool.benchmarking.size import all_tensors, load_onnx
 from qtool.errors import ContractError
+from qtool.machine import VNNI
 
 SMALL_MS = 0.2
 HALVES = ("float16", "bfloat16")
 FAR_DB = 20.0
 """Of outputs in 16 bits: these keep 40 dB or so, which a deep net may halve."""
+NO_VNNI = "this CPU has no VNNI, without which 8-bit products gain little"
+SLOW_SUMS = (
+    "this CPU has no VNNI, and adds products of 8-bit weights without saturating only in slower kernels: quantize with "
+    "--weight-bits 7, whose sums are exact in the quick ones"
+)
 _FORMATS = {"FLOAT": "float32", "FLOAT16": "float16", "BFLOAT16": "bfloat16", "DOUBLE": "float64", "INT8": "int8",
             "UINT8": "int8", "INT4": "int4", "UINT4": "int4"}  # fmt: skip
 
@@ -113,7 +119,8 @@ def _interval(bounds: Sequence[float] | None) -> str:
 def slower_causes(variant: Mapping[str, Any], reference: Mapping[str, Any], where: Mapping[str, Any]) -> list[str]:
     """What is known to keep an INT8 variant from being faster, from what ran.
 
-    ``where``: the provider, the CPU's features and, if known, the target that the file was quantized for.
+    ``where``: the provider, the CPU's features and, if known, the target that the file was quantized for. Of a variant
+    counts whether it was opened for ``exact_sums``, which a CPU without VNNI has in slower kernels only.
     """
     ran, causes = variant["arithmetic"], []
     made_for = (where.get("target") or where["provider"]).removeprefix("ort-")
@@ -123,8 +130,10 @@ def slower_causes(variant: Mapping[str, Any], reference: Mapping[str, Any], wher
         causes.append(f"{floats} of {sum(ran.values())} multiplying operations run in float")
     if (between := variant.get("num_conversions", 0)) > max(2, sum(ran.values()) // 4):
         causes.append(f"{between} kernels only convert between float and integer")
-    if where["provider"] == "cpu" and not {"avx512_vnni", "avx_vnni", "asimddp"} & set(where["features"]):
-        causes.append("this CPU has no VNNI, without which 8-bit products gain little")
+    if where["provider"] == "cpu" and not {*VNNI, "asimddp"} & set(where["features"]):
+        causes.append(
+            SLOW_SUMS if variant.get("exact_sums") else "this CPU has no VNNI, without which integers gain little"
+        )
     if (took := reference["latency"][0]["latency_p50_ms"]) < SMALL_MS:
         causes.append(f"the model takes {took:.2g} ms, most of it in calling kernels")
     return causes

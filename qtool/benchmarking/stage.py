@@ -38,6 +38,7 @@ from qtool.machine import cpu_info
 from qtool.recipe import BenchmarkConfig
 from qtool.runtimes import RUNTIMES, open_session, openvino
 from qtool.runtimes.base import Array
+from qtool.runtimes.onnx_notes import needs_exact_sums
 from qtool.runtimes.packages import conflict
 from qtool.units import MIB, many
 
@@ -84,6 +85,7 @@ def benchmark(
     for name, path in files.items():
         tell(f"size of {name}")
         variants[name] = {"file": path.name, "stored": stored_format(path), **measure_size(path)}
+        variants[name] |= {"exact_sums": True} if config.provider == "cpu" and needs_exact_sums(path) else {}
     steadiness = _measure_speed(files, config, base, variants, batches, tell)
     told = ["inputs were random; accuracy was not measured"]
     if batches is not None:

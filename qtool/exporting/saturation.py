@@ -29,11 +29,16 @@ from qtool.exporting.integer_kernels import windows
 from qtool.exporting.integer_reference import IntegerReference, dynamic_lstm, real
 from qtool.lstm import OPERATOR
 from qtool.machine import VNNI, cpu_info, sums_in_32_bits
-from qtool.runtimes.ort import EXACT_SUMS
+from qtool.runtimes.onnx_notes import EXACT_SUMS
+from qtool.units import many
 
 Array = npt.NDArray[Any]
 LIMIT = 2**15 - 1
 MAX_SUMS = 2**22
+AS_ASKED = (
+    f", and none in a session with {EXACT_SUMS}=1, as the file's metadata asks and qtool opens it there; files of "
+    "--weight-bits 7 need no option, and are faster there"
+)
 
 
 @dataclass(frozen=True)
@@ -150,8 +155,8 @@ def saturation(reference: IntegerReference, feeds: Mapping[str, Array], *, exact
     needs = list(VNNI) if counts else []
     found = "no pair of weights can saturate: the file is the same on every x86 CPU"
     if counts:
-        found = f"{len(counts)} units have weights that can saturate without VNNI, {len(hurt)} do on these inputs"
-        found += f"; opened with {EXACT_SUMS}=1, as the file's metadata asks, none do" if exact else ""
+        found = f"{many(len(counts), 'unit')} can saturate on x86 CPUs without VNNI, {len(hurt)} on these inputs"
+        found += AS_ASKED if exact else ""
     return Gate(
         "saturation", sums_in_32_bits() or exact or not hurt,
         "no product beyond 16 bits, or a CPU that adds in 32", found,

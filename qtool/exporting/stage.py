@@ -30,7 +30,7 @@ from qtool.exporting.to_onnx import default_opset, float_to_onnx, quantized_to_o
 from qtool.form import QuantizedModel
 from qtool.nested import micro_batches
 from qtool.recipe import ExportConfig
-from qtool.runtimes.ort import asks_for_exact_sums
+from qtool.runtimes.onnx_notes import asks_for_exact_sums
 from qtool.version import __version__
 
 FILES = {"int8": "model.int8.onnx", "fp32": "model.fp32.onnx", "fp16": "model.fp16.onnx"}

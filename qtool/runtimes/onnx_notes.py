@@ -1,4 +1,4 @@
-"""What an ONNX file says of itself beside its graph, read without the graph.
+"""What an ONNX file says of itself beside its graph, read without the graph, and how it asks to be opened.
 
 A file is a protobuf message of a few fields (``ModelProto``), each with its number, its kind and, of text and messages,
 its length (https://protobuf.dev/programming-guides/encoding). The graph, one field with all weights in it, is skipped:
@@ -8,11 +8,18 @@ read by onnx it would take twice the file's size in memory, in a process whose m
 from __future__ import annotations
 
 import io
+import json
 import os
 from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from qtool.machine import sums_in_32_bits
+
+SESSION = "qtool.session"
+"""Where a file's metadata tells, as a JSON object, with which options of a session it is to be opened."""
+EXACT_SUMS = "session.x64quantprecision"
+"""The option by which products of bytes are added in 32 bits on x86 CPUs without VNNI; it changes nothing on others."""
 METADATA_PROPS = 14
 KEY, VALUE = 1, 2
 _VARINT, _LENGTH = 0, 2
@@ -24,6 +31,16 @@ def metadata(path: Path) -> dict[str, str]:
     with path.open("rb") as file:
         entries = [dict(_fields(io.BytesIO(content), (KEY, VALUE))) for _, content in _fields(file, (METADATA_PROPS,))]
     return {_text(entry.get(KEY)): _text(entry.get(VALUE)) for entry in entries}
+
+
+def asks_for_exact_sums(path: Path) -> bool:
+    """Whether a file's metadata asks for EXACT_SUMS."""
+    return bool(json.loads(metadata(path).get(SESSION, "{}")).get(EXACT_SUMS) == "1")
+
+
+def needs_exact_sums(path: Path) -> bool:
+    """Whether a file asks for EXACT_SUMS, and this CPU does not add so by itself."""
+    return not sums_in_32_bits() and asks_for_exact_sums(path)
 
 
 def _text(content: bytes | None) -> str:

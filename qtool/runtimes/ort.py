@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import os
 import re
 import tempfile
@@ -35,9 +34,8 @@ import numpy as np
 import onnxruntime as ort
 
 from qtool.errors import QtoolError, one_line
-from qtool.machine import sums_in_32_bits
 from qtool.runtimes.base import Array, Kernel, ProviderError, TensorInfo, all_graphs, check_feeds
-from qtool.runtimes.onnx_notes import metadata
+from qtool.runtimes.onnx_notes import EXACT_SUMS, needs_exact_sums
 from qtool.runtimes.packages import missing_library, refuse_conflict
 from qtool.runtimes.profile import BLOCK_PRODUCT, read_profile
 
@@ -61,11 +59,6 @@ _DTYPES = {
 _ERRORS_ONLY = 3
 _IN_BYTES = 4
 """The accuracy level at which MatMulNBits rounds what it reads to 8 bits."""
-
-SESSION = "qtool.session"
-"""Where a file's metadata tells, as a JSON object, with which options of a session it is to be opened."""
-EXACT_SUMS = "session.x64quantprecision"
-"""The option by which products of bytes are added in 32 bits on x86 CPUs without VNNI; it changes nothing on others."""
 
 
 class OrtSession:
@@ -216,7 +209,7 @@ def _create(path: Path, provider: str, options: Any, *, record: bool = False) ->
     if not path.is_file():
         raise ProviderError.no_file(path)
     try:
-        if provider == "cpu" and not sums_in_32_bits() and asks_for_exact_sums(path):
+        if provider == "cpu" and needs_exact_sums(path):
             options.add_session_config_entry(EXACT_SUMS, "1")
         with _quiet(provider):
             return ort.InferenceSession(str(path), options, providers=_provider_list(path, provider, record))
@@ -224,11 +217,6 @@ def _create(path: Path, provider: str, options: Any, *, record: bool = False) ->
         raise QtoolError(
             f"'{path}'", f"an ONNX file that ONNX Runtime {ort.__version__} can load", _reason(error), _cure(error)
         ) from error
-
-
-def asks_for_exact_sums(path: Path) -> bool:
-    """Whether a file's metadata asks for EXACT_SUMS."""
-    return bool(json.loads(metadata(path).get(SESSION, "{}")).get(EXACT_SUMS) == "1")
 
 
 def _create_with_graph(path: Path, provider: str, options: Any) -> tuple[Any, bool]:

@@ -73,7 +73,7 @@ def test_not_faster_beyond_doubt_is_said(interval, slower):
 CAUSES = [
     ({"int8": 1, "float32": 2}, 0, ["avx512_vnni"], 5.0, ["2 of 3 multiplying operations run in float"]),
     ({"int8": 8}, 9, ["avx512_vnni"], 5.0, ["9 kernels only convert"]),
-    ({"int8": 8}, 2, ["avx2"], 5.0, ["no VNNI"]),
+    ({"int8": 8}, 2, ["avx2"], 5.0, ["no VNNI, without which"]),
     ({"int8": 8}, 2, ["avx512_vnni"], 0.01, ["takes 0.01 ms"]),
     ({"int8": 8}, 2, ["avx512_vnni"], 5.0, []),
 ]
@@ -86,6 +86,16 @@ def test_causes_are_named_from_what_ran(ran, conversions, features, took, words)
     told = slower_causes(variant, reference, {"provider": "cpu", "features": features})
     assert len(told) == len(words)
     assert all(word in text for word, text in zip(words, told, strict=True))
+
+
+@pytest.mark.parametrize(("provider", "features", "told"), [
+    ("cpu", ["avx2"], True), ("cpu", ["avx2", "avx_vnni"], False), ("openvino", ["avx2"], False),
+])  # fmt: skip
+def test_where_sums_are_exact_in_slower_kernels_only_it_is_told_what_to_do(provider, features, told):
+    variant = {"arithmetic": {"int8": 8}, "exact_sums": True}
+    where = {"provider": provider, "features": features}
+    (cause,) = slower_causes(variant, {"latency": [{"latency_p50_ms": 5.0}]}, where) or [""]
+    assert ("no VNNI" in cause and "quantize with --weight-bits 7" in cause) is told
 
 
 TARGETS = [("openvino", "cpu", True), ("openvino", "openvino", False), ("ort-cpu", "cpu", False), (None, "cpu", False)]

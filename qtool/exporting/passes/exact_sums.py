@@ -24,7 +24,7 @@ from qtool.exporting.passes.biases import drop_unused
 from qtool.exporting.passes.names import DEQUANTIZE, WEIGHTED
 from qtool.exporting.passes.parts import MOVES, constant, dequantized
 from qtool.lstm import OPERATOR
-from qtool.runtimes.ort import EXACT_SUMS, SESSION
+from qtool.runtimes.onnx_notes import EXACT_SUMS, SESSION
 
 MOST = 64
 """Two products of a byte with weights up to this fit into 16 bits; ONNX Runtime leaves those as they are."""

@@ -19,7 +19,7 @@ from qtool.exporting.integer_reference import IntegerReference
 from qtool.exporting.stage import export
 from qtool.quantization.stage import quantize
 from qtool.recipe import ExportConfig, QuantizeConfig
-from qtool.runtimes import open_session, ort
+from qtool.runtimes import onnx_notes, open_session
 
 X = torch.rand(8, 16, 6, 6, generator=torch.Generator().manual_seed(0))
 
@@ -68,12 +68,12 @@ def test_the_file_is_exact_as_it_asks_to_be_opened(exported: tuple[Path, list[di
     path, gates = exported
     told = {entry.key: entry.value for entry in onnx.load(path).metadata_props}
     assert json.loads(told["qtool.session"]) == {"session.x64quantprecision": "1"}
-    assert ort.asks_for_exact_sums(path)
+    assert onnx_notes.asks_for_exact_sums(path)
     (expected,) = IntegerReference(path).run({"x": X.numpy()})
     np.testing.assert_array_equal(open_session(path).run({"x": X.numpy()})[0], expected)
     np.testing.assert_array_equal(outputs(path, options()), expected)
     (gate,) = (gate for gate in gates if gate["name"] == "saturation")
-    assert "3 do on these inputs; opened with session.x64quantprecision=1" in str(gate["found"])
+    assert "3 on these inputs, and none in a session with session.x64quantprecision=1, as" in str(gate["found"])
     if has("avx2") and not has(*machine.VNNI):
         assert np.abs(outputs(path, onnxruntime.SessionOptions()) - expected).max() > 0.01
 
@@ -81,13 +81,13 @@ def test_the_file_is_exact_as_it_asks_to_be_opened(exported: tuple[Path, list[di
 def test_a_file_that_does_not_ask_is_opened_as_anybody_would(
     exported: tuple[Path, list[dict[str, object]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ort, "sums_in_32_bits", lambda: False)
+    monkeypatch.setattr(onnx_notes, "sums_in_32_bits", lambda: False)
     model = onnx.load(exported[0])
     asked = open_session(exported[0])._session.get_session_options()  # type: ignore[attr-defined]
     assert asked.get_session_config_entry("session.x64quantprecision") == "1"
     del model.metadata_props[:]
     onnx.save(model, tmp_path / "plain.onnx")
-    assert not ort.asks_for_exact_sums(tmp_path / "plain.onnx")
+    assert not onnx_notes.asks_for_exact_sums(tmp_path / "plain.onnx")
     asked = open_session(tmp_path / "plain.onnx")._session.get_session_options()  # type: ignore[attr-defined]
     with pytest.raises(RuntimeError):
         asked.get_session_config_entry("session.x64quantprecision")
@@ -103,6 +103,6 @@ def test_a_file_that_cannot_saturate_asks_for_nothing(
     result = export(made, tmp_path, ExportConfig(), samples=[X])
     assert all(gate["passed"] for gate in result.gates)
     path = result.files["int8"]
-    assert not ort.asks_for_exact_sums(path)
+    assert not onnx_notes.asks_for_exact_sums(path)
     if not alone:
         np.testing.assert_array_equal(outputs(path, options()), outputs(path, onnxruntime.SessionOptions()))
