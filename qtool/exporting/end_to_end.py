@@ -45,8 +45,10 @@ from qtool.exporting.drawn import drawn
 from qtool.exporting.gates import Gate
 from qtool.exporting.other_sizes import OtherSizes, sizes_of
 from qtool.exporting.parity import feeds_of, threads_for
+from qtool.exporting.saturation import may_saturate
 from qtool.exporting.simulation import fast_simulation
 from qtool.form import QuantizedModel
+from qtool.machine import sums_in_32_bits
 from qtool.nested import micro_batches, num_samples, per_sample, tensors
 from qtool.runtimes import open_session
 from qtool.runtimes.base import Session
@@ -71,6 +73,10 @@ SAMPLED = (
     "leave --dynamic-axes out, since OpenVINO samples where an antialiased Resize averages, or export it for ort-cpu"
 )
 """What to do about a Resize that :mod:`.passes.smooth_resizes` left, its sizes being open."""
+SATURATED = (
+    "quantize with --weight-bits 7, since this CPU has no VNNI and OpenVINO's sums of 8-bit products saturate on it, "
+    "or export it for ort-cpu"
+)
 
 
 def end_to_end(quantized: QuantizedModel, path: Path, samples: Iterable[Any]) -> Gate:
@@ -114,6 +120,8 @@ def end_to_end(quantized: QuantizedModel, path: Path, samples: Iterable[Any]) ->
     if not openvino:
         return gate
     do = SAMPLED if _samples_open_sizes(model) else IN_OPENVINO
+    if may_saturate(quantized.plan) and not sums_in_32_bits():
+        do = SATURATED
     return dataclasses.replace(gate, found=f"{gate.found}, in OpenVINO", do=do)
 
 

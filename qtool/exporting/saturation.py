@@ -27,6 +27,7 @@ from qtool.exporting.integer_arithmetic import Quantized
 from qtool.exporting.integer_graph import Node, Unit
 from qtool.exporting.integer_kernels import windows
 from qtool.exporting.integer_reference import IntegerReference, dynamic_lstm, real
+from qtool.form import Plan
 from qtool.lstm import OPERATOR
 from qtool.machine import VNNI, cpu_info, sums_in_32_bits
 from qtool.runtimes.onnx_notes import EXACT_SUMS
@@ -35,6 +36,12 @@ from qtool.units import many
 Array = npt.NDArray[Any]
 LIMIT = 2**15 - 1
 MAX_SUMS = 2**22
+EXPECTED = "no product beyond 16 bits, or a CPU that adds in 32"
+NONE = "no pair of weights can saturate: the file is the same on every x86 CPU"
+IN_OPENVINO = (
+    "not run: it counts in ONNX Runtime's kernels; OpenVINO's can saturate on x86 CPUs without VNNI as well, and "
+    "without an option against it: there serve files of --weight-bits 7"
+)
 AS_ASKED = (
     f", and none in a session with {EXACT_SUMS}=1, as the file's metadata asks and qtool opens it there; files of "
     "--weight-bits 7 need no option, and are faster there"
@@ -145,6 +152,17 @@ def _rows(unit: Unit, x: Quantized) -> Array:
     return rows
 
 
+def may_saturate(plan: Plan) -> bool:
+    """Whether products of a plan can leave 16 bits: of weights beyond 7 bits, or of two activations."""
+    return any((unit.weight_bits or 0) > 7 or unit.kind == "matmul" for unit in plan.integer_units)
+
+
+def saturation_in_openvino(plan: Plan) -> Gate:
+    """What can be told of a file for OpenVINO, whose kernels give no account of themselves."""
+    risky = may_saturate(plan)
+    return Gate("saturation", None if risky else True, EXPECTED, IN_OPENVINO if risky else NONE)
+
+
 def saturation(reference: IntegerReference, feeds: Mapping[str, Array], *, exact: bool) -> Gate:
     """What CPU the file needs, or how it is to be opened on others; ``exact`` where it says how.
 
@@ -153,13 +171,13 @@ def saturation(reference: IntegerReference, feeds: Mapping[str, Array], *, exact
     counts = count_saturated(reference, feeds)
     hurt = {name: count for name, count in counts.items() if count}
     needs = list(VNNI) if counts else []
-    found = "no pair of weights can saturate: the file is the same on every x86 CPU"
+    found = NONE
     if counts:
         found = f"{many(len(counts), 'unit')} can saturate on x86 CPUs without VNNI, {len(hurt)} on these inputs"
         found += AS_ASKED if exact else ""
     return Gate(
         "saturation", sums_in_32_bits() or exact or not hurt,
-        "no product beyond 16 bits, or a CPU that adds in 32", found,
+        EXPECTED, found,
         "quantize with --weight-bits 7, or serve on a CPU with VNNI",
         {"needs": needs, "cpu": cpu_info(), "units_at_risk": sorted(counts), "num_saturated": hurt},
     )  # fmt: skip

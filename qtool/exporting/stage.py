@@ -24,7 +24,7 @@ from qtool.exporting.end_to_end import end_to_end
 from qtool.exporting.gates import Gate
 from qtool.exporting.integer_reference import IntegerReference
 from qtool.exporting.other_sizes import OtherSizes
-from qtool.exporting.saturation import saturation
+from qtool.exporting.saturation import saturation, saturation_in_openvino
 from qtool.exporting.size import size
 from qtool.exporting.to_onnx import default_opset, float_to_onnx, quantized_to_onnx, save
 from qtool.form import QuantizedModel
@@ -176,7 +176,9 @@ def _integer(
 
 
 def _saturation(quantized: QuantizedModel, path: Path, read: Read, few: list[Any]) -> Gate:
-    """What CPU the file needs, told on one sample; the other targets have no such kernels."""
+    """What CPU the file needs, told on one sample."""
+    if quantized.plan.target == "openvino":
+        return saturation_in_openvino(quantized.plan)
     if quantized.plan.target != "ort-cpu":
         return Gate("saturation", None, "no product beyond 16 bits", "not run: it concerns ONNX Runtime's CPU kernels")
     reference = read()

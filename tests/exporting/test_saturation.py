@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from qtool import machine
@@ -16,9 +16,10 @@ from qtool.exporting import saturation
 from qtool.exporting.integer_graph import Node
 from qtool.exporting.integer_reference import IntegerReference
 from qtool.exporting.saturation import count_saturated
+from qtool.exporting.stage import export
 from qtool.exporting.to_onnx import quantized_to_onnx, save
 from qtool.quantization.stage import quantize
-from qtool.recipe import QuantizeConfig
+from qtool.recipe import ExportConfig, QuantizeConfig
 
 
 def by_hand(x: np.ndarray, w: np.ndarray) -> int:
@@ -102,3 +103,33 @@ def test_the_gate_says_what_the_file_needs(bits: int, tmp_path: Path, monkeypatc
         assert gate.passed is passed
         assert saturation.saturation(IntegerReference(proto), feeds, exact=True).passed
         assert gate.details["needs"] == ([] if bits == 7 else ["avx512_vnni", "avx_vnni"])
+
+
+class Attending(nn.Module):
+    """Attention whose keys are of one sign for each head, as its weights are, and a layer behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.head = nn.MultiheadAttention(32, 2, batch_first=True), nn.Linear(32, 8)
+        with torch.no_grad():
+            signs = torch.tensor([1.0, -1.0]).repeat_interleave(16).repeat(3)[:, None]
+            self.attention.in_proj_weight.copy_(signs * torch.empty(96, 32).uniform_(0.8, 1.0) / 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.attention(x, x, x, need_weights=False)[0])
+
+
+@pytest.mark.parametrize("bits", [7, 8])
+def test_in_openvino_seven_bits_cannot_saturate_and_attention_is_float_then(bits: int, tmp_path: Path) -> None:
+    """On a CPU without VNNI the file of 8 bits fails its end-to-end gate."""
+    pytest.importorskip("openvino")
+    torch.manual_seed(0)
+    x = [torch.rand(8, 6, 32) for _ in range(2)]
+    config = QuantizeConfig(target="openvino", effort="fast", weight_bits=bits)
+    form = quantize(Attending().eval(), config, example=x[0], calibration=x)
+    assert any(unit.kind == "matmul" for unit in form.plan.integer_units) is (bits == 8)
+    gate = saturation.saturation_in_openvino(form.plan)
+    assert gate.passed is (True if bits == 7 else None)
+    assert ("serve files of --weight-bits 7" in gate.found) is (bits == 8)
+    if bits == 7 or machine.sums_in_32_bits():
+        assert all(gate["passed"] is not False for gate in export(form, tmp_path, ExportConfig(), samples=x).gates)

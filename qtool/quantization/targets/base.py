@@ -29,6 +29,7 @@ GATE_RANGE = (0.0, 255 / 256)
 """Steps of 1/256 from 0: a gate's 0.5 is an integer, and its 1 the last integer's nearest."""
 LEAST_ROWS = 256
 """Of an embedding table that is worth quantizing."""
+UNSAFE = "products of activations of 8 bits can saturate on the CPUs for which weights have 7"
 IN_FLOAT = "its {bits}-bit weights are dequantized and it runs in float: what they gain is size"
 IN_BLOCKS = "its {bits}-bit weights are multiplied by inputs that the runtime rounds to 8 bits as they come"
 
@@ -136,9 +137,20 @@ class Target:
     leaves: str = "no integer kernel on this target"
 
     def with_weights(self, bits: int, edge_bits: int) -> Target:
-        """The same kernels over weights of fewer bits; the edges too where 7 bits are for the sake of the kernels."""
+        """The same kernels over weights of fewer bits.
+
+        Where 7 bits are for the sake of CPUs whose kernels saturate, the edges have them too, and what multiplies
+        activations by each other, which have 8, runs in float.
+        """
         edges = bits if bits == 7 else max(bits, edge_bits)
-        return dataclasses.replace(self, weight=self.weight.narrowed(bits), edge_weight=self.weight.narrowed(edges))
+        made = dataclasses.replace(self, weight=self.weight.narrowed(bits), edge_weight=self.weight.narrowed(edges))
+        if bits != 7:
+            return made
+        patterns = tuple(
+            dataclasses.replace(pattern, operands=(), in_float=UNSAFE) if pattern.kind == "matmul" else pattern
+            for pattern in self.patterns
+        )
+        return dataclasses.replace(made, patterns=patterns, attention=False)
 
     def with_weights_only(self) -> Target:
         """Layers whose weights alone are integers: everything else is float, as far as the plan has a say in it."""
