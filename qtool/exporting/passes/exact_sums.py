@@ -24,14 +24,19 @@ from qtool.runtimes.ort import EXACT_SUMS, SESSION
 
 
 def apply(model: ir.Model) -> int:
-    """Rewrites in place, behind all other passes; returns how many weights and zero points are others."""
+    """Rewrites in place, behind all other passes; returns how many weights and zero points are others.
+
+    A file whose weights fit into 7 bits, or whose layers multiply none by bytes, is left as it is: nothing saturates.
+    """
+    if not any(_can_saturate(holder.inputs[at]) for node in model.graph for holder, at, _ in _weights(node)):
+        return 0
     last: dict[ir.Value, ir.Value] = {}
     zeros: set[ir.Value] = set()
     changed = 0
     for node in list(model.graph):
         for place, (holder, weight, zero_point) in enumerate(_weights(node)):
             stored = holder.inputs[weight]
-            if stored is None or not _is_signed(stored):
+            if stored is None or _stored(stored) is None:
                 continue
             name = f"{node.outputs[0].name}/weight_{place}"
             copy = _copied(model, node, last[stored], name) if stored in last else stored
@@ -54,20 +59,27 @@ def apply(model: ir.Model) -> int:
 
 
 def _weights(node: ir.Node) -> Iterator[tuple[ir.Node, int, int]]:
-    """What reads a layer's weights, which of its inputs these are, and which their zero points."""
+    """What reads the weights that a layer multiplies by bytes, which of its inputs they and their zero points are."""
     if node.op_type == OPERATOR:
         yield from ((node, 1, 9), (node, 2, 11))
-    elif node.op_type in WEIGHTED and (value := node.inputs[1]) is not None:
-        source = value.producer()
-        if source is not None and source.op_type == DEQUANTIZE:
-            yield source, 0, 2
+    elif node.op_type in WEIGHTED:
+        read, weight = (value.producer() if value is not None else None for value in node.inputs[:2])
+        if read is not None and weight is not None and read.op_type == weight.op_type == DEQUANTIZE:
+            yield weight, 0, 2
 
 
-def _is_signed(value: ir.Value) -> bool:
-    """Whether it is stored as signed bytes, moved or not."""
-    while (source := value.producer()) is not None and source.op_type in MOVES and source.inputs[0] is not None:
+def _stored(value: ir.Value | None) -> ir.TensorProtocol | None:
+    """The signed bytes that a file stores a value as, moved or not."""
+    while value is not None and (source := value.producer()) is not None and source.op_type in MOVES:
         value = source.inputs[0]
-    return value.const_value is not None and value.const_value.dtype == ir.DataType.INT8
+    tensor = value.const_value if value is not None else None
+    return tensor if tensor is not None and tensor.dtype == ir.DataType.INT8 else None
+
+
+def _can_saturate(value: ir.Value | None) -> bool:
+    """Whether weights are among those that ONNX Runtime stores otherwise: any beyond 7 bits."""
+    tensor = _stored(value)
+    return tensor is not None and bool(np.abs(tensor.numpy().astype(np.int16)).max(initial=0) > 63)
 
 
 def _copied(model: ir.Model, node: ir.Node, stored: ir.Value, name: str) -> ir.Value:

@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from qdq_files import Builder, rewritten_by, run
+from qdq_files import Builder, needs_vnni, rewritten_by, run
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -78,6 +78,7 @@ class Projected(nn.Module):
         return (F.relu(self.left(x)) + self.right(x)).mean((2, 3))
 
 
+@needs_vnni
 @needs_openvino
 def test_openvino_convolves_integers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
