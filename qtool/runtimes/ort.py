@@ -37,6 +37,7 @@ import onnxruntime as ort
 from qtool.errors import QtoolError, one_line
 from qtool.machine import sums_in_32_bits
 from qtool.runtimes.base import Array, Kernel, ProviderError, TensorInfo, all_graphs, check_feeds
+from qtool.runtimes.onnx_notes import metadata
 from qtool.runtimes.packages import missing_library, refuse_conflict
 from qtool.runtimes.profile import BLOCK_PRODUCT, read_profile
 
@@ -227,10 +228,7 @@ def _create(path: Path, provider: str, options: Any, *, record: bool = False) ->
 
 def asks_for_exact_sums(path: Path) -> bool:
     """Whether a file's metadata asks for EXACT_SUMS."""
-    import onnx
-
-    told = {entry.key: entry.value for entry in onnx.load(path, load_external_data=False).metadata_props}
-    return bool(json.loads(told.get(SESSION, "{}")).get(EXACT_SUMS) == "1")
+    return bool(json.loads(metadata(path).get(SESSION, "{}")).get(EXACT_SUMS) == "1")
 
 
 def _create_with_graph(path: Path, provider: str, options: Any) -> tuple[Any, bool]:

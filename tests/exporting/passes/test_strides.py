@@ -29,8 +29,8 @@ def convolutions(*given: dict[str, Any], size: tuple[int, ...] = (7, 8), kernel:
     b = Builder()
     x = b.pair(b.input("x", ["n", 6, *size]), 0.03, 110)
     window = {"kernel_shape": [kernel] * len(size)}
-    weight = b.weight(5, 6, *[kernel] * len(size))
-    return b.model(*(b.op("Conv", x, weight, **window | more) for more in given))
+    shape = (5, 6, *[kernel] * len(size))
+    return b.model(*(b.op("Conv", x, b.weight(*shape), **window | more) for more in given))
 
 
 @pytest.mark.parametrize("size", [(7,), (7, 8), (4, 5, 6)])
