@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from qtool.artifacts import STAGES, atomic_path, has_result, write_json
 from qtool.errors import ContractError, UsageError, kind_of
 from qtool.recipe import QatConfig, QuantizeConfig, Recipe
-from qtool.recipe_files import find_recipe, from_table, load_recipe, to_toml
+from qtool.recipe_files import find_recipe, from_anywhere, from_table, load_recipe, to_toml
 from qtool.source import require_run_directory
 from qtool.stages import benchmark, export, quantize, sensitivity, train
 from qtool.stages.benchmarking import measured
@@ -64,7 +64,7 @@ def run(
         resume=resume, progress=progress,
     )  # fmt: skip
     with atomic_path(folder / "recipe.toml") as temporary:
-        temporary.write_text(to_toml(wanted), encoding="utf-8")
+        temporary.write_text(to_toml(from_anywhere(wanted)), encoding="utf-8")
     failures: list[ContractError] = []
     for mode in wanted.variants or ():
         try:

@@ -21,12 +21,12 @@ from __future__ import annotations
 
 import dataclasses
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from qtool.errors import UsageError, nearest
-from qtool.factories import anchored
+from qtool.factories import PRETRAINED, anchored
 from qtool.options import as_toml, make
 from qtool.recipe import MODES, Recipe, as_dict
 
@@ -55,16 +55,33 @@ def _found_beside(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     def beside(name: str, path: str) -> str:
         return str(folder / name) if path and (folder / path).exists() else name
 
+    return _with_paths(table, beside, lambda name: beside(name, name) if Path(name).suffix else name)
+
+
+def from_anywhere(recipe: Recipe) -> Recipe:
+    """The recipe with the absolute paths of what it names in the current folder: it means the same in any other."""
+
+    def absolute(name: str, path: str) -> str:
+        return str(Path(name).absolute()) if path not in ("", PRETRAINED) and Path(path).exists() else name
+
+    return from_table(_with_paths(tomllib.loads(to_toml(recipe)), absolute, lambda name: absolute(name, name)))
+
+
+def _with_paths(
+    table: Mapping[str, Any], of_path: Callable[[str, str], str], of_file: Callable[[str], str]
+) -> dict[str, Any]:
+    """A recipe's table with other paths in it: ``of_path`` what a spec calls a path, and the path alone."""
+
     def of_spec(name: str) -> str:
         """A path in a spec, which may have the size of images behind it (``imagefolder:DIR:SIZE``)."""
         head, colon, size = name.rpartition(":")
-        return beside(name, head if colon and size.isdecimal() else name)
+        return of_path(name, head if colon and size.isdecimal() else name)
 
     found = {**table, **{key: anchored(table[key], of_spec) for key in SPECS if isinstance(table.get(key), str)}}
     for stage, key in FILES:
         of = found.get(stage) if stage else found
-        if isinstance(of, Mapping) and isinstance(name := of.get(key), str) and Path(name).suffix:
-            moved = {**of, key: beside(name, name)}
+        if isinstance(of, Mapping) and isinstance(name := of.get(key), str):
+            moved = {**of, key: of_file(name)}
             found = {**found, stage: moved} if stage else moved
     return found
 

@@ -11,6 +11,7 @@ import onnxruntime
 import pytest
 import torch
 from onnx import numpy_helper
+from qdq_files import options
 from torch import Tensor, nn
 
 from qtool.lstm import OPERATOR, dynamically, layer, lstm
@@ -34,9 +35,9 @@ def in_runtime(x: Tensor, parts: list[Tensor], h: Tensor, c: Tensor) -> list[Arr
     weight, scale, hidden, hidden_scale, bias = (part.numpy() for part in parts)
     constants = {
         "w": weight, "r": hidden, "b": bias, "h": h.numpy(), "c": c.numpy(), "sw": scale, "sr": hidden_scale,
-        "zero": np.zeros_like(scale, np.int8),
+        "zw": np.zeros_like(scale, np.int8), "zr": np.zeros_like(scale, np.int8),
     }  # fmt: skip
-    names = ["x", "w", "r", "b", "", "h", "c", "", "sw", "zero", "sr", "zero"]
+    names = ["x", "w", "r", "b", "", "h", "c", "", "sw", "zw", "sr", "zr"]
     node = onnx.helper.make_node(
         OPERATOR, names, ["y", "last", "cell"], domain="com.microsoft", hidden_size=h.shape[2],
         direction="bidirectional" if len(h) == 2 else "forward",
@@ -48,9 +49,7 @@ def in_runtime(x: Tensor, parts: list[Tensor], h: Tensor, c: Tensor) -> list[Arr
     )
     sets = [onnx.helper.make_opsetid("", 21), onnx.helper.make_opsetid("com.microsoft", 1)]
     model = onnx.helper.make_model(graph, opset_imports=sets, ir_version=10)
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = 1
-    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options(), providers=["CPUExecutionProvider"])
     return session.run(None, {"x": x.numpy()})  # type: ignore[no-any-return]
 
 

@@ -26,7 +26,7 @@ from qtool.recipe import (
     TrainConfig,
     as_dict,
 )
-from qtool.recipe_files import find_recipe, from_table, load_recipe, override, recipe_names, to_toml
+from qtool.recipe_files import find_recipe, from_anywhere, from_table, load_recipe, override, recipe_names, to_toml
 from qtool.stages.common import configured
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20).filter(lambda text: text != "none")
@@ -250,6 +250,25 @@ def test_files_that_a_recipe_names_are_found_beside_it_and_then_here(
     Path("there/r.toml").write_text('model = "resnet"\n[quantize]\ncalibration = "train:8"')
     kept = load_recipe(Path("there/r.toml"), ["model=nets.py:build"])  # what is typed is meant from here
     assert (kept.model, kept.quantize.calibration) == ("nets.py:build", "train:8")
+
+
+def test_a_recipe_means_the_same_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "runs" / "a").mkdir(parents=True)
+    for name in ("nets.py", "pretrained", "before.json"):
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+    tables: dict[str, Any] = {"quantize": {"calibration": "train:8"}, "benchmark": {"compare": "before.json"}}
+    given = from_table({"model": "nets.py:build", "data": "imagefolder:photos:64", "weights": "runs/a", **tables})
+    kept = from_anywhere(given)
+    monkeypatch.chdir("/")
+    assert kept.model == f"{tmp_path}/nets.py:build"
+    assert kept.data == f"imagefolder:{tmp_path}/photos:64"
+    assert (kept.weights, kept.benchmark.compare) == (f"{tmp_path}/runs/a", f"{tmp_path}/before.json")
+    assert kept.quantize == given.quantize
+    assert from_anywhere(kept) == kept
+    monkeypatch.chdir(tmp_path)
+    assert from_anywhere(Recipe(weights="pretrained")) == Recipe(weights="pretrained")
 
 
 def test_a_mode_that_is_named_alone_is_the_variant(tmp_path: Path) -> None:

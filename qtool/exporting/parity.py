@@ -13,9 +13,9 @@ where the file leaves sizes open. A unit that reads random numbers drawn in the 
 runtime, the file is run operator by operator: ONNX Runtime moves quantizers before a transposition, and of an output
 that is read there, too, would return what the quantizer gives.
 
-*Integer reference.* On an x86 CPU the whole file must equal, bit for bit, an evaluation with the runtime's own
-arithmetic (``integer_reference.py``), opened as its metadata asks where the CPU has no VNNI. Operators that the
-reference does not cover are named, and then the difference is reported instead of required to be none.
+*Integer reference.* On an x86 CPU the whole file must equal, bit for bit, an evaluation with the
+runtime's own arithmetic (``integer_reference.py``). Operators that the reference does not cover are named,
+and then the difference is reported instead of required to be none.
 """
 
 from __future__ import annotations
@@ -201,8 +201,8 @@ def integer_parity(path: Path, reference: IntegerReference, samples: Sequence[An
     """Whether the file in ONNX Runtime equals ``reference``, which was made of it, bit for bit."""
     expected = "every output equal to the integer reference, bit for bit"
     features = cpu_info()["features"]
-    if not {*VNNI, "avx2"} & set(features):
-        return Gate("integer reference", None, expected, "not run: this CPU does not add as it models, in 32 bits")
+    if not {"avx2", *VNNI} & set(features):
+        return Gate("integer reference", None, expected, "not run: it models x86 CPUs")
     session = open_session(path, threads=1 if OPERATOR in reference.covered else torch.get_num_threads())
     unequal = total = 0
     worst = 0.0

@@ -37,8 +37,10 @@ HEAVY = (
 which widens its moments, Fourier transforms, a few dimensions at a time, LAPACK's, which have a workspace, and others
 that copy an operand. They check their operands. So do those that work on values one by one, which are tried where these
 have several dtypes."""
-IN_FLOAT32 = ("native_batch_norm_backward", "native_layer_norm_backward", "native_group_norm_backward")
-"""Tried in float32 alone: they do not check, and given a dtype that only a fake one returned, read past its end."""
+BATCH_NORM = "native_batch_norm_backward"
+IN_FLOAT32 = ("native_layer_norm_backward", "native_group_norm_backward")
+"""Tried in float32 alone: they do not check, and given a dtype that only a fake one returned, read past its end.
+Batch-norm's is tried with statistics that its forward pass has saved for real."""
 
 BY_MASK = ("index", "index_put", "index_put_", "_index_put_impl_")
 PLACE = 8
@@ -87,7 +89,7 @@ class Scratch:
 
 
 def _may_be_called(name: str, tensors: list[Tensor]) -> bool:
-    if name not in HEAVY and (name not in IN_FLOAT32 or any(t.dtype != torch.float32 for t in tensors)):
+    if name not in (*HEAVY, BATCH_NORM) and (name not in IN_FLOAT32 or any(t.dtype != torch.float32 for t in tensors)):
         return False
     if name == f"{LSTM}_backward" and not tensors[-1].numel():  # what it kept, where that is not known; it would crash
         return False
@@ -116,11 +118,30 @@ def _taken(function: Any, leaves: list[Any], tree: Any) -> tuple[int, int]:
         real = [_like(leaf, function) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         args, kwargs = tree_unflatten(real, tree)
         try:
+            if function.overloadpacket.__name__ == BATCH_NORM:
+                args = _with_saved(*args)
             changes, result = allocations(lambda: function(*args, **kwargs))
         except RuntimeError:  # a fake operator before it returned a dtype that the real one does not
             return 0, 0
         last = tree_flatten(result)[0][-1]
         return highest_sum(changes) - sum(changes), last.nbytes if isinstance(last, Tensor) else 0
+
+
+def _with_saved(
+    grad: Tensor,
+    x: Tensor,
+    weight: Any,
+    mean: Any,
+    variance: Any,
+    _mean: Any,
+    _inverse: Any,
+    train: bool,
+    eps: float,
+    *mask: Any,
+) -> tuple[Any, ...]:
+    """The operands of batch-norm's backward pass with the statistics that its forward pass saves of such an input."""
+    saved = torch.ops.aten.native_batch_norm(x, weight, None, mean, variance, train, 0.0, eps)[1:]
+    return grad, x, weight, mean, variance, *saved, train, eps, *mask
 
 
 def _like(operand: Tensor, function: Any) -> Tensor:

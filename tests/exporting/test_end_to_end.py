@@ -10,6 +10,7 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 import torch
+from qdq_files import needs_vnni, options
 from torch import Tensor, nn
 
 from qtool.errors import ContractError
@@ -49,7 +50,7 @@ def test_what_is_clear_after_few_samples_reads_no_more(written: tuple[QuantizedM
     assert gate.details["num_samples"] == 16
     assert sum(map(len, source)) == 256 - 16
     x = torch.cat(list(batches(16)))
-    session = ort.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    session = ort.InferenceSession(str(path), options(), providers=["CPUExecutionProvider"])
     got = session.run(None, {session.get_inputs()[0].name: x.numpy()})[0].astype(np.float64)
     assert form.float_graph is not None
     with torch.no_grad():
@@ -192,6 +193,7 @@ def test_of_classes_those_that_differ_are_counted() -> None:
     assert output.loss_db == pytest.approx(10 * np.log10(2), abs=1e-6)
 
 
+@needs_vnni
 @pytest.mark.skipif(importlib.util.find_spec("openvino") is None, reason="openvino is not installed")
 def test_a_file_for_openvino_is_run_by_openvino(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What ONNX Runtime computes of a file says nothing of one that OpenVINO computes something else of."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from qdq_files import needs_vnni
 from torch import Tensor, nn
 from torch.ao.quantization import (
     DeQuantStub,
@@ -305,6 +306,7 @@ def test_other_modules(name: str) -> None:
     assert sqnr_db(run(make(), x), from_eager(make(), (batch(2),))(x)) > 40
 
 
+@needs_vnni
 def test_a_fused_relu_clips_where_the_grid_does_not() -> None:
     def make() -> nn.Module:
         with torch.random.fork_rng(devices=[]):

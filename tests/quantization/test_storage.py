@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 import torch
 from torch import Tensor, nn
@@ -16,6 +15,7 @@ from qtool.form import QuantizedModel
 from qtool.quantization.capture import aten, parameter
 from qtool.quantization.stage import quantize
 from qtool.recipe import ExportConfig, QuantizeConfig
+from qtool.runtimes import open_session
 
 ROWS, WIDTH = 300, 24
 
@@ -79,8 +79,7 @@ def test_the_file_reads_rows_of_bytes_and_passes_its_gates(tmp_path: Path, tied:
     read = [initializers.get(node.input[0]) for node in model.graph.node if node.op_type == "Gather"]
     assert sorted(read) == [onnx.TensorProto.FLOAT] * 2 + [onnx.TensorProto.INT8]  # the small table, scales, rows
     assert exported.files["int8"].stat().st_size < 0.5 * exported.files["fp32"].stat().st_size
-    session = onnxruntime.InferenceSession(str(exported.files["int8"]))
-    (found,) = session.run(None, {"ids": IDS.numpy()})
+    (found,) = open_session(exported.files["int8"]).run({"ids": IDS.numpy()})
     np.testing.assert_allclose(found, form(IDS).detach().numpy(), atol=0.05 * np.abs(found).max())
 
 

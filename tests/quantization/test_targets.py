@@ -12,6 +12,7 @@ import pytest
 import torch
 from nets import conv_bn, settled, small_resnet
 from onnx import numpy_helper
+from qdq_files import needs_vnni
 from torch import Tensor, nn
 
 from qtool.errors import UsageError
@@ -51,12 +52,14 @@ def test_tensorrt_has_symmetric_int8_float_biases_and_whole_layers(
     assert gates["coverage"] is gates["integer reference"] is None
 
 
+@needs_vnni
 def test_openvino_runs_the_file_in_eight_bits(tmp_path: Path) -> None:
     model, gates = exported("openvino", tmp_path)
     assert sum(node.op_type == "QuantizeLinear" for node in model.graph.node) == 5  # none behind the reshape
     assert gates["coverage"] is (True if importlib.util.find_spec("openvino") else None)
 
 
+@needs_vnni
 def test_openvino_adds_a_residual_branch_before_it_rounds(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, batches = settled(small_resnet(), 16), list(torch.randn(16, 3, 16, 16).split(8))
@@ -129,6 +132,7 @@ class Dense(nn.Module):
         return self.head(torch.relu(self.norms[-1](x)).mean((2, 3)))
 
 
+@needs_vnni
 @pytest.mark.skipif(importlib.util.find_spec("openvino") is None, reason="openvino is not installed")
 def test_openvino_counts_zeros_in_averages_as_zeros(tmp_path: Path) -> None:
     torch.manual_seed(0)
@@ -140,6 +144,7 @@ def test_openvino_counts_zeros_in_averages_as_zeros(tmp_path: Path) -> None:
     assert gates["end-to-end parity"]
 
 
+@needs_vnni
 def test_openvino_joins_parts_that_keep_their_scales(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, batches = settled(Dense(), 16), list(torch.randn(16, 3, 16, 16).split(8))
@@ -233,6 +238,7 @@ class Mixed(nn.Module):
         return torch.bmm(self.b(mixed.mean(2)).unflatten(1, (8, 8)), torch.relu(mixed))
 
 
+@needs_vnni
 @pytest.mark.skipif(importlib.util.find_spec("openvino") is None, reason="openvino is not installed")
 def test_openvino_multiplies_integers_by_what_is_never_negative(tmp_path: Path) -> None:
     torch.manual_seed(0)
@@ -285,6 +291,7 @@ def test_openvino_leaves_tall_windows_set_apart_in_float_and_no_single_columns(
     assert placement.plan().units[0].integer is integer
 
 
+@needs_vnni
 @pytest.mark.skipif(importlib.util.find_spec("openvino") is None, reason="openvino is not installed")
 def test_openvino_convolves_few_channels_and_single_columns_to_the_same_numbers(tmp_path: Path) -> None:
     torch.manual_seed(0)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from fake_device import DEVICE, Fake
+from qdq_files import needs_vnni
 from torch import nn
 
 from qtool.errors import QtoolError
@@ -206,6 +207,7 @@ def test_compiled_it_computes_the_same():
     assert arithmetic(session.kernels(FEEDS)) == {"float32": 1}
 
 
+@needs_vnni
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("c++") is None and shutil.which("g++") is None, reason="no C++ compiler")
 @pytest.mark.skipif("AVX" not in torch.backends.cpu.get_cpu_capability(), reason="no x86 with integer kernels")

@@ -6,10 +6,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import onnxruntime
 import pytest
 import torch
+from qdq_files import needs_vnni
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -17,6 +17,7 @@ import qtool
 from qtool.errors import UsageError
 from qtool.quantization.algorithms.part import Part
 from qtool.quantization.capture import capture
+from qtool.runtimes import open_session
 from qtool.stages.quantization import load_quantized
 
 
@@ -73,10 +74,10 @@ NETS: dict[str, tuple[Any, Any, tuple[int, ...], list[str]]] = {
 
 
 def run(path: Path, inputs: Any) -> Tensor:
-    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-    names = [value.name for value in session.get_inputs()]
+    session = open_session(path)
+    names = [info.name for info in session.inputs]
     values = inputs if isinstance(inputs, dict) else dict(zip(names, [inputs], strict=True))
-    return torch.from_numpy(np.asarray(session.run(None, {name: values[name].numpy() for name in names})[0]))
+    return torch.from_numpy(session.run({name: values[name].numpy() for name in names})[0])
 
 
 def db(wanted: Tensor, got: Tensor) -> float:
@@ -139,7 +140,11 @@ def test_of_a_size_of_one_larger_inputs_are_asked_for(capfd: pytest.CaptureFixtu
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("settings", [{"engine": "torch.ao"}, {"target": "openvino"}, {"weights_only": True}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [{"engine": "torch.ao"}, pytest.param({"target": "openvino"}, marks=needs_vnni), {"weights_only": True}],
+    ids=str,
+)
 def test_other_ways_of_quantizing_leave_them_open_too(settings: dict[str, Any], tmp_path: Path) -> None:
     if settings.get("target"):
         pytest.importorskip("openvino")

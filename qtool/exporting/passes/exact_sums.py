@@ -1,14 +1,11 @@
 """Lets a file be opened so that no product saturates on an x86 CPU without VNNI.
 
 There ONNX Runtime keeps the sum of two products of bytes in 16 bits, which it may leave (``saturation.py``), unless it
-is told by ``session.x64quantprecision`` to multiply in 16 bits and add in 32. It then stores weights beyond 7 bits as
-unsigned bytes, under names made of the old ones: version 1.31 does not open a file in which two layers share a zero
-point, as exporters store equal constants, or a weight. So each has a zero point of its own, and layers after the first
-read a weight through a Reshape, which makes a copy as the file is opened (each of the last copy: equal Reshapes would
-be made one). The file says in its metadata how it is to be opened.
-
-Files that need no such thing say nothing: weights of 7 bits cannot saturate, and where weights alone are integers no
-bytes are multiplied by them. Told to, the runtime would give those up for float products.
+is told by ``session.x64quantprecision`` to multiply in 16 bits and add in 32. It then stores weights that could
+saturate as unsigned bytes, under names made of the old ones: version 1.31 does not open a file in which two layers
+share a zero point, as exporters store equal constants, or a weight. So each has a zero point of its own, and layers
+after the first read a weight through a Reshape, which makes a copy as the file is opened (each of the last copy:
+equal Reshapes would be made one). The file says in its metadata how it is to be opened.
 """
 
 from __future__ import annotations
@@ -17,7 +14,6 @@ import json
 from collections.abc import Iterator
 
 import numpy as np
-import numpy.typing as npt
 import onnx_ir as ir
 
 from qtool.exporting.passes.biases import drop_unused
@@ -26,13 +22,13 @@ from qtool.exporting.passes.parts import MOVES, constant, dequantized
 from qtool.lstm import OPERATOR
 from qtool.runtimes.onnx_notes import EXACT_SUMS, SESSION
 
-MOST = 64
-"""Two products of a byte with weights up to this fit into 16 bits; ONNX Runtime leaves those as they are."""
-
 
 def apply(model: ir.Model) -> int:
-    """Rewrites in place, behind all other passes; returns how many weights and zero points are others."""
-    if not _may_saturate(model):
+    """Rewrites in place, behind all other passes; returns how many weights and zero points are others.
+
+    A file whose weights fit into 7 bits, or whose layers multiply none by bytes, is left as it is: nothing saturates.
+    """
+    if not any(_can_saturate(holder.inputs[at]) for node in model.graph for holder, at, _ in _weights(node)):
         return 0
     last: dict[ir.Value, ir.Value] = {}
     zeros: set[ir.Value] = set()
@@ -40,7 +36,7 @@ def apply(model: ir.Model) -> int:
     for node in list(model.graph):
         for place, (holder, weight, zero_point) in enumerate(_weights(node)):
             stored = holder.inputs[weight]
-            if stored is None or _signed(stored) is None:
+            if stored is None or _stored(stored) is None:
                 continue
             name = f"{node.outputs[0].name}/weight_{place}"
             copy = _copied(model, node, last[stored], name) if stored in last else stored
@@ -63,40 +59,27 @@ def apply(model: ir.Model) -> int:
 
 
 def _weights(node: ir.Node) -> Iterator[tuple[ir.Node, int, int]]:
-    """What reads a layer's weights, which of its inputs these are, and which their zero points."""
+    """What reads the weights that a layer multiplies by bytes, which of its inputs they and their zero points are."""
     if node.op_type == OPERATOR:
         yield from ((node, 1, 9), (node, 2, 11))
-    elif node.op_type in WEIGHTED and (value := node.inputs[1]) is not None:
-        source = value.producer()
-        if source is not None and source.op_type == DEQUANTIZE:
-            yield source, 0, 2
+    elif node.op_type in WEIGHTED:
+        read, weight = (value.producer() if value is not None else None for value in node.inputs[:2])
+        if read is not None and weight is not None and read.op_type == weight.op_type == DEQUANTIZE:
+            yield weight, 0, 2
 
 
-def _may_saturate(model: ir.Model) -> bool:
-    """Whether bytes are multiplied here by weights of which two may leave 16 bits, as the runtime sees it."""
-    if not any(node.op_type == OPERATOR or _gives_activations(node) for node in model.graph):
-        return False
-    stored = {holder.inputs[weight] for node in model.graph for holder, weight, _ in _weights(node)}
-    found = [numbers for value in stored if value is not None and (numbers := _signed(value)) is not None]
-    return any(np.abs(numbers.astype(np.int16)).max(initial=0) > MOST for numbers in found)
+def _stored(value: ir.Value | None) -> ir.TensorProtocol | None:
+    """The signed bytes that a file stores a value as, moved or not."""
+    while value is not None and (source := value.producer()) is not None and source.op_type in MOVES:
+        value = source.inputs[0]
+    tensor = value.const_value if value is not None else None
+    return tensor if tensor is not None and tensor.dtype == ir.DataType.INT8 else None
 
 
-def _gives_activations(node: ir.Node) -> bool:
-    """Whether a node dequantizes what was computed, and no weight or row of a table."""
-    return node.op_type == DEQUANTIZE and (value := node.inputs[0]) is not None and _source(value).const_value is None
-
-
-def _signed(value: ir.Value) -> npt.NDArray[np.int8] | None:
-    """What is stored of it as signed bytes, moved or not."""
-    found = _source(value).const_value
-    return found.numpy() if found is not None and found.dtype == ir.DataType.INT8 else None
-
-
-def _source(value: ir.Value) -> ir.Value:
-    """What a value is moved from."""
-    while (maker := value.producer()) is not None and maker.op_type in MOVES and maker.inputs[0] is not None:
-        value = maker.inputs[0]
-    return value
+def _can_saturate(value: ir.Value | None) -> bool:
+    """Whether weights are among those that ONNX Runtime stores otherwise: any beyond 7 bits."""
+    tensor = _stored(value)
+    return tensor is not None and bool(np.abs(tensor.numpy().astype(np.int16)).max(initial=0) > 63)
 
 
 def _copied(model: ir.Model, node: ir.Node, stored: ir.Value, name: str) -> ir.Value:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from qdq_files import Builder, rewritten_by, run
+from qdq_files import Builder, needs_vnni, rewritten_by, run
 
 from qtool.exporting.passes import behind_layers
 from qtool.runtimes import open_session
@@ -35,6 +35,7 @@ def scaled(
     return b.model(first, b.op("Relu", value), *([second] if read_twice else []))
 
 
+@needs_vnni
 @needs_openvino
 @pytest.mark.parametrize(
     "model",

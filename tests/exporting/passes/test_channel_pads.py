@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from qdq_files import Builder, rewritten_by, run
+from qdq_files import Builder, needs_vnni, rewritten_by, run
 
 from qtool.exporting.passes import channel_pads
 from qtool.runtimes import open_session
@@ -31,6 +31,7 @@ def padded(amounts: list[int], *, cut: str = "", value: float = 0.0, integer: bo
     return b.model(b.op("Conv", y, b.weight(5, channels, 3, 3)))
 
 
+@needs_vnni
 @needs_openvino
 @pytest.mark.parametrize("cut", ["", "ahead", "behind"])
 @pytest.mark.parametrize("amounts", [[0, 0, 0, 0, 0, 2, 0, 0], [0, 1, 0, 1, 0, 0, 0, 1], [0, -1, 0, 0, 0, 2, 0, 0]])

@@ -13,6 +13,7 @@ import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
+from qdq_files import needs_vnni
 from torch import Tensor, nn
 
 from qtool.exporting.passes import expands
@@ -110,6 +111,7 @@ class Tokens(nn.Module):
         return torch.cat([self.token.expand(x.shape[0], 1, 16), y], 1)
 
 
+@needs_vnni
 @pytest.mark.skipif(importlib.util.find_spec("openvino") is None, reason="openvino is not installed")
 def test_a_token_does_not_cost_openvino_a_bias(tmp_path: Path) -> None:
     torch.manual_seed(0)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from qdq_files import Builder, rewritten_by, run
+from qdq_files import Builder, needs_vnni, rewritten_by, run
 
 from qtool.exporting.passes import faint_biases
 from qtool.runtimes import open_session
@@ -32,6 +32,7 @@ def residual(
     return b.model(b.op("Add", y, b.op("Sin", y)), y)
 
 
+@needs_vnni
 @needs_openvino
 @pytest.mark.parametrize(
     ("size", "given"),

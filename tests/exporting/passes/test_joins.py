@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from qdq_files import Builder, rewritten_by, run
+from qdq_files import Builder, needs_vnni, rewritten_by, run
 from torch import Tensor, nn
 
 from qtool.exporting.passes import joins
@@ -99,6 +99,7 @@ class Tokens(nn.Module):
         return self.both(torch.cat([self.left(x), torch.relu(self.right(x[:, :2]))], 1))
 
 
+@needs_vnni
 @needs_openvino
 def test_a_layer_over_joined_tokens_passes_every_gate(tmp_path: Path) -> None:
     torch.manual_seed(0)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from qdq_files import needs_vnni
 from torch import Tensor, nn
 
 from qtool.exporting.stage import export
@@ -53,6 +54,7 @@ class Excited(nn.Sequential):
         super().__init__(nn.GELU(), Excite(reduce), nn.Linear(32, 3))
 
 
+@needs_vnni
 @pytest.mark.skipif(importlib.util.find_spec("openvino") is None, reason="openvino is not installed")
 @pytest.mark.parametrize(
     ("model", "reduce"),

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from qdq_files import Builder, rewritten_by, run
+from qdq_files import Builder, needs_vnni, rewritten_by, run
 
 from qtool.exporting.passes import pointwise_pads
 from qtool.runtimes import open_session
@@ -31,6 +31,7 @@ def strided(size: tuple[int, ...], *, integer: bool, kernel: int = 1, group: int
     return b.model(b.op("Conv", a, b.constant(weights[1], np.float32), **window | options))
 
 
+@needs_vnni
 @needs_openvino
 @pytest.mark.parametrize("integer", [False, True])
 @pytest.mark.parametrize("size", [(7,), (7, 8), (4, 5, 6)])

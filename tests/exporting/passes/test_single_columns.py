@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from qdq_files import Builder, rewritten_by, run
+from qdq_files import Builder, needs_vnni, rewritten_by, run
 
 from qtool.evaluate import sqnr_db
 from qtool.exporting.passes import single_columns
@@ -36,6 +36,7 @@ CASES: list[tuple[int, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
+@needs_vnni
 @needs_openvino
 @pytest.mark.parametrize("integer", [False, True])
 @pytest.mark.parametrize(("columns", "given"), CASES)

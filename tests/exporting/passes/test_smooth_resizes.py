@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from qdq_files import Builder, rewritten_by, run
+from qdq_files import Builder, needs_vnni, rewritten_by, run
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -91,6 +91,7 @@ class Shrunk(nn.Module):
         return F.interpolate(self.second(smaller), size=(20, 40), mode="bicubic", antialias=True)
 
 
+@needs_vnni
 @pytest.mark.skipif(importlib.util.find_spec("openvino") is None, reason="openvino is not installed")
 def test_openvino_averages_in_floats_and_integers(tmp_path: Path) -> None:
     torch.manual_seed(0)

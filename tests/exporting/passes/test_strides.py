@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from qdq_files import Builder, rewritten_by, run
+from qdq_files import Builder, needs_vnni, rewritten_by, run
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -29,8 +29,8 @@ def convolutions(*given: dict[str, Any], size: tuple[int, ...] = (7, 8), kernel:
     b = Builder()
     x = b.pair(b.input("x", ["n", 6, *size]), 0.03, 110)
     window = {"kernel_shape": [kernel] * len(size)}
-    weight = b.weight(5, 6, *[kernel] * len(size))
-    return b.model(*(b.op("Conv", x, weight, **window | more) for more in given))
+    shape = (5, 6, *[kernel] * len(size))
+    return b.model(*(b.op("Conv", x, b.weight(*shape), **window | more) for more in given))
 
 
 @pytest.mark.parametrize("size", [(7,), (7, 8), (4, 5, 6)])
@@ -78,6 +78,7 @@ class Projected(nn.Module):
         return (F.relu(self.left(x)) + self.right(x)).mean((2, 3))
 
 
+@needs_vnni
 @needs_openvino
 def test_openvino_convolves_integers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)

@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from qdq_files import Builder, rewritten_by, run
+from qdq_files import Builder, needs_vnni, rewritten_by, run
 from torch import nn
 
 from qtool.exporting.passes import wraps
@@ -42,6 +42,7 @@ def test_other_paddings_are_left(model: onnx.ModelProto) -> None:
     assert rewritten_by(wraps.apply, model)[0] == 0
 
 
+@needs_vnni
 @pytest.mark.skipif(importlib.util.find_spec("openvino") is None, reason="openvino is not installed")
 def test_openvino_runs_a_convolution_over_a_ring_in_integers(tmp_path: Path) -> None:
     torch.manual_seed(0)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from nets_modern import VisionTransformer
 from onnx import numpy_helper
+from qdq_files import needs_vnni
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -128,6 +129,7 @@ def small_vit(target: str = "openvino", **overrides: str) -> tuple[QuantizedMode
     return quantize(net, config, example=batches[0][:2], calibration=batches), batches
 
 
+@needs_vnni
 def test_products_read_what_has_its_zero_at_zero_and_the_file_opens_in_onnx_runtime(tmp_path: Path) -> None:
     quantized, batches = small_vit()
     assert sum(unit.kind == "matmul" and unit.integer for unit in quantized.plan.units) == 4

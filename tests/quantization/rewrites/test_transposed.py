@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from qdq_files import needs_vnni
 from torch import Tensor, nn
 
 import qtool
@@ -158,6 +159,7 @@ def test_every_unit_is_an_integer_kernel_and_all_gates_pass(name: str, tmp_path:
     assert "conv_transpose2d" in kinds(float_form(model, batches[0]))  # the reference keeps it
 
 
+@needs_vnni
 def test_openvino_pads_in_bytes_what_is_padded_before_a_convolution(tmp_path: Path) -> None:
     pytest.importorskip("openvino")
     torch.manual_seed(0)
