@@ -10,6 +10,7 @@ from torch.utils.data import TensorDataset
 from qtool.errors import OutOfMemory, QtoolError
 from qtool.loop import Progress
 from qtool.recipe import TrainConfig
+from qtool.stages import training as stages
 from qtool.tasks import load_task
 from qtool.training.progress import describe, reporter
 from qtool.training.stage import train
@@ -166,3 +167,14 @@ def test_reporter_passes_functions_through():
     for nothing in (False, None):
         with reporter(nothing) as report:
             assert report is None
+
+
+@pytest.mark.parametrize(("precision", "features", "told"), [
+    ("bf16-mixed", ["avx2"], True), ("bf16-mixed", ["avx2", "avx512f"], False), ("32-true", ["avx2"], False),
+    ("bf16-true", ["asimddp"], False),
+])  # fmt: skip
+def test_where_bfloat16_is_slow_it_is_told(monkeypatch, precision, features, told):
+    monkeypatch.setattr(stages, "cpu_info", lambda: {"features": features})
+    lines = []
+    stages._tell_slow(TrainConfig(device="cpu", precision=precision), lines.append)
+    assert ["--precision 32-true is quicker here" in line for line in lines] == [True] * told
