@@ -34,9 +34,29 @@ VNNI = ("avx512_vnni", "avx_vnni")
 """Features with either of which an x86 CPU adds products of bytes in 32 bits."""
 
 
+_X86 = ("x86_64", "amd64")
+
+
 def sums_in_32_bits() -> bool:
-    """Whether this CPU is known to add products of bytes in 32 bits; others keep the sum of two in 16."""
-    return bool({*VNNI, "asimddp"} & set(cpu_info()["features"]))
+    """Whether this CPU is known to add products of bytes in 32 bits; x86 without VNNI keeps the sum of two in 16."""
+    return platform.machine().lower() not in _X86 or bool(set(VNNI) & set(cpu_info()["features"]))
+
+
+def quick_weight_bits() -> int:
+    """Of how many bits the weights are that this CPU multiplies exactly in its quickest kernels."""
+    return 8 if sums_in_32_bits() else 7
+
+
+def is_slow_in_bfloat16() -> bool:
+    """Whether this CPU computes in bfloat16 several times more slowly than in float32 (x86 without AVX-512)."""
+    features = cpu_info()["features"]
+    return "avx2" in features and "avx512f" not in features
+
+
+def quick_precision() -> str:
+    """Of the precisions that keep weights in float32, the one that this machine trains in most quickly."""
+    has_gpu = Path("/proc/driver/nvidia/version").exists()
+    return "32-true" if is_slow_in_bfloat16() and not has_gpu else "bf16-mixed"
 
 
 def cpu_info() -> dict[str, Any]:

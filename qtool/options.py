@@ -136,6 +136,8 @@ def _place(key: str, hints: Mapping[str, Any]) -> str:
 def check(value: Any, hint: Any, metadata: Mapping[str, Any], where: str) -> Any:
     """``value`` as the hinted type (a list becomes a tuple, a whole number a float), or a UsageError at ``where``."""
     kind, optional = inner_type(hint)
+    if isinstance(value, str) and value in metadata.get("here", ()):
+        value = metadata["here"][value]()
     if isinstance(value, str) and value in metadata.get("words", ()):
         return metadata["words"][value]
     if optional and (value is None or value in ("none", ["none"], ("none",))):
@@ -224,10 +226,20 @@ def _bounded(value: Any, metadata: Mapping[str, Any], where: str) -> Any:
 
 def option(
     default: Any, help: str, *, choices: Sequence[str] = (), low: float | None = None, high: float | None = None,
-    words: Mapping[str, Any] | None = None,
+    words: Mapping[str, Any] | None = None, here: Mapping[str, Callable[[], Any]] | None = None,
 ) -> Any:  # fmt: skip
-    """A field with its help text, its choices, its bounds (both included) and the words that stand for values."""
-    metadata = {"help": help, "choices": tuple(choices), "low": low, "high": high, "words": words or {}}
+    """A field with its help text, its choices, its bounds (both included) and the words that stand for values.
+
+    Words ``here`` stand for what their functions give on this machine, which is what a config then holds.
+    """
+    metadata = {
+        "help": help,
+        "choices": tuple(choices),
+        "low": low,
+        "high": high,
+        "words": words or {},
+        "here": here or {},
+    }
     if isinstance(default, dict | list):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from qtool.errors import UsageError
+from qtool.machine import quick_precision, quick_weight_bits
 from qtool.options import Checked, argument, as_toml, option
 
 PRECISIONS = ("32-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true")
@@ -66,7 +67,10 @@ class TrainConfig(Checked):
     max_steps: int | None = option(None, "stop after this many optimizer steps, whatever the epochs", low=1)
     batch_size: int = option(64, "samples per optimizer step; auto: the largest that fits", low=1, words={"auto": AUTO})
     micro_batches: int = option(1, "split each batch into this many micro-batches (gradient accumulation)", low=1)
-    precision: str = option("32-true", "number formats of compute and weights", choices=PRECISIONS)
+    precision: str = option(
+        "32-true", "number formats of compute and weights; auto: bf16-mixed, or 32-true where that is quicker here",
+        choices=PRECISIONS, here={"auto": quick_precision},
+    )  # fmt: skip
     optimizer: str = option("adamw", "update rule", choices=OPTIMIZERS)
     optimizer_kernels: str = option(
         "fused", "how AdamW and SGD run: one kernel in all, one an operation, or one a weight and operation",
@@ -162,8 +166,9 @@ class QuantizeConfig(Checked):
     engine: str = option("pt2e", "which library prepares and converts the graph", choices=ENGINES)
     target: str = option("ort-cpu", "the runtime whose fusions decide what is quantized", choices=TARGETS)
     weight_bits: int = option(
-        8, "bits of a weight; 7 cannot saturate on x86 without VNNI, 4 take half the bytes of 8", low=4, high=8
-    )
+        8, "bits of a weight; 7 are exact and quick on x86 without VNNI, and auto takes them where this CPU is one; 4 "
+        "take half the bytes of 8", low=4, high=8, here={"auto": quick_weight_bits},
+    )  # fmt: skip
     edge_bits: int = option(
         8, "bits of the first and the last layer's weights where the others have 6 or fewer", low=4, high=8
     )

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import qtool
+from qtool import machine
 from qtool.errors import UsageError
 from qtool.options import argument, flag, inner_type, make
 from qtool.recipe import (
@@ -269,6 +270,33 @@ def test_a_recipe_means_the_same_from_anywhere(tmp_path: Path, monkeypatch: pyte
     assert from_anywhere(kept) == kept
     monkeypatch.chdir(tmp_path)
     assert from_anywhere(Recipe(weights="pretrained")) == Recipe(weights="pretrained")
+
+
+@pytest.mark.parametrize(
+    ("features", "arch", "bits", "precision"),
+    [
+        (["avx2"], "x86_64", 7, "32-true"),
+        (["avx2"], "AMD64", 7, "32-true"),
+        (["avx2", "avx512f"], "x86_64", 7, "bf16-mixed"),
+        (["avx2", "avx_vnni"], "x86_64", 8, "32-true"),
+        (["avx2", "avx512f", "avx512_vnni"], "x86_64", 8, "bf16-mixed"),
+        ([], "arm64", 8, "bf16-mixed"),
+    ],
+)
+def test_auto_is_what_this_machine_is_quick_at(
+    features: list[str], arch: str, bits: int, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "cpu_info", lambda: {"features": features})
+    monkeypatch.setattr(machine.platform, "machine", lambda: arch)
+    monkeypatch.setattr(machine.Path, "exists", lambda path: False)  # of a GPU's driver
+    found = make(Recipe, {"train": {"precision": "auto"}, "quantize": {"weight_bits": "auto"}})
+    assert (found.train.precision, found.quantize.weight_bits) == (precision, bits)
+    assert (TrainConfig(precision="auto"), QuantizeConfig(weight_bits="auto")) == (found.train, found.quantize)
+    assert f"weight_bits = {bits}\n" in to_toml(found), "what is kept says what was done"
+    monkeypatch.setattr(machine.Path, "exists", lambda path: True)
+    assert TrainConfig(precision="auto").precision == "bf16-mixed"
+    assert TrainConfig().precision == "32-true"
+    assert QuantizeConfig().weight_bits == 8
 
 
 def test_a_mode_that_is_named_alone_is_the_variant(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from qtool.artifacts import atomic_path, output_path, read_result, staging, write_json, write_result
 from qtool.errors import OutOfMemory, QtoolError, UsageError, kind_of
-from qtool.machine import cpu_info
+from qtool.machine import is_slow_in_bfloat16
 from qtool.options import documented
 from qtool.recipe import AUTO, TrainConfig, as_dict
 from qtool.source import Source, open_source, require_model
@@ -188,8 +188,7 @@ def _tell_head(config: TrainConfig, source: Source, tell: Callable[[str], None])
 
 def _tell_slow(config: TrainConfig, tell: Callable[[str], None]) -> None:
     """Says where the CPU has no instructions for bfloat16: PyTorch took five times as long as in float32 there."""
-    features = cpu_info()["features"]
-    if on_host(config) and config.precision.startswith("bf16") and "avx2" in features and "avx512f" not in features:
+    if on_host(config) and config.precision.startswith("bf16") and is_slow_in_bfloat16():
         tell("train: this CPU computes bfloat16 several times slower than float32; --precision 32-true is quicker here")
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from qtool import machine
 from qtool.errors import OutOfMemory, QtoolError
 from qtool.loop import Progress
 from qtool.recipe import TrainConfig
@@ -174,7 +175,7 @@ def test_reporter_passes_functions_through():
     ("bf16-true", ["asimddp"], False),
 ])  # fmt: skip
 def test_where_bfloat16_is_slow_it_is_told(monkeypatch, precision, features, told):
-    monkeypatch.setattr(stages, "cpu_info", lambda: {"features": features})
+    monkeypatch.setattr(machine, "cpu_info", lambda: {"features": features})
     lines = []
     stages._tell_slow(TrainConfig(device="cpu", precision=precision), lines.append)
     assert ["--precision 32-true is quicker here" in line for line in lines] == [True] * told
