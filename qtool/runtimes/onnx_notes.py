@@ -35,7 +35,11 @@ def metadata(path: Path) -> dict[str, str]:
 
 def asks_for_exact_sums(path: Path) -> bool:
     """Whether a file's metadata asks for EXACT_SUMS."""
-    return bool(json.loads(metadata(path).get(SESSION, "{}")).get(EXACT_SUMS) == "1")
+    try:
+        told = json.loads(metadata(path).get(SESSION, "{}"))
+    except ValueError:
+        return False
+    return isinstance(told, dict) and told.get(EXACT_SUMS) == "1"
 
 
 def needs_exact_sums(path: Path) -> bool:

@@ -11,7 +11,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from qtool.runtimes.onnx_notes import metadata
+from qtool.runtimes.onnx_notes import EXACT_SUMS, SESSION, asks_for_exact_sums, metadata
 
 WEIGHTS = 1 << 22
 TOLD = {"": "empty", "qtool.labels": '["ä", "b"]', "long": "x" * 70_000, "none": ""}
@@ -45,3 +45,20 @@ def test_of_what_is_no_such_file_nothing_is_told(path: Path, tmp_path: Path) -> 
     for content in broken:
         (tmp_path / "b.onnx").write_bytes(content)
         assert set(metadata(tmp_path / "b.onnx")) <= {""}
+
+
+@pytest.mark.parametrize(
+    ("told", "asks"),
+    [
+        (f'{{"{EXACT_SUMS}": "1"}}', True),
+        (f'{{"{EXACT_SUMS}": "0"}}', False),
+        ("{", False),
+        ("", False),
+        ("[1]", False),
+    ],
+)
+def test_what_is_no_wish_is_none(told: str, asks: bool, path: Path, tmp_path: Path) -> None:
+    model = onnx.load(path)
+    helper.set_model_props(model, {SESSION: told})
+    onnx.save(model, tmp_path / "c.onnx")
+    assert asks_for_exact_sums(tmp_path / "c.onnx") is asks
