@@ -119,9 +119,8 @@ def end_to_end(quantized: QuantizedModel, path: Path, samples: Iterable[Any]) ->
     session.close()
     if not openvino:
         return gate
-    do = SAMPLED if _samples_open_sizes(model) else IN_OPENVINO
-    if may_saturate(quantized.plan) and not sums_in_32_bits():
-        do = SATURATED
+    saturates = may_saturate(quantized.plan) and not sums_in_32_bits()
+    do = SAMPLED if _samples_open_sizes(model) else SATURATED if saturates else IN_OPENVINO
     return dataclasses.replace(gate, found=f"{gate.found}, in OpenVINO", do=do)
 
 

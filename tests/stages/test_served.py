@@ -12,6 +12,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
+from qdq_files import options
 
 import qtool
 from qtool import cli
@@ -56,7 +57,7 @@ def test_the_verdict_is_that_of_the_files_own_answers(kept: Path, held_out_data:
     x = torch.stack([data.validation[i][0] for i in range(300)]).numpy()  # type: ignore[index]
     answers = {}
     for name in ("fp32", "int8"):
-        session = onnxruntime.InferenceSession(str(exported.files[name]), providers=["CPUExecutionProvider"])
+        session = onnxruntime.InferenceSession(str(exported.files[name]), options(), providers=["CPUExecutionProvider"])
         (answers[name],) = session.run(None, {session.get_inputs()[0].name: x})
     right = {name: (z.argmax(1) == images["labels"]).mean() for name, z in answers.items()}
     assert drop["value"] == pytest.approx(100 * (right["fp32"] - right["int8"]), abs=1e-6)

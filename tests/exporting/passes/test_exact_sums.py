@@ -10,7 +10,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from qdq_files import Array, has, options
+from qdq_files import Array, has, needs_x86, options
 from torch import Tensor, nn
 
 from qtool import machine
@@ -64,6 +64,7 @@ def test_no_two_layers_share_a_zero_point_or_bytes(exported: tuple[Path, list[di
     assert sum(tensor.data_type == onnx.TensorProto.INT8 and len(tensor.dims) > 1 for tensor in graph.initializer) == 3
 
 
+@needs_x86
 def test_the_file_is_exact_as_it_asks_to_be_opened(exported: tuple[Path, list[dict[str, object]]]) -> None:
     path, gates = exported
     told = {entry.key: entry.value for entry in onnx.load(path).metadata_props}

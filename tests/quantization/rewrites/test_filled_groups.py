@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from qdq_files import needs_vnni
 from torch import Tensor, nn
 from torch.fx import Node
 
@@ -68,6 +69,7 @@ def test_channels_that_cannot_be_made_more_stay_as_they_are(model: nn.Module) ->
     assert graph.code == before
 
 
+@needs_vnni
 def test_a_regnets_groups_are_integer_for_openvino(tmp_path: Path) -> None:
     model, batches = settled(), [torch.randn(8, 3, 6, 6) for _ in range(2)]
     quantized = qtool.quantize(model, batches, target="openvino")
