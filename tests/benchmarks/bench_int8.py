@@ -1,6 +1,7 @@
 """What INT8 buys and costs on the definitions of published networks; prints ratios and the gates' numbers.
 
-    python tests/benchmarks/bench_int8.py [resnet50] [mobilenet_v2] [--calibration 64] [--tune] [--json FILE]
+    python tests/benchmarks/bench_int8.py [resnet50] [mobilenet_v2] [--calibration 64] [--weight-bits 7] [--tune]
+        [--json FILE]
 
 Other names: resnext50, mobilenet_v3_large, efficientnet_b0, densenet121, vit_s16, unet.
 
@@ -52,6 +53,7 @@ def main() -> None:
     parser.add_argument("models", nargs="*", default=["resnet50", "mobilenet_v2"])
     parser.add_argument("--size", type=int, default=224)
     parser.add_argument("--calibration", type=int, default=64)
+    parser.add_argument("--weight-bits", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tune", action="store_true")
@@ -67,7 +69,8 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     model = nets.settled((getattr(nets, name, None) or getattr(nets_modern, name))(), options.size, batches=2)
     batches = list(torch.randn(options.calibration, 3, options.size, options.size).split(16))
     result: dict[str, Any] = {"calibration_over_forward": calibration_cost(model, batches, options.rounds)}
-    quantized = quantize(model, QuantizeConfig(), example=batches[0][:2], calibration=batches)
+    bits = QuantizeConfig(weight_bits=options.weight_bits)
+    quantized = quantize(model, bits, example=batches[0][:2], calibration=batches)
     with tempfile.TemporaryDirectory() as folder:
         if options.tune:
             config = ExportConfig(tune=True, tune_seconds=options.seconds)
