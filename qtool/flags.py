@@ -29,7 +29,7 @@ from click.core import ParameterSource
 
 from qtool.artifacts import NO_ROOM, finite
 from qtool.errors import ContractError, QtoolError, UsageError, left, nearest, one_line, says_that_another_ended
-from qtool.options import check, flag, inner_type, nearest_option
+from qtool.options import accepted, check, flag, inner_type, nearest_option
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 INTERRUPTED = 130
@@ -67,14 +67,17 @@ class FieldType(click.ParamType):  # type: ignore[type-arg]  # generic only sinc
         return check(parsed, self.hint, self.metadata, flag(self.key))
 
     def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
-        choices = self.metadata["choices"]
-        item = "|".join(choices) if choices else {int: "N", float: "X"}.get(_item_type(self.kind), "TEXT")
+        item = (
+            "|".join(accepted(self.metadata))
+            if self.metadata["choices"]
+            else {int: "N", float: "X"}.get(_item_type(self.kind), "TEXT")
+        )
         return {tuple: f"{item},…", dict: f"PATTERN={item}"}.get(get_origin(self.kind), item)
 
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[click.shell_completion.CompletionItem]:
-        return [click.shell_completion.CompletionItem(c) for c in self.metadata["choices"] if c.startswith(incomplete)]
+        return [click.shell_completion.CompletionItem(c) for c in accepted(self.metadata) if c.startswith(incomplete)]
 
 
 def _item_type(kind: Any) -> Any:

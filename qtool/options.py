@@ -158,7 +158,7 @@ def check(value: Any, hint: Any, metadata: Mapping[str, Any], where: str) -> Any
                 _as_list(value, kind) if value else f"add one{' or pass none' * optional}",
             )
         return tuple(check(item, get_args(kind)[0], metadata, where) for item in value)
-    return _bounded(_scalar(value, kind, where, metadata.get("choices", ())), metadata, where)
+    return _bounded(_scalar(value, kind, where, metadata), metadata, where)
 
 
 def nearest_option(name: str, names: Iterable[str]) -> str:
@@ -201,12 +201,19 @@ def _table(where: str, value: Any, do: str) -> Mapping[str, Any]:
     return value
 
 
-def _scalar(value: Any, kind: type, where: str, choices: Sequence[str] = ()) -> Any:
+def accepted(metadata: Mapping[str, Any]) -> tuple[str, ...]:
+    """The choices of a field, and the words that it takes beside them."""
+    return (*metadata.get("choices", ()), *metadata.get("words", ()), *metadata.get("here", ()))
+
+
+def _scalar(value: Any, kind: type, where: str, metadata: Mapping[str, Any]) -> Any:
     if kind is float and type(value) is int:
         value = float(value)
     if type(value) is not kind:
         names = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
-        expected = f"one of {', '.join(choices)}" if choices else names.get(kind, kind.__name__)
+        words = accepted(metadata)
+        either = " or ".join([names.get(kind, kind.__name__), *words])
+        expected = f"one of {', '.join(words)}" if metadata.get("choices") else either
         raise UsageError(where, expected, one_line(repr(value))[:80], "correct the value")
     return value
 
@@ -214,7 +221,8 @@ def _scalar(value: Any, kind: type, where: str, choices: Sequence[str] = ()) -> 
 def _bounded(value: Any, metadata: Mapping[str, Any], where: str) -> Any:
     choices, low, high = metadata.get("choices", ()), metadata.get("low"), metadata.get("high")
     if choices and value not in choices:
-        raise UsageError(where, f"one of {', '.join(choices)}", repr(value), nearest(str(value), choices))
+        words = accepted(metadata)
+        raise UsageError(where, f"one of {', '.join(words)}", repr(value), nearest(str(value), words))
     if isinstance(value, float) and not math.isfinite(value):
         raise UsageError(where, "a finite number", repr(value), "correct the value")
     if low is not None and value < low:
@@ -269,7 +277,7 @@ def _entries(kind: Any) -> Iterator[str]:
             default = made.default if factory is dataclasses.MISSING else factory()
             words = made.metadata.get("words", {})
             default = next((word for word, value in words.items() if value == default), default)
-            choices = made.metadata.get("choices", ())
+            choices = accepted(made.metadata) if made.metadata.get("choices") else ()
             text = f"{made.name}={default!r}: {made.metadata['help']}" + (
                 f" ({' | '.join(choices)})" if choices else ""
             )

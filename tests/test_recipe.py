@@ -297,6 +297,8 @@ def test_auto_is_what_this_machine_is_quick_at(
     assert TrainConfig(precision="auto").precision == "bf16-mixed"
     assert TrainConfig().precision == "32-true"
     assert QuantizeConfig().weight_bits == 8
+    with pytest.raises(UsageError, match=r"bf16-true, auto; got 'autoo'; did you mean 'auto'\?"):
+        TrainConfig(precision="autoo")
 
 
 def test_a_mode_that_is_named_alone_is_the_variant(tmp_path: Path) -> None:
@@ -349,7 +351,7 @@ def test_the_help_of_each_function_lists_its_options() -> None:
     ("kind", "values", "told"),
     [
         (QuantizeConfig, {"mode": "nope"}, "'mode': expected one of ptq, qat; got 'nope'"),
-        (QuantizeConfig, {"weight_bits": "x"}, "'weight_bits': expected a whole number; got 'x'"),
+        (QuantizeConfig, {"weight_bits": "x"}, "'weight_bits': expected a whole number or auto; got 'x'"),
         (TrainConfig, {"epochs": "2"}, "'epochs': expected a whole number; got '2'"),
         (QatConfig, {"optimizer": "nope"}, "'optimizer': expected one of adamw"),
         (Recipe, {"variants": "ptq"}, "'variants': expected a list"),

@@ -21,7 +21,7 @@ SMALL_MS = 0.2
 HALVES = ("float16", "bfloat16")
 FAR_DB = 20.0
 """Of outputs in 16 bits: these keep 40 dB or so, which a deep net may halve."""
-NO_VNNI = "this CPU has no VNNI, without which 8-bit products gain little"
+NO_VNNI = "this CPU has no VNNI, without which integers gain little"
 SLOW_SUMS = (
     "this CPU has no VNNI, and adds products of 8-bit weights without saturating only in slower kernels: quantize with "
     "--weight-bits 7, whose sums are exact in the quick ones"
@@ -131,9 +131,7 @@ def slower_causes(variant: Mapping[str, Any], reference: Mapping[str, Any], wher
     if (between := variant.get("num_conversions", 0)) > max(2, sum(ran.values()) // 4):
         causes.append(f"{between} kernels only convert between float and integer")
     if where["provider"] == "cpu" and not {*VNNI, "asimddp"} & set(where["features"]):
-        causes.append(
-            SLOW_SUMS if variant.get("exact_sums") else "this CPU has no VNNI, without which integers gain little"
-        )
+        causes.append(SLOW_SUMS if variant.get("exact_sums") else NO_VNNI)
     if (took := reference["latency"][0]["latency_p50_ms"]) < SMALL_MS:
         causes.append(f"the model takes {took:.2g} ms, most of it in calling kernels")
     return causes
