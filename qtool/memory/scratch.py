@@ -119,7 +119,7 @@ def _taken(function: Any, leaves: list[Any], tree: Any) -> tuple[int, int]:
         args, kwargs = tree_unflatten(real, tree)
         try:
             if function.overloadpacket.__name__ == BATCH_NORM:
-                args = _with_saved(*args)
+                args = _with_saved(args)
             changes, result = allocations(lambda: function(*args, **kwargs))
         except RuntimeError:  # a fake operator before it returned a dtype that the real one does not
             return 0, 0
@@ -127,21 +127,11 @@ def _taken(function: Any, leaves: list[Any], tree: Any) -> tuple[int, int]:
         return highest_sum(changes) - sum(changes), last.nbytes if isinstance(last, Tensor) else 0
 
 
-def _with_saved(
-    grad: Tensor,
-    x: Tensor,
-    weight: Any,
-    mean: Any,
-    variance: Any,
-    _mean: Any,
-    _inverse: Any,
-    train: bool,
-    eps: float,
-    *mask: Any,
-) -> tuple[Any, ...]:
+def _with_saved(args: Any) -> tuple[Any, ...]:
     """The operands of batch-norm's backward pass with the statistics that its forward pass saves of such an input."""
+    _, x, weight, mean, variance, _, _, train, eps, *_ = args
     saved = torch.ops.aten.native_batch_norm(x, weight, None, mean, variance, train, 0.0, eps)[1:]
-    return grad, x, weight, mean, variance, *saved, train, eps, *mask
+    return (*args[:5], *saved, *args[7:])
 
 
 def _like(operand: Tensor, function: Any) -> Tensor:

@@ -18,7 +18,7 @@ import onnx_ir as ir
 
 from qtool.exporting.passes.biases import drop_unused
 from qtool.exporting.passes.names import DEQUANTIZE, WEIGHTED
-from qtool.exporting.passes.parts import MOVES, constant, dequantized
+from qtool.exporting.passes.parts import constant, dequantized, unmoved
 from qtool.lstm import OPERATOR
 from qtool.runtimes.onnx_notes import EXACT_SUMS, SESSION
 
@@ -70,9 +70,8 @@ def _weights(node: ir.Node) -> Iterator[tuple[ir.Node, int, int]]:
 
 def _stored(value: ir.Value | None) -> ir.TensorProtocol | None:
     """The signed bytes that a file stores a value as, moved or not."""
-    while value is not None and (source := value.producer()) is not None and source.op_type in MOVES:
-        value = source.inputs[0]
-    tensor = value.const_value if value is not None else None
+    source = unmoved(value)
+    tensor = source.const_value if source is not None else None
     return tensor if tensor is not None and tensor.dtype == ir.DataType.INT8 else None
 
 

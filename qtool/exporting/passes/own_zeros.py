@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from qtool.exporting.passes.biases import drop_unused
 from qtool.exporting.passes.names import DEQUANTIZE, QUANTIZE
-from qtool.exporting.passes.parts import MOVES, constant
+from qtool.exporting.passes.parts import constant, unmoved
 
 
 def apply(model: ir.Model) -> int:
@@ -36,7 +36,5 @@ def _integers(node: ir.Node) -> ir.Value | None:
     """What a quantizer gives, or a dequantizer reads, before it was moved; None of a constant and other nodes."""
     if node.op_type == QUANTIZE:
         return node.outputs[0]
-    value = node.inputs[0] if node.op_type == DEQUANTIZE else None
-    while value is not None and (source := value.producer()) is not None and source.op_type in MOVES:
-        value = source.inputs[0]
+    value = unmoved(node.inputs[0]) if node.op_type == DEQUANTIZE else None
     return value if value is not None and value.const_value is None else None

@@ -57,6 +57,13 @@ def zeros_of(dequantize: ir.Node) -> npt.NDArray[Any] | None:
     return value.const_value.numpy() if value.const_value is not None else None
 
 
+def unmoved(value: ir.Value | None) -> ir.Value | None:
+    """What a value was before operators moved its bytes."""
+    while value is not None and (source := value.producer()) is not None and source.op_type in MOVES:
+        value = source.inputs[0]
+    return value
+
+
 def moves_signed(dequantize: ir.Node) -> bool:
     """Whether a node dequantizes int8 activations for an operator that only moves them."""
     source = dequantize.inputs[0] if dequantize.op_type == DEQUANTIZE else None
