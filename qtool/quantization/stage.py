@@ -86,20 +86,23 @@ def quantize(
     tuning: QatConfig | None = None,
     report: Report = silent,
     scratch: Path | None = None,
+    forms: FloatForms | None = None,
 ) -> QuantizedModel:
     """Quantizes ``model`` and returns the quantized form; ``model`` is left as it was.
 
     ``example`` and each batch of ``calibration`` hold inputs without labels: a float32 tensor, a tuple or
     a dict of tensors, batch first. ``qat(graph, hooks, loss)`` trains a prepared graph in place, for mode
     ``qat`` only. ``report`` takes the progress of algorithms that take long, and ``scratch`` is a folder where
-    these keep what is finished: with it, a run that was killed goes on there. The caller removes it.
+    these keep what is finished: with it, a run that was killed goes on there. The caller removes it. ``forms`` are
+    those of ``model``, for who quantizes it more than once.
 
     Raises QtoolError for a model that cannot be captured, weights or values that are not finite, and
     calibration without samples.
     """
     made = convert(
-        model, config, example=example, calibration=calibration, qat=qat, tuning=tuning, report=report, scratch=scratch
-    )
+        model, config, example=example, calibration=calibration, qat=qat, tuning=tuning, report=report,
+        scratch=scratch, forms=forms,
+    )  # fmt: skip
     store_bytes(made.graph, made.placement)
     plan = absorb(made.graph, made.placement.plan())
     notes = (*made.notes, *finish(made.graph, made.placement.target))
@@ -141,6 +144,7 @@ def convert(
     keep: bool = False,
     report: Report = silent,
     scratch: Path | None = None,
+    forms: FloatForms | None = None,
 ) -> Converted:
     """All of ``quantize`` but the last step; with ``keep`` the reference is kept although no pass asks for it."""
     check_finite(model)
@@ -149,14 +153,15 @@ def convert(
         raise UsageError("quantize --mode qat", "training data", "none", "give --data with training samples")
     if iter(calibration) is calibration:
         calibration = _again(calibration, config, keep)
-    float_graph = float_form(model, example, merged=config.engine == "pt2e", axes=config.dynamic_axes or ())
+    forms = forms or FloatForms(model)
+    float_graph = forms(config, example)
     saved = read_ranges(Path(config.ranges_from)) if config.ranges_from is not None else {}
     _check_repeated(saved, config)
     passes = Passes(config, calibration, saved=saved, keep=keep, report=report, scratch=scratch)
     prepared = _prepare(model, float_graph, config, example, passes)
     _fix_ranges(prepared)
     if qat is not None and config.mode == "qat":
-        first = _first_ranges(model, config, example, calibration)
+        first = _first_ranges(forms, config, example, calibration)
         ranges = train_quantized(prepared, calibration, qat, tuning or QatConfig(), float_graph, first)
     else:
         ranges = _observe(prepared, config, calibration, example, saved, passes)
@@ -190,17 +195,18 @@ def _again(calibration: Iterable[Any], config: QuantizeConfig, keep: bool) -> It
     return list(calibration) if most is None else Once(calibration, most) if most else calibration
 
 
-def _first_ranges(model: nn.Module, config: QuantizeConfig, example: Any, calibration: Iterable[Any]) -> Any:
+def _first_ranges(forms: FloatForms, config: QuantizeConfig, example: Any, calibration: Iterable[Any]) -> Any:
     """The ranges that training starts from, saved or of a post-training quantization; None for observed extremes."""
     if config.ranges == "minmax" and config.ranges_from is None:
         return None
     config = dataclasses.replace(config, mode="ptq", algorithms=None, effort=None)
-    return convert(model, config, example=example, calibration=calibration).ranges
+    return convert(forms.model, config, example=example, calibration=calibration, forms=forms).ranges
 
 
 def sensitivities(
     model: nn.Module, config: QuantizeConfig, *, example: Any, calibration: Iterable[Any],
     state: Mapping[str, Any] | None = None, samples: int | None = None, targets: Any = None,
+    forms: FloatForms | None = None,
 ) -> Sensitivities:  # fmt: skip
     """Quantizes ``model`` and returns what measures each unit's effect alone; ``state`` is an earlier measurement's.
 
@@ -213,7 +219,7 @@ def sensitivities(
         raise UsageError("sensitivity", "mode 'ptq'", "mode 'qat'", "measure before training")
     names = tuple(name for name in config.algorithms or () if ALGORITHMS[name].moment == "float")
     config = dataclasses.replace(config, algorithms=names or None, effort=None)
-    made = convert(model, config, example=example, calibration=calibration, keep=True)
+    made = convert(model, config, example=example, calibration=calibration, keep=True, forms=forms)
     assert made.reference is not None
     store_bytes(made.graph, made.placement)
     parts = made.graph, made.reference, made.placement
@@ -240,6 +246,24 @@ def float_form(model: nn.Module, example: Any, *, merged: bool = True, axes: tup
     require_faithful(graph, model, example)
     label(graph)
     return graph
+
+
+class FloatForms:
+    """The float form of a model as each config has it, captured once: what all candidates of a search begin with.
+
+    Nothing may change a form, nor the model's weights, while they are in use.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._made: dict[tuple[bool, tuple[int, ...]], GraphModule] = {}
+
+    def __call__(self, config: QuantizeConfig, example: Any) -> GraphModule:
+        """See ``float_form``; every ``example`` is a batch of the same kind."""
+        merged, axes = config.engine == "pt2e", tuple(config.dynamic_axes or ())
+        if (merged, axes) not in self._made:
+            self._made[merged, axes] = float_form(self.model, example, merged=merged, axes=axes)
+        return self._made[merged, axes]
 
 
 def _simplify(graph: GraphModule, *, merged: bool = True, train: bool = False) -> None:

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from qtool.form import QuantizedModel
     from qtool.quantization.contract import Scores
     from qtool.quantization.search import Search, Trial
+    from qtool.quantization.stage import FloatForms
+    from qtool.tasks import Task
 
     Judged = tuple[Scores, dict[str, Any]]
 
@@ -112,18 +114,19 @@ class Candidates:
 
     def __init__(
         self, source: Source, config: QuantizeConfig, inputs: Iterable[Any], pairs: Pairs, make: Make,
-        folder: Path | None, tell: Callable[[str], None], tuning: QatConfig | None,
+        folder: Path | None, tell: Callable[[str], None], tuning: QatConfig | None, forms: FloatForms,
     ) -> None:  # fmt: skip
         self.source, self.config, self.make, self.tell, self.tuning = source, config, make, tell, tuning
         self.run_folder, self.folder = folder, folder / FOLDER if folder else None
-        self.measurement = Measurement(source, config, inputs, asked_for=False)
+        self.measurement = Measurement(source, config, inputs, asked_for=False, forms=forms)
         self.identity = self.measurement.identity | {"validation": _apart(self.measurement.inputs, pairs)}
         self.measurement.cached(folder)  # one of another model is refused before any work
         self.cost, self.seconds = Cost(), 0.0
         self.kept: tuple[Trial, QuantizedModel] | None = None
         self.judged: dict[str, tuple[str, Judged]] = {}
         self.units: list[dict[str, Any]] = []
-        self.judge = _judge(source, config, self.measurement.inputs, pairs)
+        graph = forms(config, example_of(source, self.measurement.inputs))
+        self.judge = _judge(graph, config, source.task, pairs)
         self.identity |= {"answers": state_hash({**self.judge.sums, "weights": self.judge.paired.weights}.items())}
 
     def attempt(self, name: str, config: QuantizeConfig) -> Trial:
@@ -236,16 +239,13 @@ def _rank(trial: Trial) -> tuple[bool, float]:
     return not trial.verdict.met, trial.verdict.excess
 
 
-def _judge(source: Source, config: QuantizeConfig, inputs: Iterable[Any], pairs: Pairs) -> Any:
-    from qtool.quantization.contract import Judge
-    from qtool.quantization.stage import float_form
-
-    assert source.model is not None
-    graph = float_form(source.model, example_of(source, inputs), axes=config.dynamic_axes or ())
+def _judge(graph: GraphModule, config: QuantizeConfig, task: Task, pairs: Pairs) -> Any:
     import torch
 
+    from qtool.quantization.contract import Judge
+
     with torch.no_grad():
-        return Judge(config, pairs, answers(graph), source.task)
+        return Judge(config, pairs, answers(graph), task)
 
 
 def answers(graph: GraphModule) -> Callable[[Any], Any]:
@@ -276,7 +276,7 @@ def _apart(inputs: Iterable[Any], pairs: Pairs) -> str:
 
 def fulfil(
     source: Source, config: QuantizeConfig, inputs: Iterable[Any], validation: Iterable[Any] | None, make: Make,
-    keep: Keep, *, folder: Path | None, tell: Callable[[str], None], tuning: QatConfig | None,
+    keep: Keep, *, folder: Path | None, tell: Callable[[str], None], tuning: QatConfig | None, forms: FloatForms,
 ) -> tuple[QuantizedModel, dict[str, Any]]:  # fmt: skip
     """The cheapest quantization found that keeps the contract in ``config``, and the outcome as plain values.
 
@@ -289,7 +289,8 @@ def fulfil(
     if validation is None and source.parts is not None:  # before all are read
         known = len(source.parts.validation)  # type: ignore[arg-type]
         require_agreeable(config, min(known, config.validation_samples or known))
-    candidates = Candidates(source, config, inputs, Pairs(source, validation, config), make, folder, tell, tuning)
+    pairs = Pairs(source, validation, config)
+    candidates = Candidates(source, config, inputs, pairs, make, folder, tell, tuning, forms)
     labelled = source.parts is not None and _labelled(source.parts)
     with candidates.cost:
         search = Search(

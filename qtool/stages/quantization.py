@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
     from qtool.data import Data
     from qtool.form import QuantizedModel
+    from qtool.quantization.stage import FloatForms
     from qtool.source import HasModel
     from qtool.tasks import Task
 
@@ -106,7 +107,8 @@ def quantize(
         rules.check(tuning)
     writable(folder)
     tell(f"quantize: {config.mode}, calibrated on {_describe(drawn)}")
-    make = _maker(source, tuning, inputs, folder, resume, progress, known)
+    forms = _forms(source)
+    make = _maker(source, tuning, inputs, folder, resume, progress, known, forms)
     with checkpointing(folder if tuning else None, "quantize"), tidy(folder):
         if folder and tuning and is_done(lambda text: None):  # by another process, meanwhile
             tell(f"quantize: as it is in '{folder}', which another process has just finished")
@@ -120,7 +122,9 @@ def quantize(
                 _commit_quantize(place, _settings(tried, tuning), known, source.record, model, drawn, more)
 
             try:
-                found = fulfil(source, config, inputs, validation, make, keep, folder=folder, tell=tell, tuning=tuning)
+                found = fulfil(
+                    source, config, inputs, validation, make, keep, folder=folder, tell=tell, tuning=tuning, forms=forms
+                )
             except ContractError:  # each candidate is whole: no pass is to go on
                 if scratch := _scratch(folder):
                     shutil.rmtree(scratch, ignore_errors=True)
@@ -155,7 +159,7 @@ def _contracted(outcome: dict[str, Any]) -> dict[str, Any]:
 
 def _maker(
     source: Source, tuning: QatConfig | None, inputs: Iterable[Any], folder: Path | None, resume: bool,
-    progress: Progress, known: Mapping[str, str],
+    progress: Progress, known: Mapping[str, str], forms: FloatForms,
 ) -> Make:  # fmt: skip
     """What quantizes the source's model as it is told; what a run that was killed goes on from is in ``folder``.
 
@@ -176,11 +180,18 @@ def _maker(
                 source.model, config, example=example_of(source, inputs), calibration=inputs, tuning=tuning,
                 qat=_fine_tuning(source, tuning, place, resume, progress, {**known, **_rounded_by(config)}, training)
                 if trains and tuning else None,
-                report=report, scratch=scratch,
+                report=report, scratch=scratch, forms=forms,
             )  # fmt: skip
         return dataclasses.replace(made, training=training)
 
     return make
+
+
+def _forms(source: Source) -> FloatForms:
+    from qtool.quantization.stage import FloatForms
+
+    assert source.model is not None
+    return FloatForms(source.model)
 
 
 def _scratch(folder: Path | None) -> Path | None:

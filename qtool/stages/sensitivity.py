@@ -40,6 +40,7 @@ from qtool.units import many
 if TYPE_CHECKING:
     from torch import nn
 
+    from qtool.quantization.stage import FloatForms
     from qtool.source import HasModel
     from qtool.tasks import Task
 
@@ -141,6 +142,7 @@ class Measurement:
     inputs: Iterable[Any]
     samples: int = SAMPLES
     asked_for: bool = True
+    forms: FloatForms | None = None
 
     def __post_init__(self) -> None:
         if iter(self.inputs) is self.inputs:
@@ -190,7 +192,7 @@ class Measurement:
         state = self._part(folder) if resume else None
         measured = sensitivities(
             self.source.model, self.config, example=example_of(self.source, self.inputs), calibration=self.inputs,
-            state=state, samples=self.samples, targets=targets_in(self.source),
+            state=state, samples=self.samples, targets=targets_in(self.source), forms=self.forms,
         )  # fmt: skip
         measured.measure(self.inputs, samples=self.samples, after=_Saver(self, folder, tell))
         result = self._told() | {"num_samples": measured.state["num_samples"], "units": measured.results()}

@@ -20,7 +20,7 @@ import qtool
 from qtool import cli
 from qtool.artifacts import has_result, read_result
 from qtool.errors import ContractError, QtoolError, UsageError
-from qtool.quantization import search
+from qtool.quantization import search, stage
 from qtool.quantization.contract import Judge
 from qtool.reporting.gather import gather
 from qtool.reporting.page import report, write_report
@@ -176,6 +176,29 @@ def test_the_command_line_exits_with_3_and_tells_all(trained: Path, capsys: pyte
     assert told["exit_code"] == 3
     assert told["details"]["met"] is False
     assert not has_result(trained, "quantize")
+
+
+def test_the_model_is_captured_once_for_all_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
+    captured: list[bool] = []
+    captures = stage.capture
+
+    def counted(*args: Any, train: bool = False, **options: Any) -> Any:
+        captured.append(train)
+        return captures(*args, train=train, **options)
+
+    monkeypatch.setattr(stage, "capture", counted)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 3))
+    x = torch.randn(40, 1, 8, 8)
+    batches = [(x[:20], torch.arange(20) % 3)]
+    with pytest.raises(ContractError) as caught:
+        qtool.quantize(net, batches, max_kl=1e-12, validation=[x[20:]], method="ptq")
+    assert len(caught.value.details["trials"]) > 1
+    assert caught.value.details["harmful"]
+    assert captured == [False]
+    captured.clear()
+    qtool.quantize(net, batches, mode="qat", epochs=1)
+    assert captured == [False, True]  # and not for the ranges that training starts from
 
 
 def test_mixed_precision_passes_the_gates(trained: Path) -> None:
@@ -397,7 +420,7 @@ def test_a_recipe_holds_a_contract_for_each_variant(
 
 SLOW = """
 import sys, time
-from qtool.quantization import search
+from qtool.quantization import search, stage
 from qtool.stages import contract, cost
 import qtool
 cost.SECONDS = 0.0
