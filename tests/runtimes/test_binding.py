@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import onnxruntime
 import pytest
@@ -107,6 +109,10 @@ def cuda(monkeypatch):
             if self.refuses_graphs and any(o.get("enable_cuda_graph") == "1" for o in made[-1].values()):
                 raise RuntimeError("This session cannot use the graph capture feature: control flow nodes")
             self.session = real(path, options, providers=["CPUExecutionProvider"])
+            self.falls_back = True
+
+        def disable_fallback(self):
+            self.falls_back = False
 
         def get_providers(self):
             return [next(iter(made[-1])), "CPUExecutionProvider"]
@@ -148,7 +154,9 @@ def test_a_model_that_cannot_be_recorded_runs_without(files, cuda):
     assert session.run(FEEDS)[0].shape == (2, 10)
 
 
-@pytest.mark.parametrize(("name", "half", "integer"), [("fp32", "0", "0"), ("fp16", "1", "0"), ("int8", "1", "1")])
+@pytest.mark.parametrize(
+    ("name", "half", "integer"), [("fp32", "False", "False"), ("fp16", "True", "False"), ("int8", "True", "True")]
+)
 def test_tensorrt_lowers_precision_only_where_the_file_does(files, name, half, integer):
     providers = dict(ort._provider_list(files[name], "tensorrt", record=False)[:2])
     assert providers["TensorrtExecutionProvider"] == {"trt_fp16_enable": half, "trt_int8_enable": integer}
@@ -163,6 +171,21 @@ def test_tensorrt_records_no_graph_since_it_would_replay_it_for_other_inputs(fil
     assert asked == {"enable_cuda_graph": "0"}
     session.run(FEEDS)
     assert posing.options == (None,)
+
+
+@pytest.mark.parametrize("provider", ["cuda", "tensorrt"])
+def test_a_run_that_fails_is_not_made_again_on_another_provider(files, cuda, provider):
+    assert not open_session(files["fp32"], provider=provider)._session.falls_back
+
+
+def test_tensorrt_is_imported_before_a_session_which_finds_its_libraries_so(files, cuda, monkeypatch, tmp_path):
+    (tmp_path / "tensorrt.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "tensorrt", raising=False)
+    open_session(files["fp32"], provider="cuda")
+    assert "tensorrt" not in sys.modules
+    open_session(files["fp32"], provider="tensorrt")
+    assert sys.modules.pop("tensorrt").__file__ == str(tmp_path / "tensorrt.py")
 
 
 def test_prepared_steps_are_bound_to_the_device(files, cuda, monkeypatch):
