@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd import DeviceType
+from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from qtool import processes

@@ -2,14 +2,15 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from torch.autograd import DeviceType
+from torch._C._autograd import DeviceType
 
 from qtool.memory import measure
 
 
-def block(at: int, size: int, device: DeviceType) -> SimpleNamespace:
+def block(at: int, size: int, device: Any) -> SimpleNamespace:
     return SimpleNamespace(
         name=lambda: "[memory]", start_ns=lambda: at, nbytes=lambda: size, device_type=lambda: device
     )
