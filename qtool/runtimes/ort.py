@@ -212,6 +212,8 @@ def _create(path: Path, provider: str, options: Any, *, record: bool = False) ->
     try:
         if provider == "cpu" and needs_exact_sums(path):
             options.add_session_config_entry(EXACT_SUMS, "1")
+        for key, value in _for_a_gpu(path, provider):
+            options.add_session_config_entry(key, value)
         with _quiet(provider):
             session = ort.InferenceSession(str(path), options, providers=_provider_list(path, provider, record))
         session.disable_fallback()  # or a run that fails on an accelerator is made again on another, without a word
@@ -245,6 +247,31 @@ def _provider_list(path: Path, provider: str, record: bool) -> list[Any]:
     half, integer = _lower_formats(path)
     options = {"trt_fp16_enable": str(half or integer), "trt_int8_enable": str(integer)}  # 1 and 0 it refuses
     return [(PROVIDERS["tensorrt"], options), cuda, PROVIDERS["cpu"]]
+
+
+def _for_a_gpu(path: Path, provider: str) -> Iterator[tuple[str, str]]:
+    """What keeps biases in float there: neither CUDA's provider nor TensorRT has an operator that reads them in int32.
+
+    A quantized layer's float bias the runtime would make int32 for its integer kernels on the CPU. Of a file that has
+    them so, constants are dequantized as it is opened, which is done without looking for integer kernels: CUDA's
+    provider has none.
+    """
+    if provider == "cpu":
+        return
+    yield "optimization.disable_specified_optimizers", "WeightBiasQuantization"
+    if provider == "cuda" and _has_integer_biases(path):
+        yield "session.disable_quant_qdq", "1"
+
+
+def _has_integer_biases(path: Path) -> bool:
+    """Whether a file dequantizes constants of int32."""
+    import onnx
+
+    for graph in all_graphs(onnx.load(path, load_external_data=False).graph):
+        wide = {tensor.name for tensor in graph.initializer if tensor.data_type == onnx.TensorProto.INT32}
+        if any(node.op_type == "DequantizeLinear" and node.input[0] in wide for node in graph.node):
+            return True
+    return False
 
 
 def _unrounded(path: Path) -> Callable[[str], bool]:

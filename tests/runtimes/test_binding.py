@@ -3,6 +3,8 @@ from __future__ import annotations
 import sys
 
 import numpy as np
+import onnx
+import onnx_files
 import onnxruntime
 import pytest
 
@@ -171,6 +173,34 @@ def test_tensorrt_records_no_graph_since_it_would_replay_it_for_other_inputs(fil
     assert asked == {"enable_cuda_graph": "0"}
     session.run(FEEDS)
     assert posing.options == (None,)
+
+
+def quantized_layer(path, bias):
+    """A convolution of integers, its bias in float or in int32."""
+    node, weights = onnx.helper.make_node, {"s": np.float32(0.1), "zx": np.uint8(128), "zw": np.int8(0)}
+    weights |= {"w": np.ones((4, 3, 1, 1), np.int8), "b": np.ones(4, bias), "sb": np.float32(0.01), "zb": np.int32(0)}
+    stored = bias is np.int32
+    nodes = [
+        node("QuantizeLinear", ["x", "s", "zx"], ["q"]), node("DequantizeLinear", ["q", "s", "zx"], ["d"]),
+        node("DequantizeLinear", ["w", "s", "zw"], ["dw"]),
+        *([node("DequantizeLinear", ["b", "sb", "zb"], ["db"])] if stored else []),
+        node("Conv", ["d", "dw", "db" if stored else "b"], ["c"]),
+        node("QuantizeLinear", ["c", "s", "zx"], ["qc"]), node("DequantizeLinear", ["qc", "s", "zx"], ["y"]),
+    ]  # fmt: skip
+    made = onnx_files.model(nodes, inputs={"x": [1, 3, 4, 4]}, outputs={"y": [1, 4, 4, 4]}, weights=weights)
+    onnx.save(made, path)
+    return path
+
+
+@pytest.mark.parametrize(("provider", "bias"), [("cuda", np.int32), ("cuda", np.float32), ("tensorrt", np.float32)])
+def test_biases_are_in_float_where_a_gpu_s_provider_reads_them(cuda, tmp_path, provider, bias):
+    """It dequantizes no int32, and the CPU would do it for each layer."""
+    graph = ort.optimized_graph(quantized_layer(tmp_path / "layer.onnx", bias), provider=provider).graph
+    wide = {tensor.name for tensor in graph.initializer if tensor.data_type == onnx.TensorProto.INT32}
+    assert not [node.op_type for node in graph.node if wide & {*node.input}]
+    assert {"QuantizeLinear", "DequantizeLinear"} <= {node.op_type for node in graph.node}
+    on_cpu = ort.optimized_graph(tmp_path / "layer.onnx").graph
+    assert "QLinearConv" in {node.op_type for node in on_cpu.node}
 
 
 @pytest.mark.parametrize("provider", ["cuda", "tensorrt"])
