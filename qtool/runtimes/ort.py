@@ -329,7 +329,7 @@ def require(provider: str) -> None:
         with contextlib.redirect_stdout(io.StringIO()):
             ort.preload_dlls()  # finds CUDA and cuDNN in pip's nvidia packages
     if provider == "tensorrt":
-        with contextlib.suppress(ImportError):
+        with contextlib.suppress(ImportError, OSError, RuntimeError):  # what is missing is told of the session
             importlib.import_module("tensorrt")  # loads its libraries, which pip puts where no loader looks
 
 
