@@ -66,7 +66,8 @@ def size() -> int:
 def joined(device: torch.device) -> Iterator[None]:
     """Inside the block this process is one of its group: of those that were launched with it, or a group of one.
 
-    A block that ends without an error leaves no thread of the group's behind.
+    A block that ends without an error leaves no thread of the group's behind. One of several on GPUs that fails leaves
+    its group as it is: NCCL would have it wait for the others, who wait for it in an exchange.
     """
     if dist.is_initialized():
         yield
@@ -84,8 +85,11 @@ def joined(device: torch.device) -> Iterator[None]:
     group = dist.group.WORLD
     try:
         yield
-    finally:
-        dist.destroy_process_group()
+    except BaseException:
+        if device.type != "cuda" or size() == 1:
+            dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()
     _let_go()
     del group  # last, see there
 

@@ -399,6 +399,8 @@ class Step:
     def _correct(self, factor: Tensor | float) -> None:
         if isinstance(factor, Tensor) or factor != 1.0:
             grads = [processes.local(p.grad) for p in self.parameters if p.grad is not None]
+            if isinstance(factor, Tensor) and grads:
+                factor = factor.to(grads[0].device)  # which are in host memory where weights are offloaded
             torch._foreach_mul_(grads, factor)
 
     def _update(self) -> None:
@@ -437,7 +439,7 @@ def _reader(mean: Any) -> Callable[[], float]:
     if mean.device.type != "cuda":
         return mean.item
     host = torch.empty((), dtype=torch.float32, pin_memory=True)
-    host.copy_(mean, non_blocking=True)
+    host.copy_(mean.reshape(()), non_blocking=True)
     done = torch.cuda.Event()  # type: ignore[no-untyped-call]
     done.record()
 

@@ -76,16 +76,13 @@ class Classification:
     def loss(self, output: Any, target: Any) -> tuple[Tensor, Tensor]:
         """Summed cross-entropy of the softmax, with ``label_smoothing`` spread over all classes; samples counted."""
         output, target = _checked(output, target)
+        if output.device.type != "cpu" and not torch.is_grad_enabled():  # which waits for the sums anyway
+            _require_classes(output, target)
         try:
             losses = F.cross_entropy(output.float(), target, reduction="sum", label_smoothing=self.label_smoothing)
-        except IndexError as error:
-            classes = output.shape[1]
-            wrong = int(((target != IGNORED) & ((target < 0) | (target >= classes))).nonzero()[0])
-            raise QtoolError(
-                "task 'classification'", f"class indices below the model's {classes} outputs",
-                f"{target[wrong]}, of sample {wrong} of the batch",
-                "build the model with as many outputs as the data has classes",
-            ) from error  # fmt: skip
+        except IndexError:
+            _require_classes(output, target)
+            raise
         return losses, (target != IGNORED).sum()
 
     def metrics(self, output: Any, target: Any) -> dict[str, Tensor | float]:
@@ -117,6 +114,18 @@ def _checked(output: Any, target: Any) -> tuple[Tensor, Tensor]:
         do = "return target.long(), or pass a task of your own, --task FILE.py:factory"
         raise QtoolError("task 'classification'", "class indices (int64)", f"targets of {got}", do)
     return output, target.long()
+
+
+def _require_classes(output: Tensor, target: Tensor) -> None:
+    """Raises QtoolError for a target that is no class. A GPU computes with it, and after that not at all."""
+    classes = output.shape[1]
+    wrong = ((target != IGNORED) & ((target < 0) | (target >= classes))).nonzero().flatten().tolist()
+    if wrong:
+        raise QtoolError(
+            "task 'classification'", f"class indices below the model's {classes} outputs",
+            f"{int(target[wrong[0]])}, of sample {wrong[0]} of the batch",
+            "build the model with as many outputs as the data has classes",
+        )  # fmt: skip
 
 
 def _require_targets(task: str, target: Any) -> None:

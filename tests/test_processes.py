@@ -88,6 +88,23 @@ def test_a_group_ends_although_a_thread_has_a_tensor_to_give_back():
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize(("kind", "count", "left"), [("cuda", 2, False), ("cuda", 1, True), ("cpu", 2, True)])
+def test_one_of_several_on_gpus_that_fails_waits_for_none(kind, count, left, monkeypatch):
+    """The end of NCCL's group is an exchange, and the others are in another one."""
+    ended = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(processes, "size", lambda: count)
+    monkeypatch.setattr(processes.dist, "init_process_group", lambda *_, **__: None)
+    monkeypatch.setattr(processes.dist, "destroy_process_group", lambda: ended.append(kind))
+    with pytest.raises(MemoryError), processes.joined(torch.device(kind, 0)):
+        raise MemoryError
+    assert ended == [kind] * left
+    ended.clear()
+    with processes.joined(torch.device(kind, 0)):
+        pass
+    assert ended == [kind]
+
+
 def test_a_group_of_one_is_left_again():
     with processes.joined(torch.device("cpu")):
         assert processes.dist.is_initialized()

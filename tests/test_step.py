@@ -1,7 +1,9 @@
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
+from fake_device import Hidden
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -9,7 +11,7 @@ from torch import nn
 from qtool import processes
 from qtool.errors import QtoolError, UsageError
 from qtool.recipe import TrainConfig
-from qtool.step import NotFinite, Setup, Step, answer, learning_rate, no_scaler, plain
+from qtool.step import NotFinite, Setup, Step, _reader, answer, learning_rate, no_scaler, plain
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -304,6 +306,28 @@ def test_inputs_reach_a_gpu_without_waiting_and_are_cast_there():
     setup._place(value)
     layout = ("memory_format", torch.preserve_format)
     assert value.way == ["pinned", (setup.device, ("non_blocking", True)), (torch.bfloat16, layout)]
+
+
+def test_gradients_in_host_memory_are_corrected_by_a_weight_on_a_gpu():
+    parameter = nn.Parameter(torch.ones(3))
+    parameter.grad = torch.ones(3)
+    step = Step(plain(make_model(), config()), torch.optim.SGD([parameter], 0.1), cross_entropy)
+    step._correct(Hidden(torch.tensor(2.0)))
+    assert torch.equal(parameter.grad, torch.full((3,), 2.0))
+
+
+class Pinned(torch.Tensor):
+    """A loss that says it is on a GPU."""
+
+    device = torch.device("cuda", 0)
+
+
+def test_a_loss_of_one_dimension_is_read_from_a_gpu(monkeypatch):
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *shape, pin_memory, **options: empty(*shape, **options))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None, synchronize=lambda: None))
+    for shape in ((), (1,)):
+        assert _reader(torch.full(shape, 2.5).as_subclass(Pinned))() == 2.5
 
 
 @pytest.mark.parametrize("norm", [True, False])

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from fake_device import Fake, Hidden
 from torch.nn import functional as F
 
 from qtool.errors import QtoolError, UsageError
@@ -195,6 +196,14 @@ def test_wrong_outputs_and_names() -> None:
         Classification().loss(torch.randn(3, 4), torch.zeros(3))
     with pytest.raises(UsageError, match="did you mean 'classification'"):
         load_task("clasification")
+
+
+def test_a_class_that_a_model_has_no_output_for_is_told_before_a_gpu_meets_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would go on, and refuse everything from then on."""
+    monkeypatch.setattr(F, "cross_entropy", lambda output, *_, **__: output.sum())
+    output, target = torch.randn(3, 4), torch.tensor([0, 4, -100])
+    with Fake(), torch.no_grad(), pytest.raises(QtoolError, match="below the model's 4 outputs; got 4, of sample 1 "):
+        Classification().loss(Hidden(output), Hidden(target))
 
 
 def test_language_modelling_counts_tokens() -> None:

@@ -254,7 +254,8 @@ def _notes(
     variants: Mapping[str, dict[str, Any]], config: BenchmarkConfig, reference: str, target: str | None
 ) -> list[str]:
     """What a reader of the figures has to know, one sentence each."""
-    notes = [text for text in (conflict(), _own_precision(variants, config.provider), _crowded(config)) if text]
+    told = conflict(), _own_precision(variants, config.provider), _crowded(config), _host_memory(variants)
+    notes = [text for text in told if text]
     where = {"provider": config.provider, "features": cpu_info()["features"], "target": target}
     for name, entry in variants.items():
         claim = check_claim(name, entry["stored"], entry["arithmetic"], config.provider)
@@ -287,6 +288,13 @@ def _crowded(config: BenchmarkConfig) -> str | None:
         return None
     there = many(len(os.sched_getaffinity(0)), "hardware thread")
     return f"{many(config.threads, 'thread')} with no whole core each, of {there} here: they wait for one another"
+
+
+def _host_memory(variants: Mapping[str, dict[str, Any]]) -> str | None:
+    """A sentence where most of what a variant takes is not in the memory that was measured."""
+    if not any(str(entry.get("device")).startswith("cuda") for entry in variants.values()):
+        return None
+    return "peak memory is the host's, most of it the libraries of the GPU: what a model takes there is not counted"
 
 
 def _is_pinned(config: BenchmarkConfig) -> bool:

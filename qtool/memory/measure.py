@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from qtool import processes
@@ -128,8 +129,9 @@ def allocations(run: Callable[[], Any]) -> tuple[list[int], Any]:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         returned = run()
     assert profiler.profiler is not None
-    events = profiler.profiler.kineto_results.events()
-    changes = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]
+    events = profiler.profiler.kineto_results.events()  # a GPU's blocks are among them
+    blocks = (e for e in events if e.name() == "[memory]" and e.device_type() != DeviceType.CUDA)
+    changes = [(e.start_ns(), e.nbytes()) for e in blocks]
     return [change for _, change in sorted(changes, key=lambda item: item[0])], returned
 
 

@@ -22,6 +22,7 @@ thread spinning after a run has ended, which would steal time from whatever is m
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import os
 import re
@@ -49,7 +50,7 @@ PROVIDERS = {
 }
 _INSTALL = {
     "cuda": "pip install 'onnxruntime-gpu[cuda,cudnn]' and an NVIDIA driver, or use --provider cpu",
-    "tensorrt": "pip install onnxruntime-gpu tensorrt and an NVIDIA driver, or use --provider cuda",
+    "tensorrt": "pip install onnxruntime-gpu 'tensorrt-cu13<11' and an NVIDIA driver, or use --provider cuda",
 }
 _DTYPES = {
     "float": "float32", "double": "float64", "float16": "float16", "bool": "bool", "int8": "int8",
@@ -211,8 +212,12 @@ def _create(path: Path, provider: str, options: Any, *, record: bool = False) ->
     try:
         if provider == "cpu" and needs_exact_sums(path):
             options.add_session_config_entry(EXACT_SUMS, "1")
+        for key, value in _for_a_gpu(path, provider):
+            options.add_session_config_entry(key, value)
         with _quiet(provider):
-            return ort.InferenceSession(str(path), options, providers=_provider_list(path, provider, record))
+            session = ort.InferenceSession(str(path), options, providers=_provider_list(path, provider, record))
+        session.disable_fallback()  # or a run that fails on an accelerator is made again on another, without a word
+        return session
     except Exception as error:
         raise QtoolError(
             f"'{path}'", f"an ONNX file that ONNX Runtime {ort.__version__} can load", _reason(error), _cure(error)
@@ -240,8 +245,33 @@ def _provider_list(path: Path, provider: str, record: bool) -> list[Any]:
     if provider == "cuda":
         return [cuda, PROVIDERS["cpu"]]
     half, integer = _lower_formats(path)
-    options = {"trt_fp16_enable": "1" if half or integer else "0", "trt_int8_enable": "1" if integer else "0"}
+    options = {"trt_fp16_enable": str(half or integer), "trt_int8_enable": str(integer)}  # 1 and 0 it refuses
     return [(PROVIDERS["tensorrt"], options), cuda, PROVIDERS["cpu"]]
+
+
+def _for_a_gpu(path: Path, provider: str) -> Iterator[tuple[str, str]]:
+    """What keeps biases in float there: neither CUDA's provider nor TensorRT has an operator that reads them in int32.
+
+    A quantized layer's float bias the runtime would make int32 for its integer kernels on the CPU. Of a file that has
+    them so, constants are dequantized as it is opened, which is done without looking for integer kernels: CUDA's
+    provider has none.
+    """
+    if provider == "cpu":
+        return
+    yield "optimization.disable_specified_optimizers", "WeightBiasQuantization"
+    if provider == "cuda" and _has_integer_biases(path):
+        yield "session.disable_quant_qdq", "1"
+
+
+def _has_integer_biases(path: Path) -> bool:
+    """Whether a file dequantizes constants of int32."""
+    import onnx
+
+    for graph in all_graphs(onnx.load(path, load_external_data=False).graph):
+        wide = {tensor.name for tensor in graph.initializer if tensor.data_type == onnx.TensorProto.INT32}
+        if any(node.op_type == "DequantizeLinear" and node.input[0] in wide for node in graph.node):
+            return True
+    return False
 
 
 def _unrounded(path: Path) -> Callable[[str], bool]:
@@ -298,6 +328,9 @@ def require(provider: str) -> None:
     if provider != "cpu" and hasattr(ort, "preload_dlls"):
         with contextlib.redirect_stdout(io.StringIO()):
             ort.preload_dlls()  # finds CUDA and cuDNN in pip's nvidia packages
+    if provider == "tensorrt":
+        with contextlib.suppress(ImportError, OSError, RuntimeError):  # what is missing is told of the session
+            importlib.import_module("tensorrt")  # loads its libraries, which pip puts where no loader looks
 
 
 def _refuse_fallback(provider: str, got: list[str]) -> None:

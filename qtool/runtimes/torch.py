@@ -277,14 +277,23 @@ def _threads(count: int) -> Iterator[None]:
             torch.set_num_threads(before)
 
 
-def _exact_float32(device: str) -> contextlib.AbstractContextManager[Any]:
-    """On CUDA: convolutions in float32 where it says float32 (not TF32), by the fastest algorithm there is."""
-    if not device.startswith("cuda"):
-        return contextlib.nullcontext()
-    flags: contextlib.AbstractContextManager[Any] = torch.backends.cudnn.flags(
-        enabled=True, benchmark=True, allow_tf32=False
-    )
-    return flags
+@contextlib.contextmanager
+def _exact_float32(device: str) -> Iterator[None]:
+    """On CUDA: convolutions in float32 where it says float32 (not TF32), by the fastest algorithm there is.
+
+    Set by torch's newer names: ``cudnn.flags`` raises where a caller has used them.
+    """
+    cudnn: Any = torch.backends.cudnn
+    wanted = [(cudnn, "benchmark", True), (cudnn.conv, "fp32_precision", "ieee"), (cudnn.rnn, "fp32_precision", "ieee")]
+    wanted = wanted if device.startswith("cuda") else []
+    before = [getattr(place, name) for place, name, _ in wanted]
+    try:
+        for place, name, value in wanted:
+            setattr(place, name, value)
+        yield
+    finally:
+        for (place, name, _), value in zip(wanted, before, strict=True):
+            setattr(place, name, value)
 
 
 def outermost(events: Any) -> Iterator[Any]:

@@ -117,7 +117,18 @@ def _until_the_end(setup: Setup, module: nn.Module) -> None:
 def _mixed(setup: Setup, dtype: torch.dtype) -> None:
     setup.around.append(lambda: torch.autocast(setup.device.type, dtype))
     if dtype == torch.float16:
-        setup.scaler = torch.amp.GradScaler(setup.device.type)
+        setup.scaler = _host_scaler() if setup.config.weight_offload else torch.amp.GradScaler(setup.device.type)
+
+
+def _host_scaler() -> torch.amp.GradScaler:
+    """A scaler of gradients in host memory, its numbers there too.
+
+    torch would copy those of one on a GPU without waiting for the copy, and read memory that has not come: gradients
+    of any scale, and an overflow that is written over.
+    """
+    scaler = torch.amp.GradScaler("cpu")
+    scaler._lazy_init_scale_growth_tracker(torch.device("cpu"))
+    return scaler
 
 
 def _true(setup: Setup, dtype: torch.dtype) -> None:

@@ -68,6 +68,11 @@ def test_more_threads_than_cores_are_told():
     assert stage._crowded(BenchmarkConfig(threads=4096, provider="torch")) is None
 
 
+def test_beside_a_gpu_the_memory_that_was_measured_is_told_as_the_host_s():
+    assert "the host's" in stage._host_memory({"fp32": {"device": "cuda:1"}})
+    assert stage._host_memory({"fp32": {"device": "cpu"}, "other": {}}) is None
+
+
 def test_of_a_file_without_a_batch_no_samples_per_second_are_told(tmp_path):
     path = tmp_path / "image.onnx"
     nodes = [helper.make_node("ReduceMean", ["x"], ["y"], axes=[0, 1], keepdims=0)]

@@ -84,10 +84,20 @@ def test_every_rung_and_every_part_has_a_name() -> None:
     )
 
 
-def test_a_provider_that_is_not_there_is_told_before_any_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(gpu_parts.ort.ort, "get_available_providers", lambda: ["CPUExecutionProvider"])
+@pytest.mark.parametrize("named", [False, True], ids=["not named", "named in vain"])
+def test_a_provider_that_is_not_there_is_told_before_any_work(
+    named: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """onnxruntime-gpu names TensorRT whether its libraries are there or not."""
+    runtime = gpu_parts.ort.ort
+    every = [*(["TensorrtExecutionProvider"] if named else []), "CPUExecutionProvider"]
+    monkeypatch.setattr(runtime, "get_available_providers", lambda: every)
+    real = runtime.InferenceSession
+    monkeypatch.setattr(runtime, "InferenceSession", lambda path, options, providers: real(path, options, every[-1:]))
+    monkeypatch.setattr(gpu_parts.ort, "missing_library", lambda path: "libnvinfer.so.10")
     monkeypatch.setattr(gpu_parts.qtool, "quantize", None)
-    with pytest.raises(ProviderError, match="an ONNX Runtime with TensorrtExecutionProvider"):
+    expected = "libnvinfer.so.10 cannot be loaded" if named else "an ONNX Runtime with TensorrtExecutionProvider"
+    with pytest.raises(ProviderError, match=expected):
         gpu_parts.int8(gpu_parts.Options(tmp_path, "cuda", None, 20, False, 1), "tensorrt")
 
 

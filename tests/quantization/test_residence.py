@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from qtool.quantization import qat, stage
 from qtool.quantization.algorithms import passes, reconstruct
+from qtool.quantization.algorithms.bias import set_bias
 from qtool.quantization.capture import capture
 from qtool.quantization.residence import Moved, device_of, on
 from qtool.recipe import QatConfig, QuantizeConfig
@@ -84,6 +85,19 @@ def test_a_graph_names_the_device_that_it_is_on() -> None:
     assert device_of(graph).type == "cpu"
     torch.testing.assert_close(found.value, model(x))
     torch.testing.assert_close(graph(x), model(x))
+
+
+def test_a_bias_from_the_host_comes_to_where_its_layer_is() -> None:
+    """One that was saved beside the ranges, say."""
+    model, x = nn.Linear(4, 3), torch.randn(2, 4)
+    graph = capture(model, x)
+    with Fake(), on(DEVICE, graph):
+        (layer,) = graph.graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default)
+        set_bias(graph, layer, torch.ones(3))
+        graph.recompile()
+        (there,) = Moved([x], DEVICE)
+        found = graph(there).value
+    torch.testing.assert_close(found, nn.functional.linear(x, model.weight, torch.ones(3)))
 
 
 @pytest.mark.parametrize("step_size", ["observed", "learned"])

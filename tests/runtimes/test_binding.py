@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+import sys
+
 import numpy as np
+import onnx
+import onnx_files
 import onnxruntime
 import pytest
 
@@ -107,6 +111,10 @@ def cuda(monkeypatch):
             if self.refuses_graphs and any(o.get("enable_cuda_graph") == "1" for o in made[-1].values()):
                 raise RuntimeError("This session cannot use the graph capture feature: control flow nodes")
             self.session = real(path, options, providers=["CPUExecutionProvider"])
+            self.falls_back = True
+
+        def disable_fallback(self):
+            self.falls_back = False
 
         def get_providers(self):
             return [next(iter(made[-1])), "CPUExecutionProvider"]
@@ -148,7 +156,9 @@ def test_a_model_that_cannot_be_recorded_runs_without(files, cuda):
     assert session.run(FEEDS)[0].shape == (2, 10)
 
 
-@pytest.mark.parametrize(("name", "half", "integer"), [("fp32", "0", "0"), ("fp16", "1", "0"), ("int8", "1", "1")])
+@pytest.mark.parametrize(
+    ("name", "half", "integer"), [("fp32", "False", "False"), ("fp16", "True", "False"), ("int8", "True", "True")]
+)
 def test_tensorrt_lowers_precision_only_where_the_file_does(files, name, half, integer):
     providers = dict(ort._provider_list(files[name], "tensorrt", record=False)[:2])
     assert providers["TensorrtExecutionProvider"] == {"trt_fp16_enable": half, "trt_int8_enable": integer}
@@ -163,6 +173,49 @@ def test_tensorrt_records_no_graph_since_it_would_replay_it_for_other_inputs(fil
     assert asked == {"enable_cuda_graph": "0"}
     session.run(FEEDS)
     assert posing.options == (None,)
+
+
+def quantized_layer(path, bias):
+    """A convolution of integers, its bias in float or in int32."""
+    node, weights = onnx.helper.make_node, {"s": np.float32(0.1), "zx": np.uint8(128), "zw": np.int8(0)}
+    weights |= {"w": np.ones((4, 3, 1, 1), np.int8), "b": np.ones(4, bias), "sb": np.float32(0.01), "zb": np.int32(0)}
+    stored = bias is np.int32
+    nodes = [
+        node("QuantizeLinear", ["x", "s", "zx"], ["q"]), node("DequantizeLinear", ["q", "s", "zx"], ["d"]),
+        node("DequantizeLinear", ["w", "s", "zw"], ["dw"]),
+        *([node("DequantizeLinear", ["b", "sb", "zb"], ["db"])] if stored else []),
+        node("Conv", ["d", "dw", "db" if stored else "b"], ["c"]),
+        node("QuantizeLinear", ["c", "s", "zx"], ["qc"]), node("DequantizeLinear", ["qc", "s", "zx"], ["y"]),
+    ]  # fmt: skip
+    made = onnx_files.model(nodes, inputs={"x": [1, 3, 4, 4]}, outputs={"y": [1, 4, 4, 4]}, weights=weights)
+    onnx.save(made, path)
+    return path
+
+
+@pytest.mark.parametrize(("provider", "bias"), [("cuda", np.int32), ("cuda", np.float32), ("tensorrt", np.float32)])
+def test_biases_are_in_float_where_a_gpu_s_provider_reads_them(cuda, tmp_path, provider, bias):
+    """It dequantizes no int32, and the CPU would do it for each layer."""
+    graph = ort.optimized_graph(quantized_layer(tmp_path / "layer.onnx", bias), provider=provider).graph
+    wide = {tensor.name for tensor in graph.initializer if tensor.data_type == onnx.TensorProto.INT32}
+    assert not [node.op_type for node in graph.node if wide & {*node.input}]
+    assert {"QuantizeLinear", "DequantizeLinear"} <= {node.op_type for node in graph.node}
+    on_cpu = ort.optimized_graph(tmp_path / "layer.onnx").graph
+    assert "QLinearConv" in {node.op_type for node in on_cpu.node}
+
+
+@pytest.mark.parametrize("provider", ["cuda", "tensorrt"])
+def test_a_run_that_fails_is_not_made_again_on_another_provider(files, cuda, provider):
+    assert not open_session(files["fp32"], provider=provider)._session.falls_back
+
+
+def test_tensorrt_is_imported_before_a_session_which_finds_its_libraries_so(files, cuda, monkeypatch, tmp_path):
+    (tmp_path / "tensorrt.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "tensorrt", raising=False)
+    open_session(files["fp32"], provider="cuda")
+    assert "tensorrt" not in sys.modules
+    open_session(files["fp32"], provider="tensorrt")
+    assert sys.modules.pop("tensorrt").__file__ == str(tmp_path / "tensorrt.py")
 
 
 def test_prepared_steps_are_bound_to_the_device(files, cuda, monkeypatch):

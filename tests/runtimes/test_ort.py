@@ -176,6 +176,8 @@ class Fallen:
 
     def __init__(self, *arguments: object, **options: object) -> None: ...
 
+    def disable_fallback(self) -> None: ...
+
     def get_providers(self) -> list[str]:
         return ["CPUExecutionProvider"]
 

@@ -13,7 +13,7 @@ from torch import nn
 from qtool.errors import QtoolError
 from qtool.runtimes import ProviderError, open_session
 from qtool.runtimes.base import TensorInfo, arithmetic
-from qtool.runtimes.torch import TorchSession, outermost
+from qtool.runtimes.torch import TorchSession, _exact_float32, outermost
 
 FEEDS = {"x": np.random.default_rng(0).normal(size=(4, 3, 8, 8)).astype(np.float32)}
 INPUTS = (TensorInfo("x", "float32", ("N", 3, 8, 8)),)
@@ -219,3 +219,20 @@ def test_compiled_a_quantized_graph_runs_in_integers():
     assert np.abs(compiled - simulated).max() <= 0.2 + 1e-5
     assert arithmetic(session.kernels(FEEDS)) == {"int8": 1}
     session.prepare(FEEDS)()
+
+
+@pytest.mark.parametrize("newer", [None, "ieee", "tf32"])
+def test_convolutions_on_a_gpu_are_those_of_float32_however_the_caller_has_set_their_precision(newer):
+    cudnn = torch.backends.cudnn
+    before = cudnn.conv.fp32_precision
+    try:
+        if newer:
+            cudnn.conv.fp32_precision = newer
+        found = cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision, cudnn.benchmark
+        with _exact_float32("cuda:0"):
+            assert (cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision, cudnn.benchmark) == ("ieee", "ieee", True)
+        assert (cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision, cudnn.benchmark) == found
+        with _exact_float32("cpu"):
+            assert (cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision, cudnn.benchmark) == found
+    finally:
+        cudnn.conv.fp32_precision = before

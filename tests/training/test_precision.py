@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from fake_device import DEVICE, Fake, Hidden
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -12,7 +13,9 @@ from qtool.errors import QtoolError, QtoolWarning
 from qtool.loop import fit
 from qtool.order import Batches
 from qtool.recipe import PRECISIONS, TrainConfig
+from qtool.step import plain
 from qtool.tasks import load_task
+from qtool.training import precision
 from qtool.training.techniques import setup
 
 TASK = load_task("classification")
@@ -130,6 +133,20 @@ def test_averages_of_an_instance_norm_do_not_stand_still(strategy):
         assert norm.weight.grad is not None
     assert torch.allclose(norm.running_var, torch.full((4,), 0.999), atol=1e-3)
     assert not torch.equal(norm.running_var, torch.ones(4))
+
+
+def test_gradients_in_host_memory_are_scaled_by_what_is_there():
+    """torch copies a GPU's scale to them without waiting for it."""
+    made = plain(make_model(), config("32-true"))
+    made.config, made.device = config("16-mixed", weight_offload=True, strategy="fsdp"), DEVICE
+    precision.apply(made, None)
+    weight = nn.Parameter(torch.ones(2))
+    with Fake():
+        scaled = made.scaler.scale(Hidden(torch.ones(2)))
+    assert made.scaler._scale.device.type == "cpu"
+    weight.grad = scaled.value
+    made.scaler.unscale_(torch.optim.SGD([weight], 1.0))
+    assert torch.equal(weight.grad, torch.ones(2))
 
 
 def test_16_mixed_skips_overflowing_steps_and_goes_on():

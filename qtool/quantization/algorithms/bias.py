@@ -37,6 +37,7 @@ from qtool.nested import thinned
 from qtool.quantization.algorithms.subject import Declined, Subject
 from qtool.quantization.algorithms.walk import Segment, Walk, execute, interpret
 from qtool.quantization.capture import aten, owner, parameter, set_parameter
+from qtool.quantization.residence import device_of
 from qtool.quantization.stored_weights import dequantize_of
 from qtool.units import many
 
@@ -191,7 +192,7 @@ def set_bias(graph: GraphModule, node: Node, value: Tensor) -> None:
         )  # fmt: skip
     before = node.args[2] if len(node.args) > 2 else None
     name = f"{node.name}_corrected_bias"
-    set_parameter(graph, name, value.float())
+    set_parameter(graph, name, value.float().to(device_of(graph)))  # a saved one comes from the host
     with graph.graph.inserting_before(node):
         stored = graph.graph.get_attr(name)
     if isinstance(before, Node):
