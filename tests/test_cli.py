@@ -18,7 +18,7 @@ from click.testing import CliRunner, Result
 
 import qtool
 from qtool import pipeline
-from qtool.cli import main
+from qtool.cli import NO_REPORTS, main
 from qtool.errors import ContractError, UsageError
 from qtool.recipe import BenchmarkConfig, ExportConfig, QatConfig, QuantizeConfig, TrainConfig
 
@@ -408,6 +408,17 @@ def test_quiet_has_hugging_faces_libraries_draw_no_bars(monkeypatch: pytest.Monk
     monkeypatch.setattr(pipeline, "inspect", seen)
     invoke("inspect", "x", *words)
     assert found == (["1", "1"] if words else [None, None])
+
+
+@pytest.mark.parametrize(("given", "left"), [(None, "1"), ("0", "0")])
+def test_onnx_runtime_sends_no_reports_unless_it_is_told_to(
+    monkeypatch: pytest.MonkeyPatch, given: str | None, left: str
+) -> None:
+    monkeypatch.setenv(NO_REPORTS, given or "")  # to have it put back
+    if given is None:
+        monkeypatch.delenv(NO_REPORTS)
+    inspect_raises(monkeypatch, ValueError())
+    assert os.environ[NO_REPORTS] == left
 
 
 @pytest.mark.parametrize("command", WORKING)
