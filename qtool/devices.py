@@ -233,6 +233,14 @@ def memory_used(device: torch.device) -> int:
     return int(pages[1]) * os.sysconf("SC_PAGE_SIZE") if pages else 0
 
 
+def require_compilation(where: str) -> None:
+    """Raises QtoolError where the environment makes torch.compile do nothing, which torch says no word of."""
+    for name in ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE"):
+        if os.environ.get(name) == "1":
+            got = f"{name}=1 in the environment, with which it compiles nothing"
+            raise QtoolError(where, "torch.compile to compile", got, f"unset it, or leave {where} out")
+
+
 def load_inductor() -> None:
     """Imports the compiler, whose modules use torch.jit, which is deprecated."""
     with warnings.catch_warnings():

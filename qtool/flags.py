@@ -28,7 +28,16 @@ import click
 from click.core import ParameterSource
 
 from qtool.artifacts import NO_ROOM, finite
-from qtool.errors import ContractError, QtoolError, UsageError, left, nearest, one_line, says_that_another_ended
+from qtool.errors import (
+    FAILED_COMPILERS,
+    ContractError,
+    QtoolError,
+    UsageError,
+    left,
+    nearest,
+    one_line,
+    says_that_another_ended,
+)
 from qtool.options import accepted, check, flag, inner_type, nearest_option
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
@@ -325,6 +334,9 @@ def explain(error: Exception) -> QtoolError:
         where = f"'{error.filename}'" if error.filename else "a file"
         return QtoolError(where, "to read or write it", f"{name}: {error.strerror or error}", do)
     got = one_line(f"{name}: {error}")
+    if name in FAILED_COMPILERS:
+        do = "see what the compiler says with --debug, or do without what is compiled"
+        return QtoolError("torch.compile", "a compiler that works", got, do)
     if "RANK" in os.environ and says_that_another_ended(error):
         return QtoolError(
             f"process {os.environ['RANK']} of {os.environ.get('WORLD_SIZE')}", "the others to go on", got,
