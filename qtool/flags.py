@@ -346,7 +346,8 @@ def explain(error: Exception) -> QtoolError:
         full = error.errno in NO_ROOM
         place = "on that disk" if error.filename else "where it goes and in the folder for temporary files (TMPDIR),"
         do = f"free space {place} and run the same command again" if full else "check the path and its permissions"
-        where = f"'{error.filename}'" if error.filename else "a file"
+        at = error.filename2 or error.filename  # of a move where it goes to, since what is there is in the way
+        where = f"'{at}'" if at else "a file"
         return QtoolError(where, "to read or write it", f"{name}: {error.strerror or error}", do)
     got = one_line(f"{name}: {error}")
     if name in FAILED_COMPILERS:

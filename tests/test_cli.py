@@ -264,6 +264,7 @@ def inspect_raises(monkeypatch: pytest.MonkeyPatch, error: BaseException, *words
         (OSError(errno.ENOSPC, "No space left on device", "a/b"), 1, ["'a/b'", "No space left", "free space"]),
         (OSError(errno.ENOSPC, "No space left on device"), 1, ["a file: ", "in the folder for temporary files"]),
         (PermissionError(errno.EACCES, "Permission denied", "a/b"), 1, ["'a/b'", "Permission denied"]),
+        (PermissionError(errno.EPERM, "Operation not permitted", "a/b", None, "a/c"), 1, ["'a/c': ", "permissions"]),
         (EOFError("Ran out of input"), 1, ["no internal error; got EOFError: Ran out of input"]),
         (MemoryError(), 1, ["memory", "smaller batch"]),
         (ValueError("two\nlines"), 1, ["ValueError: two lines", "--debug"]),
