@@ -43,6 +43,8 @@ from qtool.version import __version__
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 SHELLS = ("bash", "zsh", "fish")
 RUN_DIR = click.Path(path_type=Path)
+NO_REPORTS = "ORT_DISABLE_TELEMETRY"
+"""Keeps ONNX Runtime from sending reports, for which it writes into the home folder, and complains where it cannot."""
 BARS = ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS")
 """What Hugging Face's libraries read, when they are imported, to draw no progress bars."""
 
@@ -326,6 +328,7 @@ def work(ctx: click.Context) -> Iterator[ModuleType]:
     """The surroundings of a stage: allocator settings before torch comes in, stdout kept clean, progress on stderr."""
     from qtool.allocator import tune
 
+    os.environ.setdefault(NO_REPORTS, "1")
     tune(huge_pages=ctx.command.name not in ("train", "memory"))
     if not ctx.params["as_debug"]:
         warnings.simplefilter("ignore")

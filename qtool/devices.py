@@ -93,8 +93,9 @@ def out_of_memory(error: BaseException) -> bool:
 def memory_free(device: torch.device) -> int:
     """Bytes that this process can still allocate: on a GPU the free ones, torch's unused blocks among them.
 
-    On the CPU what the system says is available, or what is left of a limit of one of its control groups, where that is
-    less. Pages of files that are not in use are counted: they give way. Raises QtoolError where nothing is known.
+    On the CPU what the system says is available, or what is left of a limit of one of its control groups or of its own
+    (``ulimit -v`` and ``-d``, which batch systems set), where that is less. Pages of files that are not in use are
+    counted: they give way. Raises QtoolError where nothing is known.
     """
     if device.type == "cuda":
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -102,9 +103,21 @@ def memory_free(device: torch.device) -> int:
     try:
         known = [int(re.findall(r"^MemAvailable: *(\d+) kB$", _read("/proc/meminfo"), re.MULTILINE)[0]) * 1024]
         known += [left for group in _control_groups() if (left := group.left()) is not None]
+        known += _own_limits_left()
         return max(0, min(known))
     except (IndexError, ValueError) as error:
         raise QtoolError("free memory", "that the system tells it", str(error), "pass a --memory-budget") from error
+
+
+def _own_limits_left() -> list[int]:
+    """Bytes that the limits of this process itself leave: of its addresses, and of the memory that it asks for."""
+    limits, used = _read("/proc/self/limits"), _read("/proc/self/status")
+    left = []
+    for limit, size in (("Max address space", "VmSize"), ("Max data size", "VmData")):
+        most = re.search(rf"^{limit} +(\d+) ", limits, re.MULTILINE)
+        taken = re.search(rf"^{size}:\s+(\d+) kB$", used, re.MULTILINE)
+        left += [int(most[1]) - int(taken[1]) * 1024] if most and taken else []
+    return left
 
 
 @dataclass(frozen=True)
@@ -231,6 +244,14 @@ def memory_used(device: torch.device) -> int:
         return torch.cuda.memory_allocated(device)
     pages = _read("/proc/self/statm").split()
     return int(pages[1]) * os.sysconf("SC_PAGE_SIZE") if pages else 0
+
+
+def require_compilation(where: str) -> None:
+    """Raises QtoolError where the environment makes torch.compile do nothing, which torch says no word of."""
+    for name in ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE"):
+        if os.environ.get(name) == "1":
+            got = f"{name}=1 in the environment, with which it compiles nothing"
+            raise QtoolError(where, "torch.compile to compile", got, f"unset it, or leave {where} out")
 
 
 def load_inductor() -> None:

@@ -41,6 +41,10 @@ OWN = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, Asserti
 """What a user's own code raises, a model's or a task's, when it is wrong or what it is given is."""
 
 
+FAILED_COMPILERS = ("InductorError", "BackendCompilerFailed")
+"""What torch.compile raises where the compiler behind it fails, by name: torch's compiler is imported late."""
+
+
 class UsageError(QtoolError):
     """A wrong command line, recipe or argument, found before any work. Exit code 2."""
 

@@ -28,8 +28,18 @@ import click
 from click.core import ParameterSource
 
 from qtool.artifacts import NO_ROOM, finite
-from qtool.errors import ContractError, QtoolError, UsageError, left, nearest, one_line, says_that_another_ended
+from qtool.errors import (
+    FAILED_COMPILERS,
+    ContractError,
+    QtoolError,
+    UsageError,
+    left,
+    nearest,
+    one_line,
+    says_that_another_ended,
+)
 from qtool.options import accepted, check, flag, inner_type, nearest_option
+from qtool.signals import Ended, interrupt_behind, interrupting
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 INTERRUPTED = 130
@@ -238,14 +248,14 @@ class Program(click.Group):
         if isinstance(sys.stdout, io.TextIOWrapper):  # a sign that it has no bytes for must not cost the result
             sys.stdout.reconfigure(errors="replace")
         try:
-            code = super().main(arguments, prog_name, **extra)
+            with interrupting():
+                code = super().main(arguments, prog_name, **extra)
         except click.Abort as error:
             if isinstance(error.__cause__, EOFError):  # click takes it for the end of what somebody types
                 _leave(_fail(error.__cause__, arguments))
-            do = "run the same command again and it resumes from what is finished"
-            click.echo(f"qtool: interrupted; {do}", err=True)
-            _tell_json(QtoolError("qtool", "to finish", "an interrupt", do), INTERRUPTED, arguments)
-            _leave(INTERRUPTED)
+            _leave(_interrupted(None, arguments))
+        except Ended as error:
+            _leave(_interrupted(error, arguments))
         except click.exceptions.NoArgsIsHelpError as error:
             click.echo(error.format_message(), err=True)
             _leave(UsageError.exit_code)
@@ -256,6 +266,8 @@ class Program(click.Group):
                 _leave(QtoolError.exit_code)
             _leave(_fail(left(error), arguments))
         except Exception as error:
+            if ended := interrupt_behind(error):
+                _leave(_interrupted(ended, arguments))
             _leave(_fail(error, arguments))
         _leave(code if isinstance(code, int) else 0)
 
@@ -283,6 +295,18 @@ def _leave(code: int) -> NoReturn:
 
         leave(code)
     sys.exit(code)
+
+
+def _interrupted(error: BaseException | None, arguments: Sequence[str]) -> int:
+    """Tells what ended the program before its time, a signal or an interrupt, and returns the exit code."""
+    do = "run the same command again and it resumes from what is finished"
+    how, got, code = "interrupted", "an interrupt", INTERRUPTED
+    if isinstance(error, Ended):
+        how, got, code = f"ended by {error.by.name}", error.by.name, 128 + error.by
+    with contextlib.suppress(OSError):  # the terminal is gone
+        click.echo(f"qtool: {how}; {do}", err=True)
+    _tell_json(QtoolError("qtool", "to finish", got, do), code, arguments)
+    return code
 
 
 def _fail(error: Exception, arguments: Sequence[str]) -> int:
@@ -322,9 +346,13 @@ def explain(error: Exception) -> QtoolError:
         full = error.errno in NO_ROOM
         place = "on that disk" if error.filename else "where it goes and in the folder for temporary files (TMPDIR),"
         do = f"free space {place} and run the same command again" if full else "check the path and its permissions"
-        where = f"'{error.filename}'" if error.filename else "a file"
+        at = error.filename2 or error.filename  # of a move where it goes to, since what is there is in the way
+        where = f"'{at}'" if at else "a file"
         return QtoolError(where, "to read or write it", f"{name}: {error.strerror or error}", do)
     got = one_line(f"{name}: {error}")
+    if name in FAILED_COMPILERS:
+        do = "see what the compiler says with --debug, or do without what is compiled"
+        return QtoolError("torch.compile", "a compiler that works", got, do)
     if "RANK" in os.environ and says_that_another_ended(error):
         return QtoolError(
             f"process {os.environ['RANK']} of {os.environ.get('WORLD_SIZE')}", "the others to go on", got,

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from qtool.datasets import Images, Labels, absent
 from qtool.errors import QtoolError, UsageError, nearest, one_line
+from qtool.imports import imported
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 DEEP = ("I", "F")  # modes of 16 and 32 bits: I;16, I;16B, I, F
@@ -144,7 +145,7 @@ def read_hub(text: str) -> tuple[dict[str, Images], tuple[str, ...] | None]:
     The set needs one image column and one of class labels.
     """
     name, _, split = text.partition(":")
-    library = optional("datasets", f"data 'hf:{text}'", "qtool[datasets]")
+    library = imported("datasets", f"data 'hf:{text}'", "qtool[datasets]")
     try:
         whole = library.load_dataset(name)
         train = library.load_dataset(name, split=split) if split else whole.get("train")
@@ -178,13 +179,4 @@ def _split(where: str, rows: Any, image: str, label: str, like: list[Any]) -> Im
 
 
 def _pillow() -> Any:
-    optional("PIL", "image files", "pillow")
-    return importlib.import_module("PIL.Image")
-
-
-def optional(module: str, where: str, package: str) -> Any:
-    """A module that need not be there, imported. Raises QtoolError naming the package that brings it."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise QtoolError(where, f"the package '{module}'", str(error), f"run: pip install '{package}'") from error
+    return imported("PIL.Image", "image files", "pillow")

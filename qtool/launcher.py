@@ -38,6 +38,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any, NoReturn
 
 from qtool.errors import QtoolError, QtoolWarning, UsageError, left, says_that_another_ended, warning_line
+from qtool.machine import usable_cores
 
 GRACE = 1.0
 """Seconds in which the errors of other processes are waited for after the first, and in which they stop when told."""
@@ -197,7 +198,7 @@ def _main(sent: bytes, rank: int, count: int, port: int, reports: Connection) ->
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_PORT": port}
     os.environ |= {key: str(value) for key, value in place.items()}
     os.environ |= {"MASTER_ADDR": _HOST, "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // count)))
     try:
         function, arguments, filters, silent = _unpacked(sent)
         logging.disable(silent)

@@ -7,7 +7,6 @@ library's own constructor does not offer.
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -15,13 +14,14 @@ from typing import Any
 from torch import nn
 
 from qtool.errors import QtoolError, UsageError, nearest, one_line
+from qtool.imports import imported
 
 Builder = Callable[[str, int | None, int | None, bool], nn.Module]
 
 
 def torchvision_model(name: str, num_classes: int | None, in_channels: int | None, pretrained: bool) -> nn.Module:
     """A torchvision classifier; where it is pretrained for other classes, its last layer alone starts afresh."""
-    library = _imported("torchvision.models", "torchvision", "vision")
+    library = imported("torchvision.models", f"model 'torchvision:{name}'", "qtool[vision]")
     _known("torchvision", name, library.list_models())
     if in_channels not in (None, 3):
         raise QtoolError(f"model 'torchvision:{name}'", "images of 3 channels", str(in_channels), "use colour images")
@@ -44,7 +44,7 @@ def _without_weights(builder: Callable[..., nn.Module]) -> dict[str, None]:
 
 def timm_model(name: str, num_classes: int | None, in_channels: int | None, pretrained: bool) -> nn.Module:
     """A timm model, with timm's own handling of classes and channels."""
-    library = _imported("timm", "timm", "vision")
+    library = imported("timm", f"model 'timm:{name}'", "qtool[vision]")
     _known("timm", name.partition(".")[0], library.list_models())
     model: nn.Module = _built(
         "timm", name,
@@ -71,7 +71,7 @@ def transformers_model(name: str, num_classes: int | None, in_channels: int | No
 
     Its weights are float32, whatever the checkpoint's are: what computes in fewer bits is the stages' to say.
     """
-    library = _imported("transformers", "transformers", "text")
+    library: Any = imported("transformers", f"model 'transformers:{name}'", "qtool[text]")
     kwargs = {} if num_classes is None else {"num_labels": num_classes}
 
     def build() -> nn.Module:
@@ -105,15 +105,6 @@ def _require_vocabulary(name: str, config: Any, kind: Any, needed: int | None) -
             f"model 'transformers:{name}'", f"a vocabulary of at least the data's {needed} tokens", str(size),
             "use the model's own tokenizer.json: --data text:FILE:128:tokenizer.json",
         )  # fmt: skip
-
-
-def _imported(module: str, package: str, extra: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except (ImportError, RuntimeError) as error:  # a build that does not fit torch's raises RuntimeError
-        raise QtoolError(
-            f"the package '{package}'", "that it imports", str(error), f"run: pip install 'qtool[{extra}]'"
-        ) from error
 
 
 def _known(library: str, name: str, names: list[str]) -> None:

@@ -59,6 +59,11 @@ def quick_precision() -> str:
     return "32-true" if is_slow_in_bfloat16() and not has_gpu else "bf16-mixed"
 
 
+def usable_cores() -> int:
+    """How many hardware threads this process may use: those that it is bound to, which a batch system limits."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def cpu_info() -> dict[str, Any]:
     """The CPU's name, the cores this process may use, and the features that integer kernels depend on."""
     text = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
@@ -66,9 +71,8 @@ def cpu_info() -> dict[str, Any]:
     fields = {key.strip(): value.strip() for key, colon, value in lines if colon}
     flags = set(fields.get("flags", fields.get("Features", "")).split())
     known = ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "amx_int8", "avx512_bf16", "asimddp", "i8mm")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
         "name": fields.get("model name", platform.processor() or platform.machine()),
-        "cores": cores,
+        "cores": usable_cores(),
         "features": [flag for flag in known if flag in flags],
     }

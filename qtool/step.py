@@ -42,7 +42,7 @@ from torch.optim import Optimizer
 from qtool import moved_buffers, processes, unreached
 from qtool.checkpoint import Files
 from qtool.devices import load_inductor, resolve_device
-from qtool.errors import QtoolError, UsageError
+from qtool.errors import FAILED_COMPILERS, QtoolError, UsageError
 from qtool.forward import passes_told
 from qtool.nested import call, map_tensors, no_floats, num_samples, split, to_float32
 from qtool.recipe import TrainConfig
@@ -169,6 +169,8 @@ def answer(model: Callable[[Any], Any], value: Any) -> Any:
             )
         elif _NOT_IN_16_BITS.search(error.got):
             do = "take another --precision: this device has no such operator for this one, and has all for 32-true"
+        elif error.got.startswith(FAILED_COMPILERS):
+            do = "the model is not at fault: see with --debug what the compiler says, or leave --compile out"
         elif do is None and _TYPES_DIFFER.search(error.got):
             do = "give inputs, weights and buffers of one type of floats, or take --precision 32-true, which casts none"
         if do is None:

@@ -9,7 +9,6 @@ to be imported, and registered with torch, by whoever opens the file.
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 import warnings
@@ -22,7 +21,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from qtool.errors import QtoolError, one_line
+from qtool.imports import imported
 
 _NAMED = re.compile(r"qtool\.(namedtuple|dataclass):(\w+):(\w*(?:,\w+)*)")
 _TRANSFORMERS = re.compile(r'"(transformers\.(?:models\.\w+\.)?modeling_\w+)\.\w+')
@@ -71,23 +70,14 @@ def _paths(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, tuple[Any, 
 def know_types(program: str) -> None:
     """Registers the container types that the JSON of a saved program names, as far as they are not known here.
 
-    Raises QtoolError where they are of transformers, which is not there.
+    Raises QtoolError where they are of transformers, which does not import.
     """
     for spec in _specs(json.loads(program)):
         for module in _TRANSFORMERS.findall(spec):
-            _import(module)
+            imported(module, f"saved graph with types of '{module}'", "qtool[text]")
         for found in _NAMED.finditer(spec):
             if found[0] not in pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE:
                 _make(*found.groups())
-
-
-def _import(module: str) -> None:
-    try:
-        importlib.import_module(module)
-    except ImportError as error:
-        raise QtoolError(
-            "saved graph", f"'{module}', whose types the model gives", one_line(error), "pip install 'qtool[text]'"
-        ) from error
 
 
 def _make(sort: str, name: str, joined: str) -> None:

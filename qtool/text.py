@@ -18,7 +18,6 @@ Left out on purpose: attention that stops at a document's beginning, and tokeniz
 from __future__ import annotations
 
 import hashlib
-import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +30,7 @@ from torch.utils.data import Dataset
 
 from qtool.datasets import absent
 from qtool.errors import QtoolError, UsageError, one_line
+from qtool.imports import imported
 from qtool.labels import IGNORED
 
 LENGTH = 128
@@ -157,12 +157,7 @@ class _Tokenizer:
     def __init__(self, path: Path) -> None:
         if not path.is_file():
             raise absent(path)
-        try:
-            library = importlib.import_module("tokenizers")
-        except ImportError as error:
-            raise QtoolError(
-                f"tokenizer '{path}'", "the package 'tokenizers'", str(error), "run: pip install 'qtool[text]'"
-            ) from error
+        library = imported("tokenizers", f"tokenizer '{path}'", "qtool[text]")
         try:
             self.inner = library.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises a bare Exception

@@ -18,9 +18,10 @@ from click.testing import CliRunner, Result
 
 import qtool
 from qtool import pipeline
-from qtool.cli import main
+from qtool.cli import NO_REPORTS, main
 from qtool.errors import ContractError, UsageError
 from qtool.recipe import BenchmarkConfig, ExportConfig, QatConfig, QuantizeConfig, TrainConfig
+from qtool.signals import Ended
 
 COMMANDS = sorted(main.commands)
 WORKING = [name for name in COMMANDS if name != "completion"]
@@ -263,6 +264,7 @@ def inspect_raises(monkeypatch: pytest.MonkeyPatch, error: BaseException, *words
         (OSError(errno.ENOSPC, "No space left on device", "a/b"), 1, ["'a/b'", "No space left", "free space"]),
         (OSError(errno.ENOSPC, "No space left on device"), 1, ["a file: ", "in the folder for temporary files"]),
         (PermissionError(errno.EACCES, "Permission denied", "a/b"), 1, ["'a/b'", "Permission denied"]),
+        (PermissionError(errno.EPERM, "Operation not permitted", "a/b", None, "a/c"), 1, ["'a/c': ", "permissions"]),
         (EOFError("Ran out of input"), 1, ["no internal error; got EOFError: Ran out of input"]),
         (MemoryError(), 1, ["memory", "smaller batch"]),
         (ValueError("two\nlines"), 1, ["ValueError: two lines", "--debug"]),
@@ -410,6 +412,17 @@ def test_quiet_has_hugging_faces_libraries_draw_no_bars(monkeypatch: pytest.Monk
     assert found == (["1", "1"] if words else [None, None])
 
 
+@pytest.mark.parametrize(("given", "left"), [(None, "1"), ("0", "0")])
+def test_onnx_runtime_sends_no_reports_unless_it_is_told_to(
+    monkeypatch: pytest.MonkeyPatch, given: str | None, left: str
+) -> None:
+    monkeypatch.setenv(NO_REPORTS, given or "")  # to have it put back
+    if given is None:
+        monkeypatch.delenv(NO_REPORTS)
+    inspect_raises(monkeypatch, ValueError())
+    assert os.environ[NO_REPORTS] == left
+
+
 @pytest.mark.parametrize("command", WORKING)
 def test_every_command_takes_json_quiet_and_debug(command: str) -> None:
     names = {name for param in main.commands[command].params for name in param.opts}
@@ -504,6 +517,60 @@ def test_an_interrupted_process_leaves_with_130() -> None:
     done = run_python(code, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
     assert done.returncode == 130
     assert "Traceback" not in done.stderr
+
+
+ENDED = """
+import os, pathlib, signal, sys, tempfile, time
+from qtool import pipeline
+number = int(sys.argv.pop())
+def work(path):
+    with tempfile.TemporaryDirectory(dir=os.getcwd()):
+        try:
+            os.kill(os.getpid(), number)
+            pathlib.Path("went on").touch()
+        finally:
+            if "twice" in sys.argv:
+                os.kill(os.getpid(), number)
+    return {}
+pipeline.inspect = work
+from qtool.cli import main
+main(["inspect", "x", *(["--json"] if "json" in sys.argv else [])])
+"""
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="no such signal here")
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+def test_a_process_that_is_told_to_end_removes_its_temporary_files(tmp_path: Path, name: str) -> None:
+    number = signal.Signals[name]
+    done = run_python(ENDED, "json", str(int(number)), cwd=tmp_path)
+    assert done.returncode == 128 + number
+    assert done.stderr.startswith(f"qtool: ended by {name}; run the same command again")
+    assert json.loads(done.stdout)["error"]["exit_code"] == 128 + number
+    assert list(tmp_path.iterdir()) == []
+    assert run_python(ENDED, "twice", str(int(number)), cwd=tmp_path).returncode == -number
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="no such signal here")
+def test_a_hangup_that_is_ignored_stays_ignored(tmp_path: Path) -> None:
+    ignoring = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n" + ENDED
+    done = run_python(ignoring, str(int(signal.SIGHUP)), cwd=tmp_path)
+    assert (done.returncode, [path.name for path in tmp_path.iterdir()]) == (0, ["went on"])
+
+
+@pytest.mark.parametrize(("interrupt", "code"), [(KeyboardInterrupt(), 130), (Ended(signal.SIGTERM), 143)])
+def test_an_interrupt_that_a_library_made_another_error_is_still_one(
+    monkeypatch: pytest.MonkeyPatch, interrupt: BaseException, code: int
+) -> None:
+    error = RuntimeError("Error calling __set_name__ on 'Field'")
+    error.__cause__ = interrupt
+    result = inspect_raises(monkeypatch, error)
+    assert (result.exit_code, "resumes" in result.stderr, "internal" in result.stderr) == (code, True, False)
+
+
+def test_signals_are_as_they_were_once_a_command_has_ended() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    invoke("numerics")
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 @pytest.mark.parametrize(("run", "ends"), [("", "the interpreter's end\n"), ("1", "")])

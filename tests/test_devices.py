@@ -135,6 +135,18 @@ def test_free_memory_is_what_the_nearest_limit_leaves_without_unused_files(syste
     assert memory_free(CPU) == free * MIB
 
 
+@pytest.mark.parametrize(("which", "limit", "free"), [("space ", 700, 100), ("data size", 450, 150)])
+def test_free_memory_is_what_the_process_s_own_limits_leave(system, which, limit, free):
+    known = system("0::/\n", {})
+    known["/proc/self/status"] = f"VmPeak:\t 1 kB\nVmSize:\t  {600 * 1024} kB\nVmData:\t  {300 * 1024} kB\n"
+    rows = [f"Max {name:<22}{'unlimited':<21}{'unlimited':<21}bytes" for name in ("data size", "address space")]
+    known["/proc/self/limits"] = "\n".join(rows)
+    assert memory_free(CPU) == 8192 * MIB
+    rows = [row.replace("unlimited", str(limit * MIB), 1) if which in row else row for row in rows]
+    known["/proc/self/limits"] = "\n".join(rows)
+    assert memory_free(CPU) == free * MIB
+
+
 def test_kills_are_counted_in_the_own_group_and_in_the_system(system, tmp_path):
     known = system("0::/slice/job\n", SECOND)
     begun = memory_kills()

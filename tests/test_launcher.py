@@ -21,6 +21,10 @@ def write_place(folder):
     (folder / os.environ[RANK]).write_text(f"{os.environ['LOCAL_RANK']} of {os.environ['WORLD_SIZE']}, {silent}")
 
 
+def write_threads(folder):
+    (folder / "threads").write_text(os.environ["OMP_NUM_THREADS"])
+
+
 def fail_in_one(wait_file):
     if os.environ[RANK] == "1":
         raise UsageError("here", "this", "that", "do so")
@@ -60,6 +64,19 @@ def test_semaphores_end_with_their_process(tmp_path):
     launch(hold_a_semaphore, 1, tmp_path)
     name = (tmp_path / "name").read_text().lstrip("/")
     assert not Path("/dev/shm", f"sem.{name}").exists()
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no such binding here")
+def test_processes_share_the_cores_that_this_one_is_bound_to(tmp_path, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    bound = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(bound)})
+    try:
+        launch(write_threads, 1, tmp_path)
+    finally:
+        os.sched_setaffinity(0, bound)
+    assert (tmp_path / "threads").read_text() == "1"
 
 
 def test_processes_know_their_places_and_what_is_not_to_be_told(tmp_path, monkeypatch):

@@ -88,13 +88,14 @@ def test_types_of_transformers_are_imported_and_no_other_module(monkeypatch: pyt
         "transformers.trainer.Trainer", "os.path", "evil.modeling_outputs.Output",
     ):  # fmt: skip
         know_types(spec(name))
-    assert imported == ["transformers.modeling_outputs", "transformers.models.vits.modeling_vits"]
+    named = ["transformers.modeling_outputs", "transformers.models.vits.modeling_vits"]
+    assert [name for name in imported if name != "transformers"] == named
 
     def missing(name: str) -> Any:
-        raise ModuleNotFoundError("No module named 'transformers'")
+        raise ModuleNotFoundError("No module named 'transformers'", name="transformers")
 
     monkeypatch.setattr(importlib, "import_module", missing)
     with pytest.raises(
-        QtoolError, match=r"'transformers\.modeling_outputs', whose types the model gives; got No module"
+        QtoolError, match=r"'transformers\.modeling_outputs': expected .* got No module .*; run: pip install"
     ):
         know_types(spec("transformers.modeling_outputs.BaseModelOutput"))

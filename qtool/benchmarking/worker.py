@@ -46,7 +46,7 @@ class Server:
             os.sched_setaffinity(0, cores)
         runtime = RUNTIMES[provider]
         for name in (f"qtool.runtimes.{runtime}", *_IMPORTED_LATE.get(runtime, ())):
-            with suppress(ImportError):  # told as the file is opened
+            with suppress(Exception):  # told as the file is opened
                 importlib.import_module(name)
         return {}
 

@@ -13,7 +13,6 @@ purpose: the model registry, and logging step by step while a stage runs.
 
 from __future__ import annotations
 
-import importlib
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from qtool.errors import QtoolError, UsageError, one_line
+from qtool.imports import imported
 from qtool.reporting.gather import Run, gather
 
 MAX_PARAM = 500
@@ -30,12 +30,7 @@ ARTIFACTS = ("*.json", "recipe.toml", "model.int8.onnx", "report.html", "report.
 
 def require_mlflow() -> Any:
     """The mlflow module. Raises UsageError that says how to install it."""
-    try:
-        return importlib.import_module("mlflow")
-    except ImportError as error:
-        raise UsageError(
-            "--mlflow", "the package mlflow", one_line(error), "pip install 'qtool[mlflow]', or leave --mlflow out"
-        ) from error
+    return imported("mlflow", "--mlflow", "qtool[mlflow]", UsageError)
 
 
 def log_run(path: Path, uri: str) -> str:

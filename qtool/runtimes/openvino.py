@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 
 from qtool.errors import QtoolError, one_line
+from qtool.imports import imported
 from qtool.machine import VNNI, cpu_info
 from qtool.runtimes.base import Array, Kernel, ProviderError, TensorInfo, check_feeds
 
@@ -197,13 +198,7 @@ def is_installed() -> bool:
 
 
 def _require() -> Any:
-    try:
-        import openvino
-    except ImportError as error:
-        raise ProviderError(
-            "provider 'openvino'", "the package openvino", one_line(error), "run: pip install 'qtool[openvino]'"
-        ) from error
-    return openvino
+    return imported("openvino", "provider 'openvino'", "qtool[openvino]", ProviderError)
 
 
 def _info(port: Any) -> TensorInfo:

@@ -26,7 +26,7 @@ import torch
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
-from qtool.devices import load_inductor, move_graph
+from qtool.devices import load_inductor, move_graph, require_compilation
 from qtool.errors import QtoolError, one_line
 from qtool.nested import to_float32
 from qtool.runtimes.base import Array, Kernel, ProviderError, TensorInfo, check_feeds, is_compute
@@ -71,6 +71,8 @@ class TorchSession:
             _halve(module, self._dtype)
         self.stored = _stored_format(self._module)
         self._compiles = provider == "torch-compile"
+        if self._compiles:
+            require_compilation("provider 'torch-compile'")
         self._call = _compiled(self._module) if self._compiles else self._module
         self._seen: set[tuple[Any, ...]] = set()
 

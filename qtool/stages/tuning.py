@@ -8,7 +8,6 @@ the untuned file, the CPU, the runtime's version, threads and batch size, and us
 from __future__ import annotations
 
 import contextlib
-import importlib
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from qtool.artifacts import earlier, sha256_of
+from qtool.imports import imported
 from qtool.machine import cpu_info
 from qtool.recipe import ExportConfig
 
@@ -74,7 +74,7 @@ def _key(path: Path, config: ExportConfig, provider: str) -> dict[str, Any]:
 
 
 def _version(package: str) -> str:
-    return str(importlib.import_module(package).__version__)
+    return str(imported(package, "--tune", f"qtool[{package}]").__version__)
 
 
 def _known(folder: Path, key: Mapping[str, Any]) -> dict[str, Any] | None:

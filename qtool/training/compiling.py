@@ -19,7 +19,7 @@ from typing import Any
 from torch import nn
 
 from qtool import step
-from qtool.devices import resolve_device
+from qtool.devices import require_compilation, resolve_device
 from qtool.errors import QtoolError
 from qtool.recipe import TrainConfig
 from qtool.step import Setup
@@ -56,7 +56,8 @@ def _compile_forward(block: nn.Module) -> Callable[[], None]:
 
 
 def require_compiler(device: str, where: str = "--compile") -> None:
-    """Raises QtoolError naming the missing compiler: C++ for the CPU, Triton for CUDA."""
+    """Raises QtoolError naming the missing compiler: C++ for the CPU, Triton for CUDA, or what switches both off."""
+    require_compilation(where)
     if device == "cuda" and importlib.util.find_spec("triton") is None:
         raise QtoolError(where, "Triton", "no module 'triton'", f"install triton, or leave {where} out")
     wanted = (os.environ["CXX"],) if os.environ.get("CXX") else _COMPILERS

@@ -32,7 +32,6 @@ Left out on purpose: adapters of embeddings, of transposed and of grouped convol
 from __future__ import annotations
 
 import copy
-import importlib
 import math
 import re
 import warnings
@@ -49,6 +48,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from qtool import processes, unreached
 from qtool.errors import OWN, QtoolError, QtoolWarning, UsageError, kind_of, nearest, one_line
+from qtool.imports import imported
 from qtool.materialise import fill
 from qtool.nested import NARROW
 from qtool.recipe import TrainConfig
@@ -433,7 +433,4 @@ def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def _peft() -> Any:
-    try:
-        return importlib.import_module("peft")
-    except (ImportError, RuntimeError) as error:  # a torchvision that does not fit torch raises RuntimeError
-        raise QtoolError("--lora", "the package 'peft'", str(error), "run: pip install 'qtool[lora]'") from error
+    return imported("peft", "--lora", "qtool[lora]")

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qtool import processes
+from qtool.imports import imported
 from qtool.materialise import MadeFrom, rows_before
 
 BLOCK = 64
@@ -115,8 +116,7 @@ class _Product(torch.autograd.Function):
 
 def quantized(layer: nn.Module) -> NF4Linear:
     """``layer``, linear or transformers' ``Conv1D``, in 4 bits; its own weights are let go of."""
-    import bitsandbytes  # noqa: F401  (registers the operators)
-
+    imported("bitsandbytes", "--lora-base", "bitsandbytes")  # it registers the operators
     assert isinstance(layer.weight, Tensor)
     bias = layer.bias if isinstance(layer.bias, nn.Parameter) else None
     small = NF4Linear(layer, layer.weight, bias, not isinstance(layer, nn.Linear))

@@ -33,6 +33,7 @@ from qtool import processes
 from qtool.checkpoint import register_tensor_class
 from qtool.devices import resolve_device
 from qtool.errors import QtoolError
+from qtool.imports import imported
 from qtool.recipe import TrainConfig
 from qtool.step import Setup, plain_optimizer
 from qtool.training.batched import batched, paged_when_fake
@@ -115,9 +116,7 @@ def bitsandbytes(name: str) -> Callable[[TrainConfig], Make]:
 
     def configured(config: TrainConfig) -> Make:
         def make(parameters: list[nn.Parameter]) -> Optimizer:
-            import bitsandbytes.optim
-
-            kind = getattr(bitsandbytes.optim, name)
+            kind = getattr(imported("bitsandbytes.optim", "--optimizer", "bitsandbytes"), name)
             if name.startswith("Paged"):
                 kind = paged_when_fake(kind)
             if name in ("AdamW8bit", "Lion8bit"):

@@ -10,7 +10,10 @@ from torch._dynamo.backends.debugging import boxed_nop
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from qtool.errors import QtoolError
+from qtool.flags import explain
 from qtool.recipe import TrainConfig
+from qtool.runtimes.torch import TorchSession
+from qtool.step import answer
 from qtool.training import compiling
 from qtool.training.techniques import setup
 
@@ -155,6 +158,30 @@ def test_a_missing_compiler_is_named(monkeypatch):
     monkeypatch.setenv("CXX", "/opt/odd++")
     with pytest.raises(QtoolError, match="odd"):
         compiling.require_compiler("cpu")
+
+
+@pytest.mark.parametrize("name", ["TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE"])
+def test_what_makes_compiling_do_nothing_is_refused(name, monkeypatch):
+    monkeypatch.setenv(name, "1")
+    with pytest.raises(QtoolError, match=f"--compile: expected torch.compile to compile; got {name}=1"):
+        compiling.require_compiler("cpu")
+    with pytest.raises(QtoolError, match=f"'torch-compile': expected torch.compile to compile; got {name}=1"):
+        TorchSession(nn.Linear(3, 3), (), provider="torch-compile")
+    monkeypatch.setenv(name, "0")
+    compiling.require_compiler("cpu")
+
+
+def test_a_compiler_that_fails_is_told_as_that_and_not_as_the_model_s_fault():
+    class InductorError(RuntimeError):
+        pass
+
+    def fails(x):
+        raise InductorError("CppCompileError: C++ compile error")
+
+    with pytest.raises(QtoolError, match=r"InductorError.*; the model is not at fault: .* or leave --compile out"):
+        answer(fails, torch.zeros(2, 3))
+    told = explain(InductorError("none"))
+    assert (told.where, told.got) == ("torch.compile", "InductorError: none")
 
 
 def test_triton_is_asked_for_on_a_gpu(monkeypatch):
