@@ -8,10 +8,11 @@ of the torch graph: 99.9 % exactly, or all but one, none off by more than one st
 float32; the runtime rounds once from an exact accumulator. They can differ only where a value lies on the edge
 between two integers. Where scales have a simple ratio, as a product's may, one value in a hundred does: such ties are
 counted apart, and held against no unit.) A unit that returns float is compared in units of its own greatest value,
-its inputs unrounded: what the runtime rounds by itself is judged end to end. Units are fed at other sizes as well,
-where the file leaves sizes open. A unit that reads random numbers drawn in the file is left out. Made for another
-runtime, the file is run operator by operator: ONNX Runtime moves quantizers before a transposition, and of an output
-that is read there, too, would return what the quantizer gives.
+its inputs unrounded: what the runtime rounds by itself is judged end to end. Choices by value are borders too
+(``choices.py``). Units are fed at other sizes as well, where the file leaves sizes open. A unit that reads random
+numbers drawn in the file is left out. Made for another runtime, the file is run operator by operator: ONNX Runtime
+moves quantizers before a transposition, and of an output that is read there, too, would return what the quantizer
+gives.
 
 *Integer reference.* On an x86 CPU the whole file must equal, bit for bit, an evaluation with the
 runtime's own arithmetic (``integer_reference.py``). Operators that the reference does not cover are named,
@@ -33,8 +34,10 @@ import onnx
 import onnxruntime
 import torch
 from torch import Tensor
+from torch.fx import Node
 
 from qtool.errors import QtoolError
+from qtool.exporting.choices import pairs, scores_at
 from qtool.exporting.drawn import drawn
 from qtool.exporting.gates import Gate
 from qtool.exporting.integer_reference import IntegerReference
@@ -60,11 +63,12 @@ MODELLED_RUNTIME = "1.31"  # the ONNX Runtime whose fusions and kernels the inte
 OF_ONE_SIZE = "report this model, and leave --dynamic-axes out until then"
 
 
-def cut(model: onnx.ModelProto) -> onnx.ModelProto:
+def cut(model: onnx.ModelProto, chosen: Collection[tuple[str, str]] = ()) -> onnx.ModelProto:
     """The model with every link from a quantizer to its readers replaced by an output and an input.
 
     Quantizer ``q`` keeps its output name; its readers read the new graph input ``q/fed``. Links inside one
-    chain of operators that only move bytes are cut too.
+    chain of operators that only move bytes are cut too. So are those from choices to their readers: of ``chosen``,
+    (scores, places), the scores are outputs and the places are fed.
     """
     result = onnx.ModelProto()
     result.CopyFrom(model)
@@ -74,15 +78,22 @@ def cut(model: onnx.ModelProto) -> onnx.ModelProto:
     for node in graph.node:
         if node.op_type == "QuantizeLinear":
             kinds[node.output[0]] = constants[node.input[2]].data_type
+    types = {value.name: value.type for value in (*model.graph.value_info, *model.graph.output)}
+    given = {value.name for value in graph.output}
+    for scores, places in chosen:
+        kinds[places] = onnx.TensorProto.INT64
+        if scores in types and scores not in given:
+            graph.output.append(onnx.ValueInfoProto(name=scores, type=types[scores]))
+            given.add(scores)
     for node in graph.node:
         for index, name in enumerate(node.input):
             if name in kinds:
                 node.input[index] = f"{name}/fed"
-    shapes = _shapes(model)
     for name, kind in kinds.items():
-        shape = [None] * len(shapes[name])
+        shape = [None] * len(types[name].tensor_type.shape.dim)
         graph.input.append(onnx.helper.make_tensor_value_info(f"{name}/fed", kind, shape))
-        graph.output.append(onnx.helper.make_tensor_value_info(name, kind, shape))
+        if name not in given:
+            graph.output.append(onnx.helper.make_tensor_value_info(name, kind, shape))
     return result
 
 
@@ -98,9 +109,11 @@ def unit_parity(quantized: QuantizedModel, path: Path, samples: Sequence[Any], o
     shapes = _shapes(model)
     recorder = QuantizerRecorder(quantized)
     units = {name: _Unit() for name in names}
+    chosen = pairs(quantized.graph, model)
+    left_to_scores = {places for _, places in chosen.values()}
     worst_float = 0.0
     with tempfile.TemporaryDirectory() as folder:
-        cut_path, parts = Path(folder) / "cut.onnx", cut(model)
+        cut_path, parts = Path(folder) / "cut.onnx", cut(model, chosen.values())
         random = drawn(parts)
         onnx.save(parts, str(cut_path), save_as_external_data=model.ByteSize() > 1 << 30)
         own = quantized.plan.target == "ort-cpu"
@@ -112,6 +125,8 @@ def unit_parity(quantized: QuantizedModel, path: Path, samples: Sequence[Any], o
                 integers, ties = (list(compress(parts, kept)) for parts in (recorded, recorder.ties))
                 fed = {f"{n}/fed": _as_shape(v, shapes.get(n)) for n, v in zip(names, integers, strict=True)}
                 wanted = {info.name for info in session.inputs}
+                for node, (_, place) in chosen.items():
+                    fed[f"{place}/fed"] = _as_shape(recorder.chosen[node][1].numpy(), shapes.get(place))
                 feeds = {**feeds_of(model, batch), **fed}
                 got = dict(zip(order, session.run({k: v for k, v in feeds.items() if k in wanted}), strict=True))
             except QtoolError as error:
@@ -122,8 +137,12 @@ def unit_parity(quantized: QuantizedModel, path: Path, samples: Sequence[Any], o
             for name, expected, near in zip(names, integers, ties, strict=True):
                 if name not in random:
                     units[name].add(*_shared_channels(expected, got[name], near))
+            for node, (scores, place) in chosen.items():
+                if place not in random:
+                    off = _choice_error(node, *recorder.chosen[node], got.get(scores), got[place])
+                    worst_float = max(worst_float, off)
             for name, value in zip(outputs, tensors(output), strict=False):
-                if name not in random:
+                if name not in random and name not in left_to_scores:
                     worst_float = max(worst_float, _relative_error(value, got[name]))
         session.close()
     left_out = [units.pop(name) for name in names if name in random]
@@ -294,6 +313,15 @@ def _relative_error(expected: Tensor, got: Array) -> float:
     want = expected.detach().float().cpu().numpy().ravel()
     greatest = float(np.abs(want[np.isfinite(want)]).max(initial=0)) or 1.0
     return _greatest_difference(want, got.ravel()) / greatest
+
+
+def _choice_error(node: Node, scores: Tensor, places: Tensor, theirs: Array | None, chosen: Array) -> float:
+    """By how much the file's scores are others, and those of what it has ``chosen``: none where it took equals."""
+    error = 0.0 if theirs is None else _relative_error(scores, theirs)
+    if chosen.size != places.numel():
+        return float("inf")
+    other = scores_at(node, scores, torch.from_numpy(chosen).reshape(places.shape))
+    return max(error, _relative_error(scores_at(node, scores, places), other.numpy()))
 
 
 def _greatest_difference(want: Array, got: Array) -> float:

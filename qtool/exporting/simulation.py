@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.fx import Interpreter, Node
 
 from qtool.exporting.block_products import rounded_in_blocks
+from qtool.exporting.choices import CHOOSING, places_of
 from qtool.form import DEQUANTIZE, QUANTIZE, QuantizedModel, arguments, check_inputs, quantize_nodes, unit_of
 from qtool.form import quantized as quantized_ops
 from qtool.forward import passes_told
@@ -87,7 +88,14 @@ def _sort(x: Tensor, dim: int = -1, descending: bool = False) -> tuple[Tensor, .
     return tuple(torch.sort(x, dim=dim, descending=descending, stable=True))
 
 
-RANKED = {torch.ops.aten.topk.default: _topk, torch.ops.aten.sort.default: _sort}
+def _argsort(x: Tensor, dim: int = -1, descending: bool = False) -> Tensor:
+    """``aten.argsort``, the first of equal values first."""
+    return torch.argsort(x, dim=dim, descending=descending, stable=True)
+
+
+RANKED = {
+    torch.ops.aten.topk.default: _topk, torch.ops.aten.sort.default: _sort, torch.ops.aten.argsort.default: _argsort,
+}  # fmt: skip
 
 
 @torch.no_grad()
@@ -126,7 +134,7 @@ def dequantize(x: Tensor, scale: float, zero_point: int, low: int, high: int, dt
 
 
 class QuantizerRecorder(Simulation):
-    """Keeps the integers that each activation quantizer gave, and the places of those that are ties.
+    """Keeps the integers that each activation quantizer gave, the places of those that are ties, and what was chosen.
 
     A sigmoid that gives float is the runtime's polynomial: where all results are small, as those of rare clicks, torch
     and the runtime would differ in what there is of them.
@@ -137,6 +145,8 @@ class QuantizerRecorder(Simulation):
         self.wanted = {node: index for index, node in enumerate(quantize_nodes(quantized.graph))}
         self.integers: list[Array] = []
         self.ties: list[Array] = []
+        self.chosen: dict[Node, tuple[Tensor, Tensor]] = {}
+        """The scores and the places of each choice by value."""
 
     def record(self, inputs: Any) -> tuple[list[Array], Any]:
         """The integers of every quantizer, in graph order, and the graph's output, for one batch."""
@@ -150,6 +160,8 @@ class QuantizerRecorder(Simulation):
             value = logistic(self.fetch_args_kwargs_from_env(n)[0][0])
         else:
             value = super().run_node(n)
+        if n.target in CHOOSING:
+            self.chosen[n] = self.fetch_args_kwargs_from_env(n)[0][0], places_of(value)
         if n in self.wanted:
             real, scale = self.fetch_args_kwargs_from_env(n)[0][:2]
             self.integers[self.wanted[n]] = value.cpu().numpy()

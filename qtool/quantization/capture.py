@@ -320,10 +320,10 @@ def owner(node: Node) -> str:
     return str(list(stack.values())[-1][0]) if stack else ""
 
 
-def remove_dropout(graph_module: GraphModule) -> None:
-    """Removes dropout, which is the identity outside training."""
+def remove_identities(graph_module: GraphModule) -> None:
+    """Removes dropout, which is the identity outside training, and ``detach``, which only gradients know of."""
     for node in list(graph_module.graph.nodes):
-        if node.op == "call_function" and node.target in DROPOUTS:
+        if node.op == "call_function" and node.target in (*DROPOUTS, aten.detach.default):
             node.replace_all_uses_with(node.args[0])
             graph_module.graph.erase_node(node)
     graph_module.recompile()

@@ -31,7 +31,7 @@ from qtool.errors import QtoolError, UsageError, kind_of, one_line
 from qtool.form import Plan, QuantizedModel, Unit, quantized
 from qtool.nested import call, tensors
 from qtool.quantization.align import align, label_units
-from qtool.quantization.capture import aten, capture, copied, owner, parameter, remove_dropout, set_parameter
+from qtool.quantization.capture import aten, capture, copied, owner, parameter, remove_identities, set_parameter
 from qtool.quantization.eager_modules import (
     Leave,
     Requantized,
@@ -84,7 +84,7 @@ def from_eager(
     rebuild(copied_model)
     own, leaves = (paths_of(copied_model, kind) for kind in (Requantized, Leave))
     graph = capture(copied_model, example_inputs)
-    remove_dropout(graph)
+    remove_identities(graph)
     _name_owners(graph, own)
     _insert_quantizers(graph, own, leaves)
     _absorb_activations(graph)

@@ -23,7 +23,7 @@ from qtool.quantization.capture import (
     drop_unused,
     output_axis,
     parameter,
-    remove_dropout,
+    remove_identities,
     set_parameter,
 )
 from qtool.quantization.rewrites.constants import fold_computed
@@ -39,7 +39,7 @@ def finish(graph_module: GraphModule, target: Target) -> tuple[str, ...]:
     Returns notes on channels that were changed.
     """
     notes: list[str] = []
-    remove_dropout(graph_module)
+    remove_identities(graph_module)
     drop_requantization(graph_module)
     fold_computed(graph_module)
     for node in list(graph_module.graph.nodes):

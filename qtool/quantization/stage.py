@@ -29,7 +29,7 @@ from qtool.quantization.algorithms import ALGORITHMS, CHANGES, samples_read
 from qtool.quantization.algorithms.passes import Passes
 from qtool.quantization.algorithms.subject import Report, silent
 from qtool.quantization.calibrate import calibrate, choose_ranges, require_reached, restore_ranges
-from qtool.quantization.capture import capture, copied, remove_dropout
+from qtool.quantization.capture import capture, copied, remove_identities
 from qtool.quantization.common_steps import share_steps
 from qtool.quantization.fidelity import require_faithful
 from qtool.quantization.gains import Gains, channel_gains
@@ -240,7 +240,7 @@ def float_form(model: nn.Module, example: Any, *, merged: bool = True, axes: tup
     stand behind the layers that take them in. Raises QtoolError where it does not compute what ``model`` does.
     """
     graph = capture(with_stored_weights(model), example, axes=axes)
-    remove_dropout(graph)
+    remove_identities(graph)
     fold_batch_norm(graph)
     _simplify(graph, merged=merged)
     require_faithful(graph, model, example)

@@ -32,7 +32,7 @@ from torch.nn import functional as F
 from qtool.errors import QtoolError, one_line
 from qtool.form import arguments, open_axes
 from qtool.quantization.align import Misaligned, align, check_quantizers, label_units
-from qtool.quantization.capture import aten, capture, owner, remove_dropout, set_modes, user_line
+from qtool.quantization.capture import aten, capture, owner, remove_identities, set_modes, user_line
 from qtool.quantization.integers import drop_requantization
 from qtool.quantization.module_norms import convolve_norms, folded
 from qtool.quantization.placement import Placed, Placement
@@ -269,7 +269,7 @@ def _convert(prepared: GraphModule, placement: Placement, config: BackendConfig,
     with quiet_torch_ao(), modules_forgotten():
         reference = _convert_to_reference_decomposed_fx(prepared, backend_config=config)
     graph = capture(reference, example, axes=tuple(open_axes(placement.graph_module)))
-    remove_dropout(graph)
+    remove_identities(graph)
     fold_quantized(graph)
     drop_requantization(graph)
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import onnx
 import onnxruntime
 import pytest
 import torch
@@ -16,8 +17,10 @@ from qtool.exporting import parity
 from qtool.exporting.parity import MAX_FLOAT_ERROR, unit_parity
 from qtool.exporting.simulation import RANKED
 from qtool.exporting.to_onnx import quantized_to_onnx, save
+from qtool.form import QuantizedModel
 from qtool.quantization.stage import quantize
 from qtool.recipe import QuantizeConfig
+from qtool.runtimes import open_session
 
 
 @pytest.mark.parametrize(("differ", "passes"), [(0, True), (4, True), (6, False)])
@@ -114,6 +117,60 @@ def test_the_first_of_equal_scores_is_chosen_as_in_the_file(tmp_path: Path) -> N
     save(quantized_to_onnx(form, 21), tmp_path / "net.onnx")
     gate = unit_parity(form, tmp_path / "net.onnx", [0.02 * x])  # few steps of the range, so that many are equal
     assert gate.passed, gate.found
+
+
+class Ranking(nn.Module):
+    """What stands where scores are greatest, in each way of asking for that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.score, self.head = nn.Linear(64, 1), nn.Linear(64, 4)
+        with torch.no_grad():
+            self.score.weight.fill_(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.score(x).squeeze(-1)
+        places = scores.topk(6, dim=1).indices + scores.argsort(1)[:, :6]
+        places = places + scores.sort(1, descending=True).indices[:, -6:]
+        places = (places + scores.argmax(1, keepdim=True) + scores.min(1)[1].unsqueeze(1)) // 5
+        return self.head(x.gather(1, places.unsqueeze(-1).expand(-1, -1, 64)))
+
+
+@pytest.fixture(scope="module")
+def ranking(tmp_path_factory: pytest.TempPathFactory) -> tuple[QuantizedModel, Path, Tensor]:
+    """Each row's numbers are another's in another order: scores are equal but for what their sums round."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(8, 1, 64, generator=generator).expand(-1, 4, -1)
+    x = torch.cat([row[:, torch.randperm(64, generator=generator)] for row in rows for _ in range(4)])
+    x = x.reshape(8, 16, 64)
+    form = quantize(Ranking().eval(), QuantizeConfig(effort="fast"), example=x, calibration=[x])
+    path = tmp_path_factory.mktemp("ranking") / "net.onnx"
+    save(quantized_to_onnx(form, 21), path)
+    return form, path, x
+
+
+def test_scores_a_rounding_apart_are_chosen_as_well(ranking: tuple[QuantizedModel, Path, Tensor]) -> None:
+    form, path, x = ranking
+    session = open_session(path)
+    assert not np.array_equal(session.run({session.inputs[0].name: x.numpy()})[0], form(x).detach().numpy())
+    gate = unit_parity(form, path, [x])
+    assert gate.passed, gate.found
+
+
+@pytest.mark.parametrize("operator", ["TopK", "ArgMax", "ArgMin"])
+def test_a_file_that_chooses_others_is_told(
+    ranking: tuple[QuantizedModel, Path, Tensor], operator: str, tmp_path: Path
+) -> None:
+    form, path, x = ranking
+    model = onnx.load(str(path))
+    node = next(node for node in model.graph.node if node.op_type == operator)
+    if operator == "TopK":
+        next(a for a in node.attribute if a.name == "largest").i ^= 1
+    else:
+        node.op_type = {"ArgMax": "ArgMin", "ArgMin": "ArgMax"}[operator]
+    onnx.save(model, str(tmp_path / "other.onnx"))
+    gate = unit_parity(form, tmp_path / "other.onnx", [x + torch.randn(x.shape)])
+    assert gate.passed is False
 
 
 @pytest.mark.parametrize("largest", [True, False])

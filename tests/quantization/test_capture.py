@@ -28,7 +28,7 @@ from qtool.quantization.capture import (
     output_axis,
     owner,
     parameter,
-    remove_dropout,
+    remove_identities,
     set_parameter,
 )
 from qtool.quantization.qat import set_training
@@ -221,7 +221,7 @@ def test_a_cumulative_average_is_captured_with_a_momentum_and_kept_in_the_model(
 def test_dropout_is_removed_and_a_copy_is_apart() -> None:
     graph = capture(Net().eval(), X)
     other = copied(graph)
-    remove_dropout(graph)
+    remove_identities(graph)
     assert not any("dropout" in str(n.target) for n in graph.graph.nodes)
     assert any("dropout" in str(n.target) for n in other.graph.nodes)
     other.get_parameter("head.weight").data.zero_()

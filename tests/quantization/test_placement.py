@@ -14,10 +14,12 @@ from torch.nn import functional as F
 
 from qtool.errors import UsageError
 from qtool.form import Unit
-from qtool.quantization.capture import aten, capture, remove_dropout
+from qtool.quantization.capture import aten, capture, remove_identities
 from qtool.quantization.placement import Placement
 from qtool.quantization.rewrites.norms import fold_batch_norm
+from qtool.quantization.stage import quantize
 from qtool.quantization.targets import ORT_CPU, get_target
+from qtool.recipe import QuantizeConfig
 
 X = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(0))
 
@@ -39,7 +41,7 @@ class Net(nn.Module):
 
 def placed(function: Callable[[Any, Tensor], Any], overrides: dict[str, str] | None = None) -> Placement:
     graph = capture(Net(function).eval(), X)
-    remove_dropout(graph)
+    remove_identities(graph)
     fold_batch_norm(graph)
     return Placement(graph, ORT_CPU, overrides)
 
@@ -406,3 +408,26 @@ def test_every_dropout_of_a_training_graph_lets_integers_through() -> None:
     model = nn.Sequential(nn.Conv2d(4, 4, 1), *parts, nn.Conv2d(4, 4, 1))
     plan = Placement(capture(model, torch.randn(2, 4, 5, 5), train=True), ORT_CPU).plan()
     assert [(unit.kind, unit.integer) for unit in plan.units] == [("conv", True)] * 2
+
+
+def test_a_detached_value_is_quantized_once() -> None:
+    """Detectors detach what one stage gives the next; only gradients know of it."""
+
+    class Stages(nn.Module):
+        def __init__(self, detached: bool) -> None:
+            super().__init__()
+            self.first, self.second, self.detached = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3, padding=1), detached
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x).relu()
+            x = x.detach() if self.detached else x
+            return x + self.second(x)
+
+    x = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    forms = []
+    for detached in (True, False):
+        torch.manual_seed(0)
+        forms.append(quantize(Stages(detached).eval(), QuantizeConfig(effort="fast"), example=x, calibration=[x]))
+    one, other = ([node.target for node in form.graph.graph.nodes if node.op == "call_function"] for form in forms)
+    assert one == other
+    assert torch.equal(forms[0](x), forms[1](x))

@@ -1,8 +1,9 @@
 """One spelling for products with a stored matrix: ``linear``.
 
 ``x @ w``, ``torch.mm(x, w)`` and ``torch.addmm(b, x, w)`` (the layers of GPT-2 are written so) are linear layers
-whose weight stands the other way round: ``linear(x, wᵀ, b)``. ``x @ w.T`` (Falcon's) is ``linear(x, w)``. Left out on
-purpose: products of two activations.
+whose weight stands the other way round: ``linear(x, wᵀ, b)``. ``x @ w.T`` (Falcon's) is ``linear(x, w)``.
+The other way, ``linear(x, v)`` with a vector (the mean of a distribution, in D-FINE) is ``x @ v``, whose result has an
+axis less. Left out on purpose: products of two activations.
 """
 
 from __future__ import annotations
@@ -18,10 +19,21 @@ aten = torch.ops.aten
 
 
 def write_linears(graph_module: GraphModule) -> int:
-    """Rewrites in place each product with a stored matrix, or the transpose of one; returns how many.
+    """Rewrites in place each product with a stored matrix or its transpose, and layers of a vector; returns how many.
 
     What is not read transposed is stored so.
     """
+    vectors = [node for node in graph_module.graph.nodes if node.target is aten.linear.default and _has_vector(node)]
+    for node in vectors:
+        source, vector, *bias = node.args
+        with graph_module.graph.inserting_before(node):
+            result = graph_module.graph.call_function(aten.matmul.default, (source, vector))
+            result.meta = dict(node.meta)
+            if bias and bias[0] is not None:
+                result = graph_module.graph.call_function(aten.add.Tensor, (result, bias[0]))
+                result.meta = dict(node.meta)
+        node.replace_all_uses_with(result)
+        graph_module.graph.erase_node(node)
     written: dict[str, str] = {}
     products = [node for node in graph_module.graph.nodes if _is_layer(node)]
     for node in products:
@@ -39,10 +51,15 @@ def write_linears(graph_module: GraphModule) -> int:
         layer.meta = dict(node.meta)
         node.replace_all_uses_with(layer)
         graph_module.graph.erase_node(node)
-    if products:
+    if products or vectors:
         graph_module.graph.eliminate_dead_code()
         graph_module.recompile()
-    return len(products)
+    return len(products) + len(vectors)
+
+
+def _has_vector(node: Node) -> bool:
+    weight = node.args[1]
+    return isinstance(weight, Node) and weight.meta["val"].dim() == 1
 
 
 def _is_layer(node: Node) -> bool:

@@ -182,11 +182,11 @@ class Copies:
         sources = (_weight_node(anchor), *anchor.args[2:3], *norm.args[1:5])
         key = tuple(str(source.target) if isinstance(source, Node) else "" for source in sources)
         if key not in self.made:
-            stem = key[0].rpartition(".")[0] if key[0].endswith("weight") else key[0]
+            holder, _, last = key[0].rpartition(".")
+            stem = holder if last.startswith("weight") else key[0]
             prefix = f"{stem}." if stem else ""
-            names = (
-                (key[0], f"{prefix}bias") if self.readers[key[0]] == 1 else (f"{key[0]}_folded", f"{prefix}bias_folded")
-            )
+            own = self.readers.get(key[0]) == 1  # a copy made here may be read again by what is folded later
+            names = (key[0], f"{prefix}bias") if own else (f"{key[0]}_folded", f"{prefix}bias_folded")
             self.made[key] = (self._free(names[0], key[0]), self._free(names[1], key[1]))
             for name, value in zip(self.made[key], (weight, bias), strict=True):
                 set_parameter(self.graph_module, name, value)

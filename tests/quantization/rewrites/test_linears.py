@@ -91,6 +91,30 @@ def test_scaled_sums_and_products_of_activations_stay() -> None:
     assert aten.linear.default not in targets(capture(Scores(), torch.randn(3, 4, 5)))
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_layer_of_a_vector_is_a_product(bias: bool, tmp_path: Path) -> None:
+    """The mean of a distribution as D-FINE has it, behind integer layers."""
+
+    class Mean(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.read = nn.Linear(8, 16)
+            self.register_buffer("steps", torch.arange(4.0))
+            self.bias = nn.Parameter(torch.tensor(0.5)) if bias else None
+
+        def forward(self, x: Tensor) -> Tensor:
+            shares = self.read(x).reshape(-1, 4, 4).softmax(-1)
+            return nn.functional.linear(shares, self.steps, self.bias)
+
+    torch.manual_seed(0)
+    x, model = torch.randn(16, 8), Mean().eval()
+    graph = capture(model, x)
+    assert targets(graph).count(aten.linear.default) == 1
+    torch.testing.assert_close(graph(x), model(x))
+    form = quantize(model, QuantizeConfig(), example=x, calibration=[x])
+    assert all(gate["passed"] is not False for gate in export(form, tmp_path, ExportConfig(), samples=[x]).gates)
+
+
 def test_it_runs_in_integers(tmp_path: Path) -> None:
     torch.manual_seed(0)
     x = torch.randn(64, 5, 16)

@@ -125,6 +125,28 @@ def test_a_weight_under_several_norms_gets_a_copy_for_each_norm() -> None:
     assert len(list(graph.parameters())) == 4  # the unfolded weight is gone
 
 
+def test_a_norm_on_top_of_a_shared_one_gets_a_copy_of_its_own() -> None:
+    """Heads that levels share, each level with a batch-norm of its own behind the head's (EfficientDet's)."""
+
+    class Levels(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4))
+            self.norms = nn.ModuleList(nn.BatchNorm2d(4) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for norm in self.norms:
+                x = norm(self.head(x)).relu()
+            return self.head(x)
+
+    model, x = randomised(Levels()), torch.randn(2, 4, 6, 6)
+    graph = capture(model, x)
+    assert len(fold_batch_norm(graph)) == 5
+    assert distance(model, graph, x) < 2e-6
+    weights = [node.args[1].target for node in graph.graph.nodes if node.target is aten.conv2d.default]
+    assert len(set(weights)) == 3
+
+
 def test_a_tied_weight_without_a_norm_keeps_its_own_values() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
