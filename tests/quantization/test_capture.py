@@ -415,6 +415,8 @@ class Outer(nn.Module):
 
 @pytest.mark.parametrize("own", [False, True], ids=["a class's", "a function of its own"])
 def test_what_a_wrapper_of_any_arguments_multiplies_by_is_a_constant_of_the_graph(own: bool) -> None:
+    if own and torch.__version__ < "2.12":
+        pytest.skip("torch 2.11 takes the batch size for a constant there, which is told")
     net, x = Outer().eval(), torch.randn(6, 8, 3)
     if own:
         net.forward = functools.partial(net.forward)  # type: ignore[method-assign]
