@@ -25,6 +25,7 @@ from click.core import ParameterSource
 from click.shell_completion import get_completion_class
 
 from qtool.artifacts import finite, read_result
+from qtool.control_groups import bound_cores, usable_cores
 from qtool.errors import ContractError, QtoolError, QtoolWarning, one_line, warning_line
 from qtool.flags import OUTPUT, Command, Flag, Program, field_options, given
 from qtool.options import flag, make
@@ -329,6 +330,8 @@ def work(ctx: click.Context) -> Iterator[ModuleType]:
     from qtool.allocator import tune
 
     os.environ.setdefault(NO_REPORTS, "1")
+    if (cores := usable_cores()) < bound_cores() and ctx.params.get("devices") in (None, 1):
+        os.environ.setdefault("OMP_NUM_THREADS", str(cores))  # torch would have a thread for each that there is
     tune(huge_pages=ctx.command.name not in ("train", "memory"))
     if not ctx.params["as_debug"]:
         warnings.simplefilter("ignore")

@@ -8,16 +8,14 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from pathlib import PurePosixPath
 
 import torch
 from torch.fx import GraphModule
 from torch.fx.node import map_aggregate
 
+from qtool.control_groups import control_groups, kills_in, read
 from qtool.errors import QtoolError, UsageError
 
-_CONTROL_GROUPS = "/sys/fs/cgroup"
 _NO_MEMORY = ("allocate memory", "CUDA error: out of memory", "STATUS_ALLOC_FAILED")
 """What those say who allocate beside torch's allocator of a GPU: the host's, the driver, cuBLAS and cuDNN."""
 
@@ -101,8 +99,8 @@ def memory_free(device: torch.device) -> int:
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + kept
     try:
-        known = [int(re.findall(r"^MemAvailable: *(\d+) kB$", _read("/proc/meminfo"), re.MULTILINE)[0]) * 1024]
-        known += [left for group in _control_groups() if (left := group.left()) is not None]
+        known = [int(re.findall(r"^MemAvailable: *(\d+) kB$", read("/proc/meminfo"), re.MULTILINE)[0]) * 1024]
+        known += [left for group in control_groups("memory") if (left := group.memory_left()) is not None]
         known += _own_limits_left()
         return max(0, min(known))
     except (IndexError, ValueError) as error:
@@ -111,7 +109,7 @@ def memory_free(device: torch.device) -> int:
 
 def _own_limits_left() -> list[int]:
     """Bytes that the limits of this process itself leave: of its addresses, and of the memory that it asks for."""
-    limits, used = _read("/proc/self/limits"), _read("/proc/self/status")
+    limits, used = read("/proc/self/limits"), read("/proc/self/status")
     left = []
     for limit, size in (("Max address space", "VmSize"), ("Max data size", "VmData")):
         most = re.search(rf"^{limit} +(\d+) ", limits, re.MULTILINE)
@@ -120,68 +118,17 @@ def _own_limits_left() -> list[int]:
     return left
 
 
-@dataclass(frozen=True)
-class _ControlGroup:
-    """A group of processes that share a limit of memory: its folder, and whether that is as in the first version."""
-
-    folder: str
-    first: bool
-
-    def left(self) -> int | None:
-        """Bytes of its limit that are not in use; None where it has none, or is not to be seen."""
-        names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if self.first else ("memory.max", "memory.current")
-        limit, used = (_read(f"{self.folder}/{name}").strip() for name in names)
-        if not (limit.isdecimal() and used.isdecimal()):
-            return None
-        unused = re.findall(rf"^{'total_' * self.first}inactive_file (\d+)$", self._read("memory.stat"), re.MULTILINE)
-        return int(limit) - int(used) + sum(map(int, unused))
-
-    def kills(self) -> int | None:
-        """How many of its processes were killed for lack of memory; None where it is not told."""
-        return _kills(self._read("memory.oom_control" if self.first else "memory.events"))
-
-    def identity(self) -> str:
-        """What tells it from another one that takes its name later, or has it elsewhere."""
-        return f"{self.folder} {os.stat(self.folder).st_ino}"
-
-    def _read(self, name: str) -> str:
-        return _read(f"{self.folder}/{name}")
-
-
-def _control_groups() -> list[_ControlGroup]:
-    """Those that this process is in, inner ones first. In a container the outermost that it sees is its own."""
-    own = re.findall(r"^\d+:(memory)?:(/.*)$", _read("/proc/self/cgroup"), re.MULTILINE) or [("memory", "/"), ("", "/")]
-    return [
-        _ControlGroup(f"{_CONTROL_GROUPS}/{kind}{path}".rstrip("/"), bool(kind))
-        for kind, inner in own
-        for path in (inner, *map(str, PurePosixPath(inner).parents))
-    ]
-
-
-def _read(path: str) -> str:
-    try:
-        with open(path) as file:
-            return file.read()
-    except OSError:
-        return ""
-
-
-def _kills(text: str) -> int | None:
-    found = re.search(r"^oom_kill (\d+)$", text, re.MULTILINE)
-    return int(found[1]) if found else None
-
-
 def memory_kills() -> dict[str, int]:
     """How many processes the system has killed for lack of host memory, by where it counts (Linux's ``oom_kill``).
 
     In this process's control group, where that is known, and in the whole system. Empty where it does not tell.
     """
     found = {}
-    for group in _control_groups():
-        if (count := group.kills()) is not None:
+    for group in control_groups("memory"):
+        if (count := group.memory_kills()) is not None:
             found[group.identity()] = count
             break
-    count = _kills(_read("/proc/vmstat"))
+    count = kills_in(read("/proc/vmstat"))
     return found | ({} if count is None else {"system": count})
 
 
@@ -242,7 +189,7 @@ def memory_used(device: torch.device) -> int:
     """Bytes in use: allocated tensors on CUDA, the resident set of this process on the CPU (0 where unknown)."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
-    pages = _read("/proc/self/statm").split()
+    pages = read("/proc/self/statm").split()
     return int(pages[1]) * os.sysconf("SC_PAGE_SIZE") if pages else 0
 
 

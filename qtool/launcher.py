@@ -37,8 +37,8 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, NoReturn
 
+from qtool.control_groups import usable_cores
 from qtool.errors import QtoolError, QtoolWarning, UsageError, left, says_that_another_ended, warning_line
-from qtool.machine import usable_cores
 
 GRACE = 1.0
 """Seconds in which the errors of other processes are waited for after the first, and in which they stop when told."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import platform
 from pathlib import Path
 from typing import Any
+
+from qtool.control_groups import usable_cores
 
 _PACKAGES = (
     "qtool", "torch", "torchao", "onnx", "onnxscript", "onnxruntime", "onnxruntime-gpu",
@@ -57,11 +58,6 @@ def quick_precision() -> str:
     """Of the precisions that keep weights in float32, the one that this machine trains in most quickly."""
     has_gpu = Path("/proc/driver/nvidia/version").exists()
     return "32-true" if is_slow_in_bfloat16() and not has_gpu else "bf16-mixed"
-
-
-def usable_cores() -> int:
-    """How many hardware threads this process may use: those that it is bound to, which a batch system limits."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def cpu_info() -> dict[str, Any]:

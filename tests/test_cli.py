@@ -17,7 +17,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 import qtool
-from qtool import pipeline
+from qtool import cli, pipeline
 from qtool.cli import NO_REPORTS, main
 from qtool.errors import ContractError, UsageError
 from qtool.recipe import BenchmarkConfig, ExportConfig, QatConfig, QuantizeConfig, TrainConfig
@@ -421,6 +421,26 @@ def test_onnx_runtime_sends_no_reports_unless_it_is_told_to(
         monkeypatch.delenv(NO_REPORTS)
     inspect_raises(monkeypatch, ValueError())
     assert os.environ[NO_REPORTS] == left
+
+
+@pytest.mark.parametrize(
+    ("cores", "given", "words", "left"),
+    [(2, None, (), "2"), (2, "5", (), "5"), (8, None, (), None), (2, None, ("--devices", "2"), None)],
+)
+def test_threads_are_those_that_a_control_group_gives_the_time_of(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cores: int, given: str | None, words: tuple[str, ...],
+    left: str | None,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(cli, "bound_cores", lambda: 8)
+    monkeypatch.setattr(cli, "usable_cores", lambda: cores)
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    if given is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    asked = Asked(ContractError("a", "b", "c", "d"))
+    monkeypatch.setattr(pipeline, "train", asked)
+    invoke("train", "--model", "m", "--data", "d", "--out", str(tmp_path), *words)
+    assert asked.named["model"] == "m"
+    assert os.environ.get("OMP_NUM_THREADS") == left
 
 
 @pytest.mark.parametrize("command", WORKING)

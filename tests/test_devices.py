@@ -1,3 +1,4 @@
+import os
 import types
 from contextlib import suppress
 
@@ -5,7 +6,7 @@ import pytest
 import torch
 
 import qtool
-from qtool import devices
+from qtool import control_groups, devices
 from qtool.devices import (
     grow_in_place,
     killed_since,
@@ -93,6 +94,7 @@ SECOND = {
     "slice/memory.stat": f"active_file {100 * MIB}\ninactive_file {50 * MIB}\n",
     "slice/job/memory.events": "low 0\noom 5\noom_kill 4\n",
 }  # fmt: skip
+PERIOD = {"cpu/job/cpu.cfs_period_us": "100000\n"}
 CONTAINER = {
     "memory.max": 500 * MIB, "memory.current": 100 * MIB, "memory.stat": "inactive_file 0\n",
     "memory.events": "oom_kill 4\n",
@@ -111,9 +113,10 @@ def system(monkeypatch, tmp_path):
         for name, text in files.items():
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / name).write_text(str(text))
-        read = devices._read
-        monkeypatch.setattr(devices, "_CONTROL_GROUPS", str(tmp_path))
-        monkeypatch.setattr(devices, "_read", lambda path: known.get(path) or read(path))
+        read = control_groups.read
+        monkeypatch.setattr(control_groups, "_ROOT", str(tmp_path))
+        for module in (control_groups, devices):
+            monkeypatch.setattr(module, "read", lambda path: known.get(path) or read(path))
         return known
 
     return made
@@ -145,6 +148,28 @@ def test_free_memory_is_what_the_process_s_own_limits_leave(system, which, limit
     rows = [row.replace("unlimited", str(limit * MIB), 1) if which in row else row for row in rows]
     known["/proc/self/limits"] = "\n".join(rows)
     assert memory_free(CPU) == free * MIB
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "cores"),
+    [
+        ("0::/\n", {}, 64),
+        ("", {}, 64),
+        ("0::/\n", {"cpu.max": "200000 100000\n"}, 2),
+        ("0::/\n", {"cpu.max": "max 100000\n"}, 64),
+        ("0::/\n", {"cpu.max": "9000000 100000\n"}, 64),
+        ("0::/pods/own\n", {"pods/cpu.max": "250000 100000\n", "pods/own/cpu.max": "400000 100000\n"}, 3),
+        ("0::/pods/own\n", {"pods/own/cpu.max": "10000 100000\n"}, 1),
+        ("4:cpu,cpuacct:/job\n0::/\n", {"cpu/job/cpu.cfs_quota_us": "50000\n", **PERIOD}, 1),
+        ("4:cpu,cpuacct:/job\n0::/\n", {"cpu/job/cpu.cfs_quota_us": "-1\n", **PERIOD}, 64),
+        ("4:cpuacct:/job\n0::/\n", {"cpu/job/cpu.cfs_quota_us": "50000\n", **PERIOD}, 64),
+    ],
+)
+def test_cores_are_those_that_a_control_group_gives_the_time_of(system, monkeypatch, groups, files, cores):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(64), raising=False)
+    system(groups, files)
+    assert control_groups.bound_cores() == 64
+    assert control_groups.usable_cores() == cores
 
 
 def test_kills_are_counted_in_the_own_group_and_in_the_system(system, tmp_path):
@@ -230,7 +255,7 @@ def test_what_the_allocator_keeps_is_free(monkeypatch):
 
 def test_pages_are_of_the_size_that_the_system_says(monkeypatch):
     monkeypatch.setattr("os.sysconf", {"SC_PAGE_SIZE": 2**16}.__getitem__)
-    monkeypatch.setattr(devices, "_read", {"/proc/self/statm": "900 50 1 1 0 1 0\n"}.__getitem__)
+    monkeypatch.setattr(devices, "read", {"/proc/self/statm": "900 50 1 1 0 1 0\n"}.__getitem__)
     assert memory_used(CPU) == 50 * 2**16
 
 

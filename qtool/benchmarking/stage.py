@@ -33,6 +33,7 @@ from qtool.benchmarking.latency import Stopping, describe, noise
 from qtool.benchmarking.process import Worker, race, whole_cores
 from qtool.benchmarking.regression import compare_with, read_benchmark, require_common, require_same_model
 from qtool.benchmarking.size import measure_size
+from qtool.control_groups import bound_cores, usable_cores
 from qtool.errors import UsageError
 from qtool.machine import cpu_info
 from qtool.recipe import BenchmarkConfig
@@ -283,10 +284,12 @@ def _uncounted(latency: list[dict[str, Any]]) -> list[str]:
 
 
 def _crowded(config: BenchmarkConfig) -> str | None:
-    """A sentence where there are fewer whole cores than threads, which then wait for each other."""
+    """A sentence where there are fewer whole cores than threads, which then wait for each other, or for time."""
+    if (allowed := usable_cores()) < min(config.threads, bound_cores()):
+        return f"{many(config.threads, 'thread')}, and the time of {many(allowed, 'core')} in this control group"
     if not (_is_pinned(config) and hasattr(os, "sched_getaffinity")) or whole_cores(config.threads):
         return None
-    there = many(len(os.sched_getaffinity(0)), "hardware thread")
+    there = many(bound_cores(), "hardware thread")
     return f"{many(config.threads, 'thread')} with no whole core each, of {there} here: they wait for one another"
 
 

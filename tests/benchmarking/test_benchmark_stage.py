@@ -60,12 +60,19 @@ def test_openvino_tells_what_it_would_compute_floats_in_and_measures_that_as_bf1
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="no affinity on this system")
-def test_more_threads_than_cores_are_told():
-    there = many(len(os.sched_getaffinity(0)), "hardware thread")
+def test_more_threads_than_cores_are_told(monkeypatch):
+    cores = len(os.sched_getaffinity(0))
+    monkeypatch.setattr(stage, "usable_cores", lambda: cores)
+    there = many(cores, "hardware thread")
     told = stage._crowded(BenchmarkConfig(threads=4096))
     assert told == f"4,096 threads with no whole core each, of {there} here: they wait for one another"
     assert stage._crowded(BenchmarkConfig()) is None
     assert stage._crowded(BenchmarkConfig(threads=4096, provider="torch")) is None
+    monkeypatch.setattr(stage, "usable_cores", lambda: cores - 1)
+    allowed = many(cores - 1, "core")
+    assert stage._crowded(BenchmarkConfig(threads=cores)) == (
+        f"{many(cores, 'thread')}, and the time of {allowed} in this control group"
+    )
 
 
 def test_beside_a_gpu_the_memory_that_was_measured_is_told_as_the_host_s():

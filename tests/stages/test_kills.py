@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import nn
 
-from qtool import devices
+from qtool.control_groups import control_groups
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
 LIMIT = 2500 * 2**20
@@ -63,7 +63,7 @@ def _remove(folder: Path) -> None:
 @pytest.fixture
 def limited() -> Iterator[Run]:
     """Runs a command of Python in a control group with ``LIMIT`` bytes."""
-    outer = next((group for group in devices._control_groups() if Path(group.folder).is_dir()), None)
+    outer = next((group for group in control_groups("memory") if Path(group.folder).is_dir()), None)
     if outer is None:
         pytest.skip("no control groups")
     folder = Path(outer.folder) / f"test-{uuid.uuid4().hex}"
