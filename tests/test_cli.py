@@ -562,12 +562,13 @@ main(["inspect", "x", *(["--json"] if "json" in sys.argv else [])])
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
 def test_a_process_that_is_told_to_end_removes_its_temporary_files(tmp_path: Path, name: str) -> None:
     number = signal.Signals[name]
-    done = run_python(ENDED, "json", str(int(number)), cwd=tmp_path)
+    heeding = f"import signal; signal.signal({int(number)}, signal.SIG_DFL)\n" + ENDED  # these tests may be under nohup
+    done = run_python(heeding, "json", str(int(number)), cwd=tmp_path)
     assert done.returncode == 128 + number
     assert done.stderr.startswith(f"qtool: ended by {name}; run the same command again")
     assert json.loads(done.stdout)["error"]["exit_code"] == 128 + number
     assert list(tmp_path.iterdir()) == []
-    assert run_python(ENDED, "twice", str(int(number)), cwd=tmp_path).returncode == -number
+    assert run_python(heeding, "twice", str(int(number)), cwd=tmp_path).returncode == -number
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="no such signal here")
