@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from qtool.data import Data
     from qtool.form import QuantizedModel
     from qtool.quantization.contract import Scores
+    from qtool.quantization.float_form import FloatForms
     from qtool.quantization.search import Search, Trial
-    from qtool.quantization.stage import FloatForms
     from qtool.tasks import Task
 
     Judged = tuple[Scores, dict[str, Any]]

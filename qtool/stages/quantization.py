@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
     from qtool.data import Data
     from qtool.form import QuantizedModel
-    from qtool.quantization.stage import FloatForms
+    from qtool.quantization.float_form import FloatForms
     from qtool.source import HasModel
     from qtool.tasks import Task
 
@@ -188,7 +188,7 @@ def _maker(
 
 
 def _forms(source: Source) -> FloatForms:
-    from qtool.quantization.stage import FloatForms
+    from qtool.quantization.float_form import FloatForms
 
     assert source.model is not None
     return FloatForms(source.model)

@@ -34,11 +34,11 @@ import nets  # noqa: E402
 
 from qtool.quantization import pt2e  # noqa: E402
 from qtool.quantization.capture import copied  # noqa: E402
+from qtool.quantization.float_form import float_form  # noqa: E402
 from qtool.quantization.histogram import Histogram  # noqa: E402
 from qtool.quantization.observers import RangeObserver  # noqa: E402
 from qtool.quantization.placement import Placement  # noqa: E402
 from qtool.quantization.ranges import ESTIMATORS, estimate  # noqa: E402
-from qtool.quantization.stage import float_form  # noqa: E402
 from qtool.quantization.targets import ORT_CPU  # noqa: E402
 
 Pass = Callable[[torch.Tensor], Any]

@@ -41,8 +41,9 @@ from qtool.benchmarking.stage import benchmark  # noqa: E402
 from qtool.exporting.stage import export  # noqa: E402
 from qtool.quantization import pt2e  # noqa: E402
 from qtool.quantization.capture import copied  # noqa: E402
+from qtool.quantization.float_form import float_form  # noqa: E402
 from qtool.quantization.placement import Placement  # noqa: E402
-from qtool.quantization.stage import float_form, quantize  # noqa: E402
+from qtool.quantization.stage import quantize  # noqa: E402
 from qtool.quantization.targets import ORT_CPU  # noqa: E402
 from qtool.recipe import BenchmarkConfig, ExportConfig, QuantizeConfig  # noqa: E402
 from qtool.stages.tuning import tuned  # noqa: E402

@@ -239,7 +239,8 @@ def rounding(options: Options, algorithms: tuple[str, ...]) -> dict[str, Any]:
     from qtool.data import batches
     from qtool.devices import resolve_device
     from qtool.models import load_model
-    from qtool.quantization.stage import float_form, quantize
+    from qtool.quantization.float_form import float_form
+    from qtool.quantization.stage import quantize
     from qtool.recipe import QuantizeConfig
 
     device, count = resolve_device(options.device), 16 if options.quick else IMAGES

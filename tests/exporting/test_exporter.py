@@ -15,7 +15,8 @@ from torch.onnx._internal.exporter._registration import ONNXRegistry
 
 from qtool.exporting import to_onnx
 from qtool.form import QuantizedModel, quantize_nodes
-from qtool.quantization.stage import float_form, quantize
+from qtool.quantization.float_form import float_form
+from qtool.quantization.stage import quantize
 from qtool.recipe import QuantizeConfig
 
 

@@ -21,8 +21,9 @@ from qtool.quantization.algorithms.part import Part, _samples
 from qtool.quantization.algorithms.soft import SoftWeight
 from qtool.quantization.calibrate import calibrate
 from qtool.quantization.capture import copied, parameter
+from qtool.quantization.float_form import float_form
 from qtool.quantization.placement import Placement
-from qtool.quantization.stage import float_form, quantize
+from qtool.quantization.stage import quantize
 from qtool.quantization.targets import get_target
 from qtool.recipe import QuantizeConfig
 

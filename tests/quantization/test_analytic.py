@@ -17,8 +17,9 @@ from qtool.quantization.algorithms.analytic import clipped, correct_biases_analy
 from qtool.quantization.algorithms.equalize import equalize
 from qtool.quantization.algorithms.subject import Subject
 from qtool.quantization.capture import aten
+from qtool.quantization.float_form import float_form
 from qtool.quantization.placement import Placement
-from qtool.quantization.stage import float_form, quantize
+from qtool.quantization.stage import quantize
 from qtool.quantization.targets import get_target
 from qtool.recipe import QuantizeConfig
 

@@ -19,8 +19,9 @@ from qtool.quantization.algorithms import Declined, Subject
 from qtool.quantization.algorithms.bias import add_to_bias, correct_biases, mean_outputs
 from qtool.quantization.calibrate import calibrate
 from qtool.quantization.capture import copied, parameter
+from qtool.quantization.float_form import float_form
 from qtool.quantization.placement import Placement
-from qtool.quantization.stage import float_form, quantize
+from qtool.quantization.stage import quantize
 from qtool.quantization.targets import get_target
 from qtool.recipe import QuantizeConfig
 

@@ -15,7 +15,8 @@ from qtool.quantization.algorithms.part import Part
 from qtool.quantization.algorithms.regions import Region, blocks, counterparts, units
 from qtool.quantization.algorithms.walk import cut
 from qtool.quantization.capture import parameter
-from qtool.quantization.stage import float_form, quantize
+from qtool.quantization.float_form import float_form
+from qtool.quantization.stage import quantize
 from qtool.recipe import QuantizeConfig
 
 

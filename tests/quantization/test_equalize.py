@@ -26,9 +26,10 @@ from qtool.quantization.algorithms.equalize import NoiseModel, Seen, equalize, o
 from qtool.quantization.algorithms.streams import find_streams
 from qtool.quantization.algorithms.verify import parted
 from qtool.quantization.capture import copied, parameter
+from qtool.quantization.float_form import float_form
 from qtool.quantization.placement import Placement
 from qtool.quantization.rewrites.norms import write_norms
-from qtool.quantization.stage import float_form, quantize
+from qtool.quantization.stage import quantize
 from qtool.quantization.targets import get_target
 from qtool.recipe import QuantizeConfig
 

@@ -15,7 +15,7 @@ import qtool
 from qtool.errors import QtoolError, UsageError
 from qtool.quantization.capture import aten, capture
 from qtool.quantization.fidelity import PADDED, RANDOM, require_faithful
-from qtool.quantization.stage import float_form
+from qtool.quantization.float_form import float_form
 
 X = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 
@@ -177,11 +177,9 @@ def test_a_batch_of_a_size_that_the_graph_asks_for_is_taken_whole() -> None:
 @pytest.fixture
 def mistaken(monkeypatch: pytest.MonkeyPatch) -> None:
     """A capture whose ReLU is gone, as a fault of its own would have it."""
-    from qtool.quantization import stage
-
-    original = stage.capture
     monkeypatch.setattr(
-        stage, "capture", lambda *args, **words: broken(original(*args, **words), aten.relu.default, aten.neg.default)
+        "qtool.quantization.float_form.capture",
+        lambda *args, **words: broken(capture(*args, **words), aten.relu.default, aten.neg.default),
     )
 
 

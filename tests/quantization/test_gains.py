@@ -13,12 +13,13 @@ from torch import Tensor, nn
 
 from qtool.evaluate import sqnr_db
 from qtool.quantization.capture import copied
+from qtool.quantization.float_form import float_form
 from qtool.quantization.gains import channel_gains
 from qtool.quantization.histogram import HALF_BINS, WEIGHT, Histogram, count_numpy, count_torch
 from qtool.quantization.placement import Placement
 from qtool.quantization.qparams import affine_qparams
 from qtool.quantization.ranges import estimate
-from qtool.quantization.stage import float_form, quantize
+from qtool.quantization.stage import quantize
 from qtool.quantization.targets import get_target
 from qtool.recipe import QuantizeConfig
 

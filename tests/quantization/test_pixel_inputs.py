@@ -22,8 +22,9 @@ from qtool.pixels import PIXELS
 from qtool.quantization.algorithms import Declined, Subject, pixels
 from qtool.quantization.algorithms.pixels import grid_of, read_pixels
 from qtool.quantization.capture import copied
+from qtool.quantization.float_form import float_form
 from qtool.quantization.placement import Placement
-from qtool.quantization.stage import float_form, quantize
+from qtool.quantization.stage import quantize
 from qtool.quantization.targets import get_target
 from qtool.recipe import ExportConfig, QuantizeConfig
 

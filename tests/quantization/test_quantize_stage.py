@@ -19,7 +19,8 @@ from qtool.errors import QtoolError, UsageError
 from qtool.form import QuantizedModel, quantize_nodes
 from qtool.nested import call, tensors
 from qtool.quantization.capture import aten
-from qtool.quantization.stage import float_form, quantize, read_ranges
+from qtool.quantization.float_form import float_form
+from qtool.quantization.stage import quantize, read_ranges
 from qtool.recipe import RANGES, QuantizeConfig
 
 X = torch.randn(16, 3, 8, 8, generator=torch.Generator().manual_seed(0))

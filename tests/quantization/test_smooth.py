@@ -16,9 +16,10 @@ from qtool.evaluate import sqnr_db
 from qtool.quantization.algorithms import Declined, Subject
 from qtool.quantization.algorithms.smooth import apply, best_alpha, factors, output_error, place_of, smooth
 from qtool.quantization.capture import aten, copied, parameter
+from qtool.quantization.float_form import float_form
 from qtool.quantization.placement import Placement
 from qtool.quantization.rewrites.matrices import flatten_linears
-from qtool.quantization.stage import float_form, quantize
+from qtool.quantization.stage import quantize
 from qtool.quantization.targets import get_target
 from qtool.recipe import QuantizeConfig
 

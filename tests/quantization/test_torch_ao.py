@@ -27,9 +27,10 @@ from qtool.nested import tensors
 from qtool.nets import mobilenet, resnet
 from qtool.quantization import torch_ao
 from qtool.quantization.capture import parameter
+from qtool.quantization.float_form import float_form
 from qtool.quantization.placement import Placement
 from qtool.quantization.rewrites.norms import write_norms
-from qtool.quantization.stage import float_form, quantize
+from qtool.quantization.stage import quantize
 from qtool.quantization.targets import ORT_CPU
 from qtool.recipe import ENGINES, QuantizeConfig
 

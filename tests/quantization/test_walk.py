@@ -17,7 +17,8 @@ from qtool.errors import QtoolError
 from qtool.nested import call, tensors
 from qtool.quantization.algorithms.walk import Walk, cut
 from qtool.quantization.capture import capture
-from qtool.quantization.stage import float_form, quantize
+from qtool.quantization.float_form import float_form
+from qtool.quantization.stage import quantize
 from qtool.recipe import QuantizeConfig
 
 

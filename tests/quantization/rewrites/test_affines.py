@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qtool.quantization.capture import aten
+from qtool.quantization.float_form import float_form
 from qtool.quantization.placement import Placement
 from qtool.quantization.rewrites.affines import write_affines
 from qtool.quantization.rewrites.products import write_products
-from qtool.quantization.stage import float_form
 from qtool.quantization.targets import ORT_CPU
 
 Write = Callable[[Any, Tensor], Tensor]

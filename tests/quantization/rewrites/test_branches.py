@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from qtool.quantization.capture import aten, capture
+from qtool.quantization.float_form import float_form
 from qtool.quantization.rewrites.branches import merge_branches
-from qtool.quantization.stage import float_form, quantize
+from qtool.quantization.stage import quantize
 from qtool.recipe import QuantizeConfig
 
 Write = Callable[["Branches", Tensor], Tensor]

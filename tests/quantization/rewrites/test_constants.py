@@ -7,8 +7,8 @@ from torch.nn.utils import parametrizations
 
 from qtool.form import quantized
 from qtool.quantization.capture import aten, capture
+from qtool.quantization.float_form import float_form
 from qtool.quantization.rewrites.constants import constant_nodes, fold_computed
-from qtool.quantization.stage import float_form
 
 
 class Embedded(nn.Module):

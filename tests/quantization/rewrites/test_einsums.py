@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from qtool.quantization.capture import aten
+from qtool.quantization.float_form import float_form
 from qtool.quantization.placement import Placement
-from qtool.quantization.stage import float_form
 from qtool.quantization.targets import ORT_CPU
 
 

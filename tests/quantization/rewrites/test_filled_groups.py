@@ -12,8 +12,8 @@ from torch.fx import Node
 
 import qtool
 from qtool.quantization.capture import capture
+from qtool.quantization.float_form import float_form
 from qtool.quantization.rewrites.filled_groups import fill_groups
-from qtool.quantization.stage import float_form
 
 
 class Groups(nn.Sequential):

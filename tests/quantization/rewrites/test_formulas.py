@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qtool.quantization.stage import float_form, quantize
+from qtool.quantization.float_form import float_form
+from qtool.quantization.stage import quantize
 from qtool.recipe import QuantizeConfig
 
 ROOT = math.sqrt(2 / math.pi)

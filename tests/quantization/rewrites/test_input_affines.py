@@ -5,9 +5,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from qtool.quantization.float_form import float_form, spell_for
 from qtool.quantization.placement import Placement
 from qtool.quantization.rewrites.input_affines import fold_ahead
-from qtool.quantization.stage import _spell_for, float_form
 from qtool.quantization.targets import ORT_CPU
 
 
@@ -119,7 +119,7 @@ def test_in_front_of_layers_it_is_in_their_weights(name: str, train: bool) -> No
     build, shape = MODELS[name]
     model, x = build().eval(), torch.randn(5, *shape)
     graph = float_form(model, x)
-    _spell_for(ORT_CPU, graph, {}, train=train)
+    spell_for(ORT_CPU, graph, {}, train=train)
     for batch in (x, x[:1]):
         torch.testing.assert_close(graph(batch), model(batch), rtol=1e-4, atol=1e-4)
     assert {unit.kind for unit in Placement(graph, ORT_CPU).plan().float_units} <= {"pow", "activation", "add"}
@@ -144,7 +144,7 @@ def test_elsewhere_it_stays() -> None:
     torch.manual_seed(0)
     model, x = Elsewhere().eval(), torch.randn(5, 6)
     graph = float_form(model, x)
-    _spell_for(ORT_CPU, graph, {}, train=False)
+    spell_for(ORT_CPU, graph, {}, train=False)
     torch.testing.assert_close(graph(x), model(x), rtol=1e-4, atol=1e-4)
     assert sum(node.target is torch.ops.aten.mul.Tensor for node in graph.graph.nodes) == 3
 
@@ -170,7 +170,7 @@ class Scaled(nn.Module):
 def test_what_makes_floats_of_whole_numbers_stays(layer: nn.Module, x: Tensor) -> None:
     model = Scaled(layer).eval()
     graph = float_form(model, x)
-    _spell_for(ORT_CPU, graph, {}, train=False)
+    spell_for(ORT_CPU, graph, {}, train=False)
     torch.testing.assert_close(graph(x), model(x))
 
 

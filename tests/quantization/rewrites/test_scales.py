@@ -8,10 +8,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qtool.quantization.capture import aten, capture
+from qtool.quantization.float_form import float_form
 from qtool.quantization.placement import Placement
 from qtool.quantization.rewrites.norms import NORMAL
 from qtool.quantization.rewrites.scales import fold_scales
-from qtool.quantization.stage import float_form, quantize
+from qtool.quantization.stage import quantize
 from qtool.quantization.targets import ORT_CPU
 from qtool.recipe import QuantizeConfig
 

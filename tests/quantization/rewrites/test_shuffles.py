@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import qtool
 from qtool.quantization.capture import capture
+from qtool.quantization.float_form import float_form
 from qtool.quantization.rewrites.norms import NORMAL
 from qtool.quantization.rewrites.shuffles import write_rows
-from qtool.quantization.stage import float_form
 
 
 class Cropped(nn.Sequential):

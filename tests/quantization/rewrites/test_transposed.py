@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 import qtool
 from qtool.quantization.capture import capture
+from qtool.quantization.float_form import float_form
 from qtool.quantization.rewrites.norms import NORMAL
 from qtool.quantization.rewrites.transposed import write_transposed
-from qtool.quantization.stage import float_form
 
 TURNED = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
 SIDE = st.tuples(st.integers(1, 7), st.integers(1, 4), st.integers(0, 4), st.integers(0, 3), st.integers(1, 6))
