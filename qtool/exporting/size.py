@@ -100,7 +100,10 @@ def _as_stored(name: str, tensor: Tensor) -> Tensor | None:
 
 
 def _is_int4(node: Node) -> bool:
-    return node.target is quantized_ops.dequantize_per_channel.default and node.args[4:6] == (-7, 7)
+    if node.target is not quantized_ops.dequantize_per_channel.default:
+        return False
+    qmin, qmax = (int(str(end)) for end in node.args[4:6])
+    return qmin >= -8 and qmax <= 7
 
 
 def _is_grouped(node: Node) -> bool:

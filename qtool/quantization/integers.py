@@ -139,7 +139,8 @@ def _raise_scales(
     scales, integers = parameter(graph_module, weight.args[1]), parameter(graph_module, weight.args[0])
     assert scales is not None
     assert integers is not None
-    raised = torch.where(crowded, (bias.double().abs() / (scale_x * MAX_BIAS)).float() * 1.001, scales)
+    least = (bias.double().abs() / (scale_x * MAX_BIAS)).float() * 1.001
+    raised = torch.where(crowded, least.copysign(scales), scales)
     shape = [1] * integers.dim()
     shape[output_axis(node)] = -1
     rescaled = torch.round(integers.double() * (scales.double() / raised.double()).reshape(shape))

@@ -10,8 +10,8 @@ activations learn their offset too (LSQ+): z = qmin + round(b · (qmax − qmin)
 lies below zero. An activation that ends at 0 keeps 0 as the end of its range, since that is its ReLU.
 
 As in LSQ the gradient of s is divided by √(N · (qmax − qmin)), N the number of values per sample (of weights: per
-channel). Unlike there, what is stored is ln s: under Adam a step is then a share of the scale whatever its size,
-and s cannot become negative. Where the activation in front clips, no range goes beyond it by as much as half a step:
+channel). Unlike there, what is stored is ln |s|: under Adam a step is then a share of the scale whatever its size,
+and s keeps its sign. Where the activation in front clips, no range goes beyond it by as much as half a step:
 runtimes leave the clipping to the range. Ranges start from the calibration, weights' from the least squared error.
 """
 
@@ -34,10 +34,12 @@ HALF = 0.49
 class LearnedSteps(nn.Module):
     """Fake-quantizes with a scale that has a gradient; ``axis`` counts channels, None for one scale.
 
-    ``scale``: float32, one value or one per channel. ``limits`` are the values between which the activation in front
-    lets everything pass, and ``most`` the greatest scale that is allowed. ``zero_point`` is learned where it is above
-    ``qmin`` and ``affine``, unless a limit is 0.
+    ``scale``: float32, one value or one per channel, of either sign. ``limits`` are the values between which the
+    activation in front lets everything pass, and ``most`` the greatest scale that is allowed. ``zero_point`` is learned
+    where it is above ``qmin`` and ``affine``, unless a limit is 0.
     """
+
+    sign: Tensor | None
 
     def __init__(
         self, scale: Tensor, zero_point: int, qmin: int, qmax: int, *, axis: int | None = None, affine: bool = False,
@@ -46,7 +48,8 @@ class LearnedSteps(nn.Module):
         super().__init__()
         self.qmin, self.qmax, self.axis, self.most, self.zero_point = qmin, qmax, axis, most, zero_point
         self.limits = limits
-        self.log_scale = nn.Parameter(scale.detach().clone().float().clamp(min=LEAST).log())
+        self.log_scale = nn.Parameter(scale.detach().clone().float().abs().clamp(min=LEAST).log())
+        self.register_buffer("sign", scale.detach().float().sign() if bool((scale < 0).any()) else None)
         self.offset: nn.Parameter | None = None
         if affine and zero_point > qmin and 0 not in limits:
             self.offset = nn.Parameter(torch.tensor(float(zero_point - qmin) / (qmax - qmin)))
@@ -74,7 +77,8 @@ class LearnedSteps(nn.Module):
         scale, most = self.log_scale.exp(), self.most
         if self.offset is None:
             zero = self.log_scale.new_full((), float(self.zero_point))  # made where it is used
-            return _held(scale, LEAST, most), zero
+            held = _held(scale, LEAST, most)
+            return held if self.sign is None else held * self.sign, zero
         levels = self.qmax - self.qmin
         below = _held(rounded(self.offset * levels), 0, levels)
         low, high = self.limits

@@ -22,7 +22,7 @@ from qtool.errors import QtoolError
 from qtool.quantization.fake_quantize import fake_quantize
 from qtool.quantization.histogram import Histogram
 from qtool.quantization.learned import LearnedSteps
-from qtool.quantization.qparams import affine_qparams, range_qparams, symmetric_qparams, symmetric_step
+from qtool.quantization.qparams import affine_qparams, range_qparams, weight_step
 from qtool.quantization.ranges import RangeOptions, estimate, weight_extremes, weight_range
 from qtool.quantization.torchao_api import FakeQuantizeBase, ObserverBase
 
@@ -104,7 +104,7 @@ def clips_at(scale: Tensor, zero_point: Tensor, limits: tuple[float, float], qmi
 
 
 class PerChannelWeightObserver(ObserverBase):  # type: ignore[misc]
-    """Reads a weight's range per output channel, once. The scale is the range over the greatest integer."""
+    """Reads a weight's range per output channel, once."""
 
     def __init__(
         self, dtype: torch.dtype, quant_min: int, quant_max: int, qscheme: torch.qscheme, ch_axis: int,
@@ -113,21 +113,21 @@ class PerChannelWeightObserver(ObserverBase):  # type: ignore[misc]
         super().__init__(dtype=dtype, is_dynamic=is_dynamic)
         self.quant_min, self.quant_max, self.qscheme, self.ch_axis = quant_min, quant_max, qscheme, ch_axis
         self.method = method
-        self.register_buffer("amax", torch.zeros(0))
+        self.register_buffer("end", torch.zeros(0))
         self._seen: tuple[weakref.ref[Tensor], int] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """Reads the weight's range unless it is the weight that was read last, unchanged; the last one seen counts."""
         if self._seen is None or self._seen[0]() is not x or self._seen[1] != x._version:
-            self.amax = weight_range(x.detach(), self.ch_axis, self.method, self.quant_max)
+            self.end = weight_range(x.detach(), self.ch_axis, self.method, self.quant_min, self.quant_max)
             self._seen = weakref.ref(x), x._version
         return x
 
     def calculate_qparams(self, **_: Any) -> tuple[Tensor, Tensor]:
         """Scales of shape (channels,), float32, and zero points, all zero."""
-        if self.amax.numel() == 0:
+        if self.end.numel() == 0:
             raise QtoolError("weight observer", "a weight", "none", "run the prepared graph once before converting it")
-        scale = symmetric_qparams(self.amax, self.quant_max)
+        scale = weight_step(self.end, self.quant_min, self.quant_max)
         return scale, torch.zeros_like(scale, dtype=torch.int64)
 
 
@@ -247,7 +247,7 @@ class PerChannelFakeQuantizer(FakeQuantizeBase):  # type: ignore[misc]
             return self.learner(x, self.observing)  # type: ignore[no-any-return]
         weight = x.detach()
         if self.observing or self.scale.numel() == 0:
-            self.scale = symmetric_step(self._ends(weight), self.quant_max)
+            self.scale = weight_step(self._ends(weight), self.quant_min, self.quant_max)
         if not self.quantizing:
             return x
         zero = torch.zeros_like(self.scale, dtype=torch.int32)
@@ -256,7 +256,7 @@ class PerChannelFakeQuantizer(FakeQuantizeBase):  # type: ignore[misc]
     def _ends(self, weight: Tensor) -> Tensor:
         if self.method == "minmax":
             return weight_extremes(weight, self.ch_axis)
-        return weight_range(weight, self.ch_axis, self.method, self.quant_max)
+        return weight_range(weight, self.ch_axis, self.method, self.quant_min, self.quant_max)
 
     def calculate_qparams(self, **_: Any) -> tuple[Tensor, Tensor]:
         """Scales of shape (channels,), float32, and zero points, all zero."""

@@ -39,6 +39,7 @@ from qtool.quantization.limits import clip_limits, keeps_zero
 from qtool.quantization.targets import (
     IN_BLOCKS,
     INT8_ACTIVATION,
+    INT8_WEIGHT,
     RELU_LIKE,
     SOFTMAX,
     Format,
@@ -162,7 +163,7 @@ class Placement:
         Where weights have 6 bits or fewer, an override 'int8' gives a layer all 8.
         """
         if placed.override == "int8" and self.target.weight.bits < 7:
-            return self.target.weight.narrowed(8)
+            return INT8_WEIGHT
         edges = (self.layers[0], self.layers[-1])
         return self.target.edge_weight if placed in edges else self.target.weight
 

@@ -9,8 +9,9 @@ torch.ao's observers do, so that the two agree bit for bit where they mean the s
 
 Signed 8-bit weights use −127…127. With −128, torch.ao divides by 127.5, and the largest weight, +127.5
 steps, is clipped by half a step; the 128th negative level is not worth that, negating a channel would change
-its error, and TensorRT's own weights stop at −127. Fewer bits are another ``(qmin, qmax)``: (−63, 63) for
-integer kernels that add pairs of products in 16 bits (x86 without VNNI), (−7, 7) for 4 bits.
+its error, and TensorRT's own weights stop at −127. Of 7 bits, for integer kernels that add pairs of products in 16
+bits (x86 without VNNI), they are −63…63. Of fewer the level is worth it, 1.2 dB for 4 bits, −8…7: the weight of largest
+magnitude is ``qmin``, whatever its sign, so that ``scale = w / qmin`` is negative where it is above zero.
 
 A range of zero width gets ``scale = EPSILON``, torch.ao's guard, so that ``bias / (scale_x · scale_w)`` of a dead
 channel stays small. torch.ao gives it to every narrower range as well; here steps may be as small as ``LEAST``, since
@@ -84,6 +85,14 @@ def symmetric_step(end: Tensor, qmax: int) -> Tensor:
     return _guarded(end / float(qmax))
 
 
+def weight_step(end: Tensor, qmin: int, qmax: int) -> Tensor:
+    """The scale of weights whose range has ``end``, of either sign: that of ``qmin``, or of ±``qmax`` if they are even.
+
+    float32 and unchecked, like ``affine_step``.
+    """
+    return symmetric_step(end.abs(), qmax) if qmin == -qmax else _guarded(end / float(qmin))
+
+
 def range_qparams(low: Tensor, high: Tensor, of: Any) -> tuple[Tensor, Tensor]:
     """Scale and zero point, int64, of a range for an observer's or a fake-quantizer's integers."""
     if of.qscheme == torch.per_tensor_symmetric:
@@ -94,7 +103,7 @@ def range_qparams(low: Tensor, high: Tensor, of: Any) -> tuple[Tensor, Tensor]:
 
 
 def _guarded(scale: Tensor) -> Tensor:
-    return torch.where(scale == 0.0, EPSILON, scale.clamp(min=LEAST))
+    return torch.where(scale == 0.0, EPSILON, scale.abs().clamp(min=LEAST).copysign(scale))
 
 
 def _require(valid: Tensor, expected: str, values: tuple[Tensor, ...], where: str) -> None:

@@ -80,6 +80,12 @@ def integers_of(graph_module: GraphModule, layer: Node) -> Tensor:
     return integers.reshape(_shape(layer)) if is_grouped(layer) else integers
 
 
+def ends_of(layer: Node) -> tuple[int, int]:
+    """The least and the greatest integer that a layer's format has."""
+    qmin, qmax = (int(str(end)) for end in dequantize_of(layer).args[4:6])
+    return qmin, qmax
+
+
 def scales_of(graph_module: GraphModule, layer: Node) -> Tensor:
     """The scales of a layer's integers, float32: one for each of these where they are grouped, else one per output."""
     stored = dequantize_of(layer)

@@ -245,8 +245,8 @@ class Uneven(nn.Module):
 def by_hand(weight: Tensor, size: int) -> Tensor:
     """A weight in 4 bits, with a scale for each group of inputs."""
     groups = weight.reshape(len(weight), -1, size)
-    scale = groups.abs().amax(-1, keepdim=True) / 7
-    return ((groups / scale).round() * scale).reshape(weight.shape)
+    scale = groups.gather(-1, groups.abs().argmax(-1, keepdim=True)) / -8  # the farthest from 0 is -8 steps
+    return ((groups / scale).round().clamp(max=7) * scale).reshape(weight.shape)
 
 
 X20 = torch.randn(64, 20, generator=torch.Generator().manual_seed(0))
@@ -277,7 +277,7 @@ def test_groups_have_scales_of_their_own(tmp_path: Path) -> None:
     packed = next(tensor for tensor in graph.initializer if tensor.name == "second/weight")
     assert (packed.data_type, list(packed.dims)) == (TensorProto.INT4, [64, 20])
     plain = made(model, X20, weight_bits=4)
-    assert sqnr_db(model(X20), quantized(X20)) > sqnr_db(model(X20), plain(X20)) + 3
+    assert sqnr_db(model(X20), quantized(X20)) > sqnr_db(model(X20), plain(X20)) + 2
 
 
 @pytest.mark.parametrize(("algorithm", "gain"), [("gptq", 1.0), ("adaround", 1.0), ("renorm", 0.2), ("bias", 0.0)])

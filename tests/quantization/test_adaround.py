@@ -112,9 +112,9 @@ def test_what_makes_samples_held_out_worse_is_undone_and_told(monkeypatch: pytes
 
 
 def test_a_channel_that_is_no_better_gets_its_integers_and_bias_back() -> None:
-    real, scale = torch.randn(3, 5), torch.full((3,), 0.25)
-    integers = (real / 0.25).round().clamp(-7, 7)
-    soft = SoftWeight(real, integers, scale, 0, 7, torch.ones(3))
+    real, scale = torch.randn(3, 5), torch.tensor([0.25, -0.25, 0.25])
+    integers = (real / scale[:, None]).round().clamp(-8, 7)
+    soft = SoftWeight(real, integers, scale, 0, (-8, 7), torch.ones(3))
     soft.logits.data.uniform_(-3, 3)
     soft.shift.data.fill_(0.5)
     changed = soft.integers()
@@ -125,11 +125,12 @@ def test_a_channel_that_is_no_better_gets_its_integers_and_bias_back() -> None:
 
 
 def test_a_soft_weight_starts_as_the_real_one_and_ends_within_a_step_of_it() -> None:
-    real = torch.randn(4, 6)
-    soft = SoftWeight(real, (real / 0.5).round().clamp(-7, 7), torch.full((4,), 0.5), 0, 7, torch.ones(4))
+    real, scale = torch.randn(4, 6), torch.tensor([0.5, -0.5, 0.5, -0.5])
+    integers = (real / scale[:, None]).round().clamp(-8, 7)
+    soft = SoftWeight(real, integers, scale, 0, (-8, 7), torch.ones(4))
     torch.testing.assert_close(soft()[0], real, atol=1e-3, rtol=0)
     soft.logits.data.normal_(std=4.0)
-    assert float((soft.integers() * 0.5 - real).abs().max()) < 0.5 * (1 + 1e-3)
+    assert float((soft.integers() * scale[:, None] - real).abs().max()) < 0.5 * (1 + 1e-3)
 
 
 def test_every_eighth_sample_is_held_out_and_all_others_have_their_turn() -> None:

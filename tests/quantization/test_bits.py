@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from qtool.errors import QtoolError, UsageError
 from qtool.exporting.stage import export
 from qtool.form import QuantizedModel
-from qtool.quantization.qparams import affine_qparams, symmetric_qparams
+from qtool.quantization.qparams import affine_qparams
 from qtool.quantization.stage import quantize
 from qtool.recipe import ExportConfig, QuantizeConfig
 from qtool.stages.benchmarking import _gains_size_alone
@@ -49,9 +49,13 @@ def rounded_weights(bits: int) -> Net:
     model = Net().eval()
     for name in ("first", "second", "third", "last"):
         weight = getattr(model, name).weight.data
-        most = 2 ** ((8 if name in ("first", "last") else bits) - 1) - 1
-        scale = symmetric_qparams(weight.abs().flatten(1).amax(1), most).reshape(-1, *[1] * (weight.dim() - 1))
-        weight.copy_((weight / scale).round().clamp(-most, most) * scale)
+        rows = weight.flatten(1)
+        farthest, shape = rows.gather(1, rows.abs().argmax(1, keepdim=True)), (-1, *[1] * (weight.dim() - 1))
+        if bits == 8 or name in ("first", "last"):
+            scale, ends = (farthest.abs() / 127).reshape(shape), (-127, 127)
+        else:
+            scale, ends = (farthest / -8).reshape(shape), (-8, 7)
+        weight.copy_((weight / scale).round().clamp(*ends) * scale)
     return model
 
 

@@ -24,6 +24,7 @@ from qtool.quantization.algorithms.renorm import renormalize
 from qtool.quantization.algorithms.rows import reason, rows
 from qtool.quantization.algorithms.subject import Subject
 from qtool.quantization.capture import capture, parameter
+from qtool.quantization.qparams import weight_step
 from qtool.quantization.stage import quantize
 from qtool.recipe import QuantizeConfig
 
@@ -88,12 +89,12 @@ def test_the_fitted_weights_are_those_of_ridge_regression() -> None:
     np.testing.assert_allclose(found[0].numpy().T, np.linalg.lstsq(stacked, wanted, rcond=None)[0], rtol=1e-4)
 
 
-def by_elimination(weight: np.ndarray, hessian: np.ndarray, scale: np.ndarray, qmax: int) -> np.ndarray:
+def by_elimination(weight: np.ndarray, hessian: np.ndarray, scale: np.ndarray, ends: tuple[int, int]) -> np.ndarray:
     """Rounding column by column, each column then eliminated from the inverse Hessian: optimal brain quantization."""
     weight, inverse = weight.copy(), np.linalg.inv(hessian)
     made = np.zeros_like(weight)
     for column in range(weight.shape[1]):
-        made[:, column] = np.clip(np.round(weight[:, column] / scale), -qmax, qmax)
+        made[:, column] = np.clip(np.round(weight[:, column] / scale), *ends)
         error = (weight[:, column] - made[:, column] * scale) / inverse[column, column]
         weight -= error[:, None] * inverse[column]
         inverse = inverse - np.outer(inverse[:, column], inverse[column]) / inverse[column, column]
@@ -106,11 +107,12 @@ def test_rounding_is_that_of_optimal_brain_quantization_and_beats_rounding_to_ne
     real = torch.randn(1, 8, 150).double()
     moments = Moments.of(q, q)
     weight, hessian = fitted(real, moments, 0.01), damped(moments, 0.01)
-    scale = real.abs().amax(2, keepdim=True) / 7
-    made = rounded(weight, hessian, scale, 7)
-    wanted = by_elimination(weight[0].numpy(), hessian[0].numpy(), scale[0, :, 0].numpy(), 7)
+    scale = weight_step(real.gather(2, real.abs().argmax(2, keepdim=True)), -8, 7)
+    assert (scale < 0).any()
+    made = rounded(weight, hessian, scale, (-8, 7))
+    wanted = by_elimination(weight[0].numpy(), hessian[0].numpy(), scale[0, :, 0].numpy(), (-8, 7))
     assert (made[0].numpy() == wanted).mean() > 0.99
-    nearest = (real / scale).round()
+    nearest = (real / scale).round().clamp(-8, 7)
     assert output_error(real, made * scale, moments) < 0.5 * output_error(real, nearest * scale, moments)
 
 
@@ -128,10 +130,10 @@ def test_fit_and_rounding_are_damped_each_as_rows_that_were_not_fitted_to_have_i
         gap = x[:, halves[1]].double() @ real.mT - q[:, halves[1]].double() @ made.mT
         return float(gap.var(1, correction=0).sum())
 
-    layer = SimpleNamespace(real=real, scale=scale, qmax=7, plain_error=lambda _: error(nearest))
+    layer = SimpleNamespace(real=real, scale=scale, ends=(-8, 7), plain_error=lambda _: error(nearest))
     fits = {None: real} | {damping: fitted(real, seen, damping) for damping in DAMPINGS}
     fit = min(fits, key=lambda damping: error(fits[damping]))
-    made = {damping: rounded(fits[fit], damped(seen, damping), scale, 7) * scale for damping in DAMPINGS}
+    made = {damping: rounded(fits[fit], damped(seen, damping), scale, (-8, 7)) * scale for damping in DAMPINGS}
     rounding = min(made, key=lambda damping: error(made[damping]))
     assert error(made[rounding]) < error(nearest)
     assert _settled(cast(Layer, layer), seen, unseen) == (fit, rounding)

@@ -40,10 +40,11 @@ def test_the_forward_is_fake_quantization() -> None:
         assert steps.range() == pytest.approx((-zero * 0.021, (255 - zero) * 0.021), rel=1e-5)
 
 
-def test_the_scales_gradient_is_that_of_the_paper() -> None:
+@pytest.mark.parametrize("scale", [0.5, -0.5])
+def test_the_scales_gradient_is_that_of_the_paper(scale: float) -> None:
     """Eq. 3 of 1902.08153 for unsigned values with a zero point, times s for the logarithm, over √(N·Q)."""
-    scale, zero = 0.5, 3
-    steps = LearnedSteps(torch.tensor([scale]), zero, 0, 7, affine=True)
+    zero = 3
+    steps = LearnedSteps(torch.tensor([scale]), zero, 0, 7, affine=scale > 0)
     steps(X, True).sum().backward()
     x = X.double().numpy() / scale
     inside = (np.round(x) + zero >= 0) & (np.round(x) + zero <= 7)
@@ -73,10 +74,10 @@ def test_values_pass_their_gradient_inside_the_range_alone() -> None:
 
 def test_each_channel_has_its_own_scale_and_what_is_frozen_has_no_gradient() -> None:
     weight = torch.randn(4, 3, 3, 3, generator=torch.Generator().manual_seed(0))
-    scales = torch.tensor([0.1, 0.2, 0.3, 0.4])
-    steps = LearnedSteps(scales, 0, -7, 7, axis=0)
+    scales = torch.tensor([0.1, -0.2, 0.3, -0.4])
+    steps = LearnedSteps(scales, 0, -8, 7, axis=0)
     wanted = torch.fake_quantize_per_channel_affine(
-        weight, steps.qparams()[0], torch.zeros(4, dtype=torch.int32), 0, -7, 7
+        weight, steps.qparams()[0], torch.zeros(4, dtype=torch.int32), 0, -8, 7
     )
     torch.testing.assert_close(steps(weight, True), wanted)
     assert not steps(weight, False).requires_grad

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.ao.quantization.observer import MinMaxObserver, PerChannelMinMaxObserver
 
 from qtool.errors import QtoolError
-from qtool.quantization.qparams import EPSILON, LEAST, affine_qparams, affine_qparams_of, symmetric_qparams
+from qtool.quantization.qparams import EPSILON, LEAST, affine_qparams, affine_qparams_of, symmetric_qparams, weight_step
 
 FLOATS = st.floats(-(2.0**100), 2.0**100, width=32, allow_subnormal=False)
 INTEGERS = [(0, 255), (-128, 127), (0, 127), (0, 15), (-8, 7)]
@@ -99,6 +99,9 @@ def test_no_width_gives_the_least_scale():
     assert affine_qparams(0.0, 0.0) == (EPSILON, 0)
     assert affine_qparams(0.0, 0.0, -128, 127) == (EPSILON, -128)
     assert symmetric_qparams(0.0) == EPSILON
+    ends = torch.tensor([0.0, 1e-30, -1e-30, 8.0, -8.0])
+    torch.testing.assert_close(weight_step(ends, -8, 7), torch.tensor([EPSILON, -LEAST, LEAST, -1.0, 1.0]))
+    torch.testing.assert_close(weight_step(ends, -8, 8), torch.tensor([EPSILON, LEAST, LEAST, 1.0, 1.0]))
     torch.testing.assert_close(
         symmetric_qparams(torch.tensor([0.0, 1e-30, 127e-9, 127.0])), torch.tensor([EPSILON, LEAST, 1e-9, 1])
     )

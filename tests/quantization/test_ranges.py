@@ -336,10 +336,20 @@ def test_the_outermost_bins_end_at_the_extremes():
 # weights
 
 
-def weight_error(weight: torch.Tensor, end: torch.Tensor, qmax: int) -> torch.Tensor:
-    scale = symmetric_qparams(end, qmax).reshape(-1, *[1] * (weight.ndim - 1))
-    rounded = torch.clamp(torch.round(weight / scale), -qmax, qmax) * scale
+ENDS = [(-127, 127), (-7, 7), (-8, 7)]
+
+
+def weight_error(weight: torch.Tensor, end: torch.Tensor, qmin: int, qmax: int) -> torch.Tensor:
+    """Squared error by channel, where ``end`` is −8 steps, or as many as there are on both sides."""
+    scale = end / qmin if qmin == -8 else end.abs() / qmax
+    scale = scale.reshape(-1, *[1] * (weight.ndim - 1))
+    rounded = torch.clamp(torch.round(weight / scale), qmin, qmax) * scale
     return (rounded - weight).double().square().flatten(1).sum(1)
+
+
+def farthest(weight: torch.Tensor) -> torch.Tensor:
+    rows = weight.flatten(1)
+    return rows.gather(1, rows.abs().argmax(1, keepdim=True))[:, 0]
 
 
 def conv_weight(*shape: int) -> torch.Tensor:
@@ -348,24 +358,34 @@ def conv_weight(*shape: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("shape", [(8, 16, 3, 3), (12, 1, 3, 3), (10, 40)])
-@pytest.mark.parametrize("qmax", [127, 7])
-def test_mse_of_weights_is_as_good_as_brute_force(shape, qmax):
+@pytest.mark.parametrize(("qmin", "qmax"), ENDS)
+def test_mse_of_weights_is_as_good_as_brute_force(shape, qmin, qmax):
     weight = conv_weight(*shape)
-    largest = weight.flatten(1).abs().amax(1)
+    largest = farthest(weight)
     torch.testing.assert_close(weight_range(weight, 0), largest, rtol=0, atol=0)
-    end = weight_range(weight, 0, "mse", qmax)
-    found = weight_error(weight, end, qmax)
-    tried = torch.stack([weight_error(weight, largest * part, qmax) for part in torch.linspace(0.2, 1, 1000)])
-    assert (found <= weight_error(weight, largest, qmax) * (1 + 1e-6)).all()
+    end = weight_range(weight, 0, "mse", qmin, qmax)
+    found = weight_error(weight, end, qmin, qmax)
+    parts = torch.linspace(0.2, 1, 500)
+    tried = torch.stack([weight_error(weight, largest * part, qmin, qmax) for part in torch.cat([parts, -parts])])
+    assert (found <= weight_error(weight, largest, qmin, qmax) * (1 + 1e-6)).all()
     assert found.sum() <= 1.03 * tried.amin(0).sum()
-    assert (end <= largest).all()
+    assert (end.abs() <= largest.abs()).all()
 
 
 def test_four_bits_gain_much_from_mse():
     weight = conv_weight(16, 32, 3, 3)
-    ends = (weight_range(weight, 0, method, 7) for method in ("minmax", "mse"))
-    wide, narrow = (weight_error(weight, end, 7).sum() for end in ends)
+    ends = (weight_range(weight, 0, method, -7, 7) for method in ("minmax", "mse"))
+    wide, narrow = (weight_error(weight, end, -7, 7).sum() for end in ends)
     assert narrow < 0.8 * wide
+
+
+@pytest.mark.parametrize(("method", "gain"), [("minmax", 0.85), ("mse", 0.92)])
+def test_so_do_all_sixteen_levels(method, gain):
+    weight = conv_weight(16, 32, 3, 3)
+    even, all_of_them = (
+        weight_error(weight, weight_range(weight, 0, method, *ends), *ends).sum() for ends in ((-7, 7), (-8, 7))
+    )
+    assert all_of_them < gain * even
 
 
 @pytest.mark.parametrize("method", ["minmax", "mse"])
@@ -377,7 +397,7 @@ def test_the_channel_axis_is_where_it_was_said(method):
     assert weight_range(weight, 1, method).shape == (5,)
     whole = weight_range(weight, None, method)
     assert whole.shape == ()
-    assert whole <= weight.abs().max()
+    assert whole.abs() <= weight.abs().max()
 
 
 def test_ties_go_to_minmax():

@@ -1,6 +1,6 @@
 """Weights of four bits are stored as such: two to a byte, behind the DequantizeLinear that they had.
 
-The graph holds them as int8 between −7 and 7. ONNX knows ``INT4`` from opset 21 on. Of ONNX Runtime's CPU provider, a
+The graph holds them as int8 between −8 and 7. ONNX knows ``INT4`` from opset 21 on. Of ONNX Runtime's CPU provider, a
 linear layer over floats multiplies them as they are (``block_products.py``). Its integer kernels know bytes only, and a
 layer between integers would dequantize its weights in every run and compute in float, at two thirds of FP32's speed. So
 there a ``Cast`` makes int8 of them, which the runtime does once, as the file is opened: the file is half as large, and

@@ -123,7 +123,7 @@ def _told(left: Counter[str]) -> str:
 
 def _largest_integers(subject: Subject, streams: list[Stream]) -> dict[Node, int]:
     """That of each reader's weights, whose step is what scaling them costs; of a float reader's as if it had 8 bits."""
-    found = {p.anchor: subject.placement.weight_format(p).qmax for p in subject.placement.layers}
+    found = {p.anchor: subject.placement.weight_format(p).steps for p in subject.placement.layers}
     return {reader: found.get(reader, QMAX) for stream in streams for reader in stream.consumers}
 
 

@@ -96,10 +96,10 @@ def _ridge(h: Tensor, damping: float) -> Tensor:
     return torch.diag_embed((spread * damping + least).expand(h.shape[:2]))
 
 
-def rounded(weight: Tensor, hessian: Tensor, scale: Tensor, qmax: int) -> Tensor:
+def rounded(weight: Tensor, hessian: Tensor, scale: Tensor, ends: tuple[int, int]) -> Tensor:
     """The integers, as floats G × outputs × K, that GPTQ rounds ``weight`` to; ``scale`` is G × outputs × 1 or K.
 
-    Raises LinAlgError where ``hessian`` is not positive definite in float64.
+    ``ends`` are the least and the greatest. Raises LinAlgError where ``hessian`` is not positive definite in float64.
     """
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(hessian))
     upper = torch.linalg.cholesky(inverse).mT.float()
@@ -111,7 +111,7 @@ def rounded(weight: Tensor, hessian: Tensor, scale: Tensor, qmax: int) -> Tensor
         errors = torch.empty_like(left[:, :, start:stop])
         for column in range(start, stop):
             value, step = left[:, :, column : column + 1], scale[:, :, column : column + 1]
-            made[:, :, column : column + 1] = (value / step).round().clamp(-qmax, qmax)
+            made[:, :, column : column + 1] = (value / step).round().clamp(*ends)
             error = (value - made[:, :, column : column + 1] * step) / upper[:, column, column, None, None]
             left[:, :, column:stop] -= error * upper[:, column, None, column:stop]
             errors[:, :, column - start] = error[:, :, 0]
@@ -158,6 +158,6 @@ def _weights(layer: Layer, moments: Moments, damping: float | None) -> Tensor | 
 def _integers(layer: Layer, moments: Moments, weights: Tensor | None, damping: float) -> Tensor | None:
     """What the weights are rounded to; None where there are none, or the ridge is too small for these inputs."""
     try:
-        return None if weights is None else rounded(weights, damped(moments, damping), layer.scale, layer.qmax)
+        return None if weights is None else rounded(weights, damped(moments, damping), layer.scale, layer.ends)
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
         return None

@@ -72,7 +72,7 @@ def gptq_small(subject: Subject) -> None:
     for count, layer in enumerate(in_order(walked, all_kinds=True, budget=BUDGET)):
         subject.report(f"gptq-small {layer.name}", count, len(anchors))
         before, better = integers_of(subject.graph, layer.node), False
-        most = FEW_COARSE if layer.qmax <= COARSE else FEW
+        most = FEW_COARSE if layer.ends[1] <= COARSE else FEW
         if layer.num_inputs > most or layer.node in shared or reason(layer.node):
             layer.correct_bias()
         else:

@@ -30,7 +30,7 @@ from qtool.quantization.algorithms.subject import Declined, Subject
 from qtool.quantization.algorithms.walk import Beside, Segment, Walk
 from qtool.quantization.capture import aten, parameter
 from qtool.quantization.integers import store_before
-from qtool.quantization.stored_weights import dequantize_of, integers_of, is_grouped, scales_of, store_integers
+from qtool.quantization.stored_weights import dequantize_of, ends_of, integers_of, is_grouped, scales_of, store_integers
 from qtool.units import few
 
 ROWS = 16384
@@ -105,7 +105,7 @@ class Layer:
         weight = parameter(beside.walk.graph, other.args[1])
         assert weight is not None
         self.weight, self.stored, self.groups = weight, dequantize_of(node), groups_of(node)
-        self.qmax = int(str(self.stored.args[5]))
+        self.ends = ends_of(node)
 
     @cached_property
     def real(self) -> Tensor:

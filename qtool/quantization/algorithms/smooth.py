@@ -149,7 +149,7 @@ def _unrounded(place: Place, subject: Subject) -> str:
     units = {p.anchor: p for p in subject.placement.layers}
     if not place.readers or not all(reader in units for reader in place.readers):
         return "not all layers that read it are integer"
-    place.qmax = min(subject.placement.weight_format(units[reader]).qmax for reader in place.readers)
+    place.qmax = min(subject.placement.weight_format(units[reader]).steps for reader in place.readers)
     return ""
 
 

@@ -2,7 +2,7 @@
 
 With s the scale and r the real value of a weight in steps,
 
-    ŵ = s · clamp(⌊r⌋ + h(V), −qmax, qmax),    h(V) = clamp(1.2 · sigmoid(V) − 0.1, 0, 1)
+    ŵ = s · clamp(⌊r⌋ + h(V), qmin, qmax),    h(V) = clamp(1.2 · sigmoid(V) − 0.1, 0, 1)
 
 V starts where h(V) = r − ⌊r⌋, so that ŵ starts as the real weight. What drives h to 0 or 1 is
 
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from qtool.quantization.capture import output_axis
-from qtool.quantization.stored_weights import dequantize_of, integers_of, scales_of
+from qtool.quantization.stored_weights import ends_of, integers_of, scales_of
 
 LOW, HIGH = -0.1, 1.1
 DECIDED = 10.0
@@ -37,14 +37,17 @@ class SoftWeight(nn.Module):
     """The weight of one layer and the shift of its bias while they are learned.
 
     ``real`` are real weights, ``integers`` those that the layer has, ``scale`` one per index of ``axis`` or for each.
-    ``spread``, one per output, is the unit in which the shift of the bias is learned.
+    ``ends`` are the least and the greatest integer; ``spread``, one per output, is the unit in which the shift of the
+    bias is learned.
     """
 
-    def __init__(self, real: Tensor, integers: Tensor, scale: Tensor, axis: int, qmax: int, spread: Tensor) -> None:
+    def __init__(
+        self, real: Tensor, integers: Tensor, scale: Tensor, axis: int, ends: tuple[int, int], spread: Tensor
+    ) -> None:
         super().__init__()
         self.outputs = [real.shape[axis] if dim == axis else 1 for dim in range(real.dim())]
         each = scale if scale.shape == real.shape else scale.reshape(self.outputs)
-        self.scale, self.qmax, self.spread = each.to(real.dtype), qmax, spread
+        self.scale, self.ends, self.spread = each.to(real.dtype), ends, spread
         self.before = integers.to(real.dtype)
         near = torch.minimum(torch.maximum(real / self.scale, self.before - 0.499), self.before + 0.499)
         self.floor = near.floor()
@@ -59,13 +62,13 @@ class SoftWeight(nn.Module):
     def forward(self) -> tuple[Tensor, Tensor, Tensor]:
         """The weight, what is added to the bias, and how undecided it is: the mean of 1 − (2h − 1)²."""
         share = self.share()
-        weight = (self.floor + share).clamp(-self.qmax, self.qmax) * self.scale
+        weight = (self.floor + share).clamp(*self.ends) * self.scale
         return weight, self.shift * self.spread, 1 - (2 * share - 1).square().mean()
 
     @torch.no_grad()
     def integers(self) -> Tensor:
         """What the weight is rounded to."""
-        return (self.floor + (self.share() >= 0.5)).clamp(-self.qmax, self.qmax)
+        return (self.floor + (self.share() >= 0.5)).clamp(*self.ends)
 
     @torch.no_grad()
     def shifts(self) -> Tensor:
@@ -88,6 +91,5 @@ def strength(share: float) -> float:
 
 def soften(graph: GraphModule, layer: Node, real: Tensor, spread: Tensor) -> SoftWeight:
     """The soft weight of a quantized layer; ``real`` is its weight in the float graph."""
-    qmax = int(str(dequantize_of(layer).args[5]))
     integers, scales = integers_of(graph, layer), scales_of(graph, layer)
-    return SoftWeight(real.float(), integers, scales, output_axis(layer), qmax, spread)
+    return SoftWeight(real.float(), integers, scales, output_axis(layer), ends_of(layer), spread)

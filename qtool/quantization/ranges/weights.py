@@ -1,4 +1,4 @@
-"""Ranges of weights: symmetric, one per output channel, known exactly.
+"""Ranges of weights: one per output channel, known exactly. Of few bits, the end that has a level more is told apart.
 
 ``mse`` narrows each channel's range where clipping its few largest weights costs less than the finer
 steps gain for the rest. At 8 bits the gain is small; at 4 bits it is large. The search is a line search per
@@ -13,20 +13,21 @@ import torch
 
 from qtool.errors import QtoolError, UsageError, nearest
 from qtool.quantization.fake_quantize import fake_quantize
-from qtool.quantization.qparams import symmetric_qparams
+from qtool.quantization.qparams import weight_step
 
 WEIGHT_METHODS = ("minmax", "mse")
 _COARSE, _FINE, _NARROWEST = 32, 5, 0.2
 
 
 def weight_range(
-    weight: torch.Tensor, ch_axis: int | None, method: str = "minmax", qmax: int = 127, *, where: str = "weight"
-) -> torch.Tensor:
-    """The end ``a`` of the symmetric range (−a, a) of each channel of ``weight``: float32, on its device.
+    weight: torch.Tensor, ch_axis: int | None, method: str = "minmax", qmin: int = -127, qmax: int = 127, *,
+    where: str = "weight",
+) -> torch.Tensor:  # fmt: skip
+    """The end of the range of each channel of ``weight``, for ``weight_step``: float32, on its device.
 
     ``ch_axis``: the dimension that channels are counted along, or None for one range (0-dimensional result).
-    ``method``: ``minmax`` (a is the largest magnitude) or ``mse`` (a is the best of a grid of fractions of
-    it, for integers from ``-qmax`` to ``qmax``; ties go to min-max). Raises QtoolError, naming ``where``, when
+    ``method``: ``minmax`` (the weight of largest magnitude) or ``mse`` (the best of a grid of fractions of it, and
+    of their negatives where ``qmin`` is not −``qmax``; ties go to min-max). Raises QtoolError, naming ``where``, when
     a weight is NaN or infinite, UsageError for an unknown method.
     """
     if method not in WEIGHT_METHODS:
@@ -36,7 +37,7 @@ def weight_range(
     if not bool(largest.isfinite().all()):
         channel = int((~largest.isfinite()).nonzero()[0])
         raise QtoolError(where, "finite weights", f"NaN or infinity in channel {channel}", "check the checkpoint")
-    end = largest if method == "minmax" else _least_error(rows, largest, qmax)
+    end = largest if method == "minmax" else _least_error(rows, largest, qmin, qmax)
     return end[0] if ch_axis is None else end
 
 
@@ -52,29 +53,36 @@ def _rows(weight: torch.Tensor, ch_axis: int | None) -> torch.Tensor:
 
 
 def _largest(rows: torch.Tensor) -> torch.Tensor:
-    return rows.abs().amax(dim=1) if rows.shape[1] else rows.new_zeros(rows.shape[0])
+    """The value of largest magnitude of each row; NaN where there is one."""
+    if not rows.shape[1]:
+        return rows.new_zeros(rows.shape[0])
+    low, high = rows.aminmax(dim=1)
+    return torch.where(high >= -low, high, low)
 
 
-def _least_error(rows: torch.Tensor, largest: torch.Tensor, qmax: int) -> torch.Tensor:
+def _least_error(rows: torch.Tensor, largest: torch.Tensor, qmin: int, qmax: int) -> torch.Tensor:
     """The end of least squared error for each row: a coarse grid of fractions of the largest, then a finer one."""
-    best, error = largest.clone(), _squared_error(rows, largest, qmax)
+    best, error = largest.clone(), _squared_error(rows, largest, qmin, qmax)
+    whole, signs = largest.abs(), (1.0,) if qmin == -qmax else (1.0, -1.0)
     step = (1 - _NARROWEST) / _COARSE
 
-    def attempt(end: torch.Tensor) -> None:
-        tried = _squared_error(rows, end, qmax)
-        better = tried < error
-        best[better], error[better] = end[better], tried[better]
+    def attempt(size: torch.Tensor) -> None:
+        for sign in signs:
+            end = size.copysign(sign * largest)
+            tried = _squared_error(rows, end, qmin, qmax)
+            better = tried < error
+            best[better], error[better] = end[better], tried[better]
 
     for index in range(1, _COARSE + 1):
-        attempt(largest * (1 - index * step))
-    around = best.clone()
+        attempt(whole * (1 - index * step))
+    around = best.abs()
     for index in range(1 - _FINE, _FINE):
-        attempt(torch.minimum(around + largest * (index * step / _FINE), largest))
+        attempt(torch.minimum(around + whole * (index * step / _FINE), whole))
     return best
 
 
-def _squared_error(rows: torch.Tensor, end: torch.Tensor, qmax: int) -> torch.Tensor:
-    scale = symmetric_qparams(end, qmax)
+def _squared_error(rows: torch.Tensor, end: torch.Tensor, qmin: int, qmax: int) -> torch.Tensor:
+    scale = weight_step(end, qmin, qmax)
     zero_point = torch.zeros_like(scale, dtype=torch.int32)
-    quantized = fake_quantize(rows, scale, zero_point, -qmax, qmax, 0)
+    quantized = fake_quantize(rows, scale, zero_point, qmin, qmax, 0)
     return quantized.sub_(rows).square_().sum(dim=1)

@@ -48,6 +48,11 @@ class Format:
         """Bits that a value takes, the sign included."""
         return int(self.qmax - self.qmin).bit_length()
 
+    @property
+    def steps(self) -> int:
+        """How many steps the integer farthest from 0 stands for."""
+        return max(-self.qmin, self.qmax)
+
     def narrowed(self, bits: int) -> Format:
         """So many bits in the same storage: −(2^(bits−1) − 1) to 2^(bits−1) − 1, or 0 to 2^bits − 1 where affine."""
         most = 2 ** (bits - 1) - 1 if self.symmetric else 2**bits - 1
@@ -57,6 +62,12 @@ class Format:
 UINT8 = Format(torch.uint8, 0, 255, symmetric=False)
 INT8_ACTIVATION = Format(torch.int8, -128, 127, symmetric=True)
 INT8_WEIGHT = Format(torch.int8, -127, 127, symmetric=True)
+
+
+def weight_format(bits: int) -> Format:
+    """Weights of so many bits, stored as int8; of 6 or fewer with a level more at one end (see ``qparams.py``)."""
+    form = INT8_WEIGHT.narrowed(bits)
+    return form if bits > 6 else dataclasses.replace(form, qmin=form.qmin - 1)
 
 
 @dataclass(frozen=True)
@@ -143,7 +154,7 @@ class Target:
         activations by each other, which have 8, runs in float.
         """
         edges = bits if bits == 7 else max(bits, edge_bits)
-        made = dataclasses.replace(self, weight=self.weight.narrowed(bits), edge_weight=self.weight.narrowed(edges))
+        made = dataclasses.replace(self, weight=weight_format(bits), edge_weight=weight_format(edges))
         if bits != 7:
             return made
         patterns = tuple(

@@ -48,7 +48,9 @@ def test_the_first_and_the_last_layer_have_bits_of_their_own_below_seven(bits, e
         if node.target in WEIGHTED:
             unit = next(u for u in quantized.plan.units if u.name == node.meta["custom"]["unit"])
             integers = parameter(quantized.graph, node.args[1].args[0])
-            assert int(integers.abs().max()) == 2 ** (unit.weight_bits - 1) - 1
+            levels = 2 ** (unit.weight_bits - 1)
+            assert int(integers.abs().max()) == (levels if unit.weight_bits < 7 else levels - 1)
+            assert int(integers.max()) < levels
             assert unit.integer
 
 
@@ -57,16 +59,19 @@ def test_the_file_holds_the_graphs_integers_two_to_a_byte_and_passes_its_gates(t
     result = export(quantized, tmp_path, ExportConfig(), samples=BATCHES)
     assert all(gate["passed"] is not False for gate in result.gates)
     stored = {t.name: t for t in onnx.load(str(result.files["int8"])).graph.initializer}
-    checked = 0
+    checked = below = 0
     for node in quantized.graph.graph.nodes:
-        if node.target in WEIGHTED and node.args[1].args[4] == -7:
+        if node.target in WEIGHTED and node.args[1].args[4] == -8:
             tensor = stored[f"{node.meta['custom']['unit']}/weight"]
-            integers = parameter(quantized.graph, node.args[1].args[0]).numpy()
+            integers, scales = (parameter(quantized.graph, node.args[1].args[i]) for i in (0, 1))
+            below += int((scales < 0).sum())
+            integers = integers.numpy()
             assert tensor.data_type == onnx.TensorProto.INT4
             assert len(tensor.raw_data) == (integers.size + 1) // 2
             np.testing.assert_array_equal(numpy_helper.to_array(tensor).astype(np.int8), integers)
             checked += 1
     assert checked == 10
+    assert below > 10  # a channel's farthest weight is -8 steps, and above 0 in half of them
     test = images(32, seed=5)
     found = open_session(result.files["int8"]).run({"x": test.numpy()})[0]
     assert sqnr_db(quantized(test), torch.from_numpy(found)) > 50
@@ -112,7 +117,7 @@ def test_gptq_gains_most_where_bits_are_few() -> None:
 
 
 def test_equal_weights_that_are_stored_once_are_packed_once(tmp_path: Path) -> None:
-    """Sums with a number in front of padding are such: depthwise convolutions, all their integers 7."""
+    """Sums with a number in front of padding are such: depthwise convolutions, all their integers -8."""
 
     class Shifts(nn.Module):
         def __init__(self) -> None:
