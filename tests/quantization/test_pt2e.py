@@ -61,7 +61,7 @@ def test_observers_change_nothing_and_are_named_after_units() -> None:
     assert all(observer.histogram.name == name for name, observer in observers.items())
     assert all(isinstance(observer, RangeObserver) for observer in observers.values())
     weights = [m for m in made.modules() if isinstance(m, PerChannelWeightObserver)]
-    assert sorted(len(w.amax) for w in weights) == [3, 4, 4]
+    assert sorted(len(w.end) for w in weights) == [3, 4, 4]
 
 
 def test_a_weight_is_read_once_however_many_batches_there_are_and_again_when_it_changes() -> None:
