@@ -43,6 +43,7 @@ from qtool.quantization.rewrites.affines import write_affines
 from qtool.quantization.rewrites.attention import drop_masks, write_attention
 from qtool.quantization.rewrites.branches import merge_branches
 from qtool.quantization.rewrites.chomps import drop_chomps
+from qtool.quantization.rewrites.chosen_rows import write_chosen_rows
 from qtool.quantization.rewrites.clipping import clip_early
 from qtool.quantization.rewrites.constants import fold_computed
 from qtool.quantization.rewrites.einsums import write_einsums
@@ -271,6 +272,7 @@ def _simplify(graph: GraphModule, *, merged: bool = True, train: bool = False) -
     if merged:
         write_formulas(graph)
         write_einsums(graph)
+        write_chosen_rows(graph)
         merge_branches(graph, train=train)
         drop_chomps(graph)
         clip_early(graph)
