@@ -56,6 +56,7 @@ from qtool.quantization.rewrites.products import write_products
 from qtool.quantization.rewrites.scales import fold_scales, fold_size
 from qtool.quantization.rewrites.shuffles import write_rows
 from qtool.quantization.rewrites.slopes import write_slopes
+from qtool.quantization.rewrites.steep_gates import write_steep_gates
 from qtool.quantization.rewrites.transposed import write_transposed
 from qtool.quantization.rewrites.zero_pads import absorb
 from qtool.quantization.second_order import SecondOrder, is_slow
@@ -319,6 +320,7 @@ def _prepare(
 
 def _spell_for(target: Target, graph: GraphModule, overrides: Mapping[str, str], *, train: bool) -> None:
     """Writes a graph's operators as the target's runtime is quickest with them, in place."""
+    write_steep_gates(graph)
     fold_scales(graph)
     if not train:
         fold_batch_norm(graph)  # one that a factor stood before
