@@ -62,6 +62,7 @@ from qtool.exporting.passes import (
     pixels,
     pointwise_pads,
     pool_pads,
+    root_means,
     single_columns,
     sizes,
     smooth_resizes,
@@ -103,6 +104,8 @@ MISREAD: dict[str, tuple[Pass, ...]] = {
     ),
 }  # fmt: skip
 """What takes out of a file, integer or not, what a target's runtime does not open it with, or computes otherwise."""
+FUSED: dict[str, tuple[Pass, ...]] = {"ort-cpu": (root_means.apply,)}
+"""What writes operators of a file, integer or not, as the pattern by which a target's runtime finds its own kernel."""
 QUICK: dict[str, tuple[Pass, ...]] = {
     "ort-cpu": (
         mean_pools.apply, wide_groups.apply, even_channels.apply, even_inputs.apply, wide_gates.apply,
@@ -127,7 +130,7 @@ def float_to_onnx(graph: GraphModule, example: Any, opset: int, target: str = "o
     """The float graph as an ONNX model with a dynamic batch for a target, its nodes named after the modules."""
     model, units, outputs = _translate(graph, example, opset)
     names.apply(model, units, outputs)
-    for rewrite in MISREAD.get(target, ()):
+    for rewrite in (*MISREAD.get(target, ()), *FUSED.get(target, ())):
         rewrite(model)
     metadata.strip(model)
     return model
@@ -150,7 +153,7 @@ def quantized_to_onnx(quantized: QuantizedModel, opset: int) -> ir.Model:
     casts.apply(model)
     names.apply(model, units, outputs)
     target = quantized.plan.target
-    for rewrite in (*MISREAD.get(target, ()), *PASSES[target]):
+    for rewrite in (*MISREAD.get(target, ()), *FUSED.get(target, ()), *PASSES[target]):
         rewrite(model)
     if opset > NO_BARE_MOVES and any(map(parts.moves_signed, model.graph)):
         raise UsageError(

@@ -20,6 +20,7 @@ from qtool.quantization.rewrites.affines import write_affines
 from qtool.quantization.rewrites.attention import drop_masks, write_attention
 from qtool.quantization.rewrites.branches import merge_branches
 from qtool.quantization.rewrites.chomps import drop_chomps
+from qtool.quantization.rewrites.chosen_rows import write_chosen_rows
 from qtool.quantization.rewrites.clipping import clip_early
 from qtool.quantization.rewrites.constants import fold_computed
 from qtool.quantization.rewrites.einsums import write_einsums
@@ -32,6 +33,7 @@ from qtool.quantization.rewrites.products import write_products
 from qtool.quantization.rewrites.scales import fold_scales, fold_size
 from qtool.quantization.rewrites.shuffles import write_rows
 from qtool.quantization.rewrites.slopes import write_slopes
+from qtool.quantization.rewrites.steep_gates import write_steep_gates
 from qtool.quantization.rewrites.transposed import write_transposed
 from qtool.quantization.targets import Target
 from qtool.recipe import QuantizeConfig
@@ -75,6 +77,7 @@ def simplify(graph: GraphModule, *, merged: bool = True, train: bool = False) ->
     if merged:
         write_formulas(graph)
         write_einsums(graph)
+        write_chosen_rows(graph)
         merge_branches(graph, train=train)
         drop_chomps(graph)
         clip_early(graph)
@@ -86,6 +89,7 @@ def simplify(graph: GraphModule, *, merged: bool = True, train: bool = False) ->
 
 def spell_for(target: Target, graph: GraphModule, overrides: Mapping[str, str], *, train: bool) -> None:
     """Writes a graph's operators as the target's runtime is quickest with them, in place."""
+    write_steep_gates(graph)
     fold_scales(graph)
     if not train:
         fold_batch_norm(graph)  # one that a factor stood before

@@ -59,7 +59,7 @@ def _fold_into_readers(
     graph_module: GraphModule, last: Node, source: Node, factor: Tensor, shift: Tensor
 ) -> list[Node]:
     """Folds ``last``, which is ``factor · source + shift``, into all the layers that read it, or into none."""
-    layers, readers = _layers_behind(last, factor, shift), readers_of(graph_module)
+    layers, readers = layers_behind(last, factor, shift), readers_of(graph_module)
     if layers is None or not all(_takes_in(layer, shift, readers) for layer in layers):
         return []
     for layer in layers:
@@ -68,7 +68,7 @@ def _fold_into_readers(
     return layers
 
 
-def _layers_behind(node: Node, factor: Tensor, shift: Tensor) -> list[Node] | None:
+def layers_behind(node: Node, factor: Tensor, shift: Tensor) -> list[Node] | None:
     """The layers whose input is a value alone, moved or pooled on the way; None where anything else reads it."""
     kinds = _LAYERS if _is_one_for_all(factor, shift) else (aten.linear.default,)
     found: list[Node] = []
@@ -76,7 +76,7 @@ def _layers_behind(node: Node, factor: Tensor, shift: Tensor) -> list[Node] | No
         if user.target in kinds and node not in user.args[1:]:
             found.append(user)
         elif user.users and user.args[:1] == (node,) and _keeps(user, factor, shift):
-            behind = _layers_behind(user, factor, shift)
+            behind = layers_behind(user, factor, shift)
             if behind is None:
                 return None
             found += behind
