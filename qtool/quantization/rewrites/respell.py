@@ -14,6 +14,7 @@ what models write                                         what patterns look for
 ``rrelu``, which draws its slopes in training             ``leaky_relu`` of the mean slope
 ``relu6(x + 3) / 6``                                      ``hardsigmoid(x)``
 ``x * sigmoid(x)``, ``x * hardsigmoid(x)``                ``silu(x)``, ``hardswish(x)``
+``square(x)``; ``x * x`` that only a mean reads            ``pow(x, 2)``
 ``glu``                                                   ``slice``, ``sigmoid`` and ``mul``
 ``padding="same"``                                        numbers, behind a padding where they are not symmetric
 a row pooled to one cell                                  a mean
@@ -361,9 +362,12 @@ def _is(node: Any, target: Any) -> bool:
 
 
 def _spell_gated(node: Node) -> None:
-    """A value times its own gate, which nothing else reads; a sixth written as a factor; a factor of one."""
+    """A value times its own gate, which nothing else reads; a sixth written as a factor; a norm's square; times one."""
     _spell_sixth(node)
     if node.target is not aten.mul.Tensor:
+        return
+    if node.args[0] is node.args[1] and {user.target for user in node.users} == {aten.mean.dim}:
+        _spell_square(node)  # no product with a rounding of its own
         return
     for source, gate in (node.args[:2], node.args[1::-1]):
         whole = next((whole for whole, own in GATES.items() if _is(gate, own)), None)

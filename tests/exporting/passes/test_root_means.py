@@ -29,7 +29,14 @@ class Written(nn.Module):
         return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5))
 
 
-@pytest.mark.parametrize("norm", [Written, lambda: nn.RMSNorm(16, eps=1e-5)])
+class Divided(Written):
+    """The norm as its paper has it (arXiv 1910.07467)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-5) * self.weight
+
+
+@pytest.mark.parametrize("norm", [Written, Divided, lambda: nn.RMSNorm(16, eps=1e-5)])
 def test_each_file_runs_one_kernel_for_a_norm(norm: type[nn.Module], tmp_path: Path) -> None:
     torch.manual_seed(0)
     net = nn.Sequential(norm(), nn.Linear(16, 16), norm(), nn.Linear(16, 4)).eval()
