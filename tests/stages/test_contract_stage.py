@@ -20,7 +20,8 @@ import qtool
 from qtool import cli
 from qtool.artifacts import has_result, read_result
 from qtool.errors import ContractError, QtoolError, UsageError
-from qtool.quantization import search, stage
+from qtool.quantization import search
+from qtool.quantization.capture import capture
 from qtool.quantization.contract import Judge
 from qtool.reporting.gather import gather
 from qtool.reporting.page import report, write_report
@@ -180,13 +181,13 @@ def test_the_command_line_exits_with_3_and_tells_all(trained: Path, capsys: pyte
 
 def test_the_model_is_captured_once_for_all_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
     captured: list[bool] = []
-    captures = stage.capture
 
     def counted(*args: Any, train: bool = False, **options: Any) -> Any:
         captured.append(train)
-        return captures(*args, train=train, **options)
+        return capture(*args, train=train, **options)
 
-    monkeypatch.setattr(stage, "capture", counted)
+    for module in ("float_form", "stage"):  # the evaluation form, and the one that is trained
+        monkeypatch.setattr(f"qtool.quantization.{module}.capture", counted)
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 3))
     x = torch.randn(40, 1, 8, 8)
