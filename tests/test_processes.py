@@ -54,16 +54,24 @@ def _threads() -> int:
     return sum("gloo" in name.read_text() for name in names)
 
 
+def _left(count: int) -> int:
+    """How many threads more than ``count`` stay: the system lists one that has ended for a moment longer."""
+    end = time.monotonic() + 5
+    while (more := _threads() - count) > 0 and time.monotonic() < end:
+        time.sleep(0.02)
+    return more
+
+
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="threads are counted as Linux lists them")
 def test_no_thread_of_a_group_outlives_it():
     """One that gives back a tensor while the interpreter ends aborts the process."""
     with processes.joined(torch.device("cpu")):
         pass  # lets go of groups whose block ended with an error, in tests before this one
-    before = _threads()
+    before = max(_left(0), 0)
     with processes.joined(torch.device("cpu")):
         kept = distribute_tensor(torch.ones(4), processes.mesh(torch.device("cpu")), [Shard(0)])
         assert _threads() > before
-    assert _threads() == before
+    assert _left(before) <= 0
     del kept
 
 
