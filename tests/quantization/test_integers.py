@@ -28,8 +28,9 @@ class Net(nn.Module):
 X = torch.randn(16, 3, 6, 6, generator=torch.Generator().manual_seed(0))
 
 
-def made(model: nn.Module, x: Tensor = X) -> QuantizedModel:
-    return quantize(model.eval(), QuantizeConfig(ranges="minmax", algorithms=None), example=x[:2], calibration=[x])
+def made(model: nn.Module, x: Tensor = X, bits: int = 8) -> QuantizedModel:
+    config = QuantizeConfig(ranges="minmax", algorithms=None, weight_bits=bits, edge_bits=bits)
+    return quantize(model.eval(), config, example=x[:2], calibration=[x])
 
 
 def weighted(model: QuantizedModel) -> list[dict[str, Any]]:
@@ -135,6 +136,22 @@ def test_a_nearly_dead_channel_keeps_its_bias_and_its_neighbours_their_integers(
     with torch.no_grad():
         expected, got = form.float_graph(X), form(X)
     assert float((expected - got).abs().max() / expected.abs().max()) < 0.03
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_raised_scale_keeps_its_sign_so_that_four_bits_hold_the_integers(sign: int) -> None:
+    """The farthest weight, −8 steps of either sign, is still −8 of steps that are a twentieth larger."""
+    model = shifted({2: (1e-9 * sign, 0.0)})
+    before = weighted(made(model, bits=4))[0]
+    limit = MAX_BIAS * before["source_scale"] * abs(float(before["scale"][2]))
+    with torch.no_grad():
+        model.conv.bias[2] = 1.05 * limit
+    form = made(model, bits=4)
+    assert "raised in nearly dead channels 2 " in form.plan.notes[0]
+    unit = weighted(form)[0]
+    assert unit["scale"][2] / before["scale"][2] == pytest.approx(1.05, rel=0.01)
+    assert (unit["weight"].min(), unit["weight"][2].min()) == (-8, -8)
+    assert unit["weight"].max() <= 7
 
 
 @pytest.mark.parametrize("unit", [1e-6, 1e-9])

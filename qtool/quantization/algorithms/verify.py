@@ -53,7 +53,7 @@ def parted(batches: Iterable[Any], held: bool, share: int = HELD) -> Iterator[An
 class Samples:
     """The values that the readers of some streams read, on samples that are held out of every batch.
 
-    ``qmax`` is the largest integer of each reader's weights.
+    ``qmax`` is how many steps the farthest integer of each reader's weights stands for.
     """
 
     @torch.no_grad()
