@@ -13,36 +13,29 @@ No code in a ``.pt2`` is ever run; see ``pt2_files.py``.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
-import functools
 import hashlib
-import inspect
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch.fx import GraphModule, Node
 
-from qtool import allocator
 from qtool.captured import call_captured, check_constants, with_constants
 from qtool.errors import QtoolError, UsageError
 from qtool.forward import passes_told
-from qtool.nested import map_tensors, raw_bytes, tensors
-from qtool.pt2_files import load_program, save_program
-from qtool.recurrent import whole_sequences
+from qtool.nested import raw_bytes, tensors
+from qtool.programs import open_graph, save_graph
+from qtool.shapes import input_values, symbols_of
 
 quantized = torch.ops.quantized_decomposed
 QUANTIZE = (quantized.quantize_per_tensor.default, quantized.quantize_per_channel.default)
 DEQUANTIZE = (quantized.dequantize_per_tensor.default, quantized.dequantize_per_channel.default)
 
-FIXED_SIZE = "specialized it to be a constant"
-"""What ``torch.export`` says of code that takes an open size for a number."""
 BLOCK = 32
 """Inputs that runtimes round together where stored weights alone are integers, all of an output with one scale."""
 
@@ -152,12 +145,9 @@ class QuantizedModel:
     @classmethod
     def load(cls, folder: Path, plan: Plan) -> QuantizedModel:
         """Reads what ``save`` wrote. Raises QtoolError on a damaged or unsafe file."""
-        program = load_program(folder / "int8.pt2")
+        graph, example = open_graph(folder / "int8.pt2")
         float_path = folder / "float.pt2"
-        args, kwargs = program.example_inputs
-        example: Any = kwargs or (args[0] if len(args) == 1 else args)
-        float_graph = _remembered(load_program(float_path)) if float_path.exists() else None
-        return cls(_remembered(program), plan, example, float_graph)
+        return cls(graph, plan, example, open_graph(float_path)[0] if float_path.exists() else None)
 
     def __reduce__(self) -> Any:
         """Pickles what ``save`` writes: torch's graphs themselves cannot be pickled."""
@@ -176,125 +166,6 @@ def _unpickled(
         for name, data in files.items():
             (Path(folder) / name).write_bytes(data)
         return dataclasses.replace(QuantizedModel.load(Path(folder), plan), ranges=ranges, training=training)
-
-
-_PROGRAMS: WeakKeyDictionary[GraphModule, tuple[torch.export.ExportedProgram, Any]] = WeakKeyDictionary()
-"""The programs that graphs were opened from or stored as, with their state then: tracing one again takes seconds."""
-
-
-def _remembered(program: torch.export.ExportedProgram) -> GraphModule:
-    graph = as_graph(program)
-    _PROGRAMS[graph] = program, _state(graph)
-    return graph
-
-
-def _state(graph: GraphModule) -> tuple[str, dict[str, int]]:
-    """What tells a graph from one that was changed: its code, and which tensors it holds (not what is in them)."""
-    tensors = (*graph.named_parameters(remove_duplicate=False), *graph.named_buffers(remove_duplicate=False))
-    return graph.code, {name: tensor.data_ptr() for name, tensor in tensors}
-
-
-def program_of(graph: GraphModule, example: Any) -> torch.export.ExportedProgram:
-    """The program that ``graph`` was opened from or stored as, if it is still that, or else a new one."""
-    program, state = _PROGRAMS.get(graph, (None, None))
-    return program if program is not None and state == _state(graph) else to_program(graph, example)
-
-
-def as_graph(program: torch.export.ExportedProgram) -> GraphModule:
-    """The program as a graph module without shape guards."""
-    module = program.module(check_guards=False)
-    assert isinstance(module, GraphModule)
-    return module
-
-
-def to_program(model: torch.nn.Module, example: Any, axes: tuple[int, ...] = ()) -> torch.export.ExportedProgram:
-    """Exports ``model`` with a dynamic first dimension of every input tensor, and as many of ``axes`` as it leaves so.
-
-    ``example`` is a batch of inputs: a tensor, a tuple of arguments or a dict of keyword arguments. The axes that a
-    captured graph has open stay open.
-    """
-    args, kwargs = arguments(map_tensors(_at_least_two, example))
-    axes = tuple({*axes, *open_axes(model)})
-    with torch.no_grad(), allocator.uncollected(), whole_sequences(), _named(model, kwargs):
-        shapes = _dynamic(kwargs, axes) if kwargs else _gathered(model, _dynamic(args, axes))
-        export = functools.partial(torch.export.export, model, args, kwargs or None, dynamic_shapes=shapes)
-        try:
-            return export()
-        except Exception as error:
-            if FIXED_SIZE not in str(error):
-                raise
-            with contextlib.suppress(Exception):  # the first error is the one that tells
-                return export(strict=True)  # which reads the code, and so knows what int() makes of a size
-            raise
-
-
-def symbols_of(size: int | torch.SymInt) -> set[Any]:
-    """The symbols that a size is computed from; none of a number."""
-    return set() if isinstance(size, int) else set(size.node.expr.free_symbols)
-
-
-def same_sizes(left: Iterable[int | torch.SymInt], right: Iterable[int | torch.SymInt]) -> bool:
-    """Whether two shapes are known to be equal, whatever the open sizes are.
-
-    To compare an open size with a number is to fix it for the whole graph, where the batch at hand happens to have that
-    size. So open sizes are compared as they are spelled.
-    """
-    return [*map(str, left)] == [*map(str, right)]
-
-
-def input_values(graph: torch.fx.Graph) -> dict[str, torch.Tensor]:
-    """What is known of the tensors that a captured graph takes, by name, in order."""
-    known = {str(node.target): node.meta.get("val") for node in graph.nodes if node.op == "placeholder"}
-    return {name: value for name, value in known.items() if isinstance(value, torch.Tensor)}
-
-
-def batch_symbols(graph: torch.fx.Graph) -> set[Any]:
-    """The symbols that count the samples of a captured graph's inputs."""
-    return {symbol for value in input_values(graph).values() if value.dim() for symbol in symbols_of(value.shape[0])}
-
-
-def open_axes(model: torch.nn.Module) -> set[int]:
-    """The axes behind the batch whose size a captured graph leaves open in some input; none of any other module."""
-    values = input_values(model.graph).values() if isinstance(model, GraphModule) else ()
-    return {axis for value in values for axis, size in enumerate(value.shape) if axis and symbols_of(size)}
-
-
-def _gathered(model: torch.nn.Module, shapes: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What belongs to positional arguments, those of a ``*args`` as one tuple."""
-    kinds = [parameter.kind for parameter in inspect.signature(model.forward).parameters.values()]
-    if inspect.Parameter.VAR_POSITIONAL not in kinds:
-        return shapes
-    first = kinds.index(inspect.Parameter.VAR_POSITIONAL)
-    return (*shapes[:first], shapes[first:])
-
-
-@contextlib.contextmanager
-def _named(model: torch.nn.Module, names: Collection[str]) -> Iterator[None]:
-    """Has ``forward`` take keyword arguments of these names, where some of them are its ``**kwargs``.
-
-    ``torch.export`` knows no open sizes of what a model takes under no name of its own, as wrappers do. The method is a
-    class's, since reading code it would name constants by the way through a function that the model holds.
-    """
-    parameters, before = inspect.signature(model.forward).parameters, vars(model).get("forward")
-    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()) or set(names) <= set(parameters):
-        yield
-        return
-    kind, forward = type(model), before or type(model).forward
-
-    def named(self: torch.nn.Module, **kwargs: Any) -> Any:
-        return forward(**kwargs) if before else forward(self, **kwargs)
-
-    kinds = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
-    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-    named.__signature__ = inspect.Signature([own, *kinds])  # type: ignore[attr-defined]
-    vars(model).pop("forward", None)
-    model.__class__ = type(kind.__name__, (kind,), {"forward": named, "__module__": kind.__module__})
-    try:
-        yield
-    finally:
-        model.__class__ = kind
-        if before is not None:
-            model.forward = before
 
 
 def check_inputs(graph: GraphModule, inputs: Any, where: str) -> None:
@@ -338,39 +209,6 @@ def _might_be_open(tensor: torch.Tensor, wanted: torch.Tensor) -> list[int]:
 def _describe(value: torch.Tensor) -> str:
     sizes = " × ".join("N" if symbols_of(size) else str(size) for size in value.shape)
     return f"{str(value.dtype).removeprefix('torch.')} of {sizes or 'one value'}"
-
-
-def arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A batch of inputs as the positional and keyword arguments of a model."""
-    if isinstance(example, Mapping):
-        return (), dict(example)
-    return (tuple(example) if isinstance(example, tuple | list) else (example,)), {}
-
-
-def _at_least_two(value: torch.Tensor) -> torch.Tensor:
-    return torch.cat([value, value]) if value.dim() and value.shape[0] == 1 else value
-
-
-def _dynamic(value: Any, axes: tuple[int, ...]) -> Any:
-    """The structure of ``value`` with a dynamic first dimension for each tensor and None for anything else.
-
-    Of ``axes`` those are dynamic that the model does not fix.
-    """
-    if isinstance(value, Mapping):
-        return {key: _dynamic(item, axes) for key, item in value.items()}
-    if isinstance(value, tuple | list):
-        return type(value)(_dynamic(item, axes) for item in value)
-    if not isinstance(value, torch.Tensor) or not value.dim():
-        return None
-    wanted = {axis: torch.export.Dim.AUTO for axis in axes if axis < value.dim()}
-    return wanted | {0: torch.export.Dim.DYNAMIC}
-
-
-def save_graph(graph: GraphModule, example: Any, path: Path) -> None:
-    """Writes a graph as ``.pt2``, atomically."""
-    program = to_program(graph, map_tensors(torch.clone, example))  # a view would bring its whole storage
-    save_program(program, path)
-    _PROGRAMS[graph] = program, _state(graph)
 
 
 def graph_sha256(graph: GraphModule) -> str:

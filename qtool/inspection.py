@@ -152,7 +152,8 @@ def _onnx_shape(value: Any) -> list[int | str | None] | str:
 
 
 def _program(path: Path) -> dict[str, Any]:
-    from qtool.form import QUANTIZE, as_graph
+    from qtool.form import QUANTIZE
+    from qtool.programs import as_graph
     from qtool.pt2_files import load_program
 
     graph = as_graph(load_program(path))

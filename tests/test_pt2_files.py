@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from qtool.errors import QtoolError
-from qtool.form import as_graph, to_program
+from qtool.programs import as_graph, to_program
 from qtool.pt2_files import check_archive, load_program, save_program
 
 Members = dict[str, bytes]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from qtool.errors import QtoolError
-from qtool.form import as_graph, to_program
+from qtool.programs import as_graph, to_program
 from qtool.pt2_files import load_program, save_program
 from qtool.structures import know_types
 

@@ -30,10 +30,11 @@ from torch.fx import Interpreter, Node
 
 from qtool.exporting.block_products import rounded_in_blocks
 from qtool.exporting.choices import CHOOSING, places_of
-from qtool.form import DEQUANTIZE, QUANTIZE, QuantizedModel, arguments, check_inputs, quantize_nodes, unit_of
+from qtool.form import DEQUANTIZE, QUANTIZE, QuantizedModel, check_inputs, quantize_nodes, unit_of
 from qtool.form import quantized as quantized_ops
 from qtool.forward import passes_told
 from qtool.polynomials import logistic
+from qtool.programs import arguments
 from qtool.runtimes.torch_integer_conv import is_exact_here, with_integer_convolutions
 
 Array = npt.NDArray[Any]

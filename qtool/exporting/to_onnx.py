@@ -73,7 +73,8 @@ from qtool.exporting.passes import (
     wide_groups,
     wraps,
 )
-from qtool.form import Plan, QuantizedModel, program_of, quantize_nodes, unit_of
+from qtool.form import Plan, QuantizedModel, quantize_nodes, unit_of
+from qtool.programs import program_of
 from qtool.recurrent import whole_sequences
 from qtool.structures import output_names
 

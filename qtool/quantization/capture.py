@@ -32,10 +32,10 @@ from torch.nn.modules import transformer
 from torch.utils import _pytree as pytree
 
 from qtool.errors import QtoolError, UsageError, reason_of
-from qtool.form import FIXED_SIZE, as_graph, input_values, open_axes, to_program
 from qtool.forward import made_in_inference
 from qtool.models import capturable, modes_kept
 from qtool.nested import call, map_tensors, misnamed, tensors
+from qtool.programs import FIXED_SIZE, as_graph, to_program
 from qtool.quantization.conditions import guards_of, of_batches
 from qtool.quantization.names import respell, spelled
 from qtool.quantization.quiet import quiet_export
@@ -43,6 +43,7 @@ from qtool.quantization.rewrites.bfloats import write_floats
 from qtool.quantization.rewrites.functional import DROPOUTS, functionalized, make_functional, mutations
 from qtool.quantization.rewrites.linears import write_linears
 from qtool.quantization.rewrites.repeats import merge_repeats
+from qtool.shapes import input_values, open_axes
 from qtool.structures import quiet_pytree
 
 aten = torch.ops.aten

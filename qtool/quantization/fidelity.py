@@ -29,11 +29,11 @@ from torch.utils import _pytree as pytree
 from qtool.devices import out_of_memory
 from qtool.errors import QtoolError, UsageError
 from qtool.evaluate import sqnr_db
-from qtool.form import input_values, open_axes
 from qtool.forward import passes_told
 from qtool.models import capturable, modes_kept, shortcut
 from qtool.nested import call, map_tensors, num_samples, repeated, samples_of, tensors
 from qtool.quantization.conditions import broken, resized
+from qtool.shapes import input_values, open_axes
 from qtool.structures import quiet_pytree
 from qtool.units import many
 

@@ -30,7 +30,7 @@ from torch.fx import GraphModule, Node
 from torch.nn import functional as F
 
 from qtool.errors import QtoolError, one_line
-from qtool.form import arguments, open_axes
+from qtool.programs import arguments
 from qtool.quantization.align import Misaligned, align, check_quantizers, label_units
 from qtool.quantization.capture import aten, capture, owner, remove_identities, set_modes, user_line
 from qtool.quantization.integers import drop_requantization
@@ -42,6 +42,7 @@ from qtool.quantization.rewrites.constants import fold_quantized
 from qtool.quantization.spellings import RESPELT, WRITTEN, refuse_parts
 from qtool.quantization.targets import Pattern, Target
 from qtool.quantization.torchao_api import modules_forgotten
+from qtool.shapes import open_axes
 
 try:
     import torch.ao.nn.intrinsic as nni

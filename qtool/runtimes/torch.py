@@ -155,7 +155,7 @@ def open_file(
         raise QtoolError(f"'{path}'", "a .pt2 file for torch", f"a {path.suffix or 'nameless'} file", "give the .pt2")
     if not optimize:
         raise QtoolError(f"'{path}'", "PyTorch as it is", "optimize off", "use provider torch, not torch-compile")
-    from qtool.form import as_graph
+    from qtool.programs import as_graph
     from qtool.pt2_files import load_program
 
     program = load_program(path)

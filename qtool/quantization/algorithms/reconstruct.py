@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from qtool.form import batch_symbols, quantized
+from qtool.form import quantized
 from qtool.nested import num_samples
 from qtool.quantization.algorithms.bias import add_to_bias, channel_axis, source_of
 from qtool.quantization.algorithms.gptq import fit
@@ -51,6 +51,7 @@ from qtool.quantization.algorithms.walk import cut as segments_of
 from qtool.quantization.capture import parameter
 from qtool.quantization.residence import CPU
 from qtool.quantization.stored_weights import store_integers
+from qtool.shapes import batch_symbols
 from qtool.units import few, many
 
 WARMUP = 0.2

@@ -22,10 +22,11 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from qtool.form import batch_symbols, quantized, symbols_of
+from qtool.form import quantized
 from qtool.quantization.algorithms.subject import Subject
 from qtool.quantization.algorithms.walk import Segment
 from qtool.quantization.capture import aten
+from qtool.shapes import batch_symbols, symbols_of
 
 MOST = 12
 """The greatest number of layers that are learned together."""

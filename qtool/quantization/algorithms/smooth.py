@@ -33,12 +33,12 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
-from qtool.form import same_sizes
 from qtool.nested import first
 from qtool.quantization.algorithms.streams import unfit
 from qtool.quantization.algorithms.subject import Declined, NothingToDo, Subject
 from qtool.quantization.algorithms.walk import interpret
 from qtool.quantization.capture import aten, parameter, set_parameter
+from qtool.shapes import same_sizes
 
 SAMPLES = 128
 """How many samples channels are observed on, where there are so many."""

@@ -18,10 +18,11 @@ from typing import Any
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from qtool.form import padding_of, same_sizes
+from qtool.form import padding_of
 from qtool.quantization.algorithms.bias import channel_axis
 from qtool.quantization.capture import CONVOLUTIONS, aten, parameter
 from qtool.quantization.rewrites.windows import ADAPTIVE_POOLS, AVERAGE_POOLS, MAX_POOLS
+from qtool.shapes import same_sizes
 
 ANCHORS = (*CONVOLUTIONS[:3], aten.linear.default)
 _HOMOGENEOUS = (aten.relu.default, aten.leaky_relu.default, aten.dropout.default, aten.clone.default)

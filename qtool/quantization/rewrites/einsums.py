@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 from torch.fx import GraphModule, Node
 
-from qtool.form import same_sizes
 from qtool.quantization.capture import aten, call_before, clean, set_parameter
+from qtool.shapes import same_sizes
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from qtool.form import as_graph
 from qtool.nested import tensors
+from qtool.programs import as_graph
 from qtool.quantization.rewrites.autocast import inline_autocast
 from qtool.quantization.rewrites.respell import RANDOM_SLOPES, respell, spell_random_slope
 from qtool.structures import quiet_pytree

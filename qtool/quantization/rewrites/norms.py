@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from qtool.form import same_sizes
 from qtool.quantization.capture import (
     CONVOLUTIONS,
     aten,
@@ -34,6 +33,7 @@ from qtool.quantization.capture import (
     parameter,
     set_parameter,
 )
+from qtool.shapes import same_sizes
 
 ANCHORS = (*CONVOLUTIONS, aten.linear.default)
 NORMAL = "normal"

@@ -48,7 +48,6 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from qtool.form import same_sizes
 from qtool.quantization.rewrites.bags import spell_bag
 from qtool.quantization.rewrites.gated import spell_glu
 from qtool.quantization.rewrites.heads import spell_attention
@@ -56,6 +55,7 @@ from qtool.quantization.rewrites.scatters import SCATTERS, spell_copy, spell_sca
 from qtool.quantization.rewrites.sizes import DIVISIONS, spell_size
 from qtool.quantization.rewrites.splits import spell_part
 from qtool.quantization.rewrites.windows import ADAPTIVE_POOLS, AVERAGE_POOLS, PADDED, spell_average, spell_padding
+from qtool.shapes import same_sizes
 
 aten = torch.ops.aten
 
