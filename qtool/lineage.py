@@ -36,7 +36,8 @@ def superseded(results: Mapping[str, Mapping[str, Any]], stage: str) -> str:
     """What ``stage`` was made from and is another now, of the results in one run directory by stage; else empty.
 
     What is not recorded, or lies elsewhere, is not compared. Beside a stale result only what was made of it is told:
-    the rest is of another folder, as an export of the closest candidate is where a contract was not kept.
+    the rest is of another folder, as an export of the closest candidate is where a contract was not kept, which may
+    be the very same file.
     """
     before, pairs = MADE_FROM.get(stage, ("", {}))
     given, source = results.get(stage, {}).get("inputs", {}), results.get(before, {})
@@ -51,7 +52,8 @@ def superseded(results: Mapping[str, Mapping[str, Any]], stage: str) -> str:
     contents = given.get("content"), source.get("content")
     of_another = all(contents) and len(set(contents)) > 1
     if "stale" in source:
-        return f"of a stale {before}" if (same or all(contents)) and all(same) and not of_another else ""
+        here = given.get("quantized_in", ".") == "."
+        return f"of a stale {before}" if here and (same or all(contents)) and all(same) and not of_another else ""
     if of_another:
         return f"of another model than {before}"
     return "" if all(same) else f"of an earlier {before}"

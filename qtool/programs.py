@@ -45,6 +45,7 @@ from qtool.shapes import input_values, open_axes, symbols_of
 FIXED_SIZE = "specialized it to be a constant"
 """What ``torch.export`` says of code that takes an open size for a number."""
 
+_KEPT = ("val", "nn_module_stack", "custom", "stack_trace", "unbacked_bindings")
 _PREFIXES = {InputKind.PARAMETER: "p", InputKind.BUFFER: "b", InputKind.CONSTANT_TENSOR: "c"}
 _PROGRAMS: WeakKeyDictionary[GraphModule, tuple[torch.export.ExportedProgram, Any]] = WeakKeyDictionary()
 """The programs that graphs were opened from or stored as, with their state then: making one again takes its time."""
@@ -113,6 +114,8 @@ def _put_together(graph: GraphModule, example: Any) -> torch.export.ExportedProg
         return None
     flat = Graph()
     copies = {node: flat.node_copy(node) for node in taken}
+    for node in taken:
+        copies[node].name = str(node.target)  # a name such as "input", of Python's own, is no node's by itself
     inputs, lifted = [], {}
     for path, (kind, kept) in _kinds(graph, held).items():
         with flat.inserting_before(copies[taken[0]]):
@@ -126,6 +129,8 @@ def _put_together(graph: GraphModule, example: Any) -> torch.export.ExportedProg
             copies[node] = lifted[str(node.target)]
         elif node.op != "placeholder":
             copies[node] = flat.node_copy(node, copies.__getitem__)
+    for node in flat.nodes:  # what else is noted of a node may hold the graph that the program is remembered for
+        node.meta = {key: node.meta[key] for key in _KEPT if key in node.meta}
     module = GraphModule(nn.Module(), flat)
     if not _propagated(module, mode):
         return None

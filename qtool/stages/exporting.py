@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -77,7 +78,11 @@ def export(
             writable(out) or writable(run) or run,
             _absolute(run, recorded["source"]),
         )
-        inputs = {"quantized": recorded["outputs"]["int8"]["sha256"], "source": _digest(recorded["source"])}
+        inputs = {
+            "quantized": recorded["outputs"]["int8"]["sha256"],
+            "quantized_in": os.path.relpath(run.resolve(), folder.resolve()),
+            "source": _digest(recorded["source"]),
+        }
         if resume and finished(folder, "export", as_dict(config), inputs, teller(progress)):
             return _exported(folder)
         asked = config.gates or config.tune or recorded["source"]["data"] is not None
