@@ -35,6 +35,7 @@ from qtool.quantization.rewrites.shuffles import write_rows
 from qtool.quantization.rewrites.slopes import write_slopes
 from qtool.quantization.rewrites.steep_gates import write_steep_gates
 from qtool.quantization.rewrites.transposed import write_transposed
+from qtool.quantization.rewrites.written_norms import write_norms_whole
 from qtool.quantization.targets import Target
 from qtool.recipe import QuantizeConfig
 
@@ -84,6 +85,8 @@ def simplify(graph: GraphModule, *, merged: bool = True, train: bool = False) ->
     if merged and not train:
         write_slopes(graph)
     fold_computed(graph, train=train)
+    if merged:
+        write_norms_whole(graph)  # whose weight may be 1 + w
     drop_masks(graph)
 
 

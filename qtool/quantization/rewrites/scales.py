@@ -1,18 +1,19 @@
-"""Products with stored numbers behind a layer, folded into its weights: layer scale, gains, temperatures.
+"""Products and sums with stored numbers behind a layer, folded into its weights: layer scale, gains, temperatures.
 
-    (W x + b) · γ = (γ W) x + γ b,    γ one number for each output channel, or one for all
+    (W x + b) · γ + β = (γ W) x + (γ b + β),    γ and β one number for each output channel, or one for all
 
 ConvNeXt, CaiT and many after them scale so what a block adds to its input (layer scale, arXiv 2103.17239), networks
-without normalisation what a convolution gives. No target has an integer kernel for such a product, and so the
-convolution behind which it stands and the sum behind it would end in float. It may stand behind what only moves
-numbers, and behind ReLU and pooling where γ > 0. Where batch-norm trains in between, its γ and β take the factor.
+without normalisation what a convolution gives; a batch-norm that a model writes out (detectors freeze theirs so) does
+both. No target has an integer kernel for it, and so the convolution behind which it stands and the sum behind it would
+end in float. It may stand behind what only moves numbers, and a product behind ReLU and pooling where γ > 0. Where
+batch-norm trains in between, its γ and β take factor and summand.
 
 A batch-norm behind such a ReLU is a factor and a sum. The factor's size goes into the layer as well, and its sign
 stays (:func:`fold_size`): between the two, channels are then as even as the batch-norm makes them, which one range for
 all of them needs. (The engine torch.ao, which prepares the model's own modules, does without.)
 
-What cannot be folded so, and a sum with stored numbers, stays (see :func:`write_affines`). Left out on purpose: weights
-that something else reads too, which would be stored twice.
+What cannot be folded so, as a sum behind ReLU, stays (see :func:`write_affines`). Left out on purpose: weights that
+something else reads too, which would be stored twice.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from qtool.quantization.rewrites.norms import NORMAL, readers_of, scaled
 
 _LAYERS = (*CONVOLUTIONS, aten.linear.default, aten.batch_norm.default)
 _PRODUCTS = (aten.mul.Tensor, aten.div.Tensor)
+_SUMS = (aten.add.Tensor, aten.sub.Tensor)
 _VIEWS = (aten.reshape.default, aten.flatten.using_ints)
 _SAME = (aten.contiguous.default, aten.clone.default, *DROPOUTS)
 _POOLS = (aten.max_pool2d.default, aten.adaptive_avg_pool2d.default)
@@ -39,10 +41,10 @@ _SHAPED = (*_VIEWS, *_SAME, aten.permute.default, aten.transpose.int, aten.unsqu
 
 
 def fold_scales(graph_module: GraphModule) -> list[Node]:
-    """Folds in place each product of what a layer alone gives with stored numbers; returns these layers."""
+    """Folds in place each product and sum of what a layer alone gives with stored numbers; returns these layers."""
     readers = readers_of(graph_module)
-    products = [node for node in graph_module.graph.nodes if node.target in _PRODUCTS]
-    folded = [layer for node in products if (layer := _fold(graph_module, readers, node)) is not None]
+    found = [node for node in graph_module.graph.nodes if node.target in (*_PRODUCTS, *_SUMS) and not node.kwargs]
+    folded = [layer for node in found if (layer := _fold(graph_module, readers, node)) is not None]
     if folded:
         clean(graph_module)
     return folded
@@ -61,22 +63,25 @@ def fold_size(graph_module: GraphModule, source: Node, factor: Tensor) -> Tensor
     return factor.sign()
 
 
-def _fold(graph_module: GraphModule, readers: Mapping[str, int], product: Node) -> Node | None:
-    pairs = (product.args[:2], product.args[1::-1])[: 1 if product.target is aten.div.Tensor else 2]
-    for source, factor in pairs:
-        if not isinstance(source, Node) or _sizes(source) != _sizes(product):
+def _fold(graph_module: GraphModule, readers: Mapping[str, int], node: Node) -> Node | None:
+    pairs = (node.args[:2], node.args[1::-1])[: 1 if node.target in (aten.div.Tensor, aten.sub.Tensor) else 2]
+    for source, given in pairs:
+        if not isinstance(source, Node) or _sizes(source) != _sizes(node):
             continue
         layer, axis, clipped = _layer(source)
-        numbers = stored_numbers(graph_module, factor, source.meta["val"], axis)
-        if layer is None or numbers is None or any(readers[str(n.target)] > 1 for n in _stored_of(layer)):
+        numbers = stored_numbers(graph_module, given, source.meta["val"], axis)
+        if layer is None or numbers is None or any(readers.get(str(n.target), 1) > 1 for n in _stored_of(layer)):
             continue
-        if clipped and not bool((numbers > 0).all()):
+        if node.target in _SUMS:
+            if clipped:
+                continue
+            _shift(graph_module, layer, numbers if node.target is aten.add.Tensor else -numbers)
+        elif clipped and not bool((numbers > 0).all()):
             continue
-        if product.target is aten.div.Tensor:
-            numbers = 1 / numbers
-        _scale(graph_module, layer, numbers)
-        product.replace_all_uses_with(source)
-        graph_module.graph.erase_node(product)
+        else:
+            _scale(graph_module, layer, numbers if node.target is aten.mul.Tensor else 1 / numbers)
+        node.replace_all_uses_with(source)
+        graph_module.graph.erase_node(node)
         return layer
     return None
 
@@ -162,3 +167,23 @@ def _scale(graph_module: GraphModule, layer: Node, numbers: Tensor) -> None:
     if NORMAL in layer.meta:
         mean, deviation = layer.meta[NORMAL]
         layer.meta[NORMAL] = (mean * numbers.to(mean.dtype), deviation * numbers.abs().to(mean.dtype))
+
+
+def _shift(graph_module: GraphModule, layer: Node, numbers: Tensor) -> None:
+    """Adds in place one number for each channel, or one for all, to what a layer gives."""
+    weight, *biases = _stored_of(layer)
+    numbers = numbers.expand(layer.meta["val"].shape[-1 if layer.target is aten.linear.default else 1])
+    if biases:
+        path = str(biases[0].target)
+        old = operator.attrgetter(path)(graph_module).detach()
+        set_parameter(graph_module, path, (old.double() + numbers).to(old.dtype), like=path)
+    else:
+        path = f"{weight.target}_shift"
+        set_parameter(graph_module, path, numbers.float().contiguous(), like=str(weight.target))
+        with graph_module.graph.inserting_before(layer):
+            made = graph_module.graph.get_attr(path)
+        made.meta["val"] = weight.meta["val"].new_empty([len(numbers)])
+        layer.args = (*layer.args[:2], made, *layer.args[3:])
+    if NORMAL in layer.meta:
+        mean, deviation = layer.meta[NORMAL]
+        layer.meta[NORMAL] = (mean + numbers.to(mean.dtype), deviation)

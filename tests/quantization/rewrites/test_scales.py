@@ -17,6 +17,7 @@ from qtool.quantization.targets import ORT_CPU
 from qtool.recipe import QuantizeConfig
 
 PRODUCTS = (aten.mul.Tensor, aten.div.Tensor)
+SUMS = (aten.add.Tensor, aten.sub.Tensor)
 
 
 class Scaled(nn.Module):
@@ -28,7 +29,8 @@ class Scaled(nn.Module):
         self.conv, self.linear = nn.Conv2d(4, 4, 3, padding=1), nn.Linear(4, 4, bias=False)
         self.turned = nn.ConvTranspose2d(4, 6, 2, groups=2)
         self.norm = nn.BatchNorm2d(4)
-        self.gain, self.one, self.of_six = (nn.Parameter(torch.randn(size)) for size in ((4,), (), (6, 1, 1)))
+        sizes: tuple[tuple[int, ...], ...] = ((4,), (4,), (), (6, 1, 1))
+        self.gain, self.more, self.one, self.of_six = (nn.Parameter(torch.randn(size)) for size in sizes)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.write(self, x)
@@ -64,9 +66,34 @@ def test_a_product_behind_a_layer_is_in_its_weights(name: str) -> None:
         torch.testing.assert_close(graph(batch), model(batch))
 
 
+SHIFTED: dict[str, Callable[[Scaled, Tensor], Tensor]] = {
+    "frozen batch-norm": lambda m, x: m.conv(x) * m.gain.view(1, -1, 1, 1) + m.more.view(1, -1, 1, 1),
+    "and another": lambda m, x: m.linear(x.flatten(2).mT) + m.gain - m.more,
+    "behind a turn": lambda m, x: m.more.view(4, 1, 1) + m.linear(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2),
+    "of a transposed convolution": lambda m, x: m.turned(x) - m.of_six,
+    "behind batch-norm": lambda m, x: m.norm(m.conv(x)) + m.gain[:, None, None],
+    "behind a batch-norm alone": lambda m, x: m.norm(x.relu()) + m.gain[:, None, None],
+    "a number": lambda m, x: (m.conv(x) + 3) * 0.5,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHIFTED)
+def test_a_sum_behind_a_layer_is_in_its_bias(name: str) -> None:
+    torch.manual_seed(0)
+    model, x = Scaled(SHIFTED[name]).eval(), torch.randn(2, 4, 6, 6)
+    model.norm.running_mean.normal_()
+    graph = float_form(model, x)
+    assert fold_scales(graph)
+    assert not {node.target for node in graph.graph.nodes} & {*PRODUCTS, *SUMS}
+    torch.testing.assert_close(graph(x), model(x))
+
+
 LEFT: dict[str, Callable[[Scaled, Tensor], Tensor]] = {
     "behind an activation": lambda m, x: m.conv(x).sigmoid() * 0.5,
     "behind ReLU, below zero": lambda m, x: m.conv(x).relu() * -0.5,
+    "a sum behind ReLU": lambda m, x: m.conv(x).relu() + m.gain.view(4, 1, 1),
+    "a number for each place": lambda m, x: m.conv(x[..., :4, :4]) + m.gain,
+    "what a layer is taken from": lambda m, x: 1 - m.conv(x),
     "a value that is read twice": lambda m, x: (y := m.conv(x)) * 0.5 + y,
     "along another axis": lambda m, x: m.conv(x[..., :4]) * m.gain,
     "channels that a view splits": lambda m, x: m.conv(x).reshape(-1, 2, 2, 36) * m.gain[:2, None, None],
@@ -115,6 +142,28 @@ def test_a_residual_block_with_layer_scale_is_integer() -> None:
         ("conv", True), ("conv", True), ("add", True), ("conv", True)
     ]  # fmt: skip
     assert any(not unit.integer for unit in Placement(float_form(net, x), ORT_CPU).plan().units)
+
+
+class Frozen(nn.Module):
+    """Batch-norm as detectors freeze it: a product and a sum with what buffers come to."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        for name in ("weight", "bias", "running_mean", "running_var"):
+            self.register_buffer(name, torch.rand(channels) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.weight.reshape(1, -1, 1, 1) * (self.running_var.reshape(1, -1, 1, 1) + 1e-5).rsqrt()
+        return x * scale + (self.bias.reshape(1, -1, 1, 1) - self.running_mean.reshape(1, -1, 1, 1) * scale)
+
+
+@pytest.mark.parametrize("target", ["ort-cpu", "openvino"])
+def test_a_frozen_batch_norm_is_in_its_convolution(target: str) -> None:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Conv2d(4, 4, 3, bias=False), Frozen(4), nn.ReLU()) for _ in range(2)]
+    net, x = nn.Sequential(*layers, nn.Conv2d(4, 4, 1)).eval(), torch.randn(2, 4, 6, 6)
+    quantized = quantize(net, QuantizeConfig(target=target), example=x, calibration=[x])
+    assert [(unit.kind, unit.integer) for unit in quantized.plan.units] == [("conv", True)] * 3
 
 
 @pytest.mark.parametrize("engine", ["pt2e", "torch.ao"])
