@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 # One thread everywhere, before torch is imported: a sum split over threads has other last bits, and tests compare
 # runs in this process with runs in processes of their own, which inherit it.
@@ -42,6 +43,24 @@ def bright_bands(folder: Path, parts: dict[str, int], noise: int, band: int) -> 
 def _collects_no_garbage_for_others() -> None:
     """A command that an earlier test ran in this process has had each export after it collect all garbage."""
     allocator._tuned = False
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _looks_operators_up_once() -> Iterator[None]:
+    """torch looks a thousand operators up by their names for each file that it writes, though none was added since."""
+    from torch import _C
+    from torch._export import utils
+
+    look_up, known = utils._materialize_cpp_cia_ops, []
+
+    def once() -> None:
+        names = _C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd")
+        if names != known:
+            look_up()
+            known[:] = names
+
+    with mock.patch.object(utils, "_materialize_cpp_cia_ops", once):
+        yield
 
 
 @pytest.fixture(scope="module")
