@@ -21,14 +21,14 @@ from qtool.training.techniques import setup
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
 LOSS = task_loss(load_task("classification"))
-WIDTH = 32
+WIDTH, SAMPLES = 32, 128
 
 
 def config(**options: Any) -> TrainConfig:
-    return TrainConfig(device="cpu", **{"batch_size": 512, **options})
+    return TrainConfig(device="cpu", **{"batch_size": SAMPLES, **options})
 
 
-def batch(size: int = 512) -> tuple[Tensor, Tensor]:
+def batch(size: int = SAMPLES) -> tuple[Tensor, Tensor]:
     return torch.randn(size, WIDTH), torch.zeros(size, dtype=torch.int64)
 
 
@@ -130,7 +130,7 @@ def test_a_loss_may_choose_too() -> None:
         kept = model(value)[value[:, 0] > 0.5]
         return (kept * kept).sum(), float(len(value))
 
-    inputs = (torch.randn(512, WIDTH), None)
+    inputs = (torch.randn(SAMPLES, WIDTH), None)
     predicted, measured = (
         f(lambda: nn.Linear(WIDTH, 500), inputs, config(), prepare=setup, loss=positive) for f in (predict, measure)
     )
