@@ -56,13 +56,15 @@ def test_two_commands_set_everything_up() -> None:
 
 
 @pytest.mark.slow
-def test_every_qtool_command_works_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_qtool_command_works_as_written(tmp_path: Path, small_net: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The recipe with a small net of one's own, the stages alone with the one that they name."""
     monkeypatch.chdir(tmp_path)
+    own = {"run": ["--set", f"model={small_net}"]}
     lines = [part.strip() for line in COMMANDS for part in line.split("&&") if part.strip().startswith("qtool ")]
     assert {shlex.split(line)[1] for line in lines} >= {"run", "train", "quantize", "export", "benchmark"}
     for line in lines:
         _, command, *words = shlex.split(line)
-        done = in_process(command, *words, *SHORTER[command], "--json")
+        done = in_process(command, *words, *SHORTER[command], *own.get(command, []), "--json")
         assert done.exit_code == 0, f"{line}\n{done.stderr}"
         assert isinstance(json.loads(done.stdout), dict)
 

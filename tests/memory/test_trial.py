@@ -21,7 +21,7 @@ from qtool.training.techniques import setup
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
 LOSS = task_loss(load_task("classification"))
-WIDTH, SAMPLES = 32, 128
+WIDTH, SAMPLES, EXPERTS = 32, 128, 2
 
 
 def config(**options: Any) -> TrainConfig:
@@ -37,9 +37,9 @@ class Routed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.route = nn.Linear(WIDTH, 3)
+        self.route = nn.Linear(WIDTH, EXPERTS)
         self.experts = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, 8 * WIDTH), nn.GELU(), nn.Linear(8 * WIDTH, WIDTH)) for _ in range(3)
+            nn.Sequential(nn.Linear(WIDTH, 8 * WIDTH), nn.GELU(), nn.Linear(8 * WIDTH, WIDTH)) for _ in range(EXPERTS)
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ class Counted(Routed):
     def forward(self, x: Tensor) -> Tensor:
         weight, chosen = self.route(x).softmax(-1).max(-1)
         order = chosen.argsort()
-        parts = x[order].split(chosen.bincount(minlength=3).tolist())
+        parts = x[order].split(chosen.bincount(minlength=EXPERTS).tolist())
         found = torch.cat([expert(part) for expert, part in zip(self.experts, parts, strict=True)])
         return x + torch.zeros_like(found).index_copy(0, order, found) * weight[:, None]
 
