@@ -93,3 +93,10 @@ def hard_transformer(outliers: float = 20.0, seed: int = 0, size: int = 48) -> V
             norm.weight[few] *= outliers * torch.rand(3)
             norm.bias[few] += outliers / 10 * torch.randn(3)
     return model.eval()
+
+
+def image_sets() -> dict[str, list[tuple[Tensor, int]]]:
+    """512 images of 48 pixels to calibrate on and 500 others, without labels that mean anything."""
+    return {
+        part: [(x, 0) for x in images(count, 48, seed)] for part, count, seed in (("train", 512, 1), ("test", 500, 2))
+    }

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hard_nets import hard_transformer, images
+from hard_nets import hard_transformer, image_sets
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -247,7 +247,10 @@ def test_both_engines_widen_ranges(engine: str) -> None:
 
 
 def test_a_transformer_whose_channels_stick_out_comes_nearer() -> None:
-    model, train, test, found = hard_transformer(size=24), images(64, 24, 1), images(64, 24, 2), {}
+    model, sets = hard_transformer(), image_sets()
+    train = torch.stack([image for image, _ in sets["train"][:64]])
+    test = torch.stack([image for image, _ in sets["test"][:64]])
+    found = {}
     for ranges in ("minmax", "output", "network"):
         config = QuantizeConfig(ranges=ranges)
         made = quantize(model, config, example=train[:2], calibration=train.split(32))

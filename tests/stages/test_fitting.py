@@ -334,7 +334,7 @@ def test_a_model_with_batch_norm_is_not_said_to_fit_with_a_sample_on_each_device
 @pytest.mark.slow
 def test_such_a_budget_fits_over_that_many_devices(small_data: str) -> None:
     source = open_source(f"{__file__}:deep", small_data, seed=0)
-    config = TrainConfig(device="cpu", batch_size=16, memory_budget="660KiB", optimizer="sgd")
+    config = TrainConfig(device="cpu", batch_size=16, memory_budget="1900KiB", optimizer="sgd")
     with pytest.raises(UsageError, match=r"or .*--devices \d+ --strategy fsdp.*, or --lora 8") as caught:
         fitting.fitted(config, source, None, False, lambda text: None)
     words = str(caught.value).split(", or ")[1]
@@ -345,7 +345,7 @@ def test_such_a_budget_fits_over_that_many_devices(small_data: str) -> None:
 
 
 def deep() -> nn.Module:
-    return nn.Sequential(nn.Flatten(), nn.Linear(64, 128), FeedForward(128), nn.Linear(128, 3))
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 128), *(FeedForward(128) for _ in range(3)), nn.Linear(128, 3))
 
 
 def as_found(model: nn.Module, data: str, run: Path, options: dict[str, Any]) -> None:
