@@ -83,10 +83,10 @@ def images(count: int, size: int = 16, seed: int = 0) -> Tensor:
     )
 
 
-def hard_transformer(outliers: float = 20.0, seed: int = 0, size: int = 48) -> VisionTransformer:
-    """A small vision transformer, ``size`` pixels, three channels of each norm up to ``outliers`` times as large."""
+def hard_transformer(outliers: float = 20.0, seed: int = 0) -> VisionTransformer:
+    """A small vision transformer, 48 pixels, three channels of each norm up to ``outliers`` times as large."""
     torch.manual_seed(seed)
-    model = VisionTransformer(10, size, 6, 96, 4, 4)
+    model = VisionTransformer(10, 48, 6, 96, 4, 4)
     with torch.no_grad():
         for norm in (module for module in model.modules() if isinstance(module, nn.LayerNorm)):
             few = torch.randperm(96)[:3]
