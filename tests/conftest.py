@@ -6,9 +6,11 @@ train, quantize and export in seconds.
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 # One thread everywhere, before torch is imported: a sum split over threads has other last bits, and tests compare
 # runs in this process with runs in processes of their own, which inherit it.
@@ -20,6 +22,11 @@ import warm
 from hypothesis import HealthCheck, settings
 
 from qtool import allocator
+
+# A fifth of the tests' time went into looking for garbage among what libraries and test modules hold: not while they
+# are imported, and more rarely than Python has it.
+gc.disable()
+gc.set_threshold(2000, 20, 20)
 
 # How long an example takes says nothing here: these tests run beside others, on machines with others.
 settings.register_profile("qtool", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -42,6 +49,35 @@ def bright_bands(folder: Path, parts: dict[str, int], noise: int, band: int) -> 
 def _collects_no_garbage_for_others() -> None:
     """A command that an earlier test ran in this process has had each export after it collect all garbage."""
     allocator._tuned = False
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _looks_for_garbage_among_new_objects() -> None:
+    """A full collection, as each training ends with, would look at all test modules and libraries: half a second."""
+    gc.collect()
+    gc.freeze()  # again, since a command thaws what there is
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _looks_operators_up_once() -> Iterator[None]:
+    """torch looks a thousand operators up by their names for each file that it writes, though none was added since."""
+    from torch import _C
+    from torch._export import utils
+
+    look_up, known = utils._materialize_cpp_cia_ops, []
+
+    def once() -> None:
+        names = _C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd")
+        if names != known:
+            look_up()
+            known[:] = names
+
+    with mock.patch.object(utils, "_materialize_cpp_cia_ops", once):
+        yield
 
 
 @pytest.fixture(scope="module")

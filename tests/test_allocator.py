@@ -145,6 +145,7 @@ def test_what_is_kept_can_be_given_back_where_it_is_kept():
 
 
 def test_what_is_settled_is_passed_over_by_the_collector_for_the_block(monkeypatch):
+    gc.unfreeze()  # what the tests have frozen
     before = gc.get_freeze_count()  # Python 3.12 freezes a few objects of its own as it starts
     monkeypatch.setattr(allocator, "_tuned", False)
     with allocator.settled():

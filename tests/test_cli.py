@@ -65,9 +65,9 @@ def told(result: Result) -> str:
 
 
 @pytest.mark.parametrize("words", [(), ("--quiet",)])
-def test_own_warnings_are_shown_once_and_no_library_s(words: tuple[str, ...]) -> None:
+def test_own_warnings_are_shown_once_and_no_library_s(words: tuple[str, ...], small_net: str, small_data: str) -> None:
     done = qtool_process(
-        "memory", "--model", "resnet", "--data", "fashion-mnist", "--batch-size", "2", "--precision", "16-true",
+        "memory", "--model", small_net, "--data", small_data, "--batch-size", "2", "--precision", "16-true",
         "--device", "cpu", *words,
     )  # fmt: skip
     told = [] if words else ["qtool: warning: 16-true: weights, activations and gradients must stay within ±65,504"]

@@ -1,10 +1,9 @@
 import math
-import os
-import subprocess
 import sys
 
 import pytest
 import torch
+import warm
 from safetensors.torch import save_file, save_model
 from torch import nn
 
@@ -132,12 +131,15 @@ def test_only_safetensors_can_be_read_so(weights):
 
 
 PEAK = """
-import sys
+import ctypes, sys
 from pathlib import Path
 import torch
 from torch import nn
 from qtool.materialise import Target, create
 from qtool.models import load_weights
+
+# else glibc, having seen large blocks freed, keeps some of them or not, as their order has it
+assert ctypes.CDLL(None).mallopt(-3, 131072)  # M_MMAP_THRESHOLD
 
 def build():
     return nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(12)))
@@ -170,11 +172,9 @@ def test_the_peak_is_the_weights_once(tmp_path):
         ("bfloat16", "here", 0.9, 1.2),
         ("none", "usual", 1.8, 3),
     ):
-        command = [sys.executable, "-c", PEAK, str(tmp_path / "big.safetensors"), dtype, way]
-        # else glibc, having seen large blocks freed, keeps some of them or not, as their order has it
-        own = os.environ | {"MALLOC_MMAP_THRESHOLD_": "131072"}
-        done = subprocess.run(command, capture_output=True, text=True, check=True, env=own)
-        assert low < float(done.stdout) < high, (dtype, way, weights)
+        process = warm.Started(tmp_path / "said", warm.script, PEAK, str(tmp_path / "big.safetensors"), dtype, way)
+        assert process.end() == 0, process.said()
+        assert low < float(process.said()) < high, (dtype, way, weights)
 
 
 @pytest.mark.filterwarnings("ignore:--strategy fsdp.*gathered whole")

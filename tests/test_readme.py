@@ -55,14 +55,26 @@ def test_two_commands_set_everything_up() -> None:
     assert found.args[4] in (ROOT / ".ci" / "run").read_text()
 
 
+NET = """
+from torch import nn
+
+def build():
+    layers = nn.Conv2d(1, 8, 3, 2), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()
+    return nn.Sequential(*layers, nn.Linear(8, 10))
+"""
+
+
 @pytest.mark.slow
 def test_every_qtool_command_works_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The recipe with a small net of one's own, the stages alone with the one that they name."""
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "net.py").write_text(NET)
+    own = {"run": ["--set", "model=net.py:build"]}
     lines = [part.strip() for line in COMMANDS for part in line.split("&&") if part.strip().startswith("qtool ")]
     assert {shlex.split(line)[1] for line in lines} >= {"run", "train", "quantize", "export", "benchmark"}
     for line in lines:
         _, command, *words = shlex.split(line)
-        done = in_process(command, *words, *SHORTER[command], "--json")
+        done = in_process(command, *words, *SHORTER[command], *own.get(command, []), "--json")
         assert done.exit_code == 0, f"{line}\n{done.stderr}"
         assert isinstance(json.loads(done.stdout), dict)
 

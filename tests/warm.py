@@ -23,14 +23,17 @@ from unittest import mock
 
 CONTEXT: Any = multiprocessing.get_context("forkserver")
 IMPORTED = ("torch._dynamo", "torch.distributed.fsdp", "torch.nn.parallel.distributed")
-IF_HERE = ("bitsandbytes.optim", "onnxscript", "peft", "torchao.optim")
+IF_HERE = (
+    "bitsandbytes.optim", "onnxruntime", "onnxscript", "peft", "torch.onnx._internal.exporter._core", "torchao.optim",
+    "torchao.quantization.pt2e.quantize_pt2e",
+)  # fmt: skip
 """Where the tests that are run have imported them too, which shows that they can be, and that they are of use."""
 _ENVIRONMENT = dict(os.environ)
 """As it is before any test changes it: the server's own, and so its processes'."""
 
 
 def _served() -> None:
-    CONTEXT.set_forkserver_preload([*IMPORTED, *(name for name in IF_HERE if name in sys.modules)])
+    CONTEXT.set_forkserver_preload([*IMPORTED, *(name for name in IF_HERE if name in sys.modules), "frozen"])
     with mock.patch.dict(os.environ, _ENVIRONMENT, clear=True):
         forkserver.ensure_running()
 

@@ -533,7 +533,7 @@ def test_an_argument_that_depends_on_the_inputs_is_told_with_the_users_line() ->
 
 
 @settings(
-    max_examples=8, derandomize=True, database=None, suppress_health_check=list(HealthCheck),
+    max_examples=5, derandomize=True, database=None, suppress_health_check=list(HealthCheck),
     phases=[Phase.explicit, Phase.generate],
 )  # fmt: skip
 @given(conv_nets.nets())

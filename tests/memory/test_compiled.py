@@ -61,8 +61,9 @@ def test_what_is_computed_from_a_buffer_that_moves_is_kept_and_what_follows_from
 
 
 def test_any_number_of_captures_of_any_size_are_independent():
+    """More than the eight of one function that torch leaves it at."""
     peaks = []
-    for size in (*range(2, 14), 2):
+    for size in (*range(2, 11), 2):
         batch = torch.randn(size, 32), torch.zeros(size, dtype=torch.int64)
         config = TrainConfig(device="cpu", batch_size=size, compile=True)
         net = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 10))
@@ -118,10 +119,10 @@ SHARDED = {"strategy": "fsdp", "devices": 2}
 def test_of_equal_blocks_one_is_captured_and_each_allocates(options, monkeypatch):
     captured = []
     monkeypatch.setattr(compiled, "capture", lambda *given: captured.append(given) or capture(*given))
-    few, many = (predicted(blocks(count), compile=True, **options) for count in (2, 6))
+    few, many = (predicted(blocks(count), compile=True, **options) for count in (2, 4))
     assert len(captured) == 2  # one for each net
     share = options.get("devices", 1)
-    grown = (many.peak_bytes - few.peak_bytes) / 4
+    grown = (many.peak_bytes - few.peak_bytes) / 2
     kept = 512 // share * 64 * 4  # one value for each feature of each sample
     weights = 3 * sum(p.nbytes for p in blocks()[1].parameters()) / share  # with two moments
     assert weights + 3 * kept < grown < weights + 13 * kept  # the block's input, and what its four-fold inside keeps

@@ -332,7 +332,7 @@ def test_what_happens_after_the_last_step_is_not_counted() -> None:
     """Weights in bfloat16 become float32 again: twice as large, beside 8-bit states that are no longer there."""
     options = config(precision="bf16-true", optimizer="adamw8bit", step_in_backward=True, grad_clip=None)
     predicted, measured = (
-        f(lambda: nn.Sequential(*(FeedForward(32) for _ in range(24))), batch(2), options, prepare=setup, loss=LOSS)
+        f(lambda: nn.Sequential(*(FeedForward(32) for _ in range(8))), batch(2), options, prepare=setup, loss=LOSS)
         for f in (predict, measure)
     )
     assert predicted.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.02)

@@ -21,14 +21,14 @@ from qtool.training.techniques import setup
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
 LOSS = task_loss(load_task("classification"))
-WIDTH = 32
+WIDTH, SAMPLES = 32, 128
 
 
 def config(**options: Any) -> TrainConfig:
-    return TrainConfig(device="cpu", **{"batch_size": 512, **options})
+    return TrainConfig(device="cpu", **{"batch_size": SAMPLES, **options})
 
 
-def batch(size: int = 512) -> tuple[Tensor, Tensor]:
+def batch(size: int = SAMPLES) -> tuple[Tensor, Tensor]:
     return torch.randn(size, WIDTH), torch.zeros(size, dtype=torch.int64)
 
 
@@ -83,8 +83,8 @@ class Packed(nn.Module):
         self.cells, self.padded = kind(1, 24, bidirectional=True, batch_first=True), padded
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x[:, :6]
-        lengths = ((x > 0) * torch.arange(1, 7)).amax(1).clamp(1)
+        x = x[:, :4]
+        lengths = ((x > 0) * torch.arange(1, 5)).amax(1).clamp(1)
         found, last = self.cells(pack_padded_sequence(x[:, :, None], lengths, batch_first=True, enforce_sorted=False))
         if not self.padded:
             return torch.cat([*last], 1)
@@ -130,7 +130,7 @@ def test_a_loss_may_choose_too() -> None:
         kept = model(value)[value[:, 0] > 0.5]
         return (kept * kept).sum(), float(len(value))
 
-    inputs = (torch.randn(512, WIDTH), None)
+    inputs = (torch.randn(SAMPLES, WIDTH), None)
     predicted, measured = (
         f(lambda: nn.Linear(WIDTH, 500), inputs, config(), prepare=setup, loss=positive) for f in (predict, measure)
     )

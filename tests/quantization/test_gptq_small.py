@@ -31,6 +31,18 @@ def made(**options: Any) -> QuantizedModel:
     return quantize(hard_mobilenet(), QuantizeConfig(**options), example=BATCHES[0], calibration=calibration)
 
 
+@pytest.fixture(scope="module")
+def form() -> QuantizedModel:
+    """What it makes by default. Tests change nothing of it."""
+    return made()
+
+
+@pytest.fixture(scope="module")
+def untouched() -> torch.Tensor:
+    """The output of a model that no algorithm has changed."""
+    return made(algorithms=None)(TEST)
+
+
 def test_small_layers_alone_are_refitted_and_every_mean_is_the_float_models(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(small, "FEW", 9)
     given = subject(hard_mobilenet(), BATCHES)
@@ -60,19 +72,18 @@ def test_without_small_layers_it_is_bias_correction(monkeypatch: pytest.MonkeyPa
     assert one.notes == ["gptq-small: refitted 0 layers and corrected the biases of 12"]
 
 
-def test_the_output_comes_nearer_than_by_bias_correction() -> None:
-    model = hard_mobilenet()
+def test_the_output_comes_nearer_than_by_bias_correction(form: QuantizedModel) -> None:
     with torch.no_grad():
-        wanted = model(TEST)
-        found = {name: sqnr_db(wanted, made(algorithms=(name,))(TEST)) for name in ("bias", "gptq-small")}
-    assert found["gptq-small"] > found["bias"] + 0.5
+        wanted = hard_mobilenet()(TEST)
+        bias, refitted = (sqnr_db(wanted, one(TEST)) for one in (made(algorithms=("bias",)), form))
+    assert refitted > bias + 0.5
 
 
 @pytest.mark.parametrize(("bits", "wide"), [(8, False), (6, True), (4, True)])
 def test_with_few_bits_wider_layers_are_refitted_too(bits: int, wide: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(small, "FEW", 9)
-    form = made(weight_bits=bits, edge_bits=bits)
-    refitted = {name for name, entry in form.ranges.items() if "rounding" in entry}
+    found = made(weight_bits=bits, edge_bits=bits)
+    refitted = {name for name, entry in found.ranges.items() if "rounding" in entry}
     given = subject(hard_mobilenet(), BATCHES)
     inputs = {
         str(node.meta["unit"]): parameter(given.reference, other.args[1])[0].numel()
@@ -82,13 +93,15 @@ def test_with_few_bits_wider_layers_are_refitted_too(bits: int, wide: bool, monk
 
 
 @pytest.mark.parametrize("options", [{}, {"weight_bits": 4}])
-def test_it_is_repeated_from_saved_ranges_without_samples(options: dict[str, Any], tmp_path: Path) -> None:
-    form, path = made(**options), tmp_path / "ranges.json"
-    path.write_text(json.dumps(form.ranges))
-    assert any("rounding" in entry for entry in form.ranges.values())
+def test_it_is_repeated_from_saved_ranges_without_samples(
+    options: dict[str, Any], tmp_path: Path, form: QuantizedModel
+) -> None:
+    first, path = made(**options) if options else form, tmp_path / "ranges.json"
+    path.write_text(json.dumps(first.ranges))
+    assert any("rounding" in entry for entry in first.ranges.values())
     again = made(ranges_from=str(path), **options)
     assert "gptq-small: as saved with the ranges in 12 layers" in again.plan.notes
-    assert torch.equal(again(TEST), form(TEST))
+    assert torch.equal(again(TEST), first(TEST))
     assert again.ranges == json.loads(path.read_text())
 
 
@@ -97,13 +110,15 @@ def test_it_is_repeated_from_saved_ranges_without_samples(options: dict[str, Any
     [{"rounding": ""}, {"rounding": "not base 64 at all!"}, {"rounding": "eJxjYAAAAAIAAQ=="}, {"weight": 1}],
     ids=["empty", "no base 64", "of other shape", "of other weights"],
 )
-def test_what_was_saved_and_does_not_fit_is_not_taken(change: dict[str, Any], tmp_path: Path) -> None:
-    form, path = made(), tmp_path / "ranges.json"
+def test_what_was_saved_and_does_not_fit_is_not_taken(
+    change: dict[str, Any], tmp_path: Path, form: QuantizedModel, untouched: torch.Tensor
+) -> None:
+    path = tmp_path / "ranges.json"
     broken = {name: entry | (change if "rounding" in entry else {}) for name, entry in form.ranges.items()}
     path.write_text(json.dumps(broken))
     again = made(ranges_from=str(path))
     assert "gptq-small declined: no calibration samples" in again.plan.notes
-    assert torch.equal(again(TEST), made(algorithms=None)(TEST))
+    assert torch.equal(again(TEST), untouched)
     config = QuantizeConfig(algorithms=("gptq-small",), ranges_from=str(path))
     anew = quantize(hard_mobilenet(), config, example=BATCHES[0], calibration=BATCHES)
     assert torch.equal(anew(TEST), form(TEST))
@@ -111,12 +126,12 @@ def test_what_was_saved_and_does_not_fit_is_not_taken(change: dict[str, Any], tm
 
 
 def test_beside_gptq_it_has_nothing_to_do() -> None:
-    form = made(algorithms=("gptq-small", "gptq"))
-    assert "gptq-small declined: gptq refits all layers" in form.plan.notes
-    assert torch.equal(form(TEST), made(algorithms=("gptq",))(TEST))
+    found = made(algorithms=("gptq-small", "gptq"))
+    assert "gptq-small declined: gptq refits all layers" in found.plan.notes
+    assert torch.equal(found(TEST), made(algorithms=("gptq",))(TEST))
 
 
-def test_the_same_twice_is_the_same() -> None:
-    one, other = made(), made()
-    assert torch.equal(one(TEST), other(TEST))
-    assert one.ranges == other.ranges
+def test_the_same_twice_is_the_same(form: QuantizedModel) -> None:
+    again = made()
+    assert torch.equal(again(TEST), form(TEST))
+    assert again.ranges == form.ranges

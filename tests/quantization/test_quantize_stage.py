@@ -57,7 +57,7 @@ def sqnr_db(reference: Tensor, other: Tensor) -> float:
 
 
 @settings(
-    max_examples=20, derandomize=True, database=None, suppress_health_check=list(HealthCheck),
+    max_examples=10, derandomize=True, database=None, suppress_health_check=list(HealthCheck),
     phases=[Phase.explicit, Phase.generate],
 )  # fmt: skip
 @given(conv_nets.nets(activations=conv_nets.FUSED, most=2))

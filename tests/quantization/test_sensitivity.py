@@ -23,8 +23,30 @@ X = torch.randn(20, 3, 16, 16, generator=torch.Generator().manual_seed(1))
 
 @pytest.fixture(scope="module")
 def net() -> nn.Module:
+    """Two inverted residuals, the first with a sum."""
     torch.manual_seed(0)
-    return nets.settled(nets.small_mobilenet(), 16)
+    blocks = nets.InvertedResidual(16, 16, 1, 1), nets.InvertedResidual(16, 24, 2, 6)
+    return nets.settled(
+        nn.Sequential(nets.conv_bn(3, 16, 3, 2), nn.ReLU6(), *blocks, *nets.pooled_classifier(24, 10)), 16
+    )
+
+
+@pytest.fixture(scope="module")
+def form(net: nn.Module) -> QuantizedModel:
+    """The net, quantized by default. Tests change nothing of it."""
+    return quantize(net, QuantizeConfig(), example=X, calibration=[X])
+
+
+@pytest.fixture(scope="module")
+def exact(net: nn.Module) -> Sensitivities:
+    """What was measured by default."""
+    return measured(net)
+
+
+@pytest.fixture(scope="module")
+def guessed(net: nn.Module) -> Sensitivities:
+    """The estimate in its place."""
+    return measured(net, sensitivity="second-order")
 
 
 def measured(model: nn.Module, x: Any = X, **options: Any) -> Sensitivities:
@@ -47,9 +69,11 @@ def errors(reference: Tensor, other: Tensor) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("options", [{}, {"engine": "torch.ao"}, {"weight_ranges": "mse", "ranges": "minmax"}])
-def test_each_layer_is_as_if_everything_else_were_left_in_float(net: nn.Module, options: dict[str, Any]) -> None:
-    found = {entry["name"]: entry for entry in measured(net, **options).results()}
-    for name in ("0.0", "3.body.2.0", "7"):
+def test_each_layer_is_as_if_everything_else_were_left_in_float(
+    net: nn.Module, exact: Sensitivities, options: dict[str, Any]
+) -> None:
+    found = {entry["name"]: entry for entry in (measured(net, **options) if options else exact).results()}
+    for name in ("0.0", "3.body.2.0", "6"):
         one = alone(net, name, algorithms=None, **options)  # which correct what is quantized together
         assert [unit.name for unit in one.plan.integer_units] == [name]
         with torch.no_grad():
@@ -87,9 +111,8 @@ class Turned(nn.Module):
         return x.mT
 
 
-def test_a_sum_rounds_both_operands_and_its_result(net: nn.Module) -> None:
+def test_a_sum_rounds_both_operands_and_its_result(net: nn.Module, form: QuantizedModel, exact: Sensitivities) -> None:
     """The residual sum of block 2, by hand: y = Q(Q(x) + Q(body(x)))."""
-    form = quantize(net, QuantizeConfig(), example=X, calibration=[X])
 
     def rounded(value: Tensor, name: str) -> Tensor:
         low, high = min(form.ranges[name]["low"], 0.0), max(form.ranges[name]["high"], 0.0)
@@ -101,26 +124,24 @@ def test_a_sum_rounds_both_operands_and_its_result(net: nn.Module) -> None:
         x = net[1](net[0](X))
         y = rounded(rounded(x, "0.0") + rounded(net[2].body(x), "2.body.2.0"), "2.add")
         sqnr_db, _ = errors(net(X), net[3:](y))
-    found = {entry["name"]: entry["sqnr_db"] for entry in measured(net).results()}
+    found = {entry["name"]: entry["sqnr_db"] for entry in exact.results()}
     assert found["2.add"] == pytest.approx(sqnr_db, abs=0.02)
 
 
-def test_the_worst_comes_first_and_every_integer_unit_is_there(net: nn.Module) -> None:
-    results = measured(net).results()
-    plan = quantize(net, QuantizeConfig(), example=X, calibration=[X]).plan
-    assert {entry["name"] for entry in results} == {unit.name for unit in plan.integer_units}
+def test_the_worst_comes_first_and_every_integer_unit_is_there(form: QuantizedModel, exact: Sensitivities) -> None:
+    results = exact.results()
+    assert {entry["name"] for entry in results} == {unit.name for unit in form.plan.integer_units}
     assert [e["sqnr_db"] for e in results] == sorted(e["sqnr_db"] for e in results)
 
 
-def test_a_stopped_measurement_goes_on_to_the_same_bits(net: nn.Module) -> None:
-    whole, states = measured(net), []
-    config = QuantizeConfig()
+def test_a_stopped_measurement_goes_on_to_the_same_bits(net: nn.Module, exact: Sensitivities) -> None:
+    config, states = QuantizeConfig(), []
     first = sensitivities(net, config, example=X, calibration=[X])
     first.measure([X], samples=8, after=lambda state: states.append(json.dumps(state)))
     again = sensitivities(net, config, example=X, calibration=[X], state=json.loads(states[0]))
     again.measure([X])
     assert json.loads(states[0])["num_samples"] == 8
-    assert again.state == whole.state
+    assert again.state == exact.state
 
 
 def test_any_number_of_inputs_and_outputs_that_are_no_logits() -> None:
@@ -167,11 +188,12 @@ def test_an_output_in_large_units_does_not_drown_the_others(kind: str) -> None:
         assert large["classes.2"] == pytest.approx(-10 * np.log10(shares[0] / 2), abs=0.5)  # half of it would be 3 dB
 
 
-def test_whole_numbers_are_judged_by_how_many_differ(net: nn.Module) -> None:
+def test_whole_numbers_are_judged_by_how_many_differ() -> None:
     class Classes(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.net = net
+            torch.manual_seed(0)
+            self.net = nets.settled(nets.small_mobilenet(), 16)
 
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
             order = self.net(x).argsort(1)
@@ -231,19 +253,20 @@ def test_the_estimate_finds_the_unit_that_is_known_to_be_bad() -> None:
     assert np.corrcoef(pairs.T)[0, 1] > 0.8  # Spearman's rank correlation
 
 
-def test_the_estimate_goes_on_to_the_same_bits_and_from_no_other_kind(net: nn.Module) -> None:
-    config = QuantizeConfig(sensitivity="second-order")
-    whole, states = measured(net, sensitivity="second-order"), []
+def test_the_estimate_goes_on_to_the_same_bits_and_from_no_other_kind(net: nn.Module, guessed: Sensitivities) -> None:
+    config, states = QuantizeConfig(sensitivity="second-order"), []
     first = sensitivities(net, config, example=X, calibration=[X])
     first.measure([X], samples=8, after=lambda state: states.append(json.loads(json.dumps(state))))
     again = sensitivities(net, config, example=X, calibration=[X], state=states[0])
     again.measure([X])
-    assert again.state == whole.state
+    assert again.state == guessed.state
     with pytest.raises(QtoolError, match="a measurement of these units; got one of others"):
-        sensitivities(net, QuantizeConfig(sensitivity="exact"), example=X, calibration=[X], state=whole.state)
+        sensitivities(net, QuantizeConfig(sensitivity="exact"), example=X, calibration=[X], state=guessed.state)
 
 
-def test_left_open_it_is_the_time_that_decides(net: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_left_open_it_is_the_time_that_decides(
+    net: nn.Module, guessed: Sensitivities, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def kind(state: Any = None) -> str:
         return sensitivities(net, QuantizeConfig(), example=X, calibration=[X], samples=20, state=state).kind
 
@@ -251,7 +274,7 @@ def test_left_open_it_is_the_time_that_decides(net: nn.Module, monkeypatch: pyte
     monkeypatch.setattr(second_order, "SLOW", 0.0)
     assert kind() == "second-order"
     monkeypatch.undo()
-    assert kind(measured(net, sensitivity="second-order").state) == "second-order"
+    assert kind(guessed.state) == "second-order"
 
 
 class Words(nn.Module):

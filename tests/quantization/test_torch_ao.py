@@ -92,8 +92,7 @@ def assert_same(first: QuantizedModel, second: QuantizedModel, x: Any) -> None:
         assert torch.equal(left, right)
 
 
-@pytest.mark.parametrize("ranges", ["minmax", "mse", "output"])
-@pytest.mark.parametrize("name", BUILT_INS)
+@pytest.mark.parametrize(("name", "ranges"), [("resnet", "minmax"), ("resnet", "output"), ("mobilenet", "mse")])
 def test_the_engines_agree_on_the_built_in_nets(name: str, ranges: str) -> None:
     model = built_in(name)
     first, second = both(model, images(2), [images(32)], ranges=ranges)

@@ -29,6 +29,8 @@ from qtool.reporting.terminal import show
 from qtool.stages import cost
 
 OPTIONS = {"calibration": "train:64"}
+QUICK = OPTIONS | {"ranges": "minmax", "algorithms": None}
+"""For what holds whatever is done to a model."""
 
 
 @pytest.fixture(autouse=True)
@@ -67,12 +69,12 @@ def test_a_contract_that_is_kept(trained: Path) -> None:
 
 
 def test_one_that_is_not_kept_leaves_no_artifact(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    qtool.quantize(trained, **OPTIONS)
+    qtool.quantize(trained, **QUICK)
     told: list[str] = []
     with pytest.raises(
         ContractError, match=r"KL ≤ 1e-09.* is closest: KL .* on 300 samples; units that hurt: "
     ) as caught:
-        qtool.quantize(trained, max_kl=1e-9, method="ptq", progress=told.append, **OPTIONS)
+        qtool.quantize(trained, max_kl=1e-9, method="ptq", progress=told.append, **QUICK)
     outcome = caught.value.details
     assert json.loads(json.dumps(outcome)) == json.loads((trained / "contract.json").read_text())
     assert {"stale"} <= read_result(trained, "quantize", stale=True).keys()
@@ -94,7 +96,7 @@ def test_one_that_is_not_kept_leaves_no_artifact(trained: Path, monkeypatch: pyt
     assert all(f"| {trial['name']} |" in markdown for trial in outcome["trials"])
     monkeypatch.setattr("qtool.quantization.stage.quantize", None)  # everything is known by now
     with pytest.raises(ContractError):
-        qtool.quantize(trained, max_kl=1e-9, method="ptq", **OPTIONS)
+        qtool.quantize(trained, max_kl=1e-9, method="ptq", **QUICK)
 
 
 def test_other_labels_begin_a_search_anew(tmp_path: Path) -> None:
@@ -117,7 +119,7 @@ def test_other_labels_begin_a_search_anew(tmp_path: Path) -> None:
 def test_the_closest_candidate_is_exported_when_it_is_named(trained: Path) -> None:
     told: list[str] = []
     with pytest.raises(ContractError) as caught:
-        qtool.quantize(trained, max_kl=1e-9, method="given", progress=told.append, **OPTIONS)
+        qtool.quantize(trained, max_kl=1e-9, method="given", progress=told.append, **QUICK)
     closest = trained / "search" / "closest"
     assert f"'{closest}'" in told[-1]
     recorded = read_result(closest, "quantize")
@@ -130,17 +132,17 @@ def test_the_closest_candidate_is_exported_when_it_is_named(trained: Path) -> No
     assert "did not keep it" in gates["contract"]["found"]
     assert all(gate["passed"] for name, gate in gates.items() if name != "contract")
     x = torch.zeros(2, 1, 8, 8)
-    alone = qtool.quantize(trained, out=trained.parent / "alone", **OPTIONS)
+    alone = qtool.quantize(trained, out=trained.parent / "alone", **QUICK)
     torch.testing.assert_close(qtool.stages.quantization.load_quantized(closest)(x), alone(x))
     assert "contract not kept" in Path(report(closest)["files"]["html"]).read_text(encoding="utf-8")
 
 
 def test_an_export_of_before_a_contract_that_was_not_kept_is_not_measured(trained: Path) -> None:
-    qtool.quantize(trained, **OPTIONS)
+    qtool.quantize(trained, **QUICK)
     qtool.export(trained, gates=False)
     (trained / "checkpoints" / "algorithms" / "gptq-0").mkdir(parents=True)
     with pytest.raises(ContractError):
-        qtool.quantize(trained, max_kl=1e-9, method="given", **OPTIONS)
+        qtool.quantize(trained, max_kl=1e-9, method="given", **QUICK)
     assert not (trained / "checkpoints").exists()
     with pytest.raises(QtoolError, match="got one of a stale quantize: a later quantization did not keep its contract"):
         qtool.benchmark(trained, seconds=0)
@@ -238,7 +240,7 @@ def test_another_training_is_another_candidate(trained: Path, monkeypatch: pytes
     found = []
     for epochs in (1, 2, 1):
         with pytest.raises(ContractError) as caught:
-            qtool.quantize(trained, max_kl=1e-9, epochs=epochs, batch_size=64, learning_rate=0.01, **OPTIONS)
+            qtool.quantize(trained, max_kl=1e-9, epochs=epochs, batch_size=64, learning_rate=0.01, **QUICK)
         found.append(caught.value.details["trials"][1]["model_sha256"])
     assert found[0] == found[2] != found[1]
 
@@ -393,9 +395,9 @@ def test_a_sensitivity_is_used_again_for_the_same_units_in_as_many_bits(trained:
 
 def test_no_time_at_all_is_told(trained: Path) -> None:
     with pytest.raises(ContractError, match="got a time budget of 0"):
-        qtool.quantize(trained, max_kl=0.01, time_budget=0.0, **OPTIONS)
+        qtool.quantize(trained, max_kl=0.01, time_budget=0.0, **QUICK)
     with pytest.raises(ContractError, match="give more time: the search goes on where it stopped"):
-        qtool.quantize(trained, max_kl=1e-9, time_budget=0.01, **OPTIONS)
+        qtool.quantize(trained, max_kl=1e-9, time_budget=0.01, **QUICK)
 
 
 def test_a_recipe_holds_a_contract_for_each_variant(
@@ -433,7 +435,9 @@ def slow(self, config):
     time.sleep(float(sys.argv[2]))
     return found
 contract.Candidates._made = slow
-qtool.quantize(sys.argv[1], max_kl=1e-9, method="ptq", calibration="train:64")
+qtool.quantize(
+    sys.argv[1], max_kl=1e-9, method="ptq", calibration="train:64", ranges="minmax", algorithms=None
+)
 """
 
 
@@ -446,7 +450,7 @@ def test_a_search_killed_by_sigkill_goes_on(trained: Path, tmp_path: Path) -> No
     known = {path.name: path.stat().st_mtime_ns for path in (trained / "search").glob("*.safetensors")}
     assert len(known) == 2
     with pytest.raises(ContractError):
-        qtool.quantize(trained, max_kl=1e-9, method="ptq", **OPTIONS)
+        qtool.quantize(trained, max_kl=1e-9, method="ptq", **QUICK)
     now = {path.name: path.stat().st_mtime_ns for path in (trained / "search").glob("*.safetensors")}
     assert {name: now[name] for name in known} == known
     assert len(now) > 2

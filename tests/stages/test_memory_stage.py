@@ -77,7 +77,10 @@ def test_a_model_is_predicted_and_measured(specs: dict[str, str]) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*gathered whole:qtool.errors.QtoolWarning")
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_several_processes_are_predicted_and_measured(specs: dict[str, str], strategy: str) -> None:
+def test_several_processes_are_predicted_and_measured(
+    specs: dict[str, str], strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stage, "_asked", warm.measured)
     found = stage.predict_memory(**specs, measure=True, device="cpu", batch_size=256, devices=2, strategy=strategy)
     predicted, measured = found["predicted"], found["measured"]["peak_bytes"]
     assert 0.97 * predicted["peak_bytes"] < measured < 1.03 * (predicted["peak_bytes"] + predicted["late_bytes"])
@@ -119,7 +122,8 @@ def test_a_compiled_step_is_predicted_and_measured(
     assert abs(found["error"]) < 0.1
 
 
-def test_a_failure_in_the_fresh_process_is_told(specs: dict[str, str]) -> None:
+def test_a_failure_in_the_fresh_process_is_told(specs: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stage, "_asked", warm.measured)
     with pytest.raises(QtoolError, match="fresh process"):
         stage._in_fresh_process({**specs, "model": specs["model"].replace("net", "broken"), "task": "classification"},
                                 stage.TrainConfig(device="cpu"))  # fmt: skip

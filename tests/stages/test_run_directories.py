@@ -356,7 +356,7 @@ def test_a_training_killed_by_sigkill_resumes_to_the_same_bits(
         qtool.train(small_net, small_data, out=tmp_path / "float", max_steps=4)
         words, file = ["quantize", str(tmp_path / "float"), "--mode", "qat"], "ranges.json"
         words += ["--step-size", "learned", "--ema", "0.99"]
-    words += ["--epochs", "6", "--batch-size", "8", "--checkpoint-every", "5", "--quiet"]
+    words += ["--epochs", "2", "--batch-size", "8", "--checkpoint-every", "5", "--quiet"]
     calm, killed = tmp_path / "calm", tmp_path / "killed"
     undisturbed = in_process(*words, "--out", str(calm))
     assert undisturbed.exit_code == 0, undisturbed.stderr

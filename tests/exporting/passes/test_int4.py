@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +29,9 @@ from qtool.runtimes import open_session
 BATCHES = [images(24), images(16, seed=1)]
 
 
+@cache
 def quantized_to(bits: int, **options) -> QuantizedModel:
+    """Each made once: tests change nothing of it."""
     config = QuantizeConfig(weight_bits=bits, **options)
     return quantize(hard_mobilenet(nn.ReLU6, 0.3), config, example=BATCHES[0], calibration=BATCHES)
 

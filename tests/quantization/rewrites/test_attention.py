@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
@@ -122,7 +123,9 @@ def test_what_cannot_be_written_stays_whole() -> None:
     torch.testing.assert_close(graph(x), net(x))
 
 
+@functools.cache
 def small_vit(target: str = "openvino", **overrides: str) -> tuple[QuantizedModel, list[Tensor]]:
+    """Each made once: tests change nothing of it."""
     torch.manual_seed(0)
     net, batches = VisionTransformer(10, 16, 4, 32, 2, 2).eval(), list(torch.randn(16, 3, 16, 16).split(8))
     config = QuantizeConfig(target=target, overrides=overrides)

@@ -21,7 +21,7 @@ from qtool.quantization.stage import quantize
 from qtool.quantization.targets import ORT_CPU
 from qtool.recipe import ExportConfig, QuantizeConfig
 
-SMALL_V3 = ((3, 16, 16, 1, 0, 1), (3, 64, 24, 0, 1, 2), (5, 72, 24, 1, 1, 1))
+SMALL_V3 = ((3, 16, 16, 1, 0, 1), (5, 72, 24, 1, 1, 2))
 SMALL_B0 = ((1, 16, 1, 1, 3), (6, 24, 2, 2, 5))
 
 
