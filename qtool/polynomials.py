@@ -38,6 +38,8 @@ def logistic(x: Tensor) -> Tensor:
     return (top / horner(square, LOGISTIC_BOTTOM) + 0.5).clamp_min(0.0)
 
 
+LOGISTIC_RESOLUTION = 2.0**-24
+"""One step of its last sum, whose terms are nearly ½ where the result is small."""
 LOGISTIC_TOP = (
     4.37031012579801e-11,
     1.15627324459942e-07,

@@ -143,7 +143,7 @@ def unit_parity(quantized: QuantizedModel, path: Path, samples: Sequence[Any], o
                     worst_float = max(worst_float, off)
             for name, value in zip(outputs, tensors(output), strict=False):
                 if name not in random and name not in left_to_scores:
-                    worst_float = max(worst_float, _relative_error(value, got[name]))
+                    worst_float = max(worst_float, _relative_error(value, got[name], recorder.resolution))
         session.close()
     left_out = [units.pop(name) for name in names if name in random]
     gate = _unit_gate(units, worst_float, sum(num_samples(batch) for batch in samples), len(left_out))
@@ -303,8 +303,11 @@ def _shared_channels(expected: Array, got: Array, ties: Array) -> tuple[Array, A
     return expected[:, :count], got[:, :count], np.flatnonzero(tied[:, :count])
 
 
-def _relative_error(expected: Tensor, got: Array) -> float:
-    """The greatest difference in units of the greatest value; of whole numbers how many differ, where too many do."""
+def _relative_error(expected: Tensor, got: Array, resolution: float = 0.0) -> float:
+    """The greatest difference in units of the greatest value; of whole numbers how many differ, where too many do.
+
+    A difference of no more than ``resolution``, which counts in the outputs' own units, is none.
+    """
     if expected.numel() != got.size:
         return float("inf")
     if not expected.is_floating_point():
@@ -312,7 +315,8 @@ def _relative_error(expected: Tensor, got: Array) -> float:
         return share if share > 1 - MIN_EQUAL else 0.0
     want = expected.detach().float().cpu().numpy().ravel()
     greatest = float(np.abs(want[np.isfinite(want)]).max(initial=0)) or 1.0
-    return _greatest_difference(want, got.ravel()) / greatest
+    difference = _greatest_difference(want, got.ravel())
+    return 0.0 if difference <= resolution else difference / greatest
 
 
 def _choice_error(node: Node, scores: Tensor, places: Tensor, theirs: Array | None, chosen: Array) -> float:

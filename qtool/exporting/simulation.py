@@ -33,7 +33,7 @@ from qtool.exporting.choices import CHOOSING, places_of
 from qtool.form import DEQUANTIZE, QUANTIZE, QuantizedModel, check_inputs, quantize_nodes, unit_of
 from qtool.form import quantized as quantized_ops
 from qtool.forward import passes_told
-from qtool.polynomials import logistic
+from qtool.polynomials import LOGISTIC_RESOLUTION, logistic
 from qtool.programs import arguments
 from qtool.runtimes.torch_integer_conv import is_exact_here, with_integer_convolutions
 
@@ -138,7 +138,7 @@ class QuantizerRecorder(Simulation):
     """Keeps the integers that each activation quantizer gave, the places of those that are ties, and what was chosen.
 
     A sigmoid that gives float is the runtime's polynomial: where all results are small, as those of rare clicks, torch
-    and the runtime would differ in what there is of them.
+    and the runtime would differ in what there is of them. They are as exact as that is, to ``resolution``.
     """
 
     def __init__(self, quantized: QuantizedModel) -> None:
@@ -148,6 +148,7 @@ class QuantizerRecorder(Simulation):
         self.ties: list[Array] = []
         self.chosen: dict[Node, tuple[Tensor, Tensor]] = {}
         """The scores and the places of each choice by value."""
+        self.resolution = 0.0
 
     def record(self, inputs: Any) -> tuple[list[Array], Any]:
         """The integers of every quantizer, in graph order, and the graph's output, for one batch."""
@@ -158,7 +159,7 @@ class QuantizerRecorder(Simulation):
     def run_node(self, n: Node) -> Any:
         """Runs one node, keeping its value when it is a quantizer."""
         if n.target is torch.ops.aten.sigmoid.default and any(user.target not in QUANTIZE for user in n.users):
-            value = logistic(self.fetch_args_kwargs_from_env(n)[0][0])
+            value, self.resolution = logistic(self.fetch_args_kwargs_from_env(n)[0][0]), LOGISTIC_RESOLUTION
         else:
             value = super().run_node(n)
         if n.target in CHOOSING:
