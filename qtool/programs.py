@@ -117,11 +117,13 @@ def _put_together(graph: GraphModule, example: Any) -> torch.export.ExportedProg
     for node in taken:
         copies[node].name = str(node.target)  # a name such as "input", of Python's own, is no node's by itself
     inputs, lifted = [], {}
+    state, constants = dict[str, Any](), dict[str, Any]()
     for path, (kind, kept) in _kinds(graph, held).items():
         with flat.inserting_before(copies[taken[0]]):
             made = flat.placeholder(f"{_PREFIXES[kind]}_{path.replace('.', '_')}")
         made.target, made.meta["val"] = made.name, mode.from_tensor(held[path], static_shapes=True)
         inputs.append(InputSpec(kind, TensorArgument(made.name), path, kept))
+        (state if kept or kind is InputKind.PARAMETER else constants)[path] = held[path]
         lifted[path] = made
     inputs += [InputSpec(InputKind.USER_INPUT, _argument(copies[node]), None) for node in taken]
     for node in graph.graph.nodes:
@@ -138,11 +140,10 @@ def _put_together(graph: GraphModule, example: Any) -> torch.export.ExportedProg
     outputs = [OutputSpec(OutputKind.USER_OUTPUT, _argument(value), None) for value in result.args[0]]
     symbols = {symbol for value in values for size in value.shape for symbol in symbols_of(size)}
     signature = ModuleCallSignature([], [], info.in_spec, info.out_spec, info.orig_args)
-    saved = graph.state_dict().keys()
     return torch.export.ExportedProgram(
-        module, flat, ExportGraphSignature(inputs, outputs), {path: held[path] for path in held if path in saved},
+        module, flat, ExportGraphSignature(inputs, outputs), state,
         {symbol: sizes.bound_sympy(symbol) for symbol in symbols}, [ModuleCallEntry("", signature)],
-        given, {path: held[path] for path in held if path not in saved}, verifiers=[TrainingIRVerifier],
+        given, constants, verifiers=[TrainingIRVerifier],
     )  # fmt: skip
 
 

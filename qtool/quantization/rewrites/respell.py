@@ -350,15 +350,16 @@ def _shifted(node: Any) -> Node | None:
     if not (isinstance(node, Node) and node.target in _SIXES and len(node.users) == 1):
         return None
     total = node.args[0]
-    if tuple(node.args[1:]) != _SIXES[node.target] or node.kwargs or not _is(total, aten.add.Tensor):
+    if tuple(node.args[1:]) != _SIXES[node.target] or node.kwargs or not calls(total, aten.add.Tensor):
         return None
     assert isinstance(total, Node)
     plain = len(total.users) == 1 and not total.kwargs and isinstance(total.args[0], Node)
     return total.args[0] if plain and total.args[1] == 3 else None  # type: ignore[return-value]
 
 
-def _is(node: Any, target: Any) -> bool:
-    return isinstance(node, Node) and node.target is target
+def calls(node: Any, operation: Any) -> bool:
+    """Whether ``node`` is one, and calls this operator."""
+    return isinstance(node, Node) and node.target is operation
 
 
 def _spell_gated(node: Node) -> None:
@@ -370,7 +371,7 @@ def _spell_gated(node: Node) -> None:
         _spell_square(node)  # no product with a rounding of its own
         return
     for source, gate in (node.args[:2], node.args[1::-1]):
-        whole = next((whole for whole, own in GATES.items() if _is(gate, own)), None)
+        whole = next((whole for whole, own in GATES.items() if calls(gate, own)), None)
         if whole is not None and gate.args[0] is source and len(gate.users) == 1:  # type: ignore[union-attr]
             node.target, node.args = whole, (source,)
             return

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from qtool.quantization.capture import aten, clean, parameter
+from qtool.quantization.rewrites.respell import calls
 
 
 def write_norms_whole(graph_module: GraphModule) -> int:
@@ -63,15 +64,15 @@ def _quotients(node: Node) -> list[tuple[Node, Node]]:
 
 def _under(factor: Any) -> Node | None:
     """The value of whose root ``factor`` is the reciprocal."""
-    if _is(factor, aten.reciprocal.default):
+    if calls(factor, aten.reciprocal.default):
         return _power(factor.args[0], aten.sqrt.default, 0.5)
     return _power(factor, aten.rsqrt.default, -0.5)
 
 
 def _power(node: Any, operation: Any, exponent: float) -> Node | None:
     """What ``node`` is this power of, written as a power or as ``operation``."""
-    power = _is(node, aten.pow.Tensor_Scalar) and node.args[1] == exponent
-    source = node.args[0] if power or _is(node, operation) else None
+    power = calls(node, aten.pow.Tensor_Scalar) and node.args[1] == exponent
+    source = node.args[0] if power or calls(node, operation) else None
     return source if isinstance(source, Node) else None
 
 
@@ -85,19 +86,15 @@ def _sum(graph_module: GraphModule, total: Node) -> tuple[Any, float | None]:
     return None, None
 
 
-def _is(node: Any, target: Any) -> bool:
-    return isinstance(node, Node) and node.target is target
-
-
 def _whole(centred: Node) -> Node | None:
     """What ``centred`` is without its mean over the last axis; None where it is something else."""
-    source, mean = centred.args[:2] if _is(centred, aten.sub.Tensor) and not centred.kwargs else (None, None)
+    source, mean = centred.args[:2] if calls(centred, aten.sub.Tensor) and not centred.kwargs else (None, None)
     return source if isinstance(source, Node) and _is_mean(mean, source) else None
 
 
 def _is_mean(mean: Any, source: Any) -> bool:
     """Whether ``mean`` is ``source``'s over the last axis, which it keeps."""
-    read = _is(mean, aten.mean.dim) and len(mean.args) == 3 and mean.args[0] is source and not mean.kwargs
+    read = calls(mean, aten.mean.dim) and len(mean.args) == 3 and mean.args[0] is source and not mean.kwargs
     return bool(read) and mean.args[2] is True and _is_last(mean.args[1], source)
 
 
@@ -108,7 +105,7 @@ def _is_last(axes: Any, source: Node) -> bool:
 
 
 def _is_mean_square(mean: Any, source: Node) -> bool:
-    square = mean.args[0] if _is(mean, aten.mean.dim) else None
+    square = mean.args[0] if calls(mean, aten.mean.dim) else None
     return _power(square, None, 2) is source and _is_mean(mean, square)
 
 
