@@ -87,7 +87,7 @@ class Hooks:
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run is, after each step. ``memory_bytes``: see ``qtool.devices.memory_used``."""
+    """Where a run is, after each step. ``memory_bytes``: see ``qtool.devices.memory_used``; at most 0.1 s old."""
 
     step: int
     total_steps: int
@@ -215,6 +215,7 @@ class _Run:
         self.first_unstored = self.unstored.copies() if config.early_stopping is not None else {}
         self.best_unstored: dict[str, Any] = {}
         self.saved: Path | None = None
+        self.memory, self.look_again = 0, 0.0
         self.identity = self._identity(identity or {})
 
     def run(self, resume: bool) -> History:
@@ -456,8 +457,9 @@ class _Run:
     def _report(self, loss: float, rate: float) -> None:
         if self.progress is not None:
             last = self.history.epochs[-1] if self.history.epochs else {}
-            memory = memory_used(self.setup.device)
-            self.progress(Progress(self.history.steps, self.total, self.epoch, loss, rate, memory, last))
+            if (now := time.monotonic()) >= self.look_again:  # to ask takes as long as tens of kernels
+                self.memory, self.look_again = memory_used(self.setup.device), now + 0.1
+            self.progress(Progress(self.history.steps, self.total, self.epoch, loss, rate, self.memory, last))
 
     def _not_finite(self, error: NotFinite, rate: float) -> QtoolError:
         cause = first_bad_layer(self.model, error.forward) or "a value that a second forward pass did not repeat"

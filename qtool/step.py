@@ -54,6 +54,8 @@ _NOT_IN_16_BITS = re.compile("(implemented for '|nsupported dtype )(Half|BFloat1
 """What is said where an operator does not know a type of 16 bits on this device; the last by oneDNN's layers."""
 _TYPES_DIFFER = re.compile("same dtype|expected scalar type|to have scalar type|Input type .* and weight")
 """What is said where a tensor was cast and one that it meets was not."""
+STAGED = 64 * 2**10
+"""Bytes that CUDA takes from pageable memory before a copy returns, whatever the GPU is at."""
 LossFunction = Callable[[Callable[[Any], Any], Any, Any], tuple[Tensor, "Tensor | float"]]
 """(model, input, target) -> (sum of the loss over samples or tokens, their number)."""
 
@@ -129,10 +131,14 @@ class Setup:
         return self._moved(tensor).to(dtype, memory_format=layout)
 
     def _moved(self, tensor: Tensor) -> Tensor:
-        """On the device. To a GPU through pinned memory: a copy from any other would wait for the step before."""
+        """On the device. To a GPU through pinned memory: a copy from any other would wait for the step before.
+
+        A small tensor goes into the command itself, and does not wait.
+        """
         if self.device.type != "cuda" or tensor.device.type != "cpu" or isinstance(tensor, FakeTensor):
             return tensor.to(self.device)
-        return tensor.pin_memory().to(self.device, non_blocking=True)
+        small = tensor.nbytes <= STAGED and not tensor.is_pinned()
+        return (tensor if small else tensor.pin_memory()).to(self.device, non_blocking=True)
 
     def predict(self, value: Any) -> Any:
         """The model's output for an input, as float32, without gradients. The model's mode is the caller's."""
@@ -383,8 +389,9 @@ class Step:
                 scaled = self.setup.scaler.scale(loss / guess)
                 del loss
                 if last:
-                    whole = _at_least(processes.total(sum(weights)), 1.0)
-                    reading = _reader(processes.total(sum(sums)) / whole)
+                    alone = len(parts) == 1 and processes.size() == 1  # then the guess was none
+                    whole = guess if alone else _at_least(processes.total(sum(weights)), 1.0)
+                    reading = _reader((sums[0] if alone else processes.total(sum(sums))) / whole)
                     if self.setup.updates_in_backward:
                         self._require_finite(reading(), parts)
                 # in this thread: autograd's own would have a second workspace of cuBLAS, 32 MiB on an H100
@@ -428,7 +435,7 @@ def _guess(weight: Tensor | float, parts: list[Part]) -> Tensor | float:
     """A process's mean weight in this batch, as the first micro-batches make it seem; of a single one it is exact."""
     weight, count = processes.total(weight), processes.size()
     if len(parts) == 1:
-        return _at_least(weight, 1.0) / count
+        return _at_least(weight, 1.0) / count if count > 1 else _at_least(weight, 1.0)
     first, samples = processes.total(parts[0].samples), processes.total(sum(part.samples for part in parts))
     guess: Tensor | float = _at_least(weight, float(first)) / first * samples / count
     return guess

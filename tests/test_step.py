@@ -11,7 +11,7 @@ from torch import nn
 from qtool import processes
 from qtool.errors import QtoolError, UsageError
 from qtool.recipe import TrainConfig
-from qtool.step import NotFinite, Setup, Step, _reader, answer, learning_rate, no_scaler, plain
+from qtool.step import STAGED, NotFinite, Setup, Step, _reader, answer, learning_rate, no_scaler, plain
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -281,8 +281,11 @@ class OnTheHost:
 
     device, dtype = torch.device("cpu"), torch.float32
 
-    def __init__(self) -> None:
-        self.way = []
+    def __init__(self, nbytes=2**20, pinned=False) -> None:
+        self.way, self.nbytes, self.pinned = [], nbytes, pinned
+
+    def is_pinned(self):
+        return self.pinned
 
     def is_floating_point(self):
         return True
@@ -299,13 +302,17 @@ class OnTheHost:
         return self
 
 
-def test_inputs_reach_a_gpu_without_waiting_and_are_cast_there():
+@pytest.mark.parametrize(
+    ("value", "first"),
+    [(OnTheHost(), ["pinned"]), (OnTheHost(nbytes=STAGED), []), (OnTheHost(nbytes=STAGED, pinned=True), ["pinned"])],
+    ids=["large", "small", "pinned already"],
+)
+def test_inputs_reach_a_gpu_without_waiting_and_are_cast_there(value, first):
     setup = plain(make_model(), config())
     setup.device, setup.input_dtype = torch.device("cuda", 0), torch.bfloat16
-    value = OnTheHost()
     setup._place(value)
     layout = ("memory_format", torch.preserve_format)
-    assert value.way == ["pinned", (setup.device, ("non_blocking", True)), (torch.bfloat16, layout)]
+    assert value.way == [*first, (setup.device, ("non_blocking", True)), (torch.bfloat16, layout)]
 
 
 def test_gradients_in_host_memory_are_corrected_by_a_weight_on_a_gpu():
