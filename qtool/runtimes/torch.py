@@ -5,8 +5,9 @@ in float32). A quantized one holds explicit quantize and dequantize operators. R
 computed in float: an INT8 model simulated. Compiled for the CPU with its weights frozen (a switch of
 inductor's that dynamo has to see as well, hence set around the call), they become oneDNN's integer
 kernels. For CUDA inductor has no such fusion, so there the linear layers are first rewritten to integer
-matrix products (:mod:`qtool.runtimes.torch_integer`). What came of it is told by ``kernels``, from the
-profiler, by the type of each operator's first input.
+matrix products (:mod:`qtool.runtimes.torch_integer`), and what is left to FP16
+(:mod:`qtool.runtimes.torch_half`). What came of it is told by ``kernels``, from the profiler, by the
+type of each operator's first input.
 
 Left out on purpose: compiling with a dynamic batch. Each batch size is compiled for itself, as it would
 be deployed.
@@ -30,6 +31,8 @@ from qtool.devices import load_inductor, move_graph, require_compilation
 from qtool.errors import QtoolError, one_line
 from qtool.nested import to_float32
 from qtool.runtimes.base import Array, Kernel, ProviderError, TensorInfo, check_feeds, is_compute
+from qtool.runtimes.torch_half import graphs, halve, is_quantized
+from qtool.runtimes.torch_integer import use_integer_products
 
 PRECISIONS = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _NAMES = {
@@ -65,11 +68,13 @@ class TorchSession:
         self.outputs: tuple[TensorInfo, ...] = outputs
         self._dtype = PRECISIONS[precision] if precision else None
         self._module = module.to(self.device)
-        for graph in _graphs(module):
+        for graph in graphs(module):
             move_graph(graph, torch.device(self.device))
+        self.stored = _stored_format(module)
+        self._wide: set[str] = set()
         if self._dtype is not None:
-            _halve(module, self._dtype)
-        self.stored = _stored_format(self._module)
+            self._wide = halve(module, self._dtype)
+            self.stored = self.stored if self.stored == "int8" else _stored_format(module)
         self._compiles = provider == "torch-compile"
         if self._compiles:
             require_compilation("provider 'torch-compile'")
@@ -109,10 +114,12 @@ class TorchSession:
 
     def _on_device(self, feeds: Mapping[str, Array]) -> list[torch.Tensor]:
         check_feeds(f"'{self.name}'", self.inputs, feeds)
-        tensors = [torch.from_numpy(np.asarray(feeds[info.name], order="C")).to(self.device) for info in self.inputs]
-        if self._dtype is None:
-            return tensors
-        return [t.to(self._dtype) if t.is_floating_point() else t for t in tensors]
+        return [self._placed(info.name, np.asarray(feeds[info.name], order="C")) for info in self.inputs]
+
+    def _placed(self, name: str, value: Array) -> torch.Tensor:
+        tensor = torch.from_numpy(value)
+        halved = self._dtype is not None and tensor.is_floating_point() and name not in self._wide
+        return tensor.to(self.device, self._dtype if halved else None)
 
     def _compute(self, values: list[torch.Tensor]) -> Any:
         call = self._call
@@ -161,13 +168,18 @@ def open_file(
     program = load_program(path)
     graph = as_graph(program)
     if provider == "torch-compile" and _device(provider, device).startswith("cuda"):
-        from qtool.runtimes.torch_integer import use_integer_products
-
-        use_integer_products(graph)
+        precision = _lowered_for_gpu(graph, precision)
     return TorchSession(
         _Flat(graph, program.call_spec.in_spec), _inputs(program), outputs=_outputs(program), provider=provider,
         device=device, threads=threads, precision=precision, name=str(path),
     )  # fmt: skip
+
+
+def _lowered_for_gpu(graph: GraphModule, precision: str | None) -> str | None:
+    """Has linear layers multiply integers; the precision of the rest: in a quantized graph FP16, as TensorRT has it."""
+    quantized = is_quantized(graph)
+    use_integer_products(graph)
+    return precision or ("fp16" if quantized else None)
 
 
 def _know_integer_kernels() -> None:
@@ -188,32 +200,6 @@ class _Flat(torch.nn.Module):
     def forward(self, *values: torch.Tensor) -> Any:
         arguments, keywords = pytree.tree_unflatten(list(values), self.spec)
         return self.module(*arguments, **keywords)
-
-
-def _graphs(module: torch.nn.Module) -> Iterator[GraphModule]:
-    return (part for part in module.modules() if isinstance(part, GraphModule))
-
-
-def _halve(module: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Has the module in another precision: weights, and what its graph makes in float32 or converts to it."""
-    for graph in _graphs(module):
-        for node in graph.graph.nodes:
-            node.args, node.kwargs = pytree.tree_map(
-                lambda value: dtype if value is torch.float32 else value, (node.args, node.kwargs)
-            )
-            if _makes_float32(node):
-                node.kwargs = {**node.kwargs, "dtype": dtype}
-        graph.recompile()
-    module.to(dtype)
-
-
-def _makes_float32(node: torch.fx.Node) -> bool:
-    """Whether an operator makes a tensor of none, in the type that is torch's default."""
-    value, schema = node.meta.get("val"), getattr(node.target, "_schema", None)
-    if schema is None or not isinstance(value, torch.Tensor) or value.dtype is not torch.float32:
-        return False
-    reads = any(isinstance(source.meta.get("val"), torch.Tensor) for source in node.all_input_nodes)
-    return not reads and any(argument.name == "dtype" for argument in schema.arguments)
 
 
 def _device(provider: str, asked: str | None) -> str:

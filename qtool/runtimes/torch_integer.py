@@ -91,13 +91,13 @@ class IntegerProduct(torch.nn.Module):
 
     def __init__(self, weight: torch.Tensor, weight_scale: torch.Tensor, scale: float, zero_point: int) -> None:
         super().__init__()
-        self.zero_point = zero_point
+        self.zero_point, self.result = zero_point, torch.float32
         self.register_buffer("weight", weight.detach().clone())
         self.register_buffer("factor", weight_scale.detach().float() * scale)
         self.register_buffer("weight_sums", weight.detach().sum(1, dtype=torch.int32))
 
     def forward(self, q: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """Integers … × I in, float32 … × O out."""
+        """Integers … × I in, … × O out: float32, unless ``result`` is another type."""
         shift = 128 if q.dtype == torch.uint8 else 0
         signed = (q.int() - shift).to(torch.int8) if shift else q
         rows = signed.reshape(-1, signed.shape[-1])
@@ -107,4 +107,4 @@ class IntegerProduct(torch.nn.Module):
         exact = product - (self.zero_point - shift) * self.weight_sums
         result = exact.float() * self.factor
         result = result if bias is None else result + bias
-        return result.reshape(*q.shape[:-1], -1)
+        return result.to(self.result).reshape(*q.shape[:-1], -1)

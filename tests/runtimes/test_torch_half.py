@@ -1,0 +1,92 @@
+"""Captured graphs in half precision, those with integers in them above all: as they are made for a GPU, on the CPU."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torchao.quantization.pt2e  # noqa: F401  (registers the operators)
+from torch import nn
+
+from qtool.runtimes import torch as runtime
+from qtool.runtimes.base import TensorInfo
+from qtool.runtimes.torch_half import halve, is_quantized
+
+ops = torch.ops.quantized_decomposed
+INPUTS = (TensorInfo("x", "float32", (6, 3, 8, 8)),)
+
+
+class Quantized(nn.Module):
+    """What a GPU has no integer kernel for, a convolution and a pooling, and two layers of which one has."""
+
+    def __init__(self, scale=1e-3):
+        super().__init__()
+        draw = torch.Generator().manual_seed(0)
+        for name, shape in (("filters", (8, 3, 3, 3)), ("wide", (16, 32)), ("narrow", (5, 16))):
+            self.register_buffer(name, torch.randint(-127, 128, shape, generator=draw, dtype=torch.int8))
+            self.register_buffer(f"{name}_scale", torch.rand(shape[0], generator=draw) * scale + scale / 10)
+            self.register_buffer(f"{name}_zero", torch.zeros(shape[0], dtype=torch.int64))
+        self.bias = nn.Parameter(torch.randn(16, generator=draw))
+
+    def weight(self, name):
+        scale, zero = getattr(self, f"{name}_scale"), getattr(self, f"{name}_zero")
+        return ops.dequantize_per_channel(getattr(self, name), scale, zero, 0, -127, 127, torch.int8)
+
+    def forward(self, x):
+        x = nn.functional.conv2d(rounded(x, 0.03, 128), self.weight("filters"), padding=1).relu()
+        x = nn.functional.max_pool2d(rounded(x, 0.01, 0), 4).flatten(1)
+        x = nn.functional.linear(rounded(x, 0.01, 3), self.weight("wide"), self.bias)
+        return nn.functional.linear(rounded(nn.functional.gelu(x), 0.02, 10), self.weight("narrow"))
+
+
+def rounded(x, scale, zero_point):
+    grid = (scale, zero_point, 0, 255, torch.uint8)
+    return ops.dequantize_per_tensor(ops.quantize_per_tensor(x, *grid), *grid)
+
+
+def graph_of(model):
+    return torch.export.export(model.eval(), (torch.zeros(6, 3, 8, 8),)).module(check_guards=False)
+
+
+def images(seed=1):
+    return np.random.default_rng(seed).standard_normal((6, 3, 8, 8), np.float32)
+
+
+def decibels(found, expected):
+    return 10 * np.log10(np.square(expected).sum() / np.square(found - expected).sum())
+
+
+@pytest.mark.parametrize(("precision", "least"), [("fp16", 40), ("bf16", 25)])
+def test_a_quantized_graph_in_halves_computes_what_it_does(precision, least):
+    model = Quantized()
+    expected = graph_of(model)(torch.from_numpy(images())).detach().numpy()
+    session = runtime.TorchSession(graph_of(model), INPUTS, device="cpu", precision=precision)
+    assert decibels(session.run({"x": images()})[0], expected) > least
+    assert session.stored == "int8", "that is what the file holds, whatever is computed"
+
+
+def test_as_it_is_made_for_a_gpu_no_operator_of_onednns_patterns_is_left():
+    graph = graph_of(Quantized())
+    assert runtime._lowered_for_gpu(graph, None) == "fp16"
+    assert halve(graph, torch.float16) == {"x"}
+    names = {str(node.target) for node in graph.graph.nodes}
+    assert not any(name.startswith("quantized_decomposed") for name in names)
+    assert "integer_product_0" in names
+    assert sum("linear" in name for name in names) == 1, "five outputs are too odd for an integer product"
+    types = {name: value.dtype for name, value in graph.named_buffers()}
+    assert types["integer_product_0.weight"] == torch.int8
+    assert types["integer_product_0.factor"] == torch.float32
+
+
+@pytest.mark.slow
+def test_as_it_is_made_for_a_gpu_it_compiles():
+    graph = graph_of(Quantized())
+    precision = runtime._lowered_for_gpu(graph, None)
+    session = runtime.TorchSession(graph, INPUTS, provider="torch-compile", device="cpu", precision=precision)
+    expected = graph_of(Quantized())(torch.from_numpy(images())).detach().numpy()
+    assert decibels(session.run({"x": images()})[0], expected) > 40
+
+
+def test_a_float_graph_has_no_integers():
+    assert not is_quantized(graph_of(nn.Sequential(nn.Flatten(), nn.Linear(192, 4))))
+    assert runtime._lowered_for_gpu(graph_of(nn.Sequential(nn.Flatten(), nn.Linear(192, 4))), None) is None
