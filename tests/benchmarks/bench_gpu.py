@@ -9,15 +9,17 @@ and the claims they bear on:
   image, and metrics where ``--data`` gives real images (else noise, and ``--steps 20`` of an epoch);
 - ``technique/NAME``: the same for techniques alone, at batch 16; ``group/NAME``: on all GPUs, where there are several;
 - ``create/…``: loading weights on the host first, or straight to the device;
-- ``loop``: the step loop beside a bare one; ``int8/PROVIDER``: ResNet-50 in FP32, FP16 and INT8;
+- ``loop``: the step loop beside a bare one; ``int8/NETWORK/PROVIDER``: ViT-B/16 and ResNet-50 in FP32, FP16 and INT8;
+- ``compiled/MODE``: ViT-B/16 in INT8 beside FP16, compiled by PyTorch;
 - ``rounding/NAME``: ResNet-50 to 4-bit weights over 1,024 images: calibration alone, and each way of rounding after it;
 - ``accuracy/NAME``: top-1 of precisions and optimizers on the embedded images, over three seeds.
 
 A part that fails is written down with its message, and the next one is measured; what is claimed comes first. Called
 again, the command goes on with what is missing, has failed or was measured with other options, so it can be given in
-pieces of ten minutes; on another machine it goes on from ``DIR/gpu.json`` alone. Whole epochs of real images
-(``--data`` without ``--steps``) take longer: pass ``--minutes 30``. TF32 is switched off. ``--quick`` takes small nets
-and few steps, also on a CPU, to see that the script itself works.
+pieces of ten minutes; on another machine it goes on from ``DIR/gpu.json`` alone. ``--jobs`` has parts at once, but what
+is timed waits until it has the device alone. Whole epochs of real images (``--data`` without ``--steps``) take longer:
+pass ``--minutes 30``. TF32 is switched off. ``--quick`` takes small nets and few steps, also on a CPU, to see that the
+script itself works.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +40,8 @@ HERE = Path(__file__).resolve().parent
 LEAST = "ladder/6"
 """The rung below the published ladder."""
 MACHINE = "machine"
+_running: list[subprocess.Popen[bytes]] = []
+"""The processes of the parts at work."""
 
 
 def main(words: list[str] | None = None) -> int:
@@ -47,6 +52,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, help="steps of a training; 20 without --data, else whole epochs")
     parser.add_argument("--parts", help="comma-separated beginnings of names; all by default")
     parser.add_argument("--minutes", type=float, default=9.0, help="that a part may take")
+    parser.add_argument("--jobs", type=int, default=1, help="parts at once; what is timed has the device alone still")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args(words)
@@ -62,21 +68,29 @@ def everything(options: argparse.Namespace, words: list[str]) -> int:
     _write(_file(options, MACHINE), _in_process(options, MACHINE, words))
     wanted = tuple((options.parts or "").split(","))
     names = [name for name in _parts(options) if name.startswith(wanted)]
-    for name in names:
-        if _is_done(options, name):
-            continue
-        print(f"{name} …", end=" ", flush=True)
-        start = time.monotonic()
-        found = _in_process(options, name, words)
-        about = {"part": name, "options": _compared(options), "seconds": round(time.monotonic() - start, 1)}
-        _write(_file(options, name), found | about)
-        print(found.get("failed") or "done", flush=True)
-        _write(options.out / "gpu.json", gathered(options))
+    with ThreadPoolExecutor(options.jobs) as pool:
+        waiting = {pool.submit(_part, options, name, words) for name in names if not _is_done(options, name)}
+        try:
+            for done in as_completed(waiting):
+                print(done.result(), flush=True)
+                _write(options.out / "gpu.json", gathered(options))
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+            _stop()
     result = gathered(options)
     _write(options.out / "gpu.json", result)
     for claim in result["claims"]:
         print(f"{'yes' if claim['met'] else 'NO '} {claim['claim']}: {claim['value']:.4g} (bound {claim['bound']:.4g})")
     return sum("failed" in result["parts"][name] for name in names)
+
+
+def _part(options: argparse.Namespace, name: str, words: list[str]) -> str:
+    """Measures one part, writes it down, and says how it went."""
+    start = time.monotonic()
+    found = _in_process(options, name, words)
+    about = {"part": name, "options": _compared(options), "seconds": round(time.monotonic() - start, 1)}
+    _write(_file(options, name), found | about)
+    return f"{name}: {found.get('failed') or 'done'}"
 
 
 def _restore(options: argparse.Namespace) -> None:
@@ -144,19 +158,27 @@ def _in_process(options: argparse.Namespace, name: str, words: list[str]) -> dic
     with log.open("w") as told:
         command = [sys.executable, str(Path(__file__).resolve()), *words, "--one", name]
         running = subprocess.Popen(command, env=environment, stdout=told, stderr=told, start_new_session=True)
+        _running.append(running)
         try:
             code = running.wait(60 * options.minutes)
         except subprocess.TimeoutExpired:
             return {"failed": f"not done after {options.minutes:g} minutes"}
         finally:
-            if running.poll() is None:
-                os.killpg(running.pid, signal.SIGKILL)  # with the processes that it has started, which hold the GPU too
-                running.wait()
+            _running.remove(running)
+            _stop(running)
     if code == 0 and file.exists():
         found: dict[str, Any] = json.loads(file.read_text())
         return found
     last = log.read_text(errors="replace").strip().splitlines()[-1:] or ["no word"]
     return {"failed": f"exit code {code}: {last[0][:500]}", "log": str(log)}
+
+
+def _stop(*processes: subprocess.Popen[bytes]) -> None:
+    """Ends parts, all of them by default, with the processes that they have started, which hold the GPU too."""
+    for process in processes or tuple(_running):
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def gathered(options: argparse.Namespace) -> dict[str, Any]:
@@ -208,6 +230,12 @@ def claims(parts: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     if "loop" in whole:
         judge("loop: time over a bare loop's", whole["loop"]["ms_ratio"], high=1.03)
         judge("loop: memory over a bare loop's", whole["loop"]["peak_mib_ratio"], high=1.01)
+    for name, part in whole.items():
+        if name.startswith("compiled/"):
+            best = max(
+                value["fp16_over_int8"] for value in part.values() if isinstance(value, dict) and "int8_ms" in value
+            )
+            judge(f"{name}: times as fast as FP16", best, low=1.3)
     learned = whole.get("rounding/adaround", {"images": 0})
     if learned["images"] == 1024:
         judge("AdaRound of ResNet-50 over 1,024 images: seconds", learned["quantize_seconds"], high=300.0)

@@ -23,6 +23,11 @@ def small_vit() -> nn.Module:
     return VisionTransformer(10, image=32, patch=8, layers=3, width=64, heads=4, hidden=256)
 
 
+def vit_b_16() -> nn.Module:
+    torch.manual_seed(0)
+    return VisionTransformer(10, image=224, patch=16, layers=12, width=768, heads=12, hidden=3072)
+
+
 def resnet50() -> nn.Module:
     import nets
 

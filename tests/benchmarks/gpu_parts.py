@@ -6,20 +6,26 @@ allocator held for them (``max_memory_reserved``), which is what the published l
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import resource
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 import qtool
 from qtool.recipe import TrainConfig, as_dict
 from qtool.runtimes import ort
+from qtool.runtimes.torch import open_file
 from qtool.stages.ladder import configs, load_ladder
-from qtool.stages.memory import predict_memory
+from qtool.stages.memory import predict_memory, trained
 
 HERE = Path(__file__).resolve().parent
 LADDER = HERE.parents[1] / "examples" / "memory_ladder_vit_l16.toml"
@@ -29,8 +35,13 @@ IMAGES = 1024
 ROUNDINGS: dict[str, tuple[str, ...]] = {"calibration": (), **{name: (name,) for name in ("gptq", "adaround", "brecq")}}
 EPOCH = 45_000
 """Images in an epoch of the published ladder."""
+NETWORKS = ("vit_b_16", "resnet50")
 PROVIDERS = {"torch": "ort-cpu", "torch-compile": "ort-cpu", "cuda": "ort-cpu", "tensorrt": "tensorrt"}
 """What runs the INT8 files, and the placement they are made for."""
+MODES: dict[str, dict[str, Any]] = {
+    "default": {}, "max-autotune": {"max_autotune_gemm": True, "max_autotune_conv_backends": "ATEN"}
+}  # fmt: skip
+"""What inductor is told when it compiles for the comparison of INT8 with FP16."""
 LEAST: dict[str, Any] = {
     "precision": "bf16-true", "rounding": "stochastic", "optimizer": "adamw8bit", "step_in_backward": True,
     "grad_clip": None, "activation_checkpointing": True,
@@ -97,12 +108,24 @@ def parts(options: Options) -> dict[str, Part]:
     order = [*first, *(i for i in range(count) if i not in first)]
     found: dict[str, Part] = {f"ladder/{i}": partial(rung, number=i) for i in order}
     found["loop"] = loop
-    found |= {f"int8/{provider}": partial(int8, provider=provider) for provider in PROVIDERS}
+    found |= {
+        f"int8/{network}/{provider}": partial(int8, network=network, provider=provider)
+        for provider in PROVIDERS for network in NETWORKS
+    }  # fmt: skip
+    found |= {f"compiled/{mode}": partial(compiled, mode=mode) for mode in MODES}
     found |= {f"technique/{name}": partial(technique, changes=changes) for name, changes in TECHNIQUES.items()}
     found |= {f"group/{name}": partial(technique, changes=changes) for name, changes in _groups(options).items()}
     found |= {f"create/{how}": partial(create, on_device=how == "on-device") for how in ("host-first", "on-device")}
     found |= {f"rounding/{name}": partial(rounding, algorithms=names) for name, names in ROUNDINGS.items()}
     return found | {f"accuracy/{name}": partial(accuracy, changes=changes) for name, changes in RUNGS.items()}
+
+
+@contextlib.contextmanager
+def _device(options: Options, alone: bool) -> Iterator[None]:
+    """Waits for the device: ``alone`` where time is measured, else with all that only ask for memory and accuracy."""
+    with (options.out / "device.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        yield
 
 
 def _groups(options: Options) -> dict[str, dict[str, Any]]:
@@ -119,29 +142,36 @@ def rung(options: Options, number: int) -> dict[str, Any]:
     config = replace(configs(ladder)[number], device=options.device)
     if options.quick:
         config = replace(config, batch_size=min(8, config.batch_size))
-    found = _trained(options, replace(config, max_steps=options.steps))
+    found = _trained(options, replace(config, max_steps=options.steps), alone=True)
     return {"name": ladder.rungs[number].name, "published": ladder.rungs[number].published, **found}
 
 
 def technique(options: Options, changes: dict[str, Any]) -> dict[str, Any]:
     """The same of some techniques on their own, at batch 16."""
     shared = {"batch_size": options.batch_size, "grad_clip": None, "learning_rate": 5e-5, "device": options.device}
-    return _trained(options, TrainConfig(**shared | {"max_steps": options.steps or 20} | changes))
+    claimed = changes is TECHNIQUES["least-compiled"]
+    return _trained(options, TrainConfig(**shared | {"max_steps": options.steps or 20} | changes), alone=claimed)
 
 
-def _trained(options: Options, config: TrainConfig) -> dict[str, Any]:
-    known = predict_memory(**options.source, config=config, measure=True, train=True)
-    measured, each = known["measured"], known["measured"]["seconds_per_step"] / config.batch_size
-    alone = measured["seconds_alone"] / config.batch_size
+def _trained(options: Options, config: TrainConfig, *, alone: bool = False) -> dict[str, Any]:
+    known = predict_memory(**options.source, config=config, train=True)
+    with _device(options, alone):
+        measured = trained({**options.source, "task": "classification"}, config)
+    times = {}
+    if alone:  # beside others a time tells nothing
+        per_image = {key: measured[key] / config.batch_size for key in ("seconds_alone", "seconds_per_step")}
+        times = {
+            "ms_per_image": per_image["seconds_alone"] * 1e3,
+            "ms_per_image_with_data": per_image["seconds_per_step"] * 1e3,
+            "epoch_minutes": per_image["seconds_per_step"] * EPOCH / 60,
+        }
     return {
         "config": as_dict(config),
         "predicted_gb": known["predicted"]["peak_bytes"] / GB,
         "peak_gb": measured["peak_bytes"] / GB,
         "reserved_gb": measured["held_bytes"] / GB,
-        "error": known["error"],
-        "ms_per_image": alone * 1e3,
-        "ms_per_image_with_data": each * 1e3,
-        "epoch_minutes": each * EPOCH / 60,
+        "error": known["predicted"]["peak_bytes"] / measured["peak_bytes"] - 1,
+        **times,
         "loss": measured["loss"],
         "metrics": measured["metrics"] if options.data else None,
         "at": {key: known["predicted"][key] for key in ("moment", "module", "parts")},
@@ -183,7 +213,8 @@ def create(options: Options, on_device: bool) -> dict[str, Any]:
 
     torch.empty(1, device=device)  # what CUDA takes of the host for itself is no part of it
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    host, _ = allocations(load)
+    with _device(options, alone=False):
+        host, _ = allocations(load)
     found = {
         "weights_gb": sum(p.nbytes for p in kept[0].parameters()) / GB,
         "host_peak_gb": highest_sum(host) / GB,
@@ -199,24 +230,63 @@ def loop(options: Options) -> dict[str, Any]:
     """The step loop beside the same steps written by hand: time and peak memory."""
     import bench_loop
 
-    return bench_loop.compare("resnet", options.device, *((3, 1) if options.quick else (50, 10)))
+    with _device(options, alone=True):
+        return bench_loop.compare("resnet", options.device, *((3, 1) if options.quick else (50, 10)))
 
 
-def int8(options: Options, provider: str) -> dict[str, Any]:
+def int8(options: Options, network: str, provider: str) -> dict[str, Any]:
     """FP32, FP16 and INT8 files of one network, measured on one provider; one that is not there costs no time."""
     if not provider.startswith("torch"):
         _require(provider, options.out)
-    run, quick = options.out / f"int8-{PROVIDERS[provider]}", options.quick
-    network = "resnet" if quick else f"{HERE / 'gpu_nets.py'}:resnet50"
+    run, quick = options.out / f"int8-{network}-{provider}", options.quick
+    model = "resnet" if quick else f"{HERE / 'gpu_nets.py'}:{network}"
     data = "fashion-mnist" if quick else f"{HERE / 'gpu_nets.py'}:images"
-    qtool.quantize(network, data, out=run, target=PROVIDERS[provider], calibration="train:64", trust=True)
+    qtool.quantize(model, data, out=run, target=PROVIDERS[provider], calibration="train:64", trust=True)
     if not provider.startswith("torch"):
         qtool.export(run, parity_samples=64, reference_samples=1, trust=True, resume=True)
-    found: dict[str, Any] = qtool.benchmark(
-        run, out=run / provider, provider=provider, trust=True, batch_sizes=(1,) if quick else (1, 32),
-        allow_slower=True, seconds=0.05 if quick else 10.0, samples=8 if quick else 64, device=options.device,
-    )  # fmt: skip
+    with _device(options, alone=True):
+        found: dict[str, Any] = qtool.benchmark(
+            run, out=run / provider, provider=provider, trust=True, batch_sizes=(1,) if quick else (1, 32),
+            allow_slower=True, seconds=0.05 if quick else 10.0, samples=8 if quick else 64, device=options.device,
+        )  # fmt: skip
     return found
+
+
+def compiled(options: Options, mode: str) -> dict[str, Any]:
+    """ViT-B/16 in FP16 and INT8, compiled by PyTorch as qtool does or in one of inductor's modes: ms of a batch."""
+    from torch._inductor import config as inductor
+
+    run = options.out / f"int8-compiled-{mode}"
+    names, size = (("small_vit", "small_images"), 32) if options.quick else (("vit_b_16", "images"), 224)
+    model, data = (f"{HERE / 'gpu_nets.py'}:{name}" for name in names)
+    qtool.quantize(model, data, out=run, calibration="train:16", trust=True)
+    found = {}
+    for batch in (2,) if options.quick else (32, 128):
+        feeds = {"x": np.random.default_rng(0).standard_normal((batch, 3, size, size), np.float32)}
+        with inductor.patch(MODES[mode]):
+            sessions = [
+                open_file(run / file, provider="torch-compile", device=options.device, precision=precision)
+                for file, precision in (("float.pt2", "fp16"), ("int8.pt2", None))
+            ]
+            half, integer = (session.run(feeds)[0] for session in sessions)
+        with _device(options, alone=True):
+            fp16, int8 = _in_turns([session.prepare(feeds) for session in sessions], 3 if options.quick else 100)
+        found[str(batch)] = {
+            "fp16_ms": fp16, "int8_ms": int8, "fp16_over_int8": fp16 / int8,
+            "sqnr_db": float(10 * np.log10(np.square(half).sum() / np.square(half - integer).sum())),
+        }  # fmt: skip
+    return found
+
+
+def _in_turns(steps: list[Callable[[], None]], rounds: int) -> list[float]:
+    """The median time of each, in milliseconds."""
+    times: list[list[float]] = [[] for _ in steps]
+    for _ in range(rounds):
+        for step, seen in zip(steps, times, strict=True):
+            start = time.perf_counter()
+            step()
+            seen.append(1e3 * (time.perf_counter() - start))
+    return [statistics.median(seen) for seen in times]
 
 
 def _require(provider: str, folder: Path) -> None:
@@ -252,9 +322,11 @@ def rounding(options: Options, algorithms: tuple[str, ...]) -> dict[str, Any]:
     start = time.monotonic()
     float_form(model, images[0][:2])
     captured = time.monotonic()
-    made = quantize(model, config, example=images[0][:2], calibration=images)
+    with _device(options, alone=True):
+        waited = time.monotonic() - captured
+        made = quantize(model, config, example=images[0][:2], calibration=images)
     found = {
-        "quantize_seconds": time.monotonic() - captured, "capture_seconds": captured - start, "images": count,
+        "quantize_seconds": time.monotonic() - captured - waited, "capture_seconds": captured - start, "images": count,
         "rounding_steps": config.rounding_steps, "notes": list(made.plan.notes),
     }  # fmt: skip
     if device.type == "cuda":
@@ -265,8 +337,10 @@ def rounding(options: Options, algorithms: tuple[str, ...]) -> dict[str, Any]:
 def accuracy(options: Options, changes: dict[str, Any]) -> dict[str, Any]:
     """Top-1 of the built-in residual net on the embedded images, over seeds."""
     seeds, short = (range(1), {"max_steps": 2}) if options.quick else (range(3), {})
-    runs = [
-        qtool.train("resnet", "fashion-mnist", seed=seed, device=options.device, **short, **changes) for seed in seeds
-    ]
+    with _device(options, alone=False):
+        runs = [
+            qtool.train("resnet", "fashion-mnist", seed=seed, device=options.device, **short, **changes)
+            for seed in seeds
+        ]
     top1 = [run.metrics["top1"] for run in runs]
     return {"top1": top1, "mean": sum(top1) / len(top1), "losses": [run.history.losses[-1] for run in runs]}

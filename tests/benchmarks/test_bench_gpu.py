@@ -77,7 +77,9 @@ def test_every_rung_and_every_part_has_a_name() -> None:
     names = list(gpu_parts.parts(options))
     assert names[:3] == ["ladder/6", "ladder/1", "ladder/0"], "what is claimed comes first"
     assert sum(name.startswith("ladder/") for name in names) == 7
-    assert {"group/fsdp", "group/ddp", "loop", "create/on-device", "int8/tensorrt"} <= {*names}
+    assert {"group/fsdp", "group/ddp", "loop", "create/on-device", "int8/resnet50/tensorrt", "compiled/default"} <= {
+        *names
+    }
     assert {"rounding/calibration", "rounding/adaround", "accuracy/32-true"} <= {*names}
     assert not any(
         name.startswith("group/") for name in gpu_parts.parts(gpu_parts.Options(Path(), "cuda", None, 20, False, 1))
@@ -98,7 +100,7 @@ def test_a_provider_that_is_not_there_is_told_before_any_work(
     monkeypatch.setattr(gpu_parts.qtool, "quantize", None)
     expected = "libnvinfer.so.10 cannot be loaded" if named else "an ONNX Runtime with TensorrtExecutionProvider"
     with pytest.raises(ProviderError, match=expected):
-        gpu_parts.int8(gpu_parts.Options(tmp_path, "cuda", None, 20, False, 1), "tensorrt")
+        gpu_parts.int8(gpu_parts.Options(tmp_path, "cuda", None, 20, False, 1), "resnet50", "tensorrt")
 
 
 def test_claims_are_judged_by_what_was_measured() -> None:
@@ -110,6 +112,10 @@ def test_claims_are_judged_by_what_was_measured() -> None:
         "technique/compile": {**plain, "error": 0.08, "config": {"compile": True}},
         "loop": {"ms_ratio": 1.02, "peak_mib_ratio": 1.02},
         "rounding/adaround": {"images": 1024, "quantize_seconds": 299.0},
+        "compiled/default": {
+            "32": {"int8_ms": 2.0, "fp16_over_int8": 1.2},
+            "128": {"int8_ms": 8.0, "fp16_over_int8": 1.4},
+        },
         "accuracy/32-true": {"mean": 0.9},
         "accuracy/SGD": {"mean": 0.875},
         "accuracy/16-true": {"failed": "NaN"},
@@ -121,4 +127,26 @@ def test_claims_are_judged_by_what_was_measured() -> None:
         "AdamW below the ladder: time per image over 16-mixed's",
         "loop: memory over a bare loop's",
     ]
-    assert len(found) == 13
+    assert len(found) == 14
+
+
+@pytest.mark.slow
+def test_what_is_timed_has_the_device_alone(tmp_path: Path) -> None:
+    """One part at work holds the device for itself; one that tells no time would not wait for its like."""
+    options = gpu_parts.Options(tmp_path, "cpu", None, None, True, 0)
+    script = (
+        "import sys, time, pathlib; sys.path[:0] = sys.argv[3:]; import gpu_parts as g\n"
+        "o = g.Options(pathlib.Path(sys.argv[1]), 'cpu', None, None, True, 0)\n"
+        "with g._device(o, alone=sys.argv[2] == 'alone'): print(time.time(), flush=True)"
+    )
+    path = [str(Path(gpu_parts.__file__).parent), *sys.path]
+    started = {}
+    with gpu_parts._device(options, alone=False):
+        for kind in ("alone", "beside"):
+            started[kind] = subprocess.Popen([sys.executable, "-c", script, str(tmp_path), kind, *path],
+                                             stdout=subprocess.PIPE, text=True)  # fmt: skip
+        beside = float(started["beside"].communicate(timeout=100)[0])
+        time.sleep(5)
+        released = time.time()
+    alone = float(started["alone"].communicate(timeout=100)[0])
+    assert beside < released < alone
