@@ -41,6 +41,8 @@ INLINED = ("clone", "_to_copy", "convert_element_type", "full", "expand", "selec
 REDUCED = ("sum", "mean", "var_mean", "var", "amax", "amin", "argmax", "prod", "any", "all")
 STATE = "run_and_save_rng_state"
 """Saves a generator's state beside what an operator gives that draws, or may."""
+AGAIN = "run_with_rng_state"
+"""Runs such an operator once more, from that state; torch does not tell what it returns."""
 CALLED = ("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward")
 """Operators that no code is generated for."""
 TURNING = ("permute", "transpose", "t")
@@ -226,7 +228,8 @@ def _is_part(node: fx.Node) -> bool:
     if node.target is not operator.getitem:
         return False
     source = node.all_input_nodes[0]
-    return _is_several(source) and not (hasattr(source.target, "_schema") and _lies_in_another(source))
+    split = hasattr(source.target, "_schema") and _lies_in_another(source)
+    return _name(source) == AGAIN or (_is_several(source) and not split)
 
 
 def _is_state(node: fx.Node) -> bool:

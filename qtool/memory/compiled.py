@@ -107,6 +107,7 @@ def capture(function: Callable[..., Any], module: nn.Module, args: Any, kwargs: 
     """Captures a forward pass at inputs like these, all of it fake. Raises QtoolError unless it is one graph."""
     import torch._inductor.lowering  # its decompositions name it without importing it
     from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch import config
     from torch._functorch._aot_autograd.utils import make_boxed_func
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor.decomposition import select_decomp_table
@@ -138,7 +139,9 @@ def capture(function: Callable[..., Any], module: nn.Module, args: Any, kwargs: 
     args, kwargs = tree_map_only(Tensor, lambda leaf: leaf.detach().requires_grad_(leaf.requires_grad), (args, kwargs))
     sources = [*module.parameters(), *(leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor))]
     try:
-        leaves, spec = tree_flatten(torch.compile(run, backend=backend, dynamic=False)(*args, **kwargs))
+        # a GPU's generators would be inputs of both graphs: their states are saved instead, as the CPU's are
+        with config.patch(graphsafe_rng_functionalization=False):
+            leaves, spec = tree_flatten(torch.compile(run, backend=backend, dynamic=False)(*args, **kwargs))
     except Exception as error:
         if (asked := sized_by_values(error)) is None:
             raise

@@ -6,6 +6,7 @@ import pytest
 import torch
 from nets import FeedForward
 from torch import nn
+from torch._functorch import partitioners
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from qtool.errors import QtoolError
@@ -164,6 +165,39 @@ def test_a_net_compiled_block_by_block_takes_about_what_it_takes_uncompiled(opti
         for compile in (False, True)
     )
     assert inside.peak_bytes == pytest.approx(plain.peak_bytes, rel=0.1)
+
+
+class Attending(nn.Module):
+    """Within sequences of 64; torch takes attention for what draws numbers, which for dropout it does."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.project, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x):
+        query, key, value = self.project(x).view(-1, 64, 3, 1, x.shape[-1]).transpose(1, 3).unbind(2)
+        return x + self.out(nn.functional.scaled_dot_product_attention(query, key, value).reshape(x.shape))
+
+
+def test_what_draws_within_a_checkpointed_block_is_run_again_from_a_saved_state(monkeypatch):
+    """On a GPU too, whose generators would else be inputs of both graphs. Its results take memory the second time too:
+    here the mixed values and the logarithms of the sums of weights, and then three gradients."""
+    captured, states, partition = [], [], partitioners.min_cut_rematerialization_partition
+
+    def watched(*args, **kwargs):
+        states.append(not partitioners.config.graphsafe_rng_functionalization)
+        return partition(*args, **kwargs)
+
+    monkeypatch.setattr(partitioners, "min_cut_rematerialization_partition", watched)
+    monkeypatch.setattr(compiled, "capture", lambda *given: captured.append(capture(*given)) or captured[-1])
+    net = nn.Sequential(nn.Linear(32, 64), Attending(64), Attending(64), nn.Linear(64, 10))
+    predicted(net, compile=True, activation_checkpointing=True, **INSIDE)
+    parts = [
+        [b.size for b in made.buffers if "getitem" in b.name] for made in (captured[0].forward, captured[0].backward)
+    ]
+    mixed, sums = 512 * 64 * 4, 512 * 4
+    assert (len(captured), states) == (1, [True])
+    assert parts == [[mixed], [mixed, sums, mixed, mixed, mixed]]
 
 
 def test_a_sharded_block_with_batch_norm_is_refused():

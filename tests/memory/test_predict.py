@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import importlib
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -22,7 +23,7 @@ from qtool.memory.predict import predict
 from qtool.recipe import TrainConfig
 from qtool.step import plain
 from qtool.tasks import load_task
-from qtool.training import checkpointing
+from qtool.training import checkpointing, rules, techniques
 from qtool.training.techniques import setup
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -62,6 +63,20 @@ def test_the_prediction_is_near_what_is_allocated(name: str) -> None:
     ratio = predicted.peak_bytes / measured.peak_bytes
     assert 0.99 < ratio < 1.01
     assert sum(predicted.parts.values()) == predicted.peak_bytes
+
+
+def test_offloaded_activations_are_not_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each further block its weights are, their gradients and momenta. A device that has no memory is a GPU here."""
+    for module in (rules, techniques, importlib.import_module("qtool.memory.predict")):
+        monkeypatch.setattr(module, "resolve_device", lambda text: torch.device("meta"))
+    size, width, options = 2048, 256, {"activation_offload": True, "optimizer": "sgd", "optimizer_kernels": "foreach"}
+
+    def peak(count: int) -> int:
+        net = nn.Sequential(nn.Linear(32, width), *(FeedForward(width) for _ in range(count)), nn.Linear(width, 10))
+        wanted = config(batch_size=size, **options)
+        return predict(lambda: net, batch(size), wanted, prepare=setup, loss=LOSS).peak_bytes
+
+    assert (peak(4) - peak(2)) / 2 == 3 * sum(p.nbytes for p in FeedForward(width).parameters())
 
 
 class Recurrent(nn.Module):
