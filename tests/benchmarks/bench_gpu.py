@@ -3,7 +3,7 @@
     python tests/benchmarks/bench_gpu.py --out DIR [--data imagefolder:cifar10:224] [--parts ladder,int8] [--quick]
 
 Parts, each in a process of its own, one file each in ``DIR/parts``, put together in ``DIR/gpu.json`` with the machine
-and the claims they bear on:
+and the claims they bear on, and a picture of the ladder in ``DIR/ladder.svg``:
 
 - ``ladder/N``: each rung of ``examples/memory_ladder_vit_l16.toml``: predicted, allocated and reserved peak, time per
   image, and metrics where ``--data`` gives real images (else noise, and ``--steps 20`` of an epoch);
@@ -79,6 +79,7 @@ def everything(options: argparse.Namespace, words: list[str]) -> int:
             _stop()
     result = gathered(options)
     _write(options.out / "gpu.json", result)
+    draw(result["parts"], options.out / "ladder.svg")
     for claim in result["claims"]:
         print(f"{'yes' if claim['met'] else 'NO '} {claim['claim']}: {claim['value']:.4g} (bound {claim['bound']:.4g})")
     return sum("failed" in result["parts"][name] for name in names)
@@ -187,6 +188,20 @@ def gathered(options: argparse.Namespace) -> dict[str, Any]:
     parts = {part["part"]: part for part in found if "part" in part}
     about = json.loads(_file(options, MACHINE).read_text())
     return {"machine": about, "data": options.data, "claims": claims(parts), "parts": parts}
+
+
+def draw(parts: Mapping[str, Mapping[str, Any]], file: Path) -> None:
+    """The ladder's picture, of the rungs that are measured: allocated peaks, beside what is published as reserved."""
+    from qtool.reporting.ladder import picture
+
+    rungs = [parts[name] for name in sorted(parts) if name.startswith("ladder/") and "failed" not in parts[name]]
+    sizes = {"predicted_bytes": "predicted_gb", "peak_bytes": "peak_gb"}
+    bars = [
+        {"name": rung["name"], "published": rung["published"]} | {key: rung[gb] * 1e9 for key, gb in sizes.items()}
+        for rung in rungs
+    ]
+    if bars:
+        file.write_text(picture(bars), encoding="utf-8")
 
 
 def machine() -> dict[str, Any]:
