@@ -21,7 +21,19 @@ SHARE = 16
 """That part of a model is a piece, where it is less."""
 
 
+LATE = {"cpu": 1, "cuda": 2}
+"""Pieces that are one in the backward pass, once a quarter of the model is updated: its activations are free then."""
+
+
 def piece(parameters: Sequence[Tensor], spare: int = 0) -> int:
     """The number of values in a piece of a model of ``parameters``; ``spare`` are added to what is usual there."""
-    kind = "cuda" if parameters[0].device.type == "cuda" else "cpu"
-    return min(PIECE[kind] + spare, sum(p.numel() for p in parameters) // SHARE)
+    return min(PIECE[_kind(parameters)] + spare, sum(p.numel() for p in parameters) // SHARE)
+
+
+def late(parameters: Sequence[Tensor]) -> int:
+    """How many pieces are one, late in a backward pass."""
+    return LATE[_kind(parameters)]
+
+
+def _kind(parameters: Sequence[Tensor]) -> str:
+    return "cuda" if parameters[0].device.type == "cuda" else "cpu"

@@ -22,7 +22,6 @@ through.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -46,8 +45,13 @@ SLICE = 2**20
 
 def apply(setup: Setup, example: Any) -> None:
     """Has the optimizer that was set up so far update in float32 and round as the config says."""
-    inner, rounding = setup.make_optimizer, setup.config.rounding
-    setup.make_optimizer = lambda parameters: WideUpdates(parameters, inner, rounding)
+    inner, config = setup.make_optimizer, setup.config
+
+    def make(parameters: list[nn.Parameter]) -> Optimizer:
+        together = pieces.late(parameters) if config.step_in_backward else 1
+        return WideUpdates(parameters, inner, config.rounding, together)
+
+    setup.make_optimizer = make
 
 
 def wanted(config: TrainConfig) -> bool:
@@ -85,7 +89,11 @@ class WideUpdates(Optimizer):
     """
 
     def __init__(
-        self, parameters: list[nn.Parameter], make: Callable[[list[nn.Parameter]], Optimizer], rounding: str
+        self,
+        parameters: list[nn.Parameter],
+        make: Callable[[list[nn.Parameter]], Optimizer],
+        rounding: str,
+        together: int = 1,
     ) -> None:
         super().__init__(parameters, {"lr": 0.0})
         self.rounding = rounding
@@ -95,7 +103,7 @@ class WideUpdates(Optimizer):
         self.inner = make(list(self.stand_ins.values()))
         self.param_groups[0].update({k: v for k, v in self.inner.param_groups[0].items() if k != "params"})
         self.order = {parameter: i for i, parameter in enumerate(self.stand_ins)}
-        self.most = pieces.piece(parameters, pieces.SPARE)
+        self.most = together * pieces.piece(parameters, pieces.SPARE)
         if hasattr(self.inner, "make_state"):
             self._make_states()
 
@@ -204,7 +212,8 @@ def _is_small(parameter: Tensor) -> bool:
 
 def _pieces(parameters: list[Any]) -> tuple[Tensor, list[Tensor]]:
     """A piece of float32 memory for all ``parameters``, and the view of each in it, which begins at 256 bytes."""
-    starts = [0, *itertools.accumulate(-(-p.numel() // ALIGNED) * ALIGNED for p in parameters)]
-    whole = torch.empty(starts[-1], dtype=torch.float32, device=parameters[0].device if parameters else None)
-    spans = zip(parameters, starts, strict=False)
-    return whole, [whole[start : start + p.numel()].view(p.shape) for p, start in spans]
+    sizes = [parameter.numel() for parameter in parameters]
+    spans = [-(-size // ALIGNED) * ALIGNED for size in sizes]
+    whole = torch.empty(sum(spans), dtype=torch.float32, device=parameters[0].device if parameters else None)
+    parts = zip(parameters, torch.split(whole, spans) if spans else (), sizes, strict=True)
+    return whole, [(part if part.numel() == size else part[:size]).view(p.shape) for p, part, size in parts]

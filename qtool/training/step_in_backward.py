@@ -45,7 +45,9 @@ def apply(setup: Setup, example: Any) -> None:
 
 def _stepper(optimizer: Optimizer) -> Callable[[torch.Tensor], None]:
     """Updates as gradients come. What waits at the end of the backward pass is left to the step that follows it."""
-    enough = pieces.piece(optimizer.param_groups[0]["params"])
+    parameters = optimizer.param_groups[0]["params"]
+    enough, late = pieces.piece(parameters), pieces.late(parameters)
+    quarter = sum(parameter.numel() for parameter in parameters) / 4
     waiting: dict[torch.Tensor, int] = {}
     updated_now, within = 0, False
 
@@ -59,7 +61,9 @@ def _stepper(optimizer: Optimizer) -> Callable[[torch.Tensor], None]:
     def step(parameter: torch.Tensor) -> None:
         nonlocal within
         waiting[parameter] = parameter.numel()
-        if sum(waiting.values()) < (enough if updated_now >= enough else enough / EARLY):
+        if sum(waiting.values()) < enough * (
+            1 / EARLY if updated_now < enough else late if updated_now > quarter else 1
+        ):
             return
         group = optimizer.param_groups[0]  # another one once a state was loaded
         whole, group["params"], within = group["params"], list(waiting), True

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -150,3 +151,17 @@ def test_what_is_timed_has_the_device_alone(tmp_path: Path) -> None:
         released = time.time()
     alone = float(started["alone"].communicate(timeout=100)[0])
     assert beside < released < alone
+
+
+def test_the_readme_tells_what_was_measured() -> None:
+    """The table of the ladder, and the claims that were not met."""
+    here = Path(__file__).parent
+    parts = json.loads((here / "gpu_h100.json").read_text())["parts"]
+    rows = re.findall(r"^\| (.+) \| (\d+\.\d{3}) \| (\d+\.\d{3}) \| (\d+\.\d\d) \| (\S+) \| (\d+\.\d\d) \|$",
+                      (here.parents[1] / "README.md").read_text(encoding="utf-8"), re.MULTILINE)  # fmt: skip
+    assert len(rows) == 7
+    for number, (_, predicted, peak, reserved, published, each) in enumerate(rows):
+        part = parts[f"ladder/{number}"]
+        told = [f"{part['predicted_gb']:.3f}", f"{part['peak_gb']:.3f}", f"{part['reserved_gb']:.2f}"]
+        assert [predicted, peak, reserved, each] == [*told, f"{part['ms_per_image']:.2f}"]
+        assert published == str(part["published"].get("peak_gb", "–"))

@@ -77,6 +77,39 @@ def test_updates_are_smaller_while_all_activations_are_there(run_steps, monkeypa
     assert max(one[:2]) < 20_000 <= one[2]
 
 
+@pytest.mark.parametrize("rounding", ["nearest", "compensated"])
+def test_updates_are_larger_once_a_quarter_is_updated_and_the_same(rounding, run_steps, same_state, monkeypatch):
+    """In 16 bits, where updates are cut into pieces a second time."""
+    monkeypatch.setitem(pieces.PIECE, "cpu", 20_000)
+    monkeypatch.setattr(pieces, "SHARE", 1)
+    options = {"precision": "bf16-true", "rounding": rounding, "step_in_backward": True}
+    sizes = []
+
+    def watch(made):
+        make = made.make_optimizer
+
+        def watched(parameters):
+            optimizer = make(parameters)
+            inner = getattr(optimizer, "inner", optimizer)
+            inner.register_step_pre_hook(
+                lambda *_: sizes.append(sum(p.numel() for p in inner.param_groups[0]["params"] if p.grad is not None))
+            )
+            return optimizer
+
+        made.make_optimizer = watched
+
+    one = run_steps("transformer", 1, watch, **options)
+    before, sizes = sizes, []
+    monkeypatch.setitem(pieces.LATE, "cpu", 3)
+    three = run_steps("transformer", 1, watch, **options)
+    assert same_state(three.model, one.model)
+    assert sum(sizes) == sum(before), "none is forgotten"
+    updated = [sum(sizes[:i]) for i in range(len(sizes))]
+    early = [size for size, already in zip(sizes, updated, strict=True) if already <= sum(sizes) / 4]
+    assert early == before[: len(early)]
+    assert max(sizes[len(early) : -1]) >= 60_000 > max(before)
+
+
 def test_a_loss_that_is_not_finite_changes_nothing(run_steps):
     done = run_steps("transformer", 1, step_in_backward=True)
     before = [p.clone() for p in done.model.parameters()]
