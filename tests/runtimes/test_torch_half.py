@@ -7,6 +7,7 @@ import pytest
 import torch
 import torchao.quantization.pt2e  # noqa: F401  (registers the operators)
 from torch import nn
+from torch._inductor import config as inductor
 
 from qtool.runtimes import torch as runtime
 from qtool.runtimes.base import TensorInfo
@@ -52,6 +53,10 @@ def images(seed=1):
     return np.random.default_rng(seed).standard_normal((6, 3, 8, 8), np.float32)
 
 
+def find(graph):
+    return [node.target for node in graph.nodes if node.op == "call_function"]
+
+
 def decibels(found, expected):
     return 10 * np.log10(np.square(expected).sum() / np.square(found - expected).sum())
 
@@ -79,12 +84,18 @@ def test_as_it_is_made_for_a_gpu_no_operator_of_onednns_patterns_is_left():
 
 
 @pytest.mark.slow
-def test_as_it_is_made_for_a_gpu_it_compiles():
-    graph = graph_of(Quantized())
-    precision = runtime._lowered_for_gpu(graph, None)
+@pytest.mark.parametrize("for_gpu", [True, False])
+def test_as_it_is_made_for_a_gpu_it_compiles_without_onednns_integer_kernels(for_gpu):
+    """Inductor's patterns for them ask for no device: what they leave alone on the CPU they leave alone on a GPU."""
+    graph, lowered = graph_of(Quantized()), []
+    precision = runtime._lowered_for_gpu(graph, None) if for_gpu else None
     session = runtime.TorchSession(graph, INPUTS, provider="torch-compile", device="cpu", precision=precision)
+    with inductor.patch(post_grad_custom_post_pass=lambda found: lowered.extend(map(str, find(found)))):
+        found = session.run({"x": images()})[0]
+    kernels = [name for name in lowered if name.startswith(("onednn.q", "quantized"))]
+    assert bool(kernels) is not for_gpu
     expected = graph_of(Quantized())(torch.from_numpy(images())).detach().numpy()
-    assert decibels(session.run({"x": images()})[0], expected) > 40
+    assert decibels(found, expected) > (40 if for_gpu else 20)
 
 
 def test_a_float_graph_has_no_integers():
