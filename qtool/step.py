@@ -137,7 +137,7 @@ class Setup:
         """
         if self.device.type != "cuda" or tensor.device.type != "cpu" or isinstance(tensor, FakeTensor):
             return tensor.to(self.device)
-        small = tensor.nbytes <= STAGED and not tensor.is_pinned()
+        small = tensor.numel() * tensor.element_size() <= STAGED and not tensor.is_pinned()
         return (tensor if small else tensor.pin_memory()).to(self.device, non_blocking=True)
 
     def predict(self, value: Any) -> Any:

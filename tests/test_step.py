@@ -284,6 +284,12 @@ class OnTheHost:
     def __init__(self, nbytes=2**20, pinned=False) -> None:
         self.way, self.nbytes, self.pinned = [], nbytes, pinned
 
+    def numel(self):
+        return self.nbytes // 4
+
+    def element_size(self):
+        return 4
+
     def is_pinned(self):
         return self.pinned
 

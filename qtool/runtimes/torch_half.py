@@ -8,18 +8,19 @@ of 1e-5 is no subnormal number, and so does an integer product multiply.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import operator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
+from qtool.form import DEQUANTIZE, QUANTIZE
 from qtool.runtimes.torch_integer import IntegerProduct
 
 aten = torch.ops.aten
-_QUANTIZING = ("quantize_per_tensor", "quantize_per_channel")
-_DEQUANTIZING = ("dequantize_per_tensor", "dequantize_per_channel")
+PER_CHANNEL = (QUANTIZE[1], DEQUANTIZE[1])
 
 
 def graphs(module: torch.nn.Module) -> Iterator[GraphModule]:
@@ -29,7 +30,7 @@ def graphs(module: torch.nn.Module) -> Iterator[GraphModule]:
 
 def is_quantized(graph: GraphModule) -> bool:
     """Whether a graph has integers in it."""
-    return any(_is(node, *_DEQUANTIZING) for node in graph.graph.nodes)
+    return any(node.target in DEQUANTIZE for node in graph.graph.nodes)
 
 
 def halve(module: torch.nn.Module, dtype: torch.dtype) -> set[str]:
@@ -38,24 +39,25 @@ def halve(module: torch.nn.Module, dtype: torch.dtype) -> set[str]:
     Those are the ones that are quantized at once, and read by nothing else.
     """
     wide: set[str] = set()
+    scales: list[torch.Tensor] = []
     for graph in graphs(module):
         wide |= {node.name for node in graph.graph.find_nodes(op="placeholder") if _only_quantized(node)}
-        _halved(graph, dtype)
+        scales += _halved(graph, dtype)
+    kept = {id(scale) for scale in scales}
     for part in module.modules():
         own = () if isinstance(part, IntegerProduct) else (*part._parameters.values(), *part._buffers.values())
         for tensor in own:
-            if tensor is not None and tensor.is_floating_point():
+            if tensor is not None and tensor.is_floating_point() and id(tensor) not in kept:
                 tensor.data = tensor.data.to(dtype)
     return wide
 
 
-def _halved(graph: GraphModule, dtype: torch.dtype) -> None:
-    """Changes what a graph makes in float32, or converts to it."""
+def _halved(graph: GraphModule, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Changes what a graph makes in float32, or converts to it; gives the scales of channels, which stay in it."""
+    scales: list[torch.Tensor] = []
     for node in list(graph.graph.nodes):
-        if _is(node, *_DEQUANTIZING):
-            _spell_out(graph, node, _dequantized, dtype)
-        elif _is(node, *_QUANTIZING):
-            _spell_out(graph, node, _quantized, node.args[5])
+        if node.target in (*QUANTIZE, *DEQUANTIZE):
+            _spell_out(graph, node, dtype, scales)
         elif node.op == "call_module" and isinstance(part := graph.get_submodule(str(node.target)), IntegerProduct):
             part.result = dtype
         elif node.op == "call_function":
@@ -67,62 +69,57 @@ def _halved(graph: GraphModule, dtype: torch.dtype) -> None:
     graph.graph.eliminate_dead_code()
     graph.delete_all_unused_submodules()
     graph.recompile()
+    return scales
 
 
-def _spell_out(graph: GraphModule, node: Node, way: Callable[[Any, Node], Any], dtype: torch.dtype) -> None:
-    """Replaces a quantize or dequantize: by a constant of ``dtype`` where it is one, else by ``way``'s operators."""
-    constant = _constant(graph, node)
+def _spell_out(graph: GraphModule, node: Node, dtype: torch.dtype, scales: list[torch.Tensor]) -> None:
+    """Replaces a quantize or dequantize: by a constant of ``dtype`` where it is one, else by its arithmetic."""
     with graph.graph.inserting_before(node):
-        if constant is not None:
-            name = f"halved_{node.name}"
-            graph.register_buffer(name, constant.to(dtype))
-            new = graph.graph.get_attr(name)
+        if all(source.op == "get_attr" for source in node.all_input_nodes):
+            new = _constant(graph, node, dtype)
         else:
-            new = graph.graph.call_function(aten.to.dtype, (way(graph.graph.call_function, node), dtype))
+            new = _arithmetic(graph, node, dtype, scales)
     node.replace_all_uses_with(new)
     graph.graph.erase_node(node)
 
 
-def _quantized(call: Any, node: Node) -> Node:
-    x, scale, zero_point, low, high = node.args[:5]
-    scaled = call(aten.mul.Tensor, (call(aten.to.dtype, (x, torch.float32)), 1.0 / scale))  # type: ignore[operator]
-    rounded = call(aten.add.Tensor, (call(aten.round.default, (scaled,)), zero_point))
-    cut: Node = call(aten.clamp.default, (rounded, low, high))
-    return cut
-
-
-def _dequantized(call: Any, node: Node) -> Node:
-    q, scale, zero_point = node.args[:3]
-    shifted = call(aten.sub.Tensor, (call(aten.to.dtype, (q, torch.float32)), zero_point))
-    value: Node = call(aten.mul.Tensor, (shifted, scale))
-    return value
-
-
-def _constant(graph: GraphModule, node: Node) -> torch.Tensor | None:
-    """The value of an operator that reads nothing but what the graph holds; None of any other."""
-    if not node.all_input_nodes or any(source.op != "get_attr" for source in node.all_input_nodes):
-        return None
-    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda source: _held(graph, source))
+def _constant(graph: GraphModule, node: Node, dtype: torch.dtype) -> Node:
+    """What an operator makes of nothing but what the graph holds."""
+    args = torch.fx.map_arg(node.args, lambda source: operator.attrgetter(str(source.target))(graph))
     assert callable(node.target)
-    value: torch.Tensor = node.target(*args, **kwargs)
-    return value
+    return _hold(graph, f"{node.name}_value", node.target(*args).to(dtype))
+
+
+def _arithmetic(graph: GraphModule, node: Node, dtype: torch.dtype, scales: list[torch.Tensor]) -> Node:
+    """x/s + z, rounded to even and cut, or s (q − z), with the scale and zero point of all or of each channel."""
+    call, inverse = graph.graph.call_function, node.target in QUANTIZE
+    args: tuple[Any, ...] = node.args
+    scale, zero_point, low, high, integers = *args[1:3], *args[-3:]
+    if node.target in PER_CHANNEL:
+        across = [-1] + [1] * (node.meta["val"].dim() - 1 - args[3])
+        held = [operator.attrgetter(source.target)(graph).float().view(across).clone() for source in args[1:3]]
+        held[0] = 1.0 / held[0] if inverse else held[0]
+        scales += held
+        scale, zero_point = (_hold(graph, f"{node.name}_{i}", tensor) for i, tensor in enumerate(held))
+    elif inverse:
+        scale = 1.0 / scale
+    value = call(aten.to.dtype, (args[0], torch.float32))
+    if inverse:
+        rounded = call(aten.round.default, (call(aten.mul.Tensor, (value, scale)),))
+        cut = call(aten.clamp.default, (call(aten.add.Tensor, (rounded, zero_point)), low, high))
+        return call(aten.to.dtype, (cut, integers))
+    return call(aten.to.dtype, (call(aten.mul.Tensor, (call(aten.sub.Tensor, (value, zero_point)), scale)), dtype))
+
+
+def _hold(graph: GraphModule, name: str, tensor: torch.Tensor) -> Node:
+    graph.register_buffer(name, tensor)
+    return graph.graph.get_attr(name)
 
 
 def _only_quantized(node: Node) -> bool:
     """Whether nothing reads a node's values but quantizers."""
     reading = [user for user in node.users if user.target is not aten.sym_size.int]
-    return bool(reading) and all(_is(user, *_QUANTIZING) for user in reading)
-
-
-def _is(node: Node, *names: str) -> bool:
-    return getattr(node.target, "namespace", "") == "quantized_decomposed" and str(node.target).split(".")[1] in names
-
-
-def _held(graph: GraphModule, node: Node) -> Any:
-    value: Any = graph
-    for part in str(node.target).split("."):
-        value = getattr(value, part)
-    return value
+    return bool(reading) and all(user.target in QUANTIZE for user in reading)
 
 
 def _makes_float32(node: Node) -> bool:

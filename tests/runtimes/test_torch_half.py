@@ -27,6 +27,8 @@ class Quantized(nn.Module):
             self.register_buffer(name, torch.randint(-127, 128, shape, generator=draw, dtype=torch.int8))
             self.register_buffer(f"{name}_scale", torch.rand(shape[0], generator=draw) * scale + scale / 10)
             self.register_buffer(f"{name}_zero", torch.zeros(shape[0], dtype=torch.int64))
+        self.register_buffer("colour_scale", torch.tensor([0.02, 0.03, 0.04]))
+        self.register_buffer("colour_zero", torch.tensor([128, 120, 130]))
         self.bias = nn.Parameter(torch.randn(16, generator=draw))
 
     def weight(self, name):
@@ -34,7 +36,9 @@ class Quantized(nn.Module):
         return ops.dequantize_per_channel(getattr(self, name), scale, zero, 0, -127, 127, torch.int8)
 
     def forward(self, x):
-        x = nn.functional.conv2d(rounded(x, 0.03, 128), self.weight("filters"), padding=1).relu()
+        colours = (self.colour_scale, self.colour_zero, 1, 0, 255, torch.uint8)
+        x = ops.dequantize_per_channel(ops.quantize_per_channel(x, *colours), *colours)
+        x = nn.functional.conv2d(x, self.weight("filters"), padding=1).relu()
         x = nn.functional.max_pool2d(rounded(x, 0.01, 0), 4).flatten(1)
         x = nn.functional.linear(rounded(x, 0.01, 3), self.weight("wide"), self.bias)
         return nn.functional.linear(rounded(nn.functional.gelu(x), 0.02, 10), self.weight("narrow"))
