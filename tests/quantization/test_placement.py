@@ -198,6 +198,39 @@ def test_a_gate_is_a_table_of_256_only_where_integers_read_it() -> None:
     assert "coarse" in mask.reason
 
 
+@pytest.mark.parametrize("target", ["ort-cpu", "openvino", "tensorrt"])
+def test_a_layer_whose_results_are_angles_stays_in_float(target: str) -> None:
+    def features(m: Any, x: Tensor) -> Tensor:
+        angles = 2 * torch.pi * m.fc(x.flatten(2).mean(2)).unsqueeze(1)
+        return m.again(torch.cat([angles.sin(), angles.cos()], dim=1))
+
+    def sines(m: Any, x: Tensor) -> Tensor:
+        return m.again((2 * m.fc(x.flatten(2).mean(2))).sin())
+
+    for function, expected in ((features, [False, True]), (sines, [True, True])):
+        placement = Placement(capture(Net(function).eval(), X), get_target(target))
+        assert [unit.integer for unit in placement.plan().units if unit.kind == "linear"] == expected
+
+
+def test_fourier_features_are_as_exact_as_what_reads_them() -> None:
+    class Places(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("waves", 8 * torch.randn(2, 16))
+            self.read = nn.Linear(32, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            angles = 2 * torch.pi * (x @ self.waves)
+            return self.read(torch.cat([angles.sin(), angles.cos()], dim=-1))  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    model, x = Places().eval(), torch.rand(64, 2) * 2 - 1
+    quantized = quantize(model, QuantizeConfig(effort="fast"), example=x, calibration=[x])
+    with torch.no_grad():
+        exact, found = model(x), quantized(x)
+    assert (found - exact).square().mean() < 1e-3 * exact.square().mean()
+
+
 def test_a_heat_map_that_is_compared_with_its_maxima_is_not_rounded() -> None:
     def peaks(net: Any, x: Tensor) -> Tensor:
         heat = torch.sigmoid(net.a(x))

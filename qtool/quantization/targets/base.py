@@ -259,6 +259,23 @@ def plain_sum(node: torch.fx.Node) -> str:
     return "" if node.kwargs.get("alpha", 1) == 1 else "a scaled addition (alpha) has no integer kernel"
 
 
+def makes_no_angle(node: torch.fx.Node) -> str:
+    """Why a layer that gives angles stays in float, those whose sine and cosine are taken (Fourier features).
+
+    They go round many times, so that a step of 256 may be a good part of a turn. Sines alone, as in networks that have
+    them for an activation, are of small angles.
+    """
+    turned: set[Any] = set()
+    waiting = [node]
+    while waiting:
+        for user in waiting.pop().users:
+            turned.add(user.target)
+            if user.target in MOVES or (user.target in SCALINGS and len(user.all_input_nodes) == 1):
+                waiting.append(user)
+    angle = {aten.sin.default, aten.cos.default} <= turned
+    return "it gives angles, and 256 steps would be a good part of a turn" if angle else ""
+
+
 def pad_in_integers(node: torch.fx.Node) -> str:
     """Why a padding writes numbers that need not be integers of its input; empty when it does not."""
     given = dict(zip(("mode", "value"), node.args[2:], strict=False)) | node.kwargs
@@ -274,6 +291,10 @@ MOVES = (
     aten.contiguous.default, aten.clone.default, aten.slice.Tensor, aten.select.int, aten.expand.default,
     aten.pixel_shuffle.default, aten.channel_shuffle.default, aten.dropout.default, aten.feature_dropout.default,
     aten.alpha_dropout.default, aten.feature_alpha_dropout.default,
+)  # fmt: skip
+SCALINGS = (
+    aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.add.Tensor, aten.sub.Tensor,
+    aten.neg.default,
 )  # fmt: skip
 
 SMOOTH = (
@@ -327,5 +348,5 @@ def weighted(activations: tuple[Any, ...], **convolutions: Any) -> tuple[Pattern
     common: dict[str, Any] = {"batch_norm": True, "activations": activations, "weighted": True}
     return (
         Pattern("conv", CONVOLUTIONS[:3], **common, **convolutions),
-        Pattern("linear", (aten.linear.default,), float_output=True, **common),
+        Pattern("linear", (aten.linear.default,), float_output=True, accepts=makes_no_angle, **common),
     )
