@@ -17,6 +17,12 @@ WIDTH = 420.0
 LEFT, RIGHT, TOP, BOTTOM = 52.0, 14.0, 12.0, 42.0
 
 
+def fitting(name: str, room: float, letter: float) -> str:
+    """As much of a name as there is room for, in pixels, at ``letter`` pixels each."""
+    most = int(room / letter)
+    return name if len(name) <= most else f"{name[: most - 1]}…"
+
+
 def round_ticks(low: float, high: float) -> list[float]:
     """At most about five multiples of 1, 2 or 5 times a power of ten within low … high.
 

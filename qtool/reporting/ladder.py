@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from qtool.reporting.axes import RIGHT, WIDTH, Scale, svg
+from qtool.reporting.axes import RIGHT, WIDTH, Scale, fitting, svg
 from qtool.reporting.markup import Markup, el
 from qtool.reporting.memory import table
 from qtool.reporting.numbers import UNKNOWN, significant
@@ -16,7 +16,7 @@ _STYLE = Markup(
     "text{font:12px sans-serif;fill:#222}.predicted{fill:#9bb8d8}.measured{fill:#2b6cb0}"
     ".published{stroke:#c05621;stroke-width:2}"
 )
-_ROW, _NAME = 44.0, 14.0
+_ROW, _NAME, _LETTER = 44.0, 14.0, 6.5
 
 
 def ladder_lines(result: Result) -> Iterator[Any]:
@@ -81,7 +81,7 @@ def _published(rung: Result) -> float | None:
 
 
 def _bars(rung: Result, top: float, x: Scale) -> Iterator[Markup]:
-    yield el("text", rung["name"], x=_NAME, y=top + 11)
+    yield el("text", fitting(rung["name"], WIDTH - _NAME, _LETTER), x=_NAME, y=top + 11)
     for row, (key, cls) in enumerate((("predicted_bytes", "predicted"), ("peak_bytes", "measured"))):
         size = rung.get(key)
         if size is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from qtool.reporting.axes import BOTTOM, LEFT, RIGHT, TOP, WIDTH, Scale, frame, padded, svg
+from qtool.reporting.axes import BOTTOM, LEFT, RIGHT, TOP, WIDTH, Scale, fitting, frame, padded, svg
 from qtool.reporting.front import steps, unbeaten
 from qtool.reporting.markup import Markup, el
 from qtool.reporting.numbers import significant
@@ -78,8 +78,7 @@ def _names(front: Sequence[Candidate], x: Scale, y: Scale, taken: list[Span]) ->
     for candidate in front:
         right = x(candidate.cost) < WIDTH * 0.6
         place_x, place_y = x(candidate.cost) + (9 if right else -9), y(candidate.value) - 6
-        most = int((WIDTH - place_x if right else place_x) / LETTER)
-        name = candidate.name if len(candidate.name) <= most else f"{candidate.name[: most - 1]}…"
+        name = fitting(candidate.name, WIDTH - place_x if right else place_x, LETTER)
         start = place_x if right else place_x - LETTER * len(name)
         end = start + LETTER * len(name)
         while any(start < b and a < end and abs(place_y - at) < 14 for a, b, at in taken):

@@ -153,10 +153,11 @@ def test_what_is_timed_has_the_device_alone(tmp_path: Path) -> None:
     assert beside < released < alone
 
 
-def test_the_readme_tells_what_was_measured() -> None:
-    """The table of the ladder, and the claims that were not met."""
+def test_the_readme_tells_and_shows_what_was_measured(tmp_path: Path) -> None:
     here = Path(__file__).parent
     parts = json.loads((here / "gpu_h100.json").read_text())["parts"]
+    bench_gpu.draw(parts, tmp_path / "ladder.svg")
+    assert (tmp_path / "ladder.svg").read_text(encoding="utf-8") == (here / "gpu_h100.svg").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (.+) \| (\d+\.\d{3}) \| (\d+\.\d{3}) \| (\d+\.\d\d) \| (\S+) \| (\d+\.\d\d) \|$",
                       (here.parents[1] / "README.md").read_text(encoding="utf-8"), re.MULTILINE)  # fmt: skip
     assert len(rows) == 7

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qtool.reporting.axes import Scale, frame, padded, round_ticks, tick_text
+from qtool.reporting.axes import Scale, fitting, frame, padded, round_ticks, tick_text
 
 
 @given(st.floats(-1e6, 1e6), st.floats(1e-6, 1e6))
@@ -54,3 +54,10 @@ def test_a_frame_names_both_axes():
     assert "time" in text
     assert ">82<" in text
     assert text.count("<line") == text.count("<text") - 2
+
+
+@given(st.text("abc", max_size=30), st.integers(1, 40))
+def test_a_name_takes_no_more_room_than_there_is(name, most):
+    found = fitting(name, most * 6.5, 6.5)
+    assert len(found) <= most
+    assert found == name if len(name) <= most else found == name[: most - 1] + "…"
