@@ -80,6 +80,8 @@ def test_as_it_is_made_for_a_gpu_no_operator_of_onednns_patterns_is_left():
     assert halve(graph, torch.float16) == {"x"}
     names = {str(node.target) for node in graph.graph.nodes}
     assert not any(name.startswith("quantized_decomposed") for name in names)
+    convolution = next(node for node in graph.graph.nodes if node.target is torch.ops.aten.conv2d.default)
+    assert convolution.args[1].op == "get_attr", "weights that are dequantized are so once"
     assert "integer_product_0" in names
     assert sum("linear" in name for name in names) == 1, "five outputs are too odd for an integer product"
     types = {name: value.dtype for name, value in graph.named_buffers()}

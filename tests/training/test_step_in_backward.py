@@ -82,6 +82,7 @@ def test_updates_are_larger_once_a_quarter_is_updated_and_the_same(rounding, run
     """In 16 bits, where updates are cut into pieces a second time."""
     monkeypatch.setitem(pieces.PIECE, "cpu", 20_000)
     monkeypatch.setattr(pieces, "SHARE", 1)
+    monkeypatch.setattr(pieces, "SPARE", 20_000)
     options = {"precision": "bf16-true", "rounding": rounding, "step_in_backward": True}
     sizes = []
 
