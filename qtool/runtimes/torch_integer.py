@@ -19,6 +19,7 @@ padded, other sizes left in float.
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -76,9 +77,7 @@ def _constant(graph: GraphModule, node: Any) -> torch.Tensor | None:
     """The tensor of a get_attr node."""
     if not (isinstance(node, Node) and node.op == "get_attr"):
         return None
-    value: Any = graph
-    for part in str(node.target).split("."):
-        value = getattr(value, part)
+    value = operator.attrgetter(str(node.target))(graph)
     return value if isinstance(value, torch.Tensor) else None
 
 

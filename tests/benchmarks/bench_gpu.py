@@ -51,7 +51,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--data", help="a spec of 224-pixel images in ten classes, for accuracy on the ladder")
     parser.add_argument("--steps", type=int, help="steps of a training; 20 without --data, else whole epochs")
     parser.add_argument("--parts", help="comma-separated beginnings of names; all by default")
-    parser.add_argument("--minutes", type=float, default=9.0, help="that a part may take")
+    parser.add_argument("--minutes", type=float, default=9.0, help="that a part may take, waiting included")
     parser.add_argument("--jobs", type=int, default=1, help="parts at once; what is timed has the device alone still")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--one", help=argparse.SUPPRESS)

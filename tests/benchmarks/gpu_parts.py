@@ -113,7 +113,10 @@ def parts(options: Options) -> dict[str, Part]:
         for provider in PROVIDERS for network in NETWORKS
     }  # fmt: skip
     found |= {f"compiled/{mode}": partial(compiled, mode=mode) for mode in MODES}
-    found |= {f"technique/{name}": partial(technique, changes=changes) for name, changes in TECHNIQUES.items()}
+    found |= {
+        f"technique/{name}": partial(technique, changes=changes, alone=name == "least-compiled")
+        for name, changes in TECHNIQUES.items()
+    }
     found |= {f"group/{name}": partial(technique, changes=changes) for name, changes in _groups(options).items()}
     found |= {f"create/{how}": partial(create, on_device=how == "on-device") for how in ("host-first", "on-device")}
     found |= {f"rounding/{name}": partial(rounding, algorithms=names) for name, names in ROUNDINGS.items()}
@@ -146,14 +149,13 @@ def rung(options: Options, number: int) -> dict[str, Any]:
     return {"name": ladder.rungs[number].name, "published": ladder.rungs[number].published, **found}
 
 
-def technique(options: Options, changes: dict[str, Any]) -> dict[str, Any]:
-    """The same of some techniques on their own, at batch 16."""
+def technique(options: Options, changes: dict[str, Any], *, alone: bool = False) -> dict[str, Any]:
+    """The same of some techniques on their own, at batch 16; times of those that have the device ``alone``."""
     shared = {"batch_size": options.batch_size, "grad_clip": None, "learning_rate": 5e-5, "device": options.device}
-    claimed = changes is TECHNIQUES["least-compiled"]
-    return _trained(options, TrainConfig(**shared | {"max_steps": options.steps or 20} | changes), alone=claimed)
+    return _trained(options, TrainConfig(**shared | {"max_steps": options.steps or 20} | changes), alone=alone)
 
 
-def _trained(options: Options, config: TrainConfig, *, alone: bool = False) -> dict[str, Any]:
+def _trained(options: Options, config: TrainConfig, *, alone: bool) -> dict[str, Any]:
     known = predict_memory(**options.source, config=config, train=True)
     with _device(options, alone):
         measured = trained({**options.source, "task": "classification"}, config)
@@ -254,7 +256,10 @@ def int8(options: Options, network: str, provider: str) -> dict[str, Any]:
 
 def compiled(options: Options, mode: str) -> dict[str, Any]:
     """ViT-B/16 in FP16 and INT8, compiled by PyTorch as qtool does or in one of inductor's modes: ms of a batch."""
+    import torch
     from torch._inductor import config as inductor
+
+    from qtool.evaluate import sqnr_db
 
     run = options.out / f"int8-compiled-{mode}"
     names, size = (("small_vit", "small_images"), 32) if options.quick else (("vit_b_16", "images"), 224)
@@ -268,12 +273,12 @@ def compiled(options: Options, mode: str) -> dict[str, Any]:
                 open_file(run / file, provider="torch-compile", device=options.device, precision=precision)
                 for file, precision in (("float.pt2", "fp16"), ("int8.pt2", None))
             ]
-            half, integer = (session.run(feeds)[0] for session in sessions)
+            half, integer = (torch.from_numpy(session.run(feeds)[0]) for session in sessions)
         with _device(options, alone=True):
             fp16, int8 = _in_turns([session.prepare(feeds) for session in sessions], 3 if options.quick else 100)
         found[str(batch)] = {
             "fp16_ms": fp16, "int8_ms": int8, "fp16_over_int8": fp16 / int8,
-            "sqnr_db": float(10 * np.log10(np.square(half).sum() / np.square(half - integer).sum())),
+            "sqnr_db": sqnr_db(half, integer),
         }  # fmt: skip
     return found
 
