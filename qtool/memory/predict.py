@@ -4,7 +4,8 @@ The step that would run is run, by the same code and with the same techniques, o
 shapes, dtypes, devices and lifetimes but no storage (``FakeTensorMode``). torch's ``MemTracker`` watches
 every operator and every death of a tensor and keeps the sum, split by what the tensors are for; its
 snapshot at the highest sum is the prediction. Two steps are taken: optimizer states come into being
-during the first, and are there from the beginning of the second.
+during the first, and are there from the beginning of the second. Of micro-batches the first is run, before which no
+gradients are there, the last, and of those between them one of each shape.
 
 Where code asks for values, which fake tensors have not, it is told some (``qtool.memory.fakes``). The gradient scaler,
 which would find an overflow in them, is left out; it holds two numbers.
@@ -59,7 +60,7 @@ from qtool.memory.trial import Oracle
 from qtool.models import copied
 from qtool.nested import call, cut, map_tensors, num_samples, split, tensors
 from qtool.recipe import TrainConfig
-from qtool.step import LossFunction, Setup, Step, no_scaler, trained
+from qtool.step import LossFunction, Part, Setup, Step, no_scaler, trained
 from qtool.turns import taking_turns
 
 Prepare = Callable[[nn.Module, TrainConfig, Any], Setup]
@@ -232,13 +233,22 @@ def _predicted(
         with oracle.forward():
             return loss(model, value, target)
 
-    step = Step(setup, optimizer, tracked)
+    step = (Step if oracle.answers else _Telling)(setup, optimizer, tracked)
     hooked = mock.patch.object(mod_tracker, "register_multi_grad_hook", tracker.hooked)
     with tracker, hooked, Scalars(oracle), _taken_for_real():
         tracker.accumulation.learn(setup.device)
         for _ in range(STEPS):
             step(*batch, setup.config.learning_rate, total)
     return tracker.prediction()
+
+
+class _Telling(Step):
+    """A step without the micro-batches that do, with tensors of the same shapes, what others do: all must be alike."""
+
+    def _parts(self, value: Any, target: Any, total: int) -> list[Part]:
+        first, *others = super()._parts(value, target, total)
+        between = {tuple(tensor.shape for tensor in tensors((part.value, part.target))): part for part in others[:-1]}
+        return [first, *between.values(), *others[-1:]]
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import importlib
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -444,6 +444,41 @@ def test_gradients_of_micro_batches_lie_beside_the_buckets_of_copies() -> None:
         for more in ({}, {"devices": 2})
     )
     assert copies - alone == pytest.approx(sum(p.nbytes for p in blocks().parameters()), rel=0.05)
+
+
+class Ragged(nn.Module):
+    """Takes samples of any number of rows, which are noted of each pass."""
+
+    passes: ClassVar[list[list[int]]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = blocks()
+
+    def forward(self, index: torch.Tensor, samples: list[torch.Tensor]) -> torch.Tensor:
+        self.passes.append([len(sample) for sample in samples])
+        return torch.stack([self.net(sample).mean(0) for sample in samples])
+
+
+def test_of_micro_batches_alike_some_are_run_and_none_of_another_size_is_missed() -> None:
+    """Two steps are taken; what is left out are the four bytes of a loss, of each that is not run."""
+
+    def batch_of(*rows: int) -> Any:
+        samples = [torch.randn(count, 32) for count in rows]
+        return {"index": torch.arange(len(rows)), "samples": samples}, torch.zeros(len(rows), dtype=torch.int64)
+
+    Ragged.passes.clear()
+    alike = predict(Ragged, batch_of(*[64] * 8), config(batch_size=8, micro_batches=8), prepare=setup, loss=LOSS)
+    assert Ragged.passes == [[64]] * 3 * 2
+    measured = measure(Ragged, batch_of(*[64] * 8), config(batch_size=8, micro_batches=8), prepare=setup, loss=LOSS)
+    assert 0 <= measured.peak_bytes - alike.peak_bytes < 0.01 * measured.peak_bytes
+    Ragged.passes.clear()
+    rows = (1, 1, 700, 1, 2, 1)
+    wanted = config(batch_size=6, micro_batches=6)
+    predicted = predict(Ragged, batch_of(*rows), wanted, prepare=setup, loss=LOSS)
+    assert Ragged.passes == [[1], [1], [700], [2], [1]] * 2
+    measured = measure(Ragged, batch_of(*rows), wanted, prepare=setup, loss=LOSS)
+    assert predicted.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.01)
 
 
 def test_other_threads_go_on_for_real_meanwhile() -> None:
