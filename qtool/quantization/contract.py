@@ -70,6 +70,15 @@ class Criterion:
         excess = sign * (self.value - self.limit) / (self.limit or 1.0)
         return math.inf if math.isnan(excess) else excess
 
+    def met_with(self, noise: float) -> bool:
+        """Whether it would be met, as far as can be told, if the error's power were ``noise`` times what it is.
+
+        Divergence goes with the power; how many answers change, and what a metric loses by it, with the deviation.
+        """
+        if self.name == "agreement":
+            return (100 - self.ci95[0]) * math.sqrt(noise) <= 100 - self.limit
+        return self.ci95[1] * (noise if self.name == "KL" else math.sqrt(noise)) <= self.limit
+
     def __str__(self) -> str:
         most = 100 if self.name == "agreement" else math.inf
         value, low, high = (figure(each, most) for each in (self.value, *self.ci95))

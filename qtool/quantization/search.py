@@ -11,8 +11,8 @@ The rungs of a ladder, in the order of what they cost whoever runs the model, th
 5. *ranges*: the other ways to read ranges from the same observations, for activations, then for weights;
 6. *corrections*: bias correction on samples, equalization, both;
 7. *further*: every other algorithm that is registered, each on top of what helped;
-8. *mixed*: the units that hurt most, alone, in 8 bits where weights have 6 or fewer, else left in float: 1, 2, 4, …
-   of them, then as few as will do;
+8. *mixed*: the units that hurt most, alone, in 8 bits where weights have 6 or fewer, else left in float: as many as
+   their harm, added up, says are enough, then as few as will do;
 9. *training*: quantization-aware training, where there is data to train on.
 
 The last two calibrate anew where ranges were given.
@@ -239,24 +239,56 @@ def _together(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def mixed(search: Search) -> Trial | None:
-    """The most harmful units in more bits: twice as many each time, then as few as are needed.
+    """The most harmful units in more bits: as many as their harm says are enough, then as few as are needed.
 
     Weights of 6 bits or fewer are first tried in 8, all else is left in float.
     """
-    base = search.base.config
-    order = [unit["name"] for unit in search.units(base)]
-    for choice in ("int8", "float") if base.weight_bits < 7 else ("float",):
-        count, most = 1, max(1, int(len(order) * MOST_FLOAT))
-        while True:
-            trial = kept(_leave(search, base, order[:count], choice))
-            if trial is not None:
-                return _as_few(search, base, order, count, trial, choice)
-            if count == most:
-                break
-            count = min(2 * count, most)
+    base = search.base
+    units = search.units(base.config)
+    order, most = [unit["name"] for unit in units], max(1, int(len(units) * MOST_FLOAT))
+    for choice in ("int8", "float") if base.config.weight_bits < 7 else ("float",):
+        trial = _fewest(search, base.config, order[:most], _enough(base, units, most), choice)
+        if trial is not None:
+            return trial
     if most < len(order):
         search.notes.append(f"no more than {most} of {len(order)} units were tried in float")
     return None
+
+
+def _enough(base: Trial, units: list[dict[str, Any]], most: int) -> int:
+    """How many of the most harmful units have to go for ``base`` to keep the contract, if harm adds up."""
+    harm = [_harm(unit) for unit in units]
+    total = sum(harm) or 1.0
+    for count in range(1, most):
+        if all(criterion.met_with(sum(harm[count:]) / total) for criterion in base.verdict.criteria):
+            return count
+    return most
+
+
+def _harm(unit: Mapping[str, Any]) -> float:
+    """What a unit alone adds to the error's power, on a scale that all units have."""
+    return float(unit["kl"]) if unit["kl"] is not None else 10 ** (-unit["sqnr_db"] / 10)
+
+
+def _fewest(search: Search, base: QuantizeConfig, order: list[str], count: int, choice: str) -> Trial | None:
+    """The trial with the least number of the most harmful units that will do; None where all of ``order`` will not.
+
+    From ``count`` on it looks in steps that double, up or down as needed, then in the middle of what is left.
+    """
+    low, high, step, met = 0, len(order) + 1, 1, None
+    while high - low > 1:
+        try:
+            trial = kept(_leave(search, base, order[:count], choice))
+        except OutOfTime:
+            if met is None:
+                raise
+            return met
+        low, high, met = (count, high, met) if trial is None else (low, count, trial)
+        if met is not None and low:
+            count = (low + high) // 2
+        else:
+            count, step = min(low + step, len(order)) if met is None else max(1, high - step), 2 * step
+    return met
 
 
 def _leave(search: Search, base: QuantizeConfig, names: list[str], choice: str) -> Trial | None:
@@ -264,22 +296,6 @@ def _leave(search: Search, base: QuantizeConfig, names: list[str], choice: str) 
     overrides = {glob.escape(name): choice for name in names} | base.overrides
     name = f"{many(len(names), 'unit')} in {choice}"
     return search.attempt(name, overrides=overrides, ranges_from=None)
-
-
-def _as_few(search: Search, base: QuantizeConfig, order: list[str], count: int, met: Trial, choice: str) -> Trial:
-    """The least number of the most harmful units between half of ``count``, which is too few, and ``count``."""
-    low = count // 2
-    while count - low > 1:
-        middle = (low + count) // 2
-        try:
-            trial = kept(_leave(search, base, order[:middle], choice))
-        except OutOfTime:
-            return met
-        if trial is not None:
-            count, met = middle, trial
-        else:
-            low = middle
-    return met
 
 
 def training(search: Search) -> Trial | None:

@@ -116,6 +116,20 @@ def test_an_agreement_near_all_is_not_told_as_all() -> None:
     assert told == "agreement 99.963 (99.87 to 100; limit 99.9)"
 
 
+@pytest.mark.parametrize(
+    ("criterion", "enough"),
+    [
+        (Criterion("KL", 0.1, 0.2, (0.1, 0.4), False), 0.25),
+        (Criterion("drop", 0.2, 0.3, (0.1, 0.4), None), 0.25),
+        (Criterion("agreement", 99.5, 98.5, (98.0, 98.9), False), 0.0625),
+    ],
+)
+def test_what_less_noise_would_do(criterion: Criterion, enough: float) -> None:
+    """Divergence goes with its power, answers that change with its deviation; the interval's far end is what counts."""
+    assert criterion.met_with(enough * 0.999)
+    assert not criterion.met_with(enough * 1.001)
+
+
 def test_a_loss_is_better_when_lower_and_its_interval_is_that_of_paired_differences() -> None:
     held = judge(max_drop=400.0, metric="loss")
     criterion = held.verdict(held.score(wrong(20))).criteria[0]

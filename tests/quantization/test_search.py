@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ from qtool.recipe import QuantizeConfig
 
 N = 400
 NOISE = torch.rand(N, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-UNITS = [{"name": f"unit[{i}]"} for i in range(20)]
+UNITS = [{"name": f"unit[{i}]", "kl": 0.1 if i < 10 else 0.0, "sqnr_db": 20.0} for i in range(20)]
+"""As harmful as ``World.error`` has it."""
 
 
 class World:
@@ -26,7 +28,8 @@ class World:
         self.config = QuantizeConfig(max_kl=limit, method=method, ranges="minmax", algorithms=None)
         self.judge = Judge(self.config, [(logits, None)], lambda x: x, None)
         self.budget, self.tried = budget, []
-        self.search = Search(self.config, self.judge, self.attempt, lambda _: UNITS, can_train=True)
+        self.units = UNITS
+        self.search = Search(self.config, self.judge, self.attempt, lambda _: self.units, can_train=True)
 
     def attempt(self, name: str, config: QuantizeConfig) -> Trial:
         if len(self.tried) == self.budget:
@@ -137,16 +140,36 @@ def test_as_few_units_as_will_do_are_left_in_float() -> None:
     assert met is not None
     assert len(met.config.overrides) == 5  # 0.72 · (1 − 0.1 k) + noise ≤ 0.4
     assert next(iter(met.config.overrides)) == "unit[[]0]"
-    assert [name for name in world.tried if "float" in name] == [
-        f"{k} unit{'s' if k > 1 else ''} in float" for k in (1, 2, 4, 8, 6, 5)
-    ]
+    assert in_float(world) == [5, 4], "harm adds up here"
+
+
+def in_float(world: World) -> list[int]:
+    """How many units were left in float, in the order of the candidates."""
+    return [int(name.split()[0]) for name in world.tried if name.endswith("in float")]
+
+
+@pytest.mark.parametrize(
+    ("harm", "tried"),
+    [
+        ([1000, *[1] * 19], [1, 2, 4, 8, 6, 5]),  # the first alone seems to do it
+        ([1] * 20, [10, 9, 7, 3, 5, 4]),  # and here more of them than do
+        ([0] * 20, [1, 2, 4, 8, 6, 5]),
+    ],
+)
+def test_harm_that_does_not_add_up_is_where_the_search_begins(harm: list[float], tried: list[int]) -> None:
+    world = World(0.4)
+    levels = [-10 * math.log10(power) if power else math.inf for power in harm]
+    world.units = [unit | {"kl": None, "sqnr_db": level} for unit, level in zip(UNITS, levels, strict=True)]
+    assert (met := world.search.run()) is not None
+    assert len(met.config.overrides) == 5
+    assert in_float(world) == tried
 
 
 def test_units_are_left_in_float_beside_one_of_which_something_else_was_asked() -> None:
     world = World(0.4)
     world.search.config = dataclasses.replace(world.config, overrides={"unit[[]0]": "int8"})
     assert (met := world.search.run()) is not None
-    assert [name for name in world.tried if name.startswith(("5", "6"))] == ["6 units in float", "5 units in float"]
+    assert in_float(world) == [5, 4]
     assert [value for name, value in met.config.overrides.items() if name != "unit[[]0]"] == ["float"] * 4
 
 
@@ -194,7 +217,7 @@ def test_a_candidate_that_cannot_be_made_is_passed_over_and_told() -> None:
     world, attempt = World(0.01), World.attempt
 
     def fails(name: str, config: QuantizeConfig) -> Trial:
-        if config.ranges == "mse" or len(config.overrides) == 2 or config.mode == "qat":
+        if config.ranges == "mse" or len(config.overrides) in (6, 10) or config.mode == "qat":
             raise QtoolError("here", "this", "that", "do so")
         return attempt(world, name, config)
 
@@ -203,9 +226,13 @@ def test_a_candidate_that_cannot_be_made_is_passed_over_and_told() -> None:
     why = "could not be made: here: expected this; got that; do so"
     told = [note for note in world.search.notes if note.endswith(why)]
     assert (
-        [note.split(" could")[0] for note in told] == ["ranges mse", "2 units in float", "qat"] == world.search.failed
+        [note.split(" could")[0] for note in told] == ["ranges mse", "10 units in float", "qat"] == world.search.failed
     )
-    assert "4 units in float" in world.tried
+    world = World(0.31)
+    world.search._attempt = fails
+    assert (met := world.search.run()) is not None
+    assert len(met.config.overrides) == 7
+    assert world.search.failed == ["ranges mse", "6 units in float"]
     world = World(0.01)
     world.search._attempt = lambda name, config: fails(name, dataclasses.replace(config, mode="qat"))
     with pytest.raises(QtoolError, match="expected this"):
@@ -240,7 +267,10 @@ def test_out_of_time_keeps_what_was_found() -> None:
     late = World(0.4, budget=len(whole.tried) - 1)  # before the last, smaller one
     met = late.search.run()
     assert met is not None
-    assert len(met.config.overrides) == 6
+    assert len(met.config.overrides) == 5
+    too_late = World(0.4, budget=len(whole.tried) - 2)
+    assert too_late.search.run() is None
+    assert too_late.search.out_of_time
 
 
 def test_the_frontier_is_what_nothing_beats() -> None:
@@ -269,7 +299,7 @@ def test_ranges_that_are_given_are_not_those_of_other_quantizers() -> None:
     world.search.config = dataclasses.replace(world.config, ranges_from="ranges.json")
     world.search.run()
     others = [trial.config for trial in world.search.trials if trial.config.overrides or trial.config.mode == "qat"]
-    assert len(others) == 6
+    assert [len(config.overrides) for config in others] == [10, 0]
     for trial in world.search.trials:
         assert trial.config.ranges_from == (None if trial.config in others else "ranges.json")
 

@@ -444,13 +444,13 @@ qtool.quantize(
 @pytest.mark.slow
 def test_a_search_killed_by_sigkill_goes_on(trained: Path, tmp_path: Path) -> None:
     process = warm.Started(tmp_path / "said", warm.script, SLOW, str(trained), "0.5")
-    process.wait_for(lambda: process.said().splitlines().count("made") == 2)
+    process.wait_for(lambda: process.said().splitlines().count("made") == 1)
     time.sleep(0.1)
     process.kill()
     known = {path.name: path.stat().st_mtime_ns for path in (trained / "search").glob("*.safetensors")}
-    assert len(known) == 2
+    assert len(known) == 1
     with pytest.raises(ContractError):
         qtool.quantize(trained, max_kl=1e-9, method="ptq", **QUICK)
     now = {path.name: path.stat().st_mtime_ns for path in (trained / "search").glob("*.safetensors")}
     assert {name: now[name] for name in known} == known
-    assert len(now) > 2
+    assert len(now) > 1
