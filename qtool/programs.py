@@ -11,6 +11,7 @@ import contextlib
 import functools
 import inspect
 import operator
+import sys
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -207,7 +208,8 @@ def to_program(model: nn.Module, example: Any, axes: tuple[int, ...] = ()) -> to
         shapes = _dynamic(kwargs, axes) if kwargs else _gathered(model, _dynamic(args, axes))
         export = functools.partial(torch.export.export, model, args, kwargs or None, dynamic_shapes=shapes)
         try:
-            return export()
+            with _open_sizes(model):
+                return export()
         except Exception as error:
             if FIXED_SIZE not in str(error):
                 raise
@@ -252,6 +254,36 @@ def _named(model: nn.Module, names: Collection[str]) -> Iterator[None]:
         model.__class__ = kind
         if before is not None:
             model.forward = before
+
+
+@contextlib.contextmanager
+def _open_sizes(model: nn.Module) -> Iterator[None]:
+    """Keeps Python from making a number of an open size unseen, where a model's code is run to be traced.
+
+    ``len`` of a tensor is its first size in the files that the model's classes come from (not in all, since torch keeps
+    what it meets). A quotient that is made whole, which torch fixes without a word, is refused: reading the code finds
+    what it is.
+    """
+    own: Any = Tensor.__len__
+    whole: Any = torch.SymFloat.__int__
+
+    def length(value: Any, /) -> Any:
+        first = isinstance(value, Tensor) and value.dim() and type(value).__len__ is own
+        return value.shape[0] if first else len(value)
+
+    def integer(self: Any) -> int:
+        if self.node.maybe_as_float() is None:
+            raise RuntimeError(f"int() of {self}: {FIXED_SIZE}")
+        return int(whole(self))
+
+    names = {type(part).__module__ for part in model.modules()}
+    files = [sys.modules[name] for name in names if name in sys.modules and not name.startswith(("torch.", "qtool."))]
+    with contextlib.ExitStack() as changes:
+        changes.enter_context(mock.patch.object(torch.SymFloat, "__int__", integer))
+        for file in files:
+            if not hasattr(file, "len"):
+                changes.enter_context(mock.patch.object(file, "len", length, create=True))
+        yield
 
 
 def arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

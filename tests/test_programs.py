@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -143,3 +144,49 @@ def test_a_graph_that_asks_for_a_size_is_left_to_the_tracer_and_its_sizes_stay_o
     assert symbols_of(value.shape[0])
     with pytest.raises(torch._dynamo.exc.UserError, match="specialized it to be a constant"):
         program_of(graph, X)
+
+
+class Counted(nn.Module):
+    """Asks a tensor for its length, as detectors do for the size of the batch."""
+
+    def __init__(self, fails: bool) -> None:
+        super().__init__()
+        self.inner, self.fails = nn.Linear(3, 5), fails
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fails:
+            raise ValueError("no")
+        return self.inner(x).view(len(x), len(self.inner.bias), -1) + len([x])
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_tensors_length_is_open_in_the_first_trace(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    net, x, export, asked = Counted(fails), torch.randn(4, 3), torch.export.export, []
+
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        asked.append(kwargs.get("strict", False))
+        return export(*args, **kwargs)
+
+    monkeypatch.setattr(torch.export, "export", traced)
+    with pytest.raises(ValueError, match="no") if fails else contextlib.nullcontext():
+        graph = as_graph(to_program(net, x))
+        for batch in (x, x[:1], x[:3]):
+            torch.testing.assert_close(graph(batch), net(batch))
+    assert asked == [False]
+    assert "len" not in globals()
+
+
+class Divided(nn.Module):
+    """Takes the batch for what is left of a quotient, as Swin's authors do, and asks for no other size."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        windows = x.unflatten(1, (4, 2)).flatten(0, 1).relu()
+        return windows.view(int(windows.shape[0] / (8 / 2)), 4, 2, -1).flatten(1, 2)
+
+
+def test_a_quotient_made_whole_is_no_constant() -> None:
+    x = torch.randn(6, 8, 3)
+    graph = as_graph(to_program(Divided(), x))
+    for batch in (x, x[:1], x[:3]):
+        torch.testing.assert_close(graph(batch), Divided()(batch))

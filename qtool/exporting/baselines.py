@@ -1,17 +1,17 @@
 """FP16 baselines: the float file with its weights and arithmetic in half precision, inputs and outputs kept.
 
 Half precision reaches 65,504. A weight beyond it is refused by name, save float32's own limits, which stand for
-"no limit" in masks and become half's limits. An activation beyond it is looked for in the float graph on samples, and
-told: ONNX Runtime's CPU provider, which keeps in float32 what lies between two operators, would not show it. Whether
-the arithmetic is really done in half is the runtime's affair: that provider mostly converts back to float32, so that
-FP16 is only storage there.
+"no limit" in masks and become half's limits, and what else hides places from a softmax (``half_masks.py``). An
+activation beyond it is looked for in the float graph on samples, and told: ONNX Runtime's CPU provider, which keeps in
+float32 what lies between two operators, would not show it. Whether the arithmetic is really done in half is the
+runtime's affair: that provider mostly converts back to float32, so that FP16 is only storage there.
 """
 
 from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from qtool.errors import QtoolError
 from qtool.evaluate import unlike
 from qtool.exporting import onnx_file
 from qtool.exporting.gates import Gate
+from qtool.exporting.half_masks import LARGEST, LIMIT, HalfMasks
 from qtool.exporting.integer_reference import CONTROL_FLOW
 from qtool.exporting.parity import feeds_of
 from qtool.exporting.passes import turned_batches
@@ -35,27 +36,25 @@ from qtool.exporting.to_onnx import save
 from qtool.nested import tensors
 from qtool.runtimes import open_session
 
-LARGEST = float(np.finfo(np.float16).max)
 LEAST = float(np.finfo(np.float16).smallest_subnormal)
-LIMIT = np.finfo(np.float32).max
 _PACKAGE = "onnxruntime.transformers"
 
 
-def overflowing(model: ir.Model) -> list[str]:
-    """The float32 constants with a value beyond half precision's range that is neither infinite nor float32's limit."""
-    names = []
+def overflowing(model: ir.Model) -> dict[str, float]:
+    """The float32 constants beyond half precision's range and their greatest value, infinities and limits aside."""
+    found = {}
     for name, value in model.graph.initializers.items():
         if value.const_value is not None and value.const_value.dtype == ir.DataType.FLOAT:
             values = np.abs(value.const_value.numpy())
-            if values.size and float(values.max(where=values < LIMIT, initial=0)) > LARGEST:
-                names.append(name)
-    return names
+            if values.size and (peak := float(values.max(where=values < LIMIT, initial=0))) > LARGEST:
+                found[name] = peak
+    return found
 
 
 def write_fp16(model: ir.Model, path: Path) -> str:
     """Writes the half-precision twin of a float model, which it changes; or nothing, and returns why."""
     if too_large := overflowing(model):
-        return f"{', '.join(too_large[:3])} overflow half precision"
+        return f"{', '.join(f'{name} ({peak:.3g})' for name, peak in [*too_large.items()][:3])} overflow half precision"
     if branching := sorted({node.op_type for node in model.graph} & CONTROL_FLOW):
         return f"the converter does not reach into {' and '.join(branching)}"
     if turned := turned_batches.apply(model):
@@ -148,11 +147,15 @@ def _in_half(tensor: ir.TensorProtocol) -> ir.LazyTensor:
 
 
 class _Beyond(Interpreter):
-    """Runs a float graph and keeps the greatest finite value beyond half precision's range of each node."""
+    """Runs a float graph and keeps the greatest finite value beyond half precision's range of each node.
 
-    def __init__(self, graph: GraphModule) -> None:
+    Nodes that masks have ``hidden`` places in may have any value below it there.
+    """
+
+    def __init__(self, graph: GraphModule, hidden: Collection[str] = ()) -> None:
         super().__init__(graph)
         self.found: dict[str, float] = {}
+        self.hidden = hidden
 
     def run_node(self, n: Node) -> Any:
         """Runs one node; infinities and float32's own limits, which masks are made of, do not count."""
@@ -160,16 +163,16 @@ class _Beyond(Interpreter):
         if n.op in ("placeholder", "call_function") and isinstance(value, Tensor) and value.is_floating_point():
             low, high = torch.aminmax(value.detach()) if value.numel() else (value.new_zeros(()),) * 2
             if not (low >= -LARGEST and high <= LARGEST):
-                size = value.abs()
+                size = value.relu() if n.name in self.hidden else value.abs()
                 peak = float(size.masked_fill_(~(size < float(LIMIT) / 2), 0.0).max())
                 if peak > LARGEST:
                     self.found[n.name] = max(peak, self.found.get(n.name, 0.0))
         return value
 
 
-def beyond_half(graph: GraphModule, samples: Sequence[Any]) -> dict[str, float]:
+def beyond_half(masks: HalfMasks, samples: Sequence[Any]) -> dict[str, float]:
     """The nodes of a float graph whose values half precision cannot hold on the samples, with the greatest of each."""
-    watched = _Beyond(graph)
+    watched = _Beyond(masks.graph, masks.hidden)
     for batch in samples:
         interpret(watched, batch)
     return watched.found
@@ -190,18 +193,24 @@ def answers(path: Path, graph: GraphModule, samples: Sequence[Any]) -> tuple[boo
     return not any(unlike(want, torch.from_numpy(np.array(out))).any() for want, out in pairs), ""
 
 
-def fp16_gate(graph: GraphModule, samples: Sequence[Any], finite: bool, refused: str) -> Gate:
+def fp16_gate(masks: HalfMasks, samples: Sequence[Any], finite: bool, refused: str) -> Gate:
     """Whether the samples stay within half precision's range; reported, not required.
 
-    They are looked for in the float ``graph``; whether the file's outputs are ``finite`` is known.
+    They are looked for in the float graph with the masks that the file has; whether the file's outputs are ``finite``
+    is known.
     """
     expected = f"weights and activations within ±{LARGEST:.0f}"
     if refused:
-        return Gate("fp16 range", None, expected, f"no FP16 file: {refused}")
-    beyond = beyond_half(graph, samples)
+        kept = f"; {masks.refused}" if masks.refused else ""
+        return Gate("fp16 range", None, expected, f"no FP16 file: {refused}{kept}")
+    beyond = beyond_half(masks, samples)
     if beyond:
         most = max(beyond, key=lambda name: beyond[name])
         found = f"activations overflow half precision where it is computed in: {most} reaches {beyond[most]:.3g}"
     else:
         found = "finite outputs" if finite else "infinite or NaN outputs: an activation overflows half precision"
-    return Gate("fp16 range", True if finite and not beyond else None, expected, found, details={"beyond": beyond})
+    if masks.constants:
+        told = ", ±".join(f"{value:.3g}" for value in masks.constants)
+        found += f"; masks of ±{told} hide by ±{LARGEST:.0f}, which changes no output for the samples"
+    details = {"beyond": beyond, "masks": list(masks.constants)}
+    return Gate("fp16 range", True if finite and not beyond else None, expected, found, details=details)

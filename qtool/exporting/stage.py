@@ -18,7 +18,7 @@ import onnx
 
 from qtool import allocator
 from qtool.errors import QtoolError
-from qtool.exporting import baselines, openvino_coverage, parity
+from qtool.exporting import baselines, half_masks, openvino_coverage, parity
 from qtool.exporting.coverage import coverage
 from qtool.exporting.end_to_end import end_to_end
 from qtool.exporting.gates import Gate
@@ -210,7 +210,9 @@ def _baselines(
     files["fp32"] = out / FILES["fp32"]
     model = float_to_onnx(quantized.float_graph, quantized.example, opset, quantized.plan.target)
     save(model, files["fp32"], {**notes, "qtool.variant": "fp32"})
-    half = out / FILES["fp16"]
+    half, masks = out / FILES["fp16"], half_masks.cut(quantized.float_graph, few)
+    if masks.constants:
+        model = float_to_onnx(masks.graph, quantized.example, opset, quantized.plan.target)
     refused = baselines.write_fp16(model, half)
     del model
     allocator.release()
@@ -219,4 +221,4 @@ def _baselines(
         half.unlink(missing_ok=True)
     else:
         files["fp16"] = half
-    return [baselines.fp16_gate(quantized.float_graph, few, finite, refused)]
+    return [baselines.fp16_gate(masks, few, finite, refused)]

@@ -1,9 +1,10 @@
 """Takes a product with stored weights before the batch is moved, not after: Transpose · MatMul → MatMul · Transpose.
 
 A layer over T × N × C behind a transposition from N × T × C multiplies each row by the same matrix, so the order of the
-two makes no difference. ONNX Runtime 1.31 takes such a transposition into the product, and where both are float16 it
-then ends the process on a CPU; half-precision files are kept free of that pair. What cannot be turned round, because
-the right operand is computed or the batch becomes the summed dimension, is named.
+two makes no difference. ONNX Runtime 1.31 takes such a transposition into the product, and where both are float16 and
+the right operand has fewer dimensions it then ends the process on a CPU; half-precision files are kept free of that
+pair. What cannot be turned round, because the right operand is computed or the batch becomes the summed dimension, is
+named.
 """
 
 from __future__ import annotations
@@ -13,11 +14,20 @@ import onnx_ir as ir
 
 def apply(model: ir.Model) -> list[str]:
     """Rewrites in place; returns the names of the products that still read a moved batch."""
-    products = [node for node in model.graph if node.op_type == "MatMul" and _moves_batch(_turn(node))]
+    products = [node for node in model.graph if node.op_type == "MatMul" and _is_misread(node)]
     for node in products:
         if _is_layer(node):
             _swap(model, node)
-    return [str(node.name) for node in products if _moves_batch(_turn(node))]
+    return [str(node.name) for node in products if _is_misread(node)]
+
+
+def _is_misread(product: ir.Node) -> bool:
+    """Whether the left operand is a moved batch, and the right one not known to have as many dimensions."""
+    turn, right = _turn(product), product.inputs[1]
+    if turn is None or not _moves_batch(turn):
+        return False
+    known = right is not None and right.shape is not None
+    return not known or len(right.shape) < len(turn.attributes.get_ints("perm", ()))
 
 
 def _turn(product: ir.Node) -> ir.Node | None:
@@ -26,9 +36,9 @@ def _turn(product: ir.Node) -> ir.Node | None:
     return producer if producer is not None and producer.op_type == "Transpose" else None
 
 
-def _moves_batch(turn: ir.Node | None) -> bool:
+def _moves_batch(turn: ir.Node) -> bool:
     """Whether the first dimension becomes the last but one or the last, with the others in their order."""
-    order = list(turn.attributes.get_ints("perm", ())) if turn is not None else []
+    order = list(turn.attributes.get_ints("perm", ()))
     rest = [axis for axis in order if axis]
     return len(order) > 2 and order.index(0) >= len(order) - 2 and rest == sorted(rest)
 
