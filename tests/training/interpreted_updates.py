@@ -116,7 +116,7 @@ def test_rounding_is_to_a_neighbour_right_on_average_and_independent():
     first, second = rounded(torch.ones(count), away), rounded(torch.ones(count), away)
     assert sorted(set(first.tolist())) == [1 - 2**-8, 1.0]
     down = (first < 1).double()
-    for lag in (1, 2, 3, 4, 5, 6, 7, 8, 256, 1024):
+    for lag in (1, 2, 3, 4, 5, 6, 7, 8, 256, 1024, fused_updates.ROWS * 256):
         both = (down[lag:] * down[:-lag]).mean()
         assert abs(both - 1 / 16) < 5 * (1 / 16 / count) ** 0.5, "neighbours, threads and programs draw for themselves"
     assert abs(down.mean() - 0.25) < 5 * (3 / 16 / count) ** 0.5
@@ -146,30 +146,38 @@ def test_both_ways_agree():
     assert torch.equal(torch.get_rng_state(), rng)
 
 
-@pytest.mark.parametrize("wrong", ["a book", "codes", "a kernel that rounds to nearest", "decay", "an exception"])
+WRONG = {
+    "a book": "scales of moment 1 differ",
+    "midpoints": "codes of moment 1 differ",
+    "no random bits": "weights are not rounded stochastically",
+    "no compensation": "what rounding takes away is not kept",
+    "no decay": "weights differ",
+    "no compiler": "RuntimeError: Failed to find C compiler.",
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
 def test_what_is_wrong_is_found(wrong, monkeypatch):
     found = [table.clone() for table in fused_updates._tables(CPU)]
     if wrong == "a book":
         found[0] *= 1.05
-    elif wrong == "codes":
+    elif wrong == "midpoints":
         found[1] = found[1].roll(1, 1)
     monkeypatch.setattr(fused_updates, "_tables", lambda device: found)
     update = fused_updates.update
 
-    def changed(*args):
-        args = list(args)
-        if wrong == "a kernel that rounds to nearest":
-            args[5] = False
-        elif wrong == "decay":
-            args[-1] = 0.0
-        elif wrong == "an exception":
+    def changed(weight, grad, codes, scales, kept, stochastic, *numbers):
+        if wrong == "no compiler":
             raise RuntimeError("Failed to find C compiler.\nPlease")
-        update(*args)
+        if wrong == "no compensation":
+            kept = []
+        if wrong == "no decay":
+            numbers = (*numbers[:-1], 0.0)
+        update(weight, grad, codes, scales, kept, stochastic and wrong != "no random bits", *numbers)
 
     monkeypatch.setattr(fused_updates, "update", changed)
     fused_updates.refusal.cache_clear()
-    expected = {"an exception": "RuntimeError: Failed to find C compiler.", "decay": "weights differ"}
-    assert expected.get(wrong, "r") in fused_updates.refusal(CPU)
+    assert fused_updates.refusal(CPU).startswith(WRONG[wrong])
     fused_updates.refusal.cache_clear()
 
 
