@@ -12,7 +12,7 @@ from bitsandbytes.functional import create_dynamic_map
 from torch import nn
 
 from qtool import checkpoint
-from qtool.training import fused_updates, rounding
+from qtool.training import fused_updates, pieces, rounding
 
 CPU = torch.device("cpu")
 BETAS, EPS, STEP, RATE, DECAY = (0.9, 0.99), 1e-8, 3, 1e-2, 0.1
@@ -81,13 +81,14 @@ def test_every_relative_moment_has_the_nearest_code():
         assert np.array_equal(low + (x > midpoints.numpy()[low]), nearest(x, book.numpy()))
 
 
+@pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")
 def test_what_is_not_finite_or_nothing():
-    """As bitsandbytes' CUDA kernel has it for gradients; a block of zeros stays one, a weight that is NaN too."""
+    """As bitsandbytes' CUDA kernel has it for gradients; a block of zeros stays one, a NaN too, of whatever bits."""
     for stochastic in (False, True):
         codes, scales = (moved(part) for part in states(4096))
         weight, grad = torch.randn(4096).bfloat16(), torch.randn(4096).bfloat16()
         grad[0], grad[1], weight[2], weight[3] = float("nan"), float("inf"), float("nan"), -float("inf")
-        weight[2:3].view(torch.int16)[0] = 0x7FFF
+        scales[0].view(torch.int32)[2] = 0x7FFF_FFFF  # as a GPU's arithmetic makes it: with all bits set
         codes[0][256:512], codes[1][256:512], grad[256:512] = 127, 0, 0
         before = weight.clone()
         fused_updates.update(weight, grad, codes, scales, [], stochastic, *BETAS, EPS, STEP, RATE, 0.0)
@@ -98,15 +99,23 @@ def test_what_is_not_finite_or_nothing():
         assert codes[1][:2].tolist() == [0, 0]
         assert scales[0][1] == scales[1][1] == 0
         assert torch.equal(weight[256:512], before[256:512])
-        assert weight[4:].isfinite().all()
+        assert weight[512:768].isnan().all()
+        assert weight[4:512].isfinite().all()
+        assert weight[768:].isfinite().all()
 
 
-def rounded(value, away):
-    """``value`` · (1 - away), an update of decay alone, rounded stochastically."""
+def test_halves_are_rounded_to_even():
+    value = torch.arange(1, 4097).bfloat16()  # times 1.5 many are halfway between two
+    found = rounded(value, -0.5, stochastic=False)
+    assert torch.equal(found, (value.float() * 1.5).bfloat16())
+
+
+def rounded(value, away, stochastic=True):
+    """``value`` · (1 - away), an update of decay alone."""
     codes = [torch.full(value.shape, code, dtype=torch.uint8) for code in (127, 0)]
     scales = [torch.zeros(-(-len(value) // 256)) for _ in range(2)]
-    out = value.bfloat16()
-    fused_updates.update(out, torch.zeros_like(out), codes, scales, [], True, *BETAS, EPS, STEP, 1.0, away)
+    out = value.bfloat16().clone()
+    fused_updates.update(out, torch.zeros_like(out), codes, scales, [], stochastic, *BETAS, EPS, STEP, 1.0, away)
     return out
 
 
@@ -236,7 +245,9 @@ def test_a_checkpoint_of_either_way_goes_on_with_the_other(first, run_steps, tmp
         assert ((a - b).abs() <= 2**-7 * b.abs() + 4e-3).float().mean() > 0.98
 
 
-def test_steps_in_backward_wait_for_small_gradients_alone(run_steps, same_state):
+def test_steps_in_backward_wait_for_small_gradients_alone(run_steps, same_state, monkeypatch):
+    monkeypatch.setitem(pieces.PIECE, "cpu", 10**9)
+    monkeypatch.setattr(pieces, "SHARE", 1)
     most, small = 0, 0
 
     def watch(made):
