@@ -17,12 +17,12 @@ The update itself runs in float32: each step widens the weights and gradients of
 (``pieces``; at least one), into one piece of memory each, has the optimizer step those, and rounds that piece as a
 whole: kernels are launched for each piece and not for each parameter, of which there are hundreds. So it works with
 every optimizer, and the optimizer's states are those it would have for float32 weights. Parameters of other widths pass
-through.
+through. On a GPU weights with 8-bit states of AdamW need no widening (``fused_updates``): each is updated by itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 from qtool.nested import NARROW
 from qtool.recipe import TrainConfig
 from qtool.step import Setup
-from qtool.training import pieces
+from qtool.training import fused_updates, pieces
 from qtool.training.block_states import SMALLEST
 
 ADAPTIVE = ("adamw", "adafactor")
@@ -106,6 +106,7 @@ class WideUpdates(Optimizer):
         self.most = together * pieces.piece(parameters, pieces.SPARE)
         if hasattr(self.inner, "make_state"):
             self._make_states()
+        self.fused = fused_updates.usable(self.inner, parameters)
 
     @torch.no_grad()
     def _make_states(self) -> None:
@@ -121,20 +122,31 @@ class WideUpdates(Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Updates every parameter that has a gradient."""
         self.inner.param_groups[0]["lr"] = self.param_groups[0]["lr"]
-        for chunk in self._chunks():
+        given = [parameter for parameter in self.param_groups[0]["params"] if parameter.grad is not None]
+        alone = [parameter for parameter in given if self.is_alone(parameter)]
+        for parameter in alone:
+            self._update(parameter)
+        for chunk in self._chunks(set(given).difference(alone)):
             weights = self._widen(chunk)
             self.inner.param_groups[0]["params"] = [self.stand_ins[parameter] for parameter in chunk]
             self.inner.step()
             self._round(chunk, weights)
         self.inner.param_groups[0]["params"] = list(self.stand_ins.values())
 
-    def _chunks(self) -> Iterator[list[nn.Parameter]]:
+    def is_alone(self, parameter: nn.Parameter) -> bool:
+        """Whether a parameter is updated by itself, so that nothing is gained by a step with others."""
+        return self.fused and fused_updates.fits(parameter, self.inner.state.get(self.stand_ins[parameter], {}))
+
+    def _update(self, parameter: nn.Parameter) -> None:
+        kept = self._compensation(parameter) if self.rounding == "compensated" else None
+        group, state = self.inner.param_groups[0], self.inner.state[self.stand_ins[parameter]]
+        fused_updates.step(parameter, group, state, kept, self.rounding == "stochastic")
+
+    def _chunks(self, parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
         """In the model's order, in which states lie too; small parameters after the large ones of their chunk."""
         chunk: list[nn.Parameter] = []
         size = 0
-        for parameter in sorted(self.param_groups[0]["params"], key=self.order.__getitem__):
-            if parameter.grad is None:
-                continue
+        for parameter in sorted(parameters, key=self.order.__getitem__):
             if chunk and size + parameter.numel() > self.most:
                 yield sorted(chunk, key=_is_small)
                 chunk, size = [], 0
@@ -184,10 +196,13 @@ class WideUpdates(Optimizer):
     def _keep(self, narrow: list[Any], wide: list[Tensor]) -> None:
         """What rounding took away; the exact values are lost."""
         torch._foreach_sub_(wide, narrow)
-        for parameter in narrow:
-            if parameter not in self.state:
-                self.state[parameter]["compensation"] = torch.empty_like(parameter, dtype=torch.bfloat16)
-        torch._foreach_copy_([self.state[p]["compensation"] for p in narrow], wide)
+        torch._foreach_copy_([self._compensation(p) for p in narrow], wide)
+
+    def _compensation(self, parameter: nn.Parameter) -> Tensor:
+        """What was kept of a parameter; zeros at first."""
+        if parameter not in self.state:
+            self.state[parameter]["compensation"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
+        return self.state[parameter]["compensation"]  # type: ignore[no-any-return]
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's state and the compensations, by position."""

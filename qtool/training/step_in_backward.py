@@ -2,7 +2,8 @@
 
 The gradients of all parameters, four bytes each in float32, are then never there together; the largest alone is, with
 small ones that wait until together they are worth an update (``pieces``): on a GPU about those of a block of a large
-transformer, whose activations are freed when its gradients are there. A weight is changed while the backward pass goes
+transformer, whose activations are freed when its gradients are there. Those that are updated one by one in any case
+(``rounding.WideUpdates.is_alone``) wait for nothing. A weight is changed while the backward pass goes
 on towards the layers before it, which is sound because its own gradient and its input's are computed by then.
 
 It excludes whatever needs all gradients at once: accumulation, clipping by the global norm, and loss
@@ -48,28 +49,37 @@ def _stepper(optimizer: Optimizer) -> Callable[[torch.Tensor], None]:
     parameters = optimizer.param_groups[0]["params"]
     enough, late = pieces.piece(parameters), pieces.late(parameters)
     quarter = sum(parameter.numel() for parameter in parameters) / 4
+    is_alone: Callable[[torch.Tensor], bool] = getattr(optimizer, "is_alone", lambda parameter: False)
     waiting: dict[torch.Tensor, int] = {}
     updated_now, within = 0, False
 
     def after(*_: Any) -> None:
         nonlocal updated_now
-        updated_now = updated_now + sum(waiting.values()) if within else 0
-        waiting.clear()
+        if not within:
+            waiting.clear()
+            updated_now = 0
 
     optimizer.register_step_post_hook(after)
 
+    def update(chosen: list[torch.Tensor]) -> None:
+        nonlocal updated_now, within
+        group = optimizer.param_groups[0]  # another one once a state was loaded
+        whole, group["params"], within = group["params"], chosen, True
+        optimizer.step()
+        for updated in chosen:
+            updated.grad = None
+            updated_now += updated.numel()
+        group["params"], within = whole, False
+
     def step(parameter: torch.Tensor) -> None:
-        nonlocal within
+        if is_alone(parameter):
+            update([parameter])
+            return
         waiting[parameter] = parameter.numel()
-        if sum(waiting.values()) < enough * (
+        if sum(waiting.values()) >= enough * (
             1 / EARLY if updated_now < enough else late if updated_now > quarter else 1
         ):
-            return
-        group = optimizer.param_groups[0]  # another one once a state was loaded
-        whole, group["params"], within = group["params"], list(waiting), True
-        optimizer.step()
-        for updated in group["params"]:
-            updated.grad = None
-        group["params"], within = whole, False
+            update(list(waiting))
+            waiting.clear()
 
     return step

@@ -9,6 +9,7 @@ and the claims they bear on, and a picture of the ladder in ``DIR/ladder.svg``:
   image, and metrics where ``--data`` gives real images (else noise, and ``--steps 20`` of an epoch);
 - ``technique/NAME``: the same for techniques alone, at batch 16; ``group/NAME``: on all GPUs, where there are several;
 - ``create/…``: loading weights on the host first, or straight to the device;
+- ``update``: the update alone of a ViT-L block's weights in the least memory, fused and in widened copies;
 - ``loop``: the step loop beside a bare one; ``int8/NETWORK/PROVIDER``: ViT-B/16 and ResNet-50 in FP32, FP16 and INT8;
 - ``compiled/MODE``: ViT-B/16 in INT8 beside FP16, compiled by PyTorch;
 - ``rounding/NAME``: ResNet-50 to 4-bit weights over 1,024 images: calibration alone, and each way of rounding after it;
@@ -242,6 +243,8 @@ def claims(parts: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     if {"ladder/0", "ladder/1"} <= whole.keys():
         ratio = whole["ladder/0"]["ms_per_image"] / whole["ladder/1"]["ms_per_image"]
         judge("16-mixed: times as fast as FP32 without TF32", ratio, low=4.0)
+    if "update" in whole and whole["update"]["refused"] is None:
+        judge("update: times as fast fused as in widened copies", whole["update"]["widened_over_fused"], low=2.0)
     if "loop" in whole:
         judge("loop: time over a bare loop's", whole["loop"]["ms_ratio"], high=1.03)
         judge("loop: memory over a bare loop's", whole["loop"]["peak_mib_ratio"], high=1.01)

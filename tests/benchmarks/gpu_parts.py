@@ -107,7 +107,7 @@ def parts(options: Options) -> dict[str, Part]:
     first = (count - 1, 1, 0)  # the rung below the ladder, and what it is compared with
     order = [*first, *(i for i in range(count) if i not in first)]
     found: dict[str, Part] = {f"ladder/{i}": partial(rung, number=i) for i in order}
-    found["loop"] = loop
+    found |= {"update": update, "loop": loop}
     found |= {
         f"int8/{network}/{provider}": partial(int8, network=network, provider=provider)
         for provider in PROVIDERS for network in NETWORKS
@@ -226,6 +226,60 @@ def create(options: Options, on_device: bool) -> dict[str, Any]:
         found["device_peak_gb"] = torch.cuda.max_memory_allocated(device) / GB
         found["device_after_gb"] = torch.cuda.memory_allocated(device) / GB
     return found
+
+
+def update(options: Options) -> dict[str, Any]:
+    """The update alone of a ViT-L block's weights in the least memory, fused and in widened copies: the device's ms.
+
+    ``refused`` says why it is not fused there: the two were compared, and differ, or something failed.
+    """
+    import torch
+    from torch import nn
+
+    from qtool.devices import resolve_device
+    from qtool.training import fused_updates, optimizers
+    from qtool.training.rounding import WideUpdates
+
+    device, width = resolve_device(options.device), 64 if options.quick else 1024
+    matrices = [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)]
+    shapes = [*matrices, *((rows,) for rows, _ in matrices), *[(width,)] * 4]
+    make = optimizers.bitsandbytes("AdamW8bit")(TrainConfig(learning_rate=5e-5))
+    ways = []
+    for fused in (True, False):
+        torch.manual_seed(0)
+        weights = [nn.Parameter(torch.randn(shape).bfloat16().to(device)) for shape in shapes]
+        for weight in weights:
+            weight.grad = torch.randn_like(weight)
+        ways.append(WideUpdates(weights, make, "stochastic"))
+        ways[-1].fused &= fused
+    with _device(options, alone=True):
+        rounds = [[_device_ms(way.step, device, 2 if options.quick else 20) for way in ways] for _ in range(5)]
+    fused_ms, widened_ms = (statistics.median(seen) for seen in zip(*rounds, strict=True))
+    return {
+        "weights": sum(weight.numel() for weight in weights),
+        "refused": None if ways[0].fused else fused_updates.refusal(device),
+        "fused_ms": fused_ms, "widened_ms": widened_ms, "widened_over_fused": widened_ms / fused_ms,
+    }  # fmt: skip
+
+
+def _device_ms(step: Callable[[], Any], device: Any, times: int) -> float:
+    """Milliseconds that the device takes for a step; a GPU is kept busy until the host has asked for all of them."""
+    import torch
+
+    step()
+    if device.type != "cuda":
+        start = time.perf_counter()
+        for _ in range(times):
+            step()
+        return 1e3 * (time.perf_counter() - start) / times
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(10**9)  # cycles, half a second
+    begin.record()
+    for _ in range(times):
+        step()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / times
 
 
 def loop(options: Options) -> dict[str, Any]:

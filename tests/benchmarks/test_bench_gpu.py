@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,7 @@ import bench_gpu
 import gpu_parts
 
 from qtool.runtimes import ProviderError
+from qtool.training import fused_updates
 
 
 @pytest.mark.slow
@@ -104,6 +106,27 @@ def test_a_provider_that_is_not_there_is_told_before_any_work(
         gpu_parts.int8(gpu_parts.Options(tmp_path, "cuda", None, 20, False, 1), "resnet50", "tensorrt")
 
 
+def test_updates_are_timed_both_ways_and_told_where_they_are_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = []
+
+    def step(parameter: Any, *_: Any) -> None:
+        steps.append(parameter.numel())
+
+    options = gpu_parts.Options(tmp_path, "cpu", None, None, True, 0)
+    monkeypatch.setattr(fused_updates, "refusal", lambda device: "no GPU")
+    found = gpu_parts.update(options)
+    assert found["refused"] == "no GPU"
+    assert found["weights"] == 12 * 64**2 + 13 * 64
+    monkeypatch.setattr(fused_updates, "usable", lambda inner, parameters: True)
+    monkeypatch.setattr(fused_updates, "step", step)
+    found = gpu_parts.update(options)
+    assert found["refused"] is None
+    assert found["widened_over_fused"] == found["widened_ms"] / found["fused_ms"]
+    assert steps == [3 * 64**2, 64**2, 4 * 64**2, 4 * 64**2] * 15, "five times two steps, each after one to warm up"
+
+
 def test_claims_are_judged_by_what_was_measured() -> None:
     plain = {"error": -0.02, "config": {"compile": False}, "reserved_gb": 1.9, "ms_per_image": 4.0}
     parts = {
@@ -111,6 +134,7 @@ def test_claims_are_judged_by_what_was_measured() -> None:
         "ladder/1": {**plain, "ms_per_image": 5.0, "error": 0.06},
         "ladder/6": {**plain, "ms_per_image": 7.6},
         "technique/compile": {**plain, "error": 0.08, "config": {"compile": True}},
+        "update": {"refused": None, "widened_over_fused": 3.0},
         "loop": {"ms_ratio": 1.02, "peak_mib_ratio": 1.02},
         "rounding/adaround": {"images": 1024, "quantize_seconds": 299.0},
         "compiled/default": {
@@ -128,7 +152,9 @@ def test_claims_are_judged_by_what_was_measured() -> None:
         "AdamW below the ladder: time per image over 16-mixed's",
         "loop: memory over a bare loop's",
     ]
-    assert len(found) == 14
+    assert len(found) == 15
+    parts["update"] = {"refused": "no module 'triton'", "widened_over_fused": 1.0}
+    assert len(bench_gpu.claims(parts)) == 14, "what was not fused is no measure of it"
 
 
 @pytest.mark.slow
