@@ -87,19 +87,26 @@ def step(
     """Updates a parameter by its gradient, and ``state`` with it; ``kept`` is its compensation (bfloat16), if any."""
     assert parameter.grad is not None
     state["step"] += 1
+    grad = parameter.grad.contiguous()
+    if isinstance(parameter, FakeTensor):
+        return  # for which the kernel allocates nothing
+    beta1, beta2 = group["betas"][:2]
     update(
-        parameter, parameter.grad.contiguous(), [state["state1"], state["state2"]],
-        [state["absmax1"], state["absmax2"]], [] if kept is None else [kept], stochastic, *group["betas"][:2],
-        group["eps"], state["step"], group["lr"], group["weight_decay"],
+        parameter, grad, [state["state1"], state["state2"]], [state["absmax1"], state["absmax2"]],
+        [] if kept is None else [kept], stochastic, beta1, beta2, group["eps"], state["step"], group["lr"],
+        group["weight_decay"],
     )  # fmt: skip
 
 
-@torch.library.custom_op("qtool::fused_adamw_8bit", mutates_args=("weight", "codes", "scales", "kept"))
 def update(
     weight: Tensor, grad: Tensor, codes: list[Tensor], scales: list[Tensor], kept: list[Tensor], stochastic: bool,
     beta1: float, beta2: float, eps: float, step: int, rate: float, decay: float,
 ) -> None:  # fmt: skip
-    """One step of AdamW in place; any shape, contiguous, the weight in bfloat16. Rounding draws a seed of torch's."""
+    """One step of AdamW in place; any shape, contiguous, the weight in bfloat16. Rounding draws a seed of torch's.
+
+    No operator of torch's: what ``torch.library`` does for one takes the host three tenths of a millisecond, a hundred
+    times in a step.
+    """
     from qtool.training import fused_kernel
 
     seed = int(torch.randint(2**31, ())) if stochastic else 0
@@ -111,11 +118,6 @@ def update(
             1 / math.sqrt(1 - beta2**step), STOCHASTIC=stochastic, KEEPS=bool(kept), ROWS=ROWS, num_warps=ROWS,
             enable_fp_fusion=True,
         )  # fmt: skip
-
-
-@update.register_fake
-def _(*args: Any) -> None:
-    return None
 
 
 @functools.cache

@@ -125,7 +125,7 @@ class WideUpdates(Optimizer):
         given = [parameter for parameter in self.param_groups[0]["params"] if parameter.grad is not None]
         alone = [parameter for parameter in given if self.is_alone(parameter)]
         for parameter in alone:
-            self._update(parameter)
+            self.update_alone(parameter)
         for chunk in self._chunks(set(given).difference(alone)):
             weights = self._widen(chunk)
             self.inner.param_groups[0]["params"] = [self.stand_ins[parameter] for parameter in chunk]
@@ -137,9 +137,11 @@ class WideUpdates(Optimizer):
         """Whether a parameter is updated by itself, so that nothing is gained by a step with others."""
         return self.fused and fused_updates.fits(parameter, self.inner.state.get(self.stand_ins[parameter], {}))
 
-    def _update(self, parameter: nn.Parameter) -> None:
+    def update_alone(self, parameter: nn.Parameter) -> None:
+        """Updates one of these. Within a backward pass it is cheaper than a whole :meth:`step`, which has hooks."""
         kept = self._compensation(parameter) if self.rounding == "compensated" else None
-        group, state = self.inner.param_groups[0], self.inner.state[self.stand_ins[parameter]]
+        group = self.inner.param_groups[0] | {"lr": self.param_groups[0]["lr"]}
+        state = self.inner.state[self.stand_ins[parameter]]
         fused_updates.step(parameter, group, state, kept, self.rounding == "stochastic")
 
     def _chunks(self, parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:

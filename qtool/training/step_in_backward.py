@@ -13,7 +13,7 @@ weights half updated, so no checkpoint is written then: the last whole one stand
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -61,19 +61,24 @@ def _stepper(optimizer: Optimizer) -> Callable[[torch.Tensor], None]:
 
     optimizer.register_step_post_hook(after)
 
+    def updated(parameters: Iterable[torch.Tensor]) -> None:
+        nonlocal updated_now
+        for parameter in parameters:
+            parameter.grad = None
+            updated_now += parameter.numel()
+
     def update(chosen: list[torch.Tensor]) -> None:
-        nonlocal updated_now, within
+        nonlocal within
         group = optimizer.param_groups[0]  # another one once a state was loaded
         whole, group["params"], within = group["params"], chosen, True
         optimizer.step()
-        for updated in chosen:
-            updated.grad = None
-            updated_now += updated.numel()
         group["params"], within = whole, False
+        updated(chosen)
 
     def step(parameter: torch.Tensor) -> None:
         if is_alone(parameter):
-            update([parameter])
+            optimizer.update_alone(parameter)  # type: ignore[attr-defined]
+            updated([parameter])
             return
         waiting[parameter] = parameter.numel()
         if sum(waiting.values()) >= enough * (
