@@ -23,7 +23,7 @@ from onnx.reference import ReferenceEvaluator
 from torch import Tensor
 
 from qtool.errors import QtoolError
-from qtool.exporting.integer_kernels import largest_in_windows, leaky_relu, padding, required, spatial
+from qtool.exporting.integer_kernels import largest_in_windows, leaky_relu, padding, required, spatial, window_means
 from qtool.polynomials import logistic, tanh
 
 Attributes = Mapping[str, Any]
@@ -137,6 +137,14 @@ def space_to_depth(attributes: Attributes, x: Tensor) -> Tensor:
     return x.reshape(n, c, h // b, b, w // b, b).permute(0, 3, 5, 1, 2, 4).reshape(n, b * b * c, h // b, w // b)
 
 
+def grid_sample(attributes: Attributes, x: Tensor, grid: Tensor) -> Tensor:
+    """Values between pixels; onnx's reference goes from number to number, a minute for those of a small detector."""
+    mode = str(attributes.get("mode", "linear"))
+    mode = {"linear": "bilinear", "cubic": "bicubic"}.get(mode, mode)  # as opset 16 has it, and torch
+    aligned = bool(attributes.get("align_corners", 0))
+    return F.grid_sample(x, grid, mode, str(attributes.get("padding_mode", "zeros")), aligned)
+
+
 def moves_only(op: str, attributes: Attributes) -> bool:
     """Whether an operator copies numbers without computing new ones (a Resize by nearest neighbours does)."""
     if op != "Resize":
@@ -185,8 +193,13 @@ EXACT: dict[str, Operator] = {
     "Tanh": lambda attributes, x: tanh(x),
 }
 APPROXIMATE: dict[str, Operator] = {
-    "Conv": conv, "ConvTranspose": conv_transpose, "Gemm": gemm, "MatMul": lambda attributes, a, b: a @ b
-}  # fmt: skip
+    "AveragePool": lambda attributes, x: window_means(x, attributes),
+    "Conv": conv,
+    "ConvTranspose": conv_transpose,
+    "Gemm": gemm,
+    "GridSample": grid_sample,
+    "MatMul": lambda attributes, a, b: a @ b,
+}
 """Float32 sums, in PyTorch's order."""
 
 WHOLE = frozenset(

@@ -169,17 +169,22 @@ def average_pool(inputs: Sequence[Quantized | None], attributes: Attributes, out
     rank = x.values.ndim - 2
     if list(attributes["kernel_shape"]) == list(x.values.shape[2:]) and not any(attributes.get("pads", [0])):
         return global_average_pool(inputs, attributes, output)
-    total, count = torch.zeros(()), torch.zeros(())
-    ones = torch.ones(x.values.shape[2:], device=x.values.device)
-    for values, inside in zip(
-        windows(dequantize(x), attributes, 0.0), windows(ones[None, None], attributes, 0.0), strict=True
-    ):
-        total, count = total.to(values.device) + values, count.to(values.device) + inside
+    means = window_means(dequantize(x), attributes)
+    scale, zero_point = output.along(means)
+    assert means.ndim == rank + 2
+    return saturate(means / scale + zero_point, output)
+
+
+def window_means(x: Tensor, attributes: Attributes) -> Tensor:
+    """The mean of every pooling window of floats, added up in row order; padding counts only where it is asked to."""
+    ones = x.new_ones(x.shape[2:])[None, None]
+    places = zip(windows(x, attributes, 0.0), windows(ones, attributes, 0.0), strict=True)
+    total, count = next(places)
+    for values, inside in places:
+        total, count = total + values, count + inside
     if attributes.get("count_include_pad", 0):
         count = torch.full_like(count, math.prod(attributes["kernel_shape"]))
-    scale, zero_point = output.along(total)
-    assert total.ndim == rank + 2
-    return saturate(total / count / scale + zero_point, output)
+    return total / count
 
 
 def max_pool(inputs: Sequence[Quantized | None], attributes: Attributes, output: Affine | None) -> Quantized:
