@@ -35,6 +35,8 @@ Peak = Callable[[TrainConfig], int]
 FAR = 1.25
 """Times the budget that the leanest plan may need for the others to be looked at: a technique can save a little less
 than nothing."""
+INTERPOLATED = 4
+"""Predictions for a number of devices after which it is looked for in the middle."""
 
 
 @dataclass(frozen=True)
@@ -192,24 +194,31 @@ def fewest_devices(
 ) -> int | None:
     """The fewest devices over which ``config``, sharded, is predicted to fit ``budget`` bytes on each, or None.
 
-    None too where it cannot be sharded, or that not predicted. Each device has at least ``least`` samples of a batch.
+    Between too few and enough it looks where they would fit if all that takes memory were shared out, a + b/n, and then
+    in the middle. None too where it cannot be sharded, or that not predicted. Each device has at least ``least`` samples of a batch.
     """
 
-    def fits(count: int) -> bool:
+    def need(count: int) -> float:
         try:
-            return peak(sharded(config, count)) <= budget
+            return peak(sharded(config, count))
         except QtoolError:
-            return False
+            return math.inf
 
-    low, most = config.devices, config.batch_size // least
-    if most <= low or not legal(sharded(config, most)) or not fits(most):
+    low, high = config.devices, config.batch_size // least
+    if high <= low or not legal(sharded(config, high)) or (enough := need(high)) > budget:
         return None
-    high = min(2 * low, most)
-    while not fits(high):
-        low, high = high, min(2 * high, most)
+    middle, too_much, tries = min(2 * low, high), math.inf, 0
     while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if fits(middle) else (middle, high)
+        found = need(middle)
+        low, too_much, high, enough = (
+            (low, too_much, middle, found) if found <= budget else (middle, found, high, enough)
+        )
+        tries += 1
+        if tries < INTERPOLATED and enough < too_much < math.inf:
+            share = (budget - enough) / (too_much - enough)
+            middle = min(max(math.ceil(1 / (1 / high + share * (1 / low - 1 / high))), low + 1), high - 1)
+        else:
+            middle = (low + high) // 2
     return high
 
 

@@ -309,7 +309,10 @@ def test_an_impossible_budget_says_over_how_many_devices_it_would_fit() -> None:
     plain = TrainConfig(device="cpu", batch_size=64, optimizer="adamw8bit")
     for budget in (440, 239, 200, 47, 46):
         fitting_counts = [n for n in range(2, 65) if peak(sharded(plain, n)) <= budget]
-        assert fewest_devices(plain, budget, peak, fitting._legal) == min(fitting_counts)
+        asked: list[int] = []
+        found = fewest_devices(plain, budget, lambda c: asked.append(c.devices) or peak(c), fitting._legal)  # type: ignore[func-returns-value]
+        assert found == min(fitting_counts)
+        assert len(asked) <= 5, "they lie nearly on a + b/n"
     assert fewest_devices(plain, 45, peak, fitting._legal) is None
     assert fewest_devices(dataclasses.replace(plain, optimizer="adafactor"), 440, peak, fitting._legal) is None
     said = fitting._more_devices(TrainConfig(device="cpu", batch_size=64), plain, 440, peak, 1)
