@@ -195,7 +195,8 @@ def fewest_devices(
     """The fewest devices over which ``config``, sharded, is predicted to fit ``budget`` bytes on each, or None.
 
     Between too few and enough it looks where they would fit if all that takes memory were shared out, a + b/n, and then
-    in the middle. None too where it cannot be sharded, or that not predicted. Each device has at least ``least`` samples of a batch.
+    in the middle. None too where it cannot be sharded, or that not predicted. Each device has at least ``least``
+    samples of a batch.
     """
 
     def need(count: int) -> float:
