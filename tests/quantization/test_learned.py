@@ -157,7 +157,7 @@ def test_learned_steps_beat_observed_ones_at_two_bits(trained: nn.Module, monkey
 
 
 def test_resumed_with_learned_steps_and_an_average_gives_the_same_bits(trained: nn.Module, tmp_path: Path) -> None:
-    tuning = config(checkpoint_every=1, step_size="learned", ema=0.9)
+    tuning = config(epochs=2, checkpoint_every=2, step_size="learned", ema=0.9)
 
     def made(out: Path, stop: int | None = None) -> Any:
         def progress(at: Any) -> None:
