@@ -337,7 +337,8 @@ def test_a_model_with_batch_norm_is_not_said_to_fit_with_a_sample_on_each_device
 @pytest.mark.slow
 def test_such_a_budget_fits_over_that_many_devices(small_data: str) -> None:
     source = open_source(f"{__file__}:deep", small_data, seed=0)
-    config = TrainConfig(device="cpu", batch_size=16, memory_budget="1900KiB", optimizer="sgd")
+    leanest = {"optimizer": "sgd", "precision": "bf16-true", "activation_checkpointing": True}
+    config = TrainConfig(device="cpu", batch_size=16, memory_budget="1650KiB", **leanest)
     with pytest.raises(UsageError, match=r"or .*--devices \d+ --strategy fsdp.*, or --lora 8") as caught:
         fitting.fitted(config, source, None, False, lambda text: None)
     words = str(caught.value).split(", or ")[1]
