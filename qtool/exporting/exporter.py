@@ -14,7 +14,8 @@ same, node for node, and a test holds it. A torch or onnxscript that has these t
 
 The exporter's optimizer also makes one of two nodes that compute the same, so that two units whose numbers happen to be
 equal (the two heads of a model with fresh weights) would lose one of their quantizers. :func:`distinct_quantizers`
-keeps both.
+keeps both. And it takes 1e-8 for zero, so that a norm would lose an epsilon of that size (Helium's) and a row of zeros
+become NaN. :func:`exact_constants` lets it leave out what adds nothing at all.
 """
 
 from __future__ import annotations
@@ -66,6 +67,23 @@ def distinct_quantizers() -> Iterator[None]:
 
     with contextlib.ExitStack() as undo:
         _replace(undo, CommonSubexpressionEliminationPass, "call", kept)
+        yield
+
+
+@contextlib.contextmanager
+def exact_constants() -> Iterator[None]:
+    """Lets the rewriter's rules (``x + 0`` is ``x``) hold for their own constant alone in this block, not near it."""
+    from onnxscript.rewriter._matcher import SimplePatternMatcher
+    from onnxscript.rewriter._pattern_ir import Constant
+
+    match: Callable[..., bool] = SimplePatternMatcher._match_constant
+
+    @functools.wraps(match)
+    def exactly(self: Any, wanted: Constant, value: ir.Value) -> bool:
+        return match(self, Constant(wanted.value, rel_tol=0.0, abs_tol=0.0), value)
+
+    with contextlib.ExitStack() as undo:
+        _replace(undo, SimplePatternMatcher, "_match_constant", exactly)
         yield
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from pathlib import Path
 
+import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
@@ -18,6 +20,7 @@ from qtool.form import QuantizedModel, quantize_nodes
 from qtool.quantization.float_form import float_form
 from qtool.quantization.stage import quantize
 from qtool.recipe import QuantizeConfig
+from qtool.runtimes.ort import OrtSession
 
 
 def written(make: Callable[[], ir.Model]) -> bytes:
@@ -123,3 +126,18 @@ def test_two_units_of_equal_numbers_keep_a_quantizer_each() -> None:
     found = [node for node in model.graph if node.op_type == "QuantizeLinear"]
     assert len(found) == len(quantize_nodes(quantized.graph))
     assert all("unit_number" not in node.attributes for node in found)
+
+
+class RootMeanSquareNorm(nn.Module):
+    """A norm with an epsilon that is small, and not nothing, as Helium's."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-8)
+
+
+def test_a_small_epsilon_is_no_zero_to_the_exporter(tmp_path: Path) -> None:
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0)) * torch.tensor([[0.0], [1e-5], [1e-3], [1.0]])
+    graph = float_form(RootMeanSquareNorm(), x)
+    to_onnx.save(to_onnx.float_to_onnx(graph, x, 21), tmp_path / "norm.onnx")
+    (found,) = OrtSession(tmp_path / "norm.onnx").run({"x": x.numpy()})
+    np.testing.assert_allclose(found, RootMeanSquareNorm()(x).numpy(), rtol=1e-5)
