@@ -141,3 +141,28 @@ def test_a_small_epsilon_is_no_zero_to_the_exporter(tmp_path: Path) -> None:
     to_onnx.save(to_onnx.float_to_onnx(graph, x, 21), tmp_path / "norm.onnx")
     (found,) = OrtSession(tmp_path / "norm.onnx").run({"x": x.numpy()})
     np.testing.assert_allclose(found, RootMeanSquareNorm()(x).numpy(), rtol=1e-5)
+
+
+class Routed(nn.Module):
+    """Two experts, each with its share of the rows, as in JetMoe, weighed by integers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen = (x[:, 0] > 0).long()
+        order = chosen.argsort()
+        parts = x[order].split(torch.stack([1 - chosen, chosen]).sum(1).tolist())
+        done = torch.cat([expert(part) for expert, part in zip(self.experts, parts, strict=True)])
+        return done[order.argsort()] * (chosen[:, None] + 1)
+
+
+def test_sizes_by_values_that_one_export_made_are_not_asked_of_the_next(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x, model = torch.randn(8, 4), Routed().eval()
+    graph = float_form(model, x)
+    for _ in range(2):  # as the quantized graph's file and the float graph's, which share their sizes
+        to_onnx.save(to_onnx.float_to_onnx(graph, x, 21), tmp_path / "routed.onnx")
+        (found,) = OrtSession(tmp_path / "routed.onnx").run({"x": x.flip(0)[:5].numpy()})
+        np.testing.assert_allclose(found, model(x.flip(0)[:5]).detach().numpy(), rtol=1e-5, atol=1e-6)
