@@ -218,10 +218,14 @@ FLOATS = {
 def evaluate(
     op: str, attributes: Attributes, inputs: Sequence[Tensor | None], *, outputs: int, opsets: Mapping[str, int]
 ) -> list[Tensor]:
-    """The outputs of one operator, by this module where it has it, otherwise by ONNX's reference operator."""
+    """The outputs of one operator, by this module where it has it, otherwise by ONNX's reference operator.
+
+    That has also the float average of windows beyond a counted padding, which count otherwise than in integers.
+    """
     present = [x for x in inputs if x is not None]
     own: Operator | None = resize_nearest if op == "Resize" and moves_only(op, attributes) else MOVERS.get(op)
-    if own is None and all(x.dtype == torch.float32 for x in present):
+    beyond = op == "AveragePool" and attributes.get("ceil_mode", 0) and attributes.get("count_include_pad", 0)
+    if own is None and not beyond and all(x.dtype == torch.float32 for x in present):
         own = EXACT.get(op) or APPROXIMATE.get(op)
     if own is not None:
         return [own(attributes, *inputs)]

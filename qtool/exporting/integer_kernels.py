@@ -176,7 +176,10 @@ def average_pool(inputs: Sequence[Quantized | None], attributes: Attributes, out
 
 
 def window_means(x: Tensor, attributes: Attributes) -> Tensor:
-    """The mean of every pooling window of floats, added up in row order; padding counts only where it is asked to."""
+    """The mean of every pooling window of floats, added up in row order.
+
+    With ``count_include_pad`` all of the kernel counts, what ``ceil_mode`` adds as well: so does QLinearAveragePool.
+    """
     ones = x.new_ones(x.shape[2:])[None, None]
     places = zip(windows(x, attributes, 0.0), windows(ones, attributes, 0.0), strict=True)
     total, count = next(places)

@@ -295,10 +295,12 @@ def test_transposed_convolution_is_the_runtimes(rank: int, groups: int, tmp_path
     np.testing.assert_allclose(got.numpy(), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("options", [{}, {"ceil_mode": 1}, {"count_include_pad": 1}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"ceil_mode": 1}, {"count_include_pad": 1}, {"ceil_mode": 1, "count_include_pad": 1}], ids=str
+)
 @pytest.mark.parametrize("rank", [1, 2, 3])
 def test_averages_of_windows_are_the_runtimes(rank: int, options: dict[str, int], tmp_path: Path) -> None:
-    builder, x = Builder(), np.random.default_rng(0).normal(size=(2, 3, *[7] * rank)).astype(np.float32)
+    builder, x = Builder(), np.random.default_rng(0).normal(size=(2, 3, *[8] * rank)).astype(np.float32)
     attributes: dict[str, Any] = {"kernel_shape": [3] * rank, "strides": [2] * rank, "pads": [1] * 2 * rank, **options}
     expected = run(
         builder.model(builder.op("AveragePool", builder.input("x", list(x.shape)), **attributes)), {"x": x}, tmp_path
