@@ -36,13 +36,17 @@ def places_of(value: object) -> torch.Tensor:
 
 
 def scores_at(node: Node, scores: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """What a node of :func:`choices` has chosen: its ``scores`` at ``places`` of its axis, int64."""
+    """What a node of :func:`choices` has chosen: its ``scores`` at ``places`` of its axis, int64.
+
+    In ascending order where the node promises none, as routers of experts ask for it.
+    """
     names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
     given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
     dim = given.get("dim", None if node.target in REDUCING else -1)
     if dim is None:
         return scores.flatten()[places.flatten()]
-    return scores.gather(dim, places if places.ndim == scores.ndim else places.unsqueeze(dim))
+    found = scores.gather(dim, places if places.ndim == scores.ndim else places.unsqueeze(dim))
+    return found if given.get("sorted", True) else found.sort(dim).values
 
 
 def choosing(model: onnx.ModelProto) -> list[tuple[str, str, str]]:

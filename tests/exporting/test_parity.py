@@ -119,6 +119,28 @@ def test_the_first_of_equal_scores_is_chosen_as_in_the_file(tmp_path: Path) -> N
     assert gate.passed, gate.found
 
 
+class Routed(nn.Module):
+    """Adds up the layers that a router chooses for each sample, in no order, as DeepSeek's does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.layers = nn.Linear(8, 6), nn.ModuleList(nn.Linear(8, 4) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = self.gate(x).sigmoid().topk(4, dim=-1, sorted=False).indices
+        made = torch.stack([layer(x) for layer in self.layers], 1)
+        return made.gather(1, places.unsqueeze(-1).expand(-1, -1, 4)).sum(1)
+
+
+def test_choices_that_promise_no_order_are_compared_in_one(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(32, 8)
+    form = quantize(Routed().eval(), QuantizeConfig(effort="fast"), example=x, calibration=[x])
+    save(quantized_to_onnx(form, 21), tmp_path / "net.onnx")
+    gate = unit_parity(form, tmp_path / "net.onnx", [x])
+    assert gate.passed, gate.found
+
+
 class Ranking(nn.Module):
     """What stands where scores are greatest, in each way of asking for that."""
 
