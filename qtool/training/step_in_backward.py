@@ -3,8 +3,8 @@
 The gradients of all parameters, four bytes each in float32, are then never there together; the largest alone is, with
 small ones that wait until together they are worth an update (``pieces``): on a GPU about those of a block of a large
 transformer, whose activations are freed when its gradients are there. Those that are updated one by one in any case
-(``rounding.WideUpdates.is_alone``) wait for nothing. A weight is changed while the backward pass goes
-on towards the layers before it, which is sound because its own gradient and its input's are computed by then.
+(``rounding.WideUpdates.is_alone``) wait for nothing. A weight is changed while the backward pass goes on towards the
+layers before it, which is sound because its own gradient and its input's are computed by then.
 
 It excludes whatever needs all gradients at once: accumulation, clipping by the global norm, and loss
 scaling, which looks at them all to decide on the step. Out of memory within a backward pass leaves
@@ -67,24 +67,22 @@ def _stepper(optimizer: Optimizer) -> Callable[[torch.Tensor], None]:
             parameter.grad = None
             updated_now += parameter.numel()
 
-    def update(chosen: list[torch.Tensor]) -> None:
-        nonlocal within
-        group = optimizer.param_groups[0]  # another one once a state was loaded
-        whole, group["params"], within = group["params"], chosen, True
-        optimizer.step()
-        group["params"], within = whole, False
-        updated(chosen)
-
     def step(parameter: torch.Tensor) -> None:
+        nonlocal within
         if is_alone(parameter):
             optimizer.update_alone(parameter)  # type: ignore[attr-defined]
             updated([parameter])
             return
         waiting[parameter] = parameter.numel()
-        if sum(waiting.values()) >= enough * (
+        if sum(waiting.values()) < enough * (
             1 / EARLY if updated_now < enough else late if updated_now > quarter else 1
         ):
-            update(list(waiting))
-            waiting.clear()
+            return
+        group = optimizer.param_groups[0]  # another one once a state was loaded
+        whole, group["params"], within = group["params"], list(waiting), True
+        optimizer.step()
+        group["params"], within = whole, False
+        updated(waiting)
+        waiting.clear()
 
     return step

@@ -302,9 +302,8 @@ def test_transposed_convolution_is_the_runtimes(rank: int, groups: int, tmp_path
 def test_averages_of_windows_are_the_runtimes(rank: int, options: dict[str, int], tmp_path: Path) -> None:
     builder, x = Builder(), np.random.default_rng(0).normal(size=(2, 3, *[8] * rank)).astype(np.float32)
     attributes: dict[str, Any] = {"kernel_shape": [3] * rank, "strides": [2] * rank, "pads": [1] * 2 * rank, **options}
-    expected = run(
-        builder.model(builder.op("AveragePool", builder.input("x", list(x.shape)), **attributes)), {"x": x}, tmp_path
-    )
+    model = builder.model(builder.op("AveragePool", builder.input("x", list(x.shape)), **attributes))
+    expected = run(model, {"x": x}, tmp_path)
     (got,) = evaluate("AveragePool", attributes, [torch.from_numpy(x)], outputs=1, opsets={"": 21})
     np.testing.assert_allclose(got.numpy(), expected[0][0], rtol=1e-5, atol=1e-6)
 
@@ -320,12 +319,9 @@ def test_values_between_pixels_are_the_runtimes(
     x, grid = x.astype(np.float32), grid.astype(np.float32)
     attributes: dict[str, Any] = {"mode": mode, "padding_mode": beyond, "align_corners": aligned}
     names = [builder.input(name, list(value.shape)) for name, value in (("x", x), ("grid", grid))]
-    expected = run(builder.model(builder.op("GridSample", *names, **attributes)), {"x": x, "grid": grid}, tmp_path)[0][
-        0
-    ]
-    (got,) = evaluate(
-        "GridSample", attributes, [torch.from_numpy(x), torch.from_numpy(grid)], outputs=1, opsets={"": 21}
-    )
+    model = builder.model(builder.op("GridSample", *names, **attributes))
+    expected = run(model, {"x": x, "grid": grid}, tmp_path)[0][0]
+    (got,) = evaluate("GridSample", attributes, [*map(torch.from_numpy, (x, grid))], outputs=1, opsets={"": 21})
     np.testing.assert_allclose(got.numpy(), expected, rtol=1e-4, atol=1e-5)
 
 

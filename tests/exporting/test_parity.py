@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qtool.exporting import parity
+from qtool.exporting.gates import Gate
 from qtool.exporting.parity import MAX_FLOAT_ERROR, unit_parity
 from qtool.exporting.simulation import RANKED
 from qtool.exporting.to_onnx import quantized_to_onnx, save
@@ -56,6 +58,13 @@ def test_masks_are_equal_and_nothing_else_that_is_infinite_is() -> None:
     assert parity._relative_error(wanted[:2], np.array([1.0, np.nan], np.float32)) == np.inf
 
 
+def parity_of(model: nn.Module, x: Tensor, folder: Path, **options: Any) -> Gate:
+    """How the units of a model's file compare, quantized by and on the samples ``x``."""
+    form = quantize(model.eval(), QuantizeConfig(**options), example=x, calibration=[x])
+    save(quantized_to_onnx(form, 21), folder / "net.onnx")
+    return unit_parity(form, folder / "net.onnx", [x])
+
+
 class Segmenting(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -68,9 +77,7 @@ class Segmenting(nn.Module):
 def test_a_model_that_gives_classes_is_compared_unit_by_unit(tmp_path: Path) -> None:
     torch.manual_seed(0)
     x = torch.randn(8, 3, 12, 12)
-    form = quantize(Segmenting().eval(), QuantizeConfig(), example=x, calibration=[x])
-    save(quantized_to_onnx(form, 21), tmp_path / "a.onnx")
-    gate = unit_parity(form, tmp_path / "a.onnx", [x])
+    gate = parity_of(Segmenting(), x, tmp_path)
     assert gate.passed, gate
 
 
@@ -89,9 +96,7 @@ class Matched(nn.Module):
 def test_an_output_that_is_read_turned_is_not_rounded(tmp_path: Path) -> None:
     torch.manual_seed(0)
     x = torch.randn(6, 8)
-    form = quantize(Matched().eval(), QuantizeConfig(target="openvino", effort="fast"), example=x, calibration=[x])
-    save(quantized_to_onnx(form, 21), tmp_path / "net.onnx")
-    gate = unit_parity(form, tmp_path / "net.onnx", [x])
+    gate = parity_of(Matched(), x, tmp_path, target="openvino", effort="fast")
     assert gate.passed, gate.found
 
 
@@ -135,9 +140,7 @@ class Routed(nn.Module):
 def test_choices_that_promise_no_order_are_compared_in_one(tmp_path: Path) -> None:
     torch.manual_seed(0)
     x = torch.randn(32, 8)
-    form = quantize(Routed().eval(), QuantizeConfig(effort="fast"), example=x, calibration=[x])
-    save(quantized_to_onnx(form, 21), tmp_path / "net.onnx")
-    gate = unit_parity(form, tmp_path / "net.onnx", [x])
+    gate = parity_of(Routed(), x, tmp_path, effort="fast")
     assert gate.passed, gate.found
 
 
@@ -226,7 +229,5 @@ class Rare(nn.Module):
 def test_small_probabilities_are_those_of_the_runtime(tmp_path: Path) -> None:
     torch.manual_seed(0)
     x = torch.randn(8, 8)
-    form = quantize(Rare().eval(), QuantizeConfig(effort="fast"), example=x, calibration=[x])
-    save(quantized_to_onnx(form, 21), tmp_path / "net.onnx")
-    gate = unit_parity(form, tmp_path / "net.onnx", [x])
+    gate = parity_of(Rare(), x, tmp_path, effort="fast")
     assert gate.passed, gate.found
