@@ -308,7 +308,7 @@ def test_an_impossible_budget_says_over_how_many_devices_it_would_fit() -> None:
         return states // config.devices + 40 * -(-config.batch_size // config.devices // config.micro_batches)
 
     plain = TrainConfig(device="cpu", batch_size=64, optimizer="adamw8bit")
-    for budget in (440, 239, 200, 47, 46):
+    for budget in (440, 239, 200, peak(sharded(plain, 11)), 47, 46):
         fitting_counts = [n for n in range(2, 65) if peak(sharded(plain, n)) <= budget]
         asked = Mock(side_effect=peak)
         assert fewest_devices(plain, budget, asked, fitting._legal) == min(fitting_counts)

@@ -6,7 +6,7 @@ from torch import nn
 
 from qtool.recipe import TrainConfig
 from qtool.step import NotFinite, Step
-from qtool.training import pieces
+from qtool.training import block_states, fused_updates, pieces
 from qtool.training.techniques import setup
 
 
@@ -109,6 +109,33 @@ def test_updates_are_larger_once_a_quarter_is_updated_and_the_same(rounding, run
     early = [size for size, already in zip(sizes, updated, strict=True) if already <= sum(sizes) / 4]
     assert early == before[: len(early)]
     assert max(sizes[len(early) : -1]) >= 60_000 > max(before)
+
+
+def test_what_is_updated_alone_waits_for_nothing_and_is_updated_once(run_steps, monkeypatch):
+    """A stand-in for the kernel, which a CPU has not; small parameters wait to the end of the backward pass."""
+    alone, most = [], 0
+
+    def step(parameter, group, state, kept, stochastic):
+        nonlocal most
+        alone.append((parameter, group["lr"], stochastic))
+        most = max(most, sum(p.grad is not None for p in large))
+
+    def watch(made):
+        large.extend(p for p in made.model.parameters() if p.numel() >= block_states.SMALLEST)
+
+    monkeypatch.setattr(fused_updates, "usable", lambda inner, parameters: True)
+    monkeypatch.setattr(fused_updates, "step", step)
+    large: list[torch.Tensor] = []
+    options = {"precision": "bf16-true", "rounding": "stochastic", "optimizer": "adamw8bit", "step_in_backward": True}
+    done = run_steps("transformer", 2, watch, **options)
+    assert len(large) > 2
+    assert most == 1, "one gradient of these is there at a time"
+    assert {id(p) for p, _, _ in alone} == {id(p) for p in large}
+    assert len(alone) == 2 * len(large)
+    assert all(p.grad is None for p in large)
+    alone.clear()
+    done.step(torch.randn(16, 16), torch.zeros(16, dtype=torch.long), 0.25)
+    assert {(rate, drawn) for _, rate, drawn in alone} == {(0.25, True)}, "at the rate of this step"
 
 
 def test_a_loss_that_is_not_finite_changes_nothing(run_steps):
