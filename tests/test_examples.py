@@ -23,6 +23,7 @@ from torch import nn
 import qtool
 from qtool.cli import main
 from qtool.data import EMBEDDED
+from qtool.evaluate import evaluate
 from qtool.models import BUILT_INS
 from qtool.recipe_files import load_recipe
 
@@ -105,32 +106,45 @@ def imported(file: str) -> ModuleType:
     return module
 
 
-@pytest.fixture(scope="module")
-def own_model() -> ModuleType:
-    return imported("own_model.py")
-
-
-def test_own_model_learns_its_own_data(own_model: ModuleType) -> None:
-    result = qtool.train(own_model.model(), own_model.data(), epochs=5, learning_rate=5e-3)
+def test_own_model_learns_its_own_data() -> None:
+    own = imported("own_model.py")
+    result = qtool.train(own.model(), own.data(), epochs=5, learning_rate=5e-3)
     assert result.metrics["top1"] > 0.85
 
 
-def test_the_commands_of_own_model_work(tmp_path: Path, own_model: ModuleType) -> None:
-    """The four commands are read from the file's own text, run from the root, and shortened."""
-    assert own_model.__doc__ is not None
-    lines = [line.strip() for line in own_model.__doc__.splitlines() if line.strip().startswith("qtool ")]
-    assert [line.split()[1] for line in lines] == ["train", "quantize", "export", "benchmark"]
-    shorter = {"train": ["--max-steps", "20"], "quantize": ["--calibration", "train:64"], "export": [],
+def commands_of(module: ModuleType, recorded: str, out: Path) -> list[list[str]]:
+    """The words of each command in a file's own text, which writes to ``out`` instead."""
+    assert module.__doc__ is not None
+    text = module.__doc__.replace("\\\n", " ").replace(recorded, str(out))
+    return [line.split()[1:] for line in text.splitlines() if line.strip().startswith("qtool ")]
+
+
+@pytest.mark.parametrize(("file", "recorded"), [("own_model.py", "runs/own"), ("own_task.py", "runs/task")])
+def test_the_commands_of_a_file_work(file: str, recorded: str, tmp_path: Path) -> None:
+    """Four of them, run from the root, and shortened."""
+    module, out = imported(file), tmp_path / "own"
+    shorter = {"train": ["--max-steps", "4"], "quantize": ["--calibration", "train:64"], "export": [],
                "benchmark": ["--seconds", "0.05", "--allow-slower"]}  # fmt: skip
-    for line in lines:
-        _, command, *words = line.replace("runs/own", str(tmp_path / "own")).split()
+    commands = commands_of(module, recorded, out)
+    assert [command for command, *_ in commands] == list(shorter)
+    for command, *words in commands:
         assert command in main.commands
         qtool_command(command, *words, *shorter[command])
-    assert json.loads((tmp_path / "own" / "benchmark.json").read_text())["metrics"]["variants"]["int8"]["accuracy"]
-    x = own_model.data()["test"][0][0][None]
+    assert json.loads((out / "benchmark.json").read_text())["metrics"]["variants"]["int8"]["accuracy"]
+    x = module.data()["test"][0][0][None]
     from qtool.stages import load_quantized
 
-    assert load_quantized(tmp_path / "own")(x.repeat(2, 1, 1, 1)).dtype == torch.float32
+    assert load_quantized(out)(x.repeat(2, 1, 1, 1)).dtype == torch.float32
+
+
+def test_a_task_s_own_metric_is_that_of_all_pixels_however_they_are_batched() -> None:
+    output, target = torch.randn(6, 3, 8, 8), torch.randint(0, 3, (6, 8, 8))
+    batches = zip(output.split(4), target.split(4), strict=True)
+    counts = torch.zeros(3, 3).index_put_((target.flatten(), output.argmax(1).flatten()), torch.ones(()), True)
+    both, either = counts.diag(), counts.sum(0) + counts.sum(1) - counts.diag()
+    found = evaluate(lambda inputs: inputs, batches, imported("own_task.py").task())
+    assert found["mean_iou"] == pytest.approx(float((both / either).mean()))
+    assert found["pixels"] == pytest.approx(float(both.sum() / counts.sum()))
 
 
 @pytest.mark.filterwarnings("default")
