@@ -87,7 +87,10 @@ class Hooks:
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run is, after each step. ``memory_bytes``: see ``qtool.devices.memory_used``; at most 0.1 s old."""
+    """Where a run is, after each step. ``memory_bytes``: see ``qtool.devices.memory_used``; at most 0.1 s old.
+
+    ``metrics`` are those of the last epoch, ``metric`` the task's that decides: ``validation_`` stands before it there.
+    """
 
     step: int
     total_steps: int
@@ -96,6 +99,7 @@ class Progress:
     learning_rate: float
     memory_bytes: int
     metrics: Mapping[str, float]
+    metric: str
 
 
 @dataclass
@@ -459,7 +463,8 @@ class _Run:
             last = self.history.epochs[-1] if self.history.epochs else {}
             if (now := time.monotonic()) >= self.look_again:  # to ask takes as long as tens of kernels
                 self.memory, self.look_again = memory_used(self.setup.device), now + 0.1
-            self.progress(Progress(self.history.steps, self.total, self.epoch, loss, rate, self.memory, last))
+            done, metric = self.history.steps, self.task.metric
+            self.progress(Progress(done, self.total, self.epoch, loss, rate, self.memory, last, metric))
 
     def _not_finite(self, error: NotFinite, rate: float) -> QtoolError:
         cause = first_bad_layer(self.model, error.forward) or "a value that a second forward pass did not repeat"

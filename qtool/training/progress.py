@@ -32,13 +32,12 @@ def reporter(wanted: bool | Report | None) -> Iterator[Report | None]:
 
 
 def describe(at: Progress) -> str:
-    """One line of numbers; of the last validation, the task's first metric.
+    """One line of numbers; of the last validation, the metric that decides.
 
-    >>> describe(Progress(5, 10, 0, 0.512345, 2e-3, 3 * 2**20, {"validation_loss": 0.4, "validation_top1": 0.9}))
-    'epoch 1 loss 0.5123 rate 0.002 3.00 MiB top1 0.9'
+    >>> describe(Progress(5, 10, 0, 0.512345, 2e-3, 3 * 2**20, {"validation_loss": 0.4, "validation_f1": 0.9}, "f1"))
+    'epoch 1 loss 0.5123 rate 0.002 3.00 MiB f1 0.9'
     """
     memory = bytes_told(at.memory_bytes)
     parts = [f"epoch {at.epoch + 1}", f"loss {at.loss:z.4f}", f"rate {at.learning_rate:.2g}", memory]
-    held = {name.removeprefix("validation_"): value for name, value in at.metrics.items() if name != "loss"}
-    judged = next((name for name in held if name != "loss"), "loss")
-    return " ".join([*parts, f"{judged} {held[judged]:z.3g}"] if held else parts)
+    judged, name = at.metrics.get(f"validation_{at.metric}"), "validation loss" if at.metric == "loss" else at.metric
+    return " ".join(parts if judged is None else [*parts, f"{name} {judged:z.3g}"])

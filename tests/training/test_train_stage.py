@@ -157,9 +157,11 @@ def test_silent_unless_asked(capsys, monkeypatch):
 
 
 def test_a_line_tells_loss_rate_memory_and_metric():
-    line = describe(Progress(5, 10, 1, 0.51, 2e-3, 2**30, {"loss": 1.0, "validation_top1": 0.875}))
-    assert line == "epoch 2 loss 0.5100 rate 0.002 1,024 MiB top1 0.875"
-    assert "loss 0.0000 " in describe(Progress(5, 10, 1, -1e-9, 2e-3, 2**30, {}))
+    judged = {"loss": 1.0, "validation_loss": 0.5, "validation_recall": 0.75, "validation_f1": 0.875}
+    line = describe(Progress(5, 10, 1, 0.51, 2e-3, 2**30, judged, "f1"))
+    assert line == "epoch 2 loss 0.5100 rate 0.002 1,024 MiB f1 0.875"
+    assert describe(Progress(5, 10, 1, 0.51, 2e-3, 2**30, judged, "loss")).endswith(" MiB validation loss 0.5")
+    assert describe(Progress(5, 10, 1, -1e-9, 2e-3, 2**30, {}, "f1")) == "epoch 2 loss 0.0000 rate 0.002 1,024 MiB"
 
 
 def test_reporter_passes_functions_through():
