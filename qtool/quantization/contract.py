@@ -96,6 +96,10 @@ class Verdict:
         """Whether every criterion is met beyond noise."""
         return all(criterion.met for criterion in self.criteria)
 
+    def met_with(self, noise: float) -> bool:
+        """Whether every criterion would be, if the error's power were ``noise`` times what it is."""
+        return all(criterion.met_with(noise) for criterion in self.criteria)
+
     @property
     def within(self) -> bool:
         """Whether every measured value is within its limit, noise or not."""

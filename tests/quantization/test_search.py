@@ -48,6 +48,11 @@ class World:
         return 0.05 if config.mode == "qat" else error
 
 
+def notes_of(world: World) -> list[str]:
+    """What the search tells, but for what was not tried."""
+    return [note for note in world.search.notes if " was not tried: " not in note]
+
+
 def test_the_first_that_is_met_ends_it() -> None:
     world = World(2.0)
     met = world.search.run()
@@ -117,6 +122,18 @@ def test_what_another_algorithm_includes_is_not_tried_beside_it() -> None:
     names = [set(name.split(" + ")) for name in world.tried]
     assert {"gptq-small"} in [each & {"gptq-small", "gptq", "bias"} for each in names]
     assert all(len(each & {"gptq-small", "gptq", "bias"}) < 2 for each in names)
+
+
+@pytest.mark.parametrize(("limit", "tried"), [(0.27, True), (0.26, False)])
+def test_rounding_is_learned_where_a_quarter_of_the_error_would_do(limit: float, tried: bool) -> None:
+    """The upper end of the error's interval is 1.057 for all that is there, its quarter 0.264."""
+    world = World(limit, method="ptq")
+    world.error = lambda config: 1.0  # type: ignore[method-assign]
+    world.search.run()
+    for name in ("adaround", "brecq"):
+        assert any(name in candidate for candidate in world.tried) == tried
+        assert any(note.startswith(f"{name} was not tried") for note in world.search.notes) != tried
+    assert any("renorm" in candidate for candidate in world.tried)
 
 
 def test_the_usual_best_comes_after_what_is_free_and_is_stood_on_where_it_gains() -> None:
@@ -208,7 +225,7 @@ def test_what_changes_nothing_is_no_candidate_and_is_not_stood_on() -> None:
     assert any("renorm" in name for name in world.tried)
     assert not any("renorm" in (trial.config.algorithms or ()) for trial in world.search.trials)
     assert len(set(world.tried)) == len(world.tried)
-    note, _ = world.search.notes
+    note, _ = notes_of(world)
     assert note.startswith("renorm")
     assert note.endswith("changes nothing: it is the model of 'ptq, minmax'")
 
@@ -245,7 +262,7 @@ def test_training_that_comes_no_nearer_is_left_and_told() -> None:
     assert world.search.run() is None
     assert world.tried[-1] == "qat"
     assert world.search.closest.config.mode == "ptq"
-    assert world.search.notes[1:] == ["qat comes no nearer to the float model than 'ptq, minmax', and is left"]
+    assert notes_of(world)[1:] == ["qat comes no nearer to the float model than 'ptq, minmax', and is left"]
 
 
 def test_the_half_of_the_units_is_the_most() -> None:
@@ -253,7 +270,7 @@ def test_the_half_of_the_units_is_the_most() -> None:
     world.error = lambda config: 1.0  # type: ignore[method-assign]
     assert world.search.run() is None
     assert world.tried[-1] == "10 units in float"
-    assert world.search.notes == ["no more than 10 of 20 units were tried in float"]
+    assert notes_of(world) == ["no more than 10 of 20 units were tried in float"]
     assert world.search.closest.name == "ptq, minmax"
 
 
