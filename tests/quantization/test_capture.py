@@ -449,6 +449,13 @@ def test_other_floats_are_refused_by_name(dtype: torch.dtype | None, where: str)
         capture(model.eval(), x)
 
 
+def test_a_parameter_that_is_never_read_may_be_of_any_type() -> None:
+    model = Net().eval()
+    model.spare = nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    graph, x = capture(model, X), torch.randn(5, *X.shape[1:])
+    torch.testing.assert_close(graph(x), model(x))
+
+
 def test_positional_arguments_of_any_number_have_a_dynamic_batch_too() -> None:
     class Passed(nn.Linear):
         def forward(self, first: Tensor, *more: Tensor) -> Tensor:  # type: ignore[override]
