@@ -153,8 +153,11 @@ def _put_together(graph: GraphModule, example: Any) -> torch.export.ExportedProg
     )  # fmt: skip
 
 
-class _Guarded(Exception):
-    """An operator asks for a condition on open sizes that capturing the graph has not found."""
+class _Guarded(BaseException):
+    """An operator asks for a condition on open sizes that capturing the graph has not found.
+
+    It is no Exception, of which torch logs every one that leaves an operator.
+    """
 
 
 def _propagated(module: GraphModule, mode: FakeTensorMode) -> bool:
