@@ -17,7 +17,7 @@ def fused_multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     """``a·b + c`` in float32 rounded once.
 
     The product of two float32 is exact in float64. Where their sum with ``c``, rounded there, lies midway between two
-    float32, it is rounded to odd (Boldo and Melquiond, 2008), after which rounding it again equals rounding the exact sum.
+    float32, it is rounded to odd (Boldo and Melquiond, 2008), after which rounding it again is rounding the exact sum.
     """
     product, c = a.double() * b.double(), c.double()
     total = product + c
