@@ -1,12 +1,13 @@
 """Minus infinity among a model's tensors: what a mask of attention adds to the places that it hides.
 
 Many models keep such a mask as a buffer, so that there it is no damage; in a parameter that trains, or in a running
-statistic, it is.
+statistic, it is. Others hide by −1e9 or float32's own limit, in whose place half precision has its limit.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,19 @@ def masks(model: nn.Module) -> frozenset[str]:
     buffers = (name for name, _ in model.named_buffers(remove_duplicate=False) if may_hide(name))
     parameters = model.named_parameters(remove_duplicate=False)
     return frozenset((*buffers, *(name for name, value in parameters if not value.requires_grad)))
+
+
+def within(value: Any, dtype: torch.dtype) -> Any:
+    """A number, or those of a float tensor, cut to the limits of ``dtype``; infinities, and anything else, as they are.
+
+    >>> within(-1e9, torch.float16), within(-math.inf, torch.float16), within(0.5, torch.float16)
+    (-65504.0, -inf, 0.5)
+    """
+    limit = torch.finfo(dtype).max
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return torch.where(value.isinf(), value, value.clamp(-limit, limit))
+    beyond = isinstance(value, int | float) and limit < abs(value) < math.inf
+    return math.copysign(limit, value) if beyond else value
 
 
 def is_finite(value: Tensor, *, mask: bool = False) -> bool:

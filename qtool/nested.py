@@ -87,19 +87,25 @@ def _is_record(value: Any) -> bool:
     return is_dataclass(value) and not isinstance(value, type)
 
 
+def entries(value: Any) -> Iterable[tuple[Any, Any]]:
+    """What a container holds, with the key, the field's name or the place of each; nothing of anything else.
+
+    >>> list(entries({"logits": 1})), list(entries([2, 3])), list(entries("text"))
+    ([('logits', 1)], [(0, 2), (1, 3)], [])
+    """
+    if isinstance(value, Mapping):
+        return value.items()
+    if isinstance(value, tuple | list):
+        return zip(getattr(value, "_fields", range(len(value))), value, strict=True)
+    return [(field.name, getattr(value, field.name)) for field in fields(value)] if _is_record(value) else []
+
+
 def tensors(value: Any) -> Iterator[Tensor]:
     """Each tensor in ``value``, in order."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors(item)
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from tensors(item)
-    elif _is_record(value):
-        for field in fields(value):
-            yield from tensors(getattr(value, field.name))
+    for _, item in entries(value):
+        yield from tensors(item)
 
 
 def num_samples(value: Any) -> int:

@@ -16,11 +16,13 @@ from torch import Tensor
 def fused_multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     """``a·b + c`` in float32 rounded once.
 
-    The product of two float32 is exact in float64. Their sum with ``c`` is rounded to odd (Boldo and Melquiond, 2008),
-    after which rounding to float32 equals rounding the exact sum.
+    The product of two float32 is exact in float64. Where their sum with ``c``, rounded there, lies midway between two
+    float32, it is rounded to odd (Boldo and Melquiond, 2008), after which rounding it again is rounding the exact sum.
     """
     product, c = a.double() * b.double(), c.double()
     total = product + c
+    if not _may_lie_midway(total):
+        return total.to(torch.float32)
     shadow = total - product
     error = (product - (total - shadow)) + (c - shadow)
     if bool(error.count_nonzero()):
@@ -28,6 +30,12 @@ def fused_multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
         towards = torch.copysign(torch.full_like(total, torch.inf), error)
         total = torch.where((error != 0) & even, torch.nextafter(total, towards), total)
     return total.to(torch.float32)
+
+
+def _may_lie_midway(total: Tensor) -> bool:
+    """Whether some float64 lies midway between two float32, or is so small that this is not told by its last bits."""
+    midway = (total.view(torch.int64) & (2**29 - 1)) == 2**28
+    return bool(midway.any()) or bool((total.abs() < torch.finfo(torch.float32).tiny).any())
 
 
 def logistic(x: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ import inspect
 import operator
 import sys
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -38,13 +39,17 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.utils import _pytree as pytree
 
 from qtool import allocator
-from qtool.nested import map_tensors
+from qtool.nested import call, map_tensors
 from qtool.pt2_files import load_program, save_program
 from qtool.recurrent import whole_sequences
 from qtool.shapes import input_values, open_axes, symbols_of
+from qtool.structures import know_dataclasses
 
 FIXED_SIZE = "specialized it to be a constant"
 """What ``torch.export`` says of code that takes an open size for a number."""
+
+UNKNOWN_CLASS = ("register a pytree", "unhashable type")
+"""What ``torch.export`` says of an output in a container that it does not know; torch 2.11 the latter."""
 
 _KEPT = ("val", "nn_module_stack", "custom", "stack_trace", "unbacked_bindings")
 _PREFIXES = {InputKind.PARAMETER: "p", InputKind.BUFFER: "b", InputKind.CONSTANT_TENSOR: "c"}
@@ -148,8 +153,11 @@ def _put_together(graph: GraphModule, example: Any) -> torch.export.ExportedProg
     )  # fmt: skip
 
 
-class _Guarded(Exception):
-    """An operator asks for a condition on open sizes that capturing the graph has not found."""
+class _Guarded(BaseException):
+    """An operator asks for a condition on open sizes that capturing the graph has not found.
+
+    It is no Exception, of which torch logs every one that leaves an operator.
+    """
 
 
 def _propagated(module: GraphModule, mode: FakeTensorMode) -> bool:
@@ -205,6 +213,7 @@ def to_program(model: nn.Module, example: Any, axes: tuple[int, ...] = ()) -> to
     captured graph has open stay open.
     """
     args, kwargs = arguments(map_tensors(_at_least_two, example))
+    know_dataclasses((args, kwargs))
     axes = tuple({*axes, *open_axes(model)})
     with torch.no_grad(), allocator.uncollected(), whole_sequences(), _named(model, kwargs):
         shapes = _dynamic(kwargs, axes) if kwargs else _gathered(model, _dynamic(args, axes))
@@ -213,6 +222,8 @@ def to_program(model: nn.Module, example: Any, axes: tuple[int, ...] = ()) -> to
             with _open_sizes(model):
                 return export()
         except Exception as error:
+            if any(word in str(error) for word in UNKNOWN_CLASS) and know_dataclasses(call(model, example)):
+                return to_program(model, example, axes)
             if FIXED_SIZE not in str(error):
                 raise
             with contextlib.suppress(Exception):  # the first error is the one that tells
@@ -307,7 +318,10 @@ def _dynamic(value: Any, axes: tuple[int, ...]) -> Any:
     if isinstance(value, Mapping):
         return {key: _dynamic(item, axes) for key, item in value.items()}
     if isinstance(value, tuple | list):
-        return type(value)(_dynamic(item, axes) for item in value)
+        items = [_dynamic(item, axes) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if is_dataclass(value):  # torch asks for a list of what is in it
+        return [_dynamic(leaf, axes) for leaf in pytree.tree_leaves(value)]
     if not isinstance(value, Tensor) or not value.dim():
         return None
     wanted = {axis: torch.export.Dim.AUTO for axis in axes if axis < value.dim()}

@@ -1,10 +1,11 @@
 """What a model's inputs and outputs are packed in, written into a saved graph and known again in another process.
 
-torch stores a graph's structure by the names of its container types, and opens the graph where types of these names are
-registered. Tuples, lists and dicts always are. A named tuple or a dataclass is of the user's own class, so its name and
-fields are stored, and a process without that class gets a like one, with the same attributes. The output types of
-transformers register themselves when their module is imported. Left out on purpose: types of other packages, which have
-to be imported, and registered with torch, by whoever opens the file.
+torch stores a graph's structure by the names of its container types, and opens the graph where types of these names
+are registered. Tuples, lists, dicts and named tuples always are, dataclasses once they are met. A named tuple or a
+dataclass is of the user's own class, so its name and fields are stored, and a process without that class gets a like
+one, with the same attributes. The output types of transformers register themselves when their module is imported.
+Left out on purpose: types of other packages, which have to be imported, and registered with torch, by whoever opens
+the file.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import json
 import re
 import warnings
 from collections import namedtuple
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, make_dataclass
 from typing import Any
@@ -22,6 +23,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from qtool.imports import imported
+from qtool.nested import entries
 
 _NAMED = re.compile(r"qtool\.(namedtuple|dataclass):(\w+):(\w*(?:,\w+)*)")
 _TRANSFORMERS = re.compile(r'"(transformers\.(?:models\.\w+\.)?modeling_\w+)\.\w+')
@@ -35,6 +37,14 @@ def name_types(program: torch.export.ExportedProgram) -> None:
                 _name_dataclass(kind)
             elif kind not in pytree.SUPPORTED_SERIALIZED_TYPES:
                 _register(kind)
+
+
+def know_dataclasses(value: Any) -> bool:
+    """Makes the classes of dataclasses in ``value`` known to torch, as named tuples are; whether one was not."""
+    found = [type(value)] if is_dataclass(value) and type(value) not in pytree.SUPPORTED_NODES else []
+    for kind in found:
+        torch.export.register_dataclass(kind)
+    return any([*found, *(know_dataclasses(item) for _, item in entries(value))])
 
 
 def output_names(spec: pytree.TreeSpec) -> list[str | None]:
@@ -52,18 +62,9 @@ def output_names(spec: pytree.TreeSpec) -> list[str | None]:
 
 def _paths(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, tuple[Any, ...]]]:
     """Each leaf of a structure, with the keys, fields and places that lead to it."""
-    if isinstance(value, Mapping):
-        items: Iterable[tuple[Any, Any]] = value.items()
-    elif hasattr(value, "_fields"):
-        items = zip(value._fields, value, strict=True)
-    elif isinstance(value, tuple | list):
-        items = enumerate(value)
-    elif is_dataclass(value):
-        items = ((field.name, getattr(value, field.name)) for field in fields(value))
-    else:
+    if not isinstance(value, Mapping | tuple | list) and not is_dataclass(value):
         yield value, path
-        return
-    for key, item in items:
+    for key, item in entries(value):
         yield from _paths(item, (*path, key))
 
 

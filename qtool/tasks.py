@@ -25,7 +25,7 @@ from qtool.devices import out_of_memory
 from qtool.errors import OWN, QtoolError, UsageError, kind_of, nearest, one_line, reason_of
 from qtool.factories import is_factory, load_factory
 from qtool.labels import IGNORED
-from qtool.nested import tensors
+from qtool.nested import entries, tensors
 
 
 @runtime_checkable
@@ -64,7 +64,7 @@ class Task(Protocol):
 class Classification:
     """One class per sample: cross-entropy in nats; ``top1``, and ``top5`` where there are more than five classes.
 
-    Outputs are N×C logits, or a mapping with ``logits`` (transformers' outputs are), targets N class indices. A
+    Outputs are N×C logits, or hold them as ``logits``, a key or a field (transformers' do), targets N class indices. A
     target of −100 is not counted. A tie counts as right only if the class comes first.
     """
 
@@ -95,7 +95,7 @@ class Classification:
 
 
 def _logits(output: Any) -> Any:
-    return output["logits"] if isinstance(output, Mapping) and "logits" in output else output
+    return dict(entries(output)).get("logits", output)
 
 
 def _checked(output: Any, target: Any) -> tuple[Tensor, Tensor]:
@@ -137,7 +137,7 @@ def _require_targets(task: str, target: Any) -> None:
 class LanguageModelling:
     """The next token at every place: cross-entropy in nats per token; ``top1`` of the tokens, and ``perplexity``.
 
-    Outputs are N×T×V logits, or a mapping with ``logits``, targets N×T token indices. A target of −100 is not
+    Outputs are N×T×V logits, or hold them as ``logits``, targets N×T token indices. A target of −100 is not
     counted, so windows weigh as many tokens as they have, and means are over tokens. Perplexity is exp(mean loss),
     without label smoothing's part.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,18 @@ def test_a_graph_that_asks_for_a_size_is_left_to_the_tracer_and_its_sizes_stay_o
     assert symbols_of(value.shape[0])
     with pytest.raises(torch._dynamo.exc.UserError, match="specialized it to be a constant"):
         program_of(graph, X)
+
+
+def test_what_is_left_to_the_tracer_is_left_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
+    """Torch logs whatever error leaves an operator; this one asks how its input lies in memory."""
+    graph = capture(nn.AvgPool2d(2, ceil_mode=True), X, axes=(2, 3))
+    (pool,) = (node for node in graph.graph.nodes if node.target is torch.ops.aten.avg_pool2d.default)
+    with graph.graph.inserting_after(pool):
+        copy = graph.graph.call_function(torch.ops.aten.empty_like.default, (pool,))
+    pool.replace_all_uses_with(copy, lambda user: user is not copy)
+    graph.recompile()
+    assert _put_together(graph, X) is None
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 class Counted(nn.Module):

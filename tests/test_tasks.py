@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from fake_device import Fake, Hidden
+from torch import Tensor
 from torch.nn import functional as F
 
 from qtool.errors import QtoolError, UsageError
@@ -74,12 +76,24 @@ def test_half_precision_outputs_are_summed_in_float32() -> None:
     assert total.dtype == torch.float32
 
 
+class NamedOutput(NamedTuple):
+    hidden_states: Any
+    logits: Tensor
+
+
+@dataclass
+class DataOutput:
+    hidden_states: Any
+    logits: Tensor
+
+
+@pytest.mark.parametrize("kind", [dict, NamedOutput, DataOutput])
 @pytest.mark.parametrize("shape", [(7,), (7, 3)])
-def test_the_logits_of_a_mapping_are_judged(shape: tuple[int, ...]) -> None:
-    """An output of transformers' models is one, with hidden states and keys beside them."""
+def test_the_logits_among_outputs_are_judged(kind: Any, shape: tuple[int, ...]) -> None:
+    """An output of transformers' models is a mapping, with hidden states and keys beside them."""
     output, target = torch.randn(*shape, 4), torch.randint(0, 4, shape)
     task: Task = Classification() if len(shape) == 1 else LanguageModelling()
-    among = {"hidden_states": (torch.zeros(7, 9),), "logits": output}
+    among = kind(hidden_states=(torch.zeros(7, 9),), logits=output)
     assert float(task.loss(among, target)[0]) == float(task.loss(output, target)[0])
     assert task.metrics(among, target) == task.metrics(output, target)
     with pytest.raises(QtoolError, match="got output dict"):

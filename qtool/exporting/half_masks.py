@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import math
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -27,6 +26,7 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from qtool.captured import call_captured
 from qtool.exporting.simulation import interpret
+from qtool.masks import within
 from qtool.nested import tensors
 
 LARGEST = float(np.finfo(np.float16).max)
@@ -163,21 +163,14 @@ def _cut(graph: GraphModule, nodes: set[Node]) -> GraphModule:
         if old not in nodes:
             continue
         if node.op == "get_attr":
-            tensor = operator.attrgetter(str(node.target))(graph).detach()
-            kept = tensor.abs() >= LIMIT
             name = f"{node.name}_in_half"
-            made.register_buffer(name, torch.where(kept, tensor, tensor.clamp(-LARGEST, LARGEST)))
+            made.register_buffer(name, within(operator.attrgetter(str(node.target))(graph).detach(), torch.float16))
             node.target = name
         else:
-            node.args = tuple(map(_in_range, node.args))
-            node.kwargs = {key: _in_range(value) for key, value in node.kwargs.items()}
+            node.args = tuple(within(value, torch.float16) for value in node.args)
+            node.kwargs = {key: within(value, torch.float16) for key, value in node.kwargs.items()}
     made.recompile()
     return made
-
-
-def _in_range(value: Any) -> Any:
-    inside = not isinstance(value, int | float) or abs(value) <= LARGEST or abs(value) >= LIMIT
-    return value if inside else math.copysign(LARGEST, value)
 
 
 class _Truths(Interpreter):

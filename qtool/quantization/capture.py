@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 import operator
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from qtool.errors import QtoolError, UsageError, reason_of
 from qtool.forward import made_in_inference
 from qtool.models import capturable, modes_kept
 from qtool.nested import call, map_tensors, misnamed, tensors
-from qtool.programs import FIXED_SIZE, as_graph, to_program
+from qtool.programs import FIXED_SIZE, UNKNOWN_CLASS, as_graph, to_program
 from qtool.quantization.conditions import guards_of, of_batches
 from qtool.quantization.names import respell, spelled
 from qtool.quantization.quiet import quiet_export
@@ -81,7 +81,8 @@ def capture(model: nn.Module, example: Any, *, train: bool = False, axes: tuple[
     the example or ``torch.export`` cannot capture it, when weights or inputs are floats of another size than 32
     bits, and when outputs are numbers or sizes, or tensors in a type that runtimes do not give.
     """
-    require_float32(model, example)
+    _require_float32(("example input", value) for value in tensors(example))
+    parameters = [(f"parameter '{name}'", value) for name, value in model.named_parameters()]
     averages = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase) and m.momentum is None]
     with modes_kept(model), capturable(model):
         set_modes(model, train=train)
@@ -91,10 +92,13 @@ def capture(model: nn.Module, example: Any, *, train: bool = False, axes: tuple[
             with quiet_export(), _masks_unread(), _no_hook_left():
                 program = to_program(model, example, axes)
         except Exception as error:
+            _require_float32(parameters)
             raise _refused(model, example, error) from error
         finally:
             for norm in averages:
                 norm.momentum = None
+    read = {id(program.state_dict.get(name)) for name in _read(program)}
+    _require_float32((where, value) for where, value in parameters if id(value) in read)
     respell(program)
     graph_module = as_graph(program)
     _require_tensors(model, graph_module)
@@ -189,13 +193,18 @@ def _draws_by_itself(model: nn.Module) -> QtoolError:
     )  # fmt: skip
 
 
-def require_float32(model: nn.Module, example: Any) -> None:
-    """Raises QtoolError where a weight or an input is a float of another size than 32 bits."""
-    named = [(f"parameter '{name}'", value) for name, value in model.named_parameters()]
-    for where, value in [*named, *(("example input", value) for value in tensors(example))]:
+def _require_float32(named: Iterable[tuple[str, Tensor]]) -> None:
+    """Raises QtoolError where one of some values is a float of another size than 32 bits."""
+    for where, value in named:
         if value.is_floating_point() and value.dtype != torch.float32:
             found = str(value.dtype).removeprefix("torch.")
             raise QtoolError(where, "float32", found, "convert the model and its inputs with .float() first")
+
+
+def _read(program: torch.export.ExportedProgram) -> set[str]:
+    """The names of the parameters that a program reads."""
+    taken = program.graph_signature.inputs_to_parameters
+    return {taken[node.name] for node in program.graph.nodes if node.name in taken and node.users}
 
 
 def _refused(model: nn.Module, example: Any, error: Exception) -> QtoolError:
@@ -235,8 +244,8 @@ def _refused(model: nn.Module, example: Any, error: Exception) -> QtoolError:
 
 def _what_to_do(error: Exception) -> str:
     """The way out of a failed capture, by what torch says of it."""
-    if any(word in str(error) for word in ("register a pytree", "unhashable type")):  # torch 2.11 says the latter
-        return "return a tuple or a dict, or make the class known with torch.export.register_dataclass"
+    if any(word in str(error) for word in UNKNOWN_CLASS):
+        return "return a tuple, a dict or a dataclass"
     if told := made_in_inference(error):
         return told
     if "data-dependent" in str(error):

@@ -3,7 +3,8 @@
 A quantize or a dequantize is spelt out, x/s + z rounded and cut or s (q − z), in float32 and within one kernel with
 what is beside it once compiled: as operators inductor takes them for oneDNN's, also on a GPU, which has none of those.
 Weights that are dequantized, having found no integer kernel, become constants. A quantizer reads float32, where a scale
-of 1e-5 is no subnormal number, and so does an integer product multiply.
+of 1e-5 is no subnormal number, and so does an integer product multiply. A number that hides places from a softmax, −1e9
+or float32's limit, is the limit of ``dtype`` here, beyond which torch takes none.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from qtool.form import DEQUANTIZE, QUANTIZE
+from qtool.masks import within
 from qtool.runtimes.torch_integer import IntegerProduct
 
 aten = torch.ops.aten
@@ -48,7 +50,7 @@ def halve(module: torch.nn.Module, dtype: torch.dtype) -> set[str]:
         own = () if isinstance(part, IntegerProduct) else (*part._parameters.values(), *part._buffers.values())
         for tensor in own:
             if tensor is not None and tensor.is_floating_point() and id(tensor) not in kept:
-                tensor.data = tensor.data.to(dtype)
+                tensor.data = within(tensor.data, dtype).to(dtype)
     return wide
 
 
@@ -64,12 +66,26 @@ def _halved(graph: GraphModule, dtype: torch.dtype) -> list[torch.Tensor]:
             node.args, node.kwargs = pytree.tree_map(
                 lambda value: dtype if value is torch.float32 else value, (node.args, node.kwargs)
             )
+            _cut(node, dtype)
             if _makes_float32(node):
                 node.kwargs = {**node.kwargs, "dtype": dtype}
     graph.graph.eliminate_dead_code()
     graph.delete_all_unused_submodules()
     graph.recompile()
     return scales
+
+
+def _cut(node: Node, dtype: torch.dtype) -> None:
+    """Cuts the numbers that an operator computes floats with; those it counts by are left."""
+    value, schema = node.meta.get("val"), getattr(node.target, "_schema", None)
+    if schema is None or not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return
+    counts = {argument.name for argument in schema.arguments if "int" in str(argument.type)}
+    names = [argument.name for argument in schema.arguments]
+    node.args = tuple(
+        value if name in counts else within(value, dtype) for name, value in zip(names, node.args, strict=False)
+    )
+    node.kwargs = {name: value if name in counts else within(value, dtype) for name, value in node.kwargs.items()}
 
 
 def _spell_out(graph: GraphModule, node: Node, dtype: torch.dtype, scales: list[torch.Tensor]) -> None:

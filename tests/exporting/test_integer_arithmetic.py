@@ -53,6 +53,13 @@ def test_fused_multiply_add_where_float64_would_round_twice() -> None:
     assert fused_multiply_add(torch.tensor([2.0**12 + 1]), torch.tensor([2.0**12 + 1]), tiny).item() == 2**24 + 2**13
 
 
+def test_fused_multiply_add_rounds_once_between_subnormal_numbers() -> None:
+    """Midway between two of them is told by other bits of float64 than between larger numbers."""
+    a, b = torch.tensor([2.0**-75 * (1 + 2.0**-20)]), torch.tensor([2.0**-75 * (1 - 2.0**-20)])
+    c = torch.tensor([2.0**-127 + 2.0**-149])
+    assert fused_multiply_add(a, b, c).item() == c.item()
+
+
 @pytest.mark.parametrize(("groups", "channels", "outputs"), [(1, 600, 5), (1, 8, 6), (8, 8, 8), (2, 8, 4)])
 def test_convolution_is_exact_whatever_the_sums(groups: int, channels: int, outputs: int) -> None:
     generator = torch.Generator().manual_seed(channels)

@@ -10,7 +10,7 @@ import operator
 import sys
 import textwrap
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import conv_nets
 import numpy as np
@@ -449,6 +449,13 @@ def test_other_floats_are_refused_by_name(dtype: torch.dtype | None, where: str)
         capture(model.eval(), x)
 
 
+def test_a_parameter_that_is_never_read_may_be_of_any_type() -> None:
+    model = Net().eval()
+    model.spare = nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    graph, x = capture(model, X), torch.randn(5, *X.shape[1:])
+    torch.testing.assert_close(graph(x), model(x))
+
+
 def test_positional_arguments_of_any_number_have_a_dynamic_batch_too() -> None:
     class Passed(nn.Linear):
         def forward(self, first: Tensor, *more: Tensor) -> Tensor:  # type: ignore[override]
@@ -475,25 +482,55 @@ def test_a_batch_norm_that_is_used_twice_can_be_trained() -> None:
     torch.testing.assert_close(graph(x), copy.deepcopy(model).train()(x))
 
 
+@dataclasses.dataclass(frozen=True)
+class Masked:
+    x: Tensor
+    mask: Tensor
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    mask: Tensor
+
+
 @dataclasses.dataclass
 class Answer:
+    hidden: Pair
     logits: Tensor
+    loss: Tensor | None = None
+
+
+class Opaque:
+    def __init__(self, logits: Tensor) -> None:
+        self.logits = logits
 
 
 class Answering(nn.Module):
-    """A model that answers with a class of its own."""
+    """A model that answers with classes of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: Any = Answer) -> None:
         super().__init__()
-        self.layer = nn.Linear(4, 2)
+        self.layer, self.kind = nn.Linear(4, 2), kind
 
-    def forward(self, x: Tensor) -> Answer:
-        return Answer(self.layer(x))
+    def forward(self, given: Masked | Pair, scale: Tensor) -> Any:
+        logits = self.layer(given.x) * given.mask * scale
+        return Answer(Pair(given.x + 1, given.mask), logits) if self.kind is Answer else self.kind(logits)
+
+
+@pytest.mark.parametrize("kind", [Masked, Pair])
+def test_dataclasses_and_named_tuples_go_in_and_come_out(kind: Any) -> None:
+    model = Answering()
+    graph = capture(model, (kind(torch.randn(3, 4), torch.ones(3, 1)), torch.ones(3, 1)))
+    x, mask, scale = torch.randn(5, 4), torch.rand(5, 1), torch.rand(5, 1)
+    with torch.no_grad():
+        found, wanted = graph(kind(x, mask), scale), model(kind(x, mask), scale)
+    assert (type(found), type(found.hidden), found.loss) == (Answer, Pair, None)
+    torch.testing.assert_close((found.logits, found.hidden), (wanted.logits, wanted.hidden))
 
 
 def test_an_output_of_an_unknown_class_is_told_apart_from_control_flow() -> None:
-    with pytest.raises(QtoolError, match=r"return a tuple or a dict, or make .* torch\.export\.register_dataclass"):
-        capture(Answering(), torch.randn(3, 4))
+    with pytest.raises(QtoolError, match="return a tuple, a dict or a dataclass"):
+        capture(Answering(Opaque), (Pair(torch.randn(3, 4), torch.ones(3, 1)), torch.ones(3, 1)))
 
 
 class Cache:

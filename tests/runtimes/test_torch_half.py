@@ -74,6 +74,28 @@ def test_a_quantized_graph_in_halves_computes_what_it_does(precision, least):
     assert session.stored == "int8", "that is what the file holds, whatever is computed"
 
 
+class Masking(nn.Module):
+    """Attention that hides by what no half holds: as a number, as a tensor, and by float32's limit."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("hidden", torch.ones(8, 8, dtype=torch.bool).triu(1))
+        self.register_buffer("added", torch.zeros(8, 8).masked_fill(self.hidden, -1e9))
+
+    def forward(self, x):
+        limit = torch.finfo(torch.float32).min
+        scores = (x @ x.mT).masked_fill(self.hidden, -1e10) + self.added
+        return torch.where(self.hidden, torch.full((8, 8), limit), scores.clamp(min=limit)).softmax(-1) @ x
+
+
+@pytest.mark.parametrize(("precision", "least"), [("fp16", 50), ("bf16", 35)])
+def test_masks_hide_by_the_limit_of_the_type(precision, least):
+    model, x = Masking(), images()
+    session = runtime.TorchSession(graph_of(model), INPUTS, device="cpu", precision=precision)
+    (found,) = session.run({"x": x})
+    assert decibels(found, model(torch.from_numpy(x)).numpy()) > least
+
+
 def test_as_it_is_made_for_a_gpu_no_operator_of_onednns_patterns_is_left():
     graph = graph_of(Quantized())
     assert runtime._lowered_for_gpu(graph, None) == "fp16"

@@ -43,14 +43,18 @@ def spell_average(node: Node) -> None:
     strides = by_axis(stride, rank) if stride else kernel
     if divisor is None and ceil and not any(pads):
         node.args = (source, kernel, strides, pads, True, False)
+    counts = divisor is None and ceil and counted and any(pads)
     needed = [0] * rank
     if ceil:
         before, after = source.meta["val"].shape[-rank:], node.meta["val"].shape[-rank:]
         if not all(isinstance(size, int) for size in (*before, *after)):
+            if counts and all(s <= k - p for s, k, p in zip(strides, kernel, pads, strict=True)):
+                # at no size does a window begin behind the input, and one may end behind the padding
+                _spell_counted(node, source, kernel, strides, pads, [p + 1 for p in pads])
             return
         needed = [(m - 1) * s + k - p - n for n, m, s, k, p in zip(before, after, strides, kernel, pads, strict=True)]
     if divisor is None:
-        if ceil and counted and any(pads):
+        if counts:
             _spell_counted(node, source, kernel, strides, pads, needed)
         return
     if ceil:

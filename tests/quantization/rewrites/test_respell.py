@@ -263,6 +263,19 @@ def test_an_average_of_parts_of_windows_counts_what_there_is() -> None:
     assert [graph.graph.find_nodes(op="call_function", target=op)[0].args[4:] for op in ops] == [(True, False)] * 2
 
 
+@pytest.mark.parametrize("size", [5, 6, 7, 8, 9])
+def test_an_average_at_any_size_counts_padding_and_nothing_behind_it(size: int) -> None:
+    """Integer kernels count what a window has behind a padding: none is left to count one."""
+
+    def pooled(x: Tensor) -> Tensor:
+        return F.avg_pool2d(x, (5, 3), (3, 2), (2, 1), ceil_mode=True)
+
+    graph, x = capture(Written(pooled), X, axes=(2, 3)), torch.randn(3, X.shape[1], size, size)
+    torch.testing.assert_close(graph(x), pooled(x))
+    (node,) = graph.graph.find_nodes(op="call_function", target=aten.avg_pool2d.default)
+    assert node.args[3:] == ([0, 0], True, False)
+
+
 @settings(max_examples=12)
 @given(st.data())
 def test_any_turn_is_a_permutation(data: st.DataObject) -> None:
