@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 import types
+import warnings
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,14 @@ from qtool.errors import QtoolError, UsageError
 from qtool.launcher import Killed, launch
 
 RANK = "RANK"
+
+
+@pytest.fixture(autouse=True)
+def _filters_of_builtin_warnings_alone():
+    """Filters are sent along, and those that other tests' imports have made would have each process import torch."""
+    with warnings.catch_warnings():
+        warnings.filters[:] = [one for one in warnings.filters if one[2].__module__ == "builtins"]
+        yield
 
 
 def write_place(folder):
