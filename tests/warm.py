@@ -96,8 +96,22 @@ def command(*words: str) -> None:
     main.main(list(words), "qtool")
 
 
+def torchrun(*words: str) -> None:
+    """What ``python -m torch.distributed.run WORDS`` does, whose processes are new interpreters with the same path."""
+    from torch.distributed import run
+
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
+    run.main(list(words))
+
+
+def in_group(processes: Path, function: Callable[..., object], *arguments: Any) -> None:
+    """``function(*arguments)`` in the control group with the file ``processes``."""
+    processes.write_text(str(os.getpid()))
+    function(*arguments)
+
+
 def limited(limit: int, *words: str) -> None:
-    """The same, and no file may become larger than ``limit`` bytes, as on a disk with no more room."""
+    """What :func:`command` does, and no file may become larger than ``limit`` bytes, as on a disk with no more room."""
     import resource
 
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
