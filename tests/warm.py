@@ -11,9 +11,11 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import runpy
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
 from pathlib import Path
@@ -143,3 +145,10 @@ def script(code: str, *words: str) -> None:
     """What ``python -c CODE WORDS`` does."""
     sys.argv = ["-c", *words]
     exec(code, {"__name__": "__main__"})
+
+
+def script_file(file: Path) -> None:
+    """What ``python -W ignore FILE`` does."""
+    sys.path.insert(0, str(file.parent))
+    warnings.simplefilter("ignore")
+    runpy.run_path(str(file), run_name="__main__")
