@@ -2,18 +2,27 @@ import logging
 import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import time
 import types
+import warnings
 from pathlib import Path
 
 import pytest
+import warm
 
 from qtool.errors import QtoolError, UsageError
 from qtool.launcher import Killed, launch
 
 RANK = "RANK"
+
+
+@pytest.fixture(autouse=True)
+def _filters_of_builtin_warnings_alone():
+    """Filters are sent along, and those that other tests' imports have made would have each process import torch."""
+    with warnings.catch_warnings():
+        warnings.filters[:] = [one for one in warnings.filters if one[2].__module__ == "builtins"]
+        yield
 
 
 def write_place(folder):
@@ -143,14 +152,12 @@ qtool.train(model, spawned, epochs=1, device="cpu")
 def test_a_script_without_a_guard_is_told_of_it(tmp_path, work, where):
     """Its processes run it again; those of qtool's own say nothing."""
     (tmp_path / "script.py").write_text(SCRIPT + work)
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "script.py"], cwd=tmp_path, capture_output=True, text=True, check=False,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)},
-    )  # fmt: skip
-    last = done.stderr.strip().splitlines()[-1]
+    done = warm.Started(tmp_path / "said", warm.script_file, tmp_path / "script.py")
+    assert done.end() == 1
+    last = done.said().strip().splitlines()[-1]
     assert where in last
     assert "if __name__ == '__main__':" in last
-    assert done.stderr.count("Traceback") == 1 or work is LOADS
+    assert done.said().count("Traceback") == 1 or work is LOADS
 
 
 def test_what_only_a_notebook_defines_is_told_where_it_arrives(monkeypatch):

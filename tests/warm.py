@@ -11,9 +11,11 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import runpy
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
 from pathlib import Path
@@ -96,8 +98,22 @@ def command(*words: str) -> None:
     main.main(list(words), "qtool")
 
 
+def torchrun(*words: str) -> None:
+    """What ``python -m torch.distributed.run WORDS`` does, whose processes are new interpreters with the same path."""
+    from torch.distributed import run
+
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
+    run.main(list(words))
+
+
+def in_group(processes: Path, function: Callable[..., object], *arguments: Any) -> None:
+    """``function(*arguments)`` in the control group with the file ``processes``."""
+    processes.write_text(str(os.getpid()))
+    function(*arguments)
+
+
 def limited(limit: int, *words: str) -> None:
-    """The same, and no file may become larger than ``limit`` bytes, as on a disk with no more room."""
+    """What :func:`command` does, and no file may become larger than ``limit`` bytes, as on a disk with no more room."""
     import resource
 
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
@@ -129,3 +145,10 @@ def script(code: str, *words: str) -> None:
     """What ``python -c CODE WORDS`` does."""
     sys.argv = ["-c", *words]
     exec(code, {"__name__": "__main__"})
+
+
+def script_file(file: Path) -> None:
+    """What ``python -W ignore FILE`` does."""
+    sys.path.insert(0, str(file.parent))
+    warnings.simplefilter("ignore")
+    runpy.run_path(str(file), run_name="__main__")

@@ -126,11 +126,13 @@ def _start_ranges(prepared: Prepared, calibration: Iterable[Any], *, learned: bo
         fake.quantizing = False
         if isinstance(fake, FakeQuantizer):
             fake.averaging = None
-        elif learned:
+            continue
+        fake.observing = False  # its weight is the same for all samples: the first one has it looked at
+        if learned:
             fake.method = "mse"
     require_reached(prepared, calibrate(prepared.graph, calibration))
     for fake in fakes:
-        fake.quantizing = True
+        fake.observing = fake.quantizing = True
         if isinstance(fake, FakeQuantizer):
             fake.averaging = averaging[id(fake)]
             fake.calculate_qparams()  # raises where the data were not finite

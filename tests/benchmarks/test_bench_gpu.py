@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -37,7 +38,7 @@ def test_parts_are_measured_failures_told_and_what_is_missing_made_up_for(tmp_pa
     assert result["parts"]["rounding/adaround"]["quantize_seconds"] > 0
     for file in (tmp_path / "parts").iterdir():
         file.unlink()
-    assert bench_gpu.main(words) == 1  # gpu.json alone is enough to go on from
+    assert bench_gpu.main([*words[:-1], "create/on-device,rounding/adaround"]) == 0  # gpu.json alone is enough
     again = json.loads((tmp_path / "gpu.json").read_text())
     assert again["parts"]["rounding/adaround"] == result["parts"]["rounding/adaround"]
     options = argparse.Namespace(out=tmp_path, device="cpu", data=None, steps=None, quick=True)
@@ -157,25 +158,23 @@ def test_claims_are_judged_by_what_was_measured() -> None:
     assert len(bench_gpu.claims(parts)) == 14, "what was not fused is no measure of it"
 
 
-@pytest.mark.slow
+def tell_when_it_has_it(options: gpu_parts.Options, alone: bool) -> None:
+    with gpu_parts._device(options, alone=alone):
+        print(time.time(), flush=True)
+
+
 def test_what_is_timed_has_the_device_alone(tmp_path: Path) -> None:
     """One part at work holds the device for itself; one that tells no time would not wait for its like."""
     options = gpu_parts.Options(tmp_path, "cpu", None, None, True, 0)
-    script = (
-        "import sys, time, pathlib; sys.path[:0] = sys.argv[3:]; import gpu_parts as g\n"
-        "o = g.Options(pathlib.Path(sys.argv[1]), 'cpu', None, None, True, 0)\n"
-        "with g._device(o, alone=sys.argv[2] == 'alone'): print(time.time(), flush=True)"
-    )
-    path = [str(Path(gpu_parts.__file__).parent), *sys.path]
     started = {}
     with gpu_parts._device(options, alone=False):
         for kind in ("alone", "beside"):
-            started[kind] = subprocess.Popen([sys.executable, "-c", script, str(tmp_path), kind, *path],
-                                             stdout=subprocess.PIPE, text=True)  # fmt: skip
-        beside = float(started["beside"].communicate(timeout=100)[0])
-        time.sleep(5)
+            started[kind] = warm.Started(tmp_path / kind, tell_when_it_has_it, options, kind == "alone")
+        assert started["beside"].end() == 0
+        time.sleep(2)
         released = time.time()
-    alone = float(started["alone"].communicate(timeout=100)[0])
+    assert started["alone"].end() == 0
+    beside, alone = (float(started[kind].said()) for kind in ("beside", "alone"))
     assert beside < released < alone
 
 

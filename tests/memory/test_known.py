@@ -106,3 +106,18 @@ def test_a_model_that_computes_its_own_sizes_is_predicted(made: bool) -> None:
     assert model.parts.tolist() == [64, 32]
     measured = measure(Stages, batch, config, prepare=setup, loss=LOSS)
     assert predicted.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.02)
+
+
+def test_a_device_that_is_asked_for_is_seldom_an_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of all that reached the fake mode asked for one."""
+    seen: list[Any] = []
+    dispatch = FakeTensorMode.dispatch
+
+    def watched(self: FakeTensorMode, func: Any, *args: Any) -> Any:
+        seen.append(func)
+        return dispatch(self, func, *args)
+
+    monkeypatch.setattr(FakeTensorMode, "dispatch", watched)
+    config = TrainConfig(device="cpu", batch_size=4)
+    predict(lambda: nn.Linear(4, 2), (torch.randn(4, 4), torch.arange(4) % 2), config, prepare=setup, loss=LOSS)
+    assert seen.count(torch.ops.prim.device.default) < len(seen) / 5

@@ -18,7 +18,7 @@ from torch import nn
 import qtool
 from qtool.evaluate import sqnr_db
 from qtool.loop import fit
-from qtool.quantization import targets
+from qtool.quantization import observers, targets
 from qtool.quantization.learned import LearnedSteps
 from qtool.quantization.observers import clips_at
 from qtool.quantization.stage import quantize
@@ -183,6 +183,15 @@ def test_resumed_with_learned_steps_and_an_average_gives_the_same_bits(trained: 
     assert whole.ranges == again.ranges
     tuning = dataclasses.replace(tuning, ema=None)
     assert not torch.equal(made(tmp_path / "plain")(TEST), whole(TEST))
+
+
+def test_a_weights_range_is_looked_for_once(trained: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked, look = [], observers.weight_range
+    monkeypatch.setattr(observers, "weight_range", lambda weight, *args: looked.append(weight) or look(weight, *args))
+    quantize_ = partial(quantize, trained, QuantizeConfig(mode="qat"), example=TRAIN[:2], calibration=[TRAIN])
+    quantize_(tuning=config(step_size="learned"), qat=lambda *_: None)
+    assert len(TRAIN) > 8, "several micro-batches"
+    assert len(looked) == 6, "each of three, and again where it is converted"
 
 
 def test_training_starts_from_the_ranges_asked_for(trained: nn.Module) -> None:

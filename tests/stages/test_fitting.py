@@ -7,8 +7,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -37,9 +35,6 @@ from qtool.training import optimizers
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
 OPTIONS = {"device": "cpu", "max_steps": 6, "epochs": 9, "batch_size": 32, "checkpoint_every": 2, "grad_clip": None}
-
-
-ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
 
 
 class Picky(nn.Module):
@@ -490,16 +485,16 @@ def picky_in_one() -> nn.Module:
 @pytest.mark.slow
 def test_torchrun_starts_them_again_in_smaller_micro_batches(small_data: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1", "--standalone",
-        "-m", "qtool.cli", "train", "--model", f"{__file__}:picky_in_one", "--data", small_data, "--out", str(run),
-        "--device", "cpu", "--epochs", "9", "--max-steps", "6", "--batch-size", "32", "--checkpoint-every", "2",
-        "--memory-budget", "1GiB", "--strategy", "fsdp",
+    words = [
+        "--nproc-per-node", "2", "--max-restarts", "1", "--standalone", "-m", "qtool.cli", "train", "--model",
+        f"{__file__}:picky_in_one", "--data", small_data, "--out", str(run), "--device", "cpu", "--epochs", "9",
+        "--max-steps", "6", "--batch-size", "32", "--checkpoint-every", "2", "--memory-budget", "1GiB", "--strategy",
+        "fsdp", "--optimizer", "sgd", "--precision", "bf16-true",
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=ENVIRONMENT)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "training step 4: expected memory for it" in done.stderr
-    assert "it goes on in smaller micro-batches; last good checkpoint" in done.stderr
+    done = warm.Started(tmp_path / "said", warm.torchrun, *words)
+    assert done.end() == 0, done.said()[-3000:]
+    assert "training step 4: expected memory for it" in done.said()
+    assert "it goes on in smaller micro-batches; last good checkpoint" in done.said()
     result = json.loads((run / "train.json").read_text())
     assert len(result["history"]["losses"]) == 6
 

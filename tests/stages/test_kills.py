@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -16,14 +14,18 @@ from typing import Any
 
 import pytest
 import torch
+import warm
 from torch import nn
 
+from qtool import devices
 from qtool.control_groups import control_groups
+from qtool.options import make
+from qtool.recipe import TrainConfig
+from qtool.source import open_source
+from qtool.stages import choice
 
-ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
 LIMIT = 2500 * 2**20
-IN_GROUP = "import os, sys; open(sys.argv[1], 'w').write(str(os.getpid())); os.execv(sys.argv[2], sys.argv[2:])"
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "3")
+TORCHRUN = ("--standalone", "--nproc-per-node", "2", "--max-restarts", "3", "-m", "qtool")
 
 
 class Hungry(nn.Module):
@@ -44,7 +46,7 @@ def hungry() -> nn.Module:
     return Hungry()
 
 
-Run = Callable[..., subprocess.CompletedProcess[str]]
+Run = Callable[..., warm.Started]
 
 
 def _remove(folder: Path) -> None:
@@ -61,8 +63,8 @@ def _remove(folder: Path) -> None:
 
 
 @pytest.fixture
-def limited() -> Iterator[Run]:
-    """Runs a command of Python in a control group with ``LIMIT`` bytes."""
+def limited(tmp_path: Path) -> Iterator[Run]:
+    """Runs a function in a process of its own, to its end, in a control group with ``LIMIT`` bytes."""
     outer = next((group for group in control_groups("memory") if Path(group.folder).is_dir()), None)
     if outer is None:
         pytest.skip("no control groups")
@@ -75,19 +77,23 @@ def limited() -> Iterator[Run]:
             folder.rmdir()
         pytest.skip("no leave to make a control group")
 
-    def run(*words: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-c", IN_GROUP, str(folder / "cgroup.procs"), sys.executable, *words]
-        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=ENVIRONMENT)
+    def run(function: Callable[..., object], *arguments: Any) -> warm.Started:
+        return warm.Started(tmp_path / "said", warm.in_group, folder / "cgroup.procs", function, *arguments)
 
     yield run
     _remove(folder)
 
 
 def words(small_data: str, out: Path, batch_size: int) -> list[str]:
-    """Of a training that keeps to a budget, so that its micro-batches may be halved."""
+    """Of a training whose batch was found by itself, so that its micro-batches may be halved; no prediction is made."""
+    options = {"device": "cpu", "epochs": 9, "max_steps": 3, "batch_size": "auto"}
+    predicted = {"predicted_peak_bytes": 1, "limit_bytes": 1, "considered": [], "why": "it is given"}
+    told = {"asked": "--batch-size auto", "flags": f"--batch-size {batch_size}"}
+    inputs = open_source(f"{__file__}:hungry", small_data, seed=0).inputs
+    choice.record(out, make(TrainConfig, options), inputs, {"chosen": {"batch_size": batch_size}} | told | predicted)
     return [
-        "-m", "qtool", "train", "--model", f"{__file__}:hungry", "--data", small_data, "--out", str(out), "--device",
-        "cpu", "--epochs", "9", "--max-steps", "3", "--batch-size", str(batch_size), "--memory-budget", "8GiB",
+        "train", "--model", f"{__file__}:hungry", "--data", small_data, "--out", str(out), "--device", "cpu",
+        "--epochs", "9", "--max-steps", "3", "--batch-size", "auto",
     ]  # fmt: skip
 
 
@@ -99,9 +105,9 @@ def halvings(out: Path) -> Any:
 def test_a_run_alone_goes_on_in_smaller_micro_batches_when_it_is_given_again(
     limited: Run, small_data: str, tmp_path: Path
 ) -> None:
-    codes = [limited(*words(small_data, tmp_path, 32)).returncode for _ in range(2)]
-    assert codes == [-signal.SIGKILL, 0]
-    assert halvings(tmp_path) == 1
+    given = words(small_data, tmp_path / "run", 32)
+    assert [limited(warm.command, *given).end() for _ in range(2)] == [-signal.SIGKILL, 0]
+    assert halvings(tmp_path / "run") == 1
 
 
 @pytest.mark.slow
@@ -109,14 +115,20 @@ def test_a_run_alone_goes_on_in_smaller_micro_batches_when_it_is_given_again(
 def test_several_processes_go_on_by_themselves(
     limited: Run, small_data: str, tmp_path: Path, launcher: tuple[str, ...]
 ) -> None:
-    more = [] if launcher else ["--devices", "2"]
-    done = limited(*launcher, *words(small_data, tmp_path, 64), *more)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "out of memory; again" in done.stderr or "probably for lack of host memory" in done.stderr
-    assert halvings(tmp_path) == 1
+    run = tmp_path / "run"
+    given = words(small_data, run, 64)
+    # whoever starts them finds torch imported; they themselves are new interpreters
+    done = limited(warm.torchrun, *TORCHRUN, *given) if launcher else limited(warm.command, *given, "--devices", "2")
+    assert done.end() == 0, done.said()[-3000:]
+    assert "out of memory; again" in done.said() or "probably for lack of host memory" in done.said()
+    assert halvings(run) == 1
 
 
-@pytest.mark.slow
+def tell_free() -> None:
+    print(devices.memory_free(torch.device("cpu")), flush=True)
+
+
 def test_what_is_free_is_what_the_group_has_left(limited: Run) -> None:
-    done = limited("-c", "import torch; from qtool.devices import *; print(memory_free(torch.device('cpu')))")
-    assert LIMIT / 2 < int(done.stdout) < LIMIT
+    done = limited(tell_free)
+    assert done.end() == 0
+    assert LIMIT / 2 < int(done.said()) < LIMIT
