@@ -126,7 +126,7 @@ def _empty_like(value: Tensor) -> Tensor:
 
 
 def lays_out(graph: fx.Graph) -> bool:
-    """Whether the compiler lays images out channels-last in this graph, which it decides by its forward passes."""
+    """Whether the compiler lays images out channels-last in this graph: by its forward passes, as of 2.15 by all."""
     from torch._inductor.graph import GraphLowering
 
     return GraphLowering.decide_layout_opt(graph.owning_module, is_inference=False)  # type: ignore[arg-type]
