@@ -6,8 +6,9 @@ layer that was left in float because careful eight bits hurt it would lose more.
 pattern, so ``LeakyRelu`` with slope 1, which is the identity, is put behind the layer; the runtime runs it as the
 activation inside the float kernel.
 
-A softmax there becomes a table of exponentials whose sums in 32 bits overflow where the output's step is far below
-1/256, as between the convolutions over heads of EfficientFormerV2: every result is wrong. The same identity keeps it.
+A softmax there becomes a table of exponentials whose sums in 32 bits overflow before version 1.32 where the output's
+step is far below 1/256, as between the convolutions over heads of EfficientFormerV2: every result is wrong. The same
+identity keeps it.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 import numpy as np
 import onnx
 import onnx_ir as ir
+import onnxruntime
 import pytest
 from onnx import TensorProto
 from onnx.reference import ReferenceEvaluator
@@ -82,5 +83,6 @@ def test_a_softmax_of_small_steps_is_computed_in_float(tmp_path):
     for name, one in (("bare", model), ("guarded", other)):
         onnx.save(one, tmp_path / f"{name}.onnx")
         found[name] = OrtSession(tmp_path / f"{name}.onnx").run(feeds)[0]
-    assert np.abs(found["bare"] - wanted).max() > 20 * 8e-5  # without this, the pass has no reason to be
+    wrong = tuple(map(int, onnxruntime.__version__.split(".")[:2])) < (1, 32)  # which alone is why the pass is there
+    assert (np.abs(found["bare"] - wanted).max() > 20 * 8e-5) == wrong
     np.testing.assert_allclose(found["guarded"], wanted, atol=8.1e-5)
