@@ -111,7 +111,7 @@ def test_a_norm_that_would_not_gain_is_left_and_so_is_one_that_others_read() -> 
         parameter(given.graph, reader.args[1]).data.uniform_(-1, 1)
     assert best_alpha(given.graph, place, 255) is None
     alone = nn.Sequential(nn.LayerNorm(WIDTH), nn.GELU(), nn.Linear(WIDTH, 3)).eval()
-    with pytest.raises(Declined, match="no norm is read by integer linear layers alone"):
+    with pytest.raises(Declined, match="no norm is read by integer layers alone"):
         smooth(refused := subject(alone))
     assert refused.notes == ["smooth: 1 of 1 norms left as they are: gelu reads it"]
 
@@ -275,3 +275,42 @@ def test_what_a_few_samples_have_in_common_alone_is_no_reason() -> None:
         made = quantize(model, config, example=few, calibration=[few[:16], few[16:]])
         errors[algorithms] = sqnr_db(model(new), made(new))
     assert errors["smooth",] > errors[None] - 0.5
+
+
+class Turned(nn.Module):
+    """A norm over channels, which are moved to the front for a convolution."""
+
+    def __init__(self, rank: int, kernel: int, groups: int = 1) -> None:
+        super().__init__()
+        self.norm, self.rank = nn.LayerNorm(16), rank
+        conv = (nn.Conv1d, nn.Conv2d)[rank - 1]
+        self.conv = conv(16, 16, kernel, padding=kernel // 2, groups=groups)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        return self.conv(y.transpose(1, 2) if self.rank == 1 else y.permute(0, 3, 1, 2))
+
+
+@pytest.mark.parametrize(("rank", "kernel"), [(1, 1), (1, 3), (2, 1), (2, 3)])
+def test_a_norm_before_convolutions_is_smoothed_as_in_a_convnext(rank: int, kernel: int) -> None:
+    torch.manual_seed(0)
+    model = Turned(rank, kernel).eval()
+    with torch.no_grad():
+        model.norm.weight[[3, 7]] *= 60
+        model.conv.weight[:, [3, 7]] /= 60
+    batches = [torch.randn(16, *[6] * rank, 16) for _ in range(3)]
+    made = {
+        names: quantize(model, QuantizeConfig(algorithms=names), example=batches[0], calibration=batches[:2])
+        for names in ((), ("smooth",))
+    }
+    error = {names: sqnr_db(model(batches[2]), one(batches[2])) for names, one in made.items()}
+    assert error[("smooth",)] > error[()] + 10
+
+
+def test_convolutions_whose_weights_are_not_for_all_channels_are_strangers() -> None:
+    x = torch.randn(16, 6, 6, 16)
+    graph = float_form(Turned(2, 3, groups=2).eval(), x)
+    given = Subject(graph, graph, Placement(graph, get_target("ort-cpu")), [x])
+    with pytest.raises(Declined):
+        smooth(given)
+    assert given.notes == ["smooth: 1 of 1 norms left as they are: conv2d reads it"]

@@ -17,27 +17,29 @@ is left. Of few rows (a norm behind a pooling has one a sample) each quarter is 
 The factors are saved beside the ranges that were observed behind them, and taken from there where these are repeated.
 
 A norm is a layer norm, a root-mean-square norm, or a product with a stored number for each channel, as many models end
-the latter. Left out on purpose: layers behind anything else. Between two linear layers that is equalization's business
-(``equalize.py``), and behind a GELU nothing can be moved. So is a norm that a residual sum reads too (BERT).
+the latter. What reads it are linear layers and, where its channels are moved to the front (ConvNeXt), convolutions:
+each of their taps is judged like an output of its own. Left out on purpose: layers behind anything else. Between two
+linear layers that is equalization's business (``equalize.py``), and behind a GELU nothing can be moved. So is a norm
+that a residual sum reads too (BERT).
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
 from qtool.nested import first
-from qtool.quantization.algorithms.streams import unfit
+from qtool.quantization.algorithms.streams import groups_of, per_input, unfit
 from qtool.quantization.algorithms.subject import Declined, NothingToDo, Subject
 from qtool.quantization.algorithms.walk import interpret
-from qtool.quantization.capture import aten, parameter, set_parameter
+from qtool.quantization.capture import CONVOLUTIONS, aten, parameter, set_parameter
 from qtool.shapes import same_sizes
 
 SAMPLES = 128
@@ -50,13 +52,14 @@ HELD = 4
 GAIN = 0.98
 """The share of the error that has to be left for a change to be made."""
 _VECTORS: dict[Any, tuple[int, ...]] = {aten.layer_norm.default: (2, 3), aten.rms_norm.default: (2,)}
+_TURNS = (aten.permute.default, aten.transpose.int)
 _MOVES = (aten.reshape.default, aten.clone.default, aten.dropout.default, aten.contiguous.default)
 _PARTS = (aten.select.int, aten.slice.Tensor)
 
 
 @dataclass(eq=False)
 class Place:
-    """A norm, the linear layers that read it, the greatest integer of their weights, and what was seen of it."""
+    """A norm, the layers that read it, the greatest integer of their weights, and what was seen of it."""
 
     norm: Node
     readers: list[Node]
@@ -71,7 +74,7 @@ class Place:
 def smooth(subject: Subject) -> None:
     """Moves outlier channels out of every norm's output that gains by it, in place; notes how many and why not others.
 
-    Raises Declined where no norm is read by linear layers alone.
+    Raises Declined where no norm is read by linear layers and convolutions alone.
     """
     if subject.config.weights_only:
         raise NothingToDo("activations stay in float")
@@ -94,7 +97,7 @@ def _places(subject: Subject, found: Mapping[Node, Place | str]) -> tuple[list[P
         subject.note(f"smooth: {count} of {len(norms)} norms left as they are: {reason}")
     places = [place for norm in norms if not told[norm] and isinstance(place := found[norm], Place)]
     if not places:
-        raise Declined("no norm is read by integer linear layers alone")
+        raise Declined("no norm is read by integer layers alone")
     return places, len(norms)
 
 
@@ -137,7 +140,7 @@ def place_of(norm: Node) -> Place | str:
     if norm.target in _VECTORS and len(norm.args[1]) != 1:  # type: ignore[arg-type]
         return "it normalises several dimensions"
     readers: list[Node] = []
-    if (stranger := _gather(norm, norm.meta["val"].shape[-1], readers)) is not None:
+    if (stranger := _gather(norm, norm.meta["val"].dim() - 1, readers)) is not None:
         name = "the graph's output" if stranger.op == "output" else str(stranger.target).removeprefix("aten.")
         return f"{name.partition('.')[0]} reads it"
     reasons = (unfit([a for a in reader.args[1:3] if a is not None]) for reader in readers)
@@ -163,26 +166,48 @@ def _vectors(node: Node) -> tuple[int, ...]:
     return (stored.index(True),) if sum(stored) == 1 else ()
 
 
-def _gather(node: Node, width: int, readers: list[Node]) -> Node | None:
-    """Collects the linear layers that read ``node``, through moves that keep its last dimension; the first stranger."""
+def _gather(node: Node, axis: int, readers: list[Node]) -> Node | None:
+    """Collects the layers that read a node's channels, which lie along ``axis``, through moves; the first stranger."""
     for user in node.users:
-        if user.target is aten.linear.default and user.args[0] is node:
+        if user.args[0] is node and _reads(user, axis):
             readers.append(user)
         elif user.target is aten.sym_size.int:  # which reads no values
             continue
-        elif not _keeps_channels(user, width):
+        elif (moved := _moved(user, axis)) is None:
             return user
-        elif (stranger := _gather(user, width, readers)) is not None:
+        elif (stranger := _gather(user, moved, readers)) is not None:
             return stranger
     return None
 
 
-def _keeps_channels(node: Node, width: int) -> bool:
-    """Whether a node only moves the rows of a tensor of channels, or takes some of them."""
+def _reads(layer: Node, axis: int) -> bool:
+    """Whether a layer's weights are for channels that lie along this axis of its input."""
+    rank = _shape(layer.args[0]) if layer.target in (aten.linear.default, *CONVOLUTIONS[:3]) else ()
+    if layer.target is aten.linear.default:
+        return axis == len(rank) - 1
+    return bool(rank) and axis == len(rank) - len(_shape(layer.args[1])) + 1 and groups_of(layer) == 1
+
+
+def _moved(node: Node, axis: int) -> int | None:
+    """Where a node that only moves a tensor's rows, or takes some of them, leaves its channels; None for any other."""
+    if node.target not in (*_PARTS, *_TURNS, *_MOVES):
+        return None
+    before, after = _shape(node.args[0]), _shape(node)
     if node.target in _PARTS:
-        dim = node.args[1] if len(node.args) > 1 else 0
-        return dim not in (-1, len(node.args[0].meta["val"].shape) - 1)  # type: ignore[union-attr]
-    return node.target in _MOVES and same_sizes(node.meta["val"].shape[-1:], [width])
+        dim = cast(int, node.args[1] if len(node.args) > 1 else 0) % len(before)
+        return None if dim == axis else axis - (len(after) < len(before) and dim < axis)
+    if node.target in _TURNS:
+        turn = cast(Callable[..., Tensor], node.target)
+        return turn(torch.empty(tuple(range(len(before))), device="meta"), *node.args[1:]).shape.index(axis)
+    if node.target is aten.reshape.default:
+        kept = axis == len(before) - 1 and same_sizes(after[-1:], before[-1:])
+        return len(after) - 1 if kept else None
+    return axis
+
+
+def _shape(node: Any) -> torch.Size:
+    shape: torch.Size = node.meta["val"].shape
+    return shape
 
 
 class _Observe(Interpreter):
@@ -219,7 +244,7 @@ def _observe(subject: Subject, places: list[Place]) -> None:
 def factors(graph: GraphModule, place: Place, alpha: float) -> Tensor:
     """s of each channel, scaled to a geometric mean of 1; 1 where a channel or its weights are all zero."""
     values = torch.maximum(place.high, -place.low)
-    weights = torch.stack([_weight(graph, reader).abs().amax(0) for reader in place.readers]).amax(0)
+    weights = torch.stack([_weight(graph, reader).abs().amax((0, 1)) for reader in place.readers]).amax(0)
     used = (values > 0) & (weights > 0)
     logs = torch.where(used, alpha * values.log() - (1 - alpha) * weights.log(), 0.0)
     logs = torch.where(used, logs - logs[used].mean() if bool(used.any()) else 0.0, 0.0)
@@ -259,8 +284,11 @@ def output_error(graph: GraphModule, place: Place, scales: Tensor, levels: int) 
     total = 0.0
     for reader in place.readers:
         weight = _weight(graph, reader)
-        own = (weight * scales).abs().amax(1, keepdim=True).clamp(min=1e-30) / place.qmax
-        wanted, got = x @ weight.T, rounded @ ((weight * scales / own).round() * own).T
+        own = (weight * scales).abs().amax((1, 2), keepdim=True).clamp(min=1e-30) / place.qmax
+        wanted, got = (
+            rows @ taps.flatten(0, 1).T
+            for rows, taps in ((x, weight), (rounded, (weight * scales / own).round() * own))
+        )
         total += float((wanted - got).var(0).sum() / wanted.var(0).sum().clamp(min=1e-30))
     return total
 
@@ -276,10 +304,13 @@ def apply(graph: GraphModule, place: Place, scales: Tensor) -> None:
     for reader in place.readers:
         stored = reader.args[1]
         assert isinstance(stored, Node)
-        set_parameter(graph, str(stored.target), _weight(graph, reader) * scales)
+        weight = parameter(graph, stored)
+        assert weight is not None
+        set_parameter(graph, str(stored.target), weight * per_input(weight, reader, scales))
 
 
 def _weight(graph: GraphModule, reader: Node) -> Tensor:
+    """A layer's weight: outputs × taps × inputs."""
     weight = parameter(graph, reader.args[1])
     assert weight is not None
-    return weight
+    return weight.flatten(2).transpose(1, 2) if weight.dim() > 2 else weight[:, None]
