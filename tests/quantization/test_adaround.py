@@ -292,10 +292,12 @@ def test_queries_keys_and_values_are_learned_although_samples_are_not_first_behi
     """Attention written as ``qkv(x).reshape(n, l, 3, h, d).permute(2, 0, 3, 1, 4).unbind(0)``, batches of two sizes."""
     config = QuantizeConfig(algorithms=("adaround",), rounding_steps=50, weight_bits=4, edge_bits=4)
     batches = [images(24, 48), images(16, 48, seed=1)]
-    model = quantize(hard_transformer(), config, example=batches[0], calibration=batches)
+    float_model = hard_transformer()
+    del float_model.layers[2:]
+    model = quantize(float_model, config, example=batches[0], calibration=batches)
     undone = [note.split(": ")[-1].split(", ") for note in model.plan.notes if "undone" in note]
-    assert sum("qkv" in name for names in undone for name in names) < 3  # of 4
-    assert f"adaround: learned the rounding of {18 - sum(map(len, undone))} of 18 regions" in model.plan.notes
+    assert sum("qkv" in name for names in undone for name in names) < 2  # of 2
+    assert f"adaround: learned the rounding of {10 - sum(map(len, undone))} of 10 regions" in model.plan.notes
 
 
 def test_samples_are_taken_along_the_dimension_that_counts_them() -> None:

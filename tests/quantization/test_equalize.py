@@ -26,7 +26,7 @@ from qtool.quantization.algorithms.equalize import NoiseModel, Seen, equalize, o
 from qtool.quantization.algorithms.streams import find_streams
 from qtool.quantization.algorithms.verify import parted
 from qtool.quantization.capture import copied, parameter
-from qtool.quantization.float_form import float_form
+from qtool.quantization.float_form import FloatForms, float_form
 from qtool.quantization.placement import Placement
 from qtool.quantization.rewrites.norms import write_norms
 from qtool.quantization.stage import quantize
@@ -65,9 +65,10 @@ def test_any_net_computes_the_same_afterwards(net) -> None:
 @pytest.mark.parametrize("activation", [nn.ReLU, nn.ReLU6])
 def test_channels_of_unlike_size_no_longer_hurt(activation: type[nn.Module]) -> None:
     model, test = hard_mobilenet(activation), images(128, seed=9)
-    found = {}
+    found, forms = {}, FloatForms(model)
     for algorithms in (None, ("equalize",)):
-        quantized = quantize(model, QuantizeConfig(algorithms=algorithms), example=BATCHES[0], calibration=BATCHES)
+        config = QuantizeConfig(algorithms=algorithms)
+        quantized = quantize(model, config, example=BATCHES[0], calibration=BATCHES, forms=forms)
         with torch.no_grad():
             found[algorithms] = sqnr_db(model(test), quantized(test))
             assert torch.equal(quantized.float_graph(test), model(test))  # the reference is the user's model
@@ -363,27 +364,29 @@ def test_what_was_changed_is_repeated_with_the_ranges_that_belong_to_it(tmp_path
             return self.net(x) + self.second(self.first(x)).mean((2, 3))
 
     model, path, test = Levels().eval(), tmp_path / "ranges.json", images(16, seed=3)
-    config = QuantizeConfig(algorithms=("equalize",))
-    form = quantize(model, config, example=BATCHES[0], calibration=BATCHES)
+    config, forms = QuantizeConfig(algorithms=("equalize",)), FloatForms(model)
+    form = quantize(model, config, example=BATCHES[0], calibration=BATCHES, forms=forms)
     assert [note for note in form.plan.notes if "and shifted" in note and "shifted 0" not in note]
     path.write_text(json.dumps(form.ranges))
     again = dataclasses.replace(config, ranges_from=str(path))
     for others in ([], [torch.zeros_like(BATCHES[0])]):
-        made = quantize(model, again, example=BATCHES[0], calibration=others)
+        made = quantize(model, again, example=BATCHES[0], calibration=others, forms=forms)
         assert torch.equal(made(test), form(test))
         assert made.ranges == json.loads(path.read_text())
         assert any(note.startswith("equalize: as saved with the ranges in ") for note in made.plan.notes)
     for changed in ({"algorithms": ("bias",)}, {"algorithms": None}, {"engine": "torch.ao"}, {"mode": "qat"}):
+        changed_config = dataclasses.replace(again, **changed)
         with pytest.raises(UsageError, match="--ranges-from: expected equalize among --algorithms"):
-            quantize(model, dataclasses.replace(again, **changed), example=BATCHES[0], qat=lambda *_: None)
+            quantize(model, changed_config, example=BATCHES[0], qat=lambda *_: None, forms=forms)
 
 
 def test_ranges_that_were_not_equalized_are_not_equalized_when_they_are_repeated(tmp_path: pathlib.Path) -> None:
     model, path = hard_mobilenet(nn.ReLU), tmp_path / "ranges.json"
-    plain = quantize(model, QuantizeConfig(algorithms=None), example=BATCHES[0], calibration=BATCHES)
+    forms = FloatForms(model)
+    plain = quantize(model, QuantizeConfig(algorithms=None), example=BATCHES[0], calibration=BATCHES, forms=forms)
     path.write_text(json.dumps(plain.ranges))
     config = QuantizeConfig(algorithms=("equalize",), ranges_from=str(path))
-    made = quantize(model, config, example=BATCHES[0], calibration=BATCHES)
+    made = quantize(model, config, example=BATCHES[0], calibration=BATCHES, forms=forms)
     assert "equalize: as saved with the ranges in 0 of 10 paths" in made.plan.notes
     assert torch.equal(made(BATCHES[0]), plain(BATCHES[0]))
 

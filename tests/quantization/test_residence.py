@@ -33,7 +33,7 @@ def tensors_of(made: stage.Converted) -> dict[str, Tensor]:
 
 def test_passes_on_a_device_leave_what_they_leave_on_the_cpu(there: None) -> None:
     torch.manual_seed(0)
-    layers = conv_bn(3, 8, 3), nn.ReLU(), Bottleneck(8, 4, 1, 8), *pooled_classifier(8, 4)
+    layers = conv_bn(3, 4, 3), nn.ReLU(), Bottleneck(4, 2, 1, 4), *pooled_classifier(4, 3)
     model, batches = settled(nn.Sequential(*layers), 8), [torch.randn(6, 3, 8, 8), torch.randn(5, 3, 8, 8)]
     names = ("equalize", "gptq", "brecq", "renorm", "analytic-bias", "bias")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from typing import Any
 
@@ -14,11 +15,15 @@ from torch import Tensor, nn
 from qtool.errors import QtoolError, UsageError
 from qtool.form import QuantizedModel
 from qtool.quantization import second_order
+from qtool.quantization.float_form import FloatForms
 from qtool.quantization.sensitivity import Sensitivities
 from qtool.quantization.stage import quantize, sensitivities
 from qtool.recipe import QuantizeConfig
 
 X = torch.randn(20, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+
+forms = functools.cache(FloatForms)
+"""A model captured once for all that is made of it here; nothing changes one."""
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +39,7 @@ def net() -> nn.Module:
 @pytest.fixture(scope="module")
 def form(net: nn.Module) -> QuantizedModel:
     """The net, quantized by default. Tests change nothing of it."""
-    return quantize(net, QuantizeConfig(), example=X, calibration=[X])
+    return quantize(net, QuantizeConfig(), example=X, calibration=[X], forms=forms(net))
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +55,7 @@ def guessed(net: nn.Module) -> Sensitivities:
 
 
 def measured(model: nn.Module, x: Any = X, **options: Any) -> Sensitivities:
-    found = sensitivities(model, QuantizeConfig(**options), example=x, calibration=[x])
+    found = sensitivities(model, QuantizeConfig(**options), example=x, calibration=[x], forms=forms(model))
     found.measure([x])
     return found
 
@@ -58,7 +63,7 @@ def measured(model: nn.Module, x: Any = X, **options: Any) -> Sensitivities:
 def alone(model: nn.Module, *names: str, **options: Any) -> QuantizedModel:
     """The model with only the units of these names quantized, by overrides."""
     config = QuantizeConfig(overrides=dict.fromkeys(names, "int8") | {"*": "float"}, **options)
-    return quantize(model, config, example=X, calibration=[X])
+    return quantize(model, config, example=X, calibration=[X], forms=forms(model))
 
 
 def errors(reference: Tensor, other: Tensor) -> tuple[float, float]:
@@ -90,7 +95,7 @@ def test_kl_of_tokens_and_of_pixels_is_the_mean_over_a_sample(shape: str, kind: 
     net = nn.Sequential(*body, *([nn.Flatten(2), Turned()] if shape == "tokens" else []))
     config, first = QuantizeConfig(ranges="minmax", algorithms=(), sensitivity=kind), net.eval()(X)
     classes = first.argmax(-1 if shape == "tokens" else 1)
-    found = sensitivities(net, config, example=X, calibration=[X], targets=classes)
+    found = sensitivities(net, config, example=X, calibration=[X], targets=classes, forms=forms(net))
     found.measure([X])
     one = alone(net, "0", ranges="minmax", algorithms=())
     with torch.no_grad():
@@ -101,7 +106,7 @@ def test_kl_of_tokens_and_of_pixels_is_the_mean_over_a_sample(shape: str, kind: 
     assert told["kl"] == pytest.approx(errors(z, y)[1], rel=0.05 if kind == "exact" else 0.5)
     if kind == "exact":
         assert told["agreement"] == pytest.approx((z.argmax(1) == y.argmax(1)).double().mean().item(), abs=0.002)
-    unknown = sensitivities(net, config, example=X, calibration=[X])
+    unknown = sensitivities(net, config, example=X, calibration=[X], forms=forms(net))
     unknown.measure([X[:2]])
     assert unknown.results()[0]["kl"] is None
 
@@ -136,9 +141,9 @@ def test_the_worst_comes_first_and_every_integer_unit_is_there(form: QuantizedMo
 
 def test_a_stopped_measurement_goes_on_to_the_same_bits(net: nn.Module, exact: Sensitivities) -> None:
     config, states = QuantizeConfig(), []
-    first = sensitivities(net, config, example=X, calibration=[X])
+    first = sensitivities(net, config, example=X, calibration=[X], forms=forms(net))
     first.measure([X], samples=8, after=lambda state: states.append(json.dumps(state)))
-    again = sensitivities(net, config, example=X, calibration=[X], state=json.loads(states[0]))
+    again = sensitivities(net, config, example=X, calibration=[X], state=json.loads(states[0]), forms=forms(net))
     again.measure([X])
     assert json.loads(states[0])["num_samples"] == 8
     assert again.state == exact.state
@@ -214,11 +219,11 @@ def test_whole_numbers_are_judged_by_how_many_differ() -> None:
 def test_what_cannot_be_measured_is_refused(net: nn.Module) -> None:
     with pytest.raises(UsageError, match="sensitivity: expected mode 'ptq'"):
         sensitivities(net, QuantizeConfig(mode="qat"), example=X, calibration=[X])
-    found = sensitivities(net, QuantizeConfig(), example=X, calibration=[X])
+    found = sensitivities(net, QuantizeConfig(), example=X, calibration=[X], forms=forms(net))
     with pytest.raises(QtoolError, match="at least one sample"):
         found.measure([])
     with pytest.raises(QtoolError, match="a measurement of these units; got one of others"):
-        sensitivities(net, QuantizeConfig(), example=X, calibration=[X], state={"units": {"x": {}}})
+        sensitivities(net, QuantizeConfig(), example=X, calibration=[X], state={"units": {"x": {}}}, forms=forms(net))
 
 
 @pytest.mark.parametrize("options", [{}, {"weights_only": True, "weight_bits": 4}])
@@ -255,20 +260,25 @@ def test_the_estimate_finds_the_unit_that_is_known_to_be_bad() -> None:
 
 def test_the_estimate_goes_on_to_the_same_bits_and_from_no_other_kind(net: nn.Module, guessed: Sensitivities) -> None:
     config, states = QuantizeConfig(sensitivity="second-order"), []
-    first = sensitivities(net, config, example=X, calibration=[X])
+    first = sensitivities(net, config, example=X, calibration=[X], forms=forms(net))
     first.measure([X], samples=8, after=lambda state: states.append(json.loads(json.dumps(state))))
-    again = sensitivities(net, config, example=X, calibration=[X], state=states[0])
+    again = sensitivities(net, config, example=X, calibration=[X], state=states[0], forms=forms(net))
     again.measure([X])
     assert again.state == guessed.state
     with pytest.raises(QtoolError, match="a measurement of these units; got one of others"):
-        sensitivities(net, QuantizeConfig(sensitivity="exact"), example=X, calibration=[X], state=guessed.state)
+        sensitivities(
+            net, QuantizeConfig(sensitivity="exact"), example=X, calibration=[X], state=guessed.state, forms=forms(net)
+        )
 
 
 def test_left_open_it_is_the_time_that_decides(
     net: nn.Module, guessed: Sensitivities, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def kind(state: Any = None) -> str:
-        return sensitivities(net, QuantizeConfig(), example=X, calibration=[X], samples=20, state=state).kind
+        found = sensitivities(
+            net, QuantizeConfig(), example=X, calibration=[X], samples=20, state=state, forms=forms(net)
+        )
+        return found.kind
 
     assert kind() == "exact"
     monkeypatch.setattr(second_order, "SLOW", 0.0)
@@ -303,7 +313,7 @@ def test_tables_and_recurrent_layers_are_measured_too(cell: type[nn.RNNBase]) ->
     for name in ("words", "rnn"):
         wanted = found[name]
         config = QuantizeConfig(overrides={name: "int8"} | {"*": "float"}, algorithms=None)
-        one = quantize(model, config, example=ids, calibration=[ids])
+        one = quantize(model, config, example=ids, calibration=[ids], forms=forms(model))
         with torch.no_grad():
             pieces = [one(ids[start : start + 8]) for start in (0, 8)]  # an LSTM's ranges are its batch's
             assert wanted == pytest.approx(errors(model(ids), torch.cat(pieces))[0], abs=0.01)

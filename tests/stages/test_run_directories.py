@@ -355,8 +355,8 @@ def test_a_training_killed_by_sigkill_resumes_to_the_same_bits(
     else:
         qtool.train(small_net, small_data, out=tmp_path / "float", max_steps=4)
         words, file = ["quantize", str(tmp_path / "float"), "--mode", "qat"], "ranges.json"
-        words += ["--step-size", "learned", "--ema", "0.99"]
-    words += ["--epochs", "2", "--batch-size", "8", "--checkpoint-every", "5", "--quiet"]
+        words += ["--step-size", "learned", "--ema", "0.99", "--ranges", "minmax"]
+    words += ["--epochs", "2" if mode == "train" else "1", "--batch-size", "8", "--checkpoint-every", "5", "--quiet"]
     calm, killed = tmp_path / "calm", tmp_path / "killed"
     undisturbed = in_process(*words, "--out", str(calm))
     assert undisturbed.exit_code == 0, undisturbed.stderr
@@ -365,7 +365,7 @@ def test_a_training_killed_by_sigkill_resumes_to_the_same_bits(
         """Its checkpoints, without what is being written or was left half written."""
         return {p.name for p in killed.glob("checkpoints/step-*")}
 
-    for kill in (1, 2):
+    for kill in (1, 2) if mode == "train" else (1,):
         process, before = warm.Started(tmp_path / f"said {kill}", warm.command, *words, "--out", str(killed)), whole()
         process.wait_for(lambda before=before: whole() - before)
         process.kill()
