@@ -42,11 +42,11 @@ class Scores:
 
     ``structure`` is what the model's outputs are packed in, any tensors in the places of its own; without it a single
     output is taken as it is, and several as a tuple. Where the task cannot judge them nothing more is added, and
-    ``failure`` says why.
+    ``failure`` says why. ``apart`` says why the metric that decides has no interval, where that is the task's doing.
     """
 
     def __init__(self, task: Task, structure: Any = None) -> None:
-        self.task, self.structure, self.failure = task, structure, ""
+        self.task, self.structure, self.failure, self.apart = task, structure, "", ""
         self._unknown = False
         self._sums: dict[str, evaluate.Sums] = {}
         self._alone: dict[str, list[tuple[paired.Sums, torch.Tensor]]] | None = {}
@@ -116,7 +116,8 @@ class Scores:
         for name, own in sums.items():
             try:
                 told, made = (means.get(metric, math.nan) for means in (found[name], samples.means(own)))
-                if not math.isclose(told, made, rel_tol=1e-4, abs_tol=1e-9):
+                if not paired.is_alike(told, made):
+                    self.apart = f"{metric} has no interval: it is {told:.3g} in batches and {made:.3g} sample by sample"
                     return
                 if name == reference:
                     continue

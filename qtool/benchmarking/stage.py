@@ -248,6 +248,8 @@ def _measure_accuracy(
     told += [text for name in halves if (text := far_sentence(name, reference, variants[name].get("accuracy", {})))]
     if scores is not None and scores.failure:
         told.append(f"the task's metrics were not measured: {scores.failure}")
+    if scores is not None and scores.apart:
+        told.append(scores.apart)
     return told
 
 

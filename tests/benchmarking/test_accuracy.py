@@ -358,6 +358,7 @@ def test_what_is_no_sum_of_samples_is_measured_without_an_interval(task, session
     found = scores.results("fp32")
     assert not scores.failure
     assert all(entry["metrics"]["margin"] > 0 and "metric_change_ci95" not in entry for entry in found.values())
+    assert ("margin has no interval: it is " in scores.apart) == (type(task) is Apart)
 
 
 def test_outputs_of_an_unknown_structure_are_a_tensor_or_a_tuple_of_them():
