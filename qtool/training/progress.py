@@ -40,6 +40,7 @@ def describe(at: Progress) -> str:
     'epoch 1 loss 3.123e-05 rate 0.002 0 bytes'
     """
     memory = bytes_told(at.memory_bytes)
-    parts = [f"epoch {at.epoch + 1}", f"loss {at.loss:z.4g}", f"rate {at.learning_rate:.2g}", memory]
+    loss = f"{at.loss:.4g}" if 1e-8 < abs(at.loss) < 0.01 else f"{at.loss:z.4f}"
+    parts = [f"epoch {at.epoch + 1}", f"loss {loss}", f"rate {at.learning_rate:.2g}", memory]
     judged, name = at.metrics.get(f"validation_{at.metric}"), "validation loss" if at.metric == "loss" else at.metric
     return " ".join(parts if judged is None else [*parts, f"{name} {judged:z.3g}"])
