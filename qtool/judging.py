@@ -65,7 +65,10 @@ def rehearse(setup: Setup, train: Any, parts: Mapping[str, Any], size: int, task
     restore = checkpoint.restorer(setup.model, setup.model.buffers(), own)
     try:
         with torch.compiler.set_stance("force_eager"):
-            return {name: _rehearsed(setup, train, name, part, size, task) for name, part in parts.items()}
+            return {
+                name: _rehearsed(setup, train, name, part, size, task, i == 0)
+                for i, (name, part) in enumerate(parts.items())
+            }
     finally:
         restore()
 
@@ -94,9 +97,9 @@ def rehearse_smallest(
         restore()
 
 
-def _rehearsed(setup: Setup, train: Any, name: str, part: Any, size: int, task: Task) -> set[str] | None:
+def _rehearsed(setup: Setup, train: Any, name: str, part: Any, size: int, task: Task, tell: bool) -> set[str] | None:
     try:
-        return _first(setup, part, size, task)
+        return _first(setup, part, size, task, tell=tell)
     except OutOfMemory:
         raise
     except QtoolError as error:
@@ -105,12 +108,12 @@ def _rehearsed(setup: Setup, train: Any, name: str, part: Any, size: int, task: 
         raise type(error)(f"{error.where}, on {name} data", error.expected, error.got, error.do) from error
 
 
-def _first(setup: Setup, part: Any, size: int, task: Task) -> set[str] | None:
+def _first(setup: Setup, part: Any, size: int, task: Task, *, tell: bool = False) -> set[str] | None:
     held = list(itertools.islice(_batches(setup, part, size), 1))
     outputs = [setup.predict(value) for value, _ in held]
     names = metrics_in(lambda _: outputs[0], held, task)
-    for output, (_, target) in zip(outputs, held, strict=True):
-        _tell_what_is_no_sum(task, output, target)
+    if outputs and tell:
+        _tell_what_is_no_sum(task, outputs[0], held[0][1])
     return names
 
 
@@ -151,7 +154,7 @@ def _shapes(output: Any, target: Any) -> str:
         return ""
     if output.numel() != target.numel():
         return ""
-    return f", and give outputs {tuple(output.shape)} and targets {tuple(target.shape)} one shape"
+    return f", and mind that outputs are {tuple(output.shape)} and targets {tuple(target.shape)}"
 
 
 def _takes(setup: Setup, train: Any, task: Task) -> bool:

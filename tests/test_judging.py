@@ -114,7 +114,7 @@ def test_what_is_no_sum_over_samples_is_told_before_the_first_step(loss, metrics
         warnings.simplefilter("always")
         with setup(make_model(), config()) as made:
             train = make_data().train
-            judging.rehearse(made, train, {"test": train}, 8, Stretched(loss, metrics))
+            judging.rehearse(made, train, {"validation": train, "test": train}, 8, Stretched(loss, metrics))
     found = [str(each.message) for each in seen if "no sum over samples" in str(each.message)]
     assert len(found) == (told is not None)
     assert all(f"its {told} of a batch" in each for each in found)
