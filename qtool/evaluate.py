@@ -33,6 +33,7 @@ from qtool.data import batches
 from qtool.errors import QtoolError
 from qtool.intervals import mean_interval, paired_interval
 from qtool.labels import IGNORED
+from qtool.nested import tensors
 from qtool.tasks import Task, finished, is_undefined, loss_of, metrics_of, weight_of
 from qtool.units import many
 
@@ -132,16 +133,29 @@ def class_axis(output: Tensor, targets: Any = None, *, asked: bool = False) -> i
     N×C are logits. Of more axes the last is taken (N×T×C, tokens), or the second (N×C×H×W, pixels), where ``targets``
     are class indices that have all the others; without such targets only where it is ``asked`` for, as a contract does:
     then pixels are what has four axes and more. The first axis is not compared. Where ``targets`` are a number for each
-    of the output's (a regression, several labels at once), which share of a sum they are is nobody's question.
+    of the output's (a regression, several labels at once), which share of a sum they are is nobody's question. Nor is
+    it where they are other numbers (a mean and its spread are learned from one), or several targets (one for each head)
+    of which none is classes of this output, unless it is ``asked`` for.
     """
+    if several := [] if isinstance(targets, Tensor | list) else list(tensors(targets)):  # a list is of samples
+        told = next((axis for each in several if (axis := _told_axis(output, each)) is not None), None)
+        return class_axis(output, asked=True) if told is None and asked else told
     if not output.is_floating_point() or output.dim() < 2 or _are_numbers(targets, output):
         return None
     last, behind = output.dim() - 1, tuple(output.shape[1:])
     told = isinstance(targets, Tensor) and not targets.is_floating_point()
     fits = [axis for axis in (last, 1) if told and tuple(targets.shape[1:]) == behind[: axis - 1] + behind[axis:]]
-    guess = [1] if last == 1 or (asked and last > 2) else [2] if asked else []
+    numbers = isinstance(targets, Tensor) and targets.is_floating_point() and targets.shape != output.shape
+    guess = [1] if (last == 1 and not numbers) or (asked and last != 2) else [2] if asked else []
     axis = next(iter(fits if last > 1 and fits else guess), None)
     return axis if axis is not None and output.shape[axis] > 1 else None
+
+
+def _told_axis(output: Tensor, target: Tensor) -> int | None:
+    """The axis that counts classes where ``target`` is class indices of ``output``, or shares of its classes."""
+    axis = class_axis(output, target)
+    told = axis is not None and (target.shape == output.shape or are_classes(target, output, axis))
+    return axis if told else None
 
 
 def _are_numbers(targets: Any, output: Tensor) -> bool:

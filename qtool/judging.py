@@ -6,6 +6,9 @@ when all are over. So would batch-norm to which the last batch leaves a single s
 What one batch cannot show is left to the whole: memory that a smaller micro-batch would need less of, and a ``finish``
 that cannot compute with what an untrained model gets right in one batch (0/0).
 
+It also tells of a task that returns means, or whose output and target have shapes that PyTorch stretches to each other
+(N×1 and N): what it makes of a batch is then far from what it makes of the batch's halves.
+
 A rehearsal leaves no trace in generators and buffers. Compiled models run uncompiled in it, since what is compiled
 first decides what is compiled next. It takes less memory than the judging that it stands for: no gradients are there,
 and no optimizer states.
@@ -21,16 +24,20 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from qtool import checkpoint, processes
 from qtool.data import batches
 from qtool.errors import OutOfMemory, QtoolError, QtoolWarning, UsageError
 from qtool.evaluate import evaluate, metrics_in, shared_batches
 from qtool.generators import own_generators
+from qtool.nested import cut, num_samples
 from qtool.order import Batches
 from qtool.step import Setup, Step
-from qtool.tasks import Task
+from qtool.tasks import Task, loss_of, metrics_of
+
+APART = 0.25
+"""How far the sums over a batch may be from those over its halves, as a share of the greatest, before it is told."""
 
 
 def judge(setup: Setup, name: str, part: Any, size: int, task: Task) -> dict[str, float]:
@@ -58,7 +65,10 @@ def rehearse(setup: Setup, train: Any, parts: Mapping[str, Any], size: int, task
     restore = checkpoint.restorer(setup.model, setup.model.buffers(), own)
     try:
         with torch.compiler.set_stance("force_eager"):
-            return {name: _rehearsed(setup, train, name, part, size, task) for name, part in parts.items()}
+            return {
+                name: _rehearsed(setup, train, name, part, size, task, i == 0)
+                for i, (name, part) in enumerate(parts.items())
+            }
     finally:
         restore()
 
@@ -87,9 +97,9 @@ def rehearse_smallest(
         restore()
 
 
-def _rehearsed(setup: Setup, train: Any, name: str, part: Any, size: int, task: Task) -> set[str] | None:
+def _rehearsed(setup: Setup, train: Any, name: str, part: Any, size: int, task: Task, tell: bool) -> set[str] | None:
     try:
-        return _first(setup, part, size, task)
+        return _first(setup, part, size, task, tell=tell)
     except OutOfMemory:
         raise
     except QtoolError as error:
@@ -98,8 +108,53 @@ def _rehearsed(setup: Setup, train: Any, name: str, part: Any, size: int, task: 
         raise type(error)(f"{error.where}, on {name} data", error.expected, error.got, error.do) from error
 
 
-def _first(setup: Setup, part: Any, size: int, task: Task) -> set[str] | None:
-    return metrics_in(setup.predict, itertools.islice(_batches(setup, part, size), 1), task)
+def _first(setup: Setup, part: Any, size: int, task: Task, *, tell: bool = False) -> set[str] | None:
+    held = list(itertools.islice(_batches(setup, part, size), 1))
+    outputs = [setup.predict(value) for value, _ in held]
+    names = metrics_in(lambda _: outputs[0], held, task)
+    if outputs and tell:
+        _tell_what_is_no_sum(task, outputs[0], held[0][1])
+    return names
+
+
+@torch.no_grad()
+def _tell_what_is_no_sum(task: Task, output: Any, target: Any) -> None:
+    """Warns of a task whose sums over a batch are far from those over its halves."""
+    if (size := num_samples(output)) < 4:
+        return
+    cuts = [(0, size), (0, size // 2), (size // 2, size)]
+    try:
+        whole, *halves = (
+            _sums(task, *(cut(value, low, high, size) for value in (output, target))) for low, high in cuts
+        )
+    except (QtoolError, ValueError, IndexError):  # one that takes whole batches alone
+        return
+    for name, value in whole.items():
+        parts = [half.get(name, 0.0) for half in halves]
+        if abs(value - sum(parts)) > APART * max(map(abs, [value, *parts])):
+            warnings.warn(
+                f"task '{task.name}': its {name} of a batch is {value:.3g}, of the halves of the batch "
+                f"{parts[0]:.3g} and {parts[1]:.3g}, which is no sum over samples: figures depend on the batch size; "
+                f"return sums and the number of samples{_shapes(output, target)}",
+                QtoolWarning,
+                stacklevel=2,
+            )
+            return
+
+
+def _sums(task: Task, output: Any, target: Any) -> dict[str, float]:
+    loss, weight = loss_of(task, output, target)
+    sums = {"loss": loss, "weight": weight, **metrics_of(task, output, target)}
+    return {name: float(value) for name, value in sums.items()}
+
+
+def _shapes(output: Any, target: Any) -> str:
+    """Shapes that PyTorch stretches to each other, which is mostly not meant."""
+    if not isinstance(output, Tensor) or not isinstance(target, Tensor) or output.shape == target.shape:
+        return ""
+    if output.numel() != target.numel():
+        return ""
+    return f", and mind that outputs are {tuple(output.shape)} and targets {tuple(target.shape)}"
 
 
 def _takes(setup: Setup, train: Any, task: Task) -> bool:

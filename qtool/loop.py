@@ -41,7 +41,7 @@ from qtool.nonfinite import INPUTS, first_bad_layer, first_bad_parameter, told
 from qtool.order import Batches, Order
 from qtool.recipe import TrainConfig
 from qtool.step import LossFunction, NotFinite, Setup, Step, answer, learning_rate, micro_size, plain, trained
-from qtool.tasks import Task, loss_of
+from qtool.tasks import Task, loss_of, require_own_metric
 from qtool.units import bytes_told, many
 from qtool.unreached import LOOKED, Unreached
 
@@ -330,6 +330,8 @@ class _Run:
             raise
         if self.config.early_stopping is not None:
             require_metric(names.get("validation", set()), self.task)
+        for given_names in (found for found in names.values() if found is not None):
+            require_own_metric(self.task, given_names)
 
     def _validate(self) -> dict[str, float]:
         if self.data.validation is None:

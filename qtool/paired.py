@@ -50,6 +50,11 @@ def sums_of(task: Task, output: Any, target: Any) -> tuple[Sums, Tensor]:
     return columns, torch.tensor(weights, dtype=torch.float64)
 
 
+def is_alike(whole: float, alone: float) -> bool:
+    """Whether a metric of batches is that of their samples alone, to rounding; one of pairs of samples is not."""
+    return math.isclose(whole, alone, rel_tol=1e-3, abs_tol=1e-9)
+
+
 def joined(parts: Sequence[Sums]) -> Sums:
     """The sums of all batches; a sample adds nothing to a metric that the task does not give of it."""
     names = dict.fromkeys(name for part in parts for name in part)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, runtime_checkable
@@ -205,7 +205,7 @@ def load_task(spec: str, *, label_smoothing: float = 0.0) -> Task:
 
 
 def require_task(task: Any, where: str) -> Task:
-    """``task`` itself, or one of a class. Raises QtoolError naming the attributes of a task that it does not have."""
+    """``task`` itself, or one of a class. Raises QtoolError naming attributes that are missing or wrong."""
     if isinstance(task, type):
         try:
             task = task()
@@ -218,6 +218,8 @@ def require_task(task: Any, where: str) -> Task:
         raise QtoolError(
             where, "an object with a task's attributes", got, "add them: help(qtool.tasks.Task) tells each"
         )
+    if not isinstance(more := task.higher_is_better, bool):
+        raise QtoolError(where, "a 'higher_is_better' that is True or False", repr(more), "correct it")
     return task
 
 
@@ -270,6 +272,13 @@ def is_higher_better(task: Task, metric: str) -> bool | None:
     """
     known = {"loss": False, **getattr(task, "directions", {}), task.metric: task.higher_is_better}
     return known.get(metric, True if task.higher_is_better else None)
+
+
+def require_own_metric(task: Task, names: Collection[str]) -> None:
+    """Raises UsageError where the metric that decides is not among ``names``, the metrics that the task gives."""
+    if task.metric not in names:
+        where, got = f"task '{task.name}'", repr(task.metric)
+        raise UsageError(where, "a 'metric' that it gives", got, nearest(str(task.metric), sorted(names)))
 
 
 def finished(task: Task, means: dict[str, float]) -> dict[str, float]:

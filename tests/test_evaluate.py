@@ -238,6 +238,18 @@ def test_which_axis_counts_classes(shape, targets, asked, axis) -> None:
         assert class_axis(torch.zeros(shape), given.float()) is None
 
 
+def test_each_of_several_heads_has_classes_where_a_target_tells_them() -> None:
+    flags, place, kind = torch.tensor([[1.0, 1.0, 0.0]] * 4), torch.randn(4, 2), torch.arange(4)
+    heads = {"flags": torch.zeros(4, 3), "place": torch.zeros(4, 2), "kind": torch.zeros(4, 9)}
+    for target in ({"flags": flags, "place": place}, (flags, place)):
+        assert [class_axis(each, target) for each in heads.values()] == [None, None, None]
+        assert class_axis(heads["kind"], target, asked=True) == 1
+    assert class_axis(heads["kind"], {"flags": flags, "kind": kind}) == 1
+    assert class_axis(torch.zeros(4, 6, 5), {"tokens": torch.zeros(4, 6, dtype=torch.int64), "frames": kind}) == 2
+    for numbers in (torch.randn(4), torch.randn(4, 1)):  # a mean and a spread for each
+        assert (class_axis(heads["place"], numbers), class_axis(heads["place"], numbers, asked=True)) == (None, 1)
+
+
 def test_several_labels_at_once_and_regressions_have_no_classes() -> None:
     labels, hot = torch.tensor([[1, 0, 1], [0, 1, 0]]), torch.tensor([[1, 0, 0], [0, 1, 0]])
     for targets in (labels, labels.float(), torch.randn(2, 3), -hot.float()):

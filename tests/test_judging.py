@@ -1,5 +1,6 @@
 import copy
 import math
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -21,7 +22,7 @@ class Wrong(Classification):
 
     def __init__(self, metrics=None, finish=None):
         super().__init__()
-        object.__setattr__(self, "_metrics", metrics or (lambda output, target: {"top1": 1.0}))
+        object.__setattr__(self, "_metrics", metrics or (lambda output, target: {"top1": float(len(target))}))
         object.__setattr__(self, "_finish", finish or (lambda means: means))
 
     def metrics(self, output, target):
@@ -72,9 +73,51 @@ def test_a_first_batch_without_weight_is_no_fault():
 
 
 def test_early_stopping_on_a_metric_that_is_not_there_is_told_before_the_first_step():
-    task = Wrong(metrics=lambda output, target: {"f1": 1.0})
+    task = Wrong(metrics=lambda output, target: {"f1": float(len(target))})
     with pytest.raises(UsageError, match=r"metric 'top1'; got f1, loss; "):
         fit(make_model(), make_data(), task, config(early_stopping=1), progress=stop_after(1))
+
+
+@pytest.mark.parametrize("stopping", [None, 1])
+def test_a_task_whose_own_metric_is_none_is_told_before_the_first_step(stopping):
+    task = Wrong(metrics=lambda output, target: {"f1": float(len(target))})
+    with pytest.raises(
+        UsageError, match=r"expected a 'metric' that it gives; got 'top1'|validation data with the metric 'top1'"
+    ):
+        fit(make_model(), make_data(), task, config(early_stopping=stopping), progress=stop_after(1))
+
+
+class Stretched(Wrong):
+    """A regression of class indices, whose sums are as they are told to be."""
+
+    def __init__(self, loss, metrics):
+        super().__init__(metrics)
+        object.__setattr__(self, "_loss", loss)
+
+    def loss(self, output, target):
+        return self._loss(output[:, :1], target.float())
+
+
+@pytest.mark.parametrize(
+    ("loss", "metrics", "told"),
+    [
+        (lambda o, t: ((o[:, 0] - t).square().sum(), float(len(t))), lambda o, t: {"top1": float(len(t))}, None),
+        (lambda o, t: ((o[:, 0] - t).square().mean(), float(len(t))), lambda o, t: {"top1": float(len(t))}, "loss"),
+        (lambda o, t: ((o - t).square().sum(), float(len(t))), lambda o, t: {"top1": float(len(t))}, "loss"),
+        (lambda o, t: ((o[:, 0] - t).square().sum(), 1.0), lambda o, t: {"top1": float(len(t))}, "weight"),
+        (lambda o, t: ((o[:, 0] - t).square().sum(), float(len(t))), lambda o, t: {"top1": 1.0}, "top1"),
+    ],
+    ids=["sums", "mean loss", "stretched", "no number", "mean metric"],
+)
+def test_what_is_no_sum_over_samples_is_told_before_the_first_step(loss, metrics, told):
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        with setup(make_model(), config()) as made:
+            train = make_data().train
+            judging.rehearse(made, train, {"validation": train, "test": train}, 8, Stretched(loss, metrics))
+    found = [str(each.message) for each in seen if "no sum over samples" in str(each.message)]
+    assert len(found) == (told is not None)
+    assert all(f"its {told} of a batch" in each for each in found)
 
 
 class Counting(nn.Module):

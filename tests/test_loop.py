@@ -462,8 +462,8 @@ def test_a_damaged_model_is_never_checkpointed(tmp_path):
 
 
 def scores(values):
-    """A task whose validation metric is the next of ``values`` at each call, behind the one before training."""
-    left = [1.0, *values]
+    """A task whose validation metric is the next of ``values`` at each call, behind those before training."""
+    left = [1.0] * 4 + values  # a batch, and once more with its halves
 
     class Scripted:
         name, metric, higher_is_better = "scripted", "score", True

@@ -24,6 +24,7 @@ from qtool.tasks import (
     load_task,
     loss_of,
     metrics_of,
+    require_task,
 )
 
 TASK = """
@@ -197,6 +198,13 @@ def test_what_is_no_task_is_told() -> None:
     with pytest.raises(QtoolError, match=r"argument 'task'.*a function with no name, metric"):
         open_task(F.cross_entropy)
     assert open_task(task := Own(None)) is task
+
+
+def test_a_direction_that_is_no_truth_value_is_told() -> None:
+    task = Own(None)
+    task.higher_is_better = "no"  # type: ignore[assignment]  # which python takes for true
+    with pytest.raises(QtoolError, match="'higher_is_better' that is True or False; got 'no'"):
+        require_task(task, "task")
 
 
 def test_wrong_outputs_and_names() -> None:

@@ -19,7 +19,7 @@ with an interval (``paired.py``) where the task judges samples alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -42,11 +42,11 @@ class Scores:
 
     ``structure`` is what the model's outputs are packed in, any tensors in the places of its own; without it a single
     output is taken as it is, and several as a tuple. Where the task cannot judge them nothing more is added, and
-    ``failure`` says why.
+    ``failure`` says why. ``apart`` says why the metric that decides has no interval, where that is the task's doing.
     """
 
     def __init__(self, task: Task, structure: Any = None) -> None:
-        self.task, self.structure, self.failure = task, structure, ""
+        self.task, self.structure, self.failure, self.apart = task, structure, "", ""
         self._unknown = False
         self._sums: dict[str, evaluate.Sums] = {}
         self._alone: dict[str, list[tuple[paired.Sums, torch.Tensor]]] | None = {}
@@ -116,7 +116,9 @@ class Scores:
         for name, own in sums.items():
             try:
                 told, made = (means.get(metric, math.nan) for means in (found[name], samples.means(own)))
-                if not math.isclose(told, made, rel_tol=1e-4, abs_tol=1e-9):
+                if not paired.is_alike(told, made):
+                    each = f"{told:.3g} in batches and {made:.3g} sample by sample"
+                    self.apart = f"{metric} has no interval: it is {each}"
                     return
                 if name == reference:
                     continue
@@ -137,7 +139,9 @@ def predict(
     scores: Scores | None = None,
     reference: str | None = None,
 ) -> tuple[dict[str, torch.Tensor], Any]:
-    """The first output of every session for every sample, and the targets (None where the data has none).
+    """The first output of every session for every sample, and the targets.
+
+    These are a tensor, or a tuple of those in a mapping or the like; None where the data has none.
 
     ``whole`` is the batch size that sessions with an open batch are fed, padded; by default as the data comes.
     ``scores`` gets all outputs, batch after batch, where there are targets.
@@ -240,10 +244,9 @@ def _rows(output: Array, axis: int | None) -> Array:
 
 
 def _head(target: Any, keep: int, count: int) -> Any:
-    """The targets of the first of ``count`` samples; None where there are none, or they are no tensor (boxes, say).
-
-    The outputs are compared then.
-    """
+    """The targets of the first of ``count`` samples; None where there are none, or they are no tensors (boxes, say)."""
+    if isinstance(target, Mapping | tuple):
+        return tuple(_head(each, keep, count) for each in tensors(from_arrays(target))) or None
     try:
         found = None if target is None else torch.atleast_1d(torch.as_tensor(target))  # type: ignore[no-untyped-call]
         return None if found is None else found[: len(found) // count * keep or keep]
@@ -251,11 +254,14 @@ def _head(target: Any, keep: int, count: int) -> Any:
         return None
 
 
-def _joined(targets: list[Any]) -> Any:
-    """All targets; those of shorter sequences are filled up with what is not counted."""
-    if any(t is None or t.dim() != targets[0].dim() for t in targets):
+def _joined(targets: Sequence[Any]) -> Any:
+    """All targets, of several each by itself; those of shorter sequences are filled up with what is not counted."""
+    if all(isinstance(t, tuple) for t in targets):
+        same = len({len(t) for t in targets}) == 1
+        return tuple(each for each in map(_joined, zip(*targets, strict=True)) if each is not None) if same else None
+    if any(not isinstance(t, torch.Tensor) or t.dim() != targets[0].dim() for t in targets):
         return None
-    return _filled(targets, math.nan if targets[0].is_floating_point() else IGNORED)
+    return _filled(list(targets), math.nan if targets[0].is_floating_point() else IGNORED)
 
 
 def is_finite(reference: torch.Tensor, value: torch.Tensor) -> bool:
@@ -311,8 +317,8 @@ def _compare_any(reference: torch.Tensor, other: torch.Tensor, targets: Any) -> 
 
 def unjudged(reference: torch.Tensor, targets: Any) -> str | None:
     """Why plain classification has no top-1 although samples have targets; None where it has, or these are none."""
-    axis = evaluate.class_axis(reference, targets)
-    if targets is None or axis is None or evaluate.are_classes(targets, reference, axis):
+    axis = evaluate.class_axis(reference, targets, asked=reference.dim() == 2)
+    if not isinstance(targets, torch.Tensor) or axis is None or evaluate.are_classes(targets, reference, axis):
         return None
     got = f"{str(targets.dtype).removeprefix('torch.')} {tuple(targets.shape)}"
     return f"top-1 was not measured: targets {got} are no class index for each answer of {tuple(reference.shape)}"

@@ -241,13 +241,16 @@ def _measure_accuracy(
     kept = {name: value for name, value in outputs.items() if name not in overflowed}
     for name, values in judge(kept, targets, reference=reference, compare=compare).items():
         variants[name]["accuracy"] = values | own.get(name, {})
-    told = [f"top-1, agreement, KL and SQNR are those of the first of {count} outputs"] if count > 1 else []
+    logits = "top-1, agreement, KL and " if "kl" in variants[reference].get("accuracy", {}) else ""
+    told = [f"{logits}SQNR {'are those' if logits else 'is that'} of the first of {count} outputs"] if count > 1 else []
     if scores is None and compare is None and (why := unjudged(outputs[reference], targets)):
         told.append(why)
     told += [f"{name}: outputs overflow 16 bits to NaN or infinity, and were not judged" for name in overflowed]
     told += [text for name in halves if (text := far_sentence(name, reference, variants[name].get("accuracy", {})))]
     if scores is not None and scores.failure:
         told.append(f"the task's metrics were not measured: {scores.failure}")
+    if scores is not None and scores.apart:
+        told.append(scores.apart)
     return told
 
 

@@ -34,11 +34,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qtool import evaluate
 from qtool.errors import QtoolError, UsageError, nearest
 from qtool.evaluate import class_axis, counted, divergence, error_of, unlike
 from qtool.intervals import Z95, enough, mean_interval, wilson_interval
 from qtool.nested import map_tensors, num_samples, per_sample, tensors
-from qtool.paired import Interval, Paired, Sums, joined, proportions, sums_of
+from qtool.paired import Interval, Paired, Sums, is_alike, joined, proportions, sums_of
 from qtool.recipe import QuantizeConfig
 from qtool.tasks import Task, is_higher_better
 from qtool.units import figure
@@ -144,8 +145,8 @@ class Judge:
     """The validation set, the float model's answers to it, and the contract that candidates are held to.
 
     ``batches`` are (inputs, targets) that can be gone through again and again, targets None where there are no labels.
-    Raises UsageError for a metric that the task does not have, for labels that
-    are not there, and for fewer samples than could ever show the contract to be kept.
+    Raises UsageError for a metric that the task does not have or that is another in batches than sample by sample, for
+    labels that are not there, and for fewer samples than could ever show the contract to be kept.
     """
 
     def __init__(
@@ -159,6 +160,7 @@ class Judge:
         self.counted: list[Tensor | None] = []
         self.metric = config.metric or (task.metric if task else "")
         parts, weights = [], []
+        whole = None if task is None or config.max_drop is None else evaluate.Sums(task)
         for inputs, targets in batches:
             output = _on_cpu(reference(inputs))
             wanted = _answered(output, num_samples(inputs))
@@ -175,10 +177,14 @@ class Judge:
             sums, weight = self._task_sums(output, targets)
             parts.append(sums)
             weights.append(weight)
+            if whole is not None:
+                whole.add(output, targets)
         if not self.outputs:
             raise QtoolError("contract", "validation samples", "none", "give validation data")
         self.sums, self.paired = joined(parts), Paired(task, torch.cat(weights))
         self._check()
+        if whole is not None:
+            self._require_samples_alone(whole.means()[self.metric])
 
     @torch.no_grad()
     def score(self, predict: Callable[[Any], Any]) -> Scores:
@@ -253,6 +259,17 @@ class Judge:
         _require_samples(self.num_samples, self._least_for_drop(), "--max-drop")
         require_agreeable(config, self.num_samples)
         _require_samples(self.num_samples, LEAST if config.max_kl is not None else 0, "--max-kl")
+
+    def _require_samples_alone(self, whole: float) -> None:
+        """Raises UsageError for a metric that is another in batches: of single samples nothing could be promised."""
+        alone = self.paired.means(self.sums)[self.metric]
+        if not is_alike(whole, alone):
+            raise UsageError(
+                "--max-drop", "a metric that adds up over samples which the task judges alone",
+                f"'{self.metric}', {figure(whole)} in batches and {figure(alone)} sample by sample",
+                "have the task return sums over samples and their number, or use another --metric, --max-kl or "
+                "--min-agreement",
+            )  # fmt: skip
 
     def _least_for_drop(self) -> float:
         """The fewest samples on which equal answers would show the drop to be within its limit."""

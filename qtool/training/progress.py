@@ -36,8 +36,11 @@ def describe(at: Progress) -> str:
 
     >>> describe(Progress(5, 10, 0, 0.512345, 2e-3, 3 * 2**20, {"validation_loss": 0.4, "validation_f1": 0.9}, "f1"))
     'epoch 1 loss 0.5123 rate 0.002 3.00 MiB f1 0.9'
+    >>> describe(Progress(5, 10, 0, 0.0000312345, 2e-3, 0, {}, "f1"))  # towards the float model's answers, in QAT
+    'epoch 1 loss 3.123e-05 rate 0.002 0 bytes'
     """
     memory = bytes_told(at.memory_bytes)
-    parts = [f"epoch {at.epoch + 1}", f"loss {at.loss:z.4f}", f"rate {at.learning_rate:.2g}", memory]
+    loss = f"{at.loss:.4g}" if 1e-8 < abs(at.loss) < 0.01 else f"{at.loss:z.4f}"
+    parts = [f"epoch {at.epoch + 1}", f"loss {loss}", f"rate {at.learning_rate:.2g}", memory]
     judged, name = at.metrics.get(f"validation_{at.metric}"), "validation loss" if at.metric == "loss" else at.metric
     return " ".join(parts if judged is None else [*parts, f"{name} {judged:z.3g}"])

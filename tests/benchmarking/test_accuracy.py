@@ -31,6 +31,19 @@ def test_the_number_of_samples_can_be_limited_within_a_batch(sessions, batches):
     assert len(outputs["fp32"]) == len(targets) == 20
 
 
+@pytest.mark.parametrize(("kind", "compared"), [("int64", True), ("float32", False)])
+def test_outputs_agree_where_one_of_several_targets_is_their_class(kind, compared, sessions, batches):
+    given = (
+        (images, {"far": np.zeros((len(labels), 3), np.float32), "near": labels.astype(kind)})
+        for images, labels in batches(16)
+    )
+    outputs, targets = predict(sessions, given, samples=20)
+    assert [tuple(each.shape) for each in targets] == [(20, 3), (20,)]
+    found = judge(outputs, targets, reference="fp32")["int8"]
+    assert ("agreement" in found) == ("kl" in found) == compared
+    assert found["sqnr_db"] > 10
+
+
 @pytest.mark.parametrize("fixed", [1, 6, 16, 64])
 def test_files_with_a_fixed_batch_give_the_same(sessions, batches, tmp_path, fixed):
     session = open_session(onnx_files.save_float(tmp_path / "fixed.onnx", batch=fixed))
@@ -358,6 +371,7 @@ def test_what_is_no_sum_of_samples_is_measured_without_an_interval(task, session
     found = scores.results("fp32")
     assert not scores.failure
     assert all(entry["metrics"]["margin"] > 0 and "metric_change_ci95" not in entry for entry in found.values())
+    assert ("margin has no interval: it is " in scores.apart) == (type(task) is Apart)
 
 
 def test_outputs_of_an_unknown_structure_are_a_tensor_or_a_tuple_of_them():

@@ -125,6 +125,12 @@ def test_of_several_outputs_the_first_is_judged_and_that_is_said(files, batches,
     assert told["notes"] == ["top-1, agreement, KL and SQNR are those of the first of 2 outputs"]
     assert not any("outputs" in note for note in result["notes"])
 
+    def measured(size):
+        return ((images, labels.astype("float32")) for images, labels in batches(size))
+
+    told = benchmark({"two": tmp_path / "two.onnx"}, BenchmarkConfig(seconds=0.0), batches=measured)
+    assert told["notes"][0] == "SQNR is that of the first of 2 outputs"
+
 
 def test_without_data_inputs_are_random_and_that_is_said(files):
     told = benchmark({"only": files["fp32"]}, BenchmarkConfig(seconds=0.0))

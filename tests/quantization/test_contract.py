@@ -350,6 +350,19 @@ def test_a_task_whose_own_metric_is_none_is_told_as_its_own() -> None:
         judge(Classification(metric="top-1"), max_drop=1.0)
 
 
+class Retrieval(Classification):
+    """Whether each sample of a batch is nearest to itself: of a sample alone it always is."""
+
+    def metrics(self, output: Tensor, target: Tensor) -> dict[str, Any]:
+        return {"top1": ((output @ output.T).argmax(1) == torch.arange(len(output))).sum()}
+
+
+def test_a_metric_of_batches_is_promised_by_no_samples() -> None:
+    with pytest.raises(UsageError, match=r"'top1', 0\.\d+ in batches and 1 sample by sample; .*--max-kl"):
+        judge(Retrieval(), max_drop=1.0)
+    assert judge(Retrieval(), max_kl=1.0).num_samples == N
+
+
 def test_of_which_metrics_less_is_better() -> None:
     def dropped(task: Classification, metric: str) -> float:
         held = judge(task, max_drop=400.0, metric=metric)

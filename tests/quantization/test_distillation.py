@@ -95,6 +95,8 @@ def test_rows_with_a_target_for_each_number_have_a_squared_error() -> None:
     teacher, student, x = nn.Linear(3, 5), nn.Linear(3, 5), torch.randn(4, 3)
     apart = (teacher(x) - student(x)).square().mean(1).sum()
     torch.testing.assert_close(towards(teacher)(student, x, torch.randn(4, 5))[0], apart)
+    for several in ({"place": torch.randn(4, 5), "size": torch.randn(4)}, torch.randn(4)):
+        torch.testing.assert_close(towards(teacher)(student, x, several)[0], apart)
     classes, shares = (towards(teacher)(student, x, t)[0] for t in (torch.arange(4), torch.eye(5)[:4]))
     torch.testing.assert_close(classes, shares)
     assert not torch.isclose(classes, apart)

@@ -45,13 +45,17 @@ LIVE = "live"
 _DEPTHWISE = {3: aten.conv1d.default, 4: aten.conv2d.default, 5: aten.conv3d.default}
 
 
-def fold_batch_norm(graph_module: GraphModule) -> list[Node]:
-    """Folds each batch-norm that alone reads a convolution or linear into its weights; returns those operators."""
+def fold_batch_norm(graph_module: GraphModule, wanted: Callable[[Node], bool] = lambda anchor: True) -> list[Node]:
+    """Folds each batch-norm that alone reads a convolution or linear into its weights; returns those operators.
+
+    Only what is ``wanted`` of these, by default all.
+    """
     copies = Copies(graph_module)
     folded = []
     for norm in _norms(graph_module):
         anchor = _from_rows(norm) or norm.args[0]
-        if isinstance(anchor, Node) and (anchor is not norm.args[0] or _is_foldable(anchor, norm)):
+        foldable = isinstance(anchor, Node) and (anchor is not norm.args[0] or _is_foldable(anchor, norm))
+        if isinstance(anchor, Node) and foldable and wanted(anchor):
             _drop_views(norm, anchor)
             fold_into(copies, anchor, norm)
             folded.append(anchor)

@@ -11,23 +11,25 @@ the kernel, as in 2×2 and 4×4 with stride 2, there are as many products as bef
 fewer taps are filled up with zeros, 16 for 9 in a 3×3 of stride 2.
 
 The float reference and baseline keep the layer as it is. Left out on purpose: groups, whose many small convolutions are
-slow in integers; dilation; and in training a batch-norm behind, which is to see the channels, and kernels that zeros
-would be filled into, since training would move them.
+slow in integers; dilation; and in training kernels that zeros would be filled into, since training would move them. A
+batch-norm behind is folded before training, whatever others do: between the convolution and the shuffle it would see
+the phases and not the channels, and behind both it would keep the layer in float.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.nn import functional as F
 
 from qtool.quantization.capture import aten, clean, parameter, set_parameter
+from qtool.quantization.rewrites.norms import fold_batch_norm
 from qtool.quantization.rewrites.shuffles import call, channels_first, rows, stays_float
 from qtool.quantization.rewrites.windows import by_axis
 from qtool.quantization.targets.base import POINTWISE
@@ -120,15 +122,39 @@ def write_transposed(graph_module: GraphModule, overrides: Mapping[str, str], *,
     """
     written: dict[Any, list[str]] = {}
     changed = 0
+
+    def axes_of(node: Node) -> list[Axis] | None:
+        axes = None if stays_float(node, overrides) else _axes(graph_module, node)
+        return None if axes is None or (train and any(any(axis.zeros) for axis in axes)) else axes
+
+    if train:
+        _fold_norms(graph_module, lambda anchor: axes_of(anchor) is not None)
     for node in list(graph_module.graph.nodes):
-        if stays_float(node, overrides):
-            continue
-        if (axes := _axes(graph_module, node)) is not None and not (train and _trains_otherwise(node, axes)):
+        if (axes := axes_of(node)) is not None:
             _rewrite(graph_module, node, axes, written)
             changed += 1
     if changed:
         clean(graph_module)
     return changed
+
+
+def _fold_norms(graph_module: GraphModule, rewritten: Callable[[Node], bool]) -> None:
+    """Folds the batch-norms behind what is going to be ``rewritten`` into weights that train as they did."""
+    trains: dict[Node, bool] = {}
+
+    def wanted(anchor: Node) -> bool:
+        if found := rewritten(anchor):
+            trains[anchor] = any(each.requires_grad for each in _parameters(graph_module, anchor))
+        return found
+
+    for anchor in fold_batch_norm(graph_module, wanted):
+        for each in _parameters(graph_module, anchor):
+            each.requires_grad_(trains[anchor])
+
+
+def _parameters(graph_module: GraphModule, anchor: Node) -> list[nn.Parameter]:
+    """The stored weight and bias of a layer."""
+    return [graph_module.get_parameter(str(value.target)) for value in anchor.args[1:3] if isinstance(value, Node)]
 
 
 def _axes(graph_module: GraphModule, node: Node) -> list[Axis] | None:
@@ -153,11 +179,6 @@ def _axes(graph_module: GraphModule, node: Node) -> list[Axis] | None:
 
 def _is_stored(value: Any) -> bool:
     return value is None or (isinstance(value, Node) and value.op == "get_attr")
-
-
-def _trains_otherwise(node: Node, axes: list[Axis]) -> bool:
-    behind = any(user.target is aten.batch_norm.default for user in node.users)
-    return behind or any(any(axis.zeros) for axis in axes)
 
 
 def _rewrite(graph_module: GraphModule, node: Node, axes: list[Axis], written: dict[Any, list[str]]) -> None:

@@ -110,13 +110,19 @@ def test_a_weight_that_two_layers_share_is_stored_once() -> None:
     [
         (nn.ConvTranspose2d(3, 4, 2, 2), True),
         (nn.ConvTranspose2d(3, 4, 3, 2), False),
-        (nn.Sequential(nn.ConvTranspose2d(3, 4, 2, 2), nn.BatchNorm2d(4)), False),
+        (nn.Sequential(nn.ConvTranspose2d(3, 4, 4, 2, 1, bias=False), nn.BatchNorm2d(4)), True),
+        (nn.Sequential(nn.ConvTranspose2d(3, 4, 3, 2), nn.BatchNorm2d(4)), False),
     ],
-    ids=["plain", "zeros would train", "batch-norm"],
+    ids=["plain", "zeros would train", "batch-norm is folded", "and stays where the layer does"],
 )
 def test_what_is_going_to_be_trained(layer: nn.Module, rewritten: bool) -> None:
-    graph = written(layer, torch.randn(2, 3, 5, 5), train=True)
+    x = torch.randn(2, 3, 5, 5)
+    layer(torch.randn(64, 3, 5, 5))  # moves a batch-norm's statistics
+    graph = written(layer, x, train=True)
     assert ("conv_transpose2d" not in kinds(graph)) is rewritten
+    assert ("batch_norm" in kinds(graph)) == (isinstance(layer, nn.Sequential) and not rewritten)
+    if rewritten:
+        torch.testing.assert_close(graph(x), layer.eval()(x), rtol=1e-5, atol=1e-5)
     assert all(value.requires_grad for value in graph.parameters())
 
 
