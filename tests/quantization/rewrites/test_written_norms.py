@@ -68,6 +68,41 @@ def test_a_norm_is_one_operator_that_computes_what_the_model_does(name: str) -> 
     torch.testing.assert_close(graph(x), model(x))
 
 
+class OverChannels(nn.Module):
+    """A layer norm as ConvNeXt's own code has it, where channels come first."""
+
+    def __init__(self, rank: int, weighted: bool, by_variance: bool) -> None:
+        super().__init__()
+        self.before, self.behind = ((nn.Conv1d, nn.Conv2d)[rank - 1](6, 6, 1) for _ in range(2))
+        self.w, self.b = nn.Parameter(torch.rand(6) + 0.5), nn.Parameter(torch.randn(6))
+        self.rank, self.weighted, self.by_variance = rank, weighted, by_variance
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.before(x)
+        centred = x - x.mean(1, keepdim=True)
+        spread = x.var(1, unbiased=False, keepdim=True) if self.by_variance else centred.pow(2).mean(1, keepdim=True)
+        x = centred / torch.sqrt(spread + 1e-3)
+        if self.weighted:
+            w, b = (each[:, None, None] if self.rank == 2 else each[None, :, None] for each in (self.w, self.b))
+            x = w * x + b
+        return self.behind(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("rank", "weighted", "by_variance"), [
+    (2, True, False), (2, True, True), (1, True, False), (2, False, False),
+])  # fmt: skip
+def test_a_norm_over_the_channels_of_images_is_one_between_transpositions(
+    rank: int, weighted: bool, by_variance: bool
+) -> None:
+    torch.manual_seed(0)
+    model, x = OverChannels(rank, weighted, by_variance).eval(), torch.randn(8, 6, *[5] * rank) * 3
+    graph = float_form(model, x)
+    calls = [str(node.target).split(".")[1] for node in graph.graph.nodes if node.op == "call_function"]
+    found = [call for call in calls if call not in (f"conv{rank}d", "sym_size")]
+    assert found == ["permute", "layer_norm", "permute"] if weighted else "layer_norm" not in found
+    torch.testing.assert_close(graph(x), model(x))
+
+
 def test_the_plan_has_one_unit_with_its_reason_for_a_norm() -> None:
     torch.manual_seed(0)
     model, x = Between(WRITTEN["Llama's"][0]).eval(), torch.randn(8, 4, 6)
