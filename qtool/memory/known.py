@@ -26,11 +26,6 @@ _SIZED_BY_VALUES = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_out
 _VALUES = WeakIdKeyDictionary()
 
 
-def asks_device(func: Any, args: Any) -> bool:
-    """Whether a fake tensor's device is asked for, as happens more often than everything else: the tensor tells it."""
-    return func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor)
-
-
 def know(fake: Tensor, like: Tensor) -> None:
     """Has ``fake`` hold what ``like`` does, where that is known."""
     if isinstance(fake, FakeTensor) and (value := known(like)) is not None:
@@ -63,8 +58,6 @@ class Known(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if asks_device(func, args):
-            return args[0].device
         kwargs = kwargs or {}
         operands = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
         followed = _is_followed(func) and all(map(is_known, operands))

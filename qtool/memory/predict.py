@@ -54,7 +54,7 @@ from qtool.memory.accumulation import Accumulation
 from qtool.memory.compiled import stood_in
 from qtool.memory.fakes import Scalars, answered, faked, sized_by_values
 from qtool.memory.gpu_scratch import Gpu
-from qtool.memory.known import asks_device, know
+from qtool.memory.known import know
 from qtool.memory.scratch import COPIED, LSTM, Scratch
 from qtool.memory.trial import Oracle
 from qtool.models import copied
@@ -315,8 +315,6 @@ class Tracker(MemTracker):
         self.late = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if asks_device(func, args):
-            return args[0].device
         func = self.accumulation.operator(func, args)
         if func.overloadpacket.__name__ == GROUP_NORM and args[4] is not None:
             result = self._of_group_norm(args)
