@@ -29,12 +29,12 @@ from torch import Tensor, nn
 from qtool import checkpoint, processes
 from qtool.data import batches
 from qtool.errors import OutOfMemory, QtoolError, QtoolWarning, UsageError
-from qtool.evaluate import evaluate, metrics_in, shared_batches
+from qtool.evaluate import Sums, evaluate, metrics_in, shared_batches
 from qtool.generators import own_generators
 from qtool.nested import cut, num_samples
 from qtool.order import Batches
 from qtool.step import Setup, Step
-from qtool.tasks import Task, loss_of, metrics_of
+from qtool.tasks import Task
 
 APART = 0.25
 """How far the sums over a batch may be from those over its halves, as a share of the greatest, before it is told."""
@@ -117,7 +117,6 @@ def _first(setup: Setup, part: Any, size: int, task: Task, *, tell: bool = False
     return names
 
 
-@torch.no_grad()
 def _tell_what_is_no_sum(task: Task, output: Any, target: Any) -> None:
     """Warns of a task whose sums over a batch are far from those over its halves."""
     if (size := num_samples(output)) < 4:
@@ -143,9 +142,10 @@ def _tell_what_is_no_sum(task: Task, output: Any, target: Any) -> None:
 
 
 def _sums(task: Task, output: Any, target: Any) -> dict[str, float]:
-    loss, weight = loss_of(task, output, target)
-    sums = {"loss": loss, "weight": weight, **metrics_of(task, output, target)}
-    return {name: float(value) for name, value in sums.items()}
+    sums = Sums(task)
+    sums.add(output, target)
+    weight, found = sums.values
+    return {"loss": found["loss"], "weight": weight, **found}
 
 
 def _shapes(output: Any, target: Any) -> str:
