@@ -375,6 +375,15 @@ def set_parameter(graph_module: GraphModule, path: str, value: Tensor, *, like: 
         holder.register_buffer(name, value)
 
 
+def store_before(graph_module: GraphModule, node: Node, path: str, value: Tensor, *, like: str | None = None) -> Node:
+    """Stores ``value`` as :func:`set_parameter` does, and reads it in front of ``node``."""
+    set_parameter(graph_module, path, value, like=like)
+    with node.graph.inserting_before(node):
+        made = node.graph.get_attr(path)
+    made.meta["val"] = node.meta["val"].new_empty(list(value.shape))
+    return made
+
+
 def call_before(node: Node, operation: Any, *args: Any) -> Node:
     """A new operator in front of ``node`` and of its module, whose result is known as its operands' are."""
     with node.graph.inserting_before(node):

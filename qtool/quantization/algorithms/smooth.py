@@ -182,10 +182,12 @@ def _gather(node: Node, axis: int, readers: list[Node]) -> Node | None:
 
 def _reads(layer: Node, axis: int) -> bool:
     """Whether a layer's weights are for channels that lie along this axis of its input."""
-    rank = _shape(layer.args[0]) if layer.target in (aten.linear.default, *CONVOLUTIONS[:3]) else ()
+    if layer.target not in (aten.linear.default, *CONVOLUTIONS[:3]):
+        return False
+    rank = len(_shape(layer.args[0]))
     if layer.target is aten.linear.default:
-        return axis == len(rank) - 1
-    return bool(rank) and axis == len(rank) - len(_shape(layer.args[1])) + 1 and groups_of(layer) == 1
+        return axis == rank - 1
+    return axis == rank - len(_shape(layer.args[1])) + 1 and groups_of(layer) == 1
 
 
 def _moved(node: Node, axis: int) -> int | None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from qtool.quantization.capture import aten, clean, set_parameter
+from qtool.quantization.capture import aten, clean, store_before
 from qtool.quantization.rewrites.scales import stored_numbers
 from qtool.quantization.targets import RELU_LIKE, Target
 from qtool.shapes import same_sizes
@@ -113,12 +113,8 @@ def _convolve(graph_module: GraphModule, first: Node, last: Node, source: Node, 
     tall = factor.expand(channels).reshape(-1, *[1] * (rank - 1))
     values = {f"{first.name}_weight": tall, f"{first.name}_bias": shift.expand(channels)}
     ones, zeros = [1] * (rank - 2), [0] * (rank - 2)
+    stored = [store_before(graph_module, last, name, value.float().contiguous()) for name, value in values.items()]
     with last.graph.inserting_before(last):
-        stored = []
-        for name, value in values.items():
-            set_parameter(graph_module, name, value.float().contiguous())
-            stored.append(last.graph.get_attr(name))
-            stored[-1].meta["val"] = last.meta["val"].new_empty(list(value.shape))
         made = last.graph.call_function(_DEPTHWISE[rank], (source, *stored, ones, zeros, ones, channels))
     made.meta = dict(last.meta)
     last.replace_all_uses_with(made)

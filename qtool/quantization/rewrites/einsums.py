@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from torch.fx import GraphModule, Node
 
-from qtool.quantization.capture import aten, call_before, clean, set_parameter
+from qtool.quantization.capture import aten, call_before, clean, store_before
 from qtool.shapes import same_sizes
 
 
@@ -92,15 +92,11 @@ def _layer(
     graph_module: GraphModule, node: Node, operands: list[Node], terms: list[str], letters: _Letters, result: str
 ) -> Node:
     source, stored = operands
-    path = f"{node.name}_weight"
     weight = operator.attrgetter(str(stored.target))(graph_module).detach()
     turned = weight.permute([terms[1].index(c) for c in letters.right + letters.summed])
     sizes = list(turned.shape[: len(letters.right)])
     matrix = turned.reshape(math.prod(sizes), -1).contiguous()
-    set_parameter(graph_module, path, matrix, like=str(stored.target))
-    with node.graph.inserting_before(node):
-        matrix_node = node.graph.get_attr(path)
-    matrix_node.meta["val"] = source.meta["val"].new_empty(list(matrix.shape))
+    matrix_node = store_before(graph_module, node, f"{node.name}_weight", matrix, like=str(stored.target))
     rows = _turned(node, source, terms[0], letters.left + letters.summed)
     if len(letters.summed) > 1:
         rows = call_before(node, aten.flatten.using_ints, rows, len(letters.left))

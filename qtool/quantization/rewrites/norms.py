@@ -32,6 +32,7 @@ from qtool.quantization.capture import (
     output_axis,
     parameter,
     set_parameter,
+    store_before,
 )
 from qtool.shapes import same_sizes
 
@@ -263,12 +264,11 @@ def _convolve(graph_module: GraphModule, norm: Node, convolve: bool, before: Bef
     if not convolve:
         values = [value.reshape(-1, *[1] * (rank - 2)) for value in values]
     graph = graph_module.graph
+    stored = [
+        store_before(graph_module, norm, f"{stem}.{name}", value.float())
+        for name, value in zip(("norm_weight", "norm_bias"), values, strict=True)
+    ]
     with graph.inserting_before(norm):
-        stored = []
-        for name, value in zip(("norm_weight", "norm_bias"), values, strict=True):
-            set_parameter(graph_module, f"{stem}.{name}", value.float())
-            stored.append(graph.get_attr(f"{stem}.{name}"))
-            stored[-1].meta["val"] = norm.meta["val"].new_empty(list(value.shape))
         if convolve:
             ones, zeros = [1] * (rank - 2), [0] * (rank - 2)
             result = graph.call_function(_DEPTHWISE[rank], (source, *stored, ones, zeros, ones, len(factor)))

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from qtool.quantization.capture import CONVOLUTIONS, aten, clean, parameter, set_parameter
+from qtool.quantization.capture import CONVOLUTIONS, aten, clean, parameter, set_parameter, store_before
 from qtool.quantization.rewrites.functional import DROPOUTS
 from qtool.quantization.rewrites.norms import NORMAL, readers_of, scaled
 
@@ -178,11 +178,8 @@ def _shift(graph_module: GraphModule, layer: Node, numbers: Tensor) -> None:
         old = operator.attrgetter(path)(graph_module).detach()
         set_parameter(graph_module, path, (old.double() + numbers).to(old.dtype), like=path)
     else:
-        path = f"{weight.target}_shift"
-        set_parameter(graph_module, path, numbers.float().contiguous(), like=str(weight.target))
-        with graph_module.graph.inserting_before(layer):
-            made = graph_module.graph.get_attr(path)
-        made.meta["val"] = weight.meta["val"].new_empty([len(numbers)])
+        path, like = f"{weight.target}_shift", str(weight.target)
+        made = store_before(graph_module, layer, path, numbers.float().contiguous(), like=like)
         layer.args = (*layer.args[:2], made, *layer.args[3:])
     if NORMAL in layer.meta:
         mean, deviation = layer.meta[NORMAL]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from qtool.quantization.capture import aten, call_before, clean, parameter, set_parameter
+from qtool.quantization.capture import aten, call_before, clean, parameter, store_before
 from qtool.quantization.rewrites.respell import calls
 
 
@@ -147,13 +147,9 @@ def _write(graph_module: GraphModule, node: Node, norm: Any, source: Node, epsil
 
 def _flat(graph_module: GraphModule, near: Node, stored: Node) -> Node:
     """A stored tensor as a vector."""
-    value, path = parameter(graph_module, stored), f"{stored.name}_flat"
+    value = parameter(graph_module, stored)
     assert value is not None
-    set_parameter(graph_module, path, value.flatten(), like=str(stored.target))
-    with near.graph.inserting_before(near):
-        made = near.graph.get_attr(path)
-    made.meta["val"] = stored.meta["val"].new_empty([value.numel()])
-    return made
+    return store_before(graph_module, near, f"{stored.name}_flat", value.flatten(), like=str(stored.target))
 
 
 def _stored(node: Node, operation: Any, width: Any, behind: int) -> tuple[Node, Node | None]:
