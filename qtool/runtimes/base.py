@@ -123,8 +123,15 @@ def is_compute(op: str) -> bool:
 
     >>> [is_compute(op) for op in ("QLinearConv", "FusedMatMul", "Transpose", "Convert")]
     [True, True, False, False]
+
+    Inductor names a kernel after all that went into it; of those in Triton, products are made from templates.
+
+    >>> [is_compute(op) for op in ("triton_tem_fused__int_mm_mul_0", "triton_poi_fused_convolution_relu_1")]
+    [True, False]
     """
     name = op.lower()
+    if name.startswith("triton_"):
+        return name.startswith("triton_tem_")
     if name.startswith("convert"):
         return False
     parts = (*_COMPUTE, *_COMPUTE_IN_TORCH) if "::" in name else _COMPUTE  # in ONNX, QuantizeLinear is no product

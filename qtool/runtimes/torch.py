@@ -39,6 +39,13 @@ _NAMES = {
     "float": "float32", "double": "float64", "c10::Half": "float16", "c10::BFloat16": "bfloat16",
     "unsigned char": "int8", "signed char": "int8",
 }  # fmt: skip
+ON_A_GPU: dict[str, Any] = {
+    "max_autotune_gemm": True, "autotune_num_choices_displayed": 0,
+    "epilogue_fusion_first": True, "loop_ordering_after_fusion": False,
+}  # fmt: skip
+"""What inductor is told for CUDA: to try kernels of its own for matrix products (and to keep the table of them to
+itself), and to look first for what such a kernel can do with its result. Loops over batch and tokens are to be one
+from the start, as the product's are, or they do not fit behind it."""
 
 
 class TorchSession:
@@ -142,7 +149,8 @@ class TorchSession:
         import torch._inductor.config as inductor
 
         _know_integer_kernels()
-        with inductor.patch(freezing=True), warnings.catch_warnings():
+        tuned = ON_A_GPU if self.device.startswith("cuda") else {}
+        with inductor.patch(freezing=True, **tuned), warnings.catch_warnings():
             warnings.filterwarnings("ignore", module=r"torch\._inductor")  # on how it makes its own constants
             yield
         self._seen.add(shapes)
@@ -296,5 +304,5 @@ def outermost(events: Any) -> Iterator[Any]:
 
 def _kernel(event: Any, device: str) -> Kernel:
     """An event as a kernel, in the format of its first tensor: the activation, or for addmm the bias beside it."""
-    kinds = [_NAMES[kind] for kind in event.dtypes() if kind in _NAMES]
+    kinds = ["int8"] if "int_mm" in event.name() else [_NAMES[kind] for kind in event.dtypes() if kind in _NAMES]
     return Kernel(event.name(), event.name(), kinds[0] if kinds else "unknown", device)

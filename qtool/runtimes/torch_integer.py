@@ -106,4 +106,7 @@ class IntegerProduct(torch.nn.Module):
         exact = product - (self.zero_point - shift) * self.weight_sums
         result = exact.float() * self.factor
         result = result if bias is None else result + bias
-        return result.to(self.result).reshape(*q.shape[:-1], -1)
+        stored = result.to(self.result)
+        # inductor stores what is read by strides: once, behind the product, and not as int32 for each of its readers
+        stored = stored.as_strided(stored.shape, stored.stride())
+        return stored.reshape(*q.shape[:-1], -1)

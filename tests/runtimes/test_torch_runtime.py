@@ -10,10 +10,11 @@ from fake_device import DEVICE, Fake
 from qdq_files import needs_vnni
 from torch import nn
 
+from qtool.devices import load_inductor
 from qtool.errors import QtoolError
 from qtool.runtimes import ProviderError, open_session
 from qtool.runtimes.base import TensorInfo, arithmetic
-from qtool.runtimes.torch import TorchSession, _exact_float32, outermost
+from qtool.runtimes.torch import TorchSession, _exact_float32, _kernel, outermost
 
 FEEDS = {"x": np.random.default_rng(0).normal(size=(4, 3, 8, 8)).astype(np.float32)}
 INPUTS = (TensorInfo("x", "float32", ("N", 3, 8, 8)),)
@@ -194,6 +195,40 @@ def test_only_the_outermost_events_are_counted():
 
     events = [event(12, 5), event(10, 20), event(30, 5), event(15, 2, thread=2), event(10, 3)]
     assert [e.id for e in outermost(events)] == [(10, 1), (15, 2), (30, 1)]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtypes", "dtype"),
+    [
+        ("aten::_int_mm", ["signed char", "signed char"], "int8"),
+        ("triton_tem_fused__int_mm_mul_1", ["c10::Half", "signed char"], "int8"),
+        ("triton_tem_fused_addmm_gelu_2", ["c10::Half"], "float16"),
+        ("aten::addmm", ["float"], "float32"),
+    ],
+)
+def test_a_product_has_the_format_that_it_multiplies(name, dtypes, dtype):
+    event = SimpleNamespace(name=lambda: name, dtypes=lambda: dtypes)
+    assert arithmetic([_kernel(event, "cuda:0")]) == {dtype: 1}
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_on_a_gpu_products_are_compiled_with_what_follows_them(device, monkeypatch):
+    load_inductor()
+    import torch._inductor.config as inductor
+
+    told = ("freezing", "max_autotune_gemm", "epilogue_fusion_first", "loop_ordering_after_fusion")
+    seen = []
+    monkeypatch.setattr("qtool.runtimes.torch._compiled", lambda module: lambda *a: seen.append(read()) or module(*a))
+
+    def read():
+        return tuple(getattr(inductor, name) for name in told)
+
+    before = read()
+    session = TorchSession(net(), INPUTS, provider="torch-compile", device="cpu")
+    on_it, session.device = session._on_device(FEEDS), device
+    session._compute(on_it)
+    assert seen == [(True, True, True, False) if device == "cuda:0" else (True, *before[1:])]
+    assert read() == before
 
 
 @pytest.mark.slow
