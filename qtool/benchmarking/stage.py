@@ -34,7 +34,7 @@ from qtool.benchmarking.process import Worker, race, whole_cores
 from qtool.benchmarking.regression import compare_with, read_benchmark, require_common, require_same_model
 from qtool.benchmarking.size import measure_size
 from qtool.control_groups import bound_cores, usable_cores
-from qtool.errors import UsageError
+from qtool.errors import QtoolError, UsageError
 from qtool.machine import cpu_info
 from qtool.recipe import BenchmarkConfig
 from qtool.runtimes import RUNTIMES, open_session, openvino
@@ -224,6 +224,9 @@ def _measure_accuracy(
         for name, path in files.items():
             session = open_session(path, threads=cpu_info()["cores"], **_options(name, path, config))
             stack.callback(session.close)
+            if not session.outputs:
+                got, do = ", ".join(session.others), "leave the data out, and measure speed and size alone"
+                raise QtoolError(f"outputs of '{name}'", "a tensor of numbers, to compare", got, do)
             session.inputs = with_scalars(session.inputs, path)
             sessions[name] = session
         data = batches(ACCURACY_BATCH)
@@ -243,6 +246,8 @@ def _measure_accuracy(
         variants[name]["accuracy"] = values | own.get(name, {})
     logits = "top-1, agreement, KL and " if "kl" in variants[reference].get("accuracy", {}) else ""
     told = [f"{logits}SQNR {'are those' if logits else 'is that'} of the first of {count} outputs"] if count > 1 else []
+    others = ", ".join(sessions[reference].others)
+    told += [f"no tensors of numbers, and so computed and timed, not compared: {others}"] if others else []
     if scores is None and compare is None and (why := unjudged(outputs[reference], targets)):
         told.append(why)
     told += [f"{name}: outputs overflow 16 bits to NaN or infinity, and were not judged" for name in overflowed]

@@ -47,6 +47,8 @@ class TorchSession:
     ``module`` takes the tensors of ``inputs`` in that order. ``stored`` is the format of most weights.
     """
 
+    others = ()
+
     def __init__(
         self,
         module: torch.nn.Module,

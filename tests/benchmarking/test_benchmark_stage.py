@@ -132,6 +132,22 @@ def test_of_several_outputs_the_first_is_judged_and_that_is_said(files, batches,
     assert told["notes"][0] == "SQNR is that of the first of 2 outputs"
 
 
+def test_outputs_that_are_text_are_timed_and_not_compared(tmp_path):
+    texts = helper.make_tensor_value_info("t", onnx.TensorProto.STRING, ["N", 4])
+    model = onnx_files.model([helper.make_node("Cast", ["x"], ["t"], to=8)], {"x": ["N", 4]}, {})
+    model.graph.output.append(texts)
+    onnx.save(model, tmp_path / "text.onnx")
+    model.graph.node.append(helper.make_node("Relu", ["x"], ["y"]))
+    model.graph.output.append(helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, ["N", 4]))
+    onnx.save(model, tmp_path / "both.onnx")
+    data = [(np.ones((2, 4), np.float32), None)]
+    found = benchmark({"both": tmp_path / "both.onnx"}, BenchmarkConfig(seconds=0.0), batches=lambda _: data)
+    assert found["notes"] == ["no tensors of numbers, and so computed and timed, not compared: 't' (tensor(string))"]
+    assert found["variants"]["both"]["accuracy"]["num_samples"] == 2
+    with pytest.raises(QtoolError, match=r"of 'text': expected a tensor of numbers, .* leave the data out"):
+        benchmark({"text": tmp_path / "text.onnx"}, BenchmarkConfig(seconds=0.0), batches=lambda _: data)
+
+
 def test_without_data_inputs_are_random_and_that_is_said(files):
     told = benchmark({"only": files["fp32"]}, BenchmarkConfig(seconds=0.0))
     assert told["reference"] == "only"
