@@ -112,7 +112,7 @@ def parse_shape(name: str, text: str) -> tuple[int, ...]:
     >>> parse_shape("x", "1x3x32")
     (1, 3, 32)
     """
-    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", text.strip()):
+    if not re.fullmatch(r"[0-9]+(x[0-9]+)*", text.strip()):
         raise UsageError(f"shape of input '{name}'", "sizes such as 1x3x224x224", repr(text), "correct the shape")
     return tuple(int(part) for part in text.strip().split("x"))
 
@@ -131,7 +131,7 @@ def _shape(info: TensorInfo, layout: Layout, batch_size: int, given: tuple[int, 
             )  # fmt: skip
         return _checked(info, (*given[:axis], batch_size, *given[axis + 1 :]))
     shape = info.shape and tuple(batch_size if place == axis else size for place, size in enumerate(info.shape))
-    if shape is None or any(not isinstance(size, int) for size in shape) or 0 in shape:
+    if shape is None or any(not isinstance(size, int) for size in shape):
         raise QtoolError(
             f"input '{info.name}'", "sizes known beside the batch", str(info),
             f"give it as {info.name}=1x… with --shapes, or pass data",
@@ -146,9 +146,14 @@ def _checked(info: TensorInfo, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _random(generator: np.random.Generator, info: TensorInfo, shape: tuple[int, ...]) -> Array:
-    if info.dtype.startswith("float"):
-        return generator.standard_normal(shape).astype(info.dtype)
-    return generator.integers(0, 2, shape).astype(info.dtype)
+    try:
+        if info.dtype.startswith("float"):
+            return generator.standard_normal(shape).astype(info.dtype)
+        return generator.integers(0, 2, shape).astype(info.dtype)
+    except (MemoryError, ValueError) as error:  # the latter beyond what numpy can count
+        got = f"{info.dtype}[{', '.join(map(str, shape))}]"
+        do = "give smaller sizes with --shapes and --batch-sizes where the file leaves them open"
+        raise QtoolError(f"input '{info.name}'", "a size that this machine has the memory for", got, do) from error
 
 
 def to_feeds(value: Any, inputs: Sequence[TensorInfo]) -> dict[str, Array]:

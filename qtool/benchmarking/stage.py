@@ -167,7 +167,9 @@ def _time(
 ) -> dict[str, dict[str, Any]]:
     require_known(config.shapes, [worker.inputs for worker in workers.values()])
     given = None if batches is None else _first(batches(batch_size))  # once: a loader that shuffles gives another next
-    first_runs = {name: worker.feed(_feeds(worker, config, batch_size, given)) for name, worker in workers.items()}
+    first_runs = {
+        name: _fed(worker, _feeds(worker, config, batch_size, given), given) for name, worker in workers.items()
+    }
     stopping = Stopping(width=config.width, seconds=config.seconds)
     timings = race(workers, reference=reference, stopping=stopping, seed=config.seed)
     measured = describe(timings, reference=reference, batch_size=batch_size, width=config.width)
@@ -202,6 +204,17 @@ def _feeds(worker: Worker, config: BenchmarkConfig, batch_size: int, given: tupl
     if given is None:
         return random_feeds(worker.inputs, batch_size, shapes=config.shapes, seed=config.seed)
     return sized_feeds(given[0], worker.inputs, batch_size)
+
+
+def _fed(worker: Worker, feeds: dict[str, Array], given: tuple[Any] | None) -> float:
+    """The milliseconds of a worker's first run. Where values are random, some of them may be what it fails of."""
+    try:
+        return worker.feed(feeds)
+    except QtoolError as error:
+        if given is not None:
+            raise
+        do = f"{error.do}; values were random: where they matter, call qtool.benchmark(FILE, data=[{{NAME: array, …}}])"
+        raise type(error)(error.where, error.expected, error.got, do) from error
 
 
 def _measure_accuracy(

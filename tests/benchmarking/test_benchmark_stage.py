@@ -148,6 +148,18 @@ def test_outputs_that_are_text_are_timed_and_not_compared(tmp_path):
         benchmark({"text": tmp_path / "text.onnx"}, BenchmarkConfig(seconds=0.0), batches=lambda _: data)
 
 
+def test_a_file_that_random_values_do_not_suit_is_measured_on_values_that_do(tmp_path):
+    model = onnx_files.model([helper.make_node("Expand", ["x", "shape"], ["y"])], {"x": [1, 3]}, {"y": [None, 3]})
+    model.graph.input.append(helper.make_tensor_value_info("shape", onnx.TensorProto.INT64, [2]))
+    onnx.save(model, tmp_path / "expand.onnx")
+    files, quick = {"expand": tmp_path / "expand.onnx"}, BenchmarkConfig(seconds=0.0)
+    with pytest.raises(QtoolError, match=r"Expand node.*; values were random: .* data=\[\{NAME: array, …\}\]\)"):
+        benchmark(files, quick)
+    values = {"x": np.ones((1, 3), np.float32), "shape": np.array([5, 3])}
+    found = benchmark(files, quick, batches=lambda _: [(values, None)])
+    assert found["variants"]["expand"]["latency"]
+
+
 def test_without_data_inputs_are_random_and_that_is_said(files):
     told = benchmark({"only": files["fp32"]}, BenchmarkConfig(seconds=0.0))
     assert told["reference"] == "only"
