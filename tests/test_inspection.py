@@ -51,6 +51,20 @@ def test_branches_and_functions_of_the_file_are_looked_into(tmp_path: Path) -> N
     assert found["operators"] == {"Foo": 2, "Twice": 1, "IsNaN": 1, "If": 1}
 
 
+def test_inputs_are_those_that_have_to_be_given(tmp_path: Path) -> None:
+    model = onnx_files.residual_net()
+    model.graph.input.extend(
+        helper.make_tensor_value_info(t.name, t.data_type, t.dims) for t in model.graph.initializer
+    )
+    onnx.save(model, tmp_path / "old.onnx")
+    assert list(describe(tmp_path / "old.onnx")["inputs"]) == ["x"]
+
+
+def test_a_graph_that_computes_nothing_is_one(tmp_path: Path) -> None:
+    onnx.save(onnx_files.model([], {"x": [1, 2]}, {"x": [1, 2]}), tmp_path / "m.onnx")
+    assert describe(tmp_path / "m.onnx")["operators"] == {}
+
+
 def test_external_data_count_for_the_size_and_have_to_be_there(tmp_path: Path) -> None:
     path = tmp_path / "m.onnx"
     onnx.save(onnx_files.residual_net(), path, save_as_external_data=True, location="m.data", size_threshold=0)
