@@ -127,7 +127,7 @@ def _onnx(path: Path) -> dict[str, Any]:
     defaults = {tensor.name for tensor in initializers(graph)}  # of inputs, in which older files list all weights
     weights = Counter(onnx.TensorProto.DataType.Name(tensor.data_type) for tensor in stored)
     foreign = [n for n in nodes if n.domain not in STANDARD and (n.domain, n.op_type) not in own]
-    return {
+    found = {
         "kind": "onnx",
         "producer": f"{model.producer_name} {model.producer_version}".strip(),
         "opset": {entry.domain or "ai.onnx": entry.version for entry in model.opset_import},
@@ -138,6 +138,17 @@ def _onnx(path: Path) -> dict[str, Any]:
         "num_initializers": {name.lower(): count for name, count in weights.items()},
         "metadata": {entry.key: entry.value for entry in model.metadata_props},
     }
+    if (name := _undecoded(found)) is not None:
+        raise QtoolError(f"artifact '{path}'", "names in UTF-8", repr(name)[:200], "make or download it again")
+    return found
+
+
+def _undecoded(value: Any) -> bytes | None:
+    """The first text within plain values that is no UTF-8, which protobuf leaves as bytes; None without such."""
+    if isinstance(value, dict | list):
+        parts = [*value, *value.values()] if isinstance(value, dict) else value
+        return next((name for part in parts if (name := _undecoded(part)) is not None), None)
+    return value if isinstance(value, bytes) else None
 
 
 def _onnx_shape(value: Any) -> list[int | str | None] | str:

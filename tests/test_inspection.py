@@ -60,6 +60,16 @@ def test_inputs_are_those_that_have_to_be_given(tmp_path: Path) -> None:
     assert list(describe(tmp_path / "old.onnx")["inputs"]) == ["x"]
 
 
+@pytest.mark.parametrize("name", [b"the_input", b"the_size", b"Softplus"])
+def test_names_that_are_no_text_are_told(name: bytes, tmp_path: Path) -> None:
+    node = helper.make_node("Softplus", ["the_input"], ["y"])
+    path = written(tmp_path, node, helper.make_tensor_value_info("the_input", TensorProto.FLOAT, ["the_size"]))
+    broken = name[:-1] + b"\xff"
+    path.write_bytes(path.read_bytes().replace(name, broken))
+    with pytest.raises(QtoolError, match=r"expected names in UTF-8; got b'.*\\xff'; make or download it again"):
+        describe(path)
+
+
 def test_a_graph_that_computes_nothing_is_one(tmp_path: Path) -> None:
     onnx.save(onnx_files.model([], {"x": [1, 2]}, {"x": [1, 2]}), tmp_path / "m.onnx")
     assert describe(tmp_path / "m.onnx")["operators"] == {}

@@ -66,7 +66,7 @@ def load_onnx(path: Path) -> Any:
 
 def _external(path: Path, model: Any) -> list[Path]:
     names = {
-        entry.value
+        str(entry.value, errors="replace") if isinstance(entry.value, bytes) else entry.value  # bytes are no UTF-8
         for tensor in all_tensors(model)
         for entry in tensor.external_data
         if entry.key == "location" and tensor.data_location == tensor.EXTERNAL

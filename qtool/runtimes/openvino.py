@@ -240,6 +240,8 @@ def _reason(error: Exception) -> str:
 
 def _cure(error: Exception) -> str:
     text = str(error)
+    if "outside the base directory" in text:
+        return "put the external data file beside the model, and name it there without folders"
     if any(words in text for words in ("can't be parsed", "Unable to read", "externally stored", "external data")):
         return "check that the file is complete and is ONNX"
     return (

@@ -85,6 +85,14 @@ def test_external_data_of_any_name_is_looked_for(name, got, tmp_path):
         measure_size(path)
 
 
+def test_external_data_whose_name_is_no_text_is_not_there(tmp_path):
+    path = tmp_path / "model.onnx"
+    onnx.save(onnx_files.residual_net(), path, save_as_external_data=True, location="weights.bin", size_threshold=0)
+    path.write_bytes(path.read_bytes().replace(b"weights.bin", b"weights.b\xff\xfe"))
+    with pytest.raises(QtoolError, match="got no such file"):
+        measure_size(path)
+
+
 @pytest.mark.parametrize("content", [b"", b"garbage garbage garbage"])
 def test_what_is_no_onnx_is_refused_in_one_line(tmp_path, content):
     path = tmp_path / "bad.onnx"
