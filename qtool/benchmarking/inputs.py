@@ -20,6 +20,8 @@ from qtool.benchmarking.size import load_onnx
 from qtool.errors import QtoolError, UsageError
 from qtool.runtimes.base import Array, TensorInfo, fits, to_array
 
+Shape = tuple[int | str | None, ...] | None
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -98,12 +100,30 @@ def require_known(shapes: Mapping[str, str], files: Iterable[Sequence[TensorInfo
         raise UsageError("input shapes", f"inputs {', '.join(names)}", f"'{unknown[0]}'", "name an input of a file")
 
 
-def with_scalars(inputs: Sequence[TensorInfo], path: Path) -> tuple[TensorInfo, ...]:
-    """``inputs`` of an ONNX file, of which a runtime tells scalars and unknown shapes alike: the file knows scalars."""
-    if all(info.shape is not None for info in inputs):
+def as_written(inputs: Sequence[TensorInfo], path: Path) -> tuple[TensorInfo, ...]:
+    """``inputs`` of an ONNX file with what a runtime does not tell of them and the file does.
+
+    ONNX Runtime tells scalars and unknown shapes alike, and OpenVINO no symbol of an open size: by these a state that
+    begins with its layers has its batch.
+    """
+    if all(info.shape is not None and None not in info.shape for info in inputs):
         return tuple(inputs)
-    told = {value.name for value in load_onnx(path).graph.input if value.type.tensor_type.HasField("shape")}
-    return tuple(replace(info, shape=()) if info.shape is None and info.name in told else info for info in inputs)
+    values = {value.name: value.type.tensor_type for value in load_onnx(path).graph.input}
+    written = {
+        name: tuple(dim.dim_param or None for dim in kind.shape.dim)
+        for name, kind in values.items()
+        if kind.HasField("shape")
+    }
+    return tuple(replace(info, shape=_named(info.shape, written.get(info.name))) for info in inputs)
+
+
+def _named(shape: Shape, symbols: tuple[str | None, ...] | None) -> Shape:
+    """A runtime's shape with the file's symbols of what is open; that of a scalar where the file says so."""
+    if shape is None:
+        return () if symbols == () else None
+    if symbols is None or len(symbols) != len(shape):
+        return shape
+    return tuple(name if size is None else size for size, name in zip(shape, symbols, strict=True))
 
 
 def parse_shape(name: str, text: str) -> tuple[int, ...]:

@@ -28,7 +28,7 @@ from qtool.benchmarking.claims import (
     slower_sentence,
     stored_format,
 )
-from qtool.benchmarking.inputs import Layout, random_feeds, require_known, sized_feeds, with_scalars
+from qtool.benchmarking.inputs import Layout, as_written, random_feeds, require_known, sized_feeds
 from qtool.benchmarking.latency import Stopping, describe, noise
 from qtool.benchmarking.process import Worker, race, whole_cores
 from qtool.benchmarking.regression import compare_with, read_benchmark, require_common, require_same_model
@@ -240,7 +240,7 @@ def _measure_accuracy(
             if not session.outputs:
                 got, do = ", ".join(session.others), "leave the data out, and measure speed and size alone"
                 raise QtoolError(f"outputs of '{name}'", "a tensor of numbers, to compare", got, do)
-            session.inputs = with_scalars(session.inputs, path)
+            session.inputs = as_written(session.inputs, path)
             sessions[name] = session
         data = batches(ACCURACY_BATCH)
         whole = ACCURACY_BATCH if config.provider == "torch-compile" else None

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import numpy as np
+import onnx
+import onnx_files
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from onnx import helper
 
-from qtool.benchmarking.inputs import Layout, parse_shape, random_feeds, require_known, to_feeds
+from qtool.benchmarking.inputs import Layout, as_written, parse_shape, random_feeds, require_known, to_feeds
 from qtool.errors import QtoolError, UsageError
 from qtool.runtimes import TensorInfo
 
@@ -188,3 +191,14 @@ def test_a_scalar_and_a_half_of_16_bits_become_arrays():
     value = torch.randn(2, 3, dtype=torch.bfloat16, requires_grad=True)
     found = to_feeds(value, [TensorInfo("x", "float32", ("N", 3))])["x"]
     np.testing.assert_array_equal(found, value.detach().float().numpy())
+
+
+def test_a_runtime_that_tells_no_symbols_takes_the_files(tmp_path):
+    shapes = {"x": ["N", "T", 8], "h": [1, "N", 8], "free": None, "one": [], "new": [None, 8]}
+    onnx.save(onnx_files.model([helper.make_node("Relu", ["x"], ["y"])], shapes, {"y": None}), tmp_path / "m.onnx")
+    told = {"x": (None, None, 8), "h": (1, None, 8), "free": None, "one": None, "new": (None, 8), "elsewhere": (None,)}
+    found = as_written([TensorInfo(name, "float32", shape) for name, shape in told.items()], tmp_path / "m.onnx")
+    assert {info.name: info.shape for info in found} == {
+        "x": ("N", "T", 8), "h": (1, "N", 8), "free": None, "one": (), "new": (None, 8), "elsewhere": (None,)
+    }  # fmt: skip
+    assert Layout.of(found[:2]).axes == {"x": 0, "h": 1}
