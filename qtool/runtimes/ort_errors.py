@@ -35,8 +35,8 @@ _CURES = (
 
 def reason(error: Exception) -> str:
     """ONNX Runtime's message without its prefixes and source positions, at most 300 characters."""
-    text = one_line(error)
-    text = re.sub(r"^\[ONNXRuntimeError\] : \d+ : (\w+) : ?(.*)$", lambda found: found[2] or found[1], text)
+    whole = one_line(error).strip(" :")
+    text = re.sub(r"\[ONNXRuntimeError\] : \d+ : \w+( : ?|$)", "", whole) or whole.rpartition(" : ")[2]
     text = re.sub(r"^Load model from .*? failed: ?", "", text)
     signature = r"[^()]*onnxruntime::[^()]*\([^()]*\) "  # of the C++ function that failed
     text = re.sub(rf"/\S*/onnxruntime/\S+:\d+ ({signature}|\S+ )?", "", text)

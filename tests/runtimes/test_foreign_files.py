@@ -112,3 +112,5 @@ def test_of_an_opset_to_come_the_last_one_that_is_supported_is_told():
 
 def test_a_message_of_nothing_but_a_code_is_that():
     assert reason(RuntimeError("[ONNXRuntimeError] : 9 : NOT_IMPLEMENTED : ")) == "NOT_IMPLEMENTED"
+    nested = "[ONNXRuntimeError] : 1 : FAIL : Load model from a.onnx failed:[ONNXRuntimeError] : 1 : FAIL : no output"
+    assert reason(RuntimeError(nested)) == "no output"
