@@ -157,7 +157,7 @@ def _onnx_shape(value: Any) -> list[int | str | None] | str:
     if kind != "tensor_type" or not value.type.tensor_type.HasField("shape"):
         return "unknown shape" if kind == "tensor_type" else str(kind or "unknown").removesuffix("_type")
     dims = value.type.tensor_type.shape.dim
-    return [d.dim_param or (d.dim_value if d.HasField("dim_value") else None) for d in dims]
+    return [d.dim_param or (d.dim_value if d.HasField("dim_value") and d.dim_value >= 0 else None) for d in dims]
 
 
 def _program(path: Path) -> dict[str, Any]:

@@ -28,11 +28,11 @@ def written(folder: Path, node: onnx.NodeProto, *inputs: onnx.ValueInfoProto) ->
 
 def test_shapes_that_are_not_known_and_operators_of_others_are_told(tmp_path: Path) -> None:
     node = helper.make_node("Foo", ["x", "s", "z"], ["y"], domain="my.ops")
-    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 3, None])
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 3, None, -1])
     s = helper.make_tensor_sequence_value_info("s", TensorProto.FLOAT, None)
     z = helper.make_tensor_value_info("z", TensorProto.FLOAT, None)
     found = describe(written(tmp_path, node, x, s, z))
-    assert found["inputs"] == {"x": ["n", 3, None], "s": "sequence", "z": "unknown shape"}
+    assert found["inputs"] == {"x": ["n", 3, None, None], "s": "sequence", "z": "unknown shape"}
     assert found["custom_operators"] == ["my.ops:Foo"]
 
 

@@ -33,7 +33,7 @@ from qtool.runtimes.base import Array, Kernel, ProviderError, TensorInfo, check_
 
 _NAMES = {
     "f32": "float32", "f16": "float16", "bf16": "bfloat16", "u8": "int8", "i8": "int8", "i32": "int32", "u4": "int4",
-    "i4": "int4",
+    "i4": "int4", "u2": "int2", "i2": "int2",
 }  # fmt: skip
 PRECISIONS = {"fp16": ("f16", "FP16"), "bf16": ("bf16", "BF16")}
 """OpenVINO's names for a precision and for a CPU's ability to compute in it."""
@@ -112,7 +112,7 @@ class OpenVinoSession:
         source, weights, *_ = layer.inputs()
         kinds = [port.get_element_type().to_string() for port in (source, weights)]
         scales = layer.inputs()[3:4]
-        if kinds[0] != "f32" or kinds[1] not in ("i8", "u8", "i4", "u4") or not scales:
+        if kinds[0] != "f32" or kinds[1] not in ("i8", "u8", "i4", "u4", "i2", "u2") or not scales:
             return None
         sizes = [math.prod(d.get_length() for d in port.get_partial_shape()) for port in (weights, *scales)]
         together = int(self._model.get_property("DYNAMIC_QUANTIZATION_GROUP_SIZE"))

@@ -96,6 +96,15 @@ def test_what_to_do_fits_what_is_wrong(graph, told, tmp_path):
         open_session(saved(graph, tmp_path))
 
 
+def test_a_file_of_an_opset_before_all_that_is_supported_is_to_be_converted(tmp_path):
+    model = onnx.parser.parse_model(
+        '<ir_version: 3, opset_import: ["": 6]> g (float[N] x) => (float[N] y) {y = Add(x, x)}'
+    )
+    onnx.save(model, tmp_path / "old.onnx")
+    with pytest.raises(QtoolError, match=r"Add\(6\).*; convert it to opset 7 or later"):
+        open_session(tmp_path / "old.onnx")
+
+
 def test_of_an_opset_to_come_the_last_one_that_is_supported_is_told():
     error = RuntimeError(
         "[ONNXRuntimeError] : 1 : FAIL : Load model from a.onnx failed:/src/onnxruntime/core/graph/utils.h:46 "
