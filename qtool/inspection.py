@@ -19,11 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from qtool.artifacts import STAGES, has_result, read_result
-from qtool.benchmarking.size import model_files
+from qtool.benchmarking.size import all_bodies, initializers, load_onnx, model_files
 from qtool.errors import QtoolError, UsageError, nearest, one_line
 from qtool.lineage import altered, outdated
 from qtool.reporting.gather import REFUSED, refused
-from qtool.runtimes.base import all_graphs
 from qtool.units import MIB
 
 STANDARD = frozenset({"", "ai.onnx", "ai.onnx.ml", "com.microsoft"})
@@ -119,27 +118,37 @@ def _ranges(place: Path, notes: list[str]) -> dict[str, Any]:
 def _onnx(path: Path) -> dict[str, Any]:
     import onnx
 
-    model = onnx.load(path, load_external_data=False)
+    model = load_onnx(path)
     graph = model.graph
-    if not graph.node:
-        raise QtoolError(f"artifact '{path}'", "an ONNX model", "no operators in it", "make or download it again")
-    parts = [part for body in (graph, *model.functions) for part in all_graphs(body)]
-    nodes = [node for part in parts for node in part.node]
+    bodies = list(all_bodies(model))
+    nodes = [node for body in bodies for node in body.node]
     own = {(function.domain, function.name) for function in model.functions}
-    stored = [tensor for part in parts for tensor in getattr(part, "initializer", ())]
+    stored = [tensor for body in bodies for tensor in initializers(body)]
+    defaults = {tensor.name for tensor in initializers(graph)}  # of inputs, in which older files list all weights
     weights = Counter(onnx.TensorProto.DataType.Name(tensor.data_type) for tensor in stored)
     foreign = [n for n in nodes if n.domain not in STANDARD and (n.domain, n.op_type) not in own]
-    return {
+    found = {
         "kind": "onnx",
         "producer": f"{model.producer_name} {model.producer_version}".strip(),
         "opset": {entry.domain or "ai.onnx": entry.version for entry in model.opset_import},
-        "inputs": {value.name: _onnx_shape(value) for value in graph.input},
+        "inputs": {value.name: _onnx_shape(value) for value in graph.input if value.name not in defaults},
         "outputs": {value.name: _onnx_shape(value) for value in graph.output},
         "custom_operators": sorted({f"{n.domain}:{n.op_type}" for n in foreign}),
         "operators": dict(Counter(node.op_type for node in nodes).most_common()),
         "num_initializers": {name.lower(): count for name, count in weights.items()},
         "metadata": {entry.key: entry.value for entry in model.metadata_props},
     }
+    if (name := _undecoded(found)) is not None:
+        raise QtoolError(f"artifact '{path}'", "names in UTF-8", repr(name)[:200], "make or download it again")
+    return found
+
+
+def _undecoded(value: Any) -> bytes | None:
+    """The first text within plain values that is no UTF-8, which protobuf leaves as bytes; None without such."""
+    if isinstance(value, dict | list):
+        parts = [*value, *value.values()] if isinstance(value, dict) else value
+        return next((name for part in parts if (name := _undecoded(part)) is not None), None)
+    return value if isinstance(value, bytes) else None
 
 
 def _onnx_shape(value: Any) -> list[int | str | None] | str:
@@ -148,7 +157,7 @@ def _onnx_shape(value: Any) -> list[int | str | None] | str:
     if kind != "tensor_type" or not value.type.tensor_type.HasField("shape"):
         return "unknown shape" if kind == "tensor_type" else str(kind or "unknown").removesuffix("_type")
     dims = value.type.tensor_type.shape.dim
-    return [d.dim_param or (d.dim_value if d.HasField("dim_value") else None) for d in dims]
+    return [d.dim_param or (d.dim_value if d.HasField("dim_value") and d.dim_value >= 0 else None) for d in dims]
 
 
 def _program(path: Path) -> dict[str, Any]:

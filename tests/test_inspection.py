@@ -28,11 +28,11 @@ def written(folder: Path, node: onnx.NodeProto, *inputs: onnx.ValueInfoProto) ->
 
 def test_shapes_that_are_not_known_and_operators_of_others_are_told(tmp_path: Path) -> None:
     node = helper.make_node("Foo", ["x", "s", "z"], ["y"], domain="my.ops")
-    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 3, None])
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 3, None, -1])
     s = helper.make_tensor_sequence_value_info("s", TensorProto.FLOAT, None)
     z = helper.make_tensor_value_info("z", TensorProto.FLOAT, None)
     found = describe(written(tmp_path, node, x, s, z))
-    assert found["inputs"] == {"x": ["n", 3, None], "s": "sequence", "z": "unknown shape"}
+    assert found["inputs"] == {"x": ["n", 3, None, None], "s": "sequence", "z": "unknown shape"}
     assert found["custom_operators"] == ["my.ops:Foo"]
 
 
@@ -49,6 +49,30 @@ def test_branches_and_functions_of_the_file_are_looked_into(tmp_path: Path) -> N
     found = describe(tmp_path / "m.onnx")
     assert found["custom_operators"] == ["my.ops:Foo"]  # "Twice" is the file's own
     assert found["operators"] == {"Foo": 2, "Twice": 1, "IsNaN": 1, "If": 1}
+
+
+def test_inputs_are_those_that_have_to_be_given(tmp_path: Path) -> None:
+    model = onnx_files.residual_net()
+    model.graph.input.extend(
+        helper.make_tensor_value_info(t.name, t.data_type, t.dims) for t in model.graph.initializer
+    )
+    onnx.save(model, tmp_path / "old.onnx")
+    assert list(describe(tmp_path / "old.onnx")["inputs"]) == ["x"]
+
+
+@pytest.mark.parametrize("name", [b"the_input", b"the_size", b"Softplus"])
+def test_names_that_are_no_text_are_told(name: bytes, tmp_path: Path) -> None:
+    node = helper.make_node("Softplus", ["the_input"], ["y"])
+    path = written(tmp_path, node, helper.make_tensor_value_info("the_input", TensorProto.FLOAT, ["the_size"]))
+    broken = name[:-1] + b"\xff"
+    path.write_bytes(path.read_bytes().replace(name, broken))
+    with pytest.raises(QtoolError, match=r"expected names in UTF-8; got b'.*\\xff'; make or download it again"):
+        describe(path)
+
+
+def test_a_graph_that_computes_nothing_is_one(tmp_path: Path) -> None:
+    onnx.save(onnx_files.model([], {"x": [1, 2]}, {"x": [1, 2]}), tmp_path / "m.onnx")
+    assert describe(tmp_path / "m.onnx")["operators"] == {}
 
 
 def test_external_data_count_for_the_size_and_have_to_be_there(tmp_path: Path) -> None:

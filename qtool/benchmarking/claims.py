@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from qtool.benchmarking.size import all_tensors, load_onnx
+from qtool.benchmarking.size import all_bodies, all_tensors, load_onnx
 from qtool.errors import ContractError
 from qtool.machine import VNNI
 
@@ -26,8 +26,14 @@ SLOW_SUMS = (
     "this CPU has no VNNI, and adds products of 8-bit weights without saturating only in slower kernels: quantize with "
     "--weight-bits 7, whose sums are exact in the quick ones"
 )
-_FORMATS = {"FLOAT": "float32", "FLOAT16": "float16", "BFLOAT16": "bfloat16", "DOUBLE": "float64", "INT8": "int8",
-            "UINT8": "int8", "INT4": "int4", "UINT4": "int4"}  # fmt: skip
+_FORMATS = {
+    "FLOAT": "float32", "FLOAT16": "float16", "BFLOAT16": "bfloat16", "DOUBLE": "float64", "INT16": "int16",
+    "UINT16": "int16", "INT8": "int8", "UINT8": "int8", "INT4": "int4", "UINT4": "int4", "INT2": "int2",
+    "UINT2": "int2", "FLOAT8E4M3FN": "float8", "FLOAT8E4M3FNUZ": "float8", "FLOAT8E5M2": "float8",
+    "FLOAT8E5M2FNUZ": "float8", "FLOAT4E2M1": "float4",
+}  # fmt: skip
+_PACKED = {"MatMulNBits": (1, "int"), "GatherBlockQuantized": (0, "int"), "MatMulBnb4": (1, "float")}
+"""ONNX Runtime's operators that read several weights out of each byte: at which input, and what they are."""
 
 
 def stored_format(path: Path) -> str | None:
@@ -36,12 +42,25 @@ def stored_format(path: Path) -> str | None:
         return None
     import onnx
 
+    model = load_onnx(path)
     held: Counter[str] = Counter()
-    for tensor in all_tensors(load_onnx(path)):
+    packed = {name: told for body in all_bodies(model) for name, told in _packed(body.node)}
+    for tensor in all_tensors(model):
         kind = onnx.TensorProto.DataType.Name(tensor.data_type)
-        if kind in _FORMATS:
+        if kind == "UINT8" and tensor.name in packed:
+            base, bits = packed[tensor.name]
+            held[f"{base}{bits}"] += math.prod(tensor.dims) * 8 // bits
+        elif kind in _FORMATS:
             held[_FORMATS[kind]] += math.prod(tensor.dims)
     return held.most_common(1)[0][0] if held else None
+
+
+def _packed(nodes: Iterable[Any]) -> Iterator[tuple[str, tuple[str, int]]]:
+    """The names of tensors whose bytes hold several weights, with the kind and the bits of these."""
+    for node in nodes:
+        if node.op_type in _PACKED:
+            place, base = _PACKED[node.op_type]
+            yield node.input[place], (base, next((a.i for a in node.attribute if a.name == "bits"), 0) or 4)
 
 
 def check_claim(name: str, stored: str | None, ran: Mapping[str, int], provider: str) -> str | None:
@@ -90,7 +109,7 @@ def is_integer(name: str, entry: Mapping[str, Any], reference: Mapping[str, Any]
 
 def _has_integers(entry: Mapping[str, Any], name: str = "") -> bool:
     stored, ran = entry.get("stored"), entry.get("arithmetic") or {}
-    return stored in ("int8", "int4") or "int8" in ran or (stored is None and name.startswith("int8"))
+    return stored in ("int8", "int4", "int2") or "int8" in ran or (stored is None and name.startswith("int8"))
 
 
 def is_simulation(provider: str) -> bool:

@@ -20,6 +20,8 @@ from qtool.benchmarking.size import load_onnx
 from qtool.errors import QtoolError, UsageError
 from qtool.runtimes.base import Array, TensorInfo, fits, to_array
 
+Shape = tuple[int | str | None, ...] | None
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -98,12 +100,30 @@ def require_known(shapes: Mapping[str, str], files: Iterable[Sequence[TensorInfo
         raise UsageError("input shapes", f"inputs {', '.join(names)}", f"'{unknown[0]}'", "name an input of a file")
 
 
-def with_scalars(inputs: Sequence[TensorInfo], path: Path) -> tuple[TensorInfo, ...]:
-    """``inputs`` of an ONNX file, of which a runtime tells scalars and unknown shapes alike: the file knows scalars."""
-    if all(info.shape is not None for info in inputs):
+def as_written(inputs: Sequence[TensorInfo], path: Path) -> tuple[TensorInfo, ...]:
+    """``inputs`` of an ONNX file with what a runtime does not tell of them and the file does.
+
+    ONNX Runtime tells scalars and unknown shapes alike, and OpenVINO no symbol of an open size: by these a state that
+    begins with its layers has its batch.
+    """
+    if all(info.shape is not None and None not in info.shape for info in inputs):
         return tuple(inputs)
-    told = {value.name for value in load_onnx(path).graph.input if value.type.tensor_type.HasField("shape")}
-    return tuple(replace(info, shape=()) if info.shape is None and info.name in told else info for info in inputs)
+    values = {value.name: value.type.tensor_type for value in load_onnx(path).graph.input}
+    written = {
+        name: tuple(dim.dim_param or None for dim in kind.shape.dim)
+        for name, kind in values.items()
+        if kind.HasField("shape")
+    }
+    return tuple(replace(info, shape=_named(info.shape, written.get(info.name))) for info in inputs)
+
+
+def _named(shape: Shape, symbols: tuple[str | None, ...] | None) -> Shape:
+    """A runtime's shape with the file's symbols of what is open; that of a scalar where the file says so."""
+    if shape is None:
+        return () if symbols == () else None
+    if symbols is None or len(symbols) != len(shape):
+        return shape
+    return tuple(name if size is None else size for size, name in zip(shape, symbols, strict=True))
 
 
 def parse_shape(name: str, text: str) -> tuple[int, ...]:
@@ -112,7 +132,7 @@ def parse_shape(name: str, text: str) -> tuple[int, ...]:
     >>> parse_shape("x", "1x3x32")
     (1, 3, 32)
     """
-    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", text.strip()):
+    if not re.fullmatch(r"[0-9]+(x[0-9]+)*", text.strip()):
         raise UsageError(f"shape of input '{name}'", "sizes such as 1x3x224x224", repr(text), "correct the shape")
     return tuple(int(part) for part in text.strip().split("x"))
 
@@ -131,7 +151,7 @@ def _shape(info: TensorInfo, layout: Layout, batch_size: int, given: tuple[int, 
             )  # fmt: skip
         return _checked(info, (*given[:axis], batch_size, *given[axis + 1 :]))
     shape = info.shape and tuple(batch_size if place == axis else size for place, size in enumerate(info.shape))
-    if shape is None or any(not isinstance(size, int) for size in shape) or 0 in shape:
+    if shape is None or any(not isinstance(size, int) for size in shape):
         raise QtoolError(
             f"input '{info.name}'", "sizes known beside the batch", str(info),
             f"give it as {info.name}=1x… with --shapes, or pass data",
@@ -146,9 +166,14 @@ def _checked(info: TensorInfo, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _random(generator: np.random.Generator, info: TensorInfo, shape: tuple[int, ...]) -> Array:
-    if info.dtype.startswith("float"):
-        return generator.standard_normal(shape).astype(info.dtype)
-    return generator.integers(0, 2, shape).astype(info.dtype)
+    try:
+        if info.dtype.startswith("float"):
+            return generator.standard_normal(shape).astype(info.dtype)
+        return generator.integers(0, 2, shape).astype(info.dtype)
+    except (MemoryError, ValueError) as error:  # the latter beyond what numpy can count
+        got = f"{info.dtype}[{', '.join(map(str, shape))}]"
+        do = "give smaller sizes with --shapes and --batch-sizes where the file leaves them open"
+        raise QtoolError(f"input '{info.name}'", "a size that this machine has the memory for", got, do) from error
 
 
 def to_feeds(value: Any, inputs: Sequence[TensorInfo]) -> dict[str, Array]:

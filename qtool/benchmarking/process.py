@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from qtool.benchmarking.inputs import Layout, with_scalars
+from qtool.benchmarking.inputs import Layout, as_written
 from qtool.benchmarking.latency import Renewal, Stopping, Timings, interleave
 from qtool.errors import QtoolError, one_line
 from qtool.runtimes.base import Array, ProviderError, TensorInfo
@@ -60,7 +60,7 @@ class Worker:
         Gives ``load_ms``, the ``device``, and ``stored``, the format of most weights where the runtime knows it.
         """
         answer = self._prepare("open", path=str(path.resolve()), **options)
-        self.inputs = with_scalars([_info(*told) for told in answer.pop("inputs")], path)
+        self.inputs = as_written([_info(*told) for told in answer.pop("inputs")], path)
         return answer
 
     def feed(self, feeds: Mapping[str, Array]) -> float:

@@ -8,6 +8,7 @@ is what a download costs.
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -57,31 +58,46 @@ def load_onnx(path: Path) -> Any:
     try:
         model = onnx.load(path, load_external_data=False)
     except Exception as error:
-        raise QtoolError(f"'{path}'", "an ONNX file", one_line(error)[:200], "check that the file is whole") from error
-    if not model.HasField("graph") or not model.graph.output:
-        raise QtoolError(f"'{path}'", "an ONNX file", "no graph in it", "check that the file is whole")
+        raise QtoolError(f"'{path}'", "an ONNX file", one_line(error)[:200], "make or download it again") from error
+    if not model.HasField("graph") or not (model.graph.node or model.graph.output):
+        raise QtoolError(f"'{path}'", "an ONNX file", "no graph in it", "make or download it again")
     return model
 
 
 def _external(path: Path, model: Any) -> list[Path]:
     names = {
-        entry.value
+        str(entry.value, errors="replace") if isinstance(entry.value, bytes) else entry.value  # bytes are no UTF-8
         for tensor in all_tensors(model)
         for entry in tensor.external_data
         if entry.key == "location" and tensor.data_location == tensor.EXTERNAL
     }
-    files = [path.parent / name for name in sorted(names)]
-    for file in files:
-        if not file.is_file():
-            raise QtoolError(f"'{path}'", f"its external data '{file.name}'", "no such file", "put it beside the model")
-    return files
+    for name in sorted(names):
+        file = path.parent / name
+        if not os.path.isfile(file):  # also where no system has files of such a name
+            got = "a folder" if os.path.isdir(file) else "no such file"
+            raise QtoolError(f"'{path}'", f"its external data '{name}'", got, "put that file there, beside the model")
+    return [path.parent / name for name in sorted(names)]
+
+
+def all_bodies(model: Any) -> Iterator[Any]:
+    """The graph of a model, those within it, and its functions with those within them."""
+    for body in (model.graph, *model.functions):
+        yield from all_graphs(body)
 
 
 def all_tensors(model: Any) -> Iterator[Any]:
-    for graph in all_graphs(model.graph):
-        yield from graph.initializer
-        for node in graph.node:
+    """Every tensor that a model stores; of a sparse one, the values that it is made of."""
+    for body in all_bodies(model):
+        yield from initializers(body)
+        for node in body.node:
             yield from (attribute.t for attribute in node.attribute if attribute.HasField("t"))
+            yield from (a.sparse_tensor.values for a in node.attribute if a.HasField("sparse_tensor"))
+
+
+def initializers(body: Any) -> list[Any]:
+    """Those of a graph, sparse ones by their values, which bear the name; a function has none."""
+    sparse = [tensor.values for tensor in getattr(body, "sparse_initializer", ())]
+    return [*getattr(body, "initializer", ()), *sparse]
 
 
 def stripped_bytes(path: Path) -> int:
@@ -89,7 +105,7 @@ def stripped_bytes(path: Path) -> int:
     model = load_onnx(path)
     external = sum(file.stat().st_size for file in _external(path, model))
     model.ClearField("doc_string")
-    for part in [*all_graphs(model.graph), *(g for f in model.functions for g in all_graphs(f))]:
+    for part in all_bodies(model):
         part.ClearField("value_info")
         _strip([part, *part.node])
         if hasattr(part, "initializer"):

@@ -28,13 +28,13 @@ from qtool.benchmarking.claims import (
     slower_sentence,
     stored_format,
 )
-from qtool.benchmarking.inputs import Layout, random_feeds, require_known, sized_feeds, with_scalars
+from qtool.benchmarking.inputs import Layout, as_written, random_feeds, require_known, sized_feeds
 from qtool.benchmarking.latency import Stopping, describe, noise
 from qtool.benchmarking.process import Worker, race, whole_cores
 from qtool.benchmarking.regression import compare_with, read_benchmark, require_common, require_same_model
 from qtool.benchmarking.size import measure_size
 from qtool.control_groups import bound_cores, usable_cores
-from qtool.errors import UsageError
+from qtool.errors import QtoolError, UsageError
 from qtool.machine import cpu_info
 from qtool.recipe import BenchmarkConfig
 from qtool.runtimes import RUNTIMES, open_session, openvino
@@ -167,7 +167,9 @@ def _time(
 ) -> dict[str, dict[str, Any]]:
     require_known(config.shapes, [worker.inputs for worker in workers.values()])
     given = None if batches is None else _first(batches(batch_size))  # once: a loader that shuffles gives another next
-    first_runs = {name: worker.feed(_feeds(worker, config, batch_size, given)) for name, worker in workers.items()}
+    first_runs = {
+        name: _fed(worker, _feeds(worker, config, batch_size, given), given) for name, worker in workers.items()
+    }
     stopping = Stopping(width=config.width, seconds=config.seconds)
     timings = race(workers, reference=reference, stopping=stopping, seed=config.seed)
     measured = describe(timings, reference=reference, batch_size=batch_size, width=config.width)
@@ -204,6 +206,17 @@ def _feeds(worker: Worker, config: BenchmarkConfig, batch_size: int, given: tupl
     return sized_feeds(given[0], worker.inputs, batch_size)
 
 
+def _fed(worker: Worker, feeds: dict[str, Array], given: tuple[Any] | None) -> float:
+    """The milliseconds of a worker's first run. Where values are random, some of them may be what it fails of."""
+    try:
+        return worker.feed(feeds)
+    except QtoolError as error:
+        if given is not None:
+            raise
+        do = f"{error.do}; values were random: where they matter, call qtool.benchmark(FILE, data=[{{NAME: array, …}}])"
+        raise type(error)(error.where, error.expected, error.got, do) from error
+
+
 def _measure_accuracy(
     files: Mapping[str, Path],
     config: BenchmarkConfig,
@@ -224,7 +237,10 @@ def _measure_accuracy(
         for name, path in files.items():
             session = open_session(path, threads=cpu_info()["cores"], **_options(name, path, config))
             stack.callback(session.close)
-            session.inputs = with_scalars(session.inputs, path)
+            if not session.outputs:
+                got, do = ", ".join(session.others), "leave the data out, and measure speed and size alone"
+                raise QtoolError(f"outputs of '{name}'", "a tensor of numbers, to compare", got, do)
+            session.inputs = as_written(session.inputs, path)
             sessions[name] = session
         data = batches(ACCURACY_BATCH)
         whole = ACCURACY_BATCH if config.provider == "torch-compile" else None
@@ -243,6 +259,8 @@ def _measure_accuracy(
         variants[name]["accuracy"] = values | own.get(name, {})
     logits = "top-1, agreement, KL and " if "kl" in variants[reference].get("accuracy", {}) else ""
     told = [f"{logits}SQNR {'are those' if logits else 'is that'} of the first of {count} outputs"] if count > 1 else []
+    others = ", ".join(sessions[reference].others)
+    told += [f"no tensors of numbers, and so computed and timed, not compared: {others}"] if others else []
     if scores is None and compare is None and (why := unjudged(outputs[reference], targets)):
         told.append(why)
     told += [f"{name}: outputs overflow 16 bits to NaN or infinity, and were not judged" for name in overflowed]

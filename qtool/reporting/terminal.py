@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from qtool.errors import one_line
 from qtool.reporting.chosen import chosen_sentence
 from qtool.reporting.contracts import advice, contract_sentence, gate_verdict
 from qtool.reporting.ladder import ladder_lines
@@ -251,18 +252,23 @@ def outline(value: Any, depth: int = 0) -> Iterator[str]:
     """Nested values as indented lines, what is short kept on one."""
     for key, item in value.items():
         if isinstance(item, Mapping) and len(_inline(item)) > 90 - 2 * depth:
-            yield f"{'  ' * depth}{key}:"
+            yield f"{'  ' * depth}{_inline(key)}:"
             yield from outline(item, depth + 1)
         else:
-            yield f"{'  ' * depth}{key}: {_inline(item)}"
+            yield f"{'  ' * depth}{_inline(key)}: {_inline(item)}"
 
 
 def _inline(value: Any) -> str:
     if isinstance(value, Mapping):
-        return ", ".join(f"{key} {_inline(item)}" for key, item in value.items())
+        return ", ".join(f"{_inline(key)} {_inline(item)}" for key, item in value.items())
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_inline, value))}]"
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+    return f"{value:.6g}" if isinstance(value, float) else _printable(one_line(value))
+
+
+def _printable(text: str) -> str:
+    """Text of a file without what a terminal would obey."""
+    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
 
 
 STAGES: dict[str, Callable[[Result], Iterator[Any]]] = {

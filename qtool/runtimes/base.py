@@ -41,6 +41,23 @@ def to_array(value: Any) -> Array:
     return np.asarray(value, order="C")
 
 
+def refused_type(path: Path, name: str, kind: str) -> QtoolError:
+    """The error for an input or output that numpy cannot hold: its bits would be taken for other numbers."""
+    return QtoolError(
+        f"'{path}': '{name}'", "a tensor of numbers of a type that numpy has", kind,
+        "use a model whose inputs and outputs are such tensors, or cast them within it",
+    )  # fmt: skip
+
+
+def failed_run(path: Path, runtime: str, reason: str, inputs: Iterable[TensorInfo]) -> QtoolError:
+    """The error for a run that the runtime gave up."""
+    shapes = ", ".join(f"'{info.name}' {info}" for info in inputs)
+    return QtoolError(
+        f"'{path}'", f"{runtime} to compute it", reason,
+        f"check the model, and that its inputs fit together: {shapes}",
+    )  # fmt: skip
+
+
 def all_graphs(graph: Any) -> Iterator[Any]:
     """A graph of an ONNX file, or a function's body, and the graphs within its nodes: branches and loops."""
     yield graph
@@ -86,16 +103,20 @@ class Kernel:
 
 
 class Session(Protocol):
-    """A model opened on one provider."""
+    """A model opened on one provider.
+
+    ``outputs`` are those that are tensors of numbers, which are given; ``others`` tells which are only computed.
+    """
 
     provider: str
     device: str
     threads: int
     inputs: tuple[TensorInfo, ...]
     outputs: tuple[TensorInfo, ...]
+    others: tuple[str, ...]
 
     def run(self, feeds: Mapping[str, Array]) -> list[Array]:
-        """Computes the outputs, in the file's order, on the host."""
+        """Computes ``outputs``, in the file's order, on the host."""
 
     def prepare(self, feeds: Mapping[str, Array]) -> Callable[[], None]:
         """Puts ``feeds`` on the device; each call of what is returned computes once, to completion."""

@@ -29,14 +29,16 @@ import numpy as np
 from qtool.errors import QtoolError, one_line
 from qtool.imports import imported
 from qtool.machine import VNNI, cpu_info
-from qtool.runtimes.base import Array, Kernel, ProviderError, TensorInfo, check_feeds
+from qtool.runtimes.base import Array, Kernel, ProviderError, TensorInfo, check_feeds, failed_run, refused_type
 
 _NAMES = {
     "f32": "float32", "f16": "float16", "bf16": "bfloat16", "u8": "int8", "i8": "int8", "i32": "int32", "u4": "int4",
-    "i4": "int4",
+    "i4": "int4", "u2": "int2", "i2": "int2",
 }  # fmt: skip
 PRECISIONS = {"fp16": ("f16", "FP16"), "bf16": ("bf16", "BF16")}
 """OpenVINO's names for a precision and for a CPU's ability to compute in it."""
+_NUMBERS = {"f16", "f32", "f64", "boolean", "i8", "i16", "i32", "i64", "u8", "u16", "u32", "u64"}
+"""What numpy has. OpenVINO gives bfloat16 and what is shorter than a byte as the bits of another type."""
 _NOT_EXECUTED = {"Input", "Output", "Const"}
 
 
@@ -45,6 +47,7 @@ class OpenVinoSession:
 
     provider = "openvino"
     device = "cpu"
+    others = ()
 
     def __init__(self, path: Path, *, threads: int = 1, precision: str | None = None) -> None:
         """Raises ProviderError where openvino is not installed, QtoolError for a file it cannot read.
@@ -55,13 +58,16 @@ class OpenVinoSession:
         self.stored = _NAMES[PRECISIONS[precision][0]] if precision else None
         self._model = _compile(path, threads, precision)
         self._request = self._model.create_infer_request()
-        self.inputs = tuple(_info(port) for port in self._model.inputs)
-        self.outputs = tuple(_info(port) for port in self._model.outputs)
+        self.inputs = tuple(_info(path, port) for port in self._model.inputs)
+        self.outputs = tuple(_info(path, port) for port in self._model.outputs)
 
     def run(self, feeds: Mapping[str, Array]) -> list[Array]:
         """Computes the outputs for host arrays. Raises QtoolError for inputs that do not fit."""
         check_feeds(f"'{self.path}'", self.inputs, feeds)
-        results = self._request.infer(dict(feeds))
+        try:
+            results = self._request.infer(dict(feeds))
+        except Exception as error:
+            raise self._failed(error) from error
         return [np.array(results[port]) for port in self._model.outputs]
 
     def prepare(self, feeds: Mapping[str, Array]) -> Callable[[], None]:
@@ -70,9 +76,15 @@ class OpenVinoSession:
         request, values = self._request, {name: np.asarray(value, order="C") for name, value in feeds.items()}
 
         def step() -> None:
-            request.infer(values, share_inputs=True, share_outputs=True)
+            try:
+                request.infer(values, share_inputs=True, share_outputs=True)
+            except Exception as error:
+                raise self._failed(error) from error
 
         return step
+
+    def _failed(self, error: Exception) -> QtoolError:
+        return failed_run(self.path, "OpenVINO", _reason(error), self.inputs)
 
     def kernels(self, feeds: Mapping[str, Array], runs: int = 0) -> tuple[Kernel, ...]:
         """The executed operations, from the compiled model's own runtime graph, timed over ``runs`` runs if asked.
@@ -100,7 +112,7 @@ class OpenVinoSession:
         source, weights, *_ = layer.inputs()
         kinds = [port.get_element_type().to_string() for port in (source, weights)]
         scales = layer.inputs()[3:4]
-        if kinds[0] != "f32" or kinds[1] not in ("i8", "u8", "i4", "u4") or not scales:
+        if kinds[0] != "f32" or kinds[1] not in ("i8", "u8", "i4", "u4", "i2", "u2") or not scales:
             return None
         sizes = [math.prod(d.get_length() for d in port.get_partial_shape()) for port in (weights, *scales)]
         together = int(self._model.get_property("DYNAMIC_QUANTIZATION_GROUP_SIZE"))
@@ -201,11 +213,14 @@ def _require() -> Any:
     return imported("openvino", "provider 'openvino'", "qtool[openvino]", ProviderError)
 
 
-def _info(port: Any) -> TensorInfo:
+def _info(path: Path, port: Any) -> TensorInfo:
+    kind = port.get_element_type()
     shape = tuple(d.get_length() if d.is_static else None for d in port.get_partial_shape())
     own = port.get_node().get_friendly_name()  # a conversion behind an input adds its name to the others
-    name = own if own in port.get_names() else port.get_any_name()
-    return TensorInfo(name, str(np.dtype(port.get_element_type().to_dtype())), shape)
+    name = own if own in port.get_names() or not port.get_names() else port.get_any_name()
+    if kind.to_string() not in _NUMBERS:
+        raise refused_type(path, name, kind.to_string())
+    return TensorInfo(name, str(np.dtype(kind.to_dtype())), shape)
 
 
 def _text(info: Any, key: str) -> str:
@@ -225,7 +240,9 @@ def _reason(error: Exception) -> str:
 
 def _cure(error: Exception) -> str:
     text = str(error)
-    if any(words in text for words in ("can't be parsed", "Unable to read", "externally stored")):
+    if "outside the base directory" in text:
+        return "put the external data file beside the model, and name it there without folders"
+    if any(words in text for words in ("can't be parsed", "Unable to read", "externally stored", "external data")):
         return "check that the file is complete and is ONNX"
     return (
         "leave what OpenVINO refuses out of the model, or write it another way; "

@@ -34,9 +34,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import onnxruntime as ort
 
-from qtool.errors import QtoolError, one_line
-from qtool.runtimes.base import Array, Kernel, ProviderError, TensorInfo, all_graphs, check_feeds
+from qtool.errors import QtoolError
+from qtool.runtimes.base import (
+    Array,
+    Kernel,
+    ProviderError,
+    TensorInfo,
+    all_graphs,
+    check_feeds,
+    failed_run,
+    refused_type,
+)
 from qtool.runtimes.onnx_notes import EXACT_SUMS, needs_exact_sums
+from qtool.runtimes.ort_errors import cure, reason
 from qtool.runtimes.packages import missing_library, refuse_conflict
 from qtool.runtimes.profile import BLOCK_PRODUCT, read_profile
 
@@ -81,14 +91,19 @@ class OrtSession:
         self._session, self.cuda_graph = _create_with_graph(path, provider, options)
         _refuse_fallback(provider, self._session.get_providers())
         self.inputs = tuple(_info(path, value) for value in self._session.get_inputs())
-        self.outputs = tuple(_info(path, value) for value in self._session.get_outputs())
+        self._computed = self._session.get_outputs()
+        self.outputs = tuple(_info(path, value) for value in self._computed if not _is_object(value))
+        self.others = tuple(f"'{value.name}' ({value.type})" for value in self._computed if _is_object(value))
 
     def run(self, feeds: Mapping[str, Array]) -> list[Array]:
         """Computes the outputs for host arrays. Raises QtoolError for inputs that do not fit."""
         check_feeds(f"'{self.path}'", self.inputs, feeds)
         session = self._session
         option = self._unrecorded()
-        return [np.asarray(value) for value in self._call(lambda: session.run(None, dict(feeds), option))]
+        values = self._call(lambda: session.run(None, dict(feeds), option))
+        named = {told.name: value for told, value in zip(self._computed, values, strict=True)}
+        # uint64 comes as C's unsigned long long, which numpy tells from its own of that size and torch refuses
+        return [np.asarray(named[info.name]).view(info.dtype) for info in self.outputs]
 
     def prepare(self, feeds: Mapping[str, Array]) -> Callable[[], None]:
         """A call that computes once with inputs and outputs where the computation is."""
@@ -144,11 +159,7 @@ class OrtSession:
             raise self._failed(error) from error
 
     def _failed(self, error: Exception) -> QtoolError:
-        shapes = ", ".join(f"'{info.name}' {info}" for info in self.inputs)
-        return QtoolError(
-            f"'{self.path}'", f"ONNX Runtime to compute it on {self.provider}", _reason(error),
-            f"check the model, and that its inputs fit together: {shapes}",
-        )  # fmt: skip
+        return failed_run(self.path, f"ONNX Runtime on {self.provider}", reason(error), self.inputs)
 
 
 def open_file(
@@ -220,7 +231,7 @@ def _create(path: Path, provider: str, options: Any, *, record: bool = False) ->
         return session
     except Exception as error:
         raise QtoolError(
-            f"'{path}'", f"an ONNX file that ONNX Runtime {ort.__version__} can load", _reason(error), _cure(error)
+            f"'{path}'", f"an ONNX file that ONNX Runtime {ort.__version__} can load", reason(error), cure(error)
         ) from error
 
 
@@ -351,38 +362,15 @@ def _library_name(provider: str) -> str:
     return f"{stem}.dll" if os.name == "nt" else f"lib{stem}.so"
 
 
+def _is_object(value: Any) -> bool:
+    """Whether an output comes as text, a list or a dict, as a classifier's of scikit-learn do, and as no numbers."""
+    return value.type == "tensor(string)" or not value.type.startswith("tensor(")
+
+
 def _info(path: Path, value: Any) -> TensorInfo:
     """An input or output, whose shape is None for a scalar too: ONNX Runtime gives [] for either."""
     kind = re.fullmatch(r"tensor\((\w+)\)", value.type)
     if kind is None or kind[1] not in _DTYPES:
-        raise QtoolError(
-            f"'{path}': '{value.name}'", "a tensor of numbers of a type that numpy has", value.type,
-            "use a model whose inputs and outputs are such tensors",
-        )  # fmt: skip
+        raise refused_type(path, value.name, value.type)
     shape = tuple(d if isinstance(d, int | str) and d != "" else None for d in value.shape)
     return TensorInfo(value.name, _DTYPES[kind[1]], shape or None)
-
-
-def _reason(error: Exception) -> str:
-    """ONNX Runtime's message without its prefixes and source positions, at most 300 characters."""
-    text = one_line(error)
-    text = re.sub(r"^\[ONNXRuntimeError\] : \d+ : \w+ : ", "", text)
-    text = re.sub(r"^Load model from .*? failed: ?", "", text)
-    signature = r"[^()]*onnxruntime::[^()]*\([^()]*\) "  # of the C++ function that failed
-    text = re.sub(rf"/\S*/onnxruntime/\S+:\d+ ({signature}|\S+ )?", "", text)
-    return text if len(text) <= 300 else text[:299] + "…"
-
-
-def _cure(error: Exception) -> str:
-    text = str(error)
-    if any(words in text for words in ("not a registered function/op", "No Op registered", "NOT_IMPLEMENTED")):
-        return "use a file of standard ONNX operators, or a newer onnxruntime"
-    if "serialization failed" in text:  # of what it wrote itself, a session's graph
-        return "free space in the folder for temporary files (TMPDIR)"
-    if "External data" in text or "external data" in text:
-        return "put the external data file beside the model"
-    if "IR version" in text:
-        return "save it with a lower ir_version, or install a newer onnxruntime"
-    if "opset" in text.lower():
-        return "export with a lower opset, or install a newer onnxruntime"
-    return "check that the file is complete and is ONNX"

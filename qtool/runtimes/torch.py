@@ -54,6 +54,8 @@ class TorchSession:
     ``module`` takes the tensors of ``inputs`` in that order. ``stored`` is the format of most weights.
     """
 
+    others = ()
+
     def __init__(
         self,
         module: torch.nn.Module,

@@ -132,6 +132,34 @@ def test_of_several_outputs_the_first_is_judged_and_that_is_said(files, batches,
     assert told["notes"][0] == "SQNR is that of the first of 2 outputs"
 
 
+def test_outputs_that_are_text_are_timed_and_not_compared(tmp_path):
+    texts = helper.make_tensor_value_info("t", onnx.TensorProto.STRING, ["N", 4])
+    model = onnx_files.model([helper.make_node("Cast", ["x"], ["t"], to=8)], {"x": ["N", 4]}, {})
+    model.graph.output.append(texts)
+    onnx.save(model, tmp_path / "text.onnx")
+    model.graph.node.append(helper.make_node("Relu", ["x"], ["y"]))
+    model.graph.output.append(helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, ["N", 4]))
+    onnx.save(model, tmp_path / "both.onnx")
+    data = [(np.ones((2, 4), np.float32), None)]
+    found = benchmark({"both": tmp_path / "both.onnx"}, BenchmarkConfig(seconds=0.0), batches=lambda _: data)
+    assert found["notes"] == ["no tensors of numbers, and so computed and timed, not compared: 't' (tensor(string))"]
+    assert found["variants"]["both"]["accuracy"]["num_samples"] == 2
+    with pytest.raises(QtoolError, match=r"of 'text': expected a tensor of numbers, .* leave the data out"):
+        benchmark({"text": tmp_path / "text.onnx"}, BenchmarkConfig(seconds=0.0), batches=lambda _: data)
+
+
+def test_a_file_that_random_values_do_not_suit_is_measured_on_values_that_do(tmp_path):
+    model = onnx_files.model([helper.make_node("Expand", ["x", "shape"], ["y"])], {"x": [1, 3]}, {"y": [None, 3]})
+    model.graph.input.append(helper.make_tensor_value_info("shape", onnx.TensorProto.INT64, [2]))
+    onnx.save(model, tmp_path / "expand.onnx")
+    files, quick = {"expand": tmp_path / "expand.onnx"}, BenchmarkConfig(seconds=0.0)
+    with pytest.raises(QtoolError, match=r"Expand node.*; values were random: .* data=\[\{NAME: array, …\}\]\)"):
+        benchmark(files, quick)
+    values = {"x": np.ones((1, 3), np.float32), "shape": np.array([5, 3])}
+    found = benchmark(files, quick, batches=lambda _: [(values, None)])
+    assert found["variants"]["expand"]["latency"]
+
+
 def test_without_data_inputs_are_random_and_that_is_said(files):
     told = benchmark({"only": files["fp32"]}, BenchmarkConfig(seconds=0.0))
     assert told["reference"] == "only"

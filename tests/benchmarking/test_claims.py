@@ -34,6 +34,46 @@ def test_weights_in_constant_nodes_count_too(tmp_path):
     assert stored_format(path) == "float16"
 
 
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("INT16", "int16"),
+        ("UINT2", "int2"),
+        ("FLOAT8E5M2", "float8"),
+        ("FLOAT4E2M1", "float4"),
+        ("BFLOAT16", "bfloat16"),
+    ],
+)
+@pytest.mark.parametrize("within", [True, False])
+def test_every_format_of_weights_is_known_within_functions_too(kind, told, within, tmp_path):
+    weights = helper.make_tensor("w", onnx.TensorProto.DataType.Value(kind), [4, 4], [1.0 if "F" in kind else 1] * 16)
+    scales = onnx.numpy_helper.from_array(np.ones(4, np.float32))
+    nodes = [helper.make_node("Constant", [], [name], value=v) for name, v in (("w", weights), ("s", scales))]
+    calls = [helper.make_node("F", [], ["w"], domain="own")] if within else nodes
+    model = onnx_files.model(calls, {}, {"w": [4, 4]}, domains={"own": 1})
+    if within:
+        model.functions.append(helper.make_function("own", "F", [], ["w"], nodes, [helper.make_opsetid("", 17)]))
+    onnx.save(model, tmp_path / "f.onnx")
+    assert stored_format(tmp_path / "f.onnx") == told
+
+
+@pytest.mark.parametrize(
+    ("op", "bits", "told"),
+    [
+        ("MatMulNBits", 4, "int4"),
+        ("MatMulNBits", 2, "int2"),
+        ("MatMulNBits", 8, "int8"),
+        ("MatMulBnb4", None, "float4"),
+    ],
+)
+def test_weights_packed_into_bytes_are_told_by_their_own_bits(op, bits, told, tmp_path):
+    options = {} if bits is None else {"bits": bits}
+    node = helper.make_node(op, ["x", "w", "s"], ["y"], domain="com.microsoft", K=64, N=64, block_size=32, **options)
+    weights = {"w": np.zeros((64, 2, 16), np.uint8), "s": np.ones(3000, np.float32)}  # fewer bytes than scales
+    onnx.save(onnx_files.model([node], {"x": [1, 64]}, {"y": [1, 64]}, weights), tmp_path / "p.onnx")
+    assert stored_format(tmp_path / "p.onnx") == (told if bits != 8 else "float32")
+
+
 def test_no_weights_no_format(tmp_path):
     path = tmp_path / "r.onnx"
     onnx.save(onnx_files.model([helper.make_node("Relu", ["x"], ["y"])], {"x": [4]}, {"y": [4]}), path)

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import numpy as np
+import onnx
+import onnx_files
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from onnx import helper
 
-from qtool.benchmarking.inputs import Layout, parse_shape, random_feeds, require_known, to_feeds
+from qtool.benchmarking.inputs import Layout, as_written, parse_shape, random_feeds, require_known, to_feeds
 from qtool.errors import QtoolError, UsageError
 from qtool.runtimes import TensorInfo
 
@@ -61,10 +64,27 @@ def test_a_shape_for_an_input_that_is_not_there_is_refused():
     require_known({"ids": "1x3"}, [[IMAGE], [TOKENS]])
 
 
-@pytest.mark.parametrize("text", ["", "0x3", "axb", "1x-3", "1,3", "1x3x", "1.5"])
+@pytest.mark.parametrize("text", ["", "axb", "1x-3", "1,3", "1x3x", "1.5"])
 def test_shapes_are_sizes_and_x(text):
     with pytest.raises(UsageError, match="sizes such as"):
         parse_shape("x", text)
+
+
+def test_a_size_of_nothing_is_one_as_an_empty_cache_has():
+    cache = TensorInfo("past", "float32", ("N", 8, "past_length", 64))
+    assert random_feeds([cache], 2, shapes={"past": "1x8x0x64"})["past"].shape == (2, 8, 0, 64)
+    assert random_feeds([TensorInfo("axes", "int64", (0,)), IMAGE], 2)["axes"].shape == (0,)
+    with pytest.raises(UsageError, match=r"expected 1 first, the batch; got 0"):
+        random_feeds([IMAGE], 1, shapes={"x": "0x3x8x8"})
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int64"])
+@pytest.mark.parametrize("size", [2**45, 2**62])
+def test_a_size_beyond_all_memory_is_told(size, dtype):
+    with pytest.raises(
+        QtoolError, match=rf"'x': expected a size .* memory for; got {dtype}\[1, {size}, 8\]; .*--shapes"
+    ):
+        random_feeds([TensorInfo("x", dtype, ("N", "M", 8))], 1, shapes={"x": f"1x{size}x8"})
 
 
 def test_a_scalar_input_has_no_batch():
@@ -171,3 +191,14 @@ def test_a_scalar_and_a_half_of_16_bits_become_arrays():
     value = torch.randn(2, 3, dtype=torch.bfloat16, requires_grad=True)
     found = to_feeds(value, [TensorInfo("x", "float32", ("N", 3))])["x"]
     np.testing.assert_array_equal(found, value.detach().float().numpy())
+
+
+def test_a_runtime_that_tells_no_symbols_takes_the_files(tmp_path):
+    shapes = {"x": ["N", "T", 8], "h": [1, "N", 8], "free": None, "one": [], "new": [None, 8]}
+    onnx.save(onnx_files.model([helper.make_node("Relu", ["x"], ["y"])], shapes, {"y": None}), tmp_path / "m.onnx")
+    told = {"x": (None, None, 8), "h": (1, None, 8), "free": None, "one": None, "new": (None, 8), "elsewhere": (None,)}
+    found = as_written([TensorInfo(name, "float32", shape) for name, shape in told.items()], tmp_path / "m.onnx")
+    assert {info.name: info.shape for info in found} == {
+        "x": ("N", "T", 8), "h": (1, "N", 8), "free": None, "one": (), "new": (None, 8), "elsewhere": (None,)
+    }  # fmt: skip
+    assert Layout.of(found[:2]).axes == {"x": 0, "h": 1}

@@ -71,6 +71,28 @@ def test_external_data_that_is_gone_is_named(tmp_path):
         measure_size(path)
 
 
+@pytest.mark.parametrize(
+    ("name", "got"), [("w" * 300, "no such file"), ("folder", "a folder"), ("a/b", "no such file")]
+)
+def test_external_data_of_any_name_is_looked_for(name, got, tmp_path):
+    path = tmp_path / "model.onnx"
+    (tmp_path / "folder").mkdir()
+    onnx.save(onnx_files.residual_net(), path, save_as_external_data=True, location="weights.bin", size_threshold=0)
+    model = onnx.load(path, load_external_data=False)
+    model.graph.initializer[0].external_data[0].value = name
+    onnx.save(model, path)
+    with pytest.raises(QtoolError, match=rf"its external data '{name}'; got {got}; "):
+        measure_size(path)
+
+
+def test_external_data_whose_name_is_no_text_is_not_there(tmp_path):
+    path = tmp_path / "model.onnx"
+    onnx.save(onnx_files.residual_net(), path, save_as_external_data=True, location="weights.bin", size_threshold=0)
+    path.write_bytes(path.read_bytes().replace(b"weights.bin", b"weights.b\xff\xfe"))
+    with pytest.raises(QtoolError, match="got no such file"):
+        measure_size(path)
+
+
 @pytest.mark.parametrize("content", [b"", b"garbage garbage garbage"])
 def test_what_is_no_onnx_is_refused_in_one_line(tmp_path, content):
     path = tmp_path / "bad.onnx"

@@ -159,6 +159,8 @@ def test_an_outline_keeps_short_things_on_a_line_and_words_as_they_are(capsys: p
     assert text.splitlines() == ["kind: onnx", "operators: Conv 2", "shape: [1, [batch]]", "x: 0.1"]
     long = shown(capsys, "inspect", {"operators": {f"Operator{i}": i for i in range(12)}})
     assert long.splitlines()[:2] == ["operators:", "  Operator0: 0"]
+    foreign = shown(capsys, "inspect", {"inputs": {"x\n\x1b[31m": [4]}, "metadata": {"a": "é\t\x1b[2J"}})
+    assert foreign.splitlines() == ["inputs: x �[31m [4]", "metadata: a é �[2J"]
 
 
 def test_a_run_is_inspected_stage_by_stage_and_unit_by_unit(capsys: pytest.CaptureFixture[str]) -> None:

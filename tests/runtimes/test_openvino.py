@@ -5,6 +5,7 @@ import sys
 
 import numpy as np
 import onnx
+import onnx_files
 import pytest
 from onnx import helper
 
@@ -63,6 +64,21 @@ def test_what_unpacks_weights_is_told_by_what_it_computes_in(tmp_path, monkeypat
     monkeypatch.setattr(runtime, "cpu_info", lambda: {"features": ["avx512_vnni"] if vnni else []})
     (layer,) = (kernel for kernel in session.kernels({"x": x}) if is_compute(kernel.op))
     assert (layer.dtype, layer.stored) == ("int8" if rounds and vnni else "float32", f"int{bits}")
+
+
+@present
+def test_weights_of_2_bits_are_no_arithmetic_in_them(tmp_path, monkeypatch):
+    weights = {"w": np.full((32, 2, 8), 0b10011100, np.uint8), "s": np.ones(64, np.float32)}
+    product = helper.make_node(
+        "MatMulNBits", ["x", "w", "s"], ["y"], domain="com.microsoft", K=64, N=32, block_size=32, bits=2
+    )
+    path = tmp_path / "packed.onnx"
+    onnx.save(
+        onnx_files.model([product], {"x": ["N", 64]}, {"y": ["N", 32]}, weights, domains={"com.microsoft": 1}), path
+    )
+    monkeypatch.setattr(runtime, "cpu_info", lambda: {"features": []})
+    kernels = open_session(path, provider="openvino").kernels({"x": np.ones((4, 64), np.float32)})
+    assert [(kernel.dtype, kernel.stored) for kernel in kernels if is_compute(kernel.op)] == [("float32", "int2")]
 
 
 @present
