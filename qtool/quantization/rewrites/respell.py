@@ -201,7 +201,7 @@ def _spell_squeeze(node: Node) -> None:
     if len(before) == node.meta["val"].dim():
         _drop(node)
     elif isinstance(axes, list | tuple):
-        single = [axis for axis in axes if isinstance(size := before[axis], int) and size == 1]  # type: ignore[index]
+        single = [axis for axis in axes if isinstance(size := before[axis], int) and size == 1]
         node.args = (source, single)
 
 
