@@ -86,9 +86,10 @@ def _state(graph: GraphModule) -> tuple[str, dict[str, int]]:
 
 
 def as_graph(program: torch.export.ExportedProgram) -> GraphModule:
-    """The program as a graph module without shape guards."""
+    """The program as a graph module without shape guards, which takes pieces of any batch too."""
     module = program.module(check_guards=False)
     assert isinstance(module, GraphModule)
+    module.range_constraints = {}  # type: ignore[assignment]
     return module
 
 
