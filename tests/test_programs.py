@@ -206,7 +206,7 @@ def test_a_quotient_made_whole_is_no_constant() -> None:
 
 
 class Large(nn.Module):
-    """Asks whether a batch is a large one, as a diffusion model's upsampling does, for what its copy in memory gains."""
+    """Asks whether a batch is a large one, as upsampling in diffusion models does, for a copy in memory."""
 
     def __init__(self) -> None:
         super().__init__()
