@@ -171,3 +171,15 @@ def test_a_scalar_and_a_half_of_16_bits_become_arrays():
     value = torch.randn(2, 3, dtype=torch.bfloat16, requires_grad=True)
     found = to_feeds(value, [TensorInfo("x", "float32", ("N", 3))])["x"]
     np.testing.assert_array_equal(found, value.detach().float().numpy())
+
+
+def test_what_is_within_arguments_is_fed_by_name_or_by_place():
+    names = ("x", "more_text", "more_ids_0", "more_ids_1")
+    inputs = [TensorInfo(name, "float32", ("N", 2)) for name in names]
+    x, text, *ids = np.arange(16, dtype=np.float32).reshape(4, 2, 2)
+    by_name = {"more": {"ids": tuple(ids), "text": text}, "x": torch.from_numpy(x)}
+    for batch in (by_name, (torch.from_numpy(x), {"text": text, "ids": ids})):
+        feeds = to_feeds(batch, inputs)
+        assert [feeds[name].tolist() for name in names] == [x.tolist(), text.tolist(), *(one.tolist() for one in ids)]
+    with pytest.raises(QtoolError, match="4 inputs"):
+        to_feeds((x, {"text": text}), inputs)
