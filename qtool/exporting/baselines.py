@@ -3,8 +3,8 @@
 Half precision reaches 65,504. A weight beyond it is refused by name, save float32's own limits, which stand for
 "no limit" in masks and become half's limits, and what else hides places from a softmax (``half_masks.py``). An
 activation beyond it is looked for in the float graph on samples, and told: ONNX Runtime's CPU provider, which keeps in
-float32 what lies between two operators, would not show it. Sines and cosines of time steps and positions stay in
-float32 (``angles.py``). Whether the arithmetic is really done in half is the
+float32 what lies between two operators, would not show it. Time steps and positions stay in float32
+(``positions.py``). Whether the arithmetic is really done in half is the
 runtime's affair: that provider mostly converts back to float32, so that FP16 is only storage there.
 """
 
@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
-from qtool.angles import angles, lasting
 from qtool.captured import call_captured
 from qtool.errors import QtoolError
 from qtool.evaluate import unlike
@@ -36,12 +35,14 @@ from qtool.exporting.passes import turned_batches
 from qtool.exporting.simulation import interpret
 from qtool.exporting.to_onnx import save
 from qtool.nested import tensors
+from qtool.positions import lasting, positions
 from qtool.runtimes import open_session
 
 LEAST = float(np.finfo(np.float16).smallest_subnormal)
 _PACKAGE = "onnxruntime.transformers"
 _ENDS = ("Sin", "Cos", "Tan")
 _PRODUCTS = ("MatMul", "Gemm", "Einsum")
+_SHAPES = ("Shape", "Size")
 _LAYERS = ("Conv", "ConvTranspose", "LSTM", "GRU", "RNN", "Attention")
 
 
@@ -98,7 +99,7 @@ def _converted(model: ir.Model, weights: Mapping[str, ir.Value]) -> ir.Model:
     path, known = list(sys.path), _PACKAGE in sys.modules
     from onnxruntime.transformers.float16 import convert_float_to_float16
 
-    single = _angles(model)
+    single = _positions(model)
 
     sys.path[:] = path  # to which that package adds its own folder, and has to again for whoever imports it next
     if not known:
@@ -121,16 +122,23 @@ def _converted(model: ir.Model, weights: Mapping[str, ir.Value]) -> ir.Model:
     return ir.serde.deserialize_model(converted)
 
 
-def _angles(model: ir.Model) -> list[str]:
+def _positions(model: ir.Model) -> list[str]:
     """The names of the nodes that are to stay in float32, which those get that have none."""
     kept = lasting(
         model.graph, lambda node: [made for value in node.inputs if value and (made := value.producer())],
-        lambda node: node.op_type in _ENDS, lambda node: node.op_type in _PRODUCTS,
+        lambda node: 2 if node.op_type in _ENDS else int(_gives_integers(node)), lambda node: node.op_type in _PRODUCTS,
         lambda node: node.op_type in _LAYERS or node.op_type.endswith("Normalization"),
     )  # fmt: skip
     for index, node in enumerate(kept):
-        node.name = node.name or f"angle_{index}"
+        node.name = node.name or f"position_{index}"
     return [str(node.name) for node in kept]
+
+
+def _gives_integers(node: ir.Node) -> bool:
+    """Whether a node makes integers or truth values of floats, and not of their shape."""
+    reads = any(value is not None and value.dtype == ir.DataType.FLOAT for value in node.inputs)
+    gives = [value.dtype for value in node.outputs]
+    return reads and node.op_type not in _SHAPES and not {None, ir.DataType.FLOAT} & {*gives}
 
 
 def _drop_repeats(graph: onnx.GraphProto) -> None:
@@ -189,14 +197,14 @@ def _in_half(tensor: ir.TensorProtocol) -> ir.LazyTensor:
 class _Beyond(Interpreter):
     """Runs a float graph and keeps the greatest finite value beyond half precision's range of each node.
 
-    Nodes that masks have ``hidden`` places in may have any value below it there, and angles any at all.
+    Nodes that masks have ``hidden`` places in may have any value below it there, and positions any at all.
     """
 
     def __init__(self, graph: GraphModule, hidden: Collection[str] = ()) -> None:
         super().__init__(graph)
         self.found: dict[str, float] = {}
         self.hidden = hidden
-        self.single = angles(graph)
+        self.single = positions(graph)
 
     def run_node(self, n: Node) -> Any:
         """Runs one node; infinities and float32's own limits, which masks are made of, do not count."""

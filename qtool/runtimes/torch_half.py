@@ -3,9 +3,9 @@
 A quantize or a dequantize is spelt out, x/s + z rounded and cut or s (q − z), in float32 and within one kernel with
 what is beside it once compiled: as operators inductor takes them for oneDNN's, also on a GPU, which has none of those.
 Weights that are dequantized, having found no integer kernel, become constants. A quantizer reads float32, where a scale
-of 1e-5 is no subnormal number, and so does an integer product multiply. Angles stay in it until their sine is taken
-(``angles.py``). A number that hides places from a softmax, −1e9
-or float32's limit, is the limit of ``dtype`` here, beyond which torch takes none.
+of 1e-5 is no subnormal number, and so does an integer product multiply. Positions and time steps
+stay in it (``positions.py``). A number that hides places from a softmax, −1e9 or float32's limit, is the limit of
+``dtype`` here, beyond which torch takes none.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from qtool.angles import angles
 from qtool.form import DEQUANTIZE, QUANTIZE
 from qtool.masks import within
+from qtool.positions import positions
 from qtool.runtimes.torch_integer import IntegerProduct
 
 aten = torch.ops.aten
@@ -40,7 +40,7 @@ def is_quantized(graph: GraphModule) -> bool:
 def halve(module: torch.nn.Module, dtype: torch.dtype) -> set[str]:
     """Has all of a module in ``dtype``, float16 or bfloat16, in place; gives the inputs that it takes in float32 still.
 
-    Those are the ones that are quantized at once, and read by nothing else, and those that angles are made of.
+    Those are the ones that are quantized at once, and read by nothing else, and those that positions are made of.
     """
     wide: set[str] = set()
     scales: list[torch.Tensor] = []
@@ -59,10 +59,10 @@ def halve(module: torch.nn.Module, dtype: torch.dtype) -> set[str]:
 def _halved(graph: GraphModule, dtype: torch.dtype, wide: set[str]) -> list[torch.Tensor]:
     """Changes what a graph makes in float32, or converts to it; gives the constants that stay in it.
 
-    Those are the scales of channels and what angles are made of; inputs that angles are made of join ``wide``.
+    Those are the scales of channels and what positions are made of; inputs that these are made of join ``wide``.
     """
     scales: list[torch.Tensor] = []
-    single = angles(graph)
+    single = positions(graph)
     for node in list(graph.graph.nodes):
         if node in single:
             _stay(graph, node, single, dtype, scales)
@@ -88,10 +88,10 @@ def _halved(graph: GraphModule, dtype: torch.dtype, wide: set[str]) -> list[torc
 
 
 def _stay(graph: GraphModule, node: Node, single: set[Node], dtype: torch.dtype, kept: list[torch.Tensor]) -> None:
-    """Has a node of an angle in float32, a constant too, and what else reads it read it in ``dtype``."""
+    """Has a node of a position in float32, a constant too, and what else reads it read it in ``dtype``."""
     if node.op == "get_attr":
         kept.append(operator.attrgetter(str(node.target))(graph).detach().clone())
-        node.target = f"{node.name}_angle"
+        node.target = f"{node.name}_position"
         graph.register_buffer(node.target, kept[-1])
     value, others = node.meta.get("val"), [user for user in node.users if user not in single and user.op != "output"]
     if isinstance(value, torch.Tensor) and value.is_floating_point() and others:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import sys
 from pathlib import Path
 
@@ -262,3 +263,32 @@ def test_sines_of_what_a_layer_has_made_are_in_half(tmp_path: Path) -> None:
     assert types == {"first": TensorProto.FLOAT, "second": TensorProto.FLOAT16}
     found = onnxruntime.InferenceSession(str(tmp_path / "half.onnx")).run(None, {"x": np.ones((3, 2), np.float32)})[0]
     np.testing.assert_allclose(found, np.sin(4 * 0.3 * np.sin(0.6)), atol=1e-3)
+
+
+class _Distances(nn.Module):
+    """T5's biases: distances between tokens share an index in steps of their logarithm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(16, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        place = torch.arange(x.shape[1])
+        far = (place[:, None] - place).abs().clamp(min=1)
+        index = (torch.log(far.float() / 8) / math.log(16) * 8).long() + 8
+        return x + self.table(torch.where(far < 8, far, index.clamp(max=15)))[..., 0].sum(0)
+
+
+def test_indices_that_are_computed_are_those_of_float32(tmp_path: Path) -> None:
+    model, x = _Distances().eval(), torch.zeros(2, 120)
+    with torch.no_grad():
+        model.table.weight.copy_(torch.arange(16)[:, None] / 16)
+    single, half = tmp_path / "single.onnx", tmp_path / "half.onnx"
+    sizes = {"x": {1: torch.export.Dim("length")}}
+    torch.onnx.export(
+        model, (x,), str(single), dynamo=True, verbose=False, external_data=False, dynamic_shapes=sizes, optimize=False
+    )
+    assert write_fp16(ir.load(single), half) == ""
+    found = onnxruntime.InferenceSession(str(half)).run(None, {"x": x.numpy()})[0]
+    with torch.no_grad():
+        np.testing.assert_array_equal(found, model(x).numpy(), "sixteenths up to 128 are what they are in half")

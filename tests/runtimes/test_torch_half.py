@@ -97,16 +97,16 @@ def test_masks_hide_by_the_limit_of_the_type(precision, least):
 
 
 class TimeSteps(nn.Module):
-    """A diffusion model's embedding of its time step, which its last layer reads too."""
+    """A diffusion model's embedding of its time step, by its sines and by a row of its own, and the step itself."""
 
     def __init__(self):
         super().__init__()
         self.register_buffer("rates", torch.exp(-9.2 * torch.arange(32) / 32))
-        self.layer = nn.Linear(65, 16)
+        self.layer, self.rows = nn.Linear(65, 16), nn.Embedding(1000, 16)
 
     def forward(self, step):
         angle = step[:, None].float() * self.rates
-        return self.layer(torch.cat([angle.cos(), angle.sin(), step[:, None] / 1000], 1))
+        return self.layer(torch.cat([angle.cos(), angle.sin(), step[:, None] / 1000], 1)) + self.rows(step.long())
 
 
 @pytest.mark.parametrize("kind", ["float32", "int64"])
