@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import fields, is_dataclass
@@ -106,6 +107,32 @@ def tensors(value: Any) -> Iterator[Tensor]:
         yield value
     for _, item in entries(value):
         yield from tensors(item)
+
+
+def named(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """What is in a mapping of arguments, also by the names that ``torch.export`` gives it: the keys on the way there.
+
+    >>> named({"X": 1, "more": {"text-embeds": 2, "ids": (3, 4)}})
+    {'x': 1, 'more_text_embeds': 2, 'more_ids_0': 3, 'more_ids_1': 4, 'X': 1, 'more': {'text-embeds': 2, 'ids': (3, 4)}}
+    """
+    spelled = (
+        ("_".join(re.sub("[^a-zA-Z0-9]", "_", str(key)) for key in path), leaf) for path, leaf in leaves(arguments)
+    )
+    return {**{name.lower(): leaf for name, leaf in spelled}, **arguments}
+
+
+def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """What is in ``value`` and holds nothing itself, with the keys, fields and places on the way there, save None.
+
+    >>> list(leaves({"x": 1, "more": (2, None)}))
+    [(('x',), 1), (('more', 0), 2)]
+    """
+    if not isinstance(value, Mapping | tuple | list) and not _is_record(value):
+        if value is not None:
+            yield path, value
+        return
+    for key, item in entries(value):
+        yield from leaves(item, (*path, key))
 
 
 def num_samples(value: Any) -> int:

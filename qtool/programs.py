@@ -48,9 +48,6 @@ from qtool.structures import know_dataclasses
 FIXED_SIZE = "specialized it to be a constant"
 """What ``torch.export`` says of code that takes an open size for a number."""
 
-UNKNOWN_CLASS = ("register a pytree", "unhashable type")
-"""What ``torch.export`` says of an output in a container that it does not know; torch 2.11 the latter."""
-
 _KEPT = ("val", "nn_module_stack", "custom", "stack_trace", "unbacked_bindings")
 _PREFIXES = {InputKind.PARAMETER: "p", InputKind.BUFFER: "b", InputKind.CONSTANT_TENSOR: "c"}
 _PROGRAMS: WeakKeyDictionary[GraphModule, tuple[torch.export.ExportedProgram, Any]] = WeakKeyDictionary()
@@ -86,9 +83,10 @@ def _state(graph: GraphModule) -> tuple[str, dict[str, int]]:
 
 
 def as_graph(program: torch.export.ExportedProgram) -> GraphModule:
-    """The program as a graph module without shape guards."""
+    """The program as a graph module without shape guards, which takes pieces of any batch too."""
     module = program.module(check_guards=False)
     assert isinstance(module, GraphModule)
+    module.range_constraints = {}  # type: ignore[assignment]
     return module
 
 
@@ -206,6 +204,15 @@ def _plain_convolutions() -> Iterator[None]:
             library.set_flags(*flags)
 
 
+def of_unknown_class(error: Exception) -> bool:
+    """Whether ``torch.export`` does not know the container of an output; torch 2.11 says that it cannot be hashed.
+
+    It says so of a size in a set, too.
+    """
+    told = str(error)
+    return "register a pytree" in told or ("unhashable type" in told and "SymInt" not in told)
+
+
 def to_program(model: nn.Module, example: Any, axes: tuple[int, ...] = ()) -> torch.export.ExportedProgram:
     """Exports ``model`` with a dynamic first dimension of every input tensor, and as many of ``axes`` as it leaves so.
 
@@ -222,7 +229,7 @@ def to_program(model: nn.Module, example: Any, axes: tuple[int, ...] = ()) -> to
             with _open_sizes(model):
                 return export()
         except Exception as error:
-            if any(word in str(error) for word in UNKNOWN_CLASS) and know_dataclasses(call(model, example)):
+            if of_unknown_class(error) and know_dataclasses(call(model, example)):
                 return to_program(model, example, axes)
             if FIXED_SIZE not in str(error):
                 raise

@@ -12,6 +12,7 @@ from qtool.nested import (
     call,
     first,
     map_tensors,
+    named,
     num_samples,
     per_sample,
     raw_bytes,
@@ -169,3 +170,19 @@ def test_the_bytes_of_a_tensor_are_those_of_its_copy(dtype, take) -> None:
     tensor = torch.arange(6).to(dtype)[::2][take]  # of one number with a stride of 2, torch views no bytes
     expected = torch.tensor(tensor.tolist(), dtype=dtype)
     assert bytes(raw_bytes(tensor)) == bytes(expected.view(torch.uint8).tolist())
+
+
+class Conditioned(torch.nn.Module):
+    def forward(self, X, more, pair):
+        return X + more["Text-Embeds"] + more["ids"][1] * more["ids"][0] + pair.x + pair.y
+
+
+def test_arguments_within_arguments_are_named_as_a_captured_graph_names_them():
+    draw = torch.Generator().manual_seed(0)
+    x, text, first_ids, second_ids, a, b = torch.randn(6, 3, 2, generator=draw)
+    batch = {"X": x, "more": {"Text-Embeds": text, "ids": [first_ids, second_ids]}, "pair": Pair(a, b)}
+    graph = torch.export.export(Conditioned(), (), batch).graph
+    names = [node.name for node in graph.find_nodes(op="placeholder")]
+    found = named(batch)
+    assert [found[name].tolist() for name in names] == [value.tolist() for value in tensors(batch)]
+    assert found["X"] is x

@@ -203,3 +203,26 @@ def test_a_quotient_made_whole_is_no_constant() -> None:
     graph = as_graph(to_program(Divided(), x))
     for batch in (x, x[:1], x[:3]):
         torch.testing.assert_close(graph(batch), Divided()(batch))
+
+
+class Large(nn.Module):
+    """Asks whether a batch is a large one, as upsampling in diffusion models does, for a copy in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.relu()
+        return self.layer(y.contiguous() if y.shape[0] >= 16 else y)
+
+
+@pytest.mark.parametrize("captured", [8, 32])
+def test_a_graph_takes_pieces_of_the_batches_that_it_was_captured_for(captured: int, tmp_path: Path) -> None:
+    model, x = Large().eval(), torch.randn(32, 6, generator=torch.Generator().manual_seed(0))
+    graph = capture(model, x[:captured])
+    assert graph.meta["notes"][0].startswith("captured for batches with")
+    save_graph(graph, x[:captured], tmp_path / "graph.pt2")
+    for made in (graph, open_graph(tmp_path / "graph.pt2")[0]):
+        for few in (1, 4, 32):
+            torch.testing.assert_close(made(x[:few]), model(x[:few]))

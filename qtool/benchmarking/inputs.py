@@ -18,6 +18,7 @@ import numpy as np
 
 from qtool.benchmarking.size import load_onnx
 from qtool.errors import QtoolError, UsageError
+from qtool.nested import leaves, named
 from qtool.runtimes.base import Array, TensorInfo, fits, to_array
 
 Shape = tuple[int | str | None, ...] | None
@@ -177,19 +178,19 @@ def _random(generator: np.random.Generator, info: TensorInfo, shape: tuple[int, 
 
 
 def to_feeds(value: Any, inputs: Sequence[TensorInfo]) -> dict[str, Array]:
-    """A batch (tensor, array, tuple of them, or dict by name) as feeds, cast to float formats the file wants.
+    """A batch (tensor, array, tuple of them, dict by name, nested too) as feeds, cast to floats that the file wants.
 
     Raises QtoolError where the number or names of the inputs differ.
     """
     if isinstance(value, Mapping):
-        named = dict(value)
+        given = named(value)
     else:
-        parts = list(value) if isinstance(value, tuple | list) else [value]
+        parts = [part for _, part in leaves(value)]
         if len(parts) != len(inputs):
             names = ", ".join(info.name for info in inputs)
             raise QtoolError("data", f"{len(inputs)} inputs ({names})", str(len(parts)), "use data made for this model")
-        named = {info.name: part for info, part in zip(inputs, parts, strict=True)}
-    return {info.name: _cast(named[info.name], info) for info in inputs if info.name in named}
+        given = {info.name: part for info, part in zip(inputs, parts, strict=True)}
+    return {info.name: _cast(given[info.name], info) for info in inputs if info.name in given}
 
 
 def _cast(value: Any, info: TensorInfo) -> Array:

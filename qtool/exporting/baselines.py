@@ -3,7 +3,8 @@
 Half precision reaches 65,504. A weight beyond it is refused by name, save float32's own limits, which stand for
 "no limit" in masks and become half's limits, and what else hides places from a softmax (``half_masks.py``). An
 activation beyond it is looked for in the float graph on samples, and told: ONNX Runtime's CPU provider, which keeps in
-float32 what lies between two operators, would not show it. Whether the arithmetic is really done in half is the
+float32 what lies between two operators, would not show it. Time steps and positions stay in float32
+(``positions.py``). Whether the arithmetic is really done in half is the
 runtime's affair: that provider mostly converts back to float32, so that FP16 is only storage there.
 """
 
@@ -34,10 +35,15 @@ from qtool.exporting.passes import turned_batches
 from qtool.exporting.simulation import interpret
 from qtool.exporting.to_onnx import save
 from qtool.nested import tensors
+from qtool.positions import lasting, positions
 from qtool.runtimes import open_session
 
 LEAST = float(np.finfo(np.float16).smallest_subnormal)
 _PACKAGE = "onnxruntime.transformers"
+_ENDS = ("Sin", "Cos", "Tan")
+_PRODUCTS = ("MatMul", "Gemm", "Einsum")
+_SHAPES = ("Shape", "Size")
+_LAYERS = ("Conv", "ConvTranspose", "LSTM", "GRU", "RNN", "Attention")
 
 
 def overflowing(model: ir.Model) -> dict[str, float]:
@@ -93,6 +99,8 @@ def _converted(model: ir.Model, weights: Mapping[str, ir.Value]) -> ir.Model:
     path, known = list(sys.path), _PACKAGE in sys.modules
     from onnxruntime.transformers.float16 import convert_float_to_float16
 
+    single = _positions(model)
+
     sys.path[:] = path  # to which that package adds its own folder, and has to again for whoever imports it next
     if not known:
         sys.modules.pop(_PACKAGE, None)  # from the second time on the module alone is there
@@ -107,10 +115,30 @@ def _converted(model: ir.Model, weights: Mapping[str, ir.Value]) -> ir.Model:
         proto.graph.input.append(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, shape))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # it tells of values below half's least, which become that
-        converted = convert_float_to_float16(proto, keep_io_types=kept)
+        converted = convert_float_to_float16(proto, keep_io_types=kept, node_block_list=single)
     _drop_repeats(converted.graph)
+    _drop_roundings(converted.graph)
     _drop_constants_types(converted.graph)
     return ir.serde.deserialize_model(converted)
+
+
+def _positions(model: ir.Model) -> list[str]:
+    """The names of the nodes that are to stay in float32, which those get that have none."""
+    kept = lasting(
+        model.graph, lambda node: [made for value in node.inputs if value and (made := value.producer())],
+        lambda node: 2 if node.op_type in _ENDS else int(_gives_integers(node)), lambda node: node.op_type in _PRODUCTS,
+        lambda node: node.op_type in _LAYERS or node.op_type.endswith("Normalization"),
+    )  # fmt: skip
+    for index, node in enumerate(kept):
+        node.name = node.name or f"position_{index}"
+    return [str(node.name) for node in kept]
+
+
+def _gives_integers(node: ir.Node) -> bool:
+    """Whether a node makes integers or truth values of floats, and not of their shape."""
+    reads = any(value is not None and value.dtype == ir.DataType.FLOAT for value in node.inputs)
+    gives = [value.dtype for value in node.outputs]
+    return reads and node.op_type not in _SHAPES and not {None, ir.DataType.FLOAT} & {*gives}
 
 
 def _drop_repeats(graph: onnx.GraphProto) -> None:
@@ -120,6 +148,26 @@ def _drop_repeats(graph: onnx.GraphProto) -> None:
         if node.op_type == "Cast" and node.output[0] in made:
             graph.node.remove(node)
         made.update(node.output)
+
+
+def _drop_roundings(graph: onnx.GraphProto) -> None:
+    """Leaves in float32 what goes from one node that stays in it to another: the converter's casts would round it."""
+    rounded = {
+        node.output[0]: node.input[0] for node in graph.node
+        if node.name.endswith("_cast_to_fp16_node") or node.name.startswith("graph_input_cast")
+    }  # fmt: skip
+    rounded |= {one.name: one.name for one in graph.initializer if one.data_type == onnx.TensorProto.FLOAT}
+    back = {
+        node.output[0]: rounded[node.input[0]] for node in graph.node
+        if node.name.endswith("_cast_to_fp32_node") and node.input[0] in rounded
+    }  # fmt: skip
+    for node in graph.node:
+        for index, name in enumerate(node.input):
+            node.input[index] = back.get(name, name)
+    for casts in (back, rounded):
+        read = {name for node in graph.node for name in node.input} | {value.name for value in graph.output}
+        for node in [node for node in graph.node if node.output[0] in casts and node.output[0] not in read]:
+            graph.node.remove(node)
 
 
 def _drop_constants_types(graph: onnx.GraphProto) -> None:
@@ -149,18 +197,20 @@ def _in_half(tensor: ir.TensorProtocol) -> ir.LazyTensor:
 class _Beyond(Interpreter):
     """Runs a float graph and keeps the greatest finite value beyond half precision's range of each node.
 
-    Nodes that masks have ``hidden`` places in may have any value below it there.
+    Nodes that masks have ``hidden`` places in may have any value below it there, and positions any at all.
     """
 
     def __init__(self, graph: GraphModule, hidden: Collection[str] = ()) -> None:
         super().__init__(graph)
         self.found: dict[str, float] = {}
         self.hidden = hidden
+        self.single = positions(graph)
 
     def run_node(self, n: Node) -> Any:
         """Runs one node; infinities and float32's own limits, which masks are made of, do not count."""
         value = super().run_node(n)
-        if n.op in ("placeholder", "call_function") and isinstance(value, Tensor) and value.is_floating_point():
+        halved = n.op in ("placeholder", "call_function") and n not in self.single
+        if halved and isinstance(value, Tensor) and value.is_floating_point():
             low, high = torch.aminmax(value.detach()) if value.numel() else (value.new_zeros(()),) * 2
             if not (low >= -LARGEST and high <= LARGEST):
                 size = value.relu() if n.name in self.hidden else value.abs()

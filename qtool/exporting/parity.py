@@ -46,7 +46,7 @@ from qtool.exporting.simulation import QuantizerRecorder
 from qtool.form import QuantizedModel, quantize_nodes, unit_of
 from qtool.lstm import OPERATOR
 from qtool.machine import VNNI, cpu_info
-from qtool.nested import num_samples, samples_of, tensors
+from qtool.nested import named, num_samples, samples_of, tensors
 from qtool.pixels import PIXELS
 from qtool.runtimes import open_session
 from qtool.runtimes.base import to_array
@@ -266,9 +266,10 @@ def feeds_of(model: onnx.ModelProto, batch: Any) -> dict[str, Array]:
 
 
 def by_name(names: Sequence[str], batch: Any) -> dict[str, Array]:
-    """A batch of inputs under these names: a dict's own, else in order."""
+    """A batch of inputs under these names: those of a dict's arguments and of what is in them, else in order."""
     if isinstance(batch, Mapping):
-        return {name: to_array(batch[name]) for name in names}
+        given = named(batch)
+        return {name: to_array(given[name]) for name in names}
     return {name: to_array(value) for name, value in zip(names, tensors(batch), strict=True)}
 
 

@@ -35,7 +35,7 @@ from qtool.errors import QtoolError, UsageError, reason_of
 from qtool.forward import made_in_inference
 from qtool.models import capturable, modes_kept
 from qtool.nested import call, map_tensors, misnamed, tensors
-from qtool.programs import FIXED_SIZE, UNKNOWN_CLASS, as_graph, to_program
+from qtool.programs import FIXED_SIZE, as_graph, of_unknown_class, to_program
 from qtool.quantization.conditions import guards_of, of_batches
 from qtool.quantization.names import respell, spelled
 from qtool.quantization.quiet import quiet_export
@@ -244,7 +244,7 @@ def _refused(model: nn.Module, example: Any, error: Exception) -> QtoolError:
 
 def _what_to_do(error: Exception) -> str:
     """The way out of a failed capture, by what torch says of it."""
-    if any(word in str(error) for word in UNKNOWN_CLASS):
+    if of_unknown_class(error):
         return "return a tuple, a dict or a dataclass"
     if told := made_in_inference(error):
         return told

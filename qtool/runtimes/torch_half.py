@@ -3,8 +3,9 @@
 A quantize or a dequantize is spelt out, x/s + z rounded and cut or s (q − z), in float32 and within one kernel with
 what is beside it once compiled: as operators inductor takes them for oneDNN's, also on a GPU, which has none of those.
 Weights that are dequantized, having found no integer kernel, become constants. A quantizer reads float32, where a scale
-of 1e-5 is no subnormal number, and so does an integer product multiply. A number that hides places from a softmax, −1e9
-or float32's limit, is the limit of ``dtype`` here, beyond which torch takes none.
+of 1e-5 is no subnormal number, and so does an integer product multiply. Positions and time steps
+stay in it (``positions.py``). A number that hides places from a softmax, −1e9 or float32's limit, is the limit of
+``dtype`` here, beyond which torch takes none.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from qtool.form import DEQUANTIZE, QUANTIZE
 from qtool.masks import within
+from qtool.positions import positions
 from qtool.runtimes.torch_integer import IntegerProduct
 
 aten = torch.ops.aten
@@ -38,13 +40,13 @@ def is_quantized(graph: GraphModule) -> bool:
 def halve(module: torch.nn.Module, dtype: torch.dtype) -> set[str]:
     """Has all of a module in ``dtype``, float16 or bfloat16, in place; gives the inputs that it takes in float32 still.
 
-    Those are the ones that are quantized at once, and read by nothing else.
+    Those are the ones that are quantized at once, and read by nothing else, and those that positions are made of.
     """
     wide: set[str] = set()
     scales: list[torch.Tensor] = []
     for graph in graphs(module):
         wide |= {node.name for node in graph.graph.find_nodes(op="placeholder") if _only_quantized(node)}
-        scales += _halved(graph, dtype)
+        scales += _halved(graph, dtype, wide)
     kept = {id(scale) for scale in scales}
     for part in module.modules():
         own = () if isinstance(part, IntegerProduct) else (*part._parameters.values(), *part._buffers.values())
@@ -54,11 +56,19 @@ def halve(module: torch.nn.Module, dtype: torch.dtype) -> set[str]:
     return wide
 
 
-def _halved(graph: GraphModule, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Changes what a graph makes in float32, or converts to it; gives the scales of channels, which stay in it."""
+def _halved(graph: GraphModule, dtype: torch.dtype, wide: set[str]) -> list[torch.Tensor]:
+    """Changes what a graph makes in float32, or converts to it; gives the constants that stay in it.
+
+    Those are the scales of channels and what positions are made of; inputs that these are made of join ``wide``.
+    """
     scales: list[torch.Tensor] = []
+    single = positions(graph)
     for node in list(graph.graph.nodes):
-        if node.target in (*QUANTIZE, *DEQUANTIZE):
+        if node in single:
+            _stay(graph, node, single, dtype, scales)
+            if node.op == "placeholder":
+                wide.add(node.name)
+        elif node.target in (*QUANTIZE, *DEQUANTIZE):
             _spell_out(graph, node, dtype, scales)
         elif node.op == "call_module" and isinstance(part := graph.get_submodule(str(node.target)), IntegerProduct):
             part.result = dtype
@@ -69,10 +79,31 @@ def _halved(graph: GraphModule, dtype: torch.dtype) -> list[torch.Tensor]:
             _cut(node, dtype)
             if _makes_float32(node):
                 node.kwargs = {**node.kwargs, "dtype": dtype}
+            elif _promotes(node):
+                _round_for(graph, node, list(node.users), dtype)
     graph.graph.eliminate_dead_code()
     graph.delete_all_unused_submodules()
     graph.recompile()
     return scales
+
+
+def _stay(graph: GraphModule, node: Node, single: set[Node], dtype: torch.dtype, kept: list[torch.Tensor]) -> None:
+    """Has a node of a position in float32, a constant too, and what else reads it read it in ``dtype``."""
+    if node.op == "get_attr":
+        kept.append(operator.attrgetter(str(node.target))(graph).detach().clone())
+        node.target = f"{node.name}_position"
+        graph.register_buffer(node.target, kept[-1])
+    value, others = node.meta.get("val"), [user for user in node.users if user not in single and user.op != "output"]
+    if isinstance(value, torch.Tensor) and value.is_floating_point() and others:
+        _round_for(graph, node, others, dtype)
+
+
+def _round_for(graph: GraphModule, node: Node, users: list[Node], dtype: torch.dtype) -> None:
+    """Has these read what ``node`` gives in ``dtype``."""
+    with graph.graph.inserting_after(node):
+        rounded = graph.graph.call_function(aten.to.dtype, (node, dtype))
+    for user in users:
+        user.replace_input_with(node, rounded)
 
 
 def _cut(node: Node, dtype: torch.dtype) -> None:
@@ -136,6 +167,16 @@ def _only_quantized(node: Node) -> bool:
     """Whether nothing reads a node's values but quantizers."""
     reading = [user for user in node.users if user.target is not aten.sym_size.int]
     return bool(reading) and all(user.target in QUANTIZE for user in reading)
+
+
+def _promotes(node: Node) -> bool:
+    """Whether an operator makes floats of integers, in the type that is torch's default: an index divided by a size."""
+    values = [source.meta.get("val") for source in node.all_input_nodes]
+    read = [value for value in values if isinstance(value, torch.Tensor)]
+    made = node.meta.get("val")
+    floats = any(value.is_floating_point() or value.is_complex() for value in read)
+    converts = torch.float16 in node.args or torch.bfloat16 in node.args or "dtype" in node.kwargs
+    return isinstance(made, torch.Tensor) and made.dtype is torch.float32 and bool(read) and not floats and not converts
 
 
 def _makes_float32(node: Node) -> bool:

@@ -202,3 +202,15 @@ def test_a_runtime_that_tells_no_symbols_takes_the_files(tmp_path):
         "x": ("N", "T", 8), "h": (1, "N", 8), "free": None, "one": (), "new": (None, 8), "elsewhere": (None,)
     }  # fmt: skip
     assert Layout.of(found[:2]).axes == {"x": 0, "h": 1}
+
+
+def test_what_is_within_arguments_is_fed_by_name_or_by_place():
+    names = ("x", "more_text", "more_ids_0", "more_ids_1")
+    inputs = [TensorInfo(name, "float32", ("N", 2)) for name in names]
+    x, text, *ids = np.arange(16, dtype=np.float32).reshape(4, 2, 2)
+    by_name = {"more": {"ids": tuple(ids), "text": text}, "x": torch.from_numpy(x)}
+    for batch in (by_name, (torch.from_numpy(x), {"text": text, "ids": ids})):
+        feeds = to_feeds(batch, inputs)
+        assert [feeds[name].tolist() for name in names] == [x.tolist(), text.tolist(), *(one.tolist() for one in ids)]
+    with pytest.raises(QtoolError, match="4 inputs"):
+        to_feeds((x, {"text": text}), inputs)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import sys
 from pathlib import Path
 
@@ -210,3 +211,84 @@ def test_a_file_that_no_kernel_runs_is_left_out_and_a_constant_output_is_none_of
         session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
         assert [value.name for value in session.get_outputs()] == ["output_0", "output_1"]
         np.testing.assert_array_equal(session.run(None, {"x": batch.numpy()})[1], [0, 1, 2])
+
+
+class _TimeSteps(nn.Module):
+    """A diffusion model's embedding of its time step, which is an integer or a float."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 16)
+
+    def forward(self, x: Tensor, step: Tensor) -> Tensor:
+        angle = step[:, None].float() * torch.exp(-9.2 * torch.arange(32) / 32)
+        return self.layer(torch.cat([angle.cos(), angle.sin()], 1)) + x
+
+
+@pytest.mark.parametrize("kind", [torch.int64, torch.float32])
+def test_sines_of_time_steps_are_those_of_float32(tmp_path: Path, kind: torch.dtype) -> None:
+    model, draw = _TimeSteps().eval(), torch.Generator().manual_seed(0)
+    x, step = torch.randn(8, 16, generator=draw) / 10, torch.randint(0, 1000, (8,), generator=draw)
+    single, half = tmp_path / "single.onnx", tmp_path / "half.onnx"
+    torch.onnx.export(model, (x, step.to(kind)), str(single), dynamo=True, verbose=False, external_data=False)
+    assert write_fp16(ir.load(single), half) == ""
+    casts = [node for node in onnx.load(half).graph.node if node.op_type == "Cast"]
+    assert len(casts) == (5 if kind == torch.int64 else 4), "of x, the step, the sine, the cosine and the output"
+    session = onnxruntime.InferenceSession(str(half))
+    found = session.run(None, {"x": x.numpy(), "step": step.to(kind).numpy()})[0]
+    with torch.no_grad():
+        expected = model(x, step).numpy()
+    assert np.abs(found - expected).max() < 2e-3, "a half's step at 1 is 1e-3"
+    assert "Sin" in {node.op_type for node in onnx.load(half).graph.node}
+
+
+def test_sines_of_what_a_layer_has_made_are_in_half(tmp_path: Path) -> None:
+    shapes = [("x", ["n", 2]), ("y", ["n", 4])]
+    inputs, outputs = ([helper.make_tensor_value_info(name, TensorProto.FLOAT, shape)] for name, shape in shapes)
+    nodes = [
+        helper.make_node("MatMul", ["x", "first"], ["a"]), helper.make_node("Sin", ["a"], ["b"]),
+        helper.make_node("MatMul", ["b", "second"], ["c"]), helper.make_node("Sin", ["c"], ["y"]),
+    ]  # fmt: skip
+    constants = [
+        numpy_helper.from_array(np.full(shape, 0.3, np.float32), name)
+        for name, shape in (("first", (2, 4)), ("second", (4, 4)))
+    ]
+    model = helper.make_model(
+        helper.make_graph(nodes, "g", inputs, outputs, constants),
+        opset_imports=[helper.make_opsetid("", 21)],
+        ir_version=10,
+    )
+    assert write_fp16(ir.from_proto(model), tmp_path / "half.onnx") == ""
+    types = {one.name: one.data_type for one in onnx.load(tmp_path / "half.onnx").graph.initializer}
+    assert types == {"first": TensorProto.FLOAT, "second": TensorProto.FLOAT16}
+    found = onnxruntime.InferenceSession(str(tmp_path / "half.onnx")).run(None, {"x": np.ones((3, 2), np.float32)})[0]
+    np.testing.assert_allclose(found, np.sin(4 * 0.3 * np.sin(0.6)), atol=1e-3)
+
+
+class _Distances(nn.Module):
+    """T5's biases: distances between tokens share an index in steps of their logarithm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(16, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        place = torch.arange(x.shape[1])
+        far = (place[:, None] - place).abs().clamp(min=1)
+        index = (torch.log(far.float() / 8) / math.log(16) * 8).long() + 8
+        return x + self.table(torch.where(far < 8, far, index.clamp(max=15)))[..., 0].sum(0)
+
+
+def test_indices_that_are_computed_are_those_of_float32(tmp_path: Path) -> None:
+    model, x = _Distances().eval(), torch.zeros(2, 120)
+    with torch.no_grad():
+        model.table.weight.copy_(torch.arange(16)[:, None] / 16)
+    single, half = tmp_path / "single.onnx", tmp_path / "half.onnx"
+    sizes = {"x": {1: torch.export.Dim("length")}}
+    torch.onnx.export(
+        model, (x,), str(single), dynamo=True, verbose=False, external_data=False, dynamic_shapes=sizes, optimize=False
+    )
+    assert write_fp16(ir.load(single), half) == ""
+    found = onnxruntime.InferenceSession(str(half)).run(None, {"x": x.numpy()})[0]
+    with torch.no_grad():
+        np.testing.assert_array_equal(found, model(x).numpy(), "sixteenths up to 128 are what they are in half")

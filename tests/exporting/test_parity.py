@@ -231,3 +231,11 @@ def test_small_probabilities_are_those_of_the_runtime(tmp_path: Path) -> None:
     x = torch.randn(8, 8)
     gate = parity_of(Rare(), x, tmp_path, effort="fast")
     assert gate.passed, gate.found
+
+
+def test_arguments_within_arguments_are_fed_by_the_names_of_the_file() -> None:
+    batch = {"X": torch.ones(2), "more": {"text": torch.zeros(2), "ids": (torch.full((2,), 2.0),)}}
+    fed = parity.by_name(["more_ids_0", "x", "more_text"], batch)
+    assert {name: value.tolist() for name, value in fed.items()} == {
+        "more_ids_0": [2, 2], "x": [1, 1], "more_text": [0, 0],
+    }  # fmt: skip

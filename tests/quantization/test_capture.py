@@ -533,6 +533,15 @@ def test_an_output_of_an_unknown_class_is_told_apart_from_control_flow() -> None
         capture(Answering(Opaque), (Pair(torch.randn(3, 4), torch.ones(3, 1)), torch.ones(3, 1)))
 
 
+def test_a_size_in_a_set_is_no_output_of_an_unknown_class() -> None:
+    class Lengths(nn.Module):
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return x * len({x.shape[0], *mask.sum(1).tolist()})
+
+    with pytest.raises(QtoolError, match="rewrite that part without Python control flow that depends on values"):
+        capture(Lengths(), (torch.randn(3, 4), torch.ones(3, 4, dtype=torch.int64)))
+
+
 class Cache:
     """What transformers keeps keys and values in."""
 

@@ -96,6 +96,30 @@ def test_masks_hide_by_the_limit_of_the_type(precision, least):
     assert decibels(found, model(torch.from_numpy(x)).numpy()) > least
 
 
+class TimeSteps(nn.Module):
+    """A diffusion model's embedding of its time step, by its sines and by a row of its own, and the step itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("rates", torch.exp(-9.2 * torch.arange(32) / 32))
+        self.layer, self.rows = nn.Linear(65, 16), nn.Embedding(1000, 16)
+
+    def forward(self, step):
+        angle = step[:, None].float() * self.rates
+        return self.layer(torch.cat([angle.cos(), angle.sin(), step[:, None] / 1000], 1)) + self.rows(step.long())
+
+
+@pytest.mark.parametrize("kind", ["float32", "int64"])
+@pytest.mark.parametrize(("precision", "least"), [("fp16", 50), ("bf16", 35)])
+def test_sines_of_time_steps_are_those_of_float32(precision, least, kind):
+    model, steps = TimeSteps().eval(), torch.tensor([999, 873, 641, 502, 257, 3]).to(getattr(torch, kind))
+    expected = model(steps).detach().numpy()
+    graph = torch.export.export(model, (steps,)).module(check_guards=False)
+    session = runtime.TorchSession(graph, (TensorInfo("step", kind, (6,)),), device="cpu", precision=precision)
+    (found,) = session.run({"step": steps.numpy()})
+    assert decibels(found, expected) > least
+
+
 def test_as_it_is_made_for_a_gpu_no_operator_of_onednns_patterns_is_left():
     graph = graph_of(Quantized())
     assert runtime._lowered_for_gpu(graph, None) == "fp16"

@@ -19,6 +19,7 @@ what models write                                         what patterns look for
 ``padding="same"``                                        numbers, behind a padding where they are not symmetric
 a row pooled to one cell                                  a mean
 a mean over axes of size 1                                ``squeeze``, or nothing
+``squeeze`` of an axis that is longer than 1              nothing
 pooled to as many cells as divide the size; as it has     ``avg_pool``; nothing
 an average of parts of windows that counts no padding      that which leaves padding out
 an average by a divisor of one's own                      ``avg_pool`` and ``mul``, behind a padding with ``ceil_mode``
@@ -190,6 +191,18 @@ def _spell_reshape(node: Node) -> None:
     sizes = [size if isinstance(size, int) else -1 for size in node.meta["val"].shape]
     if sizes.count(-1) <= 1:
         node.target, node.args = aten.reshape.default, (node.args[0], sizes)
+
+
+def _spell_squeeze(node: Node) -> None:
+    """Of axes longer than 1, which torch leaves as they are, ONNX knows no such thing."""
+    source, axes = node.args
+    assert isinstance(source, Node)
+    before = source.meta["val"].shape
+    if len(before) == node.meta["val"].dim():
+        _drop(node)
+    elif isinstance(axes, list | tuple):
+        single = [axis for axis in axes if isinstance(size := before[axis], int) and size == 1]
+        node.args = (source, single)
 
 
 def _spell_turn(node: Node) -> None:
@@ -383,6 +396,7 @@ _RULES: dict[Any, Callable[[Node], None]] = {
     **dict.fromkeys(RANDOM_SLOPES, spell_random_slope),
     **dict.fromkeys(_RESHAPES, _spell_reshape),
     **dict.fromkeys(_TURNS, _spell_turn),
+    **dict.fromkeys((aten.squeeze.dim, aten.squeeze.dims), _spell_squeeze),
     **dict.fromkeys(_CONVERSIONS, _spell_conversion),
     **dict.fromkeys(PADDED, spell_padding),
     **dict.fromkeys(_FILLED, _spell_filled),

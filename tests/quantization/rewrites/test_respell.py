@@ -49,6 +49,8 @@ SAME = {
     "unflatten": (lambda x: x.unflatten(1, (2, -1)), [aten.reshape.default]),
     "view_as": (lambda x: x.view_as(x), [aten.reshape.default]),
     "squeeze": (lambda x: x[:, :1].squeeze(), [aten.slice.Tensor, aten.reshape.default]),
+    "squeeze of a longer axis": (lambda x: x.relu().squeeze(1), [aten.relu.default]),
+    "squeeze of several axes": (lambda x: x[:, :1].squeeze((1, 2)), [aten.slice.Tensor, aten.squeeze.dims]),
     "a slice of all": (
         lambda x: x[:, :, 0:4, :].relu() + x[:, 1:2],
         [aten.relu.default, aten.slice.Tensor, aten.add.Tensor],
