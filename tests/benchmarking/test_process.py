@@ -74,7 +74,7 @@ def test_a_race_starts_its_workers_anew_and_keeps_their_inputs(files):
             worker.open(files["int8"], provider="cpu", threads=1)
             worker.feed(FEEDS)
         before = {one._process.pid, other._process.pid}
-        timings = race({"a": one, "b": other}, reference="a", stopping=Stopping(width=9.0, seconds=30.0))
+        timings = race({"a": one, "b": other}, reference="a", stopping=Stopping(width=9.0, seconds=600.0))
         assert len(timings["a"].sittings) == len(timings["b"].sittings) == 4
         assert not before & {one._process.pid, other._process.pid}
 
