@@ -40,12 +40,12 @@ _NAMES = {
     "unsigned char": "int8", "signed char": "int8",
 }  # fmt: skip
 ON_A_GPU: dict[str, Any] = {
-    "max_autotune_gemm": True, "autotune_num_choices_displayed": 0,
+    "max_autotune_gemm": True, "max_autotune_conv_backends": "ATEN", "autotune_num_choices_displayed": 0,
     "epilogue_fusion_first": True, "loop_ordering_after_fusion": False,
 }  # fmt: skip
-"""What inductor is told for CUDA: to try kernels of its own for matrix products (and to keep the table of them to
-itself), and to look first for what such a kernel can do with its result. Loops over batch and tokens are to be one
-from the start, as the product's are, or they do not fit behind it."""
+"""What inductor is told for CUDA: to try kernels of its own for matrix products (not for convolutions, which takes
+minutes, and to keep the table of them to itself), and to look first for what such a kernel can do with its result.
+Loops over batch and tokens are to be one from the start, as the product's are, or they do not fit behind it."""
 
 
 class TorchSession:
