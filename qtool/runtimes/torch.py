@@ -151,8 +151,8 @@ class TorchSession:
         import torch._inductor.config as inductor
 
         _know_integer_kernels()
-        tuned = ON_A_GPU if self.device.startswith("cuda") else {}
-        with inductor.patch(freezing=True, **tuned), warnings.catch_warnings():
+        told = _told_for_a_gpu() if self.device.startswith("cuda") else {}
+        with inductor.patch(freezing=True, **told), warnings.catch_warnings():
             warnings.filterwarnings("ignore", module=r"torch\._inductor")  # on how it makes its own constants
             yield
         self._seen.add(shapes)
@@ -190,6 +190,20 @@ def _lowered_for_gpu(graph: GraphModule, precision: str | None) -> str | None:
     quantized = is_quantized(graph)
     use_integer_products(graph)
     return precision or ("fp16" if quantized else None)
+
+
+def _told_for_a_gpu() -> dict[str, Any]:
+    """ON_A_GPU once inductor compiles in processes of its own, as it does with several cores.
+
+    Before these are up, and without them, torch 2.11 to 2.15 fail where what follows a product can be merged with it
+    and with what follows that.
+    """
+    from torch._inductor.async_compile import AsyncCompile, get_compile_threads
+
+    if get_compile_threads() < 2:
+        return {}
+    AsyncCompile.wait_pool_ready()
+    return ON_A_GPU
 
 
 def _know_integer_kernels() -> None:

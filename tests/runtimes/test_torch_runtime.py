@@ -211,13 +211,16 @@ def test_a_product_has_the_format_that_it_multiplies(name, dtypes, dtype):
     assert arithmetic([_kernel(event, "cuda:0")]) == {dtype: 1}
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
-def test_on_a_gpu_products_are_compiled_with_what_follows_them(device, monkeypatch):
+@pytest.mark.parametrize(("device", "cores"), [("cpu", 2), ("cuda:0", 2), ("cuda:0", 1)])
+def test_on_a_gpu_products_are_compiled_with_what_follows_them(device, cores, monkeypatch):
     load_inductor()
     import torch._inductor.config as inductor
+    from torch._inductor.async_compile import AsyncCompile
 
     told = ("freezing", "max_autotune_gemm", "epilogue_fusion_first", "loop_ordering_after_fusion")
-    seen = []
+    seen, waited = [], []
+    monkeypatch.setattr("torch._inductor.async_compile.get_compile_threads", lambda: cores)
+    monkeypatch.setattr(AsyncCompile, "wait_pool_ready", lambda: waited.append(cores))
     monkeypatch.setattr("qtool.runtimes.torch._compiled", lambda module: lambda *a: seen.append(read()) or module(*a))
 
     def read():
@@ -227,8 +230,9 @@ def test_on_a_gpu_products_are_compiled_with_what_follows_them(device, monkeypat
     session = TorchSession(net(), INPUTS, provider="torch-compile", device="cpu")
     on_it, session.device = session._on_device(FEEDS), device
     session._compute(on_it)
-    assert seen == [(True, True, True, False) if device == "cuda:0" else (True, *before[1:])]
-    assert read() == before
+    tuned = device == "cuda:0" and cores > 1
+    assert seen == [(True, True, True, False) if tuned else (True, *before[1:])]
+    assert (read(), waited) == (before, [cores] * tuned)
 
 
 @pytest.mark.slow
