@@ -37,12 +37,20 @@ from qtool.exporting.to_onnx import save
 from qtool.nested import tensors
 from qtool.positions import lasting, positions
 from qtool.runtimes import open_session
+from qtool.sums import Kind, sums, wide_sums
 
 LEAST = float(np.finfo(np.float16).smallest_subnormal)
 _PACKAGE = "onnxruntime.transformers"
 _ENDS = ("Sin", "Cos", "Tan")
 _PRODUCTS = ("MatMul", "Gemm", "Einsum")
 _SHAPES = ("Shape", "Size")
+_FLOATS = (None, ir.DataType.FLOAT)
+_SUMS = ("ReduceSum", "ReduceL1", "ReduceL2", "ReduceSumSquare", "ReduceLogSum", "ReduceLogSumExp", "CumSum")
+_AVERAGES = ("ReduceMean", "GlobalAveragePool")
+_POINTWISE = (
+    "Add", "Sub", "Div", "Sqrt", "Reciprocal", "Clip", "Max", "Min", "Log", "Neg", "Abs", "Reshape", "Unsqueeze",
+    "Squeeze", "Expand", "Identity",
+)  # fmt: skip
 _LAYERS = ("Conv", "ConvTranspose", "LSTM", "GRU", "RNN", "Attention")
 
 
@@ -99,7 +107,7 @@ def _converted(model: ir.Model, weights: Mapping[str, ir.Value]) -> ir.Model:
     path, known = list(sys.path), _PACKAGE in sys.modules
     from onnxruntime.transformers.float16 import convert_float_to_float16
 
-    single = _positions(model)
+    single = _single(model)
 
     sys.path[:] = path  # to which that package adds its own folder, and has to again for whoever imports it next
     if not known:
@@ -122,16 +130,33 @@ def _converted(model: ir.Model, weights: Mapping[str, ir.Value]) -> ir.Model:
     return ir.serde.deserialize_model(converted)
 
 
-def _positions(model: ir.Model) -> list[str]:
+def _single(model: ir.Model) -> list[str]:
     """The names of the nodes that are to stay in float32, which those get that have none."""
+
+    def reads(node: ir.Node) -> list[ir.Node]:
+        return [made for value in node.inputs if value and (made := value.producer())]
+
     kept = lasting(
-        model.graph, lambda node: [made for value in node.inputs if value and (made := value.producer())],
-        lambda node: 2 if node.op_type in _ENDS else int(_gives_integers(node)), lambda node: node.op_type in _PRODUCTS,
+        model.graph, reads, lambda node: 2 if node.op_type in _ENDS else int(_gives_integers(node)),
+        lambda node: node.op_type in _PRODUCTS,
         lambda node: node.op_type in _LAYERS or node.op_type.endswith("Normalization"),
     )  # fmt: skip
+    kept |= wide_sums(model.graph, lambda node: [one for one in reads(node) if one.outputs[0].dtype in _FLOATS], _kind)
     for index, node in enumerate(kept):
-        node.name = node.name or f"position_{index}"
+        node.name = node.name or f"single_{index}"
     return [str(node.name) for node in kept]
+
+
+def _kind(node: ir.Node) -> Kind:
+    if node.outputs[0].dtype not in _FLOATS:
+        return Kind.OTHER
+    if node.op_type in _SUMS:
+        return Kind.SUM
+    if node.op_type in _AVERAGES:
+        return Kind.AVERAGE
+    if node.op_type in ("Pow", "Exp") or (node.op_type == "Mul" and node.inputs[0] is node.inputs[1]):
+        return Kind.POWER
+    return Kind.PRODUCT if node.op_type == "Mul" else Kind.POINTWISE if node.op_type in _POINTWISE else Kind.OTHER
 
 
 def _gives_integers(node: ir.Node) -> bool:
@@ -197,14 +222,14 @@ def _in_half(tensor: ir.TensorProtocol) -> ir.LazyTensor:
 class _Beyond(Interpreter):
     """Runs a float graph and keeps the greatest finite value beyond half precision's range of each node.
 
-    Nodes that masks have ``hidden`` places in may have any value below it there, and positions any at all.
+    Nodes that masks have ``hidden`` places in may have any value below it there, and what stays in float32 any at all.
     """
 
     def __init__(self, graph: GraphModule, hidden: Collection[str] = ()) -> None:
         super().__init__(graph)
         self.found: dict[str, float] = {}
         self.hidden = hidden
-        self.single = positions(graph)
+        self.single = positions(graph) | sums(graph)
 
     def run_node(self, n: Node) -> Any:
         """Runs one node; infinities and float32's own limits, which masks are made of, do not count."""

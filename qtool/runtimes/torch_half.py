@@ -22,8 +22,10 @@ from qtool.form import DEQUANTIZE, QUANTIZE
 from qtool.masks import within
 from qtool.positions import positions
 from qtool.runtimes.torch_integer import IntegerProduct
+from qtool.sums import sums
 
 aten = torch.ops.aten
+_WITHOUT_HALF = (aten.cdist, aten._cdist_forward)
 PER_CHANNEL = (QUANTIZE[1], DEQUANTIZE[1])
 
 
@@ -62,9 +64,11 @@ def _halved(graph: GraphModule, dtype: torch.dtype, wide: set[str]) -> list[torc
     Those are the scales of channels and what positions are made of; inputs that these are made of join ``wide``.
     """
     scales: list[torch.Tensor] = []
-    single = positions(graph)
+    single = positions(graph) | sums(graph) | _without_half(graph)
+    widened: dict[Node, Node] = {}
     for node in list(graph.graph.nodes):
         if node in single:
+            _widen(graph, node, single, widened)
             _stay(graph, node, single, dtype, scales)
             if node.op == "placeholder":
                 wide.add(node.name)
@@ -85,6 +89,32 @@ def _halved(graph: GraphModule, dtype: torch.dtype, wide: set[str]) -> list[torc
     graph.delete_all_unused_submodules()
     graph.recompile()
     return scales
+
+
+def _widen(graph: GraphModule, node: Node, single: set[Node], widened: dict[Node, Node]) -> None:
+    """Has a node that stays in float32 read float32, by one conversion of each value for all such nodes."""
+    for source in node.all_input_nodes:
+        value = source.meta.get("val")
+        if source in single or not (value is None or (isinstance(value, torch.Tensor) and value.is_floating_point())):
+            continue
+        if source not in widened:
+            with graph.graph.inserting_after(source):
+                widened[source] = graph.graph.call_function(aten.to.dtype, (source, torch.float32))
+        node.replace_input_with(source, widened[source])
+
+
+def _without_half(graph: GraphModule) -> set[Node]:
+    """What makes or reads complex numbers, and others for which torch has no kernel in 16 bits."""
+
+    def is_complex(node: Node) -> bool:
+        value = node.meta.get("val")
+        return isinstance(value, torch.Tensor) and value.is_complex()
+
+    return {
+        node for node in graph.graph.nodes
+        if is_complex(node) or any(map(is_complex, node.all_input_nodes))
+        or getattr(node.target, "overloadpacket", None) in _WITHOUT_HALF
+    }  # fmt: skip
 
 
 def _stay(graph: GraphModule, node: Node, single: set[Node], dtype: torch.dtype, kept: list[torch.Tensor]) -> None:

@@ -292,3 +292,32 @@ def test_indices_that_are_computed_are_those_of_float32(tmp_path: Path) -> None:
     found = onnxruntime.InferenceSession(str(half)).run(None, {"x": x.numpy()})[0]
     with torch.no_grad():
         np.testing.assert_array_equal(found, model(x).numpy(), "sixteenths up to 128 are what they are in half")
+
+
+class _Deviations(nn.Module):
+    """Rows divided by their standard deviation, whose square is beyond half, and by the root of a sum of squares."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        large = 2000 * self.layer(x)
+        norm = large.pow(2).sum(1, keepdim=True).sqrt()
+        return (large - large.mean(1, keepdim=True)) / (large.std(1, keepdim=True) + 1e-6), large / norm
+
+
+def test_sums_of_squares_are_those_of_float32(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net, x = _Deviations().eval(), torch.randn(4, 32)
+    exported = qtool.export(qtool.quantize(net, [x], effort="fast"), tmp_path, samples=[x])
+    (gate,) = (gate for gate in exported.gates if gate["name"] == "fp16 range")
+    assert gate["found"] == "finite outputs"
+    nodes = onnx.load(exported.files["fp16"]).graph.node
+    made = {name: node for node in nodes for name in node.output}
+    squares = [node for node in nodes if node.op_type == "Pow" or (node.op_type == "Mul" and len({*node.input}) == 1)]
+    assert [made[node.input[0]].op_type for node in squares] == ["Cast", "Cast"], "to float32"
+    found = onnxruntime.InferenceSession(exported.files["fp16"]).run(None, {"x": x.numpy()})
+    with torch.no_grad():
+        for got, expected in zip(found, net(x), strict=True):
+            np.testing.assert_allclose(got, expected.numpy(), atol=1e-2)
