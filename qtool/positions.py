@@ -57,20 +57,26 @@ def lasting(
 def positions(graph: GraphModule) -> set[Node]:
     """The nodes of a captured graph that are to stay in float32, the inputs and constants among them."""
 
-    def packet(node: Node) -> object:
-        return getattr(node.target, "overloadpacket", None)
-
-    def layer(node: Node) -> bool:
-        quantizes = getattr(node.target, "namespace", None) == "quantized_decomposed"
-        return node.op == "call_module" or quantizes or packet(node) in _LAYERS
-
     def end(node: Node) -> int:
         whole = _is_float(node) is False and any(map(_is_float, node.all_input_nodes))
-        return 2 if packet(node) in _ENDS else int(whole)
+        return 2 if _packet(node) in _ENDS else int(whole)
 
-    return lasting(
-        graph.graph.nodes, lambda node: node.all_input_nodes, end, lambda node: packet(node) in _PRODUCTS, layer
-    )
+    return lasting(graph.graph.nodes, lambda node: node.all_input_nodes, end, is_product, is_layer)
+
+
+def is_product(node: Node) -> bool:
+    """Whether a node multiplies matrices."""
+    return _packet(node) in _PRODUCTS
+
+
+def is_layer(node: Node) -> bool:
+    """Whether a node is a layer of another kind, or rounds to integers."""
+    quantizes = getattr(node.target, "namespace", None) == "quantized_decomposed"
+    return node.op == "call_module" or quantizes or _packet(node) in _LAYERS
+
+
+def _packet(node: Node) -> object:
+    return getattr(node.target, "overloadpacket", None)
 
 
 def _is_float(node: Node) -> bool | None:

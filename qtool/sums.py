@@ -76,6 +76,24 @@ def wide_sums(nodes: Iterable[_N], reads: Callable[[_N], Iterable[_N]], kind: Ca
     return kept | small
 
 
+def reached(
+    nodes: Iterable[_N], reads: Callable[[_N], Iterable[_N]], starts: Callable[[_N], bool], kind: Callable[[_N], Kind],
+    rounds: Callable[[_N], bool],
+) -> set[_N]:  # fmt: skip
+    """The nodes where values beyond the range start, and those they go on to value by value, up to what ends that.
+
+    What ends it (a maximum, a comparison, a norm) is one of them, unless it ``rounds`` what it reads, as layers do.
+    """
+    found: set[_N] = set()
+    through: set[_N] = set()
+    for node in nodes:
+        if starts(node) or (not through.isdisjoint(reads(node)) and not rounds(node)):
+            found.add(node)
+            if kind(node) is not Kind.OTHER or starts(node):
+                through.add(node)
+    return found
+
+
 _SUMS = (
     aten.sum, aten.var, aten.std, aten.var_mean, aten.std_mean, aten.linalg_vector_norm, aten.norm, aten.cumsum,
     aten.logsumexp, aten.logcumsumexp, aten.nansum,
@@ -83,31 +101,34 @@ _SUMS = (
 _POINTWISE = (
     aten.add, aten.sub, aten.rsub, aten.div, aten.sqrt, aten.rsqrt, aten.reciprocal, aten.clamp, aten.clamp_min,
     aten.clamp_max, aten.maximum, aten.minimum, aten.log, aten.log2, aten.log10, aten.log1p, aten.neg, aten.abs,
-    aten.reshape, aten.view, aten.unsqueeze, aten.squeeze, aten.expand, aten.expand_as, aten.clone,
+    aten.reshape, aten.view, aten.unsqueeze, aten.squeeze, aten.expand, aten.expand_as, aten.clone, aten.where,
+    aten.masked_fill,
 )  # fmt: skip
 
 
 def sums(graph: GraphModule) -> set[Node]:
     """The nodes of a captured graph that are to stay in float32, their constants of one number among them."""
 
-    def kind(node: Node) -> Kind:
-        packet = getattr(node.target, "overloadpacket", None)
-        if not _is_float32(node):
-            return Kind.OTHER
-        if packet in _SUMS:
-            return Kind.SUM
-        if packet is aten.mean or (packet is aten.adaptive_avg_pool2d and node.args[1] in ([1, 1], (1, 1))):
-            return Kind.AVERAGE
-        if packet in (aten.pow, aten.exp, aten.square) or (packet is aten.mul and node.args[0] is node.args[1]):
-            return Kind.POWER
-        return Kind.PRODUCT if packet is aten.mul else Kind.POINTWISE if packet in _POINTWISE else Kind.OTHER
-
     def reads(node: Node) -> list[Node]:
         return [one for one in node.all_input_nodes if one.op != "get_attr" and _is_float32(one)]
 
-    kept = wide_sums(graph.graph.nodes, reads, kind)
+    kept = wide_sums(graph.graph.nodes, reads, kind_of)
     constants = {one for node in kept for one in node.all_input_nodes if one.op == "get_attr" and _is_number(one)}
     return kept | constants
+
+
+def kind_of(node: Node) -> Kind:
+    """What a node of a captured graph is to a sum."""
+    packet = getattr(node.target, "overloadpacket", None)
+    if not _is_float32(node):
+        return Kind.OTHER
+    if packet in _SUMS:
+        return Kind.SUM
+    if packet is aten.mean or (packet is aten.adaptive_avg_pool2d and node.args[1] in ([1, 1], (1, 1))):
+        return Kind.AVERAGE
+    if packet in (aten.pow, aten.exp, aten.square) or (packet is aten.mul and node.args[0] is node.args[1]):
+        return Kind.POWER
+    return Kind.PRODUCT if packet is aten.mul else Kind.POINTWISE if packet in _POINTWISE else Kind.OTHER
 
 
 def _is_float32(node: Node) -> bool:

@@ -44,11 +44,43 @@ def test_a_mask_of_float32s_limit_hides_as_much_in_half(tmp_path: Path, hidden: 
 
 
 @pytest.mark.parametrize(("value", "named"), [(65504.0, []), (65536.0, ["mask"]), (-1e30, ["mask"]), (LIMIT, [])])
-def test_a_constant_beyond_half_is_named_and_nothing_is_written(tmp_path: Path, value: float, named: list[str]) -> None:
-    single = _masked_softmax(tmp_path / "single.onnx", [0, value])
+def test_what_reads_a_constant_beyond_half_stays_in_float32(tmp_path: Path, value: float, named: list[str]) -> None:
+    single, half = _masked_softmax(tmp_path / "single.onnx", [0, value]), tmp_path / "half.onnx"
     assert list(overflowing(ir.load(single))) == named
-    assert write_fp16(ir.load(single), tmp_path / "half.onnx").startswith(named[0] if named else "")
-    assert (tmp_path / "half.onnx").exists() is not bool(named)
+    assert write_fp16(ir.load(single), half) == ""
+    (mask,) = onnx.load(half).graph.initializer
+    assert mask.data_type == (TensorProto.FLOAT if named else TensorProto.FLOAT16)
+    x = np.array([[1.0, -value]], np.float32)
+    expected, found = (onnxruntime.InferenceSession(str(path)).run(None, {"x": x})[0] for path in (single, half))
+    if value != LIMIT:
+        np.testing.assert_allclose(found, expected, atol=1e-3)
+
+
+def test_a_layer_behind_a_constant_beyond_half_is_in_half(tmp_path: Path) -> None:
+    """A batch-norm whose variance is beyond it, as a net that works on pixels may have, and a maximum behind −1e9."""
+    torch.manual_seed(0)
+    net = _Pixels().eval()
+    x = 1000 * torch.randn(2, 3, 8, 8)
+    exported = qtool.export(qtool.quantize(net, [x], effort="fast"), tmp_path, samples=[x])
+    (gate,) = (gate for gate in exported.gates if gate["name"] == "fp16 range")
+    assert gate["found"] == "finite outputs"
+    stored = {one.name: one.data_type for one in onnx.load(exported.files["fp16"]).graph.initializer}
+    assert stored["norm.running_var"] == TensorProto.FLOAT
+    assert stored["layer/weight"] == TensorProto.FLOAT16
+    found = onnxruntime.InferenceSession(exported.files["fp16"]).run(None, {"x": x.numpy()})
+    with torch.no_grad():
+        np.testing.assert_allclose(found[0], net(x).numpy(), atol=1e-2)
+
+
+class _Pixels(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.layer = nn.BatchNorm2d(3), nn.Conv2d(3, 4, 3)
+        nn.init.constant_(self.norm.running_var, 1e6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(self.norm(x.relu()))
+        return y.masked_fill(y < 0, -1e9).amax((2, 3))
 
 
 def test_large_weights_are_those_of_the_converter_of_the_whole_file(tmp_path: Path) -> None:
@@ -58,7 +90,8 @@ def test_large_weights_are_those_of_the_converter_of_the_whole_file(tmp_path: Pa
     outputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", 1000]) for name in ("y", "z")]
     nodes = [
         helper.make_node("MatMul", ["x", "w"], ["y"], name="first"),
-        helper.make_node("CumSum", ["y", "axis"], ["z"], name="kept in float"),
+        helper.make_node("CumSum", ["y", "axis"], ["sum"], name="kept in float"),
+        helper.make_node("Relu", ["sum"], ["z"], name="last"),
     ]
     constants = [numpy_helper.from_array(values, "w"), numpy_helper.from_array(np.int64(1), "axis")]
     model = helper.make_model(
