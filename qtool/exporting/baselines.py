@@ -44,6 +44,8 @@ _PACKAGE = "onnxruntime.transformers"
 _ENDS = ("Sin", "Cos", "Tan")
 _PRODUCTS = ("MatMul", "Gemm", "Einsum")
 _SHAPES = ("Shape", "Size")
+_EMPTY = (torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.new_empty)
+"""What gives any values at all, which nothing is made of before they are filled."""
 _FLOATS = (None, ir.DataType.FLOAT)
 _SUMS = ("ReduceSum", "ReduceL1", "ReduceL2", "ReduceSumSquare", "ReduceLogSum", "ReduceLogSumExp", "CumSum")
 _AVERAGES = ("ReduceMean", "GlobalAveragePool")
@@ -260,6 +262,8 @@ class _Beyond(Interpreter):
         return value
 
     def _is_halved(self, n: Node) -> bool:
+        if getattr(n.target, "overloadpacket", None) in _EMPTY:
+            return False
         return n not in self.single or any(user not in self.single and user.op != "output" for user in n.users)
 
 

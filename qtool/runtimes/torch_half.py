@@ -10,6 +10,7 @@ stay in it (``positions.py``). A number that hides places from a softmax, −1e9
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterator
 from typing import Any
@@ -26,6 +27,7 @@ from qtool.sums import sums
 
 aten = torch.ops.aten
 _WITHOUT_HALF = (aten.cdist, aten._cdist_forward)
+_BOUNDED = (aten.add, aten.clamp, aten.clamp_min)
 PER_CHANNEL = (QUANTIZE[1], DEQUANTIZE[1])
 
 
@@ -143,10 +145,20 @@ def _cut(node: Node, dtype: torch.dtype) -> None:
         return
     counts = {argument.name for argument in schema.arguments if "int" in str(argument.type)}
     names = [argument.name for argument in schema.arguments]
-    node.args = tuple(
-        value if name in counts else within(value, dtype) for name, value in zip(names, node.args, strict=False)
-    )
-    node.kwargs = {name: value if name in counts else within(value, dtype) for name, value in node.kwargs.items()}
+
+    def cut(name: str, value: Any) -> Any:
+        return value if name in counts else _lifted(node, within(value, dtype), dtype)
+
+    node.args = tuple(cut(name, value) for name, value in zip(names, node.args, strict=False))
+    node.kwargs = {name: cut(name, value) for name, value in node.kwargs.items()}
+
+
+def _lifted(node: Node, value: Any, dtype: torch.dtype) -> Any:
+    """An epsilon that ``dtype`` would have for 0 is its least number, where it is added or is a bound."""
+    least = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    if getattr(node.target, "overloadpacket", None) in _BOUNDED and isinstance(value, float) and 0 < abs(value) < least:
+        return math.copysign(least, value)
+    return value
 
 
 def _spell_out(graph: GraphModule, node: Node, dtype: torch.dtype, scales: list[torch.Tensor]) -> None:

@@ -16,7 +16,9 @@ from onnxruntime.transformers.float16 import convert_float_to_float16
 from torch import Tensor, nn
 
 import qtool
-from qtool.exporting.baselines import overflowing, write_fp16
+from qtool.exporting.baselines import beyond_half, overflowing, write_fp16
+from qtool.exporting.half_masks import HalfMasks
+from qtool.quantization.float_form import float_form
 
 LIMIT = np.finfo(np.float32).max
 
@@ -354,3 +356,22 @@ def test_sums_of_squares_are_those_of_float32(tmp_path: Path) -> None:
     with torch.no_grad():
         for got, expected in zip(found, net(x), strict=True):
             np.testing.assert_allclose(got, expected.numpy(), atol=1e-2)
+
+
+def test_what_is_in_memory_not_yet_filled_does_not_overflow() -> None:
+    class Filled(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.new_empty(x.shape).fill_(2.0) + x
+
+    x = torch.ones(2, 3)
+    graph = float_form(Filled(), x)
+    (empty,) = (node for node in graph.graph.nodes if "empty" in str(node.target))
+    empty.target = _mocked_empty
+    assert not beyond_half(HalfMasks(graph), [x])
+
+
+def _mocked_empty(like: Tensor, *args: object, **kwargs: object) -> Tensor:
+    return torch.full_like(like, 1e30)
+
+
+_mocked_empty.overloadpacket = torch.ops.aten.new_empty  # type: ignore[attr-defined]

@@ -161,11 +161,12 @@ class Norms(nn.Module):
     def forward(self, x):
         x = x.flatten(1)
         large, none = 200 * x, x.relu() * (x[:, :1] > 0)
+        shares = (x * (none / (none + 1e-9)), x * (none / none.clamp(min=1e-12)))
         mean = (x + 5).mean(1, keepdim=True)
         variance = (x + 5).pow(2).mean(1, keepdim=True) - mean * mean
         return (
             large / large.pow(2).sum(1, keepdim=True).sqrt(), none / (none.sum(1, keepdim=True) + 1e-9),
-            (x + 5 - mean) * torch.rsqrt(variance + 1e-5), (x + 900).sum(1) / x.shape[1],
+            (x + 5 - mean) * torch.rsqrt(variance + 1e-5), (x + 900).sum(1) / x.shape[1], *shares,
         )  # fmt: skip
 
 
