@@ -147,15 +147,15 @@ def _single(model: ir.Model, beyond: Collection[str]) -> list[str]:
         return node.op_type in _PRODUCTS
 
     def is_layer(node: ir.Node) -> bool:
-        return node.op_type in _LAYERS or node.op_type.endswith("Normalization")
+        return node.op_type in _LAYERS or node.op_type.endswith("Normalization") or _looks_up(node)
+
+    def end(node: ir.Node) -> int:
+        return 2 if node.op_type in _ENDS else int(node.op_type == "Sub" or _gives_integers(node))
 
     def starts(node: ir.Node) -> bool:
         return any(value is not None and value.name in beyond for value in node.inputs)
 
-    kept = lasting(
-        model.graph, reads, lambda node: 2 if node.op_type in _ENDS else int(_gives_integers(node)), is_product,
-        is_layer,
-    )  # fmt: skip
+    kept = lasting(model.graph, reads, end, is_product, is_layer)
     kept |= wide_sums(model.graph, reads_floats, _kind)
     kept |= reached(model.graph, reads_floats, starts, _kind, lambda node: is_product(node) or node.op_type in _LAYERS)
     for index, node in enumerate(kept):
@@ -173,6 +173,14 @@ def _kind(node: ir.Node) -> Kind:
     if node.op_type in ("Pow", "Exp") or (node.op_type == "Mul" and node.inputs[0] is node.inputs[1]):
         return Kind.POWER
     return Kind.PRODUCT if node.op_type == "Mul" else Kind.POINTWISE if node.op_type in _POINTWISE else Kind.OTHER
+
+
+def _looks_up(node: ir.Node) -> bool:
+    """Whether a node is an embedding."""
+    table = node.inputs[0] if node.op_type == "Gather" else None
+    if table is None or not table.is_initializer():
+        return False
+    return table.dtype == ir.DataType.FLOAT and len(table.shape or ()) > 1
 
 
 def _gives_integers(node: ir.Node) -> bool:

@@ -159,7 +159,7 @@ class Norms(nn.Module):
     """Norms written out: of squares beyond half, a row of zeros that only an epsilon divides, E[x²] − E[x]², a sum."""
 
     def forward(self, x):
-        x = x.flatten(1)
+        x = x.flatten(1) @ torch.eye(192)  # a layer
         large, none = 200 * x, x.relu() * (x[:, :1] > 0)
         shares = (x * (none / (none + 1e-9)), x * (none / none.clamp(min=1e-12)))
         mean = (x + 5).mean(1, keepdim=True)
@@ -212,3 +212,14 @@ def test_what_has_no_kernel_in_16_bits_is_computed_in_float32(precision, least):
     session = runtime.TorchSession(graph_of(model), INPUTS, device="cpu", precision=precision)
     for found, expected in zip(session.run({"x": x}), wanted, strict=True):
         assert decibels(found, expected.numpy()) > least
+
+
+@pytest.mark.parametrize(("precision", "least"), [("fp16", 50), ("bf16", 35)])
+def test_what_is_taken_off_inputs_is_taken_off_them_in_float32(precision, least):
+    class Scaled(nn.Module):
+        def forward(self, x):
+            return (x - x.mean((2, 3), keepdim=True)) / 7
+
+    x = 5000 + images()
+    session = runtime.TorchSession(graph_of(Scaled()), INPUTS, device="cpu", precision=precision)
+    assert decibels(session.run({"x": x})[0], Scaled()(torch.from_numpy(x)).numpy()) > least
