@@ -2,7 +2,8 @@
 
 Half precision rounds x by up to |x|/2048 and bfloat16 by |x|/256. Sine and cosine of x change by as much: of a
 diffusion model's time step of 999, or of a token's position in a long text, nothing is left. An index is another one
-where log(16/8)/log(16) · 8 is a little less than 2 (T5's distances between tokens). So what is computed of a model's
+where log(16/8)/log(16) · 8 is a little less than 2 (T5's distances between tokens). And of inputs about 5,000 that vary
+by 10, a price or a temperature, little is left where a model takes their mean off. So what is computed of a model's
 inputs and constants alone, and ends so, stays in float32, which costs nothing: these are small tensors. On the way to
 an angle one product is allowed (rotary frequencies · positions, random Fourier features). What layers have made (SIREN,
 Snake's activation) was rounded before, and is rounded like any other value.
@@ -21,12 +22,13 @@ aten = torch.ops.aten
 _N = TypeVar("_N")
 
 _ENDS = (aten.sin, aten.cos, aten.tan)
+_DIFFERENCES = (aten.sub, aten.rsub)
 _PRODUCTS = (aten.linear, aten.matmul, aten.mm, aten.bmm, aten.addmm, aten.baddbmm, aten.einsum)
 _LAYERS = (
     aten.conv1d, aten.conv2d, aten.conv3d, aten.conv_transpose1d, aten.conv_transpose2d, aten.conv_transpose3d,
     aten.convolution, aten.layer_norm, aten.group_norm, aten.instance_norm, aten.batch_norm, aten.rms_norm,
     aten._native_batch_norm_legit_no_training, aten.scaled_dot_product_attention, aten.lstm, aten.gru, aten.rnn_tanh,
-    aten.rnn_relu,
+    aten.rnn_relu, aten.embedding, aten.embedding_bag,
 )  # fmt: skip
 
 
@@ -57,20 +59,26 @@ def lasting(
 def positions(graph: GraphModule) -> set[Node]:
     """The nodes of a captured graph that are to stay in float32, the inputs and constants among them."""
 
-    def packet(node: Node) -> object:
-        return getattr(node.target, "overloadpacket", None)
-
-    def layer(node: Node) -> bool:
-        quantizes = getattr(node.target, "namespace", None) == "quantized_decomposed"
-        return node.op == "call_module" or quantizes or packet(node) in _LAYERS
-
     def end(node: Node) -> int:
         whole = _is_float(node) is False and any(map(_is_float, node.all_input_nodes))
-        return 2 if packet(node) in _ENDS else int(whole)
+        return 2 if _packet(node) in _ENDS else int(whole or _packet(node) in _DIFFERENCES)
 
-    return lasting(
-        graph.graph.nodes, lambda node: node.all_input_nodes, end, lambda node: packet(node) in _PRODUCTS, layer
-    )
+    return lasting(graph.graph.nodes, lambda node: node.all_input_nodes, end, is_product, is_layer)
+
+
+def is_product(node: Node) -> bool:
+    """Whether a node multiplies matrices."""
+    return _packet(node) in _PRODUCTS
+
+
+def is_layer(node: Node) -> bool:
+    """Whether a node is a layer of another kind, or rounds to integers."""
+    quantizes = getattr(node.target, "namespace", None) == "quantized_decomposed"
+    return node.op == "call_module" or quantizes or _packet(node) in _LAYERS
+
+
+def _packet(node: Node) -> object:
+    return getattr(node.target, "overloadpacket", None)
 
 
 def _is_float(node: Node) -> bool | None:

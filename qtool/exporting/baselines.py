@@ -1,10 +1,10 @@
 """FP16 baselines: the float file with its weights and arithmetic in half precision, inputs and outputs kept.
 
-Half precision reaches 65,504. A weight beyond it is refused by name, save float32's own limits, which stand for
-"no limit" in masks and become half's limits, and what else hides places from a softmax (``half_masks.py``). An
+Half precision reaches 65,504. What reads a constant beyond it stays in float32, save float32's own limits, which stand
+for "no limit" in masks and become half's limits, and what else hides places from a softmax (``half_masks.py``). An
 activation beyond it is looked for in the float graph on samples, and told: ONNX Runtime's CPU provider, which keeps in
-float32 what lies between two operators, would not show it. Time steps and positions stay in float32
-(``positions.py``). Whether the arithmetic is really done in half is the
+float32 what lies between two operators, would not show it. Time steps and positions (``positions.py``) and sums of
+squares and the like (``sums.py``) stay in float32. Whether the arithmetic is really done in half is the
 runtime's affair: that provider mostly converts back to float32, so that FP16 is only storage there.
 """
 
@@ -28,21 +28,31 @@ from qtool.errors import QtoolError
 from qtool.evaluate import unlike
 from qtool.exporting import onnx_file
 from qtool.exporting.gates import Gate
-from qtool.exporting.half_masks import LARGEST, LIMIT, HalfMasks
+from qtool.exporting.half_masks import LARGEST, LIMIT, HalfMasks, beyond_in
 from qtool.exporting.integer_reference import CONTROL_FLOW
 from qtool.exporting.parity import feeds_of
 from qtool.exporting.passes import turned_batches
 from qtool.exporting.simulation import interpret
 from qtool.exporting.to_onnx import save
 from qtool.nested import tensors
-from qtool.positions import lasting, positions
+from qtool.positions import is_layer, is_product, lasting, positions
 from qtool.runtimes import open_session
+from qtool.sums import Kind, kind_of, reached, sums, wide_sums
 
 LEAST = float(np.finfo(np.float16).smallest_subnormal)
 _PACKAGE = "onnxruntime.transformers"
 _ENDS = ("Sin", "Cos", "Tan")
 _PRODUCTS = ("MatMul", "Gemm", "Einsum")
 _SHAPES = ("Shape", "Size")
+_EMPTY = (torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.new_empty)
+"""What gives any values at all, which nothing is made of before they are filled."""
+_FLOATS = (None, ir.DataType.FLOAT)
+_SUMS = ("ReduceSum", "ReduceL1", "ReduceL2", "ReduceSumSquare", "ReduceLogSum", "ReduceLogSumExp", "CumSum")
+_AVERAGES = ("ReduceMean", "GlobalAveragePool")
+_POINTWISE = (
+    "Add", "Sub", "Div", "Sqrt", "Reciprocal", "Clip", "Max", "Min", "Log", "Neg", "Abs", "Reshape", "Unsqueeze",
+    "Squeeze", "Expand", "Identity", "Where",
+)  # fmt: skip
 _LAYERS = ("Conv", "ConvTranspose", "LSTM", "GRU", "RNN", "Attention")
 
 
@@ -59,18 +69,17 @@ def overflowing(model: ir.Model) -> dict[str, float]:
 
 def write_fp16(model: ir.Model, path: Path) -> str:
     """Writes the half-precision twin of a float model, which it changes; or nothing, and returns why."""
-    if too_large := overflowing(model):
-        return f"{', '.join(f'{name} ({peak:.3g})' for name, peak in [*too_large.items()][:3])} overflow half precision"
     if branching := sorted({node.op_type for node in model.graph} & CONTROL_FLOW):
         return f"the converter does not reach into {' and '.join(branching)}"
     if turned := turned_batches.apply(model):
         return f"{', '.join(turned[:3])} multiply what was transposed, which ends ONNX Runtime's process on a CPU"
     _compute_constant_outputs(model)
+    beyond = overflowing(model)
     weights = {
         name: value for name, value in onnx_file.large_initializers(model).items()
-        if value.const_value.dtype == ir.DataType.FLOAT
+        if value.const_value.dtype == ir.DataType.FLOAT and name not in beyond
     }  # fmt: skip
-    half = _converted(model, weights)
+    half = _converted(model, weights, beyond)
     for value in [value for value in half.graph.inputs if value.name in weights]:
         half.graph.inputs.remove(value)
         value.const_value = _in_half(weights[str(value.name)].const_value)
@@ -94,12 +103,15 @@ def _compute_constant_outputs(model: ir.Model) -> None:
         made.name = name
 
 
-def _converted(model: ir.Model, weights: Mapping[str, ir.Value]) -> ir.Model:
-    """The model in half precision by ONNX Runtime's converter, which is told that ``weights`` are inputs."""
+def _converted(model: ir.Model, weights: Mapping[str, ir.Value], beyond: Collection[str]) -> ir.Model:
+    """The model in half precision by ONNX Runtime's converter, which is told that ``weights`` are inputs.
+
+    What reads constants ``beyond`` its range stays in float32.
+    """
     path, known = list(sys.path), _PACKAGE in sys.modules
     from onnxruntime.transformers.float16 import convert_float_to_float16
 
-    single = _positions(model)
+    single = _single(model, beyond)
 
     sys.path[:] = path  # to which that package adds its own folder, and has to again for whoever imports it next
     if not known:
@@ -122,16 +134,53 @@ def _converted(model: ir.Model, weights: Mapping[str, ir.Value]) -> ir.Model:
     return ir.serde.deserialize_model(converted)
 
 
-def _positions(model: ir.Model) -> list[str]:
+def _single(model: ir.Model, beyond: Collection[str]) -> list[str]:
     """The names of the nodes that are to stay in float32, which those get that have none."""
-    kept = lasting(
-        model.graph, lambda node: [made for value in node.inputs if value and (made := value.producer())],
-        lambda node: 2 if node.op_type in _ENDS else int(_gives_integers(node)), lambda node: node.op_type in _PRODUCTS,
-        lambda node: node.op_type in _LAYERS or node.op_type.endswith("Normalization"),
-    )  # fmt: skip
+
+    def reads(node: ir.Node) -> list[ir.Node]:
+        return [made for value in node.inputs if value and (made := value.producer())]
+
+    def reads_floats(node: ir.Node) -> list[ir.Node]:
+        return [one for one in reads(node) if one.outputs[0].dtype in _FLOATS]
+
+    def is_product(node: ir.Node) -> bool:
+        return node.op_type in _PRODUCTS
+
+    def is_layer(node: ir.Node) -> bool:
+        return node.op_type in _LAYERS or node.op_type.endswith("Normalization") or _looks_up(node)
+
+    def end(node: ir.Node) -> int:
+        return 2 if node.op_type in _ENDS else int(node.op_type == "Sub" or _gives_integers(node))
+
+    def starts(node: ir.Node) -> bool:
+        return any(value is not None and value.name in beyond for value in node.inputs)
+
+    kept = lasting(model.graph, reads, end, is_product, is_layer)
+    kept |= wide_sums(model.graph, reads_floats, _kind)
+    kept |= reached(model.graph, reads_floats, starts, _kind, lambda node: is_product(node) or node.op_type in _LAYERS)
     for index, node in enumerate(kept):
-        node.name = node.name or f"position_{index}"
+        node.name = node.name or f"single_{index}"
     return [str(node.name) for node in kept]
+
+
+def _kind(node: ir.Node) -> Kind:
+    if node.outputs[0].dtype not in _FLOATS:
+        return Kind.OTHER
+    if node.op_type in _SUMS:
+        return Kind.SUM
+    if node.op_type in _AVERAGES:
+        return Kind.AVERAGE
+    if node.op_type in ("Pow", "Exp") or (node.op_type == "Mul" and node.inputs[0] is node.inputs[1]):
+        return Kind.POWER
+    return Kind.PRODUCT if node.op_type == "Mul" else Kind.POINTWISE if node.op_type in _POINTWISE else Kind.OTHER
+
+
+def _looks_up(node: ir.Node) -> bool:
+    """Whether a node is an embedding."""
+    table = node.inputs[0] if node.op_type == "Gather" else None
+    if table is None or not table.is_initializer():
+        return False
+    return table.dtype == ir.DataType.FLOAT and len(table.shape or ()) > 1
 
 
 def _gives_integers(node: ir.Node) -> bool:
@@ -162,8 +211,9 @@ def _drop_roundings(graph: onnx.GraphProto) -> None:
         if node.name.endswith("_cast_to_fp32_node") and node.input[0] in rounded
     }  # fmt: skip
     for node in graph.node:
+        own = rounded if node.name.startswith("graph_output_cast") else back
         for index, name in enumerate(node.input):
-            node.input[index] = back.get(name, name)
+            node.input[index] = own.get(name, name)
     for casts in (back, rounded):
         read = {name for node in graph.node for name in node.input} | {value.name for value in graph.output}
         for node in [node for node in graph.node if node.output[0] in casts and node.output[0] not in read]:
@@ -197,19 +247,19 @@ def _in_half(tensor: ir.TensorProtocol) -> ir.LazyTensor:
 class _Beyond(Interpreter):
     """Runs a float graph and keeps the greatest finite value beyond half precision's range of each node.
 
-    Nodes that masks have ``hidden`` places in may have any value below it there, and positions any at all.
+    Nodes that masks have ``hidden`` places in may have any value below it there, and what stays in float32 any at all.
     """
 
     def __init__(self, graph: GraphModule, hidden: Collection[str] = ()) -> None:
         super().__init__(graph)
         self.found: dict[str, float] = {}
         self.hidden = hidden
-        self.single = positions(graph)
+        self.single = positions(graph) | sums(graph) | _beyond(graph)
 
     def run_node(self, n: Node) -> Any:
         """Runs one node; infinities and float32's own limits, which masks are made of, do not count."""
         value = super().run_node(n)
-        halved = n.op in ("placeholder", "call_function") and n not in self.single
+        halved = n.op in ("placeholder", "call_function") and self._is_halved(n)
         if halved and isinstance(value, Tensor) and value.is_floating_point():
             low, high = torch.aminmax(value.detach()) if value.numel() else (value.new_zeros(()),) * 2
             if not (low >= -LARGEST and high <= LARGEST):
@@ -218,6 +268,24 @@ class _Beyond(Interpreter):
                 if peak > LARGEST:
                     self.found[n.name] = max(peak, self.found.get(n.name, 0.0))
         return value
+
+    def _is_halved(self, n: Node) -> bool:
+        if getattr(n.target, "overloadpacket", None) in _EMPTY:
+            return False
+        return n not in self.single or any(user not in self.single and user.op != "output" for user in n.users)
+
+
+def _beyond(graph: GraphModule) -> set[Node]:
+    """What stays in float32 in the file since it reads constants beyond half precision's range."""
+
+    def starts(node: Node) -> bool:
+        held = (one for one in node.all_input_nodes if one.op == "get_attr")
+        return any(beyond_in(graph, one) for one in (node, *held))
+
+    return reached(
+        graph.graph.nodes, lambda node: node.all_input_nodes, lambda node: node.op == "call_function" and starts(node),
+        kind_of, lambda node: node.op == "output" or is_product(node) or is_layer(node),
+    )  # fmt: skip
 
 
 def beyond_half(masks: HalfMasks, samples: Sequence[Any]) -> dict[str, float]:
@@ -251,8 +319,7 @@ def fp16_gate(masks: HalfMasks, samples: Sequence[Any], finite: bool, refused: s
     """
     expected = f"weights and activations within ±{LARGEST:.0f}"
     if refused:
-        kept = f"; {masks.refused}" if masks.refused else ""
-        return Gate("fp16 range", None, expected, f"no FP16 file: {refused}{kept}")
+        return Gate("fp16 range", None, expected, f"no FP16 file: {refused}")
     beyond = beyond_half(masks, samples)
     if beyond:
         most = max(beyond, key=lambda name: beyond[name])
@@ -262,5 +329,7 @@ def fp16_gate(masks: HalfMasks, samples: Sequence[Any], finite: bool, refused: s
     if masks.constants:
         told = ", ±".join(f"{value:.3g}" for value in masks.constants)
         found += f"; masks of ±{told} hide by ±{LARGEST:.0f}, which changes no output for the samples"
+    if masks.refused:
+        found += f"; masks beyond half precision are computed in float32: {masks.refused}"
     details = {"beyond": beyond, "masks": list(masks.constants)}
     return Gate("fp16 range", True if finite and not beyond else None, expected, found, details=details)

@@ -76,7 +76,7 @@ def cut(graph: GraphModule, samples: Sequence[Any]) -> HalfMasks:
 
     The copy shares all other tensors. Where ``samples``, batches of inputs, give other outputs then, the masks stay.
     """
-    ways = {node: way for node in graph.graph.nodes if _beyond(graph, node) and (way := _way(node)) is not None}
+    ways = {node: way for node in graph.graph.nodes if beyond_in(graph, node) and (way := _way(node)) is not None}
     if not ways:
         return HalfMasks(graph)
     factors = {factor for way in ways.values() for factor in way.factors}
@@ -87,7 +87,7 @@ def cut(graph: GraphModule, samples: Sequence[Any]) -> HalfMasks:
     made = _cut(graph, set(ways))
     if not all(_same(call_captured(made, batch), want) for batch, want in zip(samples, wanted, strict=True)):
         return HalfMasks(graph, refused="with masks of half's limit the outputs for the samples are others")
-    constants = sorted({value for node in ways for value in _beyond(graph, node)})
+    constants = sorted({value for node in ways for value in beyond_in(graph, node)})
     reached = {node.name for way in ways.values() for node in way.reached}
     return HalfMasks(made, tuple(constants), frozenset(reached))
 
@@ -101,7 +101,7 @@ def _is_float(node: Node) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
-def _beyond(graph: GraphModule, node: Node) -> list[float]:
+def beyond_in(graph: GraphModule, node: Node) -> list[float]:
     """The constants beyond half's range that a node brings in, float32's limits and infinities aside."""
     if node.op == "get_attr":
         tensor = operator.attrgetter(str(node.target))(graph)

@@ -10,6 +10,7 @@ stay in it (``positions.py``). A number that hides places from a softmax, −1e9
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterator
 from typing import Any
@@ -22,8 +23,11 @@ from qtool.form import DEQUANTIZE, QUANTIZE
 from qtool.masks import within
 from qtool.positions import positions
 from qtool.runtimes.torch_integer import IntegerProduct
+from qtool.sums import sums
 
 aten = torch.ops.aten
+_WITHOUT_HALF = (aten.cdist, aten._cdist_forward)
+_BOUNDED = (aten.add, aten.clamp, aten.clamp_min)
 PER_CHANNEL = (QUANTIZE[1], DEQUANTIZE[1])
 
 
@@ -62,9 +66,11 @@ def _halved(graph: GraphModule, dtype: torch.dtype, wide: set[str]) -> list[torc
     Those are the scales of channels and what positions are made of; inputs that these are made of join ``wide``.
     """
     scales: list[torch.Tensor] = []
-    single = positions(graph)
+    single = positions(graph) | sums(graph) | _without_half(graph)
+    widened: dict[Node, Node] = {}
     for node in list(graph.graph.nodes):
         if node in single:
+            _widen(graph, node, single, widened)
             _stay(graph, node, single, dtype, scales)
             if node.op == "placeholder":
                 wide.add(node.name)
@@ -85,6 +91,32 @@ def _halved(graph: GraphModule, dtype: torch.dtype, wide: set[str]) -> list[torc
     graph.delete_all_unused_submodules()
     graph.recompile()
     return scales
+
+
+def _widen(graph: GraphModule, node: Node, single: set[Node], widened: dict[Node, Node]) -> None:
+    """Has a node that stays in float32 read float32, by one conversion of each value for all such nodes."""
+    for source in node.all_input_nodes:
+        value = source.meta.get("val")
+        if source in single or not (value is None or (isinstance(value, torch.Tensor) and value.is_floating_point())):
+            continue
+        if source not in widened:
+            with graph.graph.inserting_after(source):
+                widened[source] = graph.graph.call_function(aten.to.dtype, (source, torch.float32))
+        node.replace_input_with(source, widened[source])
+
+
+def _without_half(graph: GraphModule) -> set[Node]:
+    """What makes or reads complex numbers, and others for which torch has no kernel in 16 bits."""
+
+    def is_complex(node: Node) -> bool:
+        value = node.meta.get("val")
+        return isinstance(value, torch.Tensor) and value.is_complex()
+
+    return {
+        node for node in graph.graph.nodes
+        if is_complex(node) or any(map(is_complex, node.all_input_nodes))
+        or getattr(node.target, "overloadpacket", None) in _WITHOUT_HALF
+    }  # fmt: skip
 
 
 def _stay(graph: GraphModule, node: Node, single: set[Node], dtype: torch.dtype, kept: list[torch.Tensor]) -> None:
@@ -113,10 +145,20 @@ def _cut(node: Node, dtype: torch.dtype) -> None:
         return
     counts = {argument.name for argument in schema.arguments if "int" in str(argument.type)}
     names = [argument.name for argument in schema.arguments]
-    node.args = tuple(
-        value if name in counts else within(value, dtype) for name, value in zip(names, node.args, strict=False)
-    )
-    node.kwargs = {name: value if name in counts else within(value, dtype) for name, value in node.kwargs.items()}
+
+    def cut(name: str, value: Any) -> Any:
+        return value if name in counts else _lifted(node, within(value, dtype), dtype)
+
+    node.args = tuple(cut(name, value) for name, value in zip(names, node.args, strict=False))
+    node.kwargs = {name: cut(name, value) for name, value in node.kwargs.items()}
+
+
+def _lifted(node: Node, value: Any, dtype: torch.dtype) -> Any:
+    """An epsilon that ``dtype`` would have for 0 is its least number, where it is added or is a bound."""
+    least = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    if getattr(node.target, "overloadpacket", None) in _BOUNDED and isinstance(value, float) and 0 < abs(value) < least:
+        return math.copysign(least, value)
+    return value
 
 
 def _spell_out(graph: GraphModule, node: Node, dtype: torch.dtype, scales: list[torch.Tensor]) -> None:

@@ -16,7 +16,9 @@ from onnxruntime.transformers.float16 import convert_float_to_float16
 from torch import Tensor, nn
 
 import qtool
-from qtool.exporting.baselines import overflowing, write_fp16
+from qtool.exporting.baselines import beyond_half, overflowing, write_fp16
+from qtool.exporting.half_masks import HalfMasks
+from qtool.quantization.float_form import float_form
 
 LIMIT = np.finfo(np.float32).max
 
@@ -44,11 +46,43 @@ def test_a_mask_of_float32s_limit_hides_as_much_in_half(tmp_path: Path, hidden: 
 
 
 @pytest.mark.parametrize(("value", "named"), [(65504.0, []), (65536.0, ["mask"]), (-1e30, ["mask"]), (LIMIT, [])])
-def test_a_constant_beyond_half_is_named_and_nothing_is_written(tmp_path: Path, value: float, named: list[str]) -> None:
-    single = _masked_softmax(tmp_path / "single.onnx", [0, value])
+def test_what_reads_a_constant_beyond_half_stays_in_float32(tmp_path: Path, value: float, named: list[str]) -> None:
+    single, half = _masked_softmax(tmp_path / "single.onnx", [0, value]), tmp_path / "half.onnx"
     assert list(overflowing(ir.load(single))) == named
-    assert write_fp16(ir.load(single), tmp_path / "half.onnx").startswith(named[0] if named else "")
-    assert (tmp_path / "half.onnx").exists() is not bool(named)
+    assert write_fp16(ir.load(single), half) == ""
+    (mask,) = onnx.load(half).graph.initializer
+    assert mask.data_type == (TensorProto.FLOAT if named else TensorProto.FLOAT16)
+    x = np.array([[1.0, -value]], np.float32)
+    expected, found = (onnxruntime.InferenceSession(str(path)).run(None, {"x": x})[0] for path in (single, half))
+    if value != LIMIT:
+        np.testing.assert_allclose(found, expected, atol=1e-3)
+
+
+def test_a_layer_behind_a_constant_beyond_half_is_in_half(tmp_path: Path) -> None:
+    """A batch-norm whose variance is beyond it, as a net that works on pixels may have, and a maximum behind −1e9."""
+    torch.manual_seed(0)
+    net = _Pixels().eval()
+    x = 1000 * torch.randn(2, 3, 8, 8)
+    exported = qtool.export(qtool.quantize(net, [x], effort="fast"), tmp_path, samples=[x])
+    (gate,) = (gate for gate in exported.gates if gate["name"] == "fp16 range")
+    assert gate["found"] == "finite outputs"
+    stored = {one.name: one.data_type for one in onnx.load(exported.files["fp16"]).graph.initializer}
+    assert stored["norm.running_var"] == TensorProto.FLOAT
+    assert stored["layer/weight"] == TensorProto.FLOAT16
+    found = onnxruntime.InferenceSession(exported.files["fp16"]).run(None, {"x": x.numpy()})
+    with torch.no_grad():
+        np.testing.assert_allclose(found[0], net(x).numpy(), atol=1e-2)
+
+
+class _Pixels(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.layer = nn.BatchNorm2d(3), nn.Conv2d(3, 4, 3)
+        nn.init.constant_(self.norm.running_var, 1e6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(self.norm(x.relu()))
+        return y.masked_fill(y < 0, -1e9).amax((2, 3))
 
 
 def test_large_weights_are_those_of_the_converter_of_the_whole_file(tmp_path: Path) -> None:
@@ -58,7 +92,8 @@ def test_large_weights_are_those_of_the_converter_of_the_whole_file(tmp_path: Pa
     outputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", 1000]) for name in ("y", "z")]
     nodes = [
         helper.make_node("MatMul", ["x", "w"], ["y"], name="first"),
-        helper.make_node("CumSum", ["y", "axis"], ["z"], name="kept in float"),
+        helper.make_node("CumSum", ["y", "axis"], ["sum"], name="kept in float"),
+        helper.make_node("Relu", ["sum"], ["z"], name="last"),
     ]
     constants = [numpy_helper.from_array(values, "w"), numpy_helper.from_array(np.int64(1), "axis")]
     model = helper.make_model(
@@ -292,3 +327,51 @@ def test_indices_that_are_computed_are_those_of_float32(tmp_path: Path) -> None:
     found = onnxruntime.InferenceSession(str(half)).run(None, {"x": x.numpy()})[0]
     with torch.no_grad():
         np.testing.assert_array_equal(found, model(x).numpy(), "sixteenths up to 128 are what they are in half")
+
+
+class _Deviations(nn.Module):
+    """Rows divided by their standard deviation, whose square is beyond half, and by the root of a sum of squares."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        large = 2000 * self.layer(x)
+        norm = large.pow(2).sum(1, keepdim=True).sqrt()
+        return (large - large.mean(1, keepdim=True)) / (large.std(1, keepdim=True) + 1e-6), large / norm
+
+
+def test_sums_of_squares_are_those_of_float32(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net, x = _Deviations().eval(), torch.randn(4, 32)
+    exported = qtool.export(qtool.quantize(net, [x], effort="fast"), tmp_path, samples=[x])
+    (gate,) = (gate for gate in exported.gates if gate["name"] == "fp16 range")
+    assert gate["found"] == "finite outputs"
+    nodes = onnx.load(exported.files["fp16"]).graph.node
+    made = {name: node for node in nodes for name in node.output}
+    squares = [node for node in nodes if node.op_type == "Pow" or (node.op_type == "Mul" and len({*node.input}) == 1)]
+    assert [made[node.input[0]].op_type for node in squares] == ["Cast", "Cast"], "to float32"
+    found = onnxruntime.InferenceSession(exported.files["fp16"]).run(None, {"x": x.numpy()})
+    with torch.no_grad():
+        for got, expected in zip(found, net(x), strict=True):
+            np.testing.assert_allclose(got, expected.numpy(), atol=1e-2)
+
+
+def test_what_is_in_memory_not_yet_filled_does_not_overflow() -> None:
+    class Filled(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.new_empty(x.shape).fill_(2.0) + x
+
+    x = torch.ones(2, 3)
+    graph = float_form(Filled(), x)
+    (empty,) = (node for node in graph.graph.nodes if "empty" in str(node.target))
+    empty.target = _mocked_empty
+    assert not beyond_half(HalfMasks(graph), [x])
+
+
+def _mocked_empty(like: Tensor, *args: object, **kwargs: object) -> Tensor:
+    return torch.full_like(like, 1e30)
+
+
+_mocked_empty.overloadpacket = torch.ops.aten.new_empty  # type: ignore[attr-defined]

@@ -153,3 +153,73 @@ def test_as_it_is_made_for_a_gpu_it_compiles_without_onednns_integer_kernels(for
 def test_a_float_graph_has_no_integers():
     assert not is_quantized(graph_of(nn.Sequential(nn.Flatten(), nn.Linear(192, 4))))
     assert runtime._lowered_for_gpu(graph_of(nn.Sequential(nn.Flatten(), nn.Linear(192, 4))), None) is None
+
+
+class Norms(nn.Module):
+    """Norms written out: of squares beyond half, a row of zeros that only an epsilon divides, E[x²] − E[x]², a sum."""
+
+    def forward(self, x):
+        x = x.flatten(1) @ torch.eye(192)  # a layer
+        large, none = 200 * x, x.relu() * (x[:, :1] > 0)
+        shares = (x * (none / (none + 1e-9)), x * (none / none.clamp(min=1e-12)))
+        mean = (x + 5).mean(1, keepdim=True)
+        variance = (x + 5).pow(2).mean(1, keepdim=True) - mean * mean
+        return (
+            large / large.pow(2).sum(1, keepdim=True).sqrt(), none / (none.sum(1, keepdim=True) + 1e-9),
+            (x + 5 - mean) * torch.rsqrt(variance + 1e-5), (x + 900).sum(1) / x.shape[1], *shares,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(("precision", "least"), [("fp16", 50), ("bf16", 35)])
+def test_sums_that_leave_the_range_of_half_are_those_of_float32(precision, least):
+    model, x = Norms(), images()
+    session = runtime.TorchSession(graph_of(model), INPUTS, device="cpu", precision=precision)
+    for found, expected in zip(session.run({"x": x}), model(torch.from_numpy(x)), strict=True):
+        assert decibels(found, expected.numpy()) > least
+
+
+def test_an_average_of_plain_values_is_in_half():
+    graph = graph_of(Averaged())
+    halve(graph, torch.float16)
+    assert torch.float32 not in {value for node in graph.graph.nodes for value in node.args}
+
+
+class Averaged(nn.Module):
+    """What pools the channels of a net, behind a swish."""
+
+    def forward(self, x):
+        return (x * x.sigmoid()).mean((2, 3))
+
+
+class Spectra(nn.Module):
+    """Complex numbers, of which torch has none in bfloat16, and distances, for which it has no kernel in 16 bits."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x):
+        rows = self.layer(x.flatten(2))
+        turned = torch.view_as_complex(rows.reshape(6, 3, 32, 2)) * torch.polar(torch.ones(32), torch.arange(32.0))
+        filtered = torch.fft.irfft(torch.fft.rfft(rows) * 0.5, n=64)
+        return filtered, torch.fft.fft2(rows).real, torch.view_as_real(turned), torch.cdist(rows, rows + 1)
+
+
+@pytest.mark.parametrize(("precision", "least"), [("fp16", 50), ("bf16", 35)])
+def test_what_has_no_kernel_in_16_bits_is_computed_in_float32(precision, least):
+    model, x = Spectra().requires_grad_(False), images()
+    wanted = model(torch.from_numpy(x))
+    session = runtime.TorchSession(graph_of(model), INPUTS, device="cpu", precision=precision)
+    for found, expected in zip(session.run({"x": x}), wanted, strict=True):
+        assert decibels(found, expected.numpy()) > least
+
+
+@pytest.mark.parametrize(("precision", "least"), [("fp16", 50), ("bf16", 35)])
+def test_what_is_taken_off_inputs_is_taken_off_them_in_float32(precision, least):
+    class Scaled(nn.Module):
+        def forward(self, x):
+            return (x - x.mean((2, 3), keepdim=True)) / 7
+
+    x = 5000 + images()
+    session = runtime.TorchSession(graph_of(Scaled()), INPUTS, device="cpu", precision=precision)
+    assert decibels(session.run({"x": x})[0], Scaled()(torch.from_numpy(x)).numpy()) > least

@@ -378,16 +378,22 @@ def test_a_training_killed_by_sigkill_resumes_to_the_same_bits(
     assert sorted(p.name for p in killed.iterdir()) == sorted(p.name for p in calm.iterdir())
 
 
-def test_a_model_that_half_precision_cannot_hold_is_measured_without_it(tmp_path: Path, small_data: str) -> None:
-    (tmp_path / "large.py").write_text(
+def test_a_model_that_has_no_file_in_half_precision_is_measured_without_it(tmp_path: Path, small_data: str) -> None:
+    (tmp_path / "adding.py").write_text(
+        "import torch\n"
         "from torch import nn\n"
+        "class Adding(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.layer = nn.Linear(64, 3)\n"
+        "    def forward(self, x):\n"
+        "        y = self.layer(x.flatten(1))\n"
+        "        return torch.zeros_like(y).scatter_add(1, (y > 0).long(), y)\n"
         "def build():\n"
-        "    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 3))\n"
-        "    nn.init.constant_(model[1].weight, 1e5)\n"
-        "    return model\n"
+        "    return Adding()\n"
     )
     run = tmp_path / "run"
-    qtool.quantize(f"{tmp_path}/large.py:build", small_data, out=run, calibration="train:32")
+    qtool.quantize(f"{tmp_path}/adding.py:build", small_data, out=run, calibration="train:32")
     qtool.export(run, parity_samples=16)
     found = qtool.benchmark(run, seconds=0.01, allow_slower=True)
     assert set(found["variants"]) == {"fp32", "int8"}
