@@ -109,18 +109,38 @@ def test_the_noise_is_what_its_formula_says(qmax: int) -> None:
     scales = torch.tensor([1.0, 3.0, 0.5, 2.0])
     weight, s = model[2].weight.detach().double().numpy(), scales.double().numpy()
     high, square = seen[relu].high.double().numpy(), seen[relu].square.double().numpy()
+    values = torch.cat([values_of(given.graph, relu.name, [batch]) for batch in BATCHES])
+    nonzero = values.ne(0).double().mean((0, 2, 3)).numpy()
     step, expected = (high * s).max() / 255, 0.0
     for o in range(6):
         inputs = [0, 1] if o < 3 else [2, 3]
         scaled = np.stack([weight[o, k] / s[i] for k, i in enumerate(inputs)])
+        rounded = np.stack([weight[o, k] / s[i] * nonzero[i] ** 0.5 for k, i in enumerate(inputs)])
         signal = sum(9 * s[i] ** 2 * square[i] for i in inputs)
-        variance = step**2 / 12 * (scaled**2).sum() + (np.abs(scaled).max() / qmax) ** 2 / 12 * signal
+        variance = step**2 / 12 * (rounded**2).sum() + (np.abs(scaled).max() / qmax) ** 2 / 12 * signal
         expected += float(gains[stream.consumers[0]][o]) * variance
     assert float(noise(scales)) == pytest.approx(expected, rel=1e-5)
     best = noise.best()
     for alpha in (0.0, 0.5, 1.0):
         level = torch.from_numpy((high.max() / high) ** alpha).float()
         assert float(noise(best)) <= float(noise(level)) * (1 + 1e-5)
+
+
+def test_channels_that_were_silent_so_far_are_not_clipped_once_they_speak() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 24), nn.ReLU(), nn.Linear(24, 4)).eval()
+    with torch.no_grad():
+        model[0].weight[:8] *= torch.logspace(0, 1, 8)[:, None]
+        model[2].weight[:, :8] /= torch.logspace(0, 1, 8)
+        model[0].weight[8:] = 0.0
+        model[0].weight[8:, 0] = torch.linspace(0.5, 1, 16)
+        model[0].bias[8:] = -0.1
+    usual, unseen = torch.rand(64, 8), torch.rand(64, 8)
+    usual[:, 0], unseen[:, 0] = -usual[:, 0], 2 * unseen[:, 0] - 1
+    config = QuantizeConfig(algorithms=("equalize",))
+    quantized = quantize(model, config, example=usual, calibration=[usual, usual])
+    with torch.no_grad():
+        assert sqnr_db(model(unseen), quantized(unseen)) > 12  # 6.4 where they are scaled without limit
 
 
 def test_gains_are_sums_of_squared_weights_backwards() -> None:
@@ -190,7 +210,7 @@ def test_relu6_is_never_pushed_beyond_what_was_seen() -> None:
     assert bool((before * noise.best() <= 6).all())
     assert bool((noise.best() >= 1 / 256).all())
     clipped = {
-        node: Seen(*[v + 7 for v in (s.low, s.high, s.highest, s.lowest, s.mean, s.square)], s.num_samples)
+        node: Seen(*[v + 7 for v in (s.low, s.high, s.highest, s.lowest, s.mean, s.square)], s.nonzero, s.num_samples)
         for node, s in seen.items()
     }
     assert bool((NoiseModel(given.graph, stream, clipped, gains, stream.values[1:], qmax).best() == 1).all())

@@ -6,11 +6,13 @@ it down by ``s`` (Nagel et al., arXiv 1906.04721, there between two layers), cos
 columns beside large ones. How far to go is a trade, here settled by the noise that is to be expected where a
 stream is read, steps being uniform noise of variance Δ²/12:
 
-    J(s) = Σ_o g_o [ Σ_t Δ_t²/12 · Σ_i (w_oi / s_i)² + (max_i |w_oi / s_i| / q)²/12 · Σ_i s_i² E[x_i²] ]
+    J(s) = Σ_o g_o [ Σ_t Δ_t²/12 · Σ_i p_i (w_oi / s_i)² + (max_i |w_oi / s_i| / q)²/12 · Σ_i s_i² E[x_i²] ]
 
 over the outputs ``o`` of all readers, ``t`` the quantized tensors of the stream, Δ_t their step once their channels are
-scaled, ``q`` the largest integer of a reader's weights (127 in 8 bits, 7 in 4), and ``g_o`` the gain of an error there
-towards the model's output, squares of weights summed backwards.
+scaled, ``p_i`` the share of a channel's values that are not zero (zero is exact: a channel that a ReLU keeps silent
+makes no noise; scaled up, it would be clipped once it speaks in unseen samples), ``q`` the largest integer of a
+reader's weights (127 in 8 bits, 7 in 4), and ``g_o`` the gain of an error there towards the model's output, squares of
+weights summed backwards.
 ``s`` starts from ``(R / r_c)^α``, ``r_c`` the range of a channel and ``R`` the widest, ``α`` the best of a few
 (``α = ½`` is the choice of SmoothQuant, 2211.10438, ``α = 1`` levels the ranges) and is improved by gradient descent.
 A whole residual path is scaled at once (``streams.py``), which the two-layer form leaves out, and ReLU6 is handled,
@@ -46,6 +48,7 @@ from qtool.quantization.algorithms.walk import interpret
 from qtool.quantization.capture import parameter, set_parameter
 from qtool.quantization.residence import device_of
 from qtool.quantization.rewrites.norms import NORMAL
+from qtool.quantization.targets import RELU_LIKE
 
 SAMPLES = 256
 """How many samples the channels are observed on, where there are so many."""
@@ -178,7 +181,10 @@ def _refusal(stream: Stream, subject: Subject) -> str:
 
 @dataclass
 class Seen:
-    """What was seen of a value's channels: extremes, of all and the means of batches', and means of values, squares."""
+    """What was seen of a value's channels.
+
+    Extremes, of all and the means of batches'; means of values and squares; and the share of values that are not zero.
+    """
 
     low: Tensor
     high: Tensor
@@ -186,6 +192,7 @@ class Seen:
     lowest: Tensor
     mean: Tensor
     square: Tensor
+    nonzero: Tensor
     num_samples: int
     num_batches: int = 1
 
@@ -205,7 +212,10 @@ class Seen:
         """Statistics of one batch."""
         rest = [d for d in range(value.dim()) if d != axis % value.dim()]
         low, high = value.amin(rest), value.amax(rest)
-        return cls(low, high, high, low, value.mean(rest), value.square().mean(rest), len(value))
+        return cls(
+            low, high, high, low, value.mean(rest), value.square().mean(rest), value.ne(0).to(value.dtype).mean(rest),
+            len(value),
+        )  # fmt: skip
 
     def joined(self, other: Seen, *, same_batch: bool) -> Seen:
         """What was seen of both, of which ``other`` is another piece of one batch or another batch."""
@@ -217,7 +227,7 @@ class Seen:
         return Seen(
             low, high, torch.maximum(self.highest, other.highest), torch.minimum(self.lowest, other.lowest),
             torch.lerp(self.mean, other.mean, part), torch.lerp(self.square, other.square, part),
-            count, self.num_batches if same_batch else batches,
+            torch.lerp(self.nonzero, other.nonzero, part), count, self.num_batches if same_batch else batches,
         )  # fmt: skip
 
     def is_told_apart(self, shift: Tensor) -> bool:
@@ -230,7 +240,7 @@ class Seen:
         square = (self.square - 2 * m * self.mean + m.square()).clamp(min=0.0)
         return replace(
             self, low=self.low - m, high=self.high - m, highest=self.highest - m, lowest=self.lowest - m,
-            mean=self.mean - m, square=square,
+            mean=self.mean - m, square=square, nonzero=torch.where(m == 0, self.nonzero, 1.0),
         )  # fmt: skip
 
 
@@ -285,9 +295,18 @@ def output_gains(graph: GraphModule, streams: list[Stream]) -> dict[Node, Tensor
     return gains
 
 
+def _high(value: Node, seen: dict[Node, Seen]) -> Tensor:
+    """The upper ends of a value's channels; behind a ReLU at least a deviation of what it reads, if silent so far."""
+    source = value.args[0]
+    if value.target not in RELU_LIKE or source not in seen:
+        return seen[value].high
+    read = seen[source]  # type: ignore[index]
+    return torch.maximum(seen[value].high, (read.square - read.mean.square()).clamp(min=0.0).sqrt())
+
+
 @dataclass
 class _Reader:
-    """What J needs of one reader: the largest weight of each pair of channels, and gained squares of each input's."""
+    """What J needs of one reader: the largest weight of each pair of channels, and p_i Σ_o g_o w_oi² of each input."""
 
     node: Node
     largest: Tensor
@@ -304,7 +323,8 @@ class _Reader:
         assert isinstance(source, Node)
         taps = weight[0, 0].numel()
         largest = weight.abs().flatten(2).amax(2) if weight.dim() > 2 else weight.abs()
-        return cls(node, largest, towards_inputs(weight, node, gains), seen[source].square * taps, gains, qmax)
+        squares = towards_inputs(weight, node, gains) * seen[source].nonzero
+        return cls(node, largest, squares, seen[source].square * taps, gains, qmax)
 
     def noise(self, scales: Tensor, activation: Tensor) -> Tensor:
         """The gained noise of its outputs; ``activation`` is that of each value that it reads."""
@@ -322,7 +342,7 @@ class NoiseModel:
         quantized: list[Node], qmax: Mapping[Node, int],
     ) -> None:  # fmt: skip
         self.lows = torch.stack([seen[value].low for value in quantized]).clamp(max=0.0)
-        self.highs = torch.stack([seen[value].high for value in quantized]).clamp(min=0.0)
+        self.highs = torch.stack([_high(value, seen) for value in quantized]).clamp(min=0.0)
         readers = dict.fromkeys(stream.consumers)
         self.readers = [_Reader.of(graph, node, seen, gains[node], qmax[node]) for node in readers]
         self.limit = self._limit(stream, seen)
