@@ -96,7 +96,7 @@ def reached(
 
 _SUMS = (
     aten.sum, aten.var, aten.std, aten.var_mean, aten.std_mean, aten.linalg_vector_norm, aten.norm, aten.cumsum,
-    aten.logsumexp, aten.logcumsumexp, aten.nansum,
+    aten.logsumexp, aten.logcumsumexp, aten.nansum, aten.scatter_add, aten.index_add,
 )  # fmt: skip
 _POINTWISE = (
     aten.add, aten.sub, aten.rsub, aten.div, aten.sqrt, aten.rsqrt, aten.reciprocal, aten.clamp, aten.clamp_min,
@@ -122,7 +122,7 @@ def kind_of(node: Node) -> Kind:
     packet = getattr(node.target, "overloadpacket", None)
     if not _is_float32(node):
         return Kind.OTHER
-    if packet in _SUMS:
+    if packet in _SUMS or (packet is aten.index_put and True in node.args[3:]):  # it accumulates
         return Kind.SUM
     if packet is aten.mean or (packet is aten.adaptive_avg_pool2d and node.args[1] in ([1, 1], (1, 1))):
         return Kind.AVERAGE

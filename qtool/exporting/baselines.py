@@ -166,7 +166,8 @@ def _single(model: ir.Model, beyond: Collection[str]) -> list[str]:
 def _kind(node: ir.Node) -> Kind:
     if node.outputs[0].dtype not in _FLOATS:
         return Kind.OTHER
-    if node.op_type in _SUMS:
+    reduction = node.attributes.get("reduction")  # a scatter's
+    if node.op_type in _SUMS or (reduction is not None and reduction.as_string() == "add"):
         return Kind.SUM
     if node.op_type in _AVERAGES:
         return Kind.AVERAGE

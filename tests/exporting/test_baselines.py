@@ -218,30 +218,33 @@ def test_an_activation_beyond_half_is_told_although_the_cpu_keeps_it(
 
 
 class Nodes(nn.Module):
-    """A graph layer that adds up messages by index, which the CPU provider cannot do in half; and a constant output."""
+    """A graph layer that reduces messages by index, where the CPU provider has no half; and a constant output."""
 
-    def __init__(self, scatters: bool) -> None:
+    def __init__(self, reduction: str) -> None:
         super().__init__()
-        self.scatters, self.layer = scatters, nn.Linear(6, 6)
+        self.reduction, self.layer = reduction, nn.Linear(6, 6)
         self.register_buffer("places", torch.arange(3.0))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         y = self.layer(x)
         index = (x > 0).long()
-        return torch.zeros_like(y).scatter_add(1, index, y) if self.scatters else y, self.places
+        zeros = torch.zeros_like(y)
+        if self.reduction == "put":
+            return zeros.t().index_put((self.places.long().repeat(2),), y.t(), accumulate=True).t(), self.places
+        return zeros.scatter_reduce(1, index, y, self.reduction) if self.reduction else y, self.places
 
 
-@pytest.mark.parametrize("scatters", [True, False])
-def test_a_file_that_no_kernel_runs_is_left_out_and_a_constant_output_is_none_of_these(
-    tmp_path: Path, scatters: bool
+@pytest.mark.parametrize("reduction", ["prod", "sum", "put", ""])
+def test_a_file_that_no_kernel_runs_is_left_out_and_one_with_sums_by_index_or_a_constant_output_is_not(
+    tmp_path: Path, reduction: str
 ) -> None:
     torch.manual_seed(0)
-    net, batch = Nodes(scatters).eval(), torch.randn(8, 6)
+    net, batch = Nodes(reduction).eval(), torch.randn(8, 6)
     exported = qtool.export(qtool.quantize(net, [batch]), tmp_path, samples=[batch])
-    assert ("fp16" in exported.files) is not scatters
-    assert (tmp_path / "model.fp16.onnx").exists() is not scatters
+    assert ("fp16" in exported.files) is (reduction != "prod")
+    assert (tmp_path / "model.fp16.onnx").exists() is (reduction != "prod")
     (gate,) = (gate for gate in exported.gates if gate["name"] == "fp16 range")
-    assert gate["found"].startswith("no FP16 file: it cannot be run: " if scatters else "finite outputs")
+    assert gate["found"].startswith("no FP16 file: it cannot be run: " if reduction == "prod" else "finite outputs")
     for path in exported.files.values():
         session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
         assert [value.name for value in session.get_outputs()] == ["output_0", "output_1"]

@@ -388,7 +388,7 @@ def test_a_model_that_has_no_file_in_half_precision_is_measured_without_it(tmp_p
         "        self.layer = nn.Linear(64, 3)\n"
         "    def forward(self, x):\n"
         "        y = self.layer(x.flatten(1))\n"
-        "        return torch.zeros_like(y).scatter_add(1, (y > 0).long(), y)\n"
+        "        return torch.zeros_like(y).scatter_reduce(1, (y > 0).long(), y, 'prod')\n"
         "def build():\n"
         "    return Adding()\n"
     )
