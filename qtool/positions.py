@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from qtool.operators import packet_of
+
 aten = torch.ops.aten
 _N = TypeVar("_N")
 
@@ -61,24 +63,20 @@ def positions(graph: GraphModule) -> set[Node]:
 
     def end(node: Node) -> int:
         whole = _is_float(node) is False and any(map(_is_float, node.all_input_nodes))
-        return 2 if _packet(node) in _ENDS else int(whole or _packet(node) in _DIFFERENCES)
+        return 2 if packet_of(node) in _ENDS else int(whole or packet_of(node) in _DIFFERENCES)
 
     return lasting(graph.graph.nodes, lambda node: node.all_input_nodes, end, is_product, is_layer)
 
 
 def is_product(node: Node) -> bool:
     """Whether a node multiplies matrices."""
-    return _packet(node) in _PRODUCTS
+    return packet_of(node) in _PRODUCTS
 
 
 def is_layer(node: Node) -> bool:
     """Whether a node is a layer of another kind, or rounds to integers."""
     quantizes = getattr(node.target, "namespace", None) == "quantized_decomposed"
-    return node.op == "call_module" or quantizes or _packet(node) in _LAYERS
-
-
-def _packet(node: Node) -> object:
-    return getattr(node.target, "overloadpacket", None)
+    return node.op == "call_module" or quantizes or packet_of(node) in _LAYERS
 
 
 def _is_float(node: Node) -> bool | None:

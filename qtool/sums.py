@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from qtool.operators import packet_of
+
 aten = torch.ops.aten
 _N = TypeVar("_N")
 
@@ -87,9 +89,10 @@ def reached(
     found: set[_N] = set()
     through: set[_N] = set()
     for node in nodes:
-        if starts(node) or (not through.isdisjoint(reads(node)) and not rounds(node)):
+        begins = starts(node)
+        if begins or (not through.isdisjoint(reads(node)) and not rounds(node)):
             found.add(node)
-            if kind(node) is not Kind.OTHER or starts(node):
+            if begins or kind(node) is not Kind.OTHER:
                 through.add(node)
     return found
 
@@ -119,7 +122,7 @@ def sums(graph: GraphModule) -> set[Node]:
 
 def kind_of(node: Node) -> Kind:
     """What a node of a captured graph is to a sum."""
-    packet = getattr(node.target, "overloadpacket", None)
+    packet = packet_of(node)
     if not _is_float32(node):
         return Kind.OTHER
     if packet in _SUMS or (packet is aten.index_put and True in node.args[3:]):  # it accumulates

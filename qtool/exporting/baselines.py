@@ -35,6 +35,7 @@ from qtool.exporting.passes import turned_batches
 from qtool.exporting.simulation import interpret
 from qtool.exporting.to_onnx import save
 from qtool.nested import tensors
+from qtool.operators import packet_of
 from qtool.positions import is_layer, is_product, lasting, positions
 from qtool.runtimes import open_session
 from qtool.sums import Kind, kind_of, reached, sums, wide_sums
@@ -271,7 +272,7 @@ class _Beyond(Interpreter):
         return value
 
     def _is_halved(self, n: Node) -> bool:
-        if getattr(n.target, "overloadpacket", None) in _EMPTY:
+        if packet_of(n) in _EMPTY:
             return False
         return n not in self.single or any(user not in self.single and user.op != "output" for user in n.users)
 

@@ -28,6 +28,7 @@ from qtool.captured import call_captured
 from qtool.exporting.simulation import interpret
 from qtool.masks import within
 from qtool.nested import tensors
+from qtool.operators import packet_of
 
 LARGEST = float(np.finfo(np.float16).max)
 LIMIT = float(np.finfo(np.float32).max)
@@ -92,10 +93,6 @@ def cut(graph: GraphModule, samples: Sequence[Any]) -> HalfMasks:
     return HalfMasks(made, tuple(constants), frozenset(reached))
 
 
-def _packet(node: Node) -> Any:
-    return getattr(node.target, "overloadpacket", None)
-
-
 def _is_float(node: Node) -> bool:
     value = node.meta.get("val")
     return isinstance(value, Tensor) and value.is_floating_point()
@@ -108,7 +105,7 @@ def beyond_in(graph: GraphModule, node: Node) -> list[float]:
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or not tensor.numel():
             return []
         ends: list[Any] = [tensor.abs().masked_fill(tensor.abs() >= LIMIT, 0).max().item()]
-    elif _is_float(node) and _packet(node) in (*_SUMS, *_CHOICES, *_FILLED, aten.mul):
+    elif _is_float(node) and packet_of(node) in (*_SUMS, *_CHOICES, *_FILLED, aten.mul):
         ends = [*node.args, *node.kwargs.values()]
     else:
         return []
@@ -118,7 +115,7 @@ def beyond_in(graph: GraphModule, node: Node) -> list[float]:
 def _way(start: Node) -> _Way | None:
     """What reads ``start`` up to a softmax; None where anything else reads it."""
     way, found = _Way(), [start]
-    if _packet(start) is aten.mul:
+    if packet_of(start) is aten.mul:
         way.factors |= _factors(start)
     while found:
         node = found.pop()
@@ -126,11 +123,11 @@ def _way(start: Node) -> _Way | None:
             continue
         way.reached.add(node)
         for user in node.users:
-            if _packet(user) in _SILENT or _ends(user, node):
+            if packet_of(user) in _SILENT or _ends(user, node):
                 continue
             if not _is_float(user) or not _passes(user, node):
                 return None
-            if _packet(user) is aten.mul:
+            if packet_of(user) is aten.mul:
                 way.factors |= _factors(user) - {node}
             found.append(user)
     return way
@@ -144,16 +141,16 @@ def _factors(product: Node) -> set[Node]:
 
 def _ends(user: Node, mask: Node) -> bool:
     """Whether a softmax, or what gives 0 as well, takes the mask."""
-    if _packet(user) is aten.scaled_dot_product_attention:
+    if packet_of(user) is aten.scaled_dot_product_attention:
         return mask not in user.args[:3]
-    return _packet(user) in _ENDS
+    return packet_of(user) in _ENDS
 
 
 def _passes(user: Node, mask: Node) -> bool:
     """Whether what an operator gives is still a mask, or scores with one."""
-    if _packet(user) in _PRODUCTS:
-        return user.args[0] is mask if _packet(user) is aten.div else user.args[0] is not user.args[1]
-    return _packet(user) in (*_SUMS, *_CHOICES, *_MOVES, aten.constant_pad_nd)
+    if packet_of(user) in _PRODUCTS:
+        return user.args[0] is mask if packet_of(user) is aten.div else user.args[0] is not user.args[1]
+    return packet_of(user) in (*_SUMS, *_CHOICES, *_MOVES, aten.constant_pad_nd)
 
 
 def _cut(graph: GraphModule, nodes: set[Node]) -> GraphModule:

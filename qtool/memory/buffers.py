@@ -35,6 +35,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from qtool.memory.scratch import Scratch
+from qtool.operators import packet_of
 
 INLINED = ("clone", "_to_copy", "convert_element_type", "full", "expand", "select_scatter", "slice_scatter", "where")
 """Element-wise by nature, without the tag."""
@@ -215,7 +216,7 @@ def _timed(
 
 
 def _name(node: fx.Node) -> str:
-    packet = getattr(node.target, "overloadpacket", None)
+    packet = packet_of(node)
     return packet.__name__ if packet is not None else getattr(node.target, "__name__", "")
 
 

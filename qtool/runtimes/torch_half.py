@@ -3,9 +3,9 @@
 A quantize or a dequantize is spelt out, x/s + z rounded and cut or s (q − z), in float32 and within one kernel with
 what is beside it once compiled: as operators inductor takes them for oneDNN's, also on a GPU, which has none of those.
 Weights that are dequantized, having found no integer kernel, become constants. A quantizer reads float32, where a scale
-of 1e-5 is no subnormal number, and so does an integer product multiply. Positions and time steps
-stay in it (``positions.py``). A number that hides places from a softmax, −1e9 or float32's limit, is the limit of
-``dtype`` here, beyond which torch takes none.
+of 1e-5 is no subnormal number, and so does an integer product multiply. Positions and time steps (``positions.py``),
+sums of squares and the like (``sums.py``) and complex numbers stay in it. A number that hides places from a softmax,
+−1e9 or float32's limit, is the limit of ``dtype`` here, beyond which torch takes none.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from qtool.form import DEQUANTIZE, QUANTIZE
 from qtool.masks import within
+from qtool.operators import packet_of
 from qtool.positions import positions
 from qtool.runtimes.torch_integer import IntegerProduct
 from qtool.sums import sums
@@ -63,7 +64,7 @@ def halve(module: torch.nn.Module, dtype: torch.dtype) -> set[str]:
 def _halved(graph: GraphModule, dtype: torch.dtype, wide: set[str]) -> list[torch.Tensor]:
     """Changes what a graph makes in float32, or converts to it; gives the constants that stay in it.
 
-    Those are the scales of channels and what positions are made of; inputs that these are made of join ``wide``.
+    Those are the scales of channels and what positions and sums are made of; inputs among it join ``wide``.
     """
     scales: list[torch.Tensor] = []
     single = positions(graph) | sums(graph) | _without_half(graph)
@@ -115,15 +116,15 @@ def _without_half(graph: GraphModule) -> set[Node]:
     return {
         node for node in graph.graph.nodes
         if is_complex(node) or any(map(is_complex, node.all_input_nodes))
-        or getattr(node.target, "overloadpacket", None) in _WITHOUT_HALF
+        or packet_of(node) in _WITHOUT_HALF
     }  # fmt: skip
 
 
 def _stay(graph: GraphModule, node: Node, single: set[Node], dtype: torch.dtype, kept: list[torch.Tensor]) -> None:
-    """Has a node of a position in float32, a constant too, and what else reads it read it in ``dtype``."""
+    """Has a node that stays in float32 in it, a constant too, and what else reads it read it in ``dtype``."""
     if node.op == "get_attr":
         kept.append(operator.attrgetter(str(node.target))(graph).detach().clone())
-        node.target = f"{node.name}_position"
+        node.target = f"{node.name}_single"
         graph.register_buffer(node.target, kept[-1])
     value, others = node.meta.get("val"), [user for user in node.users if user not in single and user.op != "output"]
     if isinstance(value, torch.Tensor) and value.is_floating_point() and others:
@@ -156,7 +157,7 @@ def _cut(node: Node, dtype: torch.dtype) -> None:
 def _lifted(node: Node, value: Any, dtype: torch.dtype) -> Any:
     """An epsilon that ``dtype`` would have for 0 is its least number, where it is added or is a bound."""
     least = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
-    if getattr(node.target, "overloadpacket", None) in _BOUNDED and isinstance(value, float) and 0 < abs(value) < least:
+    if packet_of(node) in _BOUNDED and isinstance(value, float) and 0 < abs(value) < least:
         return math.copysign(least, value)
     return value
 
