@@ -39,8 +39,8 @@ EPOCH = 45_000
 NETWORKS = ("vit_b_16", "resnet50")
 PROVIDERS = {"torch": "ort-cpu", "torch-compile": "ort-cpu", "cuda": "ort-cpu", "tensorrt": "tensorrt"}
 """What runs the INT8 files, and the placement they are made for."""
-MODES: dict[str, dict[str, Any]] = {"default": compiler.ON_A_GPU, "inductor": {}}
-"""What inductor is told when it compiles for the comparison of INT8 with FP16: as qtool does, and nothing."""
+MODES = {"default": compiler.ON_A_GPU, "graphs": compiler.ON_A_GPU | {"triton.cudagraphs": True}}
+"""What inductor is told when it compiles for the comparison of INT8 with FP16: as qtool does, and CUDA graphs too."""
 LEAST: dict[str, Any] = {
     "precision": "bf16-true", "rounding": "stochastic", "optimizer": "adamw8bit", "step_in_backward": True,
     "grad_clip": None, "activation_checkpointing": True,
@@ -111,7 +111,7 @@ def parts(options: Options) -> dict[str, Part]:
         f"int8/{network}/{provider}": partial(int8, network=network, provider=provider)
         for provider in PROVIDERS for network in NETWORKS
     }  # fmt: skip
-    found |= {f"compiled/{mode}": partial(compiled, mode=mode) for mode in MODES}
+    found["compiled"] = compiled
     found |= {
         f"technique/{name}": partial(technique, changes=changes, alone=name == "least-compiled")
         for name, changes in TECHNIQUES.items()
@@ -123,9 +123,9 @@ def parts(options: Options) -> dict[str, Part]:
 
 
 @contextlib.contextmanager
-def _device(options: Options, alone: bool) -> Iterator[None]:
-    """Waits for the device: ``alone`` where time is measured, else with all that only ask for memory and accuracy."""
-    with (options.out / "device.lock").open("w") as lock:
+def _device(options: Options, alone: bool, name: str = "device") -> Iterator[None]:
+    """Waits for the device: ``alone`` where time is measured, else with what needs memory or the CPU."""
+    with (options.out / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
         yield
 
@@ -155,7 +155,8 @@ def technique(options: Options, changes: dict[str, Any], *, alone: bool = False)
 
 
 def _trained(options: Options, config: TrainConfig, *, alone: bool) -> dict[str, Any]:
-    known = predict_memory(**options.source, config=config, train=True)
+    with _device(options, alone=False):
+        known = predict_memory(**options.source, config=config, train=True)
     with _device(options, alone):
         measured = trained({**options.source, "task": "classification"}, config)
     times = {}
@@ -293,44 +294,56 @@ def int8(options: Options, network: str, provider: str) -> dict[str, Any]:
     """FP32, FP16 and INT8 files of one network, measured on one provider; one that is not there costs no time."""
     if not provider.startswith("torch"):
         _require(provider, options.out)
-    run, quick = options.out / f"int8-{network}-{provider}", options.quick
-    model = "resnet" if quick else f"{HERE / 'gpu_nets.py'}:{network}"
-    data = "fashion-mnist" if quick else f"{HERE / 'gpu_nets.py'}:images"
-    qtool.quantize(model, data, out=run, target=PROVIDERS[provider], calibration="train:64", trust=True)
-    if not provider.startswith("torch"):
-        qtool.export(run, parity_samples=64, reference_samples=1, trust=True, resume=True)
+    quick, torch_alone = options.quick, provider.startswith("torch")
+    run = _quantized(options, network, PROVIDERS[provider], export=not torch_alone)
     with _device(options, alone=True):
         found: dict[str, Any] = qtool.benchmark(
             run, out=run / provider, provider=provider, trust=True, batch_sizes=(1,) if quick else (1, 32),
-            allow_slower=True, seconds=0.05 if quick else 10.0, samples=8 if quick else 64, device=options.device,
+            allow_slower=True, seconds=0.05 if quick else 2.0, samples=8 if quick else 64, device=options.device,
         )  # fmt: skip
     return found
 
 
-def compiled(options: Options, mode: str) -> dict[str, Any]:
-    """ViT-B/16 in FP16 and INT8, compiled by PyTorch as qtool does or by inductor's own defaults: ms of a batch."""
+def _quantized(options: Options, network: str, target: str, *, export: bool = False) -> Path:
+    """The run of one network's INT8 files, made once for all parts; nothing is timed while that has the CPU."""
+    run, nets = options.out / f"int8-{network}-{target}", HERE / "gpu_nets.py"
+    names = ("small_vit", "small_images") if options.quick else (network, "images")
+    model, data = (f"{nets}:{name}" for name in names)
+    with _device(options, alone=True, name=run.name), _device(options, alone=False):
+        qtool.quantize(model, data, out=run, target=target, calibration="train:16", trust=True, resume=True)
+        if export:
+            qtool.export(run, parity_samples=16, reference_samples=1, trust=True, resume=True)
+    return run
+
+
+def compiled(options: Options) -> dict[str, Any]:
+    """ViT-B/16 in FP16 and INT8, compiled by PyTorch as each of MODES has it: milliseconds of a batch, in turns."""
     import torch
 
     from qtool.evaluate import sqnr_db
 
-    run = options.out / f"int8-compiled-{mode}"
-    names, size = (("small_vit", "small_images"), 32) if options.quick else (("vit_b_16", "images"), 224)
-    model, data = (f"{HERE / 'gpu_nets.py'}:{name}" for name in names)
-    qtool.quantize(model, data, out=run, calibration="train:16", trust=True)
-    found = {}
-    for batch in (2,) if options.quick else (32, 128):
+    run = _quantized(options, "vit_b_16", "ort-cpu")
+    size, batches = (32, (2,)) if options.quick else (224, (32, 128))
+    found: dict[str, Any] = {}
+    for batch in batches:
         feeds = {"x": np.random.default_rng(0).standard_normal((batch, 3, size, size), np.float32)}
-        with mock.patch.object(compiler, "ON_A_GPU", MODES[mode]):
-            sessions = [
-                compiler.open_file(run / file, provider="torch-compile", device=options.device, precision=precision)
-                for file, precision in (("float.pt2", "fp16"), ("int8.pt2", None))
-            ]
-            half, integer = (torch.from_numpy(session.run(feeds)[0]) for session in sessions)
-        with _device(options, alone=True):
-            fp16, int8 = _in_turns([session.prepare(feeds) for session in sessions], 3 if options.quick else 100)
+        with _device(options, alone=True):  # also what inductor tries out
+            steps, results = [], []
+            for told in MODES.values():
+                for file, precision in (("float.pt2", "fp16"), ("int8.pt2", None)):
+                    with mock.patch.object(compiler, "ON_A_GPU", told):
+                        session = compiler.open_file(
+                            run / file, provider="torch-compile", device=options.device, precision=precision
+                        )
+                        results.append(torch.from_numpy(session.run(feeds)[0]))
+                    steps.append(session.prepare(feeds))
+            times = _in_turns(steps, 3 if options.quick else 100)
         found[str(batch)] = {
-            "fp16_ms": fp16, "int8_ms": int8, "fp16_over_int8": fp16 / int8,
-            "sqnr_db": sqnr_db(half, integer),
+            mode: {
+                "fp16_ms": times[i], "int8_ms": times[i + 1], "fp16_over_int8": times[i] / times[i + 1],
+                "sqnr_db": sqnr_db(results[i], results[i + 1]),
+            }
+            for i, mode in zip(range(0, len(times), 2), MODES, strict=True)
         }  # fmt: skip
     return found
 
