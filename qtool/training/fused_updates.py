@@ -32,6 +32,7 @@ import functools
 import importlib.util
 import math
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -82,9 +83,13 @@ def fits(parameter: Tensor, state: dict[str, Any]) -> bool:
 
 
 def step(
-    parameter: Tensor, group: dict[str, Any], state: dict[str, Any], kept: Tensor | None, stochastic: bool
-) -> None:
-    """Updates a parameter by its gradient, and ``state`` with it; ``kept`` is its compensation (bfloat16), if any."""
+    parameter: Tensor, group: dict[str, Any], state: dict[str, Any], kept: Tensor | None,
+    draw: Callable[[], int] | None,
+) -> None:  # fmt: skip
+    """Updates a parameter by its gradient, and ``state`` with it.
+
+    ``kept`` is its compensation (bfloat16), if any; ``draw`` gives the seed of a stochastic rounding, if it is one.
+    """
     assert parameter.grad is not None
     state["step"] += 1
     grad = parameter.grad.contiguous()
@@ -93,31 +98,51 @@ def step(
     beta1, beta2 = group["betas"][:2]
     update(
         parameter, grad, [state["state1"], state["state2"]], [state["absmax1"], state["absmax2"]],
-        [] if kept is None else [kept], stochastic, beta1, beta2, group["eps"], state["step"], group["lr"],
-        group["weight_decay"],
+        [] if kept is None else [kept], draw() if draw else None, beta1, beta2, group["eps"], state["step"],
+        group["lr"], group["weight_decay"],
     )  # fmt: skip
 
 
 def update(
-    weight: Tensor, grad: Tensor, codes: list[Tensor], scales: list[Tensor], kept: list[Tensor], stochastic: bool,
+    weight: Tensor, grad: Tensor, codes: list[Tensor], scales: list[Tensor], kept: list[Tensor], seed: int | None,
     beta1: float, beta2: float, eps: float, step: int, rate: float, decay: float,
 ) -> None:  # fmt: skip
-    """One step of AdamW in place; any shape, contiguous, the weight in bfloat16. Rounding draws a seed of torch's.
+    """One step of AdamW in place; any shape, contiguous, the weight in bfloat16. It rounds to nearest without a seed.
 
     No operator of torch's: what ``torch.library`` does for one takes the host three tenths of a millisecond, a hundred
     times in a step.
     """
+    count = weight.numel()
+    _launch(
+        weight, grad, *codes, *scales, kept[0] if kept else weight, *_tables(weight.device), count, seed or 0,
+        beta1, 1 - beta1, beta2, 1 - beta2, eps, 1 - rate * decay, rate / (1 - beta1**step),
+        1 / math.sqrt(1 - beta2**step), seed is not None, bool(kept), ROWS,
+    )  # fmt: skip
+
+
+_made: dict[tuple[Any, ...], Any] = {}
+"""Compiled kernels by what Triton compiles for: the device, constants, and what is a multiple of 16."""
+
+
+def _launch(weight: Tensor, grad: Tensor, codes1: Tensor, codes2: Tensor, *others: Any) -> None:
+    """The kernel of all these; ``others`` are in the order of its arguments.
+
+    On an H100's host Triton takes a tenth of a millisecond to look at them all, which is as long as the kernel takes
+    for 12 million weights: a kernel that is known is launched as it is.
+    """
     from qtool.training import fused_kernel
 
-    seed = int(torch.randint(2**31, ())) if stochastic else 0
-    count = weight.numel()
+    kept, count, constants = others[2], others[6], others[-3:]
+    places = (tensor.data_ptr() % 16 for tensor in (weight, grad, codes1, codes2, kept))
+    key = (weight.device, *constants, *places, count % 16 == 0, count < 2**31)
+    programs, arguments = -(-count // (ROWS * BLOCK)), (weight, grad, codes1, codes2, *others)
     with current(weight.device):
-        fused_kernel.adamw[(-(-count // (ROWS * BLOCK)),)](
-            weight, grad, *codes, *scales, kept[0] if kept else weight, *_tables(weight.device), count, seed,
-            beta1, 1 - beta1, beta2, 1 - beta2, eps, 1 - rate * decay, rate / (1 - beta1**step),
-            1 / math.sqrt(1 - beta2**step), STOCHASTIC=stochastic, KEEPS=bool(kept), ROWS=ROWS, num_warps=ROWS,
-            enable_fp_fusion=True,
-        )  # fmt: skip
+        if (kernel := _made.get(key)) is not None:
+            kernel[(programs, 1, 1)](*arguments)
+            return
+        made = fused_kernel.adamw[(programs,)](*arguments, num_warps=ROWS, enable_fp_fusion=True)
+        if torch.version.hip is None:  # for which Triton looks at sizes too
+            _made[key] = made
 
 
 @functools.cache
@@ -189,8 +214,8 @@ def disagreement(device: torch.device) -> str | None:
         ours, drawn = (nn.Parameter(wide.bfloat16(), requires_grad=False) for _ in range(2))
         ours.grad = drawn.grad = wide.grad.bfloat16()
         kept = torch.zeros_like(ours)
-        step(ours, group, state, kept, stochastic=False)
-        step(drawn, group, other, None, stochastic=True)
+        step(ours, group, state, kept, None)
+        step(drawn, group, other, None, lambda: int(torch.randint(2**31, (), generator=draw)))
         theirs.step()
         if found := _states_differ(state, theirs.state[wide]) or _weights_differ(ours, kept, drawn, wide):
             return found

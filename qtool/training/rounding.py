@@ -71,7 +71,7 @@ def round_stochastically(memory: Tensor, values: list[Tensor], out: list[Any]) -
         part.clamp_(max=_NAN)
         torch.add(part, _random(part), alpha=2, out=part)
         part.bitwise_and_(-(2**16))
-    torch._foreach_copy_(out, values)
+    _copy(out, values)
 
 
 def _random(like: Tensor) -> Tensor:
@@ -107,6 +107,7 @@ class WideUpdates(Optimizer):
         if hasattr(self.inner, "make_state"):
             self._make_states()
         self.fused = fused_updates.usable(self.inner, parameters)
+        self.seed: int | None = None
 
     @torch.no_grad()
     def _make_states(self) -> None:
@@ -132,6 +133,7 @@ class WideUpdates(Optimizer):
             self.inner.step()
             self._round(chunk, weights)
         self.inner.param_groups[0]["params"] = list(self.stand_ins.values())
+        self.seed = None
 
     def is_alone(self, parameter: nn.Parameter) -> bool:
         """Whether a parameter is updated by itself, so that nothing is gained by a step with others."""
@@ -142,7 +144,12 @@ class WideUpdates(Optimizer):
         kept = self._compensation(parameter) if self.rounding == "compensated" else None
         group = self.inner.param_groups[0] | {"lr": self.param_groups[0]["lr"]}
         state = self.inner.state[self.stand_ins[parameter]]
-        fused_updates.step(parameter, group, state, kept, self.rounding == "stochastic")
+        fused_updates.step(parameter, group, state, kept, self._seed if self.rounding == "stochastic" else None)
+
+    def _seed(self) -> int:
+        """Another one each time. The first of a step is torch's; to draw all of them takes the host a while."""
+        self.seed = int(torch.randint(2**31, ())) if self.seed is None else (self.seed + 1) % 2**31
+        return self.seed
 
     def _chunks(self, parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
         """In the model's order, in which states lie too; small parameters after the large ones of their chunk."""
@@ -163,8 +170,8 @@ class WideUpdates(Optimizer):
         weights, wide = _pieces(narrow)
         _, gradients = _pieces(narrow)
         if narrow:
-            torch._foreach_copy_(wide, narrow)
-            torch._foreach_copy_(gradients, [p.grad for p in narrow if p.grad is not None])
+            _copy(wide, narrow)
+            _copy(gradients, [p.grad for p in narrow if p.grad is not None])
         for parameter, weight, gradient in zip(narrow, wide, gradients, strict=True):
             stand_in = self.stand_ins[parameter]
             stand_in.grad, stand_in.data = None, weight
@@ -188,7 +195,7 @@ class WideUpdates(Optimizer):
         if narrow and self.rounding == "stochastic":
             round_stochastically(weights, wide, narrow)
         elif narrow:
-            torch._foreach_copy_(narrow, wide)
+            _copy(narrow, wide)
         if narrow and self.rounding == "compensated":
             self._keep(narrow, wide)
         nothing = weights.new_empty(0)
@@ -198,7 +205,7 @@ class WideUpdates(Optimizer):
     def _keep(self, narrow: list[Any], wide: list[Tensor]) -> None:
         """What rounding took away; the exact values are lost."""
         torch._foreach_sub_(wide, narrow)
-        torch._foreach_copy_([self._compensation(p) for p in narrow], wide)
+        _copy([self._compensation(p) for p in narrow], wide)
 
     def _compensation(self, parameter: nn.Parameter) -> Tensor:
         """What was kept of a parameter; zeros at first."""
@@ -219,6 +226,19 @@ class WideUpdates(Optimizer):
             self.state[parameters[i]] = {name: value.to(parameters[i].device) for name, value in kept.items()}
 
 
+def _copy(out: list[Any], values: list[Tensor]) -> None:
+    """In one go: one pair in two orders, as of a convolution in channels-last, would have torch take each by itself."""
+    alike: tuple[list[Any], list[Tensor]] = [], []
+    for to, value in zip(out, values, strict=True):
+        if to.stride() == value.stride():
+            alike[0].append(to)
+            alike[1].append(value)
+        else:
+            to.copy_(value)
+    if alike[0]:
+        torch._foreach_copy_(*alike)
+
+
 def _narrow(chunk: list[Any]) -> list[Any]:
     return [p for p in chunk if p.dtype in NARROW]
 
@@ -233,4 +253,7 @@ def _pieces(parameters: list[Any]) -> tuple[Tensor, list[Tensor]]:
     spans = [-(-size // ALIGNED) * ALIGNED for size in sizes]
     whole = torch.empty(sum(spans), dtype=torch.float32, device=parameters[0].device if parameters else None)
     parts = zip(parameters, torch.split(whole, spans) if spans else (), sizes, strict=True)
-    return whole, [(part if part.numel() == size else part[:size]).view(p.shape) for p, part, size in parts]
+    return whole, [
+        part if part.shape == p.shape else (part if part.numel() == size else part[:size]).view(p.shape)
+        for p, part, size in parts
+    ]

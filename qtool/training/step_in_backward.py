@@ -51,13 +51,13 @@ def _stepper(optimizer: Optimizer) -> Callable[[torch.Tensor], None]:
     quarter = sum(parameter.numel() for parameter in parameters) / 4
     is_alone: Callable[[torch.Tensor], bool] = getattr(optimizer, "is_alone", lambda parameter: False)
     waiting: dict[torch.Tensor, int] = {}
-    updated_now, within = 0, False
+    waiting_now, updated_now, within = 0, 0, False
 
     def after(*_: Any) -> None:
-        nonlocal updated_now
+        nonlocal waiting_now, updated_now
         if not within:
             waiting.clear()
-            updated_now = 0
+            waiting_now = updated_now = 0
 
     optimizer.register_step_post_hook(after)
 
@@ -68,15 +68,14 @@ def _stepper(optimizer: Optimizer) -> Callable[[torch.Tensor], None]:
             updated_now += parameter.numel()
 
     def step(parameter: torch.Tensor) -> None:
-        nonlocal within
+        nonlocal waiting_now, within
         if is_alone(parameter):
             optimizer.update_alone(parameter)  # type: ignore[attr-defined]
             updated([parameter])
             return
+        waiting_now += 0 if parameter in waiting else parameter.numel()
         waiting[parameter] = parameter.numel()
-        if sum(waiting.values()) < enough * (
-            1 / EARLY if updated_now < enough else late if updated_now > quarter else 1
-        ):
+        if waiting_now < enough * (1 / EARLY if updated_now < enough else late if updated_now > quarter else 1):
             return
         group = optimizer.param_groups[0]  # another one once a state was loaded
         whole, group["params"], within = group["params"], list(waiting), True
@@ -84,5 +83,6 @@ def _stepper(optimizer: Optimizer) -> Callable[[torch.Tensor], None]:
         group["params"], within = whole, False
         updated(waiting)
         waiting.clear()
+        waiting_now = 0
 
     return step

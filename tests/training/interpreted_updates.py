@@ -59,7 +59,7 @@ def test_a_step_is_the_formula_s(shape, monkeypatch):
     root = np.sqrt(v / (1 - BETAS[1] ** STEP)) + EPS
     expected = w * (1 - RATE * DECAY) - RATE * m / (1 - BETAS[0] ** STEP) / root
     ours, new = [t.view(shape) for t in moved(codes)], moved(scales)
-    fused_updates.update(weight, grad, ours, new, [], False, *BETAS, EPS, STEP, RATE, DECAY)
+    fused_updates.update(weight, grad, ours, new, [], None, *BETAS, EPS, STEP, RATE, DECAY)
     wanted = torch.from_numpy(expected).float().bfloat16()
     assert (weight.flatten() != wanted).sum() <= 1, "which may lie at a half"
     for moment, c, s, book in zip((m, v), ours, new, books(), strict=True):
@@ -84,14 +84,14 @@ def test_every_relative_moment_has_the_nearest_code():
 @pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")
 def test_what_is_not_finite_or_nothing():
     """As bitsandbytes' CUDA kernel has it for gradients; a block of zeros stays one, a NaN too, of whatever bits."""
-    for stochastic in (False, True):
+    for seed in (None, 5):
         codes, scales = (moved(part) for part in states(4096))
         weight, grad = torch.randn(4096).bfloat16(), torch.randn(4096).bfloat16()
         grad[0], grad[1], weight[2], weight[3] = float("nan"), float("inf"), float("nan"), -float("inf")
         scales[0].view(torch.int32)[2] = 0x7FFF_FFFF  # as a GPU's arithmetic makes it: with all bits set
         codes[0][256:512], codes[1][256:512], grad[256:512] = 127, 0, 0
         before = weight.clone()
-        fused_updates.update(weight, grad, codes, scales, [], stochastic, *BETAS, EPS, STEP, RATE, 0.0)
+        fused_updates.update(weight, grad, codes, scales, [], seed, *BETAS, EPS, STEP, RATE, 0.0)
         assert torch.equal(weight[:2], before[:2])
         assert weight[2].isnan()
         assert weight[3] == -float("inf")
@@ -106,16 +106,20 @@ def test_what_is_not_finite_or_nothing():
 
 def test_halves_are_rounded_to_even():
     value = torch.arange(1, 4097).bfloat16()  # times 1.5 many are halfway between two
-    found = rounded(value, -0.5, stochastic=False)
+    found = rounded(value, -0.5, draw=lambda: None)
     assert torch.equal(found, (value.float() * 1.5).bfloat16())
 
 
-def rounded(value, away, stochastic=True):
-    """``value`` · (1 - away), an update of decay alone."""
+def drawn():
+    return int(torch.randint(2**31, ()))
+
+
+def rounded(value, away, draw=drawn):
+    """``value`` · (1 - away), an update of decay alone; to nearest if nothing is to be drawn."""
     codes = [torch.full(value.shape, code, dtype=torch.uint8) for code in (127, 0)]
     scales = [torch.zeros(-(-len(value) // 256)) for _ in range(2)]
     out = value.bfloat16().clone()
-    fused_updates.update(out, torch.zeros_like(out), codes, scales, [], stochastic, *BETAS, EPS, STEP, 1.0, away)
+    fused_updates.update(out, torch.zeros_like(out), codes, scales, [], draw(), *BETAS, EPS, STEP, 1.0, away)
     return out
 
 
@@ -139,12 +143,11 @@ def test_rounding_is_to_a_neighbour_right_on_average_and_independent():
     assert torch.equal(rounded(values, 0.0), values.bfloat16()), "what bfloat16 holds exactly stays"
 
 
-def test_the_seed_is_torch_s(monkeypatch):
+def test_a_seed_draws_the_same_whatever_a_program_takes(monkeypatch):
     found = []
     for seed, rows in ((1, 4), (1, 64), (2, 64)):
         monkeypatch.setattr(fused_updates, "ROWS", rows)
-        torch.manual_seed(seed)
-        found.append(rounded(torch.ones(4096), 2.0**-9))
+        found.append(rounded(torch.ones(4096), 2.0**-9, lambda seed=seed: seed))
     assert torch.equal(found[0], found[1])
     assert not torch.equal(found[0], found[2])
 
@@ -175,14 +178,14 @@ def test_what_is_wrong_is_found(wrong, monkeypatch):
     monkeypatch.setattr(fused_updates, "_tables", lambda device: found)
     update = fused_updates.update
 
-    def changed(weight, grad, codes, scales, kept, stochastic, *numbers):
+    def changed(weight, grad, codes, scales, kept, seed, *numbers):
         if wrong == "no compiler":
             raise RuntimeError("Failed to find C compiler.\nPlease")
         if wrong == "no compensation":
             kept = []
         if wrong == "no decay":
             numbers = (*numbers[:-1], 0.0)
-        update(weight, grad, codes, scales, kept, stochastic and wrong != "no random bits", *numbers)
+        update(weight, grad, codes, scales, kept, None if wrong == "no random bits" else seed, *numbers)
 
     monkeypatch.setattr(fused_updates, "update", changed)
     fused_updates.refusal.cache_clear()

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from qtool import training
 from qtool.errors import QtoolWarning
 from qtool.training import fused_updates
 
@@ -78,6 +79,51 @@ def test_a_prediction_asks_for_triton_alone(triton: bool, monkeypatch: pytest.Mo
         parameter = torch.nn.Parameter(torch.empty(4096, device="cpu"))
     monkeypatch.setattr(type(parameter), "device", torch.device("cuda:0"))
     assert fused_updates.usable(ADAMW, [parameter]) == triton
+
+
+def test_a_kernel_is_compiled_once_for_what_it_depends_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for Triton's: a call by a grid compiles and gives what a later call, by three numbers, launches."""
+    compiled: list[tuple[Any, ...]] = []
+    launched: list[tuple[Any, ...]] = []
+
+    class Made:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda *arguments: launched.append((grid, *arguments))
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            def call(*arguments: Any, num_warps: int, enable_fp_fusion: bool) -> Made:
+                compiled.append((grid, *arguments))
+                return Made()
+
+            return call
+
+    monkeypatch.setattr(fused_updates, "_made", {})
+    monkeypatch.setitem(sys.modules, "qtool.training.fused_kernel", SimpleNamespace(adamw=Kernel()))
+    monkeypatch.setattr(training, "fused_kernel", SimpleNamespace(adamw=Kernel()), raising=False)
+
+    def update(count: int, *, at: int = 0, seed: int | None = 3, kept: bool = False, shift: int = 0) -> None:
+        values = [torch.zeros(8192 + 32, dtype=torch.bfloat16)[at : at + count], torch.zeros(count).bfloat16()]
+        codes = [torch.zeros(count + 32, dtype=torch.uint8)[shift : shift + count] for _ in range(2)]
+        scales = [torch.zeros(32) for _ in range(2)]
+        others = [torch.zeros(count).bfloat16()] if kept else []
+        fused_updates.update(*values, codes, scales, others, seed, 0.9, 0.99, 1e-8, 1, 1e-3, 0.0)
+
+    for count in (4096, 8192):
+        update(count)
+    assert [call[0] for call in compiled] == [(4,)]
+    assert [call[0] for call in launched] == [(8, 1, 1)]
+    assert len(launched[0]) == len(compiled[0]) == 1 + 23, "the grid and every argument of the kernel, constants too"
+    assert launched[0][-3:] == (True, False, fused_updates.ROWS)
+    update(4097)
+    update(4096, at=1)
+    update(4096, shift=1)
+    update(4096, seed=None)
+    update(4096, kept=True)
+    assert len(compiled) == 6, "weights or codes that begin elsewhere, and other sizes, are another kernel's"
+    update(4098, seed=9)
+    assert len(compiled) == 6
+    assert launched[-1][0] == (5, 1, 1)
 
 
 def run(*words: str, **environment: str) -> None:

@@ -121,6 +121,30 @@ def test_chunks_do_not_change_the_result(run_steps, same_state, monkeypatch):
     assert same_state(whole.model, run_steps("transformer", rounding="compensated", **BF16).model)
 
 
+def test_weights_in_two_orders_are_copied_in_one_go_and_updated_alike(monkeypatch):
+    """torch takes one by one what it is to copy together, if a single pair lies in two orders."""
+    copy, steps = torch._foreach_copy_, []
+
+    def alike(out, values):
+        assert [a.stride() for a in out] == [b.stride() for b in values]
+        steps.append(len(out))
+        copy(out, values)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", alike)
+    monkeypatch.setattr(pieces, "SHARE", 1)
+    found = []
+    for layout in (torch.contiguous_format, torch.channels_last):
+        draw = torch.Generator().manual_seed(0)
+        convolution = torch.randn(4, 3, 3, 3, generator=draw).bfloat16().to(memory_format=layout)
+        weights = [nn.Parameter(torch.randn(5, generator=draw).bfloat16()), nn.Parameter(convolution)]
+        for weight in weights:
+            weight.grad = torch.empty_like(weight).copy_(torch.randn(weight.shape, generator=draw))
+        WideUpdates(weights, lambda wide: torch.optim.AdamW(wide, lr=0.1), "compensated").step()
+        found.append(weights)
+    assert steps == [2, 2, 2, 2, 1, 1, 1, 1], "weights, gradients, rounded and compensations, of both layouts"
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 def test_no_wide_weight_outlives_the_step(run_steps):
     optimizer = run_steps("transformer", rounding="stochastic", **BF16).step.optimizer
     assert all(p.numel() == 0 and p.grad is None for p in optimizer.stand_ins.values())

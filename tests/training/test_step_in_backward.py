@@ -115,9 +115,9 @@ def test_what_is_updated_alone_waits_for_nothing_and_is_updated_once(run_steps, 
     """A stand-in for the kernel, which a CPU has not; small parameters wait to the end of the backward pass."""
     alone, most = [], 0
 
-    def step(parameter, group, state, kept, stochastic):
+    def step(parameter, group, state, kept, draw):
         nonlocal most
-        alone.append((parameter, group["lr"], stochastic))
+        alone.append((parameter, group["lr"], draw()))
         most = max(most, sum(p.grad is not None for p in large))
 
     def watch(made):
@@ -133,9 +133,16 @@ def test_what_is_updated_alone_waits_for_nothing_and_is_updated_once(run_steps, 
     assert {id(p) for p, _, _ in alone} == {id(p) for p in large}
     assert len(alone) == 2 * len(large)
     assert all(p.grad is None for p in large)
-    alone.clear()
-    done.step(torch.randn(16, 16), torch.zeros(16, dtype=torch.long), 0.25)
-    assert {(rate, drawn) for _, rate, drawn in alone} == {(0.25, True)}, "at the rate of this step"
+    seeds = [seed for _, _, seed in alone]
+    assert len(set(seeds)) == len(seeds)
+    assert seeds[len(large)] != (seeds[len(large) - 1] + 1) % 2**31, "drawn anew for each step"
+    for _ in range(2):
+        alone.clear()
+        torch.manual_seed(5)
+        done.step(torch.ones(16, 16), torch.zeros(16, dtype=torch.long), 0.25)
+        assert {rate for _, rate, _ in alone} == {0.25}, "at the rate of this step"
+        seeds.append(alone[0][2])
+    assert seeds[-1] == seeds[-2], "by torch"
 
 
 def test_a_loss_that_is_not_finite_changes_nothing(run_steps):
