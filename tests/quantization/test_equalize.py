@@ -108,7 +108,7 @@ def test_the_noise_is_what_its_formula_says(qmax: int) -> None:
     noise = NoiseModel(given.graph, stream, seen, gains, [relu], {stream.consumers[0]: qmax})
     scales = torch.tensor([1.0, 3.0, 0.5, 2.0])
     weight, s = model[2].weight.detach().double().numpy(), scales.double().numpy()
-    high, square = seen[relu].high.double().numpy(), seen[relu].square.double().numpy()
+    high, square = seen[relu].highest.double().numpy(), seen[relu].square.double().numpy()
     values = torch.cat([values_of(given.graph, relu.name, [batch]) for batch in BATCHES])
     nonzero = values.ne(0).double().mean((0, 2, 3)).numpy()
     step, expected = (high * s).max() / 255, 0.0

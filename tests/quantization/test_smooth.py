@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -314,3 +315,80 @@ def test_convolutions_whose_weights_are_not_for_all_channels_are_strangers() -> 
     with pytest.raises(Declined):
         smooth(given)
     assert given.notes == ["smooth: 1 of 1 norms left as they are: conv2d reads it"]
+
+
+UNITS = 10 ** torch.linspace(-1, 3, 12)
+"""Of the columns of a table, or of a series' sensors."""
+
+
+class Table(nn.Module):
+    """Rows of columns in their own units, which the model may normalise by itself."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.kind = kind
+        self.net = nn.Sequential(nn.Linear(12, 32), nn.ReLU(), nn.Linear(32, 3))
+        self.series = nn.Sequential(nn.Conv1d(12, 16, 3, padding=1), nn.ReLU(), nn.Conv1d(16, 3, 3))
+        self.register_buffer("middle", torch.rand(12))
+        with torch.no_grad():
+            self.net[0].weight /= UNITS
+            self.series[0].weight /= UNITS[:, None]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "series":
+            return self.series(x)
+        return self.net(x - self.middle if self.kind == "centred" else x)
+
+
+def measured(kind: str, count: int, seed: int) -> Tensor:
+    shape = {"series": (count, 20), "tokens": (count, 5)}.get(kind, (count,))
+    rows = torch.randn(*shape, 12, generator=torch.Generator().manual_seed(seed)) * UNITS
+    return rows.transpose(1, 2).contiguous() if kind == "series" else rows
+
+
+@pytest.mark.parametrize("kind", ["rows", "tokens", "centred", "series"])
+def test_columns_in_units_of_their_own_are_scaled_where_they_come_in(kind: str, tmp_path: Path) -> None:
+    model, batches = Table(kind).eval(), [measured(kind, 32, seed) for seed in range(4)]
+    test, path = measured(kind, 64, 9), tmp_path / "ranges.json"
+    form = quantize(model, QuantizeConfig(), example=batches[0], calibration=batches)
+    plain = quantize(model, QuantizeConfig(algorithms=("analytic-bias",)), example=batches[0], calibration=batches)
+    assert any(note.startswith("smooth: rescaled 1 of 1 inputs, α") for note in form.plan.notes)
+    with torch.no_grad():
+        assert sqnr_db(model(test), form(test)) > 30
+        assert sqnr_db(model(test), plain(test)) < 12
+    path.write_text(json.dumps(form.ranges))
+    again = quantize(model, QuantizeConfig(ranges_from=str(path)), example=batches[0])
+    assert any(note == "smooth: as saved with the ranges in 1 of 1 inputs" for note in again.plan.notes)
+    assert torch.equal(again(test), form(test))
+
+
+def test_inputs_that_gain_little_or_that_others_read_have_no_product() -> None:
+    def products(model: nn.Module, batches: list[Tensor], **config: Any) -> int:
+        form = quantize(model.eval(), QuantizeConfig(**config), example=batches[0], calibration=batches)
+        return sum(node.target is torch.ops.aten.mul.Tensor for node in form.graph.graph.nodes)
+
+    class Skips(Table):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(x) + x[:, :3]
+
+    even = [measured("rows", 32, seed) / UNITS for seed in range(4)]
+    apart = [measured("rows", 32, seed) for seed in range(4)]
+    assert products(Table("rows"), apart) == 1
+    assert products(nn.Sequential(nn.Linear(12, 32), nn.ReLU(), nn.Linear(32, 3)), even) == 0
+    assert products(Skips("rows"), apart) == 0
+    assert products(Table("rows"), apart, overrides={"net.0": "float"}) == 0
+    images = [torch.rand(8, 3, 8, 8) * torch.tensor([1.0, 1e2, 1e4])[:, None, None]] * 2
+    assert products(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten()), images) == 0
+
+
+def test_a_product_that_a_model_ends_its_own_normalisation_with_takes_the_factors() -> None:
+    class Ends(Table):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net((x - self.middle) * self.factor)
+
+    model, batches = Ends("rows"), [measured("rows", 32, seed) for seed in range(4)]
+    model.register_buffer("factor", torch.rand(12) + 0.5)
+    form = quantize(model.eval(), QuantizeConfig(), example=batches[0], calibration=batches)
+    assert any(note.startswith("smooth: rescaled 1 of 1 norms") for note in form.plan.notes)
+    assert sum(node.target is torch.ops.aten.mul.Tensor for node in form.graph.graph.nodes) == 1

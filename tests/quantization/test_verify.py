@@ -44,6 +44,16 @@ def test_rounding_is_that_of_an_affine_and_of_a_symmetric_grid() -> None:
     )
 
 
+@pytest.mark.parametrize(("size", "samples"), [(64, 16), (2, 64)])
+def test_of_small_values_more_samples_are_held_out(size: int, samples: int) -> None:
+    """8 channels of 64 × 64 in 16 samples are values enough; of 2 × 2 all that are held out are too few."""
+    batches = [torch.rand(32, 3, size + 2, size + 2) for _ in range(8)]
+    given = subject(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 5, 1)).eval(), batches)
+    stream = find_streams(given.graph)[0]
+    kept = Samples(given.graph, [stream], batches, eight_bits(stream)).kept
+    assert [len(value) for value in kept.values()] == [samples]
+
+
 def test_the_error_is_that_of_a_rounded_reader_and_falls_with_the_right_scales() -> None:
     model = pair()
     given = subject(model, BATCHES)

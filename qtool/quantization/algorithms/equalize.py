@@ -299,9 +299,9 @@ def _high(value: Node, seen: dict[Node, Seen]) -> Tensor:
     """The upper ends of a value's channels; behind a ReLU at least a deviation of what it reads, if silent so far."""
     source = value.args[0]
     if value.target not in RELU_LIKE or source not in seen:
-        return seen[value].high
+        return seen[value].highest
     read = seen[source]  # type: ignore[index]
-    return torch.maximum(seen[value].high, (read.square - read.mean.square()).clamp(min=0.0).sqrt())
+    return torch.maximum(seen[value].highest, (read.square - read.mean.square()).clamp(min=0.0).sqrt())
 
 
 @dataclass
@@ -341,7 +341,7 @@ class NoiseModel:
         self, graph: GraphModule, stream: Stream, seen: dict[Node, Seen], gains: dict[Node, Tensor],
         quantized: list[Node], qmax: Mapping[Node, int],
     ) -> None:  # fmt: skip
-        self.lows = torch.stack([seen[value].low for value in quantized]).clamp(max=0.0)
+        self.lows = torch.stack([seen[value].lowest for value in quantized]).clamp(max=0.0)
         self.highs = torch.stack([_high(value, seen) for value in quantized]).clamp(min=0.0)
         readers = dict.fromkeys(stream.consumers)
         self.readers = [_Reader.of(graph, node, seen, gains[node], qmax[node]) for node in readers]

@@ -18,16 +18,22 @@ The factors are saved beside the ranges that were observed behind them, and take
 
 A norm is a layer norm, a root-mean-square norm, or a product with a stored number for each channel, as many models end
 the latter. What reads it are linear layers and, where its channels are moved to the front (ConvNeXt), convolutions:
-each of their taps is judged like an output of its own. Left out on purpose: layers behind anything else. Between two
-linear layers that is equalization's business (``equalize.py``), and behind a GELU nothing can be moved. So is a norm
-that a residual sum reads too (BERT).
+each of their taps is judged like an output of its own.
+
+The model's own inputs are worse: the columns of a table, or the sensors of a series, have units, and one of them is a
+thousand times as large as another, or has a tail. An input of which such layers alone read, behind what the model
+normalises by itself, gets a product of its own, ``x / s``, where that takes half of their error away (``INPUT_GAIN``).
+
+Left out on purpose: images, whose channels have one unit, and layers behind anything else. Between two linear layers
+that is equalization's business (``equalize.py``), and behind a GELU nothing can be moved. So is a norm that a residual
+sum reads too (BERT).
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -40,6 +46,9 @@ from qtool.quantization.algorithms.streams import groups_of, per_input, unfit
 from qtool.quantization.algorithms.subject import Declined, NothingToDo, Subject
 from qtool.quantization.algorithms.walk import interpret
 from qtool.quantization.capture import CONVOLUTIONS, aten, parameter, set_parameter
+from qtool.quantization.placement import Placement
+from qtool.quantization.residence import device_of
+from qtool.quantization.rewrites.affines import affine_at
 from qtool.shapes import same_sizes
 
 SAMPLES = 128
@@ -51,6 +60,8 @@ HELD = 4
 """How many parts few rows are judged in."""
 GAIN = 0.98
 """The share of the error that has to be left for a change to be made."""
+INPUT_GAIN = 0.5
+"""The same for an input: the product is an operator more."""
 _VECTORS: dict[Any, tuple[int, ...]] = {aten.layer_norm.default: (2, 3), aten.rms_norm.default: (2,)}
 _TURNS = (aten.permute.default, aten.transpose.int)
 _MOVES = (aten.reshape.default, aten.clone.default, aten.dropout.default, aten.contiguous.default)
@@ -59,10 +70,15 @@ _PARTS = (aten.select.int, aten.slice.Tensor)
 
 @dataclass(eq=False)
 class Place:
-    """A norm, the layers that read it, the greatest integer of their weights, and what was seen of it."""
+    """A norm, the layers that read it, the greatest integer of their weights, and what was seen of it.
+
+    Its channels lie along ``axis``; ``gain`` is the share of the error that has to be left for a change to be made.
+    """
 
     norm: Node
     readers: list[Node]
+    axis: int = -1
+    gain: float = GAIN
     qmax: int = 127
     low: Tensor = field(default_factory=lambda: torch.zeros(()))
     high: Tensor = field(default_factory=lambda: torch.zeros(()))
@@ -78,17 +94,96 @@ def smooth(subject: Subject) -> None:
     """
     if subject.config.weights_only:
         raise NothingToDo("activations stay in float")
-    found = {node: place_of(node) for node in subject.graph.graph.nodes if _vectors(node)}
-    if subject.config.ranges_from is not None:
-        told = _repeat(subject, found)
-    else:
-        told = _choose(subject, *_places(subject, found))
-    subject.graph.recompile()
+    products = _give_products(subject)
+    try:
+        found = {node: place_of(node) for node in subject.graph.graph.nodes if _vectors(node)}
+        for place in map(found.get, products):
+            assert isinstance(place, Place)
+            place.gain = INPUT_GAIN
+        if subject.config.ranges_from is not None:
+            told = _repeat(subject, found, products)
+        else:
+            told = _choose(subject, _places(subject, found), products)
+    finally:
+        _take_back(subject, products)
     subject.note(f"smooth: {told}")
 
 
-def _places(subject: Subject, found: Mapping[Node, Place | str]) -> tuple[list[Place], int]:
-    """What is worth moving, and the number of norms; notes why others are left."""
+def _give_products(subject: Subject) -> dict[Node, Node]:
+    """Multiplies inputs that integer layers alone read by ones, behind their own affines: product → what it reads."""
+    products: dict[Node, Node] = {}
+    integer = {placed.anchor for placed in subject.placement.layers}
+    for source in subject.graph.graph.find_nodes(op="placeholder"):
+        value = source.meta.get("val")
+        if not isinstance(value, Tensor) or value.dtype != torch.float32 or value.dim() not in (2, 3):
+            continue
+        for axis in range(value.dim() - 1, 0, -1):
+            node = _normalised(subject.graph, source, axis)
+            layers: list[Node] = []
+            if (
+                isinstance(value.shape[axis], int)
+                and _gather(node, axis, layers) is None
+                and integer.issuperset(layers)
+            ):
+                if layers and not (_vectors(node) and _axis(node) == axis):
+                    products[_multiply(subject.graph, node, axis)] = node
+                break
+    if products:
+        _place_anew(subject)
+    return products
+
+
+def _normalised(graph: GraphModule, node: Node, axis: int) -> Node:
+    """The last of the products and sums with stored numbers that alone read an input, or the input."""
+    last, rank = node, len(_shape(node))
+    while len(readers := [user for user in last.users if user.target is not aten.sym_size.int]) == 1:
+        if (found := affine_at(graph, readers[0], {last}, -1 if axis == rank - 1 else axis, whole=True)) is None:
+            break
+        last = found[0]
+    return last
+
+
+def _multiply(graph: GraphModule, node: Node, axis: int) -> Node:
+    """A product of each channel with 1 between a node and its readers."""
+    value, name = node.meta["val"], f"{node.name}_columns"
+    ones = torch.ones([value.shape[axis]] + [1] * (value.dim() - 1 - axis), device=device_of(graph))
+    set_parameter(graph, f"{name}_scale", ones)
+    readers = [user for user in node.users if user.target is not aten.sym_size.int]
+    with graph.graph.inserting_after(node):
+        stored = graph.graph.get_attr(f"{name}_scale")
+    stored.meta["val"] = value.new_empty(ones.shape)
+    with graph.graph.inserting_after(stored):
+        product = graph.graph.create_node("call_function", aten.mul.Tensor, (node, stored), name=name)
+    product.meta |= {**node.meta, "val": value}
+    for reader in readers:
+        reader.replace_input_with(node, product)
+    return product
+
+
+def _take_back(subject: Subject, products: Mapping[Node, Node]) -> None:
+    """Takes away the products that are by 1 still."""
+    graph = subject.graph
+    for product, node in products.items():
+        stored = product.args[1]
+        value = parameter(graph, stored)
+        assert isinstance(stored, Node)
+        assert value is not None
+        if bool((value == 1).all()):
+            product.replace_all_uses_with(node)
+            graph.graph.erase_node(product)
+            graph.graph.erase_node(stored)
+            delattr(graph, str(stored.target))
+    if products:
+        _place_anew(subject)
+    graph.recompile()
+
+
+def _place_anew(subject: Subject) -> None:
+    subject.placement = Placement(subject.graph, subject.placement.target, subject.placement.overrides)
+
+
+def _places(subject: Subject, found: Mapping[Node, Place | str]) -> tuple[list[Place], list[Node]]:
+    """What is worth moving, and all norms; notes why others are left."""
     told = {norm: _unrounded(place, subject) if isinstance(place, Place) else place for norm, place in found.items()}
     norms = [norm for norm, reason in told.items() if norm.target in _VECTORS or not reason]
     if not norms:
@@ -98,10 +193,10 @@ def _places(subject: Subject, found: Mapping[Node, Place | str]) -> tuple[list[P
     places = [place for norm in norms if not told[norm] and isinstance(place := found[norm], Place)]
     if not places:
         raise Declined("no norm is read by integer layers alone")
-    return places, len(norms)
+    return places, norms
 
 
-def _repeat(subject: Subject, found: Mapping[Node, Place | str]) -> str:
+def _repeat(subject: Subject, found: Mapping[Node, Place | str], products: Collection[Node]) -> str:
     """Applies the factors that were saved with the ranges, whichever layers are integer this time."""
     places = {norm.name: place for norm, place in found.items() if isinstance(place, Place)}
     saved = subject.saved("smooth", places)
@@ -110,24 +205,38 @@ def _repeat(subject: Subject, found: Mapping[Node, Place | str]) -> str:
         raise NothingToDo("there is no layer norm")
     for name, scales in saved.items():
         apply(subject.graph, places[name], torch.tensor(scales).to(subject.device))
-    return f"as saved with the ranges in {len(saved)} of {len(norms)} norms"
+    return f"as saved with the ranges in {_counted([places[name].norm for name in saved], norms, products)}"
 
 
-def _choose(subject: Subject, places: list[Place], total: int) -> str:
+def _choose(subject: Subject, found: tuple[list[Place], list[Node]], products: Collection[Node]) -> str:
     """Finds and applies each norm's best factors, and saves them."""
+    places, norms = found
     _observe(subject, places)
     form = subject.placement.target.activation
-    levels, changed = form.qmax - form.qmin, []
+    levels, changed = form.qmax - form.qmin, {}
     for place in places:
         alpha = best_alpha(subject.graph, place, levels)
         if alpha is not None:
             scales = factors(subject.graph, place, alpha)
             apply(subject.graph, place, scales)
             subject.ranges[place.norm.name] = {"smooth": scales.tolist()}
-            changed.append(alpha)
+            changed[place.norm] = alpha
         place.kept.clear()
-    told = f", α {min(changed):g} to {max(changed):g}" if changed else ""
-    return f"rescaled {len(changed)} of {total} norms{told}"
+    if not changed and set(norms) <= set(products):
+        raise NothingToDo("there is no layer norm, and no input whose channels are as far apart")
+    told = f", α {min(changed.values()):g} to {max(changed.values()):g}" if changed else ""
+    return f"rescaled {_counted(changed, norms, products)}{told}"
+
+
+def _counted(changed: Collection[Node], norms: Collection[Node], products: Collection[Node]) -> str:
+    """How many of the norms were changed, and of the inputs, where any was."""
+    inputs = sum(norm in products for norm in norms)
+    counts = {"norms": len(norms) - inputs, "inputs": inputs}
+    done = sum(norm in products for norm in changed)
+    parts = zip(counts.items(), (len(changed) - done, done), strict=True)
+    return " and ".join(
+        f"{part} of {count} {name}" for (name, count), part in parts if part or (count and name == "norms")
+    )
 
 
 def place_of(norm: Node) -> Place | str:
@@ -140,11 +249,12 @@ def place_of(norm: Node) -> Place | str:
     if norm.target in _VECTORS and len(norm.args[1]) != 1:  # type: ignore[arg-type]
         return "it normalises several dimensions"
     readers: list[Node] = []
-    if (stranger := _gather(norm, norm.meta["val"].dim() - 1, readers)) is not None:
+    axis = _axis(norm)
+    if (stranger := _gather(norm, axis, readers)) is not None:
         name = "the graph's output" if stranger.op == "output" else str(stranger.target).removeprefix("aten.")
         return f"{name.partition('.')[0]} reads it"
     reasons = (unfit([a for a in reader.args[1:3] if a is not None]) for reader in readers)
-    return next(filter(None, reasons), "") or Place(norm, readers)
+    return next(filter(None, reasons), "") or Place(norm, readers, axis)
 
 
 def _unrounded(place: Place, subject: Subject) -> str:
@@ -157,13 +267,25 @@ def _unrounded(place: Place, subject: Subject) -> str:
 
 
 def _vectors(node: Node) -> tuple[int, ...]:
-    """Which arguments of a node multiply or shift its channels, the last dimension; none for anything but a norm."""
+    """Which arguments of a node multiply or shift its channels; none for anything but a norm."""
     if node.target is not aten.mul.Tensor:
         return _VECTORS.get(node.target, ())
-    shape = node.meta["val"].shape[-1:]
     held = [a.meta.get("val") if isinstance(a, Node) and a.op == "get_attr" else None for a in node.args[:2]]
-    stored = [isinstance(value, Tensor) and value.shape == shape for value in held]
+    stored = [isinstance(value, Tensor) and _is_by_channel(value.shape, _shape(node)) for value in held]
     return (stored.index(True),) if sum(stored) == 1 else ()
+
+
+def _is_by_channel(shape: torch.Size, whole: torch.Size) -> bool:
+    """Whether numbers of this shape multiply along one axis of a tensor of shape ``whole``: C, C × 1, ..."""
+    ahead = len(whole) - len(shape)
+    return bool(shape) and ahead >= 0 and same_sizes(shape[:1], whole[ahead : ahead + 1]) and set(shape[1:]) <= {1}
+
+
+def _axis(norm: Node) -> int:
+    """The axis that a norm's channels lie along: the last one, but for a product with numbers of another shape."""
+    if norm.target is not aten.mul.Tensor:
+        return len(_shape(norm)) - 1
+    return len(_shape(norm)) - len(_shape(norm.args[_vectors(norm)[0]]))
 
 
 def _gather(node: Node, axis: int, readers: list[Node]) -> Node | None:
@@ -223,7 +345,8 @@ class _Observe(Interpreter):
     def run_node(self, n: Node) -> Any:
         result = super().run_node(n)
         if n in self.places:
-            place, flat = self.places[n], result.detach().flatten(0, -2)
+            place = self.places[n]
+            flat = result.detach().movedim(place.axis, -1).flatten(0, -2)
             low, high = torch.aminmax(flat, dim=0)
             place.low, place.high = torch.minimum(place.low, low), torch.maximum(place.high, high)
             draw = torch.Generator().manual_seed(self.count)
@@ -259,7 +382,7 @@ def best_alpha(graph: GraphModule, place: Place, levels: int) -> float | None:
     plain = sum(output_error(graph, part, torch.ones_like(part.high), levels) for part in parts)
     errors = {a: sum(output_error(graph, part, factors(graph, part, a), levels) for part in parts) for a in ALPHAS}
     best = min(errors, key=errors.__getitem__)
-    return best if errors[best] < GAIN * plain else None
+    return best if errors[best] < place.gain * plain else None
 
 
 def _parts(place: Place) -> list[Place]:
@@ -302,7 +425,7 @@ def apply(graph: GraphModule, place: Place, scales: Tensor) -> None:
         if isinstance(stored, Node):
             value = parameter(graph, stored)
             assert value is not None
-            set_parameter(graph, str(stored.target), value / scales)
+            set_parameter(graph, str(stored.target), value / scales.reshape(value.shape))
     for reader in place.readers:
         stored = reader.args[1]
         assert isinstance(stored, Node)

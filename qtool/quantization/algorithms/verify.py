@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
-from qtool.nested import num_samples, samples_of
+from qtool.nested import micro_batches, num_samples, samples_of
 from qtool.quantization.algorithms.streams import Stream, pads_zeros, per_input
 from qtool.quantization.algorithms.walk import interpret
 from qtool.quantization.capture import aten, parameter
@@ -33,6 +33,8 @@ from qtool.quantization.targets import RELU_LIKE
 HELD = 4
 """One sample in so many is held out."""
 SAMPLES = 16
+ENOUGH = 2**16
+"""More samples are looked at until one tensor has so many values: of a table's rows sixteen tell little."""
 VALUES = 2**20
 """How many values of one tensor are kept at most, in whole samples, two at least."""
 WIDTHS = (1.0, 0.8, 0.6, 0.45, 0.3)
@@ -62,11 +64,11 @@ class Samples:
     ) -> None:
         self.qmax = qmax
         watch = _Keep(graph, {_kept(reader.args[0]) for stream in streams for reader in stream.consumers})
-        left = SAMPLES
-        for batch in parted(batches, held=True):
-            interpret(watch, samples_of(batch, 0, min(left, num_samples(batch))))
-            left -= num_samples(batch)
-            if left <= 0:
+        count = 0
+        for piece in (piece for batch in parted(batches, held=True) for piece in micro_batches(batch, SAMPLES)):
+            interpret(watch, piece)
+            count += num_samples(piece)
+            if count >= SAMPLES and watch.most() >= ENOUGH:
                 break
         self.graph, self.kept = graph, {node: torch.cat(values) for node, values in watch.kept.items()}
 
@@ -115,6 +117,10 @@ class _Keep(Interpreter):
         super().__init__(graph)
         self.wanted = wanted
         self.kept: dict[Node, list[Tensor]] = {}
+
+    def most(self) -> int:
+        """The values that are kept of the tensor of which there are most."""
+        return max((sum(part.numel() for part in parts) for parts in self.kept.values()), default=0)
 
     def run_node(self, n: Node) -> Any:
         result = super().run_node(n)
