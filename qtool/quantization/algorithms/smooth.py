@@ -21,8 +21,8 @@ the latter. What reads it are linear layers and, where its channels are moved to
 each of their taps is judged like an output of its own.
 
 The model's own inputs are worse: the columns of a table, or the sensors of a series, have units, and one of them is a
-thousand times as large as another, or has a tail. An input of which such layers alone read, behind what the model
-normalises by itself, gets a product of its own, ``x / s``, where that takes half of their error away (``INPUT_GAIN``).
+thousand times as large as another, or has a tail. What such layers read of inputs, normalised, taken apart or joined
+with others before, gets a product of its own, ``x / s``, where that takes half of their error away (``INPUT_GAIN``).
 
 Left out on purpose: images, whose channels have one unit, and layers behind anything else. Between two linear layers
 that is equalization's business (``equalize.py``), and behind a GELU nothing can be moved. So is a norm that a residual
@@ -42,13 +42,15 @@ from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
 from qtool.nested import first
-from qtool.quantization.algorithms.streams import groups_of, per_input, unfit
+from qtool.quantization.algorithms.streams import groups_of, unfit
 from qtool.quantization.algorithms.subject import Declined, NothingToDo, Subject
+from qtool.quantization.algorithms.verify import QMAX
 from qtool.quantization.algorithms.walk import interpret
 from qtool.quantization.capture import CONVOLUTIONS, aten, parameter, set_parameter
 from qtool.quantization.placement import Placement
 from qtool.quantization.residence import device_of
 from qtool.quantization.rewrites.affines import affine_at
+from qtool.quantization.targets.base import CELLS, RECURRENT
 from qtool.shapes import same_sizes
 
 SAMPLES = 128
@@ -65,6 +67,7 @@ INPUT_GAIN = 0.5
 _VECTORS: dict[Any, tuple[int, ...]] = {aten.layer_norm.default: (2, 3), aten.rms_norm.default: (2,)}
 _TURNS = (aten.permute.default, aten.transpose.int)
 _MOVES = (aten.reshape.default, aten.clone.default, aten.dropout.default, aten.contiguous.default)
+_RECURRENT = RECURRENT.anchors[: -len(CELLS)]
 _PARTS = (aten.select.int, aten.slice.Tensor)
 
 
@@ -79,7 +82,7 @@ class Place:
     readers: list[Node]
     axis: int = -1
     gain: float = GAIN
-    qmax: int = 127
+    qmax: int = QMAX
     low: Tensor = field(default_factory=lambda: torch.zeros(()))
     high: Tensor = field(default_factory=lambda: torch.zeros(()))
     kept: list[Tensor] = field(default_factory=list)
@@ -98,8 +101,8 @@ def smooth(subject: Subject) -> None:
     try:
         found = {node: place_of(node) for node in subject.graph.graph.nodes if _vectors(node)}
         for place in map(found.get, products):
-            assert isinstance(place, Place)
-            place.gain = INPUT_GAIN
+            if isinstance(place, Place):
+                place.gain = INPUT_GAIN
         if subject.config.ranges_from is not None:
             told = _repeat(subject, found, products)
         else:
@@ -110,53 +113,52 @@ def smooth(subject: Subject) -> None:
 
 
 def _give_products(subject: Subject) -> dict[Node, Node]:
-    """Multiplies inputs that integer layers alone read by ones, behind their own affines: product → what it reads."""
+    """Multiplies what integer layers read of the inputs, or saved factors are for, by ones: product → what it is of."""
     products: dict[Node, Node] = {}
-    integer = {placed.anchor for placed in subject.placement.layers}
-    for source in subject.graph.graph.find_nodes(op="placeholder"):
-        value = source.meta.get("val")
-        if not isinstance(value, Tensor) or value.dtype != torch.float32 or value.dim() not in (2, 3):
+    raw: set[Node] = set()
+    graph, integer = subject.graph, set(_rounded_weights(subject))
+    saved = subject.ranges if subject.config.ranges_from is not None else {}
+    for node in list(graph.graph.nodes):
+        value = node.meta.get("val")
+        if not isinstance(value, Tensor) or value.dtype != torch.float32 or not _is_raw(graph, node, raw):
             continue
-        for axis in range(value.dim() - 1, 0, -1):
-            node = _normalised(subject.graph, source, axis)
-            layers: list[Node] = []
-            if (
-                isinstance(value.shape[axis], int)
-                and _gather(node, axis, layers) is None
-                and integer.issuperset(layers)
-            ):
-                if layers and not (_vectors(node) and _axis(node) == axis):
-                    products[_multiply(subject.graph, node, axis)] = node
-                break
+        raw.add(node)
+        for axis in range(value.dim() - 1, 0, -1) if value.dim() in (2, 3) else ():
+            layers = [user for user in node.users if user.args[0] is node and _reads(user, axis)]
+            fit = integer.issuperset(layers) or _product_name(node) in saved
+            if layers and fit and isinstance(value.shape[axis], int) and not (_vectors(node) and _axis(node) == axis):
+                products[_multiply(graph, node, axis, layers)] = node
     if products:
         _place_anew(subject)
     return products
 
 
-def _normalised(graph: GraphModule, node: Node, axis: int) -> Node:
-    """The last of the products and sums with stored numbers that alone read an input, or the input."""
-    last, rank = node, len(_shape(node))
-    while len(readers := [user for user in last.users if user.target is not aten.sym_size.int]) == 1:
-        if (found := affine_at(graph, readers[0], {last}, -1 if axis == rank - 1 else axis, whole=True)) is None:
-            break
-        last = found[0]
-    return last
+def _is_raw(graph: GraphModule, node: Node, raw: set[Node]) -> bool:
+    """Whether a node is an input of the model, or moves, joins or normalises what of those in ``raw``."""
+    if node.op == "placeholder" or raw.isdisjoint(node.all_input_nodes):
+        return node.op == "placeholder"
+    if node.target in (*_PARTS, *_TURNS, *_MOVES, aten.cat.default, aten.to.dtype):
+        return True
+    return any(affine_at(graph, node, raw, axis, whole=True) is not None for axis in (-1, 1))
 
 
-def _multiply(graph: GraphModule, node: Node, axis: int) -> Node:
-    """A product of each channel with 1 between a node and its readers."""
-    value, name = node.meta["val"], f"{node.name}_columns"
+def _product_name(node: Node) -> str:
+    return f"{node.name}_columns"
+
+
+def _multiply(graph: GraphModule, node: Node, axis: int, layers: list[Node]) -> Node:
+    """A product of each channel with 1 between a node and these of its readers."""
+    value, name = node.meta["val"], _product_name(node)
     ones = torch.ones([value.shape[axis]] + [1] * (value.dim() - 1 - axis), device=device_of(graph))
     set_parameter(graph, f"{name}_scale", ones)
-    readers = [user for user in node.users if user.target is not aten.sym_size.int]
     with graph.graph.inserting_after(node):
         stored = graph.graph.get_attr(f"{name}_scale")
     stored.meta["val"] = value.new_empty(ones.shape)
     with graph.graph.inserting_after(stored):
         product = graph.graph.create_node("call_function", aten.mul.Tensor, (node, stored), name=name)
     product.meta |= {**node.meta, "val": value}
-    for reader in readers:
-        reader.replace_input_with(node, product)
+    for layer in layers:
+        layer.update_arg(0, product)
     return product
 
 
@@ -253,17 +255,24 @@ def place_of(norm: Node) -> Place | str:
     if (stranger := _gather(norm, axis, readers)) is not None:
         name = "the graph's output" if stranger.op == "output" else str(stranger.target).removeprefix("aten.")
         return f"{name.partition('.')[0]} reads it"
-    reasons = (unfit([a for a in reader.args[1:3] if a is not None]) for reader in readers)
+    reasons = (unfit(_weights(reader)) for reader in readers)
     return next(filter(None, reasons), "") or Place(norm, readers, axis)
 
 
 def _unrounded(place: Place, subject: Subject) -> str:
     """Why nothing is gained by moving; empty where integer layers alone read the norm, whose bits are noted."""
-    units = {p.anchor: p for p in subject.placement.layers}
-    if not place.readers or not all(reader in units for reader in place.readers):
+    steps = _rounded_weights(subject)
+    if not place.readers or not all(reader in steps for reader in place.readers):
         return "not all layers that read it are integer"
-    place.qmax = min(subject.placement.weight_format(units[reader]).steps for reader in place.readers)
+    place.qmax = min(steps[reader] for reader in place.readers)
     return ""
+
+
+def _rounded_weights(subject: Subject) -> dict[Node, int]:
+    """The layers whose weights will be integers, and the greatest of these; recurrent ones read floats with them."""
+    steps = {p.anchor: subject.placement.weight_format(p).steps for p in subject.placement.layers}
+    recurrent = {p.anchor: QMAX for p in subject.placement.placed if p.pattern and p.pattern.kind == RECURRENT.kind}
+    return steps | recurrent
 
 
 def _vectors(node: Node) -> tuple[int, ...]:
@@ -304,10 +313,10 @@ def _gather(node: Node, axis: int, readers: list[Node]) -> Node | None:
 
 def _reads(layer: Node, axis: int) -> bool:
     """Whether a layer's weights are for channels that lie along this axis of its input."""
-    if layer.target not in (aten.linear.default, *CONVOLUTIONS[:3]):
+    if layer.target not in (aten.linear.default, *_RECURRENT, *CONVOLUTIONS[:3]):
         return False
     rank = len(_shape(layer.args[0]))
-    if layer.target is aten.linear.default:
+    if layer.target not in CONVOLUTIONS:
         return axis == rank - 1
     return axis == rank - len(_shape(layer.args[1])) + 1 and groups_of(layer) == 1
 
@@ -426,16 +435,23 @@ def apply(graph: GraphModule, place: Place, scales: Tensor) -> None:
             value = parameter(graph, stored)
             assert value is not None
             set_parameter(graph, str(stored.target), value / scales.reshape(value.shape))
-    for reader in place.readers:
-        stored = reader.args[1]
-        assert isinstance(stored, Node)
+    for stored in (stored for reader in place.readers for stored in _weights(reader)):
         weight = parameter(graph, stored)
         assert weight is not None
-        set_parameter(graph, str(stored.target), weight * per_input(weight, reader, scales))
+        set_parameter(graph, str(stored.target), weight * scales.reshape(-1, *[1] * (weight.dim() - 2)))
+
+
+def _weights(reader: Node) -> list[Node]:
+    """What a layer multiplies its input with: one weight, or that of each direction of a recurrent layer's first."""
+    if reader.target not in _RECURRENT:
+        return [cast(Node, reader.args[1])]
+    parameters, _, count = cast(tuple[list[Node], bool, int], reader.args[2:5])
+    directions = 2 if reader.args[7] else 1
+    return parameters[: len(parameters) // count : len(parameters) // count // directions]
 
 
 def _weight(graph: GraphModule, reader: Node) -> Tensor:
-    """A layer's weight: outputs × taps × inputs."""
-    weight = parameter(graph, reader.args[1])
-    assert weight is not None
+    """A layer's weights: outputs × taps × inputs."""
+    found = [parameter(graph, stored) for stored in _weights(reader)]
+    weight = torch.cat([part for part in found if part is not None])
     return weight.flatten(2).transpose(1, 2) if weight.dim() > 2 else weight[:, None]
