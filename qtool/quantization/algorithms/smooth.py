@@ -126,7 +126,8 @@ def _give_products(subject: Subject) -> dict[Node, Node]:
         for axis in range(value.dim() - 1, 0, -1) if value.dim() in (2, 3) else ():
             layers = [user for user in node.users if user.args[0] is node and _reads(user, axis)]
             fit = integer.issuperset(layers) or _product_name(node) in saved
-            if layers and fit and isinstance(value.shape[axis], int) and not (_vectors(node) and _axis(node) == axis):
+            several = isinstance(value.shape[axis], int) and value.shape[axis] > 1
+            if layers and fit and several and not (_vectors(node) and _axis(node) == axis):
                 products[_multiply(graph, node, axis, layers)] = node
     if products:
         _place_anew(subject)
@@ -134,7 +135,7 @@ def _give_products(subject: Subject) -> dict[Node, Node]:
 
 
 def _is_raw(graph: GraphModule, node: Node, raw: set[Node]) -> bool:
-    """Whether a node is an input of the model, or moves, joins or normalises what of those in ``raw``."""
+    """Whether a node is an input of the model, or moves, joins or normalises some of ``raw``."""
     if node.op == "placeholder" or raw.isdisjoint(node.all_input_nodes):
         return node.op == "placeholder"
     if node.target in (*_PARTS, *_TURNS, *_MOVES, aten.cat.default, aten.to.dtype):
