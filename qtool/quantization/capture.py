@@ -38,11 +38,11 @@ from qtool.nested import call, map_tensors, misnamed, tensors
 from qtool.programs import FIXED_SIZE, as_graph, of_unknown_class, to_program
 from qtool.quantization.conditions import guards_of, of_batches
 from qtool.quantization.names import respell, spelled
-from qtool.quantization.quiet import quiet_export
 from qtool.quantization.rewrites.bfloats import write_floats
 from qtool.quantization.rewrites.functional import DROPOUTS, functionalized, make_functional, mutations
 from qtool.quantization.rewrites.linears import write_linears
 from qtool.quantization.rewrites.repeats import merge_repeats
+from qtool.quiet import quiet_export
 from qtool.shapes import input_values, open_axes
 from qtool.structures import quiet_pytree
 

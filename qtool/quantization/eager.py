@@ -44,10 +44,10 @@ from qtool.quantization.eager_modules import (
 from qtool.quantization.float_form import float_form
 from qtool.quantization.integers import finish
 from qtool.quantization.placement import Placed, Placement
-from qtool.quantization.quiet import quiet_torch_ao
 from qtool.quantization.rewrites.constants import constant_nodes
 from qtool.quantization.rewrites.windows import ADAPTIVE_POOLS, AVERAGE_POOLS, MAX_POOLS
 from qtool.quantization.targets import ORT_CPU, RELU_LIKE, Target
+from qtool.quiet import quiet_torch_ao
 
 Q, DQ = quantized.quantize_per_tensor.default, quantized.dequantize_per_tensor.default
 Grid = tuple[Any, ...]

@@ -37,11 +37,11 @@ from qtool.quantization.integers import drop_requantization
 from qtool.quantization.module_norms import convolve_norms, folded
 from qtool.quantization.placement import Placed, Placement
 from qtool.quantization.prepared import Prepared
-from qtool.quantization.quiet import quiet_torch_ao
 from qtool.quantization.rewrites.constants import fold_quantized
 from qtool.quantization.spellings import RESPELT, WRITTEN, refuse_parts
 from qtool.quantization.targets import Pattern, Target
 from qtool.quantization.torchao_api import modules_forgotten
+from qtool.quiet import quiet_torch_ao
 from qtool.shapes import open_axes
 
 try:

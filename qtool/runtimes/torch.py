@@ -30,6 +30,7 @@ from torch.utils import _pytree as pytree
 from qtool.devices import load_inductor, move_graph, require_compilation
 from qtool.errors import QtoolError, one_line
 from qtool.nested import to_float32
+from qtool.quiet import quiet_choices
 from qtool.runtimes.base import Array, Kernel, ProviderError, TensorInfo, check_feeds, is_compute
 from qtool.runtimes.torch_half import graphs, halve, is_quantized
 from qtool.runtimes.torch_integer import use_integer_products
@@ -152,7 +153,7 @@ class TorchSession:
 
         _know_integer_kernels()
         told = _told_for_a_gpu() if self.device.startswith("cuda") else {}
-        with inductor.patch(freezing=True, **told), warnings.catch_warnings():
+        with inductor.patch(freezing=True, **told), quiet_choices(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", module=r"torch\._inductor")  # on how it makes its own constants
             yield
         self._seen.add(shapes)

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import logging
 import shutil
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -212,7 +214,7 @@ def test_a_product_has_the_format_that_it_multiplies(name, dtypes, dtype):
 
 
 @pytest.mark.parametrize(("device", "cores"), [("cpu", 2), ("cuda:0", 2), ("cuda:0", 1)])
-def test_on_a_gpu_products_are_compiled_with_what_follows_them(device, cores, monkeypatch):
+def test_on_a_gpu_products_are_compiled_with_what_follows_them(device, cores, monkeypatch, capfd):
     load_inductor()
     import torch._inductor.config as inductor
     from torch._inductor.async_compile import AsyncCompile
@@ -224,12 +226,16 @@ def test_on_a_gpu_products_are_compiled_with_what_follows_them(device, cores, mo
     monkeypatch.setattr("qtool.runtimes.torch._compiled", lambda module: lambda *a: seen.append(read()) or module(*a))
 
     def read():
+        logging.getLogger("torch._inductor.select_algorithm").error("out of resource: triton_mm")
+        sys.stderr.write("Autotune Choices Stats:")
         return tuple(getattr(inductor, name) for name in told)
 
     before = read()
+    capfd.readouterr()
     session = TorchSession(net(), INPUTS, provider="torch-compile", device="cpu")
     on_it, session.device = session._on_device(FEEDS), device
     session._compute(on_it)
+    assert capfd.readouterr() == ("", "")
     tuned = device == "cuda:0" and cores > 1
     assert seen == [(True, True, True, False) if tuned else (True, *before[1:])]
     assert (read(), waited) == (before, [cores] * tuned)

@@ -44,6 +44,14 @@ def quiet_export() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def quiet_choices() -> Iterator[None]:
+    """Drops inductor's tables of the kernels that it chooses from, and that some of them do not fit the device."""
+    name = "torch._inductor.select_algorithm"
+    with quiet_loggers(name, below=logging.CRITICAL), contextlib.redirect_stderr(io.StringIO()):
+        yield
+
+
+@contextlib.contextmanager
 def quiet_torch_ao() -> Iterator[None]:
     """Drops what torch.ao and its kernels say of their own removal."""
     with warnings.catch_warnings():
