@@ -112,11 +112,14 @@ def update(
     No operator of torch's: what ``torch.library`` does for one takes the host three tenths of a millisecond, a hundred
     times in a step.
     """
-    count = weight.numel()
+    count, device = weight.numel(), weight.device
+    constants = (seed is not None, bool(kept), ROWS)
+    aligned = [tensor.data_ptr() % 16 for tensor in (weight, grad, *codes, *kept)]
     _launch(
-        weight, grad, *codes, *scales, kept[0] if kept else weight, *_tables(weight.device), count, seed or 0,
+        (device, *constants, *aligned, count % 16 == 0, count < 2**31), -(-count // (ROWS * BLOCK)),
+        weight, grad, *codes, *scales, kept[0] if kept else weight, *_tables(device), count, seed or 0,
         beta1, 1 - beta1, beta2, 1 - beta2, eps, 1 - rate * decay, rate / (1 - beta1**step),
-        1 / math.sqrt(1 - beta2**step), seed is not None, bool(kept), ROWS,
+        1 / math.sqrt(1 - beta2**step), *constants,
     )  # fmt: skip
 
 
@@ -124,19 +127,15 @@ _made: dict[tuple[Any, ...], Any] = {}
 """Compiled kernels by what Triton compiles for: the device, constants, and what is a multiple of 16."""
 
 
-def _launch(weight: Tensor, grad: Tensor, codes1: Tensor, codes2: Tensor, *others: Any) -> None:
-    """The kernel of all these; ``others`` are in the order of its arguments.
+def _launch(key: tuple[Any, ...], programs: int, *arguments: Any) -> None:
+    """So many programs of the kernel for ``key``, which begins with the device.
 
-    On an H100's host Triton takes a tenth of a millisecond to look at them all, which is as long as the kernel takes
-    for 12 million weights: a kernel that is known is launched as it is.
+    On an H100's host Triton takes a tenth of a millisecond to look at all arguments, which is as long as the kernel
+    takes for 12 million weights: a kernel that is known is launched as it is.
     """
     from qtool.training import fused_kernel
 
-    kept, count, constants = others[2], others[6], others[-3:]
-    places = (tensor.data_ptr() % 16 for tensor in (weight, grad, codes1, codes2, kept))
-    key = (weight.device, *constants, *places, count % 16 == 0, count < 2**31)
-    programs, arguments = -(-count // (ROWS * BLOCK)), (weight, grad, codes1, codes2, *others)
-    with current(weight.device):
+    with current(key[0]):
         if (kernel := _made.get(key)) is not None:
             kernel[(programs, 1, 1)](*arguments)
             return

@@ -292,10 +292,10 @@ def loop(options: Options) -> dict[str, Any]:
 
 def int8(options: Options, network: str, provider: str) -> dict[str, Any]:
     """FP32, FP16 and INT8 files of one network, measured on one provider; one that is not there costs no time."""
-    if not provider.startswith("torch"):
+    quick, in_onnx = options.quick, not provider.startswith("torch")
+    if in_onnx:
         _require(provider, options.out)
-    quick, torch_alone = options.quick, provider.startswith("torch")
-    run = _quantized(options, network, PROVIDERS[provider], export=not torch_alone)
+    run = _quantized(options, network, PROVIDERS[provider], export=in_onnx)
     with _device(options, alone=True):
         found: dict[str, Any] = qtool.benchmark(
             run, out=run / provider, provider=provider, trust=True, batch_sizes=(1,) if quick else (1, 32),

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from qtool.errors import UsageError
 from qtool.evaluate import sqnr_db
 from qtool.quantization.algorithms import Declined, Subject
-from qtool.quantization.algorithms.smooth import apply, best_alpha, factors, output_error, place_of, smooth
+from qtool.quantization.algorithms.places import place_of
+from qtool.quantization.algorithms.smooth import apply, best_alpha, factors, output_error, smooth
 from qtool.quantization.capture import aten, copied, parameter
 from qtool.quantization.float_form import float_form
 from qtool.quantization.placement import Placement

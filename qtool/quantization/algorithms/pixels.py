@@ -46,7 +46,6 @@ from qtool.pixels import LEVELS, PIXELS, ZERO
 from qtool.quantization.algorithms.subject import NothingToDo, Subject
 from qtool.quantization.algorithms.walk import arranged
 from qtool.quantization.capture import CONVOLUTIONS, aten, call_before, parameter, set_parameter
-from qtool.quantization.placement import Placement
 from qtool.quantization.residence import device_of
 from qtool.quantization.rewrites.affines import affine_at
 from qtool.quantization.rewrites.input_affines import fold, owns_weights
@@ -160,7 +159,7 @@ def read_pixels(subject: Subject) -> None:
         subject.ranges.setdefault(name, {})["pixels"] = entry
     subject.graph.graph.eliminate_dead_code()
     subject.graph.recompile()
-    subject.placement = Placement(subject.graph, subject.placement.target, subject.placement.overrides)
+    subject.place_anew()
     subject.note(f"pixels: the bytes of {', '.join(grids)} are quantized by channel, without an error")
 
 

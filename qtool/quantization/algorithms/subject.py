@@ -59,6 +59,10 @@ class Subject:
         """Where the graph is."""
         return device_of(self.graph)
 
+    def place_anew(self) -> None:
+        """Makes the placement of the graph as it is now, to which operators were added."""
+        self.placement = Placement(self.graph, self.placement.target, self.placement.overrides)
+
     def note(self, text: str) -> None:
         """Adds a line to the plan's notes."""
         self.notes.append(text)
