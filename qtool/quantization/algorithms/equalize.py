@@ -42,7 +42,7 @@ from torch.fx import GraphModule, Interpreter, Node
 from qtool.nested import micro_batches, thinned
 from qtool.quantization.algorithms.absorb import carried, shift, shifts
 from qtool.quantization.algorithms.streams import ANCHORS, Stream, find_streams, per_input, towards_inputs
-from qtool.quantization.algorithms.subject import Declined, NothingToDo, Subject, is_data_sized
+from qtool.quantization.algorithms.subject import Declined, NothingToDo, Subject, is_data_sized, saved_numbers
 from qtool.quantization.algorithms.verify import QMAX, Samples, parted
 from qtool.quantization.algorithms.walk import interpret
 from qtool.quantization.capture import parameter, set_parameter
@@ -87,7 +87,10 @@ def _repeat(subject: Subject, streams: list[Stream]) -> None:
     saved = subject.saved("equalize", places)
     for place, entry in saved.items():
         stream = places[place]
-        scales, *made = (torch.tensor(v).to(subject.device) for v in (entry["scales"], *entry["shifts"]))
+        scales, *made = (
+            saved_numbers("equalize", place, numbers, stream.num_channels).to(subject.device)
+            for numbers in (entry["scales"], *entry["shifts"])
+        )
         by = carried(stream, dict(zip(stream.producers, made, strict=True))) if made else {}
         _change(subject, stream, by, scales)
     subject.note(f"equalize: as saved with the ranges in {len(saved)} of {len(streams)} paths")

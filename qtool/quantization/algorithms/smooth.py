@@ -41,7 +41,7 @@ from torch.fx import GraphModule, Interpreter, Node
 from qtool.nested import first
 from qtool.quantization.algorithms.places import VECTORS, Place, place_of, rounded_weights, vectors, weights_of
 from qtool.quantization.algorithms.raw_inputs import give_products, take_back
-from qtool.quantization.algorithms.subject import Declined, NothingToDo, Subject
+from qtool.quantization.algorithms.subject import Declined, NothingToDo, Subject, saved_numbers
 from qtool.quantization.algorithms.walk import interpret
 from qtool.quantization.capture import parameter, set_parameter
 
@@ -99,8 +99,9 @@ def _repeat(subject: Subject, found: Mapping[Node, Place | str], products: Colle
     norms = [norm for norm in found if norm.target in VECTORS or norm.name in saved]
     if not norms:
         raise NothingToDo("there is no layer norm")
-    for name, scales in saved.items():
-        apply(subject.graph, places[name], torch.tensor(scales).to(subject.device))
+    for name, numbers in saved.items():
+        channels = places[name].norm.meta["val"].shape[places[name].axis]
+        apply(subject.graph, places[name], saved_numbers("smooth", name, numbers, channels).to(subject.device))
     return f"as saved with the ranges in {_counted([places[name].norm for name in saved], norms, products)}"
 
 

@@ -101,6 +101,21 @@ class Subject:
         return [p.unit.name for p in self.placement.placed if p.unit.weight_bits and is_data_sized(p.anchor)]
 
 
+def saved_numbers(kind: str, name: str, numbers: Any, count: int) -> torch.Tensor:
+    """What was saved for each of ``count`` channels of a place, (count,); raises UsageError where it is not that."""
+    try:
+        found = torch.tensor(numbers, dtype=torch.float32)
+        got, fits = f"{found.numel()}", found.shape == (count,) and bool(found.isfinite().all())
+    except (TypeError, ValueError):
+        got, fits = "something else", False
+    if not fits:
+        raise UsageError(
+            "--ranges-from", f"{count} finite numbers of what {kind} changed at '{name}'", got,
+            "use the ranges of the same model, or calibrate anew",
+        )  # fmt: skip
+    return found
+
+
 def is_data_sized(node: Node) -> bool:
     """Whether a value in a captured graph has a size that the data decides."""
     value = node.meta.get("val")
