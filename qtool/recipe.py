@@ -49,10 +49,10 @@ SENSITIVITIES = ("auto", "exact", "second-order")
 TARGETS = ("ort-cpu", "tensorrt", "openvino", "auto", "ort-cuda")
 WEIGHT_RANGES = ("minmax", "mse")
 ALGORITHMS = (
-    "pixels", "smooth", "equalize", "analytic-bias", "gptq-small", "gptq", "adaround", "brecq", "renorm", "bias",
-    "steps",
+    "pixels", "smooth", "equalize", "pairs", "analytic-bias", "gptq-small", "gptq", "adaround", "brecq", "renorm",
+    "bias", "steps",
 )  # fmt: skip
-DEFAULT_ALGORITHMS = ("pixels", "smooth", "equalize", "analytic-bias", "gptq-small")
+DEFAULT_ALGORITHMS = ("pixels", "smooth", "equalize", "pairs", "analytic-bias", "gptq-small")
 """What post-training quantization does unless told otherwise: files stay as fast. Without samples it does less."""
 EFFORTS = ("fast", "best")
 PROVIDERS = ("cpu", "cuda", "tensorrt", "openvino", "torch", "torch-compile")
@@ -272,7 +272,7 @@ def settings_of(effort: str | None, weight_bits: int) -> dict[str, Any]:
     if effort == "fast":
         return {"ranges": "minmax", "algorithms": None}
     if weight_bits >= 7:
-        return {"ranges": "network", "algorithms": ("pixels", "smooth", "equalize", "gptq", "steps")}
+        return {"ranges": "network", "algorithms": ("pixels", "smooth", "equalize", "pairs", "gptq", "steps")}
     return {"ranges": "network", "weight_ranges": "mse", "algorithms": ("pixels", "smooth", "brecq")}
 
 

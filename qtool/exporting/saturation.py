@@ -5,21 +5,17 @@ There, unsigned bytes are multiplied by signed ones two at a time, and the sum o
 the same file loses accuracy by changing machine. CPUs with VNNI (and ARM) add in 32 bits, and so does ONNX Runtime
 on all others where it is asked to, which takes longer (``passes/exact_sums.py``).
 
-A pair of weights can saturate only where the positive or the negative ones add up to more than 32,767 / 255 = 128;
-with weights in 7 bits (63 + 63) none can. Where some can, the file's own activations are multiplied out for those,
-since most never meet two bytes large enough. Pairs are neighbours in the order in which a kernel reads them: input
-channels of one tap of a convolution's group (a depthwise kernel multiplies in 32 bits), rows of a matrix, of an
-LSTM's too.
+Only some pairs of weights can saturate at all (``kernel_order.py``); of weights in 7 bits (63 + 63) and of those made
+to fit, none. Where some can, the file's own activations are multiplied out for those, since most never meet two bytes
+large enough.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from qtool.exporting.gates import Gate
@@ -27,14 +23,13 @@ from qtool.exporting.integer_arithmetic import Quantized
 from qtool.exporting.integer_graph import Node, Unit
 from qtool.exporting.integer_kernels import windows
 from qtool.exporting.integer_reference import IntegerReference, dynamic_lstm, real
+from qtool.exporting.kernel_order import LIMIT, Array, AtRisk, at_risk, matrices
 from qtool.form import Plan
 from qtool.lstm import OPERATOR
 from qtool.machine import VNNI, cpu_info, sums_in_32_bits
 from qtool.runtimes.onnx_notes import EXACT_SUMS
 from qtool.units import many
 
-Array = npt.NDArray[Any]
-LIMIT = 2**15 - 1
 MAX_SUMS = 2**22
 EXPECTED = "no product beyond 16 bits, or a CPU that adds in 32"
 NONE = "no pair of weights can saturate: the file is the same on every x86 CPU"
@@ -46,25 +41,6 @@ AS_ASKED = (
     f", and none in a session with {EXACT_SUMS}=1, as the file's metadata asks and qtool opens it there; files of "
     "--weight-bits 7 need no option, and are faster there"
 )
-
-
-@dataclass(frozen=True)
-class AtRisk:
-    """A weight (K × columns in the kernel's order) with pairs that can saturate: the first row and column of each."""
-
-    weight: Array
-    rows: Array
-    columns: Array
-
-
-def at_risk(weight: Array) -> AtRisk | None:
-    """What of a weight does not fit into 16 bits as a pair times 255; None where all of it does."""
-    padded = np.pad(weight.astype(np.int16), ((0, weight.shape[0] % 2), (0, 0)))
-    first, second = padded[0::2], padded[1::2]
-    risky = np.maximum(first, 0) + np.maximum(second, 0) > LIMIT // 255
-    risky |= np.minimum(first, 0) + np.minimum(second, 0) < -(LIMIT // 255)
-    pairs, columns = np.nonzero(risky)
-    return AtRisk(padded, pairs * 2, columns) if len(pairs) else None
 
 
 def count_saturated(reference: IntegerReference, feeds: Mapping[str, Array]) -> dict[str, int]:
@@ -129,15 +105,8 @@ def _matrices(unit: Unit, reference: IntegerReference) -> list[Array]:
     if not isinstance(weight, Quantized) or weight.affine.dtype != torch.int8:
         return []
     values: Array = weight.values.numpy()
-    if node.op == "Conv":
-        groups = int(node.attributes.get("group", 1))
-        if groups == len(values) > 1 and values.shape[1] == 1:
-            return []
-        whole = np.moveaxis(values, 1, -1).reshape(groups, len(values) // groups, -1)
-        return list(whole.transpose(0, 2, 1))
-    if node.op == "Gemm":
-        return [values.T if node.attributes.get("transB", 0) else values]
-    return [values] if node.op == "MatMul" and values.ndim == 2 else []
+    groups, transposed = int(node.attributes.get("group", 1)), bool(node.attributes.get("transB", 0))
+    return matrices(node.op, values, groups=groups, transposed=transposed)
 
 
 def _rows(unit: Unit, x: Quantized) -> Array:

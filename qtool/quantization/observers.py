@@ -22,6 +22,7 @@ from qtool.errors import QtoolError
 from qtool.quantization.fake_quantize import fake_quantize
 from qtool.quantization.histogram import Histogram
 from qtool.quantization.learned import LearnedSteps
+from qtool.quantization.pair_sums import least_ends
 from qtool.quantization.qparams import affine_qparams, range_qparams, weight_step
 from qtool.quantization.ranges import RangeOptions, estimate, weight_extremes, weight_range
 from qtool.quantization.torchao_api import FakeQuantizeBase, ObserverBase
@@ -104,15 +105,18 @@ def clips_at(scale: Tensor, zero_point: Tensor, limits: tuple[float, float], qmi
 
 
 class PerChannelWeightObserver(ObserverBase):  # type: ignore[misc]
-    """Reads a weight's range per output channel, once."""
+    """Reads a weight's range per output channel, once.
+
+    ``paired``: the groups of a layer whose integers are to fit sums of 16 bits, None of any other.
+    """
 
     def __init__(
         self, dtype: torch.dtype, quant_min: int, quant_max: int, qscheme: torch.qscheme, ch_axis: int,
-        is_dynamic: bool = False, method: str = "minmax", **_: Any,
+        is_dynamic: bool = False, method: str = "minmax", paired: int | None = None, **_: Any,
     ) -> None:  # fmt: skip
         super().__init__(dtype=dtype, is_dynamic=is_dynamic)
         self.quant_min, self.quant_max, self.qscheme, self.ch_axis = quant_min, quant_max, qscheme, ch_axis
-        self.method = method
+        self.method, self.paired = method, paired
         self.register_buffer("end", torch.zeros(0))
         self._seen: tuple[weakref.ref[Tensor], int] | None = None
 
@@ -120,6 +124,8 @@ class PerChannelWeightObserver(ObserverBase):  # type: ignore[misc]
         """Reads the weight's range unless it is the weight that was read last, unchanged; the last one seen counts."""
         if self._seen is None or self._seen[0]() is not x or self._seen[1] != x._version:
             self.end = weight_range(x.detach(), self.ch_axis, self.method, self.quant_min, self.quant_max)
+            if self.paired is not None:
+                self.end = torch.maximum(self.end.abs(), least_ends(x, self.paired))
             self._seen = weakref.ref(x), x._version
         return x
 

@@ -24,9 +24,9 @@ from qtool.quantization.observers import (
     RangeObserver,
     named,
 )
+from qtool.quantization.pair_sums import PAIRED
 from qtool.quantization.placement import Placed, Placement
 from qtool.quantization.rewrites.norms import make_live, settle_live, weight_edge
-from qtool.quantization.targets import Format
 from qtool.quantization.torchao_api import (
     QuantizationAnnotation,
     QuantizationSpec,
@@ -65,7 +65,7 @@ class PlacementQuantizer(Quantizer):  # type: ignore[misc]
         inputs: dict[Node, Any] = {node: self._activation_spec(node) for node in placed.operands}
         if pattern.weighted:
             weight, reader = weight_edge(placed.anchor)
-            spec = self._weight_spec(self.placement.weight_format(placed), output_axis(placed.anchor))
+            spec = self._weight_spec(placed)
             if reader is placed.anchor:
                 inputs[weight] = spec
             else:
@@ -88,10 +88,12 @@ class PlacementQuantizer(Quantizer):  # type: ignore[misc]
         scheme = torch.per_tensor_symmetric if form.symmetric else torch.per_tensor_affine
         return QuantizationSpec(form.dtype, observer, form.qmin, form.qmax, scheme)
 
-    def _weight_spec(self, form: Format, axis: int) -> QuantizationSpec:
+    def _weight_spec(self, placed: Placed) -> QuantizationSpec:
+        form, axis = self.placement.weight_format(placed), output_axis(placed.anchor)
         observer: Any = PerChannelFakeQuantizer
         if not self.train:
-            observer = PerChannelWeightObserver.with_args(method=self.weight_ranges)
+            paired = placed.anchor.meta.get(PAIRED)
+            observer = PerChannelWeightObserver.with_args(method=self.weight_ranges, paired=paired)
         return QuantizationSpec(form.dtype, observer, form.qmin, form.qmax, torch.per_channel_symmetric, axis)
 
 

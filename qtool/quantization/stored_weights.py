@@ -19,6 +19,7 @@ from torch.fx import GraphModule, Node
 
 from qtool.form import quantized
 from qtool.quantization.capture import aten, drop_unused, output_axis, parameter, set_parameter
+from qtool.quantization.pair_sums import PAIRED, fitted
 from qtool.quantization.placement import Placed, Placement
 from qtool.quantization.rewrites.norms import GROUPED
 
@@ -98,12 +99,14 @@ def scales_of(graph_module: GraphModule, layer: Node) -> Tensor:
 
 
 def store_integers(graph_module: GraphModule, layer: Node, made: Tensor) -> None:
-    """Gives a layer other integers, of any shape with as many."""
+    """Gives a layer other integers, of any shape with as many, brought to fit where its pairs have to."""
     stored = dequantize_of(layer).args[0]
     integers = parameter(graph_module, stored)
     assert integers is not None
     assert isinstance(stored, Node)
-    set_parameter(graph_module, str(stored.target), made.reshape(integers.shape).to(integers.dtype))
+    made, paired = made.reshape(integers.shape), layer.meta.get(PAIRED)
+    made = made if paired is None else fitted(made, paired)
+    set_parameter(graph_module, str(stored.target), made.to(integers.dtype))
 
 
 def _shape(layer: Node) -> list[int]:

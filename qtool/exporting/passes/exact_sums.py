@@ -16,19 +16,23 @@ from collections.abc import Iterator
 import numpy as np
 import onnx_ir as ir
 
+from qtool.exporting.kernel_order import at_risk, matrices
 from qtool.exporting.passes.biases import drop_unused
 from qtool.exporting.passes.names import DEQUANTIZE, WEIGHTED
 from qtool.exporting.passes.parts import constant, dequantized, unmoved
 from qtool.lstm import OPERATOR
 from qtool.runtimes.onnx_notes import EXACT_SUMS, SESSION
 
+SAFE = 63
+"""The greatest magnitude of weights that fit beside any others."""
+
 
 def apply(model: ir.Model) -> int:
     """Rewrites in place, behind all other passes; returns how many weights and zero points are others.
 
-    A file whose weights fit into 7 bits, or whose layers multiply none by bytes, is left as it is: nothing saturates.
+    A file whose weights fit, or whose layers multiply none by bytes, is left as it is: nothing saturates.
     """
-    if not any(_can_saturate(holder.inputs[at]) for node in model.graph for holder, at, _ in _weights(node)):
+    if not any(_can_saturate(node, holder.inputs[at]) for node in model.graph for holder, at, _ in _weights(node)):
         return 0
     last: dict[ir.Value, ir.Value] = {}
     zeros: set[ir.Value] = set()
@@ -75,10 +79,16 @@ def _stored(value: ir.Value | None) -> ir.TensorProtocol | None:
     return tensor if tensor is not None and tensor.dtype == ir.DataType.INT8 else None
 
 
-def _can_saturate(value: ir.Value | None) -> bool:
-    """Whether weights are among those that ONNX Runtime stores otherwise: any beyond 7 bits."""
+def _can_saturate(node: ir.Node, value: ir.Value | None) -> bool:
+    """Whether a layer's weights do not fit in its kernel's order; of an LSTM's and of moved ones, any beyond 7 bits."""
     tensor = _stored(value)
-    return tensor is not None and bool(np.abs(tensor.numpy().astype(np.int16)).max(initial=0) > 63)
+    if tensor is None or np.abs(tensor.numpy().astype(np.int16)).max(initial=0) <= SAFE:
+        return False
+    if node.op_type == OPERATOR or value is None or unmoved(value) is not value:
+        return True
+    groups, transposed = node.attributes.get_int("group", 1), bool(node.attributes.get_int("transB", 0))
+    found = matrices(node.op_type, tensor.numpy(), groups=groups, transposed=transposed)
+    return any(at_risk(matrix) is not None for matrix in found)
 
 
 def _copied(model: ir.Model, node: ir.Node, stored: ir.Value, name: str) -> ir.Value:

@@ -33,6 +33,7 @@ from qtool.quantization.algorithms.equalize import equalize
 from qtool.quantization.algorithms.gptq import gptq
 from qtool.quantization.algorithms.gptq_small import SAMPLES as GPTQ_SAMPLES
 from qtool.quantization.algorithms.gptq_small import gptq_small
+from qtool.quantization.algorithms.pairs import order_pairs
 from qtool.quantization.algorithms.pixels import SAMPLES as PIXEL_SAMPLES
 from qtool.quantization.algorithms.pixels import read_pixels
 from qtool.quantization.algorithms.renorm import renormalize
@@ -58,6 +59,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     "pixels": Algorithm("float", read_pixels, samples=PIXEL_SAMPLES),
     "smooth": Algorithm("float", smooth, samples=SMOOTH_SAMPLES),
     "equalize": Algorithm("float", equalize, samples=EQUALIZE_SAMPLES),
+    "pairs": Algorithm("float", order_pairs, samples=0),
     "analytic-bias": Algorithm("integer", correct_biases_analytically, samples=0),
     "gptq-small": Algorithm("integer", gptq_small, samples=GPTQ_SAMPLES),
     "gptq": Algorithm("integer", gptq),

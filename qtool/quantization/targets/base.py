@@ -117,7 +117,8 @@ class Target:
     ``rewrites/matrices.py``). ``attention``: it is written as its products, which are integer (see
     ``rewrites/attention.py``). ``bare_moves``: what only moves numbers has no pair of its own behind it (see
     :func:`qtool.quantization.integers.drop_pairs`). ``scales_in_float``: a batch-norm with nothing to fold into is a
-    product and a sum in float rather than a depthwise convolution. ``channels_last``: its integer convolutions are, and
+    product and a sum in float rather than a depthwise convolution. ``adds_pairs``: on x86 CPUs without VNNI it adds
+    products of bytes in pairs, in 16 bits (see ``pair_sums.py``). ``channels_last``: its integer convolutions are, and
     rows of channels quicker to shuffle than bytes (see ``rewrites/shuffles.py``). ``integer_lstm``: it computes LSTMs
     in integers (see :mod:`qtool.lstm`). ``group_width``: how many channels the groups of a convolution are to be
     filled up to, 0 where they stay as they are (see ``rewrites/filled_groups.py``). ``leaves``: why operators without
@@ -139,6 +140,7 @@ class Target:
     attention: bool = False
     bare_moves: bool = False
     scales_in_float: bool = False
+    adds_pairs: bool = False
     channels_last: bool = False
     block: int | None = None
     block_outputs: int = 1

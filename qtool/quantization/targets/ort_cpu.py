@@ -90,6 +90,7 @@ ORT_CPU = Target(
         Pattern("upsample", BLENDS, **FLOAT_BETWEEN),
     ),
     products=(aten.silu.default, aten.hardswish.default),
+    adds_pairs=True,
     channels_last=True,
     block=BLOCK,
     block_shared=False,

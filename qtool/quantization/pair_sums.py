@@ -1,0 +1,73 @@
+"""Weights of 8 bits whose products no x86 CPU saturates.
+
+Without VNNI such a CPU multiplies bytes two at a time and keeps the sum in 16 bits, ``sat16(x₀·q₀ + x₁·q₁)`` with x up
+to 255: it is exact whatever x is where the positive and the negative integers of each pair add up to no more than
+``MOST``. Weights of 7 bits (63 + 63) are safe in any order and give up half of all steps. Pairs are neighbours in the
+order in which a kernel reads a row of weights, though, and few are both large and of one sign: a step that is wider by
+a fifth is enough for the others to fit, and none need be where the order can be chosen (``algorithms/pairs.py``).
+
+The order is channels innermost: the inputs of one tap of a convolution, then the next tap. A depthwise kernel
+multiplies in 32 bits. Fewer or other than a multiple of four channels, as images have, may be filled up or rearranged
+in the file: there no two weights of a row may add up to more.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+MOST = (2**15 - 1) // 255
+"""What the integers of a pair that have one sign may add up to."""
+PAIRED = "paired"
+"""Key of a layer's ``meta``: the groups of one whose integers are to fit."""
+_WORD = 4
+
+
+def least_ends(weight: Tensor, groups: int) -> Tensor:
+    """Least end of each output's range with 127 steps, float32, so that the nearest integers of ``weight`` fit.
+
+    ``weight``: outputs × inputs of a group × taps…; a linear layer has one group and no taps.
+    """
+    rows = _rows(weight.detach().to(torch.float32), groups)
+    if rows is None or not rows.numel():
+        return weight.new_zeros(len(weight), dtype=torch.float32)
+    if weight.dim() > 2 and weight.shape[1] % _WORD:
+        sums = [side.clamp(min=0.0).topk(min(2, rows.shape[1]), 1).values.sum(1) for side in (rows, -rows)]
+    else:
+        sums = [_pairs(side).clamp(min=0.0).sum(2).amax(1) for side in (rows, -rows)]
+    return torch.maximum(*sums) * (127 / (MOST - 1))  # both may be rounded up by half a step
+
+
+def fitted(integers: Tensor, groups: int) -> Tensor:
+    """``integers`` with those brought nearer to 0 that do not fit: of a pair the larger, as far as it has to be."""
+    rows = _rows(integers, groups)
+    if rows is None:
+        return integers
+    pairs = _pairs(rows).clone()
+    for sign in (1, -1):
+        sides = (pairs * sign).clamp(min=0)
+        over = (sides.sum(2) - MOST).clamp(min=0)
+        larger = sides.argmax(2, keepdim=True)
+        pairs.scatter_add_(2, larger, (-sign * over.to(pairs.dtype))[..., None])
+    made = pairs.flatten(1)[:, : rows.shape[1]]
+    if integers.dim() == 2:
+        return made
+    taps = integers.shape[2:].numel()
+    return made.reshape(len(integers), taps, -1).transpose(1, 2).reshape(integers.shape)
+
+
+def is_depthwise(weight: Tensor, groups: int) -> bool:
+    """Whether a convolution has a channel for each group, in and out."""
+    return weight.dim() > 2 and groups == len(weight) > 1 and weight.shape[1] == 1
+
+
+def _rows(weight: Tensor, groups: int) -> Tensor | None:
+    """A weight as outputs × K in the kernel's order; None for a depthwise one."""
+    if is_depthwise(weight, groups):
+        return None
+    return weight if weight.dim() == 2 else weight.flatten(2).transpose(1, 2).flatten(1)
+
+
+def _pairs(rows: Tensor) -> Tensor:
+    return pad(rows, (0, rows.shape[1] % 2)).reshape(len(rows), -1, 2)
