@@ -82,8 +82,9 @@ def _is_free(graph: GraphModule, path: list[Stream]) -> bool:
     """Whether nothing but whole layers writes and reads the channels of a path."""
     if any(stream.blocked for stream in path) or path[0].num_channels % 2:
         return False
-    layers = [layer for stream in path for layer in (*stream.producers, *stream.consumers)]
-    return all(groups_of(layer) == 1 or _is_depthwise(graph, layer) for layer in layers)
+    readers = {node for stream in path for node in stream.consumers}
+    layers = readers.union(*(stream.producers for stream in path))
+    return all(layer in readers if _is_depthwise(graph, layer) else groups_of(layer) == 1 for layer in layers)
 
 
 def _is_depthwise(graph: GraphModule, layer: Node) -> bool:
