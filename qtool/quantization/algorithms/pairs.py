@@ -66,7 +66,7 @@ def _is_at_risk(placed: Placed, subject: Subject) -> bool:
 
 def _paths(graph: GraphModule) -> list[list[Stream]]:
     """Streams that keep one order: those on both sides of a depthwise convolution do, and only whole ones are given."""
-    streams = find_streams(graph)
+    streams = find_streams(graph, scaled=False)
     made = {producer: stream for stream in streams for producer in stream.producers}
     path = {stream: [stream] for stream in streams}
     for stream in streams:

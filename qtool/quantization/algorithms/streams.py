@@ -7,7 +7,8 @@ tensor between two convolutions, or the whole residual path of a stage with all 
 value, so a channel may be scaled only as far as it was never seen to reach it.
 
 A stream that anything else reads or makes is *blocked*, with the reason: a graph's input or output, a concatenation, a
-product, an activation with a curve, a weight that several layers share.
+product, an activation with a curve, a weight that several layers share. Where channels only change places, products and
+curves let them by as well, and longer streams come of it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from qtool.form import padding_of
 from qtool.quantization.algorithms.bias import channel_axis
 from qtool.quantization.capture import CONVOLUTIONS, aten, parameter
 from qtool.quantization.rewrites.windows import ADAPTIVE_POOLS, AVERAGE_POOLS, MAX_POOLS
+from qtool.quantization.targets.base import POINTWISE
 from qtool.shapes import same_sizes
 
 ANCHORS = (*CONVOLUTIONS[:3], aten.linear.default)
@@ -30,6 +32,7 @@ _POOLS = (*MAX_POOLS, *AVERAGE_POOLS, *ADAPTIVE_POOLS, aten.mean.dim)
 RESHAPES = (
     aten.flatten.using_ints, aten.reshape.default, aten.squeeze.dims, aten.squeeze.dim,
 )  # fmt: skip
+_BINARY = (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor)
 _SILENT = (aten.sym_size.int,)
 
 
@@ -37,7 +40,7 @@ _SILENT = (aten.sym_size.int,)
 class Stream:
     """Values with common channels: ``producers`` write them, ``consumers`` read them, ``caps`` clip them from above.
 
-    ``axis`` counts the channels of each value.
+    ``axis`` counts the channels of each value, from the last one where it is negative.
     """
 
     num_channels: int
@@ -63,9 +66,12 @@ class Stream:
         self.caps.update(other.caps)
 
 
-def find_streams(graph: GraphModule) -> list[Stream]:
-    """The streams of a captured, batch-norm-folded graph, in the order of their first producers."""
-    finder = _Finder()
+def find_streams(graph: GraphModule, *, scaled: bool = True) -> list[Stream]:
+    """The streams of a captured, batch-norm-folded graph, in the order of their first producers.
+
+    Without ``scaled`` channels only change places.
+    """
+    finder = _Finder(scaled)
     for node in graph.graph.nodes:
         finder.visit(node)
     streams = list(dict.fromkeys(finder.stream.values()))
@@ -75,7 +81,8 @@ def find_streams(graph: GraphModule) -> list[Stream]:
 
 
 class _Finder:
-    def __init__(self) -> None:
+    def __init__(self, scaled: bool) -> None:
+        self.scaled = scaled
         self.stream: dict[Node, Stream] = {}
 
     def visit(self, node: Node) -> None:
@@ -84,14 +91,25 @@ class _Finder:
             return
         if node.target in ANCHORS:
             self._anchor(node)
-        elif node.target is aten.add.Tensor and _is_plain_sum(node):
+        elif self._is_between_channels(node):
             self._sum(node)
-        elif (stream := self.stream.get(_first(node))) is not None and _passes(node, stream.axis):
+        elif (stream := self.stream.get(_first(node))) is not None and self._passes(node, stream.axis):
             self._join(node, stream)
             if (cap := _cap(node)) is not None:
                 self.stream[node].caps[node] = cap
         else:
             self._block(node, node.all_input_nodes)
+
+    def _is_between_channels(self, node: Node) -> bool:
+        """Whether an operator computes with the same channel of two values at a time."""
+        if self.scaled:
+            return node.target is aten.add.Tensor and _is_plain_sum(node)
+        return node.target in _BINARY and len(node.all_input_nodes) == 2
+
+    def _passes(self, node: Node, axis: int) -> bool:
+        if _passes(node, axis):
+            return True
+        return not self.scaled and (_is_pointwise(node) or (axis == -1 and _keeps_last(node)))
 
     def _block(self, node: Node, operands: list[Node]) -> None:
         kind = "the graph's output" if node.op == "output" else str(node.target).removeprefix("aten.").split(".")[0]
@@ -105,7 +123,9 @@ class _Finder:
 
     def _anchor(self, node: Node) -> None:
         source, *stored = node.args[0], *node.args[1:3]
-        axis = channel_axis(node) % node.meta["val"].dim()
+        axis = channel_axis(node)
+        if self.scaled or axis >= 0:  # else counted from the last, and joined rows of tokens or not
+            axis %= node.meta["val"].dim()
         made = Stream(int(node.meta["val"].shape[axis]), axis)
         made.producers.append(node)
         self._join(node, made)
@@ -129,7 +149,7 @@ class _Finder:
             first.absorb(second)
             for value in second.values:
                 self.stream[value] = first
-        if not _same_shape(left, right):
+        if not (_same_shape(left, right) if self.scaled else _same_channels(left, right, first.axis)):
             first.blocked.append("a sum broadcasts")
         self._join(node, first)
 
@@ -144,7 +164,7 @@ def _is_misread(node: Node, stream: Stream) -> bool:
     assert isinstance(source, Node)
     shape = source.meta["val"].shape
     mixed = channel_axis(node) % len(shape)
-    return mixed != stream.axis or int(shape[mixed]) != stream.num_channels
+    return mixed != stream.axis % len(shape) or int(shape[mixed]) != stream.num_channels
 
 
 def unfit(stored: list[Any]) -> str:
@@ -163,6 +183,25 @@ def _readers(stored: Node) -> int:
 
 def _is_plain_sum(node: Node) -> bool:
     return all(isinstance(a, Node) for a in node.args[:2]) and bool(node.kwargs.get("alpha", 1) == 1)
+
+
+def _is_pointwise(node: Node) -> bool:
+    """Whether an operator computes the same of every number of one value."""
+    return node.target in POINTWISE or (node.target in _BINARY and len(node.all_input_nodes) == 1)
+
+
+def _same_channels(left: Any, right: Any, axis: int) -> bool:
+    shapes = [side.meta["val"].shape for side in (left, right)]
+    return len(shapes[0]) == len(shapes[1]) and same_sizes(*([shape[axis]] for shape in shapes))
+
+
+def _keeps_last(node: Node) -> bool:
+    """Whether a reshape leaves the last axis as it is."""
+    source = _first(node)
+    if node.target not in RESHAPES or source is None:
+        return False
+    before, after = source.meta["val"].shape, node.meta["val"].shape
+    return len(after) > 0 and same_sizes(before[-1:], after[-1:])
 
 
 def _same_shape(left: Any, right: Any) -> bool:
