@@ -87,12 +87,12 @@ def test_an_effort_is_its_settings_written_out(effort: str | None, bits: int) ->
     recipe = make(Recipe, {"quantize": {"effort": effort, "weight_bits": bits}})
     found = recipe.quantize
     wanted = {
-        (None, 4): ("network", "minmax", ("pixels", "smooth", "equalize", "analytic-bias", "gptq-small")),
-        (None, 8): ("network", "minmax", ("pixels", "smooth", "equalize", "analytic-bias", "gptq-small")),
+        (None, 4): ("network", "minmax", ("pixels", "smooth", "equalize", "pairs", "analytic-bias", "gptq-small")),
+        (None, 8): ("network", "minmax", ("pixels", "smooth", "equalize", "pairs", "analytic-bias", "gptq-small")),
         ("fast", 4): ("minmax", "minmax", None),
         ("fast", 8): ("minmax", "minmax", None),
         ("best", 4): ("network", "mse", ("pixels", "smooth", "brecq")),
-        ("best", 8): ("network", "minmax", ("pixels", "smooth", "equalize", "gptq", "steps")),
+        ("best", 8): ("network", "minmax", ("pixels", "smooth", "equalize", "pairs", "gptq", "steps")),
     }
     assert (found.ranges, found.weight_ranges, found.algorithms) == wanted[effort, bits]
     assert found.effort == effort
@@ -104,7 +104,7 @@ def test_min_max_by_name_is_min_max_alone_unless_algorithms_are_named_too() -> N
     alone = make(QuantizeConfig, {"ranges": "minmax"})
     assert alone == make(QuantizeConfig, {"ranges": "minmax", "algorithms": "none"})
     assert alone == dataclasses.replace(make(QuantizeConfig, {"effort": "fast"}), effort=None)
-    names = ("pixels", "smooth", "equalize", "analytic-bias", "gptq-small")
+    names = ("pixels", "smooth", "equalize", "pairs", "analytic-bias", "gptq-small")
     assert make(QuantizeConfig, {"ranges": "minmax", "algorithms": names}).algorithms == names
     assert make(QuantizeConfig, {"ranges": "percentile"}).algorithms == names
 

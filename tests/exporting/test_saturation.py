@@ -33,7 +33,7 @@ def by_hand(x: np.ndarray, w: np.ndarray) -> int:
 
 
 def file_of(model: nn.Module, x: torch.Tensor, bits: int, folder: Path) -> onnx.ModelProto:
-    quantized = quantize(model.eval(), QuantizeConfig(weight_bits=bits), example=x, calibration=[x])
+    quantized = quantize(model.eval(), QuantizeConfig(weight_bits=bits, algorithms=None), example=x, calibration=[x])
     save(quantized_to_onnx(quantized, 21), folder / "a.onnx")
     return onnx.load(folder / "a.onnx")
 

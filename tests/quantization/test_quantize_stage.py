@@ -86,8 +86,9 @@ def test_the_plan_the_ranges_and_the_notes() -> None:
         "module 'unused' is no part of the captured graph",
         "equalize: rescaled 0 and shifted 0 of 2 paths; left as they are: 1 (its readers did no better on samples), "
         "1 (the graph's output reads it)",
+        "pairs: the weights of 3 layers fit sums of 16 bits, 0 paths of channels in another order for it",
         "analytic-bias: corrected in 1 layer; 2 have no batch-norm before them",
-        "gptq-small: refitted 1 layer and corrected the biases of 3",
+        "gptq-small: refitted 3 layers and corrected the biases of 3",
     )
     assert set(form.ranges) == {"x", "conv", "second", "add", "mean", "head"}
     assert set(form.ranges["head"]) == {"bias", "weight"}  # it has no range, its result is float

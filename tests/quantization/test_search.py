@@ -63,13 +63,19 @@ def test_the_first_that_is_met_ends_it() -> None:
 @pytest.mark.parametrize(
     ("options", "tried"),
     [
-        ({}, ["ptq, minmax", "ptq, network + pixels + smooth + equalize + analytic-bias + gptq-small"]),
-        ({"weight_bits": 4}, ["ptq, minmax", "ptq, network + pixels + smooth + equalize + analytic-bias + gptq-small"]),
-        ({"weight_ranges": "mse"}, ["ptq, network + pixels + smooth + equalize + analytic-bias + gptq-small"]),
+        ({}, ["ptq, minmax", "ptq, network + pixels + smooth + equalize + pairs + analytic-bias + gptq-small"]),
+        (
+            {"weight_bits": 4},
+            ["ptq, minmax", "ptq, network + pixels + smooth + equalize + pairs + analytic-bias + gptq-small"],
+        ),
+        ({"weight_ranges": "mse"}, ["ptq, network + pixels + smooth + equalize + pairs + analytic-bias + gptq-small"]),
         ({"algorithms": ("bias",)}, ["ptq, network + bias"]),
-        ({"ranges_from": "ranges.json"}, ["ptq, network + pixels + smooth + equalize + analytic-bias + gptq-small"]),
+        (
+            {"ranges_from": "ranges.json"},
+            ["ptq, network + pixels + smooth + equalize + pairs + analytic-bias + gptq-small"],
+        ),
         ({"mode": "qat"}, ["qat, network"]),
-        ({"method": "given"}, ["ptq, network + pixels + smooth + equalize + analytic-bias + gptq-small"]),
+        ({"method": "given"}, ["ptq, network + pixels + smooth + equalize + pairs + analytic-bias + gptq-small"]),
     ],
 )
 def test_what_nothing_was_chosen_for_begins_with_extremes(options: dict[str, Any], tried: list[str]) -> None:
@@ -100,7 +106,7 @@ def test_ranges_then_corrections_stand_on_what_helped() -> None:
     assert world.tried[:4] == [
         "ptq, minmax",
         "analytic-bias",
-        "ranges network + pixels + smooth + equalize + gptq + steps",
+        "ranges network + pixels + smooth + equalize + pairs + gptq + steps",
         "ranges moving-average",
     ]
     assert len(set(world.tried)) == len(world.tried)
@@ -111,7 +117,7 @@ def test_ranges_of_activations_are_not_tried_where_weights_alone_are_quantized()
     world.search.config = dataclasses.replace(world.config, weights_only=True)
     world.search.run()
     assert [name for name in world.tried if name.startswith(("ranges", "weight ranges"))] == [
-        "ranges network + pixels + smooth + equalize + gptq + steps", "weight ranges mse",
+        "ranges network + pixels + smooth + equalize + pairs + gptq + steps", "weight ranges mse",
     ]  # fmt: skip
 
 
@@ -140,15 +146,17 @@ def test_the_usual_best_comes_after_what_is_free_and_is_stood_on_where_it_gains(
     world = World(0.3)
     world.error = lambda c: 0.5 if c.ranges == "network" and "gptq" in (c.algorithms or ()) else 1.0  # type: ignore[method-assign]
     world.search.run()
-    assert world.tried[1:3] == ["analytic-bias", "ranges network + pixels + smooth + equalize + gptq + steps"]
-    assert world.search.base.config.algorithms == ("pixels", "smooth", "equalize", "gptq", "steps")
-    assert world.tried[3] == "ranges moving-average + pixels + smooth + equalize + gptq + steps"
+    assert world.tried[1:3] == ["analytic-bias", "ranges network + pixels + smooth + equalize + pairs + gptq + steps"]
+    assert world.search.base.config.algorithms == ("pixels", "smooth", "equalize", "pairs", "gptq", "steps")
+    assert world.tried[3] == "ranges moving-average + pixels + smooth + equalize + pairs + gptq + steps"
     asked = World(0.3)
     asked.search.config = dataclasses.replace(
-        asked.config, ranges="network", algorithms=("pixels", "smooth", "equalize", "gptq", "steps")
+        asked.config, ranges="network", algorithms=("pixels", "smooth", "equalize", "pairs", "gptq", "steps")
     )
     asked.search.run()
-    assert "ranges network + pixels + smooth + equalize + gptq + steps" not in asked.tried  # it was what was asked for
+    assert (
+        "ranges network + pixels + smooth + equalize + pairs + gptq + steps" not in asked.tried
+    )  # it was what was asked for
 
 
 def test_as_few_units_as_will_do_are_left_in_float() -> None:

@@ -58,7 +58,7 @@ def test_a_contract_that_is_kept(trained: Path) -> None:
     assert outcome["met"]
     assert outcome["num_samples"] == 300
     assert [trial["name"] for trial in outcome["trials"]] == [
-        "ptq, network + pixels + smooth + equalize + analytic-bias + gptq-small"
+        "ptq, network + pixels + smooth + equalize + pairs + analytic-bias + gptq-small"
     ]
     assert outcome["options"] == {}
     assert outcome["metric"] == "top1"
@@ -231,7 +231,7 @@ def test_training_is_the_last_resort(trained: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(ContractError) as caught:
         qtool.quantize(trained, max_kl=1e-9, epochs=1, batch_size=16, **OPTIONS)
     assert [trial["name"] for trial in caught.value.details["trials"]] == [
-        "ptq, network + pixels + smooth + equalize + analytic-bias + gptq-small",
+        "ptq, network + pixels + smooth + equalize + pairs + analytic-bias + gptq-small",
         "qat",
     ]
 
@@ -417,7 +417,7 @@ def test_a_recipe_holds_a_contract_for_each_variant(
     assert "contract" in found
     show("inspect", found)
     told = " ".join(capsys.readouterr().out.split())
-    name = "ptq, network + pixels + smooth + equalize + analytic-bias + gptq-small"
+    name = "ptq, network + pixels + smooth + equalize + pairs + analytic-bias + gptq-small"
     assert f"contract not kept; closest is '{name}': KL ≤ 1e-09 nats" in told
     assert "allow more by method 'auto'" in told
 

@@ -30,10 +30,14 @@ SAFE = 63
 def apply(model: ir.Model) -> int:
     """Rewrites in place, behind all other passes; returns how many weights and zero points are others.
 
-    A file whose weights fit, or whose layers multiply none by bytes, is left as it is: nothing saturates.
+    A file whose weights fit asks for nothing, and opens either way; one of 7 bits, or whose layers multiply no weights
+    by bytes, is left as it is.
     """
-    if not any(_can_saturate(node, holder.inputs[at]) for node in model.graph for holder, at, _ in _weights(node)):
+    weights = [(node, holder.inputs[at]) for node in model.graph for holder, at, _ in _weights(node)]
+    if not any(_is_stored_otherwise(value) for _, value in weights):
         return 0
+    if any(_can_saturate(node, value) for node, value in weights):
+        model.metadata_props[SESSION] = json.dumps({EXACT_SUMS: "1"})
     last: dict[ir.Value, ir.Value] = {}
     zeros: set[ir.Value] = set()
     changed = 0
@@ -58,7 +62,6 @@ def apply(model: ir.Model) -> int:
             if own is not zero:
                 holder.replace_input_with(zero_point, own)
     drop_unused(model)
-    model.metadata_props[SESSION] = json.dumps({EXACT_SUMS: "1"})
     return changed
 
 
@@ -79,12 +82,18 @@ def _stored(value: ir.Value | None) -> ir.TensorProtocol | None:
     return tensor if tensor is not None and tensor.dtype == ir.DataType.INT8 else None
 
 
+def _is_stored_otherwise(value: ir.Value | None) -> bool:
+    """Whether weights are among those that ONNX Runtime stores otherwise: any beyond 7 bits."""
+    tensor = _stored(value)
+    return tensor is not None and bool(np.abs(tensor.numpy().astype(np.int16)).max(initial=0) > SAFE)
+
+
 def _can_saturate(node: ir.Node, value: ir.Value | None) -> bool:
     """Whether a layer's weights do not fit in its kernel's order; of an LSTM's and of moved ones, any beyond 7 bits."""
-    tensor = _stored(value)
-    if tensor is None or np.abs(tensor.numpy().astype(np.int16)).max(initial=0) <= SAFE:
+    if not _is_stored_otherwise(value):
         return False
-    if node.op_type == OPERATOR or value is None or unmoved(value) is not value:
+    tensor = _stored(value)
+    if node.op_type == OPERATOR or tensor is None or unmoved(value) is not value:
         return True
     groups, transposed = node.attributes.get_int("group", 1), bool(node.attributes.get_int("transB", 0))
     found = matrices(node.op_type, tensor.numpy(), groups=groups, transposed=transposed)

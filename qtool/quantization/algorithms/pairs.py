@@ -43,7 +43,11 @@ _GAIN = 1e-3
 
 def order_pairs(subject: Subject) -> None:
     """Reorders channels and marks the layers whose integers are to fit, in place; notes of how many."""
-    layers = [placed.anchor for placed in subject.placement.layers if _is_at_risk(placed, subject)]
+    readers: dict[str, set[Node]] = {}
+    for stored in subject.graph.graph.find_nodes(op="get_attr"):
+        readers.setdefault(str(stored.target), set()).update(stored.users)
+    at_risk = {placed.anchor: None for placed in subject.placement.layers if _is_at_risk(placed, subject)}
+    layers = [layer for layer in at_risk if readers[_stored(layer)] <= at_risk.keys()]  # else a table shares its bytes
     if not layers:
         raise NothingToDo("no product of two weights is added in 16 bits")
     for layer in layers:
@@ -113,8 +117,12 @@ def _reorder(graph: GraphModule, path: list[Stream], layers: set[Node]) -> bool:
         if NORMAL in node.meta:
             node.meta[NORMAL] = tuple(value[order] for value in node.meta[NORMAL])
     for node in mixing:
-        set_parameter(graph, str(node.args[1].target), _weight(graph, node)[:, order])  # type: ignore[union-attr]
+        set_parameter(graph, _stored(node), _weight(graph, node)[:, order])
     return True
+
+
+def _stored(layer: Node) -> str:
+    return str(layer.args[1].target)  # type: ignore[union-attr]
 
 
 def _weight(graph: GraphModule, node: Node) -> Tensor:
