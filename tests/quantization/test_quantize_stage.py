@@ -91,7 +91,7 @@ def test_the_plan_the_ranges_and_the_notes() -> None:
         "gptq-small: refitted 3 layers and corrected the biases of 3",
     )
     assert set(form.ranges) == {"x", "conv", "second", "add", "mean", "head"}
-    assert set(form.ranges["head"]) == {"bias", "weight"}  # it has no range, its result is float
+    assert set(form.ranges["head"]) == {"bias", "rounding", "weight"}  # it has no range, its result is float
     assert form.plan.target == "ort-cpu"
 
 
