@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
 
 import nets as models
@@ -15,10 +16,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from qtool.errors import UsageError
 from qtool.exporting.integer_reference import IntegerReference
 from qtool.exporting.stage import export
 from qtool.nested import call, tensors
-from qtool.quantization.algorithms import Declined, Subject
+from qtool.quantization.algorithms import Declined, Subject, pairs
 from qtool.quantization.algorithms.pairs import costs, matched, order_pairs
 from qtool.quantization.capture import copied, parameter
 from qtool.quantization.float_form import float_form
@@ -235,3 +237,30 @@ def test_the_default_is_nearer_than_7_bits_and_says_what_it_did() -> None:
         expected = ["pairs: the weights of 2 layers fit sums of 16 bits, 1 path of channels in another order for it"]
         assert notes == (expected if algorithms else [])
     assert errors[8, ()] < errors[8, ("pairs",)] < errors[7, ()]
+
+
+def test_a_saved_order_is_repeated_and_not_found_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, saved = OfOneSign().eval(), tmp_path / "ranges.json"
+    first = quantize(model, QuantizeConfig(), example=X, calibration=[X])
+    orders = [entry["pairs"] for entry in first.ranges.values() if "pairs" in entry]
+    assert orders
+    assert all(sorted(order) == list(range(len(order))) != order for order in orders)
+    saved.write_text(json.dumps(first.ranges))
+    monkeypatch.setattr(pairs, "matched", lambda cost: pytest.fail("it was saved"))
+    again = quantize(model, QuantizeConfig(ranges_from=str(saved)), example=X, calibration=[])
+    assert torch.equal(first(X), again(X))
+
+    def changed(numbers: list[int]) -> None:
+        ranges = {k: v | ({"pairs": numbers} if "pairs" in v else {}) for k, v in first.ranges.items()}
+        saved.write_text(json.dumps(ranges))
+
+    changed([0] * len(orders[0]))
+    with pytest.raises(UsageError, match="an order of the 32 channels at 'conv2d'; got a channel twice"):
+        quantize(model, QuantizeConfig(ranges_from=str(saved)), example=X, calibration=[])
+    changed([1, 0])
+    with pytest.raises(UsageError, match="32 finite numbers of what pairs changed"):
+        quantize(model, QuantizeConfig(ranges_from=str(saved)), example=X, calibration=[])
+    saved.write_text(json.dumps(first.ranges))
+    config = QuantizeConfig(ranges_from=str(saved), algorithms=("pixels", "smooth", "equalize"))
+    with pytest.raises(UsageError, match="pairs among --algorithms"):
+        quantize(model, config, example=X, calibration=[])

@@ -18,7 +18,7 @@ What a path cannot give, or where it has to keep its order, wider steps do; ever
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -26,8 +26,9 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from qtool.errors import UsageError
 from qtool.quantization.algorithms.streams import ANCHORS, Stream, find_streams, groups_of
-from qtool.quantization.algorithms.subject import NothingToDo, Subject
+from qtool.quantization.algorithms.subject import NothingToDo, Subject, saved_numbers
 from qtool.quantization.capture import parameter, set_parameter
 from qtool.quantization.pair_sums import PAIRED, is_depthwise, least_ends
 from qtool.quantization.placement import Placed
@@ -52,12 +53,34 @@ def order_pairs(subject: Subject) -> None:
         raise NothingToDo("no product of two weights is added in 16 bits")
     for layer in layers:
         layer.meta[PAIRED] = groups_of(layer)
-    moved = sum(_reorder(subject.graph, path, set(layers)) for path in _paths(subject.graph))
+    moved = 0
+    paths = {path[0].producers[0].name: path for path in _paths(subject.graph)}
+    for name, order in _orders(subject, paths, set(layers)):
+        _reorder(subject.graph, paths[name], order.to(subject.device))
+        subject.ranges.setdefault(name, {})["pairs"] = order.tolist()
+        moved += 1
     subject.graph.recompile()
     subject.note(
         f"pairs: the weights of {many(len(layers), 'layer')} fit sums of 16 bits, {many(moved, 'path')} of channels in "
         "another order for it"
     )
+
+
+def _orders(subject: Subject, paths: dict[str, list[Stream]], layers: set[Node]) -> Iterator[tuple[str, Tensor]]:
+    """The order of each path that gets another: the best that is found, or what was saved where ranges are repeated."""
+    if subject.config.ranges_from is None:
+        for name, path in paths.items():
+            if (order := _best_order(subject.graph, path, layers)) is not None:
+                yield name, order
+        return
+    for name, numbers in subject.saved("pairs", paths).items():
+        order = saved_numbers("pairs", name, numbers, paths[name][0].num_channels).long()
+        if not torch.equal(order.sort().values, torch.arange(len(order))):
+            raise UsageError(
+                "--ranges-from", f"an order of the {len(order)} channels at '{name}'", "a channel twice",
+                "use the ranges of the same model, or calibrate anew",
+            )  # fmt: skip
+        yield name, order
 
 
 def _is_at_risk(placed: Placed, subject: Subject) -> bool:
@@ -96,19 +119,30 @@ def _is_depthwise(graph: GraphModule, layer: Node) -> bool:
     return weight is not None and is_depthwise(weight, groups_of(layer))
 
 
+def _mixing(graph: GraphModule, path: list[Stream]) -> list[Node]:
+    """The layers that add up products of a path's channels."""
+    readers = dict.fromkeys(node for stream in path for node in stream.consumers)
+    return [node for node in readers if not _is_depthwise(graph, node)]
+
+
 @torch.no_grad()
-def _reorder(graph: GraphModule, path: list[Stream], layers: set[Node]) -> bool:
-    """Gives a path of channels the best order for its readers that was found; False where it has that."""
-    mixing = {node: None for stream in path for node in stream.consumers if not _is_depthwise(graph, node)}
-    weights = [_weight(graph, node) for node in mixing if node in layers]
+def _best_order(graph: GraphModule, path: list[Stream], layers: set[Node]) -> Tensor | None:
+    """The best order of a path's channels for its readers that was found; None where they have that."""
+    weights = [_weight(graph, node) for node in _mixing(graph, path) if node in layers]
     if not weights:
-        return False
+        return None
     order = torch.cat([
         start + matched(costs(weight[:, start : start + MOST_CHANNELS] for weight in weights))
         for start in range(0, path[0].num_channels, MOST_CHANNELS)
-    ]).to(weights[0].device)  # fmt: skip
-    if sum(_noise(weight[:, order]) for weight in weights) >= (1 - _GAIN) * sum(map(_noise, weights)):
-        return False
+    ])  # fmt: skip
+    noise = sum(_noise(weight[:, order.to(weight.device)]) for weight in weights)
+    return order if noise < (1 - _GAIN) * sum(map(_noise, weights)) else None
+
+
+@torch.no_grad()
+def _reorder(graph: GraphModule, path: list[Stream], order: Tensor) -> None:
+    """Puts the channels of a path into another order where they are made and where they are read, in place."""
+    mixing = _mixing(graph, path)
     for node in dict.fromkeys(producer for stream in path for producer in stream.producers):
         for stored in node.args[1:3]:
             value = parameter(graph, stored)
@@ -118,7 +152,6 @@ def _reorder(graph: GraphModule, path: list[Stream], layers: set[Node]) -> bool:
             node.meta[NORMAL] = tuple(value[order] for value in node.meta[NORMAL])
     for node in mixing:
         set_parameter(graph, _stored(node), _weight(graph, node)[:, order])
-    return True
 
 
 def _stored(layer: Node) -> str:
