@@ -178,7 +178,7 @@ def _integer(
 def _saturation(quantized: QuantizedModel, path: Path, read: Read, few: list[Any]) -> Gate:
     """What CPU the file needs, told on one sample."""
     if quantized.plan.target == "openvino":
-        return saturation_in_openvino(quantized.plan)
+        return saturation_in_openvino(quantized.plan, path)
     if quantized.plan.target != "ort-cpu":
         return Gate("saturation", None, "no product beyond 16 bits", "not run: it concerns ONNX Runtime's CPU kernels")
     reference = read()

@@ -14,10 +14,13 @@ import torch
 from conv_nets import build, example, nets
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from qdq_files import VNNI, has
 from torch import Tensor, nn
 
 from qtool.errors import UsageError
+from qtool.evaluate import sqnr_db
 from qtool.exporting.integer_reference import IntegerReference
+from qtool.exporting.saturation import saturation_in_openvino
 from qtool.exporting.stage import export
 from qtool.nested import call, tensors
 from qtool.quantization.algorithms import Declined, Subject, pairs
@@ -30,7 +33,7 @@ from qtool.quantization.rewrites.norms import write_norms
 from qtool.quantization.stage import quantize
 from qtool.quantization.targets import get_target
 from qtool.recipe import ExportConfig, QuantizeConfig
-from qtool.runtimes import onnx_notes
+from qtool.runtimes import onnx_notes, open_session
 
 
 def fits(integers: np.ndarray, groups: int) -> bool:
@@ -222,6 +225,21 @@ def test_files_are_the_same_in_any_session(algorithms: tuple[str, ...], tmp_path
         session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
         (expected,) = IntegerReference(path).run({"x": X.numpy()})
         np.testing.assert_array_equal(session.run(None, {"x": X.numpy()})[0], expected)
+
+
+@pytest.mark.parametrize("algorithms", [("pairs",), ()])
+def test_nothing_saturates_in_openvino_either(algorithms: tuple[str, ...], tmp_path: Path) -> None:
+    pytest.importorskip("openvino")
+    config = QuantizeConfig(algorithms=algorithms, target="openvino")
+    made = quantize(OfOneSign().eval(), config, example=X, calibration=[X])
+    result = export(made, tmp_path, ExportConfig(gates=bool(algorithms)), samples=[X])
+    assert saturation_in_openvino(made.plan, result.files["int8"]).passed is (True if algorithms else None)
+    (found,) = open_session(result.files["int8"], provider="openvino").run({"x": X.numpy()})
+    distance = sqnr_db(call(made.graph, X).detach(), torch.from_numpy(found))
+    if algorithms:
+        assert distance > 80
+    elif has("avx2") and not has(*VNNI):
+        assert distance < 40
 
 
 def test_the_default_is_nearer_than_7_bits_and_says_what_it_did() -> None:

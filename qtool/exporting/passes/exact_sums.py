@@ -33,10 +33,9 @@ def apply(model: ir.Model) -> int:
     A file whose weights fit asks for nothing, and opens either way; one of 7 bits, or whose layers multiply no weights
     by bytes, is left as it is.
     """
-    weights = [(node, holder.inputs[at]) for node in model.graph for holder, at, _ in _weights(node)]
-    if not any(_is_stored_otherwise(value) for _, value in weights):
+    if not any(_is_stored_otherwise(holder.inputs[at]) for node in model.graph for holder, at, _ in _weights(node)):
         return 0
-    if any(_can_saturate(node, value) for node, value in weights):
+    if can_saturate(model):
         model.metadata_props[SESSION] = json.dumps({EXACT_SUMS: "1"})
     last: dict[ir.Value, ir.Value] = {}
     zeros: set[ir.Value] = set()
@@ -65,6 +64,11 @@ def apply(model: ir.Model) -> int:
     return changed
 
 
+def can_saturate(model: ir.Model) -> bool:
+    """Whether the weights of a layer do not fit."""
+    return any(_do_not_fit(node, holder.inputs[at]) for node in model.graph for holder, at, _ in _weights(node))
+
+
 def _weights(node: ir.Node) -> Iterator[tuple[ir.Node, int, int]]:
     """What reads the weights that a layer multiplies by bytes, which of its inputs they and their zero points are."""
     if node.op_type == OPERATOR:
@@ -88,12 +92,14 @@ def _is_stored_otherwise(value: ir.Value | None) -> bool:
     return tensor is not None and bool(np.abs(tensor.numpy().astype(np.int16)).max(initial=0) > SAFE)
 
 
-def _can_saturate(node: ir.Node, value: ir.Value | None) -> bool:
-    """Whether a layer's weights do not fit in its kernel's order; of an LSTM's and of moved ones, any beyond 7 bits."""
+def _do_not_fit(node: ir.Node, value: ir.Value | None) -> bool:
+    """Whether neighbours in a kernel's order are too large; of other layers and moved weights, any beyond 7 bits."""
     if not _is_stored_otherwise(value):
         return False
     tensor = _stored(value)
-    if node.op_type == OPERATOR or tensor is None or unmoved(value) is not value:
+    if tensor is None or unmoved(value) is not value:
+        return True
+    if node.op_type not in ("Conv", "Gemm") and (node.op_type, len(tensor.shape)) != ("MatMul", 2):
         return True
     groups, transposed = node.attributes.get_int("group", 1), bool(node.attributes.get_int("transB", 0))
     found = matrices(node.op_type, tensor.numpy(), groups=groups, transposed=transposed)

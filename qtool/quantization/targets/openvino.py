@@ -122,6 +122,7 @@ OPENVINO = Target(
     attention=True,
     bare_moves=True,
     scales_in_float=True,
+    adds_pairs=True,
     group_width=group_width,
     block=BLOCK,
     block_outputs=2,
