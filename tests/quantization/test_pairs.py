@@ -27,10 +27,12 @@ from qtool.quantization.algorithms import Declined, Subject, pairs
 from qtool.quantization.algorithms.pairs import costs, matched, order_pairs
 from qtool.quantization.capture import copied, parameter
 from qtool.quantization.float_form import float_form
+from qtool.quantization.integers import WEIGHTED
 from qtool.quantization.pair_sums import PAIRED, fitted, least_ends
 from qtool.quantization.placement import Placement
 from qtool.quantization.rewrites.norms import write_norms
 from qtool.quantization.stage import quantize
+from qtool.quantization.stored_weights import integers_of, store_integers
 from qtool.quantization.targets import get_target
 from qtool.recipe import ExportConfig, QuantizeConfig
 from qtool.runtimes import onnx_notes, open_session
@@ -240,6 +242,21 @@ def test_nothing_saturates_in_openvino_either(algorithms: tuple[str, ...], tmp_p
         assert distance > 80
     elif has("avx2") and not has(*VNNI):
         assert distance < 40
+
+
+@pytest.mark.parametrize("algorithms", [("pairs",), ()])
+def test_whatever_a_pass_makes_of_integers_is_stored_so_that_it_fits(algorithms: tuple[str, ...]) -> None:
+    made = quantize(OfOneSign().eval(), QuantizeConfig(algorithms=algorithms), example=X, calibration=[X])
+    layers = [node for node in made.graph.graph.nodes if node.target in WEIGHTED]
+    assert len(layers) == 3
+    for layer in layers:
+        integers = integers_of(made.graph, layer)
+        farther = (integers.int() + 8 * integers.sign()).clamp(-127, 127)
+        assert not fits(farther.numpy(), 1)
+        store_integers(made.graph, layer, farther)
+        stored = integers_of(made.graph, layer)
+        assert stored.dtype == torch.int8
+        assert fits(stored.numpy(), 1) is bool(algorithms)
 
 
 def test_the_default_is_nearer_than_7_bits_and_says_what_it_did() -> None:
