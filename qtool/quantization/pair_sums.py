@@ -32,18 +32,25 @@ def least_ends(weight: Tensor, groups: int) -> Tensor:
     rows = _rows(weight.detach().to(torch.float32), groups)
     if rows is None or not rows.numel():
         return weight.new_zeros(len(weight), dtype=torch.float32)
-    if weight.dim() > 2 and weight.shape[1] % _WORD:
-        sums = [side.clamp(min=0.0).topk(min(2, rows.shape[1]), 1).values.sum(1) for side in (rows, -rows)]
+    if _has_no_order(weight):
+        sums = [_largest_two(side).sum(1) for side in (rows, -rows)]
     else:
         sums = [_pairs(side).clamp(min=0.0).sum(2).amax(1) for side in (rows, -rows)]
     return torch.maximum(*sums) * (127 / (MOST - 1))  # both may be rounded up by half a step
 
 
 def fitted(integers: Tensor, groups: int) -> Tensor:
-    """``integers`` with those brought nearer to 0 that do not fit: of a pair the larger, as far as it has to be."""
+    """``integers`` with those brought nearer to 0 that do not fit: of a pair the larger, as far as it has to be.
+
+    Where any two are to fit, the largest of a row is, or all beyond half of ``MOST``.
+    """
     rows = _rows(integers, groups)
     if rows is None:
         return integers
+    if _has_no_order(integers):
+        low, high = (-_most(-rows), _most(rows))
+        shape = len(rows), *[1] * (integers.dim() - 1)
+        return integers.clamp(low.reshape(shape).to(integers.dtype), high.reshape(shape).to(integers.dtype))
     pairs = _pairs(rows).clone()
     for sign in (1, -1):
         sides = (pairs * sign).clamp(min=0)
@@ -60,6 +67,21 @@ def fitted(integers: Tensor, groups: int) -> Tensor:
 def is_depthwise(weight: Tensor, groups: int) -> bool:
     """Whether a convolution has a channel for each group, in and out."""
     return weight.dim() > 2 and groups == len(weight) > 1 and weight.shape[1] == 1
+
+
+def _has_no_order(weight: Tensor) -> bool:
+    """Whether a convolution's channels may lie otherwise in the file, so that any two weights of a row can meet."""
+    return weight.dim() > 2 and weight.shape[1] % _WORD > 0
+
+
+def _most(rows: Tensor) -> Tensor:
+    """The greatest number that each row may keep beside its second largest."""
+    return (MOST - _largest_two(rows)[:, 1].int()).clamp(min=MOST // 2, max=127)
+
+
+def _largest_two(rows: Tensor) -> Tensor:
+    """Those of each row that are above 0, and 0 where there are fewer."""
+    return pad(rows.clamp(min=0), (0, 2)).topk(2, 1).values
 
 
 def _rows(weight: Tensor, groups: int) -> Tensor | None:

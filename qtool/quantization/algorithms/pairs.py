@@ -18,6 +18,7 @@ What a path cannot give, or where it has to keep its order, wider steps do; ever
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 
 import numpy as np
@@ -32,7 +33,7 @@ from qtool.quantization.algorithms.subject import NothingToDo, Subject, saved_nu
 from qtool.quantization.capture import parameter, set_parameter
 from qtool.quantization.pair_sums import PAIRED, is_depthwise, least_ends
 from qtool.quantization.placement import Placed
-from qtool.quantization.rewrites.norms import NORMAL
+from qtool.quantization.rewrites.norms import NORMAL, readers_of
 from qtool.units import many
 
 MOST_CHANNELS = 2048
@@ -44,11 +45,9 @@ _GAIN = 1e-3
 
 def order_pairs(subject: Subject) -> None:
     """Reorders channels and marks the layers whose integers are to fit, in place; notes of how many."""
-    readers: dict[str, set[Node]] = {}
-    for stored in subject.graph.graph.find_nodes(op="get_attr"):
-        readers.setdefault(str(stored.target), set()).update(stored.users)
-    at_risk = {placed.anchor: None for placed in subject.placement.layers if _is_at_risk(placed, subject)}
-    layers = [layer for layer in at_risk if readers[_stored(layer)] <= at_risk.keys()]  # else a table shares its bytes
+    at_risk = [placed.anchor for placed in subject.placement.layers if _is_at_risk(placed, subject)]
+    readers, counts = readers_of(subject.graph), Counter(map(_stored, at_risk))
+    layers = [node for node in at_risk if counts[_stored(node)] == readers[_stored(node)]]  # else a table shares bytes
     if not layers:
         raise NothingToDo("no product of two weights is added in 16 bits")
     for layer in layers:

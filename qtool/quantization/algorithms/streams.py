@@ -93,7 +93,7 @@ class _Finder:
             self._anchor(node)
         elif self._is_between_channels(node):
             self._sum(node)
-        elif (stream := self.stream.get(_first(node))) is not None and self._passes(node, stream.axis):
+        elif (stream := self.stream.get(_first(node))) is not None and self._lets_by(node, stream.axis):
             self._join(node, stream)
             if (cap := _cap(node)) is not None:
                 self.stream[node].caps[node] = cap
@@ -106,7 +106,7 @@ class _Finder:
             return node.target is aten.add.Tensor and _is_plain_sum(node)
         return node.target in _BINARY and len(node.all_input_nodes) == 2
 
-    def _passes(self, node: Node, axis: int) -> bool:
+    def _lets_by(self, node: Node, axis: int) -> bool:
         if _passes(node, axis):
             return True
         return not self.scaled and (_is_pointwise(node) or (axis == -1 and _keeps_last(node)))
