@@ -116,7 +116,8 @@ class Block(nn.Module):
             "norm": norm(outputs),
         }
         self.after = pools.get(layer.structure)
-        self.channels = outputs + (inputs if layer.structure == "concat" and layer.stride == 1 else 0)
+        self.joins = layer.structure == "concat" and layer.stride == 1
+        self.channels = outputs + (inputs if self.joins else 0)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm(self.conv(x))
@@ -127,7 +128,7 @@ class Block(nn.Module):
         y = self.activation(y)
         if self.structure == "twice":
             return self.activation(self.norm(self.conv(y)))
-        if self.structure == "concat" and y.shape[2:] == x.shape[2:]:
+        if self.joins:
             return torch.cat([y, x], 1)
         return y if self.after is None else self.after(y)
 

@@ -15,17 +15,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qtool.quantization.pair_sums import fitted
+
 
 def fake_quantize(
-    x: Tensor, scale: Tensor, zero_point: Tensor, qmin: int, qmax: int, axis: int | None = None
-) -> Tensor:
+    x: Tensor, scale: Tensor, zero_point: Tensor, qmin: int, qmax: int, axis: int | None = None,
+    paired: int | None = None,
+) -> Tensor:  # fmt: skip
     """``x``, of any floating type, quantized and dequantized in float32 and given back in its own type.
 
     ``scale`` (float32) and ``zero_point`` (int32): one value, or with ``axis`` one for each index of that dimension.
+    ``paired``: the groups of a layer whose weight ``x`` is, if its integers are to fit sums of 16 bits; what has to
+    be brought nearer to 0 for it has no gradient, like what is outside the range.
     """
     value = x.float()
-    if x.device.type == "cpu" or torch.compiler.is_compiling():
-        made = _Rounded.apply(value, shaped(scale, x, axis), shaped(zero_point, x, axis), qmin, qmax)  # type: ignore[no-untyped-call]
+    if x.device.type == "cpu" or torch.compiler.is_compiling() or paired is not None:
+        made = _Rounded.apply(value, shaped(scale, x, axis), shaped(zero_point, x, axis), qmin, qmax, paired)  # type: ignore[no-untyped-call]
     elif axis is None:
         made = torch.fake_quantize_per_tensor_affine(value, scale, zero_point, qmin, qmax)
     else:
@@ -35,17 +40,25 @@ def fake_quantize(
 
 class _Rounded(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: Tensor, zero_point: Tensor, qmin: int, qmax: int) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, scale: Tensor, zero_point: Tensor, qmin: int, qmax: int, paired: int | None
+    ) -> Tensor:
         steps = (x * scale.reciprocal()).round() + zero_point
+        kept = within(steps, qmin, qmax, paired)
         if ctx.needs_input_grad[0]:
-            ctx.save_for_backward((steps >= qmin) & (steps <= qmax))
-        steps = steps.clamp(qmin, qmax)
-        return (steps - zero_point) * scale
+            ctx.save_for_backward(kept == steps)
+        return (kept - zero_point) * scale
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (inside,) = ctx.saved_tensors
-        return torch.where(inside, gradients[0], 0.0), None, None, None, None
+        return torch.where(inside, gradients[0], 0.0), None, None, None, None, None
+
+
+def within(steps: Tensor, qmin: int, qmax: int, paired: int | None) -> Tensor:
+    """Whole numbers brought into the range, and to where their pairs fit if they are those of a ``paired`` layer."""
+    kept = steps.clamp(qmin, qmax)
+    return kept if paired is None else fitted(kept, paired)
 
 
 def rounded(value: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qtool.quantization.fake_quantize import rounded, shaped
+from qtool.quantization.fake_quantize import rounded, shaped, within
 from qtool.quantization.qparams import LEAST, range_qparams
 
 HALF = 0.49
@@ -36,18 +36,18 @@ class LearnedSteps(nn.Module):
 
     ``scale``: float32, one value or one per channel, of either sign. ``limits`` are the values between which the
     activation in front lets everything pass, and ``most`` the greatest scale that is allowed. ``zero_point`` is learned
-    where it is above ``qmin`` and ``affine``, unless a limit is 0.
+    where it is above ``qmin`` and ``affine``, unless a limit is 0. ``paired``: see ``fake_quantize``.
     """
 
     sign: Tensor | None
 
     def __init__(
         self, scale: Tensor, zero_point: int, qmin: int, qmax: int, *, axis: int | None = None, affine: bool = False,
-        most: float = math.inf, limits: tuple[float, float] = (-math.inf, math.inf),
+        most: float = math.inf, limits: tuple[float, float] = (-math.inf, math.inf), paired: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         self.qmin, self.qmax, self.axis, self.most, self.zero_point = qmin, qmax, axis, most, zero_point
-        self.limits = limits
+        self.limits, self.paired = limits, paired
         self.log_scale = nn.Parameter(scale.detach().clone().float().abs().clamp(min=LEAST).log())
         self.register_buffer("sign", scale.detach().float().sign() if bool((scale < 0).any()) else None)
         self.offset: nn.Parameter | None = None
@@ -60,7 +60,7 @@ class LearnedSteps(nn.Module):
         if not learning:
             scale, zero = scale.detach(), zero.detach()
         scale = shaped(_slowed(scale, self._rate(x)), x, self.axis)
-        return _Learned.apply(x, scale, zero, self.qmin, self.qmax)  # type: ignore[no-any-return, no-untyped-call]
+        return _Learned.apply(x, scale, zero, self.qmin, self.qmax, self.paired)  # type: ignore[no-any-return, no-untyped-call]
 
     def qparams(self) -> tuple[Tensor, Tensor]:
         """Scales, float32, and zero points, int64, of one shape."""
@@ -94,10 +94,10 @@ class _Learned(torch.autograd.Function):
     """The equations above. Only ``x`` is kept for the gradient, which whatever made it mostly keeps anyway."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: Tensor, zero: Tensor, qmin: int, qmax: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, scale: Tensor, zero: Tensor, qmin: int, qmax: int, paired: int | None) -> Tensor:
         ctx.save_for_backward(x, scale, zero)
-        ctx.ends = qmin, qmax
-        steps = ((x.float() / scale).round() + zero).clamp(qmin, qmax)
+        ctx.bounds = qmin, qmax, paired
+        steps = within((x.float() / scale).round() + zero, *ctx.bounds)
         made = (steps - zero) * scale
         return made if made.dtype == x.dtype else made.to(x.dtype)  # a conversion to itself: see fake_quantize.py
 
@@ -106,10 +106,11 @@ class _Learned(torch.autograd.Function):
         x, scale, zero = ctx.saved_tensors
         given, ratio = gradients[0].float(), x.float() / scale
         steps = ratio.round() + zero
-        inside = (steps >= ctx.ends[0]) & (steps <= ctx.ends[1])
-        change = (steps.clamp(*ctx.ends) - zero - torch.where(inside, ratio, 0.0)) * given
+        kept = within(steps, *ctx.bounds)
+        inside = kept == steps
+        change = (kept - zero - torch.where(inside, ratio, 0.0)) * given
         beyond = (torch.where(inside, 0.0, given) * -scale).sum() if ctx.needs_input_grad[2] else None
-        return torch.where(inside, given, 0.0).to(x.dtype), change.sum_to_size(scale.shape), beyond, None, None
+        return torch.where(inside, given, 0.0).to(x.dtype), change.sum_to_size(scale.shape), beyond, None, None, None
 
 
 def _held(value: Tensor, low: float, high: Tensor | float) -> Tensor:
@@ -136,5 +137,5 @@ def learn_steps(fakes: Iterable[Any]) -> None:
         fake.learner = LearnedSteps(
             scale, int(zero_point.reshape(-1)[0]), fake.quant_min, fake.quant_max, axis=axis,
             affine=fake.qscheme == torch.per_tensor_affine, limits=(float(low), float(high)),
-            most=float(range_qparams(low, high, fake)[0]),
+            most=float(range_qparams(low, high, fake)[0]), paired=fake.paired if fake.is_per_channel else None,
         )  # fmt: skip

@@ -123,9 +123,8 @@ class PerChannelWeightObserver(ObserverBase):  # type: ignore[misc]
     def forward(self, x: Tensor) -> Tensor:
         """Reads the weight's range unless it is the weight that was read last, unchanged; the last one seen counts."""
         if self._seen is None or self._seen[0]() is not x or self._seen[1] != x._version:
-            self.end = weight_range(x.detach(), self.ch_axis, self.method, self.quant_min, self.quant_max)
-            if self.paired is not None:
-                self.end = torch.maximum(self.end.abs(), least_ends(x, self.paired))
+            found = weight_range(x.detach(), self.ch_axis, self.method, self.quant_min, self.quant_max)
+            self.end = _fitting(found, x, self.paired)
             self._seen = weakref.ref(x), x._version
         return x
 
@@ -135,6 +134,11 @@ class PerChannelWeightObserver(ObserverBase):  # type: ignore[misc]
             raise QtoolError("weight observer", "a weight", "none", "run the prepared graph once before converting it")
         scale = weight_step(self.end, self.quant_min, self.quant_max)
         return scale, torch.zeros_like(scale, dtype=torch.int64)
+
+
+def _fitting(ends: Tensor, weight: Tensor, paired: int | None) -> Tensor:
+    """The ends of a weight's ranges, farther out where the sums of a ``paired`` layer's integers would not fit."""
+    return ends if paired is None else torch.maximum(ends.abs(), least_ends(weight, paired))
 
 
 class FakeQuantizer(FakeQuantizeBase):  # type: ignore[misc]
@@ -230,21 +234,24 @@ class FakeQuantizer(FakeQuantizeBase):  # type: ignore[misc]
 
 
 class PerChannelFakeQuantizer(FakeQuantizeBase):  # type: ignore[misc]
-    """Fake-quantizes a weight per output channel, its scale read from the weight itself at each step."""
+    """Fake-quantizes a weight per output channel, its scale read from the weight itself at each step.
+
+    ``paired``: as of ``PerChannelWeightObserver``.
+    """
 
     is_per_channel = True
     scale: Tensor
 
     def __init__(
         self, dtype: torch.dtype, quant_min: int, quant_max: int, qscheme: torch.qscheme, ch_axis: int,
-        is_dynamic: bool = False, **_: Any,
+        is_dynamic: bool = False, paired: int | None = None, **_: Any,
     ) -> None:  # fmt: skip
         super().__init__()
         self.dtype, self.is_dynamic = dtype, is_dynamic
         self.quant_min, self.quant_max, self.qscheme, self.ch_axis = quant_min, quant_max, qscheme, ch_axis
         self.register_buffer("scale", torch.zeros(0))
         self.observing = self.quantizing = True
-        self.method = "minmax"
+        self.method, self.paired = "minmax", paired
         self.learner: LearnedSteps | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -257,12 +264,14 @@ class PerChannelFakeQuantizer(FakeQuantizeBase):  # type: ignore[misc]
         if not self.quantizing:
             return x
         zero = torch.zeros_like(self.scale, dtype=torch.int32)
-        return fake_quantize(x, self.scale, zero, self.quant_min, self.quant_max, self.ch_axis)
+        return fake_quantize(x, self.scale, zero, self.quant_min, self.quant_max, self.ch_axis, self.paired)
 
     def _ends(self, weight: Tensor) -> Tensor:
         if self.method == "minmax":
-            return weight_extremes(weight, self.ch_axis)
-        return weight_range(weight, self.ch_axis, self.method, self.quant_min, self.quant_max)
+            ends = weight_extremes(weight, self.ch_axis)
+        else:
+            ends = weight_range(weight, self.ch_axis, self.method, self.quant_min, self.quant_max)
+        return _fitting(ends, weight, self.paired)
 
     def calculate_qparams(self, **_: Any) -> tuple[Tensor, Tensor]:
         """Scales of shape (channels,), float32, and zero points, all zero."""

@@ -27,6 +27,7 @@ from qtool.quantization.observers import (
 from qtool.quantization.pair_sums import PAIRED
 from qtool.quantization.placement import Placed, Placement
 from qtool.quantization.rewrites.norms import make_live, settle_live, weight_edge
+from qtool.quantization.stored_weights import integers_of, store_integers
 from qtool.quantization.torchao_api import (
     QuantizationAnnotation,
     QuantizationSpec,
@@ -90,9 +91,9 @@ class PlacementQuantizer(Quantizer):  # type: ignore[misc]
 
     def _weight_spec(self, placed: Placed) -> QuantizationSpec:
         form, axis = self.placement.weight_format(placed), output_axis(placed.anchor)
-        observer: Any = PerChannelFakeQuantizer
+        paired = placed.anchor.meta.get(PAIRED)
+        observer: Any = PerChannelFakeQuantizer.with_args(paired=paired)
         if not self.train:
-            paired = placed.anchor.meta.get(PAIRED)
             observer = PerChannelWeightObserver.with_args(method=self.weight_ranges, paired=paired)
         return QuantizationSpec(form.dtype, observer, form.qmin, form.qmax, torch.per_channel_symmetric, axis)
 
@@ -125,12 +126,16 @@ def prepare(
 def convert(prepared: GraphModule) -> GraphModule:
     """Turns observers into quantize and dequantize nodes and folds the weights to integers.
 
-    Batch-norm that trained is folded first; torchao would look for it by tracing a hundred patterns.
+    Batch-norm that trained is folded first; torchao would look for it by tracing a hundred patterns. Integers whose
+    pairs have to fit do, also of a weight that was trained on after its range was frozen.
     """
     settle_live(prepared)
     with modules_forgotten():
         converted = convert_pt2e(prepared, fold_quantize=True)
     assert isinstance(converted, GraphModule)
+    for layer in converted.graph.nodes:
+        if PAIRED in layer.meta:
+            store_integers(converted, layer, integers_of(converted, layer))
     return converted
 
 

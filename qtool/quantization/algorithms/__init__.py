@@ -33,7 +33,7 @@ from qtool.quantization.algorithms.equalize import equalize
 from qtool.quantization.algorithms.gptq import gptq
 from qtool.quantization.algorithms.gptq_small import SAMPLES as GPTQ_SAMPLES
 from qtool.quantization.algorithms.gptq_small import gptq_small
-from qtool.quantization.algorithms.pairs import order_pairs
+from qtool.quantization.algorithms.pairs import keep_pairs, order_pairs
 from qtool.quantization.algorithms.pixels import SAMPLES as PIXEL_SAMPLES
 from qtool.quantization.algorithms.pixels import read_pixels
 from qtool.quantization.algorithms.renorm import renormalize
@@ -48,18 +48,22 @@ __all__ = ["ALGORITHMS", "CHANGES", "Algorithm", "Declined", "Subject", "check_n
 
 @dataclass(frozen=True)
 class Algorithm:
-    """A pass, the moment it works at (``float`` or ``integer``), and how many samples it reads: None for all."""
+    """A pass, the moment it works at (``float`` or ``integer``), and how many samples it reads: None for all.
+
+    ``train`` is what of it goes for a graph that is to be trained, batch-norm not folded, before it is prepared.
+    """
 
     moment: str
     run: Callable[[Subject], None]
     samples: int | None = None
+    train: Callable[[Subject], None] | None = None
 
 
 ALGORITHMS: dict[str, Algorithm] = {
     "pixels": Algorithm("float", read_pixels, samples=PIXEL_SAMPLES),
     "smooth": Algorithm("float", smooth, samples=SMOOTH_SAMPLES),
     "equalize": Algorithm("float", equalize, samples=EQUALIZE_SAMPLES),
-    "pairs": Algorithm("float", order_pairs, samples=0),
+    "pairs": Algorithm("float", order_pairs, samples=0, train=keep_pairs),
     "analytic-bias": Algorithm("integer", correct_biases_analytically, samples=0),
     "gptq-small": Algorithm("integer", gptq_small, samples=GPTQ_SAMPLES),
     "gptq": Algorithm("integer", gptq),
@@ -90,17 +94,19 @@ def samples_read(names: Iterable[str]) -> int | None:
 def run_passes(names: Iterable[str], moment: str, subject: Subject | None, reason: str = "") -> tuple[str, ...]:
     """Runs those of ``names`` whose moment it is on ``subject``; returns the notes of all, refusals included.
 
-    Without a subject each of them is declined for ``reason``. What nobody named and has nothing to do is silent.
+    ``moment``: as of an ``Algorithm``, or ``train`` for what goes for a graph that will be trained. Without a subject
+    each of them is declined for ``reason``. What nobody named and has nothing to do is silent.
     """
     check_names(asked := list(names))
     notes: list[str] = []
     named = subject is None or (subject.config.effort is None and tuple(asked) != DEFAULT_ALGORITHMS)
     for name, algorithm in ALGORITHMS.items():
-        if name in asked and algorithm.moment == moment:
+        run = algorithm.train if moment == "train" else algorithm.run if algorithm.moment == moment else None
+        if name in asked and run is not None:
             try:
                 if subject is None:
                     raise Declined(reason)
-                algorithm.run(subject)
+                run(subject)
             except Declined as refusal:
                 if named or not isinstance(refusal, NothingToDo):
                     notes.append(f"{name} declined: {refusal}")

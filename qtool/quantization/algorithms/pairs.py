@@ -13,7 +13,8 @@ fewer outputs than inputs there is mostly one in which no step has to be wider, 
 dB of the weights' precision and 7 bits 6 dB.
 
 What a path cannot give, or where it has to keep its order, wider steps do; every later pass stays within
-(``store_integers``).
+(``store_integers``). Quantization-aware training keeps the order, whose batch-norms are not folded yet, and trains
+with steps and integers that fit.
 """
 
 from __future__ import annotations
@@ -45,13 +46,7 @@ _GAIN = 1e-3
 
 def order_pairs(subject: Subject) -> None:
     """Reorders channels and marks the layers whose integers are to fit, in place; notes of how many."""
-    at_risk = [placed.anchor for placed in subject.placement.layers if _is_at_risk(placed, subject)]
-    readers, counts = readers_of(subject.graph), Counter(map(_stored, at_risk))
-    layers = [node for node in at_risk if counts[_stored(node)] == readers[_stored(node)]]  # else a table shares bytes
-    if not layers:
-        raise NothingToDo("no product of two weights is added in 16 bits")
-    for layer in layers:
-        layer.meta[PAIRED] = groups_of(layer)
+    layers = _marked(subject)
     moved = 0
     paths = {path[0].producers[0].name: path for path in _paths(subject.graph)}
     for name, order in _orders(subject, paths, set(layers)):
@@ -63,6 +58,24 @@ def order_pairs(subject: Subject) -> None:
         f"pairs: the weights of {many(len(layers), 'layer')} fit sums of 16 bits, {many(moved, 'path')} of channels in "
         "another order for it"
     )
+
+
+def keep_pairs(subject: Subject) -> None:
+    """Marks the layers of a graph that is to be trained: their steps are as wide as the order that they have needs."""
+    count = many(len(_marked(subject)), "layer")
+    subject.note(f"pairs: the weights of {count} fit sums of 16 bits, which training keeps to")
+
+
+def _marked(subject: Subject) -> list[Node]:
+    """The layers whose integers are to fit, marked so. Raises NothingToDo where there are none."""
+    at_risk = [placed.anchor for placed in subject.placement.layers if _is_at_risk(placed, subject)]
+    readers, counts = readers_of(subject.graph), Counter(map(_stored, at_risk))
+    layers = [node for node in at_risk if counts[_stored(node)] == readers[_stored(node)]]  # else a table shares bytes
+    if not layers:
+        raise NothingToDo("no product of two weights is added in 16 bits")
+    for layer in layers:
+        layer.meta[PAIRED] = groups_of(layer)
+    return layers
 
 
 def _orders(subject: Subject, paths: dict[str, list[Stream]], layers: set[Node]) -> Iterator[tuple[str, Tensor]]:

@@ -55,10 +55,13 @@ class Passes:
         self._keep = keep
 
     def improve(self, graph: GraphModule, placement: Placement) -> Placement:
-        """Runs the passes over the float graph in place, and remembers what it then computes; returns its placement."""
+        """Runs the passes over the float graph in place, and remembers what it then computes; returns its placement.
+
+        Over one that will be trained nothing runs but what goes for that too.
+        """
         subject = self._subject(graph, graph, placement, _Checked(self.batches, graph), self.saved)
-        if self.names and not self._declined:
-            self._run("float", subject)
+        if self.names:
+            self._run("train" if self._declined else "float", subject)
         if (self.names or self._keep) and not self._declined:
             self.reference = copied(graph)
         return subject.placement
