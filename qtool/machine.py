@@ -43,11 +43,6 @@ def sums_in_32_bits() -> bool:
     return platform.machine().lower() not in _X86 or bool(set(VNNI) & set(cpu_info()["features"]))
 
 
-def quick_weight_bits() -> int:
-    """Of how many bits the weights are that this CPU multiplies exactly in its quickest kernels."""
-    return 8 if sums_in_32_bits() else 7
-
-
 def is_slow_in_bfloat16() -> bool:
     """Whether this CPU computes in bfloat16 several times more slowly than in float32 (x86 without AVX-512)."""
     features = cpu_info()["features"]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from qtool.errors import UsageError
-from qtool.machine import quick_precision, quick_weight_bits
+from qtool.machine import quick_precision
 from qtool.options import Checked, argument, as_toml, option
 
 PRECISIONS = ("32-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true")
@@ -166,8 +166,8 @@ class QuantizeConfig(Checked):
     engine: str = option("pt2e", "which library prepares and converts the graph", choices=ENGINES)
     target: str = option("ort-cpu", "the runtime whose fusions decide what is quantized", choices=TARGETS)
     weight_bits: int = option(
-        8, "bits of a weight; 7 are exact and quick on x86 without VNNI, and auto takes them where this CPU is one; 4 "
-        "take half the bytes of 8", low=4, high=8, here={"auto": quick_weight_bits},
+        8, "bits of a weight; 7 are exact and quick on any x86 CPU, as 8 are with the algorithm 'pairs'; 4 take half "
+        "the bytes of 8", low=4, high=8,
     )  # fmt: skip
     edge_bits: int = option(
         8, "bits of the first and the last layer's weights where the others have 6 or fewer", low=4, high=8

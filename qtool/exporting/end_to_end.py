@@ -119,7 +119,7 @@ def end_to_end(quantized: QuantizedModel, path: Path, samples: Iterable[Any]) ->
     session.close()
     if not openvino:
         return gate
-    saturates = may_saturate(quantized.plan) and not sums_in_32_bits()
+    saturates = not sums_in_32_bits() and may_saturate(quantized.plan, path)
     do = SAMPLED if _samples_open_sizes(model) else SATURATED if saturates else IN_OPENVINO
     return dataclasses.replace(gate, found=f"{gate.found}, in OpenVINO", do=do)
 

@@ -41,8 +41,8 @@ IN_OPENVINO = (
     "without an option against it: there serve files of --weight-bits 7"
 )
 AS_ASKED = (
-    f", and none in a session with {EXACT_SUMS}=1, as the file's metadata asks and qtool opens it there; files of "
-    "--weight-bits 7 need no option, and are faster there"
+    f", and none in a session with {EXACT_SUMS}=1, as the file's metadata asks and qtool opens it there; files "
+    "made with 'pairs' among the algorithms or --weight-bits 7 need no option, and are faster there"
 )
 
 
@@ -124,9 +124,9 @@ def _rows(unit: Unit, x: Quantized) -> Array:
     return rows
 
 
-def may_saturate(plan: Plan) -> bool:
-    """Whether products of a plan can leave 16 bits: of weights beyond 7 bits, or of two activations."""
-    return any((unit.weight_bits or 0) > 7 or unit.kind == "matmul" for unit in plan.integer_units)
+def may_saturate(plan: Plan, path: Path) -> bool:
+    """Whether products of a plan's file can leave 16 bits: of weights that do not fit, or of two activations."""
+    return any(unit.kind == "matmul" for unit in plan.integer_units) or exact_sums.can_saturate(ir.load(path))
 
 
 def saturation_in_openvino(plan: Plan, path: Path) -> Gate:
@@ -134,7 +134,7 @@ def saturation_in_openvino(plan: Plan, path: Path) -> Gate:
 
     They read weights in the order of ONNX Runtime's: what fits there was never seen to saturate in them.
     """
-    risky = any(unit.kind == "matmul" for unit in plan.integer_units) or exact_sums.can_saturate(ir.load(path))
+    risky = may_saturate(plan, path)
     return Gate("saturation", None if risky else True, EXPECTED, IN_OPENVINO if risky else NONE)
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnxruntime as ort
 import pytest
 import torch
-from qdq_files import needs_vnni, options
+from qdq_files import options
 from torch import Tensor, nn
 
 from qtool.errors import ContractError
@@ -193,21 +194,29 @@ def test_of_classes_those_that_differ_are_counted() -> None:
     assert output.loss_db == pytest.approx(10 * np.log10(2), abs=1e-6)
 
 
-@needs_vnni
 @pytest.mark.skipif(importlib.util.find_spec("openvino") is None, reason="openvino is not installed")
 def test_a_file_for_openvino_is_run_by_openvino(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What ONNX Runtime computes of a file says nothing of one that OpenVINO computes something else of."""
-    config = QuantizeConfig(target="openvino")
     net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(128, 5)).eval()
-    form = quantize(net, config, example=next(batches(8)), calibration=list(batches(64)))
-    save(quantized_to_onnx(form, 21), tmp_path / "net.onnx")
+
+    def written(**options: Any) -> QuantizedModel:
+        config = QuantizeConfig(target="openvino", **options)
+        form = quantize(net, config, example=next(batches(8)), calibration=list(batches(64)))
+        save(quantized_to_onnx(form, 21), tmp_path / "net.onnx")
+        return form
+
+    form = written()
     gate = end_to_end(form, tmp_path / "net.onnx", batches(64))
     assert gate.passed
     assert gate.found.endswith(", in OpenVINO")
     run = OpenVinoSession.run
     monkeypatch.setattr(OpenVinoSession, "run", lambda self, feeds: [value * 0.9 for value in run(self, feeds)])
-    for exact, do in ((True, module.IN_OPENVINO), (False, module.SATURATED)):
+    for exact, given, do in (
+        (True, {"effort": "fast"}, module.IN_OPENVINO), (False, {"effort": "fast"}, module.SATURATED),
+        (False, {}, module.IN_OPENVINO),
+    ):  # fmt: skip
         monkeypatch.setattr(module, "sums_in_32_bits", lambda exact=exact: exact)
+        form = written(**given)
         failed = end_to_end(form, tmp_path / "net.onnx", batches(64))
         assert (failed.passed, failed.do) == (False, do)
     monkeypatch.setattr(module, "is_installed", lambda: False)

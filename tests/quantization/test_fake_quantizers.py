@@ -24,8 +24,8 @@ def _activation_fake(averaging: float | None = 0.01) -> FakeQuantizer:
     return FakeQuantizer(torch.uint8, 0, 255, torch.per_tensor_affine, averaging=averaging)
 
 
-def _weight_fake() -> PerChannelFakeQuantizer:
-    return PerChannelFakeQuantizer(torch.int8, -127, 127, torch.per_channel_symmetric, 0)
+def _weight_fake(paired: int | None = None) -> PerChannelFakeQuantizer:
+    return PerChannelFakeQuantizer(torch.int8, -127, 127, torch.per_channel_symmetric, 0, paired=paired)
 
 
 def fakes() -> dict[str, nn.Module]:
@@ -36,9 +36,11 @@ def fakes() -> dict[str, nn.Module]:
     learned, offset = _weight_fake(), _activation_fake()
     made = {"weight": _weight_fake(), "affine": _activation_fake(), "symmetric": symmetric, "clipped": clipped}
     made |= {"extremes": extremes, "learned": learned, "offset": offset}
+    pairs, learned_pairs = _weight_fake(1), _weight_fake(1)
+    made |= {"pairs": pairs, "learned pairs": learned_pairs}
     for fake in made.values():
         fake(torch.randn(4, 3, generator=torch.Generator().manual_seed(0)))
-    learn_steps([learned, offset])
+    learn_steps([learned, offset, learned_pairs])
     return made
 
 

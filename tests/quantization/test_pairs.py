@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import nets as models
 import numpy as np
@@ -22,19 +23,23 @@ from qtool.evaluate import sqnr_db
 from qtool.exporting.integer_reference import IntegerReference
 from qtool.exporting.saturation import saturation_in_openvino
 from qtool.exporting.stage import export
+from qtool.form import QuantizedModel
 from qtool.nested import call, tensors
 from qtool.quantization.algorithms import Declined, Subject, pairs
 from qtool.quantization.algorithms.pairs import costs, matched, order_pairs
 from qtool.quantization.capture import copied, parameter
+from qtool.quantization.fake_quantize import fake_quantize
 from qtool.quantization.float_form import float_form
 from qtool.quantization.integers import WEIGHTED
+from qtool.quantization.learned import LearnedSteps
+from qtool.quantization.observers import PerChannelFakeQuantizer, PerChannelWeightObserver
 from qtool.quantization.pair_sums import PAIRED, fitted, least_ends
 from qtool.quantization.placement import Placement
 from qtool.quantization.rewrites.norms import write_norms
 from qtool.quantization.stage import quantize
 from qtool.quantization.stored_weights import integers_of, store_integers
 from qtool.quantization.targets import get_target
-from qtool.recipe import ExportConfig, QuantizeConfig
+from qtool.recipe import ExportConfig, QatConfig, QuantizeConfig
 from qtool.runtimes import onnx_notes, open_session
 
 
@@ -305,3 +310,72 @@ def test_a_saved_order_is_repeated_and_not_found_anew(tmp_path: Path, monkeypatc
     config = QuantizeConfig(ranges_from=str(saved), algorithms=("pixels", "smooth", "equalize"))
     with pytest.raises(UsageError, match="pairs among --algorithms"):
         quantize(model, config, example=X, calibration=[])
+
+
+def trained(config: QuantizeConfig, tuning: QatConfig, *, steps: int = 12) -> tuple[QuantizedModel, Tensor]:
+    """QAT whose last steps, ranges frozen, still move weights by several integers; and what it computed at its end."""
+    kept: dict[str, Any] = {}
+
+    def fine_tune(graph: nn.Module, hooks: Any, loss: Any) -> None:
+        weights = [value for name, value in graph.named_parameters() if name.endswith("weight")]
+        for step in range(steps):
+            hooks.before_step(graph, step, steps)
+            graph(X).square().sum().backward()
+            with torch.no_grad():
+                for weight in weights:
+                    weight -= 0.01 * weight.grad.sign()
+            graph.zero_grad()
+        hooks.mode(graph, False)
+        kept["output"] = graph(X).detach()
+
+    model = nn.Sequential(OfOneSign(), nn.Linear(6, 4)).eval()
+    made = quantize(model, config, example=X, calibration=[X], qat=fine_tune, tuning=tuning)
+    return made, kept["output"]
+
+
+@pytest.mark.parametrize("step_size", ["observed", "learned"])
+@pytest.mark.parametrize("algorithms", [None, ("pairs",)])
+def test_training_keeps_pairs_within_bounds(step_size: str, algorithms: tuple[str, ...] | None, tmp_path: Path) -> None:
+    config = QuantizeConfig(mode="qat", algorithms=algorithms)
+    made, output = trained(config, QatConfig(step_size=step_size, freeze_observers=0.5))
+    layers = [node for node in made.graph.graph.nodes if node.target in WEIGHTED]
+    assert len(layers) == 4
+    assert all(fits(integers_of(made.graph, layer).numpy(), 1) for layer in layers) is (algorithms is not None)
+    assert sqnr_db(output, call(made.graph, X)) >= 45
+    path = export(made, tmp_path, ExportConfig(), samples=[X]).files["int8"]
+    assert onnx_notes.asks_for_exact_sums(path) is (algorithms is None)
+    notes = [note for note in made.plan.notes if "pairs" in note]
+    assert notes == (
+        ["pairs: the weights of 4 layers fit sums of 16 bits, which training keeps to"] if algorithms else []
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from(SHAPES), st.integers(0, 2**31), st.booleans())
+def test_gradients_pass_where_an_integer_fits_and_nowhere_else(
+    shape: tuple[int, ...], seed: int, learned: bool
+) -> None:
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(seed), requires_grad=True)
+    scale = torch.full((shape[0],), 0.02)
+    if learned:
+        made = LearnedSteps(scale, 0, -127, 127, axis=0, paired=1)(weight, True)
+        scale = LearnedSteps(scale, 0, -127, 127, axis=0).qparams()[0]
+    else:
+        made = fake_quantize(weight, scale, torch.zeros(shape[0], dtype=torch.int32), -127, 127, 0, 1)
+    steps = scale.reshape(-1, *[1] * (len(shape) - 1))
+    nearest = (weight.detach() / steps).round()
+    kept = fitted(nearest.clamp(-127, 127), 1)
+    torch.testing.assert_close(made.detach(), kept * steps)
+    made.sum().backward()
+    assert torch.equal(weight.grad, (kept == nearest).float())
+
+
+@pytest.mark.parametrize("kind", [PerChannelFakeQuantizer, PerChannelWeightObserver])
+def test_steps_are_as_wide_as_the_pairs_need(kind: Any) -> None:
+    weight = OfOneSign().second.weight.detach()
+    observer = kind(torch.int8, -127, 127, torch.per_channel_symmetric, 0, paired=1)
+    observer(weight)
+    largest = weight.flatten(1).abs().amax(1)
+    scales, _ = observer.calculate_qparams()
+    torch.testing.assert_close(scales, torch.maximum(largest, least_ends(weight, 1)) / 127)
+    assert bool((scales > 1.2 * largest / 127).all())
