@@ -264,7 +264,8 @@ class PerChannelFakeQuantizer(FakeQuantizeBase):  # type: ignore[misc]
         if not self.quantizing:
             return x
         zero = torch.zeros_like(self.scale, dtype=torch.int32)
-        return fake_quantize(x, self.scale, zero, self.quant_min, self.quant_max, self.ch_axis, self.paired)
+        paired = None if self.observing else self.paired  # those of a step that is as wide as they need fit
+        return fake_quantize(x, self.scale, zero, self.quant_min, self.quant_max, self.ch_axis, paired)
 
     def _ends(self, weight: Tensor) -> Tensor:
         if self.method == "minmax":

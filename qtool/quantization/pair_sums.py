@@ -29,14 +29,17 @@ def least_ends(weight: Tensor, groups: int) -> Tensor:
 
     ``weight``: outputs × inputs of a group × taps…; a linear layer has one group and no taps.
     """
-    rows = _rows(weight.detach().to(torch.float32), groups)
-    if rows is None or not rows.numel():
-        return weight.new_zeros(len(weight), dtype=torch.float32)
+    rows = weight.detach().to(torch.float32)
+    if is_depthwise(weight, groups) or not weight.numel():
+        return rows.new_zeros(len(weight))
     if _has_no_order(weight):
-        sums = [_largest_two(side).sum(1) for side in (rows, -rows)]
+        sums = torch.maximum(*(_largest_two(side).sum(1) for side in (rows.flatten(1), -rows.flatten(1))))
     else:
-        sums = [_pairs(side).clamp(min=0.0).sum(2).amax(1) for side in (rows, -rows)]
-    return torch.maximum(*sums) * (127 / (MOST - 1))  # both may be rounded up by half a step
+        one, other = _pairs(rows)
+        sums = rows.flatten(1).abs().amax(1)
+        if other.numel():
+            sums = torch.maximum(sums, (one + other).flatten(1).abs().amax(1))  # of two signs a pair is the larger
+    return sums * (127 / (MOST - 1))  # both may be rounded up by half a step
 
 
 def fitted(integers: Tensor, groups: int) -> Tensor:
@@ -44,24 +47,19 @@ def fitted(integers: Tensor, groups: int) -> Tensor:
 
     Where any two are to fit, the largest of a row is, or all beyond half of ``MOST``.
     """
-    rows = _rows(integers, groups)
-    if rows is None:
+    if is_depthwise(integers, groups):
         return integers
     if _has_no_order(integers):
+        rows = integers.flatten(1)
         low, high = (-_most(-rows), _most(rows))
         shape = len(rows), *[1] * (integers.dim() - 1)
         return integers.clamp(low.reshape(shape).to(integers.dtype), high.reshape(shape).to(integers.dtype))
-    pairs = _pairs(rows).clone()
-    for sign in (1, -1):
-        sides = (pairs * sign).clamp(min=0)
-        over = (sides.sum(2) - MOST).clamp(min=0)
-        larger = sides.argmax(2, keepdim=True)
-        pairs.scatter_add_(2, larger, (-sign * over.to(pairs.dtype))[..., None])
-    made = pairs.flatten(1)[:, : rows.shape[1]]
-    if integers.dim() == 2:
-        return made
-    taps = integers.shape[2:].numel()
-    return made.reshape(len(integers), taps, -1).transpose(1, 2).reshape(integers.shape)
+    one, other = _pairs(integers if integers.is_floating_point() else integers.to(torch.int16))
+    over = ((one + other).abs() - MOST).clamp(min=0)
+    first = one.abs() >= other.abs()
+    made = torch.stack([one - one.sign() * over * first, other - other.sign() * over * ~first], 2).flatten(1, 2)
+    alone = integers[:, made.shape[1] :]
+    return torch.cat([made.to(integers.dtype), alone], 1)
 
 
 def is_depthwise(weight: Tensor, groups: int) -> bool:
@@ -84,12 +82,7 @@ def _largest_two(rows: Tensor) -> Tensor:
     return pad(rows.clamp(min=0), (0, 2)).topk(2, 1).values
 
 
-def _rows(weight: Tensor, groups: int) -> Tensor | None:
-    """A weight as outputs × K in the kernel's order; None for a depthwise one."""
-    if is_depthwise(weight, groups):
-        return None
-    return weight if weight.dim() == 2 else weight.flatten(2).transpose(1, 2).flatten(1)
-
-
-def _pairs(rows: Tensor) -> Tensor:
-    return pad(rows, (0, rows.shape[1] % 2)).reshape(len(rows), -1, 2)
+def _pairs(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The first and the second of each pair of neighbouring inputs, without a last one that has no neighbour."""
+    pairs = weight.shape[1] // 2 * 2
+    return weight[:, 0:pairs:2], weight[:, 1:pairs:2]
