@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from qtool.lstm import OPERATOR
+
 Array = npt.NDArray[Any]
 LIMIT = 2**15 - 1
 
@@ -39,8 +41,10 @@ def at_risk(weight: Array) -> AtRisk | None:
 def matrices(kind: str, weight: Array, *, groups: int = 1, transposed: bool = False) -> list[Array]:
     """The int8 weight of a Conv, Gemm or MatMul as K × outputs, one for each group; none of a depthwise one.
 
-    ``transposed``: a Gemm stores outputs × K.
+    An LSTM's has one for each direction. ``transposed``: a Gemm stores outputs × K.
     """
+    if kind == OPERATOR:
+        return list(weight)
     if kind == "Conv":
         if groups == len(weight) > 1 and weight.shape[1] == 1:
             return []

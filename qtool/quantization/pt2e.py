@@ -26,7 +26,7 @@ from qtool.quantization.observers import (
 )
 from qtool.quantization.pair_sums import PAIRED
 from qtool.quantization.placement import Placed, Placement
-from qtool.quantization.rewrites.norms import make_live, settle_live, weight_edge
+from qtool.quantization.rewrites.norms import ANCHORS, make_live, settle_live, weight_edge
 from qtool.quantization.stored_weights import integers_of, store_integers
 from qtool.quantization.torchao_api import (
     QuantizationAnnotation,
@@ -134,7 +134,7 @@ def convert(prepared: GraphModule) -> GraphModule:
         converted = convert_pt2e(prepared, fold_quantize=True)
     assert isinstance(converted, GraphModule)
     for layer in converted.graph.nodes:
-        if PAIRED in layer.meta:
+        if PAIRED in layer.meta and layer.target in ANCHORS:
             store_integers(converted, layer, integers_of(converted, layer))
     return converted
 

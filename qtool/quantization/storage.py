@@ -23,6 +23,7 @@ from torch.fx import GraphModule, Node
 from qtool.form import quantized
 from qtool.quantization.capture import aten, parameter
 from qtool.quantization.integers import store_before
+from qtool.quantization.pair_sums import PAIRED, fitted, least_ends
 from qtool.quantization.placement import Placement
 from qtool.quantization.qparams import symmetric_qparams
 from qtool.quantization.targets import STORED, matrices
@@ -43,8 +44,8 @@ def store_bytes(graph_module: GraphModule, placement: Placement) -> int:
     lstms: dict[tuple[Node, ...], list[Node]] = {}
     for node in readers:
         placed = wanted[str(node.meta["unit"])]
-        if placement.target.integer_lstm and _has_plain_gates(node):
-            qmax = _lstm_qmax(placement)
+        if is_integer_lstm(node, placement):
+            qmax = lstm_qmax(placement)
             params = tuple(cast(list[Node], node.args[2]))
             if params not in lstms:
                 lstms[params] = _stored_layers(graph_module, node, qmax)
@@ -61,7 +62,12 @@ def store_bytes(graph_module: GraphModule, placement: Placement) -> int:
     return len(readers)
 
 
-def _lstm_qmax(placement: Placement) -> int:
+def is_integer_lstm(node: Node, placement: Placement) -> bool:
+    """Whether the target computes a recurrent layer in integers."""
+    return placement.target.integer_lstm and _has_plain_gates(node)
+
+
+def lstm_qmax(placement: Placement) -> int:
     """The greatest integer of an LSTM that computes in integers: 7 bits where that is for the sake of the kernels."""
     return placement.target.weight.qmax if placement.target.weight.bits == 7 else QMAX
 
@@ -82,7 +88,7 @@ def _stored_layers(graph_module: GraphModule, node: Node, qmax: int) -> list[Nod
     each = [weights[start : start + count] for start in range(0, len(weights), count)]
     stored = []
     for index in range(layers):
-        parts = _layer(each[width * index : width * (index + 1)], qmax, node.meta["unit"])
+        parts = _layer(each[width * index : width * (index + 1)], qmax, node)
         for name, part in zip(_PARTS, parts, strict=True):
             stored.append(store_before(graph_module, node, f"{node.name}_{index}_{name}", part))
     return stored
@@ -100,12 +106,12 @@ def _write_integer_lstm(graph_module: GraphModule, node: Node, stored: list[Node
     graph_module.graph.erase_node(node)
 
 
-def _layer(directions: Sequence[Sequence[Tensor]], qmax: int, unit: str) -> list[Tensor]:
-    """The parts of one layer from torch's parameters of its directions."""
+def _layer(directions: Sequence[Sequence[Tensor]], qmax: int, node: Node) -> list[Tensor]:
+    """The parts of one layer of an LSTM from torch's parameters of its directions."""
     found = []
     for weight, hidden, *biases in directions:
         ordered = [_ordered(bias) for bias in (biases or [weight.new_zeros(len(weight))] * 2)]
-        own = [part for matrix in (weight, hidden) for part in _columns(_ordered(matrix), qmax, unit)]
+        own = [part for matrix in (weight, hidden) for part in _columns(_ordered(matrix), qmax, node)]
         found.append([*own, torch.cat(ordered)])
     return [torch.stack(parts).contiguous() for parts in zip(*found, strict=True)]
 
@@ -116,9 +122,9 @@ def _ordered(gates: Tensor) -> Tensor:
     return torch.cat([parts[index] for index in _GATES])
 
 
-def _columns(matrix: Tensor, qmax: int, unit: str) -> tuple[Tensor, Tensor]:
+def _columns(matrix: Tensor, qmax: int, node: Node) -> tuple[Tensor, Tensor]:
     """The integers of a matrix, transposed, and the scale of each of its rows."""
-    integers, scales = _integers(matrix, qmax, unit)
+    integers, scales = _integers(matrix, qmax, node)
     return integers.T, scales
 
 
@@ -128,15 +134,19 @@ def _stored(graph_module: GraphModule, node: Node) -> Tensor:
     return value
 
 
-def _integers(matrix: Tensor, qmax: int, unit: str) -> tuple[Tensor, Tensor]:
-    scales = symmetric_qparams(matrix.abs().amax(1), qmax, where=f"layer '{unit}'")
-    return torch.round(matrix / scales[:, None]).clamp(-qmax, qmax).to(torch.int8), scales
+def _integers(matrix: Tensor, qmax: int, node: Node) -> tuple[Tensor, Tensor]:
+    """The integers of a matrix and the scale of each of its rows; those of a marked ``node`` fit sums of 16 bits."""
+    ends, paired = matrix.abs().amax(1), node.meta.get(PAIRED)
+    ends = ends if paired is None else torch.maximum(ends, least_ends(matrix, paired))
+    scales = symmetric_qparams(ends, qmax, where=f"layer '{node.meta['unit']}'")
+    integers = torch.round(matrix / scales[:, None]).clamp(-qmax, qmax).to(torch.int8)
+    return integers if paired is None else fitted(integers, paired), scales
 
 
 def _dequantized(graph_module: GraphModule, node: Node, matrix: Node, name: str, shared: list[Node]) -> Node:
     """The matrix dequantized: of integers that another layer has already, or of its own."""
     weight = _stored(graph_module, matrix)
-    integers, scales = _integers(weight, QMAX, node.meta["unit"])
+    integers, scales = _integers(weight, QMAX, node)
     other = next((n for n in shared if _holds(graph_module, n, integers, scales)), None)
     if other is None:
         values = {

@@ -21,7 +21,7 @@ from qtool.form import QuantizedModel
 from qtool.lstm import OPERATOR
 from qtool.quantization.stage import quantize
 from qtool.recipe import ExportConfig, QuantizeConfig
-from qtool.runtimes import open_session
+from qtool.runtimes import onnx_notes, open_session
 from qtool.runtimes.ort import optimized_graph
 
 X = torch.randn(16, 6, 12, generator=torch.Generator().manual_seed(0))
@@ -74,13 +74,20 @@ def test_its_form_is_saved_and_loaded(tmp_path: Path) -> None:
         assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize(("bits", "risk"), [(8, True), (7, False)])
-def test_products_of_an_lstm_are_counted_where_they_can_saturate(tmp_path: Path, bits: int, risk: bool) -> None:
-    form = made(net={"layers": 1}, weight_bits=bits)
+@pytest.mark.parametrize(("bits", "algorithms", "risk"), [(8, None, True), (8, ("pairs",), False), (7, None, False)])
+def test_products_of_an_lstm_are_counted_where_they_can_saturate(
+    tmp_path: Path, bits: int, algorithms: tuple[str, ...] | None, risk: bool
+) -> None:
+    form = made(net={"layers": 1}, weight_bits=bits, algorithms=algorithms)
     assert {unit.weight_bits for unit in form.plan.units} == {bits, None}
     result, _ = exported(form, tmp_path)
     counts = count_saturated(IntegerReference(result.files["int8"]), {"x": X.numpy()})
     assert (counts.get("rnn", 0) > 0) == risk
+    assert onnx_notes.asks_for_exact_sums(result.files["int8"]) == risk
+    notes = [note for note in form.plan.notes if note.startswith("pairs")]
+    assert [note.partition(",")[0] for note in notes] == (
+        ["pairs: the weights of 3 layers fit sums of 16 bits"] if algorithms else []
+    )
 
 
 @pytest.mark.parametrize("cell", [nn.GRU, nn.RNN])

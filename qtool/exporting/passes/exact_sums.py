@@ -99,7 +99,7 @@ def _do_not_fit(node: ir.Node, value: ir.Value | None) -> bool:
     tensor = _stored(value)
     if tensor is None or unmoved(value) is not value:
         return True
-    if node.op_type not in ("Conv", "Gemm") and (node.op_type, len(tensor.shape)) != ("MatMul", 2):
+    if node.op_type not in ("Conv", "Gemm", OPERATOR) and (node.op_type, len(tensor.shape)) != ("MatMul", 2):
         return True
     groups, transposed = node.attributes.get_int("group", 1), bool(node.attributes.get_int("transB", 0))
     found = matrices(node.op_type, tensor.numpy(), groups=groups, transposed=transposed)

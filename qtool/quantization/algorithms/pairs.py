@@ -14,7 +14,7 @@ dB of the weights' precision and 7 bits 6 dB.
 
 What a path cannot give, or where it has to keep its order, wider steps do; every later pass stays within
 (``store_integers``). Quantization-aware training keeps the order, whose batch-norms are not folded yet, and trains
-with steps and integers that fit.
+with steps and integers that fit; LSTMs keep theirs too (``storage.py``).
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ from qtool.quantization.capture import parameter, set_parameter
 from qtool.quantization.pair_sums import PAIRED, is_depthwise, least_ends
 from qtool.quantization.placement import Placed
 from qtool.quantization.rewrites.norms import NORMAL, readers_of
+from qtool.quantization.storage import QMAX, is_integer_lstm, lstm_qmax
+from qtool.quantization.targets import STORED
 from qtool.units import many
 
 MOST_CHANNELS = 2048
@@ -54,16 +56,12 @@ def order_pairs(subject: Subject) -> None:
         subject.ranges.setdefault(name, {})["pairs"] = order.tolist()
         moved += 1
     subject.graph.recompile()
-    subject.note(
-        f"pairs: the weights of {many(len(layers), 'layer')} fit sums of 16 bits, {many(moved, 'path')} of channels in "
-        "another order for it"
-    )
+    subject.note(f"pairs: {_fit(layers)}, {many(moved, 'path')} of channels in another order for it")
 
 
 def keep_pairs(subject: Subject) -> None:
     """Marks the layers of a graph that is to be trained: their steps are as wide as the order that they have needs."""
-    count = many(len(_marked(subject)), "layer")
-    subject.note(f"pairs: the weights of {count} fit sums of 16 bits, which training keeps to")
+    subject.note(f"pairs: {_fit(_marked(subject))}, which training keeps to")
 
 
 def _marked(subject: Subject) -> list[Node]:
@@ -71,11 +69,26 @@ def _marked(subject: Subject) -> list[Node]:
     at_risk = [placed.anchor for placed in subject.placement.layers if _is_at_risk(placed, subject)]
     readers, counts = readers_of(subject.graph), Counter(map(_stored, at_risk))
     layers = [node for node in at_risk if counts[_stored(node)] == readers[_stored(node)]]  # else a table shares bytes
-    if not layers:
+    lstms = _lstms(subject) if subject.placement.target.adds_pairs else []
+    if not layers + lstms:
         raise NothingToDo("no product of two weights is added in 16 bits")
     for layer in layers:
         layer.meta[PAIRED] = groups_of(layer)
-    return layers
+    for lstm in lstms:
+        lstm.meta[PAIRED] = 1
+    return layers + lstms
+
+
+def _lstms(subject: Subject) -> list[Node]:
+    """Those that compute in integers of 8 bits. Their states keep the order that they have."""
+    placed = (p for p in subject.placement.placed if p.pattern is not None and p.pattern.kind in STORED)
+    if lstm_qmax(subject.placement) != QMAX:
+        return []
+    return [p.anchor for p in placed if is_integer_lstm(p.anchor, subject.placement)]
+
+
+def _fit(layers: list[Node]) -> str:
+    return f"the weights of {many(len(layers), 'layer')} fit sums of 16 bits"
 
 
 def _orders(subject: Subject, paths: dict[str, list[Stream]], layers: set[Node]) -> Iterator[tuple[str, Tensor]]:
