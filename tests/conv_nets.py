@@ -128,7 +128,7 @@ class Block(nn.Module):
         y = self.activation(y)
         if self.structure == "twice":
             return self.activation(self.norm(self.conv(y)))
-        if self.joins:
+        if self.structure == "concat" and y.shape[2:] == x.shape[2:] and self.joins:  # at a stride of 1
             return torch.cat([y, x], 1)
         return y if self.after is None else self.after(y)
 
