@@ -88,7 +88,7 @@ def _stored_layers(graph_module: GraphModule, node: Node, qmax: int) -> list[Nod
     each = [weights[start : start + count] for start in range(0, len(weights), count)]
     stored = []
     for index in range(layers):
-        parts = _layer(each[width * index : width * (index + 1)], qmax, node)
+        parts = _layer(each[width * index : width * (index + 1)], qmax, node.meta["unit"], node.meta.get(PAIRED))
         for name, part in zip(_PARTS, parts, strict=True):
             stored.append(store_before(graph_module, node, f"{node.name}_{index}_{name}", part))
     return stored
@@ -106,12 +106,12 @@ def _write_integer_lstm(graph_module: GraphModule, node: Node, stored: list[Node
     graph_module.graph.erase_node(node)
 
 
-def _layer(directions: Sequence[Sequence[Tensor]], qmax: int, node: Node) -> list[Tensor]:
+def _layer(directions: Sequence[Sequence[Tensor]], qmax: int, unit: str, paired: int | None = None) -> list[Tensor]:
     """The parts of one layer of an LSTM from torch's parameters of its directions."""
     found = []
     for weight, hidden, *biases in directions:
         ordered = [_ordered(bias) for bias in (biases or [weight.new_zeros(len(weight))] * 2)]
-        own = [part for matrix in (weight, hidden) for part in _columns(_ordered(matrix), qmax, node)]
+        own = [part for matrix in (weight, hidden) for part in _columns(_ordered(matrix), qmax, unit, paired)]
         found.append([*own, torch.cat(ordered)])
     return [torch.stack(parts).contiguous() for parts in zip(*found, strict=True)]
 
@@ -122,9 +122,9 @@ def _ordered(gates: Tensor) -> Tensor:
     return torch.cat([parts[index] for index in _GATES])
 
 
-def _columns(matrix: Tensor, qmax: int, node: Node) -> tuple[Tensor, Tensor]:
+def _columns(matrix: Tensor, qmax: int, unit: str, paired: int | None) -> tuple[Tensor, Tensor]:
     """The integers of a matrix, transposed, and the scale of each of its rows."""
-    integers, scales = _integers(matrix, qmax, node)
+    integers, scales = _integers(matrix, qmax, unit, paired)
     return integers.T, scales
 
 
@@ -134,11 +134,11 @@ def _stored(graph_module: GraphModule, node: Node) -> Tensor:
     return value
 
 
-def _integers(matrix: Tensor, qmax: int, node: Node) -> tuple[Tensor, Tensor]:
-    """The integers of a matrix and the scale of each of its rows; those of a marked ``node`` fit sums of 16 bits."""
-    ends, paired = matrix.abs().amax(1), node.meta.get(PAIRED)
+def _integers(matrix: Tensor, qmax: int, unit: str, paired: int | None = None) -> tuple[Tensor, Tensor]:
+    """The integers of a matrix and the scale of each of its rows; ``paired`` ones fit sums of 16 bits."""
+    ends = matrix.abs().amax(1)
     ends = ends if paired is None else torch.maximum(ends, least_ends(matrix, paired))
-    scales = symmetric_qparams(ends, qmax, where=f"layer '{node.meta['unit']}'")
+    scales = symmetric_qparams(ends, qmax, where=f"layer '{unit}'")
     integers = torch.round(matrix / scales[:, None]).clamp(-qmax, qmax).to(torch.int8)
     return integers if paired is None else fitted(integers, paired), scales
 
@@ -146,7 +146,7 @@ def _integers(matrix: Tensor, qmax: int, node: Node) -> tuple[Tensor, Tensor]:
 def _dequantized(graph_module: GraphModule, node: Node, matrix: Node, name: str, shared: list[Node]) -> Node:
     """The matrix dequantized: of integers that another layer has already, or of its own."""
     weight = _stored(graph_module, matrix)
-    integers, scales = _integers(weight, QMAX, node)
+    integers, scales = _integers(weight, QMAX, node.meta["unit"])
     other = next((n for n in shared if _holds(graph_module, n, integers, scales)), None)
     if other is None:
         values = {
