@@ -57,8 +57,7 @@ class _Rounded(torch.autograd.Function):
 
 def within(steps: Tensor, qmin: int, qmax: int, paired: int | None) -> Tensor:
     """Whole numbers brought into the range, and to where their pairs fit if they are those of a ``paired`` layer."""
-    kept = steps.clamp(qmin, qmax)
-    return kept if paired is None else fitted(kept, paired)
+    return fitted(steps.clamp(qmin, qmax), paired)
 
 
 def rounded(value: Tensor) -> Tensor:

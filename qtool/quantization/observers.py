@@ -22,7 +22,7 @@ from qtool.errors import QtoolError
 from qtool.quantization.fake_quantize import fake_quantize
 from qtool.quantization.histogram import Histogram
 from qtool.quantization.learned import LearnedSteps
-from qtool.quantization.pair_sums import least_ends
+from qtool.quantization.pair_sums import fitting
 from qtool.quantization.qparams import affine_qparams, range_qparams, weight_step
 from qtool.quantization.ranges import RangeOptions, estimate, weight_extremes, weight_range
 from qtool.quantization.torchao_api import FakeQuantizeBase, ObserverBase
@@ -124,7 +124,7 @@ class PerChannelWeightObserver(ObserverBase):  # type: ignore[misc]
         """Reads the weight's range unless it is the weight that was read last, unchanged; the last one seen counts."""
         if self._seen is None or self._seen[0]() is not x or self._seen[1] != x._version:
             found = weight_range(x.detach(), self.ch_axis, self.method, self.quant_min, self.quant_max)
-            self.end = _fitting(found, x, self.paired)
+            self.end = fitting(found, x, self.paired)
             self._seen = weakref.ref(x), x._version
         return x
 
@@ -134,11 +134,6 @@ class PerChannelWeightObserver(ObserverBase):  # type: ignore[misc]
             raise QtoolError("weight observer", "a weight", "none", "run the prepared graph once before converting it")
         scale = weight_step(self.end, self.quant_min, self.quant_max)
         return scale, torch.zeros_like(scale, dtype=torch.int64)
-
-
-def _fitting(ends: Tensor, weight: Tensor, paired: int | None) -> Tensor:
-    """The ends of a weight's ranges, farther out where the sums of a ``paired`` layer's integers would not fit."""
-    return ends if paired is None else torch.maximum(ends.abs(), least_ends(weight, paired))
 
 
 class FakeQuantizer(FakeQuantizeBase):  # type: ignore[misc]
@@ -272,7 +267,7 @@ class PerChannelFakeQuantizer(FakeQuantizeBase):  # type: ignore[misc]
             ends = weight_extremes(weight, self.ch_axis)
         else:
             ends = weight_range(weight, self.ch_axis, self.method, self.quant_min, self.quant_max)
-        return _fitting(ends, weight, self.paired)
+        return fitting(ends, weight, self.paired)
 
     def calculate_qparams(self, **_: Any) -> tuple[Tensor, Tensor]:
         """Scales of shape (channels,), float32, and zero points, all zero."""

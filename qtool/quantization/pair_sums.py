@@ -42,12 +42,20 @@ def least_ends(weight: Tensor, groups: int) -> Tensor:
     return sums * (127 / (MOST - 1))  # both may be rounded up by half a step
 
 
-def fitted(integers: Tensor, groups: int) -> Tensor:
+def fitting(ends: Tensor, weight: Tensor, paired: int | None) -> Tensor:
+    """The ends of a weight's ranges, farther out where its integers are to fit and would not.
+
+    ``paired``: the groups of the layer, None of one whose integers need not.
+    """
+    return ends if paired is None else torch.maximum(ends.abs(), least_ends(weight, paired))
+
+
+def fitted(integers: Tensor, paired: int | None) -> Tensor:
     """``integers`` with those brought nearer to 0 that do not fit: of a pair the larger, as far as it has to be.
 
-    Where any two are to fit, the largest of a row is, or all beyond half of ``MOST``.
+    Where any two are to fit, the largest of a row is, or all beyond half of ``MOST``. ``paired``: as of ``fitting``.
     """
-    if is_depthwise(integers, groups):
+    if paired is None or is_depthwise(integers, paired):
         return integers
     if _has_no_order(integers):
         rows = integers.flatten(1)

@@ -92,8 +92,9 @@ class PlacementQuantizer(Quantizer):  # type: ignore[misc]
     def _weight_spec(self, placed: Placed) -> QuantizationSpec:
         form, axis = self.placement.weight_format(placed), output_axis(placed.anchor)
         paired = placed.anchor.meta.get(PAIRED)
-        observer: Any = PerChannelFakeQuantizer.with_args(paired=paired)
-        if not self.train:
+        if self.train:
+            observer: Any = PerChannelFakeQuantizer.with_args(paired=paired)
+        else:
             observer = PerChannelWeightObserver.with_args(method=self.weight_ranges, paired=paired)
         return QuantizationSpec(form.dtype, observer, form.qmin, form.qmax, torch.per_channel_symmetric, axis)
 

@@ -23,7 +23,7 @@ from torch.fx import GraphModule, Node
 from qtool.form import quantized
 from qtool.quantization.capture import aten, parameter
 from qtool.quantization.integers import store_before
-from qtool.quantization.pair_sums import PAIRED, fitted, least_ends
+from qtool.quantization.pair_sums import PAIRED, fitting
 from qtool.quantization.placement import Placement
 from qtool.quantization.qparams import symmetric_qparams
 from qtool.quantization.targets import STORED, matrices
@@ -136,11 +136,9 @@ def _stored(graph_module: GraphModule, node: Node) -> Tensor:
 
 def _integers(matrix: Tensor, qmax: int, unit: str, paired: int | None = None) -> tuple[Tensor, Tensor]:
     """The integers of a matrix and the scale of each of its rows; ``paired`` ones fit sums of 16 bits."""
-    ends = matrix.abs().amax(1)
-    ends = ends if paired is None else torch.maximum(ends, least_ends(matrix, paired))
+    ends = fitting(matrix.abs().amax(1), matrix, paired)
     scales = symmetric_qparams(ends, qmax, where=f"layer '{unit}'")
-    integers = torch.round(matrix / scales[:, None]).clamp(-qmax, qmax).to(torch.int8)
-    return integers if paired is None else fitted(integers, paired), scales
+    return torch.round(matrix / scales[:, None]).clamp(-qmax, qmax).to(torch.int8), scales
 
 
 def _dequantized(graph_module: GraphModule, node: Node, matrix: Node, name: str, shared: list[Node]) -> Node:

@@ -104,8 +104,7 @@ def store_integers(graph_module: GraphModule, layer: Node, made: Tensor) -> None
     integers = parameter(graph_module, stored)
     assert integers is not None
     assert isinstance(stored, Node)
-    made, paired = made.reshape(integers.shape), layer.meta.get(PAIRED)
-    made = made if paired is None else fitted(made, paired)
+    made = fitted(made.reshape(integers.shape), layer.meta.get(PAIRED))
     set_parameter(graph_module, str(stored.target), made.to(integers.dtype))
 
 

@@ -33,7 +33,7 @@ from qtool.quantization.algorithms.streams import ANCHORS, Stream, find_streams,
 from qtool.quantization.algorithms.subject import NothingToDo, Subject, saved_numbers
 from qtool.quantization.capture import parameter, set_parameter
 from qtool.quantization.pair_sums import PAIRED, is_depthwise, least_ends
-from qtool.quantization.placement import Placed
+from qtool.quantization.placement import Placed, Placement
 from qtool.quantization.rewrites.norms import NORMAL, readers_of
 from qtool.quantization.storage import QMAX, is_integer_lstm, lstm_qmax
 from qtool.quantization.targets import STORED
@@ -69,7 +69,7 @@ def _marked(subject: Subject) -> list[Node]:
     at_risk = [placed.anchor for placed in subject.placement.layers if _is_at_risk(placed, subject)]
     readers, counts = readers_of(subject.graph), Counter(map(_stored, at_risk))
     layers = [node for node in at_risk if counts[_stored(node)] == readers[_stored(node)]]  # else a table shares bytes
-    lstms = _lstms(subject) if subject.placement.target.adds_pairs else []
+    lstms = _lstms(subject.placement)
     if not layers + lstms:
         raise NothingToDo("no product of two weights is added in 16 bits")
     for layer in layers:
@@ -79,12 +79,12 @@ def _marked(subject: Subject) -> list[Node]:
     return layers + lstms
 
 
-def _lstms(subject: Subject) -> list[Node]:
-    """Those that compute in integers of 8 bits. Their states keep the order that they have."""
-    placed = (p for p in subject.placement.placed if p.pattern is not None and p.pattern.kind in STORED)
-    if lstm_qmax(subject.placement) != QMAX:
+def _lstms(placement: Placement) -> list[Node]:
+    """Those whose integers of 8 bits the target multiplies by bytes. Their states keep the order that they have."""
+    if not placement.target.adds_pairs or lstm_qmax(placement) != QMAX:
         return []
-    return [p.anchor for p in placed if is_integer_lstm(p.anchor, subject.placement)]
+    stored = (p.anchor for p in placement.placed if p.pattern is not None and p.pattern.kind in STORED)
+    return [node for node in stored if is_integer_lstm(node, placement)]
 
 
 def _fit(layers: list[Node]) -> str:
