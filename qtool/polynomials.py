@@ -7,10 +7,13 @@ may become a step of 1/255; what is compared with the runtime has to have the sa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
 
 import torch
 from torch import Tensor
+
+_PIECE = 2**16
+"""Numbers that are worked on at once: what is kept of the steps of a polynomial stays in the CPU's caches."""
 
 
 def fused_multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
@@ -33,17 +36,20 @@ def fused_multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 
 
 def _may_lie_midway(total: Tensor) -> bool:
-    """Whether some float64 lies midway between two float32, or is so small that this is not told by its last bits."""
+    """Whether some float64 lies midway between two float32, or is so small that this is not told by its last bits.
+
+    A sum that is rounded to 0 is 0.
+    """
     midway = (total.view(torch.int64) & (2**29 - 1)) == 2**28
-    return bool(midway.any()) or bool((total.abs() < torch.finfo(torch.float32).tiny).any())
+    small = (total != 0) & (total.abs() < torch.finfo(torch.float32).tiny)
+    return bool((midway | small).any())
 
 
 def logistic(x: Tensor) -> Tensor:
     """MLAS's float32 sigmoid: a ratio of two polynomials in FMA steps (coefficients from Eigen), within [0, 1]."""
     x = x.clamp(-18.0, 18.0)
-    square = x * x
-    top = x * horner(square, LOGISTIC_TOP)
-    return (top / horner(square, LOGISTIC_BOTTOM) + 0.5).clamp_min(0.0)
+    top, bottom = horner(x * x, LOGISTIC_TOP, LOGISTIC_BOTTOM).unbind()
+    return (x * top / bottom + 0.5).clamp_min(0.0)
 
 
 LOGISTIC_RESOLUTION = 2.0**-24
@@ -65,19 +71,11 @@ LOGISTIC_BOTTOM = (
 )
 
 
-def horner(x: Tensor, coefficients: Sequence[float]) -> Tensor:
-    """A polynomial, highest power first, each step one fused multiply-add."""
-    value, *rest = torch.tensor(coefficients, dtype=torch.float32, device=x.device)[:, None].unbind()
-    for coefficient in rest:
-        value = fused_multiply_add(value, x, coefficient)
-    return value
-
-
 def tanh(x: Tensor) -> Tensor:
     """MLAS's float32 hyperbolic tangent, likewise."""
     x = x.clamp(-9.0, 9.0)
-    square = x * x
-    return horner(square, TANH_TOP) * x / horner(square, TANH_BOTTOM)
+    top, bottom = horner(x * x, TANH_TOP, TANH_BOTTOM).unbind()
+    return top * x / bottom
 
 
 TANH_TOP = (
@@ -95,3 +93,34 @@ TANH_BOTTOM = (
     2.26843463243900e-03,
     4.89352518554385e-03,
 )
+
+
+def horner(x: Tensor, *polynomials: tuple[float, ...]) -> Tensor:
+    """Polynomials of ``x``, highest power first, as P × the shape of ``x``; each step is a fused multiply-add.
+
+    All take their steps together, a shorter one beginning with 0. Whether a sum lies midway is asked of all steps at
+    once, and only then are they taken one by one: an LSTM takes thousands of them over few numbers, where each operator
+    costs the same.
+    """
+    if x.numel() > _PIECE:
+        pieces = [horner(piece, *polynomials) for piece in torch.split(x.flatten(), _PIECE)]
+        return torch.cat(pieces, dim=1).reshape(-1, *x.shape)
+    coefficients = _together(polynomials, x.device).reshape(-1, len(polynomials), *[1] * x.dim())
+    value, *rest = coefficients.double().unbind()
+    wide, sums = x.double(), []
+    for coefficient in rest:
+        sums.append(torch.addcmul(coefficient, value, wide))  # the product is exact, and so the same fused or not
+        value = sums[-1].to(torch.float32).double()
+    if not _may_lie_midway(torch.stack(sums)):
+        return value.to(torch.float32)
+    value, *rest = coefficients.unbind()
+    for coefficient in rest:
+        value = fused_multiply_add(value, x, coefficient)
+    return value
+
+
+@functools.lru_cache
+def _together(polynomials: tuple[tuple[float, ...], ...], device: torch.device) -> Tensor:
+    """Their coefficients as float32, powers × polynomials."""
+    width = max(map(len, polynomials))
+    return torch.tensor([[0.0] * (width - len(each)) + [*each] for each in polynomials], device=device).T.contiguous()

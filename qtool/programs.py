@@ -167,7 +167,13 @@ def _propagated(module: GraphModule, mode: FakeTensorMode) -> bool:
     known = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
     assert mode.shape_env is not None
     mode.shape_env.pending_fresh_unbacked_symbols.clear()  # the ONNX exporter's, of a run with the same sizes
-    with torch.no_grad(), allocator.uncollected(), enable_python_dispatcher(), _plain_convolutions():
+    with (
+        torch.no_grad(),
+        allocator.uncollected(),
+        enable_python_dispatcher(),
+        whole_sequences(),
+        _plain_convolutions(),
+    ):
         try:
             with mock.patch.object(mode.shape_env, "_check_frozen", refuse):  # asked before a condition is noted
                 FakeTensorProp(module, mode).propagate_dont_convert_inputs(*known)

@@ -1,8 +1,8 @@
 """Recurrent layers in ONNX: one operator for each layer, where sequences stand first and directions second.
 
 ``qtool::lstm`` becomes ``DynamicQuantizeLSTM``, one of ONNX Runtime's own operators, whose layout its tensors have
-already. Float LSTMs and GRUs are left to torch's exporter, which writes a plain cell step by step. That is up to twice
-as fast as ONNX Runtime's ``RNN``, and needs a length: where it is open, there is an ``RNN``.
+already. Float LSTMs and GRUs are left to torch's exporter. Plain cells, which that writes step by step, become ``RNN``:
+of any length, written at once, and faster in ONNX Runtime for one sample, if slower for several in wide layers.
 """
 
 from __future__ import annotations
@@ -113,21 +113,12 @@ def _stacked(parts: Sequence[Any]) -> Any:
     return op.Concat(*(op.Unsqueeze(part, op.Constant(value_ints=[0])) for part in parts), axis=0)
 
 
-_OWN = {torch.ops.qtool.lstm.default: lstm}
-_PLAIN = {torch.ops.aten.rnn_tanh.input: _rnn("Tanh"), torch.ops.aten.rnn_relu.input: _rnn("Relu")}
-
-
-def translations(graph: torch.fx.Graph) -> dict[Any, Callable[..., tuple[Any, ...]]]:
-    """The forms in ONNX of qtool's own operators, and of plain recurrent layers over sequences of any length."""
-    plain = [node for node in graph.nodes if node.target in _PLAIN]
-    is_open = any(not isinstance(size, int) for node in plain for size in node.meta["val"][0].shape[_steps(node)])
-    return _OWN | (_PLAIN if is_open else {})
-
-
-def _steps(node: torch.fx.Node) -> slice:
-    """The axis of a recurrent layer's result that counts the steps."""
-    axis = 1 if node.args[8] else 0
-    return slice(axis, axis + 1)
+TRANSLATIONS: dict[Any, Callable[..., tuple[Any, ...]]] = {
+    torch.ops.qtool.lstm.default: lstm,
+    torch.ops.aten.rnn_tanh.input: _rnn("Tanh"),
+    torch.ops.aten.rnn_relu.input: _rnn("Relu"),
+}
+"""The forms in ONNX of qtool's own operator and of plain recurrent layers."""
 
 
 def require_forms(graph: torch.fx.Graph) -> None:

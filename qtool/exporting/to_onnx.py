@@ -217,7 +217,7 @@ def _exported(program: torch.export.ExportedProgram, opset: int) -> Any:
         "dynamo": True, "opset_version": opset, "verbose": False,
         "custom_translation_table": (
             attention.TRANSLATIONS | plain_forms.TRANSLATIONS | norms.translations(program.graph)
-            | recurrent.translations(program.graph) | adaptive_pools.translations(program.graph)
+            | recurrent.TRANSLATIONS | adaptive_pools.translations(program.graph)
         ),
     }  # fmt: skip
     plain = type(program)

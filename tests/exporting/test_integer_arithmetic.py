@@ -48,9 +48,9 @@ def test_fused_multiply_add_where_float64_would_round_twice() -> None:
     a, b, c = torch.tensor([1 + 2.0**-23]), torch.tensor([2.0**-24 * (1 + 2.0**-23)]), torch.tensor([1.0])
     exact = Fraction(float(a)) * Fraction(float(b)) + 1
     assert fused_multiply_add(a, b, c).numpy()[0] == rounded(exact)
-    tiny, tie = torch.tensor([-(2.0**-40)]), torch.tensor([2.0**24 + 2])
-    assert fused_multiply_add(tiny, torch.tensor([2.0**-20]), tie).item() == 2.0**24 + 2
-    assert fused_multiply_add(torch.tensor([2.0**12 + 1]), torch.tensor([2.0**12 + 1]), tiny).item() == 2**24 + 2**13
+    tiny, odd = torch.tensor([2.0**-40]), torch.tensor([2.0**12 + 1])
+    assert fused_multiply_add(odd, odd, -tiny).item() == 2**24 + 2**13
+    assert fused_multiply_add(odd, odd, tiny).item() == 2**24 + 2**13 + 2
 
 
 def test_fused_multiply_add_rounds_once_between_subnormal_numbers() -> None:
