@@ -35,39 +35,24 @@ Seen = Callable[[Tensor, Tensor], None]
 
 
 def dynamically(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """``x`` in steps of 1/255 of its range: unsigned integers in float32, their scale and their zero point."""
-    low, high = x.min().clamp_max(0.0), x.max().clamp_min(0.0)
-    scale = torch.where(high == low, torch.ones_like(high), (high - low) / 255)
+    """D × … in steps of 1/255 of the range of each of D: unsigned integers in float32, D scales, D zero points."""
+    low, high = x.flatten(1).aminmax(dim=1)
+    low, high = (end.reshape(-1, *[1] * (x.dim() - 1)) for end in (low.clamp_max(0.0), high.clamp_min(0.0)))
+    scale = torch.where(high == low, 1.0, (high - low) / 255)
     zero_point = (0.0 - low / scale).clamp(0.0, 255.0).round()
     steps = (x / scale).maximum(-zero_point).minimum(255 - zero_point).round()
     return steps + zero_point, scale, zero_point
 
 
 def product(x: Tensor, weight: Tensor, scales: Tensor, seen: Seen | None = None) -> Tensor:
-    """Rows × K times int8 K × N, in integers; ``scales`` are the columns'."""
+    """D × rows × K times int8 D × K × N, in integers; ``scales`` are the columns', D × N."""
     steps, scale, zero_point = dynamically(x)
     if seen is not None:
-        seen(steps.to(torch.uint8), weight)
-    exact = torch.float32 if 255 * 127 * len(weight) < EXACT else torch.float64
+        for read, read_by in zip(steps, weight, strict=True):
+            seen(read.to(torch.uint8), read_by)
+    exact = torch.float32 if 255 * 127 * weight.shape[1] < EXACT else torch.float64
     total = (steps - zero_point).to(exact) @ weight.to(exact)
-    return total.to(torch.float32) * (scale * scales)
-
-
-def direction(
-    x: Tensor, parts: Sequence[Tensor], h: Tensor, c: Tensor, seen: Seen | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """One direction of a layer over L × N × K: the hidden states L × N × H, the last of them and the last cell."""
-    weight, weight_scales, hidden, hidden_scales, biases = parts
-    bias = biases[: hidden.shape[1]] + biases[hidden.shape[1] :]
-    steps = product(x.flatten(0, 1), weight, weight_scales, seen).reshape(*x.shape[:2], -1)
-    found = []
-    for gates in steps:
-        gates = gates + product(h, hidden, hidden_scales, seen) + bias
-        i, o, f = logistic(gates[:, : -h.shape[1]]).chunk(3, 1)
-        c = i * tanh(gates[:, -h.shape[1] :]) + f * c
-        h = tanh(c) * o
-        found.append(h)
-    return torch.stack(found), h, c
+    return total.to(torch.float32) * (scale * scales[:, None])
 
 
 def layer(
@@ -75,15 +60,22 @@ def layer(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A layer as ONNX has it: of L × N × K the hidden states L × D × N × H, then D × N × H each; ``h``, ``c`` likewise.
 
-    The second of two directions goes from the end.
+    The second of two directions goes from the end; they take their steps together.
     """
-    made = []
-    for index in range(len(h)):
-        own = [part[index] for part in parts]
-        states, last, cell = direction(x.flip(0) if index else x, own, h[index], c[index], seen)
-        made.append((states.flip(0) if index else states, last, cell))
-    every, lasts, cells = zip(*made, strict=True)
-    return torch.stack(every, 1), torch.stack(lasts), torch.stack(cells)
+    weight, weight_scales, hidden, hidden_scales, biases = parts
+    size = hidden.shape[1]
+    bias = (biases[:, : 4 * size] + biases[:, 4 * size :])[:, None]
+    read = torch.stack([x, x.flip(0)][: len(h)])
+    steps = product(read.flatten(1, 2), weight, weight_scales, seen).reshape(*read.shape[:3], -1)
+    found = []
+    for gates in steps.unbind(1):
+        gates = gates + product(h, hidden, hidden_scales, seen) + bias
+        i, o, f = logistic(gates[..., : 3 * size]).chunk(3, -1)
+        c = i * tanh(gates[..., 3 * size :]) + f * c
+        h = tanh(c) * o
+        found.append(h)
+    forward, *backward = torch.stack(found, 1).unbind()
+    return torch.stack([forward, *(states.flip(0) for states in backward)], 1), h, c
 
 
 @torch.library.custom_op(
