@@ -52,13 +52,15 @@ def run(
 
     ``recipe`` is a TOML file, the name of a recipe in the package, a mapping like such a file or a Recipe;
     ``overrides``, of which a Recipe takes none, are ``"train.epochs=8"`` and the like. ``out`` is ``runs/NAME`` by
-    default. Raises UsageError for options that a later stage would refuse before the first begins, and ContractError
+    default. Raises QtoolError for what a later stage would refuse or miss before the first begins, and ContractError
     after all variants are done where a gate of one was not met.
     """
     wanted, folder = _opened(recipe, out, overrides)
     tell = teller(progress)
     for mode in wanted.variants or ():
         require_options(*_told(wanted, mode))
+    if wanted.variants and not has_result(folder, "train"):
+        _require_later(wanted)
     train(
         wanted.model, wanted.data, out=folder, task=wanted.task, weights=wanted.weights, config=wanted.train,
         resume=resume, progress=progress,
@@ -97,6 +99,18 @@ def _opened(
         do = "change its fields with dataclasses.replace, or pass a mapping"
         raise UsageError("argument 'overrides'", "none beside a Recipe", ", ".join(overrides), do)
     return recipe, Path(out)
+
+
+def _require_later(recipe: Recipe) -> None:
+    """Raises QtoolError for what later stages would miss on this machine: told before a training, not behind it."""
+    from qtool.benchmarking.regression import read_benchmark
+    from qtool.devices import resolve_device
+    from qtool.runtimes import require
+
+    resolve_device(recipe.quantize.device)
+    require(recipe.benchmark.provider, recipe.benchmark.device)
+    if recipe.benchmark.compare:
+        read_benchmark(Path(recipe.benchmark.compare))
 
 
 def _told(recipe: Recipe, mode: str) -> tuple[QuantizeConfig, QatConfig | None]:

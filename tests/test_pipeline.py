@@ -274,12 +274,18 @@ def test_recipes_as_objects_need_a_place(tmp_path: Path) -> None:
         ({"qat": {"ema": 0.9, "early_stopping": 1}}, "--ema: expected"),
         ({"quantize": {"metric": "top1"}}, "'metric': expected max_drop"),
         ({"quantize": {"engine": "torch.ao", "weight_bits": 4}}, "--weight-bits: expected 7 or 8"),
+        ({"quantize": {"calibration": "fashion"}}, "calibration 'fashion': expected train:N, a set's name or a"),
+        ({"quantize": {"calibration": "none.toml"}}, r"none.toml': expected a readable TOML file; got .*No such file"),
+        ({"quantize": {"ranges_from": "none.json"}}, r"none.json': expected the ranges.json of a quantize run"),
+        ({"quantize": {"device": "cuda:99"}}, "device 'cuda:99': expected that CUDA device"),
+        ({"benchmark": {"provider": "torch", "device": "cuda:99"}}, "provider 'torch': expected the CUDA device"),
+        ({"benchmark": {"compare": "none.json"}}, "none.json': expected a benchmark.json"),
     ],
 )
 def test_what_a_variant_would_refuse_is_told_before_the_training(
     options: dict[str, Any], told: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(UsageError, match=told):
+    with pytest.raises(QtoolError, match=told):
         qtool.run({"train": {"epochs": 0}, **options}, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
+from typing import Any
 
 from qtool.errors import UsageError, nearest
 from qtool.runtimes.base import Kernel, ProviderError, Session, TensorInfo
 
-__all__ = ["RUNTIMES", "Kernel", "ProviderError", "Session", "TensorInfo", "open_session"]
+__all__ = ["RUNTIMES", "Kernel", "ProviderError", "Session", "TensorInfo", "open_session", "require"]
 
 RUNTIMES = {
     "cpu": "ort",
@@ -44,15 +45,27 @@ def open_session(
     Raises UsageError for an unknown provider, ProviderError where it is not installed, is half
     installed or would be replaced by the CPU, and QtoolError for a file that it cannot load.
     """
-    if provider not in RUNTIMES:
-        raise UsageError(f"provider '{provider}'", "a known provider", "an unknown name", nearest(provider, RUNTIMES))
+    runtime = _runtime(provider)
     if threads < 1:
         raise UsageError("threads", "at least 1", str(threads), "give a positive number")
     path = Path(path)
     if not path.is_file():
         raise ProviderError.no_file(path)
-    runtime = importlib.import_module(f"qtool.runtimes.{RUNTIMES[provider]}")
     session: Session = runtime.open_file(
         path, provider=provider, threads=threads, optimize=optimize, precision=precision, device=device
     )
     return session
+
+
+def require(provider: str, device: str = "auto") -> None:
+    """Raises what opening any file on ``provider`` would: UsageError for an unknown one, ProviderError where it is not.
+
+    ``device`` is torch's.
+    """
+    _runtime(provider).require(provider, device)
+
+
+def _runtime(provider: str) -> Any:
+    if provider not in RUNTIMES:
+        raise UsageError(f"provider '{provider}'", "a known provider", "an unknown name", nearest(provider, RUNTIMES))
+    return importlib.import_module(f"qtool.runtimes.{RUNTIMES[provider]}")

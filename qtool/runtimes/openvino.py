@@ -209,6 +209,11 @@ def is_installed() -> bool:
     return importlib.util.find_spec("openvino") is not None
 
 
+def require(provider: str, device: str = "auto") -> None:
+    """Raises ProviderError unless the package is there."""
+    _require()
+
+
 def _require() -> Any:
     return imported("openvino", "provider 'openvino'", "qtool[openvino]", ProviderError)
 

@@ -328,7 +328,7 @@ def _quiet(provider: str) -> Iterator[None]:
         ort.set_default_logger_severity(_ERRORS_ONLY)
 
 
-def require(provider: str) -> None:
+def require(provider: str, device: str = "auto") -> None:
     """Raises ProviderError unless this build of ONNX Runtime has the provider."""
     refuse_conflict(provider)
     if PROVIDERS[provider] not in ort.get_available_providers():

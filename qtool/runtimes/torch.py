@@ -227,6 +227,11 @@ class _Flat(torch.nn.Module):
         return self.module(*arguments, **keywords)
 
 
+def require(provider: str, device: str) -> None:
+    """Raises ProviderError for a CUDA device that is not there."""
+    _device(provider, device)
+
+
 def _device(provider: str, asked: str | None) -> str:
     """The device asked for, CUDA where there is one if none was. Raises ProviderError for a CUDA that is not there."""
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0

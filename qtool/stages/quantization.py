@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from qtool import calibration_data
 from qtool.artifacts import read_result, sha256_of, staging, write_json, write_result
 from qtool.errors import ContractError, QtoolError, UsageError
 from qtool.lineage import content_of
@@ -83,9 +84,8 @@ def quantize(
     validation part, or on ``validation``: batches of (input, target) or of inputs alone. Raises ContractError, its
     ``details`` the outcome, where none does.
     """
-    from qtool.training import rules
-
     config, tuning = _quantize_configs(config, qat, options)
+    _require_options(config, tuning)
     config = anywhere(config)
     if validation is not None and not config.has_contract:
         raise _unused("validation")
@@ -103,8 +103,6 @@ def quantize(
 
     if folder and is_done(tell):
         return load_quantized(folder)
-    if tuning:
-        rules.check(tuning)
     writable(folder)
     tell(f"quantize: {config.mode}, calibrated on {_describe(drawn)}")
     forms = _forms(source)
@@ -138,14 +136,20 @@ def quantize(
 
 
 def require_options(config: QuantizeConfig, qat: QatConfig | None) -> None:
-    """Raises UsageError for what :func:`quantize` refuses of any model: told before a training, and not behind it."""
-    from qtool.quantization.stage import require_together
+    """Raises QtoolError for what :func:`quantize` refuses of any model: told before a training, and not behind it."""
+    _require_options(*_quantize_configs(config, qat, {}))
+
+
+def _require_options(config: QuantizeConfig, tuning: QatConfig | None) -> None:
+    from qtool.quantization.stage import read_ranges, require_together
     from qtool.training import rules
 
-    config, tuning = _quantize_configs(config, qat, {})
     if tuning:
         rules.check(tuning)
     require_together(config, tuning)
+    calibration_data.read(config.calibration)
+    if config.ranges_from:
+        read_ranges(Path(config.ranges_from))
 
 
 def _settings(config: QuantizeConfig, tuning: QatConfig | None) -> dict[str, Any]:
