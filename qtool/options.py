@@ -220,23 +220,24 @@ def _scalar(value: Any, kind: type, where: str, metadata: Mapping[str, Any]) -> 
 
 def _bounded(value: Any, metadata: Mapping[str, Any], where: str) -> Any:
     choices, low, high = metadata.get("choices", ()), metadata.get("low"), metadata.get("high")
+    unit = f" {metadata['unit']}" if metadata.get("unit") else ""
     if choices and value not in choices:
         words = accepted(metadata)
         raise UsageError(where, f"one of {', '.join(words)}", repr(value), nearest(str(value), words))
     if isinstance(value, float) and not math.isfinite(value):
         raise UsageError(where, "a finite number", repr(value), "correct the value")
     if low is not None and value < low:
-        raise UsageError(where, f"at least {low}", repr(value), "raise the value")
+        raise UsageError(where, f"at least {low}{unit}", repr(value), "raise the value")
     if high is not None and value > high:
-        raise UsageError(where, f"at most {high}", repr(value), "lower the value")
+        raise UsageError(where, f"at most {high}{unit}", repr(value), "lower the value")
     return value
 
 
 def option(
     default: Any, help: str, *, choices: Sequence[str] = (), low: float | None = None, high: float | None = None,
-    words: Mapping[str, Any] | None = None, here: Mapping[str, Callable[[], Any]] | None = None,
+    words: Mapping[str, Any] | None = None, here: Mapping[str, Callable[[], Any]] | None = None, unit: str = "",
 ) -> Any:  # fmt: skip
-    """A field with its help text, its choices, its bounds (both included) and the words that stand for values.
+    """A field with its help text, its choices, its bounds (both included), the words that stand for values, its unit.
 
     Words ``here`` stand for what their functions give on this machine, which is what a config then holds.
     """
@@ -247,6 +248,7 @@ def option(
         "high": high,
         "words": words or {},
         "here": here or {},
+        "unit": unit,
     }
     if isinstance(default, dict | list):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)

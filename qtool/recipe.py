@@ -222,8 +222,9 @@ class QuantizeConfig(Checked):
         None, "contract: at most this KL divergence from FP32, in nats; needs no labels", low=0
     )
     min_agreement: float | None = option(
-        None, "contract: at least this share of answers as FP32's, in percent; needs no labels", low=1, high=100
-    )
+        None, "contract: at least this share of answers as FP32's, in percent; needs no labels", low=50, high=100,
+        unit="percent",
+    )  # fmt: skip
     method: str = option(
         "auto", "what a contract may try: everything, nothing that trains, or these options only", choices=METHODS
     )

@@ -27,8 +27,8 @@ from typing import Any
 
 from qtool.errors import UsageError, nearest
 from qtool.factories import PRETRAINED, anchored
-from qtool.options import as_toml, make
-from qtool.recipe import MODES, Recipe, as_dict
+from qtool.options import as_toml, make, recipe_key
+from qtool.recipe import MODES, QuantizeConfig, Recipe, as_dict
 
 _SHIPPED = Path(__file__).parent / "recipes"
 SPECS = ("model", "data", "task")
@@ -46,7 +46,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
         raise UsageError(
             f"recipe '{path}'", "a readable file", error.strerror or str(error), "check the path"
         ) from error
-    return from_table(_found_beside(table, path.parent), overrides)
+    return from_table(_found_beside(table, path.parent), overrides, f"recipe '{path}'")
 
 
 def _found_beside(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
@@ -86,8 +86,8 @@ def _with_paths(
     return found
 
 
-def from_table(table: Mapping[str, Any], overrides: Sequence[str] = ()) -> Recipe:
-    """The recipe of plain values, with ``a.b=c`` overrides.
+def from_table(table: Mapping[str, Any], overrides: Sequence[str] = (), where: str = "recipe") -> Recipe:
+    """The recipe of plain values, with ``a.b=c`` overrides. Raises UsageError for one that lacks a model or data.
 
     A quantization's mode that is named beside no variants is the variant to be made.
     """
@@ -97,7 +97,16 @@ def from_table(table: Mapping[str, Any], overrides: Sequence[str] = ()) -> Recip
     stage = whole.get("quantize")
     mode = stage.get("mode") if isinstance(stage, Mapping) else None
     alone = {"variants": [mode]} if mode in MODES and "variants" not in whole else {}
-    return make(Recipe, whole | alone)
+    recipe = make(Recipe, whole | alone)
+    others = recipe.variants or ()
+    if mode not in (None, QuantizeConfig().mode, *others) and others:
+        asked = f"one of the variants, {' or '.join(others)}"
+        raise UsageError(recipe_key("quantize.mode"), asked, f"'{mode}'", "name it among the variants instead")
+    for key in ("model", "data"):
+        if key not in whole:
+            example = as_toml(getattr(recipe, key))
+            raise UsageError(where, f"a '{key}'", "none", f"name it, as in {key} = {example}")
+    return recipe
 
 
 def _own(value: Any) -> Any:

@@ -286,7 +286,7 @@ def test_what_a_variant_would_refuse_is_told_before_the_training(
     options: dict[str, Any], told: str, tmp_path: Path
 ) -> None:
     with pytest.raises(QtoolError, match=told):
-        qtool.run({"train": {"epochs": 0}, **options}, tmp_path / "run")
+        qtool.run({"model": "resnet", "data": "fashion-mnist", "train": {"epochs": 0}, **options}, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
@@ -296,11 +296,11 @@ def test_overrides_change_a_mapping_and_are_refused_beside_a_recipe(
     asked: list[int] = []
     monkeypatch.setattr(pipeline, "train", lambda *_, config, **__: asked.append(config.epochs))
     monkeypatch.setattr(pipeline, "report", lambda folder: {})
-    table = {"variants": "none", "train": {"seed": 1}}
+    table = {"model": "resnet", "data": "fashion-mnist", "variants": "none", "train": {"seed": 1}}
     for overrides in (["train.epochs=3"], "train.epochs=3"):
         pipeline.run(table, tmp_path, overrides=overrides)
     assert asked == [3, 3]
-    assert table == {"variants": "none", "train": {"seed": 1}}
+    assert table["train"] == {"seed": 1}
     with pytest.raises(UsageError, match=r"'train\.epoch'"):
         pipeline.run(table, tmp_path, overrides=["train.epoch=3"])
     with pytest.raises(UsageError, match=r"'overrides': expected none beside a Recipe; got train\.epochs=3"):

@@ -71,6 +71,9 @@ def configs(kind: type) -> st.SearchStrategy[Any]:
     )
 
 
+BUILT_IN = {"model": "resnet", "data": "fashion-mnist"}
+
+
 @given(configs(Recipe))
 def test_a_recipe_written_as_toml_reads_back_equal(recipe: Recipe) -> None:
     assert make(Recipe, tomllib.loads(to_toml(recipe))) == recipe
@@ -229,7 +232,7 @@ def test_an_override_that_cannot_be_applied_is_named(text: str) -> None:
 
 def test_a_recipe_file_with_overrides(tmp_path: Path) -> None:
     path = tmp_path / "a.toml"
-    path.write_text('model = "mobilenet"\n[train]\nepochs = 2\n')
+    path.write_text('model = "mobilenet"\ndata = "fashion-mnist"\n[train]\nepochs = 2\n')
     recipe = load_recipe(path, ["train.epochs=3", "quantize.ranges=entropy"])
     assert (recipe.model, recipe.train.epochs, recipe.quantize.ranges) == ("mobilenet", 3, "entropy")
     assert recipe.quantize == QuantizeConfig(ranges="entropy")
@@ -248,7 +251,7 @@ def test_files_that_a_recipe_names_are_found_beside_it_and_then_here(
     read = load_recipe(Path("there/r.toml"))
     assert (read.model, read.data) == ("there/nets.py:build", "imagefolder:there/photos:64")
     assert (read.task, read.weights, read.quantize.calibration) == ("here.py:task", "there/w.pt", "there/set.toml")
-    Path("there/r.toml").write_text('model = "resnet"\n[quantize]\ncalibration = "train:8"')
+    Path("there/r.toml").write_text('model = "resnet"\ndata = "a"\n[quantize]\ncalibration = "train:8"')
     kept = load_recipe(Path("there/r.toml"), ["model=nets.py:build"])  # what is typed is meant from here
     assert (kept.model, kept.quantize.calibration) == ("nets.py:build", "train:8")
 
@@ -295,13 +298,31 @@ def test_auto_is_what_this_machine_is_quick_at(
 
 def test_a_mode_that_is_named_alone_is_the_variant(tmp_path: Path) -> None:
     path = tmp_path / "a.toml"
-    path.write_text('[quantize]\nmode = "qat"\n')
-    assert load_recipe(path).variants == ("qat",)
-    assert load_recipe(path, ['variants=["ptq"]']).variants == ("ptq",)
+    path.write_text('model = "resnet"\ndata = "fashion-mnist"\n[quantize]\nmode = "qat"\n')
+    recipe = load_recipe(path)
+    assert recipe.variants == ("qat",)
     assert load_recipe(path, ["quantize.mode=ptq"]).variants == ("ptq",)
-    assert from_table({}).variants == Recipe().variants == ("ptq", "qat")
+    assert from_table(BUILT_IN).variants == Recipe().variants == ("ptq", "qat")
     with pytest.raises(UsageError, match=r"quantize\.mode"):
         load_recipe(path, ["quantize.mode=pqt"])
+    with pytest.raises(
+        UsageError, match=r"quantize\.mode': expected one of the variants, ptq; got 'qat'; name it among"
+    ):
+        load_recipe(path, ['variants=["ptq"]'])
+    path.write_text(to_toml(Recipe(variants=("qat",))))
+    assert load_recipe(path).variants == ("qat",)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"), [("", "a 'model'"), ("model = 'resnet'", "a 'data'"), ("[train]", "a 'model'")]
+)
+def test_a_recipe_says_what_it_is_of(text: str, told: str, tmp_path: Path) -> None:
+    """A file that is empty by mistake would train what nobody asked for."""
+    path = tmp_path / "a.toml"
+    path.write_text(text)
+    with pytest.raises(UsageError, match=rf"recipe '.*a\.toml': expected {told}; got none; name it, as in "):
+        load_recipe(path)
+    assert load_recipe(path, ["model=mobilenet", "data=alice"]).data == "alice"
 
 
 @pytest.mark.parametrize("content", [b"model = ", b"\xff\xfe", b"[train]\n[train]\n"])

@@ -46,7 +46,9 @@ def train_lines(result: Result) -> Iterator[Any]:
     """How well the trained model does, and what it took."""
     metrics, history = result["metrics"], result.get("history")
     if metrics:
-        yield f"train: {scores(metrics)} on {many(round(metrics['num_samples']), f'test {unit_of(metrics)}')}"
+        counted = {"top1", "perplexity"} & metrics.keys()  # a task of one's own weighs batches by what it likes
+        count = many(round(metrics["num_samples"]), f"test {unit_of(metrics)}") if counted else "the test data"
+        yield f"train: {scores(metrics)} on {count}"
     yield from _split(result)
     if history:
         yield f"  {_done(history)}"

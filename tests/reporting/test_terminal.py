@@ -216,3 +216,17 @@ def test_a_benchmark_that_fails_by_its_figures_prints_them(
     assert done.exit_code == 3
     assert ("size on disk, MiB" in done.stdout) is printed
     assert "--json" not in words or json.loads(done.stdout)["error"]["details"]
+
+
+@pytest.mark.parametrize(
+    ("metrics", "counted"),
+    [
+        ({"top1": 0.9}, "1,000 test samples"),
+        ({"perplexity": 9.0}, "1,000 test tokens"),
+        ({"mae": 0.1}, "the test data"),
+    ],
+)
+def test_what_a_task_weighs_by_is_not_called_samples(metrics: dict[str, float], counted: str) -> None:
+    """A task of one's own may count pixels, or whatever its loss is a mean of."""
+    first, *_ = terminal.train_lines({"metrics": {"num_samples": 1000.0} | metrics})
+    assert first.endswith(f"on {counted}")

@@ -360,6 +360,7 @@ def test_too_few_samples_for_an_agreement_are_told_before_any_is_read(
         ({"max_drop": 0.1}, "at least 3,838 validation samples"),
         ({"max_drop": 5.0, "metric": "mAP"}, "a metric of task 'classification'; got 'mAP'"),
         ({"max_drop": 5.0, "validation_samples": 20}, "at least 73 validation samples"),
+        ({"min_agreement": 0.97}, r"'min_agreement': expected at least 50 percent; got 0\.97"),
         ({"metric": "top1"}, "'metric': expected max_drop, max_kl or min_agreement beside it; got none of them"),
         ({"time_budget": 5.0}, "'time_budget': expected max_drop"),
         ({"validation": [torch.zeros(2)]}, "'validation': expected max_drop"),

@@ -232,7 +232,9 @@ def test_what_is_given_at_its_default_is_kept(small_data: str, tmp_path: Path) -
     assert "--precision" in decided(told)[0]
     assert "--precision" not in decided(told)[1]
     assert "--optimizer" not in decided(told)[1]
-    (tmp_path / "r.toml").write_text("[train]\nmemory_budget = '6MiB'\nprecision = '32-true'\n")
+    (tmp_path / "r.toml").write_text(
+        "model = 'resnet'\ndata = 'fashion-mnist'\n[train]\nmemory_budget = '6MiB'\nprecision = '32-true'\n"
+    )
     recipe = load_recipe(tmp_path / "r.toml", ["train.optimizer=adamw"])
     assert {"precision", "optimizer"} <= set(fitting.pinned(recipe.train))
     (tmp_path / "whole.toml").write_text(to_toml(recipe))
@@ -500,7 +502,7 @@ def test_torchrun_starts_them_again_in_smaller_micro_batches(small_data: str, tm
 
 
 def test_auto_is_a_word_of_recipes_too(tmp_path: Path) -> None:
-    (tmp_path / "r.toml").write_text('[train]\nbatch_size = "auto"\n')
+    (tmp_path / "r.toml").write_text('model = "resnet"\ndata = "fashion-mnist"\n[train]\nbatch_size = "auto"\n')
     recipe = load_recipe(tmp_path / "r.toml")
     assert recipe.train.batch_size == AUTO
     (tmp_path / "again.toml").write_text(to_toml(recipe))
