@@ -248,7 +248,7 @@ class QuantizeConfig(Checked):
 
     def knowing(self, given: Container[str]) -> Self:
         """The config once it knows which fields were ``given``: min-max asked for by name is min-max alone."""
-        if self.ranges != "minmax" or "algorithms" in given:
+        if self.ranges != "minmax" or self.effort is not None or "algorithms" in given:
             return self
         return dataclasses.replace(self, algorithms=None)
 
@@ -266,12 +266,13 @@ class QuantizeConfig(Checked):
 def settings_of(effort: str | None, weight_bits: int) -> dict[str, Any]:
     """The fields that an effort stands for: what did best in its class on the networks that it was measured on.
 
-    Each file computes with the same operators, so that none of them costs whoever runs it anything.
+    Each file computes with the same operators, so that none of them costs whoever runs it anything: ``pairs`` sees to
+    that on CPUs that would else have to add products otherwise.
     """
     if effort is None:
         return {}
     if effort == "fast":
-        return {"ranges": "minmax", "algorithms": None}
+        return {"ranges": "minmax", "algorithms": ("pairs",) if weight_bits == 8 else None}
     if weight_bits >= 7:
         return {"ranges": "network", "algorithms": ("pixels", "smooth", "equalize", "pairs", "gptq", "steps")}
     return {"ranges": "network", "weight_ranges": "mse", "algorithms": ("pixels", "smooth", "brecq")}

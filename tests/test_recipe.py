@@ -93,7 +93,7 @@ def test_an_effort_is_its_settings_written_out(effort: str | None, bits: int) ->
         (None, 4): ("network", "minmax", ("pixels", "smooth", "equalize", "pairs", "analytic-bias", "gptq-small")),
         (None, 8): ("network", "minmax", ("pixels", "smooth", "equalize", "pairs", "analytic-bias", "gptq-small")),
         ("fast", 4): ("minmax", "minmax", None),
-        ("fast", 8): ("minmax", "minmax", None),
+        ("fast", 8): ("minmax", "minmax", ("pairs",)),
         ("best", 4): ("network", "mse", ("pixels", "smooth", "brecq")),
         ("best", 8): ("network", "minmax", ("pixels", "smooth", "equalize", "pairs", "gptq", "steps")),
     }
@@ -106,7 +106,7 @@ def test_an_effort_is_its_settings_written_out(effort: str | None, bits: int) ->
 def test_min_max_by_name_is_min_max_alone_unless_algorithms_are_named_too() -> None:
     alone = make(QuantizeConfig, {"ranges": "minmax"})
     assert alone == make(QuantizeConfig, {"ranges": "minmax", "algorithms": "none"})
-    assert alone == dataclasses.replace(make(QuantizeConfig, {"effort": "fast"}), effort=None)
+    assert alone == dataclasses.replace(make(QuantizeConfig, {"effort": "fast"}), effort=None, algorithms=None)
     names = ("pixels", "smooth", "equalize", "pairs", "analytic-bias", "gptq-small")
     assert make(QuantizeConfig, {"ranges": "minmax", "algorithms": names}).algorithms == names
     assert make(QuantizeConfig, {"ranges": "percentile"}).algorithms == names

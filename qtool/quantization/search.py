@@ -2,7 +2,7 @@
 
 The rungs of a ladder, in the order of what they cost whoever runs the model, then of what they cost here:
 
-1. *min-max*: extremes alone, where neither ranges nor algorithms were chosen;
+1. *min-max*: what ``--effort fast`` stands for, where neither ranges nor algorithms were chosen;
 2. *as asked*: the options as they were given (by default ranges by the network's error, SmoothQuant, equalization,
    corrected biases and GPTQ in small layers);
 3. *free*: bias correction by what batch-norm tells, which reads no data, where the options have none;
@@ -173,7 +173,7 @@ class Search:
 
 
 def min_max(search: Search) -> Trial | None:
-    """Extremes alone, unless ranges or algorithms are other than what they are by default, or saved."""
+    """Extremes, unless ranges or algorithms are other than what they are by default, or saved."""
     chosen = any(getattr(search.config, name) != getattr(QuantizeConfig(), name) for name in CHOSEN)
     return None if chosen else kept(search.attempt("ptq, minmax", **settings_of("fast", search.config.weight_bits)))
 
