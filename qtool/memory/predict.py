@@ -39,7 +39,7 @@ from unittest import mock
 import torch
 from torch import nn
 from torch._guards import active_fake_mode
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed._tools import mod_tracker
 from torch.distributed._tools.mem_tracker import MemTracker
@@ -156,7 +156,7 @@ def _prediction(
     group = processes.pretended(config.devices) if config.strategy == "fsdp" else nullcontext()
     with group, torch.random.fork_rng(devices=[]), mode, answered(), stood_in(mode, scratch):
         device = resolve_device(config.device)
-        model = _fake(build(), device)
+        model = _fake(_built(build), device)
         value, target = map_tensors(mode.from_tensor, _some(tuple(batch), share))
         watched = oracle.at_work.watched(model) if oracle.answers else nullcontext()
         with _in_place(device), watched, prepare(model, config, _first(value)) as setup:
@@ -172,6 +172,15 @@ def _micro_batches(batch: tuple[Any, Any], config: TrainConfig) -> list[Any]:
     share = math.ceil(num_samples(batch[0]) / config.devices)
     size = math.ceil(math.ceil(config.batch_size / config.devices) / config.micro_batches)
     return split(_some(tuple(batch), share), math.ceil(share / size))
+
+
+def _built(build: Callable[[], nn.Module]) -> nn.Module:
+    """What ``build`` makes, without storage; or with it, where its code asks for values that no fake tensor has."""
+    try:
+        return build()
+    except Exception:
+        with unset_fake_temporarily():
+            return build()
 
 
 def _fake(model: nn.Module, device: torch.device) -> nn.Module:

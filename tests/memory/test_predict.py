@@ -158,6 +158,25 @@ def test_torchaos_compiled_update_is_predicted_without_compiling_it() -> None:
         assert predicted.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.01)
 
 
+def test_code_that_reads_what_it_builds_is_predicted_as_any_other() -> None:
+    """Fake tensors have no values: such a model is built with real ones, and its memory is told all the same."""
+
+    def reads() -> nn.Module:
+        net = alike()
+        net[0].weight.data /= float(net[0].weight.detach().numpy().max())
+        return net
+
+    inputs = torch.randn(2, 64), torch.zeros(2, dtype=torch.int64)
+    plain, read = (predict(build, inputs, config(), prepare=setup, loss=LOSS) for build in (alike, reads))
+    assert read.peak_bytes == plain.peak_bytes
+
+    def broken() -> nn.Module:
+        raise ValueError("its own")
+
+    with pytest.raises(ValueError, match="its own"):
+        predict(broken, inputs, config(), prepare=setup, loss=LOSS)
+
+
 def colour() -> nn.Module:
     features = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1))
     return nn.Sequential(*features, nn.Flatten(), nn.Linear(8, 3))
