@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -96,7 +97,20 @@ def load_factory(spec: str) -> Factory:
         known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         got = f"no '{name}'" if function is None else kind_of(function)
         raise UsageError(f"factory '{spec}'", f"a function '{name}' in {place}", got, nearest(name, known or [name]))
+    if needed := _needed(function):
+        do = "give them defaults, or name a function that calls it with what it needs"
+        raise UsageError(f"factory '{spec}'", "a function that needs no arguments", f"one of {', '.join(needed)}", do)
     return Factory(spec, function, file, digest)
+
+
+def _needed(function: Callable[..., Any]) -> list[str]:
+    """The parameters of a function that have to be given; none where Python does not know them."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    varying = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [each.name for each in parameters if each.default is each.empty and each.kind not in varying]
 
 
 def require_same(record: Mapping[str, Any], *, trust: bool = False) -> None:
@@ -197,9 +211,8 @@ def _told(spec: str, file: Path | None) -> Iterator[None]:
         do = "name it package.module:factory, from the folder of the package" if within else "correct that line"
         if isinstance(error, ModuleNotFoundError) and error.name:
             do = f"install the package of '{error.name.partition('.')[0]}', or correct that line"
-        raise QtoolError(
-            f"factory '{spec}'", "no exception", f"{type(error).__name__}: {error} ({_line(error, file)})", do
-        ) from error  # fmt: skip
+        raised = ": ".join(filter(None, (type(error).__name__, str(error))))
+        raise QtoolError(f"factory '{spec}'", "no exception", f"{raised} ({_line(error, file)})", do) from error
 
 
 def _line(error: Exception, file: Path | None) -> str:

@@ -161,3 +161,18 @@ def test_specs_mean_the_same_from_another_folder(monkeypatch: pytest.MonkeyPatch
     assert anchored("package.module:build") == "package.module:build"
     assert anchored("resnet") == "resnet"
     assert anchored(object()) is None
+
+
+def test_a_function_that_asks_for_arguments_is_refused_by_their_names(file: Path) -> None:
+    file.write_text(
+        "def build(width, *rest, depth=2, **more): return width\nclass Net:\n    def __init__(self, a, b): ...\n"
+    )
+    for name, needed in (("build", "width"), ("Net", "a, b")):
+        with pytest.raises(UsageError, match=f"a function that needs no arguments; got one of {needed}; give them"):
+            load_factory(f"{file}:{name}")
+
+
+def test_an_exception_without_words_is_told_by_its_name(file: Path) -> None:
+    file.write_text("def build():\n    raise StopIteration\n")
+    with pytest.raises(QtoolError, match=r"got StopIteration \(.*mine\.py:2\)"):
+        load_factory(f"{file}:build")()

@@ -68,7 +68,7 @@ def advice(outcome: Mapping[str, Any]) -> str:
             f"{units}The value found is within the limit, but the samples are too few to tell: give about {needed:,}."
         )
     tried = any(trial["name"].startswith("qat") for trial in outcome["trials"])
-    more = "give labelled training data" if outcome["method"] == "auto" else "allow more by method 'auto'"
+    more = "give labelled training data" if outcome["method"] == "auto" else "allow more by --method auto"
     return f"{units}Promise less, {'' if tried else f'{more}, '}or look at those units."
 
 

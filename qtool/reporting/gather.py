@@ -8,6 +8,7 @@ sentence, not a failure; only a folder without any result is refused. What a con
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -163,7 +164,7 @@ def _note_missing(run: Run) -> None:
         later.remove("quantize")  # exported from another folder
         run.missing += [f"contract {gate['found']}" for gate in _gates(run) if _is_open(gate)]
     if later:
-        run.missing.append(f"not there yet: {', '.join(later)} (next: qtool {later[0]} {run.path})")
+        run.missing.append(f"not there yet: {', '.join(later)} (next: qtool {later[0]} {shlex.quote(str(run.path))})")
 
 
 def _gates(run: Run) -> list[Mapping[str, Any]]:

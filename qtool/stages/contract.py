@@ -375,7 +375,7 @@ def _refused(search: Search, candidates: Candidates, outcome: dict[str, Any], ke
         do = f"too few samples to tell it from noise: give about {many(needed, 'validation sample')}"
     else:
         tried = any(trial.config.mode == "qat" for trial in search.trials) or QAT in search.failed
-        more = "give labelled training data" if search.config.method == "auto" else "allow more by method 'auto'"
+        more = "give labelled training data" if search.config.method == "auto" else "allow more by --method auto"
         do = f"promise less, {'' if tried else f'{more}, '}or look at those units"
     samples = many(candidates.judge.num_samples, "sample")
     error = ContractError(

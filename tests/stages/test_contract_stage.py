@@ -420,7 +420,7 @@ def test_a_recipe_holds_a_contract_for_each_variant(
     told = " ".join(capsys.readouterr().out.split())
     name = "ptq, network + pixels + smooth + equalize + pairs + analytic-bias + gptq-small"
     assert f"contract not kept; closest is '{name}': KL ≤ 1e-09 nats" in told
-    assert "allow more by method 'auto'" in told
+    assert "allow more by --method auto" in told
 
 
 SLOW = """

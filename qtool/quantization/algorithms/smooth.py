@@ -225,7 +225,7 @@ def output_error(graph: GraphModule, place: Place, scales: Tensor, levels: int) 
             rows @ taps.flatten(0, 1).T
             for rows, taps in ((x, weight), (rounded, (weight * scales / own).round() * own))
         )
-        total += float((wanted - got).var(0).sum() / wanted.var(0).sum().clamp(min=1e-30))
+        total += float((wanted - got).var(0, correction=0).sum() / wanted.var(0, correction=0).sum().clamp(min=1e-30))
     return total
 
 
