@@ -130,10 +130,8 @@ def _count(spec: str, text: str) -> int:
 def _shipped(name: str) -> Path:
     known = {path.stem: path for folder in FOLDERS for path in sorted(folder.glob("*.toml"))}
     if name not in known:
-        raise UsageError(
-            f"calibration '{name}'", "train:N, a set's name or a .toml file", "none of these",
-            nearest(name, ["train:512", *known]),
-        )  # fmt: skip
+        do = f"write train:{name}" if name.isdecimal() else nearest(name, ["train:512", *known])
+        raise UsageError(f"calibration '{name}'", "train:N, a set's name or a .toml file", "none of these", do)
     return known[name]
 
 

@@ -79,6 +79,7 @@ def test_every_recipe_that_comes_with_the_package_draws(name: str) -> None:
         ("train:-5", "N of at least 1"),
         ("train:many", "'many'"),
         ("trian:512", "did you mean 'train:512'?"),
+        ("64", "write train:64"),
         ("fashon-mnist", "did you mean 'fashion-mnist'?"),
         ("missing.toml", "a readable TOML file"),
     ],
