@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from qtool.quantization.float_form import FloatForms
 from qtool.quantization.histogram import Histogram
 from qtool.quantization.observers import RangeObserver
 from qtool.quantization.ranges import RangeOptions, estimate
@@ -250,10 +251,10 @@ def test_a_transformer_whose_channels_stick_out_comes_nearer() -> None:
     model, sets = hard_transformer(), image_sets()
     train = torch.stack([image for image, _ in sets["train"][:64]])
     test = torch.stack([image for image, _ in sets["test"][:64]])
-    found = {}
+    found, forms = {}, FloatForms(model)
     for ranges in ("minmax", "output", "network"):
         config = QuantizeConfig(ranges=ranges)
-        made = quantize(model, config, example=train[:2], calibration=train.split(32))
+        made = quantize(model, config, example=train[:2], calibration=train.split(32), forms=forms)
         with torch.no_grad():
             wanted = model(test)
             error = (made(test) - wanted).square().sum()
