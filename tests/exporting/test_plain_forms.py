@@ -45,6 +45,21 @@ def test_a_masks_operators_are_written_as_they_are(monkeypatch: pytest.MonkeyPat
     np.testing.assert_allclose(session.run(None, feeds)[0], model(*example).detach().numpy(), atol=2e-6)
 
 
+CLAMPED: dict[str, tuple[float, float]] = {"a whole least": (0, 0.7), "a whole greatest": (-0.3, 1)}
+
+
+@pytest.mark.parametrize("bounds", CLAMPED.values(), ids=CLAMPED)
+def test_bounds_may_be_a_whole_number_and_a_fraction(bounds: tuple[float, float]) -> None:
+    class Clamped(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.clamp(*bounds) + (x * 3).int().clamp(*bounds)
+
+    x = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
+    made = to_onnx.float_to_onnx(float_form(Clamped(), x), x, 21)
+    session = onnxruntime.InferenceSession(ir.serde.serialize_model(made).SerializeToString())
+    np.testing.assert_array_equal(session.run(None, {"x": x.numpy()})[0], Clamped()(x).numpy())
+
+
 def test_an_average_by_a_divisor_that_torch_would_leave_out_is_refused() -> None:
     class Pooled(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
