@@ -227,7 +227,7 @@ def _refused(model: nn.Module, example: Any, error: Exception) -> QtoolError:
             call(model.eval(), example)
     except Exception as refusal:
         shapes = ", ".join(_described(value) for value in tensors(example))
-        do = misnamed(refusal) or (
+        do = misnamed(refusal, model) or (
             "give batches of tensors, such as torch.from_numpy makes of arrays" if not shapes
             else "check the size, the channels and the type of the inputs"
         )  # fmt: skip
