@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from qtool.devices import out_of_memory
 from qtool.errors import OWN, QtoolError, reason_of, says_that_another_ended
@@ -13,10 +14,13 @@ CHECK = "check the type and the values of the inputs; --debug shows where it fai
 
 
 @contextmanager
-def passes_told(where: str, expected: str = "inputs that it takes", do: str = CHECK) -> Iterator[None]:
+def passes_told(
+    where: str, expected: str = "inputs that it takes", do: str = CHECK, model: Callable[..., Any] | None = None
+) -> Iterator[None]:
     """Raises QtoolError where a model's forward pass, the block, does not take its input, whatever its code raises.
 
-    The end of memory is raised as it is, and so is what says that another process has ended.
+    What to call arguments is told better of a ``model`` that is known. The end of memory is raised as it is, and so is
+    what says that another process has ended.
     """
     try:
         yield
@@ -24,7 +28,7 @@ def passes_told(where: str, expected: str = "inputs that it takes", do: str = CH
         if out_of_memory(error) or says_that_another_ended(error):
             raise
         raise QtoolError(
-            where, expected, reason_of(error), misnamed(error) or made_in_inference(error) or do
+            where, expected, reason_of(error), misnamed(error, model) or made_in_inference(error) or do
         ) from error
 
 

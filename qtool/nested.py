@@ -9,6 +9,7 @@ batch, but in a list of samples (one dict of boxes for each image, say).
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
 import re
 import zlib
@@ -307,17 +308,26 @@ def no_floats(error: BaseException | None, value: Any) -> str | None:
     return "return x.float() for its inputs" if given else None
 
 
-def misnamed(error: Exception) -> str | None:
+def misnamed(error: Exception, model: Callable[..., Any] | None = None) -> str | None:
     """What to do about a call whose arguments are not the model's, by the error it raised; None for another error."""
     text = str(error)
     if not isinstance(error, TypeError) or "argument" not in text:
         return None
     if "unexpected keyword" in text:
-        return "call the items of a dict what the model calls its arguments, or give (input, target)"
+        name = _only_argument(model)
+        whole = f"give {{'{name}': {{…}}}} if '{name}' is to be the whole dict; else " if name else ""
+        return f"{whole}call the items of a dict what the model calls its arguments, or give (input, target)"
     if "missing" not in text:
         return None
     kept = "; 'labels' in a dict by itself are its target, and stay in ({…},)" if "'label" in text else ""
     return f"give samples ((first, second), target), or dicts by argument{kept}"
+
+
+def _only_argument(model: Callable[..., Any] | None) -> str | None:
+    """The name of the one argument that a model has to be given; None where it is not one, or has no name."""
+    taken = inspect.signature(getattr(model, "forward", model)).parameters.values() if model is not None else ()
+    needed = [parameter for parameter in taken if parameter.default is parameter.empty]
+    return needed[0].name if len(needed) == 1 and needed[0].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD else None
 
 
 def call(model: Callable[..., Any], value: Any) -> Any:

@@ -163,7 +163,8 @@ def answer(model: Callable[[Any], Any], value: Any) -> Any:
     """The output of ``model`` for an input. Raises QtoolError where it does not take that: see ``passes_told``."""
     expected = "a forward pass on the inputs of the data"
     try:
-        with passes_told("model", expected, "give a model and data that go together; --debug shows where it failed"):
+        usual = "give a model and data that go together; --debug shows where it failed"
+        with passes_told("model", expected, usual, model):
             _require_more_than_one(model, value)
             return call(model, value)
     except QtoolError as error:

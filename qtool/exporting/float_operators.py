@@ -23,7 +23,15 @@ from onnx.reference import ReferenceEvaluator
 from torch import Tensor
 
 from qtool.errors import QtoolError
-from qtool.exporting.integer_kernels import largest_in_windows, leaky_relu, padding, required, spatial, window_means
+from qtool.exporting.integer_kernels import (
+    largest_in_windows,
+    leaky_relu,
+    padding,
+    places_of_largest,
+    required,
+    spatial,
+    window_means,
+)
 from qtool.polynomials import logistic, tanh
 
 Attributes = Mapping[str, Any]
@@ -228,7 +236,8 @@ def evaluate(
     if own is None and not beyond and all(x.dtype == torch.float32 for x in present):
         own = EXACT.get(op) or APPROXIMATE.get(op)
     if own is not None:
-        return [own(attributes, *inputs)]
+        results = [own(attributes, *inputs)]
+        return results if outputs == 1 else [*results, places_of_largest(present[0], attributes)]
     if op == "Cast" and attributes["to"] in FLOATS:
         return [present[0].to(FLOATS[attributes["to"]])]
     if op == "Pad":

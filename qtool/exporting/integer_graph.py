@@ -312,6 +312,8 @@ class Planner:
 
     def group(self, node: Node) -> tuple[Unit, list[str]] | None:
         """The fused unit around ``node`` and the outputs of the nodes it takes in; ``None`` if a rule fails."""
+        if len(node.outputs) > 1:
+            return None
         inputs = [self.meaning(name) for name in node.inputs if name]
         reader = self.graph.only_reader(node.outputs[0])
         clamp = reader if reader is not None and reader.op in CLAMPS and self._single(reader) else None

@@ -205,6 +205,18 @@ def largest_in_windows(x: Tensor, attributes: Attributes) -> Tensor:
     return result
 
 
+def places_of_largest(x: Tensor, attributes: Attributes) -> Tensor:
+    """Where in ``x``, flattened, the first of the largest values of every pooling window is."""
+    lowest = -math.inf if x.is_floating_point() else torch.iinfo(x.dtype).min
+    everywhere = torch.arange(x.numel(), device=x.device).reshape(x.shape)
+    pairs = zip(windows(x, attributes, lowest), windows(everywhere, attributes, -1), strict=True)
+    largest, places = next(pairs)
+    for values, found in pairs:
+        larger = (values > largest) | ((places < 0) & (found >= 0))  # padding is nowhere, however low the values
+        largest, places = torch.where(larger, values, largest), torch.where(larger, found, places)
+    return places
+
+
 def windows(x: Tensor, attributes: Attributes, fill: float) -> Iterator[Tensor]:
     """For each place in a pooling kernel, in row order, the values that all windows hold there."""
     kernel, size = list(attributes["kernel_shape"]), list(x.shape[2:])

@@ -109,7 +109,8 @@ class IntegerReference:
         if node.op == QUANTIZE and first is not None:
             return {unit.output: _quantized(first, self._affine(node))}
         if node.op in PROPAGATED and isinstance(first, Quantized) and first.affine.axis is None:
-            return {unit.output: self._moved(node, first, inputs[1:])}
+            moved, *places = self._in_float(node, [first.values, *(None if y is None else real(y) for y in inputs[1:])])
+            return dict(zip(node.outputs, (first.with_values(moved), *places), strict=True))
         plain = [None if x is None else real(x) for x in inputs]
         if node.name in self.blocks and plain[0] is not None:
             plain[0] = rounded_in_blocks(plain[0], self.blocks[node.name])
@@ -132,9 +133,6 @@ class IntegerReference:
         affine = self.affines[node.name]
         assert affine is not None
         return affine
-
-    def _moved(self, node: Node, x: Quantized, rest: list[Value | None]) -> Quantized:
-        return x.with_values(self._in_float(node, [x.values, *(None if y is None else real(y) for y in rest)])[0])
 
     def _in_float(self, node: Node, inputs: list[Tensor | None]) -> list[Tensor]:
         if node.op == OPERATOR:

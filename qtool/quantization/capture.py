@@ -115,6 +115,7 @@ def capture(model: nn.Module, example: Any, *, train: bool = False, axes: tuple[
     graph_module.meta["notes"] = (*_left_out(model, graph_module), *_fixed(graph_module), *conditions)
     graph_module.meta["any_batch"] = not conditions
     _detach_parameters(graph_module)
+    _require_groups(graph_module)
     write_floats(graph_module)
     if write_linears(graph_module):
         drop_unused(graph_module)
@@ -186,6 +187,17 @@ def _require_tensors(model: nn.Module, graph_module: GraphModule) -> None:
         raise _draws_by_itself(model)
 
 
+def _require_groups(graph_module: GraphModule) -> None:
+    """No file could hold a convolution in groups as many as the batch has samples, each with a kernel of its own."""
+    for node in graph_module.graph.nodes:
+        if node.target in CONVOLUTIONS and any(isinstance(groups, Node) for groups in node.args[6:7]):
+            raise QtoolError(
+                f"module '{owner(node)}'" if owner(node) else "model", "convolutions whose groups are a number",
+                f"'{node.name}', whose groups are counted from the inputs, where ONNX has a fixed number",
+                "have no kernel for each sample: scale what goes into one and what comes out, or mix what several give",
+            )  # fmt: skip
+
+
 def _draws_by_itself(model: nn.Module) -> QtoolError:
     return QtoolError(
         f"model '{type(model).__name__}'", "random numbers of torch's own generator", "a torch.Generator of its own",
@@ -215,7 +227,7 @@ def _refused(model: nn.Module, example: Any, error: Exception) -> QtoolError:
             call(model.eval(), example)
     except Exception as refusal:
         shapes = ", ".join(_described(value) for value in tensors(example))
-        do = misnamed(refusal) or (
+        do = misnamed(refusal, model) or (
             "give batches of tensors, such as torch.from_numpy makes of arrays" if not shapes
             else "check the size, the channels and the type of the inputs"
         )  # fmt: skip

@@ -138,6 +138,24 @@ def test_trace_keeps_integers_between_units() -> None:
     assert pairs
 
 
+@needs_x86
+@pytest.mark.parametrize("layer", ["none", "convolution"])
+@pytest.mark.parametrize("zero_point", [0, 120])
+def test_a_pool_also_says_where_its_largest_were(tmp_path: Path, layer: str, zero_point: int) -> None:
+    """With few steps, so that many are equal, and padding, which is below every number and equal to the least."""
+    net = Builder()
+    x = net.pair(net.input("x", ["batch", 3, 9, 8]), 0.5, zero_point)
+    y = x if layer == "none" else net.op("Conv", x, net.weight(4, 3, 1, 1), net.bias(0.5))
+    pooled = net.op("MaxPool", y, kernel_shape=[3, 2], strides=[2, 2], pads=[1, 1, 1, 0])
+    net.nodes[-1].output.append("places")
+    moved = net.pair(pooled, 0.5, zero_point)
+    model = net.model(net.op("Flatten", moved), net.op("Flatten", net.op("Cast", "places", to=onnx.TensorProto.FLOAT)))
+    feeds = {"x": np.random.default_rng(0).standard_normal((3, 3, 9, 8)).astype(np.float32)}
+    expected = run(model, feeds, tmp_path)[0]
+    for found, wanted in zip(IntegerReference(model).run(feeds), expected, strict=True):
+        np.testing.assert_array_equal(found, wanted)
+
+
 def test_wrong_inputs_are_named() -> None:
     model, x = small_model()
     with pytest.raises(QtoolError, match=r"inputs \['x'\]; got \['image'\]"):

@@ -139,6 +139,20 @@ def test_outputs_in_a_type_that_no_runtime_gives_are_refused_before_the_work(kin
         capture(More().eval(), X)
 
 
+@pytest.mark.parametrize("call", [nn.functional.conv2d, nn.functional.conv_transpose2d])
+def test_groups_that_count_the_samples_are_refused_before_the_work(call: Any) -> None:
+    class Modulated(nn.Module):
+        """Each sample's channels in a kernel of its own."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            kernels = x.mean((2, 3)).view(-1, 1, 1, 1) * torch.ones(1, x.shape[1], 3, 3)
+            y = call(x.flatten(0, 1)[None], kernels, groups=x.shape[0])
+            return y.view(x.shape[0], x.shape[1], *y.shape[2:])
+
+    with pytest.raises(QtoolError, match="module '0': expected convolutions whose groups are a number; got 'conv"):
+        capture(nn.Sequential(Modulated()), X)
+
+
 def test_a_generator_of_the_model_s_own_is_refused() -> None:
     class Noisy(nn.Module):
         def __init__(self) -> None:

@@ -32,6 +32,7 @@ from qtool.quantization.rewrites.norms import write_norms
 from qtool.quantization.stage import quantize
 from qtool.quantization.targets import get_target
 from qtool.recipe import QuantizeConfig
+from qtool.shapes import batch_symbols
 
 BATCHES = [images(24), images(8, seed=1)]
 
@@ -153,6 +154,23 @@ def test_gains_are_sums_of_squared_weights_backwards() -> None:
     torch.testing.assert_close(gains[streams[1].producers[0]], expected / expected.mean())
     expected = expected @ middle
     torch.testing.assert_close(gains[streams[0].producers[0]], expected / expected.mean())
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+def test_the_batch_stays_open_where_a_layer_has_an_output_for_each_sample(scaled: bool) -> None:
+    class Compared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.layers(x)
+            return F.linear(F.linear(y, y).T, y.T)
+
+    graph = float_form(Compared(), torch.randn(4, 3))
+    streams = find_streams(graph, scaled=scaled)
+    assert batch_symbols(graph.graph)
+    assert [(stream.name, bool(stream.blocked)) for stream in streams][:2] == [("layers.0", False), ("layers.2", True)]
 
 
 def test_a_residual_path_is_one_stream_with_all_its_blocks() -> None:

@@ -171,6 +171,24 @@ def test_a_dict_that_a_model_does_not_take_is_told_by_each_stage(item: Any, told
             stage(model, data)
 
 
+def test_a_dict_that_is_one_argument_of_the_model_is_told_how_to_be_nested() -> None:
+    class Joined(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 2)
+
+        def forward(self, given: dict[str, Tensor], scale: float = 1.0) -> Tensor:
+            return self.linear(given["image"] + given["depth"]) * scale
+
+    flat: dict[str, Any] = {"image": torch.ones(4), "depth": torch.zeros(4)}
+    model, told = Joined(), r"give \{'given': \{…\}\} if 'given' is to be the whole dict; else call the items"
+    for stage in (qtool.train, qtool.quantize, qtool.predict_memory):
+        with pytest.raises(QtoolError, match=told):
+            stage(model, {"train": [(flat, 1)] * 4, "test": [(flat, 1)] * 4})
+    nested = [({"given": flat}, 1)] * 4
+    assert qtool.quantize(model, {"train": nested, "test": nested}, effort="fast").plan.units
+
+
 def test_training_with_rounding_takes_batches_as_training_does() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3)).eval()

@@ -126,7 +126,11 @@ class _Finder:
         axis = channel_axis(node)
         if self.scaled or axis >= 0:  # else counted from the last, and joined rows of tokens or not
             axis %= node.meta["val"].dim()
-        made = Stream(int(node.meta["val"].shape[axis]), axis)
+        size = node.meta["val"].shape[axis]
+        if not isinstance(size, int):  # open: to take it for a number would fix it for the whole graph
+            self._block(node, node.all_input_nodes)
+            return
+        made = Stream(size, axis)
         made.producers.append(node)
         self._join(node, made)
         read = self.stream.get(source)  # type: ignore[arg-type]
@@ -164,7 +168,7 @@ def _is_misread(node: Node, stream: Stream) -> bool:
     assert isinstance(source, Node)
     shape = source.meta["val"].shape
     mixed = channel_axis(node) % len(shape)
-    return mixed != stream.axis % len(shape) or int(shape[mixed]) != stream.num_channels
+    return mixed != stream.axis % len(shape) or not same_sizes(shape[mixed : mixed + 1], [stream.num_channels])
 
 
 def unfit(stored: list[Any]) -> str:

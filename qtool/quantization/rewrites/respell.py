@@ -11,6 +11,7 @@ what models write                                         what patterns look for
 ``chunk`` of an axis of open size                         ``reshape`` and ``select``
 ``expand_as``                                             ``expand``
 ``clamp(min=0)``                                          ``relu``
+``clamp(0, 0.5)``                                         ``clamp(0.0, 0.5)``
 ``rrelu``, which draws its slopes in training             ``leaky_relu`` of the mean slope
 ``relu6(x + 3) / 6``                                      ``hardsigmoid(x)``
 ``x * sigmoid(x)``, ``x * hardsigmoid(x)``                ``silu(x)``, ``hardswish(x)``
@@ -111,8 +112,12 @@ def respell(node: Node) -> None:
 
 
 def _spell_clamp(node: Node) -> None:
-    if tuple(node.args[1:]) in ((0,), (0, None)):
-        node.target, node.args = aten.relu.default, node.args[:1]
+    """Bounds of floats are floats both: of a whole one beside a fraction torch's exporter makes a tensor, and fails."""
+    source, *bounds = node.args
+    if bounds in ([0], [0, None]):
+        node.target, node.args = aten.relu.default, (source,)
+    elif node.meta["val"].is_floating_point():
+        node.args = (source, *(float(bound) if isinstance(bound, int) else bound for bound in bounds))
 
 
 def spell_random_slope(node: Node) -> None:

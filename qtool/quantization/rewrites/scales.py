@@ -66,7 +66,9 @@ def fold_size(graph_module: GraphModule, source: Node, factor: Tensor) -> Tensor
 def _fold(graph_module: GraphModule, readers: Mapping[str, int], node: Node) -> Node | None:
     pairs = (node.args[:2], node.args[1::-1])[: 1 if node.target in (aten.div.Tensor, aten.sub.Tensor) else 2]
     for source, given in pairs:
-        if not isinstance(source, Node) or _sizes(source) != _sizes(node):
+        if not isinstance(source, Node) or not isinstance(source.meta["val"], Tensor):  # an open size is a node too
+            continue
+        if _sizes(source) != _sizes(node):
             continue
         layer, axis, clipped = _layer(source)
         numbers = stored_numbers(graph_module, given, source.meta["val"], axis)

@@ -98,6 +98,7 @@ LEFT: dict[str, Callable[[Scaled, Tensor], Tensor]] = {
     "channels that are pooled": lambda m, x: F.max_pool2d(m.linear(x.permute(0, 2, 3, 1)), (2, 1)) * m.gain.abs(),
     "a divisor of the layer": lambda m, x: 1 / m.conv(x),
     "a computed factor": lambda m, x: m.conv(x) * x.mean((2, 3), keepdim=True),
+    "a size that is open": lambda m, x: m.conv(x) * x.shape[0],
     "weights that are read twice": lambda m, x: m.conv(x) * 0.5 + m.conv(x.relu()),
     "a result that grows": lambda m, x: m.linear(x.mean((2, 3))) * m.gain.view(4, 1, 1),
 }
