@@ -283,14 +283,25 @@ def test_log_mel_energies_are_as_exact_as_what_reads_them() -> None:
     assert (found - exact).square().mean() < 1e-3 * exact.square().mean()
 
 
-def test_a_heat_map_that_is_compared_with_its_maxima_is_not_rounded() -> None:
-    def peaks(net: Any, x: Tensor) -> Tensor:
-        heat = torch.sigmoid(net.a(x))
-        return heat * (F.max_pool2d(heat, 3, 1, 1) == heat).float()
+PEAKS: dict[str, tuple[Callable[[Any, Tensor], Tensor], bool]] = {
+    "equal": (lambda m, heat: heat * (F.max_pool2d(heat, 3, 1, 1) == heat).float(), False),
+    "not less, moved": (lambda m, heat: heat[:, 1:] * (heat >= F.max_pool2d(heat, 3, 1, 1))[:, 1:].float(), False),
+    "less, clipped": (lambda m, heat: (y := heat.clamp(0.1, 0.9)) * (y < F.max_pool2d(y, 3, 1, 1)).float(), False),
+    "with a number": (lambda m, heat: heat * (F.max_pool2d(heat, 3, 1, 1) >= 0.5).float(), True),
+    "with another's": (lambda m, heat: heat * (heat == F.max_pool2d(m.b(heat), 3, 1, 1)).float(), True),
+}
 
-    units = {unit.kind: unit.integer for unit in placed(peaks).plan().units}
-    assert not units["sigmoid"]
-    assert not units["max_pool"]
+
+@pytest.mark.parametrize("target", ["ort-cpu", "openvino", "tensorrt"])
+@pytest.mark.parametrize("name", PEAKS)
+def test_a_heat_map_that_is_compared_with_its_maxima_is_not_rounded(name: str, target: str) -> None:
+    function, rounded = PEAKS[name]
+    graph = capture(Net(lambda m, x: function(m, torch.sigmoid(m.a(x)))).eval(), X)
+    placement = Placement(graph, get_target(target))
+    layer = next(unit.unit for unit in placement.placed if unit.unit.name == "a")
+    assert layer.integer is (rounded or target == "openvino")
+    assert layer.integer or "maxima" in layer.reason
+    assert rounded or not any(unit.quantized_output for unit in placement.placed)
 
 
 @pytest.mark.parametrize("name", ["ort-cpu", "openvino"])

@@ -283,6 +283,17 @@ def makes_no_logarithm(node: torch.fx.Node) -> str:
     return "its logarithm is taken, and 256 steps would make one of most small numbers" if taken else ""
 
 
+def makes_no_peaks(node: torch.fx.Node) -> str:
+    """Why a layer stays in float whose result is compared with its own maxima over windows (CenterNet's peaks).
+
+    Of 256 steps neighbours have the same, and each of them would be a peak.
+    """
+    found = _readers(node, (*MOVES, *RELU_LIKE, aten.sigmoid.default, aten.hardsigmoid.default))
+    maxima = {user for pool in found if pool.target in MAX_POOLS for user in _readers(pool, MOVES)}
+    compared = any(user.target in COMPARISONS and user in maxima for user in found)
+    return "it is compared with its own maxima, and neighbours would be equal in 256 steps" if compared else ""
+
+
 def _readers(layer: torch.fx.Node, through: Collection[Any]) -> list[torch.fx.Node]:
     """What reads a layer's result, also behind such operators, of it and constants alone, or of squares of results."""
     found: dict[torch.fx.Node, None] = {}
@@ -338,6 +349,9 @@ POWERS = (
     aten.max.other,
 )  # fmt: skip
 LOGARITHMS = (aten.log.default, aten.log2.default, aten.log10.default, aten.log1p.default)
+COMPARISONS = (
+    aten.eq.Tensor, aten.ne.Tensor, aten.ge.Tensor, aten.gt.Tensor, aten.le.Tensor, aten.lt.Tensor,
+)  # fmt: skip
 
 SMOOTH = (
     aten.hardswish.default, aten.silu.default, aten.gelu.default, aten.elu.default, aten.tanh.default,
@@ -388,7 +402,9 @@ POOLS_AND_JOINS = (Pattern("concat", (aten.cat.default,), **BETWEEN), *POOLS_AND
 def weighted(activations: tuple[Any, ...], **convolutions: Any) -> tuple[Pattern, ...]:
     """Convolutions, of which more is told by name, and linear layers: their kernels take batch-norm and these in."""
     common: dict[str, Any] = {"batch_norm": True, "activations": activations, "weighted": True}
-    rules = (convolutions.pop("accepts", None), makes_no_logarithm)
+    # a kernel that gives float rounds no peaks
+    peaks = None if convolutions.get("float_output") else makes_no_peaks
+    rules = (convolutions.pop("accepts", None), makes_no_logarithm, peaks)
     return (
         Pattern("conv", CONVOLUTIONS[:3], accepts=partial(_first_reason, rules), **common, **convolutions),
         Pattern(
