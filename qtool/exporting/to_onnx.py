@@ -37,6 +37,7 @@ from qtool.exporting.passes import (
     block_products,
     casts,
     channel_pads,
+    clips_apart,
     conv_pads,
     even_channels,
     even_inputs,
@@ -89,7 +90,7 @@ Pass = Callable[[ir.Model], int]
 PASSES: dict[str, tuple[Pass, ...]] = {
     "ort-cpu": (
         pixels.apply, global_pool.apply, activations.apply, hard_sigmoid.apply, conv_pads.apply, pads.apply,
-        biases.apply, float_units.apply, stem.apply, lookups.apply,
+        biases.apply, clips_apart.apply, float_units.apply, stem.apply, lookups.apply,
     ),
     "openvino": (
         pixels.apply, global_pool.apply, activations.apply, strides.apply, biases.apply, bare_weights.apply,

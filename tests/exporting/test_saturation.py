@@ -42,7 +42,7 @@ MODELS = {
     "linear": (lambda: nn.Sequential(nn.Linear(9, 5), nn.ReLU(), nn.Linear(5, 3)), (4, 9)),
     "conv": (lambda: nn.Sequential(nn.Conv2d(3, 6, 3, padding=1), nn.ReLU(), nn.Conv2d(6, 4, 3, 2)), (2, 3, 8, 8)),
     "one axis": (lambda: nn.Sequential(nn.Conv1d(4, 6, 3, padding=1), nn.ReLU(), nn.Conv1d(6, 4, 3, 2)), (2, 4, 9)),
-    "three axes": (lambda: nn.Sequential(nn.Conv3d(2, 3, 2), nn.ReLU(), nn.Conv3d(3, 2, 2)), (2, 2, 4, 4, 3)),
+    "three axes": (lambda: nn.Sequential(nn.Conv3d(12, 16, 2), nn.ReLU(), nn.Conv3d(16, 12, 2)), (2, 12, 4, 4, 3)),
     "groups": (
         lambda: nn.Sequential(nn.Conv2d(4, 8, 3, groups=2), nn.ReLU(), nn.Conv2d(8, 8, 3, groups=4)),
         (2, 4, 6, 6),

@@ -466,7 +466,9 @@ def test_a_layer_left_in_float_between_integers_is_float(tmp_path: Path, layer: 
         assert gate.passed, gate
 
 
-def test_volumes_run_in_integers(tmp_path: Path) -> None:
+def test_volumes_run_in_integers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for fewest in ("FEWEST_CHANNELS", "FEWEST_IN_GROUPS"):  # integers are slower over so few, and as right
+        monkeypatch.setattr(f"qtool.quantization.targets.ort_cpu.{fewest}", 0)
     net = conv_nets.Net(tuple(conv_nets.Layer(kind) for kind in ("plain", "residual", "concat", "max", "avg")), rank=3)
     inputs = conv_nets.example(net, 8)
     form = quantize(conv_nets.build(net), QuantizeConfig(), example=inputs, calibration=[inputs])

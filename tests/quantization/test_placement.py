@@ -231,14 +231,77 @@ def test_fourier_features_are_as_exact_as_what_reads_them() -> None:
     assert (found - exact).square().mean() < 1e-3 * exact.square().mean()
 
 
-def test_a_heat_map_that_is_compared_with_its_maxima_is_not_rounded() -> None:
-    def peaks(net: Any, x: Tensor) -> Tensor:
-        heat = torch.sigmoid(net.a(x))
-        return heat * (F.max_pool2d(heat, 3, 1, 1) == heat).float()
+LOGARITHMS: dict[str, tuple[Callable[[Any, Tensor], Tensor], bool]] = {
+    "decibels of mel energies": (lambda m, y: 10 * y.transpose(1, 2).clamp(min=1e-10).log10(), False),
+    "a root more, squared": (lambda m, y: (1e-6 + y.abs().pow(2) / 2).sqrt().log(), False),
+    "a sum of squares": (lambda m, y: (y[:, :1] ** 2 + y[:, 1:2] ** 2).clamp(min=1e-6).log(), False),
+    "a maximum": (lambda m, y: torch.maximum(y.relu(), torch.tensor(1e-6)).log2(), False),
+    "one more": (lambda m, y: y.relu().log1p(), False),
+    "another layer": (lambda m, y: (m.again(y).exp() + 1e-6).log(), True),
+    "a mean": (lambda m, y: (y.square().mean(1) + 1e-6).log(), True),
+    "a product with another value": (lambda m, y: (y * y.softmax(2) + 1e-6).log(), True),
+    "the logarithm of a softmax": (lambda m, y: y.log_softmax(2), True),
+}
 
-    units = {unit.kind: unit.integer for unit in placed(peaks).plan().units}
-    assert not units["sigmoid"]
-    assert not units["max_pool"]
+
+@pytest.mark.parametrize("name", LOGARITHMS)
+@pytest.mark.parametrize("target", ["ort-cpu", "openvino", "tensorrt"])
+def test_a_layer_whose_logarithm_is_taken_stays_in_float(name: str, target: str) -> None:
+    function, integer = LOGARITHMS[name]
+    graph = capture(Net(lambda m, x: function(m, m.fc(m.a(x).flatten(2).transpose(1, 2)))).eval(), X)
+    unit = next(unit for unit in Placement(graph, get_target(target)).plan().units if unit.name == "fc")
+    assert unit.integer is integer
+    assert integer or "logarithm" in unit.reason
+
+
+@pytest.mark.parametrize("target", ["ort-cpu", "openvino", "tensorrt"])
+def test_convolutions_and_products_before_a_logarithm_stay_in_float(target: str) -> None:
+    def spectrum(m: Any, x: Tensor) -> Tensor:
+        y = m.b(x)
+        return ((y.relu() @ y) + 1e-6).log() + (m.a(y) * m.a(y) + 1e-6).log()
+
+    units = Placement(capture(Net(spectrum).eval(), X), get_target(target)).plan().units
+    assert {unit.name: unit.integer for unit in units if unit.name in "ab"} == {"b": True, "a": False}
+    assert not next(unit for unit in units if unit.kind == "matmul").integer
+
+
+def test_log_mel_energies_are_as_exact_as_what_reads_them() -> None:
+    class Mel(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("bank", torch.rand(33, 12))
+            self.read = nn.Linear(12, 4)
+
+        def forward(self, power: Tensor) -> Tensor:
+            return self.read((power @ self.bank + 1e-6).log())  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    model, x = Mel().eval(), torch.rand(64, 33) * 10 ** torch.linspace(-4, 2.5, 64)[:, None]
+    quantized = quantize(model, QuantizeConfig(effort="fast"), example=x, calibration=[x])
+    with torch.no_grad():
+        exact, found = model(x), quantized(x)
+    assert (found - exact).square().mean() < 1e-3 * exact.square().mean()
+
+
+PEAKS: dict[str, tuple[Callable[[Any, Tensor], Tensor], bool]] = {
+    "equal": (lambda m, heat: heat * (F.max_pool2d(heat, 3, 1, 1) == heat).float(), False),
+    "not less, moved": (lambda m, heat: heat[:, 1:] * (heat >= F.max_pool2d(heat, 3, 1, 1))[:, 1:].float(), False),
+    "less, clipped": (lambda m, heat: (y := heat.clamp(0.1, 0.9)) * (y < F.max_pool2d(y, 3, 1, 1)).float(), False),
+    "with a number": (lambda m, heat: heat * (F.max_pool2d(heat, 3, 1, 1) >= 0.5).float(), True),
+    "with another's": (lambda m, heat: heat * (heat == F.max_pool2d(m.b(heat), 3, 1, 1)).float(), True),
+}
+
+
+@pytest.mark.parametrize("target", ["ort-cpu", "openvino", "tensorrt"])
+@pytest.mark.parametrize("name", PEAKS)
+def test_a_heat_map_that_is_compared_with_its_maxima_is_not_rounded(name: str, target: str) -> None:
+    function, rounded = PEAKS[name]
+    graph = capture(Net(lambda m, x: function(m, torch.sigmoid(m.a(x)))).eval(), X)
+    placement = Placement(graph, get_target(target))
+    layer = next(unit.unit for unit in placement.placed if unit.unit.name == "a")
+    assert layer.integer is (rounded or target == "openvino")
+    assert layer.integer or "maxima" in layer.reason
+    assert rounded or not any(unit.quantized_output for unit in placement.placed)
 
 
 @pytest.mark.parametrize("name", ["ort-cpu", "openvino"])

@@ -320,3 +320,28 @@ def test_a_convolution_gives_float_where_only_float_reads_it_and_the_kernel_can(
     convolutions = [placed for placed in placement.placed if placed.unit.kind == "conv"]
     assert all(placed.unit.integer for placed in convolutions)
     assert [placed.quantized_output for placed in convolutions] == [True, rounded, rounded]
+
+
+VOLUMES = {
+    "one channel": (nn.Conv3d(1, 32, 3), False),
+    "eight": (nn.Conv3d(8, 32, (1, 3, 3), padding=(0, 1, 1)), False),
+    "sixteen": (nn.Conv3d(16, 32, 3), True),
+    "sixteen, a stride": (nn.Conv3d(16, 32, 3, stride=2), True),
+    "sixteen, of few outputs": (nn.Conv3d(16, 8, 3), False),
+    "more, of few outputs": (nn.Conv3d(32, 8, 3), True),
+    "groups": (nn.Conv3d(64, 64, 3, groups=4), False),
+    "wide groups": (nn.Conv3d(64, 64, 3, groups=2), True),
+    "depthwise": (nn.Conv3d(32, 32, 3, groups=32), True),
+    "two axes": (nn.Conv2d(1, 32, 3), True),
+}
+
+
+@pytest.mark.parametrize("name", VOLUMES)
+def test_onnx_runtime_convolves_few_channels_over_three_axes_in_float(name: str) -> None:
+    layer, integer = VOLUMES[name]
+    x = torch.randn(2, layer.in_channels, *[5] * len(layer.kernel_size))
+    graph = capture(nn.Sequential(layer, nn.ReLU()).eval(), x)
+    unit = Placement(graph, get_target("ort-cpu")).plan().units[0]
+    assert unit.integer is integer
+    assert integer or "three axes" in unit.reason
+    assert Placement(graph, get_target("tensorrt")).plan().units[0].integer

@@ -10,7 +10,7 @@ equal by chance, which the exporter stores once (the layers of an untrained ``nn
 Where inputs share scales in groups, the graph has a row for each group and a reshape; the file has ONNX's own form, a
 DequantizeLinear with ``block_size``.
 
-A Relu or a Clip right behind the layer keeps the runtime from it as well: it acts on a view with an axis more.
+A Relu or a Clip right behind the layer keeps the runtime from it as well: it is set apart (``clips_apart.py``).
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
+from qtool.exporting.passes import clips_apart
 from qtool.exporting.passes.biases import drop_unused
 from qtool.exporting.passes.parts import constant, dequantizer_of, layer_unit
 
 DEQUANTIZE = "DequantizeLinear"
-CLIPS = ("Relu", "Clip")
 
 
 def apply(model: ir.Model, units: Collection[str]) -> int:
@@ -55,7 +55,7 @@ def _rewrite(model: ir.Model, units: Collection[str], *, turned: bool) -> int:
             continue
         for layer in readers:
             layer.attributes["transB"] = ir.AttrInt64("transB", 0)
-            _set_apart(model, layer)
+            clips_apart.set_apart(model, layer)
         changed += len(readers)
     drop_unused(model)
     return changed
@@ -93,22 +93,6 @@ def _turn(model: ir.Model, weight: ir.Value, layers: list[ir.Node]) -> None:
             layer.replace_input_with(1, real.outputs[0])
         if not weight.consumers():
             model.graph.remove(source, safe=True)
-
-
-def _set_apart(model: ir.Model, layer: ir.Node) -> None:
-    """Puts views around what clips a layer's results."""
-    for clip in [node for node in layer.outputs[0].consumers() if node.op_type in CLIPS]:
-        axis = constant(model, f"{clip.outputs[0].name}/axis", np.array([0]))
-        view, result = ir.node("Unsqueeze", [clip.inputs[0], axis], name=f"{clip.name}/view"), clip.outputs[0]
-        view.outputs[0].name, view.outputs[0].dtype = f"{result.name}/view", result.dtype
-        clip.replace_input_with(0, view.outputs[0])
-        back = ir.node("Squeeze", [result, axis], name=f"{clip.name}/back")
-        model.graph.insert_before(clip, view)
-        model.graph.insert_after(clip, back)
-        made, back.outputs[0].dtype = back.outputs[0], result.dtype
-        ir.convenience.replace_all_uses_with(result, made, replace_graph_outputs=True)
-        back.replace_input_with(0, result)
-        made.name, made.shape, result.name, result.shape = result.name, result.shape, f"{result.name}/clipped", None
 
 
 def _join_groups(model: ir.Model, weight: ir.Value, source: ir.Node, layers: list[ir.Node]) -> None:

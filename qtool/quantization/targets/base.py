@@ -9,8 +9,9 @@ generated from it; a new runtime is a new file of this folder.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -267,15 +268,60 @@ def makes_no_angle(node: torch.fx.Node) -> str:
     They go round many times, so that a step of 256 may be a good part of a turn. Sines alone, as in networks that have
     them for an activation, are of small angles.
     """
-    turned: set[Any] = set()
-    waiting = [node]
-    while waiting:
-        for user in waiting.pop().users:
-            turned.add(user.target)
-            if user.target in MOVES or (user.target in SCALINGS and len(user.all_input_nodes) == 1):
-                waiting.append(user)
+    turned = {user.target for user in _readers(node, (*MOVES, *SCALINGS))}
     angle = {aten.sin.default, aten.cos.default} <= turned
     return "it gives angles, and 256 steps would be a good part of a turn" if angle else ""
+
+
+def makes_no_logarithm(node: torch.fx.Node) -> str:
+    """Why a layer stays in float whose result a logarithm is taken of, as of the powers that a mel filter bank gives.
+
+    Most of these are less than a step of 256, and by their logarithms count as much as the largest. It is otherwise
+    where many of them are added up before, by a pool or another layer.
+    """
+    taken = any(user.target in LOGARITHMS for user in _readers(node, (*MOVES, *SCALINGS, *POWERS, *RELU_LIKE)))
+    return "its logarithm is taken, and 256 steps would make one of most small numbers" if taken else ""
+
+
+def makes_no_peaks(node: torch.fx.Node) -> str:
+    """Why a layer stays in float whose result is compared with its own maxima over windows (CenterNet's peaks).
+
+    Of 256 steps neighbours have the same, and each of them would be a peak.
+    """
+    found = _readers(node, (*MOVES, *RELU_LIKE, aten.sigmoid.default, aten.hardsigmoid.default))
+    maxima = {user for pool in found if pool.target in MAX_POOLS for user in _readers(pool, MOVES)}
+    compared = any(user.target in COMPARISONS and user in maxima for user in found)
+    return "it is compared with its own maxima, and neighbours would be equal in 256 steps" if compared else ""
+
+
+def _readers(layer: torch.fx.Node, through: Collection[Any]) -> list[torch.fx.Node]:
+    """What reads a layer's result, also behind such operators, of it and constants alone, or of squares of results."""
+    found: dict[torch.fx.Node, None] = {}
+    waiting = [layer]
+    while waiting:
+        users = [user for user in waiting.pop().users if user not in found]
+        found.update(dict.fromkeys(users))
+        for user in users:
+            parts = [source for source in user.all_input_nodes if not _is_constant(source)]
+            squares = user.target is aten.add.Tensor and all(map(_is_square, parts))
+            if user.target is aten.batch_norm.default or (user.target in through and (len(parts) == 1 or squares)):
+                waiting.append(user)
+    return list(found)
+
+
+def _is_square(node: torch.fx.Node) -> bool:
+    product = node.target is aten.mul.Tensor and node.args[0] is node.args[1]
+    return product or node.target in (aten.pow.Tensor_Scalar, aten.square.default)
+
+
+def _is_constant(node: torch.fx.Node) -> bool:
+    while len(node.all_input_nodes) == 1:
+        node = node.all_input_nodes[0]
+    return node.op == "get_attr"
+
+
+def _first_reason(rules: tuple[Callable[[torch.fx.Node], str] | None, ...], node: torch.fx.Node) -> str:
+    return next((reason for rule in rules if rule is not None and (reason := rule(node))), "")
 
 
 def pad_in_integers(node: torch.fx.Node) -> str:
@@ -297,6 +343,14 @@ MOVES = (
 SCALINGS = (
     aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.add.Tensor, aten.sub.Tensor,
     aten.neg.default,
+)  # fmt: skip
+POWERS = (
+    aten.pow.Tensor_Scalar, aten.square.default, aten.sqrt.default, aten.abs.default, aten.maximum.default,
+    aten.max.other,
+)  # fmt: skip
+LOGARITHMS = (aten.log.default, aten.log2.default, aten.log10.default, aten.log1p.default)
+COMPARISONS = (
+    aten.eq.Tensor, aten.ne.Tensor, aten.ge.Tensor, aten.gt.Tensor, aten.le.Tensor, aten.lt.Tensor,
 )  # fmt: skip
 
 SMOOTH = (
@@ -348,7 +402,16 @@ POOLS_AND_JOINS = (Pattern("concat", (aten.cat.default,), **BETWEEN), *POOLS_AND
 def weighted(activations: tuple[Any, ...], **convolutions: Any) -> tuple[Pattern, ...]:
     """Convolutions, of which more is told by name, and linear layers: their kernels take batch-norm and these in."""
     common: dict[str, Any] = {"batch_norm": True, "activations": activations, "weighted": True}
+    # a kernel that gives float rounds no peaks
+    peaks = None if convolutions.get("float_output") else makes_no_peaks
+    rules = (convolutions.pop("accepts", None), makes_no_logarithm, peaks)
     return (
-        Pattern("conv", CONVOLUTIONS[:3], **common, **convolutions),
-        Pattern("linear", (aten.linear.default,), float_output=True, accepts=makes_no_angle, **common),
+        Pattern("conv", CONVOLUTIONS[:3], accepts=partial(_first_reason, rules), **common, **convolutions),
+        Pattern(
+            "linear",
+            (aten.linear.default,),
+            float_output=True,
+            accepts=partial(_first_reason, (makes_no_angle, makes_no_logarithm)),
+            **common,
+        ),
     )

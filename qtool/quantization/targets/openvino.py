@@ -40,6 +40,7 @@ from qtool.quantization.targets.base import (
     Pattern,
     Target,
     aten,
+    makes_no_logarithm,
     weighted,
 )
 from qtool.runtimes import onednn
@@ -105,7 +106,14 @@ OPENVINO = Target(
         Pattern("concat", (aten.cat.default,), joins=True, **BETWEEN),
         Pattern("avg_pool", AVERAGE_POOLS, signed=True, accepts=counts_padding, **BETWEEN),
         *POOLS_AND_MOVES,
-        Pattern("matmul", (aten.matmul.default, aten.bmm.default), operands=(0, 1), float_output=True, signed=True),
+        Pattern(
+            "matmul",
+            (aten.matmul.default, aten.bmm.default),
+            operands=(0, 1),
+            float_output=True,
+            signed=True,
+            accepts=makes_no_logarithm,
+        ),
         Pattern(
             "softmax",
             SOFTMAX,
