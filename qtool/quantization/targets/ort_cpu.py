@@ -16,8 +16,8 @@ less time for it on one image and as much more on sixteen, where the floats leav
 Over three axes its integer kernel gathers what it multiplies tap by tap, a row of channels each time, which takes about
 as long for one channel as for sixteen and does not pay with few: with 32 outputs, INT8 takes 8.7 times as long as FP32
 for one input channel, 2.0 for 4, 1.1 for 8, 0.85 for 12 and 0.5 for 32, much the same with 1×1×1 to 5×5×5 taps and at a
-stride; with 8 outputs 1.9 for 12 and 0.9 for 32; in groups 1.6 for 16 and 0.9 for 32 (AVX2, one thread). Depthwise ones are
-as quick or quicker.
+stride; with 8 outputs 1.9 for 12 and 0.9 for 32; in groups 1.6 for 16 and 0.9 for 32 (AVX2, one thread). Depthwise
+ones are as quick or quicker.
 """
 
 from __future__ import annotations
