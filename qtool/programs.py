@@ -11,6 +11,7 @@ import contextlib
 import functools
 import inspect
 import operator
+import re
 import sys
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import is_dataclass
@@ -339,3 +340,11 @@ def _dynamic(value: Any, axes: tuple[int, ...]) -> Any:
         return None
     wanted = {axis: torch.export.Dim.AUTO for axis in axes if axis < value.dim()}
     return wanted | {0: torch.export.Dim.DYNAMIC}
+
+
+def line_of(node: Node | None) -> str:
+    """``at file.py:12, `` of the innermost line outside torch that a node was traced from."""
+    trace = node.meta.get("stack_trace") if node is not None else None
+    places = re.findall(r'File "(.+?)", line (\d+)', trace or "")
+    own = [f"at {name}:{line}, " for name, line in places if not re.search(r"[/\\]torch[/\\]", name)]
+    return own[-1] if own else ""

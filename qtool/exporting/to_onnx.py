@@ -75,7 +75,7 @@ from qtool.exporting.passes import (
     wraps,
 )
 from qtool.form import Plan, QuantizedModel, quantize_nodes, unit_of
-from qtool.programs import program_of
+from qtool.programs import line_of, program_of
 from qtool.recurrent import whole_sequences
 from qtool.structures import output_names
 
@@ -279,7 +279,7 @@ def _untranslated(program: torch.export.ExportedProgram, error: BaseException) -
     return QtoolError(
         f"export, module '{module[0][0]}'" if module and module[0][0] else "export", "operators that have an ONNX form",
         one_line(found)[:300],
-        f"{_user_line(node)}{_REPLACE}",
+        f"{line_of(node)}{_REPLACE}",
     )  # fmt: skip
 
 
@@ -294,14 +294,6 @@ def _first_of(program: torch.export.ExportedProgram, operator: str, name: str) -
     with quiet_exporter():
         nodes = [*program.graph.nodes, *program.run_decompositions().graph.nodes]
     return next((node for node in nodes if (str(node.target) == operator if operator else node.name == name)), None)
-
-
-def _user_line(node: torch.fx.Node | None) -> str:
-    """``at file.py:12, `` of the innermost line outside torch that a node was traced from."""
-    trace = node.meta.get("stack_trace") if node is not None else None
-    places = re.findall(r'File "(.+?)", line (\d+)', trace or "")
-    own = [f"at {name}:{line}, " for name, line in places if not re.search(r"[/\\]torch[/\\]", name)]
-    return own[-1] if own else ""
 
 
 @contextlib.contextmanager

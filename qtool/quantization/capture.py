@@ -35,7 +35,7 @@ from qtool.errors import QtoolError, UsageError, reason_of
 from qtool.forward import made_in_inference
 from qtool.models import capturable, modes_kept
 from qtool.nested import call, map_tensors, misnamed, tensors
-from qtool.programs import FIXED_SIZE, as_graph, of_unknown_class, to_program
+from qtool.programs import FIXED_SIZE, as_graph, line_of, of_unknown_class, to_program
 from qtool.quantization.conditions import guards_of, of_batches
 from qtool.quantization.names import respell, spelled
 from qtool.quantization.rewrites.bfloats import write_floats
@@ -194,7 +194,8 @@ def _require_groups(graph_module: GraphModule) -> None:
             raise QtoolError(
                 f"module '{owner(node)}'" if owner(node) else "model", "convolutions whose groups are a number",
                 f"'{node.name}', whose groups are counted from the inputs, where ONNX has a fixed number",
-                "have no kernel for each sample: scale what goes into one and what comes out, or mix what several give",
+                f"{line_of(node)}have no kernel for each sample: scale what goes into one and what comes out, or mix "
+                "what several give",
             )  # fmt: skip
 
 

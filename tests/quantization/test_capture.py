@@ -149,7 +149,8 @@ def test_groups_that_count_the_samples_are_refused_before_the_work(call: Any) ->
             y = call(x.flatten(0, 1)[None], kernels, groups=x.shape[0])
             return y.view(x.shape[0], x.shape[1], *y.shape[2:])
 
-    with pytest.raises(QtoolError, match="module '0': expected convolutions whose groups are a number; got 'conv"):
+    told = r"module '0': expected convolutions whose groups are a number; got 'conv.*; at \S+test_capture\.py:\d+, have"
+    with pytest.raises(QtoolError, match=told):
         capture(nn.Sequential(Modulated()), X)
 
 
