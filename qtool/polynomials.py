@@ -52,8 +52,11 @@ def logistic(x: Tensor) -> Tensor:
     return (x * top / bottom + 0.5).clamp_min(0.0)
 
 
-LOGISTIC_RESOLUTION = 2.0**-24
-"""One step of its last sum, whose terms are nearly ½ where the result is small."""
+LOGISTIC_RESOLUTION = 2.0**-22
+"""How far results of inputs that differ in their last bit may lie apart, although both are small.
+
+It is four steps of the last sum, whose terms are nearly ½ then, and which the quotient's own rounding moves.
+"""
 LOGISTIC_TOP = (
     4.37031012579801e-11,
     1.15627324459942e-07,

@@ -218,4 +218,10 @@ def nets(activations: tuple[str, ...] = tuple(ACTIVATIONS), most: int = 4) -> st
         inputs=st.sampled_from([1, 1, 1, 2]),
         seed=st.integers(0, 99),
     )
-    return drawn.map(lambda net: replace(net, layers=net.layers[:2]) if net.rank == 3 else net)
+    return drawn.map(lambda net: _of_volumes(net) if net.rank == 3 else net)
+
+
+def _of_volumes(net: Net) -> Net:
+    """Layers of enough channels for integer kernels, and a linear one behind those that have too few all the same."""
+    layers = tuple(replace(layer, channels=16) for layer in net.layers[:2])
+    return replace(net, layers=layers, head="mean" if net.head in ("none", "pair") else net.head)
