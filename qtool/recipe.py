@@ -266,8 +266,8 @@ class QuantizeConfig(Checked):
 def settings_of(effort: str | None, weight_bits: int) -> dict[str, Any]:
     """The fields that an effort stands for: what did best in its class on the networks that it was measured on.
 
-    Each file computes with the same operators, so that none of them costs whoever runs it anything: ``pairs`` sees to
-    that on CPUs that would else have to add products otherwise.
+    Each file computes with the same operators, so that none of them costs whoever runs it anything: those of 8 bits
+    have ``pairs`` for the CPUs that are slower without.
     """
     if effort is None:
         return {}

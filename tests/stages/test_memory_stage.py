@@ -112,10 +112,12 @@ def test_what_is_not_predicted_is_refused(specs: dict[str, str]) -> None:
 
 
 @pytest.mark.slow
-def test_a_compiled_step_is_predicted_and_measured(specs: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("options", [{}, {"step_in_backward": True, "grad_clip": None}], ids=["whole", "blocks"])
+def test_a_compiled_step_is_predicted_and_measured(
+    specs: dict[str, str], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(stage, "_asked", warm.measured)
-    specs["model"] += "_of_blocks"
-    options = {"step_in_backward": True, "grad_clip": None}  # a whole model in one graph: see tests/memory
+    specs["model"] += "_of_blocks" if options else ""
     found = stage.predict_memory(**specs, **options, measure=True, device="cpu", batch_size=256, compile=True)
     assert abs(found["error"]) < 0.1
 
