@@ -103,20 +103,21 @@ def rounded(weight: Tensor, hessian: Tensor, scale: Tensor, ends: tuple[int, int
     """
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(hessian))
     upper = torch.linalg.cholesky(inverse).mT.float()
-    left, scale = weight.float().clone(), scale.float().expand_as(weight)
-    made = torch.empty_like(left)
-    size = left.shape[2]
-    for start in range(0, size, _BLOCK):
-        stop = min(start + _BLOCK, size)
-        errors = torch.empty_like(left[:, :, start:stop])
-        for column in range(start, stop):
-            value, step = left[:, :, column : column + 1], scale[:, :, column : column + 1]
-            made[:, :, column : column + 1] = (value / step).round().clamp(*ends)
-            error = (value - made[:, :, column : column + 1] * step) / upper[:, column, column, None, None]
-            left[:, :, column:stop] -= error * upper[:, column, None, column:stop]
-            errors[:, :, column - start] = error[:, :, 0]
-        left[:, :, stop:] -= errors @ upper[:, start:stop, stop:]
-    return made.double()
+    # columns first: what a step reads and writes lies side by side; rows of ``upper`` in units of their diagonal
+    upper = upper / upper.diagonal(dim1=1, dim2=2)[:, :, None]
+    left = weight.mT.float().clone(memory_format=torch.contiguous_format)
+    steps, made = scale.mT.float().expand_as(left), torch.empty_like(left)
+    for start in range(0, left.shape[1], _BLOCK):
+        here = slice(start, start + _BLOCK)
+        block, errors = left[:, here], torch.empty_like(left[:, here])
+        columns = zip(block.unbind(1), steps[:, here].unbind(1), made[:, here].unbind(1), errors.unbind(1), strict=True)
+        rows = upper[:, here, here, None].unbind(1)
+        for i, (value, step, integer, error) in enumerate(columns):
+            torch.div(value, step, out=integer).round_().clamp_(*ends)
+            torch.addcmul(value, integer, step, value=-1, out=error)
+            block[:, i + 1 :].addcmul_(rows[i][:, i + 1 :], error[:, None], value=-1)
+        left[:, start + _BLOCK :] -= upper[:, here, start + _BLOCK :].mT @ errors
+    return made.mT.double().contiguous()
 
 
 def _refit(layer: Layer, alone: bool, num_rows: int) -> State:
