@@ -1,9 +1,8 @@
-"""Processes that find torch imported: forks of a server that has done nothing else.
+"""Processes that find torch imported, and qtool: forks of a server that has done nothing else.
 
 A new interpreter takes seconds for that, mostly longer than for what a test has it do. These are processes of their own
 all the same: they have their own memory, can be killed, and know of the test's process only what was sent to them.
-qtool itself is imported in each. How processes start outside of the tests is shown elsewhere (``test_launcher.py``,
-``test_cli.py``, ``test_kills.py``).
+How processes start outside of the tests is shown elsewhere (``test_launcher.py``, ``test_cli.py``, ``test_kills.py``).
 """
 
 from __future__ import annotations
@@ -35,7 +34,8 @@ _ENVIRONMENT = dict(os.environ)
 
 
 def _served() -> None:
-    CONTEXT.set_forkserver_preload([*IMPORTED, *(name for name in IF_HERE if name in sys.modules), "frozen"])
+    own = sorted(name for name in sys.modules if name.partition(".")[0] == "qtool")
+    CONTEXT.set_forkserver_preload([*IMPORTED, *(name for name in IF_HERE if name in sys.modules), *own, "frozen"])
     with mock.patch.dict(os.environ, _ENVIRONMENT, clear=True):
         forkserver.ensure_running()
 

@@ -24,12 +24,12 @@ from qtool.recipe import TrainConfig
 from qtool.source import open_source
 from qtool.stages import choice
 
-LIMIT = 2500 * 2**20
+LIMIT = 1500 * 2**20
 TORCHRUN = ("--standalone", "--nproc-per-node", "2", "--max-restarts", "3", "-m", "qtool")
 
 
 class Hungry(nn.Module):
-    """Touches 3 GiB in a pass over more than 16 samples."""
+    """Touches 2 GiB in a pass over more than 16 samples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Hungry(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if len(x) > 16 and not isinstance(x, torch._subclasses.FakeTensor):
-            x = x + torch.ones(3 * 2**28)[0]
+            x = x + torch.ones(2**29)[0]
         return self.head(x.flatten(1))
 
 
