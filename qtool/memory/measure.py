@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._C._autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
+from torch.autograd.profiler import profile
 
 from qtool import processes
 from qtool.devices import current, grow_in_place, memory_used, resolve_device
@@ -126,10 +126,10 @@ def _on_cpu(run: Callable[[], int], device: torch.device) -> tuple[int, int]:
 
 def allocations(run: Callable[[], Any]) -> tuple[list[int], Any]:
     """What torch's CPU allocator handed out (+) and took back (−), bytes in order; and what ``run`` returned."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+    with profile(profile_memory=True) as profiler:  # torch.profiler's would sort all events, and import the compiler
         returned = run()
-    assert profiler.profiler is not None
-    events = profiler.profiler.kineto_results.events()  # a GPU's blocks are among them
+    assert profiler.kineto_results is not None
+    events = profiler.kineto_results.events()  # a GPU's blocks are among them
     blocks = (e for e in events if e.name() == "[memory]" and e.device_type() != DeviceType.CUDA)
     changes = [(e.start_ns(), e.nbytes()) for e in blocks]
     return [change for _, change in sorted(changes, key=lambda item: item[0])], returned

@@ -111,11 +111,10 @@ class TorchSession:
         """The multiplying operators executed for ``feeds``, outermost only, from PyTorch's profiler."""
         values = self._on_device(feeds)
         self._compute(values)
-        watched = [torch.profiler.ProfilerActivity.CPU]  # acc_events: torch 2.11 warns of the other way
-        with torch.profiler.profile(activities=watched, record_shapes=True, acc_events=True) as profile:
+        with torch.autograd.profiler.profile(record_shapes=True) as profile:
             self._compute(values)
-        assert profile.profiler is not None
-        events = profile.profiler.kineto_results.events()
+        assert profile.kineto_results is not None
+        events = profile.kineto_results.events()
         return tuple(_kernel(event, self.device) for event in outermost(e for e in events if is_compute(e.name())))
 
     def close(self) -> None:

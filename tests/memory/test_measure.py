@@ -19,6 +19,6 @@ def block(at: int, size: int, device: Any) -> SimpleNamespace:
 def test_a_gpu_s_blocks_are_not_counted_as_the_host_s(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's profiler tells of both."""
     told = [block(2, -4, DeviceType.CPU), block(1, 700, DeviceType.CUDA), block(0, 4, DeviceType.CPU)]
-    results = SimpleNamespace(kineto_results=SimpleNamespace(events=lambda: told))
-    monkeypatch.setattr(measure, "profile", lambda **_: nullcontext(SimpleNamespace(profiler=results)))
+    profiled = SimpleNamespace(kineto_results=SimpleNamespace(events=lambda: told))
+    monkeypatch.setattr(measure, "profile", lambda **_: nullcontext(profiled))
     assert measure.allocations(lambda: "made") == ([4, -4], "made")
