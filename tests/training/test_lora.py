@@ -33,7 +33,7 @@ OPTIONS = {
     "task": "language-modelling", "batch_size": 8, "device": "cpu", "learning_rate": 1e-2, "max_steps": 6, "lora": 4,
     "epochs": 9, "checkpoint_every": 2,
 }  # fmt: skip
-TEXT = "alice:32"
+TEXT = f"text:{Path(__file__).parents[2] / 'LICENSE'}:32"  # some kilobytes
 FILTERS = pytest.mark.filterwarnings("ignore")
 
 
