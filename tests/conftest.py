@@ -7,6 +7,7 @@ train, quantize and export in seconds.
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import sys
 from collections.abc import Iterator
@@ -56,11 +57,15 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+_begun = itertools.count()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _looks_for_garbage_among_new_objects() -> None:
     """A full collection, as each training ends with, would look at all test modules and libraries: half a second."""
-    gc.collect()
-    gc.freeze()  # again, since a command thaws what there is
+    if next(_begun) % 4 == 0:
+        gc.collect()
+        gc.freeze()  # again, since a command thaws what there is
 
 
 @pytest.fixture(scope="session", autouse=True)

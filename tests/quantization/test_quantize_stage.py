@@ -19,7 +19,7 @@ from qtool.errors import QtoolError, UsageError
 from qtool.form import QuantizedModel, quantize_nodes
 from qtool.nested import call, tensors
 from qtool.quantization.capture import aten
-from qtool.quantization.float_form import float_form
+from qtool.quantization.float_form import FloatForms, float_form
 from qtool.quantization.stage import quantize, read_ranges
 from qtool.recipe import RANGES, QuantizeConfig
 
@@ -114,16 +114,17 @@ def test_the_model_keeps_its_mode_and_statistics() -> None:
 @pytest.mark.parametrize("engine", ["pt2e", "torch.ao"])
 def test_saved_ranges_repeat_a_quantization_without_data(method: str, engine: str, tmp_path: Path) -> None:
     given = QuantizeConfig(ranges=method, engine=engine)
-    form = made(net(), given)
-    path = tmp_path / "ranges.json"
+    model = net()
+    path, forms = tmp_path / "ranges.json", FloatForms(model)
+    form = quantize(model, given, example=X, calibration=[X], forms=forms)
     path.write_text(json.dumps(form.ranges))
-    again = quantize(net(), dataclasses.replace(given, ranges_from=str(path)), example=X)
+    again = quantize(model, dataclasses.replace(given, ranges_from=str(path)), example=X, forms=forms)
     assert torch.equal(again(X), form(X))
     assert again.ranges == json.loads(path.read_text())
     assert "gptq-small: as saved with the ranges in 3 layers" in again.plan.notes
     other = dataclasses.replace(given, ranges="mse" if method != "mse" else "entropy", ranges_from=str(path))
     with pytest.raises(UsageError, match=f"--ranges: expected {method}, as the ranges of --ranges-from were chosen"):
-        quantize(net(), other, example=X)
+        quantize(model, other, example=X, forms=forms)
 
 
 def test_training_starts_from_ranges_that_are_given(tmp_path: Path) -> None:
