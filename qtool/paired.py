@@ -9,7 +9,8 @@ about the difference. Its 95 % interval is
   value v = Σ dᵢ / Σ wᵢ, the residuals (dᵢ − v wᵢ) / w̄ have mean zero and the value's spread;
 * for what is no mean of samples (what a task's ``finish`` makes of sums: an F1 score, a perplexity) the paired
   bootstrap, ``DRAWS`` draws of samples with replacement by a fixed seed. Draws that have no sample of a rare class, or
-  none that counts, may leave the metric undefined (0/0): they are left out, as long as they are few.
+  none that counts, may leave the metric undefined (0/0): they are left out, as long as they are few;
+* where no sample tells the two apart, that of samples that are right or wrong, none of which changed.
 """
 
 from __future__ import annotations
@@ -96,18 +97,22 @@ class Paired:
         value = self._value(metric, before, after)
         if math.isnan(value):
             return value, lambda total: (value, value)
+        within = self._within(metric, before, after, value)
+        return value, within if within(len(self.weights)) != (0, 0) else proportions(0, 0)
+
+    def _within(self, metric: str, before: Mapping[str, Tensor], after: Mapping[str, Tensor], value: float) -> Interval:
         if not self.is_mean(metric, before):
-            return value, self._bootstrap(metric, before, after, value)
+            return self._bootstrap(metric, before, after, value)
         change = after[metric] - before[metric]
         if all(self.is_counted(sums[metric]) for sums in (before, after)):
-            return value, proportions(float((change > 0).double().mean()), float((change < 0).double().mean()))
+            return proportions(float((change > 0).double().mean()), float((change < 0).double().mean()))
         residual = (change - value * self.weights) / self.weights.mean()  # of mean zero
 
         def at(total: int) -> tuple[float, float]:
             low, high = mean_interval(residual, total)
             return value + low, value + high
 
-        return value, at
+        return at
 
     def _bootstrap(
         self, metric: str, before: Mapping[str, Tensor], after: Mapping[str, Tensor], value: float

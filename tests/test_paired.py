@@ -103,6 +103,15 @@ def test_the_interval_holds_the_truth_about_as_often_as_it_says(metric, draw):
     assert 0.88 < held / rounds <= 1.0
 
 
+@pytest.mark.parametrize("metric", ["mae", "exp"])
+def test_models_that_no_sample_tells_apart_are_known_to_be_alike_as_well_as_right_answers_are(metric):
+    values = {"mae": torch.arange(50).double() / 50}
+    value, within = Paired(Errors(), torch.ones(50).double()).change(metric, values, values)
+    assert value == 0
+    assert within(50) == pytest.approx(paired_interval(0, 0, 50))
+    assert within(50)[1] > 0.01
+
+
 def test_draws_are_of_pairs_so_that_what_both_have_in_common_drops_out(draw):
     values, weights = torch.randn(100, generator=draw).abs().double(), torch.ones(100).double()
     value, within = Paired(Errors(), weights).change("exp", {"mae": values}, {"mae": values + 0.01})

@@ -8,8 +8,7 @@ side, and otherwise there are too few samples to tell, and it is said how many w
 =============  ==============================================  =====================================================
 criterion      value                                           interval
 =============  ==============================================  =====================================================
-max_drop       metric of the float model less the candidate's  that of a paired change (``paired.py``); where none
-                                                               differs, that of samples that are right or wrong
+max_drop       metric of the float model less the candidate's  that of a paired change (``paired.py``)
 max_kl         mean KL(float ‖ candidate) in nats              Student's t, corrected for skewness (Hall), as for every
                                                                mean
 min_agreement  share of samples with the same argmax           Wilson's for a proportion
@@ -39,7 +38,7 @@ from qtool.errors import QtoolError, UsageError, nearest
 from qtool.evaluate import class_axis, counted, divergence, error_of, unlike
 from qtool.intervals import Z95, enough, mean_interval, wilson_interval
 from qtool.nested import map_tensors, num_samples, per_sample, tensors
-from qtool.paired import Interval, Paired, Sums, is_alike, joined, proportions, sums_of
+from qtool.paired import Interval, Paired, Sums, is_alike, joined, sums_of
 from qtool.recipe import QuantizeConfig
 from qtool.tasks import Task, is_higher_better
 from qtool.units import figure
@@ -283,8 +282,6 @@ class Judge:
     def _drop(self, scores: Scores, limit: float) -> Criterion:
         gain = -100.0 if self.task is None or is_higher_better(self.task, self.metric) else 100.0
         change, within = self.paired.change(self.metric, self.sums, scores.sums)
-        if within(self.num_samples) == (0, 0):  # as little as that tells of others, right or wrong answers would
-            within = proportions(0, 0)
 
         def at(total: int) -> tuple[float, float]:
             low, high = sorted(gain * end for end in within(total))

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from qtool.operators import groups_of
 from qtool.quantization.algorithms.bias import add_to_bias, bias_of, mean_output, set_bias, source_of
 from qtool.quantization.algorithms.rows import reason, rows
 from qtool.quantization.algorithms.spool import BUDGET
-from qtool.quantization.algorithms.streams import groups_of
 from qtool.quantization.algorithms.subject import Declined, Subject
 from qtool.quantization.algorithms.walk import Beside, Segment, Walk
 from qtool.quantization.capture import aten, parameter

@@ -29,7 +29,8 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from qtool.errors import UsageError
-from qtool.quantization.algorithms.streams import ANCHORS, Stream, find_streams, groups_of
+from qtool.operators import groups_of
+from qtool.quantization.algorithms.streams import ANCHORS, Stream, find_streams
 from qtool.quantization.algorithms.subject import NothingToDo, Subject, saved_numbers
 from qtool.quantization.capture import parameter, set_parameter
 from qtool.quantization.pair_sums import PAIRED, is_depthwise, least_ends

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from qtool.quantization.algorithms.streams import groups_of, unfit
+from qtool.operators import groups_of
+from qtool.quantization.algorithms.streams import unfit
 from qtool.quantization.algorithms.subject import Subject
 from qtool.quantization.algorithms.verify import QMAX
 from qtool.quantization.capture import CONVOLUTIONS, aten

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.nn import functional
 
-from qtool.quantization.algorithms.streams import groups_of
+from qtool.operators import groups_of
 from qtool.quantization.capture import CONVOLUTIONS, aten
 
 _CONVOLUTIONS = CONVOLUTIONS[:3]

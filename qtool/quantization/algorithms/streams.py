@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from qtool.form import padding_of
+from qtool.operators import groups_of
 from qtool.quantization.algorithms.bias import channel_axis
 from qtool.quantization.capture import CONVOLUTIONS, aten, parameter
 from qtool.quantization.rewrites.windows import ADAPTIVE_POOLS, AVERAGE_POOLS, MAX_POOLS
@@ -258,13 +259,6 @@ def _cap(node: Node) -> float | None:
         if low in (0, 0.0) and isinstance(high, int | float) and high > 0:
             return float(high)
     return None
-
-
-def groups_of(node: Node) -> int:
-    """The groups of a convolution; 1 for a linear layer."""
-    value = node.args[6] if node.target is not aten.linear.default and len(node.args) > 6 else 1
-    assert isinstance(value, int)
-    return value
 
 
 def per_input(weight: Tensor, node: Node, values: Tensor) -> Tensor:

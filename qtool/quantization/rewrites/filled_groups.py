@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from qtool.operators import groups_of
 from qtool.quantization.capture import CONVOLUTIONS, aten, clean, parameter, set_parameter
 from qtool.quantization.rewrites.norms import NORMAL, readers_of
 from qtool.quantization.rewrites.shuffles import stays_float
@@ -56,7 +57,7 @@ def _before(conv: Node, readers: Mapping[str, int]) -> list[Node]:
     while isinstance(value, Node) and value.target in (*POINTWISE, aten.batch_norm.default):
         found.append(value)
         value = value.args[0]
-    if not isinstance(value, Node) or value.target not in _PLAIN or _groups(value) != 1:
+    if not isinstance(value, Node) or value.target not in _PLAIN or groups_of(value) != 1:
         return []
     found.append(value)
     stored = [argument for node in (conv, *found) for argument in node.all_input_nodes if argument not in found]
@@ -65,12 +66,8 @@ def _before(conv: Node, readers: Mapping[str, int]) -> list[Node]:
     return found if alone and all(len(node.users) == 1 for node in found) else []
 
 
-def _groups(conv: Node) -> int:
-    return int(str(conv.args[6])) if len(conv.args) > 6 else 1
-
-
 def _fill(graph_module: GraphModule, conv: Node, before: list[Node], wanted: int) -> None:
-    groups = _groups(conv)
+    groups = groups_of(conv)
 
     def filled(numbers: Tensor, value: float = 0.0) -> Tensor:
         """With channels of ``value`` behind those of each group."""

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from qtool.operators import groups_of
 from qtool.quantization.capture import (
     CONVOLUTIONS,
     aten,
@@ -161,17 +162,11 @@ def _normal(graph_module: GraphModule, norm: Node) -> tuple[Tensor, Tensor]:
 
 def scaled(weight: Tensor, factor: Tensor, anchor: Node) -> Tensor:
     """``weight`` in float64 times ``factor`` along the output channels of ``anchor``."""
-    axis, groups = output_axis(anchor), _groups(anchor)
+    axis, groups = output_axis(anchor), groups_of(anchor)
     if axis == 1:  # transposed: inputs × outputs of one group
         per_group = factor.reshape(groups, 1, -1).expand(groups, weight.shape[0] // groups, -1)
         return weight.double() * per_group.reshape(weight.shape[0], -1, *[1] * (weight.dim() - 2))
     return weight.double() * factor.reshape(-1, *[1] * (weight.dim() - 1))
-
-
-def _groups(anchor: Node) -> int:
-    value = anchor.args[6] if len(anchor.args) > 6 else 1  # the same place in conv and conv_transpose
-    assert isinstance(value, int)
-    return value
 
 
 class Copies:

@@ -19,6 +19,7 @@ from typing import Any
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from qtool.operators import groups_of
 from qtool.quantization.capture import CONVOLUTIONS, aten, clean, owner, parameter, set_parameter
 from qtool.quantization.placement import first_match
 from qtool.quantization.rewrites.norms import NORMAL, readers_of
@@ -55,10 +56,9 @@ def _convolution(shuffle: Node, readers: Mapping[str, int]) -> Node | None:
         node = node.args[0]
     if not isinstance(node, Node) or node.target not in _PLAIN or len(node.users) != 1:
         return None
-    groups = node.args[6] if len(node.args) > 6 else node.kwargs.get("groups", 1)
     stored = [value for value in node.args[1:3] if isinstance(value, Node)]
     alone = all(value.op == "get_attr" and readers[str(value.target)] == 1 for value in stored)
-    return node if groups == 1 and alone else None
+    return node if groups_of(node) == 1 and alone else None
 
 
 def _sort(graph_module: GraphModule, conv: Node, num_phases: int) -> None:

@@ -25,6 +25,7 @@ from __future__ import annotations
 import torch
 
 from qtool.form import BLOCK
+from qtool.operators import groups_of
 from qtool.quantization.capture import CONVOLUTIONS
 from qtool.quantization.targets.base import (
     BETWEEN,
@@ -62,7 +63,7 @@ def has_few_channels(conv: torch.fx.Node) -> str:
     if conv.target is not aten.conv3d.default or not isinstance(weight, torch.fx.Node):
         return ""
     outputs, channels = weight.meta["val"].shape[:2]
-    groups = _groups(conv)
+    groups = groups_of(conv)
     if groups > 1 and channels == 1:
         return ""
     fewest = FEWEST_CHANNELS if groups == 1 else FEWEST_IN_GROUPS
@@ -97,11 +98,7 @@ def _is_small_depthwise(node: torch.fx.Node) -> bool:
     if node.target is not aten.conv2d.default:
         return False
     channels = node.meta["val"].shape[1]
-    return bool(_groups(node) == channels <= MOST_CHANNELS)
-
-
-def _groups(conv: torch.fx.Node) -> int:
-    return int(str(conv.args[6] if len(conv.args) > 6 else conv.kwargs.get("groups", 1)))
+    return groups_of(node) == channels <= MOST_CHANNELS
 
 
 ORT_CPU = Target(
