@@ -87,7 +87,11 @@ class FieldType(click.ParamType):  # type: ignore[type-arg]  # generic only sinc
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[click.shell_completion.CompletionItem]:
-        return [click.shell_completion.CompletionItem(c) for c in accepted(self.metadata) if c.startswith(incomplete)]
+        """What it may be by name, or else, where it is a text, files."""
+        names = [*accepted(self.metadata), *self.metadata["names"]]
+        found = [click.shell_completion.CompletionItem(name) for name in names if name.startswith(incomplete)]
+        is_text = self.kind is str and not accepted(self.metadata)
+        return found or ([click.shell_completion.CompletionItem(incomplete, type="file")] if is_text else [])
 
 
 def _item_type(kind: Any) -> Any:

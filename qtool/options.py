@@ -236,10 +236,12 @@ def _bounded(value: Any, metadata: Mapping[str, Any], where: str) -> Any:
 def option(
     default: Any, help: str, *, choices: Sequence[str] = (), low: float | None = None, high: float | None = None,
     words: Mapping[str, Any] | None = None, here: Mapping[str, Callable[[], Any]] | None = None, unit: str = "",
+    names: Sequence[str] = (),
 ) -> Any:  # fmt: skip
     """A field with its help text, its choices, its bounds (both included), the words that stand for values, its unit.
 
-    Words ``here`` stand for what their functions give on this machine, which is what a config then holds.
+    ``names`` are among what it may be, for the shell to complete. Words ``here`` stand for what their functions give on
+    this machine, which is what a config then holds.
     """
     metadata = {
         "help": help,
@@ -249,6 +251,7 @@ def option(
         "words": words or {},
         "here": here or {},
         "unit": unit,
+        "names": tuple(names),
     }
     if isinstance(default, dict | list):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)

@@ -332,9 +332,12 @@ class BenchmarkConfig(Checked):
 class Recipe(Checked):
     """A whole run: what to take, and what each stage is told."""
 
-    model: str = option("resnet", "model spec")
-    data: str = option("fashion-mnist", "data spec")
-    task: str = option("classification", "task: classification, language-modelling, or path/file.py:factory")
+    model: str = option("resnet", "model spec", names=("resnet", "mobilenet", "vit_l_16", "gpt2", "gpt2-mini"))
+    data: str = option("fashion-mnist", "data spec", names=("fashion-mnist", "alice"))
+    task: str = option(
+        "classification", "task: classification, language-modelling, or path/file.py:factory",
+        names=("classification", "language-modelling"),
+    )  # fmt: skip
     weights: str | None = option(None, "start from these weights")
     variants: tuple[str, ...] | None = option(
         ("ptq", "qat"), "quantized variants to make; none to train alone", choices=MODES

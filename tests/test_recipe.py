@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import qtool
-from qtool import machine
+from qtool import data, machine, models, tasks
 from qtool.errors import UsageError
 from qtool.options import argument, flag, inner_type, make
 from qtool.recipe import (
@@ -399,3 +399,10 @@ def test_a_config_that_is_built_directly_takes_what_a_recipe_takes() -> None:
     given: dict[str, Any] = {"batch_size": "auto", "learning_rate": 1, "lora_targets": ["q", "v"]}
     assert TrainConfig(**given) == make(TrainConfig, given)
     assert configured(QuantizeConfig, {"ranges": "minmax"}, {}) == make(QuantizeConfig, {"ranges": "minmax"})
+
+
+def test_names_that_the_shell_completes_are_those_built_in() -> None:
+    names = {field.name: set(field.metadata["names"]) for field in dataclasses.fields(Recipe) if field.metadata}
+    assert names["model"] == models.BUILT_INS.keys()
+    assert names["task"] == tasks.BUILT_INS.keys()
+    assert names["data"] == {kind for kind in data.KINDS if kind.islower() and ":" not in kind}

@@ -98,7 +98,7 @@ def _is_small_depthwise(node: torch.fx.Node) -> bool:
     if node.target is not aten.conv2d.default:
         return False
     channels = node.meta["val"].shape[1]
-    return groups_of(node) == channels <= MOST_CHANNELS
+    return bool(groups_of(node) == channels <= MOST_CHANNELS)
 
 
 ORT_CPU = Target(
