@@ -204,6 +204,8 @@ def test_completion_completes_commands_options_choices_recipes_names_and_files(w
         (["export", "nowhere"], ["run directory 'nowhere'", "no such folder"]),
         (["benchmark", "a.onnx", "--out", "y"], ["--out without a run directory"]),
         (["benchmark", "nowhere"], ["run directory 'nowhere'", "no such folder"]),
+        (["quantize", "--model", "resnet", "--data", "fashion-mnist", "--out", "x", "--ranges-from", "no.json"],
+         ["'no.json'", "the ranges.json of a quantize run", "no such file"]),
         (["train", "--model", "resnt", "--data", "fashion-mnist", "--out", "x"], ["did you mean 'resnet'?"]),
         (["train", "--model", "resnet", "--data", "fashion-mnst", "--out", "x"], ["did you mean 'fashion-mnist'?"]),
         (["train", "--model", "resnet", "--data", "idx:nowhere", "--out", "x"], ["nowhere"]),

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from qtool.errors import QtoolError, one_line
+from qtool.errors import QtoolError, UsageError, one_line
 from qtool.runtimes.base import all_graphs
 from qtool.units import MIB
 
@@ -44,17 +44,17 @@ def model_files(path: Path) -> list[Path]:
     if path.suffix != ".onnx":
         if not path.is_file():
             got = "a folder" if path.is_dir() else "no such file"
-            raise QtoolError(f"'{path}'", "a model file", got, "check the path")
+            raise UsageError(f"'{path}'", "a model file", got, "check the path")
         return [path]
     return [path, *_external(path, load_onnx(path))]
 
 
 def load_onnx(path: Path) -> Any:
-    """The ONNX model without its external data. Raises QtoolError for what is no ONNX file."""
+    """The ONNX model without its external data. Raises UsageError for no file, QtoolError for what is not ONNX."""
     import onnx
 
     if not path.is_file():
-        raise QtoolError(f"'{path}'", "an ONNX file", "a folder" if path.is_dir() else "no such file", "check the path")
+        raise UsageError(f"'{path}'", "an ONNX file", "a folder" if path.is_dir() else "no such file", "check the path")
     try:
         model = onnx.load(path, load_external_data=False)
     except Exception as error:

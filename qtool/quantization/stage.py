@@ -379,7 +379,9 @@ def _observe_weights(prepared: Prepared, example: Any) -> None:
 
 
 def read_ranges(path: Path) -> Mapping[str, Any]:
-    """Reads a ``ranges.json``. Raises QtoolError when it is missing or is not one."""
+    """Reads a ``ranges.json``. Raises UsageError where there is none, QtoolError where it is another file."""
+    if not path.is_file():
+        raise UsageError(f"'{path}'", "the ranges.json of a quantize run", "no such file", "check the path")
     try:
         ranges = json.loads(path.read_text(encoding="utf-8"))
         if not all(

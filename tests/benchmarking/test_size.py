@@ -9,7 +9,7 @@ import pytest
 from onnx import helper
 
 from qtool.benchmarking.size import load_onnx, measure_size, model_files, stripped_bytes
-from qtool.errors import QtoolError
+from qtool.errors import QtoolError, UsageError
 from qtool.units import MIB
 
 
@@ -104,7 +104,7 @@ def test_what_is_no_onnx_is_refused_in_one_line(tmp_path, content):
 
 @pytest.mark.parametrize("name", ["absent.onnx", "absent.pt2"])
 def test_a_missing_file_is_refused(tmp_path, name):
-    with pytest.raises(QtoolError, match="no such file"):
+    with pytest.raises(UsageError, match="no such file"):
         measure_size(tmp_path / name)
 
 
