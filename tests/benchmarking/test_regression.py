@@ -14,7 +14,7 @@ from qtool.benchmarking.regression import (
     regressions,
     require_no_regression,
 )
-from qtool.errors import ContractError, QtoolError
+from qtool.errors import ContractError, QtoolError, UsageError
 
 
 def entry(**changes):
@@ -178,7 +178,7 @@ def test_another_file_is_refused(tmp_path, text):
     path.write_text(text)
     with pytest.raises(QtoolError, match=r"benchmark\.json"):
         read_benchmark(path)
-    with pytest.raises(QtoolError, match="got No such file or directory; give"):
+    with pytest.raises(UsageError, match="got no such file; give"):
         read_benchmark(tmp_path / "absent.json")
 
 
