@@ -73,7 +73,8 @@ def _off(width: int) -> float:
     [{"groups": 1}, {"width": 1, "outputs": 1}, {"width": 32}, {"integer": False}, {"rest": 8}],
     ids=["one group", "depthwise", "wide ones", "in float", "a file that would grow"],
 )
-def test_others_stay(changes: dict[str, Any]) -> None:
+def test_others_stay(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wide_groups, "FEW", 0)
     model = grouped(**changes)
     changed, rewritten = applied(model)
     assert changed == 0
@@ -81,9 +82,19 @@ def test_others_stay(changes: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("rest", "groups"), [(12000, 1), (4096, 2), (2000, 3), (1000, 6)])
-def test_where_little_may_be_added_fewer_are_merged(rest: int, groups: int) -> None:
+def test_where_little_may_be_added_fewer_are_merged(rest: int, groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wide_groups, "FEW", 0)
     model = grouped(rest=rest)
     rewritten = applied(model)[1]
     assert groups_of(rewritten) == groups
     before, after = (sum(np.prod(t.dims) for t in m.graph.initializer) for m in (model, rewritten))
     assert after <= (1 + wide_groups.MOST_GROWTH) * before
+
+
+@pytest.mark.parametrize(("outputs", "groups"), [(1, 1), (4, 2), (12, 6)])
+def test_a_small_file_may_grow_by_two_kilobytes(outputs: int, groups: int) -> None:
+    model = grouped(outputs=outputs, rest=8)
+    rewritten = applied(model)[1]
+    assert groups_of(rewritten) == groups
+    before, after = (sum(np.prod(t.dims) for t in m.graph.initializer) for m in (model, rewritten))
+    assert after - before <= 2048
