@@ -9,7 +9,8 @@ an output does not belong to:
 
 The products that are added are zeros; no sum changes. A file grows by 2 % of its constants at most, a small one by 2 kB
 (EEGNet's convolution over electrodes, two outputs for each channel, takes a fifth of the time for it on AVX2), the
-first layers first: they have the fewest weights and the most to compute. Depthwise convolutions have a kernel of their own.
+first layers first: they have the fewest weights and the most to compute. Depthwise convolutions have a kernel of their
+own.
 """
 
 from __future__ import annotations
