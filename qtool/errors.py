@@ -21,6 +21,7 @@ import difflib
 import re
 import traceback
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 
@@ -49,6 +50,12 @@ class UsageError(QtoolError):
     """A wrong command line, recipe or argument, found before any work. Exit code 2."""
 
     exit_code = 2
+
+
+def require_file(path: Path, expected: str, do: str = "check the path") -> None:
+    """Raises UsageError where ``path``, which was to be ``expected``, is a folder or nothing."""
+    if not path.is_file():
+        raise UsageError(f"'{path}'", expected, "a folder" if path.is_dir() else "no such file", do)
 
 
 class OutOfMemory(QtoolError):

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from qtool.artifacts import from_json
-from qtool.errors import ContractError, QtoolError, UsageError
+from qtool.errors import ContractError, QtoolError, require_file
 from qtool.units import many
 
 Entry = Mapping[str, Any]
@@ -143,8 +143,7 @@ def require_no_regression(result: Mapping[str, Any]) -> None:
 
 def read_benchmark(path: Path) -> dict[str, Any]:
     """The figures of a ``benchmark.json``. Raises UsageError where there is no file, QtoolError for anything else."""
-    if not path.is_file():
-        raise UsageError(f"'{path}'", "a benchmark.json", "no such file", "give one that qtool benchmark wrote")
+    require_file(path, "a benchmark.json", "give one that qtool benchmark wrote")
     try:
         value = from_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

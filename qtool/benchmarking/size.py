@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from qtool.errors import QtoolError, UsageError, one_line
+from qtool.errors import QtoolError, one_line, require_file
 from qtool.runtimes.base import all_graphs
 from qtool.units import MIB
 
@@ -42,9 +42,7 @@ def measure_size(path: Path) -> dict[str, Any]:
 def model_files(path: Path) -> list[Path]:
     """The file and, for ONNX, the external data files that it names, each once."""
     if path.suffix != ".onnx":
-        if not path.is_file():
-            got = "a folder" if path.is_dir() else "no such file"
-            raise UsageError(f"'{path}'", "a model file", got, "check the path")
+        require_file(path, "a model file")
         return [path]
     return [path, *_external(path, load_onnx(path))]
 
@@ -53,8 +51,7 @@ def load_onnx(path: Path) -> Any:
     """The ONNX model without its external data. Raises UsageError for no file, QtoolError for what is not ONNX."""
     import onnx
 
-    if not path.is_file():
-        raise UsageError(f"'{path}'", "an ONNX file", "a folder" if path.is_dir() else "no such file", "check the path")
+    require_file(path, "an ONNX file")
     try:
         model = onnx.load(path, load_external_data=False)
     except Exception as error:

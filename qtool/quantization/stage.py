@@ -19,7 +19,7 @@ from torch.fx import GraphModule
 from torch.nn.utils import prune
 
 from qtool.devices import resolve_device
-from qtool.errors import QtoolError, UsageError
+from qtool.errors import QtoolError, UsageError, require_file
 from qtool.form import Plan, QuantizedModel
 from qtool.models import check_finite
 from qtool.nested import Once, call
@@ -380,8 +380,7 @@ def _observe_weights(prepared: Prepared, example: Any) -> None:
 
 def read_ranges(path: Path) -> Mapping[str, Any]:
     """Reads a ``ranges.json``. Raises UsageError where there is none, QtoolError where it is another file."""
-    if not path.is_file():
-        raise UsageError(f"'{path}'", "the ranges.json of a quantize run", "no such file", "check the path")
+    require_file(path, "the ranges.json of a quantize run")
     try:
         ranges = json.loads(path.read_text(encoding="utf-8"))
         if not all(

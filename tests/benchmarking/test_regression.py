@@ -180,6 +180,8 @@ def test_another_file_is_refused(tmp_path, text):
         read_benchmark(path)
     with pytest.raises(UsageError, match="got no such file; give"):
         read_benchmark(tmp_path / "absent.json")
+    with pytest.raises(UsageError, match="got a folder; give"):
+        read_benchmark(tmp_path)
 
 
 @pytest.mark.parametrize("path", ["cpu", "noise.noisy", "variants.int8.latency", "variants.int8.latency[0].spread"])
