@@ -15,11 +15,11 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import forkserver
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import IO, Any
 from unittest import mock
 
 CONTEXT: Any = multiprocessing.get_context("forkserver")
@@ -33,11 +33,37 @@ _ENVIRONMENT = dict(os.environ)
 """As it is before any test changes it: the server's own, and so its processes'."""
 
 
+_CHOSEN: list[Path] = []
+"""The control groups that processes of this one are put into."""
+
+
 def _served() -> None:
+    if multiprocessing.parent_process() is not None:
+        return  # one of these, which knows the server: see _within
     own = sorted(name for name in sys.modules if name.partition(".")[0] == "qtool")
     CONTEXT.set_forkserver_preload([*IMPORTED, *(name for name in IF_HERE if name in sys.modules), *own, "frozen"])
     with mock.patch.dict(os.environ, _ENVIRONMENT, clear=True):
         forkserver.ensure_running()
+
+
+def _process(target: Callable[..., object], args: tuple[Any, ...] = (), **options: Any) -> Any:
+    _served()
+    address = forkserver._forkserver._forkserver_address  # type: ignore[attr-defined]
+    return CONTEXT.Process(target=_within, args=(address, _CHOSEN, target, args), **options)
+
+
+def _within(address: str, chosen: list[Path], target: Callable[..., object], args: tuple[Any, ...]) -> None:
+    """The function, in those control groups, in a process whose own are forks of the same server."""
+    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    server._forkserver_address, server.ensure_running = address, lambda: None
+    for processes in chosen:
+        processes.write_text(str(os.getpid()))
+    _CHOSEN[:] = chosen
+    target(*args)
+
+
+class _Context(type(CONTEXT)):  # type: ignore[misc]
+    Process = staticmethod(_process)
 
 
 @contextlib.contextmanager
@@ -46,8 +72,7 @@ def launched() -> Iterator[None]:
     context = multiprocessing.get_context
 
     def warm(method: str | None = None) -> Any:
-        _served()
-        return CONTEXT if method == "spawn" else context(method)
+        return _Context() if method == "spawn" else context(method)
 
     with mock.patch.object(multiprocessing, "get_context", warm):
         yield
@@ -57,10 +82,9 @@ class Started:
     """``function(*arguments)`` in a process of its own, which prints into the file ``told``."""
 
     def __init__(self, told: Path, function: Callable[..., object], *arguments: Any) -> None:
-        _served()
         self.told = told
         told.touch()
-        self.process = CONTEXT.Process(target=_printing_to, args=(told, function, arguments))
+        self.process = _process(_printing_to, (told, function, arguments))
         self.process.start()
 
     def wait_for(self, reached: Callable[[], object]) -> None:
@@ -85,7 +109,7 @@ class Started:
 
 
 def _printing_to(told: Path, function: Callable[..., object], arguments: tuple[Any, ...]) -> None:
-    with told.open("w") as file:
+    with told.open("a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     function(*arguments)
@@ -98,6 +122,12 @@ def command(*words: str) -> None:
     main.main(list(words), "qtool")
 
 
+def launching(*words: str) -> None:
+    """What :func:`command` does, whose processes are such ones too."""
+    with launched():
+        command(*words)
+
+
 def torchrun(*words: str) -> None:
     """What ``python -m torch.distributed.run WORDS`` does, whose processes are new interpreters with the same path."""
     from torch.distributed import run
@@ -106,9 +136,48 @@ def torchrun(*words: str) -> None:
     run.main(list(words))
 
 
+def torchrun_of_forks(*words: str) -> None:
+    """What :func:`torchrun` does, whose processes are such ones too."""
+    from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
+
+    told = Path(os.readlink("/proc/self/fd/1"))
+    with mock.patch.object(SubprocessHandler, "_popen", lambda self, words, env: Popen(words, env, told.open("a"))):
+        torchrun(*words)
+
+
+class Popen:
+    """:class:`subprocess.Popen` of ``python -u -m MODULE WORDS`` or ``python FILE WORDS``, in a session of its own."""
+
+    def __init__(self, words: Sequence[str], env: dict[str, str], stdout: IO[str], **_: Any) -> None:
+        self.process = _process(_printing_to, (Path(stdout.name), _interpreting, (list(words), env)))
+        self.process.start()
+        self.pid = self.process.pid
+
+    def poll(self) -> int | None:
+        code: int | None = self.process.exitcode
+        return code
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        self.process.join(timeout)
+        return self.poll()
+
+
+def _interpreting(words: list[str], env: dict[str, str]) -> None:
+    os.setsid()
+    os.environ |= env
+    sys.path[:0] = env.get("PYTHONPATH", "").split(os.pathsep)
+    if "-m" in words:
+        sys.argv = words[words.index("-m") + 1 :]
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = words[1:]
+        runpy.run_path(sys.argv[0], run_name="__main__")
+
+
 def in_group(processes: Path, function: Callable[..., object], *arguments: Any) -> None:
-    """``function(*arguments)`` in the control group with the file ``processes``."""
+    """``function(*arguments)`` in the control group with the file ``processes``, and what it starts."""
     processes.write_text(str(os.getpid()))
+    _CHOSEN.append(processes)
     function(*arguments)
 
 

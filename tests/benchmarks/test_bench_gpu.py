@@ -26,7 +26,10 @@ from qtool.training import fused_updates
 
 
 @pytest.mark.slow
-def test_parts_are_measured_failures_told_and_what_is_missing_made_up_for(tmp_path: Path) -> None:
+def test_parts_are_measured_failures_told_and_what_is_missing_made_up_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subprocess, "Popen", warm.Popen)
     words = ["--out", str(tmp_path), "--device", "cpu", "--quick", "--parts"]
     words += ["create/on-device,technique/paged,rounding/adaround"]
     assert bench_gpu.main(words) == 1

@@ -117,8 +117,10 @@ def test_several_processes_go_on_by_themselves(
 ) -> None:
     run = tmp_path / "run"
     given = words(small_data, run, 64)
-    # whoever starts them finds torch imported; they themselves are new interpreters
-    done = limited(warm.torchrun, *TORCHRUN, *given) if launcher else limited(warm.command, *given, "--devices", "2")
+    if launcher:
+        done = limited(warm.torchrun_of_forks, *launcher, *given)
+    else:
+        done = limited(warm.launching, *given, "--devices", "2")
     assert done.end() == 0, done.said()[-3000:]
     assert "out of memory; again" in done.said() or "probably for lack of host memory" in done.said()
     assert halvings(run) == 1
