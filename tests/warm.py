@@ -83,7 +83,7 @@ class Started:
 
     def __init__(self, told: Path, function: Callable[..., object], *arguments: Any) -> None:
         self.told = told
-        told.touch()
+        told.write_text("")
         self.process = _process(_printing_to, (told, function, arguments))
         self.process.start()
 
