@@ -32,6 +32,7 @@ from qtool.stages import benchmark, export, quantize, sensitivity, train
 from qtool.stages.benchmarking import measured
 from qtool.stages.common import Progress, run_of, teller
 from qtool.stages.quantization import require_options
+from qtool.stages.rehearsal import rehearse
 
 if TYPE_CHECKING:
     from qtool.exporting.stage import ExportResult
@@ -61,6 +62,7 @@ def run(
         require_options(*_told(wanted, mode))
     if wanted.variants and not has_result(folder, "train"):
         _require_later(wanted)
+        rehearse(wanted, tell)
     train(
         wanted.model, wanted.data, out=folder, task=wanted.task, weights=wanted.weights, config=wanted.train,
         resume=resume, progress=progress,

@@ -290,6 +290,49 @@ def test_what_a_variant_would_refuse_is_told_before_the_training(
     assert not (tmp_path / "run").exists()
 
 
+SORTS = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.last = nn.Linear(16, 3)
+
+    def forward(self, x):
+        return self.last(torch.kthvalue(x.flatten(1).unflatten(1, (16, 4)), 1)[0])
+
+def build():
+    return Net()
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"quantize": {"overrides": {"frist.*": "float"}}}, "overrides: expected patterns that match a .*; got frist"),
+        ({"quantize": {"dynamic_axes": [7]}}, "--dynamic-axes: expected axes of the inputs .*; got axis 7"),
+        ({"quantize": {"activation_bits": 4}, "variants": ["qat"]}, "export: expected .* 8 bits; got fewer"),
+        ({"quantize": {"max_drop": 1.0, "metric": "f1"}}, "--metric: expected a metric of task 'classification'; got"),
+        ({"quantize": {"max_drop": 1.0}}, "--max-drop: expected at least 381 validation samples .*; got 300"),
+        ({"quantize": {"max_kl": 1.0, "validation_samples": 1}}, "--max-kl: expected at least 2 .*; got 1"),
+        ({"quantize": {"max_kl": 1.0, "calibration": "own.toml"}}, "not among the calibration samples; got 300 of 300"),
+        ({"model": "sorts.py:build"}, "kthvalue"),
+    ],
+)
+def test_what_a_variant_would_refuse_of_a_model_and_its_data_is_told_before_the_training(
+    options: dict[str, Any], told: str, small_net: str, held_out_data: str, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    Path("sorts.py").write_text(SORTS)
+    Path("own.toml").write_text('samples = 512\npart = "validation"\n')
+    monkeypatch.setattr(pipeline, "train", None)
+    with pytest.raises(QtoolError, match=told):
+        qtool.run({"model": small_net, "data": held_out_data, **options}, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_overrides_change_a_mapping_and_are_refused_beside_a_recipe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

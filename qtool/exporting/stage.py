@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import onnx
+from torch.fx import GraphModule
 
 from qtool import allocator
 from qtool.errors import QtoolError
@@ -27,7 +28,7 @@ from qtool.exporting.other_sizes import OtherSizes
 from qtool.exporting.saturation import saturation, saturation_in_openvino
 from qtool.exporting.size import size
 from qtool.exporting.to_onnx import default_opset, float_to_onnx, quantized_to_onnx, save
-from qtool.form import QuantizedModel
+from qtool.form import Plan, QuantizedModel
 from qtool.nested import micro_batches
 from qtool.recipe import ExportConfig
 from qtool.runtimes.onnx_notes import asks_for_exact_sums
@@ -77,14 +78,24 @@ def export(
     Raises ContractError when a gate fails, QtoolError for an operator without an ONNX form and for a quantization that
     is simulated only.
     """
-    if quantized.plan.simulated:
+    _require_kernels(quantized.plan)
+    opset = config.opset or default_opset(quantized.plan)
+    with allocator.settled():
+        return _export(quantized, out, config, samples, opset, _metadata(quantized, opset, metadata or {}))
+
+
+def rehearse(float_graph: GraphModule, example: Any, plan: Plan, config: ExportConfig) -> None:
+    """Raises QtoolError for a simulation, and for an operator of ``float_graph`` without an ONNX form."""
+    _require_kernels(plan)
+    float_to_onnx(float_graph, example, config.opset or default_opset(plan), plan.target)
+
+
+def _require_kernels(plan: Plan) -> None:
+    if plan.simulated:
         raise QtoolError(
             "export", "activations of 8 bits", "fewer, which no runtime has kernels for: they are simulated only",
             "quantize with --activation-bits 8, or measure the simulation with 'qtool benchmark --provider torch'",
         )  # fmt: skip
-    opset = config.opset or default_opset(quantized.plan)
-    with allocator.settled():
-        return _export(quantized, out, config, samples, opset, _metadata(quantized, opset, metadata or {}))
 
 
 def _export(

@@ -144,13 +144,15 @@ class Judge:
     """The validation set, the float model's answers to it, and the contract that candidates are held to.
 
     ``batches`` are (inputs, targets) that can be gone through again and again, targets None where there are no labels.
-    Raises UsageError for a metric that the task does not have or that is another in batches than sample by sample, for
-    labels that are not there, and for fewer samples than could ever show the contract to be kept.
+    Where they are but the first of ``total`` samples, and the model is not trained yet, what its answers are worth is
+    not looked at. Raises UsageError for a metric that the task does not have or that is another in batches than sample
+    by sample, for labels that are not there, and for fewer samples than could ever show the contract to be kept.
     """
 
     def __init__(
-        self, config: QuantizeConfig, batches: Batches, reference: Callable[[Any], Any], task: Task | None
-    ) -> None:
+        self, config: QuantizeConfig, batches: Batches, reference: Callable[[Any], Any], task: Task | None,
+        total: int | None = None,
+    ) -> None:  # fmt: skip
         self.config, self.batches, self.task, self.reference = config, batches, task, reference
         self.outputs: list[Tensor | None] = []
         self.axis: int | None = None
@@ -181,9 +183,10 @@ class Judge:
         if not self.outputs:
             raise QtoolError("contract", "validation samples", "none", "give validation data")
         self.sums, self.paired = joined(parts), Paired(task, torch.cat(weights))
-        self._check()
-        if whole is not None:
-            self._require_samples_alone(whole.means()[self.metric])
+        self._check_asked()
+        self._require_enough(total)
+        if total is None and whole is not None:
+            self._require_meaning(whole.means()[self.metric])
 
     @torch.no_grad()
     def score(self, predict: Callable[[Any], Any]) -> Scores:
@@ -230,17 +233,13 @@ class Judge:
             )
         return sums_of(self.task, output, targets)
 
-    def _check(self) -> None:
+    def _check_asked(self) -> None:
+        """Raises UsageError for a contract that the task, its labels or the model's outputs have no answer to."""
         config = self.config
         if config.max_drop is not None and self.metric not in (known := self.paired.means(self.sums)):
             name = f"task '{self.task.name if self.task else 'none'}'"
             asked = ("--metric", f"a metric of {name}") if config.metric else (name, "a 'metric' that it gives")
             raise UsageError(*asked, repr(self.metric), nearest(self.metric, known))
-        if config.max_drop is not None and math.isnan(known[self.metric]):
-            raise QtoolError(
-                "contract", f"a '{self.metric}' of the float model on the validation samples", "NaN",
-                "clean their targets, or have the task leave out what is unknown",
-            )  # fmt: skip
         if config.max_drop is not None and self.task and is_higher_better(self.task, self.metric) is None:
             raise UsageError(
                 "--metric", "one that is known to be better when it is higher or lower",
@@ -255,13 +254,21 @@ class Judge:
                 self.shapes,
                 "use --max-drop with a metric",
             )  # fmt: skip
-        _require_samples(self.num_samples, self._least_for_drop(), "--max-drop")
-        require_agreeable(config, self.num_samples)
-        _require_samples(self.num_samples, LEAST if config.max_kl is not None else 0, "--max-kl")
 
-    def _require_samples_alone(self, whole: float) -> None:
+    def _require_enough(self, total: int | None) -> None:
+        count = self.num_samples if total is None else total
+        _require_samples(count, self._least_for_drop(is_whole=total is None), "--max-drop")
+        require_agreeable(self.config, count)
+        _require_samples(count, LEAST if self.config.max_kl is not None else 0, "--max-kl")
+
+    def _require_meaning(self, whole: float) -> None:
         """Raises UsageError for a metric that is another in batches: of single samples nothing could be promised."""
         alone = self.paired.means(self.sums)[self.metric]
+        if math.isnan(alone):
+            raise QtoolError(
+                "contract", f"a '{self.metric}' of the float model on the validation samples", "NaN",
+                "clean their targets, or have the task leave out what is unknown",
+            )  # fmt: skip
         if not is_alike(whole, alone):
             raise UsageError(
                 "--max-drop", "a metric that adds up over samples which the task judges alone",
@@ -270,12 +277,17 @@ class Judge:
                 "--min-agreement",
             )  # fmt: skip
 
-    def _least_for_drop(self) -> float:
-        """The fewest samples on which equal answers would show the drop to be within its limit."""
+    def _least_for_drop(self, *, is_whole: bool) -> float:
+        """The fewest samples on which equal answers would show the drop to be within its limit.
+
+        A few of which all are wrong do not tell that each can only be right or wrong.
+        """
         if self.config.max_drop is None:
             return 0
-        is_mean = self.paired.is_mean(self.metric, self.sums)
-        if not (is_mean and self.paired.is_counted(self.sums[self.metric])):
+        if not self.paired.is_mean(self.metric, self.sums):
+            return LEAST
+        found = self.sums[self.metric]
+        if not (self.paired.is_counted(found) and (is_whole or bool(found.any()))):
             return LEAST
         return max(LEAST, _least_alike(1 - self.config.max_drop / 100))
 

@@ -156,6 +156,15 @@ def convert(
     return Converted(graph, prepared.placement, float_graph, passes.reference, ranges, notes)
 
 
+def rehearse(model: nn.Module, config: QuantizeConfig, *, example: Any, forms: FloatForms) -> Plan:
+    """The plan for ``model``, after what :func:`quantize` does, and may raise, before it calibrates.
+
+    No weight is looked at: a training is still to make it.
+    """
+    plain = dataclasses.replace(config, algorithms=None, effort=None, ranges="minmax")
+    return _prepare(model, forms(plain, example), plain, example, Passes(plain, ())).placement.plan()
+
+
 def require_together(config: QuantizeConfig, tuning: QatConfig | None) -> None:
     """Raises UsageError for options that exclude each other; ``tuning`` is that of a quantization that may train."""
     _check_groups(config, _target(config))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import shutil
 import time
@@ -82,6 +83,13 @@ class Pairs:
             left = None if left is None else left - size
             if left == 0:
                 return
+
+    def count(self) -> int | None:
+        """How many samples there are, without reading them; None where that takes reading them."""
+        if self.given is not None or self.source.parts is None:
+            return None
+        size = len(self.source.parts.validation)  # type: ignore[arg-type]
+        return min(size, self.config.validation_samples or size)
 
     def _recognise(self, index: int, inputs: Any) -> None:
         from qtool.nested import checksum, tensors
@@ -239,13 +247,25 @@ def _rank(trial: Trial) -> tuple[bool, float]:
     return not trial.verdict.met, trial.verdict.excess
 
 
-def _judge(graph: GraphModule, config: QuantizeConfig, task: Task, pairs: Pairs) -> Any:
+def _judge(
+    graph: GraphModule, config: QuantizeConfig, task: Task, pairs: Iterable[tuple[Any, Any]], total: int | None = None
+) -> Any:
     import torch
 
     from qtool.quantization.contract import Judge
 
     with torch.no_grad():
-        return Judge(config, pairs, answers(graph), task)
+        return Judge(config, pairs, answers(graph), task, total)
+
+
+def rehearse(graph: GraphModule, config: QuantizeConfig, source: Source, inputs: Iterable[Any]) -> None:
+    """Raises QtoolError for a contract that could not be judged, or never be met, whatever a training makes of it.
+
+    One batch tells what there is to judge; ``graph`` is the float form of the model, which is not trained yet.
+    """
+    pairs = Pairs(source, None, config)
+    _judge(graph, config, source.task, list(itertools.islice(pairs, 1)), pairs.count())
+    _apart(inputs, pairs)
 
 
 def answers(graph: GraphModule) -> Callable[[Any], Any]:
@@ -286,10 +306,9 @@ def fulfil(
     from qtool.quantization.contract import require_agreeable
     from qtool.quantization.search import Search, frontier
 
-    if validation is None and source.parts is not None:  # before all are read
-        known = len(source.parts.validation)  # type: ignore[arg-type]
-        require_agreeable(config, min(known, config.validation_samples or known))
     pairs = Pairs(source, validation, config)
+    if (count := pairs.count()) is not None:
+        require_agreeable(config, count)
     candidates = Candidates(source, config, inputs, pairs, make, folder, tell, tuning, forms)
     labelled = source.parts is not None and _labelled(source.parts)
     with candidates.cost:
