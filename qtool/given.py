@@ -281,6 +281,9 @@ def require_batches(given: Any) -> None:
     if isinstance(given, Tensor | np.ndarray):
         kind = "tensor" if isinstance(given, Tensor) else "array"
         raise UsageError("data", "an iterable of batches", f"one {kind}", f"pass [{kind}]")
+    if got := columns_in(given):
+        do = "pass [(inputs, targets)], or {'train': TensorDataset(inputs, targets), 'test': …}"
+        raise UsageError("data", "an iterable of batches", got, do)
     if isinstance(given, str | Mapping):
         got = kind_of(given)
         raise UsageError("data", "an iterable of batches", got, "pass a list of batches, or a DataLoader")
@@ -290,3 +293,19 @@ def require_batches(given: Any) -> None:
         raise UsageError("data", "batches, or a mapping of datasets", f"{kind_of(given)} of single samples", do)
     if not hasattr(given, "__iter__") and not hasattr(given, "__getitem__"):
         raise UsageError("data", "an iterable of batches", kind_of(given), "pass a list or a DataLoader")
+
+
+def columns_in(given: Any) -> str | None:
+    """What to call a list or tuple of whole columns, such as (inputs, targets), that is no list of batches or samples.
+
+    Those are of one type and of as many axes each; columns have as many rows. None for anything else.
+    """
+    import numpy as np
+    from torch import Tensor
+
+    if not isinstance(given, tuple | list) or not all(isinstance(value, Tensor | np.ndarray) for value in given):
+        return None
+    if len({(value.dtype, value.ndim) for value in given}) < 2 or not all(value.ndim for value in given):
+        return None
+    lengths = {len(value) for value in given}
+    return f"{len(given)} tensors of {lengths.pop()} rows each" if len(lengths) == 1 else None

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from qtool.errors import QtoolError, QtoolWarning
-from qtool.given import pair_of, token_labels
+from qtool.given import columns_in, pair_of, token_labels
 from qtool.labels import Verdict, judged
 from qtool.nested import map_tensors, raw_bytes, tensors
 
@@ -54,6 +54,8 @@ class Samples(Dataset[tuple[Any, Any]]):
         if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")) or isinstance(dataset, Mapping | str):
             got = type(dataset).__name__
             raise QtoolError(where, "a map-style dataset: __getitem__ and __len__", got, "return such an object")
+        if got := columns_in(dataset):
+            raise QtoolError(where, "a dataset of samples", got, "give torch.utils.data.TensorDataset(inputs, targets)")
         if not len(dataset):
             raise QtoolError(where, "at least one sample", "none", "add samples")
         self.rows = range(len(dataset)) if rows is None else rows

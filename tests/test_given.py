@@ -12,8 +12,9 @@ import torch
 from fake_device import DEVICE, Fake, Hidden
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
+from qtool.data import from_mapping
 from qtool.errors import QtoolError, UsageError
-from qtool.given import inputs_of, pair_of, pairs_of
+from qtool.given import columns_in, inputs_of, pair_of, pairs_of
 
 X, Y = torch.zeros(2, 3), torch.zeros(2)
 
@@ -115,6 +116,20 @@ def test_batches_without_samples_are_passed_over() -> None:
 def test_rows_of_a_table_are_no_batches() -> None:
     with pytest.raises(UsageError, match=r"a Rows of single samples; wrap it in a DataLoader"):
         inputs_of(Rows())
+
+
+def test_columns_are_told_from_lists_of_batches_and_of_samples() -> None:
+    images, classes = torch.randn(6, 1, 8, 8), torch.arange(6)
+    assert columns_in((images, classes)) == "2 tensors of 6 rows each"
+    assert columns_in([images.numpy(), classes.numpy()]) == "2 tensors of 6 rows each"
+    alike = [torch.randn(6, 5), torch.randn(6, 7)], [images, images], [classes[0], classes[1]]
+    others: list[Any] = [(images, classes[:3]), (), [(images, classes)], {"x": images}, iter([images, classes])]
+    for given in (*alike, *others):
+        assert columns_in(given) is None
+    with pytest.raises(UsageError, match=r"got 2 tensors of 6 rows each; pass \[\(inputs, targets\)\], or"):
+        inputs_of((images, classes))
+    with pytest.raises(QtoolError, match=r"train: expected a dataset of samples; got 2 tensors of 6 rows each"):
+        from_mapping({"train": (images, classes), "test": (images, classes)})
 
 
 def test_one_tensor_or_array_is_no_batches() -> None:
