@@ -54,8 +54,8 @@ class Samples(Dataset[tuple[Any, Any]]):
         if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")) or isinstance(dataset, Mapping | str):
             got = type(dataset).__name__
             raise QtoolError(where, "a map-style dataset: __getitem__ and __len__", got, "return such an object")
-        if got := columns_in(dataset):
-            raise QtoolError(where, "a dataset of samples", got, "give torch.utils.data.TensorDataset(inputs, targets)")
+        if columns := columns_in(dataset):
+            raise QtoolError(where, "a dataset of samples", columns, "give torch.utils.data.TensorDataset(inputs, targets)")
         if not len(dataset):
             raise QtoolError(where, "at least one sample", "none", "add samples")
         self.rows = range(len(dataset)) if rows is None else rows
