@@ -55,7 +55,8 @@ class Samples(Dataset[tuple[Any, Any]]):
             got = type(dataset).__name__
             raise QtoolError(where, "a map-style dataset: __getitem__ and __len__", got, "return such an object")
         if columns := columns_in(dataset):
-            raise QtoolError(where, "a dataset of samples", columns, "give torch.utils.data.TensorDataset(inputs, targets)")
+            do = "give torch.utils.data.TensorDataset(inputs, targets)"
+            raise QtoolError(where, "a dataset of samples", columns, do)
         if not len(dataset):
             raise QtoolError(where, "at least one sample", "none", "add samples")
         self.rows = range(len(dataset)) if rows is None else rows
