@@ -371,7 +371,8 @@ def parameter(graph_module: GraphModule, node: Any) -> Tensor | None:
 def set_parameter(graph_module: GraphModule, path: str, value: Tensor, *, like: str | None = None) -> None:
     """Stores ``value`` under a dotted path of the graph module, as a parameter where it is a float.
 
-    It trains if the tensor under the path ``like`` does, which may be the one that it replaces.
+    It trains if the tensor under the path ``like`` does, which may be the one that it replaces. That one's place is
+    kept, since files are written in this order: ranges that are repeated change other tensors first.
     """
     trains = like is not None and operator.attrgetter(like)(graph_module).requires_grad
     holder_path, _, name = path.rpartition(".")
@@ -380,7 +381,7 @@ def set_parameter(graph_module: GraphModule, path: str, value: Tensor, *, like: 
         if not hasattr(holder, part):
             holder.add_module(part, nn.Module())
         holder = getattr(holder, part)
-    if hasattr(holder, name):
+    if hasattr(holder, name) and name not in (holder._parameters if value.is_floating_point() else holder._buffers):
         delattr(holder, name)
     if value.is_floating_point():
         holder.register_parameter(name, nn.Parameter(value, requires_grad=trains))

@@ -72,6 +72,32 @@ def test_a_file_at_the_bound_is_judged_on_every_sample(
     assert "tell" not in gate.found
 
 
+def test_a_file_for_another_runtime_is_not_judged_by_what_this_cpu_saturates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "sums_in_32_bits", lambda: False)
+    opened = []
+    start = OrtSession.__init__
+
+    def opening(session: OrtSession, path: Path, **how: Any) -> None:
+        opened.append(how["optimize"])
+        start(session, path, **how)
+
+    monkeypatch.setattr(OrtSession, "__init__", opening)
+    net = nn.Sequential(nn.Linear(8, 4)).eval()
+    with torch.no_grad():
+        net[0].weight.fill_(1.0)  # of which all are 127 steps: two of them and two large bytes leave 16 bits
+    x = 1 + torch.rand(32, 8, generator=torch.Generator().manual_seed(0))
+    for target, fused in (("tensorrt", False), ("ort-cpu", True)):
+        config = QuantizeConfig(target=target, ranges="minmax", algorithms=None)
+        form = quantize(net, config, example=x, calibration=[x])
+        path = tmp_path / f"{target}.onnx"
+        save(quantized_to_onnx(form, 19), path)
+        opened.clear()
+        assert end_to_end(form, path, [x]).passed
+        assert opened == [fused]
+
+
 def test_an_output_of_another_shape_fails(
     written: tuple[QuantizedModel, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -138,3 +138,16 @@ def test_in_openvino_seven_bits_cannot_saturate_and_attention_is_float_then(bits
     assert ("serve files of --weight-bits 7" in gate.found) is (bits == 8)
     if bits == 7 or machine.sums_in_32_bits():
         assert all(gate["passed"] is not False for gate in export(form, tmp_path, ExportConfig(), samples=x).gates)
+
+
+@pytest.mark.parametrize("algorithms", [None, ("pairs",)])
+def test_in_openvino_weights_that_a_layer_over_sequences_reads_turned_can_saturate(
+    algorithms: tuple[str, ...] | None, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 16)).eval(), torch.randn(8, 6, 32)
+    config = QuantizeConfig(target="openvino", ranges="minmax", algorithms=algorithms)
+    form = quantize(net, config, example=x, calibration=[x])
+    save(quantized_to_onnx(form, 20), tmp_path / "a.onnx")
+    gate = saturation.saturation_in_openvino(form.plan, tmp_path / "a.onnx")
+    assert gate.passed is (True if algorithms else None)

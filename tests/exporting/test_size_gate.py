@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from pathlib import Path
+
 import onnx_ir as ir
 import pytest
 import torch
@@ -10,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qtool.exporting import to_onnx
-from qtool.exporting.size import predicted_bytes
+from qtool.exporting.size import predicted_bytes, size
 from qtool.quantization.stage import quantize
 from qtool.recipe import QuantizeConfig
 
@@ -64,3 +67,22 @@ def test_constants_in_16_bits_are_counted_as_the_file_holds_them() -> None:
         kept = [numpy_helper.to_array(t) for t in model.graph.initializer if t.data_type != TensorProto.INT64]
         assert abs(predicted_bytes(quantized) - sum(array.nbytes for array in kept)) < 16
     assert predicted_bytes(forms[1]) == predicted_bytes(forms[0]) + 2 * 6  # bfloat16 is kept in float32
+
+
+def test_equal_float_weights_that_are_one_in_the_file_are_no_fault(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    first, last = nn.Linear(64, 64), nn.Linear(64, 8)  # as torch's TransformerEncoder copies its layers
+    model = nn.Sequential(first, nn.ReLU(), copy.deepcopy(first), nn.ReLU(), last).eval()
+    x = torch.randn(8, 4, 64)
+    floats = {"0": "float", "2": "float"}
+    config = QuantizeConfig(target="openvino", ranges="minmax", algorithms=None, overrides=floats)
+    quantized = quantize(model, config, example=x, calibration=[x])
+    file = tmp_path / "model.onnx"
+    to_onnx.save(to_onnx.quantized_to_onnx(quantized, 20), file)
+    assert size(quantized, file).passed
+    whole = ir.load(file)
+    largest = max(whole.graph.initializers.values(), key=lambda value: value.const_value.nbytes)
+    assert largest.const_value.nbytes == 4 * 64 * 64  # once of two times
+    largest.const_value = ir.tensor(largest.const_value.numpy().astype("float16"))
+    ir.save(whole, file)
+    assert not size(quantized, file).passed  # a weight in another type is one still

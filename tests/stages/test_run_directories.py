@@ -195,6 +195,16 @@ def test_the_saved_ranges_give_the_same_quantization_without_the_data(
     assert torch.equal(first(x), second(x))
 
 
+def test_what_repeats_ranges_writes_the_same_file(tmp_path: Path) -> None:
+    torch.manual_seed(2)  # of which some layers are rounded anew, and not all
+    layers = nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3, groups=8), nn.ReLU(), nn.Flatten(), nn.Linear(128, 4)
+    model, batches = nn.Sequential(*layers).eval(), [torch.randn(8, 3, 8, 8) for _ in range(2)]
+    qtool.quantize(model, batches, out=tmp_path / "a", algorithms=("gptq-small",))
+    ranges = str(tmp_path / "a" / "ranges.json")
+    qtool.quantize(model, batches, out=tmp_path / "b", algorithms=("gptq-small",), ranges_from=ranges)
+    assert (tmp_path / "a" / "int8.pt2").read_bytes() == (tmp_path / "b" / "int8.pt2").read_bytes()
+
+
 def test_qat_options_without_qat_and_qat_without_data_are_refused(small_net: str, small_data: str) -> None:
     with pytest.raises(UsageError, match="argument 'epochs': expected mode 'qat'; got mode 'ptq'"):
         qtool.quantize(small_net, small_data, epochs=1)

@@ -66,7 +66,9 @@ def apply(model: ir.Model) -> int:
 
 def can_saturate(model: ir.Model) -> bool:
     """Whether the weights of a layer do not fit."""
-    return any(_do_not_fit(node, holder.inputs[at]) for node in model.graph for holder, at, _ in _weights(node))
+    kept = ((node, holder.inputs[at], False) for node in model.graph for holder, at, _ in _weights(node))
+    turned = ((node, value, True) for node in model.graph for value in _turned(node))
+    return any(_do_not_fit(*found) for found in (*kept, *turned))
 
 
 def _weights(node: ir.Node) -> Iterator[tuple[ir.Node, int, int]]:
@@ -77,6 +79,16 @@ def _weights(node: ir.Node) -> Iterator[tuple[ir.Node, int, int]]:
         read, weight = (value.producer() if value is not None else None for value in node.inputs[:2])
         if read is not None and weight is not None and read.op_type == weight.op_type == DEQUANTIZE:
             yield weight, 0, 2
+
+
+def _turned(node: ir.Node) -> Iterator[ir.Value | None]:
+    """The weights that a product reads turned, as files for OpenVINO have those of linear layers over sequences."""
+    if node.op_type == "MatMul":
+        read, turn = (value.producer() if value is not None else None for value in node.inputs[:2])
+        source = turn.inputs[0] if turn is not None and turn.op_type == "Transpose" else None
+        weight = source.producer() if source is not None else None
+        if read is not None and weight is not None and read.op_type == weight.op_type == DEQUANTIZE:
+            yield weight.inputs[0]
 
 
 def _stored(value: ir.Value | None) -> ir.TensorProtocol | None:
@@ -92,17 +104,18 @@ def _is_stored_otherwise(value: ir.Value | None) -> bool:
     return tensor is not None and bool(np.abs(tensor.numpy().astype(np.int16)).max(initial=0) > SAFE)
 
 
-def _do_not_fit(node: ir.Node, value: ir.Value | None) -> bool:
+def _do_not_fit(node: ir.Node, value: ir.Value | None, turned: bool) -> bool:
     """Whether neighbours in a kernel's order are too large; of other layers and moved weights, any beyond 7 bits."""
     if not _is_stored_otherwise(value):
         return False
     tensor = _stored(value)
     if tensor is None or unmoved(value) is not value:
         return True
-    if node.op_type not in ("Conv", "Gemm", OPERATOR) and (node.op_type, len(tensor.shape)) != ("MatMul", 2):
+    kind = "Gemm" if turned else node.op_type
+    if kind not in ("Conv", "Gemm", OPERATOR) and (kind, len(tensor.shape)) != ("MatMul", 2):
         return True
-    groups, transposed = node.attributes.get_int("group", 1), bool(node.attributes.get_int("transB", 0))
-    found = matrices(node.op_type, tensor.numpy(), groups=groups, transposed=transposed)
+    groups, transposed = node.attributes.get_int("group", 1), turned or bool(node.attributes.get_int("transB", 0))
+    found = matrices(kind, tensor.numpy(), groups=groups, transposed=transposed)
     return any(at_risk(matrix) is not None for matrix in found)
 
 
