@@ -233,6 +233,28 @@ def test_blocks_that_share_a_weight_are_gathered_with_the_rest():
     assert model[3].up.weight is model[0].up.weight
 
 
+class _Around(nn.Sequential):
+    """Reads the weight of a block, or has one run by another name than a call."""
+
+    def __init__(self, read: bool) -> None:
+        super().__init__(*(group_runs.Layer(0.0) for _ in range(2)))
+        self.read = read
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) @ self[0].down.weight if self.read else self[1].forward(x)
+
+
+@pytest.mark.parametrize("read", [True, False])
+def test_weights_that_are_not_gathered_where_they_are_used_are_told(read):
+    with (
+        setup(_Around(read), TrainConfig(device="cpu", strategy="fsdp")) as made,
+        pytest.raises(
+            QtoolError, match=r"; pass --strategy ddp: fsdp gathers the weights of a block while it is calle"
+        ),
+    ):
+        made.predict(torch.randn(2, 72))
+
+
 def test_a_weight_with_two_names_is_stored_once_and_comes_back_in_both(tmp_path):
     model = torch.nn.Sequential(torch.nn.Embedding(8, 4), torch.nn.Linear(4, 8, bias=False))
     model[1].weight = model[0].weight
