@@ -486,7 +486,8 @@ class _Run:
 
     def _error(self, got: str) -> QtoolError:
         last = self._last()
-        hint = "correct the data" if INPUTS in got else "lower --learning-rate"
+        hint = "lower --learning-rate" if self.history.steps else "correct the model, its weights or the task's loss"
+        hint = "correct the data" if INPUTS in got else hint
         if self.config.precision.startswith("16"):
             hint += " or use --precision " + self.config.precision.replace("16-", "bf16-") + " (fp16 ends at 65,504)"
         return QtoolError(f"training step {self.history.steps + 1}", "a finite loss", got, f"{hint}; {last}")

@@ -54,6 +54,13 @@ _NOT_IN_16_BITS = re.compile("(implemented for '|nsupported dtype )(Half|BFloat1
 """What is said where an operator does not know a type of 16 bits on this device; the last by oneDNN's layers."""
 _TYPES_DIFFER = re.compile("same dtype|expected scalar type|to have scalar type|Input type .* and weight")
 """What is said where a tensor was cast and one that it meets was not."""
+_NOT_GATHERED = ("torch.Tensor and DTensor", "out of bounds for storage of size 0")
+"""What is said where a weight that lies in parts is computed with."""
+_BACKWARD = (
+    ("modified by an inplace operation", "write over nothing that a gradient needs: x = x * 2 instead of x *= 2"),
+    ("through the graph a second time", "have the model detach what it keeps from one batch to the next"),
+)
+"""What torch says where a backward pass fails, and what to do."""
 STAGED = 64 * 2**10
 """Bytes that CUDA takes from pageable memory before a copy returns, whatever the GPU is at."""
 LossFunction = Callable[[Callable[[Any], Any], Any, Any], tuple[Tensor, "Tensor | float"]]
@@ -174,15 +181,38 @@ def answer(model: Callable[[Any], Any], value: Any) -> Any:
                 "take a --batch-size, or give batches, that leave every micro-batch of every process two samples for "
                 "batch-norm"
             )
-        elif _NOT_IN_16_BITS.search(error.got):
-            do = "take another --precision: this device has no such operator for this one, and has all for 32-true"
-        elif error.got.startswith(FAILED_COMPILERS):
-            do = "the model is not at fault: see with --debug what the compiler says, or leave --compile out"
-        elif do is None and _TYPES_DIFFER.search(error.got):
+        do = _technique_at_fault(error.got) or do
+        if do is None and _TYPES_DIFFER.search(error.got):
             do = "give inputs, weights and buffers of one type of floats, or take --precision 32-true, which casts none"
         if do is None:
             raise
         raise QtoolError("model", expected, error.got, do) from error.__cause__
+
+
+@contextmanager
+def _backward_told() -> Iterator[None]:
+    """Raises QtoolError where the backward pass, the block, fails: by the model's code or by the task's."""
+    expected = "a backward pass from the loss"
+    usual = "correct the model, or the task's loss; --debug shows where it failed"
+    try:
+        with passes_told("model", expected, usual):
+            yield
+    except QtoolError as error:
+        if error.do != usual:
+            raise
+        do = _technique_at_fault(error.got) or next((do for said, do in _BACKWARD if said in error.got), usual)
+        raise QtoolError("model", expected, error.got, do) from error.__cause__
+
+
+def _technique_at_fault(got: str) -> str | None:
+    """What to do where it is how a model is run that fails, and not the model; None where nothing says so."""
+    if _NOT_IN_16_BITS.search(got):
+        return "take another --precision: this device has no such operator for this one, and has all for 32-true"
+    if got.startswith(FAILED_COMPILERS):
+        return "the model is not at fault: see with --debug what the compiler says, or leave --compile out"
+    if any(said in got for said in _NOT_GATHERED):
+        return "pass --strategy ddp: fsdp gathers the weights of a block while it is called, block(x), and no longer"
+    return None
 
 
 def _require_more_than_one(model: Callable[[Any], Any], value: Any) -> None:
@@ -396,7 +426,7 @@ class Step:
                     if self.setup.updates_in_backward:
                         self._require_finite(reading(), parts)
                 # in this thread: autograd's own would have a second workspace of cuBLAS, 32 MiB on an H100
-                with torch.autograd.set_multithreading_enabled(False):
+                with torch.autograd.set_multithreading_enabled(False), _backward_told():
                     scaled.backward()  # type: ignore[no-untyped-call]
         if len(parts) > 1:
             self._correct(guess / (whole / processes.size()))

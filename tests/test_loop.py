@@ -392,10 +392,13 @@ def test_a_damaged_checkpoint_is_named(tmp_path):
 
 
 class Poisoned(Hooks):
-    """Puts a NaN into the data path at step 6."""
+    """Puts a NaN into the data path at a step."""
+
+    def __init__(self, at: int = 6) -> None:
+        self.at = at
 
     def before_step(self, model, step, total):
-        if step == 6:
+        if step == self.at:
             model[0].register_forward_hook(lambda m, i, o: o * float("nan"))
 
 
@@ -406,8 +409,14 @@ def test_a_loss_that_is_not_finite_is_explained(tmp_path):
     assert "training step 7" in text
     assert "nan at learning rate 0.00" in text
     assert "layer '0'" in text
+    assert "; lower --learning-rate; " in text
     assert "step-00000006.safetensors" in text
     assert checkpoint.latest(tmp_path / "checkpoints").name == "step-00000006.safetensors"
+
+
+def test_no_learning_rate_is_blamed_for_a_loss_that_is_not_finite_before_any_update():
+    with pytest.raises(QtoolError, match=r"step 1: .*layer '0'; correct the model, its weights or the task's loss; no"):
+        fit(make_model(), make_data(), TASK, config(), hooks=Poisoned(at=0))
 
 
 def test_data_that_is_not_finite_is_told_as_such():

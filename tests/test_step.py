@@ -201,6 +201,64 @@ def test_a_loss_that_is_not_finite_leaves_the_parameters_alone():
     assert len(caught.value.forward()) == 2
 
 
+class Halving(torch.autograd.Function):
+    """Its gradient cannot be computed."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x / 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ValueError("no gradient here")
+
+
+class Halved(nn.Linear):
+    def forward(self, x):
+        return Halving.apply(super().forward(x))
+
+
+class WritingOver(nn.Linear):
+    def forward(self, x):
+        gate = torch.sigmoid(super().forward(x))
+        y = gate * gate
+        gate += 1
+        return y
+
+
+class Remembering(nn.Linear):
+    state = 0.0
+
+    def forward(self, x):
+        self.state = super().forward(x) + self.state
+        return self.state
+
+
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        (Halved(6, 4), "no gradient here; correct the model, or the"),
+        (WritingOver(6, 4), "inplace operation.*; write over nothing that a gradient needs"),
+        (Remembering(6, 4), "detach what it keeps from one batch to the next"),
+    ],
+    ids=["code", "in place", "kept"],
+)
+def test_a_backward_pass_that_fails_is_told(model, told):
+    setup = plain(model, config(batch_size=8))
+    step = Step(setup, setup.make_optimizer(list(model.parameters())), cross_entropy)
+    with pytest.raises(QtoolError, match=rf"model: expected a backward pass from the loss; got .*{told}"):
+        [step(torch.randn(8, 6), torch.arange(8) % 4, 0.1) for _ in range(2)]
+
+
+def test_memory_that_runs_out_in_a_backward_pass_is_raised_as_it_is(monkeypatch):
+    def full(*_):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(torch.Tensor, "backward", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        one_step(make_model(), config(batch_size=8), torch.randn(8, 6), torch.arange(8) % 4)
+
+
 def test_a_batch_without_counted_tokens_is_a_loss_of_zero():
     model = make_model()
     target = (torch.randn(4, 4), torch.zeros(4))

@@ -4,8 +4,9 @@ A weight is cut along its first dimension, and so are its gradient and its optim
 each holds 1/n of them. Before a block runs, its weights are gathered; after it they are freed again, and
 gathered once more for its backward pass (``reshard``; off, they stay between the two). Gradients are summed
 and cut as each block's backward pass ends. Blocks are those of activation checkpointing, without its plain sequences
-(one that a model takes apart is never called, and would not be gathered); what lies outside of them forms a last one.
-A model without blocks is gathered whole, which a warning tells.
+(one that a model takes apart is never called, and would not be gathered); what lies outside of them forms a last one,
+and so do blocks that share weights with what is outside of them. A model without blocks of its own weights is gathered
+whole, which a warning tells.
 
 In mixed precision the gathered weights and what a block is given are 16-bit, gradients are summed in float32,
 and autocast goes on choosing for each operator. Norms with running statistics keep float32 weights and are gathered by
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -35,6 +37,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from qtool import processes
 from qtool.errors import QtoolError, QtoolWarning, kind_of
 from qtool.materialise import fill
+from qtool.nested import map_tensors, tensors
 from qtool.norms import keeps_statistics
 from qtool.step import Setup
 from qtool.training.checkpointing import blocks
@@ -52,8 +55,7 @@ def apply(setup: Setup, example: Any) -> None:
     before, names = _unsharded(setup.model), _attributes(setup.model)
     with _parameters_of_integers():
         for module in _groups(setup.model):
-            if keeps_statistics(module):
-                module.register_forward_hook(_of_its_own)
+            module.register_forward_hook(_of_its_own)
             fully_shard(
                 module, mesh=mesh, reshard_after_forward=None if setup.config.reshard else False,
                 mp_policy=_policy(setup, module),
@@ -108,24 +110,44 @@ def _require_shardable(model: nn.Module) -> None:
 
 def _groups(model: nn.Module) -> list[nn.Module]:
     """What is gathered together, inner first: each norm with statistics, each block, the rest."""
-    norms = [m for m in model.modules() if keeps_statistics(m) and next(m.parameters(), None) is not None]
-    inner = [*norms, *blocks(model).values()]
+    inner = [*_norms(model), *_blocks(model)]
     return [*inner, *([] if model in inner else [model])]
 
 
+def _norms(model: nn.Module) -> list[nn.Module]:
+    return [m for m in model.modules() if keeps_statistics(m) and next(m.parameters(), None) is not None]
+
+
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    """The blocks that share no weight with what is outside of them: one is gathered in one place."""
+    found = list(dict.fromkeys(blocks(model).values()))  # one that stands in several places is one
+    apart = set(_norms(model))
+    inside = [{module for module in block.modules() if module not in apart} for block in found]
+    outside = set(model.modules()).difference(apart, *inside)
+    held = [{p for module in modules for p in module.parameters(recurse=False)} for modules in (outside, *inside)]
+    users = Counter(p for parameters in held for p in parameters)
+    return [block for block, own in zip(found, held[1:], strict=True) if all(users[p] == 1 for p in own)]
+
+
 def _tell_whole(model: nn.Module) -> None:
-    if not blocks(model):
+    if not _blocks(model):
         warnings.warn(
-            f"--strategy fsdp: {kind_of(model)} without repeated blocks is gathered whole: each device holds "
-            "all of its weights while it computes, and a share of gradients and optimizer states",
+            f"--strategy fsdp: {kind_of(model)} without repeated blocks that share no weights is gathered whole: each "
+            "device holds all of its weights while it computes, and a share of gradients and optimizer states",
             QtoolWarning,
             stacklevel=2,
         )
 
 
-def _of_its_own(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-    """What a norm gives, in memory of its own: of a view that is written over, sharding loses the backward pass."""
-    return output.clone() if output._is_view() else output
+def _of_its_own(module: nn.Module, inputs: Any, output: Any) -> Any:
+    """What a module gives, in memory of its own: of a view that is written over, sharding loses the backward pass."""
+    if not any(map(_is_learned_view, tensors(output))):
+        return output
+    return map_tensors(lambda tensor: tensor.clone() if _is_learned_view(tensor) else tensor, output)
+
+
+def _is_learned_view(tensor: Tensor) -> bool:
+    return tensor.requires_grad and tensor._is_view()
 
 
 def _policy(setup: Setup, module: nn.Module) -> MixedPrecisionPolicy:

@@ -3,6 +3,7 @@
 import json
 import shutil
 import warnings
+from functools import partial
 from pathlib import Path
 
 import group_runs
@@ -163,19 +164,95 @@ def test_a_model_that_is_gathered_whole_is_told(blocks):
     assert [text.partition(":")[0] for text in found] == ([] if blocks else ["--strategy fsdp"])
 
 
-@pytest.mark.parametrize("normed", [parametrizations.weight_norm, parametrizations.spectral_norm])
-def test_weights_that_are_computed_from_parameters_are_sharded(normed):
+def _tied() -> nn.Module:
+    """Of four blocks the first and the last share a weight."""
+    model = nn.Sequential(*(group_runs.Layer(0.0) for _ in range(4)), nn.Linear(72, 4))
+    model[3].up.weight = model[0].up.weight
+    return model
+
+
+class _Written(nn.Module):
+    """Each block gives a view, which the model writes over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Folded() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            y = block(x)
+            y += x
+            x = y
+        return x[:, :4]
+
+
+class _Folded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(72, 4), nn.Linear(4, 72)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(x))).view(-1, 72)
+
+
+def _normed(norm) -> nn.Module:
+    return nn.Sequential(*(norm(nn.Linear(72, 72)) for _ in range(3)), nn.Linear(72, 4))
+
+
+NETS = {
+    "weight norm": partial(_normed, parametrizations.weight_norm),
+    "spectral norm": partial(_normed, parametrizations.spectral_norm),
+    "a weight in two blocks": _tied,
+    "views that are written over": _Written,
+}
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_steps_of_a_sharded_model_are_the_steps(name):
     def steps(**options):
         torch.manual_seed(0)
-        model = torch.nn.Sequential(*(normed(torch.nn.Linear(4, 4)) for _ in range(3)))
+        model = NETS[name]()
         with setup(model, TrainConfig(device="cpu", batch_size=8, **options)) as made:
             step = Step(made, made.make_optimizer(trained(model)), group_runs.weighted)
-            return [step(torch.randn(8, 4), torch.arange(8) % 4, 0.1) for _ in range(3)], model
+            return [step(torch.randn(8, 72), torch.arange(8) % 4, 0.1) for _ in range(3)], model
 
-    (losses, sharded), (expected, whole) = steps(strategy="fsdp"), steps()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        (losses, sharded), (expected, whole) = steps(strategy="fsdp"), steps()
     assert losses == pytest.approx(expected, rel=1e-6)
-    for name, value in whole.state_dict().items():
-        assert torch.allclose(sharded.state_dict()[name], value, atol=1e-6), name
+    for key, value in whole.state_dict().items():
+        assert torch.allclose(sharded.state_dict()[key], value, atol=1e-6), key
+    assert not [str(warning.message) for warning in told if "view" in str(warning.message)]
+
+
+def test_blocks_that_share_a_weight_are_gathered_with_the_rest():
+    model = _tied()
+    with setup(model, TrainConfig(device="cpu", strategy="fsdp")):
+        groups = [name for name, module in model.named_modules() if type(module).__name__.startswith("FSDP")]
+    assert groups == ["", "1", "2"]
+    assert model[3].up.weight is model[0].up.weight
+
+
+class _Around(nn.Sequential):
+    """Reads the weight of a block, or has one run by another name than a call."""
+
+    def __init__(self, read: bool) -> None:
+        super().__init__(*(group_runs.Layer(0.0) for _ in range(2)))
+        self.read = read
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) @ self[0].down.weight if self.read else self[1].forward(x)
+
+
+@pytest.mark.parametrize("read", [True, False])
+def test_weights_that_are_not_gathered_where_they_are_used_are_told(read):
+    with (
+        setup(_Around(read), TrainConfig(device="cpu", strategy="fsdp")) as made,
+        pytest.raises(
+            QtoolError, match=r"; pass --strategy ddp: fsdp gathers the weights of a block while it is calle"
+        ),
+    ):
+        made.predict(torch.randn(2, 72))
 
 
 def test_a_weight_with_two_names_is_stored_once_and_comes_back_in_both(tmp_path):
