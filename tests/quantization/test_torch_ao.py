@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from qtool.errors import QtoolError
+from qtool.exporting.stage import export
 from qtool.form import QuantizedModel, quantized
 from qtool.nested import tensors
 from qtool.nets import mobilenet, resnet
@@ -32,7 +33,7 @@ from qtool.quantization.placement import Placement
 from qtool.quantization.rewrites.norms import write_norms
 from qtool.quantization.stage import quantize
 from qtool.quantization.targets import ORT_CPU
-from qtool.recipe import ENGINES, QuantizeConfig
+from qtool.recipe import ENGINES, ExportConfig, QuantizeConfig
 
 BUILT_INS = {"resnet": resnet, "mobilenet": mobilenet}
 
@@ -278,3 +279,19 @@ def test_slopes_and_upsamplings_have_the_placements_quantizers(mode: str) -> Non
     config = QuantizeConfig(engine="torch.ao", effort="fast")
     form = quantize(nn.Sequential(*layers).eval(), config, example=x, calibration=[x])
     assert len(form.plan.integer_units) == 2 + (mode == "nearest")
+
+
+@pytest.mark.parametrize("mode", ["ptq", "qat"])
+def test_layers_over_sequences_are_integer_kernels(mode: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(12, 24), nn.ReLU(), nn.Linear(24, 24), nn.ReLU6(), nn.Linear(24, 3)]
+    model, x = nn.Sequential(*layers).eval(), torch.randn(32, 6, 12)
+
+    def quantized_by(engine: str) -> QuantizedModel:
+        config = QuantizeConfig(engine=engine, mode=mode, ranges="minmax", algorithms=None)
+        return quantize(model, config, example=x[:2], calibration=[x], qat=None if mode == "ptq" else lambda *_: None)
+
+    form = quantized_by("torch.ao")
+    gates = {gate["name"]: gate for gate in export(form, tmp_path, ExportConfig(), samples=[x]).gates}
+    assert gates["coverage"]["found"] == "3 of 3 integer units run in integers"
+    assert torch.equal(form(x), quantized_by("pt2e")(x))
