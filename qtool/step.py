@@ -183,7 +183,7 @@ def answer(model: Callable[[Any], Any], value: Any) -> Any:
             )
         do = _technique_at_fault(error.got) or do
         if do is None and _TYPES_DIFFER.search(error.got):
-            do = "give inputs, weights and buffers of one type of floats, or take --precision 32-true, which casts none"
+            do = "give inputs, weights and buffers of one type of floats (--precision 32-true casts none of them)"
         if do is None:
             raise
         raise QtoolError("model", expected, error.got, do) from error.__cause__
