@@ -427,5 +427,5 @@ def test_what_does_not_run_in_16_bits_is_told_as_the_precision_s(told):
 
     with pytest.raises(QtoolError, match="take another --precision"):
         answer(model, torch.zeros(2))
-    with pytest.raises(QtoolError, match=r"must have the same dtype.*one type of floats \(--precision 32-true casts none"):
+    with pytest.raises(QtoolError, match=r"must have the same dtype.*one type of floats \(--precision 32-true"):
         answer(nn.Linear(2, 2), torch.zeros(1, 2).half())
