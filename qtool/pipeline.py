@@ -30,7 +30,7 @@ from qtool.recipe_files import find_recipe, from_anywhere, from_table, load_reci
 from qtool.source import require_run_directory
 from qtool.stages import benchmark, export, quantize, sensitivity, train
 from qtool.stages.benchmarking import measured
-from qtool.stages.common import Progress, run_of, teller
+from qtool.stages.common import Progress, run_of, teller, writable
 from qtool.stages.quantization import require_options
 from qtool.stages.rehearsal import rehearse
 
@@ -57,6 +57,7 @@ def run(
     after all variants are done where a gate of one was not met.
     """
     wanted, folder = _opened(recipe, out, overrides)
+    writable(folder)
     tell = teller(progress)
     for mode in wanted.variants or ():
         require_options(*_told(wanted, mode))

@@ -333,6 +333,15 @@ def test_what_a_variant_would_refuse_of_a_model_and_its_data_is_told_before_the_
     assert not (tmp_path / "run").exists()
 
 
+def test_a_place_that_cannot_be_written_to_is_told_before_anything_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline, "rehearse", None)
+    (tmp_path / "run").touch()
+    with pytest.raises(UsageError, match=r"expected a folder to write to; got '.*', which is a file"):
+        qtool.run({"model": "resnet", "data": "fashion-mnist"}, tmp_path / "run")
+
+
 def test_overrides_change_a_mapping_and_are_refused_beside_a_recipe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
