@@ -33,7 +33,7 @@ _ENVIRONMENT = dict(os.environ)
 """As it is before any test changes it: the server's own, and so its processes'."""
 
 
-_CHOSEN: list[Path] = []
+_GROUPS: list[Path] = []
 """The control groups that processes of this one are put into."""
 
 
@@ -49,16 +49,16 @@ def _served() -> None:
 def _process(target: Callable[..., object], args: tuple[Any, ...] = (), **options: Any) -> Any:
     _served()
     address = forkserver._forkserver._forkserver_address  # type: ignore[attr-defined]
-    return CONTEXT.Process(target=_within, args=(address, _CHOSEN, target, args), **options)
+    return CONTEXT.Process(target=_within, args=(address, _GROUPS, target, args), **options)
 
 
-def _within(address: str, chosen: list[Path], target: Callable[..., object], args: tuple[Any, ...]) -> None:
+def _within(address: str, groups: list[Path], target: Callable[..., object], args: tuple[Any, ...]) -> None:
     """The function, in those control groups, in a process whose own are forks of the same server."""
     server: Any = forkserver._forkserver  # type: ignore[attr-defined]
     server._forkserver_address, server.ensure_running = address, lambda: None
-    for processes in chosen:
+    for processes in groups:
         processes.write_text(str(os.getpid()))
-    _CHOSEN[:] = chosen
+    _GROUPS[:] = groups
     target(*args)
 
 
@@ -177,7 +177,7 @@ def _interpreting(words: list[str], env: dict[str, str]) -> None:
 def in_group(processes: Path, function: Callable[..., object], *arguments: Any) -> None:
     """``function(*arguments)`` in the control group with the file ``processes``, and what it starts."""
     processes.write_text(str(os.getpid()))
-    _CHOSEN.append(processes)
+    _GROUPS.append(processes)
     function(*arguments)
 
 
