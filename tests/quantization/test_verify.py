@@ -44,6 +44,16 @@ def test_rounding_is_that_of_an_affine_and_of_a_symmetric_grid() -> None:
     )
 
 
+def test_a_narrower_grid_clips_both_ends() -> None:
+    """Half the width ends at half of each end, in as many steps."""
+    values = torch.linspace(-2, 4, 400)
+    step = 3 / 255
+    zero = round(1 / step)
+    wanted = ((values / step).round() + zero).clamp(0, 255).sub(zero) * step
+    torch.testing.assert_close(rounded(values, 0.5), wanted, rtol=1e-5, atol=1e-6)
+    assert rounded(values, 0.5).min() == pytest.approx(-1, abs=step)
+
+
 @pytest.mark.parametrize(("size", "samples"), [(64, 16), (2, 64)])
 def test_of_small_values_more_samples_are_held_out(size: int, samples: int) -> None:
     """8 channels of 64 × 64 in 16 samples are values enough; of 2 × 2 all that are held out are too few."""
