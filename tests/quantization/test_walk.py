@@ -94,6 +94,22 @@ def test_each_layer_runs_once_and_what_nothing_reads_is_dropped() -> None:
     assert counted.samples == once.samples
 
 
+def test_what_is_held_stays_until_it_is_released() -> None:
+    batches = [images(4)]
+    graph = quantize(hard_mobilenet(), QuantizeConfig(), example=batches[0], calibration=batches).graph
+    first, second, *_ = [segment.output for segment in cut(graph)]
+    with Walk(graph, batches, held=[first, second]) as walk:
+        for segment in walk.segments:
+            walk.advance(segment)
+        kept = len(walk._store._memory)
+        assert [len(list(walk.held(node))) for node in (first, second)] == [1, 1]
+        walk.release(first)
+        assert len(walk._store._memory) == kept - 1
+        with pytest.raises(KeyError):
+            walk.stored(first, 0)
+        walk.stored(second, 0)
+
+
 def test_the_cut_is_at_quantizers() -> None:
     batches = [images(4)]
     graph = quantize(hard_mobilenet(), QuantizeConfig(), example=batches[0], calibration=batches).graph
