@@ -104,8 +104,9 @@ def test_foreign_files_are_measured_side_by_side(tmp_path: Path) -> None:
 
 
 def test_weights_without_an_order_or_of_a_format_that_torch_only_stores_have_no_range(tmp_path: Path) -> None:
+    bytes_of_two = torch.zeros(2, 3, dtype=torch.uint8)
     weights = {
-        "complex": torch.tensor([1 + 2j, -3j]), "fp4": torch.zeros(2, 3, dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
+        "complex": torch.tensor([1 + 2j, -3j]), "fp4": bytes_of_two.view(torch.float4_e2m1fn_x2),
         "fp8": torch.tensor([-2.0, 448.0]).to(torch.float8_e4m3fn), "none": torch.empty(0, 3),
     }  # fmt: skip
     save_file(weights, tmp_path / "w.safetensors")
