@@ -402,7 +402,7 @@ def test_what_is_no_file_to_benchmark_is_refused(what: Any, got: str) -> None:
 
 
 def test_figures_of_files_are_returned_and_written_nowhere(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="'out': expected a run directory beside it, .*; got files"):
+    with pytest.raises(UsageError, match=r"'out': expected a run directory beside it, .*; got files"):
         qtool.benchmark("a.onnx", out=tmp_path)
 
 
