@@ -9,6 +9,7 @@ written in a file is in ``recipe_files.py``.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -320,7 +321,7 @@ class BenchmarkConfig(Checked):
     tolerance: float = option(0.05, "how much slower than the one compared with is still as fast", low=0, high=1)
 
     def __post_init__(self) -> None:
-        """Raises UsageError for a device that the provider does not run on: another one would be measured."""
+        """Raises UsageError for what is no device, and for one that the provider does not run on: it measures another."""
         super().__post_init__()
         own = "cuda" if self.provider in ("cuda", "tensorrt") else "cpu"
         if self.device not in ("auto", own) and not self.provider.startswith("torch"):
@@ -328,6 +329,8 @@ class BenchmarkConfig(Checked):
                 argument("device"), f"auto or {own} beside provider '{self.provider}', which runs there",
                 repr(self.device), "leave it out, or choose the provider that runs there (torch takes any device)",
             )  # fmt: skip
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
+            raise UsageError(argument("device"), "auto, cpu, cuda or cuda:N", repr(self.device), "correct the device")
 
 
 @dataclass(frozen=True)

@@ -203,6 +203,7 @@ def test_completion_completes_commands_options_choices_recipes_names_and_files(w
         (["inspect", "."], ["artifact '.'", "a folder without results"]),
         (["quantize", "nowhere"], ["run directory 'nowhere'", "no such folder"]),
         (["export", "nowhere"], ["run directory 'nowhere'", "no such folder"]),
+        (["benchmark", "a", "--provider", "torch", "--device", "gpu"], ["'--device'", "cuda:N; got 'gpu'"]),
         (["benchmark", "a.onnx", "--threads", "99999999999"], ["at most 4096; got 99999999999; lower"]),
         (["export", "a", "--tune-threads", "5000"], ["at most 4096; got 5000; lower"]),
         (["benchmark", "a.onnx", "--out", "y"], ["--out without a run directory"]),
