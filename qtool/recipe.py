@@ -321,7 +321,7 @@ class BenchmarkConfig(Checked):
     tolerance: float = option(0.05, "how much slower than the one compared with is still as fast", low=0, high=1)
 
     def __post_init__(self) -> None:
-        """Raises UsageError for what is no device, and for one that the provider does not run on: it measures another."""
+        """Raises UsageError for what is no device, and for one that the provider does not run on."""
         super().__post_init__()
         own = "cuda" if self.provider in ("cuda", "tensorrt") else "cpu"
         if self.device not in ("auto", own) and not self.provider.startswith("torch"):
