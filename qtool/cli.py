@@ -291,8 +291,10 @@ def memory(
             found = climb(ladder or None, out=out, seeds=seeds, progress=loud(ctx), **source, **given(ctx, TrainConfig))
         deliver(ctx, found, "ladder")
         return
-    if (params is None) != ({"model", "data"} <= source.keys()):
-        raise click.UsageError("neither --params nor both of --model and --data, or all of them", ctx)
+    if params is None and not {"model", "data"} <= source.keys():
+        raise click.UsageError("neither --params nor both of --model and --data", ctx)
+    if params is not None and source:
+        raise click.UsageError(f"--params beside --{next(iter(source))}: arithmetic knows no model", ctx)
     if params is not None:
         from qtool.memory.arithmetic import estimate_from
 

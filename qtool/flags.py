@@ -251,8 +251,9 @@ class Program(click.Group):
         _stand_in_for_closed()
         if isinstance(sys.stdout, io.TextIOWrapper):  # a sign that it has no bytes for must not cost the result
             sys.stdout.reconfigure(errors="replace")
+        came: list[BaseException] = []
         try:
-            with interrupting():
+            with interrupting() as came:
                 code = super().main(arguments, prog_name, **extra)
         except click.Abort as error:
             if isinstance(error.__cause__, EOFError):  # click takes it for the end of what somebody types
@@ -270,7 +271,7 @@ class Program(click.Group):
                 _leave(QtoolError.exit_code)
             _leave(_fail(left(error), arguments))
         except Exception as error:
-            if ended := interrupt_behind(error):
+            if ended := interrupt_behind(error) or next(iter(came), None):
                 _leave(_interrupted(ended, arguments))
             _leave(_fail(error, arguments))
         _leave(code if isinstance(code, int) else 0)

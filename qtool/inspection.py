@@ -34,7 +34,7 @@ def describe(path: Path) -> dict[str, Any]:
     ``notes`` is there for a file of a run directory that is not the one that its stage wrote.
     """
     if not path.is_file():
-        beside = [p.name for p in path.parent.iterdir() if p.suffix in KINDS] if path.parent.is_dir() else []
+        beside = [p.name for p in path.parent.glob("*") if p.suffix in KINDS and p.is_file()]
         do = nearest(path.name, beside) if beside else "check the path"
         raise UsageError(f"artifact '{path}'", "a file or a run directory", "neither", do)
     if path.suffix not in KINDS:
@@ -190,8 +190,14 @@ def _summary(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _range(tensor: Any) -> dict[str, float]:
-    values = tensor.detach().double()
-    return {"min": values.min().item(), "max": values.max().item()} if values.numel() else {}
+    """The least and the largest number, where there are some, with an order, that torch can read."""
+    if not tensor.numel() or tensor.is_complex():
+        return {}
+    try:
+        values = tensor.detach().double()
+    except NotImplementedError:  # two numbers of 4 bits in a byte
+        return {}
+    return {"min": values.min().item(), "max": values.max().item()}
 
 
 def _result(path: Path) -> dict[str, Any]:

@@ -38,9 +38,14 @@ VNNI = ("avx512_vnni", "avx_vnni")
 _X86 = ("x86_64", "amd64")
 
 
+def is_x86() -> bool:
+    """Whether this is an x86 CPU, of which none has kernels in float16 that ONNX Runtime knows."""
+    return platform.machine().lower() in _X86
+
+
 def sums_in_32_bits() -> bool:
     """Whether this CPU is known to add products of bytes in 32 bits; x86 without VNNI keeps the sum of two in 16."""
-    return platform.machine().lower() not in _X86 or bool(set(VNNI) & set(cpu_info()["features"]))
+    return not is_x86() or bool(set(VNNI) & set(cpu_info()["features"]))
 
 
 def is_slow_in_bfloat16() -> bool:

@@ -9,6 +9,7 @@ written in a file is in ``recipe_files.py``.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -32,6 +33,8 @@ KERNELS = ("fused", "foreach", "loop")
 ROUNDINGS = ("nearest", "stochastic", "compensated")
 SEED = 2**63 - 1
 """The largest: torch's generators take no more."""
+THREADS = 4096
+"""The most: no machine has more hardware threads, and a runtime dies of many more."""
 AUTO = 0
 """The batch size that is found by itself."""
 PLANNED = (
@@ -292,7 +295,7 @@ class ExportConfig(Checked):
     parity_samples: int = option(256, "calibration samples on which end-to-end parity is judged, at most", low=1)
     reference_samples: int = option(8, "samples on which the integer reference must equal the runtime", low=0)
     tune: bool = option(False, "measure groups of units on this machine, and leave in float what is faster so")
-    tune_threads: int = option(1, "threads within an operator while tuning", low=1)
+    tune_threads: int = option(1, "threads within an operator while tuning", low=1, high=THREADS)
     tune_batch_size: int = option(1, "batch size to tune for", low=1)
     tune_seconds: float = option(20.0, "at most this long for each race of candidates", low=0)
 
@@ -307,7 +310,7 @@ class BenchmarkConfig(Checked):
     batch_sizes: tuple[int, ...] | None = option(
         None, "batch sizes to time; by default 1, or the one that a file is fixed to", low=1
     )
-    threads: int = option(1, "threads within an operator", low=1)
+    threads: int = option(1, "threads within an operator", low=1, high=THREADS)
     width: float = option(0.03, "time until each speed-up's 95 % interval is this narrow, relative to it", low=0)
     seconds: float = option(20.0, "but at most this long for each batch size", low=0)
     shapes: dict[str, str] = option({}, "input name to shape such as 1x3x224x224, where the file leaves sizes open")
@@ -318,7 +321,7 @@ class BenchmarkConfig(Checked):
     tolerance: float = option(0.05, "how much slower than the one compared with is still as fast", low=0, high=1)
 
     def __post_init__(self) -> None:
-        """Raises UsageError for a device that the provider does not run on: another one would be measured."""
+        """Raises UsageError for what is no device, and for one that the provider does not run on."""
         super().__post_init__()
         own = "cuda" if self.provider in ("cuda", "tensorrt") else "cpu"
         if self.device not in ("auto", own) and not self.provider.startswith("torch"):
@@ -326,6 +329,8 @@ class BenchmarkConfig(Checked):
                 argument("device"), f"auto or {own} beside provider '{self.provider}', which runs there",
                 repr(self.device), "leave it out, or choose the provider that runs there (torch takes any device)",
             )  # fmt: skip
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
+            raise UsageError(argument("device"), "auto, cpu, cuda or cuda:N", repr(self.device), "correct the device")
 
 
 @dataclass(frozen=True)

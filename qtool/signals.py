@@ -3,6 +3,9 @@
 By itself Python ends at once at SIGTERM and SIGHUP, and leaves the temporary files that its context managers would have
 removed. A second signal does end it at once. Processes of torchrun's are left as they are: it sends SIGTERM to those
 that wait in an exchange for one that has died, and they would not come back to Python.
+
+The exception comes up wherever Python is, and what it meets there may swallow it: an import that goes on without a
+package, a callback of native code. What then fails, fails of the signal, so each that came is remembered.
 """
 
 from __future__ import annotations
@@ -38,16 +41,26 @@ def interrupt_behind(error: BaseException) -> BaseException | None:
 
 
 @contextmanager
-def interrupting() -> Iterator[None]:
-    """Inside it the first SIGTERM or SIGHUP raises Ended in the main thread; one that is ignored (nohup) stays so."""
+def interrupting() -> Iterator[list[BaseException]]:
+    """Inside it the first SIGTERM or SIGHUP raises Ended in the main thread; one that is ignored (nohup) stays so.
+
+    Gives a list, to which what signals have raised is added, SIGINT's KeyboardInterrupt too.
+    """
+    came: list[BaseException] = []
     if threading.current_thread() is not threading.main_thread() or "TORCHELASTIC_RUN_ID" in os.environ:
-        yield
+        yield came
         return
     taken = [number for number in _ENDING if signal.getsignal(number) is signal.SIG_DFL]
+    interrupts = signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
     def end(number: int, frame: FrameType | None) -> NoReturn:
         give_back()
-        raise Ended(number)
+        came.append(Ended(number))
+        raise came[-1]
+
+    def interrupt(number: int, frame: FrameType | None) -> NoReturn:
+        came.append(KeyboardInterrupt())
+        raise came[-1]
 
     def give_back() -> None:
         for number in taken:
@@ -55,7 +68,11 @@ def interrupting() -> Iterator[None]:
 
     for number in taken:
         signal.signal(number, end)
+    if interrupts:
+        signal.signal(signal.SIGINT, interrupt)
     try:
-        yield
+        yield came
     finally:
         give_back()
+        if interrupts:
+            signal.signal(signal.SIGINT, signal.default_int_handler)

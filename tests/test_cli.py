@@ -203,6 +203,9 @@ def test_completion_completes_commands_options_choices_recipes_names_and_files(w
         (["inspect", "."], ["artifact '.'", "a folder without results"]),
         (["quantize", "nowhere"], ["run directory 'nowhere'", "no such folder"]),
         (["export", "nowhere"], ["run directory 'nowhere'", "no such folder"]),
+        (["benchmark", "a", "--provider", "torch", "--device", "gpu"], ["'--device'", "cuda:N; got 'gpu'"]),
+        (["benchmark", "a.onnx", "--threads", "99999999999"], ["at most 4096; got 99999999999; lower"]),
+        (["export", "a", "--tune-threads", "5000"], ["at most 4096; got 5000; lower"]),
         (["benchmark", "a.onnx", "--out", "y"], ["--out without a run directory"]),
         (["benchmark", "nowhere"], ["run directory 'nowhere'", "no such folder"]),
         (["quantize", "--model", "resnet", "--data", "fashion-mnist", "--out", "x", "--ranges-from", "no.json"],
@@ -592,10 +595,31 @@ def test_an_interrupt_that_a_library_made_another_error_is_still_one(
     assert (result.exit_code, "resumes" in result.stderr, "internal" in result.stderr) == (code, True, False)
 
 
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+@pytest.mark.parametrize(
+    "fails", ["AttributeError()", "QtoolError('x', 'a whole file', 'half of one', 'make it again')"]
+)
+def test_what_fails_of_an_interrupt_that_something_swallowed_is_told_as_that(name: str, code: int, fails: str) -> None:
+    script = (
+        "import contextlib, os, signal, sys\n"
+        f"signal.signal(signal.{name}, signal.default_int_handler if {name!r} == 'SIGINT' else signal.SIG_DFL)\n"
+        "from qtool import pipeline\n"
+        "from qtool.errors import QtoolError\n"
+        "def work(path):\n"
+        "    with contextlib.suppress(BaseException):\n"
+        f"        os.kill(os.getpid(), signal.{name}) or signal.pause()\n"
+        f"    raise {fails}\n"
+        "pipeline.inspect = work\n"
+        "from qtool.cli import main; main(['inspect', 'x'])"
+    )
+    done = run_python(script)
+    assert (done.returncode, "resumes" in done.stderr, "make" in done.stderr) == (code, True, False)
+
+
 def test_signals_are_as_they_were_once_a_command_has_ended() -> None:
-    before = signal.getsignal(signal.SIGTERM)
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     invoke("numerics")
-    assert signal.getsignal(signal.SIGTERM) is before
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
 
 
 @pytest.mark.parametrize(("run", "ends"), [("", "the interpreter's end\n"), ("1", "")])

@@ -8,12 +8,14 @@ from pathlib import Path
 import onnx
 import onnx_files
 import pytest
+import torch
 from click.testing import CliRunner
 from onnx import TensorProto, helper
+from safetensors.torch import save_file
 
 import qtool
 from qtool.cli import main
-from qtool.errors import QtoolError
+from qtool.errors import QtoolError, UsageError
 from qtool.inspection import describe
 
 
@@ -99,6 +101,26 @@ def test_foreign_files_are_measured_side_by_side(tmp_path: Path) -> None:
     result = CliRunner().invoke(main, words)
     assert result.exit_code == 0
     assert set(json.loads(result.stdout)["metrics"]["variants"]) == {"a", "b"}
+
+
+def test_weights_without_an_order_or_of_a_format_that_torch_only_stores_have_no_range(tmp_path: Path) -> None:
+    bytes_of_two = torch.zeros(2, 3, dtype=torch.uint8)
+    weights = {
+        "complex": torch.tensor([1 + 2j, -3j]), "fp4": bytes_of_two.view(torch.float4_e2m1fn_x2),
+        "fp8": torch.tensor([-2.0, 448.0]).to(torch.float8_e4m3fn), "none": torch.empty(0, 3),
+    }  # fmt: skip
+    save_file(weights, tmp_path / "w.safetensors")
+    found = describe(tmp_path / "w.safetensors")["tensors"]
+    assert {name: (entry.get("min"), entry.get("max")) for name, entry in found.items()} == {
+        "complex": (None, None), "fp4": (None, None), "fp8": (-2.0, 448.0), "none": (None, None),
+    }  # fmt: skip
+    assert found["fp4"]["dtype"] == "float4_e2m1fn_x2"
+
+
+def test_a_link_to_nothing_is_not_what_was_meant(tmp_path: Path) -> None:
+    (tmp_path / "a.json").symlink_to("gone.json")
+    with pytest.raises(UsageError, match="check the path"):
+        describe(tmp_path / "a.json")
 
 
 @pytest.mark.parametrize(("shape", "given"), [(None, ["--shapes", "x=1x4"]), ([], [])], ids=["unknown", "scalar"])

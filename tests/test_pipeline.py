@@ -401,6 +401,11 @@ def test_what_is_no_file_to_benchmark_is_refused(what: Any, got: str) -> None:
         qtool.benchmark({"fp32": "a.onnx", "int8": what})
 
 
+def test_figures_of_files_are_returned_and_written_nowhere(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"'out': expected a run directory beside it, .*; got files"):
+        qtool.benchmark("a.onnx", out=tmp_path)
+
+
 @pytest.mark.parametrize("again", ["a.onnx", "a.pt2"])
 def test_files_of_one_name_are_refused_since_one_alone_would_be_measured(again: str) -> None:
     with pytest.raises(UsageError, match=f"files: expected each of a name of its own; got '{again}' again"):

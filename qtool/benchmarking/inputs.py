@@ -68,7 +68,12 @@ class Layout:
 
     def count(self, feeds: Mapping[str, Array]) -> int:
         """How many samples there are; 1 where nothing counts them. Raises QtoolError where inputs differ in that."""
-        counts = {name: feeds[name].shape[axis] for name, axis in self.axes.items() if name in feeds}
+        read = {name: axis for name, axis in self.axes.items() if name in feeds}
+        if flat := next((name for name, axis in read.items() if feeds[name].ndim <= axis), None):
+            got = f"'{flat}' of shape {list(feeds[flat].shape)}"
+            do = "give batches, as data made for this model has them"
+            raise QtoolError("data", f"an axis {read[flat]} that counts samples", got, do)
+        counts = {name: feeds[name].shape[axis] for name, axis in read.items()}
         if len(set(counts.values())) > 1:
             got = ", ".join(f"{name} with {count}" for name, count in counts.items())
             raise QtoolError("data", "inputs of as many samples each", got, "use data made for this model")

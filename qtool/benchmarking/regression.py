@@ -23,6 +23,7 @@ integer operations   fewer of the multiplying operations run in INT8
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -47,7 +48,12 @@ def _is_text(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float)
+    """Whether a comparison of ``value`` tells something: nothing is better or worse than NaN."""
+    return isinstance(value, int | float) and abs(value) <= sys.float_info.max
+
+
+def _is_decibels(value: Any) -> bool:
+    return _is_number(value) or value in (math.inf, -math.inf)
 
 
 def _is_metric(value: Any) -> bool:
@@ -67,7 +73,7 @@ READ: dict[str, Any] = {
             "speedup_ci95": _is_interval,
         }],
         "accuracy?": {
-            **dict.fromkeys(("num_samples?", "top1?", "agreement?", "sqnr_db?"), _is_number),
+            **dict.fromkeys(("num_samples?", "top1?", "agreement?"), _is_number), "sqnr_db?": _is_decibels,
             "metrics?": {EACH: _is_metric},
         },
     }},

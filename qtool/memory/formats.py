@@ -167,9 +167,7 @@ def parse(text: str) -> Value:
     if len(parts) > 2 or not all(part.is_finite() for part in parts) or (len(parts) == 2 and not parts[1]):
         raise _unreadable(text)
     value = Fraction(parts[0]) / (Fraction(parts[1]) if len(parts) == 2 else 1)
-    if value and abs(_exponent(abs(value))) > _LARGEST_EXPONENT * math.log2(10):
-        raise _too_far(text)
-    return MINUS_ZERO if not value and word.startswith("-") else value
+    return MINUS_ZERO if not value and word.startswith("-") else _within_reach(value, text)
 
 
 def _from_hexadecimal(word: str, text: str) -> Value:
@@ -178,7 +176,7 @@ def _from_hexadecimal(word: str, text: str) -> Value:
     except (ValueError, OverflowError):
         raise _unreadable(text) from None
     if value and math.isfinite(value):
-        return Fraction(value)
+        return _within_reach(Fraction(value), text)
     return value if value or word.startswith("-") else Fraction(0)
 
 
@@ -188,6 +186,12 @@ def _decimal(part: str, text: str) -> Decimal:
     except InvalidOperation:
         raise _unreadable(text) from None
     if value.is_finite() and value and abs(value.adjusted()) > _LARGEST_EXPONENT:
+        raise _too_far(text)
+    return value
+
+
+def _within_reach(value: Fraction, text: str) -> Fraction:
+    if value and abs(_exponent(abs(value))) > _LARGEST_EXPONENT * math.log2(10):
         raise _too_far(text)
     return value
 

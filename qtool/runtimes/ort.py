@@ -296,13 +296,25 @@ def _unrounded(path: Path) -> Callable[[str], bool]:
     model = onnx.load(path, load_external_data=False)
     bodies = [graph for body in (model.graph, *model.functions) for graph in all_graphs(body)]
     products = [node for body in bodies for node in body.node if node.op_type == BLOCK_PRODUCT]
-    rounding = {node.name for node in products if _is_in_bytes(node)}
-    floats = {node.name for node in products if not _is_in_bytes(node)}
+    kinds = {tensor.name: tensor.data_type for body in bodies for tensor in getattr(body, "initializer", ())}
+    rounding = {node.name for node in products if _is_in_bytes(node, kinds)}
+    floats = {node.name for node in products if not _is_in_bytes(node, kinds)}
     return lambda name: name in floats or ("" in floats - rounding and name not in rounding)
 
 
-def _is_in_bytes(product: Any) -> bool:
-    return any(a.name == "accuracy_level" and a.i == _IN_BYTES for a in product.attribute)
+def _is_in_bytes(product: Any, kinds: Mapping[str, int]) -> bool:
+    """Whether a product rounds what it reads: where it may, and there is a kernel for its weights.
+
+    There is none where zero points are no integers (HQQ) or inputs have an order of groups (GPTQ's ``act_order``), and
+    with 2 bits for the shortest and the longest blocks.
+    """
+    import onnx
+
+    told = {attribute.name: attribute.i for attribute in product.attribute}
+    zero_points, order = [*product.input[3:5], "", ""][:2]
+    has_kernel = told.get("bits") != 2 or 32 <= told["block_size"] <= 128
+    plain = not order and kinds.get(zero_points, onnx.TensorProto.UINT8) == onnx.TensorProto.UINT8
+    return told.get("accuracy_level") == _IN_BYTES and has_kernel and plain
 
 
 def _lower_formats(path: Path) -> tuple[bool, bool]:

@@ -4,7 +4,8 @@ The profile is a JSON list of timed events; those of category ``Node`` whose nam
 ``_kernel_time`` are the executed kernels, each with the provider that ran it and the types and shapes
 of its inputs and outputs. The format of a kernel's arithmetic is that of its first input, which for a
 convolution or a matrix product is the activation; kernels that quantize that input themselves are
-named apart. MatMulNBits does so on the CPU where the runtime made it of a dequantized weight, or its file says so.
+named apart. MatMulNBits does so on the CPU where the runtime made it of a dequantized weight, or its file says so;
+where not, an x86 CPU computes float16 in float32.
 
 A node is about *shapes* when everything it reads and writes is small and at most one-dimensional, or
 is an integer computed from a shape: those belong on the CPU beside any accelerator.
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from qtool.errors import QtoolError
+from qtool.machine import is_x86
 from qtool.runtimes.base import Kernel, ProviderError
 from qtool.units import few
 
@@ -60,7 +62,8 @@ def _kernel(repeats: list[dict[str, Any]], in_float: Callable[[], InFloat]) -> K
     first = inputs[0] if inputs else "unknown"
     name, provider = event["name"].removesuffix("_kernel_time"), arguments.get("provider", "?")
     by_itself = op == BLOCK_PRODUCT and provider == "CPUExecutionProvider" and not in_float()(name)
-    dtype = "int8" if op in _QUANTIZES_ITS_INPUT or by_itself else _NAMES.get(first, first)
+    widened = op == BLOCK_PRODUCT and provider == "CPUExecutionProvider" and first == "float16" and is_x86()
+    dtype = "int8" if op in _QUANTIZES_ITS_INPUT or by_itself else "float32" if widened else _NAMES.get(first, first)
     largest = max((_count(shape) for _, shape in tensors), default=None)
     return Kernel(
         name=name,

@@ -46,14 +46,18 @@ def benchmark(
     the run directory; or any data or iterable of batches, (input, target) or inputs alone; for files, none measures
     speed alone. ``task`` adds its metrics to what is compared anyway (top-1, agreement, KL, SQNR): by default that of
     the run directory. In PyTorch (``provider="torch"``) the run's quantized and float graphs are measured instead of
-    the exported files. Raises ContractError where a figure became worse than in ``compare``, or INT8 is slower than the
-    reference without ``allow_slower``; the figures are committed all the same.
+    the exported files. ``out`` is where a run directory's figures go instead. Raises ContractError where a figure
+    became worse than in ``compare``, or INT8 is slower than the reference without ``allow_slower``; the figures are
+    committed all the same.
     """
     config = configured(BenchmarkConfig, config, options)
     from qtool.benchmarking import stage
 
     what = run_of(what)
     if (files := _files(what)) is not None:
+        if out is not None:
+            do = "leave it out: the figures of files are what is returned"
+            raise UsageError(argument("out"), "a run directory beside it, whose result is written", "files", do)
         scores = None if task is None else _scores(open_task(task))
         found = stage.benchmark(
             files, config, batches=_test_batches(open_data(data, 0)), scores=scores, progress=teller(progress)

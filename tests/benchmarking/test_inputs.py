@@ -186,6 +186,13 @@ def test_inputs_of_different_numbers_of_samples_are_refused():
         Layout.of([IMAGE, TOKENS]).count({"x": np.zeros((2, 3, 8, 8)), "ids": np.zeros((3, 5))})
 
 
+@pytest.mark.parametrize(("name", "shape", "axis"), [("x", (), 0), ("h", (8,), 1)])
+def test_an_input_without_the_axis_of_samples_is_told(name, shape, axis):
+    layout = Layout.of([TensorInfo("x", "float32", ("N", 8)), TensorInfo("h", "float32", (2, "N", 8))])
+    with pytest.raises(QtoolError, match=f"an axis {axis} that counts samples; got '{name}' of shape"):
+        layout.taken({name: np.zeros(shape)}, range(2))
+
+
 def test_a_scalar_and_a_half_of_16_bits_become_arrays():
     assert to_feeds(torch.tensor(2.0), [TensorInfo("s", "float32", ())])["s"].shape == ()
     value = torch.randn(2, 3, dtype=torch.bfloat16, requires_grad=True)

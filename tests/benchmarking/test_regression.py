@@ -204,6 +204,9 @@ def test_a_file_without_what_is_compared_is_refused(old_file, path):
         ("variants__int8__latency__0__speedup_ci95", [1.0]), ("variants__int8__accuracy", [1]),
         ("variants__int8__accuracy__top1", "0.9"), ("variants__int8__size_stripped_mib", "1"),
         ("variants__int8__arithmetic", 5), ("variants__int8__accuracy__metrics__mae", "x"),
+        ("variants__int8__size_stripped_mib", math.nan), ("variants__int8__accuracy__top1", math.inf),
+        ("variants__int8__accuracy__sqnr_db", math.nan),
+        pytest.param("variants__int8__peak_memory_mib", 10**400, id="more than floats hold"),
     ],
 )  # fmt: skip
 def test_a_file_with_another_kind_of_thing_in_it_is_refused(old_file, path, value):
@@ -215,7 +218,7 @@ def test_a_file_with_another_kind_of_thing_in_it_is_refused(old_file, path, valu
     place[last] = value
     old_file.write_text(json.dumps(figures))
     told = path.replace("__0", "[0]").replace("__", ".")
-    with pytest.raises(QtoolError, match=re.escape(f"JSON with {str(value)!r} as {told}; give one")):
+    with pytest.raises(QtoolError, match=re.escape(f"JSON with {str(value)[:20]!r} as {told}; give one")):
         read_benchmark(old_file)
 
 

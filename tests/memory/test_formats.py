@@ -158,7 +158,8 @@ def test_minus_zero_keeps_its_sign() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "abc", "1/0", "1/2/3", "nan/2", "0xzz", "1e301", "1e200/1e-200", "1e-999999999", "0x1p99999"]
+    "text",
+    ["", "abc", "1/0", "1/2/3", "nan/2", "0xzz", "1e301", "1e200/1e-200", "1e-999999999", "0x1p99999", "0x1p1000"],
 )
 def test_what_is_no_number_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="number"):

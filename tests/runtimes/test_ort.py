@@ -12,6 +12,7 @@ from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
 
 from qtool.errors import QtoolError
+from qtool.machine import is_x86
 from qtool.runtimes import ProviderError, open_session, ort
 from qtool.runtimes.base import arithmetic
 
@@ -226,3 +227,37 @@ def test_a_file_that_multiplies_stored_integers_says_itself_whether_it_rounds_th
     onnx.save(model, str(tmp_path / "m.onnx"))
     (kernel,) = open_session(tmp_path / "m.onnx").kernels({"x": np.ones((2, 32), np.float32)})
     assert (kernel.op, kernel.dtype) == ("MatMulNBits", dtype)
+
+
+@pytest.mark.skipif(not is_x86(), reason="other CPUs have other kernels")
+@pytest.mark.parametrize(
+    ("bits", "block", "zero_points", "order"),
+    [(4, 16, None, False), (4, 256, np.uint8, False), (4, 32, np.float32, False), (4, 32, None, True),
+     (8, 32, np.uint8, False), (2, 32, None, False), (2, 128, None, False), (2, 16, None, False),
+     (2, 256, None, False)],
+)  # fmt: skip
+def test_products_that_have_no_kernel_in_bytes_are_told_as_the_floats_that_they_are(
+    bits, block, zero_points, order, tmp_path
+):
+    """What they compute tells: 8 bits of the input make errors of some 0.5 %, floats none."""
+    generator, blocks = np.random.default_rng(0), 256 // block
+    stored = generator.integers(0, 2**bits, (8, blocks, block // (8 // bits), 8 // bits))
+    middle = np.full((8, blocks), 2 ** (bits - 1), zero_points or np.uint8)
+    constants = {
+        "w": sum(stored[..., place] << (bits * place) for place in range(8 // bits)).astype(np.uint8),
+        "s": np.ones((8, blocks), np.float32), "z": middle, "order": np.arange(256, dtype=np.int32) // block,
+    }  # fmt: skip
+    inputs = ["x", "w", "s", "z" if zero_points else "", "order" if order else ""]
+    node = onnx.helper.make_node(
+        "MatMulNBits", inputs, ["y"], domain="com.microsoft", K=256, N=8, bits=bits, block_size=block, accuracy_level=4
+    )
+    tensors = [onnx.numpy_helper.from_array(value, name) for name, value in constants.items() if name in inputs]
+    x, y = (onnx.helper.make_tensor_value_info(n, 1, ["N", size]) for n, size in (("x", 256), ("y", 8)))
+    opsets = [onnx.helper.make_opsetid("", 21), onnx.helper.make_opsetid("com.microsoft", 1)]
+    graph = onnx.helper.make_graph([node], "g", [x], [y], tensors)
+    onnx.save(onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10), str(tmp_path / "m.onnx"))
+    feeds = {"x": generator.normal(size=(4, 256)).astype(np.float32)}
+    session = open_session(tmp_path / "m.onnx")
+    expected = feeds["x"] @ (stored.reshape(8, 256) - 2.0 ** (bits - 1)).T
+    rounded = np.abs(session.run(feeds)[0] - expected).max() > 1e-4 * np.abs(expected).max()
+    assert [kernel.dtype for kernel in session.kernels(feeds)] == ["int8" if rounded else "float32"]

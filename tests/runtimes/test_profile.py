@@ -46,6 +46,14 @@ def test_a_product_by_stored_integers_rounds_what_it_reads_on_the_cpu_unless_its
     assert [kernel.dtype for kernel in profile(*events)] == ["int8", "int8", "float32"]
 
 
+def test_a_product_by_stored_integers_computes_halves_as_the_cpu_can(profile, monkeypatch):
+    shapes = [{"float16": [1, 16]}, {"uint8": [8]}], [{"float16": [1, 16]}]
+    events = [event("a", "MatMulNBits", *shapes, CPU), event("b", "MatMulNBits", *shapes, CUDA)]
+    for machine, dtype in (("x86_64", "float32"), ("aarch64", "float16")):
+        monkeypatch.setattr("platform.machine", lambda name=machine: name)
+        assert [kernel.dtype for kernel in profile(*events, in_float=lambda: lambda _: True)] == [dtype, "float16"]
+
+
 def test_repeated_runs_give_each_kernel_its_median_time(tmp_path):
     path = tmp_path / "profile.json"
     image = [{"float": [1, 3, 8, 8]}]

@@ -158,7 +158,14 @@ def test_arithmetic_needs_no_model() -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [(), ("--model", "resnet"), ("--params", "1e9", "--model", "resnet", "--data", "fashion-mnist")]
+    "words",
+    [
+        (),
+        ("--model", "resnet"),
+        ("--params", "1e9", "--model", "resnet", "--data", "fashion-mnist"),
+        ("--params", "1e9", "--model", "resnet"),
+        ("--params", "1e9", "--task", "language-modelling"),
+    ],
 )
 def test_one_of_the_two_questions_is_asked(words: tuple[str, ...]) -> None:
     told = invoke("memory", *words)
