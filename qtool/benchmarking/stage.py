@@ -58,6 +58,7 @@ def benchmark(
     scores: Scores | None = None,
     subject: Mapping[str, str | None] | None = None,
     target: str | None = None,
+    precisions: Mapping[str, str] | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Measures every file of ``files`` (name to path) and compares each with the reference.
@@ -67,8 +68,9 @@ def benchmark(
     ``compare`` replaces :func:`qtool.evaluate.compare`, and ``scores`` adds a task's own metrics. ``subject`` names the
     ``model`` and the ``data`` where they are known, which the result repeats, so that figures of two models are not
     taken for those of one. ``target`` is the runtime that INT8 was quantized for, if known: the notes name it where
-    another is measured and is slow. With ``config.compare`` the result holds a ``comparison`` with that earlier one
-    (see :mod:`qtool.benchmarking.regression`, which also judges it).
+    another is measured and is slow. ``precisions`` names variants whose floats PyTorch or OpenVINO is to compute in
+    ``fp16`` or ``bf16`` although their files are in FP32. With ``config.compare`` the result holds a ``comparison``
+    with that earlier one (see :mod:`qtool.benchmarking.regression`, which also judges it).
 
     Returns plain values: ``variants`` (per file size_*, load_ms, peak_memory_mib, latency per batch
     size, accuracy), ``noise``, ``notes``. Raises QtoolError for a file or provider that does not do.
@@ -87,10 +89,11 @@ def benchmark(
         tell(f"size of {name}")
         variants[name] = {"file": path.name, "stored": stored_format(path), **measure_size(path)}
         variants[name] |= {"exact_sums": True} if config.provider == "cpu" and needs_exact_sums(path) else {}
-    steadiness = _measure_speed(files, config, base, variants, batches, tell)
+    opening = {name: _options(config, (precisions or {}).get(name)) for name in files}
+    steadiness = _measure_speed(files, opening, config, base, variants, batches, tell)
     told = ["inputs were random; accuracy was not measured"]
     if batches is not None:
-        told = _measure_accuracy(files, config, base, variants, batches, compare, scores, tell)
+        told = _measure_accuracy(files, opening, config, base, variants, batches, compare, scores, tell)
     for entry in variants.values():
         entry["size_ratio"] = entry["size_stripped_mib"] / variants[base]["size_stripped_mib"]
     result: dict[str, Any] = {
@@ -119,6 +122,7 @@ def _reference(files: Mapping[str, Path], asked: str | None) -> str:
 
 def _measure_speed(
     files: Mapping[str, Path],
+    opening: Mapping[str, Mapping[str, Any]],
     config: BenchmarkConfig,
     reference: str,
     variants: dict[str, dict[str, Any]],
@@ -133,7 +137,7 @@ def _measure_speed(
         for name, path in files.items():
             tell(f"loading {name}")
             worker = stack.enter_context(Worker(name, provider=config.provider, cores=cores))
-            opened = worker.open(path, threads=config.threads, **_options(name, path, config))
+            opened = worker.open(path, threads=config.threads, **opening[name])
             variants[name] |= {key: value for key, value in opened.items() if value is not None} | {"latency": []}
             workers[name] = worker
         load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
@@ -148,18 +152,10 @@ def _measure_speed(
     return {**noise(measured, load=load), "pinned_cores": cores}
 
 
-def _options(name: str, path: Path, config: BenchmarkConfig) -> dict[str, Any]:
-    """How a variant is opened: torch and OpenVINO compute a float file in the precision of its variant's name.
-
-    For torch that is any ``.pt2``; for OpenVINO the FP32 file under the name bf16, since one in FP16 tells by itself.
-    """
-    torch = RUNTIMES[config.provider] == "torch"
-    recast = name == "bf16" if config.provider == "openvino" else name in ("fp16", "bf16") and path.suffix == ".pt2"
-    return {
-        "provider": config.provider,
-        "precision": name if recast else None,
-        "device": config.device if torch else None,
-    }
+def _options(config: BenchmarkConfig, precision: str | None) -> dict[str, Any]:
+    """How a variant is opened."""
+    device = config.device if RUNTIMES[config.provider] == "torch" else None
+    return {"provider": config.provider, "precision": precision, "device": device}
 
 
 def _time(
@@ -219,6 +215,7 @@ def _fed(worker: Worker, feeds: dict[str, Array], given: tuple[Any] | None) -> f
 
 def _measure_accuracy(
     files: Mapping[str, Path],
+    opening: Mapping[str, Mapping[str, Any]],
     config: BenchmarkConfig,
     reference: str,
     variants: dict[str, dict[str, Any]],
@@ -235,7 +232,7 @@ def _measure_accuracy(
     with contextlib.ExitStack() as stack:
         sessions = {}
         for name, path in files.items():
-            session = open_session(path, threads=cpu_info()["cores"], **_options(name, path, config))
+            session = open_session(path, threads=cpu_info()["cores"], **opening[name])
             stack.callback(session.close)
             if not session.outputs:
                 got, do = ", ".join(session.others), "leave the data out, and measure speed and size alone"
@@ -251,7 +248,7 @@ def _measure_accuracy(
     own = scores.results(reference) if scores is not None else {}
     halves = [
         name for name in outputs
-        if name != reference and (variants[name]["stored"] in HALVES or name in ("fp16", "bf16"))
+        if name != reference and (variants[name]["stored"] in HALVES or opening[name]["precision"])
     ]  # fmt: skip
     overflowed = [name for name in halves if not is_finite(outputs[reference], outputs[name])]
     kept = {name: value for name, value in outputs.items() if name not in overflowed}

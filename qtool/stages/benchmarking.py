@@ -86,7 +86,8 @@ def benchmark(
     judging = recall_task(recorded.get("source") or {}, trust=trust) if task is None else open_task(task)
     found = stage.benchmark(
         files, config, batches=_test_batches(opened), scores=_scores(judging, run), subject=subject,
-        target=recorded["plan"]["target"], progress=teller(progress),
+        target=recorded["plan"]["target"], precisions={name: name for name in _recast(config)},
+        progress=teller(progress),
     )  # fmt: skip
     found["notes"] += [f"fp16 was not measured: {impossible}"] if impossible else []
     found["notes"] += [NO_TASK] if judging is None else []
@@ -183,14 +184,17 @@ def _made(config: BenchmarkConfig) -> str:
     return "quantize" if config.provider.startswith("torch") else "export"
 
 
-def _outputs(config: BenchmarkConfig, recorded: Mapping[str, Any]) -> tuple[dict[str, str], str]:
-    """The output of the stage that each variant is measured from, and why FP16 is not among them; empty where it is.
+def _recast(config: BenchmarkConfig) -> list[str]:
+    """The variants that have no file of their own: the float model computed in another precision."""
+    recast = ("fp16", "bf16") if _made(config) == "quantize" else ("bf16",)
+    return [name for name in config.variants if name in recast]
 
-    FP16 and BF16 in PyTorch are the float graph, recast. BF16 in OpenVINO is the FP32 file, computed in it.
-    """
+
+def _outputs(config: BenchmarkConfig, recorded: Mapping[str, Any]) -> tuple[dict[str, str], str]:
+    """The output of the stage that each variant is measured from, and why FP16 is not among them; empty where it is."""
     if _made(config) == "quantize":
         return {name: name if name == "int8" else "float" for name in config.variants}, ""
-    outputs = {name: "fp32" if name == "bf16" else name for name in config.variants}
+    outputs = {name: "fp32" if name in _recast(config) else name for name in config.variants}
     impossible = _overflown(recorded) if "fp16" in outputs else ""
     if impossible and len(outputs) > 1:
         del outputs["fp16"]

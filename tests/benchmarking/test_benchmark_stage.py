@@ -51,12 +51,20 @@ def test_openvino_tells_what_it_would_compute_floats_in_and_measures_that_as_bf1
     monkeypatch.setattr(stage.openvino, "own_precision", lambda: "bfloat16")
     able = "BF16" in openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
     given = {"fp32": files["fp32"]} | ({"bf16": files["fp32"]} if able else {})
-    found = benchmark(given, BenchmarkConfig(seconds=0.0, provider="openvino", shapes={"x": "1x3x8x8"}))
+    config = BenchmarkConfig(seconds=0.0, provider="openvino", shapes={"x": "1x3x8x8"})
+    found = benchmark(given, config, precisions={name: name for name in given if name == "bf16"})
     assert found["variants"]["fp32"]["arithmetic"] == {"float32": 3}
     assert not able or found["variants"]["bf16"]["arithmetic"] == {"bfloat16": 3}
     assert "fp32: computed in float32, as asked of OpenVINO; left to itself it takes bfloat16" in found["notes"][0]
     monkeypatch.setattr(stage.openvino, "own_precision", lambda: "float32")
     assert stage._own_precision(found["variants"], "openvino") is None
+
+
+def test_a_name_says_nothing_of_the_precision_that_a_file_is_computed_in(files):
+    pytest.importorskip("openvino")
+    config = BenchmarkConfig(seconds=0.0, provider="openvino", shapes={"x": "1x3x8x8"})
+    found = benchmark({"fp32": files["int8"], "bf16": files["fp32"]}, config)
+    assert found["variants"]["bf16"]["arithmetic"] == {"float32": 3}
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="no affinity on this system")
