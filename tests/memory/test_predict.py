@@ -244,6 +244,23 @@ def test_linear_layers_add_their_biases_in_place() -> None:
     assert predicted.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.01)
 
 
+class SummedInto(nn.Linear):
+    """Sums rows of a product into those of a tensor in float32, as experts do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = torch.arange(len(x), device=x.device)
+        return torch.zeros(len(x), 10, device=x.device).index_add(0, rows, super().forward(x))
+
+
+def test_a_precision_in_which_types_differ_is_not_predicted() -> None:
+    """Else it would be chosen for a budget, and training would fail."""
+    assert predict(lambda: SummedInto(32, 10), batch(), config(), prepare=setup, loss=LOSS).peak_bytes > 0
+    wanted = config(precision="bf16-mixed")
+    for run in (predict, measure):
+        with pytest.raises(QtoolError, match=r"same (dtype|scalar type).*one type of floats"):
+            run(lambda: SummedInto(32, 10), batch(), wanted, prepare=setup, loss=LOSS)
+
+
 class Forces(nn.Module):
     """Gives the gradient of an energy, a backward pass within the forward one."""
 
