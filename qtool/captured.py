@@ -32,6 +32,19 @@ def call_captured(model: nn.Module, inputs: Any) -> Any:
     return call(model, tuple(bound[name] for name in known) if by_place else {name: bound[name] for name in known})
 
 
+def arguments(graph: GraphModule) -> list[str]:
+    """What the arguments are called; empty for a graph that does not tell."""
+    return list(_captured(graph))
+
+
+def as_called(graph: GraphModule, value: Any) -> Any:
+    """What a call with ``value`` alone means: of a model whose only argument is a dict, one is that argument."""
+    kinds = {name: spec.type for name, (spec, _) in _captured(graph).items()}
+    name, kind = next(iter(kinds.items()), ("", None))
+    whole = len(kinds) == 1 and isinstance(kind, type) and issubclass(kind, Mapping)
+    return {name: value} if whole and isinstance(value, Mapping) and name not in value else value
+
+
 def with_constants(graph: GraphModule, inputs: Any) -> Any:
     """``inputs``, all by name, with the captured constants that they leave out; as they are where there is none."""
     known = _captured(graph)

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from qtool.captured import call_captured, check_constants, with_constants
+from qtool.captured import arguments, as_called, call_captured, check_constants, with_constants
 from qtool.errors import QtoolError, UsageError
 from qtool.forward import passes_told
 from qtool.nested import raw_bytes, tensors
@@ -124,10 +124,11 @@ class QuantizedModel:
         """
         if args and kwargs:
             raise UsageError("inputs", "all by position or all by name", "some of both", "name all of them")
-        inputs = kwargs or (args[0] if len(args) == 1 else args)
+        inputs = kwargs or (as_called(self.graph, args[0]) if len(args) == 1 else args)
         inputs = with_constants(self.graph, inputs)
         check_inputs(self.graph, inputs, "inputs")
-        expected = f"the model's arguments ({', '.join(input_values(self.graph.graph))})"
+        names = arguments(self.graph) or input_values(self.graph.graph)
+        expected = f"the model's arguments ({', '.join(names)})"
         with torch.no_grad(), passes_told("inputs", expected):
             return call_captured(self.graph, inputs)
 

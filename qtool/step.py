@@ -52,7 +52,10 @@ _ONE_VALUE = "Expected more than 1 value per channel when training"
 """What torch's batch-norm says of a single sample without further dimensions."""
 _NOT_IN_16_BITS = re.compile("(implemented for '|nsupported dtype )(Half|BFloat16)|could not create a primitive desc")
 """What is said where an operator does not know a type of 16 bits on this device; the last by oneDNN's layers."""
-_TYPES_DIFFER = re.compile("same dtype|expected scalar type|to have scalar type|Input type .* and weight")
+_TYPES_DIFFER = re.compile(
+    "same (dtype|scalar type)|expected (scalar type|dtype)|to have scalar type|Input type .* and (weight|bias)"
+    "|dtypes (match|must be the same)|dtype to be equal|not match weight dtype"
+)
 """What is said where a tensor was cast and one that it meets was not."""
 _NOT_GATHERED = ("torch.Tensor and DTensor", "out of bounds for storage of size 0")
 """What is said where a weight that lies in parts is computed with."""

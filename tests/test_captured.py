@@ -79,3 +79,32 @@ def test_an_argument_that_was_not_captured_is_refused() -> None:
     for args, kwargs in (((), {"x": BATCHES[0], "scale": 2.0}), ((BATCHES[0], 2.0), {})):
         with pytest.raises(QtoolError, match=r"captured with \(x\); got 2\.0 beside them; leave it out"):
             quantized(*args, **kwargs)
+
+
+class OfADict(nn.Module):
+    """Its one argument is a dict of tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(8, 4)
+
+    def forward(self, features: dict[str, Tensor]) -> Tensor:
+        y: Tensor = self.linear(features["a"] + features["b"])
+        return y
+
+
+def test_a_model_of_one_dict_is_called_as_it_is() -> None:
+    batches = [{"a": batch, "b": batch.flip(0)} for batch in BATCHES]
+    quantized = qtool.quantize(OfADict(), [{"features": batch} for batch in batches])
+    wanted = quantized(features=batches[0])
+    assert torch.equal(quantized(batches[0]), wanted)
+    assert torch.equal(quantized({"features": batches[0]}), wanted)
+    assert torch.allclose(wanted, OfADict()(batches[0]), atol=0.1)
+    with pytest.raises(QtoolError, match=r"the model's arguments \(features\)"):
+        quantized(a=batches[0]["a"], b=batches[0]["b"])
+
+
+def test_a_wrong_name_is_no_dict_of_a_models() -> None:
+    with pytest.raises(QtoolError, match=r"the model's arguments \(x\); got .*unexpected keyword argument 'y'"):
+        qtool.quantize(Scaled(), BATCHES)({"y": BATCHES[0]})

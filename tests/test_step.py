@@ -429,3 +429,24 @@ def test_what_does_not_run_in_16_bits_is_told_as_the_precision_s(told):
         answer(model, torch.zeros(2))
     with pytest.raises(QtoolError, match=r"must have the same dtype.*one type of floats \(--precision 32-true"):
         answer(nn.Linear(2, 2), torch.zeros(1, 2).half())
+
+
+ROWS = torch.zeros(2, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    "meet",
+    [
+        lambda x, y: x.index_add(0, ROWS, y),
+        lambda x, y: x.index_put((ROWS,), y),
+        lambda x, y: x.scatter_add(0, ROWS[:, None], y),
+        lambda x, y: torch.baddbmm(x[None], y[None], y[None]),
+        lambda x, y: torch.lerp(x, y, 0.5),
+        lambda x, y: nn.GRU(2, 2)(y[None]),
+        lambda x, y: nn.functional.conv1d(y[None], y[:, :, None], x[0]),
+    ],
+    ids=["index_add", "index_put", "scatter_add", "baddbmm", "lerp", "gru", "conv"],
+)
+def test_operands_of_different_types_are_told_as_that(meet):
+    with pytest.raises(QtoolError, match="give inputs, weights and buffers of one type of floats"):
+        answer(lambda x: meet(x, x.bfloat16()), torch.zeros(2, 2))

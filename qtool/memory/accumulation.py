@@ -1,4 +1,4 @@
-"""What autograd does in place in a backward pass, but not while operators are watched.
+"""What torch does in place, but not while operators are watched.
 
 Gradients that come back from several readers of a tensor are added up.
 
@@ -10,6 +10,9 @@ depends on the version of torch and on who else watches; it is counted once, on 
 
 The backward formulas of indexing, ``gather`` and what selects values (``max``, ``topk``) write into zeros that they
 have made, and watched, into a copy of those.
+
+A linear layer adds its bias to a product of its own where its input does not lie in order (a transposed one, as of
+layers that mix places), and watched, into memory beside it. That addition is known by its holders too.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 ADD = torch.ops.aten.add.Tensor
 IN_PLACE = {
@@ -37,14 +41,17 @@ class Accumulation:
 
     def __init__(self) -> None:
         self.alone: Holders | None = None
+        self.biased: Holders | None = None
         self.learning = False
 
     def learn(self, device: torch.device) -> None:
-        """Has the engine add up two gradients that only it holds."""
+        """Has the engine add up two gradients that only it holds, and a linear layer its bias."""
         value = torch.empty(2, 3, device=device, requires_grad=True)
         result = value * 2 + value * 3
+        out_of_order, weight = (torch.empty(shape, device=device) for shape in ((2, 3, 4), (5, 3)))
         self.learning = True
         try:
+            F.linear(out_of_order.transpose(1, 2), weight, weight[:, 0])
             with torch.autograd.set_multithreading_enabled(False):
                 result.sum().backward()  # type: ignore[no-untyped-call]
         finally:
@@ -52,9 +59,20 @@ class Accumulation:
 
     def operator(self, func: Any, args: Any) -> Any:
         """``func``, or what would run in its place."""
+        if func is ADD and self._is_a_bias(args):
+            return IN_PLACE[ADD]
         if func not in IN_PLACE or torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
             return func
         return IN_PLACE[func] if func is not ADD or self._is_the_engines(args, _holders(args)) else func
+
+    def _is_a_bias(self, args: Any) -> bool:
+        """Whether an addition is made by a linear layer, in place."""
+        if not isinstance(args[1], Tensor) or args[1].dim() != 1 or args[0].dim() < 3:
+            return False
+        found = _holders(args)
+        if self.learning:
+            self.biased = found
+        return found == self.biased
 
     def _is_the_engines(self, args: Any, found: Holders) -> bool:
         """Whether an addition to an operand with such holders is made by the engine, in place."""

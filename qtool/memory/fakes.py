@@ -6,8 +6,8 @@
 * A selection by a mask takes as much as it did then, else everything: the most that it can be.
 * A product of groups of rows, each with a matrix of its own (experts), is one in every dtype; torch's own fake
   one knows bfloat16 alone.
-* A product of matrices of different types is none; torch's own fake one is made, and what chooses by a prediction would
-  choose a precision that the model does not take.
+* A product of matrices of different types is none, nor is a sum into rows of another type (experts in autocast);
+  torch's own fake one is made, and what chooses by a prediction would choose a precision that the model does not take.
 * Group normalisation on the CPU leaves channels where they are; torch's own fake one puts them first in some versions.
 * A model that is made in 16 bits (``.bfloat16()``) is converted where it is; torch would swap its weights for others,
   which fake ones refuse.
@@ -40,6 +40,11 @@ from qtool.memory import packed
 from qtool.memory.known import Known, is_known, known
 from qtool.memory.trial import SELECTING, Oracle, asks, masks
 
+ONE_TYPE = {
+    "mm": (0, 1), "addmm": (0, 1, 2), "convolution": (0, 1), "index_add": (0, 3), "index_copy": (0, 3),
+    "index_put": (0, 2),
+}  # fmt: skip
+"""Operators whose fake ones run on operands of different types, and real ones do not; which of them have to agree."""
 _COMPARISONS = ("eq", "ne", "gt", "ge", "lt", "le")
 _SELECTED = WeakIdKeyDictionary()
 """How much a mask selects, where that is known."""
@@ -135,10 +140,15 @@ class Scalars(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _require_one_type(func: Any, args: Any) -> None:
-    """Raises RuntimeError, in torch's words, for a product of matrices of different types."""
-    if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default) and len({t.dtype for t in args}) > 1:
-        got = " and ".join(str(t.dtype).removeprefix("torch.") for t in args[-2:])
-        raise RuntimeError(f"mat1 and mat2 must have the same dtype, but got {got}")
+    """Raises RuntimeError, much in torch's words, for operands of different types that it does not bring together."""
+    name = func.overloadpacket.__name__.removesuffix("_")
+    if name not in ONE_TYPE:
+        return
+    met = [args[i] for i in ONE_TYPE[name]]
+    if len({t.dtype for t in met}) > 1:
+        got = " and ".join(str(t.dtype).removeprefix("torch.") for t in met[-2:])
+        operands = "mat1 and mat2" if name.endswith("mm") else f"operands of {name}"
+        raise RuntimeError(f"{operands} must have the same dtype, but got {got}")
 
 
 def _placed(like: Tensor, operand: Tensor) -> Tensor:

@@ -299,7 +299,21 @@ def _buckets(setup: Setup, optimizer: Optimizer, batch: tuple[Any, Any], loss: L
 
 
 class _Watch(mod_tracker.ModTracker):
-    """ModTracker, whose hooks are those of all modules, that lets pass what other threads do for real meanwhile."""
+    """ModTracker, whose hooks are those of all modules, that lets pass what other threads do for real meanwhile.
+
+    It also knows that a backward pass may be part of a forward one, as of a model that gives forces.
+    """
+
+    def _maybe_set_engine_callback(self) -> None:
+        if self._has_callback:
+            return
+        before, counts = set(self.parents), dict(self._active_module_cnt)
+        super()._maybe_set_engine_callback()  # type: ignore[no-untyped-call]
+
+        def go_on() -> None:
+            self.parents, self._active_module_cnt = before, counts
+
+        torch.autograd.Variable._execution_engine.queue_callback(go_on)  # after ModTracker's, which forgets them
 
     def _fw_pre_hook(self, mod: Any, input: Any) -> None:
         if active_fake_mode() is not None:

@@ -25,18 +25,30 @@ LARGEST = 64 * 2**20
 """Bytes of operands up to which a call is tried."""
 LSTM = "mkldnn_rnn_layer"
 HEAVY = (
-    "mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward", "mean", "update_8bit", LSTM,
-    f"{LSTM}_backward", "_scaled_dot_product_flash_attention_for_cpu_backward", "max_pool2d_with_indices_backward",
-    "avg_pool2d_backward", "_adaptive_avg_pool2d_backward", "upsample_nearest2d_backward",
-    "upsample_bilinear2d_backward", "upsample_bicubic2d_backward", "reflection_pad2d_backward", "im2col", "logsumexp",
-    "mse_loss", "sum", "upsample_bilinear2d", "upsample_bicubic2d", "_fft_r2c", "_fft_c2r", "_fft_c2c", "_trilinear",
+    "mm", "addmm", "bmm", "baddbmm", "addbmm", "convolution", "convolution_backward", "update_8bit", LSTM,
+    f"{LSTM}_backward", "_scaled_dot_product_flash_attention_for_cpu_backward", "_trilinear",
+    "_cdist_forward", "_cdist_backward", "_euclidean_dist",
+    "mean", "sum", "logsumexp", "mse_loss", "binary_cross_entropy_with_logits", "linalg_vector_norm",
+    "_softmax_backward_data", "_log_softmax_backward_data",
+    "sort", "kthvalue", "median", "nanmedian", "mode", "scatter", "scatter_", "scatter_add", "scatter_add_",
+    "scatter_reduce",
+    "embedding_dense_backward", "_embedding_bag_backward", "im2col", "channel_shuffle",
+    *(f"{name}{ending}" for ending in ("", "_backward") for name in (
+        *(f"{kind}_pad{n}d" for kind in ("reflection", "replication") for n in (1, 2, 3)),
+        "avg_pool2d", "avg_pool3d", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "adaptive_max_pool2d",
+        "adaptive_max_pool3d", "max_pool2d_with_indices", "max_pool3d_with_indices", "fractional_max_pool2d",
+        "fractional_max_pool3d", "upsample_nearest2d", "upsample_nearest3d", "upsample_bilinear2d",
+        "upsample_bicubic2d", "upsample_trilinear3d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa",
+        "grid_sampler_2d", "grid_sampler_3d",
+    )),
+    "_fft_r2c", "_fft_c2r", "_fft_c2c",
     "linalg_qr", "linalg_inv_ex", "linalg_cholesky_ex", "linalg_lu_factor_ex", "_linalg_solve_ex", "_linalg_svd",
     "_linalg_eigh", "linalg_matrix_exp",
 )  # fmt: skip
-"""Matrix products, convolutions, means and sums (those of 16 bits are taken in float32), the update of 8-bit states,
-which widens its moments, Fourier transforms, a few dimensions at a time, LAPACK's, which have a workspace, and others
-that copy an operand. They check their operands. So do those that work on values one by one, which are tried where these
-have several dtypes."""
+"""Matrix products, convolutions, the update of 8-bit states, which widens its moments, means and sums (those of 16 bits
+are taken in float32), what sorts, Fourier transforms, a few dimensions at a time, LAPACK's, which have a workspace, and
+others that copy an operand where it does not lie in order. They check their operands. So do those that work on values
+one by one, which are tried where these have several dtypes."""
 BATCH_NORM = "native_batch_norm_backward"
 IN_FLOAT32 = ("native_layer_norm_backward", "native_group_norm_backward")
 """Tried in float32 alone: they do not check, and given a dtype that only a fake one returned, read past its end.

@@ -226,6 +226,63 @@ class Largest(nn.Linear):
         )
 
 
+class Mixing(nn.Module):
+    """Mixes places by a linear layer, whose input is a transposed tensor, and is wide there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.head = nn.Linear(64, 2048), nn.Linear(2048, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.mix(x.transpose(1, 2)).mean(1))
+
+
+def test_linear_layers_add_their_biases_in_place() -> None:
+    sequences = torch.randn(16, 64, 32), torch.zeros(16, dtype=torch.int64)
+    wanted = config(batch_size=16)
+    predicted, measured = (f(Mixing, sequences, wanted, prepare=setup, loss=LOSS) for f in (predict, measure))
+    assert predicted.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.01)
+
+
+class SummedInto(nn.Linear):
+    """Sums rows of a product into those of a tensor in float32, as experts do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = torch.arange(len(x), device=x.device)
+        return torch.zeros(len(x), 10, device=x.device).index_add(0, rows, super().forward(x))
+
+
+def test_a_precision_in_which_types_differ_is_not_predicted() -> None:
+    """Else it would be chosen for a budget, and training would fail."""
+    assert predict(lambda: SummedInto(32, 10), batch(), config(), prepare=setup, loss=LOSS).peak_bytes > 0
+    wanted = config(precision="bf16-mixed")
+    for run in (predict, measure):
+        with pytest.raises(QtoolError, match=r"same (dtype|scalar type).*one type of floats"):
+            run(lambda: SummedInto(32, 10), batch(), wanted, prepare=setup, loss=LOSS)
+
+
+class Forces(nn.Module):
+    """Gives the gradient of an energy, a backward pass within the forward one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 1))
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            (forces,) = torch.autograd.grad(self.energy(x).sum(), x, create_graph=True)
+        return self.head(forces)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_models_with_a_backward_pass_of_their_own_are_predicted(micro_batches: int) -> None:
+    wanted = config(micro_batches=micro_batches)
+    predicted, measured = (f(Forces, batch(), wanted, prepare=setup, loss=LOSS) for f in (predict, measure))
+    assert predicted.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.01)
+
+
 def test_gradients_of_what_was_selected_are_put_in_place() -> None:
     predicted, measured = (
         f(lambda: Largest(32, 10_000), batch(32), config(batch_size=32), prepare=setup, loss=LOSS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import bitsandbytes  # noqa: F401
 import pytest
 import torch
@@ -49,6 +51,39 @@ def test_values_of_several_dtypes_are_converted_before_they_meet(name: str) -> N
     operator = getattr(torch.ops.aten, name).Tensor
     assert Scratch().of(operator, (wide, narrow), None) == wide.nbytes
     assert Scratch().of(operator, (wide, torch.ones((), dtype=torch.float64)), None) == 0
+
+
+def expanded(*shape: int) -> torch.Tensor:
+    """A gradient as a mean gives it: one value for all places."""
+    return torch.ones(*shape[:-2], 1, 1).expand(shape)
+
+
+IMAGES, INDICES = torch.randn(2, 8, 20, 20), torch.zeros(2, 8, 20, 20, dtype=torch.int64)
+CALLS = {
+    "replication_pad2d_backward": (expanded(2, 8, 24, 24), IMAGES, [2] * 4),
+    "_upsample_bilinear2d_aa_backward": (expanded(2, 8, 30, 30), [30, 30], [2, 8, 20, 20], False),
+    "adaptive_max_pool2d_backward": (expanded(2, 8, 20, 20), IMAGES, INDICES),
+    "grid_sampler_2d_backward": (expanded(2, 8, 20, 20), IMAGES, torch.zeros(2, 20, 20, 2), 0, 0, False, [True, True]),
+    "embedding_dense_backward": (expanded(2, 50, 64), torch.zeros(2, 50, dtype=torch.int64), 100, -1, False),
+    "_softmax_backward_data": (IMAGES.transpose(1, 3), IMAGES.transpose(1, 3), 1, torch.float32),
+    "_cdist_forward": (torch.randn(2, 40, 20).transpose(1, 2), torch.randn(2, 40, 20).transpose(1, 2), 2.0, 2),
+    "_euclidean_dist": (torch.randn(2, 40, 20), torch.randn(2, 40, 20)),
+    "kthvalue": (IMAGES, 3, 1),
+    "sort": (torch.randn(5000),),
+    "scatter_add": (IMAGES.bfloat16(), 1, INDICES, IMAGES.bfloat16()),
+    "binary_cross_entropy_with_logits": (IMAGES, IMAGES, None, None, 1),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_operators_that_copy_an_operand_are_called(name: str) -> None:
+    packet = getattr(torch.ops.aten, name)
+    operator = getattr(packet, "default" if "default" in packet.overloads() else "dim")
+    with torch.no_grad():
+        changes, results = allocations(lambda: operator(*CALLS[name]))
+    running = list(itertools.accumulate(changes))
+    assert Scratch().of(operator, CALLS[name], None) == max(running) - running[-1] > 1000
+    del results
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
