@@ -401,9 +401,11 @@ def test_what_is_no_file_to_benchmark_is_refused(what: Any, got: str) -> None:
         qtool.benchmark({"fp32": "a.onnx", "int8": what})
 
 
-def test_figures_of_files_are_returned_and_written_nowhere(tmp_path: Path) -> None:
+def test_figures_of_files_are_returned_of_all_and_written_nowhere(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"'out': expected a run directory beside it, .*; got files"):
         qtool.benchmark("a.onnx", out=tmp_path)
+    with pytest.raises(UsageError, match="'variants': expected a run directory beside them; got int8"):
+        qtool.benchmark(["a.onnx", "b.onnx"], variants=("int8",))
 
 
 @pytest.mark.parametrize("again", ["a.onnx", "a.pt2"])

@@ -11,7 +11,7 @@ from qtool.errors import QtoolError, UsageError, kind_of
 from qtool.given import pairs_of
 from qtool.lineage import superseded
 from qtool.options import argument, documented
-from qtool.recipe import BenchmarkConfig, as_dict
+from qtool.recipe import VARIANTS, BenchmarkConfig, as_dict
 from qtool.source import UNIDENTIFIED, open_data, open_task, recall_source, recall_task, require_run_directory
 from qtool.stages.common import AnyPath, Progress, configured, finished, run_of, teller, writable
 from qtool.stages.surroundings import apart
@@ -58,6 +58,9 @@ def benchmark(
         if out is not None:
             do = "leave it out: the figures of files are what is returned"
             raise UsageError(argument("out"), "a run directory beside it, whose result is written", "files", do)
+        if config.variants != VARIANTS:
+            got, do = ", ".join(config.variants), "leave them out: the files that are named are what is measured"
+            raise UsageError(argument("variants"), "a run directory beside them", got, do)
         scores = None if task is None else _scores(open_task(task))
         found = stage.benchmark(
             files, config, batches=_test_batches(open_data(data, 0)), scores=scores, progress=teller(progress)
