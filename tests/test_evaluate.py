@@ -1,4 +1,4 @@
-"""Evaluation and comparison, against numpy formulas and against what the interval promises."""
+"""Evaluation and comparison, against numpy formulas."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from qtool import processes
 from qtool.data import from_mapping
 from qtool.errors import QtoolError
 from qtool.evaluate import class_axis, compare, divergence, evaluate, shared_batches, sqnr_db
-from qtool.intervals import paired_interval, wilson_interval
 from qtool.tasks import Classification
 
 
@@ -148,41 +147,6 @@ def test_a_doubled_output_is_seen() -> None:
     r = torch.randn(50, 5)
     assert sqnr_db(r, 2 * r) == pytest.approx(0.0)
     assert sqnr_db(torch.zeros(2, 2), torch.ones(2, 2)) == -math.inf
-
-
-def test_interval_is_the_published_formula() -> None:
-    """Each end of Tango's interval, where the score (b − c − N d) / sqrt(N (2 q + d (1 − d))) is ± 1.96."""
-    n, b, c = 1000, 30, 10
-    for end, wanted in zip(paired_interval(b, c, n), (1.959964, -1.959964), strict=True):
-        linear = (2 * n - b + c) * end - b - c
-        q = np.roots([2 * n, linear, -c * end * (1 - end)]).max()
-        assert (b - c - n * end) / math.sqrt(n * (2 * q + end * (1 - end))) == pytest.approx(wanted, rel=1e-5)
-
-
-def test_interval_does_not_collapse_and_is_symmetric() -> None:
-    low, high = paired_interval(0, 0, 1000)
-    assert low == -high
-    assert high == pytest.approx(wilson_interval(0, 1000)[1])
-    assert paired_interval(10, 0, 1000) == pytest.approx(wilson_interval(10, 1000)), "without c it is Wilson's"
-    low, high = paired_interval(3, 9, 100)
-    assert paired_interval(9, 3, 100) == pytest.approx((-high, -low))
-    assert paired_interval(5, 0, 5)[1] == 1.0
-
-
-@pytest.mark.parametrize(("p12", "p21"), [(0.03, 0.01), (0.02, 0.02), (0.10, 0.05)])
-def test_interval_covers_the_truth_19_times_in_20(p12: float, p21: float) -> None:
-    draws = np.random.default_rng(0).multinomial(1000, [p12, p21, 1 - p12 - p21], size=4000)
-    bounds = np.array([paired_interval(int(b), int(c), 1000) for b, c, _ in draws])
-    covered = ((bounds[:, 0] <= p12 - p21) & (p12 - p21 <= bounds[:, 1])).mean()
-    assert 0.94 < covered < 0.97
-
-
-@pytest.mark.parametrize("lost", [0.005, 0.01, 0.02])
-@pytest.mark.parametrize("count", [200, 400, 540])
-def test_interval_ends_below_the_true_drop_as_seldom_where_nothing_is_gained(count: int, lost: float) -> None:
-    losses = np.random.default_rng(0).binomial(count, lost, size=20_000)
-    passed = {int(b): paired_interval(int(b), 0, count)[1] < lost for b in set(losses)}
-    assert np.mean([passed[int(b)] for b in losses]) <= 0.026
 
 
 def test_bad_outputs_are_named() -> None:
