@@ -131,12 +131,14 @@ def require_agreeable(config: QuantizeConfig, count: int) -> None:
         _require_samples(count, _least_alike(config.min_agreement / 100), "--min-agreement")
 
 
-def _require_samples(count: int, needed: float, flag: str) -> None:
-    if needed > count:
+def _require_samples(count: int, needed: float, flag: str, ignored: int = 0) -> None:
+    """Raises UsageError where fewer than ``needed`` of ``count`` samples are left without those that are ignored."""
+    if needed > count - ignored:
         least = f"at least {needed:,.0f}" if math.isfinite(needed) else "more than any number of"
         raise UsageError(
             f"contract {flag}", f"{least} validation samples to tell it from noise, even where none differs",
-            f"{count:,}", "give more validation data, or promise less",
+            f"{count - ignored:,}{f' that count among {count:,}' if ignored else ''}",
+            "give more validation data, or promise less",
         )  # fmt: skip
 
 
@@ -257,7 +259,8 @@ class Judge:
 
     def _require_enough(self, total: int | None) -> None:
         count = self.num_samples if total is None else total
-        _require_samples(count, self._least_for_drop(is_whole=total is None), "--max-drop")
+        ignored = self.num_samples - self.paired.num_counted if total is None else 0
+        _require_samples(count, self._least_for_drop(is_whole=total is None), "--max-drop", ignored)
         require_agreeable(self.config, count)
         _require_samples(count, LEAST if self.config.max_kl is not None else 0, "--max-kl")
 
