@@ -373,12 +373,12 @@ class Tanh(nn.Module):
 
 
 class Scalar(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, operation: str) -> None:
         super().__init__()
-        self.work = nnq.FloatFunctional()
+        self.work, self.operation = nnq.FloatFunctional(), operation
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.work.add_scalar(x, 1.0)
+        return getattr(self.work, self.operation)(x, 1.0)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(
@@ -389,7 +389,8 @@ class Scalar(nn.Module):
         (lambda: small(nn.InstanceNorm2d(3, affine=True)), "'1': expected a module that can be rebuilt; got a torch"),
         (lambda: small(Plus()), "FloatFunctional in place of"),
         (lambda: small(Tanh()), "'1': expected an operation that torch has for quantized tensors; got tanh"),
-        (lambda: small(Scalar()), "'1.work.add_scalar': expected a module that can be rebuilt"),
+        (lambda: small(Scalar("add_scalar")), "^eager model, '1.work.add_scalar': expected a module that can be rebui"),
+        (lambda: small(Scalar("mul_scalar")), "^eager model, '1.work.mul_scalar': expected a module that can be rebui"),
         (lambda: dynamic(), "quantized.dynamic"),
     ],
 )
