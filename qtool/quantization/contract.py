@@ -190,6 +190,11 @@ class Judge:
         if total is None and whole is not None:
             self._require_meaning(whole.means()[self.metric])
 
+    @property
+    def higher_is_better(self) -> bool:
+        """Whether more of the metric is better, so that a drop of it is a loss; of another a rise is one."""
+        return self.task is None or bool(is_higher_better(self.task, self.metric))
+
     @torch.no_grad()
     def score(self, predict: Callable[[Any], Any]) -> Scores:
         """Runs a candidate on every validation sample."""
@@ -295,7 +300,7 @@ class Judge:
         return max(LEAST, _least_alike(1 - self.config.max_drop / 100))
 
     def _drop(self, scores: Scores, limit: float) -> Criterion:
-        gain = -100.0 if self.task is None or is_higher_better(self.task, self.metric) else 100.0
+        gain = -100.0 if self.higher_is_better else 100.0
         change, within = self.paired.change(self.metric, self.sums, scores.sums)
 
         def at(total: int) -> tuple[float, float]:

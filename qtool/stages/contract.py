@@ -348,16 +348,18 @@ def _outcome(search: Search, met: Trial | None, candidates: Candidates) -> dict[
     from qtool.quantization.search import frontier
 
     chosen = met or search.closest
-    asked = as_dict(search.config)
+    asked, judge = as_dict(search.config), candidates.judge
+    has_metric = search.config.max_drop is not None
     return {
         "met": met is not None,
         "chosen": chosen.name,
         "method": search.config.method,
         "options": {key: value for key, value in as_dict(chosen.config).items() if value != asked[key]},
         "criteria": chosen.verdict.as_dict()["criteria"],
-        "metric": None if search.config.max_drop is None else candidates.judge.metric,
+        "metric": judge.metric if has_metric else None,
+        "higher_is_better": judge.higher_is_better if has_metric else None,
         "source": {part: candidates.source.record[part] for part in ("model", "data")},
-        "num_samples": candidates.judge.num_samples,
+        "num_samples": judge.num_samples,
         "trials": [_told(trial) for trial in search.trials],
         "notes": search.notes,
         "frontier": [trial.name for trial in frontier(search.trials)],

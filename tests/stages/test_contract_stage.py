@@ -23,6 +23,7 @@ from qtool.errors import ContractError, QtoolError, UsageError
 from qtool.quantization import search
 from qtool.quantization.capture import capture
 from qtool.quantization.contract import Judge
+from qtool.reporting.contracts import contract_sentence
 from qtool.reporting.gather import gather
 from qtool.reporting.page import report, write_report
 from qtool.reporting.terminal import show
@@ -110,6 +111,8 @@ def test_other_labels_begin_a_search_anew(tmp_path: Path) -> None:
                 model, [calibration], validation=[(held, labels)], max_drop=0.7, metric="loss",
                 max_kl=1e-9, method="given", out=tmp_path, activation_bits=3,
             )  # fmt: skip
+        assert not caught.value.details["higher_is_better"]
+        assert "rise of loss ≤ 0.7 points" in contract_sentence(caught.value.details)
         drop = caught.value.details["trials"][0]["criteria"][0]["value"]
         logits = qtool.stages.quantization.load_quantized(tmp_path / "search" / "closest")(held)
         losses = [nn.functional.cross_entropy(outputs, labels).item() for outputs in (model(held), logits)]
