@@ -191,6 +191,13 @@ class Judge:
             self._require_meaning(whole.means()[self.metric])
 
     @property
+    def known(self) -> dict[str, Tensor]:
+        """What scores depend on beside the model's answers: what the targets say of each sample, plain tensors."""
+        counted = {f"counted {index}": some for index, some in enumerate(self.counted) if some is not None}
+        axis = torch.tensor(-1 if self.axis is None else self.axis)
+        return {**self.sums, "weights": self.paired.weights, "axis": axis, **counted}
+
+    @property
     def higher_is_better(self) -> bool:
         """Whether more of the metric is better, so that a drop of it is a loss; of another a rise is one."""
         return self.task is None or bool(is_higher_better(self.task, self.metric))

@@ -135,7 +135,7 @@ class Candidates:
         self.units: list[dict[str, Any]] = []
         graph = forms(config, example_of(source, self.measurement.inputs))
         self.judge = _judge(graph, config, source.task, pairs)
-        self.identity |= {"answers": state_hash({**self.judge.sums, "weights": self.judge.paired.weights}.items())}
+        self.identity |= {"answers": state_hash(self.judge.known.items())}
 
     def attempt(self, name: str, config: QuantizeConfig) -> Trial:
         """A candidate with these options: remembered, or made and judged unless it is the model of an earlier one.

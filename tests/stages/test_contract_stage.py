@@ -119,6 +119,24 @@ def test_other_labels_begin_a_search_anew(tmp_path: Path) -> None:
         assert drop == pytest.approx(100 * (losses[1] - losses[0]), rel=1e-3)
 
 
+def test_other_places_that_count_begin_a_search_anew(tmp_path: Path) -> None:
+    """A search for a divergence or an agreement has no labels but for the places that they leave out."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(20, 16), nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 20)).eval()
+    calibration, held = torch.randint(20, (32, 10)), torch.randint(20, (200, 10))
+    targets = torch.randint(20, (200, 10))
+    few = torch.where(torch.arange(10) < 2, targets, -100)
+    options: dict[str, Any] = {"max_kl": 1e-12, "method": "given", "task": "language-modelling", "effort": "fast"}
+    for wanted in (targets, few):
+        with pytest.raises(ContractError) as caught:
+            qtool.quantize(model, [calibration], validation=[(held, wanted)], out=tmp_path, **options)
+        other = qtool.stages.quantization.load_quantized(tmp_path / "search" / "closest")(held)
+        one, two = (logits.detach().double().log_softmax(-1) for logits in (model(held), other))
+        apart = (one.exp() * (one - two)).sum(-1)[wanted != -100].mean()
+        found = caught.value.details["trials"][0]["criteria"][0]["value"]
+        assert found == pytest.approx(float(apart), rel=1e-4)
+
+
 def test_the_closest_candidate_is_exported_when_it_is_named(trained: Path) -> None:
     told: list[str] = []
     with pytest.raises(ContractError) as caught:
