@@ -45,7 +45,7 @@ from qtool.quantization.float_form import float_form
 from qtool.quantization.integers import finish
 from qtool.quantization.placement import Placed, Placement
 from qtool.quantization.rewrites.constants import constant_nodes
-from qtool.quantization.rewrites.matrices import flatten_linears
+from qtool.quantization.rewrites.matrices import flatten_quantized
 from qtool.quantization.rewrites.windows import ADAPTIVE_POOLS, AVERAGE_POOLS, MAX_POOLS
 from qtool.quantization.targets import ORT_CPU, RELU_LIKE, Target
 from qtool.quiet import quiet_torch_ao
@@ -89,7 +89,7 @@ def from_eager(
     _name_owners(graph, own)
     _insert_quantizers(graph, own, leaves)
     _absorb_activations(graph)
-    _flatten_linears(graph)
+    flatten_quantized(graph)
     placement = Placement(_stripped(graph), _as_given(ORT_CPU))
     pairs = align(placement.graph_module, graph)
     label_units(placement, pairs)
@@ -242,21 +242,6 @@ def _absorb_activations(graph: GraphModule) -> None:
         if alone and source.target not in RELU_LIKE and _keeps_all(node, tuple(read.args[1:])):
             node.replace_input_with(read, source)
     graph.graph.eliminate_dead_code()
-    graph.recompile()
-
-
-def _flatten_linears(graph: GraphModule) -> None:
-    """Has linear layers over sequences read and give matrices, as runtimes' kernels do; reshapes are of integers."""
-    before = set(graph.graph.nodes)
-    flatten_linears(graph)
-    for node in [node for node in graph.graph.nodes if node not in before and node.target is aten.reshape.default]:
-        source, (user, *others) = node.args[0], node.users
-        if source.target is DQ:
-            grid = tuple(source.args[1:])
-            _quantized(graph, node, grid, grid)
-        elif user.target is Q and not others:
-            grid = tuple(user.args[1:])
-            _quantized(graph, source, grid, grid)
     graph.recompile()
 
 

@@ -33,7 +33,7 @@ def _criterion(criterion: Mapping[str, Any], outcome: Mapping[str, Any]) -> str:
 
 
 def _promised(criterion: Mapping[str, Any], outcome: Mapping[str, Any]) -> str:
-    """What a criterion is of: a drop is one of a metric, where that is recorded, or the rise of one that is an error."""
+    """What a criterion is of: the drop of a metric, where that is recorded, or the rise of one that is an error."""
     metric = outcome.get("metric") if criterion["name"] == "drop" else None
     change = "drop" if outcome.get("higher_is_better", True) else "rise"
     return f"{change} of {metric}" if metric else str(criterion["name"])

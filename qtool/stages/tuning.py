@@ -85,7 +85,7 @@ def _known(folder: Path, key: Mapping[str, Any], model: QuantizedModel) -> dict[
     names = {unit.name for unit in model.plan.units}
     try:
         same = account is not None and account["key"] == dict(key)
-        whole = same and all(names.issuperset(g["units"]) and TOLD <= g.keys() for g in account["groups"])
+        whole = same and all(names.issuperset(g["units"]) and g.keys() >= TOLD for g in account["groups"])
     except (TypeError, KeyError, AttributeError):
         return None
     return dict(account) if whole else None
