@@ -68,9 +68,8 @@ def advice(outcome: Mapping[str, Any]) -> str:
         return (
             f"{units}The value found is within the limit, but the samples are too few to tell: give about {needed:,}."
         )
-    tried = any(trial["name"].startswith("qat") for trial in outcome["trials"])
     more = "give labelled training data" if outcome["method"] == "auto" else "allow more by --method auto"
-    return f"{units}Promise less, {'' if tried else f'{more}, '}or look at those units."
+    return f"{units}Promise less, {'' if outcome.get('trained') else f'{more}, '}or look at those units."
 
 
 def tradeoffs(outcome: Mapping[str, Any]) -> Iterator[tuple[Markup, str]]:

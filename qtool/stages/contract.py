@@ -361,6 +361,7 @@ def _outcome(search: Search, met: Trial | None, candidates: Candidates) -> dict[
         "source": {part: candidates.source.record[part] for part in ("model", "data")},
         "num_samples": judge.num_samples,
         "trials": [_told(trial) for trial in search.trials],
+        "trained": search.trained,
         "notes": search.notes,
         "frontier": [trial.name for trial in frontier(search.trials)],
         "harmful": candidates.units,
@@ -381,8 +382,6 @@ def _told(trial: Trial) -> dict[str, Any]:
 
 def _refused(search: Search, candidates: Candidates, outcome: dict[str, Any], keep: Keep) -> ContractError:
     """The error that ends a search in vain; leaves the outcome and the closest candidate."""
-    from qtool.quantization.search import QAT
-
     closest = search.closest
     wanted = ", ".join(
         f"{c.name} {'≥' if c.name == 'agreement' else '≤'} {c.limit:g}" for c in closest.verdict.criteria
@@ -395,9 +394,8 @@ def _refused(search: Search, candidates: Candidates, outcome: dict[str, Any], ke
     elif closest.verdict.within:
         do = f"too few samples to tell it from noise: give about {many(needed, 'validation sample')}"
     else:
-        tried = any(trial.config.mode == "qat" for trial in search.trials) or QAT in search.failed
         more = "give labelled training data" if search.config.method == "auto" else "allow more by --method auto"
-        do = f"promise less, {'' if tried else f'{more}, '}or look at those units"
+        do = f"promise less, {'' if search.trained else f'{more}, '}or look at those units"
     samples = many(candidates.judge.num_samples, "sample")
     error = ContractError(
         "contract", f"{wanted}, with 95 % confidence",

@@ -99,6 +99,7 @@ def test_a_contract_that_was_not_kept_in_pictures_words_and_markdown() -> None:
     [
         ({}, "Promise less, give labelled training data, or look"),
         ({"method": "ptq"}, "Promise less, allow more by --method auto, or look"),
+        ({"trained": True}, "Promise less, or look at those units"),
         ({"out_of_time": True}, "the search goes on where it stopped"),
         ({"criteria": [{"met": None, "needed": 7000}]}, "the samples are too few to tell: give about 7,000"),
     ],

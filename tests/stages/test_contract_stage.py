@@ -23,7 +23,7 @@ from qtool.errors import ContractError, QtoolError, UsageError
 from qtool.quantization import search
 from qtool.quantization.capture import capture
 from qtool.quantization.contract import Judge
-from qtool.reporting.contracts import contract_sentence
+from qtool.reporting.contracts import advice, contract_sentence
 from qtool.reporting.gather import gather
 from qtool.reporting.page import report, write_report
 from qtool.reporting.terminal import show
@@ -255,6 +255,8 @@ def test_training_is_the_last_resort(trained: Path, monkeypatch: pytest.MonkeyPa
         "ptq, network + pixels + smooth + equalize + pairs + analytic-bias + gptq-small",
         "qat",
     ]
+    assert caught.value.details["trained"]
+    assert "Promise less, or look at those units" in advice(caught.value.details)
 
 
 def test_another_training_is_another_candidate(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
