@@ -11,6 +11,8 @@ about the difference. Its 95 % interval is
   bootstrap, ``DRAWS`` draws of samples with replacement by a fixed seed. Draws that have no sample of a rare class, or
   none that counts, may leave the metric undefined (0/0): they are left out, as long as they are few;
 * where no sample tells the two apart, that of samples that are right or wrong, none of which changed.
+
+Samples that do not count (whose targets are all ignored) tell nothing: they make no interval narrower.
 """
 
 from __future__ import annotations
@@ -86,8 +88,14 @@ class Paired:
         return math.isclose(self.means(sums)[metric], float(column.sum() / self.weights.sum()))
 
     def is_counted(self, column: Tensor) -> bool:
-        """Whether each sample is simply right or wrong."""
-        return bool(((column == 0) | (column == 1)).all() and (self.weights == 1).all())
+        """Whether each sample that counts is simply right or wrong."""
+        known = self.weights == 1
+        return bool((known | ((self.weights == 0) & (column == 0))).all() and ((column == 0) | (column == 1)).all())
+
+    @property
+    def num_counted(self) -> int:
+        """How many samples count: one whose targets are all ignored tells nothing."""
+        return int((self.weights != 0).sum())
 
     def change(self, metric: str, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> tuple[float, Interval]:
         """How much more the metric is ``after`` than ``before``, in its own units, and the interval of that.
@@ -98,18 +106,21 @@ class Paired:
         if math.isnan(value):
             return value, lambda total: (value, value)
         within = self._within(metric, before, after, value)
-        return value, within if within(len(self.weights)) != (0, 0) else proportions(0, 0)
+        share = self.num_counted / len(self.weights)
+        return value, within if within(len(self.weights)) != (0, 0) else proportions(0, 0, share)
 
     def _within(self, metric: str, before: Mapping[str, Tensor], after: Mapping[str, Tensor], value: float) -> Interval:
         if not self.is_mean(metric, before):
             return self._bootstrap(metric, before, after, value)
         change = after[metric] - before[metric]
+        telling = (self.weights != 0) | (change != 0)
+        share, change, weights = float(telling.double().mean()), change[telling], self.weights[telling]
         if all(self.is_counted(sums[metric]) for sums in (before, after)):
-            return proportions(float((change > 0).double().mean()), float((change < 0).double().mean()))
-        residual = (change - value * self.weights) / self.weights.mean()  # of mean zero
+            return proportions(float((change > 0).double().mean()), float((change < 0).double().mean()), share)
+        residual = (change - value * weights) / weights.mean()  # of mean zero
 
         def at(total: int) -> tuple[float, float]:
-            low, high = mean_interval(residual, total)
+            low, high = mean_interval(residual, round(share * total))
             return value + low, value + high
 
         return at
@@ -153,10 +164,14 @@ class Paired:
         return made - had
 
 
-def proportions(only_after: float, only_before: float) -> Interval:
-    """The interval of the change of a share of right answers, of which these shares of the samples tell."""
+def proportions(only_after: float, only_before: float, share: float) -> Interval:
+    """The interval of the change of a share of right answers.
+
+    ``share`` of the samples count, and these shares of those that do are right only after, and only before.
+    """
 
     def at(total: int) -> tuple[float, float]:
-        return paired_interval(only_after * total, only_before * total, total)
+        counted = round(share * total)
+        return paired_interval(only_after * counted, only_before * counted, counted)
 
     return at

@@ -63,7 +63,7 @@ def test_right_answers_are_paired_proportions(draw):
     assert value == pytest.approx(float(now.double().mean() - was.double().mean()))
     wanted = paired_interval(float((now & ~was).sum()), float((was & ~now).sum()), 60)
     assert within(60) == pytest.approx(wanted)
-    assert proportions(0.1, 0.2)(50) == pytest.approx(paired_interval(5, 10, 50))
+    assert proportions(0.1, 0.2, 0.5)(100) == pytest.approx(paired_interval(5, 10, 50))
 
 
 def test_a_mean_of_samples_of_equal_weight_has_the_interval_of_the_mean_of_differences(draw):
@@ -182,3 +182,19 @@ def test_draws_without_a_sample_that_counts_are_left_out():
     assert within(60)[0] < value * 1.001 < within(60)[1] * 1.01
     with pytest.raises(QtoolError, match="task 'errors': expected samples that count; got none"):
         Paired(Errors(), weights * 0).means({"mae": weights})
+
+
+@pytest.mark.parametrize(("apart", "by_loss"), [(0, False), (2, False), (2, True), (0, True)])
+def test_samples_whose_targets_are_ignored_tell_nothing(draw, apart, by_loss):
+    """The interval is that of the samples that count alone, whatever stands beside them."""
+    outputs, target = torch.randn(1, 60, 4, generator=draw).repeat(2, 1, 1), torch.arange(60) % 4
+    outputs[1, :apart] *= -1
+    beside = torch.randn(2, 600, 4, generator=draw)
+    ignored = torch.full((600,), -100)
+    alone = both(Classification(), outputs, target)
+    among = both(Classification(), torch.cat([outputs, beside], 1), torch.cat([target, ignored]))
+    metric = "loss" if by_loss else "top1"
+    (value, within), (other, likewise) = (paired.change(metric, *sums) for paired, *sums in (alone, among))
+    assert other == pytest.approx(value)
+    assert likewise(660) == pytest.approx(within(60))
+    assert likewise(660)[1] - likewise(660)[0] > 0.01

@@ -226,6 +226,8 @@ def _refused(model: nn.Module, example: Any, error: Exception) -> QtoolError:
     try:
         with torch.no_grad():
             call(model.eval(), example)
+    except QtoolError as refusal:  # a part of a model that was rebuilt says itself what it cannot do
+        return refusal
     except Exception as refusal:
         shapes = ", ".join(_described(value) for value in tensors(example))
         do = misnamed(refusal, model) or (

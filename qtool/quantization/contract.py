@@ -131,12 +131,14 @@ def require_agreeable(config: QuantizeConfig, count: int) -> None:
         _require_samples(count, _least_alike(config.min_agreement / 100), "--min-agreement")
 
 
-def _require_samples(count: int, needed: float, flag: str) -> None:
-    if needed > count:
+def _require_samples(count: int, needed: float, flag: str, ignored: int = 0) -> None:
+    """Raises UsageError where fewer than ``needed`` of ``count`` samples are left without those that are ignored."""
+    if needed > count - ignored:
         least = f"at least {needed:,.0f}" if math.isfinite(needed) else "more than any number of"
         raise UsageError(
             f"contract {flag}", f"{least} validation samples to tell it from noise, even where none differs",
-            f"{count:,}", "give more validation data, or promise less",
+            f"{count - ignored:,}{f' that count among {count:,}' if ignored else ''}",
+            "give more validation data, or promise less",
         )  # fmt: skip
 
 
@@ -187,6 +189,18 @@ class Judge:
         self._require_enough(total)
         if total is None and whole is not None:
             self._require_meaning(whole.means()[self.metric])
+
+    @property
+    def known(self) -> dict[str, Tensor]:
+        """What scores depend on beside the model's answers: what the targets say of each sample, plain tensors."""
+        counted = {f"counted {index}": some for index, some in enumerate(self.counted) if some is not None}
+        axis = torch.tensor(-1 if self.axis is None else self.axis)
+        return {**self.sums, "weights": self.paired.weights, "axis": axis, **counted}
+
+    @property
+    def higher_is_better(self) -> bool:
+        """Whether more of the metric is better, so that a drop of it is a loss; of another a rise is one."""
+        return self.task is None or bool(is_higher_better(self.task, self.metric))
 
     @torch.no_grad()
     def score(self, predict: Callable[[Any], Any]) -> Scores:
@@ -257,7 +271,8 @@ class Judge:
 
     def _require_enough(self, total: int | None) -> None:
         count = self.num_samples if total is None else total
-        _require_samples(count, self._least_for_drop(is_whole=total is None), "--max-drop")
+        ignored = self.num_samples - self.paired.num_counted if total is None else 0
+        _require_samples(count, self._least_for_drop(is_whole=total is None), "--max-drop", ignored)
         require_agreeable(self.config, count)
         _require_samples(count, LEAST if self.config.max_kl is not None else 0, "--max-kl")
 
@@ -292,7 +307,7 @@ class Judge:
         return max(LEAST, _least_alike(1 - self.config.max_drop / 100))
 
     def _drop(self, scores: Scores, limit: float) -> Criterion:
-        gain = -100.0 if self.task is None or is_higher_better(self.task, self.metric) else 100.0
+        gain = -100.0 if self.higher_is_better else 100.0
         change, within = self.paired.change(self.metric, self.sums, scores.sums)
 
         def at(total: int) -> tuple[float, float]:

@@ -45,6 +45,7 @@ from qtool.quantization.float_form import float_form
 from qtool.quantization.integers import finish
 from qtool.quantization.placement import Placed, Placement
 from qtool.quantization.rewrites.constants import constant_nodes
+from qtool.quantization.rewrites.matrices import flatten_quantized
 from qtool.quantization.rewrites.windows import ADAPTIVE_POOLS, AVERAGE_POOLS, MAX_POOLS
 from qtool.quantization.targets import ORT_CPU, RELU_LIKE, Target
 from qtool.quiet import quiet_torch_ao
@@ -88,6 +89,7 @@ def from_eager(
     _name_owners(graph, own)
     _insert_quantizers(graph, own, leaves)
     _absorb_activations(graph)
+    flatten_quantized(graph)
     placement = Placement(_stripped(graph), _as_given(ORT_CPU))
     pairs = align(placement.graph_module, graph)
     label_units(placement, pairs)

@@ -137,7 +137,9 @@ class Functional(nn.Module):
         """Refused: torch.ao changes the scale or the zero point of its input, which no unit does."""
         raise _refusal(f"{self.where}.add_scalar", "an operation with a Python number")
 
-    mul_scalar = add_scalar
+    def mul_scalar(self, x: Tensor, y: float) -> Tensor:
+        """Refused as ``add_scalar`` is."""
+        raise _refusal(f"{self.where}.mul_scalar", "an operation with a Python number")
 
 
 def _convolution(function: Callable[..., Tensor], *, relu: bool = False) -> Callable[[Any, str], nn.Module]:

@@ -147,6 +147,11 @@ class Search:
         """The trial that is nearest to the contract; of equals, the first."""
         return min(self.trials, key=lambda trial: trial.verdict.excess)
 
+    @property
+    def trained(self) -> bool:
+        """Whether a training was tried, whatever came of it."""
+        return QAT in self.failed or any(trial.config.mode == "qat" for trial in (*self.trials, *self.repeats))
+
     def attempt(self, name: str, **changes: Any) -> Trial | None:
         """Makes and judges the base's options with ``changes``; None where that fails, but for the first candidate."""
         try:

@@ -392,11 +392,15 @@ def read_ranges(path: Path) -> Mapping[str, Any]:
     require_file(path, "the ranges.json of a quantize run")
     try:
         ranges = json.loads(path.read_text(encoding="utf-8"))
-        if not all(
-            isinstance(entry, Mapping) and ({"low", "high"} <= set(entry) or {"bias", "learned", *CHANGES} & set(entry))
-            for entry in ranges.values()
-        ):
+        if not all(isinstance(entry, Mapping) and _is_entry(entry) for entry in ranges.values()):
             raise ValueError("an entry without low and high")
     except (OSError, ValueError, AttributeError, TypeError) as error:
         raise QtoolError(f"'{path}'", "the ranges.json of a quantize run", str(error), "check the path") from error
     return dict(ranges)
+
+
+def _is_entry(entry: Mapping[str, Any]) -> bool:
+    """Whether an entry of a ``ranges.json`` has a range, or else what an algorithm changed."""
+    ends = [entry[end] for end in ("low", "high") if end in entry]
+    is_range = len(ends) == 2 and all(isinstance(end, int | float) for end in ends)
+    return is_range or (not ends and bool({"bias", "learned", *CHANGES} & set(entry)))

@@ -30,7 +30,6 @@ from torch.fx import GraphModule, Node
 from torch.nn import functional as F
 
 from qtool.errors import QtoolError, one_line
-from qtool.form import DEQUANTIZE, QUANTIZE
 from qtool.programs import arguments
 from qtool.quantization.align import Misaligned, align, check_quantizers, label_units
 from qtool.quantization.capture import aten, capture, owner, remove_identities, set_modes, user_line
@@ -39,7 +38,7 @@ from qtool.quantization.module_norms import convolve_norms, folded
 from qtool.quantization.placement import Placed, Placement
 from qtool.quantization.prepared import Prepared
 from qtool.quantization.rewrites.constants import fold_quantized
-from qtool.quantization.rewrites.matrices import flatten_linears
+from qtool.quantization.rewrites.matrices import flatten_quantized
 from qtool.quantization.spellings import RESPELT, WRITTEN, refuse_parts
 from qtool.quantization.targets import Pattern, Target
 from qtool.quantization.torchao_api import modules_forgotten
@@ -189,6 +188,8 @@ def prepare(
     target = placement.target
     with _blaming(model):
         ours = copy.deepcopy(model)
+        if train:
+            _write_factors(ours)
         convolve_norms(ours, placement.graph_module)
         traced, nodes = _trace(ours, train)
     units = _link(traced, nodes, placement)
@@ -202,6 +203,15 @@ def prepare(
         graph = (prepare_qat_fx if train else prepare_fx)(traced, mapping, inputs, backend_config=config)
     observers = keep_wanted(graph, placement, units)
     return Prepared(graph, placement, observers, lambda: _convert(graph, placement, config, example), switch)
+
+
+def _write_factors(model: nn.Module) -> None:
+    """Gives batch-norms that have none a weight and a bias, which are not trained: torch.ao's layers read them."""
+    for module in model.modules():
+        mean = module.running_mean if isinstance(module, nn.modules.batchnorm._BatchNorm) else None
+        if mean is not None and not module.affine:
+            module.weight = nn.Parameter(torch.ones_like(mean), requires_grad=False)
+            module.bias = nn.Parameter(torch.zeros_like(mean), requires_grad=False)
 
 
 @contextmanager
@@ -283,33 +293,9 @@ def _convert(prepared: GraphModule, placement: Placement, config: BackendConfig,
         raise QtoolError(
             "engine 'torch.ao'", "the operators and quantizers of the placement", str(difference), "use --engine pt2e"
         ) from difference
-    if placement.target.flat_linears and flatten_linears(graph):
-        _quantize_beside_moves(graph)
+    if placement.target.flat_linears:
+        flatten_quantized(graph)
     return graph
-
-
-def _quantize_beside_moves(graph: GraphModule) -> None:
-    """Rounds on both sides of each reshape that a layer got, which changes nothing, as pt2e does: layers fuse so."""
-    for node in graph.graph.find_nodes(op="call_function", target=aten.reshape.default):
-        source, users = node.args[0], list(node.users)
-        if source.target in DEQUANTIZE and all(user.target is aten.linear.default for user in users):
-            _rounded(node, (source.args[0], source))
-        elif len(users) == len(source.users) == 1 and users[0].target in QUANTIZE and source.target not in DEQUANTIZE:
-            _rounded(source, (users[0], next(iter(users[0].users))))
-    graph.recompile()
-
-
-def _rounded(node: Node, like: tuple[Node, ...]) -> None:
-    """Puts the same two operators, a quantizer and its inverse, behind a node as they are elsewhere."""
-    readers, last = list(node.users), node
-    for operator in like:
-        assert callable(operator.target)
-        with last.graph.inserting_after(last):
-            made = last.graph.call_function(operator.target, (last, *operator.args[1:]), dict(operator.kwargs))
-        made.meta = {key: value for key, value in node.meta.items() if key != "unit"}
-        last = made
-    for reader in readers:
-        reader.replace_input_with(node, last)
 
 
 def switch(graph: GraphModule, *, batch_norm: bool, dropout: bool) -> None:

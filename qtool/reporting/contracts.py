@@ -33,9 +33,10 @@ def _criterion(criterion: Mapping[str, Any], outcome: Mapping[str, Any]) -> str:
 
 
 def _promised(criterion: Mapping[str, Any], outcome: Mapping[str, Any]) -> str:
-    """What a criterion is of: a drop is one of a metric, where that is recorded."""
+    """What a criterion is of: the drop of a metric, where that is recorded, or the rise of one that is an error."""
     metric = outcome.get("metric") if criterion["name"] == "drop" else None
-    return f"drop of {metric}" if metric else str(criterion["name"])
+    change = "drop" if outcome.get("higher_is_better", True) else "rise"
+    return f"{change} of {metric}" if metric else str(criterion["name"])
 
 
 def _measured(criterion: Mapping[str, Any]) -> str:
@@ -67,9 +68,8 @@ def advice(outcome: Mapping[str, Any]) -> str:
         return (
             f"{units}The value found is within the limit, but the samples are too few to tell: give about {needed:,}."
         )
-    tried = any(trial["name"].startswith("qat") for trial in outcome["trials"])
     more = "give labelled training data" if outcome["method"] == "auto" else "allow more by --method auto"
-    return f"{units}Promise less, {'' if tried else f'{more}, '}or look at those units."
+    return f"{units}Promise less, {'' if outcome.get('trained') else f'{more}, '}or look at those units."
 
 
 def tradeoffs(outcome: Mapping[str, Any]) -> Iterator[tuple[Markup, str]]:

@@ -135,7 +135,7 @@ class Candidates:
         self.units: list[dict[str, Any]] = []
         graph = forms(config, example_of(source, self.measurement.inputs))
         self.judge = _judge(graph, config, source.task, pairs)
-        self.identity |= {"answers": state_hash({**self.judge.sums, "weights": self.judge.paired.weights}.items())}
+        self.identity |= {"answers": state_hash(self.judge.known.items())}
 
     def attempt(self, name: str, config: QuantizeConfig) -> Trial:
         """A candidate with these options: remembered, or made and judged unless it is the model of an earlier one.
@@ -348,17 +348,20 @@ def _outcome(search: Search, met: Trial | None, candidates: Candidates) -> dict[
     from qtool.quantization.search import frontier
 
     chosen = met or search.closest
-    asked = as_dict(search.config)
+    asked, judge = as_dict(search.config), candidates.judge
+    has_metric = search.config.max_drop is not None
     return {
         "met": met is not None,
         "chosen": chosen.name,
         "method": search.config.method,
         "options": {key: value for key, value in as_dict(chosen.config).items() if value != asked[key]},
         "criteria": chosen.verdict.as_dict()["criteria"],
-        "metric": None if search.config.max_drop is None else candidates.judge.metric,
+        "metric": judge.metric if has_metric else None,
+        "higher_is_better": judge.higher_is_better if has_metric else None,
         "source": {part: candidates.source.record[part] for part in ("model", "data")},
-        "num_samples": candidates.judge.num_samples,
+        "num_samples": judge.num_samples,
         "trials": [_told(trial) for trial in search.trials],
+        "trained": search.trained,
         "notes": search.notes,
         "frontier": [trial.name for trial in frontier(search.trials)],
         "harmful": candidates.units,
@@ -379,8 +382,6 @@ def _told(trial: Trial) -> dict[str, Any]:
 
 def _refused(search: Search, candidates: Candidates, outcome: dict[str, Any], keep: Keep) -> ContractError:
     """The error that ends a search in vain; leaves the outcome and the closest candidate."""
-    from qtool.quantization.search import QAT
-
     closest = search.closest
     wanted = ", ".join(
         f"{c.name} {'≥' if c.name == 'agreement' else '≤'} {c.limit:g}" for c in closest.verdict.criteria
@@ -393,9 +394,8 @@ def _refused(search: Search, candidates: Candidates, outcome: dict[str, Any], ke
     elif closest.verdict.within:
         do = f"too few samples to tell it from noise: give about {many(needed, 'validation sample')}"
     else:
-        tried = any(trial.config.mode == "qat" for trial in search.trials) or QAT in search.failed
         more = "give labelled training data" if search.config.method == "auto" else "allow more by --method auto"
-        do = f"promise less, {'' if tried else f'{more}, '}or look at those units"
+        do = f"promise less, {'' if search.trained else f'{more}, '}or look at those units"
     samples = many(candidates.judge.num_samples, "sample")
     error = ContractError(
         "contract", f"{wanted}, with 95 % confidence",

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from qtool.exporting.gates import Gate
     from qtool.exporting.stage import ExportResult
     from qtool.form import QuantizedModel
+    from qtool.tasks import Task
 
 
 @in_turn
@@ -49,6 +50,7 @@ def export(
     *,
     samples: Iterable[Any] | Data | Mapping[str, Any] | str | None = None,
     validation: Iterable[Any] | None = None,
+    task: Task | str | None = None,
     example_inputs: tuple[Any, ...] | None = None,
     float_model: nn.Module | None = None,
     metadata: Mapping[str, Any] | None = None,
@@ -64,9 +66,9 @@ def export(
     ``torch.ao.quantization`` (then with ``example_inputs``, and ``float_model`` for the gates that compare with it).
     ``samples`` are what parity is judged on: batches, or data to draw them from, whose labels and preprocessing then
     go into the files; by default the calibration samples that the run directory recorded. A contract that the run was
-    quantized under is judged again on the file, on the same validation samples (``validation`` where those were
-    objects). Raises ContractError where a gate or that contract fails: then no file takes its name, and an older
-    export is marked stale.
+    quantized under is judged again on the file, on the same validation samples and by the same task (``validation``
+    and ``task`` where those were objects). Raises ContractError where a gate or that contract fails: then no file
+    takes its name, and an older export is marked stale.
     """
     config = configured(ExportConfig, config, options)
     held: Callable[[Path], Gate] | None = None
@@ -88,7 +90,7 @@ def export(
         asked = config.gates or config.tune or recorded["source"]["data"] is not None
         drawn = _recorded_samples(run, recorded, trust) if samples is None and asked else None
         if recorded.get("contract") and config.gates:
-            held = functools.partial(contract_gate, run, recorded, model, validation=validation, trust=trust)
+            held = functools.partial(contract_gate, run, recorded, model, validation=validation, task=task, trust=trust)
     else:
         folder, record, drawn = required_folder(out), {}, None
         model = _as_quantized(quantized, example_inputs, float_model)

@@ -5,8 +5,8 @@ arithmetic, and in a deep network that is other answers for a few samples. So be
 the same validation samples, against the same float model, and the contract is judged on that: met, or exit 3 and no
 file.
 
-Where it cannot be judged (the validation samples were Python objects and are not given again, the runtime is not on
-this machine) the gate says so, and counts as not run.
+Where it cannot be judged (the validation samples or the task were Python objects and are not given again, the runtime
+is not on this machine) the gate says so, and counts as not run.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from qtool.exporting.gates import Gate
     from qtool.form import QuantizedModel
     from qtool.quantization.contract import Judge, Verdict
+    from qtool.tasks import Task
 
 PROVIDERS = {"ort-cpu": "cpu", "openvino": "openvino", "tensorrt": "tensorrt"}
 EXPECTED = "the contract kept by the file itself, with 95 % confidence"
@@ -34,18 +35,19 @@ EXPECTED = "the contract kept by the file itself, with 95 % confidence"
 
 def contract_gate(
     run: Path, recorded: Mapping[str, Any], model: QuantizedModel, path: Path, validation: Iterable[Any] | None,
-    trust: bool,
+    task: Task | str | None, trust: bool,
 ) -> Gate:  # fmt: skip
     """Judges the contract that the quantization in ``run`` was made under on the INT8 file ``path``.
 
-    ``validation`` are batches as quantize took them; by default the validation part of the recorded data.
+    ``validation`` are batches as quantize took them, by default the validation part of the recorded data; ``task`` is
+    by default the recorded one.
     """
     from qtool.exporting.gates import Gate
 
     if not recorded["contract"]["met"]:
         return Gate("contract", None, EXPECTED, "not run: the quantization did not keep it, and is the closest found")
     try:
-        verdict, count = _judged(run, recorded, model, path, validation, trust)
+        verdict, count = _judged(run, recorded, model, path, validation, task, trust)
     except QtoolError as error:
         return Gate("contract", None, EXPECTED, f"not run: {error}")
     found = f"{'; '.join(map(str, verdict.criteria))}, on {many(count, 'sample')}"
@@ -58,19 +60,25 @@ def contract_gate(
 
 def _judged(
     run: Path, recorded: Mapping[str, Any], model: QuantizedModel, path: Path, validation: Iterable[Any] | None,
-    trust: bool,
+    task: Task | str | None, trust: bool,
 ) -> tuple[Verdict, int]:  # fmt: skip
     known = {key: value for key, value in recorded["config"].items() if key in QuantizeConfig.__dataclass_fields__}
     config = make(QuantizeConfig, known)
     with _answers(model, path) as answer:
-        judge = _judge(config, _source(run, recorded, validation, trust), model, validation)
+        judge = _judge(config, _source(run, recorded, config, validation, task, trust), model, validation)
         return judge.verdict(judge.score(answer)), judge.num_samples
 
 
-def _source(run: Path, recorded: Mapping[str, Any], validation: Iterable[Any] | None, trust: bool) -> Source:
+def _source(
+    run: Path, recorded: Mapping[str, Any], config: QuantizeConfig, validation: Iterable[Any] | None,
+    task: Task | str | None, trust: bool,
+) -> Source:  # fmt: skip
     if validation is None and recorded["inputs"].get("validation") == UNIDENTIFIED:
         raise QtoolError("contract", "the validation samples", "Python objects", "pass them to export as validation=…")
-    return recall_source(run, "quantize", trust=trust, judged=True)
+    return recall_source(
+        run, "quantize", trust=trust, judged=config.max_drop is not None, argument="validation", data=validation,
+        task=task,
+    )  # fmt: skip
 
 
 def _judge(config: QuantizeConfig, source: Source, model: QuantizedModel, validation: Iterable[Any] | None) -> Judge:

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 PROFILED_RUNS = 20
 INTERVAL = 0.01
 ACCURACY_SAMPLES = 32
+TOLD = frozenset({"name", "units", "in_float", "reason", "speedup", "speedup_ci95"})
+"""What is read again of each group."""
 
 
 def tuned(
@@ -46,7 +48,7 @@ def tuned(
         untuned = Path(place) / "untuned.onnx"
         save(quantized_to_onnx(model, opset), untuned)
         key = _key(untuned, config, provider)
-        if (known := _known(folder, key)) is not None:
+        if (known := _known(folder, key, model)) is not None:
             return tuning.retune(model, known), {**known, "cached": True}
         how = Measured(provider, config.tune_threads, config.tune_batch_size)
         result, account = tuning.tune(
@@ -77,10 +79,16 @@ def _version(package: str) -> str:
     return str(imported(package, "--tune", f"qtool[{package}]").__version__)
 
 
-def _known(folder: Path, key: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What an earlier export into ``folder`` found for this key."""
+def _known(folder: Path, key: Mapping[str, Any], model: QuantizedModel) -> dict[str, Any] | None:
+    """What an earlier export into ``folder`` found for this key; None, too, where that cannot be made sense of."""
     account = (earlier(folder, "export") or {"metrics": {}})["metrics"].get("tuning")
-    return dict(account) if account and account["key"] == dict(key) else None
+    names = {unit.name for unit in model.plan.units}
+    try:
+        same = account is not None and account["key"] == dict(key)
+        whole = same and all(names.issuperset(g["units"]) and g.keys() >= TOLD for g in account["groups"])
+    except (TypeError, KeyError, AttributeError):
+        return None
+    return dict(account) if whole else None
 
 
 def profile_of(inputs: Any, how: Measured) -> Profile:

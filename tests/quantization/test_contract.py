@@ -474,3 +474,16 @@ def test_outputs_beyond_what_is_held_are_computed_again(monkeypatch: pytest.Monk
     assert len(calls) == 4
     assert torch.equal(frugal.score(wrong(5)).divergence, held.divergence)
     assert calls[4:] == [300, 100]
+
+
+def test_samples_with_ignored_targets_keep_no_promise() -> None:
+    """500 of 1,000 that count show a drop of a point with none that differs, and 12 do not."""
+    for count, limit in ((500, 1.0), (12, 25.0)):
+        targets = TARGETS.clone()
+        targets[count:] = -100
+        held = judge(targets=targets, max_drop=limit)
+        criterion = held.verdict(held.score(wrong(0))).criteria[0]
+        assert criterion.met is True
+        assert criterion.ci95[1] == pytest.approx(100 * paired_interval(0, 0, count)[1])
+        with pytest.raises(UsageError, match=rf"got {count} that count among 1,000; give more validation data"):
+            judge(targets=targets, max_drop=limit / 2)

@@ -373,12 +373,12 @@ class Tanh(nn.Module):
 
 
 class Scalar(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, operation: str) -> None:
         super().__init__()
-        self.work = nnq.FloatFunctional()
+        self.work, self.operation = nnq.FloatFunctional(), operation
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.work.add_scalar(x, 1.0)
+        return getattr(self.work, self.operation)(x, 1.0)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(
@@ -389,7 +389,8 @@ class Scalar(nn.Module):
         (lambda: small(nn.InstanceNorm2d(3, affine=True)), "'1': expected a module that can be rebuilt; got a torch"),
         (lambda: small(Plus()), "FloatFunctional in place of"),
         (lambda: small(Tanh()), "'1': expected an operation that torch has for quantized tensors; got tanh"),
-        (lambda: small(Scalar()), "'1.work.add_scalar': expected a module that can be rebuilt"),
+        (lambda: small(Scalar("add_scalar")), "^eager model, '1.work.add_scalar': expected a module that can be rebui"),
+        (lambda: small(Scalar("mul_scalar")), "^eager model, '1.work.mul_scalar': expected a module that can be rebui"),
         (lambda: dynamic(), "quantized.dynamic"),
     ],
 )
@@ -435,3 +436,42 @@ def test_a_torch_without_eager_quantization_is_named(monkeypatch: pytest.MonkeyP
         monkeypatch.delitem(sys.modules, f"qtool.quantization.{name}")
     with pytest.raises(QtoolError, match=r"a torch with torch\.ao's quantized modules; got torch"):
         importlib.import_module("qtool.quantization.eager")
+
+
+class Tokens(nn.Module):
+    """Linear layers over sequences: two that read one input, an activation, a sum, and one behind a transposition."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.quant, self.dequant, self.skip = QuantStub(), DeQuantStub(), nnq.FloatFunctional()
+        self.conv, self.one, self.two = nn.Conv1d(8, 8, 3, padding=1), nn.Linear(8, 8), nn.Linear(8, 8, bias=False)
+        self.relu, self.last = nn.ReLU(), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.conv(self.quant(x.transpose(1, 2))).transpose(1, 2)
+        x = self.skip.add(self.relu(self.one(x)), self.two(x))
+        return self.dequant(self.last(x)), self.dequant(x)
+
+
+def test_linear_layers_over_sequences_are_integer_kernels(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net = Tokens().eval()
+    net.qconfig = get_default_qconfig("fbgemm")  # type: ignore[assignment]
+    with quiet():
+        ready = prepare(net)
+        ready(torch.randn(64, 7, 8))
+        made = convert(ready)
+    x = torch.randn(32, 7, 8)
+    with quiet(), torch.no_grad():
+        wanted = made(x)
+    exported = qtool.export(made, tmp_path, example_inputs=(x[:2],))
+    gates = {gate["name"]: gate for gate in exported.gates}
+    assert gates["coverage"]["passed"]
+    assert "5 of 5 integer units" in gates["coverage"]["found"]
+    session = open_session(exported.files["int8"])
+    found = session.run({session.inputs[0].name: x.numpy()})
+    for output, wants, scale in zip(found, wanted, (made.last.scale, made.skip.scale), strict=True):
+        steps = (torch.from_numpy(output) - wants).abs() / scale
+        assert steps.max() < 1.01
+        assert (steps > 0.01).float().mean() < 0.02
+    session.close()

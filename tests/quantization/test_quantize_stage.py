@@ -164,7 +164,13 @@ def test_ranges_of_another_model_are_refused(tmp_path: Path) -> None:
         quantize(net(), QuantizeConfig(ranges_from=str(path)), example=X)
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"x": {"low": 0}}', '{"x": 3}', "not json", '"text"'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "[]", '{"x": {"low": 0}}', '{"x": 3}', "not json", '"text"', '{"x": {"low": "a", "high": 1}}',
+        '{"x": {"low": null, "high": 1, "bias": [1]}}', '{"x": {"low": 0, "high": [1]}}',
+    ],
+)  # fmt: skip
 def test_a_file_that_holds_no_ranges_is_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "ranges.json"
     path.write_text(text)

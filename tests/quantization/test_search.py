@@ -253,11 +253,13 @@ def test_a_candidate_that_cannot_be_made_is_passed_over_and_told() -> None:
     assert (
         [note.split(" could")[0] for note in told] == ["ranges mse", "10 units in float", "qat"] == world.search.failed
     )
+    assert world.search.trained
     world = World(0.31)
     world.search._attempt = fails
     assert (met := world.search.run()) is not None
     assert len(met.config.overrides) == 7
     assert world.search.failed == ["ranges mse", "6 units in float"]
+    assert not world.search.trained
     world = World(0.01)
     world.search._attempt = lambda name, config: fails(name, dataclasses.replace(config, mode="qat"))
     with pytest.raises(QtoolError, match="expected this"):

@@ -295,3 +295,30 @@ def test_layers_over_sequences_are_integer_kernels(mode: str, tmp_path: Path) ->
     gates = {gate["name"]: gate for gate in export(form, tmp_path, ExportConfig(), samples=[x]).gates}
     assert gates["coverage"]["found"] == "3 of 3 integer units run in integers"
     assert torch.equal(form(x), quantized_by("pt2e")(x))
+
+
+def test_batch_norms_without_a_weight_are_trained_as_they_are() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv2d(1, 8, 3),
+        nn.BatchNorm2d(8, affine=False),
+        nn.ReLU(),
+        nn.Conv2d(8, 4, 3),
+        nn.BatchNorm2d(4, affine=False),
+    )
+    for norm in (net[1], net[4]):
+        nn.init.normal_(norm.running_mean, std=0.3)
+        nn.init.uniform_(norm.running_var, 0.5, 2)
+    x = images(32)
+    learned: list[bool] = []
+
+    def look(graph: GraphModule, *_: Any) -> None:
+        norms = [module for module in graph.modules() if isinstance(module, nn.BatchNorm2d)]
+        learned.extend(weight.requires_grad for norm in norms for weight in (norm.weight, norm.bias))
+
+    config = QuantizeConfig(engine="torch.ao", mode="qat", algorithms=None)
+    made = quantize(net.eval(), config, example=x[:2], calibration=[x], qat=look)
+    wanted = net(x)
+    error = (made(x) - wanted).square().sum() / wanted.square().sum()
+    assert -10 * error.log10() > 30
+    assert learned == [False] * 4

@@ -74,9 +74,12 @@ def test_nothing_lost_is_not_less_than_nothing() -> None:
 def test_a_drop_is_one_of_the_metric_that_is_recorded() -> None:
     criterion = {"name": "drop", "limit": 20.0, "value": 3.0, "ci95": [1.0, 5.0], "met": True, "needed": None}
     trial = {"name": "a", "criteria": [criterion], "size_bytes": 1, "speedup": None, "num_float_units": 0}
-    told = outcome(criteria=[criterion], trials=[trial], met=True, metric="perplexity")
-    assert "'trial 3': drop of perplexity ≤ 20 points, measured 3 (" in contract_sentence(told)
-    assert "| candidate | drop of perplexity, points |" in contract_markdown(told)
+    told = outcome(criteria=[criterion], trials=[trial], met=True, metric="recall")
+    assert "'trial 3': drop of recall ≤ 20 points, measured 3 (" in contract_sentence(told)
+    assert "| candidate | drop of recall, points |" in contract_markdown(told)
+    assert "'trial 3': rise of loss ≤ 20 points" in contract_sentence(
+        told | {"metric": "loss", "higher_is_better": False}
+    )
     assert "drop ≤ 20 points" in contract_sentence(told | {"metric": None})
 
 
@@ -96,6 +99,7 @@ def test_a_contract_that_was_not_kept_in_pictures_words_and_markdown() -> None:
     [
         ({}, "Promise less, give labelled training data, or look"),
         ({"method": "ptq"}, "Promise less, allow more by --method auto, or look"),
+        ({"trained": True}, "Promise less, or look at those units"),
         ({"out_of_time": True}, "the search goes on where it stopped"),
         ({"criteria": [{"met": None, "needed": 7000}]}, "the samples are too few to tell: give about 7,000"),
     ],

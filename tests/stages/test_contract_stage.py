@@ -23,6 +23,7 @@ from qtool.errors import ContractError, QtoolError, UsageError
 from qtool.quantization import search
 from qtool.quantization.capture import capture
 from qtool.quantization.contract import Judge
+from qtool.reporting.contracts import advice, contract_sentence
 from qtool.reporting.gather import gather
 from qtool.reporting.page import report, write_report
 from qtool.reporting.terminal import show
@@ -110,10 +111,30 @@ def test_other_labels_begin_a_search_anew(tmp_path: Path) -> None:
                 model, [calibration], validation=[(held, labels)], max_drop=0.7, metric="loss",
                 max_kl=1e-9, method="given", out=tmp_path, activation_bits=3,
             )  # fmt: skip
+        assert not caught.value.details["higher_is_better"]
+        assert "rise of loss ≤ 0.7 points" in contract_sentence(caught.value.details)
         drop = caught.value.details["trials"][0]["criteria"][0]["value"]
         logits = qtool.stages.quantization.load_quantized(tmp_path / "search" / "closest")(held)
         losses = [nn.functional.cross_entropy(outputs, labels).item() for outputs in (model(held), logits)]
         assert drop == pytest.approx(100 * (losses[1] - losses[0]), rel=1e-3)
+
+
+def test_other_places_that_count_begin_a_search_anew(tmp_path: Path) -> None:
+    """A search for a divergence or an agreement has no labels but for the places that they leave out."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(20, 16), nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 20)).eval()
+    calibration, held = torch.randint(20, (32, 10)), torch.randint(20, (200, 10))
+    targets = torch.randint(20, (200, 10))
+    few = torch.where(torch.arange(10) < 2, targets, -100)
+    options: dict[str, Any] = {"max_kl": 1e-12, "method": "given", "task": "language-modelling", "effort": "fast"}
+    for wanted in (targets, few):
+        with pytest.raises(ContractError) as caught:
+            qtool.quantize(model, [calibration], validation=[(held, wanted)], out=tmp_path, **options)
+        other = qtool.stages.quantization.load_quantized(tmp_path / "search" / "closest")(held)
+        one, two = (logits.detach().double().log_softmax(-1) for logits in (model(held), other))
+        apart = (one.exp() * (one - two)).sum(-1)[wanted != -100].mean()
+        found = caught.value.details["trials"][0]["criteria"][0]["value"]
+        assert found == pytest.approx(float(apart), rel=1e-4)
 
 
 def test_the_closest_candidate_is_exported_when_it_is_named(trained: Path) -> None:
@@ -234,6 +255,8 @@ def test_training_is_the_last_resort(trained: Path, monkeypatch: pytest.MonkeyPa
         "ptq, network + pixels + smooth + equalize + pairs + analytic-bias + gptq-small",
         "qat",
     ]
+    assert caught.value.details["trained"]
+    assert "Promise less, or look at those units" in advice(caught.value.details)
 
 
 def test_another_training_is_another_candidate(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,6 +104,45 @@ def test_what_cannot_be_judged_says_so(tmp_path: Path, kept: Path) -> None:
     assert again["details"]["num_samples"] == 300
 
 
+class Error:
+    """A regression's mean absolute error, which is an object and nobody's file."""
+
+    name, metric, higher_is_better = "error", "mae", False
+
+    def loss(self, output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, float]:
+        return (output - target).square().sum(), float(len(target))
+
+    def metrics(self, output: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"mae": (output - target).abs().mean(1).sum()}
+
+
+def test_a_contract_on_objects_is_judged_when_they_are_given_again(tmp_path: Path) -> None:
+    draw = torch.Generator().manual_seed(0)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    calibration, x = torch.randn(64, 1, 8, 8, generator=draw), torch.randn(100, 1, 8, 8, generator=draw)
+    target = model(x).detach() + torch.randn(100, 2, generator=draw)
+    held: dict[str, Any] = {"validation": [(x[:60], target[:60]), (x[60:], target[60:])]}
+    qtool.quantize(model, [calibration], task=Error(), max_drop=5.0, out=tmp_path, effort="fast", **held)
+    samples = [calibration]
+    assert "pass them to export as validation=" in qtool.export(tmp_path, samples=samples).gates[-1]["found"]
+    assert "with task=" in qtool.export(tmp_path, samples=samples, **held).gates[-1]["found"]
+    exported = qtool.export(tmp_path, samples=samples, task=Error(), **held)
+    assert exported.gates[-1]["passed"] is True
+    session = onnxruntime.InferenceSession(str(exported.files["int8"]), options(), providers=["CPUExecutionProvider"])
+    (answers,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    errors = [np.abs(z - target.numpy()).mean() for z in (model(x).detach().numpy(), answers)]
+    found = exported.gates[-1]["details"]["criteria"][0]["value"]
+    assert found == pytest.approx(100 * (errors[1] - errors[0]), rel=1e-3)
+
+
+def test_a_divergence_from_objects_needs_no_task(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 3))
+    samples, held = [torch.randn(32, 1, 8, 8)], [torch.randn(50, 1, 8, 8)]
+    qtool.quantize(model, samples, task=Error(), validation=held, max_kl=0.1, out=tmp_path, effort="fast")
+    assert qtool.export(tmp_path, samples=samples, validation=held).gates[-1]["passed"] is True
+
+
 def test_without_a_contract_there_is_none_to_judge(kept: Path, tmp_path: Path) -> None:
     qtool.quantize(kept, out=tmp_path / "plain", **OPTIONS)
     exported = qtool.export(tmp_path / "plain", parity_samples=32, reference_samples=2)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,3 +47,36 @@ def test_tuning_is_measured_once(
     assert [unit["name"] for unit in committed["plan"]["units"] if not unit["integer"]] == ["first.0"]
     assert any("x as fast" in str(line) for line in export_lines(committed))
     assert "Tuning: 1 of 1 groups run in float" in str(next(coverage(gather(tmp_path))))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda tuning: tuning.pop("key"),
+        lambda tuning: tuning.pop("groups"),
+        lambda tuning: tuning.update(groups="abc"),
+        lambda tuning: tuning.update(groups=[{"name": "first", "units": ["first.0"]}]),
+        lambda tuning: tuning.update(groups=[tuning["example"] | {"units": ["nothing.of.the.name"]}]),
+    ],
+)
+def test_a_damaged_account_is_measured_anew(
+    tmp_path: Path, small_net: str, small_data: str, monkeypatch: pytest.MonkeyPatch,
+    damage: Callable[[dict[str, Any]], object],
+) -> None:  # fmt: skip
+    from qtool.exporting import tuning as decides
+
+    qtool.quantize(small_net, small_data, out=tmp_path, calibration="train:64", ranges="minmax", algorithms=None)
+    monkeypatch.setattr(decides, "candidates", lambda *_: [])
+    options: dict[str, Any] = {"tune": True, "gates": False}
+    account = qtool.export(tmp_path, **options).tuning
+    assert account is not None
+    path = tmp_path / "export.json"
+    result = json.loads(path.read_text())
+    result["metrics"]["tuning"]["example"] = dict.fromkeys(
+        ("name", "units", "in_float", "reason", "speedup", "speedup_ci95"), True
+    )
+    path.write_text(json.dumps(result))
+    assert (qtool.export(tmp_path, **options).tuning or {})["cached"]
+    damage(result["metrics"]["tuning"])
+    path.write_text(json.dumps(result))
+    assert qtool.export(tmp_path, **options).tuning == account

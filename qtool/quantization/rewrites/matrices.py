@@ -14,6 +14,7 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
+from qtool.form import DEQUANTIZE, QUANTIZE
 from qtool.quantization.capture import aten
 from qtool.quantization.rewrites.repeats import merge_repeats
 from qtool.quantization.targets import RELU_LIKE
@@ -28,6 +29,12 @@ def flatten_linears(graph_module: GraphModule) -> int:
     graph_module.graph.lint()
     graph_module.recompile()
     return len(changed)
+
+
+def flatten_quantized(graph_module: GraphModule) -> None:
+    """Flattens the linear layers of a graph that has its quantizers already."""
+    if flatten_linears(graph_module):
+        _quantize_beside_moves(graph_module)
 
 
 def _flatten(node: Node) -> bool:
@@ -75,3 +82,27 @@ def _reshape(near: Node, source: Node, shape: list[Any], value: Any) -> Node:
     node = near.graph.call_function(aten.reshape.default, (source, shape))
     node.meta = {key: near.meta[key] for key in ("nn_module_stack", "owner") if key in near.meta} | {"val": value}
     return node
+
+
+def _quantize_beside_moves(graph: GraphModule) -> None:
+    """Rounds on both sides of each reshape that a layer got, which changes nothing, as pt2e does: layers fuse so."""
+    for node in graph.graph.find_nodes(op="call_function", target=aten.reshape.default):
+        source, users = node.args[0], list(node.users)
+        if source.target in DEQUANTIZE and all(user.target is aten.linear.default for user in users):
+            _rounded(node, (source.args[0], source))
+        elif len(users) == len(source.users) == 1 and users[0].target in QUANTIZE and source.target not in DEQUANTIZE:
+            _rounded(source, (users[0], next(iter(users[0].users))))
+    graph.recompile()
+
+
+def _rounded(node: Node, like: tuple[Node, ...]) -> None:
+    """Puts the same two operators, a quantizer and its inverse, behind a node as they are elsewhere."""
+    readers, last = list(node.users), node
+    for operator in like:
+        assert callable(operator.target)
+        with last.graph.inserting_after(last):
+            made = last.graph.call_function(operator.target, (last, *operator.args[1:]), dict(operator.kwargs))
+        made.meta = {key: value for key, value in node.meta.items() if key != "unit"}
+        last = made
+    for reader in readers:
+        reader.replace_input_with(node, last)
