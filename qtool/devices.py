@@ -15,6 +15,7 @@ from torch.fx.node import map_aggregate
 
 from qtool.control_groups import control_groups, kills_in, read
 from qtool.errors import QtoolError, UsageError
+from qtool.recipe import require_device
 
 _NO_MEMORY = ("allocate memory", "CUDA error: out of memory", "STATUS_ALLOC_FAILED")
 """What those say who allocate beside torch's allocator of a GPU: the host's, the driver, cuBLAS and cuDNN."""
@@ -27,10 +28,9 @@ def resolve_device(text: str) -> torch.device:
 
     Raises UsageError for any other text, QtoolError for a CUDA device that this machine does not have.
     """
+    require_device(f"device '{text}'", text)
     if text == "auto":
         text = "cuda" if torch.cuda.is_available() else "cpu"
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", text):
-        raise UsageError(f"device '{text}'", "auto, cpu, cuda or cuda:N", repr(text), "correct the device")
     if text == "cpu":
         return torch.device("cpu")
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -329,8 +329,7 @@ class BenchmarkConfig(Checked):
                 argument("device"), f"auto or {own} beside provider '{self.provider}', which runs there",
                 repr(self.device), "leave it out, or choose the provider that runs there (torch takes any device)",
             )  # fmt: skip
-        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
-            raise UsageError(argument("device"), "auto, cpu, cuda or cuda:N", repr(self.device), "correct the device")
+        require_device(argument("device"), self.device)
 
 
 @dataclass(frozen=True)
@@ -359,6 +358,12 @@ class Recipe(Checked):
         variants = self.variants or ()
         if twice := next((name for name in variants if variants.count(name) > 1), None):
             raise UsageError("recipe key 'variants'", "each variant once", f"'{twice}' again", "leave it out")
+
+
+def require_device(where: str, text: str) -> None:
+    """Raises UsageError, in the name of ``where``, for what names no device, on any machine."""
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", text):
+        raise UsageError(where, "auto, cpu, cuda or cuda:N", repr(text), "correct the device")
 
 
 def as_dict(config: Any) -> dict[str, Any]:

@@ -89,7 +89,7 @@ def benchmark(
     judging = recall_task(recorded.get("source") or {}, trust=trust) if task is None else open_task(task)
     found = stage.benchmark(
         files, config, batches=_test_batches(opened), scores=_scores(judging, run), subject=subject,
-        target=recorded["plan"]["target"], precisions={name: name for name in _recast(config)},
+        target=recorded["plan"]["target"], precisions=_recast(config),
         progress=teller(progress),
     )  # fmt: skip
     found["notes"] += [f"fp16 was not measured: {impossible}"] if impossible else []
@@ -187,10 +187,10 @@ def _made(config: BenchmarkConfig) -> str:
     return "quantize" if config.provider.startswith("torch") else "export"
 
 
-def _recast(config: BenchmarkConfig) -> list[str]:
-    """The variants that have no file of their own: the float model computed in another precision."""
+def _recast(config: BenchmarkConfig) -> dict[str, str]:
+    """The variants that have no file of their own, and the precision that the float model is computed in for them."""
     recast = ("fp16", "bf16") if _made(config) == "quantize" else ("bf16",)
-    return [name for name in config.variants if name in recast]
+    return {name: name for name in config.variants if name in recast}
 
 
 def _outputs(config: BenchmarkConfig, recorded: Mapping[str, Any]) -> tuple[dict[str, str], str]:
