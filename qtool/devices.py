@@ -15,7 +15,7 @@ from torch.fx.node import map_aggregate
 
 from qtool.control_groups import control_groups, kills_in, read
 from qtool.errors import QtoolError, UsageError
-from qtool.recipe import require_device
+from qtool.machine import require_device
 
 _NO_MEMORY = ("allocate memory", "CUDA error: out of memory", "STATUS_ALLOC_FAILED")
 """What those say who allocate beside torch's allocator of a GPU: the host's, the driver, cuBLAS and cuDNN."""

@@ -1,13 +1,18 @@
-"""The machine and the packages that a figure was made with: what a number depends on beside the code."""
+"""The machine and the packages that a figure was made with: what a number depends on beside the code.
+
+How its devices are written, too, whether it has them or not.
+"""
 
 from __future__ import annotations
 
 import importlib.metadata
 import platform
+import re
 from pathlib import Path
 from typing import Any
 
 from qtool.control_groups import usable_cores
+from qtool.errors import UsageError
 
 _PACKAGES = (
     "qtool", "torch", "torchao", "onnx", "onnxscript", "onnxruntime", "onnxruntime-gpu",
@@ -72,3 +77,9 @@ def cpu_info() -> dict[str, Any]:
         "cores": usable_cores(),
         "features": [flag for flag in known if flag in flags],
     }
+
+
+def require_device(where: str, text: str) -> None:
+    """Raises UsageError, in the name of ``where``, for what names no device, on any machine."""
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", text):
+        raise UsageError(where, "auto, cpu, cuda or cuda:N", repr(text), "correct the device")

@@ -9,13 +9,12 @@ written in a file is in ``recipe_files.py``.
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 from qtool.errors import UsageError
-from qtool.machine import quick_precision
+from qtool.machine import quick_precision, require_device
 from qtool.options import Checked, argument, as_toml, option
 
 PRECISIONS = ("32-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true")
@@ -358,12 +357,6 @@ class Recipe(Checked):
         variants = self.variants or ()
         if twice := next((name for name in variants if variants.count(name) > 1), None):
             raise UsageError("recipe key 'variants'", "each variant once", f"'{twice}' again", "leave it out")
-
-
-def require_device(where: str, text: str) -> None:
-    """Raises UsageError, in the name of ``where``, for what names no device, on any machine."""
-    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", text):
-        raise UsageError(where, "auto, cpu, cuda or cuda:N", repr(text), "correct the device")
 
 
 def as_dict(config: Any) -> dict[str, Any]:
