@@ -59,7 +59,9 @@ def _rewrite(model: ir.Model, node: ir.Node, source: ir.Node) -> None:
     scaled = _dequantize(
         model, f"{name}/scaled", source.inputs[0], _scale(source, node.outputs[0].consumers()[0]), zero
     )
-    one = constant(model, f"{name}/one", np.ones(1, kind))
+    # Of as many axes as what it is added to: before trailing axes of 1 a shorter one is added element by element
+    rank = len(node.outputs[0].shape or (1,))
+    one = constant(model, f"{name}/one", np.ones((1,) * rank, kind))
     offset = _dequantize(model, f"{name}/offset", one, MIDDLE, constant(model, f"{name}/zero", np.zeros((), kind)))
     total = ir.node("Add", [scaled.outputs[0], offset.outputs[0]], name=node.name)
     result = node.outputs[0]

@@ -21,10 +21,11 @@ STEP = 1 / 256
 
 
 def gate(
-    scale: float, zero_point: int, out: tuple[float, int] = (STEP, 0), *, alpha: float = 1 / 6, readers: int = 1
-) -> onnx.ModelProto:
+    scale: float, zero_point: int, out: tuple[float, int] = (STEP, 0), *, alpha: float = 1 / 6, readers: int = 1,
+    size: tuple[int, ...] = (4, 8, 8),
+) -> onnx.ModelProto:  # fmt: skip
     b = Builder()
-    x = b.pair(b.input("x", ["n", 4, 8, 8]), scale, zero_point)
+    x = b.pair(b.input("x", ["n", *size]), scale, zero_point)
     gated = b.op("HardSigmoid", x, alpha=alpha, beta=0.5)
     return b.model(*[b.pair(gated, *out) for _ in range(readers)])
 
@@ -69,3 +70,11 @@ def test_several_quantizers_may_read_it() -> None:
     changed, rewritten = applied(gate(0.03, 120, readers=2))
     assert changed == 1
     assert [node.op_type for node in rewritten.graph.node].count("Add") == 1
+
+
+@pytest.mark.parametrize("size", [(8, 1, 1), (8,)])
+def test_the_half_has_as_many_axes_as_what_it_is_added_to(size: tuple[int, ...]) -> None:
+    """ONNX Runtime adds a shorter one to what ends in axes of 1 element by element, many times as slowly."""
+    _, rewritten = applied(onnx.shape_inference.infer_shapes(gate(0.03, 120, size=size)))
+    (half,) = [tensor for tensor in rewritten.graph.initializer if tensor.name.endswith("/one")]
+    assert list(half.dims) == [1] * (len(size) + 1)
