@@ -42,6 +42,7 @@ from qtool.exporting.drawn import drawn
 from qtool.exporting.gates import Gate
 from qtool.exporting.integer_reference import IntegerReference
 from qtool.exporting.other_sizes import sizes_of
+from qtool.exporting.passes.even_channels import own_channels
 from qtool.exporting.simulation import QuantizerRecorder
 from qtool.form import QuantizedModel, quantize_nodes, unit_of
 from qtool.lstm import OPERATOR
@@ -106,7 +107,7 @@ def unit_parity(quantized: QuantizedModel, path: Path, samples: Sequence[Any], o
     quantizers = {node.name: node.output[0] for node in model.graph.node if node.op_type == "QuantizeLinear"}
     names, kept = list(quantizers.values()), _kept(quantized, quantizers)
     outputs = [value.name for value in model.graph.output]
-    shapes = _shapes(model)
+    shapes, places = _shapes(model), own_channels(model)
     recorder = QuantizerRecorder(quantized)
     units = {name: _Unit() for name in names}
     chosen = pairs(quantized.graph, model)
@@ -123,7 +124,8 @@ def unit_parity(quantized: QuantizedModel, path: Path, samples: Sequence[Any], o
             try:
                 recorded, output = recorder.record(batch)
                 integers, ties = (list(compress(parts, kept)) for parts in (recorded, recorder.ties))
-                fed = {f"{n}/fed": _as_shape(v, shapes.get(n)) for n, v in zip(names, integers, strict=True)}
+                placed = {n: _placed(v, places.get(n), shapes.get(n)) for n, v in zip(names, integers, strict=True)}
+                fed = {f"{name}/fed": _as_shape(value, shapes.get(name)) for name, value in placed.items()}
                 wanted = {info.name for info in session.inputs}
                 for node, (_, place) in chosen.items():
                     fed[f"{place}/fed"] = _as_shape(recorder.chosen[node][1].numpy(), shapes.get(place))
@@ -136,7 +138,8 @@ def unit_parity(quantized: QuantizedModel, path: Path, samples: Sequence[Any], o
                 return Gate("unit parity", False, takes, error.got, OF_ONE_SIZE)
             for name, expected, near in zip(names, integers, ties, strict=True):
                 if name not in random:
-                    units[name].add(*_shared_channels(expected, got[name], near))
+                    given = got[name].take(places[name], 1) if name in places else got[name]
+                    units[name].add(*_shared_channels(expected, given, near))
             for node, (scores, place) in chosen.items():
                 if place not in random:
                     off = _choice_error(node, *recorder.chosen[node], got.get(scores), got[place])
@@ -280,6 +283,15 @@ def _shapes(model: onnx.ModelProto) -> dict[str, list[int]]:
         for v in model.graph.value_info
         if v.type.tensor_type.HasField("shape")
     }
+
+
+def _placed(value: Array, places: Sequence[int] | None, shape: list[int] | None) -> Array:
+    """``value`` with its channels at ``places`` among those that the file has, zeros between them."""
+    if places is None or shape is None:
+        return value
+    wide = np.zeros((value.shape[0], shape[1], *value.shape[2:]), value.dtype)
+    wide[:, places] = value
+    return wide
 
 
 def _as_shape(value: Array, shape: list[int] | None) -> Array:

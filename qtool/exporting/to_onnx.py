@@ -167,12 +167,12 @@ def quantized_to_onnx(quantized: QuantizedModel, opset: int) -> ir.Model:
         int4.require(opset)
     int4.apply(model, {name for name, integer in four_bits.items() if not integer})
     stored.apply(model, {unit.name for unit in quantized.plan.float_units if unit.weight_bits and not unit.block})
+    metadata.strip(model)
     for rewrite in QUICK.get(target, ()):
         rewrite(model)
     if blocks := {unit.name for unit in quantized.plan.units if unit.block}:
         BLOCK_PRODUCTS[target](model, blocks)
     int4.apply(model, {name for name, integer in four_bits.items() if integer}, widened=True)
-    metadata.strip(model)
     for rewrite in LAST.get(target, ()):
         rewrite(model)
     return model
