@@ -32,7 +32,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from qtool.errors import QtoolError, UsageError
+from qtool.errors import QtoolError, UsageError, unreadable
 from qtool.machine import environment
 
 SCHEMA_VERSION = 1
@@ -410,7 +410,9 @@ def earlier(run: Path, stage: str) -> dict[str, Any] | None:
 def _parsed(path: Path, stage: str) -> dict[str, Any]:
     try:
         result = from_json(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
+    except OSError as error:
+        raise unreadable(f"'{path}'", "a JSON result", error) from error
+    except ValueError as error:
         raise QtoolError(f"'{path}'", "a JSON result", str(error), f"run 'qtool {stage}' again") from error
     schema = result.get("schema") if isinstance(result, dict) else type(result).__name__
     if schema != SCHEMA_VERSION:
