@@ -66,10 +66,11 @@ def require_writable(folder: Path) -> None:
     """Raises UsageError where ``folder`` takes no files, or cannot be made."""
     require_nameable(folder)
     try:
-        there = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+        there = next(p for p in (folder, *folder.absolute().parents) if p.exists() or p.is_symlink())
         if there.is_dir() and os.access(there, os.W_OK):
             return os.rmdir(tempfile.mkdtemp(prefix=".", dir=there))  # some that the system makes allow it, and refuse
-        got = "a folder that cannot be written" if there.is_dir() else f"'{there}', which is a file"
+        other = "a file" if there.exists() else "a link to nothing"
+        got = "a folder that cannot be written" if there.is_dir() else f"'{there}', which is {other}"
     except OSError as error:
         got = error.strerror or str(error)
     raise UsageError(f"run directory '{folder}'", "a folder to write to", got, "name another folder")
