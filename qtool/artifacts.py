@@ -8,9 +8,9 @@ records the sha256 of every input and output, the versions of the packages that 
 and the metrics. Reading a result re-hashes its outputs: a file that was changed since is refused, not used.
 
 Of two processes that write one stage, the second waits for the first (a lock that the system takes back from a
-process that dies), so that no artifact is a mixture; of two that train, from the first checkpoint on. What is left out
-on purpose: keeping a whole run directory for one process; stages of different names go on beside each other, and each
-reads what is committed.
+process that dies), so that no artifact is a mixture; of two that train or search, from the first checkpoint or
+candidate on. What is left out on purpose: keeping a whole run directory for one process; stages of different names go
+on beside each other, and each reads what is committed.
 """
 
 from __future__ import annotations
