@@ -8,9 +8,9 @@ records the sha256 of every input and output, the versions of the packages that 
 and the metrics. Reading a result re-hashes its outputs: a file that was changed since is refused, not used.
 
 Of two processes that write one stage, the second waits for the first (a lock that the system takes back from a
-process that dies), so that no artifact is a mixture; of two that train, from the first checkpoint on. What is left out
-on purpose: keeping a whole run directory for one process; stages of different names go on beside each other, and each
-reads what is committed.
+process that dies), so that no artifact is a mixture; of two that train or search, from the first checkpoint or
+candidate on. What is left out on purpose: keeping a whole run directory for one process; stages of different names go
+on beside each other, and each reads what is committed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from qtool.errors import QtoolError, UsageError
+from qtool.errors import QtoolError, UsageError, unreadable
 from qtool.machine import environment
 
 SCHEMA_VERSION = 1
@@ -66,10 +66,11 @@ def require_writable(folder: Path) -> None:
     """Raises UsageError where ``folder`` takes no files, or cannot be made."""
     require_nameable(folder)
     try:
-        there = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+        there = next(p for p in (folder, *folder.absolute().parents) if p.exists() or p.is_symlink())
         if there.is_dir() and os.access(there, os.W_OK):
             return os.rmdir(tempfile.mkdtemp(prefix=".", dir=there))  # some that the system makes allow it, and refuse
-        got = "a folder that cannot be written" if there.is_dir() else f"'{there}', which is a file"
+        other = "a file" if there.exists() else "a link to nothing"
+        got = "a folder that cannot be written" if there.is_dir() else f"'{there}', which is {other}"
     except OSError as error:
         got = error.strerror or str(error)
     raise UsageError(f"run directory '{folder}'", "a folder to write to", got, "name another folder")
@@ -410,7 +411,9 @@ def earlier(run: Path, stage: str) -> dict[str, Any] | None:
 def _parsed(path: Path, stage: str) -> dict[str, Any]:
     try:
         result = from_json(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
+    except OSError as error:
+        raise unreadable(f"'{path}'", "a JSON result", error) from error
+    except ValueError as error:
         raise QtoolError(f"'{path}'", "a JSON result", str(error), f"run 'qtool {stage}' again") from error
     schema = result.get("schema") if isinstance(result, dict) else type(result).__name__
     if schema != SCHEMA_VERSION:

@@ -58,6 +58,11 @@ def require_file(path: Path, expected: str, do: str = "check the path") -> None:
         raise UsageError(f"'{path}'", expected, "a folder" if path.is_dir() else "no such file", do)
 
 
+def unreadable(where: str, expected: str, error: OSError) -> QtoolError:
+    """What is told of a file that the system does not let be read: what is in it is not known, nor to be made again."""
+    return QtoolError(where, expected, error.strerror or str(error), "check the path and its permissions")
+
+
 class OutOfMemory(QtoolError):
     """Memory ran out in a step. ``last`` says which checkpoint stands."""
 

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from qtool.artifacts import output_path, read_result
-from qtool.errors import QtoolError, UsageError, nearest, one_line
+from qtool.errors import QtoolError, UsageError, nearest, one_line, unreadable
 from qtool.factories import PRETRAINED, is_factory, load_factory
 from qtool.gpt import gpt2, gpt2_mini
 from qtool.libraries import LIBRARIES
@@ -176,6 +176,8 @@ def _read_state(file: Path, where: str) -> dict[str, Tensor]:
             where, "tensors and nothing else", f"a pickle that asks for code ({_first_sentence(error)})",
             "save model.state_dict() alone, or use safetensors",
         ) from error  # fmt: skip
+    except PermissionError as error:
+        raise unreadable(where, f"a whole {file.suffix} file", error) from error
     except (SafetensorError, RuntimeError, EOFError, OSError, ValueError, KeyError, IndexError, TypeError) as error:
         got = f"{type(error).__name__}: {_first_sentence(error)}"
         raise QtoolError(where, f"a whole {file.suffix} file", got, "copy or save the file again") from error

@@ -113,6 +113,19 @@ def test_a_changed_or_missing_output_is_refused(tmp_path: Path) -> None:
         read_result(tmp_path, "train")
 
 
+def test_a_result_that_may_not_be_read_is_not_to_be_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commit(tmp_path, {"model": "weights"})
+
+    def refuse(path: Path, **_: object) -> str:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    with pytest.raises(QtoolError) as told:
+        read_result(tmp_path, "train")
+    assert told.value.got == "Permission denied"
+    assert told.value.do == "check the path and its permissions"
+
+
 @pytest.mark.parametrize(
     ("content", "part"),
     [

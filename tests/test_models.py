@@ -358,3 +358,15 @@ def test_threads_that_want_no_shortcut_leave_it_as_the_first_one_met_it():
     assert not torch.backends.mha.get_fastpath_enabled()
     second.__exit__(None, None, None)
     assert torch.backends.mha.get_fastpath_enabled()
+
+
+def test_weights_that_may_not_be_read_are_not_to_be_saved_again(
+    linear: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(file: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(file))
+
+    (tmp_path / "w.safetensors").touch()
+    monkeypatch.setattr("qtool.models.load_file", refuse)
+    with pytest.raises(QtoolError, match="got Permission denied; check the path and its permissions"):
+        load_weights(linear, tmp_path / "w.safetensors")

@@ -32,7 +32,7 @@ from qtool.exporting.end_to_end import sqnr_in_torch
 from qtool.exporting.groups import Block, Group, blocks, candidates, kernel_seconds
 from qtool.exporting.revert import in_float
 from qtool.exporting.to_onnx import float_to_onnx, quantized_to_onnx, save
-from qtool.form import QuantizedModel
+from qtool.form import Plan, QuantizedModel
 
 MAX_CANDIDATES = 4
 WORTH_MEASURING = 0.005
@@ -78,7 +78,7 @@ def tune(
     if not groups:
         return quantized, {"groups": [], "verdict": "no group of units is predicted to be faster in float: none raced"}
     raced = _race(quantized, groups, integer, opset, race)
-    chosen = _compatible([m for m in raced if m.faster])
+    chosen = _compatible([m for m in raced if m.faster], _products(quantized.plan))
     if len(chosen) > 1:
         together = Group("together", tuple(name for m in chosen for name in m.group.units), 0.0)
         both = _race(quantized, [together, chosen[0].group], integer, opset, race)
@@ -106,7 +106,7 @@ def _promising(
     save(float_to_onnx(quantized.float_graph, quantized.example, opset, quantized.plan.target), floats)
     seconds = [kernel_seconds(profile(path), quantized.plan, found) for path in (integer, floats)]
     conversions = [block.elements * batch_size * SECONDS_PER_ELEMENT for block in found]
-    products = {unit.name for unit in quantized.plan.integer_units if unit.kind in PRODUCTS}
+    products = _products(quantized.plan)
     integers = {unit.name for unit in quantized.plan.integer_units}
     fixed = {unit.name for unit in quantized.plan.integer_units if unit.kind == "recurrent"}
     groups = candidates(found, list(zip(*seconds, strict=True)), conversions)
@@ -115,6 +115,11 @@ def _promising(
         g for g in groups if not products <= set(g.units) and integers & set(g.units) and not fixed & set(g.units)
     )
     return [g for g in possible if g.saves >= worth][:MAX_CANDIDATES]
+
+
+def _products(plan: Plan) -> set[str]:
+    """The names of the integer units that multiply: one of them at least stays integer."""
+    return {unit.name for unit in plan.integer_units if unit.kind in PRODUCTS}
 
 
 def _race(quantized: QuantizedModel, groups: Sequence[Group], integer: Path, opset: int, race: Race) -> list[Measured]:
@@ -131,12 +136,13 @@ def _race(quantized: QuantizedModel, groups: Sequence[Group], integer: Path, ops
     return outcome
 
 
-def _compatible(faster: Sequence[Measured]) -> list[Measured]:
-    """The fastest, and behind it each that has no unit in common with those before it."""
+def _compatible(faster: Sequence[Measured], products: set[str]) -> list[Measured]:
+    """The fastest, and behind it each that has no unit in common with those before it and leaves a product integer."""
     chosen: list[Measured] = []
     for measured in sorted(faster, key=lambda m: -m.speedup):
         taken = {name for other in chosen for name in other.group.units}
-        if not taken & set(measured.group.units):
+        units = set(measured.group.units)
+        if not taken & units and not products <= taken | units:
             chosen.append(measured)
     return chosen
 
@@ -172,7 +178,7 @@ def _told(measured: Measured, in_float: bool, chosen: bool) -> dict[str, Any]:
     elif chosen:
         why = f"it is faster, but the SQNR to FP32 falls by more than {MAX_LOSS_DB} dB"
     elif measured.faster:
-        why = "another group that shares units with it, or does better alone, was taken"
+        why = "another was taken, which shares units with it, does better alone or leaves no other product in integers"
     else:
         why = f"in float the file is {measured.speedup:.2f}x as fast, which is not faster beyond doubt"
     return {

@@ -107,8 +107,9 @@ def quantize(
     tell(f"quantize: {config.mode}, calibrated on {_describe(drawn)}")
     forms = _forms(source)
     make = _maker(source, tuning, inputs, folder, resume, progress, known, forms)
-    with checkpointing(folder if tuning else None, "quantize"), tidy(folder):
-        if folder and tuning and is_done(lambda text: None):  # by another process, meanwhile
+    keeps = folder if tuning or config.has_contract else None  # a training's steps, a search's candidates
+    with checkpointing(keeps, "quantize"), tidy(folder):
+        if folder and keeps and is_done(lambda text: None):  # by another process, meanwhile
             tell(f"quantize: as it is in '{folder}', which another process has just finished")
             return load_quantized(folder)
         if config.has_contract:

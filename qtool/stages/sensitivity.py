@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from qtool.artifacts import finite, from_json, has_result, read_result, write_json
 from qtool.calibration_data import sample_hashes
-from qtool.errors import QtoolError, UsageError
+from qtool.errors import QtoolError, UsageError, unreadable
 from qtool.options import argument, check, documented, make
 from qtool.recipe import CONTRACT_FIELDS, QuantizeConfig, as_dict
 from qtool.source import Source, open_float, state_hash
@@ -252,7 +252,9 @@ def read_sensitivity(path: Path) -> dict[str, Any]:
         result = from_json(path.read_text(encoding="utf-8"))
         if result["schema"] != SCHEMA or not {"identity", "config", "units", "num_samples"} <= set(result):
             raise ValueError(f"no schema {SCHEMA}, or no identity, config or units")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except OSError as error:
+        raise unreadable(f"'{path}'", "what 'qtool sensitivity' wrote", error) from error
+    except (ValueError, KeyError, TypeError) as error:
         raise QtoolError(f"'{path}'", "what 'qtool sensitivity' wrote", str(error), "delete it") from error
     return dict(result)
 

@@ -81,8 +81,10 @@ def _version(package: str) -> str:
 
 def _known(folder: Path, key: Mapping[str, Any], model: QuantizedModel) -> dict[str, Any] | None:
     """What an earlier export into ``folder`` found for this key; None, too, where that cannot be made sense of."""
+    from qtool.exporting.groups import blocks
+
     account = (earlier(folder, "export") or {"metrics": {}})["metrics"].get("tuning")
-    names = {unit.name for unit in model.plan.units}
+    names = {name for block in blocks(model.graph, model.plan) for name in block.units}  # moves among them
     try:
         same = account is not None and account["key"] == dict(key)
         whole = same and all(names.issuperset(g["units"]) and g.keys() >= TOLD for g in account["groups"])

@@ -107,6 +107,19 @@ def test_all_products_are_never_taken(gated: Gated, tmp_path: Path) -> None:
     assert race.raced == []
 
 
+def test_groups_that_hold_all_products_together_are_not_taken_together(
+    gated: Gated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    units = tuple(unit.name for unit in gated[0].plan.integer_units)
+    groups = [tuning.Group("front", units[:2], 1.0), tuning.Group("back", units[2:], 0.9)]
+    monkeypatch.setattr(tuning, "candidates", lambda *_: groups)
+    race = Race(1.2, 1.1)
+    model, account = tune(gated, tmp_path, race, {})
+    assert race.raced == [["int8", "0", "1"]]
+    assert tuple(unit.name for unit in model.plan.float_units) == units[:2]
+    assert "no other product" in account["groups"][1]["reason"]
+
+
 def test_what_cannot_be_tuned_is_refused(gated: Gated) -> None:
     with pytest.raises(UsageError, match="'ort-cpu' or 'openvino'"):
         tuning.check(QuantizedModel(gated[0].graph, Plan("tensorrt"), gated[1], gated[0].float_graph))

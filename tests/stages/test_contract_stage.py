@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import qtool
 from qtool import cli
-from qtool.artifacts import has_result, read_result
+from qtool.artifacts import alone, has_result, read_result
 from qtool.errors import ContractError, QtoolError, UsageError
 from qtool.quantization import search
 from qtool.quantization.capture import capture
@@ -51,6 +51,18 @@ def trained_once(tmp_path_factory: pytest.TempPathFactory, small_recipe: Path, h
 @pytest.fixture
 def trained(tmp_path: Path, trained_once: Path) -> Path:
     return shutil.copytree(trained_once, tmp_path / "run")
+
+
+def test_a_second_search_in_a_run_directory_is_refused_while_the_first_is_at_work(
+    trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qtool.artifacts.WAIT_SECONDS", 0.0)
+    with (
+        alone(trained / "checkpoints", "quantize"),
+        pytest.raises(QtoolError, match="one 'qtool quantize' at a time; got another at work"),
+    ):
+        qtool.quantize(trained, max_drop=5.0, method="ptq", **QUICK)
+    assert not (trained / "search").exists()
 
 
 def test_a_contract_that_is_kept(trained: Path) -> None:

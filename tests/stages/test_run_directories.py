@@ -306,6 +306,14 @@ def test_a_place_that_cannot_hold_a_folder_is_refused_before_any_work(
     assert file.read_text() == "mine"
 
 
+def test_a_link_to_nothing_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "run").symlink_to(tmp_path / "away" / "run")
+    with pytest.raises(UsageError, match="run', which is a link to nothing; name another folder"):
+        qtool.export(plain_net(), out=tmp_path / "run", example_inputs=())
+    with pytest.raises(UsageError, match="run', which is a link to nothing; name another folder"):
+        qtool.export(plain_net(), out=tmp_path / "run" / "deeper", example_inputs=())
+
+
 @pytest.mark.parametrize("stage", ["quantize", "sensitivity"])
 def test_a_run_directory_that_cannot_be_written_is_refused_before_any_work(
     tmp_path: Path, small_net: str, small_data: str, stage: str, monkeypatch: pytest.MonkeyPatch

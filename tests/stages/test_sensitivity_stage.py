@@ -110,6 +110,17 @@ def test_a_damaged_file_is_named(text: str, trained: Path) -> None:
         qtool.sensitivity(trained, **OPTIONS)
 
 
+def test_a_file_that_may_not_be_read_is_not_to_be_deleted(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from qtool.stages.sensitivity import read_sensitivity
+
+    def refuse(path: Path, **_: object) -> str:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    with pytest.raises(QtoolError, match="got Permission denied; check the path and its permissions"):
+        read_sensitivity(trained / "sensitivity.json")
+
+
 def test_wrong_numbers_and_places_are_usage_errors(trained: Path) -> None:
     with pytest.raises(UsageError, match="argument 'samples': expected at least 1"):
         qtool.sensitivity(trained, samples=0)

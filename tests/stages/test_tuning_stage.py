@@ -49,6 +49,27 @@ def test_tuning_is_measured_once(
     assert "Tuning: 1 of 1 groups run in float" in str(next(coverage(gather(tmp_path))))
 
 
+def test_a_group_with_moves_in_it_is_measured_once(
+    tmp_path: Path, small_net: str, small_data: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from qtool.exporting import groups
+    from qtool.exporting import tuning as decides
+
+    def last(found: list[groups.Block], *_: object) -> list[groups.Group]:
+        """From a flattening, which is no unit of the plan, to the last layer."""
+        at = next(at for at, block in enumerate(found) if "move" in block.kinds)
+        return [groups.Group("last", tuple(name for block in found[at:] for name in block.units), 1e-3)]
+
+    qtool.quantize(small_net, small_data, out=tmp_path, calibration="train:64", ranges="minmax", algorithms=None)
+    monkeypatch.setattr(decides, "candidates", last)
+    raced = {"int8": {"speedup": 1.0, "speedup_ci95": None}, "0": {"speedup": 1.2, "speedup_ci95": [1.1, 1.3]}}
+    monkeypatch.setattr(tuning, "race_of", lambda *_: lambda files: raced)
+    first = qtool.export(tmp_path, tune=True, gates=False).tuning
+    assert first is not None
+    assert first["groups"][0]["in_float"]
+    assert qtool.export(tmp_path, tune=True, gates=False).tuning == first | {"cached": True}
+
+
 @pytest.mark.parametrize(
     "damage",
     [
