@@ -126,7 +126,7 @@ def _files(path: Path) -> list[Path]:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")  # a mark of the order of bytes is no part of the text
     except (OSError, UnicodeDecodeError) as error:
         raise QtoolError(f"data '{path}'", "a readable text in UTF-8", one_line(error), "convert the file") from error
 
@@ -157,17 +157,22 @@ class _Tokenizer:
     def __init__(self, path: Path) -> None:
         if not path.is_file():
             raise absent(path)
-        library = imported("tokenizers", f"tokenizer '{path}'", "qtool[text]")
+        self.where = f"tokenizer '{path}'"
+        library = imported("tokenizers", self.where, "qtool[text]")
         try:
             self.inner = library.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises a bare Exception
             raise QtoolError(
-                f"tokenizer '{path}'", "a tokenizer.json", one_line(error)[:200], "save it with tokenizer.save()"
+                self.where, "a tokenizer.json", one_line(error)[:200], "save it with tokenizer.save()"
             ) from error
         known = self.inner.get_vocab()
         self.size = max(known.values()) + 1
         self.end = next((known[word] for word in _ENDS if word in known), None)
 
     def encode(self, text: str) -> Sequence[int]:
-        ids: list[int] = self.inner.encode(text, add_special_tokens=False).ids
+        try:
+            ids: list[int] = self.inner.encode(text, add_special_tokens=False).ids
+        except Exception as error:  # the library raises a bare Exception here, too
+            do = "train it on such text, or give it a token for what it does not know"
+            raise QtoolError(self.where, "tokens for all of the text", one_line(error)[:200], do) from error
         return ids

@@ -311,6 +311,7 @@ def build():
     ("options", "told"),
     [
         ({"quantize": {"overrides": {"frist.*": "float"}}}, "overrides: expected patterns that match a .*; got frist"),
+        ({"qat": {"distill_features": ["frist"]}}, "--distill-features: expected a module of the model; got 'frist'"),
         ({"quantize": {"dynamic_axes": [7]}}, "--dynamic-axes: expected axes of the inputs .*; got axis 7"),
         ({"quantize": {"activation_bits": 4}, "variants": ["qat"]}, "export: expected .* 8 bits; got fewer"),
         ({"quantize": {"max_drop": 1.0, "metric": "f1"}}, "--metric: expected a metric of task 'classification'; got"),

@@ -168,6 +168,11 @@ def test_the_smallest_micro_batch_of_all_processes_is_known_from_sizes(batch, mi
             assert step.smallest(total) == min(found), total
 
 
+def test_an_index_that_no_table_has_a_row_for_is_told_as_such():
+    with pytest.raises(QtoolError, match=r"IndexError.*; give indices .* no longer than its positions .*text:FILE:L"):
+        answer(nn.Embedding(4, 2), torch.tensor([[1, 4]]))
+
+
 def test_a_single_sample_that_batch_norm_does_not_take_is_told_as_such():
     model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))
     with pytest.raises(QtoolError, match=r"--batch-size, .* that leave every micro-batch of every process two samples"):

@@ -54,6 +54,19 @@ def test_a_tokenizer_file_gives_the_tokens(tmp_path: Path) -> None:
         load_data(f"text:{tmp_path}:3:{tmp_path / 'tok.json'}")
 
 
+def test_what_a_tokenizer_has_no_token_for_is_told(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="?")).save(str(tmp_path / "tok.json"))
+    (tmp_path / "t.txt").write_text("a b c")
+    with pytest.raises(QtoolError, match=r"tok\.json': expected tokens for all of the text; got .*WordLevel"):
+        load_data(f"text:{tmp_path / 't.txt'}:3:{tmp_path / 'tok.json'}")
+
+
+def test_a_mark_of_the_order_of_bytes_is_no_part_of_the_text(tmp_path: Path) -> None:
+    (tmp_path / "t.txt").write_text("some words", encoding="utf-8-sig")
+    assert bytes(read_text(f"{tmp_path / 't.txt'}:2").parts["train"].stream.tolist()) == b"some words"
+
+
 def test_the_identity_follows_text_and_length(tmp_path: Path) -> None:
     (tmp_path / "t.txt").write_text("some words " * 9)
     first, again, other = (load_data(f"text:{tmp_path / 't.txt'}:{n}").identity for n in (8, 8, 9))

@@ -24,7 +24,8 @@ FAR_DB = 20.0
 NO_VNNI = "this CPU has no VNNI, without which integers gain little"
 SLOW_SUMS = (
     "this CPU has no VNNI, and adds products of 8-bit weights without saturating only in slower kernels: quantize with "
-    "'pairs' among the algorithms or --weight-bits 7, whose sums are exact in the quick ones"
+    "'pairs' among the algorithms or, where an output layer shares an embedding table, which 'pairs' leaves as it is, "
+    "--weight-bits 7, whose sums are exact in the quick ones"
 )
 _FORMATS = {
     "FLOAT": "float32", "FLOAT16": "float16", "BFLOAT16": "bfloat16", "DOUBLE": "float64", "INT16": "int16",

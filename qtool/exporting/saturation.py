@@ -42,7 +42,8 @@ IN_OPENVINO = (
 )
 AS_ASKED = (
     f", and none in a session with {EXACT_SUMS}=1, as the file's metadata asks and qtool opens it there; files "
-    "made with 'pairs' among the algorithms or --weight-bits 7 need no option, and are faster there"
+    "made with 'pairs' among the algorithms (where no layer shares an embedding table) or --weight-bits 7 need no "
+    "option, and are faster there"
 )
 
 

@@ -4,7 +4,9 @@ The aim of quantization is the model that was trained, not another one that scor
 outputs say what that model answers for every sample, with more to learn from than one label: for rows of
 two logits or more the loss is ``KL(softmax(teacher) ‖ softmax(student))``, for any other output the mean squared error;
 whole numbers have no part in it. Rows with a target for each of their numbers (a regression, several labels at once)
-are no logits: what is added to all of a row changes them, and no softmax.
+are no logits: what is added to all of a row changes them, and no softmax. Logits of tokens or pixels, which targets
+tell of the first output alone (the states of an encoder can be of the same shape), count by their mean over those
+positions of a sample that have a target: what is computed for padding is nobody's aim.
 
 Where asked, values inside are compared too (FitNets, arXiv 1412.6550): what leaves a module in both networks, by the
 squared error relative to the teacher's mean square, so that every value counts alike. That is the calibration samples',
@@ -28,7 +30,7 @@ from torch.fx import GraphModule, Node
 
 from qtool.captured import call_captured
 from qtool.errors import UsageError, nearest
-from qtool.evaluate import class_axis, divergence, error_of
+from qtool.evaluate import class_axis, counted, divergence, error_of
 from qtool.nested import micro_batches, per_sample, tensors, to_float32
 from qtool.quantization.calibrate import MICRO_BATCH
 from qtool.quantization.capture import aten, owner
@@ -67,8 +69,8 @@ def towards(teacher: nn.Module, taps: Pairs = (), squares: Sequence[float] = ())
         with torch.no_grad():
             wanted = to_float32(call_captured(teacher, value))
         given = to_float32(answer(model, value))
-        pairs = zip(tensors(wanted), tensors(given), strict=True)
-        parts = [_distance(w, g, target) for w, g in pairs if w.is_floating_point()]
+        pairs = enumerate(zip(tensors(wanted), tensors(given), strict=True))
+        parts = [_distance(w, g, target, first=i == 0) for i, (w, g) in pairs if w.is_floating_point()]
         if not parts:
             raise UsageError(
                 "--distill", "a model that gives floating point numbers", "whole numbers alone",
@@ -81,11 +83,17 @@ def towards(teacher: nn.Module, taps: Pairs = (), squares: Sequence[float] = ())
     return loss
 
 
-def _distance(wanted: Tensor, given: Tensor, target: Any) -> Tensor:
-    """The distance summed over the batch."""
-    if wanted.dim() == 2 and class_axis(wanted, target) is not None:
-        return divergence(wanted, given).sum()
-    return per_sample(error_of(wanted, given)).square().mean(1).sum()
+def _distance(wanted: Tensor, given: Tensor, target: Any, *, first: bool) -> Tensor:
+    """The distance summed over the batch; ``first`` of the outputs is what targets of several positions are of."""
+    axis = class_axis(wanted, target) if first or wanted.dim() == 2 else None
+    if axis is None:
+        return per_sample(error_of(wanted, given)).square().mean(1).sum()
+    rows = per_sample(divergence(wanted.movedim(axis, -1), given.movedim(axis, -1)))
+    keep = counted(target, wanted, axis) if wanted.dim() > 2 else None
+    if keep is None:
+        return rows.mean(1).sum()
+    keep = per_sample(keep).to(rows.device)
+    return (torch.where(keep, rows, 0.0).sum(1) / keep.sum(1).clamp(min=1)).sum()
 
 
 def _squared(wanted: Tensor, given: Tensor) -> Tensor:

@@ -31,6 +31,7 @@ from qtool.quantization.algorithms.subject import Report, silent
 from qtool.quantization.calibrate import calibrate, choose_ranges, require_reached, restore_ranges
 from qtool.quantization.capture import capture, copied
 from qtool.quantization.common_steps import share_steps
+from qtool.quantization.distillation import tapped
 from qtool.quantization.float_form import FloatForms, simplify, spell_for
 from qtool.quantization.gains import Gains, channel_gains
 from qtool.quantization.integers import finish
@@ -156,13 +157,18 @@ def convert(
     return Converted(graph, prepared.placement, float_graph, passes.reference, ranges, notes)
 
 
-def rehearse(model: nn.Module, config: QuantizeConfig, *, example: Any, forms: FloatForms) -> Plan:
+def rehearse(model: nn.Module, config: QuantizeConfig, tuning: QatConfig, *, example: Any, forms: FloatForms) -> Plan:
     """The plan for ``model``, after what :func:`quantize` does, and may raise, before it calibrates.
 
     No weight is looked at: a training is still to make it.
     """
     plain = dataclasses.replace(config, algorithms=None, effort=None, ranges="minmax")
-    return _prepare(model, forms(plain, example), plain, example, Passes(plain, ())).placement.plan()
+    teacher = forms(plain, example)
+    prepared = _prepare(model, teacher, plain, example, Passes(plain, ()))
+    if config.mode == "qat":
+        with tapped(teacher, prepared.graph, tuning.distill_features or ()):
+            pass
+    return prepared.placement.plan()
 
 
 def require_together(config: QuantizeConfig, tuning: QatConfig | None) -> None:

@@ -102,6 +102,37 @@ def test_rows_with_a_target_for_each_number_have_a_squared_error() -> None:
     assert not torch.isclose(classes, apart)
 
 
+@pytest.mark.parametrize(("make", "axis"), [(lambda: nn.Linear(3, 5), 2), (lambda: nn.Conv1d(4, 5, 1), 1)])
+def test_logits_of_several_positions_diverge_where_there_are_targets(make: Any, axis: int) -> None:
+    """Tokens (N×T×C) and places (N×C×T): what is added to all classes of one is no error, padding is nobody's aim."""
+    teacher, student, x = make(), make(), torch.randn(2, 4, 3)
+    p, q = (net(x).movedim(axis, -1).softmax(-1) for net in (teacher, student))
+    target = torch.zeros(p.shape[:2], dtype=torch.int64)
+    target[1, 1:] = -100
+    each = (p * (p / q).log()).sum(-1)
+    total, count = towards(teacher)(student, x, target)
+    torch.testing.assert_close(total, each[0].mean() + each[1, 0])
+    assert count == 2
+    nowhere = towards(teacher)(student, x, torch.full_like(target, -100))[0]
+    assert nowhere == 0
+    parts = [towards(teacher)(student, x[i : i + 1], target[i : i + 1])[0] for i in range(2)]
+    torch.testing.assert_close(total, torch.stack(parts).sum())
+    behind = [Twice(net) for net in (teacher, student)]
+    apart = (teacher(x) - student(x)).square().mean((1, 2)).sum()
+    torch.testing.assert_close(towards(behind[0])(behind[1], x, target)[0], total + apart)
+
+
+class Twice(nn.Module):
+    """Logits, and what has their shape and is no logits, as an encoder's states may."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return (y := self.layer(x)), y
+
+
 class Classes(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.argmax(1)
