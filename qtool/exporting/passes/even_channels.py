@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -153,12 +153,11 @@ def _widen(model: ir.Model, channels: Channels, added: Mapping[int, int]) -> int
         if node.op_type != "Conv" or read is None or wider.keys().isdisjoint((read, given)):
             continue
         changed += 1
-        if is_depthwise(node):
+        if depthwise := is_depthwise(node):
             node.attributes["group"] = ir.AttrInt64("group", len(wider[read]))
-        elif read in wider:
-            _spread(model, node, 1, 1, wider[read])
-        for index in range(1, len(node.inputs)) if given in wider else ():
-            _spread(model, node, index, 0, wider[given])
+        _spread(model, node, 1, [wider.get(given), None if depthwise else wider.get(read)])
+        if len(node.inputs) > 2 and given in wider:
+            _spread(model, node, 2, [wider[given]])
     own = {}
     for value, places in wider.items():
         value.shape = ir.Shape([shape_of(value)[0], len(places), *shape_of(value)[2:]])
@@ -186,29 +185,32 @@ def _runs(places: Numbers) -> list[tuple[int, int]]:
     return [(int(run[0]), len(run)) for run in np.split(own, np.flatnonzero(np.diff(own) > 1) + 1)]
 
 
-def _spread(model: ir.Model, node: ir.Node, index: int, axis: int, places: Numbers) -> None:
-    """Gives a convolution's weight or bias zeros along an axis; new output channels have the scale before them."""
+def _spread(model: ir.Model, node: ir.Node, index: int, places: Sequence[Numbers | None]) -> None:
+    """Gives a convolution's weight or bias zeros, by axis; new output channels have the scale of those before them."""
     value = node.inputs[index]
     if value is None:
         return
     source = value.producer()
     if source is None:
-        node.replace_input_with(index, _longer(model, value, f"{value.name}/even", axis, places))
+        node.replace_input_with(index, _longer(model, value, f"{value.name}/{node.name}/even", places))
         return
     stored, *factors = source.inputs
     assert stored is not None
     base = f"{stored.name}/{node.name or node.outputs[0].name}/even"
-    inputs = [_longer(model, stored, base, axis, places)]
+    inputs = [_longer(model, stored, base, places)]
+    last = None if places[0] is None else np.maximum.accumulate(places[0])
     for place, factor in enumerate(factors):
-        longer = axis == 0 and factor is not None and not is_single(factor)
-        last = np.maximum.accumulate(places)
-        inputs.append(_longer(model, factor, f"{base}/{place}", 0, last) if longer and factor else factor)
-    dequantized(model, node, index, inputs, f"{value.name}/even")
+        longer = last is not None and factor is not None and not is_single(factor)
+        inputs.append(_longer(model, factor, f"{base}/{place}", [last]) if longer and factor else factor)
+    dequantized(model, node, index, inputs, f"{base}/dequantized")
 
 
-def _longer(model: ir.Model, value: ir.Value, name: str, axis: int, places: Numbers) -> ir.Value:
-    """A new constant: of ``value``, along ``axis``, the entries at ``places``, and zeros at -1."""
+def _longer(model: ir.Model, value: ir.Value, name: str, places: Sequence[Numbers | None]) -> ir.Value:
+    """A new constant: of ``value``, along each axis, the entries at ``places``, zeros at -1; all where it says none."""
     assert value.const_value is not None
-    numbers = value.const_value.numpy().take(np.maximum(places, 0), axis)
-    np.moveaxis(numbers, axis, 0)[places < 0] = 0
+    numbers = value.const_value.numpy()
+    for axis, chosen in enumerate(places):
+        if chosen is not None:
+            numbers = numbers.take(np.maximum(chosen, 0), axis)
+            np.moveaxis(numbers, axis, 0)[chosen < 0] = 0
     return constant(model, name, numbers)
