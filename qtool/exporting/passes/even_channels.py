@@ -190,19 +190,19 @@ def _spread(model: ir.Model, node: ir.Node, index: int, places: Sequence[Numbers
     value = node.inputs[index]
     if value is None:
         return
+    base = f"{node.name or node.outputs[0].name}/even/{index}"
     source = value.producer()
     if source is None:
-        node.replace_input_with(index, _longer(model, value, f"{value.name}/{node.name}/even", places))
+        node.replace_input_with(index, _longer(model, value, base, places))
         return
     stored, *factors = source.inputs
     assert stored is not None
-    base = f"{stored.name}/{node.name or node.outputs[0].name}/even"
     inputs = [_longer(model, stored, base, places)]
     last = None if places[0] is None else np.maximum.accumulate(places[0])
     for place, factor in enumerate(factors):
         longer = last is not None and factor is not None and not is_single(factor)
         inputs.append(_longer(model, factor, f"{base}/{place}", [last]) if longer and factor else factor)
-    dequantized(model, node, index, inputs, f"{base}/dequantized")
+    dequantized(model, node, index, inputs, f"{base}/float")
 
 
 def _longer(model: ir.Model, value: ir.Value, name: str, places: Sequence[Numbers | None]) -> ir.Value:

@@ -65,10 +65,8 @@ def test_the_file_holds_the_graphs_integers_two_to_a_byte_and_passes_its_gates(t
     checked = below = 0
     for node in quantized.graph.graph.nodes:
         if node.target in WEIGHTED and node.args[1].args[4] == -8:
-            name = f"{node.meta['custom']['unit']}/weight"
-            tensor = stored.get(name) or next(
-                t for n, t in stored.items() if n.startswith(name) and n.endswith("/even")
-            )
+            unit = node.meta["custom"]["unit"]
+            tensor = stored.get(f"{unit}/weight") or stored[f"{unit}/even/1"]
             integers, scales = (parameter(quantized.graph, node.args[1].args[i]) for i in (0, 1))
             below += int((scales < 0).sum())
             integers = integers.numpy()

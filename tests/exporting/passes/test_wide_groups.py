@@ -98,3 +98,17 @@ def test_a_small_file_may_grow_by_two_kilobytes(outputs: int, groups: int) -> No
     assert groups_of(rewritten) == groups
     before, after = (sum(np.prod(t.dims) for t in m.graph.initializer) for m in (model, rewritten))
     assert after - before <= 2048
+
+
+def test_the_budget_goes_to_what_saves_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two layers of narrow groups share what wide ones, which come first, would take to no avail."""
+    monkeypatch.setattr(wide_groups, "FEW", 0)
+    b = Builder()
+    y = b.pair(b.input("x", ["n", 64, 20, 20]), 0.03, 110)
+    for groups in (4, 32, 32):
+        made = b.op("Conv", y, b.weight(64, 64 // groups, 3, 3), b.bias(0.03), group=groups, pads=[1] * 4)
+        y = b.pair(made, 0.03, 121)
+    other = b.op("Conv", y, b.weight(6500, 64, 1, 1), b.bias(0.03))
+    rewritten = applied(b.model(b.pair(other, 0.2, 120)))[1]
+    found = [a.i for node in rewritten.graph.node for a in node.attribute if a.name == "group"]
+    assert found == [4, 8, 8]
