@@ -1,4 +1,4 @@
-"""Which channels of a file's tensors are the same: what may be added to one of them has to be added to all.
+"""Which channels of a file's images are the same: what may be added to one of them has to be added to all.
 
 Channels run from the convolutions that make them, through whatever works channel by channel (depthwise convolutions,
 activations, pools, gates, sums) and concatenations, to the convolutions that read them. Two channels are one where an
@@ -62,10 +62,10 @@ class Channels:
         return [[block for block, own in enumerate(group) if own == first] for first in sorted(set(group))]
 
     def _new(self, value: ir.Value | None) -> Numbers | None:
-        """The channels of a tensor, new ones where nothing was said of it yet; None where their number is open."""
-        if value is None:
+        """The channels of a tensor, new ones where nothing was said of it yet; None of others than images."""
+        if value is None or len(shape_of(value)) != 4:
             return None
-        size = size_of(value, 1)
+        size = shape_of(value)[1]
         if value not in self._of and isinstance(size, int):
             self._of[value] = np.arange(self._count, self._count + size)
             self._count += size
@@ -80,9 +80,8 @@ class Channels:
         if node.op_type == "Conv" and all(map(_is_stored, node.inputs[1:])):
             if is_depthwise(node) and self._give(given, self._new(node.inputs[0])):
                 return self.readers.append(node)
-            if node.attributes.get_int("group", 1) == 1:
-                self._new(node.inputs[0])
-                self._new(given)
+            ends = [self._new(value) for value in (node.inputs[0], given)]
+            if node.attributes.get_int("group", 1) == 1 and all(found is not None for found in ends):
                 return self.readers.append(node)
         elif node.op_type in CHANNELWISE and _is_alike(node, read):
             first, *others = [self._new(value) for value in read]
@@ -97,7 +96,7 @@ class Channels:
 
     def _give(self, value: ir.Value, channels: Numbers | None) -> bool:
         """Says what the channels of a node's result are; whether they can be that."""
-        if channels is None or size_of(value, 1) != len(channels):
+        if channels is None or shape_of(value)[1:2] != [len(channels)]:
             return False
         self._of[value] = channels
         return True
@@ -144,7 +143,7 @@ def is_depthwise(node: ir.Node) -> bool:
 
 def _is_alike(node: ir.Node, read: Sequence[ir.Value]) -> bool:
     """Whether all that a node reads and its one result have the same number of channels and axes, none is stored."""
-    kinds = {(len(shape_of(value)), size_of(value, 1)) for value in (*read, *node.outputs)}
+    kinds = {(len(shape_of(value)), *shape_of(value)[1:2]) for value in (*read, *node.outputs)}
     return len(kinds) == 1 and len(node.outputs) == 1 and not any(map(_is_constant, read))
 
 
@@ -182,9 +181,3 @@ def _is_stored(value: ir.Value | None) -> bool:
 def shape_of(value: ir.Value | None) -> list[int | ir.SymbolicDim]:
     """The sizes of a tensor; none where they are not known."""
     return list(value.shape) if value is not None and value.shape is not None else []
-
-
-def size_of(value: ir.Value, axis: int) -> int | ir.SymbolicDim | None:
-    """One of the sizes of a tensor; None where it has no such axis or it is not known."""
-    shape = shape_of(value)
-    return shape[axis] if len(shape) > axis else None
