@@ -28,7 +28,7 @@ import onnx_ir as ir
 
 from qtool.exporting.channels import Channels, Numbers, is_depthwise, is_single, shape_of
 from qtool.exporting.passes.biases import drop_unused
-from qtool.exporting.passes.parts import MOST_GROWTH, constant, dequantized, num_stored
+from qtool.exporting.passes.parts import MOST_GROWTH, constant, dequantized, room
 
 VECTOR = 16
 FILLS = (VECTOR // 2, VECTOR)
@@ -44,7 +44,7 @@ FREE = ("QuantizeLinear", "DequantizeLinear", "Relu", "Clip", "Identity")
 def apply(model: ir.Model) -> int:
     """Rewrites in place; returns how many convolutions read or make more channels now."""
     channels = Channels(model.graph)
-    left = max(MOST_GROWTH * num_stored(model), FEW)
+    left = max(room(model, MOST_GROWTH), FEW)
     added: dict[int, int] = {}
     for offers in sorted(_offers(channels), key=lambda offers: -offers[0].saved / offers[0].growth):
         for offer in offers:
@@ -67,7 +67,7 @@ def own_channels(model: onnx.ModelProto) -> dict[str, list[int]]:
 
 @dataclass(frozen=True)
 class _Offer:
-    """How many channels may be added to which blocks, what reads or gives them, and what that saves and takes."""
+    """How many channels may be added to which blocks, what reads or gives them, and the time and bytes of that."""
 
     added: dict[int, int]
     readers: list[ir.Node]
@@ -106,11 +106,11 @@ def _num(channels: Channels, value: ir.Value | None, added: Mapping[int, int]) -
 
 
 def _growth(channels: Channels, nodes: list[ir.Node], before: Mapping[int, int], after: Mapping[int, int]) -> int:
-    """How many numbers the weights, biases and scales of convolutions have more."""
+    """How many bytes the weights, biases and scales of convolutions have more."""
 
     def numel(node: ir.Node, added: Mapping[int, int]) -> int:
         inputs = 1 if is_depthwise(node) else _num(channels, node.inputs[0], added)
-        return (inputs * _taps(node) + 2) * _num(channels, node.outputs[0], added)
+        return (inputs * _taps(node) + 9) * _num(channels, node.outputs[0], added)
 
     return sum(numel(node, after) - numel(node, before) for node in nodes if node.op_type == "Conv")
 

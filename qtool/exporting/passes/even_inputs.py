@@ -20,7 +20,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from qtool.exporting.passes.biases import drop_unused
-from qtool.exporting.passes.parts import MOST_GROWTH, constant, dequantized, integer_taps, num_stored, zeros_of
+from qtool.exporting.passes.parts import MOST_GROWTH, constant, dequantized, integer_taps, room, zeros_of
 
 WORD = 4
 MAX_CHANNELS = 16
@@ -30,7 +30,7 @@ MIN_OUTPUTS = 16
 
 def apply(model: ir.Model) -> int:
     """Rewrites in place; returns how many convolutions read more channels now."""
-    left = MOST_GROWTH * num_stored(model)
+    left = room(model, MOST_GROWTH)
     changed = 0
     for node in list(model.graph):
         taps = _suitable(node)

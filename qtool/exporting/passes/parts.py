@@ -13,8 +13,9 @@ from qtool.exporting.passes.names import DEQUANTIZE, WEIGHTED
 
 MOVES = ("Reshape", "Transpose", "Gather", "Slice", "Split", "Squeeze", "Unsqueeze", "Flatten", "Expand")
 """Operators that give the numbers that they read, elsewhere, and compute none."""
-MOST_GROWTH = 0.02
-"""How much of a file's constants a pass may add in zeros."""
+MOST_GROWTH, MOST_IN_ALL = 0.02, 0.045
+"""How much of a file's constants a pass may add in zeros, and all of them: the size gate lets 5 % by."""
+_AT_FIRST = "qtool.num_stored"
 
 
 def between_integers(node: ir.Node, inputs: int = 1) -> bool:
@@ -28,10 +29,12 @@ def between_integers(node: ir.Node, inputs: int = 1) -> bool:
     )
 
 
-def num_stored(model: ir.Model) -> int:
-    """How many numbers the constants of a file hold."""
+def room(model: ir.Model, share: float = MOST_GROWTH) -> float:
+    """How many numbers a pass may add to a file's constants, whose number before the first of them is kept."""
     values = model.graph.initializers.values()
-    return sum(value.const_value.size for value in values if value.const_value is not None)
+    stored = sum(value.const_value.size for value in values if value.const_value is not None)
+    first: int = model.meta.setdefault(_AT_FIRST, stored)
+    return float(min(share * first, max(share, MOST_IN_ALL) * first - (stored - first)))
 
 
 def layer_unit(layer: ir.Node) -> str | None:

@@ -24,7 +24,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from qtool.exporting.passes.biases import drop_unused
-from qtool.exporting.passes.parts import MOST_GROWTH, constant, dequantized, integer_taps, num_stored
+from qtool.exporting.passes.parts import MOST_GROWTH, constant, dequantized, integer_taps, room
 
 WIDTH = 32
 FEW = 2048
@@ -33,7 +33,7 @@ FEW = 2048
 
 def apply(model: ir.Model) -> int:
     """Rewrites in place; returns how many convolutions have fewer groups now."""
-    left = max(MOST_GROWTH * num_stored(model), FEW)
+    left = max(room(model, MOST_GROWTH), FEW)
     layers = [_Layer(node, taps) for node in model.graph if (taps := _grouped_weight(node)) is not None]
     while steps := [step for layer in layers for step in layer.steps(left)]:
         layer, merged, growth = max(steps, key=lambda step: step[0].saved(step[1]) / step[2])

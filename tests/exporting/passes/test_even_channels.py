@@ -71,7 +71,7 @@ def layers(b: Builder, y: str, inputs: int, outputs: int, kernel: int = 1, *, de
     return b.pair(b.op("Relu", made), 0.05, 0)
 
 
-def ghost(channels: int, *, add: bool = True, rest: int = 4096) -> onnx.ModelProto:
+def ghost(channels: int, *, add: bool = True, rest: int = 16384) -> onnx.ModelProto:
     """GhostNet's module: half of the channels made by a convolution, half of these by a depthwise one, side by side."""
     b = Builder()
     x = b.input("x", ["n", 8, 9, 9])
