@@ -119,11 +119,10 @@ def _time(channels: Channels, node: ir.Node, added: Mapping[int, int]) -> float:
     """About how long an operator takes over one image, in nanoseconds; where its size is open, over one place of it."""
     if node.op_type in FREE:
         return 0.0
-    largest = max(node.inputs[0], node.outputs[0], key=_num_places) if node.inputs[0] is not None else node.outputs[0]
-    places, outputs = _num_places(largest), _num(channels, node.outputs[0], added)
+    places, outputs = _num_places(node.outputs[0]), _num(channels, node.outputs[0], added)
     if node.op_type != "Conv":
-        return 0.3 * places * outputs
-    places, (whole, rest) = _num_places(node.outputs[0]), divmod(outputs, VECTOR)
+        return 0.3 * outputs * max(_num_places(value) for value in (*node.inputs, *node.outputs) if value is not None)
+    whole, rest = divmod(outputs, VECTOR)
     if is_depthwise(node):
         return places * _taps(node) * (0.7 * whole + 0.9 * rest)
     products = _taps(node) * _num(channels, node.inputs[0], added)
@@ -142,11 +141,10 @@ def _taps(conv: ir.Node) -> int:
 
 
 def _widen(model: ir.Model, channels: Channels, added: Mapping[int, int]) -> int:
+    """Adds channels to blocks, notes where tensors have them in between, and returns how many convolutions changed."""
     wider = {
-        value: _places(channels, row, added)
-        for value, row in channels.rows.items()
-        if not added.keys().isdisjoint(row)
-    }  # fmt: skip
+        value: _places(channels, row, added) for value, row in channels.rows.items() if not added.keys().isdisjoint(row)
+    }
     changed = 0
     for node in channels.readers:
         read, given = node.inputs[0], node.outputs[0]
