@@ -2,7 +2,7 @@
 
 ``qtool.exporting.tuning`` decides; it is handed here what it measures with: the profile of a session, and the
 benchmark's interleaved rounds over one process a file. What it found is kept in ``export.json`` under a key of
-the untuned file, the CPU, the runtime's version, threads and batch size, and used again where all are the same.
+the untuned file, the CPU, the runtime's version, threads, batch size and time, and used again where all are the same.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _key(path: Path, config: ExportConfig, provider: str) -> dict[str, Any]:
     package = "openvino" if provider == "openvino" else "onnxruntime"
     return {
         "file_sha256": sha256_of(path), "cpu": cpu_info()["name"], "runtime": f"{package} {_version(package)}",
-        "threads": config.tune_threads, "batch_size": config.tune_batch_size,
+        "threads": config.tune_threads, "batch_size": config.tune_batch_size, "seconds": config.tune_seconds,
     }  # fmt: skip
 
 

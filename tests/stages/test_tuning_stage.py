@@ -68,6 +68,9 @@ def test_a_group_with_moves_in_it_is_measured_once(
     assert first is not None
     assert first["groups"][0]["in_float"]
     assert qtool.export(tmp_path, tune=True, gates=False).tuning == first | {"cached": True}
+    longer = qtool.export(tmp_path, tune=True, tune_seconds=60.0, gates=False).tuning
+    assert longer is not None
+    assert not longer["cached"]
 
 
 @pytest.mark.parametrize(
