@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from qtool.exporting.passes.parts import zeros_of
+from qtool.exporting.passes.parts import shape_of, zeros_of
 
 CHANNELWISE = (
     "QuantizeLinear", "DequantizeLinear", "Relu", "LeakyRelu", "Elu", "Clip", "HardSigmoid", "HardSwish", "Sigmoid",
@@ -176,8 +176,3 @@ def _is_stored(value: ir.Value | None) -> bool:
             return False
     stored = _stored(value)
     return stored is not None and stored.dtype in PLAIN
-
-
-def shape_of(value: ir.Value | None) -> list[int | ir.SymbolicDim]:
-    """The sizes of a tensor; none where they are not known."""
-    return list(value.shape) if value is not None and value.shape is not None else []

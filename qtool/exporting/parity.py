@@ -124,8 +124,8 @@ def unit_parity(quantized: QuantizedModel, path: Path, samples: Sequence[Any], o
             try:
                 recorded, output = recorder.record(batch)
                 integers, ties = (list(compress(parts, kept)) for parts in (recorded, recorder.ties))
-                placed = {n: _placed(v, places.get(n), shapes.get(n)) for n, v in zip(names, integers, strict=True)}
-                fed = {f"{name}/fed": _as_shape(value, shapes.get(name)) for name, value in placed.items()}
+                named_parts = zip(names, integers, strict=True)
+                fed = {f"{n}/fed": _as_shape(value, shapes.get(n), places.get(n)) for n, value in named_parts}
                 wanted = {info.name for info in session.inputs}
                 for node, (_, place) in chosen.items():
                     fed[f"{place}/fed"] = _as_shape(recorder.chosen[node][1].numpy(), shapes.get(place))
@@ -285,19 +285,11 @@ def _shapes(model: onnx.ModelProto) -> dict[str, list[int]]:
     }
 
 
-def _placed(value: Array, places: Sequence[int] | None, shape: list[int] | None) -> Array:
-    """``value`` with its channels at ``places`` among those that the file has, zeros between them."""
-    if places is None or shape is None:
-        return value
-    wide = np.zeros((value.shape[0], shape[1], *value.shape[2:]), value.dtype)
-    wide[:, places] = value
-    return wide
-
-
-def _as_shape(value: Array, shape: list[int] | None) -> Array:
+def _as_shape(value: Array, shape: list[int] | None, places: Sequence[int] | None = None) -> Array:
     """``value`` as the file has it: with unit axes that the graph dropped, and the channels that are quantized there.
 
-    A file fills channels up for its kernels, and puts one that holds a single number behind the quantizer.
+    A file fills channels up for its kernels, behind the graph's own or with these at ``places``, and puts one that
+    holds a single number behind the quantizer.
     """
     if shape is None:
         return value
@@ -305,7 +297,11 @@ def _as_shape(value: Array, shape: list[int] | None) -> Array:
     added = shape[1] - value.shape[1] if len(shape) > 1 and shape[1] else 0
     if added < 0:
         return value[:, :added]
-    return np.pad(value, [(0, added if axis == 1 else 0) for axis in range(value.ndim)])
+    if added == 0:
+        return value
+    wide = np.zeros((len(value), shape[1], *value.shape[2:]), value.dtype)
+    wide[:, slice(value.shape[1]) if places is None else places] = value
+    return wide
 
 
 def _shared_channels(expected: Array, got: Array, ties: Array) -> tuple[Array, Array, Array]:

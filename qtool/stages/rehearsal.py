@@ -33,8 +33,10 @@ def rehearse(recipe: Recipe, tell: Callable[[str], None]) -> None:
     example = example_of(source, inputs)
     forms = FloatForms(source.model)
     plans = [
-        rehearse_quantize(source.model, of, recipe.qat, example=example, forms=forms)
-        for of in (dataclasses.replace(config, mode=mode) for mode in recipe.variants or ())
+        rehearse_quantize(
+            source.model, dataclasses.replace(config, mode=mode), recipe.qat, example=example, forms=forms
+        )
+        for mode in recipe.variants or ()
     ]
     graph = forms(config, example)
     rehearse_export(graph, example, plans[0], recipe.export)

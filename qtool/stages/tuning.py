@@ -84,10 +84,11 @@ def _known(folder: Path, key: Mapping[str, Any], model: QuantizedModel) -> dict[
     from qtool.exporting.groups import blocks
 
     account = (earlier(folder, "export") or {"metrics": {}})["metrics"].get("tuning")
-    names = {name for block in blocks(model.graph, model.plan) for name in block.units}  # moves among them
     try:
-        same = account is not None and account["key"] == dict(key)
-        whole = same and all(names.issuperset(g["units"]) and g.keys() >= TOLD for g in account["groups"])
+        if account is None or account["key"] != dict(key):
+            return None
+        names = {name for block in blocks(model.graph, model.plan) for name in block.units}  # moves among them
+        whole = all(names.issuperset(g["units"]) and g.keys() >= TOLD for g in account["groups"])
     except (TypeError, KeyError, AttributeError):
         return None
     return dict(account) if whole else None

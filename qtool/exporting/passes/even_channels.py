@@ -26,9 +26,9 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from qtool.exporting.channels import Channels, Numbers, is_depthwise, is_single, shape_of
+from qtool.exporting.channels import Channels, Numbers, is_depthwise, is_single
 from qtool.exporting.passes.biases import drop_unused
-from qtool.exporting.passes.parts import MOST_GROWTH, constant, dequantized, room
+from qtool.exporting.passes.parts import MOST_GROWTH, constant, dequantized, room, shape_of
 
 VECTOR = 16
 FILLS = (VECTOR // 2, VECTOR)
@@ -83,16 +83,17 @@ def _offers(channels: Channels) -> list[list[_Offer]]:
             for block in channels.rows.get(value, ()) if value is not None else ():
                 readers.setdefault(block, {})[node] = None
     found = []
-    whole = sum(_time(channels, node, {}) for node in channels.readers)
+    times = {node: _time(channels, node, {}) for node in channels.readers}
+    least = LEAST_OF_ALL * sum(times.values())
     for blocks in channels.neighbours():
         touched = list({node: None for block in blocks for node in readers.get(block, ())})
-        before = sum(_time(channels, node, {}) for node in touched)
+        before = sum(times[node] for node in touched)
         offers = []
         for fill in FILLS:
             free = [block for block in blocks if block not in channels.fixed and channels.sizes[block] % fill]
             added = {block: -channels.sizes[block] % fill for block in free}
             saved = before - sum(_time(channels, node, added) for node in touched)
-            if added and saved > max(LEAST_GAIN * before, LEAST_OF_ALL * whole):
+            if added and saved > max(LEAST_GAIN * before, least):
                 offers.append(_Offer(added, touched, saved, _growth(channels, touched, {}, added)))
         if offers:
             found.append(sorted(offers, key=lambda offer: -offer.saved))

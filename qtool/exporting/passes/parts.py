@@ -29,7 +29,7 @@ def between_integers(node: ir.Node, inputs: int = 1) -> bool:
     )
 
 
-def room(model: ir.Model, share: float = MOST_GROWTH) -> float:
+def room(model: ir.Model, share: float) -> float:
     """How many numbers a pass may add to a file's constants, whose number before the first of them is kept."""
     values = model.graph.initializers.values()
     stored = sum(value.const_value.size for value in values if value.const_value is not None)
@@ -50,6 +50,11 @@ def dequantizer_of(node: ir.Node) -> ir.Node | None:
     if source is None or source.op_type != "DequantizeLinear" or source.inputs[0] is None:
         return None
     return source if source.inputs[0].const_value is not None else None
+
+
+def shape_of(value: ir.Value | None) -> list[int | ir.SymbolicDim]:
+    """The sizes of a tensor; none where they are not known."""
+    return list(value.shape) if value is not None and value.shape is not None else []
 
 
 def zeros_of(dequantize: ir.Node) -> npt.NDArray[Any] | None:

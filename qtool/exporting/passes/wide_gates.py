@@ -8,12 +8,10 @@ The products are the same; what is copied is one row, by Tile, which such a runt
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import onnx_ir as ir
 
-from qtool.exporting.passes.parts import between_integers, constant
+from qtool.exporting.passes.parts import between_integers, constant, shape_of
 
 MOST_CHANNELS = 256
 """Beyond, a pixel's channels are bytes enough."""
@@ -35,7 +33,7 @@ def apply(model: ir.Model) -> int:
 
 def _width(value: ir.Value | None) -> int | None:
     """The length of a feature map's rows; None where it is no such map, or one of many channels."""
-    shape = _shape(value)
+    shape = shape_of(value)
     if len(shape) != 4 or not all(isinstance(size, int) for size in shape[1:]):
         return None
     channels, _, width = shape[1:]
@@ -46,11 +44,7 @@ def _is_gate(value: ir.Value | None) -> bool:
     """Whether this is one number for each channel, computed, not stored."""
     source = value.producer() if value is not None else None
     integers = source.inputs[0] if source is not None else None
-    return _shape(value)[2:] == [1, 1] and integers is not None and not integers.is_initializer()
-
-
-def _shape(value: ir.Value | None) -> list[Any]:
-    return list(value.shape) if value is not None and value.shape is not None else []
+    return shape_of(value)[2:] == [1, 1] and integers is not None and not integers.is_initializer()
 
 
 def _repeat(model: ir.Model, node: ir.Node, index: int, width: int) -> None:
@@ -68,7 +62,7 @@ def _repeat(model: ir.Model, node: ir.Node, index: int, width: int) -> None:
     )
     for made, dtype in ((tile, source.inputs[0].dtype), (restored, gate.dtype)):
         made.outputs[0].name, made.outputs[0].dtype = made.name, dtype
-        made.outputs[0].shape = ir.Shape([*_shape(gate)[:3], width])
+        made.outputs[0].shape = ir.Shape([*shape_of(gate)[:3], width])
     model.graph.insert_before(node, [tile, restored])
     node.replace_input_with(index, restored.outputs[0])
     if not gate.consumers() and not gate.is_graph_output():

@@ -16,7 +16,7 @@ def test_passes_add_less_between_them_than_the_size_gate_lets_by() -> None:
     model = ir.serde.deserialize_model(b.model(read))
     found = []
     for number in range(4):
-        left = parts.room(model)
+        left = parts.room(model, parts.MOST_GROWTH)
         found.append(left)
         parts.constant(model, f"more_{number}", np.zeros(round(left), np.int8))
     assert found == pytest.approx([20, 20, 5, 0])
