@@ -209,7 +209,7 @@ class Histogram:
             if made.bins:
                 raw = zlib.decompress(base64.b64decode(state["counts"], validate=True))
                 made.counts += np.frombuffer(raw, dtype="<i8")
-        except (KeyError, TypeError, ValueError, zlib.error) as error:
+        except (KeyError, IndexError, TypeError, ValueError, OverflowError, zlib.error) as error:
             raise QtoolError(
                 f"saved histogram of layer '{name}'", "what state_dict() returned", repr(error), "calibrate again"
             ) from error

@@ -7,7 +7,6 @@ folder, and this file is their order. The two engines differ in preparing and co
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,13 +18,13 @@ from torch.fx import GraphModule
 from torch.nn.utils import prune
 
 from qtool.devices import resolve_device
-from qtool.errors import QtoolError, UsageError, require_file
+from qtool.errors import UsageError
 from qtool.form import Plan, QuantizedModel
 from qtool.models import check_finite
 from qtool.nested import Once, call
 from qtool.pixels import LEVELS, PIXELS, ZERO
 from qtool.quantization import pt2e
-from qtool.quantization.algorithms import ALGORITHMS, CHANGES, samples_read
+from qtool.quantization.algorithms import ALGORITHMS, samples_read
 from qtool.quantization.algorithms.passes import Passes
 from qtool.quantization.algorithms.subject import Report, silent
 from qtool.quantization.calibrate import calibrate, choose_ranges, require_reached, restore_ranges
@@ -42,6 +41,7 @@ from qtool.quantization.qat import FineTune, check_tuning, set_training, train_q
 from qtool.quantization.residence import Moved, on
 from qtool.quantization.rewrites.norms import write_norms
 from qtool.quantization.rewrites.zero_pads import absorb
+from qtool.quantization.saved_ranges import check_repeated, read_ranges
 from qtool.quantization.second_order import SecondOrder, is_slow
 from qtool.quantization.sensitivity import Sensitivities
 from qtool.quantization.storage import store_bytes
@@ -141,7 +141,7 @@ def convert(
     forms = forms or FloatForms(model)
     float_graph = forms(config, example)
     saved = read_ranges(Path(config.ranges_from)) if config.ranges_from is not None else {}
-    _check_repeated(saved, config)
+    check_repeated(saved, config)
     passes = Passes(config, calibration, saved=saved, keep=keep, report=report, scratch=scratch)
     prepared = _prepare(model, float_graph, config, example, passes)
     _fix_ranges(prepared)
@@ -364,49 +364,9 @@ def _observe(
     return ranges
 
 
-def _check_repeated(saved: Mapping[str, Any], config: QuantizeConfig) -> None:
-    """Raises UsageError for ranges behind changes of the graph that will not be repeated, and of another method.
-
-    Min-max is let by, since it is also what leaves the algorithms out.
-    """
-    read_by = {str(entry["method"]) for entry in saved.values() if "method" in entry} - {"fixed"}
-    if read_by and config.ranges not in ("minmax", QuantizeConfig().ranges, *read_by):
-        raise UsageError(
-            "--ranges", f"{' or '.join(sorted(read_by))}, as the ranges of --ranges-from were chosen", config.ranges,
-            "leave it out, or calibrate anew",
-        )  # fmt: skip
-    names = config.algorithms or ("none",)
-    for kind in CHANGES:
-        repeats = kind in names and config.engine == "pt2e" and config.mode == "ptq"
-        if not repeats and any(kind in entry for entry in saved.values()):
-            raise UsageError(
-                "--ranges-from", f"{kind} among --algorithms, --engine pt2e and --mode ptq, as when they were saved",
-                f"{', '.join(names)}, {config.engine} and {config.mode}", "repeat these settings or calibrate anew",
-            )  # fmt: skip
-
-
 def _observe_weights(prepared: Prepared, example: Any) -> None:
     """Lets the weights' observers read the weights; those of activations look away."""
     for observer in prepared.observers.values():
         observer.enabled = False
     with torch.no_grad():
         call(prepared.graph, example)
-
-
-def read_ranges(path: Path) -> Mapping[str, Any]:
-    """Reads a ``ranges.json``. Raises UsageError where there is none, QtoolError where it is another file."""
-    require_file(path, "the ranges.json of a quantize run")
-    try:
-        ranges = json.loads(path.read_text(encoding="utf-8"))
-        if not all(isinstance(entry, Mapping) and _is_entry(entry) for entry in ranges.values()):
-            raise ValueError("an entry without low and high")
-    except (OSError, ValueError, AttributeError, TypeError) as error:
-        raise QtoolError(f"'{path}'", "the ranges.json of a quantize run", str(error), "check the path") from error
-    return dict(ranges)
-
-
-def _is_entry(entry: Mapping[str, Any]) -> bool:
-    """Whether an entry of a ``ranges.json`` has a range, or else what an algorithm changed."""
-    ends = [entry[end] for end in ("low", "high") if end in entry]
-    is_range = len(ends) == 2 and all(isinstance(end, int | float) for end in ends)
-    return is_range or (not ends and bool({"bias", "learned", *CHANGES} & set(entry)))

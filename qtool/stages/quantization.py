@@ -142,7 +142,8 @@ def require_options(config: QuantizeConfig, qat: QatConfig | None) -> None:
 
 
 def _require_options(config: QuantizeConfig, tuning: QatConfig | None) -> None:
-    from qtool.quantization.stage import read_ranges, require_together
+    from qtool.quantization.saved_ranges import read_ranges
+    from qtool.quantization.stage import require_together
     from qtool.training import rules
 
     if tuning:

@@ -20,7 +20,8 @@ from qtool.form import QuantizedModel, quantize_nodes
 from qtool.nested import call, tensors
 from qtool.quantization.capture import aten
 from qtool.quantization.float_form import FloatForms, float_form
-from qtool.quantization.stage import quantize, read_ranges
+from qtool.quantization.saved_ranges import read_ranges
+from qtool.quantization.stage import quantize
 from qtool.recipe import RANGES, QuantizeConfig
 
 X = torch.randn(16, 3, 8, 8, generator=torch.Generator().manual_seed(0))
@@ -164,11 +165,27 @@ def test_ranges_of_another_model_are_refused(tmp_path: Path) -> None:
         quantize(net(), QuantizeConfig(ranges_from=str(path)), example=X)
 
 
+def test_a_saved_bias_of_too_few_channels_is_refused(tmp_path: Path) -> None:
+    config = QuantizeConfig(algorithms=("bias",))
+    ranges = quantize(net(), config, example=X, calibration=[X]).ranges
+    changed = next(name for name, entry in ranges.items() if "bias" in entry)
+    ranges[changed]["bias"].pop()
+    path = tmp_path / "ranges.json"
+    path.write_text(json.dumps(ranges))
+    with pytest.raises(UsageError, match=rf"finite numbers of what bias changed at '{changed}'"):
+        quantize(net(), dataclasses.replace(config, ranges_from=str(path)), example=X)
+
+
 @pytest.mark.parametrize(
     "text",
     [
         "", "[]", '{"x": {"low": 0}}', '{"x": 3}', "not json", '"text"', '{"x": {"low": "a", "high": 1}}',
         '{"x": {"low": null, "high": 1, "bias": [1]}}', '{"x": {"low": 0, "high": [1]}}',
+        '{"x": {"low": 2, "high": 1}}', '{"x": {"low": 0, "high": Infinity}}', '{"x": {"low": 0, "bias": [1]}}',
+        '{"x": {"bias": [null]}}', '{"x": {"bias": {}}}', '{"x": {"bias": [1], "rounding": 3}}',
+        '{"x": {"low": 0, "high": 1, "observed": [1]}}', '{"x": {"equalize": {"scales": [1]}}}',
+        '{"x": {"equalize": [1]}}', '{"x": {"learned": {"scale": "a"}}}', '{"x": {"learned": 3}}',
+        '{"x": {"pairs": [0, 1.5]}}', '{"x": {"pixels": {"scales": 1, "zeros": [1]}}}',
     ],
 )  # fmt: skip
 def test_a_file_that_holds_no_ranges_is_refused(text: str, tmp_path: Path) -> None:

@@ -21,7 +21,8 @@ from qtool.quantization.algorithms import steps
 from qtool.quantization.algorithms.steps import learn_steps
 from qtool.quantization.algorithms.student import Rounded, Student
 from qtool.quantization.algorithms.subject import Declined, Subject
-from qtool.quantization.stage import quantize, read_ranges
+from qtool.quantization.saved_ranges import read_ranges
+from qtool.quantization.stage import quantize
 from qtool.recipe import QuantizeConfig
 
 QUANTIZERS = (quantized.quantize_per_tensor.default, quantized.dequantize_per_tensor.default)

@@ -34,7 +34,7 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from qtool.errors import QtoolError
 from qtool.nested import thinned
-from qtool.quantization.algorithms.subject import Declined, Subject
+from qtool.quantization.algorithms.subject import Declined, Subject, saved_numbers
 from qtool.quantization.algorithms.walk import Segment, Walk, execute, interpret
 from qtool.quantization.capture import aten, owner, parameter, set_parameter
 from qtool.quantization.residence import device_of
@@ -81,11 +81,15 @@ def note_bias(subject: Subject, node: Node) -> None:
 
 
 def take_biases(graph: GraphModule, saved: Mapping[Node, Mapping[str, Any]]) -> bool:
-    """Gives every layer the bias that was saved; changes nothing and is False unless all were, for these weights."""
+    """Gives every layer the bias that was saved; changes nothing and is False unless all were, for these weights.
+
+    Raises UsageError for a bias of other than the layer's channels.
+    """
     if any(entry.get("weight") != _digest(graph, node) for node, entry in saved.items()):
         return False
     for node, entry in saved.items():
-        set_bias(graph, node, torch.tensor(entry["bias"]))
+        channels = node.meta["val"].shape[channel_axis(node)]
+        set_bias(graph, node, saved_numbers("bias", str(node.meta["unit"]), entry.get("bias"), channels))
     graph.recompile()
     return True
 
