@@ -32,7 +32,8 @@ def options() -> ort.SessionOptions:
     made = ort.SessionOptions()
     made.intra_op_num_threads = 1
     made.log_severity_level = 3
-    made.add_session_config_entry("session.x64quantprecision", "1")
+    if not has(*VNNI):
+        made.add_session_config_entry("session.x64quantprecision", "1")
     return made
 
 
