@@ -16,7 +16,7 @@ from typing import Any
 
 from qtool.artifacts import STAGES, from_json, has_result, read_result
 from qtool.errors import QtoolError
-from qtool.lineage import outdated
+from qtool.lineage import outdated, superseded
 from qtool.source import require_run_directory
 
 PLAIN = ("config", "metrics", "contract", "memory", "stale")
@@ -164,7 +164,9 @@ def _note_missing(run: Run) -> None:
         later.remove("quantize")  # exported from another folder
         run.missing += [f"contract {gate['found']}" for gate in _gates(run) if _is_open(gate)]
     if later:
-        run.missing.append(f"not there yet: {', '.join(later)} (next: qtool {later[0]} {shlex.quote(str(run.path))})")
+        told = any(superseded(run.results, stage) for stage in done)  # with what is to be run again
+        step = "" if told else f" (next: qtool {later[0]} {shlex.quote(str(run.path))})"
+        run.missing.append(f"not there yet: {', '.join(later)}{step}")
 
 
 def _gates(run: Run) -> list[Mapping[str, Any]]:

@@ -105,6 +105,10 @@ def test_what_was_made_from_an_earlier_result_is_said(finished_run, stage, outpu
         path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
     told = f"{later} is of an earlier {stage}: run 'qtool {later} {finished_run / 'ptq'}' again"
     assert told in gather(finished_run).variants[0].missing
+    if later == "export":  # the step behind it would be refused, and is not said to be the next
+        (finished_run / "ptq" / "benchmark.json").rename(finished_run / "kept.json")
+        assert "not there yet: benchmark" in gather(finished_run).variants[0].missing
+        (finished_run / "kept.json").rename(finished_run / "ptq" / "benchmark.json")
     path.write_text(json.dumps(json.loads(path.read_text()) | {"inputs": {taken: made["sha256"]}}))
     assert gather(finished_run).variants[0].missing == []
 
