@@ -183,7 +183,7 @@ class Candidates:
     def _judge(self, model: QuantizedModel) -> Judged:
         scores = self.judge.score(model)
         speedup = None if self.judge.verdict(scores).met else self.cost.speedup(model)
-        floats = len(model.plan.float_units)
+        floats = sum(unit.weight_bits is None for unit in model.plan.float_units)  # those whose weights stay float, too
         return scores, {"size_bytes": self.cost.size_bytes(model), "num_float_units": floats, "speedup": speedup}
 
     def _remembered(self, config: QuantizeConfig) -> Judged | None:

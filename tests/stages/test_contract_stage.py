@@ -65,6 +65,13 @@ def test_a_second_search_in_a_run_directory_is_refused_while_the_first_is_at_wor
     assert not (trained / "search").exists()
 
 
+def test_units_that_multiply_stored_integers_are_not_counted_as_float(trained: Path) -> None:
+    made = qtool.quantize(trained, max_drop=50.0, weights_only=True, calibration="train:64", ranges="minmax")
+    (trial,) = read_result(trained, "quantize")["contract"]["trials"]
+    assert any(unit.weight_bits for unit in made.plan.float_units)
+    assert trial["num_float_units"] == sum(unit.weight_bits is None for unit in made.plan.float_units)
+
+
 def test_a_contract_that_is_kept(trained: Path) -> None:
     quantized = qtool.quantize(trained, max_drop=5.0, **OPTIONS)
     outcome = read_result(trained, "quantize")["contract"]
