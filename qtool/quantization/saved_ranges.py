@@ -18,11 +18,11 @@ from qtool.quantization.algorithms import CHANGES
 from qtool.recipe import QuantizeConfig
 
 FORMS: dict[str, Any] = {
-    "low": float, "high": float, "method": str, "observed": dict, "bias": [float], "weight": int, "rounding": str,
-    "scale": float, "smooth": [float], "pairs": [int], "pixels": {"scales": [float], "zeros": [float]},
-    "equalize": {"scales": [float], "shifts": [[float]]},
+    "low": float, "high": float, "method": str, "observed": dict, "weight": int, "rounding": str, "scale": float,
+    "equalize": {"scales": list, "shifts": list},
 }  # fmt: skip
-"""The form of what entries may have: a type, a list of one, or a dict with all of these."""
+"""The form of what entries may have: a type, or a dict with all of these. Numbers of channels are looked at by what
+takes them (``subject.saved_numbers``)."""
 
 
 def read_ranges(path: Path) -> Mapping[str, Any]:
@@ -74,8 +74,6 @@ def _check_entry(name: str, entry: Any) -> None:
 def _has_form(value: Any, form: Any) -> bool:
     if isinstance(form, dict):
         return isinstance(value, Mapping) and all(key in value and _has_form(value[key], form[key]) for key in form)
-    if isinstance(form, list):
-        return isinstance(value, list) and all(_has_form(item, form[0]) for item in value)
     if form is float:
         return type(value) in (int, float) and math.isfinite(value)
     return type(value) is form
@@ -84,6 +82,4 @@ def _has_form(value: Any, form: Any) -> bool:
 def _in_words(form: Any) -> str:
     if isinstance(form, dict):
         return " and ".join(form)
-    if isinstance(form, list):
-        return "a list of numbers"
     return {float: "a finite number", int: "an integer", str: "text"}.get(form, "a table")
