@@ -107,12 +107,12 @@ def require_known(shapes: Mapping[str, str], files: Iterable[Sequence[TensorInfo
 
 
 def as_written(inputs: Sequence[TensorInfo], path: Path) -> tuple[TensorInfo, ...]:
-    """``inputs`` of an ONNX file with what a runtime does not tell of them and the file does.
+    """``inputs`` of an ONNX file with what a runtime does not tell of them and the file does; of others as they are.
 
     ONNX Runtime tells scalars and unknown shapes alike, and OpenVINO no symbol of an open size: by these a state that
     begins with its layers has its batch.
     """
-    if all(info.shape is not None and None not in info.shape for info in inputs):
+    if path.suffix != ".onnx" or all(info.shape is not None and None not in info.shape for info in inputs):
         return tuple(inputs)
     values = {value.name: value.type.tensor_type for value in load_onnx(path).graph.input}
     written = {

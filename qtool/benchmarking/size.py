@@ -40,10 +40,11 @@ def measure_size(path: Path) -> dict[str, Any]:
 
 
 def model_files(path: Path) -> list[Path]:
-    """The file and, for ONNX, the external data files that it names, each once."""
+    """The file and, for ONNX, the external data files that it names, each once; for OpenVINO's own, its weights."""
     if path.suffix != ".onnx":
         require_file(path, "a model file")
-        return [path]
+        weights = path.with_suffix(".bin")
+        return [path, weights] if path.suffix == ".xml" and weights.is_file() else [path]
     return [path, *_external(path, load_onnx(path))]
 
 

@@ -46,6 +46,16 @@ def test_what_ran_is_told_and_half_precision_is_not_taken_for_granted(result):
     assert any("storage only" in note for note in result["notes"]) is ("float16" not in half)
 
 
+def test_openvino_s_own_form_is_measured_beside_an_onnx_file(files, tmp_path):
+    openvino = pytest.importorskip("openvino")
+    openvino.save_model(openvino.Core().read_model(files["fp32"]), tmp_path / "own.xml", compress_to_fp16=False)
+    config = BenchmarkConfig(seconds=0.0, provider="openvino", shapes={"x": "1x3x8x8"})
+    told = benchmark({"onnx": files["fp32"], "own": tmp_path / "own.xml"}, config)["variants"]["own"]
+    both = [tmp_path / "own.xml", tmp_path / "own.bin"]
+    assert (told["num_files"], told["size_bytes"]) == (2, sum(path.stat().st_size for path in both))
+    assert told["arithmetic"] == {"float32": 3}
+
+
 def test_openvino_tells_what_it_would_compute_floats_in_and_measures_that_as_bf16(files, monkeypatch):
     openvino = pytest.importorskip("openvino")
     monkeypatch.setattr(stage.openvino, "own_precision", lambda: "bfloat16")
