@@ -52,6 +52,7 @@ from qtool.exporting.passes import (
     int4,
     joins,
     kept_axes,
+    linear_zeros,
     lookups,
     mean_pools,
     metadata,
@@ -95,7 +96,7 @@ PASSES: dict[str, tuple[Pass, ...]] = {
     "openvino": (
         pixels.apply, global_pool.apply, activations.apply, strides.apply, biases.apply, bare_weights.apply,
         behind_layers.apply, lookups.apply, expands.apply, kept_axes.apply, flat_means.apply, joins.apply,
-        norm_scales.apply, faint_biases.apply, own_zeros.apply, channel_pads.apply,
+        norm_scales.apply, faint_biases.apply, linear_zeros.apply, own_zeros.apply, channel_pads.apply,
     ),
     "tensorrt": (global_pool.apply, activations.apply, conv_pads.apply),
 }  # fmt: skip
