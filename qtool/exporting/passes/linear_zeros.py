@@ -102,22 +102,22 @@ def _weight(node: ir.Node) -> Numbers | None:
 
 
 def _stored(value: ir.Value | None) -> Numbers | None:
-    """The numbers of a constant, dequantized or not; None of what is computed, or of blocks with a scale each."""
-    if value is None or value.const_value is not None:
-        return None if value is None else _numbers(value)
-    source = value.producer()
+    """The numbers of a constant, dequantized without a zero point or not; None of anything else, or of blocks."""
+    if (numbers := _constant(value)) is not None:
+        return numbers
+    source = value.producer() if value is not None else None
     if source is None or source.op_type != DEQUANTIZE or source.attributes.get_int("block_size", 0):
         return None
-    integers, scales, zeros = _numbers(source.inputs[0]), _numbers(source.inputs[1]), zeros_of(source)
-    if integers is None or scales is None or zeros is None:
+    integers, scales, zeros = _constant(source.inputs[0]), _constant(source.inputs[1]), zeros_of(source)
+    if integers is None or scales is None or zeros is None or zeros.any():
         return None
     shape = [1] * integers.ndim
     if scales.size > 1:
         shape[source.attributes.get_int("axis", 1)] = -1
-    return (integers - zeros.astype(np.float64).reshape(shape if zeros.size > 1 else ())) * scales.reshape(shape)
+    return integers * scales.reshape(shape)
 
 
-def _numbers(value: ir.Value | None) -> Numbers | None:
+def _constant(value: ir.Value | None) -> Numbers | None:
     stored: Any = value.const_value if value is not None else None
     return stored.numpy().astype(np.float64) if stored is not None else None
 
