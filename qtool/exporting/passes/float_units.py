@@ -1,4 +1,4 @@
-"""Keeps a layer or a softmax that the plan left in float from being quantized by the runtime.
+"""Keeps a layer, a softmax or a maximum that the plan left in float from being quantized by the runtime.
 
 ONNX Runtime quantizes by itself the float weight of a Conv, ConvTranspose or Gemm that stands between a
 DequantizeLinear and a QuantizeLinear (also through a Relu or Clip): to int8, one scale for the whole tensor. A
@@ -9,18 +9,27 @@ activation inside the float kernel.
 A softmax there becomes a table of exponentials whose sums in 32 bits overflow before version 1.32 where the output's
 step is far below 1/256, as between the convolutions over heads of EfficientFormerV2: every result is wrong. The same
 identity keeps it.
+
+A maximum over windows of floats gives the same integers before its quantizer as behind it, and the runtime moves the
+quantizer in front. What comes from float lies in planes, though, for which it has a quick kernel for floats alone:
+64 planes of 113×113 take 0.15 ms so, and 6 ms in bytes (3×3, AVX512-VNNI, one thread). The identity keeps the order.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import onnx_ir as ir
 
-LAYERS = frozenset({"Conv", "ConvTranspose", "Gemm", "Softmax"})
+_KINDS = ("Conv", "ConvTranspose", "Gemm", "Softmax", "MaxPool")
+_CLIPS = ("Relu", "Clip")
+_PASSED = ("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Slice")
+"""Through which the runtime moves a quantizer towards a maximum."""
 
 
 def apply(model: ir.Model) -> int:
-    """Puts the identity behind every such layer, in place; returns how many."""
-    guarded = [node for node in model.graph if node.op_type in LAYERS and _would_be_quantized(node)]
+    """Puts the identity behind every such operator, in place; returns how many."""
+    guarded = [node for node in model.graph if node.op_type in _KINDS and _would_be_quantized(node)]
     for node in guarded:
         _guard(model, node)
     return len(guarded)
@@ -28,12 +37,19 @@ def apply(model: ir.Model) -> int:
 
 def _would_be_quantized(node: ir.Node) -> bool:
     source, weight = (value.producer() if value is not None else None for value in (*node.inputs, None)[:2])
-    if source is None or source.op_type != "DequantizeLinear" or weight is not None:
-        return False
-    readers = [use.node for use in node.outputs[0].uses()]
-    while readers and all(reader.op_type in ("Relu", "Clip") for reader in readers):
-        readers = [use.node for reader in readers for use in reader.outputs[0].uses()]
-    return any(reader.op_type == "QuantizeLinear" for reader in readers)
+    dequantized = source is not None and source.op_type == "DequantizeLinear"
+    if node.op_type == "MaxPool":
+        return not dequantized and _is_rounded(node, _PASSED)
+    return dequantized and weight is None and _is_rounded(node, _CLIPS)
+
+
+def _is_rounded(node: ir.Node, passed: Collection[str]) -> bool:
+    """Whether a quantizer reads what an operator gives, or what such others make of it."""
+    readers = list(node.outputs[0].consumers())
+    return any(
+        reader.op_type == "QuantizeLinear" or (reader.op_type in passed and _is_rounded(reader, passed))
+        for reader in readers
+    )
 
 
 def _guard(model: ir.Model, node: ir.Node) -> None:

@@ -86,3 +86,41 @@ def test_a_softmax_of_small_steps_is_computed_in_float(tmp_path):
     wrong = tuple(map(int, onnxruntime.__version__.split(".")[:2])) < (1, 32)  # which alone is why the pass is there
     assert (np.abs(found["bare"] - wanted).max() > 20 * 8e-5) == wrong
     np.testing.assert_allclose(found["guarded"], wanted, atol=8.1e-5)
+
+
+def maxima(*between, rounded=True):
+    """A maximum of what a float operator gives, operators that move it, a quantizer, and a layer on integers."""
+    builder = Builder()
+    y = builder.op("Sin", builder.input("x", [2, 4, 8, 8]))
+    y = builder.op("MaxPool", y, kernel_shape=[3, 3], strides=[2, 2], pads=[1, 1, 0, 0])
+    for operator in between:
+        y = builder.op(operator, y, **({"perm": [0, 1, 3, 2]} if operator == "Transpose" else {}))
+    return builder.model(builder.pair(y, 0.01, 100) if rounded else y)
+
+
+def order_in_runtime(model, path):
+    """The maximum and the quantizer, as the optimised graph has them."""
+    onnx.save(model, path)
+    return [node.op_type for node in optimized_graph(path).graph.node if node.op_type in ("MaxPool", "QuantizeLinear")]
+
+
+@pytest.mark.parametrize("between", [(), ("Transpose",)])
+def test_a_maximum_of_floats_is_taken_before_they_are_quantized(between, tmp_path):
+    model = maxima(*between)
+    count, other = guarded(model)
+    assert count == 1
+    assert order_in_runtime(model, tmp_path / "bare.onnx") == ["QuantizeLinear", "MaxPool"]  # why the pass is there
+    assert order_in_runtime(other, tmp_path / "guarded.onnx") == ["MaxPool", "QuantizeLinear"]
+    feeds = {"x": np.random.default_rng(1).normal(size=(2, 4, 8, 8)).astype(np.float32)}
+    wanted = ReferenceEvaluator(model).run(None, feeds)[0]
+    np.testing.assert_array_equal(ReferenceEvaluator(other).run(None, feeds)[0], wanted)
+    np.testing.assert_array_equal(OrtSession(tmp_path / "guarded.onnx").run(feeds)[0], wanted)
+
+
+def test_maxima_of_integers_and_those_read_in_float_stay_as_they_are():
+    assert guarded(maxima(rounded=False))[0] == 0
+    assert guarded(maxima("Sin"))[0] == 0
+    builder = Builder()
+    x = builder.pair(builder.input("x", [2, 4, 8, 8]), 0.01, 100)
+    pooled = builder.op("MaxPool", x, kernel_shape=[2, 2], strides=[2, 2])
+    assert guarded(builder.model(builder.pair(pooled, 0.01, 100)))[0] == 0
