@@ -15,6 +15,7 @@ the weights have; elsewhere in float.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import math
 import re
@@ -156,14 +157,14 @@ def open_file(
 
 def own_precision() -> str:
     """What OpenVINO computes floats in on this CPU where no precision is asked of it, such as ``bfloat16``."""
-    chosen: str = _require().Core().get_property("CPU", "INFERENCE_PRECISION_HINT").to_string()
+    chosen: str = _core().get_property("CPU", "INFERENCE_PRECISION_HINT").to_string()
     return _NAMES.get(chosen, chosen)
 
 
 def _require_precision(precision: str) -> None:
     if precision not in PRECISIONS:
         raise QtoolError("openvino", f"precision {' or '.join(PRECISIONS)}", repr(precision), "choose one of them")
-    if not _computes(_require().Core(), precision):
+    if not _computes(_core(), precision):
         raise ProviderError(
             "provider 'openvino'", f"a CPU that OpenVINO computes {precision} on", "one without such instructions",
             f"leave {precision} out, or measure on a CPU that has them",
@@ -194,7 +195,7 @@ def _compile(path: Path, threads: int, precision: str | None, **more: Any) -> An
     openvino = _require()
     hints = {"INFERENCE_NUM_THREADS": threads, "PERFORMANCE_HINT": "LATENCY"}
     try:
-        core = openvino.Core()
+        core = _core()
         model = core.read_model(str(path))
         return core.compile_model(
             model, "CPU", hints | {"INFERENCE_PRECISION_HINT": _hint(core, model, precision)} | more
@@ -216,6 +217,17 @@ def require(provider: str, device: str = "auto") -> None:
 
 def _require() -> Any:
     return imported("openvino", "provider 'openvino'", "qtool[openvino]", ProviderError)
+
+
+@functools.cache
+def _core() -> Any:
+    """OpenVINO's core, one for as long as the process lives.
+
+    On a CPU with AMX its plugin (2026.4) has signals handled on memory of its own, and frees that with the core. Where
+    a second one was made since, or the last is let go in another thread, signals are still sent there afterwards: the
+    first that comes, of an interrupt or of a data loader's process that has ended, ends this one.
+    """
+    return _require().Core()
 
 
 def _info(path: Path, port: Any) -> TensorInfo:

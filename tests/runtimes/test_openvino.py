@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
 import sys
 
 import numpy as np
@@ -32,6 +33,24 @@ def test_it_computes_what_onnx_runtime_does(files):
     np.testing.assert_allclose(ours.run(FEEDS)[0], theirs.run(FEEDS)[0], rtol=1e-4, atol=1e-5)
     ours.prepare(FEEDS)()
     ours.close()
+
+
+SIGNALLED = """
+import signal, sys
+from qtool.runtimes import open_session
+signal.signal(signal.SIGTERM, lambda *_: print("heeded"))
+sessions = [open_session(sys.argv[1], provider="openvino") for _ in range(2)]
+for session in sessions:
+    session.close()
+signal.raise_signal(signal.SIGTERM)
+"""
+
+
+@present
+def test_signals_are_heeded_after_its_sessions_are_closed(files):
+    """On a CPU with AMX they ended the process where each session had a core of its own."""
+    done = subprocess.run([sys.executable, "-c", SIGNALLED, str(files["fp32"])], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "heeded\n")
 
 
 @present
