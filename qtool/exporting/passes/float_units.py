@@ -17,14 +17,16 @@ quantizer in front. What comes from float lies in planes, though, for which it h
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 import onnx_ir as ir
+
+from qtool.exporting.integer_graph import PROPAGATED
+from qtool.exporting.passes.names import DEQUANTIZE, QUANTIZE
+from qtool.exporting.passes.parts import is_read
 
 _KINDS = ("Conv", "ConvTranspose", "Gemm", "Softmax", "MaxPool")
 _CLIPS = ("Relu", "Clip")
-_PASSED = ("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Slice")
-"""Through which the runtime moves a quantizer towards a maximum."""
+_MOVED_PAST = PROPAGATED - {"MaxPool"}
+"""Past what the runtime moves a quantizer until it is behind a maximum; of maxima in a row the last is kept."""
 
 
 def apply(model: ir.Model) -> int:
@@ -37,19 +39,10 @@ def apply(model: ir.Model) -> int:
 
 def _would_be_quantized(node: ir.Node) -> bool:
     source, weight = (value.producer() if value is not None else None for value in (*node.inputs, None)[:2])
-    dequantized = source is not None and source.op_type == "DequantizeLinear"
+    dequantized = source is not None and source.op_type == DEQUANTIZE
     if node.op_type == "MaxPool":
-        return not dequantized and _is_rounded(node, _PASSED)
-    return dequantized and weight is None and _is_rounded(node, _CLIPS)
-
-
-def _is_rounded(node: ir.Node, passed: Collection[str]) -> bool:
-    """Whether a quantizer reads what an operator gives, or what such others make of it."""
-    readers = list(node.outputs[0].consumers())
-    return any(
-        reader.op_type == "QuantizeLinear" or (reader.op_type in passed and _is_rounded(reader, passed))
-        for reader in readers
-    )
+        return not dequantized and is_read(node, (QUANTIZE,), _MOVED_PAST)
+    return dequantized and weight is None and is_read(node, (QUANTIZE,), _CLIPS)
 
 
 def _guard(model: ir.Model, node: ir.Node) -> None:

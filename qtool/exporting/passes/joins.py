@@ -10,16 +10,15 @@ does with channels that are cut again and have zero points. It moves no quantize
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 import numpy as np
 import onnx_ir as ir
 
 from qtool.exporting.passes.names import DEQUANTIZE, QUANTIZE
-from qtool.exporting.passes.parts import MOVES, constant, zeros_of
+from qtool.exporting.passes.parts import MOVES, constant, is_read, zeros_of
 
 _PRODUCTS = ("MatMul", "Gemm")
 _CUTS = ("Slice", "Split", "Gather")
+_THROUGH = (DEQUANTIZE, *MOVES)
 
 
 def apply(model: ir.Model) -> int:
@@ -36,17 +35,11 @@ def _is_moved(quantizer: ir.Node) -> bool:
     if value is None or concat is None or concat.op_type != "Concat" or value.shape is None:
         return False
     rank = len(value.shape)
-    channels = rank - 1 if _is_read(quantizer, _PRODUCTS) else 1
+    channels = rank - 1 if is_read(quantizer, _PRODUCTS, _THROUGH) else 1
     if concat.attributes["axis"].as_int() % rank != channels:
         return True
     zeros = zeros_of(quantizer)
-    return zeros is not None and bool(zeros.any()) and _is_read(quantizer, _CUTS)
-
-
-def _is_read(node: ir.Node, operators: Collection[str]) -> bool:
-    """Whether one of these operators reads what a node gives, dequantized or moved."""
-    users = node.outputs[0].consumers()
-    return any(u.op_type in operators or (u.op_type in (DEQUANTIZE, *MOVES) and _is_read(u, operators)) for u in users)
+    return zeros is not None and bool(zeros.any()) and is_read(quantizer, _CUTS, _THROUGH)
 
 
 def _keep(model: ir.Model, quantizer: ir.Node) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,12 @@ def between_integers(node: ir.Node, inputs: int = 1) -> bool:
         and bool(users)
         and all(user.op_type == "QuantizeLinear" for user in users)
     )
+
+
+def is_read(node: ir.Node, operators: Collection[str], through: Collection[str]) -> bool:
+    """Whether one of these operators reads what a node gives, or what others that are gone ``through`` make of it."""
+    users = node.outputs[0].consumers()
+    return any(u.op_type in operators or (u.op_type in through and is_read(u, operators, through)) for u in users)
 
 
 def room(model: ir.Model, share: float) -> float:

@@ -89,7 +89,7 @@ def test_a_softmax_of_small_steps_is_computed_in_float(tmp_path):
 
 
 def maxima(*between, rounded=True):
-    """A maximum of what a float operator gives, operators that move it, a quantizer, and a layer on integers."""
+    """A maximum of what a float operator gives, operators behind it, and a quantizer."""
     builder = Builder()
     y = builder.op("Sin", builder.input("x", [2, 4, 8, 8]))
     y = builder.op("MaxPool", y, kernel_shape=[3, 3], strides=[2, 2], pads=[1, 1, 0, 0])
