@@ -53,6 +53,8 @@ _COPIES = ("move", "pad", "upsample")
 _SILENT = (aten.sym_size.int, aten.detach.default, aten.alias.default, operator.getitem, PIXELS)
 
 BY_OVERRIDE = "left in float by an override"
+LEFT = "left"
+"""Where a node's ``meta`` has a pass' reason to leave it in float, which an override to int8 goes before."""
 
 
 @dataclass
@@ -219,7 +221,7 @@ class Placement:
             )  # fmt: skip
 
     def _place(self, node: Node) -> None:
-        reason = BY_OVERRIDE if self._override(node) == "float" else self.target.leaves
+        reason = self._left(node) or self.target.leaves
         for pattern in self.target.patterns:
             if node.target not in pattern.anchors:
                 continue
@@ -231,8 +233,8 @@ class Placement:
 
     def _refusal(self, node: Node, pattern: Pattern, assumed: Collection[Node] = ()) -> str:
         """Why ``pattern`` does not apply to ``node``; empty when it does. ``assumed`` are integers for all we know."""
-        if self._override(node) == "float":
-            return BY_OVERRIDE
+        if reason := self._left(node):
+            return reason
         if pattern.accepts and (reason := pattern.accepts(node)):
             return reason
         value = node.meta.get("val")
@@ -369,6 +371,11 @@ class Placement:
         patterns = (pattern for pattern in self.target.patterns if node.target in pattern.anchors)
         fitting = (pattern.kind for pattern in patterns if not (pattern.accepts and pattern.accepts(node)))
         return next(fitting, _operator(node))
+
+    def _left(self, node: Node) -> str:
+        """Why a node stays in float whatever takes it: an override, or what a pass found of the data."""
+        override = self._override(node)
+        return BY_OVERRIDE if override == "float" else "" if override else str(node.meta.get(LEFT, ""))
 
     def _override(self, node: Node) -> str | None:
         pattern = first_match(self.overrides, (owner(node), self._free_name(node)))

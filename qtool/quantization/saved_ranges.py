@@ -19,7 +19,7 @@ from qtool.recipe import QuantizeConfig
 
 FORMS: dict[str, Any] = {
     "low": float, "high": float, "method": str, "observed": dict, "weight": int, "rounding": str, "scale": float,
-    "equalize": {"scales": list, "shifts": list},
+    "equalize": {"scales": list, "shifts": list}, "left": bool,
 }  # fmt: skip
 """The form of what entries may have: a type, or a dict with all of these. Numbers of channels are looked at by what
 takes them (``subject.saved_numbers``)."""
@@ -82,4 +82,4 @@ def _has_form(value: Any, form: Any) -> bool:
 def _in_words(form: Any) -> str:
     if isinstance(form, dict):
         return " and ".join(form)
-    return {float: "a finite number", int: "an integer", str: "text"}.get(form, "a table")
+    return {float: "a finite number", int: "an integer", str: "text", bool: "true or false"}.get(form, "a table")

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from qtool.errors import UsageError
 from qtool.evaluate import sqnr_db
+from qtool.form import QuantizedModel
 from qtool.quantization.algorithms import Declined, Subject
 from qtool.quantization.algorithms.places import place_of
 from qtool.quantization.algorithms.smooth import apply, best_alpha, factors, output_error, smooth
@@ -412,6 +413,46 @@ def test_what_is_in_float_or_gains_little_has_no_product() -> None:
     assert products(Table("rows"), apart, overrides={"net.0": "float"}) == 0
     images = [torch.rand(8, 3, 8, 8) * torch.tensor([1.0, 1e2, 1e4])[:, None, None]] * 2
     assert products(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten()), images) == 0
+
+
+def tailed(count: int, seed: int) -> Tensor:
+    return (1.5 * torch.randn(count, 12, generator=torch.Generator().manual_seed(seed))).exp()
+
+
+def test_what_reads_columns_with_long_tails_stays_in_float(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 32), nn.ReLU(), nn.Linear(32, 3)).eval()
+    batches, test, path = [tailed(32, seed) for seed in range(4)], tailed(64, 9), tmp_path / "ranges.json"
+
+    def made(**config: Any) -> QuantizedModel:
+        return quantize(model, QuantizeConfig(**config), example=batches[0], calibration=batches)
+
+    def sqnr(form: QuantizedModel) -> float:
+        with torch.no_grad():
+            return sqnr_db(model(test), form(test))
+
+    left, kept = made(), made(overrides={"0": "int8"})
+    first, last = (next(unit for unit in left.plan.units if unit.name == name) for name in ("0", "2"))
+    assert not first.integer
+    assert first.reason == "it reads columns whose tails or units 8 bits do not hold"
+    assert last.integer
+    assert all(unit.integer for unit in kept.plan.units if unit.weight_bits)
+    assert sqnr(left) > sqnr(kept) + 3
+    path.write_text(json.dumps(left.ranges))
+    again = quantize(model, QuantizeConfig(ranges_from=str(path)), example=batches[0])
+    assert [unit.integer for unit in again.plan.units] == [unit.integer for unit in left.plan.units]
+    assert torch.equal(again(test), left(test))
+    assert not any("columns" in unit.reason for unit in made(activation_bits=4, weight_bits=4).plan.units)
+
+
+def test_columns_without_long_tails_do_not_leave_a_layer_in_float_whatever_its_weights_have() -> None:
+    model = nn.Sequential(nn.Linear(12, 32), nn.ReLU(), nn.Linear(32, 3)).eval()
+    even = [measured("rows", 32, seed) / UNITS for seed in range(4)]
+    for weight_bits in (8, 4):
+        form = quantize(
+            model, QuantizeConfig(weight_bits=weight_bits, edge_bits=weight_bits), example=even[0], calibration=even
+        )
+        assert not any("columns" in unit.reason for unit in form.plan.units)
 
 
 def test_a_product_that_a_model_ends_its_own_normalisation_with_takes_the_factors() -> None:
