@@ -36,6 +36,8 @@ from qtool.errors import QtoolError, UsageError, unreadable
 from qtool.machine import environment
 
 SCHEMA_VERSION = 1
+FILES = frozenset({".onnx", ".xml", ".pt", ".pth", ".pt2", ".safetensors", ".html", ".json", ".toml"})
+"""What the name of a file ends in that somebody may ask a stage for, which makes a folder of several."""
 STAGES = ("train", "quantize", "export", "benchmark")
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 WAIT_SECONDS = 10.0
@@ -63,8 +65,13 @@ def require_nameable(folder: Path) -> None:
 
 
 def require_writable(folder: Path) -> None:
-    """Raises UsageError where ``folder`` takes no files, or cannot be made."""
+    """Raises UsageError where ``folder`` takes no files, cannot be made, or would be a new one with a file's name."""
     require_nameable(folder)
+    if folder.suffix in FILES and not folder.exists():
+        raise UsageError(
+            f"run directory '{folder}'", "the name of a folder", "that of a file",
+            f"name it '{folder.with_suffix('')}', say: the files in it have names of their own",
+        )  # fmt: skip
     try:
         there = next(p for p in (folder, *folder.absolute().parents) if p.exists() or p.is_symlink())
         if there.is_dir() and os.access(there, os.W_OK):

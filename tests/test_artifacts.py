@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -32,13 +33,14 @@ from qtool.artifacts import (
     output_path,
     pending,
     read_result,
+    require_writable,
     settle,
     sha256_of,
     staging,
     write_json,
     write_result,
 )
-from qtool.errors import QtoolError
+from qtool.errors import QtoolError, UsageError
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(artifacts.__file__).parents[1])}
 TEXT = st.text(st.characters(exclude_categories=["Cs"]))
@@ -282,6 +284,16 @@ def test_moves_that_fail_can_be_finished(tmp_path: Path, monkeypatch: pytest.Mon
         with pytest.raises(PermissionError):
             commit(tmp_path, {"a": "new"})
     assert read_result(tmp_path, "train")["outputs"]["a"]["sha256"] == hashlib.sha256(b"new").hexdigest()
+
+
+@pytest.mark.parametrize("name", ["model.onnx", "report.html", "net.int8.pt2"])
+def test_a_new_folder_is_not_named_as_a_file(name: str, tmp_path: Path) -> None:
+    stem = tmp_path / name.rpartition(".")[0]
+    with pytest.raises(UsageError, match=f"that of a file; name it '{re.escape(str(stem))}', say"):
+        require_writable(tmp_path / name)
+    (tmp_path / name).mkdir()
+    require_writable(tmp_path / name)  # one that is there is the user's own choice
+    require_writable(tmp_path / "resnet50.v1")
 
 
 def test_a_full_disk_names_the_file_that_did_not_fit(tmp_path: Path) -> None:
