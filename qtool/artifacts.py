@@ -174,13 +174,14 @@ def write_json(path: Path, value: object) -> None:
 def finite(value: Any) -> Any:
     """``value`` as JSON can hold it: mappings with text keys, lists, and null for infinities and NaN.
 
-    An SQNR is infinite where outputs are equal, and null would say that it was not measured: it is the text
-    ``"Infinity"``, which :func:`from_json` makes a number of again, and so do ``float`` and JavaScript's ``Number``.
+    An SQNR is infinite where outputs are equal, and null would say that it was not measured; a format stores infinity
+    where a number overflows it. Both are the text ``"Infinity"``, which :func:`from_json` makes a number of again, and
+    so do ``float`` and JavaScript's ``Number``.
     """
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(key): _WORDS.get(item) if _is_infinite(key, item) else finite(item) for key, item in value.items()}
+        return {str(k): _word(v) if _may_be_infinite(k) else finite(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [finite(item) for item in value]
     return value
@@ -189,8 +190,12 @@ def finite(value: Any) -> Any:
 _WORDS = {math.inf: "Infinity", -math.inf: "-Infinity"}
 
 
-def _is_infinite(key: object, item: object) -> bool:
-    return isinstance(item, float) and math.isinf(item) and str(key).startswith("sqnr_db")
+def _word(value: Any) -> Any:
+    return _WORDS[value] if isinstance(value, float) and math.isinf(value) else finite(value)
+
+
+def _may_be_infinite(key: object) -> bool:
+    return str(key).startswith("sqnr_db") or key == "stored"
 
 
 def from_json(text: str) -> Any:
@@ -198,7 +203,7 @@ def from_json(text: str) -> Any:
     numbers = {word: number for number, word in _WORDS.items()}
 
     def read(found: dict[str, Any]) -> dict[str, Any]:
-        return {k: numbers.get(v, v) if isinstance(v, str) and k.startswith("sqnr_db") else v for k, v in found.items()}
+        return {k: numbers.get(v, v) if isinstance(v, str) and _may_be_infinite(k) else v for k, v in found.items()}
 
     return json.loads(text, object_hook=read)
 

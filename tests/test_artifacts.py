@@ -41,6 +41,7 @@ from qtool.artifacts import (
     write_result,
 )
 from qtool.errors import QtoolError, UsageError
+from qtool.memory.formats import numerics
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(artifacts.__file__).parents[1])}
 TEXT = st.text(st.characters(exclude_categories=["Cs"]))
@@ -431,6 +432,13 @@ def test_an_infinite_sqnr_is_not_taken_for_one_that_was_not_measured() -> None:
     assert json.loads(text)["units"][0] == {"sqnr_db": "Infinity", "kl": None}
     assert from_json(text) == {"units": [{"sqnr_db": math.inf, "kl": None}, *found["units"][1:]]}
     assert from_json('{"name": "Infinity", "sqnr_db": [1]}') == {"name": "Infinity", "sqnr_db": [1]}
+
+
+def test_what_overflows_a_format_is_told_from_what_it_has_no_number_for() -> None:
+    told = json.loads(json.dumps(finite(numerics(("-70000", "nan"))), allow_nan=False))
+    overflow, unknown = ({each["name"]: each["stored"] for each in value["stored"]} for value in told["values"])
+    assert (overflow["FP16"], overflow["FP8 e4m3"], overflow["INT8"]) == ("-Infinity", None, -128.0)
+    assert unknown["FP16"] is None
 
 
 def test_a_folders_hash_covers_names_and_contents(tmp_path: Path) -> None:
