@@ -54,7 +54,7 @@ def timm_model(name: str, num_classes: int | None, in_channels: int | None, pret
 
 
 def _logits(model: nn.Module) -> nn.Module:
-    """A transformers model whose output is the logits alone, a tensor.
+    """A transformers model whose output is the logits alone, a tensor; one without a head gives what it has.
 
     A hook leaves its layers the names that its files, and peft, know them by.
     """
@@ -63,11 +63,11 @@ def _logits(model: nn.Module) -> nn.Module:
 
 
 def _logits_of(module: nn.Module, inputs: Any, output: Any) -> Any:
-    return output.logits
+    return getattr(output, "logits", output)  # an encoder of sentences gives states
 
 
 def transformers_model(name: str, num_classes: int | None, in_channels: int | None, pretrained: bool) -> nn.Module:
-    """The architecture that the configuration of ``name`` (a hub name or a folder) records, giving logits.
+    """The architecture that the configuration of ``name`` (a hub name or a folder) records; of its outputs the logits.
 
     Its weights are float32, whatever the checkpoint's are: what computes in fewer bits is the stages' to say.
     """

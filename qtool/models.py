@@ -8,7 +8,7 @@ spec                           what it is
 ``vit_l_16``                   ViT-L/16 for 224-pixel images, with torchvision's parameter names (:mod:`qtool.vit`)
 ``torchvision:NAME``           a classifier of torchvision, by its name there
 ``timm:NAME``                  a model of timm
-``transformers:NAME``          a model of transformers, by hub name, folder or ``config.json``; its output is the logits
+``transformers:NAME``          a model of transformers, by hub name, folder or ``config.json``; gives logits or states
 ``FILE.py:factory``            a function that returns an ``nn.Module``
 ``package.module:factory``     the same, from an installed module
 =============================  ==================================================================================
