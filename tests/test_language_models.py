@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import qtool
 from qtool.data import batches, load_data
-from qtool.errors import QtoolError
+from qtool.errors import QtoolError, UsageError
 from qtool.evaluate import sqnr_db
 from qtool.gpt import GPT
 from qtool.runtimes import open_session
@@ -120,6 +120,24 @@ def test_transformers_models_come_from_a_config(text: str, tmp_path: Path) -> No
     (tmp_path / "model" / "config.json").write_text(json.dumps(found | {"architectures": None}))
     with pytest.raises(QtoolError, match=r"'architectures' in its config\.json; got none recorded"):
         qtool.load_model(f"transformers:{tmp_path / 'model'}", num_classes=256)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_transformers_folder_is_told_from_other_paths(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=16, n_positions=8, n_embd=4, n_layer=1, n_head=1)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "m")
+    spec, stored = f"transformers:{tmp_path / 'm'}", f"{tmp_path / 'm'}"
+    for wrong in (f"{spec}2", f"{spec}/conf.json"):
+        with pytest.raises(UsageError, match=r"a folder, a config\.json or a name .*; got a path to nothing"):
+            qtool.load_model(wrong)
+    with pytest.raises(UsageError, match=rf"--weights pretrained: .*a configuration alone; .* {spec}$"):
+        qtool.load_model(f"{spec}/config.json", weights="pretrained")
+    with pytest.raises(UsageError, match=rf"a model's folder, .*--weights pretrained with --model {spec}, or"):
+        qtool.load_model(spec, weights=stored)
+    expected = qtool.load_model(spec, weights="pretrained").state_dict()
+    found = qtool.load_model(spec, weights=f"{stored}/model.safetensors", seed=1).state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())
 
 
 @pytest.mark.filterwarnings("ignore")
