@@ -11,6 +11,8 @@ from qtool.errors import OWN, QtoolError, reason_of, says_that_another_ended
 from qtool.nested import misnamed
 
 CHECK = "check the type and the values of the inputs; --debug shows where it failed"
+_BEYOND_TABLE = "index out of range in self"
+"""What torch's embedding says of an index that its table has no row for, on the CPU."""
 
 
 @contextmanager
@@ -28,8 +30,19 @@ def passes_told(
         if out_of_memory(error) or says_that_another_ended(error):
             raise
         raise QtoolError(
-            where, expected, reason_of(error), misnamed(error, model) or made_in_inference(error) or do
-        ) from error
+            where, expected, reason_of(error),
+            misnamed(error, model) or made_in_inference(error) or _beyond_table(error) or do,
+        ) from error  # fmt: skip
+
+
+def _beyond_table(error: BaseException) -> str | None:
+    """What to do where an embedding has no row for an index; None of any other error."""
+    if _BEYOND_TABLE not in str(error):
+        return None
+    return (
+        "give indices that the model's embedding tables have rows for: sequences no longer than its positions "
+        "(--data text:FILE:LENGTH), tokens of its own vocabulary"
+    )
 
 
 def made_in_inference(error: BaseException) -> str | None:

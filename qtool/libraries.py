@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -54,7 +55,7 @@ def timm_model(name: str, num_classes: int | None, in_channels: int | None, pret
 
 
 def _logits(model: nn.Module) -> nn.Module:
-    """A transformers model whose output is the logits alone, a tensor.
+    """A transformers model whose output is the logits alone, a tensor; one without a head gives what it has.
 
     A hook leaves its layers the names that its files, and peft, know them by.
     """
@@ -63,14 +64,15 @@ def _logits(model: nn.Module) -> nn.Module:
 
 
 def _logits_of(module: nn.Module, inputs: Any, output: Any) -> Any:
-    return output.logits
+    return getattr(output, "logits", output)  # an encoder of sentences gives states
 
 
 def transformers_model(name: str, num_classes: int | None, in_channels: int | None, pretrained: bool) -> nn.Module:
-    """The architecture that the configuration of ``name`` (a hub name or a folder) records, giving logits.
+    """The architecture that the configuration of ``name`` (a hub name or a folder) records; of its outputs the logits.
 
     Its weights are float32, whatever the checkpoint's are: what computes in fewer bits is the stages' to say.
     """
+    _require_there(name, pretrained)
     library: Any = imported("transformers", f"model 'transformers:{name}'", "qtool[text]")
     kwargs = {} if num_classes is None else {"num_labels": num_classes}
 
@@ -85,6 +87,17 @@ def transformers_model(name: str, num_classes: int | None, in_channels: int | No
 
     model: nn.Module = _built("transformers", name, build)
     return model
+
+
+def _require_there(name: str, pretrained: bool) -> None:
+    """Raises UsageError for a path that leads nowhere, which no hub name looks like, and for one without weights."""
+    path = Path(name)
+    if (path.is_absolute() or name.startswith(".") or path.suffix == ".json") and not path.exists():
+        where, expected = f"model 'transformers:{name}'", "a folder, a config.json or a name of Hugging Face's hub"
+        raise UsageError(where, expected, "a path to nothing", "check the path")
+    if pretrained and path.is_file():
+        do = f"name the folder that has them beside it: transformers:{path.parent}"
+        raise UsageError("--weights pretrained", "a model with weights", f"'{name}', a configuration alone", do)
 
 
 def _architecture(library: Any, name: str, config: Any) -> Any:

@@ -8,7 +8,7 @@ spec                           what it is
 ``vit_l_16``                   ViT-L/16 for 224-pixel images, with torchvision's parameter names (:mod:`qtool.vit`)
 ``torchvision:NAME``           a classifier of torchvision, by its name there
 ``timm:NAME``                  a model of timm
-``transformers:NAME``          a model of transformers, by hub name, folder or ``config.json``; its output is the logits
+``transformers:NAME``          a model of transformers, by hub name, folder or ``config.json``; gives logits or states
 ``FILE.py:factory``            a function that returns an ``nn.Module``
 ``package.module:factory``     the same, from an installed module
 =============================  ==================================================================================
@@ -35,7 +35,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from qtool.artifacts import output_path, read_result
+from qtool.artifacts import has_result, output_path, read_result
 from qtool.errors import QtoolError, UsageError, nearest, one_line, unreadable
 from qtool.factories import PRETRAINED, is_factory, load_factory
 from qtool.gpt import gpt2, gpt2_mini
@@ -107,8 +107,16 @@ def _safetensors(weights: str | Path | None) -> Path:
 
 
 def weights_file(path: Path) -> Path:
-    """The file behind ``--weights``: the path itself, or the weights in a run directory, whose hash is checked."""
-    return output_path(path, read_result(path, "train"), "model") if path.is_dir() else path
+    """The file behind ``--weights``: the path itself, or the weights in a run directory, whose hash is checked.
+
+    Raises UsageError for a folder that a library saved a model in, QtoolError for one without a finished training.
+    """
+    if not path.is_dir():
+        return path
+    if (path / "config.json").is_file() and not has_result(path, "train"):
+        do = f"pass --weights {PRETRAINED} with --model transformers:{path}, or name a file of weights in it"
+        raise UsageError(f"weights '{path}'", "a file or a run directory", "a model's folder, with a config.json", do)
+    return output_path(path, read_result(path, "train"), "model")
 
 
 def _build(spec: str, num_classes: int | None, in_channels: int | None, pretrained: bool) -> nn.Module:

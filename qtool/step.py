@@ -50,8 +50,6 @@ from qtool.unreached import Tell
 
 _ONE_VALUE = "Expected more than 1 value per channel when training"
 """What torch's batch-norm says of a single sample without further dimensions."""
-_BEYOND_TABLE = "index out of range in self"
-"""What torch's embedding says of an index that its table has no row for, on the CPU."""
 _NOT_IN_16_BITS = re.compile("(implemented for '|nsupported dtype )(Half|BFloat16)|could not create a primitive desc")
 """What is said where an operator does not know a type of 16 bits on this device; the last by oneDNN's layers."""
 _TYPES_DIFFER = re.compile(
@@ -187,11 +185,6 @@ def answer(model: Callable[[Any], Any], value: Any) -> Any:
                 "batch-norm"
             )
         do = _technique_at_fault(error.got) or do
-        if do is None and _BEYOND_TABLE in error.got:
-            do = (
-                "give indices that the model's embedding tables have rows for: sequences no longer than its positions "
-                "(--data text:FILE:LENGTH), tokens of its own vocabulary"
-            )
         if do is None and _TYPES_DIFFER.search(error.got):
             do = "give inputs, weights and buffers of one type of floats (--precision 32-true casts none of them)"
         if do is None:

@@ -103,7 +103,7 @@ def _checked(output: Any, target: Any) -> tuple[Tensor, Tensor]:
     output = _logits(output)
     if not isinstance(output, Tensor) or output.ndim != 2 or target.shape != output.shape[:1]:
         got = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
-        tokens = isinstance(output, Tensor) and output.ndim == 3
+        tokens = isinstance(output, Tensor) and output.ndim == 3 and target.ndim == 2
         task = "--task language-modelling" if tokens else "a task of your own, --task FILE.py:factory"
         raise QtoolError(
             "task 'classification'", "N×classes logits and N class indices",

@@ -165,6 +165,8 @@ class _Tokenizer:
             raise QtoolError(
                 self.where, "a tokenizer.json", one_line(error)[:200], "save it with tokenizer.save()"
             ) from error
+        self.inner.no_truncation()  # files keep the settings of whoever used them last, for sentences
+        self.inner.no_padding()
         known = self.inner.get_vocab()
         self.size = max(known.values()) + 1
         self.end = next((known[word] for word in _ENDS if word in known), None)

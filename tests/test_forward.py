@@ -33,6 +33,18 @@ class GraphNet(nn.Module):
         return made
 
 
+class Positions(nn.Module):
+    """A language model whose positions are a table of 8, looked up by counting, as GPT-2's are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.places, self.head = nn.Embedding(256, 8), nn.Embedding(8, 8), nn.Linear(8, 256)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        made: Tensor = self.head(self.tokens(tokens) + self.places(torch.arange(tokens.shape[1])))
+        return made
+
+
 KNOWN, UNKNOWN = torch.arange(40).reshape(8, 5), torch.full((8, 5), 90)
 
 
@@ -57,6 +69,15 @@ def test_values_beyond_a_table_in_any_batch(tmp_path: Path) -> None:
         quantized(UNKNOWN)
     with pytest.raises(QtoolError, match=r"the samples: .* index out of range"):
         qtool.export(quantized, tmp_path, samples=[UNKNOWN])
+
+
+@pytest.mark.parametrize("mode", ["ptq", "qat"])
+def test_sequences_longer_than_a_models_positions(tmp_path: Path, mode: str) -> None:
+    """Of a captured graph they are a constant, which is computed before the graph is compared with the model."""
+    (tmp_path / "t.txt").write_text("some words " * 9)
+    options = {"task": "language-modelling", "mode": mode, "effort": "fast"}
+    with pytest.raises(QtoolError, match=r"index out of range in self; give indices .* \(--data text:FILE:LENGTH\)"):
+        qtool.quantize(Positions(), f"text:{tmp_path / 't.txt'}:9", **options)
 
 
 def test_inputs_without_a_batch_axis_are_told_of_it() -> None:

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 
 import qtool
 from qtool.data import batches, load_data
-from qtool.errors import QtoolError
+from qtool.errors import QtoolError, UsageError
+from qtool.evaluate import sqnr_db
 from qtool.gpt import GPT
 from qtool.runtimes import open_session
 from qtool.source import anchored
@@ -119,6 +120,40 @@ def test_transformers_models_come_from_a_config(text: str, tmp_path: Path) -> No
     (tmp_path / "model" / "config.json").write_text(json.dumps(found | {"architectures": None}))
     with pytest.raises(QtoolError, match=r"'architectures' in its config\.json; got none recorded"):
         qtool.load_model(f"transformers:{tmp_path / 'model'}", num_classes=256)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_transformers_folder_is_told_from_other_paths(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=16, n_positions=8, n_embd=4, n_layer=1, n_head=1)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "m")
+    spec, stored = f"transformers:{tmp_path / 'm'}", f"{tmp_path / 'm'}"
+    for wrong in (f"{spec}2", f"{spec}/conf.json"):
+        with pytest.raises(UsageError, match=r"a folder, a config\.json or a name .*; got a path to nothing"):
+            qtool.load_model(wrong)
+    with pytest.raises(UsageError, match=rf"--weights pretrained: .*a configuration alone; .* {spec}$"):
+        qtool.load_model(f"{spec}/config.json", weights="pretrained")
+    with pytest.raises(UsageError, match=rf"a model's folder, .*--weights pretrained with --model {spec}, or"):
+        qtool.load_model(spec, weights=stored)
+    expected = qtool.load_model(spec, weights="pretrained").state_dict()
+    found = qtool.load_model(spec, weights=f"{stored}/model.safetensors", seed=1).state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_transformers_encoder_without_a_head_gives_its_states(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+    )
+    transformers.BertModel(config).save_pretrained(tmp_path)
+    model = qtool.load_model(f"transformers:{tmp_path}", weights="pretrained").eval()
+    x = torch.arange(24).reshape(2, 12)
+    expected = transformers.AutoModel.from_pretrained(tmp_path).eval()(x)
+    assert torch.equal(model(x).last_hidden_state, expected.last_hidden_state)
+    found = qtool.quantize(model, [x], effort="fast")(x)
+    assert sqnr_db(expected.last_hidden_state, found.last_hidden_state) > 25
+    assert sqnr_db(expected.pooler_output, found.pooler_output) > 25
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -264,6 +264,14 @@ def test_another_output_is_told_which_task_may_take_it(output: torch.Tensor, adv
         Classification().loss(output, torch.zeros(output.shape[0], *output.shape[2:], dtype=torch.int64))
 
 
+def test_logits_of_tokens_beside_a_class_for_each_sample_are_no_language_modelling() -> None:
+    output, target = torch.zeros(2, 7, 5), torch.zeros(2, dtype=torch.int64)
+    with pytest.raises(QtoolError, match="or pass a task of your own, --task FILE"):
+        Classification().loss(output, target)
+    with pytest.raises(QtoolError, match="task 'language-modelling': expected"):
+        LanguageModelling().loss(output, target)
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8])
 def test_indices_of_any_integer_type_are_classes(dtype: torch.dtype) -> None:
     output, target = torch.randn(8, 200), torch.tensor([0, 1, 2, 3, 4, 5, 100, 156])

@@ -54,6 +54,18 @@ def test_a_tokenizer_file_gives_the_tokens(tmp_path: Path) -> None:
         load_data(f"text:{tmp_path}:3:{tmp_path / 'tok.json'}")
 
 
+def test_a_tokenizer_that_cuts_and_pads_sentences_gives_all_of_a_text(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[PAD]": 0, "a": 1, "b": 2}, unk_token="[PAD]"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.enable_truncation(max_length=4)
+    made.enable_padding(length=64)
+    made.save(str(tmp_path / "tok.json"))
+    (tmp_path / "t.txt").write_text("a b " * 10)
+    text = read_text(f"{tmp_path / 't.txt'}:4:{tmp_path / 'tok.json'}")
+    assert text.parts["train"].stream.tolist() == [1, 2] * 10
+
+
 def test_what_a_tokenizer_has_no_token_for_is_told(tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="?")).save(str(tmp_path / "tok.json"))

@@ -2,14 +2,15 @@
 
 A symbolic first dimension is the batch, and so is a dimension of the same symbol in an input that begins with another
 (a recurrent state of layers × batch × width); what has neither is fed whole. Any other size that the file leaves open
-has to be given, since a made-up one would time another model. Random floats are standard normal; integers, which are
+has to be given, since a made-up one would time another model; it holds for all inputs that have it under the same
+symbol (token ids and their mask). Random floats are standard normal; integers, which are
 mostly token ids and masks, are 0 or 1, which every embedding has.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -95,8 +96,20 @@ def random_feeds(
     generator, layout = np.random.default_rng(seed), Layout.of(inputs)
     given = {name: parse_shape(name, text) for name, text in (shapes or {}).items()}
     return {
-        info.name: _random(generator, info, _shape(info, layout, batch_size, given.get(info.name))) for info in inputs
+        info.name: _random(generator, info, _shape(info, layout, batch_size, given.get(info.name)))
+        for info in _told(inputs, given, layout)
     }
+
+
+def _told(inputs: Sequence[TensorInfo], given: Mapping[str, tuple[int, ...]], layout: Layout) -> Iterator[TensorInfo]:
+    """The inputs, with the sizes that given shapes tell of symbols beside the batch in those whose shape is not."""
+    sizes: dict[str | int | None, int] = {}
+    for info in inputs:
+        sizes |= zip(info.shape or (), given.get(info.name, ()), strict=False)
+    told: dict[Any, Any] = {k: v for k, v in sizes.items() if isinstance(k, str) and k not in layout.symbols}
+    for info in inputs:
+        shape = info.shape and tuple(told.get(own, own) for own in info.shape)
+        yield info if info.name in given else replace(info, shape=shape)
 
 
 def require_known(shapes: Mapping[str, str], files: Iterable[Sequence[TensorInfo]]) -> None:

@@ -366,13 +366,13 @@ def _require_judged(source: Source, data: Data) -> None:
     from qtool.data import batches
     from qtool.evaluate import metrics_in
     from qtool.models import modes_kept
-    from qtool.nested import call
+    from qtool.step import answer
 
     model = source.model
     assert model is not None
     with modes_kept(model), torch.no_grad():
         model.eval()
-        metrics_in(lambda inputs: call(model, inputs), itertools.islice(batches(data.validation, 2), 1), source.task)
+        metrics_in(lambda inputs: answer(model, inputs), itertools.islice(batches(data.validation, 2), 1), source.task)
 
 
 def _describe(drawn: Mapping[str, Any]) -> str:

@@ -37,6 +37,17 @@ def test_a_size_that_the_file_leaves_open_has_to_be_given():
         random_feeds([TOKENS], 1)
 
 
+def test_a_size_that_is_given_holds_for_all_inputs_of_its_symbol():
+    mask, cache = (TensorInfo(name, "int64", ("N", "L", rest)) for name, rest in (("mask", 2), ("cache", "P")))
+    ids = TensorInfo("ids", "int64", ("N", "L"))
+    feeds = random_feeds([mask, ids], 3, shapes={"ids": "1x7"})
+    assert {name: value.shape for name, value in feeds.items()} == {"ids": (3, 7), "mask": (3, 7, 2)}
+    own = random_feeds([mask, ids], 1, shapes={"ids": "1x7", "mask": "1x9x2"})
+    assert {name: value.shape for name, value in own.items()} == {"ids": (1, 7), "mask": (1, 9, 2)}
+    with pytest.raises(QtoolError, match=r"input 'cache'.*int64\[N, 7, P\]"):
+        random_feeds([ids, cache], 1, shapes={"ids": "1x7"})
+
+
 def test_an_input_of_unknown_shape_takes_any_that_is_given():
     anything = TensorInfo("x", "float32", None)
     assert random_feeds([anything], 2, shapes={"x": "1x8"})["x"].shape == (2, 8)

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from qtool.form import DEQUANTIZE, QUANTIZE
+from qtool.forward import passes_told
 from qtool.quantization.capture import aten, drop_unused, parameter, set_parameter
 from qtool.quantization.rewrites.repeats import draws
 
@@ -162,7 +163,8 @@ def _bytes(nodes: list[Node]) -> int:
 def _evaluate(graph_module: GraphModule, node: Node, values: dict[Node, Any]) -> Any:
     if node.op == "get_attr":
         return parameter(graph_module, node)
-    with torch.no_grad():
+    where = f"'{node.meta.get('owner') or node.name}'"
+    with torch.no_grad(), passes_told(where):  # a table may have no row for the last place of a sequence
         arguments, keywords = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: values[n])
         assert callable(node.target)
         return node.target(*arguments, **keywords)
