@@ -42,7 +42,10 @@ CLOSEST = "search/closest"
 class HasModel(Protocol):
     """What stands for the model that it holds: the result of a training, a trainer."""
 
-    model: nn.Module
+    @property
+    def model(self) -> nn.Module:
+        """The model, to be read: a frozen result's cannot be set, and a checker would refuse it for that."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from qtool.data import Preprocessing
 from qtool.errors import QtoolError, UsageError, kind_of
 from qtool.source import (
     UNIDENTIFIED,
+    HasModel,
     is_run_directory,
     open_float,
     open_source,
@@ -217,6 +219,11 @@ def test_no_model_is_refused_where_one_is_needed(small_data: str) -> None:
     for stage in stages:
         with pytest.raises(UsageError, match=r"argument 'model': .* got None"):
             stage(None, small_data)  # type: ignore[arg-type]
+
+
+def test_what_holds_a_model_need_not_let_it_be_set() -> None:
+    """A checker refuses a frozen class, as the result of a training is, where the protocol has a plain attribute."""
+    assert isinstance(inspect.getattr_static(HasModel, "model"), property)
 
 
 def test_a_class_and_parameters_without_shapes_are_no_model_yet() -> None:
