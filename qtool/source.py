@@ -213,7 +213,7 @@ def open_float(
 
     That is any Path, or text that is a run directory; with ``data``, if it is no name of a model too.
     """
-    from qtool.models import BUILT_INS
+    from qtool.models import BUILT_INS, copied
 
     named = isinstance(model, str) and is_run_directory(model) and (data is None or model not in BUILT_INS)
     if isinstance(model, Path) or named:
@@ -225,6 +225,8 @@ def open_float(
         return recalled, Path(str(model))
     require_model(model)
     _require_float(model)
+    if weights and not isinstance(model, str):
+        model = copied(_module(model), {})  # the caller's own is left as it was
     source = open_source(model, data, task, weights, **options)
     _require_float(source.model)
     return dataclasses.replace(source, model=_in_host_memory(source.model)), None

@@ -221,6 +221,16 @@ def test_no_model_is_refused_where_one_is_needed(small_data: str) -> None:
             stage(None, small_data)  # type: ignore[arg-type]
 
 
+def test_weights_beside_a_module_leave_it_as_it_was(tmp_path: Path) -> None:
+    model, other = nn.Linear(4, 3), nn.Linear(4, 3)
+    save_file(other.state_dict(), tmp_path / "other.safetensors")
+    before = model.weight.clone()
+    source, _ = open_float(model, [torch.ones(2, 4)], "classification", tmp_path / "other.safetensors")
+    assert source.model is not None
+    assert torch.equal(source.model.get_parameter("weight"), other.weight)
+    assert torch.equal(model.weight, before)
+
+
 def test_what_holds_a_model_need_not_let_it_be_set() -> None:
     """A checker refuses a frozen class, as the result of a training is, where the protocol has a plain attribute."""
     assert isinstance(inspect.getattr_static(HasModel, "model"), property)
