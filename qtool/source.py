@@ -323,7 +323,7 @@ def open_model(
     if target is not None:
         raise UsageError("--create-on-device", "a model's spec", "a model that is there already", "leave it out")
     if module is not None and weights:
-        load_weights(module, Path(weights))
+        load_weights(module, weights)
     return module
 
 

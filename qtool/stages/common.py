@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from qtool.artifacts import alone, earlier, output_path, require_writable
+from qtool.artifacts import alone, earlier, output_path, path_of, require_writable
 from qtool.calibration_data import draw
 from qtool.errors import QtoolError, UsageError
 from qtool.given import inputs_of, pairs_of
@@ -120,8 +120,9 @@ def writable(out: AnyPath | None) -> Path | None:
     """``out`` as a path, looked at before any work is done. Raises UsageError where no folder can be made there."""
     if out is None:
         return None
-    require_writable(Path(out))
-    return Path(out)
+    folder = path_of(out, argument("out"), "the path of a folder", "name a folder")
+    require_writable(folder)
+    return folder
 
 
 @contextmanager
