@@ -32,7 +32,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from qtool.errors import QtoolError, UsageError, unreadable
+from qtool.errors import QtoolError, UsageError, kind_of, unreadable
 from qtool.machine import environment
 
 SCHEMA_VERSION = 1
@@ -62,6 +62,14 @@ def require_nameable(folder: Path) -> None:
         raise UsageError(
             f"run directory '{folder}'", "a path that is UTF-8", "one that is not", "name another folder, or rename it"
         ) from error
+
+
+def path_of(given: object, where: str, expected: str, do: str) -> Path:
+    """The path that a caller gave, as text or as one. Raises UsageError for anything else, and for no text at all."""
+    if not isinstance(given, str | os.PathLike) or not os.fspath(given):
+        got = repr(given) if isinstance(given, str) else kind_of(given)
+        raise UsageError(where, expected, got, do)
+    return Path(given)
 
 
 def require_writable(folder: Path) -> None:

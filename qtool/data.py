@@ -41,7 +41,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from qtool.datasets import Images, Labels, Preprocessing, measure, read_idx, read_npz
-from qtool.errors import QtoolError, UsageError, nearest
+from qtool.errors import QtoolError, UsageError, kind_of, nearest
 from qtool.factories import is_factory, load_factory
 from qtool.folders import read_hub, read_imagefolder
 from qtool.labels import IGNORED
@@ -87,6 +87,9 @@ def load_data(spec: str, *, seed: int = 0) -> Data:
     ``seed`` draws the validation part of a set that has none; every stage of a run must use the same. Raises UsageError
     where the spec is not understood or names nothing, QtoolError where the content is wrong.
     """
+    if not isinstance(spec, str):
+        do = "write 'imagefolder:DIR', say; datasets are taken by the stages as they are"
+        raise UsageError("argument 'spec'", "a data spec as text", kind_of(spec), do)
     kind, _, rest = spec.partition(":")
     if spec == "fashion-mnist":
         folder = EMBEDDED / "fashion_mnist"

@@ -22,6 +22,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,16 @@ class Images:
         """The images at ``positions`` as a dataset."""
         rows = torch.as_tensor(positions)
         labels = torch.from_numpy(self.labels)[rows]
-        return ImageSet(lambda i: self.read(rows[i]), labels, preprocessing)
+        return ImageSet(partial(_read_at, self.read, rows), labels, preprocessing)
+
+
+def _read_at(read: Callable[[Tensor], Tensor], positions: Tensor, rows: Tensor) -> Tensor:
+    """The pixels of ``rows`` among the images at ``positions``: a function of a module, which other processes find."""
+    return read(positions[rows])
+
+
+def _rows_of(pixels: Tensor, rows: Tensor) -> Tensor:
+    return pixels[rows]
 
 
 def in_memory(where: str, images: NDArray[Any], labels: NDArray[Any]) -> Images:
@@ -131,7 +141,7 @@ def in_memory(where: str, images: NDArray[Any], labels: NDArray[Any]) -> Images:
     digest.update(np.ascontiguousarray(classes).data)
     stored = torch.from_numpy(pixels)
     channels, height, width = pixels.shape[1:]
-    return Images(lambda rows: stored[rows], classes, (channels, height, width), digest.hexdigest())
+    return Images(partial(_rows_of, stored), classes, (channels, height, width), digest.hexdigest())
 
 
 def measure(train: Images, positions: Sequence[int]) -> Preprocessing:

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,11 +76,18 @@ def _folder(folder: Path, names: tuple[str, ...], side: int | None, like: list[s
     if not files:
         raise _no_images(folder)
     listing = [f"{file.relative_to(folder).as_posix()} {_size(file)}" for file in files]
-    image = _pillow()
     return decoded(
-        lambda i: image.open(files[i]), lambda i: f"'{files[i]}'", np.array(labels), side, like,
+        partial(_opened, files), partial(_told, files), np.array(labels), side, like,
         hashlib.sha256("\n".join([f"size {side}", *listing]).encode()).hexdigest(),
     )  # fmt: skip
+
+
+def _opened(files: Sequence[Path], index: int) -> Any:
+    return _pillow().open(files[index])
+
+
+def _told(files: Sequence[Path], index: int) -> str:
+    return f"'{files[index]}'"
 
 
 def _image_files(folder: Path) -> list[Path]:
@@ -101,27 +110,35 @@ def decoded(
     open_image: Open, where: Callable[[int], str], labels: Labels, side: int | None, like: list[Any], sha256: str
 ) -> Images:
     """Images that are decoded as they are read. ``like``, empty at first, gets the set's mode and size."""
-    image = _pillow()
-    ops = importlib.import_module("PIL.ImageOps")
+    read = _Decoder(open_image, where, side, like)
+    channels, height, width = read(torch.tensor([0]))[0].shape
+    resize = "exact" if side is None else "shorter-side"
+    return Images(read, labels, (channels, height, width), sha256, resize, decoded=True)
 
-    def pixels(index: int) -> Any:
+
+@dataclass(frozen=True)
+class _Decoder:
+    """Reads rows as pixels, in any process that it is sent to."""
+
+    open_image: Open
+    where: Callable[[int], str]
+    side: int | None
+    like: list[Any]
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        return torch.from_numpy(np.stack([self._pixels(i) for i in rows.tolist()]))
+
+    def _pixels(self, index: int) -> Any:
+        where, like = self.where, self.like
         try:
-            with open_image(index) as opened:
-                picture = ops.exif_transpose(opened)
-                if picture.mode.startswith(DEEP):
-                    do = "save it with 8 bits, or read it with a factory"
-                    raise QtoolError(where(index), "8 bits a channel", f"Pillow's mode '{picture.mode}'", do)
-                mode = like[0] if like else ("L" if picture.mode in ("1", "L") else "RGB")
-                if mode == "L" and picture.mode not in ("1", "L"):
-                    raise QtoolError(where(index), "a grey image, as the first one", picture.mode, "convert one or all")
-                picture = picture.convert(mode)
-                picture = picture if side is None else ops.fit(picture, (side, side), image.Resampling.BILINEAR)
+            with self.open_image(index) as opened:
+                picture = self._picture(opened, index)
         except QtoolError:
             raise
         except Exception as error:  # of a damaged file each of Pillow's readers raises its own kind
             got = one_line(str(error) or type(error).__name__)
             raise QtoolError(where(index), "an image that Pillow decodes", got, "remove or replace it") from error
-        found = [mode, picture.size]
+        found = [picture.mode, picture.size]
         like.extend(found[len(like) :])
         if found != like:
             got = "{}×{} pixels".format(*picture.size)
@@ -131,12 +148,19 @@ def decoded(
         array = np.array(picture)
         return array[None] if array.ndim == 2 else array.transpose(2, 0, 1)
 
-    def read(rows: Tensor) -> Tensor:
-        return torch.from_numpy(np.stack([pixels(i) for i in rows.tolist()]))
-
-    channels, height, width = read(torch.tensor([0]))[0].shape
-    resize = "exact" if side is None else "shorter-side"
-    return Images(read, labels, (channels, height, width), sha256, resize, decoded=True)
+    def _picture(self, opened: Any, index: int) -> Any:
+        """An opened image upright, in the set's mode and at its size."""
+        image, ops = _pillow(), importlib.import_module("PIL.ImageOps")
+        where, like, side = self.where, self.like, self.side
+        picture = ops.exif_transpose(opened)
+        if picture.mode.startswith(DEEP):
+            do = "save it with 8 bits, or read it with a factory"
+            raise QtoolError(where(index), "8 bits a channel", f"Pillow's mode '{picture.mode}'", do)
+        mode = like[0] if like else ("L" if picture.mode in ("1", "L") else "RGB")
+        if mode == "L" and picture.mode not in ("1", "L"):
+            raise QtoolError(where(index), "a grey image, as the first one", picture.mode, "convert one or all")
+        picture = picture.convert(mode)
+        return picture if side is None else ops.fit(picture, (side, side), image.Resampling.BILINEAR)
 
 
 def read_hub(text: str) -> tuple[dict[str, Images], tuple[str, ...] | None]:
@@ -175,7 +199,15 @@ def _columns(text: str, rows: Any) -> tuple[str, str, tuple[str, ...] | None]:
 def _split(where: str, rows: Any, image: str, label: str, like: list[Any]) -> Images:
     labels = np.array(rows[label], dtype=np.int64)
     digest = hashlib.sha256(f"{where} {getattr(rows, '_fingerprint', '')} {len(labels)}".encode() + labels.tobytes())
-    return decoded(lambda i: rows[i][image], lambda i: f"{where}[{i}]", labels, None, like, digest.hexdigest())
+    return decoded(partial(_cell, rows, image), partial(_row, where), labels, None, like, digest.hexdigest())
+
+
+def _cell(rows: Any, column: str, index: int) -> Any:
+    return rows[index][column]
+
+
+def _row(where: str, index: int) -> str:
+    return f"{where}[{index}]"
 
 
 def _pillow() -> Any:

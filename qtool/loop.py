@@ -231,6 +231,7 @@ class _Run:
         while self.history.steps < self.total and not self.history.stopped_early:
             self._train_epoch()
             self._end_epoch()
+        self.optimizer.zero_grad()  # as many bytes as the weights have, and nobody's business behind the last step
         self._restore_best()
         return self.history
 

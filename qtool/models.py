@@ -35,8 +35,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from qtool.artifacts import has_result, output_path, read_result
-from qtool.errors import QtoolError, UsageError, nearest, one_line, unreadable
+from qtool.artifacts import has_result, output_path, path_of, read_result
+from qtool.errors import QtoolError, UsageError, kind_of, nearest, one_line, unreadable
 from qtool.factories import PRETRAINED, is_factory, load_factory
 from qtool.gpt import gpt2, gpt2_mini
 from qtool.libraries import LIBRARIES
@@ -82,6 +82,11 @@ def load_model(
     fails, or a weight is not finite.
     """
 
+    if not isinstance(spec, str):
+        raise UsageError(
+            "argument 'spec'", "a model's spec as text", kind_of(spec), "write 'resnet' or FILE.py:factory"
+        )
+
     def build() -> nn.Module:
         in_use = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
         with torch.random.fork_rng(devices=in_use):  # all of which are seeded; to ask the others takes their memory
@@ -99,11 +104,16 @@ def load_model(
 
 def _safetensors(weights: str | Path | None) -> Path:
     """The safetensors file that ``weights`` names. Raises UsageError where it is another kind of file, or none."""
-    file = weights_file(Path(weights)) if weights is not None and str(weights) != PRETRAINED else None
+    file = weights_file(_weights_path(weights)) if weights is not None and str(weights) != PRETRAINED else None
     if file is None or file.suffix != ".safetensors":
         got = "no --weights" if weights is None else str(weights)
         raise UsageError(WHERE, "--weights FILE.safetensors or a run directory", got, "name such a file")
     return file
+
+
+def _weights_path(weights: object) -> Path:
+    expected = "a file of weights, a run directory or 'pretrained'"
+    return path_of(weights, "argument 'weights'", expected, "load what you have into the model, and pass that")
 
 
 def weights_file(path: Path) -> Path:
@@ -156,7 +166,7 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
     is of another architecture (the first keys and shapes that differ are named) or holds NaN or infinity. The model is
     unchanged then.
     """
-    path = Path(path)
+    path = _weights_path(path)
     file = weights_file(path)
     where = f"weights '{file}'"
     state = _renamed(_read_state(file, where), model)

@@ -12,11 +12,13 @@ import functools
 import inspect
 import json
 import math
+import os
 import textwrap
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
+from enum import Enum
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from qtool.errors import UsageError, kind_of, nearest, one_line
@@ -104,13 +106,14 @@ class Checked:
         """Raises UsageError naming a field with a value that it may not have."""
         hints = _hints(typing.cast(Any, type(self)))
         for made in dataclasses.fields(typing.cast(Any, self)):
-            value, hint, where = getattr(self, made.name), hints[made.name], argument(made.name)
+            value, hint, where = plain(getattr(self, made.name)), hints[made.name], argument(made.name)
             if dataclasses.is_dataclass(hint):
                 require_config(typing.cast(type, hint), value, where)
             elif value == () and inner_type(hint)[1]:
                 object.__setattr__(self, made.name, None)
-            elif value not in made.metadata["words"].values():
-                object.__setattr__(self, made.name, check(value, hint, made.metadata, where))
+            else:
+                kept = value in made.metadata["words"].values()
+                object.__setattr__(self, made.name, value if kept else check(value, hint, made.metadata, where))
 
 
 @functools.cache
@@ -136,6 +139,7 @@ def _place(key: str, hints: Mapping[str, Any]) -> str:
 def check(value: Any, hint: Any, metadata: Mapping[str, Any], where: str) -> Any:
     """``value`` as the hinted type (a list becomes a tuple, a whole number a float), or a UsageError at ``where``."""
     kind, optional = inner_type(hint)
+    value = plain(value)
     if isinstance(value, str) and value in metadata.get("here", ()):
         value = metadata["here"][value]()
     if isinstance(value, str) and value in metadata.get("words", ()):
@@ -159,6 +163,27 @@ def check(value: Any, hint: Any, metadata: Mapping[str, Any], where: str) -> Any
             )
         return tuple(check(item, get_args(kind)[0], metadata, where) for item in value)
     return _bounded(_scalar(value, kind, where, metadata), metadata, where)
+
+
+def plain(value: Any) -> Any:
+    """What a script has in place of a plain value, as that; anything else as it is.
+
+    That is numbers and arrays of numpy and torch, ranges, paths, torch's devices and members of enumerations of text.
+
+    >>> from pathlib import Path
+    >>> plain(Path("ranges.json")), plain(range(1, 3)), plain(7)
+    ('ranges.json', [1, 2], 7)
+    """
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, range):
+        return list(value)
+    if isinstance(value, Enum) and isinstance(value, str):
+        return value.value
+    if hasattr(value, "dtype") and hasattr(value, "tolist"):
+        return value.tolist()
+    kind = type(value)  # torch is not imported for this
+    return str(value) if (kind.__module__, kind.__name__) == ("torch", "device") else value
 
 
 def nearest_option(name: str, names: Iterable[str]) -> str:

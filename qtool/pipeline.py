@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qtool.artifacts import STAGES, atomic_path, has_result, write_json
+from qtool.artifacts import STAGES, atomic_path, has_result, path_of, write_json
 from qtool.errors import ContractError, UsageError, kind_of
 from qtool.recipe import QatConfig, QuantizeConfig, Recipe
 from qtool.recipe_files import find_recipe, from_anywhere, from_table, load_recipe, to_toml
@@ -88,6 +88,8 @@ def _opened(
     recipe: str | Path | Recipe | Mapping[str, Any], out: str | Path | None, overrides: Sequence[str]
 ) -> tuple[Recipe, Path]:
     """The recipe, and the run directory."""
+    if out is not None:
+        out = path_of(out, "argument 'out'", "the path of a folder", "name a folder")
     if isinstance(recipe, str | Path):
         path = find_recipe(str(recipe))
         return load_recipe(path, overrides), Path(out or Path("runs") / path.stem)
@@ -145,7 +147,7 @@ def report(folder: str | Path | ExportResult, out: str | Path | None = None) -> 
 
     found = gather(_path_of(folder, "folder", "a run directory"))
     if out is not None:
-        write_report(found, Path(out))
+        write_report(found, path_of(out, "argument 'out'", "the path of a folder", "name a folder"))
     return plain(found)
 
 
@@ -167,8 +169,5 @@ def inspect(artifact: str | Path | ExportResult) -> dict[str, Any]:
 
 def _path_of(what: object, name: str, kind: str) -> Path:
     """The path that was given, or the run directory of what export returned. Raises UsageError for anything else."""
-    place = run_of(what)
-    if not isinstance(place, str | Path):
-        do = "pass its out=…; what is integer in a quantized model, its .plan tells"
-        raise UsageError(f"argument '{name}'", f"the path of {kind}", type(place).__name__, do)
-    return Path(place)
+    do = "pass its out=…; what is integer in a quantized model, its .plan tells"
+    return path_of(run_of(what), f"argument '{name}'", f"the path of {kind}", do)

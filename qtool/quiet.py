@@ -8,6 +8,11 @@ import logging
 import sys
 import warnings
 from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 @contextlib.contextmanager
@@ -58,3 +63,13 @@ def quiet_torch_ao() -> Iterator[None]:
         warnings.filterwarnings("ignore", message=".*torch.ao.quantization is deprecated", category=DeprecationWarning)
         warnings.filterwarnings("ignore", message=".*quantized tensor creation functions", category=UserWarning)
         yield
+
+
+def bar_console() -> Console:
+    """Standard error for a progress bar of rich's: as a notebook's where ipywidgets are there, else as a terminal's.
+
+    In a notebook without them rich advises to install them each time that the bar moves, in the bar's place.
+    """
+    from rich.console import Console
+
+    return Console(file=sys.stderr, force_jupyter=None if find_spec("ipywidgets") else False)

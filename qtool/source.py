@@ -42,7 +42,10 @@ CLOSEST = "search/closest"
 class HasModel(Protocol):
     """What stands for the model that it holds: the result of a training, a trainer."""
 
-    model: nn.Module
+    @property
+    def model(self) -> nn.Module:
+        """The model, to be read: a frozen result's cannot be set, and a checker would refuse it for that."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -210,7 +213,7 @@ def open_float(
 
     That is any Path, or text that is a run directory; with ``data``, if it is no name of a model too.
     """
-    from qtool.models import BUILT_INS
+    from qtool.models import BUILT_INS, copied
 
     named = isinstance(model, str) and is_run_directory(model) and (data is None or model not in BUILT_INS)
     if isinstance(model, Path) or named:
@@ -222,6 +225,8 @@ def open_float(
         return recalled, Path(str(model))
     require_model(model)
     _require_float(model)
+    if weights and not isinstance(model, str):
+        model = copied(_module(model), {})  # the caller's own is left as it was
     source = open_source(model, data, task, weights, **options)
     _require_float(source.model)
     return dataclasses.replace(source, model=_in_host_memory(source.model)), None
@@ -318,7 +323,7 @@ def open_model(
     if target is not None:
         raise UsageError("--create-on-device", "a model's spec", "a model that is there already", "leave it out")
     if module is not None and weights:
-        load_weights(module, Path(weights))
+        load_weights(module, weights)
     return module
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import itertools
+import pickle
 import re
 import shutil
 import struct
@@ -52,6 +53,19 @@ def npz(tmp_path: Path) -> Path:
 
 def labels_of(dataset: Any) -> list[int]:
     return [int(target) for _, target in (dataset[i] for i in range(len(dataset)))]
+
+
+@pytest.mark.parametrize("spec", ["fashion-mnist", "alice", "npz", "imagefolder"])
+def test_opened_data_are_the_same_in_another_process(spec: str, npz: Path, tmp_path: Path) -> None:
+    """That of a pool, of a DataLoader's workers where they are spawned, of ``train(…, devices=2)``."""
+    if spec == "imagefolder":
+        write_folder(tmp_path / "images")
+    places = {"npz": f"npz:{npz}", "imagefolder": f"imagefolder:{tmp_path / 'images'}"}
+    data = load_data(places.get(spec, spec))
+    sent = pickle.loads(pickle.dumps(data))
+    for part in ("train", "validation", "test"):
+        for x, y in zip(next(batches(getattr(data, part), 4)), next(batches(getattr(sent, part), 4)), strict=True):
+            assert torch.equal(x, y)
 
 
 # ---- the embedded set

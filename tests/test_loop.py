@@ -85,6 +85,14 @@ def test_training_learns_and_is_deterministic():
     assert other.losses != one.losses
 
 
+def test_no_gradients_are_left_in_the_model():
+    """A service that keeps the model would keep as many bytes again."""
+    for options in ({}, {"epochs": 2, "micro_batches": 2}, {"max_steps": 1}):
+        model = make_model()
+        fit(model, make_data(), TASK, config(**options))
+        assert all(parameter.grad is None for parameter in model.parameters())
+
+
 def test_the_callers_generators_are_left_alone():
     model = make_model()
     before, state = random.getstate(), torch.get_rng_state()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -10,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import warm
+from torch import nn
 
 import qtool
 from qtool import pipeline
@@ -380,8 +383,32 @@ def test_a_report_of_nothing_is_refused(tmp_path: Path) -> None:
         qtool.report(tmp_path / "none")
     with pytest.raises(QtoolError, match=r"expected a result of train, .*; got none"):
         qtool.report(tmp_path)
-    with pytest.raises(UsageError, match=r"'folder': expected the path of a run directory; got Recipe; pass its out=…"):
+    with pytest.raises(UsageError, match=r"'folder': expected the path of a run .*; got a Recipe; pass its out=…"):
         qtool.report(Recipe())  # type: ignore[arg-type]
+
+
+WRONG = {
+    "a folder; got an int": [
+        lambda: qtool.quantize(nn.Linear(2, 2), [torch.ones(2, 2)], out=5),  # type: ignore[arg-type]
+        lambda: qtool.train(nn.Linear(2, 2), [], out=5),  # type: ignore[arg-type]
+        lambda: qtool.run("fashion-mnist", out=5),  # type: ignore[arg-type]
+    ],
+    "a folder; got ''": [lambda: qtool.quantize(nn.Linear(2, 2), [torch.ones(2, 2)], out="")],
+    "a run directory; got None": [lambda: qtool.load_quantized(None)],  # type: ignore[arg-type]
+    "'pretrained'; got an OrderedDict": [
+        lambda: qtool.quantize(nn.Linear(2, 2), [torch.ones(2, 2)], weights=nn.Linear(2, 2).state_dict()),
+        lambda: qtool.load_model("resnet", num_classes=2, weights=nn.Linear(2, 2).state_dict()),
+    ],
+    "a model's spec as text; got a PosixPath": [lambda: qtool.load_model(Path("net.py"))],  # type: ignore[arg-type]
+    "a data spec as text; got None": [lambda: qtool.load_data(None)],  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize(("told", "call"), [(told, call) for told, calls in WRONG.items() for call in calls])
+def test_what_is_no_path_and_no_spec_is_told_by_each_function(told: str, call: Callable[[], Any]) -> None:
+    """An empty text, as an environment variable that is not set gives it, would be the current folder."""
+    with pytest.raises(UsageError, match=re.escape(told)):
+        call()
 
 
 def test_a_report_is_written_where_it_is_asked_for(done: Path, tmp_path: Path) -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import pydoc
 import re
 import tomllib
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -31,6 +35,12 @@ from qtool.recipe_files import find_recipe, from_anywhere, from_table, load_reci
 from qtool.stages.common import configured
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20).filter(lambda text: text != "none")
+
+
+class Mode(StrEnum):
+    """How services name such choices."""
+
+    PTQ = "ptq"
 
 
 def _values(hint: Any, metadata: Any) -> st.SearchStrategy[Any]:
@@ -399,6 +409,26 @@ def test_a_config_that_is_built_directly_takes_what_a_recipe_takes() -> None:
     given: dict[str, Any] = {"batch_size": "auto", "learning_rate": 1, "lora_targets": ["q", "v"]}
     assert TrainConfig(**given) == make(TrainConfig, given)
     assert configured(QuantizeConfig, {"ranges": "minmax"}, {}) == make(QuantizeConfig, {"ranges": "minmax"})
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "plain"),
+    [
+        (TrainConfig, {"epochs": np.int64(2), "seed": torch.tensor(3)}, {"epochs": 2, "seed": 3}),
+        (TrainConfig, {"learning_rate": np.float64(1e-3)}, {"learning_rate": 1e-3}),
+        (TrainConfig, {"device": torch.device("cpu")}, {"device": "cpu"}),
+        (QuantizeConfig, {"mode": Mode.PTQ, "weights_only": np.True_}, {"mode": "ptq", "weights_only": True}),
+        (QuantizeConfig, {"ranges_from": Path("a") / "ranges.json"}, {"ranges_from": str(Path("a", "ranges.json"))}),
+        (BenchmarkConfig, {"batch_sizes": np.array([1, 8])}, {"batch_sizes": (1, 8)}),
+        (BenchmarkConfig, {"batch_sizes": range(1, 3), "compare": Path("a")}, {"batch_sizes": (1, 2), "compare": "a"}),
+    ],
+)
+@pytest.mark.parametrize("build", [make, lambda kind, given: kind(**given)])
+def test_what_scripts_have_for_plain_values_is_taken_as_them(
+    kind: Any, given: dict[str, Any], plain: dict[str, Any], build: Any
+) -> None:
+    """Compared as JSON, as it is recorded: there numpy's numbers, paths and devices have no place."""
+    assert json.dumps(as_dict(build(kind, given))) == json.dumps(as_dict(kind(**plain)))
 
 
 def test_names_that_the_shell_completes_are_those_built_in() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from qtool.data import Preprocessing
 from qtool.errors import QtoolError, UsageError, kind_of
 from qtool.source import (
     UNIDENTIFIED,
+    HasModel,
     is_run_directory,
     open_float,
     open_source,
@@ -217,6 +219,21 @@ def test_no_model_is_refused_where_one_is_needed(small_data: str) -> None:
     for stage in stages:
         with pytest.raises(UsageError, match=r"argument 'model': .* got None"):
             stage(None, small_data)  # type: ignore[arg-type]
+
+
+def test_weights_beside_a_module_leave_it_as_it_was(tmp_path: Path) -> None:
+    model, other = nn.Linear(4, 3), nn.Linear(4, 3)
+    save_file(other.state_dict(), tmp_path / "other.safetensors")
+    before = model.weight.clone()
+    source, _ = open_float(model, [torch.ones(2, 4)], "classification", tmp_path / "other.safetensors")
+    assert source.model is not None
+    assert torch.equal(source.model.get_parameter("weight"), other.weight)
+    assert torch.equal(model.weight, before)
+
+
+def test_what_holds_a_model_need_not_let_it_be_set() -> None:
+    """A checker refuses a frozen class, as the result of a training is, where the protocol has a plain attribute."""
+    assert isinstance(inspect.getattr_static(HasModel, "model"), property)
 
 
 def test_a_class_and_parameters_without_shapes_are_no_model_yet() -> None:

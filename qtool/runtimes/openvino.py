@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import math
+import os
 import re
 import statistics
 from collections import Counter
@@ -193,6 +194,7 @@ def _is_half(model: Any) -> bool:
 
 def _compile(path: Path, threads: int, precision: str | None, **more: Any) -> Any:
     openvino = _require()
+    _require_unforked()
     hints = {"INFERENCE_NUM_THREADS": threads, "PERFORMANCE_HINT": "LATENCY"}
     try:
         core = _core()
@@ -228,6 +230,25 @@ def _core() -> Any:
     first that comes, of an interrupt or of a data loader's process that has ended, ends this one.
     """
     return _require().Core()
+
+
+def _require_unforked() -> None:
+    """Raises ProviderError in a fork of a process that has compiled a file.
+
+    OpenVINO keeps the threads of a file that was closed for the next one. A fork does not have them, and would wait for
+    them for ever.
+    """
+    if _user() != os.getpid():
+        raise ProviderError(
+            "provider 'openvino'", "a process of its own, or one forked before OpenVINO was used",
+            "a fork of one that has used it", "start it by multiprocessing's 'spawn' or 'forkserver'",
+        )  # fmt: skip
+
+
+@functools.cache
+def _user() -> int:
+    """The process that was the first to ask."""
+    return os.getpid()
 
 
 def _info(path: Path, port: Any) -> TensorInfo:

@@ -12,11 +12,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from qtool.artifacts import alone, earlier, output_path, require_writable
+from qtool.artifacts import alone, earlier, output_path, path_of, require_writable
 from qtool.calibration_data import draw
 from qtool.errors import QtoolError, UsageError
 from qtool.given import inputs_of, pairs_of
 from qtool.options import argument, make, require_config
+from qtool.quiet import bar_console
 from qtool.recipe import QuantizeConfig
 from qtool.source import UNIDENTIFIED, Source
 from qtool.stages.surroundings import Parameters, Result, apart, exact
@@ -94,7 +95,6 @@ def meter(progress: Progress, stage: str) -> Iterator[Callable[[str, int, int], 
         tell = teller(progress)
         yield lambda what, done, total: tell(f"{stage}: {what} ({done} of {total})")
         return
-    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
     from rich.table import Column
@@ -102,7 +102,7 @@ def meter(progress: Progress, stage: str) -> Iterator[Callable[[str, int, int], 
     # the description goes on in further lines where one is too short, and takes no room from the rest
     what = TextColumn("{task.description}", markup=False, table_column=Column(ratio=1))
     columns = (BarColumn(10), MofNCompleteColumn(), TimeRemainingColumn(), what)
-    console = Console(file=sys.stderr)
+    console = bar_console()
     with Bar(*columns, console=console, expand=True, disable=not (console.is_terminal or console.is_jupyter)) as bar:
         task = bar.add_task("", total=None, visible=False)
         yield lambda what, done, total: bar.update(
@@ -120,8 +120,9 @@ def writable(out: AnyPath | None) -> Path | None:
     """``out`` as a path, looked at before any work is done. Raises UsageError where no folder can be made there."""
     if out is None:
         return None
-    require_writable(Path(out))
-    return Path(out)
+    folder = path_of(out, argument("out"), "the path of a folder", "name a folder")
+    require_writable(folder)
+    return folder
 
 
 @contextmanager

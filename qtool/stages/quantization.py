@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from qtool import calibration_data
-from qtool.artifacts import read_result, sha256_of, staging, write_json, write_result
+from qtool.artifacts import path_of, read_result, sha256_of, staging, write_json, write_result
 from qtool.errors import ContractError, QtoolError, UsageError
 from qtool.lineage import content_of
 from qtool.options import argument, documented, nearest_option
@@ -33,6 +33,7 @@ from qtool.stages.common import (
     finished,
     in_turn,
     meter,
+    run_of,
     seen_from,
     targets_in,
     teller,
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from qtool.data import Data
+    from qtool.exporting.stage import ExportResult
     from qtool.form import QuantizedModel
     from qtool.quantization.float_form import FloatForms
     from qtool.source import HasModel
@@ -407,15 +409,17 @@ def _commit_quantize(
     forget(run)
 
 
-def load_quantized(run: AnyPath) -> QuantizedModel:
+def load_quantized(run: AnyPath | ExportResult) -> QuantizedModel:
     """Opens the quantized model that :func:`quantize` left in the run directory ``run``: its ``out``.
 
-    It is called like the float model, and simulates the integers in float32. Raises UsageError for a folder without
-    one, QtoolError where its files are damaged, or where it is not of the weights that are there now.
+    It is called like the float model, and simulates the integers in float32. What :func:`export` returned stands for
+    its run directory. Raises UsageError for a folder without one, QtoolError where its files are damaged, or where it
+    is not of the weights that are there now.
     """
     from qtool.form import Plan, QuantizedModel
 
-    run = require_run_directory(Path(run), "quantize")
+    run = path_of(run_of(run), argument("run"), "the path of a run directory", "name what quantize had as out=…")
+    require_run_directory(run, "quantize")
     result = read_result(run, "quantize")
     if trained := result["source"].get("trained_in"):
         weights = run / trained / "model.safetensors"

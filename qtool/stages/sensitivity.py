@@ -92,7 +92,7 @@ def sensitivity(
         raise UsageError(argument(unread), "options of what is measured", "one of a search", "pass it to quantize")
     config = configured(QuantizeConfig, config, options) if config or not recorded else _updated(recorded, options)
     config = anywhere(config)
-    check(samples, int, {"low": 1}, argument("samples"))
+    samples = check(samples, int, {"low": 1}, argument("samples"))
     inputs, _ = calibration_of(config, source)
     measuring = Measurement(source, config, inputs, samples)
     with tidy(folder):

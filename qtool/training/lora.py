@@ -36,7 +36,7 @@ import math
 import re
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -63,6 +63,8 @@ _REACH = ("dilation", "padding_mode", "_reversed_padding_repeated_twice")
 TOLD = 0.1
 """From what share of their size on the error of merged corrections is told."""
 _NAME = "default"
+_NOTES = "peft_config"
+"""The attribute of a model in which peft notes what it put there."""
 _PREFIX = "base_model.model."
 """What peft's own wrapper puts before a module's name."""
 
@@ -83,6 +85,7 @@ def apply(setup: Setup, example: Any) -> None:
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     model.requires_grad_(False)
     setup.on_close.append(lambda: _merge(model, trained))
+    setup.on_close.append(_unnoted(model))
     peft = _peft()
     try:
         peft.inject_adapter_in_model(_config(peft, config, model, chosen), model)
@@ -411,6 +414,21 @@ def _merge(model: nn.Module, trained: set[str]) -> None:
         _replace(model, name, layer.restored())
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trained)
+
+
+def _unnoted(model: nn.Module) -> Callable[[], None]:
+    """Takes off what peft has noted on the model; gives what puts that back in the place of its new notes.
+
+    By them peft takes a model for one with adapters, and joins the next ones' configuration to theirs.
+    """
+    before = vars(model).pop(_NOTES, None)
+
+    def put_back() -> None:
+        vars(model).pop(_NOTES, None)
+        if before is not None:
+            vars(model)[_NOTES] = before
+
+    return put_back
 
 
 def _tell_lost(share: float) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from qtool.loop import Progress
+from qtool.quiet import bar_console
 from qtool.units import bytes_told
 
 Report = Callable[[Progress], None]
@@ -18,7 +18,6 @@ def reporter(wanted: bool | Report | None) -> Iterator[Report | None]:
     if wanted is not True:
         yield wanted or None
         return
-    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
 
@@ -26,7 +25,7 @@ def reporter(wanted: bool | Report | None) -> Iterator[Report | None]:
         TextColumn("train"), BarColumn(10), MofNCompleteColumn(), TimeRemainingColumn(),
         TextColumn("{task.description}", markup=False),
     )  # fmt: skip
-    with Bar(*columns, console=Console(file=sys.stderr)) as bar:
+    with Bar(*columns, console=bar_console()) as bar:
         task = bar.add_task("", total=None)
         yield lambda at: bar.update(task, completed=at.step, total=at.total_steps, description=describe(at))
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
 
@@ -51,6 +52,31 @@ def test_signals_are_heeded_after_its_sessions_are_closed(files):
     """On a CPU with AMX they ended the process where each session had a core of its own."""
     done = subprocess.run([sys.executable, "-c", SIGNALLED, str(files["fp32"])], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "heeded\n")
+
+
+FORKED = """
+import os, signal, sys
+from qtool.runtimes import ProviderError, open_session
+open_session(sys.argv[1], provider="openvino").close()
+if os.fork():
+    sys.exit(os.wait()[1])
+signal.alarm(20)
+try:
+    open_session(sys.argv[1], provider="openvino")
+except ProviderError as error:
+    print(error, flush=True)
+os._exit(0)
+"""
+
+
+@present
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks here")
+def test_a_fork_of_a_process_that_has_used_it_is_refused(files):
+    """There a file that is opened after another one was closed waits for ever."""
+    command = [sys.executable, "-c", FORKED, str(files["fp32"])]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0
+    assert done.stdout.endswith("start it by multiprocessing's 'spawn' or 'forkserver'\n")
 
 
 @present

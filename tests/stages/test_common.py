@@ -30,10 +30,25 @@ def test_a_long_description_leaves_the_count_visible(monkeypatch: pytest.MonkeyP
 def test_a_notebook_shows_a_bar_as_a_terminal_does(in_notebook: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[bool] = []
     monkeypatch.setattr("rich.console._is_jupyter", lambda: in_notebook)
+    monkeypatch.setattr("qtool.quiet.find_spec", lambda name: name)  # ipywidgets is there
     monkeypatch.setattr(rich.progress.Progress, "start", lambda bar: shown.append(not bar.disable))
     with meter(True, "train"):
         pass
     assert shown == [in_notebook]
+
+
+def test_a_notebook_without_ipywidgets_shows_a_bar_and_no_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """rich would give the advice, a warning, each time that the bar moves, and no bar."""
+    for name, value in {"FORCE_COLOR": "1", "TERM": "xterm"}.items():  # as ipykernel has them
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    monkeypatch.setattr("qtool.quiet.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "ipywidgets", None)
+    monkeypatch.setattr(sys, "stderr", shown := io.StringIO())
+    with meter(True, "quantize") as report:
+        report("ranges", 1, 3)
+        time.sleep(0.3)  # it is drawn ten times a second
+    assert "1/3" in shown.getvalue()
 
 
 def test_a_function_takes_lines_and_silence_nothing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -145,8 +145,17 @@ def test_what_was_quantized_is_opened_again(tmp_path: Path) -> None:
     assert again.plan == quantized.plan
     with pytest.raises(UsageError, match=r"a folder that a stage has written; got no such folder; did you mean 'run'"):
         qtool.load_quantized(tmp_path / "rum")
-    with pytest.raises(UsageError, match=r"'artifact': expected the path .*; got QuantizedModel; .* its \.plan tells"):
+    with pytest.raises(
+        UsageError, match=r"'artifact': expected the path .*; got a QuantizedModel; .* its \.plan tells"
+    ):
         qtool.inspect(again)  # type: ignore[arg-type]
+
+
+def test_what_export_returned_stands_for_its_run_directory(tmp_path: Path) -> None:
+    batches = [torch.randn(8, 4)]
+    quantized = qtool.quantize(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), batches, out=tmp_path)
+    exported = qtool.export(tmp_path, samples=batches, gates=False)
+    assert torch.equal(qtool.load_quantized(exported)(batches[0]), quantized(batches[0]))
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import warm
 
@@ -82,6 +84,8 @@ def test_samples_are_a_number(trained: Path) -> None:
     for samples in (0, "3", None):
         with pytest.raises(UsageError, match="argument 'samples': expected"):
             qtool.sensitivity(trained, samples=samples)
+    given: Any = np.int64(8)
+    assert qtool.sensitivity(trained, samples=given) == qtool.sensitivity(trained, samples=8)
 
 
 def test_other_options_are_measured_anew(trained: Path) -> None:

@@ -57,6 +57,22 @@ def tokens() -> torch.Tensor:
 
 
 @FILTERS
+def test_the_model_has_no_notes_of_its_adapters_when_they_are_merged(peft: Any) -> None:
+    """peft joins the configuration of the adapters that are put to it next to those that it finds noted."""
+    model = small()
+    setup(model, TrainConfig(device="cpu", lora=4)).close()
+    assert set(vars(model)) == set(vars(small()))
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["c_attn"]), adapter_name="own")
+    assert list(adapted.peft_config) == ["own"]
+    kept = vars(model)["peft_config"] = {"own": "as it was"}
+    for name, layer in [(n, m) for n, m in model.named_modules() if hasattr(m, "base_layer")]:
+        model.set_submodule(name, layer.base_layer)
+    setup(model, TrainConfig(device="cpu", lora=4)).close()
+    assert vars(model)["peft_config"] is kept
+    assert kept == {"own": "as it was"}
+
+
+@FILTERS
 @pytest.mark.parametrize("base", ["full", "nf4"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
 def test_adapters_learn_and_are_merged(peft: Any, base: str, precision: str) -> None:
