@@ -111,6 +111,11 @@ def test_transformers_models_come_from_a_config(text: str, tmp_path: Path) -> No
     run = qtool.train(f"transformers:{tmp_path / 'model'}", text, out=tmp_path / "run", **OPTIONS)
     again = qtool.train(f"transformers:{tmp_path / 'model'}", text, out=tmp_path / "run", **OPTIONS)
     assert again.metrics == run.metrics
+    for name, given, times in (("model", None, 1), ("model", "pretrained", 0), ("model/config.json", None, 0)):
+        told: list[Any] = []
+        spec = f"transformers:{tmp_path / name}"
+        qtool.train(spec, text, weights=given, progress=told.append, **OPTIONS | {"epochs": 0})
+        assert sum("random weights; --weights pretrained" in str(line) for line in told) == times
     weights = tmp_path / "model" / "model.safetensors"
     named = qtool.load_model(f"transformers:{tmp_path / 'model'}", num_classes=256, weights=weights)
     assert all(torch.equal(value, stored.state_dict()[name]) for name, value in named.state_dict().items())

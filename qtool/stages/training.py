@@ -16,7 +16,7 @@ from qtool.errors import OutOfMemory, QtoolError, UsageError, kind_of
 from qtool.machine import is_slow_in_bfloat16
 from qtool.options import documented
 from qtool.recipe import AUTO, TrainConfig, as_dict
-from qtool.source import Source, open_source, require_model
+from qtool.source import Source, has_random_weights, open_source, require_model
 from qtool.stages.choice import Choice, at_work, ended, halve, halvings, was_killed
 from qtool.stages.common import (
     AnyPath,
@@ -165,6 +165,7 @@ def _train(
         done = bool(folder and resume and finished(folder, "train", as_dict(config), source.inputs, tell))
         found = Choice(config)
         if processes.is_first() and not done:  # before they meet: a prediction makes a group of its own
+            _tell_beginning(source, tell)
             _tell_head(config, source, tell)
             _tell_slow(config, tell)
             found = fitted(config, source, folder, resume, progress)
@@ -173,6 +174,16 @@ def _train(
             if folder and processes.from_first(done):
                 return _trained(folder, source)
             return _fit(source, folder, resume, config, processes.from_first(found), progress)
+
+
+def _tell_beginning(source: Source, tell: Callable[[str], None]) -> None:
+    """Says where a library's architecture begins at random although the library has trained weights of it."""
+    from qtool.libraries import LIBRARIES
+
+    spec = str(source.record.get("model"))
+    library, _, name = spec.partition(":")
+    if library in LIBRARIES and has_random_weights(source.record) and not Path(name).is_file():
+        tell(f"train: '{spec}' begins with random weights; --weights pretrained takes the trained ones")
 
 
 def _tell_head(config: TrainConfig, source: Source, tell: Callable[[str], None]) -> None:
