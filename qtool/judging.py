@@ -7,7 +7,8 @@ What one batch cannot show is left to the whole: memory that a smaller micro-bat
 that cannot compute with what an untrained model gets right in one batch (0/0).
 
 It also tells of a task that returns means, or whose output and target have shapes that PyTorch stretches to each other
-(N×1 and N): what it makes of a batch is then far from what it makes of the batch's halves.
+(N×1 and N): what it makes of a batch is then far from what it makes of the batch's halves. And of a model that is to
+tell the next token and has read it, as BERT has: other tokens in the later half change what it says of the earlier.
 
 A rehearsal leaves no trace in generators and buffers. Compiled models run uncompiled in it, since what is compiled
 first decides what is compiled next. It takes less memory than the judging that it stands for: no gradients are there,
@@ -31,13 +32,16 @@ from qtool.data import batches
 from qtool.errors import OutOfMemory, QtoolError, QtoolWarning, UsageError
 from qtool.evaluate import Sums, evaluate, metrics_in, shared_batches
 from qtool.generators import own_generators
-from qtool.nested import cut, num_samples
+from qtool.labels import IGNORED
+from qtool.nested import cut, num_samples, packed, tensors
 from qtool.order import Batches
 from qtool.step import Setup, Step
 from qtool.tasks import Task
 
 APART = 0.25
 """How far the sums over a batch may be from those over its halves, as a share of the greatest, before it is told."""
+SEEN = 1e-5
+"""How far answers may move by tokens behind them, as a share of the greatest; those of causal models hardly round."""
 
 
 def judge(setup: Setup, name: str, part: Any, size: int, task: Task) -> dict[str, float]:
@@ -114,6 +118,7 @@ def _first(setup: Setup, part: Any, size: int, task: Task, *, tell: bool = False
     names = metrics_in(lambda _: outputs[0], held, task)
     if outputs and tell:
         _tell_what_is_no_sum(task, outputs[0], held[0][1])
+        _tell_what_it_has_read(setup, held[0][0], outputs[0], held[0][1])
     return names
 
 
@@ -139,6 +144,39 @@ def _tell_what_is_no_sum(task: Task, output: Any, target: Any) -> None:
                 stacklevel=2,
             )
             return
+
+
+def _tell_what_it_has_read(setup: Setup, value: Any, output: Any, target: Any) -> None:
+    """Warns of a model that reads the token that it is to tell. Of several processes, none asks."""
+    given = list(tensors(value))
+    tokens = next((each for each in given if _is_followed_by(each, target)), None)
+    if tokens is None or processes.size() > 1:
+        return
+    half = tokens.shape[1] // 2
+    other = torch.cat([tokens[:, :half], tokens[:, half:].flip(1)], 1)
+    changed = setup.predict(packed(value, [other if each is tokens else each for each in given]))
+    before, after = (
+        next((each for each in tensors(o) if each.shape[:2] == target.shape), None) for o in (output, changed)
+    )
+    if before is None or after is None:
+        return
+    moved = (after[:, :half] - before[:, :half]).abs().max()
+    if moved > SEEN * before[:, :half].abs().max():
+        warnings.warn(
+            "model: it is to tell the next token, and reads it: later tokens change its answers by "
+            f"{float(moved):.2g}, so that loss and perplexity are of copying; train a causal one (…ForCausalLM), or "
+            "give data whose targets are masked tokens",
+            QtoolWarning,
+            stacklevel=2,
+        )
+
+
+def _is_followed_by(tokens: Tensor, target: Any) -> bool:
+    """Whether the targets of tokens, N×T, are the ones that follow them, where there are any."""
+    if not isinstance(target, Tensor) or target.shape != tokens.shape or tokens.ndim != 2 or tokens.shape[1] < 4:
+        return False
+    known, tokens = target[:, :-1] != IGNORED, tokens.to(target.device)
+    return bool(known.any()) and torch.equal(tokens[:, 1:][known], target[:, :-1][known])
 
 
 def _sums(task: Task, output: Any, target: Any) -> dict[str, float]:

@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 from qtool import judging, loop
 from qtool.errors import OutOfMemory, QtoolError, QtoolWarning, UsageError
 from qtool.loop import fit
-from qtool.tasks import Classification
+from qtool.tasks import Classification, LanguageModelling
 from qtool.training.stage import train
 from qtool.training.techniques import setup
 
@@ -45,6 +45,32 @@ def test_a_part_of_another_shape_is_told_before_the_first_step(part):
     parts[part] = TensorDataset(torch.zeros(4, 2, 6, 6), torch.zeros(4, dtype=torch.int64))
     with pytest.raises(QtoolError, match=f"model, on {part} data: .* RuntimeError"):
         train(make_model(), SimpleNamespace(**parts), config(), task=Classification(), progress=stop_after(1))
+
+
+class Tokens(nn.Module):
+    """Logits of each place from an embedding and from its neighbours: those before it, or the next one too."""
+
+    def __init__(self, ahead):
+        super().__init__()
+        self.table, self.head = nn.Embedding(11, 8), nn.Conv1d(8, 11, 3)
+        self.pad = (2, 0) if not ahead else (1, 1)
+
+    def forward(self, tokens):
+        return self.head(nn.functional.pad(self.table(tokens).transpose(1, 2), self.pad)).transpose(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("ahead", "following", "told"), [(True, True, True), (False, True, False), (True, False, False)]
+)
+def test_a_model_that_reads_what_it_is_to_tell_is_told(ahead, following, told):
+    tokens = torch.randint(11, (12, 9), generator=torch.Generator().manual_seed(0))
+    targets = torch.cat([tokens[:, 1:], torch.full((12, 1), -100)], 1) if following else tokens.flip(1)
+    data = SimpleNamespace(**dict.fromkeys(("train", "validation", "test"), TensorDataset(tokens, targets)))
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        train(Tokens(ahead), data, config(epochs=1), task=LanguageModelling())
+    messages = [str(each.message) for each in found]
+    assert any("it is to tell the next token, and reads it" in message for message in messages) == told
 
 
 def test_a_finish_that_needs_more_than_one_batch_is_left_to_the_whole():
