@@ -118,7 +118,7 @@ def _first(setup: Setup, part: Any, size: int, task: Task, *, tell: bool = False
     names = metrics_in(lambda _: outputs[0], held, task)
     if outputs and tell:
         _tell_what_is_no_sum(task, outputs[0], held[0][1])
-        _tell_what_it_has_read(setup, held[0][0], outputs[0], held[0][1])
+        _tell_what_it_has_read(setup, *held[0])
     return names
 
 
@@ -146,29 +146,36 @@ def _tell_what_is_no_sum(task: Task, output: Any, target: Any) -> None:
             return
 
 
-def _tell_what_it_has_read(setup: Setup, value: Any, output: Any, target: Any) -> None:
-    """Warns of a model that reads the token that it is to tell. Of several processes, none asks."""
-    given = list(tensors(value))
-    tokens = next((each for each in given if _is_followed_by(each, target)), None)
-    if tokens is None or processes.size() > 1:
+def _tell_what_it_has_read(setup: Setup, value: Any, target: Any) -> None:
+    """Warns of a model that reads the token that it is to tell, by two samples. Of several processes, none asks."""
+    if processes.size() > 1 or not any(_is_followed_by(each, target) for each in tensors(value)):
         return
+    with suppress(QtoolError):  # a batch that cannot be cut
+        few, target = cut(value, 0, 2, len(target)), target[:2]
+        others = packed(few, [_turned(each) if _is_followed_by(each, target) else each for each in tensors(few)])
+        moved, size = _change(setup.predict(few), setup.predict(others), target.shape)
+        if moved > SEEN * size:
+            warnings.warn(
+                "model: it is to tell the next token, and reads it: later tokens change its answers by "
+                f"{moved:.2g}, so that loss and perplexity are of copying; train a causal one (…ForCausalLM), or give "
+                "data whose targets are masked tokens",
+                QtoolWarning,
+                stacklevel=2,
+            )
+
+
+def _change(before: Any, after: Any, shape: torch.Size) -> tuple[float, float]:
+    """How far the answers to the earlier half of sequences of this shape, N×T, differ, and how large they are."""
+    half = shape[1] // 2
+    pairs = zip(tensors(before), tensors(after), strict=True)
+    found = next(((a[:, :half], b[:, :half]) for a, b in pairs if a.shape[:2] == shape), None)
+    return (0.0, 0.0) if found is None else (float((found[1] - found[0]).abs().max()), float(found[0].abs().max()))
+
+
+def _turned(tokens: Tensor) -> Tensor:
+    """Tokens, N×T, with those of the later half the other way round."""
     half = tokens.shape[1] // 2
-    other = torch.cat([tokens[:, :half], tokens[:, half:].flip(1)], 1)
-    changed = setup.predict(packed(value, [other if each is tokens else each for each in given]))
-    before, after = (
-        next((each for each in tensors(o) if each.shape[:2] == target.shape), None) for o in (output, changed)
-    )
-    if before is None or after is None:
-        return
-    moved = (after[:, :half] - before[:, :half]).abs().max()
-    if moved > SEEN * before[:, :half].abs().max():
-        warnings.warn(
-            "model: it is to tell the next token, and reads it: later tokens change its answers by "
-            f"{float(moved):.2g}, so that loss and perplexity are of copying; train a causal one (…ForCausalLM), or "
-            "give data whose targets are masked tokens",
-            QtoolWarning,
-            stacklevel=2,
-        )
+    return torch.cat([tokens[:, :half], tokens[:, half:].flip(1)], 1)
 
 
 def _is_followed_by(tokens: Tensor, target: Any) -> bool:
