@@ -76,8 +76,9 @@ def _folder(folder: Path, names: tuple[str, ...], side: int | None, like: list[s
     if not files:
         raise _no_images(folder)
     listing = [f"{file.relative_to(folder).as_posix()} {_size(file)}" for file in files]
+    places = [file.absolute() for file in files]  # they are opened later, perhaps from another current folder
     return decoded(
-        partial(_opened, files), partial(_told, files), np.array(labels), side, like,
+        partial(_opened, places), partial(_told, files), np.array(labels), side, like,
         hashlib.sha256("\n".join([f"size {side}", *listing]).encode()).hexdigest(),
     )  # fmt: skip
 

@@ -352,7 +352,8 @@ class _Run:
         best, more = self.history.best_metric, self.task.higher_is_better
         better = not math.isnan(value) and (best is None or (value > best if more else value < best))
         self.waited = 0 if better else self.waited + 1
-        self.history.stopped_early = self.waited >= self.config.early_stopping
+        to_come = self.history.steps < self.total  # behind the last step there is nothing to be stopped
+        self.history.stopped_early = to_come and self.waited >= self.config.early_stopping
         if better:
             self.history.best_metric, self.history.best_epoch = value, self.epoch
             self.best_unstored = self.unstored.moved()

@@ -16,7 +16,7 @@ import os
 import textwrap
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import field
 from enum import Enum
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
@@ -198,9 +198,14 @@ def nearest_option(name: str, names: Iterable[str]) -> str:
 
 
 def _as_list(value: Any, kind: Any) -> str:
-    """The advice where no list was given: to write the parts between commas as one."""
-    text, item = str(value).strip().removeprefix("[").removesuffix("]"), get_args(kind)[0]
-    parts = [part.strip(" '\"") for part in text.split(",")]
+    """The advice where no list was given: to write the parts between commas, or those of a set or table, as one."""
+    item = get_args(kind)[0]
+    if isinstance(value, Iterable) and not isinstance(value, str):
+        found = list(map(str, value))
+        parts = sorted(found) if isinstance(value, Set) else found  # a set's own order differs in each process
+    else:
+        text = str(value).strip().removeprefix("[").removesuffix("]")
+        parts = [part.strip(" '\"") for part in text.split(",")]
     if item is str:
         return f"write [{', '.join(map(as_toml, parts))}]"
     try:
@@ -234,8 +239,12 @@ def accepted(metadata: Mapping[str, Any]) -> tuple[str, ...]:
 def _scalar(value: Any, kind: type, where: str, metadata: Mapping[str, Any]) -> Any:
     if kind is float and type(value) is int:
         value = float(value)
+    in_bytes = kind is str and metadata.get("unit") == "bytes"  # text, whose number may have another unit behind it
+    if in_bytes and type(value) in (int, float) and value % 1 == 0:
+        value = str(int(value))
     if type(value) is not kind:
-        names = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
+        text = "text or a whole number of bytes" if in_bytes else "text"
+        names = {str: text, int: "a whole number", float: "a number", bool: "true or false"}
         words = accepted(metadata)
         either = " or ".join([names.get(kind, kind.__name__), *words])
         expected = f"one of {', '.join(words)}" if metadata.get("choices") else either

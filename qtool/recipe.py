@@ -101,7 +101,9 @@ class TrainConfig(Checked):
         None, "ends of the names of modules to train in full beside the adapters: a new head (peft's modules_to_save)"
     )
     lora_base: str = option("full", "format of the frozen weights below the adapters", choices=LORA_BASES)
-    memory_budget: str | None = option(None, "take the fastest techniques predicted to fit into this, such as 8GiB")
+    memory_budget: str | None = option(
+        None, "take the fastest techniques predicted to fit into this, such as 8GiB", unit="bytes"
+    )
     keep: tuple[str, ...] | None = option(
         None, "what a memory budget leaves as it is; what is given by name it leaves anyway", choices=PLANNED
     )

@@ -104,7 +104,9 @@ def _checked(output: Any, target: Any) -> tuple[Tensor, Tensor]:
     if not isinstance(output, Tensor) or output.ndim != 2 or target.shape != output.shape[:1]:
         got = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
         tokens = isinstance(output, Tensor) and output.ndim == 3 and target.ndim == 2
-        task = "--task language-modelling" if tokens else "a task of your own, --task FILE.py:factory"
+        task = "a task of your own, --task FILE.py:factory"
+        if tokens:  # or a mapping's part is a list of batches, each of which was taken for a sample
+            task = "--task language-modelling for tokens, or single samples where each of these is a batch"
         raise QtoolError(
             "task 'classification'", "N×classes logits and N class indices",
             f"output {got}, target {tuple(target.shape)}", f"correct the model's output, or pass {task}",

@@ -671,6 +671,15 @@ def test_image_folders(tmp_path: Path) -> None:
     assert load_data(f"imagefolder:{tmp_path}").identity != before
 
 
+def test_images_are_found_after_the_current_folder_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_folder(tmp_path / "images", count=5)
+    monkeypatch.chdir(tmp_path)
+    data = load_data("imagefolder:images")
+    expected = next(batches(load_data(f"imagefolder:{tmp_path / 'images'}").test, 10))[0]
+    monkeypatch.chdir(tmp_path / "images")
+    assert torch.equal(next(batches(data.test, 10))[0], expected)
+
+
 def test_image_folders_of_imagenets_layout(tmp_path: Path) -> None:
     write_folder(tmp_path, count=5)
     judged = next(batches(load_data(f"imagefolder:{tmp_path}").test, 10))[0]

@@ -554,6 +554,15 @@ def test_patience_is_part_of_a_resume(tmp_path):
     assert (len(history.epochs), history.best_epoch, history.stopped_early) == (4, 0, True)
 
 
+@pytest.mark.parametrize("steps", [None, 12])
+def test_a_run_that_made_all_its_steps_was_not_stopped(steps):
+    data = make_data()
+    data.validation = Noisy(8, seed=1)
+    options = config(epochs=3, max_steps=steps, early_stopping=2)
+    history = fit(make_model(), data, scores([0.5, 0.1, 0.1]), options)
+    assert (len(history.epochs), history.best_epoch, history.stopped_early) == (3, 0, False)
+
+
 def test_early_stopping_needs_validation_data():
     data = make_data()
     data.validation = None

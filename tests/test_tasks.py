@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from fake_device import Fake, Hidden
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
+import qtool
 from qtool.errors import QtoolError, UsageError
 from qtool.evaluate import evaluate
 from qtool.source import open_task
@@ -262,6 +263,16 @@ def test_language_modelling_wants_sequences() -> None:
 def test_another_output_is_told_which_task_may_take_it(output: torch.Tensor, advice: str) -> None:
     with pytest.raises(QtoolError, match=advice):
         Classification().loss(output, torch.zeros(output.shape[0], *output.shape[2:], dtype=torch.int64))
+
+
+def test_batches_given_as_samples_are_told_to_be_taken_apart() -> None:
+    """The list of batches that is right as the data themselves is a data set of one sample a batch in a mapping."""
+    drawn = [(torch.randn(4, 3), torch.randint(2, (4,))) for _ in range(12)]
+    parts: dict[str, list[Any]] = {"train": drawn[:8], "test": drawn[8:]}
+    with pytest.raises(QtoolError, match="or single samples where each of these is a batch"):
+        qtool.train(nn.Linear(3, 2), parts, epochs=1)
+    apart = {name: [pair for x, y in part for pair in zip(x, y, strict=True)] for name, part in parts.items()}
+    assert qtool.train(nn.Linear(3, 2), apart, epochs=1).metrics["num_samples"] == 16
 
 
 def test_logits_of_tokens_beside_a_class_for_each_sample_are_no_language_modelling() -> None:
