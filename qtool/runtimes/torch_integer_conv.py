@@ -11,8 +11,9 @@ to what the form means; VNNI makes it several times faster. A ReLU behind the co
 The quantizers stay as they are: this is the same graph, with its sums computed otherwise.
 
 Left out on purpose: CPUs without VNNI, where such a product saturates at 16 bits; activations that are not uint8; what
-oneDNN gets wrong on CPUs with AMX (see :mod:`qtool.runtimes.onednn`), and windows whose rows are set apart, which now
-and then write beyond their memory there.
+oneDNN gets wrong on CPUs with AMX (see :mod:`qtool.runtimes.onednn`), windows whose rows are set apart, which now
+and then write beyond their memory there, and depthwise ones of 16 channels with long rows of taps (an EEGNet's), whose
+kernel is never done: with AVX-512, 14 taps and more, side by side, and 29 columns and more.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from qtool.machine import VNNI, cpu_info
 from qtool.runtimes import onednn
 
 aten, names = torch.ops.aten, torch.ops.quantized_decomposed
+_ENDLESS_CHANNELS, _ENDLESS_TAPS = 16, 14
 
 
 def is_exact_here() -> bool:
@@ -62,7 +64,8 @@ def _replace(graph: GraphModule, node: Node, index: int) -> bool:
     weight = _integers(graph, w)
     if weight is None or not _is_bytes(x) or isinstance(pads, str):
         return False
-    if dilations[0] > 1 or onednn.errs(onednn.Geometry(weight[0].shape, strides, dilations, groups, _sizes(node))):
+    geometry = onednn.Geometry(weight[0].shape, strides, dilations, groups, _sizes(node))
+    if dilations[0] > 1 or _never_ends(geometry) or onednn.errs(geometry):
         return False
     scale, zero_point = float(x.args[1]), int(x.args[2])
     convolution = IntegerConvolution(*weight, scale, zero_point, (list(strides), list(pads), list(dilations), groups))
@@ -76,6 +79,11 @@ def _replace(graph: GraphModule, node: Node, index: int) -> bool:
     last.replace_all_uses_with(product)
     graph.graph.erase_node(last)
     return True
+
+
+def _never_ends(conv: onednn.Geometry) -> bool:
+    """Whether oneDNN's kernel for a depthwise convolution runs for ever on inputs that are wide enough."""
+    return conv.groups == conv.weight[0] == _ENDLESS_CHANNELS and conv.weight[-1] >= _ENDLESS_TAPS
 
 
 def _arguments(node: Node) -> tuple[Any, Any, Any, Any, Any, Any, int]:

@@ -18,10 +18,10 @@ class Quantized(nn.Module):
     """quantize, convolution, perhaps ReLU: the form that a convolution has after conversion."""
 
     def __init__(self, dtype=torch.uint8, zero_point=117, channels=(6, 8), groups=1, bias=True, relu=False, stride=2,
-                 dilation=1):  # fmt: skip
+                 dilation=1, kernel=(3, 3)):  # fmt: skip
         super().__init__()
         g = torch.Generator().manual_seed(0)
-        shape = (channels[1], channels[0] // groups, 3, 3)
+        shape = (channels[1], channels[0] // groups, *kernel)
         self.dtype, self.zero_point, self.groups, self.relu, self.stride = dtype, zero_point, groups, relu, stride
         self.dilation = dilation
         self.low, self.high = (0, 255) if dtype == torch.uint8 else (-128, 127)
@@ -64,10 +64,15 @@ def test_a_convolution_is_the_exact_sum(how):
     torch.testing.assert_close(lowered(x), graph(x), rtol=1e-4, atol=1e-4)
 
 
+# the first of 16 channels and 16 taps is not asked of the library, whose kernel never ends
 @pytest.mark.parametrize(
     ("how", "width", "replaced"),
     [({"groups": 2, "channels": (18, 66)}, 17, 0), ({"groups": 2, "channels": (18, 32)}, 17, 1),
-     ({"stride": 2, "channels": (32, 64)}, 2, 0), ({"dilation": 2}, 17, 0)],
+     ({"stride": 2, "channels": (32, 64)}, 2, 0), ({"dilation": 2}, 17, 0),
+     ({"stride": 1, "channels": (16, 16), "groups": 16, "kernel": (1, 16)}, 96, 0),
+     ({"stride": 1, "channels": (16, 16), "groups": 16, "kernel": (1, 13)}, 96, 1),
+     ({"stride": 1, "channels": (32, 32), "groups": 32, "kernel": (1, 16)}, 96, 1),
+     ({"stride": 1, "channels": (1, 16), "kernel": (1, 16)}, 96, 1)],
 )  # fmt: skip
 def test_what_the_library_gets_wrong_is_added_up_in_float(how, width, replaced):
     model = Quantized(**how)
