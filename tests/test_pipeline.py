@@ -434,6 +434,8 @@ def test_figures_of_files_are_returned_of_all_and_written_nowhere(tmp_path: Path
         qtool.benchmark("a.onnx", out=tmp_path)
     with pytest.raises(UsageError, match="'variants': expected a run directory beside them; got int8"):
         qtool.benchmark(["a.onnx", "b.onnx"], variants=("int8",))
+    with pytest.raises(UsageError, match="'samples': expected test data beside it; got files alone; leave it out"):
+        qtool.benchmark(["a.onnx", "b.onnx"], samples=5)
 
 
 @pytest.mark.parametrize("again", ["a.onnx", "a.pt2"])

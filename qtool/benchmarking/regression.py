@@ -4,7 +4,8 @@ Each figure has a rule of its own, since they are not known equally well. Sizes 
 Speed is compared as the speed-up over the reference measured beside it, which a change of machine or
 load moves little: worse means that the two 95 % intervals lie apart *and* by more than the tolerance.
 Times and memory in their own units are compared only on the same CPU with the same threads, and not
-where either machine was noisy. Outputs are compared on the same number of samples of the same data.
+where either machine was noisy. Outputs are compared on the same number of samples of the same data, and what
+is measured against the reference (speed-up, agreement, SQNR) where that is the same variant.
 
 ===================  ========================================================================
 figure               worse when
@@ -191,9 +192,12 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Sentences on why some figures were not compared."""
     notes = [
         f"{key}: {old.get(key)} then, {new.get(key)} now; speed was not compared"
-        for key in ("provider", "threads", "device", "reference")
+        for key in ("provider", "threads", "device")
         if old.get(key) != new.get(key)
     ]
+    if old["reference"] != new["reference"]:
+        references = f"{old['reference']} then, {new['reference']} now"
+        notes.append(f"reference: {references}; speed-ups, agreement and SQNR were not compared")
     if old["cpu"]["name"] != new["cpu"]["name"]:
         notes.append("another CPU: times and memory were not compared, only ratios")
     elif old["noise"]["noisy"] or new["noise"]["noisy"]:
@@ -244,8 +248,9 @@ def _of_variant(
     same = all(old.get(key) == new.get(key) for key in ("provider", "threads", "device"))
     same_cpu = same and old["cpu"]["name"] == new["cpu"]["name"]
     quiet = not (old["noise"]["noisy"] or new["noise"]["noisy"])
+    same_reference = old["reference"] == new["reference"]
     for then, now in _same_batches(before, after):
-        if same and old["reference"] == new["reference"]:
+        if same and same_reference:
             yield from _slower_ratio(then, now, tolerance)
         if same_cpu and quiet:
             yield from _slower_time(then, now, tolerance)
@@ -254,7 +259,7 @@ def _of_variant(
             "peak memory, MiB", before, after, "peak_memory_mib", lambda v: v * (1 + MEMORY_TOLERANCE) + 1
         )
     if _same_data(old, new):
-        yield from _of_outputs(before.get("accuracy") or {}, after.get("accuracy") or {})
+        yield from _of_outputs(before.get("accuracy") or {}, after.get("accuracy") or {}, same_reference)
     if same:
         yield from _fewer_integers(before.get("arithmetic") or {}, after.get("arithmetic") or {})
 
@@ -294,12 +299,14 @@ def _slower_time(then: Entry, now: Entry, tolerance: float) -> Iterator[Worse]:
         yield label, then["latency_p50_ms"], now["latency_p50_ms"], limit
 
 
-def _of_outputs(before: Entry, after: Entry) -> Iterator[Worse]:
-    if before.get("num_samples") == after.get("num_samples"):
-        yield from _below("top-1", before, after, "top1", HALF_A_POINT)
+def _of_outputs(before: Entry, after: Entry, same_reference: bool) -> Iterator[Worse]:
+    if before.get("num_samples") != after.get("num_samples"):
+        return
+    yield from _below("top-1", before, after, "top1", HALF_A_POINT)
+    if same_reference:  # a reference is equal to itself, which is no measure of it against another
         yield from _below("agreement", before, after, "agreement", HALF_A_POINT)
         yield from _below("SQNR, dB", _unbounded(before), after, "sqnr_db", HALF_A_DECIBEL)
-        yield from _of_metric(before, after)
+    yield from _of_metric(before, after)
 
 
 def _unbounded(before: Entry) -> Entry:

@@ -61,6 +61,9 @@ def benchmark(
         if config.variants != VARIANTS:
             got, do = ", ".join(config.variants), "leave them out: the files that are named are what is measured"
             raise UsageError(argument("variants"), "a run directory beside them", got, do)
+        if config.samples is not None and data is None:
+            do = "leave it out: files alone are timed on random inputs, and not judged"
+            raise UsageError(argument("samples"), "test data beside it", "files alone", do)
         scores = None if task is None else _scores(open_task(task))
         found = stage.benchmark(
             files, config, batches=_test_batches(open_data(data, 0)), scores=scores, progress=teller(progress)

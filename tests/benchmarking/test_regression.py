@@ -126,6 +126,14 @@ def test_speed_is_not_compared_between_different_settings():
     assert differences(result(), other) == ["threads: 1 then, 2 now; speed was not compared"]
 
 
+def test_what_is_measured_against_another_reference_is_not_compared():
+    alone = result(accuracy__agreement=1.0, accuracy__sqnr_db=math.inf) | {"reference": "int8"}
+    assert figures(result(), alone) == []
+    assert figures(result(accuracy__top1=0.1), alone) == ["top-1"]
+    told = "reference: int8 then, fp32 now; speed-ups, agreement and SQNR were not compared"
+    assert differences(alone, result()) == [told]
+
+
 def test_another_test_set_is_another_question():
     assert figures(result(accuracy__num_samples=500, accuracy__top1=0.1)) == []
 
