@@ -432,6 +432,8 @@ def test_what_reads_columns_with_long_tails_stays_in_float(tmp_path: Path) -> No
             return sqnr_db(model(test), form(test))
 
     left, kept = made(), made(overrides={"0": "int8"})
+    assert left.plan.notes[0] == "smooth: left in float, since 8 bits do not hold the columns that it reads: 0"
+    assert "smooth declined: nothing else gains by it" in made(algorithms=("smooth",)).plan.notes
     first, last = (next(unit for unit in left.plan.units if unit.name == name) for name in ("0", "2"))
     assert not first.integer
     assert first.reason == "it reads columns whose tails or units 8 bits do not hold"

@@ -194,7 +194,7 @@ def test_numerics_shows_pi() -> None:
 def test_numerics_as_json_and_refusals() -> None:
     result = json.loads(invoke("numerics", "70000", "--json").stdout)
     by_name = {entry["name"]: entry for entry in result["values"][0]["stored"]}
-    assert by_name["FP16"]["stored"] is None  # infinity, which JSON has not
+    assert by_name["FP16"]["stored"] == "Infinity"  # which JSON has no number for
     assert by_name["INT8"]["stored"] == 127
     assert invoke("numerics", "abc").exit_code == 2
     assert invoke("numerics", "--scale", "0").exit_code == 2

@@ -132,16 +132,19 @@ def _choose(subject: Subject, found: tuple[list[Place], list[Node]], products: C
             changed[place.norm] = alpha
         place.kept.clear()
     if not changed and set(norms) <= set(products):
-        raise NothingToDo("there is no layer norm, and no input whose channels are as far apart")
+        left = any(place.norm.name in subject.ranges for place in places)
+        reason = "there is no layer norm, and no input whose channels are as far apart"
+        raise NothingToDo("nothing else gains by it" if left else reason)
     told = f", α {min(changed.values()):g} to {max(changed.values()):g}" if changed else ""
     return f"rescaled {_counted(changed, norms, products)}{told}"
 
 
 def _is_enough(graph: GraphModule, place: Place, scales: Tensor, levels: int) -> bool:
     """Whether 8 bits hold an input so rescaled; of fewer, which were asked for, nothing is taken back."""
+    if levels < LEVELS - 1:
+        return True
     in_bytes = dataclasses.replace(place, qmax=max(place.qmax, QMAX))
-    error = output_error(graph, in_bytes, scales, levels) / len(place.readers)
-    return levels < LEVELS - 1 or error <= 10 ** (-ENOUGH_DB / 10)
+    return output_error(graph, in_bytes, scales, levels) / len(place.readers) <= 10 ** (-ENOUGH_DB / 10)
 
 
 def _leave(subject: Subject, place: Place) -> None:
