@@ -321,6 +321,7 @@ def build():
         ({"quantize": {"max_drop": 1.0}}, "--max-drop: expected at least 381 validation samples .*; got 300"),
         ({"quantize": {"max_kl": 1.0, "validation_samples": 1}}, "--max-kl: expected at least 2 .*; got 1"),
         ({"quantize": {"max_kl": 1.0, "calibration": "own.toml"}}, "not among the calibration samples; got 300 of 300"),
+        ({"export": {"tune_seconds": 5.0}}, "'tune_seconds': expected 'tune' beside it; got no tuning"),
         ({"model": "sorts.py:build"}, "kthvalue"),
     ],
 )

@@ -71,6 +71,7 @@ def export(
     takes its name, and an older export is marked stale.
     """
     config = configured(ExportConfig, config, options)
+    require_use(config)
     held: Callable[[Path], Gate] | None = None
     if isinstance(quantized, str | Path):
         run = require_run_directory(Path(quantized), "quantize")
@@ -100,6 +101,13 @@ def export(
     tell = teller(progress)
     tell("export: writing and proving the files")
     return _export_into(folder, model, config, batches, inputs, record, held, tell)
+
+
+def require_use(config: ExportConfig) -> None:
+    """Raises UsageError for what says how to tune where nothing is tuned."""
+    for name in ("tune_threads", "tune_batch_size", "tune_seconds"):
+        if not config.tune and getattr(config, name) != getattr(ExportConfig(), name):
+            raise UsageError(argument(name), "'tune' beside it", "no tuning", "add it, or leave it out")
 
 
 def _digest(record: Mapping[str, Any]) -> str:

@@ -14,6 +14,7 @@ from qtool.recipe import Recipe
 from qtool.source import open_source
 from qtool.stages import contract
 from qtool.stages.common import anywhere, calibration_of, example_of, in_turn
+from qtool.stages.exporting import require_use
 
 
 @in_turn
@@ -23,6 +24,7 @@ def rehearse(recipe: Recipe, tell: Callable[[str], None]) -> None:
     from qtool.quantization.float_form import FloatForms
     from qtool.quantization.stage import rehearse as rehearse_quantize
 
+    require_use(recipe.export)
     tell("run: trying, before the training, whether the model can be captured, quantized and written to ONNX")
     train, config = recipe.train, anywhere(recipe.quantize)
     source = open_source(

@@ -11,6 +11,7 @@ import pytest
 
 import qtool
 from qtool.artifacts import read_result
+from qtool.errors import UsageError
 from qtool.reporting.gather import gather
 from qtool.reporting.sections import coverage
 from qtool.reporting.terminal import export_lines
@@ -31,6 +32,8 @@ def test_tuning_is_measured_once(
     monkeypatch.setattr(decides, "candidates", lambda *_: [wanted])
     monkeypatch.setattr(decides, "LEAST_GAIN", 0.0)
     monkeypatch.setattr(decides.Measured, "faster", property(lambda self: True))
+    with pytest.raises(UsageError, match="'tune_batch_size': expected 'tune' beside it; got no tuning"):
+        qtool.export(tmp_path, tune_batch_size=8)
     result = qtool.export(tmp_path, tune=True, tune_seconds=0.1, gates=False)
     account = result.tuning
     assert account is not None
