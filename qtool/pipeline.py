@@ -30,7 +30,7 @@ from qtool.recipe_files import find_recipe, from_anywhere, from_table, load_reci
 from qtool.source import require_run_directory
 from qtool.stages import benchmark, export, quantize, sensitivity, train
 from qtool.stages.benchmarking import measured
-from qtool.stages.common import Progress, run_of, teller, writable
+from qtool.stages.common import Progress, folder_of, run_of, teller, writable
 from qtool.stages.quantization import require_options
 from qtool.stages.rehearsal import rehearse
 
@@ -89,7 +89,7 @@ def _opened(
 ) -> tuple[Recipe, Path]:
     """The recipe, and the run directory."""
     if out is not None:
-        out = path_of(out, "argument 'out'", "the path of a folder", "name a folder")
+        out = folder_of(out)
     if isinstance(recipe, str | Path):
         path = find_recipe(str(recipe))
         return load_recipe(path, overrides), Path(out or Path("runs") / path.stem)
@@ -147,7 +147,7 @@ def report(folder: str | Path | ExportResult, out: str | Path | None = None) -> 
 
     found = gather(_path_of(folder, "folder", "a run directory"))
     if out is not None:
-        write_report(found, path_of(out, "argument 'out'", "the path of a folder", "name a folder"))
+        write_report(found, folder_of(out))
     return plain(found)
 
 

@@ -116,11 +116,16 @@ def run_of(what: Any) -> Any:
     return getattr(what, "folder", what)
 
 
+def folder_of(out: object) -> Path:
+    """``out`` as a path. Raises UsageError for what is none."""
+    return path_of(out, argument("out"), "the path of a folder", "name a folder")
+
+
 def writable(out: AnyPath | None) -> Path | None:
     """``out`` as a path, looked at before any work is done. Raises UsageError where no folder can be made there."""
     if out is None:
         return None
-    folder = path_of(out, argument("out"), "the path of a folder", "name a folder")
+    folder = folder_of(out)
     require_writable(folder)
     return folder
 
