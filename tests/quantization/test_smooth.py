@@ -12,7 +12,7 @@ import torch
 from nets_modern import EncoderLayer
 from torch import Tensor, nn
 
-from qtool.errors import UsageError
+from qtool.errors import QtoolError, UsageError
 from qtool.evaluate import sqnr_db
 from qtool.form import QuantizedModel
 from qtool.quantization.algorithms import Declined, Subject
@@ -445,6 +445,13 @@ def test_what_reads_columns_with_long_tails_stays_in_float(tmp_path: Path) -> No
     assert [unit.integer for unit in again.plan.units] == [unit.integer for unit in left.plan.units]
     assert torch.equal(again(test), left(test))
     assert not any("columns" in unit.reason for unit in made(activation_bits=4, weight_bits=4).plan.units)
+
+
+def test_columns_with_nan_are_told_as_that() -> None:
+    batch = torch.randn(32, 12)
+    batch[3, 2] = float("nan")
+    with pytest.raises(QtoolError, match=r"NaN|nan"):
+        quantize(nn.Linear(12, 3).eval(), QuantizeConfig(), example=batch[:2], calibration=[batch])
 
 
 def test_columns_without_long_tails_do_not_leave_a_layer_in_float_whatever_its_weights_have() -> None:

@@ -144,7 +144,8 @@ def _is_enough(graph: GraphModule, place: Place, scales: Tensor, levels: int) ->
     if levels < LEVELS - 1:
         return True
     in_bytes = dataclasses.replace(place, qmax=max(place.qmax, QMAX))
-    return output_error(graph, in_bytes, scales, levels) / len(place.readers) <= 10 ** (-ENOUGH_DB / 10)
+    error = output_error(graph, in_bytes, scales, levels) / len(place.readers)
+    return not error > 10 ** (-ENOUGH_DB / 10)  # of NaN, which whoever observes ranges refuses, nothing is known
 
 
 def _leave(subject: Subject, place: Place) -> None:
