@@ -26,10 +26,10 @@ from typing import TYPE_CHECKING, Any
 from qtool.version import __version__
 
 if TYPE_CHECKING:
-    from qtool.data import Data, load_data
+    from qtool.data.specs import Data, load_data
     from qtool.errors import ContractError, QtoolError, UsageError
     from qtool.form import QuantizedModel
-    from qtool.models import load_model
+    from qtool.models.specs import load_model
     from qtool.pipeline import benchmark, export, inspect, quantize, report, run, sensitivity, train
     from qtool.recipe import Recipe
     from qtool.stages.memory import predict_memory
@@ -57,9 +57,9 @@ __all__ = [
     "train",
 ]
 _HOME = {
-    "Data": "data",
-    "load_data": "data",
-    "load_model": "models",
+    "Data": "data.specs",
+    "load_data": "data.specs",
+    "load_model": "models.specs",
     "load_quantized": "stages.quantization",
     "predict_memory": "stages.memory",
     "QuantizedModel": "form",

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from qtool.errors import QtoolError, UsageError, kind_of, unreadable
-from qtool.machine import environment
+from qtool.system.machine import environment
 
 SCHEMA_VERSION = 1
 FILES = frozenset({".onnx", ".xml", ".pt", ".pth", ".pt2", ".safetensors", ".html", ".json", ".toml"})

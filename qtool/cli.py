@@ -25,7 +25,6 @@ from click.core import ParameterSource
 from click.shell_completion import get_completion_class
 
 from qtool.artifacts import finite, read_result
-from qtool.control_groups import bound_cores, usable_cores
 from qtool.errors import ContractError, QtoolError, QtoolWarning, one_line, warning_line
 from qtool.flags import OUTPUT, Command, Flag, Program, field_options, given
 from qtool.options import flag, make
@@ -39,6 +38,7 @@ from qtool.recipe import (
     TrainConfig,
 )
 from qtool.recipe_files import recipe_names
+from qtool.system.control_groups import bound_cores, usable_cores
 from qtool.version import __version__
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
@@ -329,7 +329,7 @@ def completion(shell: str) -> None:
 @contextlib.contextmanager
 def work(ctx: click.Context) -> Iterator[ModuleType]:
     """The surroundings of a stage: allocator settings before torch comes in, stdout kept clean, progress on stderr."""
-    from qtool.allocator import tune
+    from qtool.system.allocator import tune
 
     os.environ.setdefault(NO_REPORTS, "1")
     if (cores := usable_cores()) < bound_cores() and ctx.params.get("devices") in (None, 1):

@@ -14,7 +14,7 @@ Which axis of an output counts classes is :func:`class_axis`'s to say, for every
 (N×T×C) and of pixels (N×C×H×W) are many rows of one sample, and what is beside a target that is ignored counts nothing.
 Positions of one sample are alike, so their intervals are over samples, of what each adds to the drop.
 
-Several processes (``qtool.processes``) each evaluate their share of a data set; the sums are of all.
+Several processes (``qtool.system.processes``) each evaluate their share of a data set; the sums are of all.
 
 Everything is summed in float64. Left out on purpose: the bootstrap, which says the same here and needs a seed.
 """
@@ -28,12 +28,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qtool import processes
-from qtool.data import batches
+from qtool.data.labels import IGNORED
+from qtool.data.specs import batches
 from qtool.errors import QtoolError
 from qtool.intervals import mean_interval, paired_interval
-from qtool.labels import IGNORED
 from qtool.nested import tensors
+from qtool.system import processes
 from qtool.tasks import Task, finished, is_undefined, loss_of, metrics_of, weight_of
 from qtool.units import many
 

@@ -39,7 +39,7 @@ from qtool.errors import (
     says_that_another_ended,
 )
 from qtool.options import accepted, check, flag, inner_type, nearest_option
-from qtool.signals import Ended, interrupt_behind, interrupting
+from qtool.system.signals import Ended, interrupt_behind, interrupting
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 INTERRUPTED = 130
@@ -296,7 +296,7 @@ def _is_unread(error: SystemExit) -> bool:
 def _leave(code: int) -> NoReturn:
     """Ends the program; one of several that torchrun started at once."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        from qtool.launcher import leave
+        from qtool.system.launcher import leave
 
         leave(code)
     sys.exit(code)

@@ -25,12 +25,12 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from qtool.captured import arguments, as_called, call_captured, check_constants, with_constants
 from qtool.errors import QtoolError, UsageError
 from qtool.forward import passes_told
+from qtool.graphs.captured import arguments, as_called, call_captured, check_constants, with_constants
+from qtool.graphs.programs import open_graph, save_graph
+from qtool.graphs.shapes import input_values, symbols_of
 from qtool.nested import raw_bytes, tensors
-from qtool.programs import open_graph, save_graph
-from qtool.shapes import input_values, symbols_of
 
 quantized = torch.ops.quantized_decomposed
 QUANTIZE = (quantized.quantize_per_tensor.default, quantized.quantize_per_channel.default)

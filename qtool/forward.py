@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from qtool.devices import out_of_memory
 from qtool.errors import OWN, QtoolError, reason_of, says_that_another_ended
 from qtool.nested import misnamed
+from qtool.system.devices import out_of_memory
 
 CHECK = "check the type and the values of the inputs; --debug shows where it failed"
 _BEYOND_TABLE = "index out of range in self"

@@ -162,8 +162,8 @@ def _onnx_shape(value: Any) -> list[int | str | None] | str:
 
 def _program(path: Path) -> dict[str, Any]:
     from qtool.form import QUANTIZE
-    from qtool.programs import as_graph
-    from qtool.pt2_files import load_program
+    from qtool.graphs.programs import as_graph
+    from qtool.graphs.pt2_files import load_program
 
     graph = as_graph(load_program(path))
     operators = Counter(str(node.target) for node in graph.graph.nodes if node.op == "call_function")

@@ -109,8 +109,8 @@ def _opened(
 def _require_later(recipe: Recipe) -> None:
     """Raises QtoolError for what later stages would miss on this machine: told before a training, not behind it."""
     from qtool.benchmarking.regression import read_benchmark
-    from qtool.devices import resolve_device
     from qtool.runtimes import require
+    from qtool.system.devices import resolve_device
 
     resolve_device(recipe.quantize.device)
     require(recipe.benchmark.provider, recipe.benchmark.device)

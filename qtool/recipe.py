@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from qtool.errors import UsageError
-from qtool.machine import quick_precision, require_device
 from qtool.options import Checked, argument, as_toml, option
+from qtool.system.machine import quick_precision, require_device
 
 PRECISIONS = ("32-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true")
 OPTIMIZERS = (

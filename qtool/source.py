@@ -19,17 +19,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from qtool import labels
 from qtool.artifacts import has_result, read_result, require_nameable, sha256_of
+from qtool.data import labels
+from qtool.data.given import labelled, require_batches
 from qtool.errors import QtoolError, UsageError, kind_of, nearest, one_line
 from qtool.factories import PRETRAINED, anchored, is_factory
-from qtool.given import labelled, require_batches
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from qtool.data import Data
-    from qtool.materialise import Target
+    from qtool.data.specs import Data
+    from qtool.models.materialise import Target
     from qtool.tasks import Task
 
 _QUANTIZED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized")
@@ -104,7 +104,7 @@ def open_source(
     target: Target | None = None,
     known: Mapping[str, Any] | None = None,
 ) -> Source:
-    """Opens specs and takes objects as they are; with ``target``, see :func:`qtool.models.load_model`.
+    """Opens specs and takes objects as they are; with ``target``, see :func:`qtool.models.specs.load_model`.
 
     What the data do not tell (their classes, their channels) is as it is ``known``, in the record of a run. Raises
     UsageError or QtoolError for a spec that names nothing.
@@ -213,7 +213,7 @@ def open_float(
 
     That is any Path, or text that is a run directory; with ``data``, if it is no name of a model too.
     """
-    from qtool.models import BUILT_INS, copied
+    from qtool.models.specs import BUILT_INS, copied
 
     named = isinstance(model, str) and is_run_directory(model) and (data is None or model not in BUILT_INS)
     if isinstance(model, Path) or named:
@@ -257,7 +257,7 @@ def _in_host_memory(model: nn.Module | None) -> nn.Module | None:
     place = next((value.device for value in held if value.device.type != "cpu"), None)
     if model is None or place is None:
         return model
-    from qtool.models import copied
+    from qtool.models.specs import copied
 
     try:
         return copied(model, {}).cpu()
@@ -268,7 +268,7 @@ def _in_host_memory(model: nn.Module | None) -> nn.Module | None:
 
 def open_data(data: object, seed: int) -> Any:
     """A spec or a mapping of datasets as Data; a Data, None, or an iterable of batches as it is."""
-    from qtool import data as floor
+    from qtool.data import specs as floor
 
     if isinstance(data, str):
         return floor.load_data(data, seed=seed)
@@ -279,7 +279,7 @@ def open_data(data: object, seed: int) -> Any:
 
 def _with_labels(data: Any, moved: bool | None) -> Any:
     """Data whose labels of tokens are ``moved`` on or not, where that is known; of a guess it is told."""
-    from qtool.samples import Samples
+    from qtool.data.samples import Samples
 
     if data is None or not hasattr(data, "train"):
         return None if data is None else labelled(data, moved)
@@ -312,7 +312,7 @@ def open_model(
     target: Target | None = None,
 ) -> nn.Module | None:
     """A spec, a module or what holds one, with ``weights`` in it if any are given. Raises UsageError for all else."""
-    from qtool.models import load_model, load_weights
+    from qtool.models.specs import load_model, load_weights
 
     if isinstance(model, str):
         classes, channels = facts["num_classes"], facts["in_channels"]
@@ -335,7 +335,7 @@ def require_model(given: Any) -> None:
 
 def _module(given: Any) -> nn.Module:
     """The module that was given, or what holds one. Raises UsageError for anything else, and for one without shapes."""
-    from qtool.models import require_shapes
+    from qtool.models.specs import require_shapes
 
     where, expected = "argument 'model'", "an nn.Module, a spec or a run directory"
     held: Any = getattr(given, "model", None)
@@ -389,7 +389,7 @@ def _factory(spec: str) -> dict[str, Any] | None:
 
 def data_facts(data: Any) -> dict[str, Any]:
     """What later stages must know of the data without opening it."""
-    from qtool.data import Data, example_input
+    from qtool.data.specs import Data, example_input
 
     if not isinstance(data, Data):
         return {"num_classes": None, "in_channels": None, "labels": None, "preprocessing": None, "split": ""}

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qtool.devices import out_of_memory
+from qtool.data.labels import IGNORED
 from qtool.errors import OWN, QtoolError, UsageError, kind_of, nearest, one_line, reason_of
 from qtool.factories import is_factory, load_factory
-from qtool.labels import IGNORED
 from qtool.nested import entries, tensors
+from qtool.system.devices import out_of_memory
 
 
 @runtime_checkable

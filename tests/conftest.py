@@ -23,7 +23,7 @@ import pytest
 import warm
 from hypothesis import HealthCheck, settings
 
-from qtool import allocator
+from qtool.system import allocator
 
 # A fifth of the tests' time went into looking for garbage among what libraries and test modules hold: not while they
 # are imported, and more rarely than Python has it.
@@ -88,7 +88,7 @@ def _looks_operators_up_once() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def warm_launches() -> Iterator[None]:
-    """Has :mod:`qtool.launcher` start processes that find torch imported; see :mod:`warm`."""
+    """Has :mod:`qtool.system.launcher` start processes that find torch imported; see :mod:`warm`."""
     with warm.launched():
         yield
 

@@ -22,7 +22,7 @@ from qtool import cli, pipeline
 from qtool.cli import NO_REPORTS, main
 from qtool.errors import ContractError, UsageError
 from qtool.recipe import BenchmarkConfig, ExportConfig, QatConfig, QuantizeConfig, TrainConfig
-from qtool.signals import Ended
+from qtool.system.signals import Ended
 
 COMMANDS = sorted(main.commands)
 WORKING = [name for name in COMMANDS if name != "completion"]

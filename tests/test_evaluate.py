@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import TensorDataset
 
-from qtool import processes
-from qtool.data import from_mapping
+from qtool.data.specs import from_mapping
 from qtool.errors import QtoolError
 from qtool.evaluate import class_axis, compare, divergence, evaluate, shared_batches, sqnr_db
+from qtool.system import processes
 from qtool.tasks import Classification
 
 

@@ -22,9 +22,9 @@ from torch import nn
 
 import qtool
 from qtool.cli import main
-from qtool.data import EMBEDDED
+from qtool.data.specs import EMBEDDED
 from qtool.evaluate import evaluate
-from qtool.models import BUILT_INS
+from qtool.models.specs import BUILT_INS
 from qtool.recipe_files import load_recipe
 
 ROOT = Path(__file__).parents[1]

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from qtool.errors import QtoolError, UsageError
 from qtool.form import Plan, QuantizedModel, Unit, check_inputs, quantize_nodes
+from qtool.graphs.programs import arguments, as_graph, program_of, save_graph, to_program
+from qtool.graphs.pt2_files import load_program
 from qtool.nested import call
-from qtool.programs import arguments, as_graph, program_of, save_graph, to_program
-from qtool.pt2_files import load_program
 from qtool.quantization.stage import quantize
 from qtool.recipe import QuantizeConfig
 

@@ -12,10 +12,10 @@ import torch
 from torch.nn import functional as F
 
 import qtool
-from qtool.data import batches, load_data
+from qtool.data.specs import batches, load_data
 from qtool.errors import QtoolError, UsageError
 from qtool.evaluate import sqnr_db
-from qtool.gpt import GPT
+from qtool.models.gpt import GPT
 from qtool.runtimes import open_session
 from qtool.source import anchored
 
@@ -63,7 +63,7 @@ def test_perplexity_is_that_of_all_counted_tokens(text: str) -> None:
 def test_with_merged_adapters_it_is_quantized_and_passes_its_gates(text: str, tmp_path: Path) -> None:
     net, run = tmp_path / "net.py", tmp_path / "run"
     net.write_text(
-        "from qtool.gpt import GPT\ndef small():\n    return GPT(256, layers=2, width=16, heads=2, context=32)\n"
+        "from qtool.models.gpt import GPT\ndef small():\n    return GPT(256, layers=2, width=16, heads=2, context=32)\n"
     )
     qtool.train(f"{net}:small", text, out=run, lora=2, **OPTIONS)
     quantized = qtool.quantize(run, out=run, calibration="train:4", calibration_batch_size=2, trust=True)

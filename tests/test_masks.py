@@ -13,10 +13,10 @@ from torch import Tensor, nn
 import qtool
 from qtool.errors import QtoolError
 from qtool.masks import is_finite
-from qtool.materialise import Target, create
 from qtool.memory.measure import allocations, highest_sum
-from qtool.models import check_finite, load_weights
-from qtool.nonfinite import first_bad_parameter
+from qtool.models.materialise import Target, create
+from qtool.models.specs import check_finite, load_weights
+from qtool.steps.nonfinite import first_bad_parameter
 
 
 class Hiding(nn.Module):

@@ -18,8 +18,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import qtool
-from qtool import data, machine, models, tasks
+from qtool import tasks
+from qtool.data import specs as data
 from qtool.errors import UsageError
+from qtool.models import specs as models
 from qtool.options import argument, flag, inner_type, make
 from qtool.recipe import (
     PRECISIONS,
@@ -33,6 +35,7 @@ from qtool.recipe import (
 )
 from qtool.recipe_files import find_recipe, from_anywhere, from_table, load_recipe, override, recipe_names, to_toml
 from qtool.stages.common import configured
+from qtool.system import machine
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20).filter(lambda text: text != "none")
 

@@ -14,9 +14,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import qtool
-from qtool import models
-from qtool.data import Preprocessing
+from qtool.data.specs import Preprocessing
 from qtool.errors import QtoolError, UsageError, kind_of
+from qtool.models import specs as models
 from qtool.source import (
     UNIDENTIFIED,
     HasModel,

@@ -68,7 +68,7 @@ class _Context(type(CONTEXT)):  # type: ignore[misc]
 
 @contextlib.contextmanager
 def launched() -> Iterator[None]:
-    """In this block :mod:`qtool.launcher` starts such processes, with what it would send to new interpreters."""
+    """In this block :mod:`qtool.system.launcher` starts such processes, with what it would send to new interpreters."""
     context = multiprocessing.get_context
 
     def warm(method: str | None = None) -> Any:

@@ -30,7 +30,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from qtool import allocator
+from qtool.system import allocator
 
 allocator.tune()
 
@@ -41,11 +41,11 @@ from table import print_table
 
 from qtool.benchmarking.accuracy import judge, predict
 from qtool.benchmarking.stage import benchmark
-from qtool.calibration_data import draw
-from qtool.data import load_data
+from qtool.data.calibration_data import draw
+from qtool.data.specs import load_data
 from qtool.errors import QtoolError
 from qtool.exporting.to_onnx import float_to_onnx, save
-from qtool.models import load_model
+from qtool.models.specs import load_model
 from qtool.quantization.float_form import float_form
 from qtool.recipe import BenchmarkConfig
 from qtool.runtimes import open_session

@@ -28,8 +28,8 @@ import torch
 
 from qtool import evaluate, paired
 from qtool.benchmarking.inputs import Layout, to_feeds
+from qtool.data.labels import IGNORED
 from qtool.errors import QtoolError
-from qtool.labels import IGNORED
 from qtool.nested import cut, from_arrays, packed, tensors
 from qtool.runtimes.base import Array, Session
 from qtool.tasks import Task

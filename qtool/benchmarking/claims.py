@@ -15,7 +15,7 @@ from typing import Any
 
 from qtool.benchmarking.size import all_bodies, all_tensors, load_onnx
 from qtool.errors import ContractError
-from qtool.machine import VNNI
+from qtool.system.machine import VNNI
 
 SMALL_MS = 0.2
 HALVES = ("float16", "bfloat16")

@@ -33,14 +33,14 @@ from qtool.benchmarking.latency import Stopping, describe, noise
 from qtool.benchmarking.process import Worker, race, whole_cores
 from qtool.benchmarking.regression import compare_with, read_benchmark, require_common, require_same_model
 from qtool.benchmarking.size import measure_size
-from qtool.control_groups import bound_cores, usable_cores
 from qtool.errors import QtoolError, UsageError
-from qtool.machine import cpu_info
 from qtool.recipe import BenchmarkConfig
 from qtool.runtimes import RUNTIMES, open_session, openvino
 from qtool.runtimes.base import Array
 from qtool.runtimes.onnx_notes import needs_exact_sums
 from qtool.runtimes.packages import conflict
+from qtool.system.control_groups import bound_cores, usable_cores
+from qtool.system.machine import cpu_info
 from qtool.units import MIB, many
 
 Batches = Callable[[int], Iterable[tuple[Any, Any]]]

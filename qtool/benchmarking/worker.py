@@ -26,7 +26,7 @@ from qtool.errors import QtoolError
 from qtool.runtimes import RUNTIMES, open_session
 from qtool.runtimes.base import Array, arithmetic
 
-_IMPORTED_LATE = {"openvino": ("openvino",), "torch": ("qtool.programs", "torch._export.serde.serialize")}
+_IMPORTED_LATE = {"openvino": ("openvino",), "torch": ("qtool.graphs.programs", "torch._export.serde.serialize")}
 """What a runtime's module leaves until a file is opened."""
 CONVERSIONS = frozenset({"QuantizeLinear", "DequantizeLinear", "Convert", "Reorder"})
 

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
-from qtool.captured import call_captured
 from qtool.errors import QtoolError
 from qtool.evaluate import unlike
 from qtool.exporting import onnx_file
@@ -34,11 +33,12 @@ from qtool.exporting.parity import feeds_of
 from qtool.exporting.passes import turned_batches
 from qtool.exporting.simulation import interpret
 from qtool.exporting.to_onnx import save
+from qtool.graphs.captured import call_captured
+from qtool.graphs.operators import packet_of
+from qtool.graphs.positions import is_layer, is_product, lasting, positions
+from qtool.graphs.sums import Kind, kind_of, reached, sums, wide_sums
 from qtool.nested import tensors
-from qtool.operators import packet_of
-from qtool.positions import is_layer, is_product, lasting, positions
 from qtool.runtimes import open_session
-from qtool.sums import Kind, kind_of, reached, sums, wide_sums
 
 LEAST = float(np.finfo(np.float16).smallest_subnormal)
 _PACKAGE = "onnxruntime.transformers"

@@ -18,7 +18,7 @@ import onnx
 
 from qtool.exporting.gates import Gate
 from qtool.form import Plan, Unit
-from qtool.lstm import OPERATOR
+from qtool.graphs.lstm import OPERATOR
 from qtool.runtimes.ort import optimized_graph
 from qtool.runtimes.profile import BLOCK_PRODUCT
 from qtool.units import many

@@ -38,7 +38,6 @@ import onnx
 import torch
 from torch import Tensor
 
-from qtool.captured import call_captured, with_constants
 from qtool.errors import reason_of
 from qtool.evaluate import error_of, ratio_db, signal_of
 from qtool.exporting.drawn import drawn
@@ -48,11 +47,12 @@ from qtool.exporting.parity import feeds_of, threads_for
 from qtool.exporting.saturation import may_saturate
 from qtool.exporting.simulation import fast_simulation
 from qtool.form import QuantizedModel
-from qtool.machine import sums_in_32_bits
+from qtool.graphs.captured import call_captured, with_constants
 from qtool.nested import micro_batches, num_samples, per_sample, tensors
 from qtool.runtimes import open_session
 from qtool.runtimes.base import Session
 from qtool.runtimes.openvino import is_installed
+from qtool.system.machine import sums_in_32_bits
 from qtool.units import many
 
 MAX_LOSS_DB = 0.5

@@ -32,7 +32,7 @@ from qtool.exporting.integer_kernels import (
     spatial,
     window_means,
 )
-from qtool.polynomials import logistic, tanh
+from qtool.graphs.polynomials import logistic, tanh
 
 Attributes = Mapping[str, Any]
 Operator = Callable[..., Tensor]

@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
-from qtool.captured import call_captured
 from qtool.exporting.simulation import interpret
+from qtool.graphs.captured import call_captured
+from qtool.graphs.operators import packet_of
 from qtool.masks import within
 from qtool.nested import tensors
-from qtool.operators import packet_of
 
 LARGEST = float(np.finfo(np.float16).max)
 LIMIT = float(np.finfo(np.float32).max)

@@ -45,7 +45,7 @@ from qtool.exporting.integer_arithmetic import (
     saturate,
     with_bias,
 )
-from qtool.polynomials import fused_multiply_add, logistic
+from qtool.graphs.polynomials import fused_multiply_add, logistic
 
 Attributes = Mapping[str, Any]
 T = TypeVar("T")

@@ -42,7 +42,7 @@ from qtool.exporting.integer_graph import (
 )
 from qtool.exporting.integer_kernels import KERNELS
 from qtool.form import BLOCK
-from qtool.lstm import OPERATOR, Seen, layer
+from qtool.graphs.lstm import OPERATOR, Seen, layer
 
 Value = Tensor | Quantized
 CONTROL_FLOW = frozenset({"If", "Loop", "Scan"})

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from qtool.lstm import OPERATOR
+from qtool.graphs.lstm import OPERATOR
 
 Array = npt.NDArray[Any]
 LIMIT = 2**15 - 1

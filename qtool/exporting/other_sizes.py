@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from qtool.captured import call_captured
+from qtool.graphs.captured import call_captured
+from qtool.graphs.shapes import batch_symbols, input_values, symbols_of
 from qtool.nested import map_tensors, num_samples, repeated, tensors
-from qtool.shapes import batch_symbols, input_values, symbols_of
 
 BATCHES = (1, 3)
 FEW = 2

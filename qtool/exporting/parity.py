@@ -45,13 +45,13 @@ from qtool.exporting.other_sizes import sizes_of
 from qtool.exporting.passes.even_channels import own_channels
 from qtool.exporting.simulation import QuantizerRecorder
 from qtool.form import QuantizedModel, quantize_nodes, unit_of
-from qtool.lstm import OPERATOR
-from qtool.machine import VNNI, cpu_info
+from qtool.graphs.lstm import OPERATOR
+from qtool.graphs.pixels import PIXELS
 from qtool.nested import named, num_samples, samples_of, tensors
-from qtool.pixels import PIXELS
 from qtool.runtimes import open_session
 from qtool.runtimes.base import to_array
 from qtool.runtimes.ort import OrtSession
+from qtool.system.machine import VNNI, cpu_info
 from qtool.units import many
 
 Array = npt.NDArray[Any]

@@ -25,7 +25,7 @@ from onnxscript import opset18 as op  # the least that any target asks for
 from torch.fx import Graph
 
 from qtool.errors import QtoolError
-from qtool.pixels import PIXELS
+from qtool.graphs.pixels import PIXELS
 
 aten = torch.ops.aten
 

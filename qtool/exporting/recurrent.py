@@ -18,7 +18,7 @@ from onnxscript import opset18 as op  # the least that any target asks for
 from onnxscript.values import Op, Opset
 
 from qtool.errors import QtoolError
-from qtool.lstm import OPERATOR, PARTS
+from qtool.graphs.lstm import OPERATOR, PARTS
 
 DOMAIN = "com.microsoft"
 _INPUTS = {

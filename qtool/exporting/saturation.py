@@ -28,9 +28,9 @@ from qtool.exporting.integer_reference import IntegerReference, dynamic_lstm, re
 from qtool.exporting.kernel_order import LIMIT, Array, AtRisk, at_risk, matrices
 from qtool.exporting.passes import exact_sums
 from qtool.form import Plan
-from qtool.lstm import OPERATOR
-from qtool.machine import VNNI, cpu_info, sums_in_32_bits
+from qtool.graphs.lstm import OPERATOR
 from qtool.runtimes.onnx_notes import EXACT_SUMS
+from qtool.system.machine import VNNI, cpu_info, sums_in_32_bits
 from qtool.units import many
 
 MAX_SUMS = 2**22

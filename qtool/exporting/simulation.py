@@ -33,8 +33,8 @@ from qtool.exporting.choices import CHOOSING, places_of
 from qtool.form import DEQUANTIZE, QUANTIZE, QuantizedModel, check_inputs, quantize_nodes, unit_of
 from qtool.form import quantized as quantized_ops
 from qtool.forward import passes_told
-from qtool.polynomials import LOGISTIC_RESOLUTION, logistic
-from qtool.programs import arguments
+from qtool.graphs.polynomials import LOGISTIC_RESOLUTION, logistic
+from qtool.graphs.programs import arguments
 from qtool.runtimes.torch_integer_conv import is_exact_here, with_integer_convolutions
 
 Array = npt.NDArray[Any]

@@ -17,7 +17,6 @@ from typing import Any, Protocol
 import onnx
 from torch.fx import GraphModule
 
-from qtool import allocator
 from qtool.errors import QtoolError
 from qtool.exporting import baselines, half_masks, openvino_coverage, parity
 from qtool.exporting.coverage import coverage
@@ -32,6 +31,7 @@ from qtool.form import Plan, QuantizedModel
 from qtool.nested import micro_batches
 from qtool.recipe import ExportConfig
 from qtool.runtimes.onnx_notes import asks_for_exact_sums
+from qtool.system import allocator
 from qtool.version import __version__
 
 FILES = {"int8": "model.int8.onnx", "fp32": "model.fp32.onnx", "fp16": "model.fp16.onnx"}

@@ -76,9 +76,9 @@ from qtool.exporting.passes import (
     wraps,
 )
 from qtool.form import Plan, QuantizedModel, quantize_nodes, unit_of
-from qtool.programs import line_of, program_of
-from qtool.recurrent import whole_sequences
-from qtool.structures import output_names
+from qtool.graphs.programs import line_of, program_of
+from qtool.graphs.recurrent import whole_sequences
+from qtool.graphs.structures import output_names
 
 NO_BARE_MOVES = 20
 """The last opset in which ONNX Runtime 1.31 opens a file whose int8 values are moved without a pair of their own."""

@@ -34,8 +34,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from qtool.graphs.operators import packet_of
 from qtool.memory.scratch import Scratch
-from qtool.operators import packet_of
 
 INLINED = ("clone", "_to_copy", "convert_element_type", "full", "expand", "select_scatter", "slice_scatter", "where")
 """Element-wise by nature, without the tag."""

@@ -28,11 +28,11 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
-from qtool import moved_buffers, step
 from qtool.errors import QtoolError
 from qtool.memory.buffers import CHANNELS_LAST, Plan, in_order, lays_out, plan
 from qtool.memory.fakes import sized_by_values
 from qtool.memory.scratch import Scratch
+from qtool.steps import moved_buffers, step
 
 
 @dataclass(frozen=True)

@@ -24,11 +24,11 @@ from torch import nn
 from torch._C._autograd import DeviceType
 from torch.autograd.profiler import profile
 
-from qtool import processes
-from qtool.devices import current, grow_in_place, memory_used, resolve_device
 from qtool.nested import cut, map_tensors, num_samples
 from qtool.recipe import TrainConfig
-from qtool.step import LossFunction, Setup, Step, trained
+from qtool.steps.step import LossFunction, Setup, Step, trained
+from qtool.system import processes
+from qtool.system.devices import current, grow_in_place, memory_used, resolve_device
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else some builds of the profiler tell each start on standard error
 

@@ -47,8 +47,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from qtool import processes
-from qtool.devices import resolve_device
 from qtool.errors import QtoolError
 from qtool.memory.accumulation import Accumulation
 from qtool.memory.compiled import stood_in
@@ -57,11 +55,13 @@ from qtool.memory.gpu_scratch import Gpu
 from qtool.memory.known import know
 from qtool.memory.scratch import COPIED, LSTM, Scratch
 from qtool.memory.trial import Oracle
-from qtool.models import copied
+from qtool.models.specs import copied
 from qtool.nested import call, cut, map_tensors, num_samples, split, tensors
 from qtool.recipe import TrainConfig
-from qtool.step import LossFunction, Part, Setup, Step, no_scaler, trained
-from qtool.turns import taking_turns
+from qtool.steps.step import LossFunction, Part, Setup, Step, no_scaler, trained
+from qtool.system import processes
+from qtool.system.devices import resolve_device
+from qtool.system.turns import taking_turns
 
 Prepare = Callable[[nn.Module, TrainConfig, Any], Setup]
 """(model, config, example input) -> the step that the config asks for."""

@@ -27,9 +27,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
-from qtool.models import copied
+from qtool.models.specs import copied
 from qtool.nested import num_samples, samples_of
-from qtool.step import LossFunction
+from qtool.steps.step import LossFunction
 
 LARGEST = 512 * 2**20
 """Bytes of parameters and buffers up to which a model is run."""

@@ -18,7 +18,8 @@ from typing import Any
 from torch.fx import GraphModule, Node
 
 from qtool.form import DEQUANTIZE, QUANTIZE, quantized
-from qtool.quantization.capture import aten, owner
+from qtool.graphs.edits import owner
+from qtool.graphs.operators import aten
 from qtool.quantization.placement import Placed, Placement
 from qtool.quantization.rewrites.constants import constant_nodes
 

@@ -14,8 +14,6 @@ second way in.
 
 from __future__ import annotations
 
-import copy
-import operator
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -25,36 +23,28 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch._dispatch.python import enable_python_dispatcher
 from torch.fx import GraphModule, Node
-from torch.fx.node import map_arg
 from torch.nn.modules import transformer
 from torch.utils import _pytree as pytree
 
 from qtool.errors import QtoolError, UsageError, reason_of
 from qtool.forward import made_in_inference
-from qtool.models import capturable, modes_kept
+from qtool.graphs.edits import drop_unused, owner
+from qtool.graphs.operators import CONVOLUTIONS
+from qtool.graphs.programs import FIXED_SIZE, as_graph, line_of, of_unknown_class, to_program
+from qtool.graphs.shapes import input_values, open_axes
+from qtool.models.specs import capturable, modes_kept
 from qtool.nested import call, map_tensors, misnamed, tensors
-from qtool.programs import FIXED_SIZE, as_graph, line_of, of_unknown_class, to_program
 from qtool.quantization.conditions import guards_of, of_batches
 from qtool.quantization.names import respell, spelled
 from qtool.quantization.rewrites.bfloats import write_floats
-from qtool.quantization.rewrites.functional import DROPOUTS, functionalized, make_functional, mutations
+from qtool.quantization.rewrites.functional import functionalized, make_functional, mutations
 from qtool.quantization.rewrites.linears import write_linears
 from qtool.quantization.rewrites.repeats import merge_repeats
-from qtool.quiet import quiet_export
-from qtool.shapes import input_values, open_axes
-from qtool.structures import quiet_pytree
+from qtool.system.quiet import quiet_export
 
 aten = torch.ops.aten
 
-CONVOLUTIONS = (
-    aten.conv1d.default,
-    aten.conv2d.default,
-    aten.conv3d.default,
-    aten.conv_transpose1d.default,
-    aten.conv_transpose2d.input,
-)
 DEFAULT_MOMENTUM = 0.1
 LIVE = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)
 """Layers that are captured as in training where the graph is to be trained; ``set_training`` switches them."""
@@ -63,7 +53,6 @@ NO_NUMPY = dict.fromkeys((torch.complex32, torch.complex64, torch.complex128), _
     torch.bfloat16: "have its forward return .float() of it"
 }
 """Types of outputs that numpy or ONNX does not have, and what to do about them."""
-TRANSPOSED = (aten.conv_transpose1d.default, aten.conv_transpose2d.input)
 
 
 def capture(model: nn.Module, example: Any, *, train: bool = False, axes: tuple[int, ...] = ()) -> GraphModule:
@@ -316,12 +305,6 @@ def _fixed(graph_module: GraphModule) -> tuple[str, ...]:
     )
 
 
-def copied(graph_module: GraphModule) -> GraphModule:
-    """A deep copy."""
-    with quiet_pytree():
-        return copy.deepcopy(graph_module)
-
-
 def _detach_parameters(graph_module: GraphModule) -> None:
     """Gives the graph its own copy of the weights, so that folding never writes into the user's model."""
     seen: dict[int, Tensor] = {}
@@ -335,100 +318,6 @@ def _detach_parameters(graph_module: GraphModule) -> None:
             if buffer is not None:
                 seen.setdefault(id(buffer), buffer.detach().clone())
                 module._buffers[name] = seen[id(buffer)]
-
-
-def owner(node: Node) -> str:
-    """The dotted path of the module that a node belongs to; empty for the model itself."""
-    if "owner" in node.meta:
-        return str(node.meta["owner"])
-    stack = node.meta.get("nn_module_stack") or {}
-    return str(list(stack.values())[-1][0]) if stack else ""
-
-
-def remove_identities(graph_module: GraphModule) -> None:
-    """Removes dropout, which is the identity outside training, and ``detach``, which only gradients know of."""
-    for node in list(graph_module.graph.nodes):
-        if node.op == "call_function" and node.target in (*DROPOUTS, aten.detach.default):
-            node.replace_all_uses_with(node.args[0])
-            graph_module.graph.erase_node(node)
-    graph_module.recompile()
-
-
-def output_axis(anchor: Node) -> int:
-    """The axis of a weight that indexes output channels: 0, or 1 for a transposed convolution."""
-    return 1 if anchor.target in TRANSPOSED else 0
-
-
-def parameter(graph_module: GraphModule, node: Any) -> Tensor | None:
-    """The tensor behind a ``get_attr`` node; None for an absent argument, and for one that the graph computes."""
-    if not isinstance(node, Node) or node.op != "get_attr":
-        return None
-    value: Any = graph_module
-    for part in str(node.target).split("."):
-        value = getattr(value, part)
-    assert isinstance(value, Tensor)
-    return value.detach()
-
-
-def set_parameter(graph_module: GraphModule, path: str, value: Tensor, *, like: str | None = None) -> None:
-    """Stores ``value`` under a dotted path of the graph module, as a parameter where it is a float.
-
-    It trains if the tensor under the path ``like`` does, which may be the one that it replaces. That one's place is
-    kept, since files are written in this order: ranges that are repeated change other tensors first.
-    """
-    trains = like is not None and operator.attrgetter(like)(graph_module).requires_grad
-    holder_path, _, name = path.rpartition(".")
-    holder: Any = graph_module
-    for part in holder_path.split(".") if holder_path else ():
-        if not hasattr(holder, part):
-            holder.add_module(part, nn.Module())
-        holder = getattr(holder, part)
-    if hasattr(holder, name) and name not in (holder._parameters if value.is_floating_point() else holder._buffers):
-        delattr(holder, name)
-    if value.is_floating_point():
-        holder.register_parameter(name, nn.Parameter(value, requires_grad=trains))
-    else:
-        holder.register_buffer(name, value)
-
-
-def store_before(graph_module: GraphModule, node: Node, path: str, value: Tensor, *, like: str | None = None) -> Node:
-    """Stores ``value`` as :func:`set_parameter` does, and reads it in front of ``node``."""
-    set_parameter(graph_module, path, value, like=like)
-    with node.graph.inserting_before(node):
-        made = node.graph.get_attr(path)
-    made.meta["val"] = node.meta["val"].new_empty(list(value.shape))
-    return made
-
-
-def call_before(node: Node, operation: Any, *args: Any) -> Node:
-    """A new operator in front of ``node`` and of its module, whose result is known as its operands' are."""
-    with node.graph.inserting_before(node):
-        made = node.graph.call_function(operation, args)
-    with enable_python_dispatcher():  # without it torch 2.11 multiplies no matrices of open size
-        value = operation(*map_arg(args, lambda read: read.meta["val"]))
-    made.meta = {**node.meta, "val": value}
-    return made
-
-
-def clean(graph_module: GraphModule) -> None:
-    """Removes nodes and stored tensors that nothing reads any more, and has the graph checked and its code written."""
-    graph_module.graph.eliminate_dead_code()
-    drop_unused(graph_module)
-    graph_module.graph.lint()
-    graph_module.recompile()
-
-
-def drop_unused(graph_module: GraphModule) -> None:
-    """Removes parameters and buffers that no node reads or called module holds, so that none reaches the artifact."""
-    used = {str(node.target) for node in graph_module.graph.nodes if node.op == "get_attr"}
-    called = tuple(f"{node.target}." for node in graph_module.graph.nodes if node.op == "call_module")
-    for path, _ in [
-        *graph_module.named_parameters(remove_duplicate=False),
-        *graph_module.named_buffers(remove_duplicate=False),
-    ]:
-        if path not in used and not path.startswith(called):
-            holder, _, name = path.rpartition(".")
-            delattr(graph_module.get_submodule(holder), name)
 
 
 def user_line(error: BaseException) -> str:

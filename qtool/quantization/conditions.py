@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qtool.graphs.programs import arguments
 from qtool.nested import map_tensors
-from qtool.programs import arguments
 
 BATCHES = (*range(2, 65), *(size + more for size in (100, 128, 256, 1000, 1024, 4096) for more in (-1, 0, 1)))
 """What sizes of batches are asked about. That a batch of one is another matter is known to all who export."""

@@ -28,15 +28,16 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from qtool.captured import call_captured
 from qtool.errors import UsageError, nearest
 from qtool.evaluate import class_axis, counted, divergence, error_of
+from qtool.graphs.captured import call_captured
+from qtool.graphs.edits import owner
+from qtool.graphs.operators import aten
+from qtool.graphs.shapes import same_sizes
 from qtool.nested import micro_batches, per_sample, tensors, to_float32
 from qtool.quantization.calibrate import MICRO_BATCH
-from qtool.quantization.capture import aten, owner
 from qtool.quantization.rewrites.norms import is_live
-from qtool.shapes import same_sizes
-from qtool.step import LossFunction, answer
+from qtool.steps.step import LossFunction, answer
 
 
 class Tap(nn.Module):

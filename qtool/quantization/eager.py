@@ -29,9 +29,11 @@ from torch.fx import GraphModule, Node
 
 from qtool.errors import QtoolError, UsageError, kind_of, one_line
 from qtool.form import Plan, QuantizedModel, Unit, quantized
+from qtool.graphs.edits import copied, owner, parameter, remove_identities, set_parameter
+from qtool.graphs.operators import ADAPTIVE_POOLS, AVERAGE_POOLS, MAX_POOLS, aten
 from qtool.nested import call, tensors
 from qtool.quantization.align import align, label_units
-from qtool.quantization.capture import aten, capture, copied, owner, parameter, remove_identities, set_parameter
+from qtool.quantization.capture import capture
 from qtool.quantization.eager_modules import (
     Leave,
     Requantized,
@@ -46,9 +48,8 @@ from qtool.quantization.integers import finish
 from qtool.quantization.placement import Placed, Placement
 from qtool.quantization.rewrites.constants import constant_nodes
 from qtool.quantization.rewrites.matrices import flatten_quantized
-from qtool.quantization.rewrites.windows import ADAPTIVE_POOLS, AVERAGE_POOLS, MAX_POOLS
 from qtool.quantization.targets import ORT_CPU, RELU_LIKE, Target
-from qtool.quiet import quiet_torch_ao
+from qtool.system.quiet import quiet_torch_ao
 
 Q, DQ = quantized.quantize_per_tensor.default, quantized.dequantize_per_tensor.default
 Grid = tuple[Any, ...]

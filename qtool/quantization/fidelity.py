@@ -26,15 +26,15 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
-from qtool.devices import out_of_memory
 from qtool.errors import QtoolError, UsageError
 from qtool.evaluate import sqnr_db
 from qtool.forward import passes_told
-from qtool.models import capturable, modes_kept, shortcut
+from qtool.graphs.shapes import input_values, open_axes
+from qtool.graphs.structures import quiet_pytree
+from qtool.models.specs import capturable, modes_kept, shortcut
 from qtool.nested import call, map_tensors, num_samples, repeated, samples_of, tensors
 from qtool.quantization.conditions import broken, resized
-from qtool.shapes import input_values, open_axes
-from qtool.structures import quiet_pytree
+from qtool.system.devices import out_of_memory
 from qtool.units import many
 
 LEAST_DB = 60.0

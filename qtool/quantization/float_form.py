@@ -12,7 +12,8 @@ from typing import Any
 from torch import nn
 from torch.fx import GraphModule
 
-from qtool.quantization.capture import capture, remove_identities
+from qtool.graphs.edits import remove_identities
+from qtool.quantization.capture import capture
 from qtool.quantization.fidelity import require_faithful
 from qtool.quantization.integers import label
 from qtool.quantization.parametrized import with_stored_weights

@@ -21,11 +21,12 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from qtool.graphs.edits import parameter
+from qtool.graphs.operators import aten
+from qtool.graphs.shapes import same_sizes
 from qtool.quantization.algorithms.bias import channel_axis
 from qtool.quantization.algorithms.streams import ANCHORS, RESHAPES, keeps_channels, towards_inputs
-from qtool.quantization.capture import aten, parameter
 from qtool.quantization.placement import Placement
-from qtool.shapes import same_sizes
 
 _MOVES = (aten.permute.default, aten.transpose.int, aten.select.int, aten.slice.Tensor)
 

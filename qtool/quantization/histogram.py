@@ -30,16 +30,14 @@ import functools
 import math
 import zlib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from qtool.errors import QtoolError
-
-if TYPE_CHECKING:
-    from qtool.quantization.ranges.network import Tails
+from qtool.quantization.tails import Tails
 
 HALF_BINS = 4096
 """Bins on either side of zero; a power of two."""

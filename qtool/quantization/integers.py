@@ -17,15 +17,8 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from qtool.form import DEQUANTIZE, QUANTIZE, padding_of, quantized
-from qtool.quantization.capture import (
-    CONVOLUTIONS,
-    aten,
-    drop_unused,
-    output_axis,
-    parameter,
-    remove_identities,
-    set_parameter,
-)
+from qtool.graphs.edits import drop_unused, parameter, remove_identities, set_parameter
+from qtool.graphs.operators import CONVOLUTIONS, aten, output_axis
 from qtool.quantization.rewrites.constants import fold_computed
 from qtool.quantization.targets import MOVES, Target
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.fx import Node
 
-from qtool.quantization.capture import aten
+from qtool.graphs.operators import aten
 from qtool.quantization.targets import RELU_LIKE
 
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from qtool.quantization.capture import aten, owner, parameter
+from qtool.graphs.edits import owner, parameter
+from qtool.graphs.operators import aten
 
 _CONVOLUTIONS = {aten.conv1d.default: nn.Conv1d, aten.conv2d.default: nn.Conv2d, aten.conv3d.default: nn.Conv3d}
 

@@ -31,10 +31,11 @@ from torch.fx import GraphModule, Node
 
 from qtool.errors import UsageError
 from qtool.form import Plan, Unit
+from qtool.graphs.edits import owner
+from qtool.graphs.operators import aten
+from qtool.graphs.pixels import PIXELS
 from qtool.nested import tensors
-from qtool.pixels import PIXELS
 from qtool.quantization.answers import Answers
-from qtool.quantization.capture import aten, owner
 from qtool.quantization.limits import clip_limits, keeps_zero
 from qtool.quantization.targets import (
     IN_BLOCKS,

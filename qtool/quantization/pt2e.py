@@ -15,7 +15,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from qtool.errors import QtoolError
-from qtool.quantization.capture import output_axis
+from qtool.graphs.operators import output_axis
 from qtool.quantization.observers import (
     FAKE_QUANTIZERS,
     FakeQuantizer,

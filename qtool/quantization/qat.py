@@ -25,21 +25,20 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from qtool.devices import resolve_device
 from qtool.errors import QtoolError, UsageError
-from qtool.loop import Hooks
+from qtool.graphs.operators import DROPOUTS, aten
 from qtool.quantization import pt2e
 from qtool.quantization.averaging import Average
 from qtool.quantization.calibrate import calibrate, require_reached
-from qtool.quantization.capture import aten
 from qtool.quantization.distillation import mean_squares, tapped, towards
 from qtool.quantization.learned import learn_steps
 from qtool.quantization.observers import FakeQuantizer
 from qtool.quantization.prepared import Prepared, Switch
 from qtool.quantization.residence import Moved, on
-from qtool.quantization.rewrites.functional import DROPOUTS
 from qtool.recipe import AUTO, QatConfig
-from qtool.step import LossFunction
+from qtool.steps.loop import Hooks
+from qtool.steps.step import LossFunction
+from qtool.system.devices import resolve_device
 
 FineTune = Callable[[nn.Module, Hooks, LossFunction | None], Any]
 

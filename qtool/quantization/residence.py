@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from qtool.devices import move_graph
 from qtool.nested import map_tensors
 from qtool.quantization.rewrites.norms import NORMAL
+from qtool.system.devices import move_graph
 
 CPU = torch.device("cpu")
 

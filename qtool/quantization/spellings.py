@@ -15,7 +15,7 @@ from torch import nn
 from torch.fx import Graph
 from torch.nn import functional as F
 
-from qtool.quantization.capture import aten
+from qtool.graphs.operators import aten
 
 WRITTEN: dict[Any, tuple[Any, ...]] = {
     aten.relu.default: (nn.ReLU, F.relu, F.relu_, torch.relu, torch.relu_, "relu", "relu_"),

@@ -17,18 +17,18 @@ from torch import nn
 from torch.fx import GraphModule
 from torch.nn.utils import prune
 
-from qtool.devices import resolve_device
 from qtool.errors import UsageError
 from qtool.form import Plan, QuantizedModel
-from qtool.models import check_finite
+from qtool.graphs.edits import copied
+from qtool.graphs.pixels import LEVELS, PIXELS, ZERO
+from qtool.models.specs import check_finite
 from qtool.nested import Once, call
-from qtool.pixels import LEVELS, PIXELS, ZERO
 from qtool.quantization import pt2e
 from qtool.quantization.algorithms import ALGORITHMS, samples_read
 from qtool.quantization.algorithms.passes import Passes
 from qtool.quantization.algorithms.subject import Report, silent
 from qtool.quantization.calibrate import calibrate, choose_ranges, require_reached, restore_ranges
-from qtool.quantization.capture import capture, copied
+from qtool.quantization.capture import capture
 from qtool.quantization.common_steps import share_steps
 from qtool.quantization.distillation import tapped
 from qtool.quantization.float_form import FloatForms, simplify, spell_for
@@ -50,6 +50,7 @@ from qtool.quantization.targets import ORT_CPU, Target, get_target
 from qtool.quantization.watching import SAMPLES as WATCHED
 from qtool.quantization.watching import watch
 from qtool.recipe import QatConfig, QuantizeConfig
+from qtool.system.devices import resolve_device
 
 BY_BATCH = (
     "an integer LSTM rounds by the range of the whole batch that it reads: a sample's result depends a little on those "

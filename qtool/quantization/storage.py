@@ -4,7 +4,7 @@ A lookup copies rows, and most runtimes compute a recurrent layer in float. Thei
 be most of a model: ``row ≈ scale · q`` with ``scale = max|row| / 127``, a scale for each row of a table or each unit of
 a gate, makes them four times smaller. A layer that shares a matrix, as the last one often does with the table, shares
 its integers too where they are the same. Where the target computes an LSTM in integers that are rounded by their own
-range at run time, it becomes ``qtool::lstm`` (:mod:`qtool.lstm`).
+range at run time, it becomes ``qtool::lstm`` (:mod:`qtool.graphs.lstm`).
 
 Left out on purpose: tables of few rows, whose bytes do not matter; recurrent layers over packed sequences, which have
 no form in ONNX.
@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from qtool.form import quantized
-from qtool.quantization.capture import aten, parameter
+from qtool.graphs.edits import parameter
+from qtool.graphs.operators import aten
 from qtool.quantization.integers import store_before
 from qtool.quantization.pair_sums import PAIRED, fitting
 from qtool.quantization.placement import Placement

@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from qtool.form import quantized
-from qtool.quantization.capture import aten, drop_unused, output_axis, parameter, set_parameter
+from qtool.graphs.edits import drop_unused, parameter, set_parameter
+from qtool.graphs.operators import aten, output_axis
 from qtool.quantization.pair_sums import PAIRED, fitted
 from qtool.quantization.placement import Placed, Placement
 from qtool.quantization.rewrites.norms import GROUPED

@@ -30,9 +30,12 @@ from torch.fx import GraphModule, Node
 from torch.nn import functional as F
 
 from qtool.errors import QtoolError, one_line
-from qtool.programs import arguments
+from qtool.graphs.edits import owner, remove_identities
+from qtool.graphs.operators import aten
+from qtool.graphs.programs import arguments
+from qtool.graphs.shapes import open_axes
 from qtool.quantization.align import Misaligned, align, check_quantizers, label_units
-from qtool.quantization.capture import aten, capture, owner, remove_identities, set_modes, user_line
+from qtool.quantization.capture import capture, set_modes, user_line
 from qtool.quantization.integers import drop_requantization
 from qtool.quantization.module_norms import convolve_norms, folded
 from qtool.quantization.placement import Placed, Placement
@@ -42,8 +45,7 @@ from qtool.quantization.rewrites.matrices import flatten_quantized
 from qtool.quantization.spellings import RESPELT, WRITTEN, refuse_parts
 from qtool.quantization.targets import Pattern, Target
 from qtool.quantization.torchao_api import modules_forgotten
-from qtool.quiet import quiet_torch_ao
-from qtool.shapes import open_axes
+from qtool.system.quiet import quiet_torch_ao
 
 try:
     import torch.ao.nn.intrinsic as nni

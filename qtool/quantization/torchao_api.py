@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from qtool.quiet import quiet_loggers
+from qtool.system.quiet import quiet_loggers
 
 with quiet_loggers("torchao", "torch.utils._pytree"):
     from torchao.quantization.pt2e import FakeQuantizeBase, ObserverBase

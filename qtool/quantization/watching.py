@@ -20,7 +20,8 @@ from qtool.quantization.histogram import subsample
 from qtool.quantization.observers import RangeObserver
 from qtool.quantization.outputs import rates, tapped, vector
 from qtool.quantization.prepared import Prepared
-from qtool.quantization.ranges.network import BINS, Tails
+from qtool.quantization.ranges.network import beyond
+from qtool.quantization.tails import BINS, Tails
 
 SAMPLES = 128
 
@@ -32,7 +33,7 @@ class Watch:
         self.observers, self.tails = tuple(observers), dict[RangeObserver, Tails]()
         for observer in self.observers:
             if observer.fixed is None:
-                self.tails[observer] = Tails.beyond(observer.histogram, observer.options)
+                self.tails[observer] = beyond(observer.histogram, observer.options)
         self.values: list[tuple[RangeObserver, Tensor]] = []
 
     def __enter__(self) -> Watch:

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from qtool.errors import QtoolError, UsageError, one_line
-from qtool.imports import imported
 from qtool.reporting.gather import Run, gather
+from qtool.system.imports import imported
 
 MAX_PARAM = 500
 BATCH = 100

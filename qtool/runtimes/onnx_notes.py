@@ -14,7 +14,7 @@ from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from qtool.machine import sums_in_32_bits
+from qtool.system.machine import sums_in_32_bits
 
 SESSION = "qtool.session"
 """Where a file's metadata tells, as a JSON object, with which options of a session it is to be opened."""

@@ -29,9 +29,9 @@ from typing import Any
 import numpy as np
 
 from qtool.errors import QtoolError, one_line
-from qtool.imports import imported
-from qtool.machine import VNNI, cpu_info
 from qtool.runtimes.base import Array, Kernel, ProviderError, TensorInfo, check_feeds, failed_run, refused_type
+from qtool.system.imports import imported
+from qtool.system.machine import VNNI, cpu_info
 
 _NAMES = {
     "f32": "float32", "f16": "float16", "bf16": "bfloat16", "u8": "int8", "i8": "int8", "i32": "int32", "u4": "int4",

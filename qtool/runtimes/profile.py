@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from qtool.errors import QtoolError
-from qtool.machine import is_x86
 from qtool.runtimes.base import Kernel, ProviderError
+from qtool.system.machine import is_x86
 from qtool.units import few
 
 _QUANTIZES_ITS_INPUT = {"DynamicQuantizeMatMul", "DynamicQuantizeLSTM"}

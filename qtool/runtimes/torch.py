@@ -27,13 +27,13 @@ import torch
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
-from qtool.devices import load_inductor, move_graph, require_compilation
 from qtool.errors import QtoolError, one_line
 from qtool.nested import to_float32
-from qtool.quiet import quiet_choices
 from qtool.runtimes.base import Array, Kernel, ProviderError, TensorInfo, check_feeds, is_compute
 from qtool.runtimes.torch_half import graphs, halve, is_quantized
 from qtool.runtimes.torch_integer import use_integer_products
+from qtool.system.devices import load_inductor, move_graph, require_compilation
+from qtool.system.quiet import quiet_choices
 
 PRECISIONS = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _NAMES = {
@@ -172,8 +172,8 @@ def open_file(
         raise QtoolError(f"'{path}'", "a .pt2 file for torch", f"a {path.suffix or 'nameless'} file", "give the .pt2")
     if not optimize:
         raise QtoolError(f"'{path}'", "PyTorch as it is", "optimize off", "use provider torch, not torch-compile")
-    from qtool.programs import as_graph
-    from qtool.pt2_files import load_program
+    from qtool.graphs.programs import as_graph
+    from qtool.graphs.pt2_files import load_program
 
     program = load_program(path)
     graph = as_graph(program)

@@ -20,11 +20,11 @@ from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from qtool.form import DEQUANTIZE, QUANTIZE
+from qtool.graphs.operators import packet_of
+from qtool.graphs.positions import positions
+from qtool.graphs.sums import sums
 from qtool.masks import within
-from qtool.operators import packet_of
-from qtool.positions import positions
 from qtool.runtimes.torch_integer import IntegerProduct
-from qtool.sums import sums
 
 aten = torch.ops.aten
 _WITHOUT_HALF = (aten.cdist, aten._cdist_forward)

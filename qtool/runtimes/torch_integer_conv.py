@@ -27,8 +27,8 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from qtool.form import padding_of
-from qtool.machine import VNNI, cpu_info
 from qtool.runtimes import onednn
+from qtool.system.machine import VNNI, cpu_info
 
 aten, names = torch.ops.aten, torch.ops.quantized_decomposed
 _ENDLESS_CHANNELS, _ENDLESS_TAPS = 16, 14

@@ -1,6 +1,6 @@
 """The four stages, over plain objects and over run directories.
 
-Given objects (an ``nn.Module``, a :class:`~qtool.data.Data`, an iterable of batches) a stage returns
+Given objects (an ``nn.Module``, a :class:`~qtool.data.specs.Data`, an iterable of batches) a stage returns
 objects; given ``out`` it also commits what it made to a run directory; given a run directory where a
 model is asked for, it opens what an earlier stage recorded there. The command line and ``import qtool``
 call the same functions, and keyword arguments are the fields of the stage's dataclass in

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qtool.artifacts import earlier, has_result, named, output_path, read_result, sha256_of, staging, write_result
+from qtool.data.given import pairs_of
 from qtool.errors import QtoolError, UsageError, kind_of
-from qtool.given import pairs_of
 from qtool.lineage import superseded
 from qtool.options import argument, documented
 from qtool.recipe import VARIANTS, BenchmarkConfig, as_dict
@@ -215,7 +215,7 @@ def _overflown(recorded: Mapping[str, Any]) -> str:
 
 def _test_batches(data: Any) -> Callable[[int], Iterable[tuple[Any, Any]]] | None:
     """Batches of the test part, or of the iterable itself, as the benchmark asks for them."""
-    from qtool.data import batches
+    from qtool.data.specs import batches
 
     if data is None:
         return None

@@ -76,7 +76,7 @@ def halve(folder: Path, wanted: TrainConfig, begun: int, model: nn.Module) -> bo
     Several of a group may say so. False, and nothing is written, where they are as small as they can be already, where
     updates are made in the backward pass of a whole batch, or nothing was chosen yet.
     """
-    from qtool.step import fewest_samples
+    from qtool.steps.step import fewest_samples
 
     kept = _read(folder, FILE)
     micro = math.ceil(math.ceil(wanted.batch_size / wanted.devices) / wanted.micro_batches)
@@ -90,7 +90,7 @@ def halve(folder: Path, wanted: TrainConfig, begun: int, model: nn.Module) -> bo
 @contextmanager
 def at_work(folder: Path | None) -> Iterator[None]:
     """Inside the block the run in ``folder`` has a note that only a process that is killed leaves behind."""
-    from qtool.devices import memory_kills
+    from qtool.system.devices import memory_kills
 
     kills = memory_kills()
     if folder is None or not kills:
@@ -110,7 +110,7 @@ def ended(folder: Path) -> None:
 
 def was_killed(folder: Path | None) -> bool:
     """Whether the last run in ``folder`` ended without a word, and the system has killed for lack of memory since."""
-    from qtool.devices import killed_since
+    from qtool.system.devices import killed_since
 
     note = _read(folder, NOTE)
     kills = note.get("kills")

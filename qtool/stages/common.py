@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from qtool.artifacts import alone, earlier, output_path, path_of, require_writable
-from qtool.calibration_data import draw
+from qtool.data.calibration_data import draw
+from qtool.data.given import inputs_of, pairs_of
 from qtool.errors import QtoolError, UsageError
-from qtool.given import inputs_of, pairs_of
 from qtool.options import argument, make, require_config
-from qtool.quiet import bar_console
 from qtool.recipe import QuantizeConfig
 from qtool.source import UNIDENTIFIED, Source
 from qtool.stages.surroundings import Parameters, Result, apart, exact
-from qtool.turns import taking_turns
+from qtool.system.quiet import bar_console
+from qtool.system.turns import taking_turns
 
 Config = TypeVar("Config")
 AnyPath = str | Path
@@ -197,7 +197,7 @@ def calibration_of(config: QuantizeConfig, source: Source) -> tuple[Iterable[Any
 def targets_in(source: Source) -> Any:
     """The targets of a few samples; None where there are none, or where looking would use batches up."""
     if source.parts is not None:
-        from qtool.data import batches
+        from qtool.data.specs import batches
 
         return next(batches(source.parts.train, 2))[1]
     if source.data is None or iter(source.data) is source.data:
@@ -208,7 +208,7 @@ def targets_in(source: Source) -> Any:
 def example_of(source: Source, inputs: Iterable[Any]) -> Any:
     """A batch of two inputs for capture, from the data or the first calibration batch with samples in it."""
     if source.parts is not None:
-        from qtool.data import example_input
+        from qtool.data.specs import example_input
 
         return example_input(source.parts)
     from qtool.nested import tensors

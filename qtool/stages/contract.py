@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qtool.artifacts import mark_stale, write_json
-from qtool.calibration_data import sample_hashes
+from qtool.data.calibration_data import sample_hashes
+from qtool.data.given import labelled, pairs_of
 from qtool.errors import ContractError, QtoolError, UsageError
-from qtool.given import labelled, pairs_of
 from qtool.recipe import CONTRACT_FIELDS, QatConfig, QuantizeConfig, as_dict
 from qtool.source import CLOSEST, Source, state_hash
 from qtool.stages.common import example_of
@@ -35,7 +35,7 @@ from qtool.units import MIB, many
 if TYPE_CHECKING:
     from torch.fx import GraphModule
 
-    from qtool.data import Data
+    from qtool.data.specs import Data
     from qtool.form import QuantizedModel
     from qtool.quantization.contract import Scores
     from qtool.quantization.float_form import FloatForms
@@ -110,7 +110,7 @@ class Pairs:
         if self.given is not None:
             yield from self.given
         else:
-            from qtool.data import batches
+            from qtool.data.specs import batches
 
             parts = self.source.parts
             assert parts is not None
@@ -174,7 +174,7 @@ class Candidates:
         scores, facts = self.judged[digest][1] if digest in self.judged else self._judge(model)
         found = scores, facts | {"model_sha256": digest, "seconds": time.monotonic() - start}
         if self.folder:
-            from qtool.checkpoint import save_tree
+            from qtool.steps.checkpoint import save_tree
 
             self.folder.mkdir(parents=True, exist_ok=True)
             save_tree(self._path(config), {"scores": vars(scores), "facts": found[1]})
@@ -189,8 +189,8 @@ class Candidates:
     def _remembered(self, config: QuantizeConfig) -> Judged | None:
         if self.folder is None or not self._path(config).exists():
             return None
-        from qtool.checkpoint import load_tree
         from qtool.quantization.contract import as_scores
+        from qtool.steps.checkpoint import load_tree
 
         tree = load_tree(self._path(config))
         return as_scores(tree["scores"]), tree["facts"]
@@ -270,9 +270,9 @@ def rehearse(graph: GraphModule, config: QuantizeConfig, source: Source, inputs:
 
 def answers(graph: GraphModule) -> Callable[[Any], Any]:
     """What a float graph answers to validation inputs, which are looked at first."""
-    from qtool.captured import call_captured
     from qtool.form import check_inputs
     from qtool.forward import passes_told
+    from qtool.graphs.captured import call_captured
 
     def answer(inputs: Any) -> Any:
         check_inputs(graph, inputs, "validation samples")
@@ -339,7 +339,7 @@ def fulfil(
 
 def _labelled(data: Data) -> bool:
     """Whether there are targets to train with and to validate the training on."""
-    from qtool.data import batches
+    from qtool.data.specs import batches
 
     return all(next(batches(part, 1))[1] is not None for part in (data.train, data.validation))
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qtool.artifacts import mark_stale, read_result, staging, write_result
-from qtool.calibration_data import draw
+from qtool.data.calibration_data import draw
+from qtool.data.given import inputs_of
 from qtool.errors import ContractError, UsageError
-from qtool.given import inputs_of
 from qtool.lineage import content_of
 from qtool.options import argument, documented
 from qtool.recipe import ExportConfig, as_dict
@@ -35,7 +35,7 @@ from qtool.stages.served import contract_gate
 if TYPE_CHECKING:
     from torch import nn
 
-    from qtool.data import Data
+    from qtool.data.specs import Data
     from qtool.exporting.gates import Gate
     from qtool.exporting.stage import ExportResult
     from qtool.form import QuantizedModel

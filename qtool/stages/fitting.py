@@ -38,8 +38,8 @@ from qtool.stages.common import Progress, meter, teller
 from qtool.units import MIB, bytes_told
 
 if TYPE_CHECKING:
-    from qtool.launcher import Killed
     from qtool.memory.plan import Plan
+    from qtool.system.launcher import Killed
 
 SHARE = 0.9
 """Of the free memory, what a batch found by itself may take; the rest is the allocator's and the system's."""
@@ -99,7 +99,7 @@ def _again(kept: Choice, source: Source, progress: Progress) -> Choice:
 @contextmanager
 def held(config: TrainConfig) -> Iterator[None]:
     """Has this process's device leave few gaps, and inside it refuse more than the budget, where there is one."""
-    from qtool.devices import grow_in_place, limited_memory, resolve_device
+    from qtool.system.devices import grow_in_place, limited_memory, resolve_device
 
     device = resolve_device(config.device)
     grow_in_place(device)
@@ -109,7 +109,7 @@ def held(config: TrainConfig) -> Iterator[None]:
 
 def _with_batch(config: TrainConfig, source: Source, looked: list[dict[str, Any]], progress: Progress) -> Choice:
     from qtool.memory.plan import largest_batch
-    from qtool.step import fewest_samples
+    from qtool.steps.step import fewest_samples
 
     if source.parts is None:
         raise UsageError("--batch-size auto", "a data set", "batches made already", "pass the data set itself")
@@ -129,7 +129,7 @@ def _with_batch(config: TrainConfig, source: Source, looked: list[dict[str, Any]
 
 def _free(config: TrainConfig) -> float:
     """Free memory for each process."""
-    from qtool.devices import memory_free, resolve_device
+    from qtool.system.devices import memory_free, resolve_device
 
     device = resolve_device(config.device)
     sharing = 1 if device.type == "cuda" else int(os.environ.get("LOCAL_WORLD_SIZE", config.devices))
@@ -142,9 +142,9 @@ def gives_way(config: TrainConfig) -> bool:
 
 
 def _within(begun: Choice, source: Source, looked: list[dict[str, Any]], progress: Progress) -> Choice:
-    from qtool.devices import resolve_device
     from qtool.memory.plan import choose, plans
-    from qtool.step import fewest_samples
+    from qtool.steps.step import fewest_samples
+    from qtool.system.devices import resolve_device
 
     config = begun.config
     budget, gpu = _budget(config), resolve_device(config.device).type == "cuda"
@@ -272,11 +272,11 @@ def _legal_for(source: Source) -> Callable[[TrainConfig], bool]:
 
 def predictor(source: Source) -> Callable[[TrainConfig], int]:
     """The predicted peak, in bytes, of training ``source`` by a config."""
-    from qtool.loop import task_loss
     from qtool.memory.predict import predict
     from qtool.memory.scratch import Scratch
     from qtool.nested import num_samples, tensors
-    from qtool.order import largest_seen
+    from qtool.steps.loop import task_loss
+    from qtool.steps.order import largest_seen
     from qtool.training.techniques import setup
 
     scratch = Scratch()
@@ -311,8 +311,8 @@ def explained(
 
     ``config`` is what ``asked`` was fitted to. No more than ``EXPLAINED`` plans are predicted for it.
     """
-    from qtool.devices import resolve_device
     from qtool.memory.plan import choose
+    from qtool.system.devices import resolve_device
 
     try:
         gpu, legal = resolve_device(config.device).type == "cuda", _legal_for(source)
@@ -332,7 +332,7 @@ def explained(
 
 def on_host(config: TrainConfig) -> bool:
     """Whether what a training needs for its batches is host memory."""
-    from qtool.devices import resolve_device
+    from qtool.system.devices import resolve_device
 
     return resolve_device(config.device).type == "cpu"
 
@@ -344,8 +344,8 @@ def memory_ended(
 
     ``free`` bytes were free then. None for a GPU's training too, whose micro-batches do not decide about host memory.
     """
-    from qtool.checkpoint import last_good, latest
-    from qtool.devices import killed_since
+    from qtool.steps.checkpoint import last_good, latest
+    from qtool.system.devices import killed_since
 
     if error.by != signal.SIGKILL or not killed_since(kills) or not on_host(config):
         return None

@@ -22,11 +22,11 @@ from typing import Any
 
 from qtool.artifacts import atomic_path, write_json
 from qtool.errors import QtoolError, UsageError, nearest, one_line
-from qtool.machine import environment
 from qtool.options import make
 from qtool.recipe import TrainConfig, as_dict
 from qtool.stages.common import AnyPath, Progress, teller, writable
 from qtool.stages.memory import predict_memory, require_named, trained
+from qtool.system.machine import environment
 
 DEFAULT: tuple[tuple[str, dict[str, Any]], ...] = (
     ("as given", {}),

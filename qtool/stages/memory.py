@@ -95,7 +95,7 @@ def _arguments(spec: Spec, config: TrainConfig) -> tuple[tuple[Callable[[], Any]
     Beside them is of how many batches it is the largest.
     """
     from qtool.nested import num_samples
-    from qtool.order import largest_seen
+    from qtool.steps.order import largest_seen
 
     source = open_source(None, spec["data"], seed=config.seed)
     batch, seen = largest_seen(source.parts and source.parts.train, source.data, config)
@@ -106,8 +106,8 @@ def _arguments(spec: Spec, config: TrainConfig) -> tuple[tuple[Callable[[], Any]
 
 def _parts(spec: Spec, config: TrainConfig) -> dict[str, Any]:
     """The techniques and the loss: what the floor cannot know by itself."""
-    from qtool.loop import task_loss
     from qtool.source import open_task
+    from qtool.steps.loop import task_loss
     from qtool.training.techniques import setup
 
     return {"prepare": setup, "loss": task_loss(open_task(spec["task"], config.label_smoothing))}
@@ -129,7 +129,7 @@ def trained(spec: Spec, config: TrainConfig) -> dict[str, Any]:
 
 def _in_fresh_process(spec: Spec, config: TrainConfig, work: str = "measure") -> dict[str, Any]:
     """What another process answers that does ``work``: predict, measure, or train after measuring."""
-    from qtool.devices import killed_since, memory_kills
+    from qtool.system.devices import killed_since, memory_kills
 
     request, kills = json.dumps({**spec, "config": as_dict(config), "work": work}), memory_kills()
     code, told, said = _asked(request)
@@ -194,7 +194,7 @@ def _measured(spec: Spec, config: TrainConfig, work: str) -> dict[str, Any]:
 
 def _in_group(spec: Spec, config: TrainConfig, work: str) -> dict[str, Any]:
     """What the first of several processes answers; the peaks are the highest of them all."""
-    from qtool.launcher import launch
+    from qtool.system.launcher import launch
 
     with TemporaryDirectory() as folder:
         launch(_one_of_a_group, config.devices, spec, config, work, folder)
@@ -205,9 +205,9 @@ def _in_group(spec: Spec, config: TrainConfig, work: str) -> dict[str, Any]:
 
 def _one_of_a_group(spec: Spec, config: TrainConfig, work: str, folder: str) -> None:
     """What each launched process does."""
-    from qtool import processes
-    from qtool.allocator import tune
-    from qtool.devices import resolve_device
+    from qtool.system import processes
+    from qtool.system.allocator import tune
+    from qtool.system.devices import resolve_device
 
     tune(huge_pages=False)
     with processes.joined(resolve_device(config.device)):
@@ -237,8 +237,8 @@ def main() -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     request = json.loads(requests.readline())
-    from qtool.allocator import tune
-    from qtool.launcher import end_after
+    from qtool.system.allocator import tune
+    from qtool.system.launcher import end_after
 
     end_after(requests.read)
     tune(huge_pages=False)

@@ -14,8 +14,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from qtool import calibration_data
 from qtool.artifacts import path_of, read_result, sha256_of, staging, write_json, write_result
+from qtool.data import calibration_data
 from qtool.errors import ContractError, QtoolError, UsageError
 from qtool.lineage import content_of
 from qtool.options import argument, documented, nearest_option
@@ -47,7 +47,7 @@ from qtool.units import many
 if TYPE_CHECKING:
     from torch import nn
 
-    from qtool.data import Data
+    from qtool.data.specs import Data
     from qtool.exporting.stage import ExportResult
     from qtool.form import QuantizedModel
     from qtool.quantization.float_form import FloatForms
@@ -311,7 +311,7 @@ def _fine_tuning(
 
     ``training`` takes what the result says of it.
     """
-    from qtool.order import Batches
+    from qtool.steps.order import Batches
 
     if source.data is None:
         raise QtoolError("quantization-aware training", "training data", "none", "pass data with labels, or mode 'ptq'")
@@ -321,8 +321,8 @@ def _fine_tuning(
     data: Any = source.parts or SimpleNamespace(train=Batches(source.data), validation=None)
 
     def fine_tune(model: nn.Module, hooks: Any, loss_fn: Any = None) -> Any:
-        from qtool.data import example_input
-        from qtool.loop import fit
+        from qtool.data.specs import example_input
+        from qtool.steps.loop import fit
         from qtool.training.progress import reporter
         from qtool.training.techniques import setup
 
@@ -350,7 +350,7 @@ def _rounded_by(config: QuantizeConfig) -> dict[str, Any]:
 
 
 def _require_targets(source: Source) -> None:
-    from qtool.data import batches
+    from qtool.data.specs import batches
 
     data = source.parts
     found = [next(batches(part, 1))[1] for part in (data.train, data.validation)] if data else [targets_in(source)]
@@ -365,10 +365,10 @@ def _require_judged(source: Source, data: Data) -> None:
     """Raises QtoolError where the task cannot judge what the model answers, before anything is calibrated."""
     import torch
 
-    from qtool.data import batches
+    from qtool.data.specs import batches
     from qtool.evaluate import metrics_in
-    from qtool.models import modes_kept
-    from qtool.step import answer
+    from qtool.models.specs import modes_kept
+    from qtool.steps.step import answer
 
     model = source.model
     assert model is not None

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qtool.artifacts import finite, from_json, has_result, read_result, write_json
-from qtool.calibration_data import sample_hashes
+from qtool.data.calibration_data import sample_hashes
 from qtool.errors import QtoolError, UsageError, unreadable
 from qtool.options import argument, check, documented, make
 from qtool.recipe import CONTRACT_FIELDS, QuantizeConfig, as_dict

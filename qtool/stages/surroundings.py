@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import Any, ParamSpec, TypeVar
 
-from qtool.turns import shared
+from qtool.system.turns import shared
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -51,7 +51,7 @@ def _within(
 def _own_surroundings() -> Iterator[None]:
     import torch
 
-    from qtool.checkpoint import generators_kept
+    from qtool.steps.checkpoint import generators_kept
 
     with ExitStack() as stack:
         if torch.get_default_device().type != "cpu":
@@ -69,7 +69,7 @@ def _own_surroundings() -> Iterator[None]:
 def _of_the_process() -> Iterator[None]:
     import torch
 
-    from qtool.checkpoint import generators_kept
+    from qtool.steps.checkpoint import generators_kept
 
     with ExitStack() as stack:
         stack.callback(torch.set_default_dtype, torch.get_default_dtype())

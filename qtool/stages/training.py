@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from qtool.artifacts import atomic_path, output_path, read_result, staging, write_json, write_result
 from qtool.errors import OutOfMemory, QtoolError, UsageError, kind_of
-from qtool.machine import is_slow_in_bfloat16
 from qtool.options import documented
 from qtool.recipe import AUTO, TrainConfig, as_dict
 from qtool.source import Source, has_random_weights, open_source, require_model
@@ -31,11 +30,12 @@ from qtool.stages.common import (
 )
 from qtool.stages.fitting import explained, fitted, gives_way, held, memory_ended, on_host
 from qtool.stages.surroundings import apart
+from qtool.system.machine import is_slow_in_bfloat16
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from qtool.materialise import Target
+    from qtool.models.materialise import Target
     from qtool.tasks import Task
     from qtool.training.lora import Adapter
     from qtool.training.stage import TrainResult
@@ -62,9 +62,9 @@ def train(
     stopped in ``out`` continues, and a finished one whose configuration and inputs are the same is returned as it is.
     ``options`` are the fields of TrainConfig.
     """
-    from qtool import processes
-    from qtool.devices import require_gpus
-    from qtool.launcher import require_main
+    from qtool.system import processes
+    from qtool.system.devices import require_gpus
+    from qtool.system.launcher import require_main
     from qtool.training import rules
 
     require_main()
@@ -80,7 +80,7 @@ def train(
 
 def together(config: TrainConfig) -> TrainConfig:
     """``config`` with as many devices as processes were launched. Raises UsageError where it names another number."""
-    from qtool import processes
+    from qtool.system import processes
 
     if not processes.launched():
         return config
@@ -95,8 +95,8 @@ def _launched(
     resume: bool, config: TrainConfig, progress: Progress,
 ) -> TrainResult:  # fmt: skip
     """Trains in processes of their own, and returns what they left in the run directory (or in a temporary one)."""
-    from qtool.launcher import launch
-    from qtool.order import not_shared
+    from qtool.steps.order import not_shared
+    from qtool.system.launcher import launch
 
     def opened() -> Source:
         return open_source(model, data, task, weights, seed=config.seed, label_smoothing=config.label_smoothing)
@@ -129,8 +129,8 @@ def _kills_told(run: Path, config: TrainConfig) -> Iterator[None]:
 
     Processes that are stopped for another reason, an interrupt or an error in one of them, leave no note of their work.
     """
-    from qtool.devices import memory_free, memory_kills, resolve_device
-    from qtool.launcher import Killed
+    from qtool.system.devices import memory_free, memory_kills, resolve_device
+    from qtool.system.launcher import Killed
 
     kills, free = memory_kills(), None
     with suppress(QtoolError):
@@ -149,8 +149,8 @@ def _train(
     resume: bool, config: TrainConfig, progress: Progress,
 ) -> TrainResult:  # fmt: skip
     """Trains in this process, alone or as one of a group."""
-    from qtool import processes
-    from qtool.devices import resolve_device
+    from qtool.system import processes
+    from qtool.system.devices import resolve_device
     from qtool.training.techniques import check
 
     source = open_source(
@@ -178,7 +178,7 @@ def _train(
 
 def _tell_beginning(source: Source, tell: Callable[[str], None]) -> None:
     """Says where a library's architecture begins at random although the library has trained weights of it."""
-    from qtool.libraries import LIBRARIES
+    from qtool.models.libraries import LIBRARIES
 
     spec = str(source.record.get("model"))
     library, _, name = spec.partition(":")
@@ -207,7 +207,7 @@ def _require_storable(model: nn.Module) -> None:
     """Raises QtoolError naming what in a model's state no file of weights holds, or gives back to the model."""
     from torch import _debug_has_internal_overlap
 
-    from qtool.checkpoint import is_storable
+    from qtool.steps.checkpoint import is_storable
 
     for name, value in model.state_dict().items():
         if not hasattr(value, "untyped_storage"):
@@ -244,7 +244,7 @@ def _fit(
     source: Source, folder: Path | None, resume: bool, config: TrainConfig, found: Choice, progress: Progress
 ) -> TrainResult:
     """Trains as ``found`` says, which is ``config`` fitted to the memory there is, and commits the result."""
-    from qtool import processes
+    from qtool.system import processes
     from qtool.training import stage
 
     first, alone, yields = processes.rank() == 0, processes.size() == 1, gives_way(config)
@@ -286,8 +286,8 @@ def _target(config: TrainConfig) -> Target | None:
     """
     if not config.create_on_device:
         return None
-    from qtool.devices import resolve_device
-    from qtool.materialise import Target
+    from qtool.models.materialise import Target
+    from qtool.system.devices import resolve_device
     from qtool.training.precision import weight_dtype
 
     device = resolve_device("cpu" if config.weight_offload else config.device)
@@ -296,7 +296,7 @@ def _target(config: TrainConfig) -> Target | None:
 
 def _write_adapter(folder: Path, result: TrainResult) -> dict[str, Path]:
     """The adapters alone, under the names that peft's ``from_pretrained`` of a folder looks for."""
-    from qtool.checkpoint import write_tensors
+    from qtool.steps.checkpoint import write_tensors
 
     if result.adapter is None:
         return {}
@@ -309,8 +309,8 @@ def _write_adapter(folder: Path, result: TrainResult) -> dict[str, Path]:
 
 def _trained(run: Path, source: Source) -> TrainResult:
     """The result of a finished training, with its weights in the model."""
-    from qtool.loop import History
-    from qtool.models import load_weights
+    from qtool.models.specs import load_weights
+    from qtool.steps.loop import History
     from qtool.training.stage import TrainResult
 
     assert source.model is not None
@@ -337,7 +337,7 @@ def _memory(found: Choice) -> dict[str, Any]:
 
 
 def _commit_train(run: Path, config: TrainConfig, source: Source, result: TrainResult, found: Choice) -> None:
-    from qtool.checkpoint import save_weights
+    from qtool.steps.checkpoint import save_weights
 
     with staging(run, "train") as folder:
         weights = folder / "model.safetensors"

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from qtool.artifacts import earlier, sha256_of
-from qtool.imports import imported
-from qtool.machine import cpu_info
 from qtool.recipe import ExportConfig
+from qtool.system.imports import imported
+from qtool.system.machine import cpu_info
 
 if TYPE_CHECKING:
     from qtool.exporting.tuning import Profile, Race

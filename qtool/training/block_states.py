@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qtool import processes
+from qtool.system import processes
 
 BLOCK = 256
 SMALLEST = 4096

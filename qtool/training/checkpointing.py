@@ -41,13 +41,13 @@ from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 from torch.nn.utils.parametrize import type_before_parametrizations as kind
 from torch.utils.checkpoint import checkpoint
 
-from qtool import step
 from qtool.errors import QtoolError, UsageError, kind_of
-from qtool.generators import of_modules, own_state, put_back
-from qtool.models import without_cache
+from qtool.models.specs import without_cache
 from qtool.nested import tensors
 from qtool.recipe import TrainConfig
-from qtool.step import Setup
+from qtool.steps import step
+from qtool.steps.step import Setup
+from qtool.system.generators import of_modules, own_state, put_back
 
 Norm = nn.modules.batchnorm._BatchNorm
 _PLAIN = (Norm.forward, nn.SyncBatchNorm.forward)

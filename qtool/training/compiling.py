@@ -18,11 +18,11 @@ from typing import Any
 
 from torch import nn
 
-from qtool import step
-from qtool.devices import require_compilation, resolve_device
 from qtool.errors import QtoolError
 from qtool.recipe import TrainConfig
-from qtool.step import Setup
+from qtool.steps import step
+from qtool.steps.step import Setup
+from qtool.system.devices import require_compilation, resolve_device
 from qtool.training.checkpointing import blocks
 
 _COMPILERS = ("c++", "g++", "clang++", "clang", "gcc")

@@ -39,8 +39,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from qtool.devices import current
 from qtool.errors import QtoolWarning, reason_of
+from qtool.system.devices import current
 from qtool.training.block_states import BLOCK
 from qtool.training.blockwise import on_cpu
 

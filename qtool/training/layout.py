@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from qtool.errors import OWN
-from qtool.models import copied
+from qtool.graphs.structures import quiet_pytree
+from qtool.models.specs import copied
 from qtool.nested import call, tensors
-from qtool.step import Setup
-from qtool.structures import quiet_pytree
+from qtool.steps.step import Setup
 
 
 def apply(setup: Setup, example: Any) -> None:

@@ -4,7 +4,7 @@ AdamW, SGD, Lion and their 8-bit forms update each weight by itself, so a proces
 on ordinary tensors every optimizer works that works on one device, fused kernels and bitsandbytes' 8-bit ones
 among them, which know nothing of sharded tensors. Clipping and the gradient scaler see the sharded parameters,
 whose norms and overflows are those of all parts together. An optimizer whose update needs whole rows (Adafactor) is
-refused. A part is looked up anew in each step: one that was read from a file after the cut (``qtool.materialise``) is
+refused. A part is looked up anew in each step: one that was read from a file after the cut (``materialise``) is
 padded, or pinned, as the model first runs, and is another tensor from then on.
 
 States. A state with one number per weight is sharded like its parameter, and a checkpoint of it can be cut
@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.optim import Optimizer
 
-from qtool import processes
-from qtool.step import Setup
+from qtool.steps.step import Setup
+from qtool.system import processes
 
 Make = Callable[[list[nn.Parameter]], Optimizer]
 

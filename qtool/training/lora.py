@@ -46,13 +46,14 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._python_dispatch import _disable_current_modes
 
-from qtool import processes, unreached
 from qtool.errors import OWN, QtoolError, QtoolWarning, UsageError, kind_of, nearest, one_line
-from qtool.imports import imported
-from qtool.materialise import fill
+from qtool.models.materialise import fill
 from qtool.nested import NARROW
 from qtool.recipe import TrainConfig
-from qtool.step import Setup
+from qtool.steps import unreached
+from qtool.steps.step import Setup
+from qtool.system import processes
+from qtool.system.imports import imported
 from qtool.training import nf4
 from qtool.training.checkpointing import blocks
 from qtool.units import few

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qtool import processes
-from qtool.imports import imported
-from qtool.materialise import MadeFrom, rows_before
+from qtool.models.materialise import MadeFrom, rows_before
+from qtool.system import processes
+from qtool.system.imports import imported
 
 BLOCK = 64
 SCALES = 256

@@ -29,13 +29,13 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 
-from qtool import processes
-from qtool.checkpoint import register_tensor_class
-from qtool.devices import resolve_device
 from qtool.errors import QtoolError
-from qtool.imports import imported
 from qtool.recipe import TrainConfig
-from qtool.step import Setup, plain_optimizer
+from qtool.steps.checkpoint import register_tensor_class
+from qtool.steps.step import Setup, plain_optimizer
+from qtool.system import processes
+from qtool.system.devices import resolve_device
+from qtool.system.imports import imported
 from qtool.training.batched import batched, paged_when_fake
 from qtool.training.blockwise import on_cpu
 from qtool.training.compiling import require_compiler

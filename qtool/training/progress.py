@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from qtool.loop import Progress
-from qtool.quiet import bar_console
+from qtool.steps.loop import Progress
+from qtool.system.quiet import bar_console
 from qtool.units import bytes_told
 
 Report = Callable[[Progress], None]

@@ -9,7 +9,7 @@ the loss as a part of the model, so that what it sees is what the loss depends o
 auxiliary head say, gives its layers no gradient.
 
 Buffers are not exchanged in each step: batch-norm normalises by a process's own share, and its running
-statistics are averaged before they are used (``qtool.processes.agree_on_buffers``).
+statistics are averaged before they are used (``qtool.system.processes.agree_on_buffers``).
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from qtool import checkpoint, processes
 from qtool.errors import QtoolError
 from qtool.nested import cut, num_samples
-from qtool.step import LossFunction, Setup, trained
+from qtool.steps import checkpoint
+from qtool.steps.step import LossFunction, Setup, trained
+from qtool.system import processes
 
 FEW = 2
 """Samples on which the parameters are found that a loss depends on; batch-norm cannot train on one."""

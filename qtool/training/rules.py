@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from qtool.devices import resolve_device
 from qtool.errors import UsageError
 from qtool.recipe import AUTO, QatConfig, TrainConfig
+from qtool.system.devices import resolve_device
 
 
 @dataclass(frozen=True)

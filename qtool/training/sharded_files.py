@@ -34,9 +34,9 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
-from qtool import processes
-from qtool.checkpoint import BEST, Files, clear, learned, load_tree, save_tree
 from qtool.errors import QtoolError, QtoolWarning
+from qtool.steps.checkpoint import BEST, Files, clear, learned, load_tree, save_tree
+from qtool.system import processes
 from qtool.training.block_states import cut_anew
 from qtool.training.local_shards import LocalShards, like
 

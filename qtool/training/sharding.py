@@ -34,12 +34,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from qtool import processes
 from qtool.errors import QtoolError, QtoolWarning, kind_of
-from qtool.materialise import fill
+from qtool.models.materialise import fill
 from qtool.nested import map_tensors, tensors
 from qtool.norms import keeps_statistics
-from qtool.step import Setup
+from qtool.steps.step import Setup
+from qtool.system import processes
 from qtool.training.checkpointing import blocks
 from qtool.training.sharded_files import ShardedFiles
 

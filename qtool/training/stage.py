@@ -14,14 +14,14 @@ from typing import Any
 
 from torch import nn
 
-from qtool.checkpoint import seeded
-from qtool.data import example_input
-from qtool.devices import resolve_device
-from qtool.judging import judge
-from qtool.loop import EVALUATION, FEWER_BYTES, HasParts, History, fit, memory_told
-from qtool.order import Batches
+from qtool.data.specs import example_input
 from qtool.recipe import TrainConfig
-from qtool.step import LossFunction, micro_size
+from qtool.steps.checkpoint import seeded
+from qtool.steps.judging import judge
+from qtool.steps.loop import EVALUATION, FEWER_BYTES, HasParts, History, fit, memory_told
+from qtool.steps.order import Batches
+from qtool.steps.step import LossFunction, micro_size
+from qtool.system.devices import resolve_device
 from qtool.tasks import Task
 from qtool.training.lora import Adapter, adapter
 from qtool.training.progress import Report, reporter
@@ -60,8 +60,8 @@ def train(
 
     ``data`` is a Data, or an iterable of (input, target) batches to train on. ``out`` takes the checkpoints,
     from which a run that was stopped goes on unless ``resume`` is off. ``progress`` is True for a bar on standard
-    error, or a function that takes a :class:`~qtool.loop.Progress` after every step. Raises what
-    :func:`qtool.loop.fit` raises.
+    error, or a function that takes a :class:`~qtool.steps.loop.Progress` after every step. Raises what
+    :func:`qtool.steps.loop.fit` raises.
     """
     parts: Any = data if hasattr(data, "train") else SimpleNamespace(train=Batches(data), validation=None, test=None)
     test = getattr(parts, "test", None)

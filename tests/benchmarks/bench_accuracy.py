@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from qtool import allocator
+from qtool.system import allocator
 
 allocator.tune()
 
@@ -34,10 +34,10 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 from qtool.benchmarking.accuracy import judge, predict  # noqa: E402
-from qtool.calibration_data import draw  # noqa: E402
-from qtool.data import batches, load_data  # noqa: E402
+from qtool.data.calibration_data import draw  # noqa: E402
+from qtool.data.specs import batches, load_data  # noqa: E402
 from qtool.exporting.stage import export  # noqa: E402
-from qtool.models import load_model  # noqa: E402
+from qtool.models.specs import load_model  # noqa: E402
 from qtool.options import make  # noqa: E402
 from qtool.quantization.stage import quantize  # noqa: E402
 from qtool.recipe import ExportConfig, QuantizeConfig  # noqa: E402

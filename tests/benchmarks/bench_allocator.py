@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 WORKER = """
 import json, resource, sys, time
-from qtool import allocator
+from qtool.system import allocator
 tuned = allocator.tune()
 import torch
 from nets import mobilenet_v2

@@ -117,7 +117,7 @@ def _compared(options: argparse.Namespace) -> dict[str, Any]:
 
 def one(options: argparse.Namespace) -> int:
     """What the process of a part does: the part's values, or its error, to its file."""
-    from qtool import allocator
+    from qtool.system import allocator
 
     allocator.tune()
     from qtool.errors import QtoolError
@@ -209,7 +209,7 @@ def machine() -> dict[str, Any]:
     """What the figures are of; asked in a process of its own, since a driver that fails must not end the whole."""
     import torch
 
-    from qtool.machine import cpu_info, environment
+    from qtool.system.machine import cpu_info, environment
 
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     return {

@@ -20,16 +20,16 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-from qtool import allocator
+from qtool.system import allocator
 
 allocator.tune()
 
-from qtool.loop import fit  # noqa: E402
 from qtool.memory.measure import allocations, highest_sum  # noqa: E402
-from qtool.models import load_model  # noqa: E402
-from qtool.order import batch_plan  # noqa: E402
+from qtool.models.specs import load_model  # noqa: E402
 from qtool.recipe import TrainConfig  # noqa: E402
-from qtool.step import learning_rate  # noqa: E402
+from qtool.steps.loop import fit  # noqa: E402
+from qtool.steps.order import batch_plan  # noqa: E402
+from qtool.steps.step import learning_rate  # noqa: E402
 from qtool.tasks import load_task  # noqa: E402
 from qtool.training.techniques import setup  # noqa: E402
 

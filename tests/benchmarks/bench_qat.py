@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from qtool import allocator
+from qtool.system import allocator
 
 allocator.tune()
 
@@ -25,7 +25,7 @@ import torch  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
-from qtool.models import load_model  # noqa: E402
+from qtool.models.specs import load_model  # noqa: E402
 from qtool.quantization.stage import quantize  # noqa: E402
 from qtool.recipe import QatConfig, QuantizeConfig  # noqa: E402
 

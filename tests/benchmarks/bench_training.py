@@ -14,7 +14,7 @@ import argparse
 import time
 from typing import Any
 
-from qtool import allocator
+from qtool.system import allocator
 
 allocator.tune()
 
@@ -22,9 +22,9 @@ import torch  # noqa: E402
 from torch.utils.data import Subset  # noqa: E402
 
 import qtool  # noqa: E402
-from qtool.data import batches, load_data  # noqa: E402
+from qtool.data.specs import batches, load_data  # noqa: E402
 from qtool.evaluate import compare  # noqa: E402
-from qtool.models import load_model  # noqa: E402
+from qtool.models.specs import load_model  # noqa: E402
 from qtool.nested import call  # noqa: E402
 from qtool.recipe_files import override  # noqa: E402
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from qtool.benchmarking.latency import Burst, Stopping, interleave, speedup
 from qtool.evaluate import sqnr_db
 from qtool.exporting.stage import export
-from qtool.gpt import GPT
+from qtool.models.gpt import GPT
 from qtool.quantization.stage import quantize
 from qtool.recipe import ExportConfig, QuantizeConfig
 from qtool.runtimes import open_session

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from qtool.vit import VisionTransformer
+from qtool.models.vit import VisionTransformer
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 

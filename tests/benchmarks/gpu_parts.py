@@ -195,10 +195,10 @@ def create(options: Options, on_device: bool) -> dict[str, Any]:
     """What loading a model's weights as bfloat16 takes: on the host first and moved, or created where it will be."""
     import torch
 
-    from qtool.devices import resolve_device
-    from qtool.materialise import Target
     from qtool.memory.measure import allocations, highest_sum
+    from qtool.models.materialise import Target
     from qtool.source import open_source
+    from qtool.system.devices import resolve_device
 
     device, file, spec = resolve_device(options.device), options.out / "weights.safetensors", options.source
     if not file.exists():  # in a process of its own, whose resident set is not this one's
@@ -236,7 +236,7 @@ def update(options: Options) -> dict[str, Any]:
     import torch
     from torch import nn
 
-    from qtool.devices import resolve_device
+    from qtool.system.devices import resolve_device
     from qtool.training import fused_updates, optimizers
     from qtool.training.rounding import WideUpdates
 
@@ -376,12 +376,12 @@ def rounding(options: Options, algorithms: tuple[str, ...]) -> dict[str, Any]:
     import torch
     from gpu_nets import Noise, resnet50
 
-    from qtool.data import batches
-    from qtool.devices import resolve_device
-    from qtool.models import load_model
+    from qtool.data.specs import batches
+    from qtool.models.specs import load_model
     from qtool.quantization.float_form import float_form
     from qtool.quantization.stage import quantize
     from qtool.recipe import QuantizeConfig
+    from qtool.system.devices import resolve_device
 
     device, count = resolve_device(options.device), 16 if options.quick else IMAGES
     model = load_model("resnet", num_classes=10, in_channels=3).eval() if options.quick else resnet50()

@@ -22,7 +22,7 @@ from qtool.exporting.integer_arithmetic import (
     requantize,
     with_bias,
 )
-from qtool.polynomials import fused_multiply_add
+from qtool.graphs.polynomials import fused_multiply_add
 
 floats = st.floats(-(2.0**40), 2.0**40, width=32, allow_nan=False, allow_subnormal=False)
 

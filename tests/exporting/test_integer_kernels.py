@@ -16,7 +16,7 @@ from qdq_files import Array, Builder, needs_x86, run
 from qtool.exporting.float_operators import EXACT, MOVERS, conv_transpose, evaluate
 from qtool.exporting.integer_arithmetic import Affine, Quantized
 from qtool.exporting.integer_kernels import KERNELS, padding, repeats_along_rows
-from qtool.polynomials import logistic
+from qtool.graphs.polynomials import logistic
 
 pytestmark = needs_x86
 Meaning = tuple[float, int]

@@ -18,7 +18,7 @@ from qtool.exporting.saturation import count_saturated
 from qtool.exporting.stage import ExportResult, export
 from qtool.exporting.to_onnx import float_to_onnx, quantized_to_onnx, save
 from qtool.form import QuantizedModel
-from qtool.lstm import OPERATOR
+from qtool.graphs.lstm import OPERATOR
 from qtool.quantization.stage import quantize
 from qtool.recipe import ExportConfig, QuantizeConfig
 from qtool.runtimes import onnx_notes, open_session

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from qtool import machine
 from qtool.exporting import saturation
 from qtool.exporting.integer_graph import Node
 from qtool.exporting.integer_reference import IntegerReference
@@ -21,6 +20,7 @@ from qtool.exporting.stage import export
 from qtool.exporting.to_onnx import quantized_to_onnx, save
 from qtool.quantization.stage import quantize
 from qtool.recipe import ExportConfig, QuantizeConfig
+from qtool.system import machine
 
 
 def by_hand(x: np.ndarray, w: np.ndarray) -> int:

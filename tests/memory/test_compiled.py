@@ -10,12 +10,12 @@ from torch._functorch import partitioners
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from qtool.errors import QtoolError
-from qtool.loop import task_loss
 from qtool.memory import buffers, compiled
 from qtool.memory.compiled import capture
 from qtool.memory.predict import Prediction, predict
 from qtool.memory.scratch import Scratch
 from qtool.recipe import TrainConfig
+from qtool.steps.loop import task_loss
 from qtool.tasks import load_task
 from qtool.training.techniques import setup
 

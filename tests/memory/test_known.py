@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from qtool.loop import task_loss
 from qtool.memory.fakes import answered
 from qtool.memory.known import LARGEST, known
 from qtool.memory.measure import measure
 from qtool.memory.predict import predict
 from qtool.recipe import TrainConfig
+from qtool.steps.loop import task_loss
 from qtool.tasks import load_task
 from qtool.training.techniques import setup
 

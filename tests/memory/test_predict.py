@@ -16,12 +16,12 @@ from nets import FeedForward
 from torch import nn
 
 from qtool.errors import QtoolError, UsageError
-from qtool.loop import task_loss
 from qtool.memory import trial
 from qtool.memory.measure import highest_sum, measure
 from qtool.memory.predict import predict
 from qtool.recipe import TrainConfig
-from qtool.step import plain
+from qtool.steps.loop import task_loss
+from qtool.steps.step import plain
 from qtool.tasks import load_task
 from qtool.training import checkpointing, rules, techniques
 from qtool.training.techniques import setup

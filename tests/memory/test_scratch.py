@@ -10,10 +10,10 @@ import torch
 from torch import distributed
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from qtool import processes
 from qtool.memory import scratch
 from qtool.memory.measure import allocations
 from qtool.memory.scratch import Scratch
+from qtool.system import processes
 from qtool.training import blockwise  # noqa: F401
 
 MM = torch.ops.aten.mm.default

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from qtool.errors import QtoolError
-from qtool.loop import task_loss
 from qtool.memory import trial
 from qtool.memory.measure import measure
 from qtool.memory.predict import Prediction, predict
 from qtool.recipe import TrainConfig
+from qtool.steps.loop import task_loss
 from qtool.tasks import load_task
 from qtool.training.techniques import setup
 

@@ -13,6 +13,7 @@ import torch
 from hard_nets import hard_mobilenet, hard_transformer, images
 from torch import Tensor, nn
 
+from qtool.graphs.edits import copied, parameter
 from qtool.quantization import pt2e
 from qtool.quantization.algorithms import Declined, Subject, reconstruct
 from qtool.quantization.algorithms.adaround import adaround
@@ -20,7 +21,6 @@ from qtool.quantization.algorithms.gptq import gptq
 from qtool.quantization.algorithms.part import Part, _samples
 from qtool.quantization.algorithms.soft import SoftWeight
 from qtool.quantization.calibrate import calibrate
-from qtool.quantization.capture import copied, parameter
 from qtool.quantization.float_form import float_form
 from qtool.quantization.placement import Placement
 from qtool.quantization.stage import quantize

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from qtool.form import quantized
+from qtool.graphs.edits import copied
+from qtool.graphs.operators import aten
 from qtool.quantization import pt2e
 from qtool.quantization.align import (
     Misaligned,
@@ -20,7 +22,7 @@ from qtool.quantization.align import (
     value_of,
 )
 from qtool.quantization.calibrate import calibrate
-from qtool.quantization.capture import aten, capture, copied
+from qtool.quantization.capture import capture
 from qtool.quantization.placement import Placement
 from qtool.quantization.rewrites.constants import fold_quantized
 from qtool.quantization.targets import ORT_CPU

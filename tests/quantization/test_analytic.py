@@ -12,11 +12,11 @@ from test_bias import mean_of, subject
 from torch import Tensor, nn
 
 from qtool.evaluate import sqnr_db
+from qtool.graphs.operators import aten
 from qtool.quantization.algorithms import Declined
 from qtool.quantization.algorithms.analytic import clipped, correct_biases_analytically, distributions
 from qtool.quantization.algorithms.equalize import equalize
 from qtool.quantization.algorithms.subject import Subject
-from qtool.quantization.capture import aten
 from qtool.quantization.float_form import float_form
 from qtool.quantization.placement import Placement
 from qtool.quantization.stage import quantize

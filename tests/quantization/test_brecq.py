@@ -8,13 +8,13 @@ from hard_nets import hard_mobilenet, images
 from test_adaround import BATCHES, learned, subject
 from torch import Tensor, nn
 
+from qtool.graphs.edits import parameter
 from qtool.quantization.algorithms import reconstruct, regions
 from qtool.quantization.algorithms.brecq import DROP, brecq
 from qtool.quantization.algorithms.importance import importance
 from qtool.quantization.algorithms.part import Part
 from qtool.quantization.algorithms.regions import Region, blocks, counterparts, units
 from qtool.quantization.algorithms.walk import cut
-from qtool.quantization.capture import parameter
 from qtool.quantization.float_form import float_form
 from qtool.quantization.stage import quantize
 from qtool.recipe import QuantizeConfig

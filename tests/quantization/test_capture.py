@@ -20,17 +20,9 @@ from hypothesis import HealthCheck, Phase, given, settings
 from torch import Tensor, nn
 
 from qtool.errors import QtoolError
-from qtool.quantization.capture import (
-    aten,
-    capture,
-    copied,
-    drop_unused,
-    output_axis,
-    owner,
-    parameter,
-    remove_identities,
-    set_parameter,
-)
+from qtool.graphs.edits import copied, owner
+from qtool.graphs.operators import aten
+from qtool.quantization.capture import capture
 from qtool.quantization.qat import set_training
 from qtool.quantization.rewrites.functional import mutations
 from qtool.quantization.stage import quantize
@@ -232,42 +224,6 @@ def test_a_cumulative_average_is_captured_with_a_momentum_and_kept_in_the_model(
     (norm,) = (n for n in capture(model, X, train=True).graph.nodes if n.target is aten.batch_norm.default)
     assert norm.args[6] == 0.1
     assert model[0].momentum is None
-
-
-def test_dropout_is_removed_and_a_copy_is_apart() -> None:
-    graph = capture(Net().eval(), X)
-    other = copied(graph)
-    remove_identities(graph)
-    assert not any("dropout" in str(n.target) for n in graph.graph.nodes)
-    assert any("dropout" in str(n.target) for n in other.graph.nodes)
-    other.get_parameter("head.weight").data.zero_()
-    assert bool(graph.get_parameter("head.weight").any())
-
-
-def test_stored_tensors_are_set_read_and_dropped_by_path() -> None:
-    graph = capture(Net().eval(), X)
-    set_parameter(graph, "a.new.place", torch.ones(2))
-    set_parameter(graph, "a.new.count", torch.ones(2, dtype=torch.int8))
-    set_parameter(graph, "head.weight", torch.zeros(2, 4))
-    assert isinstance(graph.get_submodule("a.new").place, nn.Parameter)
-    assert not isinstance(graph.get_submodule("a.new").count, nn.Parameter)
-    (linear,) = (n for n in graph.graph.nodes if n.target is aten.linear.default)
-    value = parameter(graph, linear.args[1])
-    assert value is not None
-    assert not bool(value.any())
-    assert parameter(graph, None) is None
-    drop_unused(graph)
-    names = {name for name, _ in [*graph.named_parameters(), *graph.named_buffers()]}
-    assert "head.weight" in names
-    assert not any(name.startswith(("a.", "unused.")) for name in names)
-
-
-def test_the_axis_of_output_channels() -> None:
-    for conv, axis in ((nn.Conv2d(3, 5, 2), 0), (nn.ConvTranspose2d(3, 5, 2), 1), (nn.ConvTranspose1d(3, 5, 2), 1)):
-        x = torch.randn(2, 3, 4) if isinstance(conv, nn.ConvTranspose1d) else X
-        (anchor,) = (n for n in capture(conv, x).graph.nodes if "conv" in str(n.target) and n.op == "call_function")
-        assert output_axis(anchor) == axis
-        assert anchor.args[1].meta["val"].shape[axis] == 5
 
 
 # What cannot be captured.

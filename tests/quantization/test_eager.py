@@ -37,7 +37,7 @@ from qtool.errors import QtoolError, UsageError
 from qtool.evaluate import sqnr_db
 from qtool.exporting.to_onnx import quantized_to_onnx, save
 from qtool.form import QuantizedModel, quantize_nodes, quantized
-from qtool.quantization.capture import parameter
+from qtool.graphs.edits import parameter
 from qtool.quantization.eager import from_eager
 from qtool.quantization.eager_modules import REBUILT, is_quantized, rebuild
 from qtool.runtimes import open_session

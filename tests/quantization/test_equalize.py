@@ -19,20 +19,20 @@ from torch.nn import functional as F
 
 from qtool.errors import UsageError
 from qtool.evaluate import sqnr_db
+from qtool.graphs.edits import copied, parameter
+from qtool.graphs.shapes import batch_symbols
 from qtool.nested import call, tensors
 from qtool.quantization.algorithms import Declined, Subject
 from qtool.quantization.algorithms.absorb import shifts
 from qtool.quantization.algorithms.equalize import NoiseModel, Seen, equalize, observe, output_gains, rescale
 from qtool.quantization.algorithms.streams import find_streams
 from qtool.quantization.algorithms.verify import parted
-from qtool.quantization.capture import copied, parameter
 from qtool.quantization.float_form import FloatForms, float_form
 from qtool.quantization.placement import Placement
 from qtool.quantization.rewrites.norms import write_norms
 from qtool.quantization.stage import quantize
 from qtool.quantization.targets import get_target
 from qtool.recipe import QuantizeConfig
-from qtool.shapes import batch_symbols
 
 BATCHES = [images(24), images(8, seed=1)]
 

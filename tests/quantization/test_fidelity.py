@@ -13,7 +13,8 @@ from torch.utils.data import TensorDataset
 
 import qtool
 from qtool.errors import QtoolError, UsageError
-from qtool.quantization.capture import aten, capture
+from qtool.graphs.operators import aten
+from qtool.quantization.capture import capture
 from qtool.quantization.fidelity import PADDED, RANDOM, require_faithful
 from qtool.quantization.float_form import float_form
 

@@ -12,7 +12,7 @@ from test_bias import BATCHES
 from torch import Tensor, nn
 
 from qtool.evaluate import sqnr_db
-from qtool.quantization.capture import copied
+from qtool.graphs.edits import copied
 from qtool.quantization.float_form import float_form
 from qtool.quantization.gains import channel_gains
 from qtool.quantization.histogram import HALF_BINS, WEIGHT, Histogram, count_numpy, count_torch

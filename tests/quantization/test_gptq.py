@@ -14,16 +14,17 @@ from hard_nets import hard_mobilenet, images
 from test_bias import BATCHES, biases, subject
 from torch import Tensor, nn
 
+from qtool.data.given import inputs_of
 from qtool.evaluate import sqnr_db
 from qtool.form import graph_sha256
-from qtool.given import inputs_of
+from qtool.graphs.edits import parameter
 from qtool.quantization.algorithms.bias import add_to_bias
 from qtool.quantization.algorithms.gptq import DAMPINGS, Moments, _settled, damped, fitted, gptq, output_error, rounded
 from qtool.quantization.algorithms.layers import Layer
 from qtool.quantization.algorithms.renorm import renormalize
 from qtool.quantization.algorithms.rows import reason, rows
 from qtool.quantization.algorithms.subject import Subject
-from qtool.quantization.capture import capture, parameter
+from qtool.quantization.capture import capture
 from qtool.quantization.qparams import weight_step
 from qtool.quantization.stage import quantize
 from qtool.recipe import QuantizeConfig

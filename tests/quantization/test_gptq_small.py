@@ -14,9 +14,9 @@ from test_bias import BATCHES, mean_of, subject
 
 from qtool.evaluate import sqnr_db
 from qtool.form import QuantizedModel
+from qtool.graphs.edits import parameter
 from qtool.quantization.algorithms.bias import correct_biases
 from qtool.quantization.algorithms.gptq_small import gptq_small
-from qtool.quantization.capture import parameter
 from qtool.quantization.stage import quantize
 from qtool.quantization.stored_weights import integers_of
 from qtool.recipe import QuantizeConfig

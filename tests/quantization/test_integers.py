@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from qtool.form import QuantizedModel, quantize_nodes, quantized
-from qtool.quantization.capture import aten, parameter
+from qtool.graphs.edits import parameter
+from qtool.graphs.operators import aten
 from qtool.quantization.integers import MAX_BIAS
 from qtool.quantization.stage import quantize
 from qtool.recipe import QuantizeConfig

@@ -17,13 +17,13 @@ from torch import nn
 
 import qtool
 from qtool.evaluate import sqnr_db
-from qtool.loop import fit
 from qtool.quantization import observers, targets
 from qtool.quantization.learned import LearnedSteps
 from qtool.quantization.observers import clips_at
 from qtool.quantization.stage import quantize
 from qtool.quantization.targets import INT8_WEIGHT, ORT_CPU
 from qtool.recipe import QatConfig, QuantizeConfig
+from qtool.steps.loop import fit
 from qtool.tasks import Classification
 from qtool.training.techniques import setup
 

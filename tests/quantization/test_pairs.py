@@ -24,10 +24,10 @@ from qtool.exporting.integer_reference import IntegerReference
 from qtool.exporting.saturation import saturation_in_openvino
 from qtool.exporting.stage import export
 from qtool.form import QuantizedModel
+from qtool.graphs.edits import copied, parameter
 from qtool.nested import call, tensors
 from qtool.quantization.algorithms import Declined, Subject, pairs
 from qtool.quantization.algorithms.pairs import costs, matched, order_pairs
-from qtool.quantization.capture import copied, parameter
 from qtool.quantization.fake_quantize import fake_quantize
 from qtool.quantization.float_form import float_form
 from qtool.quantization.integers import WEIGHTED

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from qtool.errors import UsageError
 from qtool.exporting.stage import export
 from qtool.form import QUANTIZE
-from qtool.pixels import PIXELS
+from qtool.graphs.edits import copied
+from qtool.graphs.pixels import PIXELS
 from qtool.quantization.algorithms import Declined, Subject, pixels
 from qtool.quantization.algorithms.pixels import grid_of, read_pixels
-from qtool.quantization.capture import copied
 from qtool.quantization.float_form import float_form
 from qtool.quantization.placement import Placement
 from qtool.quantization.stage import quantize

@@ -14,7 +14,9 @@ from torch.nn import functional as F
 
 from qtool.errors import UsageError
 from qtool.form import Unit
-from qtool.quantization.capture import aten, capture, remove_identities
+from qtool.graphs.edits import remove_identities
+from qtool.graphs.operators import aten
+from qtool.quantization.capture import capture
 from qtool.quantization.placement import Placement
 from qtool.quantization.rewrites.norms import fold_batch_norm
 from qtool.quantization.stage import quantize

@@ -20,7 +20,6 @@ from torch.utils.data import TensorDataset
 from qtool.errors import QtoolError, UsageError
 from qtool.evaluate import sqnr_db
 from qtool.form import QuantizedModel
-from qtool.loop import fit
 from qtool.quantization import pt2e, targets
 from qtool.quantization.float_form import FloatForms
 from qtool.quantization.observers import PerChannelFakeQuantizer
@@ -28,6 +27,7 @@ from qtool.quantization.qat import QatHooks
 from qtool.quantization.stage import quantize
 from qtool.quantization.targets import INT8_WEIGHT, ORT_CPU
 from qtool.recipe import QatConfig, QuantizeConfig, TrainConfig
+from qtool.steps.loop import fit
 from qtool.tasks import Classification
 from qtool.training.techniques import setup
 

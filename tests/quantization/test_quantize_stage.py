@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from qtool.errors import QtoolError, UsageError
 from qtool.form import QuantizedModel, quantize_nodes
+from qtool.graphs.operators import aten
 from qtool.nested import call, tensors
-from qtool.quantization.capture import aten
 from qtool.quantization.float_form import FloatForms, float_form
 from qtool.quantization.saved_ranges import read_ranges
 from qtool.quantization.stage import quantize

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from qtool.evaluate import sqnr_db
+from qtool.graphs.edits import parameter
 from qtool.quantization.algorithms import renorm
 from qtool.quantization.algorithms.layers import in_order
 from qtool.quantization.algorithms.subject import Subject
-from qtool.quantization.capture import parameter
 from qtool.quantization.stage import quantize
 from qtool.recipe import QuantizeConfig
 

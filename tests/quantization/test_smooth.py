@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from qtool.errors import QtoolError, UsageError
 from qtool.evaluate import sqnr_db
 from qtool.form import QuantizedModel
+from qtool.graphs.edits import copied, parameter
+from qtool.graphs.operators import aten
 from qtool.quantization.algorithms import Declined, Subject
 from qtool.quantization.algorithms.places import place_of
 from qtool.quantization.algorithms.smooth import apply, best_alpha, factors, output_error, smooth
-from qtool.quantization.capture import aten, copied, parameter
 from qtool.quantization.float_form import float_form
 from qtool.quantization.placement import Placement
 from qtool.quantization.rewrites.matrices import flatten_linears

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from qtool.exporting.stage import export
 from qtool.form import QuantizedModel
-from qtool.quantization.capture import aten, parameter
+from qtool.graphs.edits import parameter
+from qtool.graphs.operators import aten
 from qtool.quantization.stage import quantize
 from qtool.recipe import ExportConfig, QuantizeConfig
 from qtool.runtimes import open_session

@@ -24,10 +24,10 @@ from torch.fx import GraphModule
 from qtool.errors import QtoolError
 from qtool.exporting.stage import export
 from qtool.form import QuantizedModel, quantized
+from qtool.graphs.edits import parameter
+from qtool.models.nets import mobilenet, resnet
 from qtool.nested import tensors
-from qtool.nets import mobilenet, resnet
 from qtool.quantization import torch_ao
-from qtool.quantization.capture import parameter
 from qtool.quantization.float_form import float_form
 from qtool.quantization.placement import Placement
 from qtool.quantization.rewrites.norms import write_norms

@@ -9,10 +9,10 @@ import torch
 from test_equalize import BATCHES, subject
 from torch import fx, nn
 
+from qtool.graphs.edits import copied
 from qtool.quantization.algorithms.equalize import equalize
 from qtool.quantization.algorithms.streams import Stream, find_streams
 from qtool.quantization.algorithms.verify import Samples, parted, rounded, rounded_rows
-from qtool.quantization.capture import copied
 
 
 def pair(activation: type[nn.Module] = nn.ReLU, *behind: nn.Module) -> nn.Sequential:

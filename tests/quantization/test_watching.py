@@ -18,8 +18,9 @@ from qtool.quantization.float_form import FloatForms
 from qtool.quantization.histogram import Histogram
 from qtool.quantization.observers import RangeObserver
 from qtool.quantization.ranges import RangeOptions, estimate
-from qtool.quantization.ranges.network import BINS, Tails
+from qtool.quantization.ranges.network import beyond
 from qtool.quantization.stage import convert, quantize
+from qtool.quantization.tails import BINS, Tails
 from qtool.quantization.watching import SAMPLES, Watch, watch
 from qtool.recipe import QuantizeConfig
 
@@ -188,7 +189,7 @@ def test_without_tails_the_range_is_that_of_output() -> None:
     histogram = Histogram("layer")
     histogram.update(spiked(8))
     assert estimate(histogram, "network") == estimate(histogram, "output")
-    histogram.tails = Tails.beyond(histogram, RangeOptions())
+    histogram.tails = beyond(histogram, RangeOptions())
     assert estimate(histogram, "network") == estimate(histogram, "output")
 
 

@@ -12,10 +12,10 @@ import pytest
 from onnx import helper
 
 from qtool.errors import QtoolError
-from qtool.machine import cpu_info
 from qtool.runtimes import ProviderError, open_session
 from qtool.runtimes import openvino as runtime
 from qtool.runtimes.base import arithmetic, is_compute
+from qtool.system.machine import cpu_info
 
 present = pytest.mark.skipif(importlib.util.find_spec("openvino") is None, reason="openvino is not installed")
 FEEDS = {"x": np.random.default_rng(3).normal(size=(2, 3, 8, 8)).astype(np.float32)}

@@ -12,9 +12,9 @@ from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
 
 from qtool.errors import QtoolError
-from qtool.machine import is_x86
 from qtool.runtimes import ProviderError, open_session, ort
 from qtool.runtimes.base import arithmetic
+from qtool.system.machine import is_x86
 
 
 @pytest.fixture

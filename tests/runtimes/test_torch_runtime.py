@@ -12,11 +12,11 @@ from fake_device import DEVICE, Fake
 from qdq_files import needs_vnni
 from torch import nn
 
-from qtool.devices import load_inductor
 from qtool.errors import QtoolError
 from qtool.runtimes import ProviderError, open_session
 from qtool.runtimes.base import TensorInfo, arithmetic
 from qtool.runtimes.torch import TorchSession, _exact_float32, _kernel, outermost
+from qtool.system.devices import load_inductor
 
 FEEDS = {"x": np.random.default_rng(0).normal(size=(4, 3, 8, 8)).astype(np.float32)}
 INPUTS = (TensorInfo("x", "float32", ("N", 3, 8, 8)),)

@@ -30,7 +30,7 @@ def test_a_long_description_leaves_the_count_visible(monkeypatch: pytest.MonkeyP
 def test_a_notebook_shows_a_bar_as_a_terminal_does(in_notebook: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[bool] = []
     monkeypatch.setattr("rich.console._is_jupyter", lambda: in_notebook)
-    monkeypatch.setattr("qtool.quiet.find_spec", lambda name: name)  # ipywidgets is there
+    monkeypatch.setattr("qtool.system.quiet.find_spec", lambda name: name)  # ipywidgets is there
     monkeypatch.setattr(rich.progress.Progress, "start", lambda bar: shown.append(not bar.disable))
     with meter(True, "train"):
         pass
@@ -42,7 +42,7 @@ def test_a_notebook_without_ipywidgets_shows_a_bar_and_no_advice(monkeypatch: py
     for name, value in {"FORCE_COLOR": "1", "TERM": "xterm"}.items():  # as ipykernel has them
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
-    monkeypatch.setattr("qtool.quiet.find_spec", lambda name: None)
+    monkeypatch.setattr("qtool.system.quiet.find_spec", lambda name: None)
     monkeypatch.setitem(sys.modules, "ipywidgets", None)
     monkeypatch.setattr(sys, "stderr", shown := io.StringIO())
     with meter(True, "quantize") as report:

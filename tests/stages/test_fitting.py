@@ -19,9 +19,7 @@ from nets import FeedForward
 from torch import nn
 
 import qtool
-from qtool import devices, launcher, loop, processes
 from qtool.errors import OutOfMemory, QtoolError, UsageError
-from qtool.launcher import _death
 from qtool.memory import plan
 from qtool.memory.plan import fewest_devices, sharded
 from qtool.options import make
@@ -31,6 +29,9 @@ from qtool.source import open_source
 from qtool.stages import choice, fitting
 from qtool.stages.choice import Choice
 from qtool.stages.training import _told_in_group
+from qtool.steps import loop
+from qtool.system import devices, launcher, processes
+from qtool.system.launcher import _death
 from qtool.training import optimizers
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")

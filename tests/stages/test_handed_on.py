@@ -110,7 +110,7 @@ def test_a_model_on_a_device_that_no_copy_can_be_made_of_is_told(monkeypatch: py
     def full(model: nn.Module, memo: object) -> nn.Module:
         raise RuntimeError("CUDA out of memory")
 
-    monkeypatch.setattr("qtool.models.copied", full)
+    monkeypatch.setattr("qtool.models.specs.copied", full)
     with Fake():
         model = nn.Linear(6, 3).to(DEVICE)
         with pytest.raises(UsageError, match=r"expected a model on the CPU; got one on meta, .*; pass model\.cpu\(\)"):

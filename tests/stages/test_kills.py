@@ -17,12 +17,12 @@ import torch
 import warm
 from torch import nn
 
-from qtool import devices
-from qtool.control_groups import control_groups
 from qtool.options import make
 from qtool.recipe import TrainConfig
 from qtool.source import open_source
 from qtool.stages import choice
+from qtool.system import devices
+from qtool.system.control_groups import control_groups
 
 LIMIT = 1500 * 2**20
 TORCHRUN = ("--standalone", "--nproc-per-node", "2", "--max-restarts", "3", "-m", "qtool")

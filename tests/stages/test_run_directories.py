@@ -17,13 +17,13 @@ from command_line import in_process
 from torch import nn
 
 import qtool
-from qtool import loop
 from qtool.artifacts import read_result, sha256_of
-from qtool.data import load_data
+from qtool.data.specs import load_data
 from qtool.errors import ContractError, QtoolError, UsageError
 from qtool.quantization import search
 from qtool.reporting.terminal import quantize_lines
 from qtool.stages import load_quantized
+from qtool.steps import loop
 
 
 def plain_net() -> nn.Module:

@@ -53,7 +53,7 @@ def test_the_verdict_is_that_of_the_files_own_answers(kept: Path, held_out_data:
     assert exported.gates[-1]["name"] == "contract"
     drop, kl = verdict["criteria"]
     images = np.load(Path(held_out_data.removeprefix("npz:")) / "validation.npz")
-    data = qtool.data.load_data(held_out_data, seed=0)
+    data = qtool.data.specs.load_data(held_out_data, seed=0)
     x = torch.stack([data.validation[i][0] for i in range(300)]).numpy()  # type: ignore[index]
     answers = {}
     for name in ("fp32", "int8"):

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 import qtool
-from qtool.checkpoint import generators_kept
 from qtool.errors import QtoolError
+from qtool.steps.checkpoint import generators_kept
 
 STAGES = ("quantize", "qat", "sensitivity", "train", "predict_memory")
 

@@ -12,7 +12,7 @@ from technique_nets import convolutions, transformer
 from torch import nn
 
 from qtool.recipe import TrainConfig
-from qtool.step import Step
+from qtool.steps.step import Step
 from qtool.training.techniques import setup
 
 NETS = {"transformer": (transformer, (16,)), "convolutions": (convolutions, (1, 8, 8))}

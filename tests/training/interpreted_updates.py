@@ -11,7 +11,7 @@ import torch
 from bitsandbytes.functional import create_dynamic_map
 from torch import nn
 
-from qtool import checkpoint
+from qtool.steps import checkpoint
 from qtool.training import fused_updates, pieces, rounding
 
 CPU = torch.device("cpu")

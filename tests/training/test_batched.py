@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from qtool import checkpoint
+from qtool.steps import checkpoint
 from qtool.training.batched import batched
 from qtool.training.blockwise import on_cpu
 from qtool.training.rounding import WideUpdates

@@ -2,7 +2,7 @@ import bitsandbytes.functional as reference
 import pytest
 import torch
 
-from qtool import processes
+from qtool.system import processes
 from qtool.training import block_states
 
 BOOKS = {"state1": reference.create_dynamic_map(True), "state2": reference.create_dynamic_map(False)}

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from qtool.checkpoint import seeded
 from qtool.errors import QtoolError, UsageError
 from qtool.recipe import TrainConfig
+from qtool.steps.checkpoint import seeded
 from qtool.training.checkpointing import blocks
 from qtool.training.techniques import setup
 

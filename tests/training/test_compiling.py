@@ -13,7 +13,7 @@ from qtool.errors import QtoolError
 from qtool.flags import explain
 from qtool.recipe import TrainConfig
 from qtool.runtimes.torch import TorchSession
-from qtool.step import answer
+from qtool.steps.step import answer
 from qtool.training import compiling
 from qtool.training.techniques import setup
 
@@ -192,5 +192,6 @@ def test_triton_is_asked_for_on_a_gpu(monkeypatch):
 
 @pytest.mark.slow
 def test_the_compiler_s_own_warnings_are_no_errors_of_the_caller_s() -> None:
-    code = "import warnings; warnings.simplefilter('error'); from qtool.devices import load_inductor; load_inductor()"
+    load = "from qtool.system.devices import load_inductor; load_inductor()"
+    code = f"import warnings; warnings.simplefilter('error'); {load}"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -14,16 +14,16 @@ from safetensors.torch import load_file, save_model
 from torch import nn
 
 import qtool
-from qtool.data import load_data
+from qtool.data.specs import load_data
 from qtool.errors import QtoolError, QtoolWarning, UsageError
-from qtool.gpt import GPT
-from qtool.loop import fit, task_loss
-from qtool.materialise import Target, create
 from qtool.memory.measure import measure
 from qtool.memory.predict import predict
-from qtool.models import shortcut
-from qtool.order import Batches
+from qtool.models.gpt import GPT
+from qtool.models.materialise import Target, create
+from qtool.models.specs import shortcut
 from qtool.recipe import TrainConfig
+from qtool.steps.loop import fit, task_loss
+from qtool.steps.order import Batches
 from qtool.tasks import load_task
 from qtool.training import nf4, stage
 from qtool.training.lora import layers, require, targets, trained_in_full, untrained_head

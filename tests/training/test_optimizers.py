@@ -2,12 +2,12 @@ import pytest
 import torch
 from torch import nn
 
-from qtool import checkpoint
 from qtool.errors import QtoolError
-from qtool.loop import task_loss
 from qtool.recipe import KERNELS, TrainConfig
 from qtool.recipe import OPTIMIZERS as NAMES
-from qtool.step import Step, trained
+from qtool.steps import checkpoint
+from qtool.steps.loop import task_loss
+from qtool.steps.step import Step, trained
 from qtool.tasks import load_task
 from qtool.training import compiling, optimizers
 from qtool.training.optimizers import OPTIMIZERS

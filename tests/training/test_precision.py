@@ -10,10 +10,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from qtool.errors import QtoolError, QtoolWarning
-from qtool.loop import fit
-from qtool.order import Batches
 from qtool.recipe import PRECISIONS, TrainConfig
-from qtool.step import plain
+from qtool.steps.loop import fit
+from qtool.steps.order import Batches
+from qtool.steps.step import plain
 from qtool.tasks import load_task
 from qtool.training import precision
 from qtool.training.techniques import setup

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qtool import processes
 from qtool.errors import QtoolError
-from qtool.launcher import launch
 from qtool.recipe import TrainConfig
-from qtool.step import Step, plain, trained
+from qtool.steps.step import Step, plain, trained
+from qtool.system import processes
+from qtool.system.launcher import launch
 from qtool.training import compiling, replicas
 
 pytestmark = [

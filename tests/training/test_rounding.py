@@ -2,9 +2,9 @@ import pytest
 import torch
 from torch import nn
 
-from qtool import checkpoint
 from qtool.memory.measure import allocations, highest_sum
 from qtool.recipe import TrainConfig
+from qtool.steps import checkpoint
 from qtool.training import pieces, rounding
 from qtool.training.rounding import WideUpdates, round_stochastically
 from qtool.training.techniques import setup

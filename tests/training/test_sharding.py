@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from qtool import checkpoint
 from qtool.errors import QtoolError, QtoolWarning
-from qtool.launcher import launch
 from qtool.recipe import TrainConfig
-from qtool.step import Step, trained
+from qtool.steps import checkpoint
+from qtool.steps.step import Step, trained
+from qtool.system.launcher import launch
 from qtool.training import sharded_files
 from qtool.training.techniques import setup
 

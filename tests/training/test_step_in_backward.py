@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from qtool.recipe import TrainConfig
-from qtool.step import NotFinite, Step
+from qtool.steps.step import NotFinite, Step
 from qtool.training import block_states, fused_updates, pieces
 from qtool.training.techniques import setup
 

@@ -7,11 +7,11 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from qtool import machine
 from qtool.errors import OutOfMemory, QtoolError
-from qtool.loop import Progress
 from qtool.recipe import TrainConfig
 from qtool.stages import training as stages
+from qtool.steps.loop import Progress
+from qtool.system import machine
 from qtool.tasks import load_task
 from qtool.training.progress import describe, reporter
 from qtool.training.stage import train

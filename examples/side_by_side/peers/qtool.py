@@ -15,13 +15,13 @@ def quantize(source: Path, images: Images, out: Path, **options: Any) -> str:
     import shutil
     import tempfile
 
-    from qtool import allocator
+    from qtool.system import allocator
 
     allocator.tune()
     import torch
 
     import qtool
-    from qtool.models import load_model
+    from qtool.models.specs import load_model
     from qtool.version import __version__
 
     spec, classes = source.with_suffix(".txt").read_text().split("\n")

@@ -7,7 +7,7 @@ zeros in every weight that makes them and in every weight that reads them, so th
 
     y = W₂ · f(W₁ x) = [W₂ 0] · f([W₁; 0] x).
 
-What has to be filled up together is :mod:`qtool.exporting.channels`' to say: a block gets its zeros behind its last
+What has to be filled up together is ``channels``' to say: a block gets its zeros behind its last
 channel, in every tensor that has it. Blocks that are neighbours are filled up at once, to eights or sixteens, where all
 that makes and reads them takes 3 % less time then; those that gain most for their weights first, until the file's
 constants are 2 % more (of a small file by 1 kB). The model of the time is measured on AVX2.
@@ -26,8 +26,8 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from qtool.exporting.channels import Channels, Numbers, is_depthwise, is_single
 from qtool.exporting.passes.biases import drop_unused
+from qtool.exporting.passes.channels import Channels, Numbers, is_depthwise, is_single
 from qtool.exporting.passes.parts import MOST_GROWTH, constant, dequantized, room, shape_of
 
 VECTOR = 16

@@ -20,7 +20,7 @@ from qtool.exporting.kernel_order import at_risk, matrices
 from qtool.exporting.passes.biases import drop_unused
 from qtool.exporting.passes.names import DEQUANTIZE, WEIGHTED
 from qtool.exporting.passes.parts import constant, dequantized, unmoved
-from qtool.lstm import OPERATOR
+from qtool.graphs.lstm import OPERATOR
 from qtool.runtimes.onnx_notes import EXACT_SUMS, SESSION
 
 SAFE = 63

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 import onnx_ir as ir
 
-from qtool.lstm import OPERATOR
+from qtool.graphs.lstm import OPERATOR
 
 QUANTIZE, DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"
 WEIGHTED = ("Conv", "ConvTranspose", "Gemm", "MatMul")

@@ -1,7 +1,7 @@
 """Quantizes an image by channel, in one operator or in none.
 
 What stands for bytes is written as ``round((x + h) / s) + (z − Z)`` with numbers for each channel, and a quantizer of
-scale 1 and zero point Z behind it (``qtool/pixels.py``). QuantizeLinear along the axis of channels computes the same
+scale 1 and zero point Z behind it (``graphs/pixels.py``). QuantizeLinear along the axis of channels computes the same
 integers, with a shift before it where there is one:
 
     saturate(round((x + h) / s) + z).

@@ -18,11 +18,10 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from qtool.graphs.operators import AVERAGE_POOLS, CONVOLUTIONS, aten
 from qtool.quantization.algorithms.bias import add_to_bias
 from qtool.quantization.algorithms.streams import Stream, input_sums, pads_zeros
-from qtool.quantization.capture import CONVOLUTIONS, aten
 from qtool.quantization.rewrites.norms import NORMAL
-from qtool.quantization.rewrites.windows import AVERAGE_POOLS
 
 _RELUS = (aten.relu.default, aten.clamp_min.default)
 _ADDS = (aten.add.Tensor,)

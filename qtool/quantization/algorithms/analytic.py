@@ -26,14 +26,13 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from qtool.form import quantized
+from qtool.graphs.edits import parameter
+from qtool.graphs.operators import ADAPTIVE_POOLS, MAX_POOLS, PADS, aten
 from qtool.quantization.algorithms.bias import add_to_bias, channel_axis
 from qtool.quantization.algorithms.streams import ANCHORS, keeps_channels, per_input
 from qtool.quantization.algorithms.subject import Declined, NothingToDo, Subject
-from qtool.quantization.capture import aten, parameter
 from qtool.quantization.limits import clip_limits
 from qtool.quantization.rewrites.norms import NORMAL
-from qtool.quantization.rewrites.respell import PADS
-from qtool.quantization.rewrites.windows import ADAPTIVE_POOLS, MAX_POOLS
 from qtool.quantization.stored_weights import integers_of, scales_of
 from qtool.quantization.targets import RELU_LIKE
 from qtool.units import many

@@ -33,10 +33,11 @@ from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
 from qtool.errors import QtoolError
+from qtool.graphs.edits import owner, parameter, set_parameter
+from qtool.graphs.operators import aten
 from qtool.nested import thinned
 from qtool.quantization.algorithms.subject import Declined, Subject, saved_numbers
 from qtool.quantization.algorithms.walk import Segment, Walk, execute, interpret
-from qtool.quantization.capture import aten, owner, parameter, set_parameter
 from qtool.quantization.residence import device_of
 from qtool.quantization.stored_weights import dequantize_of
 from qtool.units import many

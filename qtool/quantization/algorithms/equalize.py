@@ -39,13 +39,13 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
+from qtool.graphs.edits import parameter, set_parameter
 from qtool.nested import micro_batches, thinned
 from qtool.quantization.algorithms.absorb import carried, shift, shifts
 from qtool.quantization.algorithms.streams import ANCHORS, Stream, find_streams, per_input, towards_inputs
 from qtool.quantization.algorithms.subject import Declined, NothingToDo, Subject, is_data_sized, saved_numbers
 from qtool.quantization.algorithms.verify import QMAX, Samples, parted
 from qtool.quantization.algorithms.walk import interpret
-from qtool.quantization.capture import parameter, set_parameter
 from qtool.quantization.residence import device_of
 from qtool.quantization.rewrites.norms import NORMAL
 from qtool.quantization.targets import RELU_LIKE

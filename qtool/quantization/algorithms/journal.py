@@ -21,10 +21,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from qtool.artifacts import atomic_path
-from qtool.checkpoint import write_tensors
 from qtool.form import digest_tensor, graph_sha256
 from qtool.nested import tensors
 from qtool.quantization.algorithms.subject import Subject
+from qtool.steps.checkpoint import write_tensors
 
 State = dict[str, Tensor]
 

@@ -22,13 +22,13 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from qtool.operators import groups_of
+from qtool.graphs.edits import parameter
+from qtool.graphs.operators import aten, groups_of
 from qtool.quantization.algorithms.bias import add_to_bias, bias_of, mean_output, set_bias, source_of
 from qtool.quantization.algorithms.rows import reason, rows
 from qtool.quantization.algorithms.spool import BUDGET
 from qtool.quantization.algorithms.subject import Declined, Subject
 from qtool.quantization.algorithms.walk import Beside, Segment, Walk
-from qtool.quantization.capture import aten, parameter
 from qtool.quantization.integers import store_before
 from qtool.quantization.stored_weights import dequantize_of, ends_of, integers_of, is_grouped, scales_of, store_integers
 from qtool.units import few

@@ -29,10 +29,10 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from qtool.errors import UsageError
-from qtool.operators import groups_of
+from qtool.graphs.edits import parameter, set_parameter
+from qtool.graphs.operators import groups_of
 from qtool.quantization.algorithms.streams import ANCHORS, Stream, find_streams
 from qtool.quantization.algorithms.subject import NothingToDo, Subject, saved_numbers
-from qtool.quantization.capture import parameter, set_parameter
 from qtool.quantization.pair_sums import PAIRED, is_depthwise, least_ends
 from qtool.quantization.placement import Placed, Placement
 from qtool.quantization.rewrites.norms import NORMAL, readers_of

@@ -20,10 +20,10 @@ from torch import Tensor
 from torch.fx import Node, map_arg
 
 from qtool.form import quantized
+from qtool.graphs.shapes import batch_symbols
 from qtool.quantization.algorithms.regions import Region, batch_axis, order_of
 from qtool.quantization.algorithms.walk import Walk, dequantize
 from qtool.quantization.fake_quantize import fake_quantize
-from qtool.shapes import batch_symbols
 
 HELD = 8
 """Every so many samples one is held out."""

@@ -9,14 +9,14 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from qtool.devices import resolve_device
 from qtool.form import check_inputs
+from qtool.graphs.edits import copied
 from qtool.quantization.algorithms import check_names, run_passes
 from qtool.quantization.algorithms.subject import Report, Subject, silent
-from qtool.quantization.capture import copied
 from qtool.quantization.placement import Placement
 from qtool.quantization.residence import Moved, on
 from qtool.recipe import DEFAULT_ALGORITHMS, QuantizeConfig
+from qtool.system.devices import resolve_device
 from qtool.units import few
 
 

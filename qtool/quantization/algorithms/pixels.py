@@ -7,7 +7,7 @@ a half, every one lies midway between two integers. With a scale for each channe
     p = x_c / s_c + ζ_c,    u = p − Z,    Σ W_c x_c = Σ (W_c s_c) u + Σ W_c s_c (Z − ζ_c),
 
 ``Z`` one zero point for all and ``ζ`` what zero is on a channel's own scale, no integer as a rule. So the scales go
-into the weights that read the image and the rest into their bias (``qtool/pixels.py`` has the operator). Rounding the
+into the weights that read the image and the rest into their bias (``graphs/pixels.py`` has the operator). Rounding the
 input is a fifth of all error in a ResNet-20, an eighth in a ViT and a tenth in a MobileNetV2.
 
 A model that normalises by itself, ``f_c p + h_c``, is the same with other scales and zeros: its products and sums go
@@ -41,11 +41,12 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from qtool.errors import UsageError
+from qtool.graphs.edits import call_before, parameter, set_parameter
+from qtool.graphs.operators import CONVOLUTIONS, aten
+from qtool.graphs.pixels import LEVELS, PIXELS, ZERO
 from qtool.nested import first, micro_batches
-from qtool.pixels import LEVELS, PIXELS, ZERO
 from qtool.quantization.algorithms.subject import NothingToDo, Subject
 from qtool.quantization.algorithms.walk import arranged
-from qtool.quantization.capture import CONVOLUTIONS, aten, call_before, parameter, set_parameter
 from qtool.quantization.residence import device_of
 from qtool.quantization.rewrites.affines import affine_at
 from qtool.quantization.rewrites.input_affines import fold, owns_weights

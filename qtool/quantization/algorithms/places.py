@@ -15,13 +15,12 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from qtool.operators import groups_of
+from qtool.graphs.operators import CONVOLUTIONS, aten, groups_of
+from qtool.graphs.shapes import same_sizes
 from qtool.quantization.algorithms.streams import unfit
 from qtool.quantization.algorithms.subject import Subject
 from qtool.quantization.algorithms.verify import QMAX
-from qtool.quantization.capture import CONVOLUTIONS, aten
 from qtool.quantization.targets.base import CELLS, RECURRENT
-from qtool.shapes import same_sizes
 
 VECTORS: dict[Any, tuple[int, ...]] = {aten.layer_norm.default: (2, 3), aten.rms_norm.default: (2,)}
 TURNS = (aten.permute.default, aten.transpose.int)

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from qtool.graphs.edits import parameter, set_parameter
+from qtool.graphs.operators import aten
 from qtool.quantization.algorithms.places import MOVES, PARTS, TURNS, axis_of, reads, rounded_weights, vectors
 from qtool.quantization.algorithms.subject import Subject
-from qtool.quantization.capture import aten, parameter, set_parameter
 from qtool.quantization.residence import device_of
 from qtool.quantization.rewrites.affines import affine_at
 

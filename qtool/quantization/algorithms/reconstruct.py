@@ -35,6 +35,8 @@ from torch import Tensor
 from torch.fx import Node
 
 from qtool.form import quantized
+from qtool.graphs.edits import parameter
+from qtool.graphs.shapes import batch_symbols
 from qtool.nested import num_samples
 from qtool.quantization.algorithms.bias import add_to_bias, channel_axis, source_of
 from qtool.quantization.algorithms.gptq import fit
@@ -48,10 +50,8 @@ from qtool.quantization.algorithms.soft import SoftWeight, soften, strength
 from qtool.quantization.algorithms.subject import Declined, Subject, is_data_sized
 from qtool.quantization.algorithms.walk import Beside, Segment, Walk
 from qtool.quantization.algorithms.walk import cut as segments_of
-from qtool.quantization.capture import parameter
 from qtool.quantization.residence import CPU
 from qtool.quantization.stored_weights import store_integers
-from qtool.shapes import batch_symbols
 from qtool.units import few, many
 
 WARMUP = 0.2

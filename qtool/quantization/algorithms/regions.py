@@ -23,10 +23,10 @@ from torch import Tensor
 from torch.fx import Node
 
 from qtool.form import quantized
+from qtool.graphs.operators import aten
+from qtool.graphs.shapes import batch_symbols, symbols_of
 from qtool.quantization.algorithms.subject import Subject
 from qtool.quantization.algorithms.walk import Segment
-from qtool.quantization.capture import aten
-from qtool.shapes import batch_symbols, symbols_of
 
 MOST = 12
 """The greatest number of layers that are learned together."""

@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.nn import functional
 
-from qtool.operators import groups_of
-from qtool.quantization.capture import CONVOLUTIONS, aten
+from qtool.graphs.operators import CONVOLUTIONS, aten, groups_of
 
 _CONVOLUTIONS = CONVOLUTIONS[:3]
 

@@ -39,13 +39,13 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
+from qtool.graphs.edits import parameter, set_parameter
 from qtool.nested import first
 from qtool.quantization.algorithms.places import VECTORS, Place, place_of, rounded_weights, vectors, weights_of
 from qtool.quantization.algorithms.raw_inputs import give_products, take_back
 from qtool.quantization.algorithms.subject import Declined, NothingToDo, Subject, saved_numbers
 from qtool.quantization.algorithms.verify import LEVELS, QMAX
 from qtool.quantization.algorithms.walk import interpret
-from qtool.quantization.capture import parameter, set_parameter
 from qtool.quantization.placement import LEFT
 from qtool.units import few
 

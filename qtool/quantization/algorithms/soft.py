@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from qtool.quantization.capture import output_axis
+from qtool.graphs.operators import output_axis
 from qtool.quantization.stored_weights import ends_of, integers_of, scales_of
 
 LOW, HIGH = -0.1, 1.1

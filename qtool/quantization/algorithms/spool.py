@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from qtool.devices import memory_free
+from qtool.system.devices import memory_free
 
 try:
     import fcntl

@@ -20,12 +20,11 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from qtool.form import padding_of
-from qtool.operators import groups_of
+from qtool.graphs.edits import parameter
+from qtool.graphs.operators import ADAPTIVE_POOLS, AVERAGE_POOLS, CONVOLUTIONS, MAX_POOLS, aten, groups_of
+from qtool.graphs.shapes import same_sizes
 from qtool.quantization.algorithms.bias import channel_axis
-from qtool.quantization.capture import CONVOLUTIONS, aten, parameter
-from qtool.quantization.rewrites.windows import ADAPTIVE_POOLS, AVERAGE_POOLS, MAX_POOLS
 from qtool.quantization.targets.base import POINTWISE
-from qtool.shapes import same_sizes
 
 ANCHORS = (*CONVOLUTIONS[:3], aten.linear.default)
 _HOMOGENEOUS = (aten.relu.default, aten.leaky_relu.default, aten.dropout.default, aten.clone.default)

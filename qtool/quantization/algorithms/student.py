@@ -23,11 +23,11 @@ from torch import Tensor
 from torch.fx import Interpreter, Node
 
 from qtool.form import quantized
-from qtool.pixels import PIXELS
+from qtool.graphs.operators import aten
+from qtool.graphs.pixels import PIXELS
 from qtool.quantization.algorithms.bias import bias_entry, bias_of, channel_axis, set_bias, take_biases
 from qtool.quantization.algorithms.subject import Declined, Subject
 from qtool.quantization.algorithms.walk import interpret
-from qtool.quantization.capture import aten
 from qtool.quantization.rewrites.constants import constant_nodes
 
 UNIT = 0.1

@@ -23,10 +23,11 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
+from qtool.graphs.edits import parameter
+from qtool.graphs.operators import aten
 from qtool.nested import micro_batches, num_samples, samples_of
 from qtool.quantization.algorithms.streams import Stream, pads_zeros, per_input
 from qtool.quantization.algorithms.walk import interpret
-from qtool.quantization.capture import aten, parameter
 from qtool.quantization.limits import clip_limits
 from qtool.quantization.targets import RELU_LIKE
 

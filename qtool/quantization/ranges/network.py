@@ -18,53 +18,22 @@ and bin (``Tails``) tell it for every wider range.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import numpy as np
 
 from qtool.quantization.histogram import Histogram
 from qtool.quantization.ranges.density import Array, Density, RangeOptions, grid
 from qtool.quantization.ranges.mse import SquaredError
 from qtool.quantization.ranges.output import output
+from qtool.quantization.tails import Tails
 
-BINS = 256
-"""Bins of each tail, from the end of the inner range to the extreme."""
 _WIDER = np.linspace(0.0, 1.0, 65)
 """The parts of the way from the inner range to the extremes that are tried."""
 
 
-@dataclass
-class Tails:
-    """What a tensor's values beyond (``low``, ``high``) would move the network's outputs by, sample by sample.
-
-    ``rows`` holds for each sample the sums of g in ``2 · BINS`` bins, those of the lower tail first, from the extreme
-    ``least`` to ``low`` and from ``high`` to the extreme ``most``; ``energy`` the sums of g² over values not zero.
-    """
-
-    low: float
-    high: float
-    least: float
-    most: float
-    rows: list[Array] = field(default_factory=list)
-    energy: list[float] = field(default_factory=list)
-
-    @classmethod
-    def beyond(cls, histogram: Histogram, options: RangeOptions) -> Tails:
-        """Empty tails beyond the range of least output error."""
-        ends = options.balanced(min(histogram.minimum, 0.0), max(histogram.maximum, 0.0))
-        return cls(*output(histogram, options), *ends)
-
-    @property
-    def edges(self) -> Array:
-        """Where the bins begin, and where the last one of each tail ends: 2 × (``BINS`` + 1)."""
-        return np.stack((np.linspace(self.least, self.low, BINS + 1), np.linspace(self.high, self.most, BINS + 1)))
-
-    def clipped(self, low: Array, high: Array) -> Array:
-        """E[(g · e_clip)²] of grids that reach from ``low`` to ``high``, no narrower than the inner range."""
-        below, above = (self.edges[:, 1:] + self.edges[:, :-1]) / 2
-        errors = np.maximum(low[:, None] - below, 0.0), np.minimum(high[:, None] - above, 0.0)
-        sums: Array = np.concatenate(errors, axis=1) @ np.stack(self.rows).T
-        return np.asarray((sums**2).mean(axis=1))
+def beyond(histogram: Histogram, options: RangeOptions) -> Tails:
+    """Empty tails beyond the range of least output error."""
+    ends = options.balanced(min(histogram.minimum, 0.0), max(histogram.maximum, 0.0))
+    return Tails(*output(histogram, options), *ends)
 
 
 def network(histogram: Histogram, options: RangeOptions) -> tuple[float, float]:

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from qtool.quantization.capture import aten, clean, store_before
+from qtool.graphs.edits import clean, store_before
+from qtool.graphs.operators import aten
+from qtool.graphs.shapes import same_sizes
 from qtool.quantization.rewrites.scales import stored_numbers
 from qtool.quantization.targets import RELU_LIKE, Target
-from qtool.shapes import same_sizes
 
 _DEPTHWISE = {3: aten.conv1d.default, 4: aten.conv2d.default, 5: aten.conv3d.default}
 _PRODUCTS = (aten.mul.Tensor, aten.div.Tensor)

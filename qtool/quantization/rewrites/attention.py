@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from qtool.quantization.capture import aten, drop_unused
+from qtool.graphs.edits import drop_unused
+from qtool.graphs.operators import aten
 from qtool.quantization.rewrites.constants import constant_nodes, constant_values
 
 UNSEEN = -1e30

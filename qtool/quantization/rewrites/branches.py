@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from qtool.quantization.capture import CONVOLUTIONS, aten, clean, parameter, set_parameter
+from qtool.graphs.edits import clean, parameter, set_parameter
+from qtool.graphs.operators import CONVOLUTIONS, aten, by_axis
 from qtool.quantization.rewrites.norms import NORMAL, Copies, coefficients, fold_batch_norm, fold_into
-from qtool.quantization.rewrites.windows import by_axis
 
 _CONVOLUTIONS = CONVOLUTIONS[:3]
 _SIGNS: dict[Any, int] = {aten.add.Tensor: 1, aten.sub.Tensor: -1}

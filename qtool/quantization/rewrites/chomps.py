@@ -19,8 +19,8 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from qtool.quantization.capture import CONVOLUTIONS, aten, clean
-from qtool.quantization.rewrites.windows import by_axis
+from qtool.graphs.edits import clean
+from qtool.graphs.operators import CONVOLUTIONS, aten, by_axis
 
 _RANKS = {target: rank for rank, target in enumerate(CONVOLUTIONS[:3], 1)}
 

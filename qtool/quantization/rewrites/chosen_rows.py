@@ -16,7 +16,8 @@ import operator
 
 from torch.fx import GraphModule, Node
 
-from qtool.quantization.capture import aten, call_before, clean, set_parameter
+from qtool.graphs.edits import call_before, clean, set_parameter
+from qtool.graphs.operators import aten
 
 _CHOICES = (aten.argmax.default, aten.argmin.default, aten.argsort.default)
 _PAIRS = (aten.topk.default, aten.max.dim, aten.min.dim)

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from torch.fx import GraphModule, Node
 
-from qtool.quantization.capture import CONVOLUTIONS, aten, clean
-from qtool.quantization.rewrites.windows import MAX_POOLS
+from qtool.graphs.edits import clean
+from qtool.graphs.operators import CONVOLUTIONS, MAX_POOLS, aten
 from qtool.quantization.targets import RELU_LIKE
 from qtool.quantization.targets.base import UPSAMPLES
 

@@ -17,7 +17,8 @@ from torch.fx import GraphModule, Node
 
 from qtool.form import DEQUANTIZE, QUANTIZE
 from qtool.forward import passes_told
-from qtool.quantization.capture import aten, drop_unused, parameter, set_parameter
+from qtool.graphs.edits import drop_unused, parameter, set_parameter
+from qtool.graphs.operators import aten
 from qtool.quantization.rewrites.repeats import draws
 
 LARGEST_RESULT, LARGEST_SOURCE = 512 * 512, 8192

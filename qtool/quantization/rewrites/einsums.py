@@ -17,8 +17,9 @@ from dataclasses import dataclass
 
 from torch.fx import GraphModule, Node
 
-from qtool.quantization.capture import aten, call_before, clean, store_before
-from qtool.shapes import same_sizes
+from qtool.graphs.edits import call_before, clean, store_before
+from qtool.graphs.operators import aten
+from qtool.graphs.shapes import same_sizes
 
 
 @dataclass(frozen=True)

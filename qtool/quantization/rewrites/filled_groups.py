@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from qtool.operators import groups_of
-from qtool.quantization.capture import CONVOLUTIONS, aten, clean, parameter, set_parameter
+from qtool.graphs.edits import clean, parameter, set_parameter
+from qtool.graphs.operators import CONVOLUTIONS, aten, groups_of
 from qtool.quantization.rewrites.norms import NORMAL, readers_of
 from qtool.quantization.rewrites.shuffles import stays_float
 from qtool.quantization.targets.base import POINTWISE

@@ -22,7 +22,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 from torch.nn import functional as F
 
-from qtool.quantization.capture import clean
+from qtool.graphs.edits import clean
 
 aten = torch.ops.aten
 

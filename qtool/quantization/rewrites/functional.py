@@ -18,17 +18,15 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from qtool.graphs.operators import DROPOUTS
+from qtool.graphs.programs import as_graph
+from qtool.graphs.structures import quiet_pytree
 from qtool.nested import tensors
-from qtool.programs import as_graph
 from qtool.quantization.rewrites.autocast import inline_autocast
 from qtool.quantization.rewrites.respell import RANDOM_SLOPES, respell, spell_random_slope
-from qtool.structures import quiet_pytree
 
 aten = torch.ops.aten
 
-DROPOUTS = (
-    aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default, aten.feature_alpha_dropout.default,
-)  # fmt: skip
 _ASSERTIONS = (aten._assert_tensor_metadata.default, aten._assert_scalar.default)
 
 

@@ -17,11 +17,10 @@ from __future__ import annotations
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from qtool.quantization.capture import CONVOLUTIONS, aten, clean, parameter, set_parameter
+from qtool.graphs.edits import clean, parameter, set_parameter
+from qtool.graphs.operators import ADAPTIVE_POOLS, AVERAGE_POOLS, CONVOLUTIONS, MAX_POOLS, PADS, aten
 from qtool.quantization.rewrites.affines import affine_at, runs_in_integers
 from qtool.quantization.rewrites.norms import readers_of
-from qtool.quantization.rewrites.respell import PADS
-from qtool.quantization.rewrites.windows import ADAPTIVE_POOLS, AVERAGE_POOLS, MAX_POOLS
 from qtool.quantization.targets import MOVES, Target
 from qtool.quantization.targets.base import pad_in_integers
 

@@ -15,7 +15,7 @@ from typing import Any
 from torch.fx import GraphModule, Node
 
 from qtool.form import DEQUANTIZE, QUANTIZE
-from qtool.quantization.capture import aten
+from qtool.graphs.operators import aten
 from qtool.quantization.rewrites.repeats import merge_repeats
 from qtool.quantization.targets import RELU_LIKE
 

@@ -24,18 +24,9 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from qtool.operators import groups_of
-from qtool.quantization.capture import (
-    CONVOLUTIONS,
-    aten,
-    call_before,
-    clean,
-    output_axis,
-    parameter,
-    set_parameter,
-    store_before,
-)
-from qtool.shapes import same_sizes
+from qtool.graphs.edits import call_before, clean, parameter, set_parameter, store_before
+from qtool.graphs.operators import CONVOLUTIONS, aten, groups_of, output_axis
+from qtool.graphs.shapes import same_sizes
 
 ANCHORS = (*CONVOLUTIONS, aten.linear.default)
 NORMAL = "normal"

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from qtool.quantization.capture import aten
+from qtool.graphs.operators import aten
 from qtool.quantization.rewrites.respell import GATES
 
 

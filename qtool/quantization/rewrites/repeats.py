@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from qtool.form import DEQUANTIZE, QUANTIZE
+from qtool.graphs.operators import DROPOUTS
 from qtool.nested import raw_bytes
-from qtool.quantization.rewrites.functional import DROPOUTS
 
 _LAYERS = ("batch_norm", "instance_norm", "linear", "conv", "lstm", "gru", "rnn")
 

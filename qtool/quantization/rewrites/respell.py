@@ -50,16 +50,15 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from qtool.graphs.operators import ADAPTIVE_POOLS, AVERAGE_POOLS, PADS, aten
+from qtool.graphs.shapes import same_sizes
 from qtool.quantization.rewrites.bags import spell_bag
 from qtool.quantization.rewrites.gated import spell_glu
 from qtool.quantization.rewrites.heads import spell_attention
 from qtool.quantization.rewrites.scatters import SCATTERS, spell_copy, spell_scatter
 from qtool.quantization.rewrites.sizes import DIVISIONS, spell_size
 from qtool.quantization.rewrites.splits import spell_part
-from qtool.quantization.rewrites.windows import ADAPTIVE_POOLS, AVERAGE_POOLS, PADDED, spell_average, spell_padding
-from qtool.shapes import same_sizes
-
-aten = torch.ops.aten
+from qtool.quantization.rewrites.windows import PADDED, spell_average, spell_padding
 
 GATES: dict[Any, Any] = {aten.silu.default: aten.sigmoid.default, aten.hardswish.default: aten.hardsigmoid.default}
 """Activations that are their input times a gate, and the gate: silu(x) = x · sigmoid(x)."""
@@ -101,7 +100,6 @@ _FILLED: dict[Any, int | None] = {
     aten.new_zeros.default: 0, aten.zeros_like.default: 0, aten.new_ones.default: 1, aten.ones_like.default: 1,
     aten.new_full.default: None, aten.full_like.default: None,
 }  # fmt: skip
-PADS = (aten.pad.default, aten.constant_pad_nd.default)
 
 
 def respell(node: Node) -> None:

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from qtool.quantization.capture import CONVOLUTIONS, aten, clean, parameter, set_parameter, store_before
-from qtool.quantization.rewrites.functional import DROPOUTS
+from qtool.graphs.edits import clean, parameter, set_parameter, store_before
+from qtool.graphs.operators import CONVOLUTIONS, DROPOUTS, aten
 from qtool.quantization.rewrites.norms import NORMAL, readers_of, scaled
 
 _LAYERS = (*CONVOLUTIONS, aten.linear.default, aten.batch_norm.default)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from qtool.shapes import same_sizes
+from qtool.graphs.shapes import same_sizes
 
 aten = torch.ops.aten
 SCATTERS = (aten.slice_scatter.default, aten.select_scatter.default)

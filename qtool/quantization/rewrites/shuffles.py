@@ -19,8 +19,8 @@ from typing import Any
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from qtool.operators import groups_of
-from qtool.quantization.capture import CONVOLUTIONS, aten, clean, owner, parameter, set_parameter
+from qtool.graphs.edits import clean, owner, parameter, set_parameter
+from qtool.graphs.operators import CONVOLUTIONS, aten, groups_of
 from qtool.quantization.placement import first_match
 from qtool.quantization.rewrites.norms import NORMAL, readers_of
 from qtool.quantization.targets.base import POINTWISE

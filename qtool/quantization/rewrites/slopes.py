@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from torch.fx import GraphModule, Node
 
-from qtool.quantization.capture import aten, clean, parameter
+from qtool.graphs.edits import clean, parameter
+from qtool.graphs.operators import aten
 
 
 def write_slopes(graph_module: GraphModule) -> int:

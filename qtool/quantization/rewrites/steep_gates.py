@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from qtool.quantization.capture import CONVOLUTIONS, aten, clean
+from qtool.graphs.edits import clean
+from qtool.graphs.operators import CONVOLUTIONS, aten
 from qtool.quantization.rewrites.input_affines import layers_behind, owns_weights
 from qtool.quantization.rewrites.norms import readers_of
 from qtool.quantization.rewrites.scales import stored_numbers

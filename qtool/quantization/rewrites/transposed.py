@@ -28,10 +28,10 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.nn import functional as F
 
-from qtool.quantization.capture import aten, clean, parameter, set_parameter
+from qtool.graphs.edits import clean, parameter, set_parameter
+from qtool.graphs.operators import aten, by_axis
 from qtool.quantization.rewrites.norms import fold_batch_norm
 from qtool.quantization.rewrites.shuffles import call, channels_first, rows, stays_float
-from qtool.quantization.rewrites.windows import by_axis
 from qtool.quantization.targets.base import POINTWISE
 
 _PLAIN = {

@@ -10,17 +10,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.fx import Node
 
-aten = torch.ops.aten
+from qtool.graphs.operators import AVERAGE_POOLS, aten, by_axis
 
-AVERAGE_POOLS = (aten.avg_pool1d.default, aten.avg_pool2d.default, aten.avg_pool3d.default)
-ADAPTIVE_POOLS = (
-    aten.adaptive_avg_pool1d.default, aten.adaptive_avg_pool2d.default, aten.adaptive_avg_pool3d.default,
-)  # fmt: skip
-MAX_POOLS = (aten.max_pool1d.default, aten.max_pool2d.default, aten.max_pool3d.default)
 PADDED = {
     aten.conv1d.padding: aten.conv1d.default,
     aten.conv2d.padding: aten.conv2d.default,
@@ -106,9 +100,3 @@ def _padded(value: Tensor, total: list[int]) -> Tensor:
     outer = value.dim() - len(total)
     sizes = (size + t for size, t in zip(value.shape[outer:], total, strict=True))
     return value.new_empty([*value.shape[:outer], *sizes])
-
-
-def by_axis(value: Any, count: int) -> list[int]:
-    """A number for each of ``count`` axes, of one for all or a list."""
-    values = list(value) if isinstance(value, tuple | list) else [value]
-    return values * count if len(values) == 1 else values

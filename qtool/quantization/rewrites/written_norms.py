@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from qtool.quantization.capture import aten, call_before, clean, parameter, store_before
+from qtool.graphs.edits import call_before, clean, parameter, store_before
+from qtool.graphs.operators import aten
 from qtool.quantization.rewrites.respell import calls
 
 

@@ -20,7 +20,7 @@ from typing import Any
 from torch.fx import GraphModule, Node
 
 from qtool.form import Plan, padding_of, quantized
-from qtool.quantization.capture import aten
+from qtool.graphs.operators import aten
 
 RANKS: dict[Any, int] = {aten.conv1d.default: 1, aten.conv2d.default: 2, aten.conv3d.default: 3}
 PAIR = (quantized.quantize_per_tensor.default, quantized.dequantize_per_tensor.default)

@@ -16,9 +16,7 @@ from typing import Any
 
 import torch
 
-from qtool.quantization.capture import CONVOLUTIONS
-from qtool.quantization.rewrites.respell import PADS
-from qtool.quantization.rewrites.windows import ADAPTIVE_POOLS, AVERAGE_POOLS, MAX_POOLS
+from qtool.graphs.operators import ADAPTIVE_POOLS, AVERAGE_POOLS, CONVOLUTIONS, MAX_POOLS, PADS
 
 aten = torch.ops.aten
 
@@ -121,7 +119,7 @@ class Target:
     product and a sum in float rather than a depthwise convolution. ``adds_pairs``: on x86 CPUs without VNNI it adds
     products of bytes in pairs, in 16 bits (see ``pair_sums.py``). ``channels_last``: its integer convolutions are, and
     rows of channels quicker to shuffle than bytes (see ``rewrites/shuffles.py``). ``integer_lstm``: it computes LSTMs
-    in integers (see :mod:`qtool.lstm`). ``group_width``: how many channels the groups of a convolution are to be
+    in integers (see :mod:`qtool.graphs.lstm`). ``group_width``: how many channels the groups of a convolution are to be
     filled up to, 0 where they stay as they are (see ``rewrites/filled_groups.py``). ``leaves``: why operators without
     a pattern stay in float. ``block``: how many inputs of a linear layer whose weights alone are integers it rounds to
     8 bits together, to multiply them by these; None where it dequantizes such weights. ``block_outputs``: how many

@@ -27,7 +27,7 @@ import dataclasses
 import torch
 
 from qtool.form import BLOCK
-from qtool.quantization.rewrites.windows import AVERAGE_POOLS, by_axis
+from qtool.graphs.operators import AVERAGE_POOLS, by_axis
 from qtool.quantization.targets.base import (
     BETWEEN,
     BINARY,

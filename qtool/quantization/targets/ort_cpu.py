@@ -25,8 +25,7 @@ from __future__ import annotations
 import torch
 
 from qtool.form import BLOCK
-from qtool.operators import groups_of
-from qtool.quantization.capture import CONVOLUTIONS
+from qtool.graphs.operators import CONVOLUTIONS, groups_of
 from qtool.quantization.targets.base import (
     BETWEEN,
     BINARY,

@@ -13,13 +13,13 @@ import torch
 from qdq_files import Array, has, needs_x86, options
 from torch import Tensor, nn
 
-from qtool import machine
 from qtool.exporting import parity
 from qtool.exporting.integer_reference import IntegerReference
 from qtool.exporting.stage import export
 from qtool.quantization.stage import quantize
 from qtool.recipe import ExportConfig, QuantizeConfig
 from qtool.runtimes import onnx_notes, open_session
+from qtool.system import machine
 
 X = torch.rand(8, 16, 6, 6, generator=torch.Generator().manual_seed(0))
 

@@ -20,7 +20,7 @@ from qtool.evaluate import sqnr_db
 from qtool.exporting.stage import export
 from qtool.exporting.to_onnx import quantized_to_onnx
 from qtool.form import QuantizedModel
-from qtool.quantization.capture import parameter
+from qtool.graphs.edits import parameter
 from qtool.quantization.integers import WEIGHTED
 from qtool.quantization.stage import quantize
 from qtool.recipe import ExportConfig, QuantizeConfig

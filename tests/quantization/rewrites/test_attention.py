@@ -26,7 +26,8 @@ from qtool.exporting.revert import in_float
 from qtool.exporting.stage import export
 from qtool.exporting.to_onnx import quantized_to_onnx, save
 from qtool.form import QuantizedModel, Unit, quantize_nodes
-from qtool.quantization.capture import aten, capture
+from qtool.graphs.operators import aten
+from qtool.quantization.capture import capture
 from qtool.quantization.rewrites.attention import drop_masks, write_attention
 from qtool.quantization.stage import quantize
 from qtool.recipe import ExportConfig, QuantizeConfig

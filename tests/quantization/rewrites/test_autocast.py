@@ -3,7 +3,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from qtool.quantization.capture import aten, capture
+from qtool.graphs.operators import aten
+from qtool.quantization.capture import capture
 from qtool.quantization.placement import Placement
 from qtool.quantization.targets import ORT_CPU
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from qtool.exporting.stage import export
-from qtool.quantization.capture import aten, capture
+from qtool.graphs.operators import aten
+from qtool.quantization.capture import capture
 from qtool.quantization.stage import quantize
 from qtool.recipe import ExportConfig, QuantizeConfig
 

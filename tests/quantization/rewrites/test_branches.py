@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qtool.quantization.capture import aten, capture
+from qtool.graphs.operators import aten
+from qtool.quantization.capture import capture
 from qtool.quantization.float_form import float_form
 from qtool.quantization.rewrites.branches import merge_branches
 from qtool.quantization.stage import quantize

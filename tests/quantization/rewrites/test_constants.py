@@ -6,7 +6,8 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
 from qtool.form import quantized
-from qtool.quantization.capture import aten, capture
+from qtool.graphs.operators import aten
+from qtool.quantization.capture import capture
 from qtool.quantization.float_form import float_form
 from qtool.quantization.rewrites.constants import constant_nodes, fold_computed
 

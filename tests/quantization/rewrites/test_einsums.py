@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qtool.quantization.capture import aten
+from qtool.graphs.operators import aten
 from qtool.quantization.float_form import float_form
 from qtool.quantization.placement import Placement
 from qtool.quantization.targets import ORT_CPU

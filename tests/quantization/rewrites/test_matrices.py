@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qtool.quantization.capture import aten, capture
+from qtool.graphs.operators import aten
+from qtool.quantization.capture import capture
 from qtool.quantization.placement import Placement
 from qtool.quantization.rewrites.matrices import flatten_linears
 from qtool.quantization.targets import ORT_CPU

@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+from qtool.graphs.edits import copied, owner
+from qtool.graphs.operators import aten
 from qtool.quantization import pt2e
-from qtool.quantization.capture import aten, capture, copied, owner
+from qtool.quantization.capture import capture
 from qtool.quantization.placement import Placement
 from qtool.quantization.qat import set_training
 from qtool.quantization.rewrites.norms import fold_batch_norm, is_live, make_live, settle_live, write_norms

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qtool.quantization.capture import aten, capture
+from qtool.graphs.operators import aten
+from qtool.quantization.capture import capture
 from qtool.quantization.rewrites.repeats import merge_repeats
 
 

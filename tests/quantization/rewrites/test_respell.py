@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from written import Forward, Written
 
-from qtool.quantization.capture import aten, capture
+from qtool.graphs.operators import aten
+from qtool.quantization.capture import capture
 from qtool.quantization.placement import Placement
 from qtool.quantization.targets import ORT_CPU
 

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from qtool.exporting.stage import export
-from qtool.quantization.capture import aten, capture
+from qtool.graphs.operators import aten
+from qtool.quantization.capture import capture
 from qtool.quantization.rewrites.slopes import write_slopes
 from qtool.quantization.stage import quantize
 from qtool.recipe import ExportConfig, QatConfig, QuantizeConfig

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from qtool.exporting.stage import export
-from qtool.quantization.capture import aten
+from qtool.graphs.operators import aten
 from qtool.quantization.float_form import float_form
 from qtool.quantization.rewrites.steep_gates import write_steep_gates
 from qtool.quantization.stage import quantize

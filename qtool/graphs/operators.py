@@ -1,0 +1,51 @@
+"""What a node of a captured graph calls: families of operators, and what their arguments say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+aten = torch.ops.aten
+
+CONVOLUTIONS = (
+    aten.conv1d.default,
+    aten.conv2d.default,
+    aten.conv3d.default,
+    aten.conv_transpose1d.default,
+    aten.conv_transpose2d.input,
+)
+TRANSPOSED = (aten.conv_transpose1d.default, aten.conv_transpose2d.input)
+AVERAGE_POOLS = (aten.avg_pool1d.default, aten.avg_pool2d.default, aten.avg_pool3d.default)
+ADAPTIVE_POOLS = (
+    aten.adaptive_avg_pool1d.default, aten.adaptive_avg_pool2d.default, aten.adaptive_avg_pool3d.default,
+)  # fmt: skip
+MAX_POOLS = (aten.max_pool1d.default, aten.max_pool2d.default, aten.max_pool3d.default)
+PADS = (aten.pad.default, aten.constant_pad_nd.default)
+DROPOUTS = (
+    aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default, aten.feature_alpha_dropout.default,
+)  # fmt: skip
+
+
+def packet_of(node: Node) -> Any:
+    """The ``OpOverloadPacket`` of a node's operator, ``aten.add`` for ``aten.add.Tensor``; None of what calls none."""
+    return getattr(node.target, "overloadpacket", None)
+
+
+def groups_of(node: Node) -> int:
+    """The groups of a convolution, in the same place of transposed ones; 1 of a linear layer."""
+    value = node.args[6] if len(node.args) > 6 else node.kwargs.get("groups", 1)
+    assert isinstance(value, int)
+    return value
+
+
+def output_axis(anchor: Node) -> int:
+    """The axis of a weight that indexes output channels: 0, or 1 for a transposed convolution."""
+    return 1 if anchor.target in TRANSPOSED else 0
+
+
+def by_axis(value: Any, count: int) -> list[int]:
+    """A number for each of ``count`` axes, of one for all or a list."""
+    values = list(value) if isinstance(value, tuple | list) else [value]
+    return values * count if len(values) == 1 else values

@@ -1,0 +1,133 @@
+"""What a model's inputs and outputs are packed in, written into a saved graph and known again in another process.
+
+torch stores a graph's structure by the names of its container types, and opens the graph where types of these names
+are registered. Tuples, lists, dicts and named tuples always are, dataclasses once they are met. A named tuple or a
+dataclass is of the user's own class, so its name and fields are stored, and a process without that class gets a like
+one, with the same attributes. The output types of transformers register themselves when their module is imported.
+Left out on purpose: types of other packages, which have to be imported, and registered with torch, by whoever opens
+the file.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from collections import namedtuple
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass, make_dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from qtool.nested import entries
+from qtool.system.imports import imported
+
+_NAMED = re.compile(r"qtool\.(namedtuple|dataclass):(\w+):(\w*(?:,\w+)*)")
+_TRANSFORMERS = re.compile(r'"(transformers\.(?:models\.\w+\.)?modeling_\w+)\.\w+')
+
+
+def name_types(program: torch.export.ExportedProgram) -> None:
+    """Gives each class of named tuples and dataclasses of a program's inputs and outputs a name for a file."""
+    for spec in (program.call_spec.in_spec, program.call_spec.out_spec):
+        for kind in _classes(spec):
+            if is_dataclass(kind):
+                _name_dataclass(kind)
+            elif kind not in pytree.SUPPORTED_SERIALIZED_TYPES:
+                _register(kind)
+
+
+def know_dataclasses(value: Any) -> bool:
+    """Makes the classes of dataclasses in ``value`` known to torch, as named tuples are; whether one was not."""
+    found = [type(value)] if is_dataclass(value) and type(value) not in pytree.SUPPORTED_NODES else []
+    for kind in found:
+        torch.export.register_dataclass(kind)
+    return any([*found, *(know_dataclasses(item) for _, item in entries(value))])
+
+
+def output_names(spec: pytree.TreeSpec) -> list[str | None]:
+    """What a program calls each of its outputs: the keys on the way to it, or None where places alone lead there.
+
+    >>> output_names(pytree.tree_structure({"logits": 0, "states": (1, 2)}))
+    ['logits', 'states.0', 'states.1']
+    >>> output_names(pytree.tree_structure((0, [1]))), output_names(pytree.tree_structure(0))
+    ([None, None], [None])
+    """
+    paths = dict(_paths(pytree.tree_unflatten(list(range(spec.num_leaves)), spec), ()))
+    found = [paths.get(leaf, ()) for leaf in range(spec.num_leaves)]
+    return [".".join(map(str, path)) if any(isinstance(key, str) for key in path) else None for path in found]
+
+
+def _paths(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    """Each leaf of a structure, with the keys, fields and places that lead to it."""
+    if not isinstance(value, Mapping | tuple | list) and not is_dataclass(value):
+        yield value, path
+    for key, item in entries(value):
+        yield from _paths(item, (*path, key))
+
+
+def know_types(program: str) -> None:
+    """Registers the container types that the JSON of a saved program names, as far as they are not known here.
+
+    Raises QtoolError where they are of transformers, which does not import.
+    """
+    for spec in _specs(json.loads(program)):
+        for module in _TRANSFORMERS.findall(spec):
+            imported(module, f"saved graph with types of '{module}'", "qtool[text]")
+        for found in _NAMED.finditer(spec):
+            if found[0] not in pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE:
+                _make(*found.groups())
+
+
+def _make(sort: str, name: str, joined: str) -> None:
+    """Registers a class like the one that a file names."""
+    names = joined.split(",") if joined else []
+    if sort == "namedtuple":
+        _register(namedtuple(name, names))
+    else:
+        kind: Any = make_dataclass(name, [(field, Any) for field in names])
+        torch.export.register_dataclass(kind, serialized_type_name=f"qtool.dataclass:{name}:{joined}")
+
+
+def _name_dataclass(kind: Any) -> None:
+    """Names a dataclass that was registered without a name. Transformers' output types have one."""
+    known = pytree.SUPPORTED_SERIALIZED_TYPES[kind]
+    if known.serialized_type_name == pytree.NO_SERIALIZED_TYPE_NAME_FOUND:
+        name = f"qtool.dataclass:{kind.__name__}:{','.join(field.name for field in fields(kind))}"
+        pytree.SUPPORTED_SERIALIZED_TYPES[kind] = known._replace(serialized_type_name=name)
+        pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE[name] = kind
+
+
+def _register(kind: Any) -> None:
+    name = f"qtool.namedtuple:{kind.__name__}:{','.join(kind._fields)}"
+    pytree._register_namedtuple(kind, serialized_type_name=name)
+
+
+def _classes(spec: Any) -> Iterator[Any]:
+    """The classes of named tuples and dataclasses in a structure."""
+    if spec is None:
+        return
+    for kind in (spec.type, spec.context):
+        if isinstance(kind, type) and (is_dataclass(kind) or (issubclass(kind, tuple) and hasattr(kind, "_fields"))):
+            yield kind
+    for child in spec.children():
+        yield from _classes(child)
+
+
+def _specs(value: Any) -> Iterator[str]:
+    """The structures in the JSON of a program, each a text."""
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        if key in ("in_spec", "out_spec") and isinstance(item, str):
+            yield item
+        else:
+            yield from _specs(item)
+
+
+@contextmanager
+def quiet_pytree() -> Iterator[None]:
+    """Drops torch's warning of deprecated leaves in its own records of a graph's inputs, which copying one gives."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
+        yield

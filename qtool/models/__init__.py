@@ -1,0 +1,1 @@
+"""Models: what ``--model`` and ``--weights`` mean (``specs``), those built in, and weights read into their places."""
