@@ -27,10 +27,10 @@ from torch.fx import GraphModule
 
 from qtool.errors import QtoolError, UsageError
 from qtool.graphs.operators import DROPOUTS, aten
-from qtool.quantization import pt2e
 from qtool.quantization.averaging import Average
 from qtool.quantization.calibrate import calibrate, require_reached
 from qtool.quantization.distillation import mean_squares, tapped, towards
+from qtool.quantization.engines import pt2e
 from qtool.quantization.learned import learn_steps
 from qtool.quantization.observers import FakeQuantizer
 from qtool.quantization.prepared import Prepared, Switch

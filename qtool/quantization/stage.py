@@ -23,7 +23,6 @@ from qtool.graphs.edits import copied
 from qtool.graphs.pixels import LEVELS, PIXELS, ZERO
 from qtool.models.specs import check_finite
 from qtool.nested import Once, call
-from qtool.quantization import pt2e
 from qtool.quantization.algorithms import ALGORITHMS, samples_read
 from qtool.quantization.algorithms.passes import Passes
 from qtool.quantization.algorithms.subject import Report, silent
@@ -31,6 +30,7 @@ from qtool.quantization.calibrate import calibrate, choose_ranges, require_reach
 from qtool.quantization.capture import capture
 from qtool.quantization.common_steps import share_steps
 from qtool.quantization.distillation import tapped
+from qtool.quantization.engines import pt2e
 from qtool.quantization.float_form import FloatForms, simplify, spell_for
 from qtool.quantization.gains import Gains, channel_gains
 from qtool.quantization.integers import finish
@@ -242,7 +242,7 @@ def _prepare(
         passes.notes.append("weights that were pruned are trained like the others, and need not stay 0")
     target, model = _target(config), with_stored_weights(model)
     if config.engine == "torch.ao":
-        from qtool.quantization import torch_ao  # only here, since a later torch will not have it
+        from qtool.quantization.engines import torch_ao  # only here, since a later torch will not have it
 
         graph = copied(float_graph)
         write_norms(graph, convolve=not target.scales_in_float)

@@ -180,7 +180,7 @@ def _as_quantized(model: Any, example_inputs: tuple[Any, ...] | None, float_mode
 
     if isinstance(model, QuantizedModel):
         return model
-    from qtool.quantization.eager import from_eager, require_eager
+    from qtool.quantization.engines.eager import from_eager, require_eager
 
     require_eager(model)
     if example_inputs is None:

@@ -262,7 +262,7 @@ def trained(model: nn.Module) -> list[nn.Parameter]:
 def plain(model: nn.Module, config: TrainConfig, example: Any = None) -> Setup:
     """The step without any technique: full precision, AdamW or SGD. ``model`` is moved to the device.
 
-    Raises UsageError where ``config`` asks for more: ``qtool.training.setup`` gives that.
+    Raises UsageError where ``config`` asks for more: ``qtool.training.techniques.setup`` gives that.
     """
     device = resolve_device(config.device)
     for name, value, known in (

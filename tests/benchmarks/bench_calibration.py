@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import nets  # noqa: E402
 
 from qtool.graphs.edits import copied  # noqa: E402
-from qtool.quantization import pt2e  # noqa: E402
+from qtool.quantization.engines import pt2e  # noqa: E402
 from qtool.quantization.float_form import float_form  # noqa: E402
 from qtool.quantization.histogram import Histogram  # noqa: E402
 from qtool.quantization.observers import RangeObserver  # noqa: E402

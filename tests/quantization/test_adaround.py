@@ -14,13 +14,13 @@ from hard_nets import hard_mobilenet, hard_transformer, images
 from torch import Tensor, nn
 
 from qtool.graphs.edits import copied, parameter
-from qtool.quantization import pt2e
 from qtool.quantization.algorithms import Declined, Subject, reconstruct
 from qtool.quantization.algorithms.adaround import adaround
 from qtool.quantization.algorithms.gptq import gptq
 from qtool.quantization.algorithms.part import Part, _samples
 from qtool.quantization.algorithms.soft import SoftWeight
 from qtool.quantization.calibrate import calibrate
+from qtool.quantization.engines import pt2e
 from qtool.quantization.float_form import float_form
 from qtool.quantization.placement import Placement
 from qtool.quantization.stage import quantize

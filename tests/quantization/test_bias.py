@@ -15,10 +15,10 @@ from torch.fx import GraphModule, Interpreter, Node
 from qtool.errors import QtoolError
 from qtool.evaluate import sqnr_db
 from qtool.graphs.edits import copied, parameter
-from qtool.quantization import pt2e
 from qtool.quantization.algorithms import Declined, Subject
 from qtool.quantization.algorithms.bias import add_to_bias, correct_biases, mean_outputs
 from qtool.quantization.calibrate import calibrate
+from qtool.quantization.engines import pt2e
 from qtool.quantization.float_form import float_form
 from qtool.quantization.placement import Placement
 from qtool.quantization.stage import quantize

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from qtool.errors import QtoolError
-from qtool.quantization import pt2e
 from qtool.quantization.calibrate import calibrate, choose_ranges, restore_ranges
 from qtool.quantization.capture import capture
+from qtool.quantization.engines import pt2e
 from qtool.quantization.placement import Placement
 from qtool.quantization.stage import quantize
 from qtool.quantization.targets import ORT_CPU

@@ -12,9 +12,9 @@ from test_qat import trained as trained  # the fixture
 from torch import Tensor, nn
 
 from qtool.errors import UsageError
-from qtool.quantization import pt2e
 from qtool.quantization.algorithms.passes import Passes
 from qtool.quantization.distillation import Tap, _behind_norms, _ends, _is_same, mean_squares, tapped, towards
+from qtool.quantization.engines import pt2e
 from qtool.quantization.float_form import float_form
 from qtool.quantization.qat import check_tuning
 from qtool.quantization.stage import _prepare

@@ -20,7 +20,8 @@ from torch.utils.data import TensorDataset
 from qtool.errors import QtoolError, UsageError
 from qtool.evaluate import sqnr_db
 from qtool.form import QuantizedModel
-from qtool.quantization import pt2e, targets
+from qtool.quantization import targets
+from qtool.quantization.engines import pt2e
 from qtool.quantization.float_form import FloatForms
 from qtool.quantization.observers import PerChannelFakeQuantizer
 from qtool.quantization.qat import QatHooks

@@ -38,8 +38,8 @@ from qtool.evaluate import sqnr_db
 from qtool.exporting.to_onnx import quantized_to_onnx, save
 from qtool.form import QuantizedModel, quantize_nodes, quantized
 from qtool.graphs.edits import parameter
-from qtool.quantization.eager import from_eager
-from qtool.quantization.eager_modules import REBUILT, is_quantized, rebuild
+from qtool.quantization.engines.eager import from_eager
+from qtool.quantization.engines.eager_modules import REBUILT, is_quantized, rebuild
 from qtool.runtimes import open_session
 
 nnq = torch.ao.nn.quantized
@@ -435,7 +435,7 @@ def test_a_torch_without_eager_quantization_is_named(monkeypatch: pytest.MonkeyP
     for name in ("eager", "eager_modules"):
         monkeypatch.delitem(sys.modules, f"qtool.quantization.{name}")
     with pytest.raises(QtoolError, match=r"a torch with torch\.ao's quantized modules; got torch"):
-        importlib.import_module("qtool.quantization.eager")
+        importlib.import_module("qtool.quantization.engines.eager")
 
 
 class Tokens(nn.Module):

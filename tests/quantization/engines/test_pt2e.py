@@ -14,8 +14,8 @@ from torch.fx import GraphModule
 from qtool.errors import QtoolError
 from qtool.form import DEQUANTIZE, QUANTIZE, quantize_nodes, quantized
 from qtool.graphs.operators import aten
-from qtool.quantization import pt2e
 from qtool.quantization.capture import capture
+from qtool.quantization.engines import pt2e
 from qtool.quantization.observers import FakeQuantizer, PerChannelFakeQuantizer, PerChannelWeightObserver, RangeObserver
 from qtool.quantization.placement import Placement
 from qtool.quantization.ranges import weight_range

@@ -12,8 +12,10 @@ from torch.fx import GraphModule, Node
 from qtool.form import quantized
 from qtool.graphs.edits import copied
 from qtool.graphs.operators import aten
-from qtool.quantization import pt2e
-from qtool.quantization.align import (
+from qtool.quantization.calibrate import calibrate
+from qtool.quantization.capture import capture
+from qtool.quantization.engines import pt2e
+from qtool.quantization.engines.align import (
     Misaligned,
     align,
     check_quantizers,
@@ -21,8 +23,6 @@ from qtool.quantization.align import (
     quantized_values,
     value_of,
 )
-from qtool.quantization.calibrate import calibrate
-from qtool.quantization.capture import capture
 from qtool.quantization.placement import Placement
 from qtool.quantization.rewrites.constants import fold_quantized
 from qtool.quantization.targets import ORT_CPU

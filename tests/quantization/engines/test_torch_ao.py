@@ -27,7 +27,7 @@ from qtool.form import QuantizedModel, quantized
 from qtool.graphs.edits import parameter
 from qtool.models.nets import mobilenet, resnet
 from qtool.nested import tensors
-from qtool.quantization import torch_ao
+from qtool.quantization.engines import torch_ao
 from qtool.quantization.float_form import float_form
 from qtool.quantization.placement import Placement
 from qtool.quantization.rewrites.norms import write_norms
@@ -252,9 +252,9 @@ def test_a_model_that_torch_ao_would_change_is_refused() -> None:
 
 def test_a_torch_without_fx_mode_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.ao.quantization.quantize_fx", None)
-    monkeypatch.delitem(sys.modules, "qtool.quantization.torch_ao")
+    monkeypatch.delitem(sys.modules, "qtool.quantization.engines.torch_ao")
     with pytest.raises(QtoolError, match=rf"FX graph mode; got torch {torch.__version__.split('+')[0]}.*--engine pt2e"):
-        importlib.import_module("qtool.quantization.torch_ao")
+        importlib.import_module("qtool.quantization.engines.torch_ao")
 
 
 def test_what_a_model_does_in_training_alone_is_not_traced() -> None:

@@ -34,15 +34,15 @@ from qtool.graphs.edits import owner, remove_identities
 from qtool.graphs.operators import aten
 from qtool.graphs.programs import arguments
 from qtool.graphs.shapes import open_axes
-from qtool.quantization.align import Misaligned, align, check_quantizers, label_units
 from qtool.quantization.capture import capture, set_modes, user_line
+from qtool.quantization.engines.align import Misaligned, align, check_quantizers, label_units
+from qtool.quantization.engines.module_norms import convolve_norms, folded
+from qtool.quantization.engines.spellings import RESPELT, WRITTEN, refuse_parts
 from qtool.quantization.integers import drop_requantization
-from qtool.quantization.module_norms import convolve_norms, folded
 from qtool.quantization.placement import Placed, Placement
 from qtool.quantization.prepared import Prepared
 from qtool.quantization.rewrites.constants import fold_quantized
 from qtool.quantization.rewrites.matrices import flatten_quantized
-from qtool.quantization.spellings import RESPELT, WRITTEN, refuse_parts
 from qtool.quantization.targets import Pattern, Target
 from qtool.quantization.torchao_api import modules_forgotten
 from qtool.system.quiet import quiet_torch_ao
@@ -57,7 +57,7 @@ try:
     from torch.ao.quantization.fx.tracer import QuantizationTracer
     from torch.ao.quantization.quantize_fx import _convert_to_reference_decomposed_fx, prepare_fx, prepare_qat_fx
 
-    from qtool.quantization.torch_ao_observers import STORAGE, TRANSPARENT, keep_wanted, qconfig
+    from qtool.quantization.engines.torch_ao_observers import STORAGE, TRANSPARENT, keep_wanted, qconfig
 except ImportError as missing:
     raise QtoolError(
         "engine 'torch.ao'", "a torch with torch.ao's FX graph mode", f"torch {torch.__version__} ({missing})",

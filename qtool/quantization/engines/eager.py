@@ -32,9 +32,9 @@ from qtool.form import Plan, QuantizedModel, Unit, quantized
 from qtool.graphs.edits import copied, owner, parameter, remove_identities, set_parameter
 from qtool.graphs.operators import ADAPTIVE_POOLS, AVERAGE_POOLS, MAX_POOLS, aten
 from qtool.nested import call, tensors
-from qtool.quantization.align import align, label_units
 from qtool.quantization.capture import capture
-from qtool.quantization.eager_modules import (
+from qtool.quantization.engines.align import align, label_units
+from qtool.quantization.engines.eager_modules import (
     Leave,
     Requantized,
     converted,
