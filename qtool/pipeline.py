@@ -31,7 +31,7 @@ from qtool.source import require_run_directory
 from qtool.stages import benchmark, export, quantize, sensitivity, train
 from qtool.stages.benchmarking import measured
 from qtool.stages.common import Progress, folder_of, run_of, teller, writable
-from qtool.stages.quantization import require_options
+from qtool.stages.quantization import may_train, require_options
 from qtool.stages.rehearsal import rehearse
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def _require_later(recipe: Recipe) -> None:
 def _told(recipe: Recipe, mode: str) -> tuple[QuantizeConfig, QatConfig | None]:
     """What quantize is told for a variant."""
     config = dataclasses.replace(recipe.quantize, mode=mode)
-    return config, recipe.qat if mode == "qat" or config.has_contract else None
+    return config, recipe.qat if may_train(config) else None
 
 
 def _variant(recipe: Recipe, mode: str, folder: Path, resume: bool, trust: bool, progress: Progress) -> None:

@@ -24,7 +24,6 @@ integer operations   fewer of the multiplying operations run in INT8
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,6 +31,7 @@ from typing import Any
 
 from qtool.artifacts import from_json
 from qtool.errors import ContractError, QtoolError, require_file
+from qtool.stored import EACH, fault_of, is_decibels, is_number, is_text
 from qtool.units import many
 
 Entry = Mapping[str, Any]
@@ -40,47 +40,31 @@ MEMORY_TOLERANCE = 0.10
 HALF_A_POINT = 0.005
 HALF_A_DECIBEL = 0.5
 METRIC_TOLERANCE = 0.01
-EACH = "*"
-_MISSING = object()
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_number(value: Any) -> bool:
-    """Whether a comparison of ``value`` tells something: nothing is better or worse than NaN."""
-    return isinstance(value, int | float) and abs(value) <= sys.float_info.max
-
-
-def _is_decibels(value: Any) -> bool:
-    return _is_number(value) or value in (math.inf, -math.inf)
 
 
 def _is_metric(value: Any) -> bool:
-    return value is None or _is_number(value)  # JSON has no other sign for NaN
+    return value is None or is_number(value)  # JSON has no other sign for NaN
 
 
 def _is_interval(value: Any) -> bool:
-    return value is None or (isinstance(value, list) and len(value) == 2 and all(map(_is_number, value)))
+    return value is None or (isinstance(value, list) and len(value) == 2 and all(map(is_number, value)))
 
 
 READ: dict[str, Any] = {
-    "reference": _is_text, "cpu": {"name": _is_text}, "noise": {"noisy": _is_number},
+    "reference": is_text, "cpu": {"name": is_text}, "noise": {"noisy": is_number},
     "variants": {EACH: {
-        "size_stripped_mib?": _is_number, "peak_memory_mib?": _is_number, "arithmetic?": {EACH: _is_number},
+        "size_stripped_mib?": is_number, "peak_memory_mib?": is_number, "arithmetic?": {EACH: is_number},
         "latency": [{
-            **dict.fromkeys(("batch_size", "latency_p50_ms", "speedup", "spread"), _is_number),
+            **dict.fromkeys(("batch_size", "latency_p50_ms", "speedup", "spread"), is_number),
             "speedup_ci95": _is_interval,
         }],
         "accuracy?": {
-            **dict.fromkeys(("num_samples?", "top1?", "agreement?"), _is_number), "sqnr_db?": _is_decibels,
+            **dict.fromkeys(("num_samples?", "top1?", "agreement?"), is_number), "sqnr_db?": is_decibels,
             "metrics?": {EACH: _is_metric},
         },
     }},
 }  # fmt: skip
-"""What a comparison reads of an earlier result and asks of that, each variant and each row of its latency alike.
-What ends in a question mark may be missing or null."""
+"""What a comparison reads of an earlier result and asks of that, each variant and each row of its latency alike."""
 
 
 @dataclass(frozen=True)
@@ -157,35 +141,10 @@ def read_benchmark(path: Path) -> dict[str, Any]:
         got = getattr(error, "strerror", None) or str(error)
         raise QtoolError(f"'{path}'", "a benchmark.json", got, "give one that qtool benchmark wrote") from error
     figures = value.get("metrics", value) if isinstance(value, dict) else {}
-    fault = _fault(figures, READ, "") if isinstance(figures, dict) else "without its figures"
+    fault = fault_of(figures, READ) if isinstance(figures, dict) else "without its figures"
     if fault:
         raise QtoolError(f"'{path}'", "a benchmark.json", f"JSON {fault}", "give one that qtool benchmark wrote")
     return dict(figures)
-
-
-def _fault(value: Any, asked: Any, at: str) -> str:
-    """The first thing in ``value`` that is missing or not as it is ``asked`` for; empty where all is."""
-    right = isinstance(value, type(asked)) if isinstance(asked, dict | list) else asked(value)
-    if not right:
-        return f"with {str(value)[:20]!r} as {at}"
-    for place, item, kind in _parts(value, asked):
-        where = place if place.startswith("[") or not at else f".{place}"
-        if fault := f"without {at}{where}" if item is _MISSING else _fault(item, kind, f"{at}{where}"):
-            return fault
-    return ""
-
-
-def _parts(value: Any, asked: Any) -> Iterator[tuple[str, Any, Any]]:
-    """What is inside a value: where, the thing itself and what is asked of it."""
-    if isinstance(asked, list):
-        yield from ((f"[{index}]", item, asked[0]) for index, item in enumerate(value))
-    elif isinstance(asked, dict) and EACH in asked:
-        yield from ((key, item, asked[EACH]) for key, item in value.items())
-    elif isinstance(asked, dict):
-        for key, kind in asked.items():
-            name = key.removesuffix("?")
-            if not (key.endswith("?") and value.get(name) is None):
-                yield name, value.get(name, _MISSING), kind
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

@@ -156,6 +156,11 @@ def _require_options(config: QuantizeConfig, tuning: QatConfig | None) -> None:
         read_ranges(Path(config.ranges_from))
 
 
+def may_train(config: QuantizeConfig) -> bool:
+    """Whether a quantization with these options trains, or its search for a contract may."""
+    return config.mode == "qat" or (config.has_contract and config.method == "auto")
+
+
 def _settings(config: QuantizeConfig, tuning: QatConfig | None) -> dict[str, Any]:
     return as_dict(config) | ({"qat": as_dict(tuning)} if tuning else {})
 
@@ -219,10 +224,10 @@ def _quantize_configs(
             raise UsageError(argument(key), "a known name", repr(key), nearest_option(key, known))
     config = configured(QuantizeConfig, config, own)
     _require_use(config)
-    trains = config.mode == "qat" or (config.has_contract and config.method == "auto")
-    if not trains:
-        if other:
-            raise UsageError(argument(next(iter(other))), "mode 'qat'", f"mode '{config.mode}'", "ask for mode 'qat'")
+    if not may_train(config):
+        if other or qat is not None:
+            name = next(iter(other), "qat")
+            raise UsageError(argument(name), "mode 'qat'", f"mode '{config.mode}'", "ask for mode 'qat'")
         return config, None
     shared = {name: own[name] for name in ("device",) if name in own} | {"seed": config.seed}
     tuning = configured(QatConfig, qat, other if qat else shared | other)

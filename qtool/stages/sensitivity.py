@@ -35,6 +35,7 @@ from qtool.stages.common import (
     tidy,
     writable,
 )
+from qtool.stored import EACH, fault_of, is_decibels, is_number, is_text
 from qtool.units import many
 
 if TYPE_CHECKING:
@@ -47,6 +48,17 @@ if TYPE_CHECKING:
 FILE = "sensitivity.json"
 PART = "sensitivity.part.json"
 SCHEMA = 2
+READ: dict[str, Any] = {
+    "identity": {}, "config": {}, "num_samples": is_number,
+    "units": [{"name": is_text, "kind": is_text, "measured": is_text, "sqnr_db": is_decibels, "kl?": is_number,
+               "agreement?": is_number}],
+}  # fmt: skip
+"""What is read of a ``sensitivity.json``."""
+STOPPED: dict[str, Any] = {
+    "state": {"kind": is_text, "num_samples": is_number, "signal": [is_number],
+              "units": {EACH: {"noise": [is_number], "kl": is_number, "agree?": is_number}}},
+}  # fmt: skip
+"""What is read of a ``sensitivity.part.json``."""
 PLACED_BY = (
     "engine",
     "target",
@@ -208,9 +220,9 @@ class Measurement:
         """What a stopped measurement of the very same left."""
         if folder is None or not (folder / PART).exists():
             return None
-        with contextlib.suppress(ValueError, KeyError, OSError):
+        with contextlib.suppress(ValueError, OSError):
             part = json.loads((folder / PART).read_text(encoding="utf-8"))
-            if {key: part[key] for key in self._told()} == self._told():
+            if not fault_of(part, STOPPED) and {key: part.get(key) for key in self._told()} == self._told():
                 return dict(part["state"])
         return None
 
@@ -250,11 +262,11 @@ def read_sensitivity(path: Path) -> dict[str, Any]:
     """Reads a ``sensitivity.json``. Raises QtoolError where it is missing or is not one."""
     try:
         result = from_json(path.read_text(encoding="utf-8"))
-        if result["schema"] != SCHEMA or not {"identity", "config", "units", "num_samples"} <= set(result):
-            raise ValueError(f"no schema {SCHEMA}, or no identity, config or units")
+        if fault := fault_of(result, {"schema": lambda value: value == SCHEMA, **READ}):
+            raise ValueError(f"JSON {fault}")
     except OSError as error:
         raise unreadable(f"'{path}'", "what 'qtool sensitivity' wrote", error) from error
-    except (ValueError, KeyError, TypeError) as error:
+    except ValueError as error:
         raise QtoolError(f"'{path}'", "what 'qtool sensitivity' wrote", str(error), "delete it") from error
     return dict(result)
 

@@ -21,6 +21,7 @@ from qtool.artifacts import read_result, sha256_of
 from qtool.data.specs import load_data
 from qtool.errors import ContractError, QtoolError, UsageError
 from qtool.quantization import search
+from qtool.recipe import QatConfig
 from qtool.reporting.terminal import quantize_lines
 from qtool.stages import load_quantized
 from qtool.steps import loop
@@ -208,6 +209,8 @@ def test_what_repeats_ranges_writes_the_same_file(tmp_path: Path) -> None:
 def test_qat_options_without_qat_and_qat_without_data_are_refused(small_net: str, small_data: str) -> None:
     with pytest.raises(UsageError, match="argument 'epochs': expected mode 'qat'; got mode 'ptq'"):
         qtool.quantize(small_net, small_data, epochs=1)
+    with pytest.raises(UsageError, match="argument 'qat': expected mode 'qat'; got mode 'ptq'"):
+        qtool.quantize(small_net, small_data, qat=QatConfig(epochs=1))
     with pytest.raises(UsageError, match="did you mean 'calibration'"):
         qtool.quantize(small_net, small_data, calibratoin="train:8")
     with pytest.raises(QtoolError, match="expected targets; got inputs alone"):

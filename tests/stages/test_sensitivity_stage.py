@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,34 @@ def test_a_damaged_file_is_named(text: str, trained: Path) -> None:
     (trained / "sensitivity.json").write_text(text)
     with pytest.raises(QtoolError, match=r"sensitivity\.json': expected what 'qtool sensitivity' wrote"):
         qtool.sensitivity(trained, **OPTIONS)
+
+
+def test_an_edited_file_is_named_with_what_is_wrong_in_it(trained: Path) -> None:
+    first = qtool.sensitivity(trained, **OPTIONS)
+    path = trained / "sensitivity.json"
+    whole = path.read_text()
+    edits: list[tuple[str, dict[str, Any]]] = [
+        ("without units[0].sqnr_db", {"units": [{k: v for k, v in first["units"][0].items() if k != "sqnr_db"}]}),
+        ("with 'high' as units[0].kl", {"units": [first["units"][0] | {"kl": "high"}]}),
+        ("with 'none' as units", {"units": "none"}),
+        ("with '[]' as identity", {"identity": []}),
+        ("with 'None' as config", {"config": None}),
+    ]
+    for fault, edit in edits:
+        path.write_text(json.dumps(json.loads(whole) | edit))
+        with pytest.raises(QtoolError, match=re.escape(f"got JSON {fault}; delete it")):
+            qtool.sensitivity(trained, **OPTIONS)
+    path.write_text(whole)
+    assert qtool.sensitivity(trained, **OPTIONS) == first
+
+
+@pytest.mark.parametrize("edit", [{"state": []}, {"state": {"num_samples": 8}}, None])
+def test_what_a_stopped_measurement_left_is_passed_over_where_it_is_no_more_that(edit: Any, trained: Path) -> None:
+    first = qtool.sensitivity(trained, **OPTIONS)
+    (trained / "sensitivity.json").unlink()
+    told = {key: first[key] for key in ("schema", "identity", "config")}
+    (trained / PART).write_text(json.dumps(told | edit if edit else []))
+    assert qtool.sensitivity(trained, **OPTIONS) == first
 
 
 def test_a_file_that_may_not_be_read_is_not_to_be_deleted(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
