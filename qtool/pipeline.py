@@ -92,18 +92,18 @@ def _opened(
         out = folder_of(out)
     if isinstance(recipe, str | Path):
         path = find_recipe(str(recipe))
-        return load_recipe(path, overrides), Path(out or Path("runs") / path.stem)
+        return load_recipe(path, overrides), out or folder_of(Path("runs") / path.stem)
     if not isinstance(recipe, Recipe | Mapping):
         expected, do = "a TOML file, the name of a recipe, a mapping or a Recipe", "pass one of these"
         raise UsageError("argument 'recipe'", expected, kind_of(recipe), do)
     if out is None:
         raise UsageError("argument 'out'", "a run directory for a recipe that has no file", "none", "pass out=…")
     if not isinstance(recipe, Recipe):
-        return from_table(recipe, overrides), Path(out)
+        return from_table(recipe, overrides), out
     if overrides:
         do = "change its fields with dataclasses.replace, or pass a mapping"
         raise UsageError("argument 'overrides'", "none beside a Recipe", ", ".join(overrides), do)
-    return recipe, Path(out)
+    return recipe, out
 
 
 def _require_later(recipe: Recipe) -> None:

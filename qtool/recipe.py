@@ -322,8 +322,11 @@ class BenchmarkConfig(Checked):
     tolerance: float = option(0.05, "how much slower than the one compared with is still as fast", low=0, high=1)
 
     def __post_init__(self) -> None:
-        """Raises UsageError for what is no device, and for one that the provider does not run on."""
+        """Raises UsageError for a device that is none or not the provider's, and a tolerance where nothing reads it."""
         super().__post_init__()
+        if self.compare is None and self.tolerance != BenchmarkConfig.tolerance:
+            do = "add it, or leave it out"
+            raise UsageError(argument("tolerance"), "'compare' beside it", "nothing to compare with", do)
         own = "cuda" if self.provider in ("cuda", "tensorrt") else "cpu"
         if self.device not in ("auto", own) and not self.provider.startswith("torch"):
             raise UsageError(

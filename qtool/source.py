@@ -72,10 +72,10 @@ def is_run_directory(value: object) -> bool:
 
 
 def require_run_directory(path: Path, stage: str) -> Path:
-    """``path`` if ``stage`` was committed there. Raises UsageError with the nearest folder that would do."""
+    """``path``, made absolute, if ``stage`` was committed there; else UsageError with the nearest folder that does."""
     require_nameable(path)
     if has_result(path, stage):
-        return path
+        return path.absolute()
     if not path.is_dir():
         beside = [p.name for p in path.parent.glob("*") if is_run_directory(p)] if path.parent.is_dir() else []
         do = nearest(path.name, beside) if beside else "check the path"

@@ -127,15 +127,23 @@ def test_transformers_models_come_from_a_config(text: str, tmp_path: Path) -> No
         qtool.load_model(f"transformers:{tmp_path / 'model'}", num_classes=256)
 
 
+def _no_connection(*_: Any, **__: Any) -> None:
+    raise OSError("no connection")
+
+
 @pytest.mark.filterwarnings("ignore")
-def test_a_transformers_folder_is_told_from_other_paths(tmp_path: Path) -> None:
+def test_a_transformers_folder_is_told_from_other_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(vocab_size=16, n_positions=8, n_embd=4, n_layer=1, n_head=1)
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "m")
     spec, stored = f"transformers:{tmp_path / 'm'}", f"{tmp_path / 'm'}"
-    for wrong in (f"{spec}2", f"{spec}/conf.json"):
+    for wrong in (f"{spec}2", f"{spec}/conf.json", "transformers:runs/a/m", "transformers:~/m"):
         with pytest.raises(UsageError, match=r"a folder, a config\.json or a name .*; got a path to nothing"):
             qtool.load_model(wrong)
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", _no_connection)
+    with pytest.raises(QtoolError, match="got OSError: no connection; check the name, which is no folder here"):
+        qtool.load_model("transformers:models/typo")
+    monkeypatch.undo()
     with pytest.raises(UsageError, match=rf"--weights pretrained: .*a configuration alone; .* {spec}$"):
         qtool.load_model(f"{spec}/config.json", weights="pretrained")
     with pytest.raises(UsageError, match=rf"a model's folder, .*--weights pretrained with --model {spec}, or"):

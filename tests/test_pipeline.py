@@ -322,6 +322,10 @@ def build():
         ({"quantize": {"max_kl": 1.0, "validation_samples": 1}}, "--max-kl: expected at least 2 .*; got 1"),
         ({"quantize": {"max_kl": 1.0, "calibration": "own.toml"}}, "not among the calibration samples; got 300 of 300"),
         ({"export": {"tune_seconds": 5.0}}, "'tune_seconds': expected 'tune' beside it; got no tuning"),
+        (
+            {"export": {"gates": False, "reference_samples": 3}},
+            "'reference_samples': expected 'gates' beside it; got no gates",
+        ),
         ({"model": "sorts.py:build"}, "kthvalue"),
     ],
 )

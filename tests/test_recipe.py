@@ -76,8 +76,8 @@ def configs(kind: type) -> st.SearchStrategy[Any]:
             if dataclasses.is_dataclass(hints[f.name])
             else st.none()  # an effort goes with settings of its own alone
             if f.name == "effort"
-            else st.just("auto")  # any other goes with a provider that runs there
-            if (kind, f.name) == (BenchmarkConfig, "device")
+            else st.just(f.default)  # any other goes with a provider that runs there, and with a comparison
+            if kind is BenchmarkConfig and f.name in ("device", "tolerance")
             else _values(hints[f.name], f.metadata)
             for f in dataclasses.fields(kind)
         },
@@ -387,6 +387,7 @@ def test_the_help_of_each_function_lists_its_options() -> None:
         (Recipe, {"variants": "ptq"}, "'variants': expected a list"),
         (BenchmarkConfig, {"device": "cuda"}, "'device': expected auto or cpu beside provider 'cpu'.*; got 'cuda'"),
         (BenchmarkConfig, {"device": "cuda:1", "provider": "cuda"}, "'device': expected auto or cuda beside"),
+        (BenchmarkConfig, {"tolerance": 0.1}, "'tolerance': expected 'compare' beside it; got nothing to compare with"),
         (Recipe, {"train": QuantizeConfig()}, "'train': expected a TrainConfig; got a QuantizeConfig"),
     ],
 )

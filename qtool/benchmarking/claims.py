@@ -136,9 +136,12 @@ def _interval(bounds: Sequence[float] | None) -> str:
     return f", 95 % CI {bounds[0]:.2f} to {bounds[1]:.2f}" if bounds else ""
 
 
-def slower_causes(variant: Mapping[str, Any], reference: Mapping[str, Any], where: Mapping[str, Any]) -> list[str]:
+def slower_causes(
+    variant: Mapping[str, Any], timed: tuple[Mapping[str, Any], Mapping[str, Any]], where: Mapping[str, Any]
+) -> list[str]:
     """What is known to keep an INT8 variant from being faster, from what ran.
 
+    ``timed`` is the latency of the reference and that of the variant, at the batch size that is told of.
     ``where``: the provider, the CPU's features and, if known, the target that the file was quantized for. Of a variant
     counts whether it was opened for ``exact_sums``, which a CPU without VNNI has in slower kernels only.
     """
@@ -152,8 +155,9 @@ def slower_causes(variant: Mapping[str, Any], reference: Mapping[str, Any], wher
         causes.append(f"{between} kernels only convert between float and integer")
     if where["provider"] == "cpu" and not {*VNNI, "asimddp"} & set(where["features"]):
         causes.append(SLOW_SUMS if variant.get("exact_sums") else NO_VNNI)
-    if (took := reference["latency"][0]["latency_p50_ms"]) < SMALL_MS:
-        causes.append(f"the model takes {took:.2g} ms, most of it in calling kernels")
+    took = [entry["latency_p50_ms"] for entry in timed]
+    if max(took) < SMALL_MS:
+        causes.append(f"the model takes {took[0]:.2g} ms, most of it in calling kernels")
     return causes
 
 

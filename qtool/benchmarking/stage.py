@@ -273,14 +273,15 @@ def _notes(
     variants: Mapping[str, dict[str, Any]], config: BenchmarkConfig, reference: str, target: str | None
 ) -> list[str]:
     """What a reader of the figures has to know, one sentence each."""
-    told = conflict(), _own_precision(variants, config.provider), _crowded(config), _host_memory(variants)
+    own = _own_precision(variants, config.provider, target)
+    told = conflict(), own, _crowded(config), _host_memory(variants)
     notes = [text for text in told if text]
     where = {"provider": config.provider, "features": cpu_info()["features"], "target": target}
     for name, entry in variants.items():
         claim = check_claim(name, entry["stored"], entry["arithmetic"], config.provider)
         slower = [
-            slower_sentence(name, reference, timed, slower_causes(entry, variants[reference], where))
-            for timed in entry["latency"]
+            slower_sentence(name, reference, timed, slower_causes(entry, (base, timed), where))
+            for base, timed in zip(variants[reference]["latency"], entry["latency"], strict=True)
             if is_integer(name, entry, variants[reference]) and not is_simulation(config.provider)
         ]
         notes += [text for text in (claim, *slower) if text]
@@ -322,12 +323,13 @@ def _is_pinned(config: BenchmarkConfig) -> bool:
     return config.provider in ("cpu", "openvino")
 
 
-def _own_precision(variants: Mapping[str, dict[str, Any]], provider: str) -> str | None:
-    """A sentence where the runtime, left to itself, computes a float file in less than what was measured."""
+def _own_precision(variants: Mapping[str, dict[str, Any]], provider: str, target: str | None) -> str | None:
+    """A sentence where the runtime, left to itself, computes a float file in less than what was measured.
+
+    Without a ``target`` there is no run directory, whose float file can be measured so too.
+    """
     floats = [name for name, entry in variants.items() if set(entry["arithmetic"]) == {"float32"}]
     if provider != "openvino" or not floats or (own := openvino.own_precision()) == "float32":
         return None
-    return (
-        f"{', '.join(floats)}: computed in float32, as asked of OpenVINO; left to itself it takes {own} on this CPU, "
-        f"which --variants bf16 measures"
-    )
+    told = f"{', '.join(floats)}: computed in float32, as asked of OpenVINO; left to itself it takes {own} on this CPU"
+    return told + ", which --variants bf16 measures" * (target is not None)

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from qtool.errors import QtoolError
 from qtool.nested import entries
 from qtool.system.imports import imported
 
@@ -71,7 +72,7 @@ def _paths(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, tuple[Any, 
 def know_types(program: str) -> None:
     """Registers the container types that the JSON of a saved program names, as far as they are not known here.
 
-    Raises QtoolError where they are of transformers, which does not import.
+    Raises QtoolError where they are of transformers, which does not import, or of another package, which was not.
     """
     for spec in _specs(json.loads(program)):
         for module in _TRANSFORMERS.findall(spec):
@@ -79,6 +80,11 @@ def know_types(program: str) -> None:
         for found in _NAMED.finditer(spec):
             if found[0] not in pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE:
                 _make(*found.groups())
+        if foreign := next((name for name in _names(spec) if name not in pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE), None):
+            raise QtoolError(
+                f"saved graph with the type '{foreign}'", "a type that is registered with torch in this process",
+                "one that is not", "import the module that registers it, and open the file after that",
+            )  # fmt: skip
 
 
 def _make(sort: str, name: str, joined: str) -> None:
@@ -123,6 +129,15 @@ def _specs(value: Any) -> Iterator[str]:
             yield item
         else:
             yield from _specs(item)
+
+
+def _names(spec: str) -> Iterator[str]:
+    """What a structure calls its container types, each that is nested in another too."""
+    found = [json.loads(spec)[1]]
+    for node in found:
+        found += node["children_spec"]
+        if node["type"] is not None:  # which a leaf has none of
+            yield node["type"]
 
 
 @contextmanager

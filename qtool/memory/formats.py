@@ -206,9 +206,13 @@ def _unreadable(text: str) -> UsageError:
 
 def parse_scale(text: str) -> Fraction:
     """A scale: a finite number above zero. Raises UsageError."""
-    value = parse(text)
+    where, expected, do = "option '--scale'", "a finite number above 0", "write for example --scale 0.05"
+    try:
+        value = parse(text)
+    except UsageError as error:
+        raise UsageError(where, expected, text, do) from error
     if isinstance(value, float) or value <= 0:
-        raise UsageError("option '--scale'", "a finite number above 0", text, "write for example --scale 0.05")
+        raise UsageError(where, expected, text, do)
     return value
 
 

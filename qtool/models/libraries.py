@@ -8,6 +8,7 @@ library's own constructor does not offer.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from qtool.errors import QtoolError, UsageError, nearest, one_line
 from qtool.system.imports import imported
 
 Builder = Callable[[str, int | None, int | None, bool], nn.Module]
+_ON_THE_HUB = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+"""What a name of Hugging Face's hub looks like; a relative path may too."""
 
 
 def torchvision_model(name: str, num_classes: int | None, in_channels: int | None, pretrained: bool) -> nn.Module:
@@ -85,14 +88,15 @@ def transformers_model(name: str, num_classes: int | None, in_channels: int | No
             return _logits(kind.from_pretrained(name, config=config, ignore_mismatched_sizes=True).float())
         return _logits(kind(config).float())
 
-    model: nn.Module = _built("transformers", name, build)
+    do = "check the name and its needs" if Path(name).exists() else "check the name, which is no folder here"
+    model: nn.Module = _built("transformers", name, build, do)
     return model
 
 
 def _require_there(name: str, pretrained: bool) -> None:
     """Raises UsageError for a path that leads nowhere, which no hub name looks like, and for one without weights."""
     path = Path(name)
-    if (path.is_absolute() or name.startswith(".") or path.suffix == ".json") and not path.exists():
+    if (path.suffix == ".json" or not _ON_THE_HUB.fullmatch(name)) and not path.exists():
         where, expected = f"model 'transformers:{name}'", "a folder, a config.json or a name of Hugging Face's hub"
         raise UsageError(where, expected, "a path to nothing", "check the path")
     if pretrained and path.is_file():
@@ -131,16 +135,14 @@ def _close(name: str, names: list[str]) -> str:
     return found if found.startswith("did") else "list them with the library's list_models()"
 
 
-def _built(library: str, name: str, build: Callable[[], Any]) -> Any:
+def _built(library: str, name: str, build: Callable[[], Any], do: str = "check the name and its needs") -> Any:
     try:
         return build()
     except QtoolError:
         raise
     except Exception as error:
         got = f"{type(error).__name__}: {one_line(error)[:300]}"
-        raise QtoolError(
-            f"model '{library}:{name}'", "a model that builds", got, "check the name and its needs"
-        ) from error
+        raise QtoolError(f"model '{library}:{name}'", "a model that builds", got, do) from error
 
 
 LIBRARIES: dict[str, Builder] = {

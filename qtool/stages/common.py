@@ -117,16 +117,19 @@ def run_of(what: Any) -> Any:
 
 
 def folder_of(out: object) -> Path:
-    """``out`` as a path. Raises UsageError for what is none."""
-    return path_of(out, argument("out"), "the path of a folder", "name a folder")
+    """``out`` as a path that stays, whatever becomes the current folder. Raises UsageError for what is none."""
+    return path_of(out, argument("out"), "the path of a folder", "name a folder").absolute()
 
 
 def writable(out: AnyPath | None) -> Path | None:
-    """``out`` as a path, looked at before any work is done. Raises UsageError where no folder can be made there."""
+    """``out`` as :func:`folder_of` has it, looked at before any work is done, as it was given.
+
+    Raises UsageError where no folder can be made there.
+    """
     if out is None:
         return None
     folder = folder_of(out)
-    require_writable(folder)
+    require_writable(Path(out))
     return folder
 
 

@@ -104,10 +104,13 @@ def export(
 
 
 def require_use(config: ExportConfig) -> None:
-    """Raises UsageError for what says how to tune where nothing is tuned."""
-    for name in ("tune_threads", "tune_batch_size", "tune_seconds"):
-        if not config.tune and getattr(config, name) != getattr(ExportConfig(), name):
-            raise UsageError(argument(name), "'tune' beside it", "no tuning", "add it, or leave it out")
+    """Raises UsageError for what says how to tune where nothing is tuned, or how a gate judges where none does."""
+    read_by = {"tune": ("tune_threads", "tune_batch_size", "tune_seconds"), "gates": ("reference_samples",)}
+    for other in (name for name in read_by if not getattr(config, name)):
+        for name in read_by[other]:
+            if getattr(config, name) != getattr(ExportConfig(), name):
+                got = {"tune": "no tuning", "gates": "no gates"}[other]
+                raise UsageError(argument(name), f"'{other}' beside it", got, "add it, or leave it out")
 
 
 def _digest(record: Mapping[str, Any]) -> str:

@@ -105,7 +105,7 @@ def quantize(
 
     if folder and is_done(tell):
         return load_quantized(folder)
-    writable(folder)
+    folder = writable(folder)
     tell(f"quantize: {config.mode}, calibrated on {_describe(drawn)}")
     forms = _forms(source)
     make = _maker(source, tuning, inputs, folder, resume, progress, known, forms)

@@ -119,7 +119,18 @@ RULES = (
         "lower it, to 0.999 for example, or leave it out",
     ),
     Rule(
-        "--momentum", lambda c: c.momentum >= 1, "at least 0 and below 1", "{momentum}", "lower it, to 0.9 for example"
+        "--momentum",
+        lambda c: c.optimizer != "sgd" and c.momentum != TrainConfig.momentum,
+        "--optimizer sgd, which alone has it",
+        "--optimizer {optimizer}",
+        "pass --optimizer sgd, or leave --momentum out",
+    ),
+    Rule(
+        "--momentum",
+        lambda c: c.optimizer == "sgd" and c.momentum >= 1,
+        "at least 0 and below 1",
+        "{momentum}",
+        "lower it, to 0.9 for example",
     ),
     Rule(
         "--micro-batches",
@@ -183,6 +194,13 @@ RULES = (
         "weights that stay in place, so that they can be told from the activations that are moved",
         "--strategy fsdp, which gathers and frees them between its blocks",
         "pass --activation-checkpointing instead, or --strategy ddp",
+    ),
+    Rule(
+        "--no-reshard",
+        lambda c: not c.reshard and c.strategy != "fsdp",
+        "--strategy fsdp, whose blocks gather weights",
+        "--strategy {strategy}",
+        "pass --strategy fsdp, or leave --no-reshard out",
     ),
     Rule(
         "--weight-offload",

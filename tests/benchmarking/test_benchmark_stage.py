@@ -65,9 +65,11 @@ def test_openvino_tells_what_it_would_compute_floats_in_and_measures_that_as_bf1
     found = benchmark(given, config, precisions={name: name for name in given if name == "bf16"})
     assert found["variants"]["fp32"]["arithmetic"] == {"float32": 3}
     assert not able or found["variants"]["bf16"]["arithmetic"] == {"bfloat16": 3}
-    assert "fp32: computed in float32, as asked of OpenVINO; left to itself it takes bfloat16" in found["notes"][0]
+    told = "fp32: computed in float32, as asked of OpenVINO; left to itself it takes bfloat16 on this CPU"
+    assert found["notes"][0] == told, "beside files --variants is refused"
+    assert stage._own_precision(found["variants"], "openvino", "openvino") == told + ", which --variants bf16 measures"
     monkeypatch.setattr(stage.openvino, "own_precision", lambda: "float32")
-    assert stage._own_precision(found["variants"], "openvino") is None
+    assert stage._own_precision(found["variants"], "openvino", None) is None
 
 
 def test_a_name_says_nothing_of_the_precision_that_a_file_is_computed_in(files):

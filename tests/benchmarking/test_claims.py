@@ -119,13 +119,22 @@ CAUSES = [
 ]
 
 
+def latencies(took, slower=1.1):
+    """The latency of a reference and of a variant."""
+    return {"latency_p50_ms": took}, {"latency_p50_ms": took * slower}
+
+
 @pytest.mark.parametrize(("ran", "conversions", "features", "took", "words"), CAUSES)
 def test_causes_are_named_from_what_ran(ran, conversions, features, took, words):
     variant = {"arithmetic": ran, "num_conversions": conversions}
-    reference = {"latency": [{"latency_p50_ms": took}]}
-    told = slower_causes(variant, reference, {"provider": "cpu", "features": features})
+    told = slower_causes(variant, latencies(took), {"provider": "cpu", "features": features})
     assert len(told) == len(words)
     assert all(word in text for word, text in zip(words, told, strict=True))
+
+
+def test_calls_of_kernels_are_no_cause_of_ten_times_as_long():
+    where = {"provider": "cpu", "features": ["avx512_vnni"]}
+    assert not slower_causes({"arithmetic": {"int8": 8}}, latencies(0.1, slower=10), where)
 
 
 @pytest.mark.parametrize(("provider", "features", "told"), [
@@ -134,7 +143,7 @@ def test_causes_are_named_from_what_ran(ran, conversions, features, took, words)
 def test_where_sums_are_exact_in_slower_kernels_only_it_is_told_what_to_do(provider, features, told):
     variant = {"arithmetic": {"int8": 8}, "exact_sums": True}
     where = {"provider": provider, "features": features}
-    (cause,) = slower_causes(variant, {"latency": [{"latency_p50_ms": 5.0}]}, where) or [""]
+    (cause,) = slower_causes(variant, latencies(5.0), where) or [""]
     assert ("no VNNI" in cause and "where an output layer shares an embedding table" in cause) is told
 
 
@@ -145,7 +154,7 @@ TARGETS += [("ort-cpu", "openvino", True), ("ort-cpu", "torch", False)]
 @pytest.mark.parametrize(("target", "provider", "elsewhere"), TARGETS)
 def test_a_file_for_another_runtime_is_sent_there(target, provider, elsewhere):
     where = {"provider": provider, "features": ["avx512_vnni"], "target": target}
-    told = slower_causes({"arithmetic": {"int8": 8}}, {"latency": [{"latency_p50_ms": 5.0}]}, where)
+    told = slower_causes({"arithmetic": {"int8": 8}}, latencies(5.0), where)
     made_for = str(target).removeprefix("ort-")
     assert told == [f"it was quantized for {made_for}, where --provider {made_for} measures it"] * elsewhere
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -143,6 +144,19 @@ def test_layers_of_a_model_multiply_their_stored_integers_and_pass_the_gates(bit
     (got,) = session.run({"x": X.numpy()})
     assert sqnr_db(fast_simulation(quantized)(X), torch.from_numpy(got)) > 60
     assert sqnr_db(quantized(X), torch.from_numpy(got)) < 60  # whose inputs are not rounded
+
+
+@pytest.mark.parametrize("group", [None, 16])
+def test_small_layers_of_equal_weights_are_each_multiplied_as_stored(group: int | None, tmp_path: Path) -> None:
+    """What they store has at most 1,024 numbers, of which the exporter writes equal ones once."""
+    torch.manual_seed(0)
+    first, x = nn.Linear(32, 32, bias=False), X[..., :32]
+    net = nn.Sequential(first, nn.Tanh(), copy.deepcopy(first))
+    exported = export(made(net, x, group_size=group), tmp_path, ExportConfig(gates=False), samples=[x])
+    kernels = Counter(node.op_type for node in optimized_graph(exported.files["int8"]).graph.node)
+    assert kernels["MatMulNBits"] == 2
+    (got,) = open_session(exported.files["int8"]).run({"input": x.numpy()})
+    assert sqnr_db(net(x), torch.from_numpy(got)) > 30
 
 
 @pytest.mark.parametrize("bits", [8, 4])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import zipfile
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -81,13 +82,16 @@ def test_types_of_transformers_are_imported_and_no_other_module(monkeypatch: pyt
     monkeypatch.setattr(importlib, "import_module", imported.append)
 
     def spec(name: str) -> str:
-        return json.dumps({"signature": [{"out_spec": json.dumps([1, {"type": name, "context": "[]"}])}]})
+        return json.dumps(
+            {"signature": [{"out_spec": json.dumps([1, {"type": name, "context": "[]", "children_spec": []}])}]}
+        )
 
     for name in (
         "transformers.modeling_outputs.TokenClassifierOutput", "transformers.models.vits.modeling_vits.VitsModelOutput",
         "transformers.trainer.Trainer", "os.path", "evil.modeling_outputs.Output",
     ):  # fmt: skip
-        know_types(spec(name))
+        with suppress(QtoolError):  # that it is not registered
+            know_types(spec(name))
     named = ["transformers.modeling_outputs", "transformers.models.vits.modeling_vits"]
     assert [name for name in imported if name != "transformers"] == named
 
@@ -99,3 +103,7 @@ def test_types_of_transformers_are_imported_and_no_other_module(monkeypatch: pyt
         QtoolError, match=r"'transformers\.modeling_outputs': expected .* got No module .*; run: pip install"
     ):
         know_types(spec("transformers.modeling_outputs.BaseModelOutput"))
+    with pytest.raises(
+        QtoolError, match=r"'mine\.Box': expected .* registered .*; import the module that registers it"
+    ):
+        know_types(spec("mine.Box"))

@@ -166,9 +166,9 @@ def test_what_is_no_number_is_refused(text: str) -> None:
         parse(text)
 
 
-@pytest.mark.parametrize("text", ["0", "-1", "inf", "nan"])
+@pytest.mark.parametrize("text", ["0", "-1", "inf", "nan", "abc", "1e301"])
 def test_scales_are_positive(text: str) -> None:
-    with pytest.raises(UsageError, match="--scale"):
+    with pytest.raises(UsageError, match=f"option '--scale': expected a finite number above 0; got {text}; write"):
         parse_scale(text)
 
 

@@ -23,6 +23,7 @@ from qtool.errors import ContractError, QtoolError, UsageError
 from qtool.quantization import search
 from qtool.recipe import QatConfig
 from qtool.reporting.terminal import quantize_lines
+from qtool.source import require_run_directory
 from qtool.stages import load_quantized
 from qtool.steps import loop
 
@@ -295,6 +296,22 @@ def test_a_calibration_recipe_is_found_again_from_any_folder(
     assert qtool.sensitivity(small_net, small_data, config=config)["num_samples"] == 8
     qtool.quantize(small_net, small_data, out="again", ranges_from="ranges.json", effort="fast")
     assert read_result(Path("again"), "quantize")["config"]["ranges_from"] == str(tmp_path / "q" / "ranges.json")
+
+
+def test_a_stage_keeps_to_its_folders_wherever_it_is_led_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches = [torch.randn(4, 8, generator=torch.Generator().manual_seed(i)) for i in range(2)]
+    (tmp_path / "elsewhere").mkdir()
+
+    def led_away(text: str) -> None:
+        os.chdir(tmp_path / "elsewhere")
+
+    monkeypatch.chdir(tmp_path)
+    qtool.quantize(nn.Sequential(nn.Linear(8, 4)), batches, out="a/q", effort="fast", progress=led_away)
+    os.chdir(tmp_path)
+    assert require_run_directory(Path("a/q"), "quantize") == tmp_path / "a" / "q"
+    assert not any((tmp_path / "elsewhere").iterdir())
 
 
 @pytest.mark.parametrize("stage", ["train", "quantize", "export"])

@@ -26,6 +26,8 @@ BROKEN = [
     ({"label_smoothing": 1.0}, "--label-smoothing: expected a share below 1"),
     ({"ema": 1.0}, "--ema: expected a decay below 1"),
     ({"optimizer": "sgd", "momentum": 1.5}, "--momentum: expected at least 0 and below 1; got 1.5"),
+    ({"momentum": 0.5}, "--momentum: expected --optimizer sgd.*; got --optimizer adamw; pass --optimizer sgd"),
+    ({"reshard": False}, "--no-reshard: expected --strategy fsdp.*; got --strategy ddp"),
     ({"keep": ("precision",)}, "pass --memory-budget"),
     ({"activation_offload": True}, "host memory"),
     ({"devices": 8, "batch_size": 4}, "8 devices and --batch-size 4"),

@@ -4,8 +4,9 @@ Its kernel for such weights (MatMulNBits) reads them as inputs × outputs, in 4 
 to 8 bits as it comes (:mod:`qtool.exporting.block_products`). The exporter writes outputs × inputs and a Gemm that
 turns them, which the runtime does not recognise: it dequantizes the whole weight in every run, slower than FP32 several
 times over. So they are stored turned. Where a lookup reads the same integers, a Transpose turns them instead, which the
-runtime does once. It recognises no scales that something else reads: those are stored twice, and so are those that are
-equal by chance, which the exporter stores once (the layers of an untrained ``nn.TransformerEncoder`` are copies).
+runtime does once. It recognises no weight or scales that something else reads: those are stored twice, and so are
+those that are equal by chance, which the exporter stores once (the layers of an untrained ``nn.TransformerEncoder`` are
+copies).
 
 Where inputs share scales in groups, the graph has a row for each group and a reshape; the file has ONNX's own form, a
 DequantizeLinear with ``block_size``.
@@ -53,6 +54,8 @@ def _rewrite(model: ir.Model, units: Collection[str], *, turned: bool) -> int:
             _turn(model, weight, readers)
         else:
             continue
+        if turned:
+            _set_apart(model, readers)
         for layer in readers:
             layer.attributes["transB"] = ir.AttrInt64("transB", 0)
             clips_apart.set_apart(model, layer)
@@ -93,6 +96,23 @@ def _turn(model: ir.Model, weight: ir.Value, layers: list[ir.Node]) -> None:
             layer.replace_input_with(1, real.outputs[0])
         if not weight.consumers():
             model.graph.remove(source, safe=True)
+
+
+def _set_apart(model: ir.Model, layers: list[ir.Node]) -> None:
+    """Gives each of several layers that read one weight a dequantizer of its own, and what is stored for it."""
+    for number, layer in enumerate(layers[1:], 2):
+        weight = layer.inputs[1]
+        assert weight is not None
+        source = weight.producer()
+        assert source is not None
+        name = f"{weight.name}/{number}"
+        again = ir.node(DEQUANTIZE, source.inputs, source.attributes, name=name)
+        again.outputs[0].name, again.outputs[0].dtype, again.outputs[0].shape = name, weight.dtype, weight.shape
+        model.graph.insert_before(layer, again)
+        for index, stored in enumerate(source.inputs):
+            if stored is not None and stored.is_initializer():
+                _own(model, again, index)
+        layer.replace_input_with(1, again.outputs[0])
 
 
 def _join_groups(model: ir.Model, weight: ir.Value, source: ir.Node, layers: list[ir.Node]) -> None:
