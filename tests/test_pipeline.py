@@ -196,7 +196,7 @@ def test_other_test_data_and_labels_are_measured_and_handed_on_though_the_model_
     assert sha256_of(run / "ptq" / "int8.pt2") == graph
     top1 = told["variants"]["ptq"]["benchmark"]["metrics"]["variants"]["fp32"]["accuracy"]["top1"]
     assert top1 == told["train"]["metrics"]["top1"]
-    assert "d" in pipeline.inspect(run / "ptq" / "model.int8.onnx")["metadata"]["qtool.data.labels"]
+    assert "d" in pipeline.inspect(run / "ptq" / "model.int8.onnx")["metadata"]["qtool.labels"]
     assert "export: again, since source changed" in lines
     assert any(line.startswith("benchmark: again, since") and "data" in line for line in lines)
     counted.done.clear()

@@ -67,7 +67,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[QuantizedModel, 
     nn.init.uniform_(model.stem[1].bias, -1, 1)
     form = made(model)
     path = tmp_path_factory.mktemp("onnx") / "net.onnx"
-    save(quantized_to_onnx(form, OPSET), path, {"qtool.data.labels": '["a", "b"]'})
+    save(quantized_to_onnx(form, OPSET), path, {"qtool.labels": '["a", "b"]'})
     return form, path
 
 
@@ -180,7 +180,7 @@ def test_the_file_is_valid_tells_its_opset_and_holds_what_it_was_given(exported:
     model = onnx.load(path)
     assert {entry.domain: entry.version for entry in model.opset_import}[""] == OPSET
     told = {entry.key: entry.value for entry in model.metadata_props}
-    assert told == {"qtool.data.labels": '["a", "b"]'}  # and no option for a session: no product can saturate
+    assert told == {"qtool.labels": '["a", "b"]'}  # and no option for a session: no product can saturate
     assert str(Path(__file__).parent).encode() not in path.read_bytes()
     assert str(Path(torch.__file__).parent).encode() not in path.read_bytes()
 

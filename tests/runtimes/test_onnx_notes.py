@@ -14,7 +14,7 @@ from onnx import TensorProto, helper, numpy_helper
 from qtool.runtimes.onnx_notes import EXACT_SUMS, SESSION, asks_for_exact_sums, metadata
 
 WEIGHTS = 1 << 22
-TOLD = {"": "empty", "qtool.data.labels": '["ä", "b"]', "long": "x" * 70_000, "none": ""}
+TOLD = {"": "empty", "qtool.labels": '["ä", "b"]', "long": "x" * 70_000, "none": ""}
 
 
 @pytest.fixture(scope="module")

@@ -433,7 +433,7 @@ def test_every_rebuilt_kind_is_one_that_torch_has() -> None:
 def test_a_torch_without_eager_quantization_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.ao.nn.intrinsic.quantized", None)
     for name in ("eager", "eager_modules"):
-        monkeypatch.delitem(sys.modules, f"qtool.quantization.{name}")
+        monkeypatch.delitem(sys.modules, f"qtool.quantization.engines.{name}")
     with pytest.raises(QtoolError, match=r"a torch with torch\.ao's quantized modules; got torch"):
         importlib.import_module("qtool.quantization.engines.eager")
 
