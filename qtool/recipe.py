@@ -141,8 +141,8 @@ class QatConfig(TrainConfig):
         None, "also train what leaves these modules (patterns) towards the float model's"
     )
     step_size: str = option(
-        "observed", "ranges as moving averages of what is observed, or learned by gradients (LSQ, LSQ+)",
-        choices=STEP_SIZES,
+        "observed", "ranges as they are calibrated, and observed further until they are frozen, or learned by "
+        "gradients (LSQ, LSQ+)", choices=STEP_SIZES,
     )  # fmt: skip
     ema: float | None = option(
         None, "ship the exponential moving average of the weights, with this decay per step", low=0, high=1
@@ -151,15 +151,25 @@ class QatConfig(TrainConfig):
         0.0, "fraction of the steps after which batch-norm statistics are frozen; 0: they stay the trained ones",
         low=0, high=1,
     )  # fmt: skip
-    freeze_observers: float = option(
-        0.7, "fraction of the steps after which the quantization ranges are frozen", low=0, high=1
-    )
+    freeze_observers: float | None = option(
+        None, "fraction of the steps after which the quantization ranges are frozen; auto: 0 of observed ranges, which "
+        "stay the calibrated ones, and 0.7 of learned ones", low=0, high=1, words={"auto": None},
+    )  # fmt: skip
 
     def settled(self, bits: int) -> QatConfig:
-        """The config with a learning rate: where it is left open 1e-5 for 8 bits, twice as much for each bit less."""
-        if self.learning_rate is not None:
-            return self
-        return dataclasses.replace(self, learning_rate=1e-5 * 2 ** (8 - bits))
+        """The config with numbers where they were left open: a learning rate, and when ranges are frozen.
+
+        The rate is 1e-5 for 8 bits, twice as much for each bit less.
+        """
+        rate = 1e-5 * 2 ** (8 - bits) if self.learning_rate is None else self.learning_rate
+        return dataclasses.replace(self, learning_rate=rate, freeze_observers=self.frozen_from)
+
+    @property
+    def frozen_from(self) -> float:
+        """The fraction of the steps after which ranges are frozen."""
+        if self.freeze_observers is not None:
+            return self.freeze_observers
+        return 0.7 if self.step_size == "learned" else 0.0
 
 
 @dataclass(frozen=True)

@@ -218,7 +218,10 @@ def test_qat_inherits_the_training_options_with_its_own_defaults() -> None:
     assert QatConfig().settled(4).learning_rate == 1.6e-4 < TrainConfig().learning_rate
     assert make(QatConfig, {"learning_rate": 0.5}).settled(4).learning_rate == 0.5
     assert make(QatConfig, {"learning_rate": 0}).settled(8).learning_rate == 0.0  # asked for, and not auto
-    assert make(QatConfig, {"learning_rate": "auto"}) == QatConfig()
+    assert make(QatConfig, {"learning_rate": "auto", "freeze_observers": "auto"}) == QatConfig()
+    assert QatConfig().settled(8).freeze_observers == 0.0
+    assert QatConfig(step_size="learned").settled(8).freeze_observers == 0.7
+    assert QatConfig(step_size="learned", freeze_observers=0.0).settled(8).freeze_observers == 0.0
     assert "16-mixed" in PRECISIONS
 
 

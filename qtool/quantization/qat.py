@@ -7,10 +7,12 @@ first step does not see a network quantized to noise. Then, in order: batch-norm
 of the steps, and the ranges after another, so that the last steps train exactly the integers that will be shipped. A
 folded weight's range follows its batch-norm, and is frozen when both are.
 
-By default statistics are frozen from the start. Batches of fine-tuning are small and few, and seldom augmented as those
-of training were: live statistics alone, without one step of the weights, took a ResNet-20 from 37.4 dB at the logits
-to 26.2. The learning rate matters as much: Adam's first steps move every weight by it whatever the gradient, and an
-8-bit step is some 2e-3 of a weight, so that rates of ordinary fine-tuning are noise in the last bits.
+By default both are frozen from the start. Batches of fine-tuning are small and few, and seldom augmented as those of
+training were: live statistics alone, without one step of the weights, took a ResNet-20 from 37.4 dB at the logits to
+26.2. Moving averages of their extremes undo the ranges of least output error that training starts from, which cost a
+small ResNet 1.2 dB at 8 bits and 2.3 at 4; learned ranges are frozen after 0.7. The learning rate matters as much:
+Adam's first steps move every weight by it whatever the gradient, and an 8-bit step is some 2e-3 of a weight, so that
+rates of ordinary fine-tuning are noise in the last bits.
 
 Left out on purpose: weights in 16 bits (``16-true``, ``bf16-true``). A weight that is itself rounded to 8 or 11 bits of
 significand is not the one whose rounding to integers is to be trained; mixed precision keeps it in float32.
@@ -157,7 +159,7 @@ class QatHooks(Hooks):
         """Freezes batch-norm statistics, then ranges, once their fraction of the steps is done."""
         if self.average is not None:
             self.average.update(_graph_of(model), step)
-        norms, ranges = step >= self.config.freeze_bn * total, step >= self.config.freeze_observers * total
+        norms, ranges = step >= self.config.freeze_bn * total, step >= self.config.frozen_from * total
         if (norms, ranges) != (self.frozen_norms, self.frozen_ranges):
             self.frozen_norms, self.frozen_ranges = norms, ranges
             self.mode(model, True)

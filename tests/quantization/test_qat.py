@@ -188,6 +188,15 @@ def test_statistics_and_ranges_are_frozen_in_turn(engine: str, trained: nn.Modul
         assert not any(moved[frozen:]), names
 
 
+def test_ranges_stay_those_of_post_training_quantization(trained: nn.Module) -> None:
+    after = quantize(trained, QuantizeConfig(algorithms=None), **SAMPLES)
+    ranges = qat(trained, "pt2e", config()).ranges
+    assert ranges.keys() <= after.ranges.keys()
+    for name, found in ranges.items():
+        assert found["low"] == pytest.approx(after.ranges[name]["low"]), name
+        assert found["high"] == pytest.approx(after.ranges[name]["high"]), name
+
+
 def test_a_weights_range_follows_its_batch_norm_until_both_are_frozen(trained: nn.Module) -> None:
     kept: dict[str, Any] = {}
     qat(trained, "pt2e", config(freeze_bn=0.75, freeze_observers=0.25), kept)
@@ -248,12 +257,13 @@ def test_a_resumed_run_gives_the_same_bits(engine: str, killed_after: int, train
     assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
 
 
-def test_the_hooks_state_is_what_is_frozen() -> None:
-    hooks, again = QatHooks(config(), _ignore), QatHooks(config(), _ignore)
+@pytest.mark.parametrize(("step_size", "frozen"), [("observed", True), ("learned", False)])
+def test_the_hooks_state_is_what_is_frozen(step_size: str, frozen: bool) -> None:
+    hooks, again = (QatHooks(config(step_size=step_size), _ignore) for _ in range(2))
     graph = torch.fx.symbolic_trace(nn.Identity())
     hooks.before_step(graph, 7, 12)
     again.load_state_dict(hooks.state_dict())
-    assert (again.frozen_norms, again.frozen_ranges) == (True, False)
+    assert (again.frozen_norms, again.frozen_ranges) == (True, frozen)
 
 
 def _ignore(graph: GraphModule, *, batch_norm: bool, dropout: bool) -> None:
