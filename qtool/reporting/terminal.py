@@ -133,7 +133,7 @@ def export_lines(result: Result) -> Iterator[Any]:
     files = sorted(result["outputs"].values(), key=lambda entry: -entry["size_bytes"])
     reference = result["outputs"].get("fp32")
     for entry in files:
-        told = f"export: {entry['file']}, {entry['size_bytes'] / MIB:.3f} MiB"
+        told = f"export: {entry['file']}, {entry['size_bytes'] / MIB:.3f} MiB on disk"
         if reference and entry is not reference:
             phrase = size_phrase(entry["size_bytes"] / reference["size_bytes"])
             told += f", {phrase} {'as' if phrase == 'as large' else 'than'} FP32"

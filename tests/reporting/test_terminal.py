@@ -101,9 +101,8 @@ def test_units_whose_operands_are_float_are_one_line(capsys: pytest.CaptureFixtu
 
 def test_export_gives_sizes_and_gates(capsys: pytest.CaptureFixture[str]) -> None:
     text = shown(capsys, "export", EXPORT)
-    assert "model.fp32.onnx, 6.000 MiB\n" in text
-    assert "model.fp32.onnx, 6.000 MiB\n" in text
-    assert "model.int8.onnx, 1.500 MiB, 4.00x smaller than FP32\n" in text
+    assert "model.fp32.onnx, 6.000 MiB on disk\n" in text
+    assert "model.int8.onnx, 1.500 MiB on disk, 4.00x smaller than FP32\n" in text
     assert [line.split() for line in text.splitlines()[2:]] == [
         ["size", "passed", "within", "1", "%"],
         ["integer", "reference", "not", "run", "this", "CPU", "has", "no", "VNNI"],
@@ -196,9 +195,9 @@ def test_a_file_larger_than_fp32_is_told_as_such(capsys: pytest.CaptureFixture[s
     sizes = {"int8": 5 * 2**20, "fp32": 4 * 2**20, "fp16": 4 * 2**20}
     outputs = {name: {"file": f"{name}.onnx", "size_bytes": size} for name, size in sizes.items()}
     text = shown(capsys, "export", {"outputs": outputs, "metrics": {"gates": []}})
-    assert "int8.onnx, 5.000 MiB, 1.25x larger than FP32\n" in text
-    assert "fp32.onnx, 4.000 MiB\n" in text
-    assert "fp16.onnx, 4.000 MiB, as large as FP32\n" in text
+    assert "int8.onnx, 5.000 MiB on disk, 1.25x larger than FP32\n" in text
+    assert "fp32.onnx, 4.000 MiB on disk\n" in text
+    assert "fp16.onnx, 4.000 MiB on disk, as large as FP32\n" in text
 
 
 @pytest.mark.parametrize(("words", "printed"), [((), True), (("--quiet",), False), (("--json",), False)])
