@@ -140,8 +140,16 @@ def torchrun_of_forks(*words: str) -> None:
     """What :func:`torchrun` does, whose processes are such ones too."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
 
-    told = Path(os.readlink("/proc/self/fd/1"))
-    with mock.patch.object(SubprocessHandler, "_popen", lambda self, words, env: Popen(words, env, told.open("a"))):
+    told, close = Path(os.readlink("/proc/self/fd/1")), SubprocessHandler.close
+
+    def closed(self: Any, death_sig: Any = None) -> None:
+        with contextlib.suppress(ProcessLookupError):  # the server that forked it knows sooner of its end than torchrun
+            close(self, death_sig)
+
+    with (
+        mock.patch.object(SubprocessHandler, "_popen", lambda self, words, env: Popen(words, env, told.open("a"))),
+        mock.patch.object(SubprocessHandler, "close", closed),
+    ):
         torchrun(*words)
 
 

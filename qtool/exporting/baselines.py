@@ -26,12 +26,12 @@ from torch.fx import GraphModule, Interpreter, Node
 from qtool.errors import QtoolError
 from qtool.evaluate import unlike
 from qtool.exporting import onnx_file
-from qtool.exporting.gates import Gate
+from qtool.exporting.gates.gate import Gate
+from qtool.exporting.gates.parity import feeds_of
+from qtool.exporting.gates.simulation import interpret
 from qtool.exporting.half_masks import LARGEST, LIMIT, HalfMasks, beyond_in
-from qtool.exporting.integer_reference import CONTROL_FLOW
-from qtool.exporting.parity import feeds_of
 from qtool.exporting.passes import turned_batches
-from qtool.exporting.simulation import interpret
+from qtool.exporting.reference.integer_reference import CONTROL_FLOW
 from qtool.exporting.to_onnx import save
 from qtool.graphs.captured import call_captured
 from qtool.graphs.operators import packet_of

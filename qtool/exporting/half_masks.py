@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
-from qtool.exporting.simulation import interpret
+from qtool.exporting.gates.simulation import interpret
 from qtool.graphs.captured import call_captured
 from qtool.graphs.operators import packet_of
 from qtool.masks import within

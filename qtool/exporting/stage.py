@@ -18,14 +18,15 @@ import onnx
 from torch.fx import GraphModule
 
 from qtool.errors import QtoolError
-from qtool.exporting import baselines, half_masks, openvino_coverage, parity
-from qtool.exporting.coverage import coverage
-from qtool.exporting.end_to_end import end_to_end
-from qtool.exporting.gates import Gate
-from qtool.exporting.integer_reference import IntegerReference
-from qtool.exporting.other_sizes import OtherSizes
-from qtool.exporting.saturation import saturation, saturation_in_openvino
-from qtool.exporting.size import size
+from qtool.exporting import baselines, half_masks
+from qtool.exporting.gates import openvino_coverage, parity
+from qtool.exporting.gates.coverage import coverage
+from qtool.exporting.gates.end_to_end import end_to_end
+from qtool.exporting.gates.gate import Gate
+from qtool.exporting.gates.other_sizes import OtherSizes
+from qtool.exporting.gates.saturation import saturation, saturation_in_openvino
+from qtool.exporting.gates.size import size
+from qtool.exporting.reference.integer_reference import IntegerReference
 from qtool.exporting.to_onnx import default_opset, float_to_onnx, quantized_to_onnx, save
 from qtool.form import Plan, QuantizedModel
 from qtool.nested import micro_batches

@@ -27,8 +27,9 @@ from torch.fx import GraphModule
 
 from qtool.artifacts import atomic_path
 from qtool.errors import QtoolError, UsageError, one_line
-from qtool.exporting import adaptive_pools, attention, norms, onnx_file, plain_forms, recurrent
+from qtool.exporting import onnx_file
 from qtool.exporting.exporter import distinct_quantizers, exact_constants, quicker
+from qtool.exporting.operators import adaptive_pools, attention, norms, plain_forms, recurrent
 from qtool.exporting.passes import (
     activations,
     bare_weights,

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from qtool.errors import UsageError
-from qtool.exporting.end_to_end import sqnr_in_torch
+from qtool.exporting.gates.end_to_end import sqnr_in_torch
 from qtool.exporting.groups import Block, Group, blocks, candidates, kernel_seconds
 from qtool.exporting.revert import in_float
 from qtool.exporting.to_onnx import float_to_onnx, quantized_to_onnx, save

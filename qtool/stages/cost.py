@@ -39,7 +39,7 @@ class Cost:
 
     def size_bytes(self, model: QuantizedModel) -> int:
         """Bytes of the candidate's constants, as the size gate predicts them."""
-        from qtool.exporting.size import predicted_bytes
+        from qtool.exporting.gates.size import predicted_bytes
 
         return predicted_bytes(model)
 
@@ -57,7 +57,7 @@ class Cost:
 
     def _measured(self, model: QuantizedModel) -> float:
         from qtool.benchmarking.latency import Stopping, interleave, speedup
-        from qtool.exporting.parity import feeds_of, take
+        from qtool.exporting.gates.parity import feeds_of, take
         from qtool.exporting.to_onnx import default_opset, float_to_onnx, quantized_to_onnx, save
         from qtool.runtimes import open_session
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from qtool.data.specs import Data
-    from qtool.exporting.gates import Gate
+    from qtool.exporting.gates.gate import Gate
     from qtool.exporting.stage import ExportResult
     from qtool.form import QuantizedModel
     from qtool.tasks import Task

@@ -24,7 +24,7 @@ from qtool.stages.contract import Pairs, answers
 from qtool.units import many
 
 if TYPE_CHECKING:
-    from qtool.exporting.gates import Gate
+    from qtool.exporting.gates.gate import Gate
     from qtool.form import QuantizedModel
     from qtool.quantization.contract import Judge, Verdict
     from qtool.tasks import Task
@@ -42,7 +42,7 @@ def contract_gate(
     ``validation`` are batches as quantize took them, by default the validation part of the recorded data; ``task`` is
     by default the recorded one.
     """
-    from qtool.exporting.gates import Gate
+    from qtool.exporting.gates.gate import Gate
 
     if not recorded["contract"]["met"]:
         return Gate("contract", None, EXPECTED, "not run: the quantization did not keep it, and is the closest found")
@@ -99,7 +99,7 @@ def _answers(model: QuantizedModel, path: Path) -> Iterator[Callable[[Any], Any]
     import onnx
     import torch
 
-    from qtool.exporting.parity import feeds_of
+    from qtool.exporting.gates.parity import feeds_of
     from qtool.nested import packed
     from qtool.runtimes import open_session
 

@@ -36,7 +36,7 @@ def tuned(
 ) -> tuple[QuantizedModel, dict[str, Any]]:
     """The model with its slow groups in float, and the account that goes into ``folder``'s export.json."""
     from qtool.exporting import tuning
-    from qtool.exporting.parity import take
+    from qtool.exporting.gates.parity import take
     from qtool.exporting.to_onnx import default_opset, quantized_to_onnx, save
 
     tuning.check(model)

@@ -21,10 +21,10 @@ from qtool.errors import ContractError, UsageError
 from qtool.evaluate import sqnr_db
 from qtool.exporting import to_onnx
 from qtool.exporting.block_products import rounded_in_blocks
-from qtool.exporting.integer_reference import IntegerReference
+from qtool.exporting.gates.simulation import fast_simulation
+from qtool.exporting.gates.size import predicted_bytes
 from qtool.exporting.passes import block_products
-from qtool.exporting.simulation import fast_simulation
-from qtool.exporting.size import predicted_bytes
+from qtool.exporting.reference.integer_reference import IntegerReference
 from qtool.exporting.stage import export
 from qtool.form import QuantizedModel
 from qtool.quantization.stage import quantize

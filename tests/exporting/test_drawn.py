@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from qtool.errors import ContractError
-from qtool.exporting import parity, stage
+from qtool.exporting import stage
 from qtool.exporting.drawn import drawn
+from qtool.exporting.gates import parity
 from qtool.exporting.stage import ExportResult, export
 from qtool.exporting.to_onnx import quantized_to_onnx
 from qtool.form import QuantizedModel

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import torch
 
-from qtool.exporting.coverage import coverage
-from qtool.exporting.end_to_end import sqnr_in_torch
-from qtool.exporting.parity import unit_parity
+from qtool.exporting.gates.coverage import coverage
+from qtool.exporting.gates.end_to_end import sqnr_in_torch
+from qtool.exporting.gates.parity import unit_parity
+from qtool.exporting.gates.size import size
 from qtool.exporting.revert import in_float
-from qtool.exporting.size import size
 from qtool.exporting.to_onnx import quantized_to_onnx, save
 from qtool.form import QuantizedModel, quantize_nodes
 from qtool.runtimes.ort import optimized_graph

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 
 import qtool.exporting.to_onnx as to_onnx
 from qtool.errors import QtoolError, UsageError
-from qtool.exporting import parity
-from qtool.exporting.coverage import coverage
-from qtool.exporting.end_to_end import end_to_end
-from qtool.exporting.parity import integer_parity, unit_parity
-from qtool.exporting.simulation import is_tie
-from qtool.exporting.size import size
+from qtool.exporting.gates import parity
+from qtool.exporting.gates.coverage import coverage
+from qtool.exporting.gates.end_to_end import end_to_end
+from qtool.exporting.gates.parity import integer_parity, unit_parity
+from qtool.exporting.gates.simulation import is_tie
+from qtool.exporting.gates.size import size
 from qtool.exporting.stage import export
 from qtool.exporting.to_onnx import float_to_onnx, quantized_to_onnx, save
 from qtool.form import QuantizedModel, quantize_nodes

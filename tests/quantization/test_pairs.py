@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from qtool.errors import UsageError
 from qtool.evaluate import sqnr_db
-from qtool.exporting.integer_reference import IntegerReference
-from qtool.exporting.saturation import saturation_in_openvino
+from qtool.exporting.gates.saturation import saturation_in_openvino
+from qtool.exporting.reference.integer_reference import IntegerReference
 from qtool.exporting.stage import export
 from qtool.form import QuantizedModel
 from qtool.graphs.edits import copied, parameter

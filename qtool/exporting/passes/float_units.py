@@ -19,9 +19,9 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from qtool.exporting.integer_graph import PROPAGATED
 from qtool.exporting.passes.names import DEQUANTIZE, QUANTIZE
 from qtool.exporting.passes.parts import is_read
+from qtool.exporting.reference.integer_graph import PROPAGATED
 
 _KINDS = ("Conv", "ConvTranspose", "Gemm", "Softmax", "MaxPool")
 _CLIPS = ("Relu", "Clip")

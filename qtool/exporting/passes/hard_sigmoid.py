@@ -15,10 +15,10 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from qtool.exporting.integer_arithmetic import Affine, Quantized, dequantize, quantize, saturate
-from qtool.exporting.integer_kernels import every_integer, weighted_sum
 from qtool.exporting.passes.activations import clips_within, qparams
 from qtool.exporting.passes.parts import constant
+from qtool.exporting.reference.integer_arithmetic import Affine, Quantized, dequantize, quantize, saturate
+from qtool.exporting.reference.integer_kernels import every_integer, weighted_sum
 
 SLOPE, MIDDLE = np.float32(1 / 6), np.float32(0.5)
 MOST_ULPS = 16

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from onnx.reference import ReferenceEvaluator
 from qdq_files import Builder, needs_x86, rewritten_by, run
 
-from qtool.exporting.integer_reference import IntegerReference
 from qtool.exporting.passes import conv_pads
+from qtool.exporting.reference.integer_reference import IntegerReference
 from qtool.runtimes.ort import optimized_graph
 
 

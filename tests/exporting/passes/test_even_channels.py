@@ -16,10 +16,10 @@ from onnx.reference import ReferenceEvaluator
 from qdq_files import Builder, needs_x86, rewritten_by, run
 from torch import nn
 
-from qtool.exporting.integer_reference import IntegerReference
-from qtool.exporting.parity import unit_parity
+from qtool.exporting.gates.parity import unit_parity
 from qtool.exporting.passes import even_channels
 from qtool.exporting.passes.even_channels import VECTOR, own_channels
+from qtool.exporting.reference.integer_reference import IntegerReference
 from qtool.exporting.to_onnx import quantized_to_onnx, save
 from qtool.quantization.stage import quantize
 from qtool.recipe import QuantizeConfig

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from onnx.reference import ReferenceEvaluator
 from qdq_files import rewritten_by, run
 
-from qtool.exporting.integer_reference import IntegerReference
 from qtool.exporting.passes import even_inputs
+from qtool.exporting.reference.integer_reference import IntegerReference
 
 
 def first_layer(*args, outputs=16, **options):

@@ -13,8 +13,8 @@ import torch
 from qdq_files import Array, has, needs_x86, options
 from torch import Tensor, nn
 
-from qtool.exporting import parity
-from qtool.exporting.integer_reference import IntegerReference
+from qtool.exporting.gates import parity
+from qtool.exporting.reference.integer_reference import IntegerReference
 from qtool.exporting.stage import export
 from qtool.quantization.stage import quantize
 from qtool.recipe import ExportConfig, QuantizeConfig

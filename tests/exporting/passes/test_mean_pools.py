@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from qdq_files import Builder, needs_x86, rewritten_by, run
 
-from qtool.exporting.integer_reference import IntegerReference
 from qtool.exporting.passes import mean_pools
+from qtool.exporting.reference.integer_reference import IntegerReference
 
 applied = functools.partial(rewritten_by, mean_pools.apply)
 

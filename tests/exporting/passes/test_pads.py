@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from qdq_files import Builder, needs_x86, rewritten_by, run
 
-from qtool.exporting.integer_reference import IntegerReference
 from qtool.exporting.passes import pads
+from qtool.exporting.reference.integer_reference import IntegerReference
 from qtool.runtimes.ort import optimized_graph
 
 SCALE, ZERO = 0.03, 70

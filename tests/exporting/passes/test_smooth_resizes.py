@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qtool.exporting import to_onnx
-from qtool.exporting.end_to_end import SAMPLED, end_to_end
+from qtool.exporting.gates.end_to_end import SAMPLED, end_to_end
 from qtool.exporting.passes import smooth_resizes
 from qtool.exporting.stage import export
 from qtool.quantization.stage import quantize

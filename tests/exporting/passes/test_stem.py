@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from onnx.reference import ReferenceEvaluator
 from qdq_files import first_layer, rewritten_by, run
 
-from qtool.exporting.integer_reference import IntegerReference
 from qtool.exporting.passes import stem
+from qtool.exporting.reference.integer_reference import IntegerReference
 
 
 @settings(max_examples=30)

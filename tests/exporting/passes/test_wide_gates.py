@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from onnx.reference import ReferenceEvaluator
 from qdq_files import Builder, run
 
-from qtool.exporting.integer_reference import IntegerReference
 from qtool.exporting.passes import wide_gates
+from qtool.exporting.reference.integer_reference import IntegerReference
 
 
 def gated(

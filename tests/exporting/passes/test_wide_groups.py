@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from onnx.reference import ReferenceEvaluator
 from qdq_files import Builder, needs_x86, rewritten_by, run
 
-from qtool.exporting.integer_reference import IntegerReference
 from qtool.exporting.passes import wide_groups
+from qtool.exporting.reference.integer_reference import IntegerReference
 
 applied = functools.partial(rewritten_by, wide_groups.apply)
 

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qtool.errors import UsageError
-from qtool.exporting.end_to_end import sqnr_in_torch
-from qtool.exporting.openvino_coverage import coverage
-from qtool.exporting.parity import feeds_of, unit_parity
+from qtool.exporting.gates.end_to_end import sqnr_in_torch
+from qtool.exporting.gates.openvino_coverage import coverage
+from qtool.exporting.gates.parity import feeds_of, unit_parity
 from qtool.exporting.revert import in_float
 from qtool.exporting.stage import export
 from qtool.exporting.to_onnx import quantized_to_onnx, save

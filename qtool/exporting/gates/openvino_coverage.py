@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from qtool.exporting.gates import Gate
+from qtool.exporting.gates.gate import Gate
 from qtool.form import Plan
 from qtool.runtimes import open_session
 from qtool.runtimes.base import Array, arithmetic

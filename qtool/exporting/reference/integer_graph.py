@@ -28,9 +28,9 @@ import torch
 from onnx import numpy_helper
 
 from qtool.exporting.block_products import from_blocks
-from qtool.exporting.integer_arithmetic import Affine
-from qtool.exporting.integer_kernels import KERNELS
-from qtool.exporting.known_shapes import known_shapes
+from qtool.exporting.reference.integer_arithmetic import Affine
+from qtool.exporting.reference.integer_kernels import KERNELS
+from qtool.exporting.reference.known_shapes import known_shapes
 
 QUANTIZE, DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"
 PROPAGATED = frozenset({"MaxPool", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Slice"})

@@ -15,9 +15,9 @@ from qdq_files import options
 from torch import Tensor, nn
 
 from qtool.errors import ContractError
-from qtool.exporting import adaptive_pools
-from qtool.exporting import end_to_end as module
-from qtool.exporting.end_to_end import Z, _decides, _gate, _Output, end_to_end, sqnr_in_torch
+from qtool.exporting.gates import end_to_end as module
+from qtool.exporting.gates.end_to_end import Z, _decides, _gate, _Output, end_to_end, sqnr_in_torch
+from qtool.exporting.operators import adaptive_pools
 from qtool.exporting.stage import export
 from qtool.exporting.to_onnx import quantized_to_onnx, save
 from qtool.form import QuantizedModel

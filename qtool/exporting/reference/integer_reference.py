@@ -1,14 +1,13 @@
 """The integer reference: a QDQ file evaluated with the runtime's own arithmetic.
 
 A float simulation of a quantised network differs from the runtime by a step here and there, and over fifty layers the
-steps grow. This evaluator does what the runtime does instead (:mod:`qtool.exporting.integer_graph` says which nodes
-are one integer operator, :mod:`qtool.exporting.integer_kernels` what each computes), so its outputs equal those of
-ONNX Runtime's CPU provider on an x86 CPU with AVX512-VNNI bit for bit, for every operator listed in ``covered``.
+steps grow. This evaluator does what the runtime does instead (``integer_graph`` says which nodes are one integer
+operator, ``integer_kernels`` what each computes), so its outputs equal those of ONNX Runtime's CPU provider on an x86
+CPU with AVX512-VNNI bit for bit, for every operator listed in ``covered``.
 
 Between units tensors stay integers. What stored integers alone are multiplied by is rounded in blocks. Operators that
-are not fused run in float32: the exact ones of
-:mod:`qtool.exporting.float_operators` are covered too; anything else is listed in ``uncovered``, and its last bits may
-differ from the runtime's.
+are not fused run in float32: the exact ones of ``float_operators`` are covered too; anything else is listed in
+``uncovered``, and its last bits may differ from the runtime's.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ from torch import Tensor
 from qtool.errors import QtoolError
 from qtool.exporting.block_products import rounded_in_blocks
 from qtool.exporting.drawn import RANDOM
-from qtool.exporting.float_operators import APPROXIMATE, EXACT, evaluate, moves_only
-from qtool.exporting.integer_arithmetic import Affine, Quantized, dequantize, quantize
-from qtool.exporting.integer_graph import (
+from qtool.exporting.reference.float_operators import APPROXIMATE, EXACT, evaluate, moves_only
+from qtool.exporting.reference.integer_arithmetic import Affine, Quantized, dequantize, quantize
+from qtool.exporting.reference.integer_graph import (
     DEQUANTIZE,
     MOVES,
     PROPAGATED,
@@ -40,7 +39,7 @@ from qtool.exporting.integer_graph import (
     Unit,
     clip_limits,
 )
-from qtool.exporting.integer_kernels import KERNELS
+from qtool.exporting.reference.integer_kernels import KERNELS
 from qtool.form import BLOCK
 from qtool.graphs.lstm import OPERATOR, Seen, layer
 

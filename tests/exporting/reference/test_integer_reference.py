@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from qdq_files import Array, Builder, needs_x86, run
 
 from qtool.errors import QtoolError
-from qtool.exporting.integer_arithmetic import Quantized
-from qtool.exporting.integer_reference import IntegerReference
+from qtool.exporting.reference.integer_arithmetic import Quantized
+from qtool.exporting.reference.integer_reference import IntegerReference
 
 
 class Network(Builder):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qtool.exporting import to_onnx
-from qtool.exporting.size import predicted_bytes, size
+from qtool.exporting.gates.size import predicted_bytes, size
 from qtool.quantization.stage import quantize
 from qtool.recipe import QuantizeConfig
 

@@ -41,11 +41,11 @@ from torch import Tensor
 from qtool.errors import reason_of
 from qtool.evaluate import error_of, ratio_db, signal_of
 from qtool.exporting.drawn import drawn
-from qtool.exporting.gates import Gate
-from qtool.exporting.other_sizes import OtherSizes, sizes_of
-from qtool.exporting.parity import feeds_of, threads_for
-from qtool.exporting.saturation import may_saturate
-from qtool.exporting.simulation import fast_simulation
+from qtool.exporting.gates.gate import Gate
+from qtool.exporting.gates.other_sizes import OtherSizes, sizes_of
+from qtool.exporting.gates.parity import feeds_of, threads_for
+from qtool.exporting.gates.saturation import may_saturate
+from qtool.exporting.gates.simulation import fast_simulation
 from qtool.form import QuantizedModel
 from qtool.graphs.captured import call_captured, with_constants
 from qtool.nested import micro_batches, num_samples, per_sample, tensors

@@ -14,10 +14,10 @@ from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qtool.exporting import parity
-from qtool.exporting.gates import Gate
-from qtool.exporting.parity import MAX_FLOAT_ERROR, unit_parity
-from qtool.exporting.simulation import RANKED
+from qtool.exporting.gates import parity
+from qtool.exporting.gates.gate import Gate
+from qtool.exporting.gates.parity import MAX_FLOAT_ERROR, unit_parity
+from qtool.exporting.gates.simulation import RANKED
 from qtool.exporting.to_onnx import quantized_to_onnx, save
 from qtool.form import QuantizedModel
 from qtool.quantization.stage import quantize

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from qdq_files import Builder, needs_x86, run
 
-from qtool.exporting.integer_arithmetic import Affine
-from qtool.exporting.integer_graph import Graph, Planner, overlap
-from qtool.exporting.integer_reference import IntegerReference
+from qtool.exporting.reference.integer_arithmetic import Affine
+from qtool.exporting.reference.integer_graph import Graph, Planner, overlap
+from qtool.exporting.reference.integer_reference import IntegerReference
 
 pytestmark = needs_x86
 SCALE, ZERO = 0.03, 120

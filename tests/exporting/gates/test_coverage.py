@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qtool.errors import ContractError
-from qtool.exporting.coverage import coverage
+from qtool.exporting.gates.coverage import coverage
 from qtool.exporting.passes import behind_layers
 from qtool.exporting.stage import export
 from qtool.exporting.to_onnx import PASSES, quantized_to_onnx, save

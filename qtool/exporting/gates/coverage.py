@@ -16,7 +16,7 @@ from typing import Any
 
 import onnx
 
-from qtool.exporting.gates import Gate
+from qtool.exporting.gates.gate import Gate
 from qtool.form import Plan, Unit
 from qtool.graphs.lstm import OPERATOR
 from qtool.runtimes.ort import optimized_graph

@@ -34,7 +34,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qtool.exporting.integer_arithmetic import (
+from qtool.exporting.reference.integer_arithmetic import (
     Affine,
     Quantized,
     dequantize,

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from qtool.exporting import saturation
-from qtool.exporting.integer_graph import Node
-from qtool.exporting.integer_reference import IntegerReference
+from qtool.exporting.gates import saturation
+from qtool.exporting.gates.saturation import count_saturated
 from qtool.exporting.passes import wide_groups
-from qtool.exporting.saturation import count_saturated
+from qtool.exporting.reference.integer_graph import Node
+from qtool.exporting.reference.integer_reference import IntegerReference
 from qtool.exporting.stage import export
 from qtool.exporting.to_onnx import quantized_to_onnx, save
 from qtool.quantization.stage import quantize

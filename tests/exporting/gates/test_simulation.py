@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from qtool.evaluate import sqnr_db
-from qtool.exporting.simulation import QuantizerRecorder, Simulation, fast_simulation, is_tie, ties
+from qtool.exporting.gates.simulation import QuantizerRecorder, Simulation, fast_simulation, is_tie, ties
 from qtool.form import QuantizedModel, quantize_nodes
 
 

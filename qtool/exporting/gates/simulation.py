@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.fx import Interpreter, Node
 
 from qtool.exporting.block_products import rounded_in_blocks
-from qtool.exporting.choices import CHOOSING, places_of
+from qtool.exporting.gates.choices import CHOOSING, places_of
 from qtool.form import DEQUANTIZE, QUANTIZE, QuantizedModel, check_inputs, quantize_nodes, unit_of
 from qtool.form import quantized as quantized_ops
 from qtool.forward import passes_told

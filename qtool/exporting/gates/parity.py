@@ -37,13 +37,13 @@ from torch import Tensor
 from torch.fx import Node
 
 from qtool.errors import QtoolError
-from qtool.exporting.choices import pairs, scores_at
 from qtool.exporting.drawn import drawn
-from qtool.exporting.gates import Gate
-from qtool.exporting.integer_reference import IntegerReference
-from qtool.exporting.other_sizes import sizes_of
+from qtool.exporting.gates.choices import pairs, scores_at
+from qtool.exporting.gates.gate import Gate
+from qtool.exporting.gates.other_sizes import sizes_of
+from qtool.exporting.gates.simulation import QuantizerRecorder
 from qtool.exporting.passes.even_channels import own_channels
-from qtool.exporting.simulation import QuantizerRecorder
+from qtool.exporting.reference.integer_reference import IntegerReference
 from qtool.form import QuantizedModel, quantize_nodes, unit_of
 from qtool.graphs.lstm import OPERATOR
 from qtool.graphs.pixels import PIXELS

@@ -13,9 +13,9 @@ import torch
 from onnx import TensorProto
 from qdq_files import Array, Builder, needs_x86, run
 
-from qtool.exporting.float_operators import EXACT, MOVERS, conv_transpose, evaluate
-from qtool.exporting.integer_arithmetic import Affine, Quantized
-from qtool.exporting.integer_kernels import KERNELS, padding, repeats_along_rows
+from qtool.exporting.reference.float_operators import EXACT, MOVERS, conv_transpose, evaluate
+from qtool.exporting.reference.integer_arithmetic import Affine, Quantized
+from qtool.exporting.reference.integer_kernels import KERNELS, padding, repeats_along_rows
 from qtool.graphs.polynomials import logistic
 
 pytestmark = needs_x86

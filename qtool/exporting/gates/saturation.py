@@ -20,13 +20,13 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from qtool.exporting.gates import Gate
-from qtool.exporting.integer_arithmetic import Quantized
-from qtool.exporting.integer_graph import Node, Unit
-from qtool.exporting.integer_kernels import windows
-from qtool.exporting.integer_reference import IntegerReference, dynamic_lstm, real
+from qtool.exporting.gates.gate import Gate
 from qtool.exporting.kernel_order import LIMIT, Array, AtRisk, at_risk, matrices
 from qtool.exporting.passes import exact_sums
+from qtool.exporting.reference.integer_arithmetic import Quantized
+from qtool.exporting.reference.integer_graph import Node, Unit
+from qtool.exporting.reference.integer_kernels import windows
+from qtool.exporting.reference.integer_reference import IntegerReference, dynamic_lstm, real
 from qtool.form import Plan
 from qtool.graphs.lstm import OPERATOR
 from qtool.runtimes.onnx_notes import EXACT_SUMS

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from qtool.errors import QtoolError
-from qtool.exporting.integer_reference import IntegerReference
-from qtool.exporting.saturation import count_saturated
+from qtool.exporting.gates.saturation import count_saturated
+from qtool.exporting.reference.integer_reference import IntegerReference
 from qtool.exporting.stage import ExportResult, export
 from qtool.exporting.to_onnx import float_to_onnx, quantized_to_onnx, save
 from qtool.form import QuantizedModel

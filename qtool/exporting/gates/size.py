@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from qtool.exporting.gates import Gate
-from qtool.exporting.plain_forms import AVERAGED
+from qtool.exporting.gates.gate import Gate
+from qtool.exporting.operators.plain_forms import AVERAGED
 from qtool.form import QuantizedModel, unit_of
 from qtool.form import quantized as quantized_ops
 from qtool.nested import raw_bytes

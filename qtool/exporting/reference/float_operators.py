@@ -23,7 +23,7 @@ from onnx.reference import ReferenceEvaluator
 from torch import Tensor
 
 from qtool.errors import QtoolError
-from qtool.exporting.integer_kernels import (
+from qtool.exporting.reference.integer_kernels import (
     largest_in_windows,
     leaky_relu,
     padding,

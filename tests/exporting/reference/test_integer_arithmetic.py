@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qtool.exporting.integer_arithmetic import (
+from qtool.exporting.reference.integer_arithmetic import (
     EXACT_FLOAT32,
     Affine,
     Quantized,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qtool.exporting.other_sizes import OtherSizes
+from qtool.exporting.gates.other_sizes import OtherSizes
 from qtool.nested import tensors
 from qtool.quantization.capture import capture
 

@@ -1,0 +1,1 @@
+"""The integer reference: what a runtime makes of a QDQ file, decided and computed without it, bit for bit."""
