@@ -26,7 +26,7 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from qtool.exporting.gates.simulation import interpret
 from qtool.graphs.captured import call_captured
-from qtool.graphs.operators import packet_of
+from qtool.graphs.operators import aten, packet_of
 from qtool.masks import within
 from qtool.nested import tensors
 
@@ -34,8 +34,6 @@ LARGEST = float(np.finfo(np.float16).max)
 LIMIT = float(np.finfo(np.float32).max)
 SAME = 1e-5
 """How far from its largest value, as a share of that, an output may be that counts as unchanged."""
-
-aten = torch.ops.aten
 
 _SUMS = (aten.add, aten.sub, aten.rsub)
 _CHOICES = (aten.where, aten.masked_fill, aten.maximum, aten.minimum, aten.amax)

@@ -14,13 +14,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from qtool.graphs.operators import packet_of
+from qtool.graphs.operators import aten, packet_of
 
-aten = torch.ops.aten
 _N = TypeVar("_N")
 
 _ENDS = (aten.sin, aten.cos, aten.tan)

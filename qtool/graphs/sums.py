@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from qtool.graphs.operators import packet_of
+from qtool.graphs.operators import aten, packet_of
 
-aten = torch.ops.aten
 _N = TypeVar("_N")
 
 

@@ -43,8 +43,6 @@ from qtool.quantization.rewrites.linears import write_linears
 from qtool.quantization.rewrites.repeats import merge_repeats
 from qtool.system.quiet import quiet_export
 
-aten = torch.ops.aten
-
 DEFAULT_MOMENTUM = 0.1
 LIVE = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)
 """Layers that are captured as in training where the graph is to be trained; ``set_training`` switches them."""

@@ -20,13 +20,12 @@ from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from qtool.form import DEQUANTIZE, QUANTIZE
-from qtool.graphs.operators import packet_of
+from qtool.graphs.operators import aten, packet_of
 from qtool.graphs.positions import positions
 from qtool.graphs.sums import sums
 from qtool.masks import within
 from qtool.runtimes.torch_integer import IntegerProduct
 
-aten = torch.ops.aten
 _WITHOUT_HALF = (aten.cdist, aten._cdist_forward)
 _BOUNDED = (aten.add, aten.clamp, aten.clamp_min)
 PER_CHANNEL = (QUANTIZE[1], DEQUANTIZE[1])

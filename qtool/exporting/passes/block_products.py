@@ -25,7 +25,7 @@ import onnx_ir as ir
 
 from qtool.exporting.passes import clips_apart
 from qtool.exporting.passes.biases import drop_unused
-from qtool.exporting.passes.parts import constant, dequantizer_of, layer_unit
+from qtool.exporting.passes.parts import constant, dequantized, dequantizer_of, layer_unit
 
 DEQUANTIZE = "DequantizeLinear"
 
@@ -100,19 +100,15 @@ def _turn(model: ir.Model, weight: ir.Value, layers: list[ir.Node]) -> None:
 
 def _set_apart(model: ir.Model, layers: list[ir.Node]) -> None:
     """Gives each of several layers that read one weight a dequantizer of its own, and what is stored for it."""
+    weight = layers[0].inputs[1]
+    assert weight is not None
+    source = weight.producer()
+    assert source is not None
     for number, layer in enumerate(layers[1:], 2):
-        weight = layer.inputs[1]
-        assert weight is not None
-        source = weight.producer()
-        assert source is not None
-        name = f"{weight.name}/{number}"
-        again = ir.node(DEQUANTIZE, source.inputs, source.attributes, name=name)
-        again.outputs[0].name, again.outputs[0].dtype, again.outputs[0].shape = name, weight.dtype, weight.shape
-        model.graph.insert_before(layer, again)
+        again = dequantized(model, layer, 1, source.inputs, f"{weight.name}/{number}")
         for index, stored in enumerate(source.inputs):
             if stored is not None and stored.is_initializer():
                 _own(model, again, index)
-        layer.replace_input_with(1, again.outputs[0])
 
 
 def _join_groups(model: ir.Model, weight: ir.Value, source: ir.Node, layers: list[ir.Node]) -> None:

@@ -121,8 +121,11 @@ def constant(model: ir.Model, name: str, numbers: npt.NDArray[Any] | np.generic)
     return value
 
 
-def dequantized(model: ir.Model, reader: ir.Node, index: int, inputs: Sequence[ir.Value | None], name: str) -> None:
-    """Gives ``reader`` another dequantized constant in the place of one, which goes where nothing else reads it."""
+def dequantized(model: ir.Model, reader: ir.Node, index: int, inputs: Sequence[ir.Value | None], name: str) -> ir.Node:
+    """Gives ``reader`` another dequantized constant in the place of one, which goes where nothing else reads it.
+
+    Returns its dequantizer.
+    """
     old = reader.inputs[index]
     source = old.producer() if old is not None else None
     assert old is not None
@@ -134,3 +137,4 @@ def dequantized(model: ir.Model, reader: ir.Node, index: int, inputs: Sequence[i
     reader.replace_input_with(index, made.outputs[0])
     if not old.consumers() and not old.is_graph_output():
         model.graph.remove(source, safe=True)
+    return made

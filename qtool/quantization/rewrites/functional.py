@@ -18,14 +18,12 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from qtool.graphs.operators import DROPOUTS
+from qtool.graphs.operators import DROPOUTS, aten
 from qtool.graphs.programs import as_graph
 from qtool.graphs.structures import quiet_pytree
 from qtool.nested import tensors
 from qtool.quantization.rewrites.autocast import inline_autocast
 from qtool.quantization.rewrites.respell import RANDOM_SLOPES, respell, spell_random_slope
-
-aten = torch.ops.aten
 
 _ASSERTIONS = (aten._assert_tensor_metadata.default, aten._assert_scalar.default)
 

@@ -16,9 +16,7 @@ from typing import Any
 
 import torch
 
-from qtool.graphs.operators import ADAPTIVE_POOLS, AVERAGE_POOLS, CONVOLUTIONS, MAX_POOLS, PADS
-
-aten = torch.ops.aten
+from qtool.graphs.operators import ADAPTIVE_POOLS, AVERAGE_POOLS, CONVOLUTIONS, MAX_POOLS, PADS, aten
 
 RELU_LIKE = (
     aten.relu.default, aten.relu6.default, aten.hardtanh.default, aten.clamp.default, aten.clamp_min.default,

@@ -27,7 +27,7 @@ import dataclasses
 import torch
 
 from qtool.form import BLOCK
-from qtool.graphs.operators import AVERAGE_POOLS, by_axis
+from qtool.graphs.operators import AVERAGE_POOLS, aten, by_axis
 from qtool.quantization.targets.base import (
     BETWEEN,
     BINARY,
@@ -39,7 +39,6 @@ from qtool.quantization.targets.base import (
     TABLE,
     Pattern,
     Target,
-    aten,
     makes_no_logarithm,
     weighted,
 )

@@ -25,7 +25,7 @@ from __future__ import annotations
 import torch
 
 from qtool.form import BLOCK
-from qtool.graphs.operators import CONVOLUTIONS, groups_of
+from qtool.graphs.operators import CONVOLUTIONS, aten, groups_of
 from qtool.quantization.targets.base import (
     BETWEEN,
     BINARY,
@@ -40,7 +40,6 @@ from qtool.quantization.targets.base import (
     UPSAMPLES,
     Pattern,
     Target,
-    aten,
     weighted,
 )
 

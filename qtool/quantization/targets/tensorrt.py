@@ -8,6 +8,7 @@ between pairs; a sigmoid, softmax or layer-norm of its own gains nothing and sta
 
 from __future__ import annotations
 
+from qtool.graphs.operators import aten
 from qtool.quantization.targets.base import (
     BETWEEN,
     BINARY,
@@ -16,7 +17,6 @@ from qtool.quantization.targets.base import (
     POOLS_AND_JOINS,
     Pattern,
     Target,
-    aten,
     weighted,
 )
 
