@@ -46,7 +46,7 @@ from qtool.data.specs import load_data
 from qtool.errors import QtoolError
 from qtool.exporting.to_onnx import float_to_onnx, save
 from qtool.models.specs import load_model
-from qtool.quantization.float_form import float_form
+from qtool.quantization.capturing.float_form import float_form
 from qtool.recipe import BenchmarkConfig
 from qtool.runtimes import open_session
 

@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from qtool.quantization.observers import RangeObserver
+from qtool.quantization.calibration.observers import RangeObserver
 from qtool.quantization.placement import Placed, Placement
 from qtool.quantization.prepared import Prepared
 from qtool.units import many

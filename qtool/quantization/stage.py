@@ -26,29 +26,29 @@ from qtool.nested import Once, call
 from qtool.quantization.algorithms import ALGORITHMS, samples_read
 from qtool.quantization.algorithms.passes import Passes
 from qtool.quantization.algorithms.subject import Report, silent
-from qtool.quantization.calibrate import calibrate, choose_ranges, require_reached, restore_ranges
-from qtool.quantization.capture import capture
+from qtool.quantization.calibration.calibrate import calibrate, choose_ranges, require_reached, restore_ranges
+from qtool.quantization.calibration.saved_ranges import check_repeated, read_ranges
+from qtool.quantization.calibration.watching import SAMPLES as WATCHED
+from qtool.quantization.calibration.watching import watch
+from qtool.quantization.capturing.capture import capture
+from qtool.quantization.capturing.float_form import FloatForms, simplify, spell_for
+from qtool.quantization.capturing.parametrized import with_stored_weights
 from qtool.quantization.common_steps import share_steps
-from qtool.quantization.distillation import tapped
+from qtool.quantization.contracts.second_order import SecondOrder, is_slow
+from qtool.quantization.contracts.sensitivity import Sensitivities
 from qtool.quantization.engines import pt2e
-from qtool.quantization.float_form import FloatForms, simplify, spell_for
 from qtool.quantization.gains import Gains, channel_gains
 from qtool.quantization.integers import finish
-from qtool.quantization.parametrized import with_stored_weights
 from qtool.quantization.placement import Placement
 from qtool.quantization.prepared import Prepared
-from qtool.quantization.qat import FineTune, check_tuning, set_training, train_quantized
+from qtool.quantization.qat.distillation import tapped
+from qtool.quantization.qat.fine_tune import FineTune, check_tuning, set_training, train_quantized
 from qtool.quantization.residence import Moved, on
 from qtool.quantization.rewrites.norms import write_norms
 from qtool.quantization.rewrites.zero_pads import absorb
-from qtool.quantization.saved_ranges import check_repeated, read_ranges
-from qtool.quantization.second_order import SecondOrder, is_slow
-from qtool.quantization.sensitivity import Sensitivities
 from qtool.quantization.storage import store_bytes
 from qtool.quantization.stored_weights import group_weights
 from qtool.quantization.targets import ORT_CPU, Target, get_target
-from qtool.quantization.watching import SAMPLES as WATCHED
-from qtool.quantization.watching import watch
 from qtool.recipe import QatConfig, QuantizeConfig
 from qtool.system.devices import resolve_device
 

@@ -24,9 +24,9 @@ from qtool.form import quantized
 from qtool.graphs.edits import parameter
 from qtool.graphs.operators import aten
 from qtool.quantization.integers import store_before
-from qtool.quantization.pair_sums import PAIRED, fitting
 from qtool.quantization.placement import Placement
-from qtool.quantization.qparams import symmetric_qparams
+from qtool.quantization.quantizers.pair_sums import PAIRED, fitting
+from qtool.quantization.quantizers.qparams import symmetric_qparams
 from qtool.quantization.targets import STORED, matrices
 
 QMAX = 127

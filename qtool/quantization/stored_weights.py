@@ -20,8 +20,8 @@ from torch.fx import GraphModule, Node
 from qtool.form import quantized
 from qtool.graphs.edits import drop_unused, parameter, set_parameter
 from qtool.graphs.operators import aten, output_axis
-from qtool.quantization.pair_sums import PAIRED, fitted
 from qtool.quantization.placement import Placed, Placement
+from qtool.quantization.quantizers.pair_sums import PAIRED, fitted
 from qtool.quantization.rewrites.norms import GROUPED
 
 

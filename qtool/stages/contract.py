@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 
     from qtool.data.specs import Data
     from qtool.form import QuantizedModel
-    from qtool.quantization.contract import Scores
-    from qtool.quantization.float_form import FloatForms
-    from qtool.quantization.search import Search, Trial
+    from qtool.quantization.capturing.float_form import FloatForms
+    from qtool.quantization.contracts.contract import Scores
+    from qtool.quantization.contracts.search import Search, Trial
     from qtool.tasks import Task
 
     Judged = tuple[Scores, dict[str, Any]]
@@ -142,7 +142,7 @@ class Candidates:
 
         Raises OutOfTime before a new one.
         """
-        from qtool.quantization.search import OutOfTime, Trial
+        from qtool.quantization.contracts.search import OutOfTime, Trial
 
         found, model = self._remembered(config), None
         if found is None:
@@ -189,7 +189,7 @@ class Candidates:
     def _remembered(self, config: QuantizeConfig) -> Judged | None:
         if self.folder is None or not self._path(config).exists():
             return None
-        from qtool.quantization.contract import as_scores
+        from qtool.quantization.contracts.contract import as_scores
         from qtool.steps.checkpoint import load_tree
 
         tree = load_tree(self._path(config))
@@ -252,7 +252,7 @@ def _judge(
 ) -> Any:
     import torch
 
-    from qtool.quantization.contract import Judge
+    from qtool.quantization.contracts.contract import Judge
 
     with torch.no_grad():
         return Judge(config, pairs, answers(graph), task, total)
@@ -303,8 +303,8 @@ def fulfil(
     Raises ContractError, with the outcome as its ``details``, where none does; QtoolError or UsageError before any
     candidate is made where the contract cannot be judged.
     """
-    from qtool.quantization.contract import require_agreeable
-    from qtool.quantization.search import Search, frontier
+    from qtool.quantization.contracts.contract import require_agreeable
+    from qtool.quantization.contracts.search import Search, frontier
 
     pairs = Pairs(source, validation, config)
     if (count := pairs.count()) is not None:
@@ -345,7 +345,7 @@ def _labelled(data: Data) -> bool:
 
 
 def _outcome(search: Search, met: Trial | None, candidates: Candidates) -> dict[str, Any]:
-    from qtool.quantization.search import frontier
+    from qtool.quantization.contracts.search import frontier
 
     chosen = met or search.closest
     asked, judge = as_dict(search.config), candidates.judge

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from qtool.data.specs import Data
     from qtool.exporting.stage import ExportResult
     from qtool.form import QuantizedModel
-    from qtool.quantization.float_form import FloatForms
+    from qtool.quantization.capturing.float_form import FloatForms
     from qtool.source import HasModel
     from qtool.tasks import Task
 
@@ -144,7 +144,7 @@ def require_options(config: QuantizeConfig, qat: QatConfig | None) -> None:
 
 
 def _require_options(config: QuantizeConfig, tuning: QatConfig | None) -> None:
-    from qtool.quantization.saved_ranges import read_ranges
+    from qtool.quantization.calibration.saved_ranges import read_ranges
     from qtool.quantization.stage import require_together
     from qtool.training import rules
 
@@ -201,7 +201,7 @@ def _maker(
 
 
 def _forms(source: Source) -> FloatForms:
-    from qtool.quantization.float_form import FloatForms
+    from qtool.quantization.capturing.float_form import FloatForms
 
     assert source.model is not None
     return FloatForms(source.model)

@@ -21,7 +21,7 @@ from qtool.stages.exporting import require_use
 def rehearse(recipe: Recipe, tell: Callable[[str], None]) -> None:
     """Raises what quantize or export would raise of this model and data, whatever a training makes of the model."""
     from qtool.exporting.stage import rehearse as rehearse_export
-    from qtool.quantization.float_form import FloatForms
+    from qtool.quantization.capturing.float_form import FloatForms
     from qtool.quantization.stage import rehearse as rehearse_quantize
 
     require_use(recipe.export)

@@ -41,7 +41,7 @@ from qtool.units import many
 if TYPE_CHECKING:
     from torch import nn
 
-    from qtool.quantization.float_form import FloatForms
+    from qtool.quantization.capturing.float_form import FloatForms
     from qtool.source import HasModel
     from qtool.tasks import Task
 

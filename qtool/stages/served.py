@@ -26,7 +26,7 @@ from qtool.units import many
 if TYPE_CHECKING:
     from qtool.exporting.gates.gate import Gate
     from qtool.form import QuantizedModel
-    from qtool.quantization.contract import Judge, Verdict
+    from qtool.quantization.contracts.contract import Judge, Verdict
     from qtool.tasks import Task
 
 PROVIDERS = {"ort-cpu": "cpu", "openvino": "openvino", "tensorrt": "tensorrt"}
@@ -84,7 +84,7 @@ def _source(
 def _judge(config: QuantizeConfig, source: Source, model: QuantizedModel, validation: Iterable[Any] | None) -> Judge:
     import torch
 
-    from qtool.quantization.contract import Judge
+    from qtool.quantization.contracts.contract import Judge
 
     graph = model.float_graph
     if graph is None:

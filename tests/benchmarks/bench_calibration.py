@@ -33,12 +33,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import nets  # noqa: E402
 
 from qtool.graphs.edits import copied  # noqa: E402
+from qtool.quantization.calibration.observers import RangeObserver  # noqa: E402
+from qtool.quantization.capturing.float_form import float_form  # noqa: E402
 from qtool.quantization.engines import pt2e  # noqa: E402
-from qtool.quantization.float_form import float_form  # noqa: E402
-from qtool.quantization.histogram import Histogram  # noqa: E402
-from qtool.quantization.observers import RangeObserver  # noqa: E402
 from qtool.quantization.placement import Placement  # noqa: E402
 from qtool.quantization.ranges import ESTIMATORS, estimate  # noqa: E402
+from qtool.quantization.ranges.histogram import Histogram  # noqa: E402
 from qtool.quantization.targets import ORT_CPU  # noqa: E402
 
 Pass = Callable[[torch.Tensor], Any]

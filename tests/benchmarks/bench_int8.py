@@ -40,8 +40,8 @@ import nets_modern  # noqa: E402
 from qtool.benchmarking.stage import benchmark  # noqa: E402
 from qtool.exporting.stage import export  # noqa: E402
 from qtool.graphs.edits import copied  # noqa: E402
+from qtool.quantization.capturing.float_form import float_form  # noqa: E402
 from qtool.quantization.engines import pt2e  # noqa: E402
-from qtool.quantization.float_form import float_form  # noqa: E402
 from qtool.quantization.placement import Placement  # noqa: E402
 from qtool.quantization.stage import quantize  # noqa: E402
 from qtool.quantization.targets import ORT_CPU  # noqa: E402

@@ -378,7 +378,7 @@ def rounding(options: Options, algorithms: tuple[str, ...]) -> dict[str, Any]:
 
     from qtool.data.specs import batches
     from qtool.models.specs import load_model
-    from qtool.quantization.float_form import float_form
+    from qtool.quantization.capturing.float_form import float_form
     from qtool.quantization.stage import quantize
     from qtool.recipe import QuantizeConfig
     from qtool.system.devices import resolve_device

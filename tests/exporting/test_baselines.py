@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import qtool
 from qtool.exporting.baselines import beyond_half, overflowing, write_fp16
 from qtool.exporting.half_masks import HalfMasks
-from qtool.quantization.float_form import float_form
+from qtool.quantization.capturing.float_form import float_form
 
 LIMIT = np.finfo(np.float32).max
 

@@ -17,7 +17,7 @@ from torch.onnx._internal.exporter._registration import ONNXRegistry
 
 from qtool.exporting import to_onnx
 from qtool.form import QuantizedModel, quantize_nodes
-from qtool.quantization.float_form import float_form
+from qtool.quantization.capturing.float_form import float_form
 from qtool.quantization.stage import quantize
 from qtool.recipe import QuantizeConfig
 from qtool.runtimes.ort import OrtSession

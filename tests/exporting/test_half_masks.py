@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import qtool
 from qtool.exporting import half_masks
-from qtool.quantization.capture import capture
+from qtool.quantization.capturing.capture import capture
 
 HIDDEN = -1e9
 

@@ -32,7 +32,7 @@ from qtool.exporting.stage import export
 from qtool.exporting.to_onnx import float_to_onnx, quantized_to_onnx, save
 from qtool.form import QuantizedModel, quantize_nodes
 from qtool.nested import call, tensors
-from qtool.quantization.float_form import float_form
+from qtool.quantization.capturing.float_form import float_form
 from qtool.quantization.stage import quantize
 from qtool.recipe import ExportConfig, QuantizeConfig
 from qtool.runtimes.ort import optimized_graph

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from qtool.graphs.programs import _put_together, as_graph, open_graph, program_of, save_graph, to_program
 from qtool.graphs.shapes import input_values, symbols_of
 from qtool.nested import call
-from qtool.quantization.capture import capture
+from qtool.quantization.capturing.capture import capture
 
 
 class Parts(nn.Module):

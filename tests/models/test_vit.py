@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from qtool.models.vit import SelfAttention, VisionTransformer, vit_l_16
-from qtool.quantization.capture import capture
+from qtool.quantization.capturing.capture import capture
 
 
 def test_names_and_sizes_are_torchvisions() -> None:

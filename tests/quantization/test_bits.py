@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from qtool.errors import QtoolError, UsageError
 from qtool.exporting.stage import export
 from qtool.form import QuantizedModel
-from qtool.quantization.qparams import affine_qparams
+from qtool.quantization.quantizers.qparams import affine_qparams
 from qtool.quantization.stage import quantize
 from qtool.recipe import ExportConfig, QuantizeConfig
 from qtool.stages.benchmarking import _gains_size_alone

@@ -8,20 +8,21 @@ import numpy as np
 import pytest
 import torch
 from hard_nets import hard_mobilenet, images
-from test_bias import BATCHES
 from torch import Tensor, nn
 
 from qtool.evaluate import sqnr_db
 from qtool.graphs.edits import copied
-from qtool.quantization.float_form import float_form
+from qtool.quantization.capturing.float_form import float_form
 from qtool.quantization.gains import channel_gains
-from qtool.quantization.histogram import HALF_BINS, WEIGHT, Histogram, count_numpy, count_torch
 from qtool.quantization.placement import Placement
-from qtool.quantization.qparams import affine_qparams
+from qtool.quantization.quantizers.qparams import affine_qparams
 from qtool.quantization.ranges import estimate
+from qtool.quantization.ranges.histogram import HALF_BINS, WEIGHT, Histogram, count_numpy, count_torch
 from qtool.quantization.stage import quantize
 from qtool.quantization.targets import get_target
 from qtool.recipe import QuantizeConfig
+
+BATCHES = [images(24), images(8, seed=1)]
 
 
 class Read(nn.Module):
@@ -139,7 +140,7 @@ def test_what_float_operators_make_is_counted_by_its_readers_gains(target: str) 
 @pytest.mark.parametrize("count", [count_numpy, count_torch])
 @pytest.mark.parametrize("axis", [0, 2])
 def test_a_value_counts_by_the_weight_of_its_channel(axis: int, count, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qtool.quantization.histogram.count_numpy", count)
+    monkeypatch.setattr("qtool.quantization.ranges.histogram.count_numpy", count)
     x = torch.randn(3, 5, 4, 6).relu()
     weights = torch.rand(x.shape[axis + 1]) + 0.5
     weights /= weights.mean()

@@ -16,7 +16,7 @@ from qtool.errors import UsageError
 from qtool.form import Unit
 from qtool.graphs.edits import remove_identities
 from qtool.graphs.operators import aten
-from qtool.quantization.capture import capture
+from qtool.quantization.capturing.capture import capture
 from qtool.quantization.placement import Placement
 from qtool.quantization.rewrites.norms import fold_batch_norm
 from qtool.quantization.stage import quantize

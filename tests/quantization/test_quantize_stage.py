@@ -19,8 +19,8 @@ from qtool.errors import QtoolError, UsageError
 from qtool.form import QuantizedModel, quantize_nodes
 from qtool.graphs.operators import aten
 from qtool.nested import call, tensors
-from qtool.quantization.float_form import FloatForms, float_form
-from qtool.quantization.saved_ranges import read_ranges
+from qtool.quantization.calibration.saved_ranges import read_ranges
+from qtool.quantization.capturing.float_form import FloatForms, float_form
 from qtool.quantization.stage import quantize
 from qtool.recipe import RANGES, QuantizeConfig
 

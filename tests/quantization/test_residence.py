@@ -10,10 +10,11 @@ from fake_device import DEVICE, Fake, Hidden
 from nets import Bottleneck, conv_bn, pooled_classifier, settled
 from torch import Tensor, nn
 
-from qtool.quantization import qat, stage
+from qtool.quantization import stage
 from qtool.quantization.algorithms import passes, reconstruct
 from qtool.quantization.algorithms.bias import set_bias
-from qtool.quantization.capture import capture
+from qtool.quantization.capturing.capture import capture
+from qtool.quantization.qat import fine_tune as qat
 from qtool.quantization.residence import Moved, device_of, on
 from qtool.recipe import QatConfig, QuantizeConfig
 

@@ -20,9 +20,9 @@ import qtool
 from qtool import cli
 from qtool.artifacts import alone, has_result, read_result
 from qtool.errors import ContractError, QtoolError, UsageError
-from qtool.quantization import search
-from qtool.quantization.capture import capture
-from qtool.quantization.contract import Judge
+from qtool.quantization.capturing.capture import capture
+from qtool.quantization.contracts import search
+from qtool.quantization.contracts.contract import Judge
 from qtool.reporting.contracts import advice, contract_sentence
 from qtool.reporting.gather import gather
 from qtool.reporting.page import report, write_report
@@ -467,7 +467,8 @@ def test_a_recipe_holds_a_contract_for_each_variant(
 
 SLOW = """
 import sys, time
-from qtool.quantization import search, stage
+from qtool.quantization.contracts import search
+from qtool.quantization import stage
 from qtool.stages import contract, cost
 import qtool
 cost.SECONDS = 0.0

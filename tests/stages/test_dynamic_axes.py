@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import qtool
 from qtool.errors import UsageError
 from qtool.quantization.algorithms.part import Part
-from qtool.quantization.capture import capture
+from qtool.quantization.capturing.capture import capture
 from qtool.runtimes import open_session
 from qtool.stages.quantization import load_quantized
 

@@ -20,7 +20,7 @@ import qtool
 from qtool.artifacts import read_result, sha256_of
 from qtool.data.specs import load_data
 from qtool.errors import ContractError, QtoolError, UsageError
-from qtool.quantization import search
+from qtool.quantization.contracts import search
 from qtool.recipe import QatConfig
 from qtool.reporting.terminal import quantize_lines
 from qtool.source import require_run_directory

@@ -168,7 +168,7 @@ def test_wrong_numbers_and_places_are_usage_errors(trained: Path) -> None:
 SLOW = """
 import importlib, sys, time
 module = importlib.import_module("qtool.stages.sensitivity")
-from qtool.quantization.sensitivity import Sensitivities
+from qtool.quantization.contracts.sensitivity import Sensitivities
 module.SAVE_SECONDS = 0.0
 add = Sensitivities._add
 def slow(self, piece):

@@ -33,8 +33,8 @@ from qtool.graphs.edits import parameter, set_parameter
 from qtool.graphs.operators import groups_of
 from qtool.quantization.algorithms.streams import ANCHORS, Stream, find_streams
 from qtool.quantization.algorithms.subject import NothingToDo, Subject, saved_numbers
-from qtool.quantization.pair_sums import PAIRED, is_depthwise, least_ends
 from qtool.quantization.placement import Placed, Placement
+from qtool.quantization.quantizers.pair_sums import PAIRED, is_depthwise, least_ends
 from qtool.quantization.rewrites.norms import NORMAL, readers_of
 from qtool.quantization.storage import QMAX, is_integer_lstm, lstm_qmax
 from qtool.quantization.targets import STORED

@@ -23,7 +23,7 @@ from qtool.form import quantized
 from qtool.graphs.shapes import batch_symbols
 from qtool.quantization.algorithms.regions import Region, batch_axis, order_of
 from qtool.quantization.algorithms.walk import Walk, dequantize
-from qtool.quantization.fake_quantize import fake_quantize
+from qtool.quantization.quantizers.fake_quantize import fake_quantize
 
 HELD = 8
 """Every so many samples one is held out."""

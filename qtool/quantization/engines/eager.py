@@ -32,7 +32,8 @@ from qtool.form import Plan, QuantizedModel, Unit, quantized
 from qtool.graphs.edits import copied, owner, parameter, remove_identities, set_parameter
 from qtool.graphs.operators import ADAPTIVE_POOLS, AVERAGE_POOLS, MAX_POOLS, aten
 from qtool.nested import call, tensors
-from qtool.quantization.capture import capture
+from qtool.quantization.capturing.capture import capture
+from qtool.quantization.capturing.float_form import float_form
 from qtool.quantization.engines.align import align, label_units
 from qtool.quantization.engines.eager_modules import (
     Leave,
@@ -43,7 +44,6 @@ from qtool.quantization.engines.eager_modules import (
     paths_of,
     rebuild,
 )
-from qtool.quantization.float_form import float_form
 from qtool.quantization.integers import finish
 from qtool.quantization.placement import Placed, Placement
 from qtool.quantization.rewrites.constants import constant_nodes

@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 
 from qtool.errors import QtoolError
 from qtool.graphs.operators import output_axis
-from qtool.quantization.observers import (
+from qtool.quantization.calibration.observers import (
     FAKE_QUANTIZERS,
     FakeQuantizer,
     PerChannelFakeQuantizer,
@@ -24,8 +24,8 @@ from qtool.quantization.observers import (
     RangeObserver,
     named,
 )
-from qtool.quantization.pair_sums import PAIRED
 from qtool.quantization.placement import Placed, Placement
+from qtool.quantization.quantizers.pair_sums import PAIRED
 from qtool.quantization.rewrites.norms import ANCHORS, make_live, settle_live, weight_edge
 from qtool.quantization.stored_weights import integers_of, store_integers
 from qtool.quantization.torchao_api import (

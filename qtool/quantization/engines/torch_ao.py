@@ -34,7 +34,7 @@ from qtool.graphs.edits import owner, remove_identities
 from qtool.graphs.operators import aten
 from qtool.graphs.programs import arguments
 from qtool.graphs.shapes import open_axes
-from qtool.quantization.capture import capture, set_modes, user_line
+from qtool.quantization.capturing.capture import capture, set_modes, user_line
 from qtool.quantization.engines.align import Misaligned, align, check_quantizers, label_units
 from qtool.quantization.engines.module_norms import convolve_norms, folded
 from qtool.quantization.engines.spellings import RESPELT, WRITTEN, refuse_parts

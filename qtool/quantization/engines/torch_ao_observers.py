@@ -16,9 +16,9 @@ from torch.ao.quantization import ObserverBase, QConfig
 from torch.fx import GraphModule, Node
 from torch.nn import functional as F
 
-from qtool.quantization import observers as own
+from qtool.quantization.calibration import observers as own
+from qtool.quantization.calibration.observers import FakeQuantizer, RangeObserver, named
 from qtool.quantization.engines.align import quantized_values
-from qtool.quantization.observers import FakeQuantizer, RangeObserver, named
 from qtool.quantization.placement import Placed, Placement
 from qtool.quantization.targets import Format, Target
 

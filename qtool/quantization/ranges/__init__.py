@@ -24,9 +24,9 @@ from collections.abc import Callable
 from typing import Any
 
 from qtool.errors import UsageError, nearest
-from qtool.quantization.histogram import Histogram
 from qtool.quantization.ranges.density import RangeOptions
 from qtool.quantization.ranges.entropy import entropy
+from qtool.quantization.ranges.histogram import Histogram
 from qtool.quantization.ranges.minmax import minmax
 from qtool.quantization.ranges.moving import moving_average
 from qtool.quantization.ranges.mse import mse

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from qtool.errors import UsageError
-from qtool.quantization.histogram import HALF_BINS, Histogram
+from qtool.quantization.ranges.histogram import HALF_BINS, Histogram
 
 Array = npt.NDArray[np.float64]
 Cost = Callable[[Array, Array], Array]

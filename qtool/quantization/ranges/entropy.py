@@ -21,8 +21,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from qtool.quantization.histogram import Histogram
 from qtool.quantization.ranges.density import Array, Density, RangeOptions, boundaries, grid, search
+from qtool.quantization.ranges.histogram import Histogram
 
 Indices = npt.NDArray[np.intp]
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from qtool.quantization.histogram import Histogram
 from qtool.quantization.ranges.density import RangeOptions
+from qtool.quantization.ranges.histogram import Histogram
 
 
 def minmax(histogram: Histogram, options: RangeOptions) -> tuple[float, float]:

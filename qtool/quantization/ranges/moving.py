@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 
-from qtool.quantization.histogram import Histogram
 from qtool.quantization.ranges.density import RangeOptions
+from qtool.quantization.ranges.histogram import Histogram
 
 
 def moving_average(histogram: Histogram, options: RangeOptions) -> tuple[float, float]:

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from qtool.quantization.histogram import Histogram
 from qtool.quantization.ranges.density import Array, Density, RangeOptions, boundaries, grid, search
+from qtool.quantization.ranges.histogram import Histogram
 
 
 def mse(histogram: Histogram, options: RangeOptions) -> tuple[float, float]:

@@ -20,11 +20,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from qtool.quantization.histogram import Histogram
 from qtool.quantization.ranges.density import Array, Density, RangeOptions, grid
+from qtool.quantization.ranges.histogram import Histogram
 from qtool.quantization.ranges.mse import SquaredError
 from qtool.quantization.ranges.output import output
-from qtool.quantization.tails import Tails
+from qtool.quantization.ranges.tails import Tails
 
 _WIDER = np.linspace(0.0, 1.0, 65)
 """The parts of the way from the inner range to the extremes that are tried."""

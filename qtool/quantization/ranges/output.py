@@ -8,8 +8,8 @@ from one histogram like the plain squared error, as long as each value was count
 
 from __future__ import annotations
 
-from qtool.quantization.histogram import Histogram
 from qtool.quantization.ranges.density import RangeOptions
+from qtool.quantization.ranges.histogram import Histogram
 from qtool.quantization.ranges.mse import mse
 
 

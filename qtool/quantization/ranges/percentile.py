@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from qtool.quantization.histogram import HALF_BINS, Counts, Histogram
 from qtool.quantization.ranges.density import RangeOptions
+from qtool.quantization.ranges.histogram import HALF_BINS, Counts, Histogram
 
 
 def percentile(histogram: Histogram, options: RangeOptions) -> tuple[float, float]:

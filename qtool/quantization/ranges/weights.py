@@ -12,8 +12,8 @@ from __future__ import annotations
 import torch
 
 from qtool.errors import QtoolError, UsageError, nearest
-from qtool.quantization.fake_quantize import fake_quantize
-from qtool.quantization.qparams import weight_step
+from qtool.quantization.quantizers.fake_quantize import fake_quantize
+from qtool.quantization.quantizers.qparams import weight_step
 
 WEIGHT_METHODS = ("minmax", "mse")
 _COARSE, _FINE, _NARROWEST = 32, 5, 0.2

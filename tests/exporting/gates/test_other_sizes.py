@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from qtool.exporting.gates.other_sizes import OtherSizes
 from qtool.nested import tensors
-from qtool.quantization.capture import capture
+from qtool.quantization.capturing.capture import capture
 
 
 class Twice(nn.Module):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from qtool.errors import QtoolError
 from qtool.exporting.to_onnx import float_to_onnx
-from qtool.quantization.float_form import float_form
+from qtool.quantization.capturing.float_form import float_form
 
 OPEN = {3: (2,), 4: (2, 3), 5: (2, 3, 4)}
 

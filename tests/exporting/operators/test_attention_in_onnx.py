@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from qtool.exporting.baselines import write_fp16
 from qtool.exporting.to_onnx import float_to_onnx, save
-from qtool.quantization.float_form import float_form
+from qtool.quantization.capturing.float_form import float_form
 
 BATCH, HEADS, L, S, E, FEATURES = 3, 4, 5, 7, 8, 6
 Inputs = tuple[Tensor, ...]

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from qtool.errors import QtoolError
 from qtool.exporting import to_onnx
-from qtool.quantization.float_form import float_form
+from qtool.quantization.capturing.float_form import float_form
 
 
 class Masked(nn.Module):

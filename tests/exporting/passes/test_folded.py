@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from qtool.exporting.to_onnx import float_to_onnx, save
-from qtool.quantization.float_form import float_form
+from qtool.quantization.capturing.float_form import float_form
 
 
 class Reader(nn.Module):

@@ -12,8 +12,8 @@ from torch.fx import GraphModule, Node
 from qtool.form import quantized
 from qtool.graphs.edits import copied
 from qtool.graphs.operators import aten
-from qtool.quantization.calibrate import calibrate
-from qtool.quantization.capture import capture
+from qtool.quantization.calibration.calibrate import calibrate
+from qtool.quantization.capturing.capture import capture
 from qtool.quantization.engines import pt2e
 from qtool.quantization.engines.align import (
     Misaligned,

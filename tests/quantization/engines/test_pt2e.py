@@ -14,9 +14,14 @@ from torch.fx import GraphModule
 from qtool.errors import QtoolError
 from qtool.form import DEQUANTIZE, QUANTIZE, quantize_nodes, quantized
 from qtool.graphs.operators import aten
-from qtool.quantization.capture import capture
+from qtool.quantization.calibration.observers import (
+    FakeQuantizer,
+    PerChannelFakeQuantizer,
+    PerChannelWeightObserver,
+    RangeObserver,
+)
+from qtool.quantization.capturing.capture import capture
 from qtool.quantization.engines import pt2e
-from qtool.quantization.observers import FakeQuantizer, PerChannelFakeQuantizer, PerChannelWeightObserver, RangeObserver
 from qtool.quantization.placement import Placement
 from qtool.quantization.ranges import weight_range
 from qtool.quantization.rewrites.norms import fold_batch_norm
@@ -67,7 +72,7 @@ def test_observers_change_nothing_and_are_named_after_units() -> None:
 
 def test_a_weight_is_read_once_however_many_batches_there_are_and_again_when_it_changes() -> None:
     made, _ = prepared(weight_ranges="mse")
-    with patch("qtool.quantization.observers.weight_range", wraps=weight_range) as read:
+    with patch("qtool.quantization.calibration.observers.weight_range", wraps=weight_range) as read:
         for _ in range(3):
             made(X)
         assert read.call_count == 3  # of three layers

@@ -27,8 +27,8 @@ from qtool.form import QuantizedModel, quantized
 from qtool.graphs.edits import parameter
 from qtool.models.nets import mobilenet, resnet
 from qtool.nested import tensors
+from qtool.quantization.capturing.float_form import float_form
 from qtool.quantization.engines import torch_ao
-from qtool.quantization.float_form import float_form
 from qtool.quantization.placement import Placement
 from qtool.quantization.rewrites.norms import write_norms
 from qtool.quantization.stage import quantize

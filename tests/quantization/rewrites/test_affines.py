@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qtool.graphs.operators import aten
-from qtool.quantization.float_form import float_form
+from qtool.quantization.capturing.float_form import float_form
 from qtool.quantization.placement import Placement
 from qtool.quantization.rewrites.affines import write_affines
 from qtool.quantization.rewrites.products import write_products

@@ -27,7 +27,7 @@ from qtool.exporting.stage import export
 from qtool.exporting.to_onnx import quantized_to_onnx, save
 from qtool.form import QuantizedModel, Unit, quantize_nodes
 from qtool.graphs.operators import aten
-from qtool.quantization.capture import capture
+from qtool.quantization.capturing.capture import capture
 from qtool.quantization.rewrites.attention import drop_masks, write_attention
 from qtool.quantization.stage import quantize
 from qtool.recipe import ExportConfig, QuantizeConfig

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from qtool.exporting.stage import export
 from qtool.graphs.operators import aten
-from qtool.quantization.capture import capture
+from qtool.quantization.capturing.capture import capture
 from qtool.quantization.stage import quantize
 from qtool.recipe import ExportConfig, QuantizeConfig
 

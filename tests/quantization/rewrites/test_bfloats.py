@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from qtool.exporting.onnx_file import write
 from qtool.exporting.to_onnx import float_to_onnx
-from qtool.quantization.capture import capture
+from qtool.quantization.capturing.capture import capture
 from qtool.runtimes import open_session
 
 

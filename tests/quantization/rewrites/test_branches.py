@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from qtool.graphs.operators import aten
-from qtool.quantization.capture import capture
-from qtool.quantization.float_form import float_form
+from qtool.quantization.capturing.capture import capture
+from qtool.quantization.capturing.float_form import float_form
 from qtool.quantization.rewrites.branches import merge_branches
 from qtool.quantization.stage import quantize
 from qtool.recipe import QuantizeConfig

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qtool.exporting.stage import export
-from qtool.quantization.capture import capture
+from qtool.quantization.capturing.capture import capture
 from qtool.quantization.rewrites.chomps import drop_chomps
 from qtool.quantization.stage import quantize
 from qtool.recipe import ExportConfig, QuantizeConfig

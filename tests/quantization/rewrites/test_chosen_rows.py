@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from qtool.exporting.stage import export
 from qtool.graphs.edits import parameter
 from qtool.graphs.operators import aten
-from qtool.quantization.float_form import float_form
+from qtool.quantization.capturing.float_form import float_form
 from qtool.quantization.stage import quantize
 from qtool.recipe import ExportConfig, QuantizeConfig
 from qtool.runtimes import open_session

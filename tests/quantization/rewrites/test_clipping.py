@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from written import Forward, Written
 
 from qtool.graphs.operators import aten
-from qtool.quantization.capture import capture
+from qtool.quantization.capturing.capture import capture
 from qtool.quantization.rewrites.clipping import clip_early
 
 X = torch.randn(2, 8, 4, 6, generator=torch.Generator().manual_seed(0)) * 3

@@ -7,8 +7,8 @@ from torch.nn.utils import parametrizations
 
 from qtool.form import quantized
 from qtool.graphs.operators import aten
-from qtool.quantization.capture import capture
-from qtool.quantization.float_form import float_form
+from qtool.quantization.capturing.capture import capture
+from qtool.quantization.capturing.float_form import float_form
 from qtool.quantization.rewrites.constants import constant_nodes, fold_computed
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from qtool.graphs.operators import aten
-from qtool.quantization.float_form import float_form
+from qtool.quantization.capturing.float_form import float_form
 from qtool.quantization.placement import Placement
 from qtool.quantization.targets import ORT_CPU
 

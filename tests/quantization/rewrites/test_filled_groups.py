@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 import qtool
-from qtool.quantization.capture import capture
-from qtool.quantization.float_form import float_form
+from qtool.quantization.capturing.capture import capture
+from qtool.quantization.capturing.float_form import float_form
 from qtool.quantization.rewrites.filled_groups import fill_groups
 
 

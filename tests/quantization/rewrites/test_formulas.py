@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qtool.quantization.float_form import float_form
+from qtool.quantization.capturing.float_form import float_form
 from qtool.quantization.stage import quantize
 from qtool.recipe import QuantizeConfig
 

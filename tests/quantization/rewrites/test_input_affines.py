@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qtool.quantization.float_form import float_form, spell_for
+from qtool.quantization.capturing.float_form import float_form, spell_for
 from qtool.quantization.placement import Placement
 from qtool.quantization.rewrites.input_affines import fold_ahead
 from qtool.quantization.targets import ORT_CPU

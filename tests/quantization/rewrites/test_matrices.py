@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from qtool.graphs.operators import aten
-from qtool.quantization.capture import capture
+from qtool.quantization.capturing.capture import capture
 from qtool.quantization.placement import Placement
 from qtool.quantization.rewrites.matrices import flatten_linears
 from qtool.quantization.targets import ORT_CPU

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from qtool.exporting.stage import export
-from qtool.quantization.capture import capture
+from qtool.quantization.capturing.capture import capture
 from qtool.quantization.placement import Placement
 from qtool.quantization.rewrites.products import GATES, write_products
 from qtool.quantization.stage import quantize

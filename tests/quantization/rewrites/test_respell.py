@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from written import Forward, Written
 
 from qtool.graphs.operators import aten
-from qtool.quantization.capture import capture
+from qtool.quantization.capturing.capture import capture
 from qtool.quantization.placement import Placement
 from qtool.quantization.targets import ORT_CPU
 

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qtool.graphs.operators import aten
-from qtool.quantization.capture import capture
-from qtool.quantization.float_form import float_form
+from qtool.quantization.capturing.capture import capture
+from qtool.quantization.capturing.float_form import float_form
 from qtool.quantization.placement import Placement
 from qtool.quantization.rewrites.norms import NORMAL
 from qtool.quantization.rewrites.scales import fold_scales

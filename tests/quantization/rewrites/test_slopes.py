@@ -11,7 +11,7 @@ from torch import nn
 
 from qtool.exporting.stage import export
 from qtool.graphs.operators import aten
-from qtool.quantization.capture import capture
+from qtool.quantization.capturing.capture import capture
 from qtool.quantization.rewrites.slopes import write_slopes
 from qtool.quantization.stage import quantize
 from qtool.recipe import ExportConfig, QatConfig, QuantizeConfig

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from qtool.exporting.stage import export
 from qtool.graphs.operators import aten
-from qtool.quantization.float_form import float_form
+from qtool.quantization.capturing.float_form import float_form
 from qtool.quantization.rewrites.steep_gates import write_steep_gates
 from qtool.quantization.stage import quantize
 from qtool.recipe import ExportConfig, QuantizeConfig

@@ -13,8 +13,8 @@ from qdq_files import needs_vnni
 from torch import Tensor, nn
 
 import qtool
-from qtool.quantization.capture import capture
-from qtool.quantization.float_form import float_form
+from qtool.quantization.capturing.capture import capture
+from qtool.quantization.capturing.float_form import float_form
 from qtool.quantization.rewrites.norms import NORMAL
 from qtool.quantization.rewrites.transposed import write_transposed
 

@@ -1,0 +1,1 @@
+"""Quantization-aware training: fine-tuning through fake-quantizers, towards labels or the float model."""

@@ -1,0 +1,1 @@
+"""Quantizers: the arithmetic from real numbers to integers and back, with gradients where it is trained."""
