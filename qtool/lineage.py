@@ -64,13 +64,19 @@ def content_of(graph: GraphModule) -> str:
 
     The same before it was stored and after, when its tensors have other names, and in each capture of one model.
     """
+    from torch.fx import GraphModule
+
     from qtool.form import QUANTIZE, digest_tensor
 
     parts: set[str] = set()
     for node in graph.graph.nodes:
         if node.op == "get_attr":
+            stored = operator.attrgetter(node.target)(graph)
+            if isinstance(stored, GraphModule):  # a branch of torch.cond
+                parts.add(content_of(stored))
+                continue
             digest = hashlib.sha256()
-            digest_tensor(digest, "", operator.attrgetter(node.target)(graph))
+            digest_tensor(digest, "", stored)
             parts.add(digest.hexdigest())
         elif node.target in QUANTIZE:
             parts.add(repr([value for value in node.args if isinstance(value, int | float)]))

@@ -346,5 +346,5 @@ def line_of(node: Node | None) -> str:
     """``at file.py:12, `` of the innermost line outside torch that a node was traced from."""
     trace = node.meta.get("stack_trace") if node is not None else None
     places = re.findall(r'File "(.+?)", line (\d+)', trace or "")
-    own = [f"at {name}:{line}, " for name, line in places if not re.search(r"[/\\]torch[/\\]", name)]
+    own = [f"at {name}:{line}, " for name, line in places if not re.search(r"^<|[/\\]torch[/\\]", name)]
     return own[-1] if own else ""

@@ -60,6 +60,7 @@ _MEMBERS = re.compile(
 _OPERATOR = re.compile(
     r"torch\.ops\.(aten|quantized_decomposed|torchvision)\.(?!from_file|__)\w+\.(?!__)\w+"
     r"|torch\.ops\.qtool\.(lstm|pixels)\.default"
+    r"|torch\.ops\.higher_order\.cond"  # calls one of the file's own subgraphs, which are looked through too
     r"|torch\.ops\.aten\.__(and|or|xor|lshift|rshift)__\.(Tensor|Scalar)"  # ATen's names of masks' arithmetic
 )
 _ARITHMETIC = re.compile(

@@ -1,9 +1,10 @@
 """What a caller's process has set, which no stage is to be changed by, or to change.
 
 Inside a stage torch is as it is when a process starts: gradients are recorded, nothing is autocast, what is made is
-float32 on the host, and a module that moves changes its parameters instead of swapping them. Behind it all is as the
-caller had it, random generators included. What belongs to the thread is set for each stage; what all threads share, by
-the first of those that go on at once, and put back by the last.
+float32 on the host, and a module that moves changes its parameters instead of swapping them; numpy warns of an
+overflow, and raises nothing. Behind it all is as the caller had it, random generators included. What belongs to the
+thread is set for each stage; what all threads share, by the first of those that go on at once, and put back by the
+last.
 
 Left out on purpose: the precision of float32 products in a training, which is the caller's to choose.
 """
@@ -49,11 +50,13 @@ def _within(
 
 @contextmanager
 def _own_surroundings() -> Iterator[None]:
+    import numpy as np
     import torch
 
     from qtool.steps.checkpoint import generators_kept
 
     with ExitStack() as stack:
+        stack.enter_context(np.errstate(all="warn", under="ignore"))
         if torch.get_default_device().type != "cpu":
             stack.enter_context(torch.device("cpu"))
         for kind in ("cpu", "cuda"):

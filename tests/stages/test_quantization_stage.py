@@ -7,14 +7,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import qtool
+from qtool.artifacts import read_result
 from qtool.errors import QtoolError, UsageError
+from qtool.lineage import outdated
 from qtool.recipe import QatConfig
+from qtool.runtimes.ort import OrtSession
 from qtool.stages.quantization import _quantize_configs
 from qtool.tasks import Classification
 
@@ -149,6 +153,29 @@ def test_what_was_quantized_is_opened_again(tmp_path: Path) -> None:
         UsageError, match=r"'artifact': expected the path .*; got a QuantizedModel; .* its \.plan tells"
     ):
         qtool.inspect(again)  # type: ignore[arg-type]
+
+
+def test_a_model_that_chooses_between_two_branches_is_opened_again_and_exported(tmp_path: Path) -> None:
+    class Choosing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.c(torch.cond(x.sum() > 0, lambda x: self.a(x).relu(), lambda x: self.b(x).sin(), (x,)))
+
+    torch.manual_seed(0)
+    model, batches = Choosing().eval(), [torch.randn(8, 8) for _ in range(8)]
+    assert {bool(x.sum() > 0) for x in batches} == {True, False}
+    qtool.quantize(model, batches, out=str(tmp_path))
+    quantized = qtool.load_quantized(tmp_path)
+    files = qtool.export(tmp_path, samples=batches).files
+    results = {stage: read_result(tmp_path, stage) for stage in ("quantize", "export")}
+    assert outdated(results, tmp_path) == []
+    session = OrtSession(files["int8"])
+    for x in batches:
+        (given,) = session.run({"x": x.numpy()})
+        np.testing.assert_allclose(given, quantized(x).detach().numpy(), atol=1e-5)
 
 
 def test_what_export_returned_stands_for_its_run_directory(tmp_path: Path) -> None:

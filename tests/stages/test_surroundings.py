@@ -98,6 +98,15 @@ def test_a_stage_does_not_see_what_the_caller_has_set(
         assert all(unit.integer for unit in result.plan.units)
 
 
+def test_a_half_that_underflows_is_exported_though_the_caller_has_numpy_raise(tmp_path: Path) -> None:
+    model, x = net(), torch.randn(8, 8)
+    with torch.no_grad():
+        model[0].weight[0, 0] = 1e-8
+    with np.errstate(all="raise"):
+        assert "fp16" in qtool.export(qtool.quantize(model, [x]), tmp_path, samples=[x]).files
+        assert set(np.geterr().values()) == {"raise"}
+
+
 def test_a_model_made_in_inference_mode_is_told_as_such(labelled: list[Any]) -> None:
     with torch.inference_mode():
         model = net()

@@ -35,7 +35,7 @@ from qtool.exporting.reference.integer_kernels import (
 from qtool.graphs.polynomials import logistic, tanh
 
 Attributes = Mapping[str, Any]
-Operator = Callable[..., Tensor]
+Operator = Callable[..., Tensor | tuple[Tensor, ...]]
 
 
 def hard_sigmoid(attributes: Attributes, x: Tensor) -> Tensor:
@@ -153,6 +153,20 @@ def grid_sample(attributes: Attributes, x: Tensor, grid: Tensor) -> Tensor:
     return F.grid_sample(x, grid, mode, str(attributes.get("padding_mode", "zeros")), aligned)
 
 
+def rnn(
+    attributes: Attributes, x: Tensor, weight: Tensor, recurrent: Tensor, bias: Tensor | None = None,
+    lengths: Tensor | None = None, states: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """A plain recurrent layer as qtool writes it; onnx's reference knows no other activation than tanh."""
+    directions, hidden = recurrent.shape[:2]
+    parts = [weight, recurrent] + ([] if bias is None else list(bias.chunk(2, 1)))
+    params = [part[way] for way in range(directions) for part in parts]
+    layer = torch.rnn_relu if "Relu" in attributes.get("activations", ()) else torch.rnn_tanh
+    begun = x.new_zeros(directions, x.shape[1], hidden) if states is None else states
+    given, last = layer(x, begun, params, bias is not None, 1, 0.0, False, directions == 2, False)
+    return given.reshape(*x.shape[:2], directions, hidden).transpose(1, 2), last
+
+
 def moves_only(op: str, attributes: Attributes) -> bool:
     """Whether an operator copies numbers without computing new ones (a Resize by nearest neighbours does)."""
     if op != "Resize":
@@ -207,6 +221,7 @@ APPROXIMATE: dict[str, Operator] = {
     "Gemm": gemm,
     "GridSample": grid_sample,
     "MatMul": lambda attributes, a, b: a @ b,
+    "RNN": rnn,
 }
 """Float32 sums, in PyTorch's order."""
 
@@ -236,8 +251,9 @@ def evaluate(
     if own is None and not beyond and all(x.dtype == torch.float32 for x in present):
         own = EXACT.get(op) or APPROXIMATE.get(op)
     if own is not None:
-        results = [own(attributes, *inputs)]
-        return results if outputs == 1 else [*results, places_of_largest(present[0], attributes)]
+        made = own(attributes, *inputs)
+        results = [made] if isinstance(made, Tensor) else list(made)
+        return [*results, places_of_largest(present[0], attributes)] if outputs > len(results) else results
     if op == "Cast" and attributes["to"] in FLOATS:
         return [present[0].to(FLOATS[attributes["to"]])]
     if op == "Pad":

@@ -66,7 +66,8 @@ def capture(model: nn.Module, example: Any, *, train: bool = False, axes: tuple[
 
     Raises UsageError for one of ``axes`` that the model fixes, QtoolError naming the user's line when the model refuses
     the example or ``torch.export`` cannot capture it, when weights or inputs are floats of another size than 32
-    bits, and when outputs are numbers or sizes, or tensors in a type that runtimes do not give.
+    bits, when it has control flow beyond a ``torch.cond``, and when outputs are numbers or sizes, or tensors in a type
+    that runtimes do not give.
     """
     _require_float32(("example input", value) for value in tensors(example))
     parameters = [(f"parameter '{name}'", value) for name, value in model.named_parameters()]
@@ -92,6 +93,7 @@ def capture(model: nn.Module, example: Any, *, train: bool = False, axes: tuple[
     for axis in axes:
         _require_open(graph_module, axis)
     make_functional(graph_module)
+    _require_branches(graph_module)
     if mutations(graph_module):
         if train:
             return _evaluated(model, example, axes)
@@ -183,6 +185,21 @@ def _require_groups(graph_module: GraphModule) -> None:
                 f"'{node.name}', whose groups are counted from the inputs, where ONNX has a fixed number",
                 f"{line_of(node)}have no kernel for each sample: scale what goes into one and what comes out, or mix "
                 "what several give",
+            )  # fmt: skip
+
+
+def _require_branches(graph_module: GraphModule) -> None:
+    """Of what is called as a graph within the graph, files hold the branches of ``torch.cond`` alone."""
+    held = {name for name, child in graph_module.named_children() if isinstance(child, GraphModule)}
+    for node in graph_module.graph.nodes:
+        within = [getattr(graph_module, str(a.target)) for a in node.all_input_nodes if a.target in held]
+        nested = [inner for part in within for inner in part.children() if isinstance(inner, GraphModule)]
+        if within and (node.target is not torch.ops.higher_order.cond or nested):
+            name = "torch.cond within torch.cond" if node.target is torch.ops.higher_order.cond else str(node.target)
+            place = next(filter(None, (line_of(n) for n in (node, *within[0].graph.nodes))), "")
+            raise QtoolError(
+                "model", "control flow of torch.cond alone, no branch of which has control flow in turn", name,
+                f"{place}write it as plain operators, without autocast, or quantize the modules around it",
             )  # fmt: skip
 
 

@@ -54,6 +54,8 @@ def require_faithful(graph: GraphModule, model: nn.Module, example: Any) -> None
     Where nothing can be compared, the reason is added to the notes in the graph's ``meta``.
     """
     few = samples_of(example, 0, SAMPLES) if graph.meta.get("any_batch") else example
+    if few is example:
+        _require_single(model, example)
     _require_other_sizes(graph, model, few)
     wanted, found = _wanted(model, few, example), _floats(graph, few)
     least = _least(wanted, found)
@@ -87,6 +89,22 @@ def _wanted(model: nn.Module, few: Any, example: Any) -> list[Tensor]:
             raise QtoolError(
                 where, "inputs with the samples along the first axis", f"{error.got}, though it takes the whole",
                 "put a batch axis first: of a graph's nodes and edges, say, which belong together, in each input",
+            ) from error.__cause__  # fmt: skip
+        raise
+
+
+def _require_single(model: nn.Module, example: Any) -> None:
+    """Raises QtoolError where batches have to be of a multiple of samples: ranges and gates ask for each by itself."""
+    where = f"model '{type(model).__name__}'"
+    try:
+        with passes_told(where):
+            _evaluated(model, samples_of(example, 0, 1))
+    except QtoolError as error:
+        if _takes(model, example):
+            raise QtoolError(
+                where, "batches of any number of samples",
+                f"{error.got}, of one sample, though it takes {num_samples(example)}",
+                "give what it folds into the batch (frames, views) an axis of its own, and fold it in forward",
             ) from error.__cause__  # fmt: skip
         raise
 

@@ -22,7 +22,7 @@ from qtool.graphs.operators import DROPOUTS, aten
 from qtool.graphs.programs import as_graph
 from qtool.graphs.structures import quiet_pytree
 from qtool.nested import tensors
-from qtool.quantization.rewrites.autocast import inline_autocast
+from qtool.quantization.rewrites.autocast import inline_regions
 from qtool.quantization.rewrites.respell import RANDOM_SLOPES, respell, spell_random_slope
 
 _ASSERTIONS = (aten._assert_tensor_metadata.default, aten._assert_scalar.default)
@@ -30,7 +30,7 @@ _ASSERTIONS = (aten._assert_tensor_metadata.default, aten._assert_scalar.default
 
 def make_functional(graph_module: GraphModule) -> None:
     """Rewrites in-place operators, where that keeps the meaning, and gives each operator its one spelling."""
-    inline_autocast(graph_module)
+    inline_regions(graph_module)
     graph = graph_module.graph
     for node in reversed(graph.nodes):  # of a norm that is used twice the later count reads the earlier
         if _is_guard(node) or _counts_batches(node):

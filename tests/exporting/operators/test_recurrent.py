@@ -111,6 +111,13 @@ def test_other_cells_are_bytes_that_are_dequantized_when_the_file_is_opened(
     assert all(node.input[1] in constants for node in readers)
 
 
+def test_plain_cells_of_rectified_sums_pass_the_gates(tmp_path: Path) -> None:
+    """onnx's own reference operator knows tanh alone."""
+    result, gates = exported(made(nn.RNN, {"nonlinearity": "relu"}), tmp_path)
+    assert {gate["passed"] for gate in result.gates} <= {True, None}
+    assert gates["unit parity"]["details"]["num_unequal"] == 0
+
+
 @pytest.mark.parametrize("cell", [nn.LSTM, nn.GRU, nn.RNN])
 def test_no_sequence_is_walked_through_step_by_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cell: type[nn.RNNBase]

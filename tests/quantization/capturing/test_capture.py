@@ -9,6 +9,7 @@ import importlib.util
 import operator
 import sys
 import textwrap
+from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from torch import Tensor, nn
+from torch._higher_order_ops import scan, while_loop
 
 from qtool.errors import QtoolError
 from qtool.graphs.edits import copied, owner
@@ -144,6 +146,33 @@ def test_groups_that_count_the_samples_are_refused_before_the_work(call: Any) ->
     told = r"module '0': expected convolutions whose groups are a number; got 'conv.*; at \S+test_capture\.py:\d+, have"
     with pytest.raises(QtoolError, match=told):
         capture(nn.Sequential(Modulated()), X)
+
+
+class Calling(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+def _within(x: Tensor) -> Tensor:
+    return torch.cond(x.mean() > 0, torch.sin, torch.cos, (x,))
+
+
+@pytest.mark.parametrize(
+    ("call", "got"),
+    [
+        (lambda x: while_loop(lambda i, y: i < 3, lambda i, y: (i + 1, y * 2), (torch.tensor(0), x))[1], "while_loop"),
+        (lambda x: scan(lambda h, y: (h + y, h * y), torch.zeros_like(x[:, 0]), x, dim=1)[1], "scan"),
+        (lambda x: torch.cond(x.sum() > 0, _within, torch.cos, (x,)), "torch.cond within torch.cond"),
+    ],
+)
+def test_control_flow_that_no_file_holds_is_refused_before_the_work(call: Any, got: str) -> None:
+    """torchao ended in an assertion of its own."""
+    with pytest.raises(QtoolError, match=rf"expected control flow of torch\.cond alone, .*got {got}; .*write it as"):
+        capture(Calling(call), torch.randn(4, 6))
 
 
 def test_a_generator_of_the_model_s_own_is_refused() -> None:

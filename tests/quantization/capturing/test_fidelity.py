@@ -159,20 +159,20 @@ def test_buffers_are_as_before() -> None:
 
 
 def test_a_batch_of_a_size_that_the_graph_asks_for_is_taken_whole() -> None:
-    class InFours(nn.Module):
+    class Even(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            return x.reshape(x.shape[0] // 4, 4, -1).mean(1).sigmoid()
+            return x.tanh() if x.shape[0] % 2 else x.sigmoid()
 
     sizes: list[int] = []
 
-    class Seen(InFours):
+    class Seen(Even):
         def forward(self, x: Tensor) -> Tensor:
             sizes.append(len(x))
             return super().forward(x)
 
-    graph = capture(InFours(), torch.cat([X, X]))
+    graph = capture(Even(), torch.cat([X, X]))
     require_faithful(graph, Seen(), torch.cat([X, X]))
-    assert sizes == [8]
+    assert sizes == [1, 8]
 
 
 @pytest.fixture
@@ -218,3 +218,18 @@ def test_behind_the_end_of_a_padded_sequence_the_graph_is_the_model_in_training(
     loss = nn.functional.cross_entropy(trained.model(x), part.tensors[1]).item()
     assert trained.metrics["loss"] == pytest.approx(loss, rel=1e-5)
     assert loss != pytest.approx(shortcut, rel=1e-3)
+
+
+def test_a_batch_that_has_to_be_a_multiple_of_frames_is_refused_before_the_work() -> None:
+    """Calibration, which looks at sample by sample, ended in an error of a view."""
+
+    class Frames(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.first(x).view(-1, 4, 8).mean(1)
+
+    with pytest.raises(QtoolError, match=r"'Frames': .*any number of samples; got .*of one sample, though it takes 8;"):
+        qtool.quantize(Frames().eval(), [torch.randn(8, 8)])
