@@ -5,6 +5,7 @@ A checkpoint is a folder::
     step-00000010/
       main.safetensors                what all processes share: the place in the data, generators, scaler, buffers
       shard-00001-….safetensors       one process's part of every weight and of every state shaped like a weight
+      sums.safetensors                the sha256 of every shard
       own-00000-of-00002.safetensors  with 8-bit optimizers: that process's states, quantized in blocks of its part
 
 The shards are written and read by ``torch.distributed.checkpoint`` with its safetensors storage: each file's
@@ -34,13 +35,14 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
+from qtool.artifacts import sha256_of
 from qtool.errors import QtoolError, QtoolWarning
 from qtool.steps.checkpoint import BEST, Files, clear, learned, load_tree, save_tree
 from qtool.system import processes
 from qtool.training.block_states import cut_anew
 from qtool.training.local_shards import LocalShards, like
 
-MAIN = "main.safetensors"
+MAIN, SUMS = "main.safetensors", "sums.safetensors"
 
 
 class ShardedFiles(Files):
@@ -162,22 +164,39 @@ def _flush(folder: Path) -> None:
 def _save(folder: Path, sharded: Mapping[str, DTensor]) -> None:
     try:
         save(dict(sharded), storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
+        own = {path.name: sha256_of(path) for path in folder.glob(f"shard-{processes.rank() + 1:05d}-*")}
     except (OSError, CheckpointException) as error:
         raise QtoolError(
             f"checkpoint '{folder}'", "a writable disk with enough space", _first_line(error),
             "make room and run the same command again: it goes on from the last whole checkpoint",
         ) from error  # fmt: skip
+    sums = {name: value for part in processes.gather(own) for name, value in part.items()}
+    if processes.rank() == 0:
+        save_tree(folder / SUMS, sums)
 
 
 def _load(folder: Path, wanted: dict[str, Any]) -> None:
     """Fills the sharded tensors in ``wanted`` in place."""
+    _require_whole(folder)
     try:
         load(wanted, storage_reader=HuggingFaceStorageReader(str(folder)))
     except (OSError, CheckpointException) as error:
-        raise QtoolError(
-            f"checkpoint '{folder}'", "a whole checkpoint written by qtool", _first_line(error),
-            "delete it to start over",
-        ) from error  # fmt: skip
+        raise _not_whole(folder, _first_line(error)) from error
+
+
+def _require_whole(folder: Path) -> None:
+    """Raises QtoolError in every process where a shard is not as it was written; each reads its share of them."""
+    if not (folder / SUMS).exists():  # earlier versions wrote none
+        return
+    sums = load_tree(folder / SUMS)
+    shares = sorted(sums)[processes.rank() :: processes.size()]
+    bad = [name for name in shares if not (path := folder / name).is_file() or sha256_of(path) != sums[name]]
+    if found := sorted(name for part in processes.gather(bad) for name in part):
+        raise _not_whole(folder, f"'{found[0]}' missing, or with another content than was written")
+
+
+def _not_whole(folder: Path, got: str) -> QtoolError:
+    return QtoolError(f"checkpoint '{folder}'", "a whole checkpoint written by qtool", got, "delete it to start over")
 
 
 def _first_line(error: BaseException) -> str:
