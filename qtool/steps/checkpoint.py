@@ -97,8 +97,11 @@ def is_storable(dtype: torch.dtype) -> bool:
     return True
 
 
-def load_tree(path: Path) -> Any:
-    """The tree that :func:`save_tree` wrote, on the CPU. Raises QtoolError when the file is damaged or foreign."""
+def load_tree(path: Path, whole: Path | None = None) -> Any:
+    """The tree that :func:`save_tree` wrote, on the CPU. Raises QtoolError when the file is damaged or foreign.
+
+    ``whole`` is what a run can only be started over without, where that is more than the file.
+    """
     try:
         with safe_open(path, framework="pt") as file:
             about = file.metadata() or {}
@@ -107,10 +110,14 @@ def load_tree(path: Path) -> Any:
                 raise ValueError("its content is not what its checksum is of")
             return _decode(json.loads(structure), tensors)
     except (OSError, SafetensorError, KeyError, ValueError) as error:
-        raise QtoolError(
-            f"checkpoint '{path}'", "a whole checkpoint written by qtool", f"{type(error).__name__}: {error}",
-            "delete it to start over",
-        ) from error  # fmt: skip
+        raise not_whole(path, f"{type(error).__name__}: {error}", whole) from error
+
+
+def not_whole(path: Path, got: str, whole: Path | None = None) -> QtoolError:
+    """The error for a checkpoint's file or folder that is damaged; ``whole`` is that of :func:`load_tree`."""
+    what = "it" if whole is None else f"'{whole}'"
+    do = f"delete {what} to start over"
+    return QtoolError(f"checkpoint '{path}'", "a whole checkpoint written by qtool", got, do)
 
 
 def _packed(tree: Any) -> bytes:
@@ -186,7 +193,7 @@ class Files:
     def take_best(self, folder: Path, model: nn.Module) -> None:
         """Puts the best weights so far into a model."""
         processes.wait()
-        model.load_state_dict(load_tree(folder / f"{BEST}.safetensors"), strict=False)
+        model.load_state_dict(load_tree(folder / f"{BEST}.safetensors", folder), strict=False)
 
 
 def _encode(value: Any, name: str, tensors: dict[str, Tensor], seen: dict[Any, str]) -> Any:

@@ -37,7 +37,7 @@ from torch.distributed.tensor import DTensor
 
 from qtool.artifacts import sha256_of
 from qtool.errors import QtoolError, QtoolWarning
-from qtool.steps.checkpoint import BEST, Files, clear, learned, load_tree, save_tree
+from qtool.steps.checkpoint import BEST, Files, clear, learned, load_tree, not_whole, save_tree
 from qtool.system import processes
 from qtool.training.block_states import cut_anew
 from qtool.training.local_shards import LocalShards, like
@@ -74,7 +74,7 @@ class ShardedFiles(Files):
                 f"checkpoint '{path}'", "one of a sharded model", "one of a whole model",
                 "pass --strategy ddp, or start over with --no-resume",
             )  # fmt: skip
-        return {**load_tree(path / MAIN), "path": path}
+        return {**load_tree(path / MAIN, path), "path": path}
 
     def restore(self, tree: Mapping[str, Any], model: nn.Module, optimizer: Any) -> None:
         """Reads this process's part of model and optimizer states, whatever number of processes wrote them."""
@@ -85,12 +85,12 @@ class ShardedFiles(Files):
         states = None
         if not optimizer.own_states:
             states = _put_in(tree["optimizer"]["state"], optimizer.parameters, wanted)
-        _load(path, wanted)
+        _load(path, wanted, path)
         model.load_state_dict({name: wanted.get(f"model.{name}", tree["model"][name]) for name in own}, strict=False)
         if states is not None:
             optimizer.load_state_dict(states)
         elif world == processes.size():
-            optimizer.load_state_dict(load_tree(path / _own(processes.rank(), world)))
+            optimizer.load_state_dict(load_tree(path / _own(processes.rank(), world), path))
         else:
             if processes.rank() == 0:
                 warnings.warn(
@@ -99,7 +99,7 @@ class ShardedFiles(Files):
                     QtoolWarning,
                     stacklevel=2,
                 )
-            trees = [load_tree(path / _own(rank, world)) for rank in range(world)]
+            trees = [load_tree(path / _own(rank, world), path) for rank in range(world)]
             optimizer.load_state_dict(cut_anew(trees, optimizer.parameters))
 
     def keep_best(self, folder: Path, model: nn.Module) -> None:
@@ -113,9 +113,9 @@ class ShardedFiles(Files):
 
     def take_best(self, folder: Path, model: nn.Module) -> None:
         """Puts the best weights so far into a model."""
-        rest, own = load_tree(folder / BEST / MAIN), _learned(model)
+        rest, own = load_tree(folder / BEST / MAIN, folder), _learned(model)
         wanted = {f"model.{name}": value for name, value in own.items() if isinstance(value, DTensor)}
-        _load(folder / BEST, wanted)
+        _load(folder / BEST, wanted, folder)
         model.load_state_dict({name: wanted.get(f"model.{name}", rest[name]) for name in own}, strict=False)
 
 
@@ -175,28 +175,24 @@ def _save(folder: Path, sharded: Mapping[str, DTensor]) -> None:
         save_tree(folder / SUMS, sums)
 
 
-def _load(folder: Path, wanted: dict[str, Any]) -> None:
-    """Fills the sharded tensors in ``wanted`` in place."""
-    _require_whole(folder)
+def _load(folder: Path, wanted: dict[str, Any], whole: Path) -> None:
+    """Fills the sharded tensors in ``wanted`` in place; ``whole`` is that of :func:`load_tree`."""
+    _require_whole(folder, whole)
     try:
         load(wanted, storage_reader=HuggingFaceStorageReader(str(folder)))
     except (OSError, CheckpointException) as error:
-        raise _not_whole(folder, _first_line(error)) from error
+        raise not_whole(folder, _first_line(error), whole) from error
 
 
-def _require_whole(folder: Path) -> None:
+def _require_whole(folder: Path, whole: Path) -> None:
     """Raises QtoolError in every process where a shard is not as it was written; each reads its share of them."""
     if not (folder / SUMS).exists():  # earlier versions wrote none
         return
-    sums = load_tree(folder / SUMS)
+    sums = load_tree(folder / SUMS, whole)
     shares = sorted(sums)[processes.rank() :: processes.size()]
     bad = [name for name in shares if not (path := folder / name).is_file() or sha256_of(path) != sums[name]]
     if found := sorted(name for part in processes.gather(bad) for name in part):
-        raise _not_whole(folder, f"'{found[0]}' missing, or with another content than was written")
-
-
-def _not_whole(folder: Path, got: str) -> QtoolError:
-    return QtoolError(f"checkpoint '{folder}'", "a whole checkpoint written by qtool", got, "delete it to start over")
+        raise not_whole(folder, f"'{found[0]}' missing, or with another content than was written", whole)
 
 
 def _first_line(error: BaseException) -> str:
