@@ -34,7 +34,7 @@ from qtool.errors import QtoolError
 from qtool.intervals import mean_interval, paired_interval
 from qtool.nested import tensors
 from qtool.system import processes
-from qtool.tasks import Task, finished, is_undefined, loss_of, metrics_of, weight_of
+from qtool.tasks import Task, finished, is_undefined, judging, loss_of, metrics_of, weight_of
 from qtool.units import many
 
 Predict = Callable[[Any], Any]
@@ -72,7 +72,7 @@ class Sums:
     """The sums of the loss and of a task's metrics over batches of one process, added up as these come."""
 
     def __init__(self, task: Task) -> None:
-        self._task = task
+        self._task = judging(task)
         self._weight = 0.0
         self._sums: dict[str, Any] = {}
 

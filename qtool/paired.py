@@ -27,7 +27,7 @@ from torch import Tensor
 from qtool.errors import QtoolError
 from qtool.intervals import mean_interval, paired_interval
 from qtool.nested import cut, num_samples
-from qtool.tasks import Task, finished, is_undefined, loss_of, metrics_of
+from qtool.tasks import Task, finished, is_undefined, judging, loss_of, metrics_of
 
 DRAWS = 1000
 DEFINED = 0.9
@@ -41,7 +41,7 @@ Sums = dict[str, Tensor]
 @torch.no_grad()
 def sums_of(task: Task, output: Any, target: Any) -> tuple[Sums, Tensor]:
     """The task's sums and weight of every sample of a batch alone, float64. Raises QtoolError where the task does."""
-    size = num_samples(output)
+    task, size = judging(task), num_samples(output)
     rows, weights = [], []
     for index in range(size):
         one, wanted = (cut(value, index, index + 1, size) for value in (output, target))

@@ -4,6 +4,8 @@ A task gives the loss to descend and the metric to report, both as *sums over a 
 samples, or of tokens) that turns sums into means. Sums of batches of any size then add up to the right mean, which
 gradient accumulation and a short last batch would otherwise get wrong.
 
+Label smoothing belongs to what is descended: :func:`judging` gives the task without it, which every evaluation takes.
+
 A user's own task is an object with the attributes of :class:`Task`, or a factory that returns one. What it raises, and
 what it returns that is no sum with its weight, is told as its own.
 """
@@ -14,7 +16,7 @@ import math
 import numbers
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
@@ -140,15 +142,14 @@ class LanguageModelling:
     """The next token at every place: cross-entropy in nats per token; ``top1`` of the tokens, and ``perplexity``.
 
     Outputs are N×T×V logits, or hold them as ``logits``, targets N×T token indices. A target of −100 is not
-    counted, so windows weigh as many tokens as they have, and means are over tokens. Perplexity is exp(mean loss),
-    without label smoothing's part.
+    counted, so windows weigh as many tokens as they have, and means are over tokens. Perplexity is exp(mean loss).
     """
 
     label_smoothing: float = 0.0
     name: str = "language-modelling"
     metric: str = "perplexity"
     higher_is_better: bool = False
-    directions: ClassVar[Mapping[str, bool]] = {"top1": True, "nll": False}
+    directions: ClassVar[Mapping[str, bool]] = {"top1": True}
 
     def loss(self, output: Any, target: Any) -> tuple[Tensor, Tensor]:
         """Summed cross-entropy over the counted tokens, and their number."""
@@ -158,16 +159,13 @@ class LanguageModelling:
         return losses, (target != IGNORED).sum()
 
     def metrics(self, output: Any, target: Any) -> dict[str, Tensor | float]:
-        """How many counted tokens are right; the plain negative log-likelihood, where smoothing hides it."""
+        """How many counted tokens are right."""
         output, target = _checked_tokens(output, target)
-        sums: dict[str, Tensor | float] = {"top1": (output.argmax(-1) == target).sum()}
-        if self.label_smoothing:
-            sums["nll"] = F.cross_entropy(output.float().flatten(0, 1), target.flatten(), reduction="sum")
-        return sums
+        return {"top1": (output.argmax(-1) == target).sum()}
 
     def finish(self, means: dict[str, float]) -> dict[str, float]:
         """Adds the perplexity."""
-        return means | {"perplexity": _exp(means.get("nll", means["loss"]))}
+        return means | {"perplexity": _exp(means["loss"])}
 
 
 def _exp(value: float) -> float:
@@ -222,6 +220,13 @@ def require_task(task: Any, where: str) -> Task:
         )
     if not isinstance(more := task.higher_is_better, bool):
         raise QtoolError(where, "a 'higher_is_better' that is True or False", repr(more), "correct it")
+    return task
+
+
+def judging(task: Task) -> Task:
+    """``task`` as a model is judged by it: without label smoothing, which hides how likely the targets are."""
+    if isinstance(task, Classification | LanguageModelling) and task.label_smoothing:
+        return replace(task, label_smoothing=0.0)
     return task
 
 

@@ -55,6 +55,12 @@ def test_samples_add_up_to_what_batches_give(draw):
         assert paired.means(sums) == pytest.approx(wanted, rel=1e-6)
 
 
+def test_samples_are_judged_without_label_smoothing_as_batches_are(draw):
+    output, target = torch.randn(5, 4, generator=draw), torch.randint(4, (5,), generator=draw)
+    wanted = nn.functional.cross_entropy(output, target, reduction="none")
+    assert sums_of(Classification(0.1), output, target)[0]["loss"].tolist() == pytest.approx(wanted.tolist())
+
+
 def test_right_answers_are_paired_proportions(draw):
     outputs, target = torch.randn(2, 60, 4, generator=draw), torch.randint(4, (60,), generator=draw)
     paired, before, after = both(Classification(), outputs, target)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -62,6 +63,7 @@ def test_samples_without_a_class_are_not_counted(label_smoothing: float) -> None
     found = evaluate(lambda x: x, [(output[:5], target[:5]), (output[5:], target[5:])], task)
     alone = evaluate(lambda x: x, [(output[counted], target[counted])], task)
     assert found == pytest.approx(alone)
+    assert found["loss"] == pytest.approx(F.cross_entropy(output, target).item()), "smoothing is training's alone"
     assert found["num_samples"] == 6
 
 
@@ -113,7 +115,7 @@ def test_more_is_better_of_shares_and_less_of_losses(tmp_path: Path) -> None:
     (tmp_path / "t.py").write_text(TASK)
     known = {
         Classification(): {"top1": True, "top5": True, "loss": False},
-        LanguageModelling(): {"top1": True, "perplexity": False, "nll": False, "loss": False, "other": None},
+        LanguageModelling(): {"top1": True, "perplexity": False, "loss": False, "other": None},
         load_task(f"{tmp_path / 't.py'}:build"): {"mae": False, "loss": False, "other": None},
     }
     for task, directions in known.items():
@@ -243,6 +245,8 @@ def test_language_modelling_counts_tokens() -> None:
         found = evaluate(lambda x: x, [(output[:1], target[:1]), (output[1:], target[1:])], task)
         plain = F.cross_entropy(output.flatten(0, 1), target.flatten()).exp().item()
         assert found["perplexity"] == pytest.approx(plain, rel=1e-5)
+        assert found["loss"] == pytest.approx(math.log(plain), rel=1e-5), "smoothing is training's alone"
+        assert found.keys() == {"num_samples", "loss", "top1", "perplexity"}
         assert found["num_samples"] == 11
     assert isinstance(task, Task)
     assert LanguageModelling().finish({"loss": 1e4})["perplexity"] == float("inf")

@@ -19,6 +19,7 @@ with an interval (``paired.py``) where the task judges samples alone.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
@@ -29,7 +30,7 @@ import torch
 from qtool import evaluate, paired
 from qtool.benchmarking.inputs import Layout, to_feeds
 from qtool.data.labels import IGNORED
-from qtool.errors import QtoolError
+from qtool.errors import QtoolError, QtoolWarning
 from qtool.nested import cut, from_arrays, packed, tensors
 from qtool.runtimes.base import Array, Session
 from qtool.tasks import Task
@@ -152,7 +153,7 @@ def predict(
     base = reference or next(iter(sessions))
     first = sessions[base]
     targets: list[Any] = []
-    seen = 0
+    seen, without = 0, 0
     for value, target in batches:
         feeds, layout = to_feeds(value, first.inputs), Layout.of(first.inputs)
         count = layout.count(feeds)
@@ -169,11 +170,18 @@ def predict(
                 judging.add(name, [part for part, _ in found], known)
         _require_finite(layout, feeds, outputs[base][-1], seen, keep)
         targets.append(_head(target, keep, count))
-        seen += keep
+        seen, without = seen + keep, without + (target is None)
         if samples is not None and seen >= samples:
             break
     if not seen:
         raise QtoolError("benchmark data", "at least one batch", "none", "pass test data with samples in it")
+    if 0 < without < len(targets):
+        warnings.warn(
+            f"benchmark data: {without} of {len(targets)} batches have no targets: top-1 is not measured, and a task's "
+            f"metrics are of the others alone; give all of them targets, {IGNORED} for a class that is not known",
+            QtoolWarning,
+            stacklevel=2,
+        )
     return {name: _as_tensor(parts) for name, parts in outputs.items()}, _joined(targets)
 
 

@@ -5,12 +5,14 @@ much depends on shapes, strides, dtype and the CPU's instruction set, and for a 
 fifth of the peak. There is no formula to ask, so the operator itself is asked: each kind of call of a step is made
 once, alone, on zeros of the same shapes, with torch's allocations counted.
 
-Left out on purpose: calls whose operands are larger than ``LARGEST``. To make them would take what a prediction is
-there to spare, and next to the activations of such a batch their scratch is small.
+Calls whose operands are larger than ``LARGEST`` are not made: that would take what a prediction is there to spare. Of
+those on values one by one some rows are tried, and the whole takes as many times more: weights may be as large, and are
+converted as a whole. Left out on purpose: the others, whose scratch is small next to the activations of such a batch.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -92,12 +94,20 @@ class Scratch:
         name = function.overloadpacket.__name__
         leaves, tree = tree_flatten((args, kwargs or {}))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        if not (_may_be_called(name, tensors) or (_converts(function, tensors) and _are_small(tensors))):
-            return 0, 0
+        times = 1.0
+        if not _may_be_called(name, tensors):
+            if not _converts(function, tensors):
+                return 0, 0
+            leaves = [_first_rows(leaf, math.ceil(_size(tensors) / LARGEST)) for leaf in leaves]
+            fewer = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+            if not _are_small(fewer):
+                return 0, 0
+            times = _size(tensors) / max(_size(fewer), 1)
         key = (function, *(_kind(leaf) for leaf in leaves))
         if key not in self.known:
             self.known[key] = _taken(function, leaves, tree)
-        return self.known[key]
+        taken, kept = self.known[key]
+        return round(times * taken), kept
 
 
 def _may_be_called(name: str, tensors: list[Tensor]) -> bool:
@@ -115,8 +125,20 @@ def _converts(function: Any, tensors: list[Tensor]) -> bool:
 
 
 def _are_small(tensors: list[Tensor]) -> bool:
-    small = sum(t.numel() * t.element_size() for t in tensors) <= LARGEST
-    return small and all(t.device.type == "cpu" for t in tensors)
+    return _size(tensors) <= LARGEST and all(t.device.type == "cpu" for t in tensors)
+
+
+def _size(tensors: list[Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def _first_rows(leaf: Any, times: int) -> Any:
+    """One of ``times`` parts of an operand, along the dimension that is outermost in memory."""
+    if times <= 1 or not isinstance(leaf, Tensor) or not leaf.dim():
+        return leaf
+    dim = max(range(leaf.dim()), key=leaf.stride)
+    with _disable_current_modes():
+        return leaf.narrow(dim, 0, min(leaf.shape[dim], max(1, leaf.shape[dim] // times)))
 
 
 def _kind(leaf: Any) -> Any:

@@ -6,6 +6,9 @@ Nothing is pickled, so nothing can be run by opening one. What comes back is equ
 numbers exactly, tensors bit for bit with the same strides (a fused optimizer walks the memory of a
 parameter and of its moments side by side, so their layouts have to stay alike), shared tensors shared.
 
+The header also has a checksum of all of it, since safetensors files have none: a bit that flipped on the disk would
+otherwise be trained on.
+
 The file is written under a temporary name and renamed, and older ones are removed after that: a kill at
 any moment leaves a whole checkpoint. Random number generators (Python, NumPy, torch, CUDA) are part of
 the state, see :func:`rng_state`.
@@ -25,6 +28,7 @@ import re
 import shutil
 import sys
 import weakref
+import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -55,15 +59,23 @@ def register_tensor_class(kind: type[Tensor]) -> None:
 def save_tree(path: Path, tree: Any) -> None:
     """Writes ``tree`` to ``path``, atomically. Raises QtoolError when the disk does not take it."""
     tensors: dict[str, Tensor] = {}
-    structure = _encode(tree, "", tensors, {})
+    structure = json.dumps(_encode(tree, "", tensors, {}))
+    tensors = {name: value.cpu() for name, value in tensors.items()}  # once, to be marked and written
     try:
         with atomic_path(path) as temporary:
-            write_tensors(temporary, tensors, {"qtool": json.dumps(structure)})
+            write_tensors(temporary, tensors, {"qtool": structure, "checksum": _mark(structure, tensors)})
     except OSError as error:
         raise QtoolError(
             f"checkpoint '{path}'", "a writable disk with enough space", str(error),
             "make room and run the same command again: it goes on from the last whole checkpoint",
         ) from error  # fmt: skip
+
+
+def _mark(structure: str, tensors: Mapping[str, Tensor]) -> str:
+    """A checksum of a tree: of its structure and of every tensor's name, type, shape and bytes."""
+    found = sorted(tensors.items())
+    about = str([(name, value.dtype, tuple(value.shape)) for name, value in found])
+    return f"{zlib.crc32((structure + about).encode()):08x}{checksum([value for _, value in found]):08x}"
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
@@ -85,17 +97,27 @@ def is_storable(dtype: torch.dtype) -> bool:
     return True
 
 
-def load_tree(path: Path) -> Any:
-    """The tree that :func:`save_tree` wrote, on the CPU. Raises QtoolError when the file is damaged or foreign."""
+def load_tree(path: Path, whole: Path | None = None) -> Any:
+    """The tree that :func:`save_tree` wrote, on the CPU. Raises QtoolError when the file is damaged or foreign.
+
+    ``whole`` is what a run can only be started over without, where that is more than the file.
+    """
     try:
         with safe_open(path, framework="pt") as file:
-            structure = json.loads((file.metadata() or {})["qtool"])
-            return _decode(structure, {key: file.get_tensor(key) for key in file.keys()})  # noqa: SIM118
+            about = file.metadata() or {}
+            structure, tensors = about["qtool"], {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+            if about.get("checksum", "") not in ("", _mark(structure, tensors)):  # earlier versions wrote none
+                raise ValueError("its content is not what its checksum is of")
+            return _decode(json.loads(structure), tensors)
     except (OSError, SafetensorError, KeyError, ValueError) as error:
-        raise QtoolError(
-            f"checkpoint '{path}'", "a whole checkpoint written by qtool", f"{type(error).__name__}: {error}",
-            "delete it to start over",
-        ) from error  # fmt: skip
+        raise not_whole(path, f"{type(error).__name__}: {error}", whole) from error
+
+
+def not_whole(path: Path, got: str, whole: Path | None = None) -> QtoolError:
+    """The error for a checkpoint's file or folder that is damaged; ``whole`` is that of :func:`load_tree`."""
+    what = "it" if whole is None else f"'{whole}'"
+    do = f"delete {what} to start over"
+    return QtoolError(f"checkpoint '{path}'", "a whole checkpoint written by qtool", got, do)
 
 
 def _packed(tree: Any) -> bytes:
@@ -171,7 +193,7 @@ class Files:
     def take_best(self, folder: Path, model: nn.Module) -> None:
         """Puts the best weights so far into a model."""
         processes.wait()
-        model.load_state_dict(load_tree(folder / f"{BEST}.safetensors"), strict=False)
+        model.load_state_dict(load_tree(folder / f"{BEST}.safetensors", folder), strict=False)
 
 
 def _encode(value: Any, name: str, tensors: dict[str, Tensor], seen: dict[Any, str]) -> Any:

@@ -5,6 +5,7 @@ A checkpoint is a folder::
     step-00000010/
       main.safetensors                what all processes share: the place in the data, generators, scaler, buffers
       shard-00001-….safetensors       one process's part of every weight and of every state shaped like a weight
+      sums.safetensors                the sha256 of every shard
       own-00000-of-00002.safetensors  with 8-bit optimizers: that process's states, quantized in blocks of its part
 
 The shards are written and read by ``torch.distributed.checkpoint`` with its safetensors storage: each file's
@@ -34,13 +35,14 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
+from qtool.artifacts import sha256_of
 from qtool.errors import QtoolError, QtoolWarning
-from qtool.steps.checkpoint import BEST, Files, clear, learned, load_tree, save_tree
+from qtool.steps.checkpoint import BEST, Files, clear, learned, load_tree, not_whole, save_tree
 from qtool.system import processes
 from qtool.training.block_states import cut_anew
 from qtool.training.local_shards import LocalShards, like
 
-MAIN = "main.safetensors"
+MAIN, SUMS = "main.safetensors", "sums.safetensors"
 
 
 class ShardedFiles(Files):
@@ -72,7 +74,7 @@ class ShardedFiles(Files):
                 f"checkpoint '{path}'", "one of a sharded model", "one of a whole model",
                 "pass --strategy ddp, or start over with --no-resume",
             )  # fmt: skip
-        return {**load_tree(path / MAIN), "path": path}
+        return {**load_tree(path / MAIN, path), "path": path}
 
     def restore(self, tree: Mapping[str, Any], model: nn.Module, optimizer: Any) -> None:
         """Reads this process's part of model and optimizer states, whatever number of processes wrote them."""
@@ -83,12 +85,12 @@ class ShardedFiles(Files):
         states = None
         if not optimizer.own_states:
             states = _put_in(tree["optimizer"]["state"], optimizer.parameters, wanted)
-        _load(path, wanted)
+        _load(path, wanted, path)
         model.load_state_dict({name: wanted.get(f"model.{name}", tree["model"][name]) for name in own}, strict=False)
         if states is not None:
             optimizer.load_state_dict(states)
         elif world == processes.size():
-            optimizer.load_state_dict(load_tree(path / _own(processes.rank(), world)))
+            optimizer.load_state_dict(load_tree(path / _own(processes.rank(), world), path))
         else:
             if processes.rank() == 0:
                 warnings.warn(
@@ -97,7 +99,7 @@ class ShardedFiles(Files):
                     QtoolWarning,
                     stacklevel=2,
                 )
-            trees = [load_tree(path / _own(rank, world)) for rank in range(world)]
+            trees = [load_tree(path / _own(rank, world), path) for rank in range(world)]
             optimizer.load_state_dict(cut_anew(trees, optimizer.parameters))
 
     def keep_best(self, folder: Path, model: nn.Module) -> None:
@@ -111,9 +113,9 @@ class ShardedFiles(Files):
 
     def take_best(self, folder: Path, model: nn.Module) -> None:
         """Puts the best weights so far into a model."""
-        rest, own = load_tree(folder / BEST / MAIN), _learned(model)
+        rest, own = load_tree(folder / BEST / MAIN, folder), _learned(model)
         wanted = {f"model.{name}": value for name, value in own.items() if isinstance(value, DTensor)}
-        _load(folder / BEST, wanted)
+        _load(folder / BEST, wanted, folder)
         model.load_state_dict({name: wanted.get(f"model.{name}", rest[name]) for name in own}, strict=False)
 
 
@@ -162,22 +164,35 @@ def _flush(folder: Path) -> None:
 def _save(folder: Path, sharded: Mapping[str, DTensor]) -> None:
     try:
         save(dict(sharded), storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
+        own = {path.name: sha256_of(path) for path in folder.glob(f"shard-{processes.rank() + 1:05d}-*")}
     except (OSError, CheckpointException) as error:
         raise QtoolError(
             f"checkpoint '{folder}'", "a writable disk with enough space", _first_line(error),
             "make room and run the same command again: it goes on from the last whole checkpoint",
         ) from error  # fmt: skip
+    sums = {name: value for part in processes.gather(own) for name, value in part.items()}
+    if processes.rank() == 0:
+        save_tree(folder / SUMS, sums)
 
 
-def _load(folder: Path, wanted: dict[str, Any]) -> None:
-    """Fills the sharded tensors in ``wanted`` in place."""
+def _load(folder: Path, wanted: dict[str, Any], whole: Path) -> None:
+    """Fills the sharded tensors in ``wanted`` in place; ``whole`` is that of :func:`load_tree`."""
+    _require_whole(folder, whole)
     try:
         load(wanted, storage_reader=HuggingFaceStorageReader(str(folder)))
     except (OSError, CheckpointException) as error:
-        raise QtoolError(
-            f"checkpoint '{folder}'", "a whole checkpoint written by qtool", _first_line(error),
-            "delete it to start over",
-        ) from error  # fmt: skip
+        raise not_whole(folder, _first_line(error), whole) from error
+
+
+def _require_whole(folder: Path, whole: Path) -> None:
+    """Raises QtoolError in every process where a shard is not as it was written; each reads its share of them."""
+    if not (folder / SUMS).exists():  # earlier versions wrote none
+        return
+    sums = load_tree(folder / SUMS, whole)
+    shares = sorted(sums)[processes.rank() :: processes.size()]
+    bad = [name for name in shares if not (path := folder / name).is_file() or sha256_of(path) != sums[name]]
+    if found := sorted(name for part in processes.gather(bad) for name in part):
+        raise not_whole(folder, f"'{found[0]}' missing, or with another content than was written", whole)
 
 
 def _first_line(error: BaseException) -> str:

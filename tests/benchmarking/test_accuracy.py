@@ -7,7 +7,7 @@ import torch
 
 from qtool import evaluate
 from qtool.benchmarking.accuracy import Scores, judge, predict, unjudged
-from qtool.errors import QtoolError
+from qtool.errors import QtoolError, QtoolWarning
 from qtool.intervals import mean_interval
 from qtool.runtimes import open_session
 from qtool.runtimes.base import TensorInfo
@@ -29,6 +29,14 @@ def test_predictions_are_those_of_the_whole_set_at_once(sessions, batches):
 def test_the_number_of_samples_can_be_limited_within_a_batch(sessions, batches):
     outputs, targets = predict(sessions, batches(16), samples=20)
     assert len(outputs["fp32"]) == len(targets) == 20
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_targets_of_some_batches_alone_are_told(first, sessions, batches):
+    given = [(images, labels if (at == 0) == first else None) for at, (images, labels) in enumerate(batches(16))]
+    without = sum(labels is None for _, labels in given)
+    with pytest.warns(QtoolWarning, match=f"{without} of {len(given)} batches have no targets: top-1 is not"):
+        assert predict(sessions, given)[1] is None
 
 
 @pytest.mark.parametrize(("kind", "compared"), [("int64", True), ("float32", False)])

@@ -53,6 +53,22 @@ def test_values_of_several_dtypes_are_converted_before_they_meet(name: str) -> N
     assert Scratch().of(operator, (wide, torch.ones((), dtype=torch.float64)), None) == 0
 
 
+@pytest.mark.parametrize("foreach", [False, True])
+def test_what_large_values_of_several_dtypes_take_is_told_by_some_rows_of_them(foreach, monkeypatch) -> None:
+    """Weights in bfloat16 and what is added to them in float32 may be all that a model has."""
+    wide, narrow = torch.ones(64, 100), torch.ones(64, 100).bfloat16()
+    monkeypatch.setattr(scratch, "LARGEST", wide.nbytes // 4)
+    counted = Scratch()
+    with FakeTensorMode() as mode:
+        large = mode.from_tensor(wide), mode.from_tensor(narrow)
+        if foreach:
+            found = counted.of(torch.ops.aten._foreach_add_.List, tuple([each] for each in large), None)
+        else:
+            found = counted.of(torch.ops.aten.add_.Tensor, large, None)
+    assert found == pytest.approx(wide.nbytes, rel=0.02)
+    assert 0 < max(taken for taken, _ in counted.known.values()) < scratch.LARGEST
+
+
 def expanded(*shape: int) -> torch.Tensor:
     """A gradient as a mean gives it: one value for all places."""
     return torch.ones(*shape[:-2], 1, 1).expand(shape)

@@ -1,4 +1,6 @@
 import random
+import re
+import shutil
 import signal
 from contextlib import contextmanager
 from pathlib import Path
@@ -387,6 +389,25 @@ def test_a_damaged_checkpoint_is_named(tmp_path):
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(QtoolError, match=path.name):
         fit(make_model(), make_data(), TASK, config(epochs=1), out=tmp_path)
+
+
+def test_of_damaged_best_weights_it_is_told_what_to_delete(tmp_path):
+    """Without the file alone a run would end as it did, and be told the same."""
+    folder = tmp_path / "checkpoints"
+    data = make_data()
+    data.validation = Noisy(8, seed=1)
+
+    def run():
+        return fit(make_model(), data, scores([0.5, 0.1]), config(epochs=2, early_stopping=2), out=tmp_path)
+
+    run()
+    best = folder / "best.safetensors"
+    best.write_bytes(best.read_bytes()[:-10])
+    for damage in (best.unlink, lambda: shutil.rmtree(folder)):
+        with pytest.raises(QtoolError, match=f"delete '{re.escape(str(folder))}' to start over"):
+            run()
+        damage()
+    assert run().steps
 
 
 class Poisoned(Hooks):

@@ -284,6 +284,32 @@ def test_a_sharded_checkpoint_that_the_disk_does_not_take_leaves_the_last_one_al
     assert list(tmp_path.iterdir()) == [kept]
 
 
+def test_a_bit_that_flips_in_any_file_of_a_sharded_checkpoint_is_told(tmp_path):
+    model = nn.Linear(64, 4)
+    with setup(model, TrainConfig(device="cpu", strategy="fsdp")) as made:
+        optimizer = made.make_optimizer(list(model.parameters()))
+        path = made.files.commit(tmp_path, 1, {}, model, optimizer)
+        made.files.keep_best(tmp_path, model)
+
+        def read(of: Path) -> None:
+            if of == path:
+                made.files.restore(made.files.read(path), model, optimizer)
+            else:
+                made.files.take_best(tmp_path, model)
+
+        files = [file for file in tmp_path.rglob("*") if file.is_file()]
+        assert {file.stem.partition("-")[0] for file in files} == {"main", "shard", "sums"}
+        for file in files:
+            whole = file.read_bytes()
+            file.write_bytes(whole[:-2] + bytes([whole[-2] ^ 0x10]) + whole[-1:])
+            folder = path if file.parent == path else tmp_path  # without the best weights alone it cannot go on
+            with pytest.raises(QtoolError, match=r"a whole checkpoint written by qtool; got.*; delete") as told:
+                read(file.parent)
+            assert f"delete '{folder}' to start over" in str(told.value)
+            file.write_bytes(whole)
+            read(file.parent)
+
+
 def test_a_parameter_that_cannot_be_cut_is_named():
     model = torch.nn.Module()
     model.scale = torch.nn.Parameter(torch.tensor(1.0))
