@@ -29,13 +29,17 @@ def owner(node: Node) -> str:
     return str(list(stack.values())[-1][0]) if stack else ""
 
 
-def remove_identities(graph_module: GraphModule) -> None:
-    """Removes dropout, which is the identity outside training, and ``detach``, which only gradients know of."""
-    for node in list(graph_module.graph.nodes):
-        if node.op == "call_function" and node.target in (*DROPOUTS, aten.detach.default):
-            node.replace_all_uses_with(node.args[0])
-            graph_module.graph.erase_node(node)
+def remove_identities(graph_module: GraphModule) -> int:
+    """Removes dropout, which is the identity outside training, and ``detach``, which only gradients know of.
+
+    Returns how many there were.
+    """
+    found = [node for node in graph_module.graph.nodes if node.target in (*DROPOUTS, aten.detach.default)]
+    for node in found:
+        node.replace_all_uses_with(node.args[0])
+        graph_module.graph.erase_node(node)
     graph_module.recompile()
+    return len(found)
 
 
 def parameter(graph_module: GraphModule, node: Any) -> Tensor | None:
@@ -108,3 +112,26 @@ def drop_unused(graph_module: GraphModule) -> None:
         if path not in used and not path.startswith(called):
             holder, _, name = path.rpartition(".")
             delattr(graph_module.get_submodule(holder), name)
+
+
+def set_training(graph: GraphModule, *, batch_norm: bool, dropout: bool) -> None:
+    """Writes the training flag of every batch-norm and dropout in a captured graph.
+
+    A captured graph holds these flags as constants, so ``train()`` and ``eval()`` cannot reach them.
+    """
+    changed = False
+    for node in graph.graph.nodes:
+        position, value = (5, batch_norm) if node.target is aten.batch_norm.default else (2, dropout)
+        if node.target is aten.batch_norm.default or node.target in DROPOUTS:
+            changed |= node.args[position] is not value
+            node.update_arg(position, value)
+        elif node.target is aten.add_.Tensor and _counts_batches(node):
+            changed |= node.args[1] != int(batch_norm)
+            node.update_arg(1, int(batch_norm))
+    if changed:
+        graph.recompile()
+
+
+def _counts_batches(node: Node) -> bool:
+    source = node.args[0]
+    return isinstance(source, Node) and str(source.target).endswith("num_batches_tracked")

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,15 +20,15 @@ from torch.nn.utils import prune
 
 from qtool.errors import UsageError
 from qtool.form import Plan, QuantizedModel
-from qtool.graphs.edits import copied
+from qtool.graphs.edits import copied, remove_identities, set_training
 from qtool.graphs.pixels import LEVELS, PIXELS, ZERO
 from qtool.models.specs import check_finite
 from qtool.nested import Once, call
-from qtool.quantization.algorithms import ALGORITHMS, samples_read
+from qtool.quantization.algorithms import CHANGES, samples_read
 from qtool.quantization.algorithms.passes import Passes
 from qtool.quantization.algorithms.subject import Report, silent
 from qtool.quantization.calibration.calibrate import calibrate, choose_ranges, require_reached, restore_ranges
-from qtool.quantization.calibration.saved_ranges import check_repeated, read_ranges
+from qtool.quantization.calibration.saved_ranges import changes_in, check_repeated, read_ranges
 from qtool.quantization.calibration.watching import SAMPLES as WATCHED
 from qtool.quantization.calibration.watching import watch
 from qtool.quantization.capturing.capture import capture
@@ -42,7 +43,7 @@ from qtool.quantization.integers import finish
 from qtool.quantization.placement import Placement
 from qtool.quantization.prepared import Prepared
 from qtool.quantization.qat.distillation import tapped
-from qtool.quantization.qat.fine_tune import FineTune, check_tuning, set_training, train_quantized
+from qtool.quantization.qat.fine_tune import FineTune, check_tuning, let_train, train_quantized
 from qtool.quantization.residence import Moved, on
 from qtool.quantization.rewrites.norms import write_norms
 from qtool.quantization.rewrites.zero_pads import absorb
@@ -127,35 +128,81 @@ def convert(
     calibration: Iterable[Any] = (),
     qat: FineTune | None = None,
     tuning: QatConfig | None = None,
-    keep: bool = False,
+    rounded: bool = False,
     report: Report = silent,
     scratch: Path | None = None,
     forms: FloatForms | None = None,
 ) -> Converted:
-    """All of ``quantize`` but the last step; with ``keep`` the reference is kept although no pass asks for it."""
+    """All of ``quantize`` but the last step. With ``rounded`` no pass corrects what is, and the reference is kept."""
     check_finite(model)
-    require_together(config, (tuning or QatConfig()) if config.mode == "qat" else None)
-    if config.mode == "qat" and qat is None:
+    tuning = (tuning or QatConfig()) if config.mode == "qat" else None
+    require_together(config, tuning)
+    if tuning is not None and qat is None:
         raise UsageError("quantize --mode qat", "training data", "none", "give --data with training samples")
     if iter(calibration) is calibration:
-        calibration = _again(calibration, config, keep)
+        calibration = _again(calibration, config, rounded)
     forms = forms or FloatForms(model)
-    float_graph = forms(config, example)
-    saved = read_ranges(Path(config.ranges_from)) if config.ranges_from is not None else {}
+    if tuning is not None and qat is not None:
+        return _trained(config, tuning, qat, example=example, calibration=calibration, report=report, forms=forms)
+    float_graph, saved = forms(config, example), _saved(config)
     check_repeated(saved, config)
-    passes = Passes(config, calibration, saved=saved, keep=keep, report=report, scratch=scratch)
+    passes = Passes(config, calibration, saved=saved, rounded=rounded, report=report, scratch=scratch)
     prepared = _prepare(model, float_graph, config, example, passes)
     _fix_ranges(prepared)
-    if qat is not None and config.mode == "qat":
-        first = _first_ranges(forms, config, example, calibration)
-        ranges = train_quantized(prepared, calibration, qat, tuning or QatConfig(), float_graph, first)
-    else:
-        ranges = _observe(prepared, config, calibration, example, saved, passes)
-        for name, entry in passes.saved.items():
-            ranges.setdefault(name, {}).update(entry)
+    ranges = _observe(prepared, config, calibration, example, saved, passes)
+    for name, entry in passes.saved.items():
+        ranges.setdefault(name, {}).update(entry)
     graph = prepared.convert()
     notes = passes.correct(graph, prepared.placement, ranges)
     return Converted(graph, prepared.placement, float_graph, passes.reference, ranges, notes)
+
+
+def _trained(
+    config: QuantizeConfig, tuning: QatConfig, qat: FineTune, *, example: Any, calibration: Iterable[Any],
+    report: Report, forms: FloatForms,
+) -> Converted:  # fmt: skip
+    """What quantization-aware training makes: of the graph that post-training quantization would round.
+
+    Batch-norm is folded there, so that it is of the model itself where statistics are to move, and by the engine that
+    prepares the model's modules.
+    """
+    model, plain = forms.model, dataclasses.replace(config, mode="ptq")
+    passes = Passes(config, calibration, report=report)
+    if prune.is_pruned(model):
+        passes.notes.append("weights that were pruned are trained like the others, and need not stay 0")
+    teacher, changes, first = forms(config, example), {}, None
+    if _keeps_norms(config, tuning):
+        start = convert(
+            model, plain, example=example, calibration=calibration, rounded=True, report=report, forms=forms.trained()
+        )
+        assert start.reference is not None
+        teacher, first, changes = start.reference, start.ranges, changes_in(start.ranges)
+        passes.notes += start.notes
+        passes.names = tuple(name for name in passes.names if name not in CHANGES)
+        prepared = _trainable(model, teacher, config)
+        _fix_ranges(prepared, first)
+    else:
+        check_repeated(_saved(config), config)
+        prepared = _prepare(model, teacher, config, example, passes)
+        _fix_ranges(prepared)
+        if config.ranges != "minmax" or config.ranges_from is not None:
+            plain = dataclasses.replace(plain, algorithms=None, effort=None)
+            first = convert(model, plain, example=example, calibration=calibration, forms=forms).ranges
+    ranges = train_quantized(prepared, calibration, qat, tuning, teacher, first)
+    for name, entry in changes.items():
+        ranges.setdefault(name, {}).update(entry)
+    graph = prepared.convert()
+    notes = passes.correct(graph, prepared.placement, ranges)
+    return Converted(graph, prepared.placement, forms(config, example), None, ranges, notes)
+
+
+def _keeps_norms(config: QuantizeConfig, tuning: QatConfig) -> bool:
+    """Whether batch-norm's statistics stay, so that it can be folded before training."""
+    return config.engine == "pt2e" and tuning.freeze_bn == 0
+
+
+def _saved(config: QuantizeConfig) -> Mapping[str, Any]:
+    return read_ranges(Path(config.ranges_from)) if config.ranges_from is not None else {}
 
 
 def rehearse(model: nn.Module, config: QuantizeConfig, tuning: QatConfig, *, example: Any, forms: FloatForms) -> Plan:
@@ -165,7 +212,10 @@ def rehearse(model: nn.Module, config: QuantizeConfig, tuning: QatConfig, *, exa
     """
     plain = dataclasses.replace(config, algorithms=None, effort=None, ranges="minmax")
     teacher = forms(plain, example)
-    prepared = _prepare(model, teacher, plain, example, Passes(plain, ()))
+    if config.mode == "qat" and _keeps_norms(config, tuning):
+        prepared = _trainable(model, forms.trained()(plain, example), plain)
+    else:
+        prepared = _prepare(model, teacher, plain, example, Passes(plain, ()))
     if config.mode == "qat":
         with tapped(teacher, prepared.graph, tuning.distill_features or ()):
             pass
@@ -187,20 +237,12 @@ def require_together(config: QuantizeConfig, tuning: QatConfig | None) -> None:
         raise UsageError("--distill-features", "--engine pt2e", f"--engine {config.engine}", "leave one of them out")
 
 
-def _again(calibration: Iterable[Any], config: QuantizeConfig, keep: bool) -> Iterable[Any]:
+def _again(calibration: Iterable[Any], config: QuantizeConfig, rounded: bool) -> Iterable[Any]:
     """Batches that can be gone through once, so that what reads them behind the calibration finds them, or enough."""
-    most = None if keep or config.mode == "qat" else samples_read(config.algorithms or ())
+    most = None if rounded or config.mode == "qat" else samples_read(config.algorithms or ())
     if most is not None and config.ranges == "network":
         most = max(most, WATCHED)
     return list(calibration) if most is None else Once(calibration, most) if most else calibration
-
-
-def _first_ranges(forms: FloatForms, config: QuantizeConfig, example: Any, calibration: Iterable[Any]) -> Any:
-    """The ranges that training starts from, saved or of a post-training quantization; None for observed extremes."""
-    if config.ranges == "minmax" and config.ranges_from is None:
-        return None
-    config = dataclasses.replace(config, mode="ptq", algorithms=None, effort=None)
-    return convert(forms.model, config, example=example, calibration=calibration, forms=forms).ranges
 
 
 def sensitivities(
@@ -217,9 +259,7 @@ def sensitivities(
     """
     if config.mode == "qat":
         raise UsageError("sensitivity", "mode 'ptq'", "mode 'qat'", "measure before training")
-    names = tuple(name for name in config.algorithms or () if ALGORITHMS[name].moment == "float")
-    config = dataclasses.replace(config, algorithms=names or None, effort=None)
-    made = convert(model, config, example=example, calibration=calibration, keep=True, forms=forms)
+    made = convert(model, config, example=example, calibration=calibration, rounded=True, forms=forms)
     assert made.reference is not None
     store_bytes(made.graph, made.placement)
     parts = made.graph, made.reference, made.placement
@@ -238,8 +278,6 @@ def _prepare(
 ) -> Prepared:
     """The model with observers or fake-quantizers, by the engine asked for."""
     train, detailed = config.mode == "qat", config.ranges != "minmax"
-    if train and prune.is_pruned(model):
-        passes.notes.append("weights that were pruned are trained like the others, and need not stay 0")
     target, model = _target(config), with_stored_weights(model)
     if config.engine == "torch.ao":
         from qtool.quantization.engines import torch_ao  # only here, since a later torch will not have it
@@ -260,12 +298,27 @@ def _prepare(
     spell_for(target, graph, config.overrides, train=train)
     placement = Placement(graph, target, config.overrides)
     placement = passes.improve(graph, placement)
+    if not train and remove_identities(graph):  # dropout is for training from here, and nothing is counted twice for it
+        placement = Placement(graph, target, config.overrides)
     if config.group_size is not None:
         passes.notes += group_weights(graph, placement, config.group_size)
     gains = _gains(graph, placement, config)
     ready = pt2e.prepare(graph, placement, train=train, detailed=detailed, weight_ranges=config.weight_ranges)
-    observers = pt2e.observers(ready, placement)
-    return _weighed(Prepared(ready, placement, observers, lambda: pt2e.convert(ready), set_training), gains)
+    return _weighed(_by_pt2e(ready, placement), gains)
+
+
+def _trainable(model: nn.Module, graph: GraphModule, config: QuantizeConfig) -> Prepared:
+    """A float graph that passes have been over, batch-norm folded, with fake-quantizers; it is left as it was."""
+    graph = copied(graph)
+    let_train(graph, model)
+    placement = Placement(graph, _target(config), config.overrides)
+    if config.group_size is not None:
+        group_weights(graph, placement, config.group_size)
+    return _by_pt2e(pt2e.prepare(graph, placement, train=True), placement)
+
+
+def _by_pt2e(ready: GraphModule, placement: Placement) -> Prepared:
+    return Prepared(ready, placement, pt2e.observers(ready, placement), lambda: pt2e.convert(ready), set_training)
 
 
 def _target(config: QuantizeConfig) -> Target:
@@ -299,8 +352,11 @@ def _weighed(prepared: Prepared, gains: Mapping[str, Gains]) -> Prepared:
     return prepared
 
 
-def _fix_ranges(prepared: Prepared) -> None:
-    """Tells observers what the operator decides: the whole range, or limits at which the quantizer has to clip."""
+def _fix_ranges(prepared: Prepared, known: Mapping[str, Any] = MappingProxyType({})) -> None:
+    """Tells observers what the operator decides: the whole range, or limits at which the quantizer has to clip.
+
+    The bytes of images are where ``known`` ranges have them.
+    """
     for placed in prepared.placement.placed:
         observer = prepared.observers.get(placed.unit.name)
         if observer is None or placed.pattern is None or placed.pattern.shares:
@@ -309,7 +365,8 @@ def _fix_ranges(prepared: Prepared) -> None:
         if placed.pattern.fixed:
             observer.fix(*placed.pattern.fixed)
     for name, zero in _images(prepared).items():
-        prepared.observers[name].fix(float(-zero), float(LEVELS - 1 - zero))
+        low = known[name]["low"] if name in known else float(-zero)
+        prepared.observers[name].fix(low, low + LEVELS - 1)
 
 
 def _images(prepared: Prepared) -> dict[str, int]:

@@ -4,7 +4,7 @@ A pass works at one of two moments:
 
 =============  ==============================================================================================
 ``float``      on the captured float graph with batch-norm folded, before observers are placed: it computes the
-               same function and quantizes better
+               same function and quantizes better, and trains better too
 ``integer``    on the converted graph, weights already integers and biases still float, before these become
                int32: it knows exactly what was lost
 =============  ==============================================================================================
@@ -50,7 +50,7 @@ __all__ = ["ALGORITHMS", "CHANGES", "Algorithm", "Declined", "Subject", "check_n
 class Algorithm:
     """A pass, the moment it works at (``float`` or ``integer``), and how many samples it reads: None for all.
 
-    ``train`` is what of it goes for a graph that is to be trained, batch-norm not folded, before it is prepared.
+    ``train`` is what of it goes for a graph that is to be trained with batch-norm live in it, before it is prepared.
     """
 
     moment: str
@@ -94,7 +94,7 @@ def samples_read(names: Iterable[str]) -> int | None:
 def run_passes(names: Iterable[str], moment: str, subject: Subject | None, reason: str = "") -> tuple[str, ...]:
     """Runs those of ``names`` whose moment it is on ``subject``; returns the notes of all, refusals included.
 
-    ``moment``: as of an ``Algorithm``, or ``train`` for what goes for a graph that will be trained. Without a subject
+    ``moment``: as of an ``Algorithm``, or ``train`` for what goes where batch-norm trains. Without a subject
     each of them is declined for ``reason``. What nobody named and has nothing to do is silent.
     """
     check_names(asked := list(names))

@@ -13,8 +13,8 @@ fewer outputs than inputs there is mostly one in which no step has to be wider, 
 dB of the weights' precision and 7 bits 6 dB.
 
 What a path cannot give, or where it has to keep its order, wider steps do; every later pass stays within
-(``store_integers``). Quantization-aware training keeps the order, whose batch-norms are not folded yet, and trains
-with steps and integers that fit; LSTMs keep theirs too (``storage.py``).
+(``store_integers``), and quantization-aware training with it. Where that lets batch-norms live, which are not folded
+yet, it keeps the order that there is; LSTMs keep theirs too (``storage.py``).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def order_pairs(subject: Subject) -> None:
 
 
 def keep_pairs(subject: Subject) -> None:
-    """Marks the layers of a graph that is to be trained: their steps are as wide as the order that they have needs."""
+    """Marks the layers of a graph whose batch-norms will live: steps are as wide as the order that they have needs."""
     subject.note(f"pairs: {_fit(_marked(subject))}, which training keeps to")
 
 

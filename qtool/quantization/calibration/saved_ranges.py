@@ -17,6 +17,7 @@ from qtool.errors import QtoolError, UsageError, require_file
 from qtool.quantization.algorithms import CHANGES
 from qtool.recipe import QuantizeConfig
 
+CHANGED = (*CHANGES, "left")
 FORMS: dict[str, Any] = {
     "low": float, "high": float, "method": str, "observed": dict, "weight": int, "rounding": str, "scale": float,
     "equalize": {"scales": list, "shifts": list}, "left": bool,
@@ -53,9 +54,16 @@ def check_repeated(saved: Mapping[str, Any], config: QuantizeConfig) -> None:
         repeats = kind in names and config.engine == "pt2e" and config.mode == "ptq"
         if not repeats and any(kind in entry for entry in saved.values()):
             raise UsageError(
-                "--ranges-from", f"{kind} among --algorithms, --engine pt2e and --mode ptq, as when they were saved",
+                "--ranges-from",
+                f"{kind} among --algorithms, --engine pt2e, and --freeze-bn 0 with --mode qat, as when they were saved",
                 f"{', '.join(names)}, {config.engine} and {config.mode}", "repeat these settings or calibrate anew",
             )  # fmt: skip
+
+
+def changes_in(ranges: Mapping[str, Any]) -> dict[str, Any]:
+    """What passes over the float graph did, by its place: all but the ends of ranges and how they were found."""
+    seen = {name: {key: entry[key] for key in CHANGED if key in entry} for name, entry in ranges.items()}
+    return {name: entry for name, entry in seen.items() if entry}
 
 
 def _check_entry(name: str, entry: Any) -> None:

@@ -44,7 +44,8 @@ from qtool.quantization.rewrites.repeats import merge_repeats
 from qtool.system.quiet import quiet_export
 
 DEFAULT_MOMENTUM = 0.1
-LIVE = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)
+NORMS = (nn.modules.batchnorm._BatchNorm,)
+DROPOUTS = (nn.modules.dropout._DropoutNd,)
 """Layers that are captured as in training where the graph is to be trained; ``set_training`` switches them."""
 _REAL = "have its forward return torch.view_as_real of it"
 NO_NUMPY = dict.fromkeys((torch.complex32, torch.complex64, torch.complex128), _REAL) | {
@@ -53,14 +54,16 @@ NO_NUMPY = dict.fromkeys((torch.complex32, torch.complex64, torch.complex128), _
 """Types of outputs that numpy or ONNX does not have, and what to do about them."""
 
 
-def capture(model: nn.Module, example: Any, *, train: bool = False, axes: tuple[int, ...] = ()) -> GraphModule:
+def capture(
+    model: nn.Module, example: Any, *, train: bool = False, norms: bool = True, axes: tuple[int, ...] = ()
+) -> GraphModule:
     """Captures ``model`` with a dynamic first dimension of every input tensor.
 
     ``example`` is a batch of inputs: a tensor, a tuple of arguments or a dict of keyword arguments, batch
     first (a single sample is doubled, since torch treats a batch of one as a constant). Evaluation mode is captured,
-    since that is what is shipped; with ``train`` batch-norm and dropout layers are live in it. What else a model does
-    in training alone (drop paths, noise, outputs for a loss of their own) has no part in either. The model
-    itself, its weights included, is left as it was. Batch-norm that averages cumulatively (momentum None) is
+    since that is what is shipped; with ``train`` dropout layers are live in it, and with ``norms`` batch-norm too. What
+    else a model does in training alone (drop paths, noise, outputs for a loss of their own) has no part in either.
+    The model itself, its weights included, is left as it was. Batch-norm that averages cumulatively (momentum None) is
     captured with torch's default momentum, since a graph cannot hold a momentum that depends on a count. ``axes`` are
     those behind the first whose size is open as well, in every input that has them.
 
@@ -73,7 +76,7 @@ def capture(model: nn.Module, example: Any, *, train: bool = False, axes: tuple[
     parameters = [(f"parameter '{name}'", value) for name, value in model.named_parameters()]
     averages = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase) and m.momentum is None]
     with modes_kept(model), capturable(model):
-        set_modes(model, train=train)
+        set_modes(model, train=train, norms=norms)
         try:
             for norm in averages:
                 norm.momentum = DEFAULT_MOMENTUM
@@ -138,11 +141,12 @@ def _no_hook_left() -> Iterator[None]:
             del hooks[left]
 
 
-def set_modes(model: nn.Module, *, train: bool) -> None:
-    """Evaluation mode; with ``train`` batch-norm and dropout layers are in training mode all the same."""
+def set_modes(model: nn.Module, *, train: bool, norms: bool = True) -> None:
+    """Evaluation mode; with ``train`` dropout is in training mode all the same, and with ``norms`` batch-norm."""
+    live = (*NORMS, *DROPOUTS) if norms else DROPOUTS
     model.eval()
     for module in model.modules():
-        module.training = train and isinstance(module, LIVE)
+        module.training = train and isinstance(module, live)
 
 
 def _require_open(graph_module: GraphModule, axis: int) -> None:
@@ -292,7 +296,7 @@ def _fixed_batch(model: nn.Module, example: Any) -> str:
 def _evaluated(model: nn.Module, example: Any, axes: tuple[int, ...]) -> GraphModule:
     """The evaluation form where the training form writes into tensors: torch's functionalization knows it alone."""
     graph_module = capture(model, example, axes=axes)
-    if any(isinstance(module, nn.modules.dropout._DropoutNd) for module in model.modules()):
+    if any(isinstance(module, DROPOUTS) for module in model.modules()):
         note = "dropout is off in training too, since the model writes into tensors while views of them are read"
         graph_module.meta["notes"] = (*graph_module.meta["notes"], note)
     return graph_module

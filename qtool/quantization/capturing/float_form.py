@@ -12,8 +12,8 @@ from typing import Any
 from torch import nn
 from torch.fx import GraphModule
 
-from qtool.graphs.edits import remove_identities
-from qtool.quantization.capturing.capture import capture
+from qtool.graphs.edits import remove_identities, set_training
+from qtool.quantization.capturing.capture import DROPOUTS, capture
 from qtool.quantization.capturing.fidelity import require_faithful
 from qtool.quantization.capturing.parametrized import with_stored_weights
 from qtool.quantization.integers import label
@@ -41,14 +41,20 @@ from qtool.quantization.targets import Target
 from qtool.recipe import QuantizeConfig
 
 
-def float_form(model: nn.Module, example: Any, *, merged: bool = True, axes: tuple[int, ...] = ()) -> GraphModule:
+def float_form(
+    model: nn.Module, example: Any, *, merged: bool = True, dropout: bool = False, axes: tuple[int, ...] = ()
+) -> GraphModule:
     """The captured float model in evaluation form: the reference of every comparison.
 
     Batch-norm is folded; unless they are not to be ``merged``, parallel branches are one convolution and activations
-    stand behind the layers that take them in. Raises QtoolError where it does not compute what ``model`` does.
+    stand behind the layers that take them in. ``dropout`` keeps that in the graph, switched off. Raises QtoolError
+    where it does not compute what ``model`` does.
     """
-    graph = capture(with_stored_weights(model), example, axes=axes)
-    remove_identities(graph)
+    graph = capture(with_stored_weights(model), example, train=dropout, norms=False, axes=axes)
+    if dropout:
+        set_training(graph, batch_norm=False, dropout=False)
+    else:
+        remove_identities(graph)
     fold_batch_norm(graph)
     simplify(graph, merged=merged)
     require_faithful(graph, model, example)
@@ -59,19 +65,24 @@ def float_form(model: nn.Module, example: Any, *, merged: bool = True, axes: tup
 class FloatForms:
     """The float form of a model as each config has it, captured once: what all candidates of a search begin with.
 
-    Nothing may change a form, nor the model's weights, while they are in use.
+    Nothing may change a form, nor the model's weights, while they are in use. With ``dropout`` that is in them.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module, *, dropout: bool = False) -> None:
+        self.model, self.dropout = model, dropout
         self._made: dict[tuple[bool, tuple[int, ...]], GraphModule] = {}
 
     def __call__(self, config: QuantizeConfig, example: Any) -> GraphModule:
         """See ``float_form``; every ``example`` is a batch of the same kind."""
         merged, axes = config.engine == "pt2e", tuple(config.dynamic_axes or ())
         if (merged, axes) not in self._made:
-            self._made[merged, axes] = float_form(self.model, example, merged=merged, axes=axes)
+            self._made[merged, axes] = float_form(self.model, example, merged=merged, dropout=self.dropout, axes=axes)
         return self._made[merged, axes]
+
+    def trained(self) -> FloatForms:
+        """Those of a graph that is to be trained: with dropout, where the model has it."""
+        drops = any(isinstance(module, DROPOUTS) and module.p > 0 for module in self.model.modules())
+        return FloatForms(self.model, dropout=True) if drops and not self.dropout else self
 
 
 def simplify(graph: GraphModule, *, merged: bool = True, train: bool = False) -> None:

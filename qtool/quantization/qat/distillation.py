@@ -36,7 +36,7 @@ from qtool.graphs.operators import aten
 from qtool.graphs.shapes import same_sizes
 from qtool.nested import micro_batches, per_sample, tensors, to_float32
 from qtool.quantization.calibration.calibrate import MICRO_BATCH
-from qtool.quantization.rewrites.norms import is_live
+from qtool.quantization.rewrites.norms import FOLDED, is_live
 from qtool.steps.step import LossFunction, answer
 
 
@@ -157,27 +157,28 @@ def tapped(teacher: GraphModule, student: GraphModule, patterns: Sequence[str]) 
 
 
 def _ends(graph: GraphModule) -> dict[str, Node]:
-    """The last operator with a floating point result in every module, those within it included, by path."""
+    """The last operator with a floating point result in every module, those within it included, by path.
+
+    What leaves a batch-norm that was folded is what leaves the layer that it was folded into.
+    """
     found: dict[str, Node] = {}
     for node in graph.graph.nodes:
         value = node.meta.get("val")
         if node.op != "call_function" or not (isinstance(value, Tensor) and value.is_floating_point() and value.dim()):
             continue
-        parts = owner(node).split(".") if owner(node) else []
-        for length in range(1, len(parts) + 1):
-            found[".".join(parts[:length])] = node
+        for path in filter(None, (owner(node), *node.meta.get(FOLDED, ()))):
+            parts = path.split(".")
+            found |= {".".join(parts[:length]): node for length in range(1, len(parts) + 1)}
     return found
 
 
 def _behind_norms(teachers: dict[str, Node], students: dict[str, Node]) -> None:
-    """Lets a layer before a live batch-norm, and this itself, stand for what leaves both, in place."""
+    """Lets a layer before a live batch-norm stand for what leaves both, in place."""
     for path, layer in list(students.items()):
         norm = next((user for user in layer.users if user.target is aten.batch_norm.default), None)
         if norm is None or not is_live(layer) or path not in teachers:
             continue
         students[path] = norm
-        for other in [name for name, end in students.items() if end is norm]:
-            teachers.setdefault(other, teachers[path])
 
 
 def _is_same(teachers: Node, students: Node) -> bool:

@@ -24,11 +24,13 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from qtool.graphs.edits import call_before, clean, parameter, set_parameter, store_before
+from qtool.graphs.edits import call_before, clean, owner, parameter, set_parameter, store_before
 from qtool.graphs.operators import CONVOLUTIONS, aten, groups_of, output_axis
 from qtool.graphs.shapes import same_sizes
 
 ANCHORS = (*CONVOLUTIONS, aten.linear.default)
+FOLDED = "folded"
+"""In an operator's ``meta``: the paths of the batch-norms that were folded into it."""
 NORMAL = "normal"
 """Where an operator's ``meta`` keeps mean and standard deviation of its output channels, as its batch-norm says."""
 GROUPED = "grouped"
@@ -226,6 +228,7 @@ def fold_into(copies: Copies, anchor: Node, norm: Node) -> None:
         stored = _read(graph_module, names)
     anchor.args = (anchor.args[0], *stored, *anchor.args[3:])
     anchor.meta[NORMAL] = _normal(graph_module, norm)
+    anchor.meta[FOLDED] = (*anchor.meta.get(FOLDED, ()), owner(norm))
     norm.replace_all_uses_with(anchor)
     graph_module.graph.erase_node(norm)
 

@@ -334,20 +334,21 @@ def trained(config: QuantizeConfig, tuning: QatConfig, *, steps: int = 12) -> tu
 
 
 @pytest.mark.parametrize("step_size", ["observed", "learned"])
-@pytest.mark.parametrize("algorithms", [None, ("pairs",)])
-def test_training_keeps_pairs_within_bounds(step_size: str, algorithms: tuple[str, ...] | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("algorithms", "freeze_bn"), [(None, 0.0), (("pairs",), 0.0), (("pairs",), 0.5)])
+def test_training_keeps_pairs_within_bounds(
+    step_size: str, algorithms: tuple[str, ...] | None, freeze_bn: float, tmp_path: Path
+) -> None:
     config = QuantizeConfig(mode="qat", algorithms=algorithms)
-    made, output = trained(config, QatConfig(step_size=step_size, freeze_observers=0.5))
+    made, output = trained(config, QatConfig(step_size=step_size, freeze_observers=0.5, freeze_bn=freeze_bn))
     layers = [node for node in made.graph.graph.nodes if node.target in WEIGHTED]
     assert len(layers) == 4
     assert all(fits(integers_of(made.graph, layer).numpy(), 1) for layer in layers) is (algorithms is not None)
-    assert sqnr_db(output, call(made.graph, X)) >= 45
+    assert sqnr_db(output, call(made.graph, X)) >= 35  # single steps flip, which are wide where weights shrank
     path = export(made, tmp_path, ExportConfig(), samples=[X]).files["int8"]
     assert onnx_notes.asks_for_exact_sums(path) is (algorithms is None)
     notes = [note for note in made.plan.notes if "pairs" in note]
-    assert notes == (
-        ["pairs: the weights of 4 layers fit sums of 16 bits, which training keeps to"] if algorithms else []
-    )
+    ends = "which training keeps to" if freeze_bn else "2 paths of channels in another order for it"
+    assert notes == ([f"pairs: the weights of 4 layers fit sums of 16 bits, {ends}"] if algorithms else [])
 
 
 @settings(max_examples=40, deadline=None)

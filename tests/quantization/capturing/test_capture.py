@@ -22,10 +22,9 @@ from torch import Tensor, nn
 from torch._higher_order_ops import scan, while_loop
 
 from qtool.errors import QtoolError
-from qtool.graphs.edits import copied, owner
+from qtool.graphs.edits import copied, owner, set_training
 from qtool.graphs.operators import aten
 from qtool.quantization.capturing.capture import capture
-from qtool.quantization.qat.fine_tune import set_training
 from qtool.quantization.rewrites.functional import mutations
 from qtool.quantization.stage import quantize
 from qtool.recipe import QuantizeConfig

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
+import json
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hard_nets import hard_mobilenet, images
 from qat_runs import ENGINES, SAMPLES, TEST, TRAIN, Killed, config, forms, qat
 from qat_runs import trained as trained  # the fixture
 from torch import nn
@@ -18,6 +22,7 @@ from torch.fx import GraphModule
 from qtool.errors import QtoolError, UsageError
 from qtool.evaluate import sqnr_db
 from qtool.form import QuantizedModel
+from qtool.graphs.operators import DROPOUTS
 from qtool.quantization import targets
 from qtool.quantization.calibration.observers import PerChannelFakeQuantizer
 from qtool.quantization.engines import pt2e
@@ -103,6 +108,75 @@ def test_ranges_stay_those_of_post_training_quantization(trained: nn.Module) -> 
     for name, found in ranges.items():
         assert found["low"] == pytest.approx(after.ranges[name]["low"]), name
         assert found["high"] == pytest.approx(after.ranges[name]["high"]), name
+
+
+def untouched(*_: Any) -> None:
+    """A training that does nothing."""
+
+
+@pytest.mark.parametrize("drops", [False, True])
+def test_training_starts_from_what_rounding_would_make(drops: bool) -> None:
+    """Channels scaled by e² and back, which equalization undoes and which 8 bits do not hold as they are."""
+    model, batches = hard_mobilenet(), [images(32)]
+    if drops:
+        model = nn.Sequential(model, nn.Dropout(0.5), nn.Linear(10, 4)).eval()
+    passes = QuantizeConfig(algorithms=("smooth", "equalize", "pairs"))
+    rounded = quantize(model, passes, example=batches[0], calibration=batches)
+    untrained, live = (
+        quantize(
+            model, QuantizeConfig(mode="qat"), example=batches[0], calibration=batches, qat=untouched,
+            tuning=config(freeze_bn=freeze_bn),
+        )
+        for freeze_bn in (0.0, 0.5)
+    )  # fmt: skip
+    x = images(64, seed=1)
+    with torch.no_grad():
+        wanted, first, second, third = (made(x) for made in (model, rounded, untrained, live))
+    assert sqnr_db(first, second) >= 60
+    assert sqnr_db(wanted, second) >= sqnr_db(wanted, third) + 6
+    notes = [note for note in untrained.plan.notes if note.startswith(("equalize", "pairs"))]
+    assert notes == [note for note in rounded.plan.notes if note.startswith(("equalize", "pairs"))]
+    assert notes
+    assert all("equalize" not in entry for entry in live.ranges.values())
+    assert {name for name, entry in untrained.ranges.items() if "pairs" in entry}
+
+
+def test_what_passes_did_before_training_is_repeated_with_its_ranges(tmp_path: Path) -> None:
+    model, batches = hard_mobilenet(), [images(32)]
+    quantize_ = partial(quantize, model, example=batches[0], qat=untouched, tuning=config())
+    made = quantize_(QuantizeConfig(mode="qat"), calibration=batches)
+    saved = tmp_path / "ranges.json"
+    saved.write_text(json.dumps(made.ranges))
+    again = quantize_(QuantizeConfig(mode="qat", ranges_from=str(saved)), calibration=batches)
+    assert sqnr_db(made(batches[0]), again(batches[0])) >= 60
+    with pytest.raises(UsageError, match="--freeze-bn 0 with --mode qat"):
+        quantize_(QuantizeConfig(mode="qat", ranges_from=str(saved)), calibration=batches, tuning=config(freeze_bn=0.5))
+
+
+def test_what_the_model_does_not_train_stays(trained: nn.Module) -> None:
+    model = copy.deepcopy(trained)
+    model.second[0].requires_grad_(False)
+    seen: dict[str, bool] = {}
+
+    def look(graph: nn.Module, *_: Any) -> None:
+        seen.update({name: value.requires_grad for name, value in graph.named_parameters()})
+
+    quantize(model, QuantizeConfig(mode="qat"), **SAMPLES, qat=look, tuning=config())
+    assert {name for name, trains in seen.items() if not trains} == {"second.0.weight", "second.0.bias"}
+    assert {"first.0.weight", "first.0.bias", "last.weight", "last.bias"} <= seen.keys(), "folded, with a bias"
+
+
+@pytest.mark.parametrize("freeze_bn", [0.0, 0.5])
+def test_dropout_is_live_in_training_alone(freeze_bn: float, trained: nn.Module) -> None:
+    flags: list[list[bool]] = []
+
+    def look(graph: GraphModule, hooks: QatHooks, _: Any) -> None:
+        for training in (True, False):
+            hooks.mode(graph, training)
+            flags.append([node.args[2] for node in graph.graph.nodes if node.target in DROPOUTS])
+
+    quantize(trained, QuantizeConfig(mode="qat"), **SAMPLES, qat=look, tuning=config(freeze_bn=freeze_bn))
+    assert flags == [[True], [False]]
 
 
 def test_a_weights_range_follows_its_batch_norm_until_both_are_frozen(trained: nn.Module) -> None:

@@ -196,12 +196,12 @@ def test_a_weights_range_is_looked_for_once(trained: nn.Module, monkeypatch: pyt
 
 
 def test_training_starts_from_the_ranges_asked_for(trained: nn.Module) -> None:
-    config_ = QuantizeConfig(mode="qat", ranges="percentile", percentile=90.0)
+    config_ = QuantizeConfig(mode="qat", ranges="percentile", percentile=90.0, algorithms=None)
     untrained = config(step_size="learned")
     made = quantize(
         trained, config_, example=TRAIN[:2], calibration=[TRAIN], tuning=untrained, qat=lambda *_: None,
     )  # fmt: skip
-    untuned = dataclasses.replace(config_, mode="ptq", algorithms=None)
+    untuned = dataclasses.replace(config_, mode="ptq")
     wanted = quantize(trained, untuned, example=TRAIN[:2], calibration=[TRAIN])
     for name, entry in wanted.ranges.items():
         width = entry["high"] - entry["low"]

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.nn import functional as F
 
+from qtool.graphs.edits import set_training
 from qtool.graphs.operators import aten
 from qtool.quantization.capturing.capture import capture
-from qtool.quantization.qat.fine_tune import set_training
 from qtool.quantization.rewrites.functional import mutations
 
 SHAPE = (4, 4, 6, 6)

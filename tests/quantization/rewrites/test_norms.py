@@ -12,12 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from qtool.graphs.edits import copied, owner
+from qtool.graphs.edits import copied, owner, set_training
 from qtool.graphs.operators import aten
 from qtool.quantization.capturing.capture import capture
 from qtool.quantization.engines import pt2e
 from qtool.quantization.placement import Placement
-from qtool.quantization.qat.fine_tune import set_training
 from qtool.quantization.rewrites.norms import fold_batch_norm, is_live, make_live, settle_live, write_norms
 from qtool.quantization.stage import quantize
 from qtool.quantization.targets import ORT_CPU
