@@ -228,7 +228,7 @@ def test_the_model_is_captured_once_for_all_candidates(monkeypatch: pytest.Monke
         captured.append(train)
         return capture(*args, train=train, **options)
 
-    for module in ("float_form", "stage"):  # the evaluation form, and the one that is trained
+    for module in ("capturing.float_form", "stage"):  # the evaluation form, and the one with batch-norm live
         monkeypatch.setattr(f"qtool.quantization.{module}.capture", counted)
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 3))
@@ -241,6 +241,9 @@ def test_the_model_is_captured_once_for_all_candidates(monkeypatch: pytest.Monke
     assert captured == [False]
     captured.clear()
     qtool.quantize(net, batches, mode="qat", epochs=1)
+    assert captured == [False]
+    captured.clear()
+    qtool.quantize(net, batches, mode="qat", epochs=1, freeze_bn=0.5)
     assert captured == [False, True]  # and not for the ranges that training starts from
 
 
