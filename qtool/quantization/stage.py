@@ -24,7 +24,7 @@ from qtool.graphs.edits import copied, remove_identities, set_training
 from qtool.graphs.pixels import LEVELS, PIXELS, ZERO
 from qtool.models.specs import check_finite
 from qtool.nested import Once, call
-from qtool.quantization.algorithms import CHANGES, samples_read
+from qtool.quantization.algorithms import ALGORITHMS, samples_read
 from qtool.quantization.algorithms.passes import Passes
 from qtool.quantization.algorithms.subject import Report, silent
 from qtool.quantization.calibration.calibrate import calibrate, choose_ranges, require_reached, restore_ranges
@@ -44,6 +44,7 @@ from qtool.quantization.placement import Placement
 from qtool.quantization.prepared import Prepared
 from qtool.quantization.qat.distillation import tapped
 from qtool.quantization.qat.fine_tune import FineTune, check_tuning, let_train, train_quantized
+from qtool.quantization.qat.start import Rounded, begin_at, keep_scales, rounded_layers, with_learned
 from qtool.quantization.residence import Moved, on
 from qtool.quantization.rewrites.norms import write_norms
 from qtool.quantization.rewrites.zero_pads import absorb
@@ -128,25 +129,27 @@ def convert(
     calibration: Iterable[Any] = (),
     qat: FineTune | None = None,
     tuning: QatConfig | None = None,
-    rounded: bool = False,
+    keep: bool = False,
     report: Report = silent,
     scratch: Path | None = None,
     forms: FloatForms | None = None,
 ) -> Converted:
-    """All of ``quantize`` but the last step. With ``rounded`` no pass corrects what is, and the reference is kept."""
+    """All of ``quantize`` but the last step. With ``keep`` the reference is kept although no pass asks for it."""
     check_finite(model)
     tuning = (tuning or QatConfig()) if config.mode == "qat" else None
     require_together(config, tuning)
     if tuning is not None and qat is None:
         raise UsageError("quantize --mode qat", "training data", "none", "give --data with training samples")
     if iter(calibration) is calibration:
-        calibration = _again(calibration, config, rounded)
+        calibration = _again(calibration, config, keep)
     forms = forms or FloatForms(model)
     if tuning is not None and qat is not None:
-        return _trained(config, tuning, qat, example=example, calibration=calibration, report=report, forms=forms)
+        return _trained(
+            config, tuning, qat, example=example, calibration=calibration, report=report, scratch=scratch, forms=forms
+        )
     float_graph, saved = forms(config, example), _saved(config)
     check_repeated(saved, config)
-    passes = Passes(config, calibration, saved=saved, rounded=rounded, report=report, scratch=scratch)
+    passes = Passes(config, calibration, saved=saved, keep=keep, report=report, scratch=scratch)
     prepared = _prepare(model, float_graph, config, example, passes)
     _fix_ranges(prepared)
     ranges = _observe(prepared, config, calibration, example, saved, passes)
@@ -159,28 +162,30 @@ def convert(
 
 def _trained(
     config: QuantizeConfig, tuning: QatConfig, qat: FineTune, *, example: Any, calibration: Iterable[Any],
-    report: Report, forms: FloatForms,
+    report: Report, scratch: Path | None, forms: FloatForms,
 ) -> Converted:  # fmt: skip
-    """What quantization-aware training makes: of the graph that post-training quantization would round.
+    """What quantization-aware training makes, of the graph that post-training quantization rounds and from there on.
 
     Batch-norm is folded there, so that it is of the model itself where statistics are to move, and by the engine that
     prepares the model's modules.
     """
     model, plain = forms.model, dataclasses.replace(config, mode="ptq")
-    passes = Passes(config, calibration, report=report)
-    if prune.is_pruned(model):
-        passes.notes.append("weights that were pruned are trained like the others, and need not stay 0")
     teacher, changes, first = forms(config, example), {}, None
+    passes = Passes(config, calibration)
     if _keeps_norms(config, tuning):
+        if tuning.step_size == "learned" and config.weight_ranges == "minmax":
+            plain = dataclasses.replace(plain, weight_ranges="mse")
         start = convert(
-            model, plain, example=example, calibration=calibration, rounded=True, report=report, forms=forms.trained()
-        )
+            model, plain, example=example, calibration=calibration, keep=True, report=report, scratch=scratch,
+            forms=forms.trained(),
+        )  # fmt: skip
         assert start.reference is not None
-        teacher, first, changes = start.reference, start.ranges, changes_in(start.ranges)
+        prepared = _trainable(model, start.reference, config, rounded_layers(start.graph, start.placement))
+        _fix_ranges(prepared, start.ranges)
+        teacher, first = start.reference, with_learned(start.ranges, start.graph)
+        changes = changes_in(start.ranges)
+        passes = Passes(dataclasses.replace(config, algorithms=None, effort=None), ())
         passes.notes += start.notes
-        passes.names = tuple(name for name in passes.names if name not in CHANGES)
-        prepared = _trainable(model, teacher, config)
-        _fix_ranges(prepared, first)
     else:
         check_repeated(_saved(config), config)
         prepared = _prepare(model, teacher, config, example, passes)
@@ -188,6 +193,8 @@ def _trained(
         if config.ranges != "minmax" or config.ranges_from is not None:
             plain = dataclasses.replace(plain, algorithms=None, effort=None)
             first = convert(model, plain, example=example, calibration=calibration, forms=forms).ranges
+    if prune.is_pruned(model):
+        passes.notes.append("weights that were pruned are trained like the others, and need not stay 0")
     ranges = train_quantized(prepared, calibration, qat, tuning, teacher, first)
     for name, entry in changes.items():
         ranges.setdefault(name, {}).update(entry)
@@ -237,9 +244,9 @@ def require_together(config: QuantizeConfig, tuning: QatConfig | None) -> None:
         raise UsageError("--distill-features", "--engine pt2e", f"--engine {config.engine}", "leave one of them out")
 
 
-def _again(calibration: Iterable[Any], config: QuantizeConfig, rounded: bool) -> Iterable[Any]:
+def _again(calibration: Iterable[Any], config: QuantizeConfig, keep: bool) -> Iterable[Any]:
     """Batches that can be gone through once, so that what reads them behind the calibration finds them, or enough."""
-    most = None if rounded or config.mode == "qat" else samples_read(config.algorithms or ())
+    most = None if keep or config.mode == "qat" else samples_read(config.algorithms or ())
     if most is not None and config.ranges == "network":
         most = max(most, WATCHED)
     return list(calibration) if most is None else Once(calibration, most) if most else calibration
@@ -259,7 +266,9 @@ def sensitivities(
     """
     if config.mode == "qat":
         raise UsageError("sensitivity", "mode 'ptq'", "mode 'qat'", "measure before training")
-    made = convert(model, config, example=example, calibration=calibration, rounded=True, forms=forms)
+    names = tuple(name for name in config.algorithms or () if ALGORITHMS[name].moment == "float")
+    config = dataclasses.replace(config, algorithms=names or None, effort=None)
+    made = convert(model, config, example=example, calibration=calibration, keep=True, forms=forms)
     assert made.reference is not None
     store_bytes(made.graph, made.placement)
     parts = made.graph, made.reference, made.placement
@@ -307,14 +316,19 @@ def _prepare(
     return _weighed(_by_pt2e(ready, placement), gains)
 
 
-def _trainable(model: nn.Module, graph: GraphModule, config: QuantizeConfig) -> Prepared:
+def _trainable(
+    model: nn.Module, graph: GraphModule, config: QuantizeConfig, start: Mapping[str, Rounded] = MappingProxyType({})
+) -> Prepared:
     """A float graph that passes have been over, batch-norm folded, with fake-quantizers; it is left as it was."""
     graph = copied(graph)
-    let_train(graph, model)
     placement = Placement(graph, _target(config), config.overrides)
+    begin_at(start, graph, placement)
+    let_train(graph, model)
     if config.group_size is not None:
         group_weights(graph, placement, config.group_size)
-    return _by_pt2e(pt2e.prepare(graph, placement, train=True), placement)
+    ready = pt2e.prepare(graph, placement, train=True)
+    keep_scales(start, ready)
+    return _by_pt2e(ready, placement)
 
 
 def _by_pt2e(ready: GraphModule, placement: Placement) -> Prepared:

@@ -4,7 +4,7 @@ A pass works at one of two moments:
 
 =============  ==============================================================================================
 ``float``      on the captured float graph with batch-norm folded, before observers are placed: it computes the
-               same function and quantizes better, and trains better too
+               same function and quantizes better
 ``integer``    on the converted graph, weights already integers and biases still float, before these become
                int32: it knows exactly what was lost
 =============  ==============================================================================================

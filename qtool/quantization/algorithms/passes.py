@@ -35,15 +35,14 @@ class _Checked:
 class Passes:
     """What ``config.algorithms`` asks for, over calibration ``batches`` that can be gone through again and again.
 
-    ``reference`` is the float graph as the passes over it left it, where one of them or ``rounded`` asks for it:
-    none goes over the converted graph then. ``saved``
+    ``reference`` is the float graph as the passes over it left it, where one of them or ``keep`` asks for it. ``saved``
     is what an earlier ranges.json holds, and then what the passes over the float graph add to the next one. Long
     passes tell ``report`` how far they are and keep what is finished in ``scratch``.
     """
 
     def __init__(
         self, config: QuantizeConfig, batches: Iterable[Any], *, saved: Mapping[str, Any] | None = None,
-        rounded: bool = False, report: Report = silent, scratch: Path | None = None,
+        keep: bool = False, report: Report = silent, scratch: Path | None = None,
     ) -> None:  # fmt: skip
         self.names, self.device = tuple(config.algorithms or ()), resolve_device(config.device)
         self.batches = Moved(batches, self.device)
@@ -53,7 +52,7 @@ class Passes:
         self._declined = f"mode '{config.mode}' trains weights and ranges instead" if config.mode == "qat" else ""
         self.reference: GraphModule | None = None
         self.saved = dict(saved or {})
-        self._rounded = rounded
+        self._keep = keep
 
     def improve(self, graph: GraphModule, placement: Placement) -> Placement:
         """Runs the passes over the float graph in place, and remembers what it then computes; returns its placement.
@@ -63,7 +62,7 @@ class Passes:
         subject = self._subject(graph, graph, placement, _Checked(self.batches, graph), self.saved)
         if self.names:
             self._run("train" if self._declined else "float", subject)
-        if (self.names or self._rounded) and not self._declined:
+        if (self.names or self._keep) and not self._declined:
             self.reference = copied(graph)
         return subject.placement
 
@@ -71,14 +70,14 @@ class Passes:
         """Says that the float graph is not what will be quantized; ``reference`` is what the placement is over."""
         if self.names and not self._declined:
             self.notes += run_passes(self._asked(), "float", None, reason)
-        if (self.names or self._rounded) and not self._declined:
+        if (self.names or self._keep) and not self._declined:
             self.reference = reference
 
     def correct(self, graph: GraphModule, placement: Placement, ranges: dict[str, Any]) -> tuple[str, ...]:
         """Runs the passes over the converted graph in place; returns the notes of all."""
         if self._declined:
             return (*self.notes, *(f"{name} declined: {self._declined}" for name in self._asked()))
-        if self.names and self.reference is not None and not self._rounded:
+        if self.names and self.reference is not None:
             subject = self._subject(graph, self.reference, placement, self.batches, ranges)
             self._run("integer", subject)
             if names := subject.data_sized():

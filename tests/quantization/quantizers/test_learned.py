@@ -192,7 +192,7 @@ def test_a_weights_range_is_looked_for_once(trained: nn.Module, monkeypatch: pyt
     quantize_ = partial(quantize, trained, QuantizeConfig(mode="qat"), example=TRAIN[:2], calibration=[TRAIN])
     quantize_(tuning=config(step_size="learned"), qat=lambda *_: None)
     assert len(TRAIN) > 8, "several micro-batches"
-    assert len(looked) == 6, "each of three, and again where it is converted"
+    assert len(looked) == 3, "each of three, where training starts from"
 
 
 def test_training_starts_from_the_ranges_asked_for(trained: nn.Module) -> None:
