@@ -207,8 +207,8 @@ class QuantizeConfig(Checked):
     )
     weight_ranges: str = option("minmax", "how each channel's weight range is chosen", choices=WEIGHT_RANGES)
     algorithms: tuple[str, ...] | None = option(
-        DEFAULT_ALGORITHMS, "what else post-training quantization does for accuracy, or none; none by default beside "
-        "min-max", choices=ALGORITHMS,
+        DEFAULT_ALGORITHMS, "what else is done for accuracy, ahead of QAT too, or none; none by default beside min-max",
+        choices=ALGORITHMS,
     )  # fmt: skip
     rounding_steps: int = option(500, "training steps of each layer or block by adaround and brecq", low=1)
     device: str = option(

@@ -10,7 +10,6 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,13 +20,13 @@ from torch.nn.utils import prune
 from qtool.errors import UsageError
 from qtool.form import Plan, QuantizedModel
 from qtool.graphs.edits import copied, remove_identities, set_training
-from qtool.graphs.pixels import LEVELS, PIXELS, ZERO
 from qtool.models.specs import check_finite
 from qtool.nested import Once, call
 from qtool.quantization.algorithms import ALGORITHMS, samples_read
 from qtool.quantization.algorithms.passes import Passes
 from qtool.quantization.algorithms.subject import Report, silent
 from qtool.quantization.calibration.calibrate import calibrate, choose_ranges, require_reached, restore_ranges
+from qtool.quantization.calibration.fixed_ranges import cover_images, fix_ranges
 from qtool.quantization.calibration.saved_ranges import changes_in, check_repeated, read_ranges
 from qtool.quantization.calibration.watching import SAMPLES as WATCHED
 from qtool.quantization.calibration.watching import watch
@@ -44,7 +43,7 @@ from qtool.quantization.placement import Placement
 from qtool.quantization.prepared import Prepared
 from qtool.quantization.qat.distillation import tapped
 from qtool.quantization.qat.fine_tune import FineTune, check_tuning, let_train, train_quantized
-from qtool.quantization.qat.start import Rounded, begin_at, keep_scales, rounded_layers, with_learned
+from qtool.quantization.qat.start import begin_at, keep_scales, rounded_layers, with_learned
 from qtool.quantization.residence import Moved, on
 from qtool.quantization.rewrites.norms import write_norms
 from qtool.quantization.rewrites.zero_pads import absorb
@@ -151,7 +150,7 @@ def convert(
     check_repeated(saved, config)
     passes = Passes(config, calibration, saved=saved, keep=keep, report=report, scratch=scratch)
     prepared = _prepare(model, float_graph, config, example, passes)
-    _fix_ranges(prepared)
+    fix_ranges(prepared)
     ranges = _observe(prepared, config, calibration, example, saved, passes)
     for name, entry in passes.saved.items():
         ranges.setdefault(name, {}).update(entry)
@@ -164,43 +163,57 @@ def _trained(
     config: QuantizeConfig, tuning: QatConfig, qat: FineTune, *, example: Any, calibration: Iterable[Any],
     report: Report, scratch: Path | None, forms: FloatForms,
 ) -> Converted:  # fmt: skip
-    """What quantization-aware training makes, of the graph that post-training quantization rounds and from there on.
+    """What quantization-aware training makes of the model, from what post-training quantization made of it."""
+    begun = _begun(config, tuning, example, calibration, report, scratch, forms)
+    prepared, notes = begun.prepared, list(begun.notes)
+    if prune.is_pruned(forms.model):
+        notes.append("weights that were pruned are trained like the others, and need not stay 0")
+    ranges = train_quantized(prepared, calibration, qat, tuning, begun.teacher, begun.ranges)
+    for name, entry in changes_in(begun.ranges or {}).items():
+        ranges.setdefault(name, {}).update(entry)
+    return Converted(prepared.convert(), prepared.placement, forms(config, example), None, ranges, tuple(notes))
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """What is trained, the float graph that it is to come to, and where its ranges start (None: where data end)."""
+
+    prepared: Prepared
+    teacher: GraphModule
+    ranges: Mapping[str, Any] | None
+    notes: tuple[str, ...]
+
+
+def _begun(
+    config: QuantizeConfig, tuning: QatConfig, example: Any, calibration: Iterable[Any], report: Report,
+    scratch: Path | None, forms: FloatForms,
+) -> _Begun:  # fmt: skip
+    """A graph to train: that of post-training quantization, from where it ends.
 
     Batch-norm is folded there, so that it is of the model itself where statistics are to move, and by the engine that
-    prepares the model's modules.
+    prepares the model's modules; then only the ranges are those of post-training quantization.
     """
     model, plain = forms.model, dataclasses.replace(config, mode="ptq")
-    teacher, changes, first = forms(config, example), {}, None
-    passes = Passes(config, calibration)
     if _keeps_norms(config, tuning):
         if tuning.step_size == "learned" and config.weight_ranges == "minmax":
             plain = dataclasses.replace(plain, weight_ranges="mse")
-        start = convert(
+        made = convert(
             model, plain, example=example, calibration=calibration, keep=True, report=report, scratch=scratch,
             forms=forms.trained(),
         )  # fmt: skip
-        assert start.reference is not None
-        prepared = _trainable(model, start.reference, config, rounded_layers(start.graph, start.placement))
-        _fix_ranges(prepared, start.ranges)
-        teacher, first = start.reference, with_learned(start.ranges, start.graph)
-        changes = changes_in(start.ranges)
-        passes = Passes(dataclasses.replace(config, algorithms=None, effort=None), ())
-        passes.notes += start.notes
-    else:
-        check_repeated(_saved(config), config)
-        prepared = _prepare(model, teacher, config, example, passes)
-        _fix_ranges(prepared)
-        if config.ranges != "minmax" or config.ranges_from is not None:
-            plain = dataclasses.replace(plain, algorithms=None, effort=None)
-            first = convert(model, plain, example=example, calibration=calibration, forms=forms).ranges
-    if prune.is_pruned(model):
-        passes.notes.append("weights that were pruned are trained like the others, and need not stay 0")
-    ranges = train_quantized(prepared, calibration, qat, tuning, teacher, first)
-    for name, entry in changes.items():
-        ranges.setdefault(name, {}).update(entry)
-    graph = prepared.convert()
-    notes = passes.correct(graph, prepared.placement, ranges)
-    return Converted(graph, prepared.placement, forms(config, example), None, ranges, notes)
+        assert made.reference is not None
+        prepared = _trainable(model, made, config)
+        fix_ranges(prepared, made.ranges)
+        return _Begun(prepared, made.reference, with_learned(made.ranges, made.graph), made.notes)
+    check_repeated(_saved(config), config)
+    passes = Passes(config, calibration)
+    prepared = _prepare(model, forms(config, example), config, example, passes)
+    fix_ranges(prepared)
+    ranges = None
+    if config.ranges != "minmax" or config.ranges_from is not None:
+        plain = dataclasses.replace(plain, algorithms=None, effort=None)
+        ranges = convert(model, plain, example=example, calibration=calibration, forms=forms).ranges
+    return _Begun(prepared, forms(config, example), ranges, passes.left_out())
 
 
 def _keeps_norms(config: QuantizeConfig, tuning: QatConfig) -> bool:
@@ -218,11 +231,10 @@ def rehearse(model: nn.Module, config: QuantizeConfig, tuning: QatConfig, *, exa
     No weight is looked at: a training is still to make it.
     """
     plain = dataclasses.replace(config, algorithms=None, effort=None, ranges="minmax")
-    teacher = forms(plain, example)
     if config.mode == "qat" and _keeps_norms(config, tuning):
-        prepared = _trainable(model, forms.trained()(plain, example), plain)
-    else:
-        prepared = _prepare(model, teacher, plain, example, Passes(plain, ()))
+        plain = dataclasses.replace(plain, mode="ptq")
+    teacher = forms(plain, example)
+    prepared = _prepare(model, teacher, plain, example, Passes(plain, ()))
     if config.mode == "qat":
         with tapped(teacher, prepared.graph, tuning.distill_features or ()):
             pass
@@ -316,18 +328,20 @@ def _prepare(
     return _weighed(_by_pt2e(ready, placement), gains)
 
 
-def _trainable(
-    model: nn.Module, graph: GraphModule, config: QuantizeConfig, start: Mapping[str, Rounded] = MappingProxyType({})
-) -> Prepared:
-    """A float graph that passes have been over, batch-norm folded, with fake-quantizers; it is left as it was."""
-    graph = copied(graph)
+def _trainable(model: nn.Module, made: Converted, config: QuantizeConfig) -> Prepared:
+    """The float graph behind a quantized one, with fake-quantizers and where it rounds to that; both stay as they were.
+
+    Batch-norm is folded in it.
+    """
+    assert made.reference is not None
+    graph, layers = copied(made.reference), rounded_layers(made.graph, made.placement)
     placement = Placement(graph, _target(config), config.overrides)
-    begin_at(start, graph, placement)
+    begin_at(layers, graph, placement)
     let_train(graph, model)
     if config.group_size is not None:
         group_weights(graph, placement, config.group_size)
     ready = pt2e.prepare(graph, placement, train=True)
-    keep_scales(start, ready)
+    keep_scales(layers, ready)
     return _by_pt2e(ready, placement)
 
 
@@ -366,50 +380,6 @@ def _weighed(prepared: Prepared, gains: Mapping[str, Gains]) -> Prepared:
     return prepared
 
 
-def _fix_ranges(prepared: Prepared, known: Mapping[str, Any] = MappingProxyType({})) -> None:
-    """Tells observers what the operator decides: the whole range, or limits at which the quantizer has to clip.
-
-    The bytes of images are where ``known`` ranges have them.
-    """
-    for placed in prepared.placement.placed:
-        observer = prepared.observers.get(placed.unit.name)
-        if observer is None or placed.pattern is None or placed.pattern.shares:
-            continue
-        observer.limits = placed.limits
-        if placed.pattern.fixed:
-            observer.fix(*placed.pattern.fixed)
-    for name, zero in _images(prepared).items():
-        low = known[name]["low"] if name in known else float(-zero)
-        prepared.observers[name].fix(low, low + LEVELS - 1)
-
-
-def _images(prepared: Prepared) -> dict[str, int]:
-    """What is quantized to its bytes, by name, and the byte that stands for zero."""
-    nodes = prepared.placement.graph_module.graph.find_nodes(op="call_function", target=PIXELS)
-    return {prepared.placement.name_of(node): node.meta[ZERO] for node in nodes}
-
-
-def _cover_images(prepared: Prepared) -> list[str]:
-    """Moves the bytes of images to where all samples have theirs; returns what to say of those that have more.
-
-    They were placed by the first samples, which may be darker than others: those of one class, say.
-    """
-    notes = []
-    for name in _images(prepared):
-        observer = prepared.observers[name]
-        least, most = round(observer.histogram.minimum), round(observer.histogram.maximum)
-        assert observer.fixed is not None
-        if observer.fixed[0] <= least and most <= observer.fixed[1]:
-            continue
-        low = min(max(least - (LEVELS - 1 - (most - least)) // 2, 1 - LEVELS), 0)
-        observer.fix(float(low), float(low + LEVELS - 1))
-        if not low <= least <= most < low + LEVELS:
-            notes.append(
-                f"pixels: '{name}' takes more than {LEVELS} steps in all samples: those at the ends are clipped"
-            )
-    return notes
-
-
 def _observe(
     prepared: Prepared, config: QuantizeConfig, calibration: Iterable[Any], example: Any, saved: Mapping[str, Any],
     passes: Passes,
@@ -427,7 +397,7 @@ def _observe(
     batches = Moved(calibration, device)
     with on(device, prepared.graph):
         require_reached(prepared, calibrate(prepared.graph, batches))
-        passes.notes += _cover_images(prepared)
+        passes.notes += cover_images(prepared)
         if config.ranges == "network" and (reason := watch(prepared, batches, passes.report)) is not None:
             passes.notes.append(f"ranges: those of 'output', since {reason}")
     ranges = choose_ranges(prepared.observers, config)

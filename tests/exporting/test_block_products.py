@@ -29,7 +29,7 @@ from qtool.exporting.stage import export
 from qtool.form import QuantizedModel
 from qtool.quantization.stage import quantize
 from qtool.quantization.stored_weights import dequantize_of, integers_of, scales_of
-from qtool.recipe import ExportConfig, QuantizeConfig
+from qtool.recipe import ExportConfig, QatConfig, QuantizeConfig
 from qtool.runtimes import open_session
 from qtool.runtimes.base import arithmetic
 from qtool.runtimes.ort import OrtSession, optimized_graph
@@ -334,15 +334,19 @@ def test_the_size_gate_predicts_the_bytes_of_what_is_stored(options: dict[str, i
     assert abs(predicted_bytes(quantized) - sum(sizes)) < 600  # zero points of one scale for each output
 
 
-def test_a_weight_behind_which_a_batch_norm_trains_has_no_groups() -> None:
+@pytest.mark.parametrize(("freeze_bn", "third"), [(0.0, 16), (0.5, 32)])
+def test_a_weight_behind_which_a_batch_norm_trains_has_no_groups(freeze_bn: float, third: int) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(3)), nn.BatchNorm1d(32), nn.Linear(32, 4))
     x = torch.randn(16, 32)
     config = QuantizeConfig(mode="qat", weights_only=True, weight_bits=4, group_size=16, algorithms=None)
-    quantized = quantize(model.eval(), config, example=x, calibration=[x], qat=lambda graph, *_: graph(x))
+    quantized = quantize(
+        model.eval(), config, example=x, calibration=[x], qat=lambda graph, *_: graph(x),
+        tuning=QatConfig(freeze_bn=freeze_bn),
+    )  # fmt: skip
     blocks = [unit.block for unit in quantized.plan.units if unit.weight_bits]
-    assert blocks == [32, 16, 32, 32]
-    assert any("groups of 16 do not fit: 2" in note for note in quantized.plan.notes)
+    assert blocks == [32, 16, third, 32]
+    assert any("groups of 16 do not fit: 2" in note for note in quantized.plan.notes) is (third == 32)
     assert torch.isfinite(quantized(x)).all()
 
 

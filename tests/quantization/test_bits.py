@@ -152,7 +152,7 @@ def test_what_excludes_each_other_is_refused(options: dict[str, object], part: s
 )
 def test_training_starts_from_the_same_integers(options: dict[str, Any]) -> None:
     """Without a step of training what is trained through is what post-training quantization makes."""
-    config = QuantizeConfig(mode="qat", ranges="minmax", **options)
+    config = QuantizeConfig(mode="qat", ranges="minmax", algorithms=None, **options)
     trained = quantize(Net().eval(), config, example=X, calibration=[X], qat=lambda *_: None)
     torch.testing.assert_close(trained(X), made(**options)(X), rtol=0, atol=1e-5)
     assert trained.plan.simulated is ("activation_bits" in options)

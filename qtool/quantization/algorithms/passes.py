@@ -75,14 +75,16 @@ class Passes:
 
     def correct(self, graph: GraphModule, placement: Placement, ranges: dict[str, Any]) -> tuple[str, ...]:
         """Runs the passes over the converted graph in place; returns the notes of all."""
-        if self._declined:
-            return (*self.notes, *(f"{name} declined: {self._declined}" for name in self._asked()))
         if self.names and self.reference is not None:
             subject = self._subject(graph, self.reference, placement, self.batches, ranges)
             self._run("integer", subject)
             if names := subject.data_sized():
                 self.notes.append(f"no pass corrects layers that read as many rows as the data decides: {few(names)}")
         return tuple(self.notes)
+
+    def left_out(self) -> tuple[str, ...]:
+        """The notes of all where the converted graph is one that was trained."""
+        return (*self.notes, *(f"{name} declined: {self._declined}" for name in self._asked()))
 
     def _asked(self) -> list[str]:
         """The names that are no defaults: what nobody asked for is not refused."""

@@ -3,7 +3,8 @@
     prelu(x) = max(x, 0) + a · min(x, 0) = leaky_relu(x, a)
 
 ``nn.PReLU`` holds one slope unless told otherwise. In a graph that is not trained any more, it is a number: in integers
-the activation is a table of 256 then, or part of the convolution before it. Where channels have slopes of their own, no
+the activation is a table of 256 then, or part of the convolution before it; so it is in quantization-aware training,
+unless batch-norm trains there, and it with that. Where channels have slopes of their own, no
 runtime here has an integer kernel, and it stays as it is.
 """
 

@@ -32,7 +32,7 @@ from qtool.quantization.placement import Placement
 from qtool.quantization.rewrites.norms import write_norms
 from qtool.quantization.stage import quantize
 from qtool.quantization.targets import get_target
-from qtool.recipe import QuantizeConfig
+from qtool.recipe import QatConfig, QuantizeConfig
 
 BATCHES = [images(24), images(8, seed=1)]
 
@@ -415,7 +415,10 @@ def test_what_was_changed_is_repeated_with_the_ranges_that_belong_to_it(tmp_path
     for changed in ({"algorithms": ("bias",)}, {"algorithms": None}, {"engine": "torch.ao"}, {"mode": "qat"}):
         changed_config = dataclasses.replace(again, **changed)
         with pytest.raises(UsageError, match="--ranges-from: expected equalize among --algorithms"):
-            quantize(model, changed_config, example=BATCHES[0], qat=lambda *_: None, forms=forms)
+            quantize(
+                model, changed_config, example=BATCHES[0], qat=lambda *_: None, tuning=QatConfig(freeze_bn=0.5),
+                forms=forms,
+            )  # fmt: skip
 
 
 def test_ranges_that_were_not_equalized_are_not_equalized_when_they_are_repeated(tmp_path: pathlib.Path) -> None:

@@ -47,12 +47,14 @@ def test_it_runs_in_integers(tmp_path: Path) -> None:
     export(form, tmp_path, ExportConfig(), samples=[X])
 
 
-def test_a_slope_trains_in_quantization_aware_training() -> None:
+@pytest.mark.parametrize("freeze_bn", [0.0, 0.5])
+def test_a_slope_trains_where_batch_norms_do_and_is_integer_where_not(freeze_bn: float) -> None:
     before: list[Any] = []
 
     def keep(graph: nn.Module, *_: Any) -> None:
         before.extend(name for name, value in graph.named_parameters() if value.shape == (1,) and value.requires_grad)
 
     config = QuantizeConfig(mode="qat", effort="fast")
-    quantize(net(0.25), config, example=X, calibration=[X], qat=keep, tuning=QatConfig())
-    assert before
+    tuning = QatConfig(freeze_bn=freeze_bn)
+    made = quantize(net(0.25), config, example=X, calibration=[X], qat=keep, tuning=tuning)
+    assert bool(before) is bool(made.plan.float_units) is (freeze_bn > 0)
