@@ -3,9 +3,9 @@
 The graph that is trained is the one that is shipped, the model's evaluation form, with dropout live in it: drop paths,
 noise and outputs for training alone have no part in it. By default training begins where post-training quantization
 ends: batch-norm folded, channels equalized and ordered, ranges those of least output error, weights at the integers
-that its algorithms chose (``start.py``); all but these stays, so that every step trains the integers that will be
-shipped. From weights rounded to the nearest, a ResNet of 4-bit weights ended at 27.1 dB and a MobileNet at 18.8, where
-post-training quantization has 31.4 and 23.5.
+that its algorithms chose (``start.py``). All of this but the weights stays as it is, so that every step trains the
+integers that will be shipped. From weights rounded to the nearest, a ResNet of 4-bit weights ended at 27.1 dB and a
+MobileNet at 18.8, where post-training quantization has 31.4 and 23.5.
 
 With ``freeze_bn`` above 0 batch-norm is live instead, as the model has it, and no pass goes over the graph: each
 convolution is trained as if batch-norm were already folded, its scaled weight fake-quantized. Then, in order: its
