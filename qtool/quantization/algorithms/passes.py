@@ -49,7 +49,8 @@ class Passes:
         self.report, self._subject = report, partial(Subject, config=config, report=report, scratch=scratch)
         check_names(self.names)
         self.notes: list[str] = []
-        self._declined = f"mode '{config.mode}' trains weights and ranges instead" if config.mode == "qat" else ""
+        live = "mode 'qat' trains weights and ranges instead where batch-norm is live"
+        self._declined = live if config.mode == "qat" else ""
         self.reference: GraphModule | None = None
         self.saved = dict(saved or {})
         self._keep = keep
