@@ -58,7 +58,7 @@ class Passes:
     def improve(self, graph: GraphModule, placement: Placement) -> Placement:
         """Runs the passes over the float graph in place, and remembers what it then computes; returns its placement.
 
-        Over one that will be trained nothing runs but what goes for that too.
+        Over one whose batch-norm is to live nothing runs but what goes for that too.
         """
         subject = self._subject(graph, graph, placement, _Checked(self.batches, graph), self.saved)
         if self.names:

@@ -81,7 +81,7 @@ class Group:
     @property
     def name(self) -> str:
         """The unit that makes the first of the values, or the graph's input."""
-        return _source(self.nodes[0])
+        return tensor_of(self.nodes[0])
 
 
 class Student(Interpreter):
@@ -192,7 +192,8 @@ def _detached(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
 
 
-def _source(quantizer: Node) -> str:
+def tensor_of(quantizer: Node) -> str:
+    """The tensor that a quantizer of activations reads, by its name among the ranges."""
     source = quantizer.args[0]
     assert isinstance(source, Node)
     return str(source.meta.get("unit", source.name))
@@ -209,7 +210,7 @@ def _groups(subject: Subject) -> list[Group]:
         group = found.setdefault(node.args[1:], Group(float(node.args[1])))
         group.nodes.append(node)
         group.fixed |= getattr(node.args[0], "target", None) is PIXELS
-        unit = placed.get(_source(node))
+        unit = placed.get(tensor_of(node))
         if unit is not None and unit.pattern is not None and not unit.pattern.shares:
             group.fixed |= bool(unit.pattern.fixed)
             if unit.limits is not None:

@@ -44,8 +44,8 @@ from qtool.quantization.rewrites.repeats import merge_repeats
 from qtool.system.quiet import quiet_export
 
 DEFAULT_MOMENTUM = 0.1
-NORMS = (nn.modules.batchnorm._BatchNorm,)
-DROPOUTS = (nn.modules.dropout._DropoutNd,)
+NORM_LAYERS = (nn.modules.batchnorm._BatchNorm,)
+DROPOUT_LAYERS = (nn.modules.dropout._DropoutNd,)
 """Layers that are captured as in training where the graph is to be trained; ``set_training`` switches them."""
 _REAL = "have its forward return torch.view_as_real of it"
 NO_NUMPY = dict.fromkeys((torch.complex32, torch.complex64, torch.complex128), _REAL) | {
@@ -143,7 +143,7 @@ def _no_hook_left() -> Iterator[None]:
 
 def set_modes(model: nn.Module, *, train: bool, norms: bool = True) -> None:
     """Evaluation mode; with ``train`` dropout is in training mode all the same, and with ``norms`` batch-norm."""
-    live = (*NORMS, *DROPOUTS) if norms else DROPOUTS
+    live = (*NORM_LAYERS, *DROPOUT_LAYERS) if norms else DROPOUT_LAYERS
     model.eval()
     for module in model.modules():
         module.training = train and isinstance(module, live)
@@ -296,7 +296,7 @@ def _fixed_batch(model: nn.Module, example: Any) -> str:
 def _evaluated(model: nn.Module, example: Any, axes: tuple[int, ...]) -> GraphModule:
     """The evaluation form where the training form writes into tensors: torch's functionalization knows it alone."""
     graph_module = capture(model, example, axes=axes)
-    if any(isinstance(module, DROPOUTS) for module in model.modules()):
+    if any(isinstance(module, DROPOUT_LAYERS) for module in model.modules()):
         note = "dropout is off in training too, since the model writes into tensors while views of them are read"
         graph_module.meta["notes"] = (*graph_module.meta["notes"], note)
     return graph_module

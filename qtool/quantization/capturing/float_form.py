@@ -13,7 +13,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from qtool.graphs.edits import remove_identities, set_training
-from qtool.quantization.capturing.capture import DROPOUTS, capture
+from qtool.quantization.capturing.capture import DROPOUT_LAYERS, capture
 from qtool.quantization.capturing.fidelity import require_faithful
 from qtool.quantization.capturing.parametrized import with_stored_weights
 from qtool.quantization.integers import label
@@ -81,7 +81,7 @@ class FloatForms:
 
     def trained(self) -> FloatForms:
         """Those of a graph that is to be trained: with dropout, where the model has it."""
-        drops = any(isinstance(module, DROPOUTS) and module.p > 0 for module in self.model.modules())
+        drops = any(isinstance(module, DROPOUT_LAYERS) and module.p > 0 for module in self.model.modules())
         return FloatForms(self.model, dropout=True) if drops and not self.dropout else self
 
 

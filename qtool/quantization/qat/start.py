@@ -22,6 +22,7 @@ from torch.fx import GraphModule, Node
 from qtool.form import quantized
 from qtool.graphs.edits import clean, parameter, set_parameter
 from qtool.quantization.algorithms.bias import set_bias
+from qtool.quantization.algorithms.student import tensor_of
 from qtool.quantization.calibration.observers import PerChannelFakeQuantizer
 from qtool.quantization.integers import WEIGHTED
 from qtool.quantization.placement import Placement
@@ -62,8 +63,7 @@ def with_learned(ranges: Mapping[str, Any], graph: GraphModule) -> Mapping[str, 
         return ranges
     found = dict(ranges)
     for node in graph.graph.find_nodes(op="call_function", target=quantized.quantize_per_tensor.default):
-        source, scale, zero_point, qmin, qmax = node.args[:5]
-        name = str(source.meta.get("unit", source.name))
+        name, (scale, zero_point, qmin, qmax) = tensor_of(node), node.args[1:5]
         if "low" in found.get(name, ()):
             found[name] = found[name] | {"low": (qmin - zero_point) * scale, "high": (qmax - zero_point) * scale}
     return found
@@ -79,7 +79,7 @@ def begin_at(layers: Mapping[str, Rounded], graph: GraphModule, placement: Place
         ends = [(layer.integers + side) * layer.scales for side in (-INSIDE, INSIDE)]  # scales of 4 bits have a sign
         within = weight.clamp(torch.minimum(*ends), torch.maximum(*ends))
         assert isinstance(node.args[1], Node)
-        set_parameter(graph, str(node.args[1].target), within.to(weight.dtype), like=str(node.args[1].target))
+        set_parameter(graph, str(node.args[1].target), within.to(weight.dtype))
         if layer.bias is not None:
             set_bias(graph, node, layer.bias)
     clean(graph)

@@ -22,7 +22,7 @@ from qtool.graphs.operators import DROPOUTS, aten
 from qtool.graphs.programs import as_graph
 from qtool.graphs.structures import quiet_pytree
 from qtool.nested import tensors
-from qtool.quantization.rewrites.autocast import inline_regions
+from qtool.quantization.rewrites.regions import inline_regions
 from qtool.quantization.rewrites.respell import RANDOM_SLOPES, respell, spell_random_slope
 
 _ASSERTIONS = (aten._assert_tensor_metadata.default, aten._assert_scalar.default)

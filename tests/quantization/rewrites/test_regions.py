@@ -77,5 +77,5 @@ def test_a_region_with_gradients_is_its_operators(train: bool) -> None:
 
 def test_a_region_of_16_bits_is_refused_before_the_work() -> None:
     """No runtime that files are written for has kernels for it, and no saved graph holds it."""
-    with pytest.raises(QtoolError, match=r"got wrap_with_autocast; at .*test_autocast\.py:\d+, write it as"):
+    with pytest.raises(QtoolError, match=r"got wrap_with_autocast; at .*test_regions\.py:\d+, write it as"):
         capture(Regions(enabled=True).eval(), torch.randn(2, 3, 6, 6))
