@@ -1,16 +1,15 @@
 """Fitting a training step into a budget: which techniques to switch on, and how large a batch to take.
 
 A plan is a choice from each row of a table: precision, optimizer, accumulation, checkpointing, the update inside the
-backward pass. Every choice has a time, relative to the plainest one::
+backward pass. How long each takes is estimated from what the step computes and what the device was measured to do
+(``qtool.memory.pace``), times a rule of thumb for what that does not see::
 
-    bf16-mixed 1 (0.5 on a GPU)   bf16-true 1.05 (0.5)   8-bit AdamW 1.02   step in backward 1.05
-    activation checkpointing 1.33   m micro-batches 1.05^log₂(m)
+    rounding of bf16-true 1.05   8-bit AdamW 1.02   step in backward 1.05
 
-Those are rules of thumb: they order the plans, and nothing is promised of them. A plan's peak is predicted
-(``qtool.memory.predict``), the fastest first, and the first that fits is taken. Where one does not fit, plans that save
-nothing more are passed over, and so is what the model cannot take. Before all others but the fastest come the leanest,
-of which there are two or three: where even they need far more, no other is looked at. What the user has set is never
-changed.
+A plan's peak is predicted (``qtool.memory.predict``), the fastest first, and the first that fits is taken, or, where it
+has 4, 16, … micro-batches, that with half as many. Where one does not fit, plans that save nothing more are passed
+over, and so is what the model cannot take. Before all others but the fastest come the leanest, of which there are two
+or three: where even they need far more, no other is looked at. What the user has set is never changed.
 
 Of several devices, each has the budget, and a batch is so many samples for each. Where no plan fits, the number of
 devices is found over which shards of the smallest one would.
@@ -32,6 +31,8 @@ from qtool.recipe import TrainConfig
 
 Peak = Callable[[TrainConfig], int]
 """The predicted peak of a config, in bytes."""
+Seconds = Callable[[TrainConfig], float]
+"""The estimated time of a config's step."""
 FAR = 1.25
 """Times the budget that the leanest plan may need for the others to be looked at: a technique can save a little less
 than nothing."""
@@ -41,16 +42,15 @@ INTERPOLATED = 4
 
 @dataclass(frozen=True)
 class Choice:
-    """One entry of a row: the fields it sets, its relative time on a CPU and on a GPU. Later ones save more."""
+    """One entry of a row: the fields it sets, and what it takes beyond the estimate. Later ones save more."""
 
     changes: dict[str, Any]
-    cpu: float = 1.0
-    gpu: float = 1.0
+    factor: float = 1.0
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A config, how long its step takes relative to the plainest one, its predicted peak, and what it changes."""
+    """A config, how long its step is estimated to take in seconds, its predicted peak, and what it changes."""
 
     config: TrainConfig
     time: float
@@ -86,20 +86,22 @@ def rows(config: TrainConfig) -> list[list[Choice]]:
     """The table for ``config``; the first choice of each row is what it says itself."""
     same = Choice({})
     micro = [4**k for k in range(1, 12) if config.micro_batches < 4**k < math.ceil(config.batch_size / config.devices)]
-    found = [[same, *(Choice({"micro_batches": m}, 1.05 ** math.log2(m), 1.05 ** math.log2(m)) for m in micro)]]
+    found = [[same, *(Choice({"micro_batches": m}) for m in micro)]]
     if config.precision == "32-true":
-        mixed = Choice({"precision": "bf16-mixed"}, 1.0, 0.5)
+        mixed = Choice({"precision": "bf16-mixed"})
         copies = config.devices > 1 and config.strategy == "ddp"  # they stay alike where none draws numbers of its own
         rounding = "compensated" if copies else "stochastic"
-        found.append([same, mixed, Choice({"precision": "bf16-true", "rounding": rounding}, 1.05, 0.5)])
+        found.append([same, mixed, Choice({"precision": "bf16-true", "rounding": rounding}, 1.05)])
     if config.optimizer == "adamw":
-        found.append([same, Choice({"optimizer": "adamw8bit"}, 1.02, 1.02)])
-    found.append([same, Choice({"step_in_backward": True, "grad_clip": None}, 1.05, 1.05)])
-    found.append([same, Choice({"activation_checkpointing": True}, 1.33, 1.33)])
+        found.append([same, Choice({"optimizer": "adamw8bit"}, 1.02)])
+    found.append([same, Choice({"step_in_backward": True, "grad_clip": None}, 1.05)])
+    found.append([same, Choice({"activation_checkpointing": True})])
     return found
 
 
-def plans(config: TrainConfig, pinned: Sequence[str], legal: Callable[[TrainConfig], bool], gpu: bool) -> Iterator[Any]:
+def plans(
+    config: TrainConfig, pinned: Sequence[str], legal: Callable[[TrainConfig], bool], seconds: Seconds
+) -> Iterator[Any]:
     """(time, places in their rows, changes, config) of every legal plan, the fastest and then the plainest first."""
     made = []
     for chosen in itertools.product(*(list(enumerate(row)) for row in rows(config))):
@@ -107,23 +109,29 @@ def plans(config: TrainConfig, pinned: Sequence[str], legal: Callable[[TrainConf
         changes = {key: value for key, value in changes.items() if getattr(config, key) != value}
         wanted = replace(config, **changes)
         if not set(changes) & set(pinned) and legal(wanted):
-            time = math.prod(choice.gpu if gpu else choice.cpu for _, choice in chosen)
+            time = seconds(wanted) * math.prod(choice.factor for _, choice in chosen)
             made.append((time, tuple(place for place, _ in chosen), changes, wanted))
     return iter(sorted(made, key=lambda plan: (plan[0], len(plan[2]), plan[1])))
 
 
 def choose(
     config: TrainConfig, budget: float, peak: Peak, *, pinned: Sequence[str], legal: Callable[[TrainConfig], bool],
-    gpu: bool, most: int | None = None,
+    seconds: Seconds, most: int | None = None,
 ) -> tuple[Plan | None, Plan]:  # fmt: skip
     """The fastest plan that is predicted to fit ``budget`` bytes (or None), and the smallest that was looked at.
 
     ``legal`` says whether a config's options go together; ``pinned`` are the fields that stay. With ``most`` no more
     plans than that are predicted, and one that fits may not be found.
     """
-    search = _Search(list(plans(config, pinned, legal, gpu)), budget, peak, most or sys.maxsize)
+    search = _Search(list(plans(config, pinned, legal, seconds)), budget, peak, most or sys.maxsize)
     found = search.first(search.made[:1]) or (None if search.hopeless() else search.first(search.made))
     assert search.smallest is not None
+    count = found.changes.get("micro_batches", 0) // 2 if found else 0
+    if found is not None and count > config.micro_batches:
+        half = replace(found.config, micro_batches=count)
+        time = found.time * seconds(half) / seconds(found.config)
+        if legal(half) and time < found.time and (size := peak(half)) <= budget:
+            found = Plan(half, time, size, found.changes | {"micro_batches": count})
     return found, search.smallest
 
 

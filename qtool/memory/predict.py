@@ -32,7 +32,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
@@ -53,6 +53,7 @@ from qtool.memory.compiled import stood_in
 from qtool.memory.fakes import Scalars, answered, faked, sized_by_values
 from qtool.memory.gpu_scratch import Gpu
 from qtool.memory.known import know
+from qtool.memory.pace import StepWork, Work
 from qtool.memory.scratch import COPIED, LSTM, Scratch
 from qtool.memory.trial import Oracle
 from qtool.models.specs import copied
@@ -96,6 +97,8 @@ class Prediction:
     """What gloo's threads may hold beyond it, on a busy CPU, of exchanges that are over."""
     guessed: bool = False
     """Whether the step asked for values that are not known: a mask is then taken to select all, a number to be one."""
+    work: StepWork = field(default_factory=StepWork)
+    """What the last of the steps computed."""
 
 
 @taking_turns
@@ -239,7 +242,7 @@ def _predicted(
 
     def tracked(model: Any, value: Any, target: Any) -> Any:
         tracker.reset_mod_stats()  # MemTracker knows one forward pass at a time
-        with oracle.forward():
+        with oracle.forward(), tracker.forward():
             return loss(model, value, target)
 
     step = (Step if oracle.answers else _Telling)(setup, optimizer, tracked)
@@ -247,6 +250,7 @@ def _predicted(
     with tracker, hooked, Scalars(oracle), _taken_for_real():
         tracker.accumulation.learn(setup.device)
         for _ in range(STEPS):
+            tracker.work = StepWork()
             step(*batch, setup.config.learning_rate, total)
     return tracker.prediction()
 
@@ -336,6 +340,7 @@ class Tracker(MemTracker):
         self.accumulation = Accumulation()
         self.with_scratch: dict[str, int] | None = None
         self.late = 0
+        self.work, self._in_forward = StepWork(), False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         func = self.accumulation.operator(func, args)
@@ -352,7 +357,23 @@ class Tracker(MemTracker):
         if now > self.highest:
             self.highest, self.at = now, (self._moment(), self._innermost())
             self.with_scratch = self._parts("current", taken) if taken else None
+        self._phase().count(func, args, kwargs, result)
         return result
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Inside it a micro-batch goes forward."""
+        self.work.passes += 1
+        self._in_forward = True
+        try:
+            yield
+        finally:
+            self._in_forward = False
+
+    def _phase(self) -> Work:
+        if self._in_forward:
+            return self.work.forward
+        return self.work.backward if self._mod_tracker.is_bw else self.work.update
 
     def hooked(self, tensors: Any, function: Any, **mode: Any) -> Any:
         """Has the function called once when a module's tensors have their gradients, and the hook removed.
@@ -438,4 +459,4 @@ class Tracker(MemTracker):
         parts = self.with_scratch or self._parts("peak", 0)
         held = self.gpu.workspace() if self.gpu else 0
         parts |= {"temporary": parts["temporary"] + held}
-        return Prediction(self.highest + held, parts, *self.at, str(self.device), late_bytes=self.late)
+        return Prediction(self.highest + held, parts, *self.at, str(self.device), late_bytes=self.late, work=self.work)

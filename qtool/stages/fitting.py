@@ -39,6 +39,7 @@ from qtool.units import MIB, bytes_told
 
 if TYPE_CHECKING:
     from qtool.memory.plan import Plan
+    from qtool.memory.predict import Prediction
     from qtool.system.launcher import Killed
 
 SHARE = 0.9
@@ -87,7 +88,7 @@ def _again(kept: Choice, source: Source, progress: Progress) -> Choice:
     """What was chosen before. Raises UsageError where it does not keep to the budget on the devices there are now."""
     assert kept.memory is not None
     flags, budget = kept.memory["flags"] or "it as it is", _budget(kept.config)
-    if kept.moved and budget is not None and (peak := predictor(source)(kept.config)) > budget:
+    if kept.moved and budget is not None and (peak := Predictor(source)(kept.config)) > budget:
         raise UsageError(
             "--memory-budget", f"at least {-(-peak // MIB)}MiB{_each(kept.config)} for {flags}, as this run began",
             str(kept.config.memory_budget), "train on devices as before, or start over with --no-resume",
@@ -118,7 +119,7 @@ def _with_batch(config: TrainConfig, source: Source, looked: list[dict[str, Any]
     assert source.model is not None
     least = fewest_samples(source.model)
     most = max(least * config.devices, len(source.parts.train) // STEPS_PER_EPOCH)  # type: ignore[arg-type]
-    with _telling(predictor(source), progress, config, 3 + most.bit_length(), looked) as predicted:
+    with _telling(Predictor(source), progress, config, 3 + most.bit_length(), looked) as predicted:
         size, peak = largest_batch(config, limit, predicted, most, least)
     why = f"the largest batch predicted to fit, of at most {most}, an eighth of an epoch"
     told = f"predicted peak {bytes_told(peak)} of {bytes_told(limit)}; at most {most} are taken"
@@ -144,16 +145,17 @@ def gives_way(config: TrainConfig) -> bool:
 def _within(begun: Choice, source: Source, looked: list[dict[str, Any]], progress: Progress) -> Choice:
     from qtool.memory.plan import choose, plans
     from qtool.steps.step import fewest_samples
-    from qtool.system.devices import resolve_device
 
     config = begun.config
-    budget, gpu = _budget(config), resolve_device(config.device).type == "cuda"
+    budget, predictor, legal = _budget(config), Predictor(source), _legal_for(source)
     assert budget is not None
     assert source.model is not None
-    legal = _legal_for(source)
-    count = sum(1 for _ in plans(config, pinned(config), legal, gpu))
-    with _telling(predictor(source), progress, config, count, looked) as peak:
-        found, smallest = choose(config, budget, peak, pinned=pinned(config), legal=legal, gpu=gpu)
+    count = sum(1 for _ in plans(config, pinned(config), legal, lambda _: 1.0))
+    with _telling(predictor, progress, config, count, looked) as peak:
+        peak(config)
+        found, smallest = choose(
+            config, budget, peak, pinned=pinned(config), legal=legal, seconds=predictor.seconds(config)
+        )
         plan = found or _impossible(config, smallest, budget, peak, fewest_samples(source.model))
     if isinstance(plan, UsageError):
         raise plan
@@ -177,13 +179,14 @@ def _telling(
 ) -> Iterator[Callable[[TrainConfig], int]]:
     """``peak``, which then tells before each prediction what it is of: what differs from ``base``, of ``most``.
 
-    What was predicted is added to ``looked``: its flags and its peak, or None where the model does not take them.
+    What was predicted is added to ``looked``, once: its flags and its peak, or None where the model does not take them.
     """
     from qtool.memory.plan import difference, flags
 
     counted = itertools.count(1)
     with meter(progress, "train") as report:
 
+        @functools.cache
         def told(config: TrainConfig) -> int:
             differing, done = flags(difference(base, config)), next(counted)
             report(f"predicting {differing or 'it as it is'}", done, max(most, done + 1))
@@ -270,29 +273,46 @@ def _legal_for(source: Source) -> Callable[[TrainConfig], bool]:
     return legal
 
 
-def predictor(source: Source) -> Callable[[TrainConfig], int]:
-    """The predicted peak, in bytes, of training ``source`` by a config."""
-    from qtool.memory.predict import predict
-    from qtool.memory.scratch import Scratch
-    from qtool.nested import num_samples, tensors
-    from qtool.steps.loop import task_loss
-    from qtool.steps.order import largest_seen
-    from qtool.training.techniques import setup
+class Predictor:
+    """The predicted peak, in bytes, of training ``source`` by a config; each is predicted once."""
 
-    scratch = Scratch()
+    def __init__(self, source: Source) -> None:
+        from qtool.memory.scratch import Scratch
 
-    @functools.cache
-    def peak(config: TrainConfig) -> int:
-        config, spared = _fewer_micro_batches(config) if source.parts else (config, 0)
-        parts: dict[str, Any] = {"prepare": setup, "loss": task_loss(source.task), "scratch": scratch}
-        batch, _ = largest_seen(source.parts and source.parts.train, source.data, config)
+        self._source, self._scratch = source, Scratch()
+        self._known: dict[TrainConfig, Prediction] = {}
+
+    def __call__(self, config: TrainConfig) -> int:
+        return self._of(config).peak_bytes
+
+    def seconds(self, base: TrainConfig) -> Callable[[TrainConfig], float]:
+        """The estimated time of the step of a config that ``qtool.memory.plan`` makes of ``base``."""
+        from qtool.memory.pace import measure, step_seconds
+        from qtool.system.devices import resolve_device
+
+        work, rates = self._of(base).work, measure(resolve_device(base.device), (base.precision, "bf16-mixed"))
+        return lambda config: step_seconds(config, base, work, rates)
+
+    def _of(self, config: TrainConfig) -> Prediction:
+        from qtool.memory.predict import predict
+        from qtool.nested import num_samples, tensors
+        from qtool.steps.loop import task_loss
+        from qtool.steps.order import largest_seen
+        from qtool.training.techniques import setup
+
+        if config in self._known:
+            return self._known[config]
+        source = self._source
+        wanted, spared = _fewer_micro_batches(config) if source.parts else (config, 0)
+        parts: dict[str, Any] = {"prepare": setup, "loss": task_loss(source.task), "scratch": self._scratch}
+        batch, _ = largest_seen(source.parts and source.parts.train, source.data, wanted)
         if source.parts is None:
-            config = dataclasses.replace(config, batch_size=num_samples(batch[0]))
+            wanted = dataclasses.replace(wanted, batch_size=num_samples(batch[0]))
         each = sum(t.nbytes for t in tensors(batch)) / num_samples(batch)
         assert source.model is not None
-        return int(spared * each) + predict(lambda: source.model, batch, config, **parts).peak_bytes  # type: ignore[arg-type, return-value]
-
-    return peak
+        found = predict(lambda: source.model, batch, wanted, **parts)  # type: ignore[arg-type, return-value]
+        self._known[config] = dataclasses.replace(found, peak_bytes=found.peak_bytes + int(spared * each))
+        return self._known[config]
 
 
 def _fewer_micro_batches(config: TrainConfig) -> tuple[TrainConfig, int]:
@@ -312,15 +332,15 @@ def explained(
     ``config`` is what ``asked`` was fitted to. No more than ``EXPLAINED`` plans are predicted for it.
     """
     from qtool.memory.plan import choose
-    from qtool.system.devices import resolve_device
 
     try:
-        gpu, legal = resolve_device(config.device).type == "cuda", _legal_for(source)
-        with _telling(predictor(source), progress, config, EXPLAINED, []) as peak:
+        predictor, legal = Predictor(source), _legal_for(source)
+        with _telling(predictor, progress, config, EXPLAINED, []) as peak:
             predicted = peak(config)
             plan, smallest = choose(
-                config, 0.8 * predicted, peak, pinned=pinned(config), legal=legal, gpu=gpu, most=EXPLAINED - 1
-            )
+                config, 0.8 * predicted, peak, pinned=pinned(config), legal=legal, seconds=predictor.seconds(config),
+                most=EXPLAINED - 1,
+            )  # fmt: skip
     except Exception:  # nothing may hide that memory ran out, the prediction of it least of all
         return error
     each = f"{config.devices} times " if config.devices > 1 else ""

@@ -154,7 +154,7 @@ def test_a_batch_finds_its_size_and_keeps_it(small_data: str, tmp_path: Path, mo
     with pytest.raises(KeyboardInterrupt):
         _interrupted(small_data, tmp_path / "b", options)
     told.clear()
-    monkeypatch.setattr(fitting, "predictor", None)  # nothing is predicted again
+    monkeypatch.setattr(fitting, "Predictor", None)  # nothing is predicted again
     assert qtool.train(Picky(), small_data, out=tmp_path / "b", progress=told.append, **options).history.steps == 6
     assert told == ["goes on with --batch-size 16, chosen when this run began"]
 
@@ -172,14 +172,15 @@ def test_what_a_budget_chose_is_held_to_by_the_same_command_alone(
     assert first.config.precision != "32-true" or first.config.micro_batches > 1
     told.clear()
     with monkeypatch.context() as patch:
-        patch.setattr(fitting, "predictor", None)
+        patch.setattr(fitting, "Predictor", None)
         assert found() == first
         assert found(checkpoint_every=3).config == dataclasses.replace(first.config, checkpoint_every=3)
-        patch.setattr(fitting, "predictor", lambda source: lambda config: config.devices * 4 * 2**20)
+        patch.setattr(fitting, "Predictor", lambda source: lambda config: config.devices * 4 * 2**20)
         with pytest.raises(UsageError, match=r"at least 8MiB on each of 2 devices for --.*, as this run began; got 6"):
             found(devices=2)
     assert [line.split(" with ")[0] for line in told] == ["goes on"] * 2
-    monkeypatch.setattr(fitting, "predictor", lambda source: lambda config: 2**20)
+    monkeypatch.setattr(fitting.Predictor, "__call__", lambda self, config: 2**20)
+    monkeypatch.setattr(fitting.Predictor, "seconds", lambda self, base: lambda config: 1.0)
     for changes in ({"memory_budget": "1GiB"}, {"source": other}):
         told.clear()
         found(**changes)
@@ -274,7 +275,7 @@ def test_adapters_are_named_where_the_model_takes_them(small_data: str) -> None:
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_of_several_devices_each_has_the_budget(strategy: str, small_data: str) -> None:
     def peak(**options: Any) -> int:
-        return fitting.predictor(source)(TrainConfig(**plain, **options))
+        return fitting.Predictor(source)(TrainConfig(**plain, **options))
 
     source = open_source(f"{__file__}:wide", small_data, seed=0)
     plain = {"device": "cpu", "batch_size": 128, "devices": 2, "strategy": strategy}
@@ -329,7 +330,7 @@ def test_an_impossible_budget_says_over_how_many_devices_it_would_fit() -> None:
 def test_a_model_with_batch_norm_is_not_said_to_fit_with_a_sample_on_each_device(small_data: str) -> None:
     source = open_source(Picky(), small_data, "classification", None, seed=0)
     config = TrainConfig(device="cpu", batch_size=2)
-    assert fitting._more_devices(config, config, 10**9, fitting.predictor(source), 1) == ""
+    assert fitting._more_devices(config, config, 10**9, fitting.Predictor(source), 1) == ""
 
 
 @pytest.mark.slow
