@@ -100,12 +100,35 @@ def test_every_command_is_described() -> None:
     assert all(f"`qtool {name}" in README for name in main.commands)
 
 
-@pytest.mark.parametrize("page", ["README.md", "tests/benchmarks/README.md"])
-def test_links_to_files_lead_somewhere(page: str) -> None:
-    targets = re.findall(r"\]\(([^)#]+)", (ROOT / page).read_text(encoding="utf-8"))
+PAGES = ["README.md", *sorted(str(page.relative_to(ROOT)) for page in ROOT.glob("qtool/*/README.md")),
+         "tests/benchmarks/README.md"]  # fmt: skip
+
+
+def headings(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    lines = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    names = re.findall(r"^#+ (.*)$", lines, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", name.lower()).replace(" ", "-") for name in names}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    """To files that exist, images too, and of pages to headings that they have."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    targets = [*re.findall(r"\]\(([^)]+)\)", text), *re.findall(r'<img src="([^"]+)"', text)]
     assert targets
     for target in targets:
-        assert target.startswith("http") or (ROOT / page).parent.joinpath(target).exists(), target
+        if not target.startswith("http"):
+            file, _, anchor = target.partition("#")
+            found = (ROOT / page).parent / file if file else ROOT / page
+            assert found.exists(), target
+            assert not anchor or anchor in headings(found), target
+
+
+def test_the_readme_leads_to_every_detail_page() -> None:
+    assert {"training", "quantization", "exporting", "benchmarking"} <= {Path(page).parent.name for page in PAGES}
+    for page in PAGES[1:]:
+        assert f"]({page}" in README, page
 
 
 def test_the_files_that_the_layout_names_exist() -> None:
