@@ -70,9 +70,8 @@ class Work:
 def _of_convolution_backward(gradient: Tensor, value: Tensor, weight: Tensor, *options: Any) -> int:
     """As many for each gradient of input and weight as forward. torch's own count forgets the groups there."""
     transposed, wanted = options[4], options[7]
-    return int(conv_flop_count(list(value.shape), list(weight.shape), list(gradient.shape), transposed)) * sum(
-        wanted[:2]
-    )
+    once: int = conv_flop_count(list(value.shape), list(weight.shape), list(gradient.shape), transposed)
+    return once * sum(wanted[:2])
 
 
 @dataclass
