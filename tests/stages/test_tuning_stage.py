@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import qtool
 from qtool.artifacts import read_result
@@ -16,6 +19,8 @@ from qtool.reporting.gather import gather
 from qtool.reporting.sections import coverage
 from qtool.reporting.terminal import export_lines
 from qtool.stages import tuning
+
+GIVEN = torch.rand(32, 1, 8, 8, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize(("target", "runtime"), [("ort-cpu", "onnxruntime"), ("openvino", "openvino")])
@@ -76,6 +81,14 @@ def test_a_group_with_moves_in_it_is_measured_once(
     assert not longer["cached"]
 
 
+@pytest.fixture(scope="module")
+def untuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("untuned")
+    model = nn.Sequential(nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 3))
+    qtool.quantize(model, [GIVEN], out=out, ranges="minmax", algorithms=None)
+    return out
+
+
 @pytest.mark.parametrize(
     "damage",
     [
@@ -87,23 +100,23 @@ def test_a_group_with_moves_in_it_is_measured_once(
     ],
 )
 def test_a_damaged_account_is_measured_anew(
-    tmp_path: Path, small_net: str, small_data: str, monkeypatch: pytest.MonkeyPatch,
-    damage: Callable[[dict[str, Any]], object],
-) -> None:  # fmt: skip
+    untuned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[dict[str, Any]], object]
+) -> None:
     from qtool.exporting import tuning as decides
 
-    qtool.quantize(small_net, small_data, out=tmp_path, calibration="train:64", ranges="minmax", algorithms=None)
+    run = tmp_path / "run"
+    shutil.copytree(untuned, run)
     monkeypatch.setattr(decides, "candidates", lambda *_: [])
-    options: dict[str, Any] = {"tune": True, "gates": False}
-    account = qtool.export(tmp_path, **options).tuning
+    options: dict[str, Any] = {"tune": True, "gates": False, "samples": [GIVEN]}
+    account = qtool.export(run, **options).tuning
     assert account is not None
-    path = tmp_path / "export.json"
+    path = run / "export.json"
     result = json.loads(path.read_text())
     result["metrics"]["tuning"]["example"] = dict.fromkeys(
         ("name", "units", "in_float", "reason", "speedup", "speedup_ci95"), True
     )
     path.write_text(json.dumps(result))
-    assert (qtool.export(tmp_path, **options).tuning or {})["cached"]
+    assert (qtool.export(run, **options).tuning or {})["cached"]
     damage(result["metrics"]["tuning"])
     path.write_text(json.dumps(result))
-    assert qtool.export(tmp_path, **options).tuning == account
+    assert qtool.export(run, **options).tuning == account

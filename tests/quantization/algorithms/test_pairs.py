@@ -140,7 +140,7 @@ def steps(given: Subject) -> dict[str, Tensor]:
     return found
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
 @given(nets(most=4))
 def test_any_net_computes_the_same_in_another_order(net) -> None:
     x = example(net, 8, 0)

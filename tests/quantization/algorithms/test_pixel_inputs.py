@@ -171,7 +171,7 @@ def test_a_model_that_normalizes_by_itself_reads_the_bytes(name, target, tmp_pat
     read_pixels(given)
     torch.testing.assert_close(value_of(given.graph, conv.name, x), expected, rtol=0, atol=2e-5)
     assert [placed.unit.name for placed in given.placement.placed if placed.pattern is None] == []
-    if target == "ort-cpu":
+    if target == "ort-cpu" and name != "bytes, divided":
         made = quantize(model.eval(), QuantizeConfig(), example=x[:2], calibration=[x])
         file = onnx.load(export(made, tmp_path, ExportConfig(), samples=[x]).files["int8"])  # the gates run it
         ahead = {node.op_type for node in file.graph.node} - {node.op_type for node in plain_file(tmp_path).graph.node}

@@ -118,7 +118,7 @@ STEPS = ("smooth", "equalize", "steps")
 
 
 @pytest.mark.parametrize(
-    ("options", "drops"), [({}, False), ({}, True), ({"weight_bits": 4}, False), ({"algorithms": STEPS}, False)]
+    ("options", "drops"), [({}, True), ({"weight_bits": 4}, False), ({"algorithms": STEPS}, False)]
 )
 def test_training_starts_from_what_rounding_made(options: dict[str, Any], drops: bool) -> None:
     """Channels scaled by e² and back, which equalization undoes and which 8 bits do not hold as they are."""
