@@ -23,6 +23,7 @@ significand is not the one whose rounding to integers is to be trained; mixed pr
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -119,10 +120,7 @@ def train_quantized(
     quantization are where training starts; without them it is the calibration data's extremes.
     """
     prepared.switch(prepared.graph, batch_norm=False, dropout=False)
-    _start_ranges(prepared, calibration, learned=config.step_size == "learned")
-    for name, fake in prepared.observers.items():
-        if ranges is not None and name in ranges:
-            fake.set_range(float(ranges[name]["low"]), float(ranges[name]["high"]))
+    _start_ranges(prepared, calibration, ranges or {}, learned=config.step_size == "learned")
     if config.step_size == "learned":
         learn_steps(pt2e.fake_quantizers(prepared.graph))
     hooks = QatHooks(config, prepared.switch)
@@ -141,19 +139,25 @@ def train_quantized(
     }
 
 
-def _start_ranges(prepared: Prepared, calibration: Iterable[Any], *, learned: bool) -> None:
-    """Sets every range to the calibration data's extremes, quantization off; learned weights' to the least error."""
+def _start_ranges(prepared: Prepared, calibration: Iterable[Any], ranges: Mapping[str, Any], *, learned: bool) -> None:
+    """Sets every range to that of ``ranges`` or the calibration data's extremes, learned weights' to the least error.
+
+    Quantization is off meanwhile. One batch is enough where all ranges are there: weights are the same for all samples.
+    """
     fakes = pt2e.fake_quantizers(prepared.graph)
     averaging = {id(fake): fake.averaging for fake in fakes if isinstance(fake, FakeQuantizer)}
+    for name in prepared.observers.keys() & ranges.keys():
+        prepared.observers[name].set_range(float(ranges[name]["low"]), float(ranges[name]["high"]))
     for fake in fakes:
         fake.quantizing = False
         if isinstance(fake, FakeQuantizer):
-            fake.averaging = None
+            fake.averaging, fake.observing = None, not fake.reached
             continue
-        fake.observing = False  # its weight is the same for all samples: the first one has it looked at
+        fake.observing = False  # the first sample has its weight looked at
         if learned:
             fake.method = "mse"
-    require_reached(prepared, calibrate(prepared.graph, calibration))
+    whole = any(isinstance(fake, FakeQuantizer) and fake.observing for fake in fakes)
+    require_reached(prepared, calibrate(prepared.graph, calibration if whole else itertools.islice(calibration, 1)))
     for fake in fakes:
         fake.observing = fake.quantizing = True
         if isinstance(fake, FakeQuantizer):
