@@ -6,7 +6,8 @@ Parts, each in a process of its own, one file each in ``DIR/parts``, put togethe
 and the claims they bear on, and a picture of the ladder in ``DIR/ladder.svg``:
 
 - ``ladder/N``: each rung of ``examples/memory_ladder_vit_l16.toml``: predicted, allocated and reserved peak, time per
-  image, and metrics where ``--data`` gives real images (else noise, and ``--steps 20`` of an epoch);
+  image and what was estimated, and metrics where ``--data`` gives real images (else noise,
+  and ``--steps 20`` of an epoch);
 - ``technique/NAME``: the same for techniques alone, at batch 16; ``group/NAME``: on all GPUs, where there are several;
 - ``create/…``: loading weights on the host first, or straight to the device;
 - ``update``: the update alone of a ViT-L block's weights in the least memory, fused and in widened copies;

@@ -22,11 +22,14 @@ from unittest import mock
 import numpy as np
 
 import qtool
+from qtool.memory import pace
+from qtool.memory.pace import StepWork, Work, step_seconds
 from qtool.recipe import TrainConfig, as_dict
 from qtool.runtimes import ort
 from qtool.runtimes import torch as compiler
 from qtool.stages.ladder import configs, load_ladder
 from qtool.stages.memory import predict_memory, trained
+from qtool.system.devices import resolve_device
 
 HERE = Path(__file__).resolve().parent
 LADDER = HERE.parents[1] / "examples" / "memory_ladder_vit_l16.toml"
@@ -166,6 +169,7 @@ def _trained(options: Options, config: TrainConfig, *, alone: bool) -> dict[str,
             "ms_per_image": per_image["seconds_alone"] * 1e3,
             "ms_per_image_with_data": per_image["seconds_per_step"] * 1e3,
             "epoch_minutes": per_image["seconds_per_step"] * EPOCH / 60,
+            "estimated_ms_per_image": _estimated(config, known["predicted"]["work"]) / config.batch_size * 1e3,
         }
     return {
         "config": as_dict(config),
@@ -178,6 +182,12 @@ def _trained(options: Options, config: TrainConfig, *, alone: bool) -> dict[str,
         "metrics": measured["metrics"] if options.data else None,
         "at": {key: known["predicted"][key] for key in ("moment", "module", "parts")},
     }
+
+
+def _estimated(config: TrainConfig, work: dict[str, Any]) -> float:
+    """The seconds of a step that a budget's choice would go by."""
+    known = StepWork(*(Work(**work[phase]) for phase in ("forward", "backward", "update")), passes=work["passes"])
+    return step_seconds(config, config, known, pace.measure(resolve_device(config.device), [config.precision]))
 
 
 def _write_weights(spec: dict[str, str], file: Path) -> None:
@@ -198,7 +208,6 @@ def create(options: Options, on_device: bool) -> dict[str, Any]:
     from qtool.memory.measure import allocations, highest_sum
     from qtool.models.materialise import Target
     from qtool.source import open_source
-    from qtool.system.devices import resolve_device
 
     device, file, spec = resolve_device(options.device), options.out / "weights.safetensors", options.source
     if not file.exists():  # in a process of its own, whose resident set is not this one's
@@ -236,7 +245,6 @@ def update(options: Options) -> dict[str, Any]:
     import torch
     from torch import nn
 
-    from qtool.system.devices import resolve_device
     from qtool.training import fused_updates, optimizers
     from qtool.training.rounding import WideUpdates
 
@@ -381,7 +389,6 @@ def rounding(options: Options, algorithms: tuple[str, ...]) -> dict[str, Any]:
     from qtool.quantization.capturing.float_form import float_form
     from qtool.quantization.stage import quantize
     from qtool.recipe import QuantizeConfig
-    from qtool.system.devices import resolve_device
 
     device, count = resolve_device(options.device), 16 if options.quick else IMAGES
     model = load_model("resnet", num_classes=10, in_channels=3).eval() if options.quick else resnet50()
