@@ -153,13 +153,13 @@ def _within(begun: Choice, source: Source, looked: list[dict[str, Any]], progres
     count = sum(1 for _ in plans(config, pinned(config), legal, lambda _: 1.0))
     with _telling(predictor, progress, config, count, looked) as peak:
         peak(config)
-        found, smallest = choose(
-            config, budget, peak, pinned=pinned(config), legal=legal, seconds=predictor.seconds(config)
-        )
+        seconds = predictor.seconds(config)
+        found, smallest = choose(config, budget, peak, pinned=pinned(config), legal=legal, seconds=seconds)
         plan = found or _impossible(config, smallest, budget, peak, fewest_samples(source.model))
     if isinstance(plan, UsageError):
         raise plan
-    why = "the fastest choice predicted to fit" if plan.changes else "it fits as it is"
+    times = f"its step estimated at {plan.time / seconds(config):.2g} times that without"
+    why = f"the fastest choice predicted to fit ({times})" if plan.changes else "it fits as it is"
     told = f"with {plan.flags}, {why}" if plan.changes else "as it is"
     teller(progress)(
         f"{config.memory_budget} budget{_each(config)}: predicted peak {bytes_told(plan.peak_bytes)} {told}"
