@@ -69,6 +69,26 @@ def test_of_a_grouped_convolution_each_gradient_takes_what_its_result_does() -> 
     assert work.backward.flops == first + 2 * second  # of the images no gradient is asked for
 
 
+def test_attention_is_counted_on_a_cpu_too() -> None:
+    model = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    length, width = 24, 16
+    given = torch.randn(8, length, width), torch.zeros(8, dtype=torch.int64)
+    work = predict.predict(
+        lambda: model, given, replace(PLAIN, batch_size=8), prepare=setup,
+        loss=lambda net, value, target: (net(value).square().sum(), 8.0),
+    ).work  # fmt: skip
+    products = 2 * 8 * length * width * (4 * width + 2 * 32)
+    scores = 2 * 2 * 8 * length * length * width
+    assert work.forward.flops == products + scores
+    assert work.backward.flops == 2 * products - 2 * 8 * length * width * 3 * width + 5 * scores // 2
+
+
+def test_of_shapes_that_no_formula_knows_bytes_are_counted() -> None:
+    work, query, key = Work(), torch.ones(2, 4, 16, 8), torch.ones(2, 3, 16, 8)
+    work.count(torch.ops.aten._scaled_dot_product_flash_attention.default, (query, key, key), {}, (query,))
+    assert work == Work(launches=1, num_bytes=2 * query.nbytes + 2 * key.nbytes)
+
+
 def test_views_are_no_work_and_other_operators_are_their_bytes() -> None:
     work, x = Work(), torch.ones(4, 6)
     work.count(torch.ops.aten.view.default, (x, [24]), {}, x.view(24))
@@ -78,8 +98,10 @@ def test_views_are_no_work_and_other_operators_are_their_bytes() -> None:
     assert work == Work(launches=2, flops=2 * 4 * 4 * 6, num_bytes=3 * x.nbytes)
 
 
-def test_rates_are_measured() -> None:
+def test_rates_are_measured_and_no_random_number_is_drawn() -> None:
+    before = torch.get_rng_state()
     rates = measure(torch.device("cpu"), ["bf16-mixed"])
+    assert torch.equal(torch.get_rng_state(), before)
     assert rates.flops.keys() == {torch.float32, torch.bfloat16}
     assert rates.flops[torch.bfloat16] <= rates.flops[torch.float32]
     assert 1e-7 < rates.launch < 1e-2
