@@ -71,7 +71,7 @@ def _of_convolution_backward(gradient: Tensor, value: Tensor, weight: Tensor, *o
     """As many for each gradient of input and weight as forward. torch's own count forgets the groups there."""
     transposed, wanted = options[4], options[7]
     once: int = conv_flop_count(list(value.shape), list(weight.shape), list(gradient.shape), transposed)
-    return once * sum(wanted[:2])
+    return once * int(sum(wanted[:2]))
 
 
 @dataclass
