@@ -31,11 +31,17 @@ from torch import Tensor, nn
 from torch._guards import active_fake_mode
 from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_impls import op_implementations_dict as IMPLEMENTATIONS
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    UnsupportedOperatorException,
+)
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
+from qtool.errors import one_line
 from qtool.memory import packed
 from qtool.memory.known import Known, is_known, known
 from qtool.memory.trial import SELECTING, Oracle, asks, masks
@@ -46,6 +52,8 @@ ONE_TYPE = {
 }  # fmt: skip
 """Operators whose fake ones run on operands of different types, and real ones do not; which of them have to agree."""
 _COMPARISONS = ("eq", "ne", "gt", "ge", "lt", "le")
+_REAL_ALONE = ("no fake impl", ".numpy() is not supported for tensor subclasses")
+"""Of what torch says where code takes real tensors alone: an operator of its own without a fake one, numpy."""
 _SELECTED = WeakIdKeyDictionary()
 """How much a mask selects, where that is known."""
 
@@ -81,6 +89,17 @@ def sized_by_values(error: BaseException | None) -> str | None:
     while error is not None:
         if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
             return str(error.func)
+        error = error.__cause__
+    return None
+
+
+def real_alone(error: BaseException | None) -> str | None:
+    """What asked for real tensors, if that is behind an error."""
+    while error is not None:
+        if isinstance(error, UnsupportedOperatorException):
+            return f"'{error.func}', which has no implementation for tensors without values"
+        if any(words in str(error) for words in _REAL_ALONE) and error.__cause__ is None:
+            return one_line(error)[:300].rstrip(". ")
         error = error.__cause__
     return None
 

@@ -20,7 +20,6 @@ This orders choices. It is no promise: products of a network's own shapes are sl
 from __future__ import annotations
 
 import functools
-import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -44,7 +43,7 @@ _LIKE = {
     ),
 }
 """Operators without a formula, and those that compute the same."""
-_REPEATS = 5
+_REPEATS = 8
 
 
 @dataclass
@@ -133,7 +132,7 @@ def step_seconds(config: TrainConfig, base: TrainConfig, work: StepWork, rates: 
 
 
 def measure(device: torch.device, precisions: Iterable[str]) -> Rates:
-    """The rates of a device for steps in ``precisions`` and in 32 bits, each the median of a few measurements.
+    """The rates of a device for steps in ``precisions`` and in 32 bits, each the best of a few measurements.
 
     On a CPU no 16-bit format is taken for faster than float32: products are, where it has instructions for them, and
     much else is not.
@@ -179,13 +178,13 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _timed(run: Callable[[], Any], device: torch.device) -> float:
-    """The median of a few durations of ``run``, after one that is not counted; on a GPU of ten runs in a row each."""
+    """The least of a few durations of ``run``, which a busy machine lengthens; on a GPU of ten runs in a row each."""
     found, times = [], 10 if device.type == "cuda" else 1
-    for _ in range(1 + _REPEATS):
+    for _ in range(_REPEATS):
         start = time.perf_counter()
         for _ in range(times):
             run()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         found.append((time.perf_counter() - start) / times)
-    return statistics.median(found[1:])
+    return min(found)

@@ -9,7 +9,8 @@ backward pass. How long each takes is estimated from what the step computes and 
 A plan's peak is predicted (``qtool.memory.predict``), the fastest first, and the first that fits is taken, or, where it
 has 4, 16, … micro-batches, that with half as many. Where one does not fit, plans that save nothing more are passed
 over, and so is what the model cannot take. Before all others but the fastest come the leanest, of which there are two
-or three: where even they need far more, no other is looked at. What the user has set is never changed.
+or three: where even they need far more, no other is looked at. Likewise, once two plans with as many micro-batches do
+not fit, the leanest of those comes before the rest of them. What the user has set is never changed.
 
 Of several devices, each has the budget, and a batch is so many samples for each. Where no plan fits, the number of
 devices is found over which shards of the smallest one would.
@@ -36,6 +37,8 @@ Seconds = Callable[[TrainConfig], float]
 FAR = 1.25
 """Times the budget that the leanest plan may need for the others to be looked at: a technique can save a little less
 than nothing."""
+TRIED = 2
+"""Plans of a kind that do not fit before the leanest of the kind is looked at, which often costs a prediction."""
 INTERPOLATED = 4
 """Predictions for a number of devices after which it is looked for in the middle."""
 
@@ -147,28 +150,53 @@ class _Search:
     def first(self, made: list[Any]) -> Plan | None:
         """The first of ``made`` that fits."""
         for one in made:
-            if any(_saves_no_more(one[1], worse) for worse in self.failed):
+            if any(_saves_no_more(one[1], worse) for worse in self.failed) or not self._room(one[1]):
                 continue
             if len(self.known) >= self.most:
                 return None
             found = self._predicted(*one)
             if found is not None and found.peak_bytes <= self.budget:
                 return found
+            self._note(one[1], found)
         return None
 
     def hopeless(self) -> bool:
-        """Whether the leanest plans that the model takes are all far from fitting.
-
-        Not where one of them needs more than the fastest: of a tiny model, techniques take more than they save.
-        """
+        """Whether the leanest plans that the model takes are all far from fitting."""
         left = self.made
-        near, plain = FAR * self.budget, self.smallest.peak_bytes if self.smallest else math.inf
         while left:
             most = max(left, key=lambda one: sum(one[1]))
             found = self._predicted(*most)
-            if found is not None and not near < found.peak_bytes < plain:
+            self._note(most[1], found)
+            if found is not None and not self._far(found):
                 return False
             left = [one for one in left if one is not most and (found is None or not _saves_no_more(one[1], most[1]))]
+        return True
+
+    def _note(self, places: tuple[int, ...], found: Plan | None) -> None:
+        if found is not None and found.peak_bytes > self.budget:
+            self.failed.append(places)
+
+    def _far(self, found: Plan) -> bool:
+        """Whether plans that save less need not be looked at.
+
+        Not where it needs more than the fastest: of a tiny model, techniques take more than they save.
+        """
+        plain = self.known.get(self.made[0][1])
+        return FAR * self.budget < found.peak_bytes < (plain.peak_bytes if plain else math.inf)
+
+    def _room(self, places: tuple[int, ...]) -> bool:
+        """Whether the leanest plans of its kind may fit: with as many micro-batches, and the same of checkpointing."""
+        for rows in ((0,), (0, -1)):
+            kind = [places[row] for row in rows]
+            tried = sum([worse[row] for row in rows] == kind for worse in self.failed)
+            if tried < TRIED or len(self.known) >= self.most:
+                continue
+            alike = (one for one in self.made if [one[1][row] for row in rows] == kind)
+            leanest = max(alike, key=lambda one: sum(one[1]))
+            found = self._predicted(*leanest)
+            if found is not None and self._far(found) and _saves_no_more(places, leanest[1]):
+                self._note(leanest[1], found)
+                return False
         return True
 
     def _predicted(
@@ -186,8 +214,6 @@ class _Search:
         else:
             if self.smallest is None or found.peak_bytes < self.smallest.peak_bytes:
                 self.smallest = found
-            if found.peak_bytes > self.budget:
-                self.failed.append(places)
         self.known[places] = found
         return found
 

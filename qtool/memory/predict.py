@@ -50,7 +50,7 @@ from torch.utils.hooks import RemovableHandle
 from qtool.errors import QtoolError
 from qtool.memory.accumulation import Accumulation
 from qtool.memory.compiled import stood_in
-from qtool.memory.fakes import Scalars, answered, faked, sized_by_values
+from qtool.memory.fakes import Scalars, answered, faked, real_alone, sized_by_values
 from qtool.memory.gpu_scratch import Gpu
 from qtool.memory.known import know
 from qtool.memory.pace import StepWork, Work
@@ -116,7 +116,8 @@ def predict(
     ``build`` makes the model, or gives one that exists, which is left alone. The step's own errors are raised as they
     are: what cannot run for real cannot be predicted. ``scratch`` remembers operators from one prediction to the next.
 
-    Raises QtoolError too where a tensor's size depends on values in a way that ``qtool.memory.fakes`` does not know.
+    Raises QtoolError too where a tensor's size depends on values in a way that ``qtool.memory.fakes`` does not know,
+    and where code takes real tensors alone, such as operators of its own without a fake implementation.
     """
     scratch = scratch or Scratch()
 
@@ -134,11 +135,13 @@ def predict(
         found = again if isinstance(again, Prediction) else found
     if isinstance(found, Prediction):
         return found
-    if (operator := sized_by_values(found)) is None:
-        raise found
-    raise _not_predicted(
-        "a step in which no tensor's size depends on values", f"'{operator}', whose result's does"
-    ) from found
+    if (operator := sized_by_values(found)) is not None:
+        raise _not_predicted(
+            "a step in which no tensor's size depends on values", f"'{operator}', whose result's does"
+        ) from found
+    if (asked := real_alone(found)) is not None:
+        raise _not_predicted("a step that runs on tensors without values", asked) from found
+    raise found
 
 
 def _not_predicted(expected: str, got: str) -> QtoolError:

@@ -77,8 +77,11 @@ def launch(function: Callable[..., object], count: int, *arguments: Any) -> None
         raise UsageError("argument 'devices'", "a process that may start others", "a worker of a pool", do)
     sent = _packed((function, arguments, list(warnings.filters), logging.root.manager.disable))
     store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
-    running = [_start(sent, rank, count, store.port) for rank in range(count)]
+    running = [_start(rank, count, store.port) for rank in range(count)]
     try:
+        for one in running:
+            with contextlib.suppress(OSError):  # it has ended: what its exit code tells is told
+                one.reports.send_bytes(sent)
         _watch(running)
     finally:
         _stop(running)
@@ -125,12 +128,16 @@ def _unsent(error: Exception, do: str) -> QtoolError:
     return QtoolError("argument 'devices'", expected, f"{type(error).__name__}: {error}", do)
 
 
-def _start(sent: bytes, rank: int, count: int, port: int) -> _Running:
+def _start(rank: int, count: int, port: int) -> _Running:
+    """A process that waits to be sent what to do.
+
+    It is no argument: ``start`` would wait for ever to write it for one that has ended as it read the script again.
+    """
     context = multiprocessing.get_context("spawn")
-    reports, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_main, args=(sent, rank, count, port, sender), daemon=True, name=f"{_NAME} {rank}")
+    reports, other_end = context.Pipe()
+    process = context.Process(target=_main, args=(rank, count, port, other_end), daemon=True, name=f"{_NAME} {rank}")
     process.start()
-    sender.close()
+    other_end.close()
     return _Running(rank, process, reports)
 
 
@@ -189,8 +196,8 @@ def _stop(running: list[_Running]) -> None:
         one.reports.close()
 
 
-def _main(sent: bytes, rank: int, count: int, port: int, reports: Connection) -> None:
-    """What a new process does: takes its place among the others, runs the function, tells its error."""
+def _main(rank: int, count: int, port: int, reports: Connection) -> None:
+    """What a new process does: takes its place among the others, runs the function it is sent, tells its error."""
     if (parent := multiprocessing.parent_process()) is not None:
         end_after(partial(wait, [parent.sentinel]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the one who watches is interrupted too, and stops this one
@@ -200,7 +207,7 @@ def _main(sent: bytes, rank: int, count: int, port: int, reports: Connection) ->
     os.environ |= {"MASTER_ADDR": _HOST, "TORCHELASTIC_USE_AGENT_STORE": "True"}
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // count)))
     try:
-        function, arguments, filters, silent = _unpacked(sent)
+        function, arguments, filters, silent = _unpacked(reports.recv_bytes())
         logging.disable(silent)
         warnings.filters[:] = filters  # type: ignore[index]
         warnings.formatwarning = warning_line

@@ -87,6 +87,24 @@ def test_of_a_hopeless_budget_the_leanest_plans_are_enough() -> None:
         assert len(predicted) == 3  # as it is; most micro-batches; the step in the backward pass, which excludes these
 
 
+def test_of_a_kind_that_cannot_fit_few_plans_are_predicted() -> None:
+    """Every plan that has no micro-batches, or no checkpointing beside them, is far from fitting."""
+
+    def asking(config: TrainConfig) -> int:
+        asked.append(config)
+        return 300 + peak(config) if config.micro_batches == 1 or not config.activation_checkpointing else peak(config)
+
+    asked: list[TrainConfig] = []
+    found, _ = choose(PLAIN, 165, asking, pinned=[], legal=legal, seconds=seconds)
+    every = sorted(
+        (time, len(changes), asking(config)) for time, _, changes, config in plans(PLAIN, [], legal, seconds)
+    )
+    asked = asked[: -len(every)]
+    assert found is not None
+    assert found.time <= min(time for time, _, size in every if size <= 165)
+    assert len(asked) < len(every) / 3
+
+
 def test_where_techniques_take_more_than_they_save_all_are_looked_at() -> None:
     def tiny(config: TrainConfig) -> int:
         return 100 + 50 * config.activation_checkpointing - 5 * (config.optimizer == "adamw8bit")

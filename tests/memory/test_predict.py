@@ -622,6 +622,34 @@ def test_what_cannot_be_copied_is_shared_and_what_is_sparse_is_told() -> None:
         predict(lambda: model, batch(), config(), prepare=setup, loss=LOSS)
 
 
+@torch.library.custom_op("qtool_tests::twice", mutates_args=())  # type: ignore[misc]
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+
+twice.register_autograd(lambda ctx, gradient: 2 * gradient)
+
+
+class Outside(nn.Linear):
+    """Leaves torch: for an operator of its own that knows real tensors alone, or for numpy."""
+
+    kind = "operator"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        return twice(y) if self.kind == "operator" else y * float(y.detach().numpy().max())
+
+
+@pytest.mark.parametrize(("kind", "got"), [("operator", "no fake impl registered"), ("numpy", r"\.numpy\(\) is not")])
+def test_what_takes_real_tensors_alone_is_told_as_not_predicted(kind: str, got: str) -> None:
+    """It would train: model and data go together."""
+    model = Outside(32, 10)
+    model.kind = kind
+    assert measure(lambda: model, batch(), config(), prepare=setup, loss=LOSS)
+    with pytest.raises(QtoolError, match=f"^prediction: expected a step that .*{got}.*; train without --memory-budget"):
+        predict(lambda: model, batch(), config(), prepare=setup, loss=LOSS)
+
+
 class Selecting(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = super().forward(x)

@@ -139,7 +139,7 @@ class Points(torch.utils.data.Dataset):
         return 8
     def __getitem__(self, i):
         return torch.full((4,), float(i)), i % 2
-model = torch.nn.Linear(4, 2)
+model = torch.nn.Sequential(torch.nn.Linear(4, 9999), torch.nn.Linear(9999, 2))
 """
 TRAINS = 'qtool.train(model, {"train": Points(), "test": Points()}, epochs=1, devices=2, batch_size=4, device="cpu")'
 LOADS = """
@@ -150,7 +150,7 @@ qtool.train(model, spawned, epochs=1, device="cpu")
 
 @pytest.mark.parametrize(("work", "where"), [(TRAINS, "script: expected"), (LOADS, "training batches: expected")])
 def test_a_script_without_a_guard_is_told_of_it(tmp_path, work, where):
-    """Its processes run it again; those of qtool's own say nothing."""
+    """Its processes run it again; those of qtool's own say nothing. Its model is more than a pipe holds."""
     (tmp_path / "script.py").write_text(SCRIPT + work)
     done = warm.Started(tmp_path / "said", warm.script_file, tmp_path / "script.py")
     assert done.end() == 1
