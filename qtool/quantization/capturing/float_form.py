@@ -29,6 +29,7 @@ from qtool.quantization.rewrites.filled_groups import fill_groups
 from qtool.quantization.rewrites.formulas import write_formulas
 from qtool.quantization.rewrites.input_affines import fold_ahead
 from qtool.quantization.rewrites.matrices import flatten_linears
+from qtool.quantization.rewrites.maxima import write_maxima
 from qtool.quantization.rewrites.norms import fold_batch_norm, write_norms
 from qtool.quantization.rewrites.products import write_products
 from qtool.quantization.rewrites.scales import fold_scales, fold_size
@@ -91,6 +92,7 @@ def simplify(graph: GraphModule, *, merged: bool = True, train: bool = False) ->
         write_formulas(graph)
         write_einsums(graph)
         write_chosen_rows(graph)
+        write_maxima(graph)
         merge_branches(graph, train=train)
         drop_chomps(graph)
         clip_early(graph)
