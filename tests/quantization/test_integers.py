@@ -104,7 +104,7 @@ def test_nothing_unread_is_kept(net: tuple[Net, QuantizedModel]) -> None:
 
 def test_every_quantizer_is_labelled_with_its_unit(net: tuple[Net, QuantizedModel]) -> None:
     labels = [node.meta["custom"]["unit"] for node in quantize_nodes(net[1].graph)]
-    assert labels == ["x", "conv", "amax"]
+    assert labels == ["x", "conv", "max_pool2d", "squeeze"]
 
 
 def shifted(channels: dict[int, tuple[float, float]]) -> Net:

@@ -1,13 +1,16 @@
-"""Adaptive averages over sizes that are open, as products with matrices that are made of these sizes.
+"""Adaptive pools that ONNX, whose pools have windows of one size only, has no operator for.
 
-Cell ``i`` of ``k`` is the mean of what lies from ``⌊i·n/k⌋`` to before ``⌈(i+1)·n/k⌉`` of ``n``. ONNX has pools of
-windows of one size only, and torch writes the window that the example has: another image is pooled to other numbers,
-or to another number of cells. With ``P[i, j]`` one over the size of cell ``i`` where ``j`` lies in it, and else 0,
+Cell ``i`` of ``k`` is the mean or the maximum of what lies from ``⌊i·n/k⌋`` to before ``⌈(i+1)·n/k⌉`` of ``n``.
+
+Over sizes that are open, torch writes the window that the example has: another image is pooled to other numbers, or to
+another number of cells. Averages are products with matrices that are made of these sizes. With ``P[i, j]`` one over the
+size of cell ``i`` where ``j`` lies in it, and else 0,
 
     y = P x    for each axis that is pooled.
 
-To one cell a pool is a mean or a maximum over axes. Refused are maxima over open sizes to more than one cell, and
-averages of volumes to such.
+To one cell a pool is a mean or a maximum over axes. Over sizes that are known, maxima and averages of volumes are taken
+cell by cell along one axis after the other where ``k`` does not divide ``n``. Refused are maxima over open sizes to
+more than one cell, averages of volumes to such, and where in uneven cells the maxima are.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from onnxscript import opset18 as op
 from torch.fx import Graph, Node
 
 from qtool.errors import QtoolError
+from qtool.graphs.edits import call_before
 
 aten = torch.ops.aten
 
@@ -33,29 +37,65 @@ _RANKS: dict[Any, int] = {
 
 
 def spell_pools(graph: Graph) -> None:
-    """Writes an adaptive pool to one cell over axes: torch knows one window for it, or has no form in ONNX."""
+    """Writes an adaptive pool to one cell over axes, and one to uneven cells cell by cell, where torch has no form."""
     for node in list(graph.nodes):
         rank = _RANKS.get(node.target)
-        if rank is None or any(size != 1 for size in node.args[1]):
+        if rank is None:
+            continue
+        if any(size != 1 for size in node.args[1]):
+            if _is_uneven(node, rank) and not _tells_places(node):
+                _replace_values(node, _by_cell(node, rank))
             continue
         over = (node.args[0], [-axis - 1 for axis in range(rank)], True)
-        if "max" in str(node.target):
-            _spell_maximum(node, over, rank)
+        if _is_maximum(node):
+            if _is_open(node, rank) and not _tells_places(node):
+                _replace_values(node, call_before(node, aten.amax.default, *over))
         elif rank == 2 or _is_open(node, rank):
             node.target, node.args = aten.mean.dim, over
 
 
-def _spell_maximum(pool: Node, over: tuple[Any, ...], rank: int) -> None:
-    """Has what takes the values of a pool over open sizes be their maximum, unless the places are asked for too."""
-    taken: dict[Node, Any] = {user: user.args[1] for user in pool.users}
-    if not _is_open(pool, rank) or any(place and user.users for user, place in taken.items()):
-        return
-    for user, place in taken.items():
-        if place:
-            pool.graph.erase_node(user)
-        else:
-            user.target, user.args = aten.amax.default, over
+def _by_cell(pool: Node, rank: int) -> Node:
+    """The values of a pool to uneven cells: along one axis after the other, what is in each cell made one number."""
+    made = pool.args[0]
+    assert isinstance(made, Node)
+    shape = made.meta["val"].shape
+    reduce = aten.amax.default if _is_maximum(pool) else aten.mean.dim
+    for axis, count in enumerate(pool.args[1], len(shape) - rank):  # type: ignore[arg-type]
+        size = shape[axis]
+        if count == size:
+            continue
+        cells = [(index * size // count, -(-(index + 1) * size // count)) for index in range(count)]
+        parts = [call_before(pool, aten.slice.Tensor, made, axis, *cell) for cell in cells]
+        made = call_before(pool, aten.cat.default, [call_before(pool, reduce, p, [axis], True) for p in parts], axis)
+    return made
+
+
+def _replace_values(pool: Node, values: Node) -> None:
+    """Has what takes the values of a pool take these; where a maximum is, nothing asks."""
+    for user in list(pool.users) if _is_maximum(pool) else []:
+        if not user.args[1]:
+            user.replace_all_uses_with(values)
+        pool.graph.erase_node(user)
+    pool.replace_all_uses_with(values)
     pool.graph.erase_node(pool)
+
+
+def _tells_places(pool: Node) -> bool:
+    """Whether something asks where in its cells the maxima are."""
+    return _is_maximum(pool) and any(user.args[1] and user.users for user in pool.users)
+
+
+def _is_uneven(pool: Node, rank: int) -> bool:
+    """Whether a pool over known sizes has windows of several sizes, and no form in ONNX by torch."""
+    source = pool.args[0]
+    assert isinstance(source, Node)
+    sizes = list(zip(source.meta["val"].shape[-rank:], pool.args[1], strict=True))  # type: ignore[arg-type]
+    known = all(isinstance(number, int) for size in sizes for number in size)
+    return known and any(size % count for size, count in sizes) and (_is_maximum(pool) or rank == 3)
+
+
+def _is_maximum(pool: Node) -> bool:
+    return "max" in str(pool.target)
 
 
 def translations(graph: Graph) -> dict[Any, Callable[..., Any]]:
@@ -65,12 +105,18 @@ def translations(graph: Graph) -> dict[Any, Callable[..., Any]]:
 
 
 def require_forms(graph: Graph) -> None:
-    """Raises QtoolError for an adaptive pool over open sizes that has no form here."""
-    for node in filter(_is_open_pool, graph.nodes):
-        if node.target not in _AVERAGES and any(size != 1 for size in node.args[1]):
+    """Raises QtoolError for an adaptive pool over open sizes, or to uneven cells, that has no form here."""
+    for node in (node for node in graph.nodes if node.target in _RANKS):
+        name = str(node.target).split(".")[1]
+        if _is_open_pool(node) and node.target not in _AVERAGES and any(size != 1 for size in node.args[1]):
             raise QtoolError(
                 f"export, '{node.name}'", "a pooling that has an ONNX form over sizes that are open",
-                str(node.target).split(".")[1], "average images or sequences, or leave --dynamic-axes out",
+                name, "average images or sequences, or leave --dynamic-axes out",
+            )  # fmt: skip
+        if _is_uneven(node, _RANKS[node.target]):
+            raise QtoolError(
+                f"export, '{node.name}'", "a pooling that has an ONNX form", f"the indices of {name} to uneven cells",
+                "pool to sizes that divide the input's, or use the values alone",
             )  # fmt: skip
 
 

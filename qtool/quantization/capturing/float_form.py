@@ -29,11 +29,13 @@ from qtool.quantization.rewrites.filled_groups import fill_groups
 from qtool.quantization.rewrites.formulas import write_formulas
 from qtool.quantization.rewrites.input_affines import fold_ahead
 from qtool.quantization.rewrites.matrices import flatten_linears
+from qtool.quantization.rewrites.maxima import write_maxima
 from qtool.quantization.rewrites.norms import fold_batch_norm, write_norms
 from qtool.quantization.rewrites.products import write_products
 from qtool.quantization.rewrites.scales import fold_scales, fold_size
 from qtool.quantization.rewrites.shuffles import write_rows
 from qtool.quantization.rewrites.slopes import write_slopes
+from qtool.quantization.rewrites.spreads import write_spreads
 from qtool.quantization.rewrites.steep_gates import write_steep_gates
 from qtool.quantization.rewrites.transposed import write_transposed
 from qtool.quantization.rewrites.written_norms import write_norms_whole
@@ -91,6 +93,8 @@ def simplify(graph: GraphModule, *, merged: bool = True, train: bool = False) ->
         write_formulas(graph)
         write_einsums(graph)
         write_chosen_rows(graph)
+        write_maxima(graph)
+        write_spreads(graph)
         merge_branches(graph, train=train)
         drop_chomps(graph)
         clip_early(graph)

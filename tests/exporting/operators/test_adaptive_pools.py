@@ -1,4 +1,4 @@
-"""Adaptive pools over open sizes: a file pools any size as torch does, or is refused."""
+"""Adaptive pools over open sizes and to uneven cells: a file pools any size as torch does, or is refused."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from qtool.quantization.capturing.float_form import float_form
 OPEN = {3: (2,), 4: (2, 3), 5: (2, 3, 4)}
 
 
-def made(model: nn.Module, shape: tuple[int, ...]) -> onnxruntime.InferenceSession:
+def made(model: nn.Module, shape: tuple[int, ...], *, known: bool = False) -> onnxruntime.InferenceSession:
     example = torch.randn(2, 3, *shape)
-    graph = float_form(model.eval(), example, axes=OPEN[example.dim()])
+    graph = float_form(model.eval(), example, axes=() if known else OPEN[example.dim()])
     file = float_to_onnx(graph, example, 21)
     return onnxruntime.InferenceSession(ir.serde.serialize_model(file).SerializeToString())
 
@@ -68,3 +68,28 @@ def test_a_file_pools_other_sizes_than_the_examples(pool, shape, other) -> None:
 def test_what_torch_would_write_for_the_examples_size_alone_is_refused(pool, shape) -> None:
     with pytest.raises(QtoolError, match="a pooling that has an ONNX form over sizes that are open"):
         made(pool, shape)
+
+
+@pytest.mark.parametrize(
+    ("pool", "shape"),
+    [
+        (nn.AdaptiveMaxPool1d(4), (10,)),
+        (nn.AdaptiveMaxPool2d((3, 2)), (8, 7)),
+        (nn.AdaptiveMaxPool2d((1, 3)), (8, 8)),
+        (nn.AdaptiveMaxPool2d((None, 3)), (4, 8)),
+        (nn.AdaptiveMaxPool2d(7), (3, 5)),
+        (nn.AdaptiveMaxPool3d((2, 3, 1)), (4, 5, 6)),
+        (nn.AdaptiveAvgPool3d((3, 5, 2)), (4, 5, 6)),
+    ],
+)
+def test_a_file_pools_to_cells_that_do_not_divide_a_known_size(pool, shape) -> None:
+    session = made(pool, shape, known=True)
+    for batch in (1, 3):
+        x = torch.randn(batch, 3, *shape)
+        found = session.run(None, {session.get_inputs()[0].name: x.numpy()})[0]
+        np.testing.assert_allclose(found, pool(x).numpy(), atol=1e-6)
+
+
+def test_where_in_uneven_cells_the_maxima_are_is_refused() -> None:
+    with pytest.raises(QtoolError, match="the indices of adaptive_max_pool2d to uneven cells"):
+        made(nn.AdaptiveMaxPool2d(3, return_indices=True), (8, 8), known=True)
