@@ -56,6 +56,8 @@ __all__ = [
 EMBEDDED = Path(__file__).parent / "embedded"
 KINDS = ("fashion-mnist", "alice", "text:FILE", "idx:DIR", "npz:DIR", "imagefolder:DIR", "hf:NAME", "FILE.py:factory")
 KEYS = ("train", "test", "validation", "labels", "num_classes", "preprocessing")
+MOST_CLASSES = 1_000_000
+"""A greater label is an identifier: a model would get a layer with as many outputs."""
 NO_TEST = "no test part: the validation part is judged as the test part, and validation is held out of train"
 
 Part = TypeVar("Part")
@@ -205,6 +207,10 @@ def _num_classes(spec: str, labels: Mapping[str, Labels], known: int | None) -> 
             got = f"{IGNORED}, which is not counted, of all {len(classes)}"
             raise QtoolError(f"data '{spec}', {part}", "samples with a label", got, "give some of them one")
     count = known or max(0, int(labels["train"].max())) + 1
+    if known is None and count > MOST_CLASSES:
+        where = f"data '{spec}', train[{int(labels['train'].argmax())}]"
+        do = "number the classes 0, 1, 2, …, or say with num_classes how many there are"
+        raise QtoolError(where, f"the index of a class, below {MOST_CLASSES:,}", str(count - 1), do)
     for part, classes in labels.items():
         wrong = np.flatnonzero(((classes < 0) & (classes != IGNORED)) | (classes >= count))
         if len(wrong):

@@ -482,6 +482,10 @@ def test_preprocessing_may_be_given() -> None:
             mapping(test=[(torch.zeros(3), -100)]),
             r"test: expected samples with a label; got -100, which is not counted",
         ),
+        (
+            mapping(train=[(torch.zeros(3), 10**12), (torch.zeros(3), 0)]),
+            r"train\[0\]: .* class, below 1,000,000; got 10+;",
+        ),
         (mapping(labels=["a", "b"]), r"train\[2\]: expected a label of 0 to 1; got 2"),
         ({"train": [(torch.zeros(3), 0)], "test": [(torch.zeros(3), 0)]}, "at least 2 samples; got 1"),
     ],
