@@ -146,6 +146,9 @@ def measure(device: torch.device, precisions: Iterable[str]) -> Rates:
         flops = {dtype: min(rate, flops[torch.float32]) for dtype, rate in flops.items()}
     block = torch.ones(2**24 if gpu else 2**22, device=device)
     bandwidth = 2 * block.nbytes / _timed(block.clone, device)
+    del a, block
+    if gpu:
+        torch.cuda.empty_cache()  # others may be about to train there
     return Rates(_launch(device), flops, bandwidth, gpu)
 
 
