@@ -53,6 +53,12 @@ def _collects_no_garbage_for_others() -> None:
     allocator._tuned = False
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests go first, so that at the end no worker has a long one left when the others are done."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
 def pytest_collection_finish() -> None:
     gc.enable()
 
