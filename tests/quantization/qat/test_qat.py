@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import json
 import warnings
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,30 @@ def test_training_starts_from_what_rounding_made(options: dict[str, Any], drops:
     assert changes[0] == changes[1]
     assert changes[0]
     assert {name for name, entry in made["qat"].ranges.items() if "equalize" in entry}
+
+
+class Read:
+    """Batches that count how often they are read."""
+
+    def __init__(self, batches: list[torch.Tensor]) -> None:
+        self.batches, self.count = batches, 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for batch in self.batches:
+            self.count += 1
+            yield batch
+
+
+def test_where_ranges_are_known_one_batch_is_read_for_the_weights(trained: nn.Module) -> None:
+    counts = []
+    for mode in ("ptq", "qat"):
+        batches = Read([torch.randn(8, 1, 8, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(4)])
+        quantize(
+            trained, QuantizeConfig(mode=mode), example=batches.batches[0], calibration=batches,
+            qat=untouched if mode == "qat" else None, tuning=config(),
+        )  # fmt: skip
+        counts.append(batches.count)
+    assert counts[1] == counts[0] + 1
 
 
 def test_with_batch_norm_live_training_starts_from_the_model_as_it_is() -> None:
