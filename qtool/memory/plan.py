@@ -133,8 +133,9 @@ def choose(
     if found is not None and count > config.micro_batches:
         half = replace(found.config, micro_batches=count)
         time = found.time * seconds(half) / seconds(found.config)
-        if legal(half) and time < found.time and (size := peak(half)) <= budget:
-            found = Plan(half, time, size, found.changes | {"micro_batches": count})
+        if legal(half) and time < found.time:
+            better = search.predicted((time, (), found.changes | {"micro_batches": count}, half))
+            found = better if better is not None and better.peak_bytes <= budget else found
     return found, search.smallest
 
 
@@ -143,7 +144,7 @@ class _Search:
 
     def __init__(self, made: list[Any], budget: float, peak: Peak, most: int) -> None:
         self.made, self.budget, self.peak, self.most = made, budget, peak, most
-        self.known: dict[tuple[int, ...], Plan | None] = {}
+        self.known: dict[TrainConfig, Plan | None] = {}
         self.failed: list[tuple[int, ...]] = []
         self.smallest: Plan | None = None
 
@@ -154,7 +155,7 @@ class _Search:
                 continue
             if len(self.known) >= self.most:
                 return None
-            found = self._predicted(*one)
+            found = self.predicted(one)
             if found is not None and found.peak_bytes <= self.budget:
                 return found
             self._note(one[1], found)
@@ -165,7 +166,7 @@ class _Search:
         left = self.made
         while left:
             most = max(left, key=lambda one: sum(one[1]))
-            found = self._predicted(*most)
+            found = self.predicted(most)
             self._note(most[1], found)
             if found is not None and not self._far(found):
                 return False
@@ -181,7 +182,7 @@ class _Search:
 
         Not where it needs more than the fastest: of a tiny model, techniques take more than they save.
         """
-        plain = self.known.get(self.made[0][1])
+        plain = self.known.get(self.made[0][3])
         return FAR * self.budget < found.peak_bytes < (plain.peak_bytes if plain else math.inf)
 
     def _room(self, places: tuple[int, ...]) -> bool:
@@ -193,18 +194,17 @@ class _Search:
                 continue
             alike = (one for one in self.made if [one[1][row] for row in rows] == kind)
             leanest = max(alike, key=lambda one: sum(one[1]))
-            found = self._predicted(*leanest)
+            found = self.predicted(leanest)
             if found is not None and self._far(found) and _saves_no_more(places, leanest[1]):
                 self._note(leanest[1], found)
                 return False
         return True
 
-    def _predicted(
-        self, time: float, places: tuple[int, ...], changes: dict[str, Any], wanted: TrainConfig
-    ) -> Plan | None:
-        """The plan, predicted once; None where the model cannot take it."""
-        if places in self.known:
-            return self.known[places]
+    def predicted(self, one: Any) -> Plan | None:
+        """The plan of such a tuple, predicted once; None where the model cannot take it."""
+        time, _, changes, wanted = one
+        if wanted in self.known:
+            return self.known[wanted]
         found: Plan | None = None
         try:
             found = Plan(wanted, time, self.peak(wanted), changes)
@@ -214,7 +214,7 @@ class _Search:
         else:
             if self.smallest is None or found.peak_bytes < self.smallest.peak_bytes:
                 self.smallest = found
-        self.known[places] = found
+        self.known[wanted] = found
         return found
 
 

@@ -332,13 +332,23 @@ def explained(
     ``config`` is what ``asked`` was fitted to. No more than ``EXPLAINED`` plans are predicted for it.
     """
     from qtool.memory.plan import choose
+    from qtool.system.devices import out_of_memory
+
+    def seconds_of(predictor: Predictor) -> Callable[[TrainConfig], float]:
+        """Its own, or where a full device has no room to be measured, none: the plainest plans come first then."""
+        try:
+            return predictor.seconds(config)
+        except Exception as lacking:
+            if not out_of_memory(lacking):
+                raise
+            return lambda _: 1.0
 
     try:
         predictor, legal = Predictor(source), _legal_for(source)
         with _telling(predictor, progress, config, EXPLAINED, []) as peak:
             predicted = peak(config)
             plan, smallest = choose(
-                config, 0.8 * predicted, peak, pinned=pinned(config), legal=legal, seconds=predictor.seconds(config),
+                config, 0.8 * predicted, peak, pinned=pinned(config), legal=legal, seconds=seconds_of(predictor),
                 most=EXPLAINED - 1,
             )  # fmt: skip
     except Exception:  # nothing may hide that memory ran out, the prediction of it least of all

@@ -20,7 +20,7 @@ from torch import nn
 
 import qtool
 from qtool.errors import OutOfMemory, QtoolError, UsageError
-from qtool.memory import plan
+from qtool.memory import pace, plan
 from qtool.memory.plan import fewest_devices, sharded
 from qtool.options import make
 from qtool.recipe import AUTO, PLANNED, Recipe, TrainConfig
@@ -58,7 +58,11 @@ class Picky(nn.Module):
         return self.head(y)
 
 
-def test_the_message_has_prediction_flags_and_checkpoint(small_data: str, tmp_path: Path) -> None:
+def test_the_message_has_prediction_flags_and_checkpoint(
+    small_data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where there is no room left to measure the device in."""
+    monkeypatch.setattr(pace, "measure", Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory.")))
     with pytest.raises(QtoolError) as caught:
         qtool.train(Picky(16, after=3), small_data, out=tmp_path, **OPTIONS)
     text = str(caught.value)
