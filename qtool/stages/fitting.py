@@ -39,7 +39,7 @@ from qtool.units import MIB, bytes_told
 
 if TYPE_CHECKING:
     from qtool.memory.plan import Plan
-    from qtool.memory.predict import Prediction
+    from qtool.memory.tracker import Prediction
     from qtool.system.launcher import Killed
 
 SHARE = 0.9

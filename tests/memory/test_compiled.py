@@ -12,8 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from qtool.errors import QtoolError
 from qtool.memory import buffers, compiled
 from qtool.memory.compiled import capture
-from qtool.memory.predict import Prediction, predict
+from qtool.memory.predict import predict
 from qtool.memory.scratch import Scratch
+from qtool.memory.tracker import Prediction
 from qtool.recipe import TrainConfig
 from qtool.steps.loop import task_loss
 from qtool.tasks import load_task

@@ -13,7 +13,8 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from qtool.errors import QtoolError
 from qtool.memory import trial
 from qtool.memory.measure import measure
-from qtool.memory.predict import Prediction, predict
+from qtool.memory.predict import predict
+from qtool.memory.tracker import Prediction
 from qtool.recipe import TrainConfig
 from qtool.steps.loop import task_loss
 from qtool.tasks import load_task
