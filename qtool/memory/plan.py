@@ -6,11 +6,12 @@ backward pass. How long each takes is estimated from what the step computes and 
 
     rounding of bf16-true 1.05   8-bit AdamW 1.02   step in backward 1.05
 
-A plan's peak is predicted (``qtool.memory.predict``), the fastest first, and the first that fits is taken, or, where it
-has 4, 16, … micro-batches, that with half as many. Where one does not fit, plans that save nothing more are passed
-over, and so is what the model cannot take. Before all others but the fastest come the leanest, of which there are two
-or three: where even they need far more, no other is looked at. Likewise, once two plans with as many micro-batches do
-not fit, the leanest of those comes before the rest of them. What the user has set is never changed.
+A plan's peak is predicted (``qtool.memory.predict``), the fastest first, of about as fast ones, which an estimate
+cannot tell apart, the plainest, and the first that fits is taken, or, where it has 4, 16, … micro-batches, that with
+half as many. Where one does not fit, plans that save nothing more are passed over, and so is what the model cannot
+take. Before all others but the fastest come the leanest, of which there are two or three: where even they need far
+more, no other is looked at. Likewise, once two plans with as many micro-batches do not fit, the leanest of those comes
+before the rest of them. What the user has set is never changed.
 
 Of several devices, each has the budget, and a batch is so many samples for each. Where no plan fits, the number of
 devices is found over which shards of the smallest one would.
@@ -34,6 +35,8 @@ Peak = Callable[[TrainConfig], int]
 """The predicted peak of a config, in bytes."""
 Seconds = Callable[[TrainConfig], float]
 """The estimated time of a config's step."""
+ALIKE = 1.1
+"""Times within which estimates are as good as equal: rates measured twice on a busy machine differ by as much."""
 FAR = 1.25
 """Times the budget that the leanest plan may need for the others to be looked at: a technique can save a little less
 than nothing."""
@@ -105,7 +108,10 @@ def rows(config: TrainConfig) -> list[list[Choice]]:
 def plans(
     config: TrainConfig, pinned: Sequence[str], legal: Callable[[TrainConfig], bool], seconds: Seconds
 ) -> Iterator[Any]:
-    """(time, places in their rows, changes, config) of every legal plan, the fastest and then the plainest first."""
+    """(time, places in their rows, changes, config) of every legal plan, the fastest and then the plainest first.
+
+    Steps of a factor ``ALIKE`` from the fastest on are told apart.
+    """
     made = []
     for chosen in itertools.product(*(list(enumerate(row)) for row in rows(config))):
         changes = {key: value for _, choice in chosen for key, value in choice.changes.items()}
@@ -114,7 +120,8 @@ def plans(
         if not set(changes) & set(pinned) and legal(wanted):
             time = seconds(wanted) * math.prod(choice.factor for _, choice in chosen)
             made.append((time, tuple(place for place, _ in chosen), changes, wanted))
-    return iter(sorted(made, key=lambda plan: (plan[0], len(plan[2]), plan[1])))
+    fastest = min((plan[0] for plan in made), default=0.0)
+    return iter(sorted(made, key=lambda plan: (round(math.log(plan[0] / fastest, ALIKE)), len(plan[2]), plan[1])))
 
 
 def choose(

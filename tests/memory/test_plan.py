@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from qtool.errors import UsageError
-from qtool.memory.plan import choose, flags, largest_batch, plans
+from qtool.memory.plan import ALIKE, choose, flags, largest_batch, plans
 from qtool.recipe import TrainConfig
 from qtool.training import rules
 
@@ -46,7 +46,7 @@ def test_the_fastest_plan_that_fits_is_chosen(budget: int) -> None:
     if found is None:
         assert smallest.peak_bytes == min(size for _, size in every)
     else:
-        assert found.time <= min(fitting)
+        assert found.time <= ALIKE * min(fitting)
         assert found.peak_bytes == peak(found.config) <= budget
         half = replace(found.config, micro_batches=max(1, found.config.micro_batches // 2))
         assert half == found.config or peak(half) > budget
@@ -101,7 +101,7 @@ def test_of_a_kind_that_cannot_fit_few_plans_are_predicted() -> None:
     )
     asked = asked[: -len(every)]
     assert found is not None
-    assert found.time <= min(time for time, _, size in every if size <= 165)
+    assert found.time <= ALIKE * min(time for time, _, size in every if size <= 165)
     assert len(asked) < len(every) / 3
 
 
@@ -112,6 +112,17 @@ def test_where_techniques_take_more_than_they_save_all_are_looked_at() -> None:
     found, smallest = choose(PLAIN, 10, tiny, pinned=[], legal=legal, seconds=seconds)
     assert found is None
     assert smallest.peak_bytes == 95
+
+
+@pytest.mark.parametrize("noise", [0.96, 1.0, 1.04])
+def test_of_about_as_fast_plans_the_plainest_is_chosen_whichever_was_measured_faster(noise: float) -> None:
+    def noisy(config: TrainConfig) -> float:
+        return noise if config.precision == "bf16-mixed" else 1.5 if config.micro_batches > 1 else 1.0
+
+    pinned = ["step_in_backward", "grad_clip"]
+    found, _ = choose(PLAIN, 900, peak, pinned=pinned, legal=legal, seconds=noisy)
+    assert found is not None
+    assert found.changes == {"activation_checkpointing": True}
 
 
 def test_what_the_user_set_stays() -> None:
