@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -49,3 +51,25 @@ def by_axis(value: Any, count: int) -> list[int]:
     """A number for each of ``count`` axes, of one for all or a list."""
     values = list(value) if isinstance(value, tuple | list) else [value]
     return values * count if len(values) == 1 else values
+
+
+def adaptive_windows(sizes: Sequence[Any], counts: Sequence[Any]) -> tuple[list[int], list[int]] | None:
+    """Windows and strides of the pool that an adaptive one is; None where its cells differ or a size is open.
+
+    Cell ``i`` of ``k`` is what lies from ``⌊i·n/k⌋`` to before ``⌈(i+1)·n/k⌉`` of ``n``.
+
+    >>> adaptive_windows([13, 8], [6, 2]), adaptive_windows([8], [3])
+    (([3, 4], [2, 4]), None)
+    """
+    windows, strides = [], []
+    for size, count in zip(sizes, counts, strict=True):
+        if not isinstance(size, int) or not isinstance(count, int):
+            return None
+        starts = [index * size // count for index in range(count)]
+        lengths = {-(-(index + 1) * size // count) - start for index, start in enumerate(starts)}
+        apart = {after - before for before, after in itertools.pairwise(starts)} or {size}
+        if len(lengths) > 1 or len(apart) > 1 or 0 in apart:
+            return None
+        windows.append(lengths.pop())
+        strides.append(apart.pop())
+    return windows, strides

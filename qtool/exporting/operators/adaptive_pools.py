@@ -3,8 +3,9 @@
 Cell ``i`` of ``k`` is the mean or the maximum of what lies from ``⌊i·n/k⌋`` to before ``⌈(i+1)·n/k⌉`` of ``n``.
 
 Over sizes that are open, torch writes the window that the example has: another image is pooled to other numbers, or to
-another number of cells. Averages are products with matrices that are made of these sizes. With ``P[i, j]`` one over the
-size of cell ``i`` where ``j`` lies in it, and else 0,
+another number of cells. To cells of several sizes it gathers what is in each, which takes it 10 seconds to write and
+ONNX Runtime up to five times as long to compute. Averages are products with matrices that are made of these sizes. With
+``P[i, j]`` one over the size of cell ``i`` where ``j`` lies in it, and else 0,
 
     y = P x    for each axis that is pooled.
 
@@ -43,7 +44,7 @@ def spell_pools(graph: Graph) -> None:
         if rank is None:
             continue
         if any(size != 1 for size in node.args[1]):
-            if _is_uneven(node, rank) and not _tells_places(node):
+            if _is_uneven(node, rank) and node.target not in _AVERAGES and not _tells_places(node):
                 _replace_values(node, _by_cell(node, rank))
             continue
         over = (node.args[0], [-axis - 1 for axis in range(rank)], True)
@@ -86,12 +87,12 @@ def _tells_places(pool: Node) -> bool:
 
 
 def _is_uneven(pool: Node, rank: int) -> bool:
-    """Whether a pool over known sizes has windows of several sizes, and no form in ONNX by torch."""
+    """Whether a pool over known sizes has cells that do not divide them."""
     source = pool.args[0]
     assert isinstance(source, Node)
     sizes = list(zip(source.meta["val"].shape[-rank:], pool.args[1], strict=True))  # type: ignore[arg-type]
     known = all(isinstance(number, int) for size in sizes for number in size)
-    return known and any(size % count for size, count in sizes) and (_is_maximum(pool) or rank == 3)
+    return known and any(size % count for size, count in sizes)
 
 
 def _is_maximum(pool: Node) -> bool:
@@ -99,21 +100,21 @@ def _is_maximum(pool: Node) -> bool:
 
 
 def translations(graph: Graph) -> dict[Any, Callable[..., Any]]:
-    """The forms in ONNX of a graph's adaptive averages, where sizes are open."""
-    open_ones = {node.target for node in graph.nodes if _is_open_pool(node)}
-    return {target: form for target, form in _AVERAGES.items() if target in open_ones}
+    """The forms in ONNX of a graph's adaptive averages, where sizes are open or cells uneven."""
+    lacking = {node.target for node in graph.nodes if _lacks_form(node)}
+    return {target: form for target, form in _AVERAGES.items() if target in lacking}
 
 
 def require_forms(graph: Graph) -> None:
     """Raises QtoolError for an adaptive pool over open sizes, or to uneven cells, that has no form here."""
-    for node in (node for node in graph.nodes if node.target in _RANKS):
-        name = str(node.target).split(".")[1]
-        if _is_open_pool(node) and node.target not in _AVERAGES and any(size != 1 for size in node.args[1]):
+    for node in (node for node in graph.nodes if node.target in _RANKS and node.target not in _AVERAGES):
+        name, rank = str(node.target).split(".")[1], _RANKS[node.target]
+        if _is_open(node, rank) and any(size != 1 for size in node.args[1]):
             raise QtoolError(
                 f"export, '{node.name}'", "a pooling that has an ONNX form over sizes that are open",
                 name, "average images or sequences, or leave --dynamic-axes out",
             )  # fmt: skip
-        if _is_uneven(node, _RANKS[node.target]):
+        if _is_uneven(node, rank):
             raise QtoolError(
                 f"export, '{node.name}'", "a pooling that has an ONNX form", f"the indices of {name} to uneven cells",
                 "pool to sizes that divide the input's, or use the values alone",
@@ -151,9 +152,9 @@ def _whole(number: int) -> Any:
     return op.Constant(value=ir.tensor(number, dtype=ir.DataType.INT64))
 
 
-def _is_open_pool(node: Node) -> bool:
+def _lacks_form(node: Node) -> bool:
     rank = _RANKS.get(node.target)
-    return rank is not None and _is_open(node, rank)
+    return rank is not None and (_is_open(node, rank) or _is_uneven(node, rank))
 
 
 def _is_open(node: Node, rank: int) -> bool:

@@ -5,8 +5,9 @@ over one axis of them (edge convolutions, spectrograms). A maximum over axes is 
 
     max(x, axes) = max_pool(x, windows of the axes' sizes),
 
-and an adaptive pool to sizes that divide the input's has windows of one size. Left as they are: maxima of open sizes,
-those of which something reads the places, and those of no convolution's result (of scores before a softmax, of logits).
+and an adaptive pool whose cells are all alike, as those that divide the input's size, is a plain one. Left as they are:
+maxima of open sizes, those of which something reads the places, and those of no convolution's result (of scores before
+a softmax, of logits).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from qtool.graphs.edits import call_before, clean
-from qtool.graphs.operators import AVERAGE_POOLS, CONVOLUTIONS, DROPOUTS, MAX_POOLS, aten
+from qtool.graphs.operators import AVERAGE_POOLS, CONVOLUTIONS, DROPOUTS, MAX_POOLS, adaptive_windows, aten
 from qtool.quantization.targets.base import POINTWISE
 
 _ADAPTIVE = (aten.adaptive_max_pool1d.default, aten.adaptive_max_pool2d.default, aten.adaptive_max_pool3d.default)
@@ -49,10 +50,10 @@ def _write(maximum: Node, values: Node) -> bool:
     value = source.meta["val"]
     if not 3 <= value.dim() <= 5 or value.dtype != torch.float32 or not _is_convolved(source):
         return False
-    windows = _cells(maximum) if maximum.target in _ADAPTIVE else _window(maximum)
-    if windows is None:
+    found = _cells(maximum) if maximum.target in _ADAPTIVE else _window(maximum)
+    if found is None:
         return False
-    pool = call_before(maximum, MAX_POOLS[len(windows) - 1], source, windows, windows)
+    pool = call_before(maximum, MAX_POOLS[len(found[0]) - 1], source, *found)
     if pool.meta["val"].dim() > values.meta["val"].dim():
         pool = call_before(maximum, aten.squeeze.dims, pool, _axes(maximum))
     values.replace_all_uses_with(pool)
@@ -67,23 +68,21 @@ def _axes(maximum: Node) -> list[int]:
     return sorted(int(axis) % rank for axis in (given if isinstance(given, list | tuple) else [given]))
 
 
-def _window(maximum: Node) -> list[int] | None:
-    """The one window of a maximum over axes behind the channels'; None where it is over others or of open sizes."""
+def _window(maximum: Node) -> tuple[list[int], list[int]] | None:
+    """The one window of a maximum over axes behind the channels', twice; None where it is over others or open sizes."""
     shape = maximum.args[0].meta["val"].shape  # type: ignore[union-attr]
     axes = _axes(maximum)
     if not axes or axes[0] < 2 or not all(isinstance(size, int) for size in shape[2:]):
         return None
-    return [size if axis in axes else 1 for axis, size in enumerate(shape[2:], 2)]
+    window = [size if axis in axes else 1 for axis, size in enumerate(shape[2:], 2)]
+    return window, window
 
 
-def _cells(pool: Node) -> list[int] | None:
-    """The windows of an adaptive pool; None where they have several sizes or open ones."""
+def _cells(pool: Node) -> tuple[list[int], list[int]] | None:
+    """The windows of an adaptive pool and how far they are apart; None where its cells differ or sizes are open."""
     shape, counts = pool.args[0].meta["val"].shape[2:], pool.args[1]  # type: ignore[union-attr]
-    sizes = list(zip(shape, counts, strict=False))  # type: ignore[arg-type]
-    known = len(shape) == 1 + _ADAPTIVE.index(pool.target) and all(isinstance(n, int) for pair in sizes for n in pair)
-    if not known or any(size % count for size, count in sizes):
-        return None
-    return [size // count for size, count in sizes]
+    known = len(shape) == 1 + _ADAPTIVE.index(pool.target)
+    return adaptive_windows(shape, counts) if known else None  # type: ignore[arg-type]
 
 
 def _is_convolved(value: Node) -> bool:

@@ -50,7 +50,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from qtool.graphs.operators import ADAPTIVE_POOLS, AVERAGE_POOLS, PADS, aten
+from qtool.graphs.operators import ADAPTIVE_POOLS, AVERAGE_POOLS, PADS, adaptive_windows, aten
 from qtool.graphs.shapes import same_sizes
 from qtool.quantization.rewrites.bags import spell_bag
 from qtool.quantization.rewrites.gated import spell_glu
@@ -127,7 +127,8 @@ def spell_random_slope(node: Node) -> None:
 
 
 def _spell_adaptive_pool(node: Node) -> None:
-    """A pool to sizes that divide the input's has windows of one size; to the input's own, it does nothing."""
+    """A pool whose cells are all alike, as those that divide the input's size, is a plain one; to the input's own size
+    it does nothing."""
     source = node.args[0]
     assert isinstance(source, Node)
     before, after = source.meta["val"].shape, node.meta["val"].shape
@@ -138,10 +139,8 @@ def _spell_adaptive_pool(node: Node) -> None:
             node.target, node.args = aten.mean.dim, (source, list(range(len(before) - rank, len(before))), True)
     elif same_sizes(before[-rank:], after[-rank:]):
         _drop(node)
-    elif all(isinstance(size, int) and size % cells == 0 for size, cells in sizes):
-        windows = [size // cells for size, cells in sizes]
-        node.target = AVERAGE_POOLS[rank - 1]
-        node.args = (source, windows, windows)
+    elif pool := adaptive_windows(before[-rank:], after[-rank:]):
+        node.target, node.args = AVERAGE_POOLS[rank - 1], (source, *pool)
 
 
 def _spell_mean(node: Node) -> None:

@@ -79,6 +79,10 @@ def test_what_torch_would_write_for_the_examples_size_alone_is_refused(pool, sha
         (nn.AdaptiveMaxPool2d((None, 3)), (4, 8)),
         (nn.AdaptiveMaxPool2d(7), (3, 5)),
         (nn.AdaptiveMaxPool3d((2, 3, 1)), (4, 5, 6)),
+        (nn.AdaptiveAvgPool1d(3), (8,)),
+        (nn.AdaptiveAvgPool2d((3, 5)), (8, 7)),
+        (nn.AdaptiveAvgPool2d((6, 1)), (32, 3)),
+        (nn.Sequential(nn.AdaptiveAvgPool2d((5, None)), nn.AdaptiveAvgPool2d(4), nn.AdaptiveAvgPool2d(2)), (7, 6)),
         (nn.AdaptiveAvgPool3d((3, 5, 2)), (4, 5, 6)),
     ],
 )

@@ -43,6 +43,7 @@ READS = [
     (2, lambda x: (x * torch.sigmoid(x)).amax((-1, -2), keepdim=True)),
     (2, lambda x: F.adaptive_max_pool2d(x, 1)),
     (2, lambda x: F.adaptive_max_pool2d(x, (2, 3))),
+    (2, lambda x: F.adaptive_max_pool2d(x, (3, 5))),  # of windows that overlap
     (3, lambda x: F.adaptive_max_pool3d(x, 1)),
 ]
 
@@ -66,7 +67,7 @@ def test_a_maximum_over_places_is_an_integer_pooling(axes, read) -> None:
         (2, lambda x: x.amax((1, 2, 3)), ()),
         (1, lambda x: x.amax(2), (2,)),  # of an open size
         (1, with_places, ()),  # its places are read too
-        (2, lambda x: F.adaptive_max_pool2d(x, (3, 4)), ()),  # 4 rows in 3 cells
+        (2, lambda x: F.adaptive_max_pool2d(x, (3, 4)), ()),  # 6 columns in 4 cells
         (1, lambda x: torch.softmax(x, 2).amax(2), ()),  # of no convolution's result
     ],
 )
