@@ -152,7 +152,8 @@ def parse_shape(name: str, text: str) -> tuple[int, ...]:
     (1, 3, 32)
     """
     if not re.fullmatch(r"[0-9]+(x[0-9]+)*", text.strip()):
-        raise UsageError(f"shape of input '{name}'", "sizes such as 1x3x224x224", repr(text), "correct the shape")
+        do = "give each input a --shapes of its own" if "=" in text else "correct the shape"
+        raise UsageError(f"shape of input '{name}'", "sizes such as 1x3x224x224", repr(text), do)
     return tuple(int(part) for part in text.strip().split("x"))
 
 

@@ -77,8 +77,13 @@ def test_a_shape_for_an_input_that_is_not_there_is_refused():
 
 @pytest.mark.parametrize("text", ["", "axb", "1x-3", "1,3", "1x3x", "1.5"])
 def test_shapes_are_sizes_and_x(text):
-    with pytest.raises(UsageError, match="sizes such as"):
+    with pytest.raises(UsageError, match=r"sizes such as .*; correct the shape"):
         parse_shape("x", text)
+
+
+def test_shapes_of_several_inputs_in_one_option_are_told_apart():
+    with pytest.raises(UsageError, match=r"'1x8,m=1x8x1'; give each input a --shapes of its own"):
+        parse_shape("ids", "1x8,m=1x8x1")
 
 
 def test_a_size_of_nothing_is_one_as_an_empty_cache_has():

@@ -134,11 +134,12 @@ def require_agreeable(config: QuantizeConfig, count: int) -> None:
 def _require_samples(count: int, needed: float, flag: str, ignored: int = 0) -> None:
     """Raises UsageError where fewer than ``needed`` of ``count`` samples are left without those that are ignored."""
     if needed > count - ignored:
-        least = f"at least {needed:,.0f}" if math.isfinite(needed) else "more than any number of"
+        finite = math.isfinite(needed)
+        least = f"at least {needed:,.0f}" if finite else "more than any number of"
         raise UsageError(
             f"contract {flag}", f"{least} validation samples to tell it from noise, even where none differs",
             f"{count - ignored:,}{f' that count among {count:,}' if ignored else ''}",
-            "give more validation data, or promise less",
+            "give more validation data, or promise less" if finite else "promise less: no validation data proves it",
         )  # fmt: skip
 
 

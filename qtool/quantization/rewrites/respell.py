@@ -59,6 +59,7 @@ from qtool.quantization.rewrites.scatters import SCATTERS, spell_copy, spell_sca
 from qtool.quantization.rewrites.sizes import DIVISIONS, spell_size
 from qtool.quantization.rewrites.splits import spell_part
 from qtool.quantization.rewrites.windows import PADDED, spell_average, spell_padding
+from qtool.quantization.rewrites.zero_parts import spell_zero_parts
 
 GATES: dict[Any, Any] = {aten.silu.default: aten.sigmoid.default, aten.hardswish.default: aten.hardsigmoid.default}
 """Activations that are their input times a gate, and the gate: silu(x) = x · sigmoid(x)."""
@@ -268,8 +269,10 @@ def _spell_cat(node: Node) -> None:
     filled = [part for part in parts if not _is_empty(part, node)] or list(parts[:1])
     if len(filled) == 1 and isinstance(filled[0], Node):
         _replace(node, filled[0])
-    elif len(filled) < len(parts):
+        return
+    if len(filled) < len(parts):
         node.args = (filled, *node.args[1:])
+    spell_zero_parts(node)
 
 
 def _is_empty(part: Any, whole: Node) -> bool:

@@ -18,6 +18,7 @@ import torch
 from torch.fx import Node
 
 from qtool.graphs.shapes import same_sizes
+from qtool.quantization.rewrites.zero_parts import spell_zero_parts
 
 aten = torch.ops.aten
 SCATTERS = (aten.slice_scatter.default, aten.select_scatter.default)
@@ -55,6 +56,7 @@ def spell_scatter(node: Node) -> None:
     before = [_add(node, aten.slice.Tensor, whole, axis, 0, start)] if start > 0 else []
     behind = [_add(node, aten.slice.Tensor, whole, axis, stop, size)] if stop < size else []
     node.target, node.args, node.kwargs = aten.cat.default, ([*before, part, *behind], axis), {}
+    spell_zero_parts(node)
 
 
 def _arguments(node: Node) -> tuple[Any, ...]:

@@ -335,3 +335,22 @@ def test_answers_that_are_not_numbers_fail() -> None:
     output.add(wanted, wanted + 0.01, wanted * torch.nan)
     assert output.loss_db == float("inf")
     assert not output.clear
+
+
+class Dividing(nn.Module):
+    """A model that has no answer to some samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        return torch.where(x[:, :1] > 0, y, y * float("nan"))
+
+
+def test_a_float_model_without_answers_is_told_as_such(tmp_path: Path) -> None:
+    x = torch.randn(32, 6, generator=torch.Generator().manual_seed(0))
+    form = quantize(Dividing().eval(), QuantizeConfig(), example=x[:2], calibration=[x])
+    with pytest.raises(ContractError, match=r"numbers of the float model .*; got NaN among them; give samples"):
+        export(form, tmp_path, ExportConfig(), samples=[x])

@@ -88,6 +88,23 @@ def test_openvino_convolves_integers_of_joined_channels_that_are_cut_again(
     assert [kernel.dtype for kernel in session.kernels({"x": x}) if kernel.op == "Convolution"] == ["int8"]
 
 
+@needs_openvino
+def test_openvino_subtracts_the_zero_point_of_each_part_where_all_have_one_scale(tmp_path: Path) -> None:
+    b = Builder()
+    x = b.input("x", ["n", 3, 4, 5])
+    parts = [b.pair(b.op(name, b.pair(x, 0.0317, 120)), 0.0419, zero) for name, zero in (("Tanh", 139), ("Neg", 88))]
+    whole = b.pair(b.op("Concat", *parts, axis=1), 0.0419, 120)
+    cut = b.op("Slice", whole, *(b.constant([number], np.int64) for number in (1, 5, 1)))
+    model = b.model(b.op("Conv", cut, b.weight(5, 4, 1, 1)))
+    changed, rewritten = rewritten_by(joins.apply, model)
+    assert changed == 1
+    x = np.random.default_rng(0).normal(size=(2, 3, 4, 5)).astype(np.float32)
+    (expected,), _ = run(model, {"x": x}, tmp_path)
+    onnx.save(rewritten, tmp_path / "rewritten.onnx")
+    session = open_session(tmp_path / "rewritten.onnx", provider="openvino")
+    np.testing.assert_allclose(session.run({"x": x})[0], expected, atol=1e-4)
+
+
 class Tokens(nn.Module):
     """Tokens of two layers, one behind the other, and a layer that reads them."""
 
