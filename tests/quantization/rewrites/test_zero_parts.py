@@ -1,3 +1,5 @@
+"""Zeros at an end of what is joined or written into are a padding: the same values, integers between integers."""
+
 from __future__ import annotations
 
 from pathlib import Path
