@@ -133,7 +133,10 @@ def require_no_regression(result: Mapping[str, Any]) -> None:
 
 
 def read_benchmark(path: Path) -> dict[str, Any]:
-    """The figures of a ``benchmark.json``. Raises UsageError where there is no file, QtoolError for anything else."""
+    """The figures of a ``benchmark.json``, or of what ``--json`` printed, be it of an INT8 file that is slower.
+
+    Raises UsageError where there is no file, QtoolError for anything else.
+    """
     require_file(path, "a benchmark.json", "give one that qtool benchmark wrote")
     try:
         value = from_json(path.read_text(encoding="utf-8"))
@@ -141,6 +144,8 @@ def read_benchmark(path: Path) -> dict[str, Any]:
         got = getattr(error, "strerror", None) or str(error)
         raise QtoolError(f"'{path}'", "a benchmark.json", got, "give one that qtool benchmark wrote") from error
     figures = value.get("metrics", value) if isinstance(value, dict) else {}
+    if isinstance(error := figures.get("error") if isinstance(figures, dict) else None, dict):
+        figures = error.get("details")
     fault = fault_of(figures, READ) if isinstance(figures, dict) else "without its figures"
     if fault:
         raise QtoolError(f"'{path}'", "a benchmark.json", f"JSON {fault}", "give one that qtool benchmark wrote")

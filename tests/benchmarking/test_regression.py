@@ -180,7 +180,15 @@ def test_no_regression_passes_and_keeps_the_notes(old_file):
     assert compared(old_file, result())["comparison"]["notes"] == ["fp32 was measured then and not now"]
 
 
-@pytest.mark.parametrize("text", ["", "[1]", "{}", '{"variants": 3}', '{"metrics": 3}'])
+def test_what_was_printed_of_a_slower_file_is_compared_with(tmp_path):
+    path = tmp_path / "printed.json"
+    path.write_text(json.dumps({"error": {"where": "int8", "exit_code": 3, "details": result()}}))
+    assert read_benchmark(path) == result()
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[1]", "{}", '{"variants": 3}', '{"metrics": 3}', '{"error": {"where": "x"}}', '{"error": "x"}']
+)
 def test_another_file_is_refused(tmp_path, text):
     path = tmp_path / "x.json"
     path.write_text(text)
