@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 import click
 from click.core import ParameterSource
-from click.shell_completion import get_completion_class
+from click.shell_completion import CompletionItem, get_completion_class
 
 from qtool.artifacts import finite, read_result
 from qtool.errors import ContractError, QtoolError, QtoolWarning, one_line, warning_line
@@ -189,9 +189,10 @@ def benchmark(
     deliver(ctx, found, "benchmark") if found else show(ctx, out or what[0], "benchmark")
 
 
-def complete_recipe(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
-    """Names of recipes in the package, then TOML files."""
-    return [n for n in [*recipe_names(), *map(str, Path().glob("*.toml"))] if n.startswith(incomplete)]
+def complete_recipe(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Names of recipes in the package and TOML files; where none begins so, files, since one may be in a folder."""
+    names = [n for n in [*recipe_names(), *map(str, Path().glob("*.toml"))] if n.startswith(incomplete)]
+    return [*map(CompletionItem, names)] or [CompletionItem(incomplete, type="file")]
 
 
 @command(
