@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 import click
 from click.core import ParameterSource
-from click.shell_completion import get_completion_class
+from click.shell_completion import CompletionItem, get_completion_class
 
 from qtool.artifacts import finite, read_result
 from qtool.errors import ContractError, QtoolError, QtoolWarning, one_line, warning_line
@@ -46,8 +46,10 @@ SHELLS = ("bash", "zsh", "fish")
 RUN_DIR = click.Path(path_type=Path)
 NO_REPORTS = "ORT_DISABLE_TELEMETRY"
 """Keeps ONNX Runtime from sending reports, for which it writes into the home folder, and complains where it cannot."""
-BARS = ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS")
-"""What Hugging Face's libraries read, when they are imported, to draw no progress bars."""
+HUSH = (
+    "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS", "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT",
+)  # fmt: skip
+"""What Hugging Face's libraries read, when they are imported, to draw no progress bars, and MLflow to name no links."""
 
 
 @click.group("qtool", cls=Program, no_args_is_help=True, context_settings={"help_option_names": ["-h", "--help"]})
@@ -187,9 +189,10 @@ def benchmark(
     deliver(ctx, found, "benchmark") if found else show(ctx, out or what[0], "benchmark")
 
 
-def complete_recipe(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
-    """Names of recipes in the package, then TOML files."""
-    return [n for n in [*recipe_names(), *map(str, Path().glob("*.toml"))] if n.startswith(incomplete)]
+def complete_recipe(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Names of recipes in the package and TOML files; where none begins so, files, since one may be in a folder."""
+    names = [n for n in [*recipe_names(), *map(str, Path().glob("*.toml"))] if n.startswith(incomplete)]
+    return [*map(CompletionItem, names)] or [CompletionItem(incomplete, type="file")]
 
 
 @command(
@@ -341,7 +344,7 @@ def work(ctx: click.Context) -> Iterator[ModuleType]:
             warnings.simplefilter("once", QtoolWarning)
         logging.disable(logging.WARNING)
     if not loud(ctx):
-        os.environ.update(dict.fromkeys(BARS, "1"))
+        os.environ.update(dict.fromkeys(HUSH, "1"))
     from qtool import pipeline
 
     plain, warnings.formatwarning = warnings.formatwarning, warning_line
@@ -391,13 +394,13 @@ def done_so_far(ctx: click.Context, run_dir: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def tracked(run_dir: Path, uri: str | None) -> Iterator[None]:
-    """Logs what is in ``run_dir`` to MLflow at the end, a failed gate's figures too; tells at once if it is missing."""
-    if not uri:
+    """Logs what is in ``run_dir`` to MLflow at the end, a failed gate's figures too; tells at once if none answers."""
+    if uri is None:
         yield
         return
-    from qtool.reporting.tracking import log_run, require_mlflow
+    from qtool.reporting.tracking import log_run, require_answer
 
-    require_mlflow()
+    require_answer(uri)
     try:
         yield
     except ContractError:

@@ -151,7 +151,8 @@ def test_completion_prints_a_script_that_names_the_program(shell: str) -> None:
 @pytest.mark.parametrize(
     ("words", "found"),
     [("qtool tra", "plain,train"), ("qtool train --prec", "plain,--precision"),
-     ("qtool run fash", "plain,fashion-mnist"), ("qtool quantize --ranges en", "plain,entropy"),
+     ("qtool run fash", "plain,fashion-mnist"), ("qtool run in/a", "file,in/a"),
+     ("qtool quantize --ranges en", "plain,entropy"),
      ("qtool train --model mo", "plain,mobilenet"), ("qtool train --weights w", "file,w")],
 )  # fmt: skip
 def test_completion_completes_commands_options_choices_recipes_names_and_files(words: str, found: str) -> None:

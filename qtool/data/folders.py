@@ -108,10 +108,14 @@ def _size(file: Path) -> int:
 
 
 def decoded(
-    open_image: Open, where: Callable[[int], str], labels: Labels, side: int | None, like: list[Any], sha256: str
-) -> Images:
-    """Images that are decoded as they are read. ``like``, empty at first, gets the set's mode and size."""
-    read = _Decoder(open_image, where, side, like)
+    open_image: Open, where: Callable[[int], str], labels: Labels, side: int | None, like: list[Any], sha256: str,
+    resized: str = "append :SIZE to the spec",
+) -> Images:  # fmt: skip
+    """Images that are decoded as they are read. ``like``, empty at first, gets the set's mode and size.
+
+    ``resized`` is what a user is to do where sizes differ.
+    """
+    read = _Decoder(open_image, where, side, like, resized)
     channels, height, width = read(torch.tensor([0]))[0].shape
     resize = "exact" if side is None else "shorter-side"
     return Images(read, labels, (channels, height, width), sha256, resize, decoded=True)
@@ -125,6 +129,7 @@ class _Decoder:
     where: Callable[[int], str]
     side: int | None
     like: list[Any]
+    resized: str
 
     def __call__(self, rows: Tensor) -> Tensor:
         return torch.from_numpy(np.stack([self._pixels(i) for i in rows.tolist()]))
@@ -143,9 +148,7 @@ class _Decoder:
         like.extend(found[len(like) :])
         if found != like:
             got = "{}×{} pixels".format(*picture.size)
-            raise QtoolError(
-                where(index), "{}×{} pixels, as the first".format(*like[1]), got, "append :SIZE to the spec"
-            )
+            raise QtoolError(where(index), "{}×{} pixels, as the first".format(*like[1]), got, self.resized)
         array = np.array(picture)
         return array[None] if array.ndim == 2 else array.transpose(2, 0, 1)
 
@@ -165,7 +168,8 @@ class _Decoder:
 
 
 def read_hub(text: str) -> tuple[dict[str, Images], tuple[str, ...] | None]:
-    """The parts of ``NAME[:SPLIT]`` of the ``datasets`` library; SPLIT (``train[:2000]``, say) is what is trained on.
+    """The parts of ``NAME[:SPLIT]`` of the ``datasets`` library; SPLIT (``train[:2000]``, say) is what is trained on,
+    and ``train+validation`` has what is validated on held out of both.
 
     The set needs one image column and one of class labels.
     """
@@ -179,6 +183,13 @@ def read_hub(text: str) -> tuple[dict[str, Images], tuple[str, ...] | None]:
             f"data 'hf:{text}'", "a set that opens", f"{type(error).__name__}: {error}", "check it"
         ) from error
     splits = {"train": train} | {part: whole[part] for part in ("test", "validation") if part in whole}
+    named = {part.partition("[")[0] for part in split.split("+")}
+    judged = "test" if "test" in splits else "validation"
+    if judged in named & set(splits):
+        expected, do = f"other samples to train on than of '{judged}', which is judged", "name others, or use a factory"
+        raise QtoolError(f"data 'hf:{text}'", expected, f"'{split}'", do)
+    if "validation" in named:  # it is trained on: what is validated on is held out, as where there is none
+        splits.pop("validation", None)
     if train is None or len(splits) == 1:
         got = ", ".join(whole) or "none"
         raise QtoolError(f"data 'hf:{text}'", "a train and a test split", got, "use a factory to split it")
@@ -198,9 +209,14 @@ def _columns(text: str, rows: Any) -> tuple[str, str, tuple[str, ...] | None]:
 
 
 def _split(where: str, rows: Any, image: str, label: str, like: list[Any]) -> Images:
-    labels = np.array(rows[label], dtype=np.int64)
+    given = list(rows[label])
+    if None in given:
+        got = f"None, one of {given.count(None)} such"
+        raise QtoolError(f"{where}[{given.index(None)}]", "a label", got, "leave such samples out with a factory")
+    labels = np.array(given, dtype=np.int64)
     digest = hashlib.sha256(f"{where} {getattr(rows, '_fingerprint', '')} {len(labels)}".encode() + labels.tobytes())
-    return decoded(partial(_cell, rows, image), partial(_row, where), labels, None, like, digest.hexdigest())
+    cell, row = partial(_cell, rows, image), partial(_row, where)
+    return decoded(cell, row, labels, None, like, digest.hexdigest(), "use a factory that resizes them")
 
 
 def _cell(rows: Any, column: str, index: int) -> Any:

@@ -63,6 +63,10 @@ Prepare = Callable[[nn.Module, TrainConfig, Any], Setup]
 STEPS = 2
 
 
+class NotPredicted(QtoolError):
+    """The step may well run, and its memory cannot be told beforehand."""
+
+
 @taking_turns
 def predict(
     build: Callable[[], nn.Module],
@@ -78,7 +82,7 @@ def predict(
     ``build`` makes the model, or gives one that exists, which is left alone. The step's own errors are raised as they
     are: what cannot run for real cannot be predicted. ``scratch`` remembers operators from one prediction to the next.
 
-    Raises QtoolError too where a tensor's size depends on values in a way that ``qtool.memory.fakes`` does not know,
+    Raises NotPredicted where a tensor's size depends on values in a way that ``qtool.memory.fakes`` does not know,
     and where code takes real tensors alone, such as operators of its own without a fake implementation.
     """
     scratch = scratch or Scratch()
@@ -106,9 +110,9 @@ def predict(
     raise found
 
 
-def _not_predicted(expected: str, got: str) -> QtoolError:
+def _not_predicted(expected: str, got: str) -> NotPredicted:
     do = "train without --memory-budget and --batch-size auto: this is not predicted"
-    return QtoolError("prediction", expected, got, do)
+    return NotPredicted("prediction", expected, got, do)
 
 
 def _prediction(

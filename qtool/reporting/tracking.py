@@ -13,7 +13,9 @@ purpose: the model registry, and logging step by step while a stage runs.
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -23,6 +25,7 @@ from qtool.errors import QtoolError, UsageError, one_line
 from qtool.reporting.gather import Run, gather
 from qtool.system.imports import imported
 
+RETRIES = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
 MAX_PARAM = 500
 BATCH = 100
 ARTIFACTS = ("*.json", "recipe.toml", "model.int8.onnx", "report.html", "report.md")
@@ -33,15 +36,40 @@ def require_mlflow() -> Any:
     return imported("mlflow", "--mlflow", "qtool[mlflow]", UsageError)
 
 
+def require_answer(uri: str) -> None:
+    """Asks the server or database at ``uri`` for its experiments, before there is anything to log.
+
+    Raises UsageError where there is no URI or mlflow is not installed, QtoolError where no answer comes.
+    """
+    if not uri.strip():
+        raise UsageError("--mlflow", "the URI of a tracking server or database", "nothing", "give one, or leave it out")
+    mlflow = require_mlflow()
+    given = os.environ.get(RETRIES)
+    os.environ[RETRIES] = given or "1"  # MLflow's own seven take four minutes where nothing listens
+    try:
+        with _told(uri):
+            mlflow.MlflowClient(tracking_uri=uri).search_experiments(max_results=1)
+    finally:
+        if given is None:
+            del os.environ[RETRIES]
+
+
 def log_run(path: Path, uri: str) -> str:
     """Logs the run directory at ``path`` to the tracking server or database at ``uri``; returns MLflow's run id.
 
     Raises UsageError where mlflow is not installed, QtoolError where there is no result or MLflow refuses.
     """
     mlflow, run = require_mlflow(), gather(path)
-    try:
+    with _told(uri):
         mlflow.set_tracking_uri(uri)
         return _log(mlflow, run, nested=False)
+
+
+@contextlib.contextmanager
+def _told(uri: str) -> Iterator[None]:
+    """What MLflow raises, in a line of qtool's."""
+    try:
+        yield
     except Exception as error:
         raise QtoolError(
             f"--mlflow '{uri}'", "a tracking server or database that takes the run",

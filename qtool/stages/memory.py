@@ -114,12 +114,17 @@ def _parts(spec: Spec, config: TrainConfig) -> dict[str, Any]:
 
 
 def _predicted(spec: Spec, config: TrainConfig) -> dict[str, Any]:
-    from qtool.memory.predict import predict
+    from qtool.memory.predict import NotPredicted, predict
     from qtool.nested import tensors
 
     arguments, seen = _arguments(spec, config)
     inputs = [list(tensor.shape) for tensor in tensors(arguments[1][0])]
-    return asdict(predict(*arguments, **_parts(spec, config))) | {"inputs": inputs, "largest_of": seen}
+    try:
+        found = predict(*arguments, **_parts(spec, config))
+    except NotPredicted as error:  # its advice is for who trains
+        do = "have it estimated from the number of parameters alone: qtool memory --params N"
+        raise QtoolError(error.where, error.expected, error.got, do) from error
+    return asdict(found) | {"inputs": inputs, "largest_of": seen}
 
 
 def trained(spec: Spec, config: TrainConfig) -> dict[str, Any]:

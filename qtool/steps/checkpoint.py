@@ -182,7 +182,7 @@ class Files:
 
     def restore(self, tree: Mapping[str, Any], model: nn.Module, optimizer: Any) -> None:
         """Puts what :meth:`read` gave into a model and its optimizer."""
-        model.load_state_dict(tree["model"], strict=False)  # frozen parameters are not stored
+        _take(model, tree["model"])
         optimizer.load_state_dict(tree["optimizer"])
 
     def keep_best(self, folder: Path, model: nn.Module) -> None:
@@ -193,7 +193,22 @@ class Files:
     def take_best(self, folder: Path, model: nn.Module) -> None:
         """Puts the best weights so far into a model."""
         processes.wait()
-        model.load_state_dict(load_tree(folder / f"{BEST}.safetensors", folder), strict=False)
+        _take(model, load_tree(folder / f"{BEST}.safetensors", folder))
+
+
+def _take(model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Loads what :func:`learned` gave; frozen parameters are not in it. A buffer may have grown, or come into being."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for name, value in state.items():
+        place, _, last = name.rpartition(".")
+        buffers = modules[place]._buffers if place in modules else {}
+        if last in buffers:
+            own = buffers[last]
+            if own is None:
+                buffers[last] = value.to(next((p.device for p in model.parameters()), value.device), copy=True)
+            elif own.shape != value.shape:
+                buffers[last] = own.new_empty(value.shape)
+    model.load_state_dict(state, strict=False)
 
 
 def _encode(value: Any, name: str, tensors: dict[str, Tensor], seen: dict[Any, str]) -> Any:

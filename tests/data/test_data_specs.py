@@ -772,6 +772,9 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     kinds = {kind: type(kind, (), {"names": ["no", "yes"]}) for kind in ("Image", "ClassLabel", "Value")}
 
     class Rows:
+        more: tuple[None, ...] = ()  # labels beyond those that alternate
+        varied = False
+
         def __init__(self, count: int, **columns: str) -> None:
             self.features = {name: kinds[kind]() for name, kind in columns.items()}
             self.count = count
@@ -781,8 +784,9 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
         def __getitem__(self, key: Any) -> Any:
             if key == "label":
-                return [i % 2 for i in range(self.count)]
-            return {"image": image.fromarray(np.full((4, 4), key, np.uint8)), "label": key % 2}
+                return [i % 2 for i in range(self.count)] + [*self.more]
+            side = 4 if not self.varied else 4 + key % 2
+            return {"image": image.fromarray(np.full((side, side), key, np.uint8)), "label": key % 2}
 
     sets: dict[str, Any] = {"Rows": Rows}
 
@@ -813,6 +817,32 @@ def test_hub_sets(hub: dict[str, Any]) -> None:
         load_data("hf:a/b")
     with pytest.raises(QtoolError, match="a set that opens; got KeyError"):
         load_data("hf:no/such")
+
+
+def test_a_hub_set_is_not_trained_on_what_judges_it(hub: dict[str, Any]) -> None:
+    rows = lambda count: hub["Rows"](count, image="Image", label="ClassLabel")  # noqa: E731
+    splits = {"train": rows(20), "validation": rows(10)}
+    both = {"train+validation": rows(30), "train[:9]+test": rows(15), "validation[:5]": rows(5)}
+    hub["a/b"] = splits | both | {"test": rows(6)}
+    data = load_data("hf:a/b:train+validation")
+    assert (len(data.train), len(data.validation), len(data.test)) == (27, 3, 6)
+    with pytest.raises(QtoolError, match=r"than of 'test', which is judged; got 'train\[:9\]\+test'; name others"):
+        load_data("hf:a/b:train[:9]+test")
+    hub["a/b"] = splits | both
+    with pytest.raises(QtoolError, match=r"than of 'validation', which is judged; got 'validation\[:5\]'"):
+        load_data("hf:a/b:validation[:5]")
+
+
+def test_errors_in_a_hub_set_name_the_sample_and_what_helps(hub: dict[str, Any]) -> None:
+    rows = lambda count: hub["Rows"](count, image="Image", label="ClassLabel")  # noqa: E731
+    hub["a/b"] = {"train": rows(20), "test": rows(6)}
+    hub["a/b"]["train"].more = (None, None)
+    with pytest.raises(QtoolError, match=r"hf:a/b, train\[20\]: expected a label; got None, one of 2 such; leave"):
+        load_data("hf:a/b")
+    hub["a/b"] = {"train": rows(20), "test": rows(6)}
+    hub["a/b"]["train"].varied = True
+    with pytest.raises(QtoolError, match=r"train\[1\].* 4×4 pixels, as the first; got 5×5 pixels; use a factory"):
+        load_data("hf:a/b")
 
 
 def test_without_the_datasets_library(monkeypatch: pytest.MonkeyPatch) -> None:

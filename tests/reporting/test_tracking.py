@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +26,13 @@ class FakeMlflow:
         self.runs: list[dict[str, Any]] = []
         self.open: list[dict[str, Any]] = []
         self.uri = ""
+        self.retries: list[str | None] = []
+
+    def MlflowClient(self, tracking_uri: str) -> Any:
+        self.retries.append(os.environ.get("MLFLOW_HTTP_REQUEST_MAX_RETRIES"))
+        if tracking_uri == "http://nowhere":
+            raise ConnectionError("no route\nto host")
+        return SimpleNamespace(search_experiments=lambda max_results: [])
 
     def set_tracking_uri(self, uri: str) -> None:
         if uri == "http://nowhere":
@@ -109,6 +117,35 @@ def test_a_missing_package_is_told_before_any_work(run: Path, monkeypatch: pytes
 def test_a_server_that_refuses_is_one_line(mlflow: FakeMlflow, run: Path) -> None:
     with pytest.raises(QtoolError, match=r"--mlflow 'http://nowhere'.*ConnectionError: no route to host"):
         log_run(run, "http://nowhere")
+
+
+def test_a_server_that_is_down_is_told_soon_and_before_any_work(
+    mlflow: FakeMlflow, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", raising=False)
+    said = CliRunner().invoke(main, ["report", str(run), "--mlflow", "http://nowhere"])
+    assert said.exit_code == 1
+    assert "--mlflow 'http://nowhere'" in said.output
+    assert (mlflow.retries, mlflow.runs) == (["1"], [])
+    assert not (run / "report.html").exists()
+    assert "MLFLOW_HTTP_REQUEST_MAX_RETRIES" not in os.environ
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
+    CliRunner().invoke(main, ["report", str(run), "--mlflow", "http://nowhere"])
+    assert (mlflow.retries[1], os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"]) == ("3", "3")
+
+
+def test_an_empty_uri_is_no_wish_to_log_nothing(run: Path) -> None:
+    said = CliRunner().invoke(main, ["report", str(run), "--mlflow", ""])
+    assert said.exit_code == 2
+    assert "--mlflow: expected the URI" in said.output
+
+
+def test_quiet_has_mlflow_name_no_links(mlflow: FakeMlflow, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"
+    monkeypatch.setenv(name, "false")
+    (run / "ptq" / "benchmark.json").unlink()
+    CliRunner().invoke(main, ["report", str(run), "--mlflow", "file:store", "--quiet"])
+    assert os.environ[name] == "1"
 
 
 def test_the_report_command_logs_what_it_wrote(mlflow: FakeMlflow, run: Path) -> None:

@@ -111,6 +111,17 @@ def test_what_is_not_predicted_is_refused(specs: dict[str, str]) -> None:
     assert "--memory-budget" not in invoke("memory", "--help").stdout
 
 
+class ThroughNumpy(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        return y * float(y.detach().numpy().max())
+
+
+def test_a_step_that_cannot_be_predicted_is_told_with_what_the_command_has(specs: dict[str, str]) -> None:
+    with pytest.raises(QtoolError, match=r"^prediction: .*\.numpy\(\).*; have it estimated .* memory --params N$"):
+        stage.predict_memory(ThroughNumpy(8, 3), specs["data"])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"step_in_backward": True, "grad_clip": None}], ids=["whole", "blocks"])
 def test_a_compiled_step_is_predicted_and_measured(

@@ -166,6 +166,33 @@ def draw():
     return random.random(), np.random.rand(), torch.rand(1).item()
 
 
+class Collecting(nn.Linear):
+    """Keeps what it has seen: one buffer grows, one comes into being."""
+
+    def __init__(self):
+        super().__init__(4, 2)
+        self.register_buffer("seen", torch.zeros(0, 4))
+        self.register_buffer("last", None)
+
+    def forward(self, x):
+        self.seen, self.last = torch.cat([self.seen, x]), x.clone()
+        return super().forward(x)
+
+
+def test_buffers_that_have_grown_come_back(tmp_path):
+    model, again, files = Collecting(), Collecting(), checkpoint.Files()
+    optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (model, again)]
+    model(torch.randn(3, 4))
+    path = files.commit(tmp_path, 1, {}, model, optimizers[0])
+    files.restore(files.read(path), again, optimizers[1])
+    assert again.seen.equal(model.seen)
+    assert again.last.equal(model.last)
+    files.keep_best(tmp_path, model)
+    model(torch.randn(3, 4))
+    files.take_best(tmp_path, model)
+    assert model.seen.equal(again.seen)
+
+
 def test_generators_resume_from_a_stored_state(tmp_path):
     with checkpoint.seeded(1):
         draw()
