@@ -144,8 +144,8 @@ def read_benchmark(path: Path) -> dict[str, Any]:
         got = getattr(error, "strerror", None) or str(error)
         raise QtoolError(f"'{path}'", "a benchmark.json", got, "give one that qtool benchmark wrote") from error
     figures = value.get("metrics", value) if isinstance(value, dict) else {}
-    if isinstance(error := figures.get("error") if isinstance(figures, dict) else None, dict):
-        figures = error.get("details")
+    if isinstance(failure := figures.get("error") if isinstance(figures, dict) else None, dict):
+        figures = failure.get("details")
     fault = fault_of(figures, READ) if isinstance(figures, dict) else "without its figures"
     if fault:
         raise QtoolError(f"'{path}'", "a benchmark.json", f"JSON {fault}", "give one that qtool benchmark wrote")

@@ -182,7 +182,7 @@ class Files:
 
     def restore(self, tree: Mapping[str, Any], model: nn.Module, optimizer: Any) -> None:
         """Puts what :meth:`read` gave into a model and its optimizer."""
-        _take(model, tree["model"])
+        take(model, tree["model"])
         optimizer.load_state_dict(tree["optimizer"])
 
     def keep_best(self, folder: Path, model: nn.Module) -> None:
@@ -193,11 +193,17 @@ class Files:
     def take_best(self, folder: Path, model: nn.Module) -> None:
         """Puts the best weights so far into a model."""
         processes.wait()
-        _take(model, load_tree(folder / f"{BEST}.safetensors", folder))
+        take(model, load_tree(folder / f"{BEST}.safetensors", folder))
 
 
-def _take(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Loads what :func:`learned` gave; frozen parameters are not in it. A buffer may have grown, or come into being."""
+def take(model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Loads what :func:`learned` gave; frozen parameters are not in it."""
+    _reshape(model, state)
+    model.load_state_dict(state, strict=False)
+
+
+def _reshape(model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Gives buffers the shapes that they have in a state: some grow, or come into being, while a model trains."""
     modules = dict(model.named_modules(remove_duplicate=False))
     for name, value in state.items():
         place, _, last = name.rpartition(".")
@@ -208,7 +214,6 @@ def _take(model: nn.Module, state: Mapping[str, Any]) -> None:
                 buffers[last] = value.to(next((p.device for p in model.parameters()), value.device), copy=True)
             elif own.shape != value.shape:
                 buffers[last] = own.new_empty(value.shape)
-    model.load_state_dict(state, strict=False)
 
 
 def _encode(value: Any, name: str, tensors: dict[str, Tensor], seen: dict[Any, str]) -> Any:
@@ -324,6 +329,7 @@ def copied(model: nn.Module) -> dict[str, Any]:
 @torch.no_grad()
 def put_back(model: nn.Module, state: Mapping[str, Any]) -> None:
     """Has a model as :func:`copied` found it."""
+    _reshape(model, state)
     for name, own in learned(model).items():
         if isinstance(own, Tensor):
             _write(processes.local(own), state[name])

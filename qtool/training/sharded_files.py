@@ -37,7 +37,7 @@ from torch.distributed.tensor import DTensor
 
 from qtool.artifacts import sha256_of
 from qtool.errors import QtoolError, QtoolWarning
-from qtool.steps.checkpoint import BEST, Files, clear, learned, load_tree, not_whole, save_tree
+from qtool.steps.checkpoint import BEST, Files, clear, learned, load_tree, not_whole, save_tree, take
 from qtool.system import processes
 from qtool.training.block_states import cut_anew
 from qtool.training.local_shards import LocalShards, like
@@ -86,7 +86,7 @@ class ShardedFiles(Files):
         if not optimizer.own_states:
             states = _put_in(tree["optimizer"]["state"], optimizer.parameters, wanted)
         _load(path, wanted, path)
-        model.load_state_dict({name: wanted.get(f"model.{name}", tree["model"][name]) for name in own}, strict=False)
+        take(model, {name: wanted.get(f"model.{name}", tree["model"][name]) for name in own})
         if states is not None:
             optimizer.load_state_dict(states)
         elif world == processes.size():
@@ -116,7 +116,7 @@ class ShardedFiles(Files):
         rest, own = load_tree(folder / BEST / MAIN, folder), _learned(model)
         wanted = {f"model.{name}": value for name, value in own.items() if isinstance(value, DTensor)}
         _load(folder / BEST, wanted, folder)
-        model.load_state_dict({name: wanted.get(f"model.{name}", rest[name]) for name in own}, strict=False)
+        take(model, {name: wanted.get(f"model.{name}", rest[name]) for name in own})
 
 
 def _learned(model: nn.Module) -> dict[str, Any]:

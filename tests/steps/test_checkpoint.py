@@ -191,6 +191,11 @@ def test_buffers_that_have_grown_come_back(tmp_path):
     model(torch.randn(3, 4))
     files.take_best(tmp_path, model)
     assert model.seen.equal(again.seen)
+    kept = checkpoint.copied(model)
+    model(torch.randn(3, 4))
+    checkpoint.put_back(model, kept)
+    assert model.seen.equal(again.seen)
+    assert model.last.equal(again.last)
 
 
 def test_generators_resume_from_a_stored_state(tmp_path):
