@@ -42,8 +42,9 @@ from qtool.quantization.integers import finish
 from qtool.quantization.placement import Placement
 from qtool.quantization.prepared import Prepared
 from qtool.quantization.qat.distillation import tapped
-from qtool.quantization.qat.fine_tune import FineTune, check_tuning, let_train, train_quantized
+from qtool.quantization.qat.fine_tune import FineTune, check_tuning, train_quantized
 from qtool.quantization.qat.start import begin_at, keep_scales, rounded_layers, with_learned
+from qtool.quantization.qat.trained import leave_untrained, let_train, trained_parameters
 from qtool.quantization.residence import Moved, on
 from qtool.quantization.rewrites.norms import write_norms
 from qtool.quantization.rewrites.zero_pads import absorb
@@ -202,12 +203,13 @@ def _begun(
             forms=forms.trained(),
         )  # fmt: skip
         assert made.reference is not None
-        prepared = _trainable(model, made, config)
+        prepared = _trainable(made, config, trained_parameters(model, example))
         fix_ranges(prepared, made.ranges)
         return _Begun(prepared, made.reference, with_learned(made.ranges, made.graph), made.notes)
     check_repeated(_saved(config), config)
     passes = Passes(config, calibration)
     prepared = _prepare(model, forms(config, example), config, example, passes)
+    leave_untrained(prepared.graph, trained_parameters(model, example))
     fix_ranges(prepared)
     ranges = None
     if config.ranges != "minmax" or config.ranges_from is not None:
@@ -328,16 +330,16 @@ def _prepare(
     return _weighed(_by_pt2e(ready, placement), gains)
 
 
-def _trainable(model: nn.Module, made: Converted, config: QuantizeConfig) -> Prepared:
+def _trainable(made: Converted, config: QuantizeConfig, trained: Mapping[str, bool]) -> Prepared:
     """The float graph behind a quantized one, with fake-quantizers and where it rounds to that; both stay as they were.
 
-    Batch-norm is folded in it.
+    Batch-norm is folded in it. ``trained`` says which of the model's parameters may move.
     """
     assert made.reference is not None
     graph, layers = copied(made.reference), rounded_layers(made.graph, made.placement)
     placement = Placement(graph, _target(config), config.overrides)
     begin_at(layers, graph, placement)
-    let_train(graph, model)
+    let_train(graph, trained)
     if config.group_size is not None:
         group_weights(graph, placement, config.group_size)
     ready = pt2e.prepare(graph, placement, train=True)

@@ -28,20 +28,18 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import nn
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from qtool.errors import QtoolError, UsageError
 from qtool.graphs.edits import set_training
 from qtool.quantization.calibration.calibrate import calibrate, require_reached
 from qtool.quantization.calibration.observers import FakeQuantizer
-from qtool.quantization.capturing.names import spelled
 from qtool.quantization.engines import pt2e
 from qtool.quantization.prepared import Prepared, Switch
 from qtool.quantization.qat.averaging import Average
 from qtool.quantization.qat.distillation import mean_squares, tapped, towards
 from qtool.quantization.quantizers.learned import learn_steps
 from qtool.quantization.residence import Moved, on
-from qtool.quantization.rewrites.norms import ANCHORS
 from qtool.recipe import AUTO, QatConfig
 from qtool.steps.loop import Hooks
 from qtool.steps.step import LossFunction
@@ -89,24 +87,6 @@ def _require_one_process(config: QatConfig) -> None:
             "quantize --mode qat", "one process with the whole model", "an option of training on several devices",
             "leave devices, strategy and create_on_device out",
         )  # fmt: skip
-
-
-def let_train(graph: GraphModule, model: nn.Module) -> None:
-    """Lets those of a folded graph's tensors be trained that are trained in ``model``, and what its layers have new.
-
-    A layer whose weight the model keeps as it is keeps its bias too.
-    """
-    known = {spelled(name): value.requires_grad for name, value in model.named_parameters(remove_duplicate=False)}
-    trained = dict(known)
-    for node in graph.graph.nodes:
-        if node.target in ANCHORS:
-            names = [
-                str(value.target) for value in node.args[1:3] if isinstance(value, Node) and value.op == "get_attr"
-            ]
-            weight = known.get(names[0], True) if names else False
-            trained |= {name: weight and known.get(name, True) for name in names}
-    for name, value in graph.named_parameters(remove_duplicate=False):
-        value.requires_grad_(trained.get(name, False))
 
 
 def train_quantized(

@@ -206,6 +206,43 @@ def test_what_the_model_does_not_train_stays(trained: nn.Module) -> None:
     assert sorted(seen.values()) == [False, False, True, True, True, True], "each has a bias, folded or corrected"
 
 
+class Frozen(nn.Module):
+    """A net whose first layers run without gradients, as a backbone that is only read from."""
+
+    def __init__(self, whole: bool = False) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU())
+        self.head, self.whole = nn.Linear(4, 10), whole
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.set_grad_enabled(False):
+            features = self.backbone(x).mean((2, 3))
+            if self.whole:
+                return self.head(features)
+        return self.head(features)
+
+
+@pytest.mark.parametrize(
+    ("engine", "freeze_bn", "whole"),
+    [("pt2e", 0.0, False), ("pt2e", 0.5, False), ("torch.ao", 0.5, False), ("pt2e", 0.0, True)],
+)
+def test_what_runs_without_gradients_is_not_trained(engine: str, freeze_bn: float, whole: bool) -> None:
+    seen: dict[str, bool] = {}
+
+    def look(graph: nn.Module, *_: Any) -> None:
+        seen.update({name: value.requires_grad for name, value in graph.named_parameters()})
+
+    wanted = QuantizeConfig(mode="qat", engine=engine)
+    tuning = config(freeze_bn=freeze_bn)
+    model = Frozen(whole)
+    x = torch.randn(8, 3, 8, 8)
+    quantize(model, wanted, example=x, calibration=[x], qat=look, tuning=tuning)
+    head = {name for name in seen if "head" in name or "linear" in name}
+    assert {name for name, trains in seen.items() if trains} == (set(seen) if whole else head)
+    assert set(seen) > head > set()
+    assert all(value.requires_grad for value in model.parameters())
+
+
 @pytest.mark.parametrize("freeze_bn", [0.0, 0.5])
 def test_dropout_is_live_in_training_alone(freeze_bn: float, trained: nn.Module) -> None:
     flags: list[list[bool]] = []
