@@ -174,7 +174,7 @@ class Candidates:
         scores, facts = self.judged[digest][1] if digest in self.judged else self._judge(model)
         found = scores, facts | {"model_sha256": digest, "seconds": time.monotonic() - start}
         if self.folder:
-            from qtool.steps.checkpoint import save_tree
+            from qtool.steps.trees import save_tree
 
             self.folder.mkdir(parents=True, exist_ok=True)
             save_tree(self._path(config), {"scores": vars(scores), "facts": found[1]})
@@ -190,7 +190,7 @@ class Candidates:
         if self.folder is None or not self._path(config).exists():
             return None
         from qtool.quantization.contracts.contract import as_scores
-        from qtool.steps.checkpoint import load_tree
+        from qtool.steps.trees import load_tree
 
         tree = load_tree(self._path(config))
         return as_scores(tree["scores"]), tree["facts"]

@@ -53,7 +53,7 @@ def _own_surroundings() -> Iterator[None]:
     import numpy as np
     import torch
 
-    from qtool.steps.checkpoint import generators_kept
+    from qtool.system.generators import generators_kept
 
     with ExitStack() as stack:
         stack.enter_context(np.errstate(all="warn", under="ignore"))
@@ -72,7 +72,7 @@ def _own_surroundings() -> Iterator[None]:
 def _of_the_process() -> Iterator[None]:
     import torch
 
-    from qtool.steps.checkpoint import generators_kept
+    from qtool.system.generators import generators_kept
 
     with ExitStack() as stack:
         stack.callback(torch.set_default_dtype, torch.get_default_dtype())

@@ -207,7 +207,7 @@ def _require_storable(model: nn.Module) -> None:
     """Raises QtoolError naming what in a model's state no file of weights holds, or gives back to the model."""
     from torch import _debug_has_internal_overlap
 
-    from qtool.steps.checkpoint import is_storable
+    from qtool.steps.trees import is_storable
 
     for name, value in model.state_dict().items():
         if not hasattr(value, "untyped_storage"):
@@ -296,7 +296,7 @@ def _target(config: TrainConfig) -> Target | None:
 
 def _write_adapter(folder: Path, result: TrainResult) -> dict[str, Path]:
     """The adapters alone, under the names that peft's ``from_pretrained`` of a folder looks for."""
-    from qtool.steps.checkpoint import write_tensors
+    from qtool.steps.trees import write_tensors
 
     if result.adapter is None:
         return {}
@@ -337,7 +337,7 @@ def _memory(found: Choice) -> dict[str, Any]:
 
 
 def _commit_train(run: Path, config: TrainConfig, source: Source, result: TrainResult, found: Choice) -> None:
-    from qtool.steps.checkpoint import save_weights
+    from qtool.steps.trees import save_weights
 
     with staging(run, "train") as folder:
         weights = folder / "model.safetensors"

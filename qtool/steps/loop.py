@@ -41,7 +41,7 @@ from qtool.steps.nonfinite import INPUTS, first_bad_layer, first_bad_parameter, 
 from qtool.steps.order import Batches, Order
 from qtool.steps.step import LossFunction, NotFinite, Setup, Step, answer, learning_rate, micro_size, plain, trained
 from qtool.steps.unreached import LOOKED, Unreached
-from qtool.system import processes
+from qtool.system import generators, processes
 from qtool.system.devices import current, memory_used, out_of_memory
 from qtool.system.generators import of_modules, own_generators
 from qtool.tasks import Task, loss_of, require_own_metric
@@ -155,7 +155,7 @@ def fit(
     hooks = hooks or Hooks()
     with plain(model, config) if setup is None else nullcontext(setup) as made:
         try:
-            with current(made.device), checkpoint.seeded(config.seed + processes.rank()):
+            with current(made.device), generators.seeded(config.seed + processes.rank()):
                 run = _Run(data, task, config, made, hooks, loss_fn or task_loss(task), out, progress, identity)
                 run.test, run.backs_off = test, backs_off
                 run.halve(halvings)
@@ -225,7 +225,7 @@ class _Run:
         self.identity = self._identity(identity or {})
 
     def run(self, resume: bool) -> History:
-        self.epoch_rng = checkpoint.rng_state(self._own())
+        self.epoch_rng = generators.rng_state(self._own())
         self._start(resume)
         if self.history.steps < self.total and not self.history.stopped_early:
             self._rehearse()
@@ -311,7 +311,7 @@ class _Run:
         best = self._is_best(metrics)
         self.hooks.after_epoch(self.model, self.epoch, metrics)
         self.epoch, self.batch = self.epoch + 1, 0
-        self.epoch_rng = checkpoint.rng_state(self._own())
+        self.epoch_rng = generators.rng_state(self._own())
         self._save()
         if best:
             self._keep_best()
@@ -433,7 +433,7 @@ class _Run:
         self.step.skips, self.largest = place["skipped"], place.get("largest", 0)
         self.epoch_rng = state["epoch_rng"]
         if len(state["rng"]) == processes.size():
-            checkpoint.set_rng_state(state["rng"][processes.rank()], self._own())
+            generators.set_rng_state(state["rng"][processes.rank()], self._own())
         self.saved = path
         if self.history.steps >= LOOKED:
             self.unreached.close()

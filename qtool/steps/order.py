@@ -26,8 +26,7 @@ from qtool.data.specs import batches
 from qtool.errors import QtoolError, UsageError, kind_of, one_line
 from qtool.nested import num_samples, tensors
 from qtool.recipe import TrainConfig
-from qtool.steps import checkpoint
-from qtool.system import processes
+from qtool.system import generators, processes
 from qtool.system.generators import own_generators
 
 LOOKED_AT, SAMPLES_READ = 8, 1024
@@ -60,9 +59,9 @@ class Batches:
         To start them draws a number, so an epoch that finds them begins elsewhere than one that has to start them.
         """
         if getattr(self.batches, "persistent_workers", False) and getattr(self.batches, "_iterator", self) is None:
-            now = checkpoint.rng_state(self.generators)
+            now = generators.rng_state(self.generators)
             iter(self.batches)
-            checkpoint.set_rng_state(now, self.generators)
+            generators.set_rng_state(now, self.generators)
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
         read = Reading()
@@ -132,14 +131,14 @@ def largest_seen(train: Any, given: Any, config: TrainConfig) -> tuple[tuple[Any
     if train is not None and getattr(train, "collate", None) is None:  # samples that are stacked are of one size
         most = 1
     own = own_generators(train=data)
-    now = checkpoint.rng_state(own)
+    now = generators.rng_state(own)
     batch: tuple[Any, Any] | None = None
     sizes: list[int] = []
     for other in itertools.islice(iter(data) if train is None else batches(train, size), most):
         found = sum(tensor.nbytes for tensor in tensors(other))
         batch = other if found > max(sizes, default=-1) else batch
         sizes.append(found)
-    checkpoint.set_rng_state(now, own)
+    generators.set_rng_state(now, own)
     if batch is None:
         raise QtoolError("training data", "at least one batch", "none", "give data that is not empty")
     return batch, len(sizes) if len(set(sizes)) > 1 else 1
@@ -201,9 +200,9 @@ class Order:
 
     def _replayed(self, start: int, began: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
         own = self.train.generators
-        now = checkpoint.rng_state(own)
-        checkpoint.set_rng_state(began, own)
+        now = generators.rng_state(own)
+        generators.set_rng_state(began, own)
         iterator: Iterator[tuple[Any, Any]] = iter(self.train)
         next(itertools.islice(iterator, start - 1, None), None)
-        checkpoint.set_rng_state(now, own)
+        generators.set_rng_state(now, own)
         return iterator

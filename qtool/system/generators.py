@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -117,3 +118,52 @@ def _as_arrays(state: Any) -> Any:
     if isinstance(state, Mapping):
         return {key: _as_arrays(value) for key, value in state.items()}
     return state.numpy() if isinstance(state, Tensor) else state
+
+
+def rng_state(own: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The state of every random number generator that training may draw from, as a tree to store.
+
+    ``own`` are those that the data has for itself, by name.
+    """
+    name, keys, *rest = np.random.get_state()
+    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    state["numpy"] = (name, torch.tensor(keys), *rest)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # to ask one that is not takes its memory
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    return state | {"own": {name: state_of(generator) for name, generator in (own or {}).items()}}
+
+
+def set_rng_state(state: Mapping[str, Any], own: Mapping[str, Any] | None = None) -> None:
+    """Has the generators, those of GPUs and ``own`` ones that are there, in a state that :func:`rng_state` gave."""
+    random.setstate(state["python"])
+    torch.set_rng_state(state["torch"])
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, keys.numpy(), *rest))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(state["cuda"][: torch.cuda.device_count()])
+    kept = state.get("own", {})
+    for name, generator in (own or {}).items():
+        if name in kept:
+            put_back(generator, kept[name])
+
+
+@contextmanager
+def generators_kept() -> Iterator[None]:
+    """Leaves every generator as it was before the block."""
+    before = rng_state()
+    try:
+        yield
+    finally:
+        set_rng_state(before)
+        if "cuda" not in before and torch.cuda.is_available():
+            torch.cuda.manual_seed_all(torch.initial_seed())  # what its first use would have begun with
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seeds every generator inside the block, and leaves the caller's generators as they were after it."""
+    with generators_kept():
+        random.seed(seed)
+        torch.manual_seed(seed)
+        np.random.seed(seed % 2**32)
+        yield

@@ -16,12 +16,12 @@ from torch import nn
 
 from qtool.data.specs import example_input
 from qtool.recipe import TrainConfig
-from qtool.steps.checkpoint import seeded
 from qtool.steps.judging import judge
 from qtool.steps.loop import EVALUATION, FEWER_BYTES, HasParts, History, fit, memory_told
 from qtool.steps.order import Batches
 from qtool.steps.step import LossFunction, micro_size
 from qtool.system.devices import resolve_device
+from qtool.system.generators import seeded
 from qtool.tasks import Task
 from qtool.training.lora import Adapter, adapter
 from qtool.training.progress import Report, reporter

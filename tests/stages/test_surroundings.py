@@ -19,7 +19,7 @@ from torch import nn
 
 import qtool
 from qtool.errors import QtoolError
-from qtool.steps.checkpoint import generators_kept
+from qtool.system.generators import generators_kept
 
 STAGES = ("quantize", "qat", "sensitivity", "train", "predict_memory")
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from qtool.errors import QtoolError, UsageError
 from qtool.recipe import TrainConfig
-from qtool.steps import checkpoint, loop
+from qtool.steps import checkpoint, loop, trees
 from qtool.steps.loop import Hooks, fit
 from qtool.steps.order import Batches
 from qtool.system import devices
@@ -108,8 +108,7 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_happened(step, tmp_path):
     assert same(resumed, whole)
     for name in ("optimizer", "place", "rng"):
         states = [
-            checkpoint.load_tree(checkpoint.latest(tmp_path / run / "checkpoints"))[name]
-            for run in ("whole", "stopped")
+            trees.load_tree(checkpoint.latest(tmp_path / run / "checkpoints"))[name] for run in ("whole", "stopped")
         ]
         assert flat(states[0]) == flat(states[1])
 
@@ -182,7 +181,7 @@ def test_a_run_stopped_before_its_best_weights_are_kept_keeps_them_when_it_goes_
 def test_the_time_of_an_epochs_beginning_counts_when_a_run_goes_on(tmp_path):
     with pytest.raises(Stop):
         fit(make_model(), make_data(), TASK, config(), out=tmp_path, progress=stop_after(3))
-    assert checkpoint.load_tree(checkpoint.latest(tmp_path / "checkpoints"))["history"]["seconds"] > 0
+    assert trees.load_tree(checkpoint.latest(tmp_path / "checkpoints"))["history"]["seconds"] > 0
 
 
 class Drawing:
@@ -302,7 +301,7 @@ def test_a_step_that_is_repeated_begins_from_the_buffers_as_they_were(step, monk
 
 def flat(tree):
     tensors = {}
-    structure = checkpoint._encode(tree, "", tensors, {})
+    structure = trees._encode(tree, "", tensors, {})
     return structure, {name: tensor.tolist() for name, tensor in tensors.items()}
 
 
@@ -310,7 +309,7 @@ SCRIPT = """
 import os, signal, sys
 from pathlib import Path
 import torch
-from qtool.steps import checkpoint
+from qtool.steps import trees
 from test_loop import TASK, config, fit, make_data, make_model
 
 out, when = Path(sys.argv[1]), sys.argv[2]
@@ -320,14 +319,14 @@ def kill(at):
         os.kill(os.getpid(), signal.SIGKILL)
 
 if when == "writing":
-    save = checkpoint.save_file
+    save = trees.save_file
     def half(tensors, path, metadata):
         save(tensors, path, metadata)
         if len(list(out.rglob("step-*"))) and "00000010" not in str(list(out.rglob("step-*"))):
             return
         os.truncate(path, 1000)
         os.kill(os.getpid(), signal.SIGKILL)
-    checkpoint.save_file = half
+    trees.save_file = half
 
 model = make_model()
 history = fit(model, make_data(), TASK, config(), out=out, progress=kill)

@@ -9,9 +9,8 @@ from torch.utils.data import DataLoader
 from qtool.data.samples import Samples
 from qtool.errors import QtoolError, UsageError
 from qtool.recipe import TrainConfig
-from qtool.steps import checkpoint
 from qtool.steps.order import Batches, Order, batch_plan, largest_pass, largest_seen
-from qtool.system import processes
+from qtool.system import generators, processes
 
 
 @given(st.integers(1, 200), st.integers(1, 50), st.integers(0, 5), st.integers(0, 5))
@@ -50,13 +49,13 @@ def test_a_shuffling_loader_is_replayed():
     )
     order = Order(Batches(loader), 99, 0)
     assert order.num_batches == 6
-    with checkpoint.seeded(3):
-        began = checkpoint.rng_state()
+    with generators.seeded(3):
+        began = generators.rng_state()
         whole = [x.tolist() for x, _, _ in order.epoch(0, 0, 6, began)]
         after = torch.rand(1)
-    with checkpoint.seeded(3):
+    with generators.seeded(3):
         torch.rand(5)
-        now = checkpoint.rng_state()
+        now = generators.rng_state()
         rest = [x.tolist() for x, _, _ in order.epoch(0, 4, 6, began)]
         assert torch.equal(torch.get_rng_state(), now["torch"]), "replaying must not disturb the generators"
     assert rest == whole[4:]
@@ -82,14 +81,14 @@ class Persistent:
 
 
 def test_workers_that_stay_are_there_in_an_epoch_that_is_the_first_to_be_resumed():
-    with checkpoint.seeded(3):
+    with generators.seeded(3):
         order, seen = Order(Batches(Persistent()), 99, 0), []
         for epoch in range(2):
-            began = checkpoint.rng_state()
+            began = generators.rng_state()
             seen.append([x.tolist() for x, _, _ in order.epoch(epoch, 0, 3, began)])
     for start in (0, 1):
-        with checkpoint.seeded(0):
-            checkpoint.set_rng_state(began)
+        with generators.seeded(0):
+            generators.set_rng_state(began)
             resumed = Order(Batches(Persistent()), 99, 0)
             assert [x.tolist() for x, _, _ in resumed.epoch(1, start, 3, began)] == seen[1][start:]
 
@@ -149,7 +148,7 @@ def test_an_epoch_with_fewer_batches_than_it_says_is_an_error():
     with pytest.raises(QtoolError, match="3 in each epoch, as their length says; got 0 in this one"):
         list(order.epoch(1, 0, 3, {}))
     with pytest.raises(QtoolError, match="got 1 in this one"):
-        list(order.epoch(1, 1, 3, checkpoint.rng_state()))
+        list(order.epoch(1, 1, 3, generators.rng_state()))
 
 
 def test_a_batch_without_samples_is_an_error():

@@ -14,7 +14,7 @@ from torch import nn
 from qtool.artifacts import write_json
 from qtool.models.materialise import Target, create
 from qtool.recipe import TrainConfig
-from qtool.steps.checkpoint import save_tree
+from qtool.steps.trees import save_tree
 from qtool.system import processes
 from qtool.tasks import load_task
 from qtool.training.stage import train

@@ -11,7 +11,7 @@ import torch
 from bitsandbytes.functional import create_dynamic_map
 from torch import nn
 
-from qtool.steps import checkpoint
+from qtool.steps import trees
 from qtool.training import fused_updates, pieces, rounding
 
 CPU = torch.device("cpu")
@@ -227,8 +227,8 @@ def resumed(first, second, run_steps, path, name, monkeypatch):
 
     half = run(1, first)
     rng = torch.get_rng_state()
-    checkpoint.save_tree(path, {"m": half.model.state_dict(), "o": half.step.optimizer.state_dict(), "r": rng})
-    again, state = run(0, second), checkpoint.load_tree(path)
+    trees.save_tree(path, {"m": half.model.state_dict(), "o": half.step.optimizer.state_dict(), "r": rng})
+    again, state = run(0, second), trees.load_tree(path)
     again.model.load_state_dict(state["m"])
     again.step.optimizer.load_state_dict(state["o"])
     torch.set_rng_state(state["r"])

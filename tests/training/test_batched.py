@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from qtool.steps import checkpoint
+from qtool.steps import trees
 from qtool.training.batched import batched
 from qtool.training.blockwise import on_cpu
 from qtool.training.rounding import WideUpdates
@@ -72,9 +72,9 @@ def test_side_by_side_or_one_by_one_is_the_same(name, monkeypatch):
 def test_loaded_states_lie_side_by_side_again(tmp_path, monkeypatch):
     first, ours = optimizer_of("AdamW8bit")
     step(first, ours, 1)
-    checkpoint.save_tree(tmp_path / "x.safetensors", first.state_dict())
+    trees.save_tree(tmp_path / "x.safetensors", first.state_dict())
     second, theirs = optimizer_of("AdamW8bit")
-    second.load_state_dict(checkpoint.load_tree(tmp_path / "x.safetensors"))
+    second.load_state_dict(trees.load_tree(tmp_path / "x.safetensors"))
     for parameter, value in zip(theirs, ours, strict=True):
         parameter.data.copy_(value)
     found = runs_of(second, monkeypatch)

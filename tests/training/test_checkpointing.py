@@ -11,7 +11,7 @@ from torch.nn.utils import parametrizations
 
 from qtool.errors import QtoolError, UsageError
 from qtool.recipe import TrainConfig
-from qtool.steps.checkpoint import seeded
+from qtool.system.generators import seeded
 from qtool.training.checkpointing import blocks
 from qtool.training.techniques import setup
 

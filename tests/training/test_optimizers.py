@@ -5,7 +5,7 @@ from torch import nn
 from qtool.errors import QtoolError
 from qtool.recipe import KERNELS, TrainConfig
 from qtool.recipe import OPTIMIZERS as NAMES
-from qtool.steps import checkpoint
+from qtool.steps import trees
 from qtool.steps.loop import task_loss
 from qtool.steps.step import Step, trained
 from qtool.tasks import load_task
@@ -71,9 +71,9 @@ def test_every_optimizer_resumes_bit_for_bit(name, tmp_path):
     first = make_model()
     optimizer = made_optimizer(first, name)
     steps(first, optimizer, 5)
-    checkpoint.save_tree(tmp_path / "x.safetensors", {"m": first.state_dict(), "o": optimizer.state_dict()})
+    trees.save_tree(tmp_path / "x.safetensors", {"m": first.state_dict(), "o": optimizer.state_dict()})
     second = make_model()
-    state = checkpoint.load_tree(tmp_path / "x.safetensors")
+    state = trees.load_tree(tmp_path / "x.safetensors")
     second.load_state_dict(state["m"])
     optimizer = made_optimizer(second, name)
     optimizer.load_state_dict(state["o"])

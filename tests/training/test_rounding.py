@@ -4,7 +4,7 @@ from torch import nn
 
 from qtool.memory.measure import allocations, highest_sum
 from qtool.recipe import TrainConfig
-from qtool.steps import checkpoint
+from qtool.steps import trees
 from qtool.training import pieces, rounding
 from qtool.training.rounding import WideUpdates, round_stochastically
 from qtool.training.techniques import setup
@@ -158,9 +158,9 @@ def test_it_resumes_bit_for_bit(rounding, optimizer, run_steps, same_state, tmp_
     half = run_steps("transformer", 3, **options)
     path = tmp_path / "x.safetensors"
     rng = torch.get_rng_state()
-    checkpoint.save_tree(path, {"m": half.model.state_dict(), "o": half.step.optimizer.state_dict(), "r": rng})
+    trees.save_tree(path, {"m": half.model.state_dict(), "o": half.step.optimizer.state_dict(), "r": rng})
     again = run_steps("transformer", 0, **options)
-    state = checkpoint.load_tree(path)
+    state = trees.load_tree(path)
     again.model.load_state_dict(state["m"])
     again.step.optimizer.load_state_dict(state["o"])
     torch.set_rng_state(state["r"])

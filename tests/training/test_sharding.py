@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations
 
 from qtool.errors import QtoolError, QtoolWarning
 from qtool.recipe import TrainConfig
-from qtool.steps import checkpoint
+from qtool.steps import checkpoint, trees
 from qtool.steps.step import Step, trained
 from qtool.system.launcher import launch
 from qtool.training import sharded_files
@@ -44,7 +44,7 @@ def test_two_processes_do_what_one_does(tmp_path):
     (tmp_path / "one").mkdir()
     shutil.copy(tmp_path / "begin.safetensors", tmp_path / "one")
     launch(group_runs.alike, 2, tmp_path)
-    read = checkpoint.load_tree(tmp_path / "read.safetensors")
+    read = trees.load_tree(tmp_path / "read.safetensors")
     assert all(torch.equal(read[name], value) for name, value in begin.items())
     for name, options in group_runs.ALIKE.items():
         alone = options | {"strategy": "ddp", "reshard": True}
@@ -53,7 +53,7 @@ def test_two_processes_do_what_one_does(tmp_path):
         near = {"abs": 0.02} if "mixed" in name else {"rel": 1e-5}
         assert two["losses"] == pytest.approx(one.history.losses, **near), name
         assert two["metrics"] == pytest.approx(one.metrics, **near), name
-        weights = checkpoint.load_tree(tmp_path / f"{name}.safetensors")
+        weights = trees.load_tree(tmp_path / f"{name}.safetensors")
         assert weights.keys() == one.model.state_dict().keys()
         for key, value in one.model.state_dict().items():
             assert torch.allclose(weights[key], value, atol=0.05 if "mixed" in name else 2e-6), (name, key)
@@ -83,10 +83,10 @@ def _parts(run: Path) -> list[Path]:
 
 def _compared(path: Path) -> tuple[object, list[bytes]]:
     """A tree without the time that the run took, its tensors as their bytes."""
-    tree = checkpoint.load_tree(path)
+    tree = trees.load_tree(path)
     del tree["history"]["seconds"], tree["identity"]
     tensors: dict[str, torch.Tensor] = {}
-    return checkpoint._encode(tree, "", tensors, {}), [
+    return trees._encode(tree, "", tensors, {}), [
         t.reshape(-1).view(torch.uint8).numpy().tobytes() for t in tensors.values()
     ]
 

@@ -24,7 +24,7 @@ from qtool.artifacts import atomic_path
 from qtool.form import digest_tensor, graph_sha256
 from qtool.nested import tensors
 from qtool.quantization.algorithms.subject import Subject
-from qtool.steps.checkpoint import write_tensors
+from qtool.steps.trees import write_tensors
 
 State = dict[str, Tensor]
 
