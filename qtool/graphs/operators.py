@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -56,7 +55,8 @@ def by_axis(value: Any, count: int) -> list[int]:
 def adaptive_windows(sizes: Sequence[Any], counts: Sequence[Any]) -> tuple[list[int], list[int]] | None:
     """Windows and strides of the pool that an adaptive one is; None where its cells differ or a size is open.
 
-    Cell ``i`` of ``k`` is what lies from ``⌊i·n/k⌋`` to before ``⌈(i+1)·n/k⌉`` of ``n``.
+    Cell ``i`` of ``k`` is what lies from ``⌊i·n/k⌋`` to before ``⌈(i+1)·n/k⌉`` of ``n``. They all begin ``s = ⌊n/k⌋``
+    apart, and then are as wide, where ``(k − 1)·(n mod k) < k``.
 
     >>> adaptive_windows([13, 8], [6, 2]), adaptive_windows([8], [3])
     (([3, 4], [2, 4]), None)
@@ -65,11 +65,8 @@ def adaptive_windows(sizes: Sequence[Any], counts: Sequence[Any]) -> tuple[list[
     for size, count in zip(sizes, counts, strict=True):
         if not isinstance(size, int) or not isinstance(count, int):
             return None
-        starts = [index * size // count for index in range(count)]
-        lengths = {-(-(index + 1) * size // count) - start for index, start in enumerate(starts)}
-        apart = {after - before for before, after in itertools.pairwise(starts)} or {size}
-        if len(lengths) > 1 or len(apart) > 1 or 0 in apart:
+        if count > size or (count - 1) * (size % count) >= count:
             return None
-        windows.append(lengths.pop())
-        strides.append(apart.pop())
+        strides.append(size // count)
+        windows.append(size - (count - 1) * strides[-1])
     return windows, strides

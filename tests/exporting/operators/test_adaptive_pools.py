@@ -94,6 +94,12 @@ def test_a_file_pools_to_cells_that_do_not_divide_a_known_size(pool, shape) -> N
         np.testing.assert_allclose(found, pool(x).numpy(), atol=1e-6)
 
 
+def test_averages_of_uneven_cells_are_products_with_matrices() -> None:
+    x = torch.randn(2, 3, 32, 32)
+    file = float_to_onnx(float_form(nn.AdaptiveAvgPool2d(6).eval(), x), x, 21)
+    assert sum(node.op_type == "MatMul" for node in file.graph) == 2
+
+
 def test_where_in_uneven_cells_the_maxima_are_is_refused() -> None:
     with pytest.raises(QtoolError, match="the indices of adaptive_max_pool2d to uneven cells"):
         made(nn.AdaptiveMaxPool2d(3, return_indices=True), (8, 8), known=True)
