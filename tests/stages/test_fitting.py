@@ -230,8 +230,14 @@ def test_a_budget_chooses_and_an_impossible_one_says_what_is_needed(small_data: 
         qtool.train(wide(), small_data, memory_budget="much", **plain)
 
 
-def test_what_is_given_at_its_default_is_kept(small_data: str, tmp_path: Path) -> None:
+def test_what_is_given_at_its_default_is_kept(small_data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By name: as keyword arguments, in a recipe and in one that was written out, but not of a config made whole."""
+
+    def peak(self: Any, config: TrainConfig) -> int:
+        return 10 * 2**20 // (config.micro_batches * (1 if config.precision == "32-true" else 2))
+
+    monkeypatch.setattr(fitting.Predictor, "__call__", peak)
+    monkeypatch.setattr(fitting.Predictor, "seconds", lambda self, base: lambda config: 1.0)
     told: list[str] = []
     plain: dict[str, Any] = {"device": "cpu", "max_steps": 1, "batch_size": 128, "memory_budget": "6MiB"}
     fixed = {"precision": "32-true", "optimizer": "adamw"}

@@ -27,7 +27,7 @@ from qtool.form import QuantizedModel, quantized
 from qtool.graphs.edits import parameter
 from qtool.models.nets import mobilenet, resnet
 from qtool.nested import tensors
-from qtool.quantization.capturing.float_form import float_form
+from qtool.quantization.capturing.float_form import FloatForms, float_form
 from qtool.quantization.engines import torch_ao
 from qtool.quantization.placement import Placement
 from qtool.quantization.rewrites.norms import write_norms
@@ -63,10 +63,8 @@ SHARED = ("analytic-bias", "gptq-small")
 
 def both(model: nn.Module, example: Any, calibration: list[Any], **options: Any) -> list[QuantizedModel]:
     options = {"algorithms": SHARED, **options}
-    return [
-        quantize(model, QuantizeConfig(engine=engine, **options), example=example, calibration=calibration)
-        for engine in ("pt2e", "torch.ao")
-    ]
+    samples: dict[str, Any] = {"example": example, "calibration": calibration, "forms": FloatForms(model)}
+    return [quantize(model, QuantizeConfig(engine=engine, **options), **samples) for engine in ("pt2e", "torch.ao")]
 
 
 def stored(graph: GraphModule) -> dict[str, list[Any]]:

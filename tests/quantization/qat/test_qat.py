@@ -129,7 +129,7 @@ def test_training_starts_from_what_rounding_made(options: dict[str, Any], drops:
     made = {
         mode: quantize(
             model, QuantizeConfig(mode=mode, **options), example=batches[0][:8], calibration=batches, qat=untouched,
-            tuning=config(),
+            tuning=config(), forms=forms(model),
         )
         for mode in ("ptq", "qat")
     }  # fmt: skip
