@@ -17,18 +17,22 @@ from qtool.form import QuantizedModel
 from qtool.graphs.edits import parameter
 from qtool.quantization.algorithms.bias import correct_biases
 from qtool.quantization.algorithms.gptq_small import gptq_small
+from qtool.quantization.capturing.float_form import FloatForms
 from qtool.quantization.stage import quantize
 from qtool.quantization.stored_weights import integers_of
 from qtool.recipe import QuantizeConfig
 
 small = importlib.import_module("qtool.quantization.algorithms.gptq_small")
 TEST = images(128, seed=9)
+NET = hard_mobilenet()
+FORMS = FloatForms(NET)
+"""The net captured once for all tests; nothing changes it."""
 
 
 def made(**options: Any) -> QuantizedModel:
     options = {"algorithms": ("gptq-small",), **options}
     calibration = () if options.get("ranges_from") else BATCHES
-    return quantize(hard_mobilenet(), QuantizeConfig(**options), example=BATCHES[0], calibration=calibration)
+    return quantize(NET, QuantizeConfig(**options), example=BATCHES[0], calibration=calibration, forms=FORMS)
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +124,7 @@ def test_what_was_saved_and_does_not_fit_is_not_taken(
     assert "gptq-small declined: no calibration samples" in again.plan.notes
     assert torch.equal(again(TEST), untouched)
     config = QuantizeConfig(algorithms=("gptq-small",), ranges_from=str(path))
-    anew = quantize(hard_mobilenet(), config, example=BATCHES[0], calibration=BATCHES)
+    anew = quantize(NET, config, example=BATCHES[0], calibration=BATCHES, forms=FORMS)
     assert torch.equal(anew(TEST), form(TEST))
     assert anew.ranges == form.ranges
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from qtool.graphs.operators import aten
 from qtool.quantization.algorithms import Declined, Subject
 from qtool.quantization.algorithms.places import place_of
 from qtool.quantization.algorithms.smooth import apply, best_alpha, factors, output_error, smooth
-from qtool.quantization.capturing.float_form import float_form
+from qtool.quantization.capturing.float_form import FloatForms, float_form
 from qtool.quantization.placement import Placement
 from qtool.quantization.rewrites.matrices import flatten_linears
 from qtool.quantization.stage import quantize
@@ -47,6 +48,17 @@ def tokens(count: int, seed: int = 0) -> Tensor:
 
 
 BATCHES = [tokens(16), tokens(16, seed=1)]
+
+
+@functools.cache
+def captured() -> FloatForms:
+    """The transformer captured once for all tests; nothing changes it."""
+    return FloatForms(transformer())
+
+
+def of_transformer(*, calibration: Iterable[Tensor] = BATCHES, **options: Any) -> QuantizedModel:
+    given: dict[str, Any] = {"example": BATCHES[0], "calibration": calibration, "forms": captured()}
+    return quantize(captured().model, QuantizeConfig(**options), **given)
 
 
 def subject(model: nn.Module) -> Subject:
@@ -99,7 +111,7 @@ def test_the_output_comes_much_nearer_to_float_where_channels_stick_out() -> Non
     model, test = transformer(), tokens(64, seed=9)
     found = {}
     for algorithms in (None, ("smooth",)):
-        quantized = quantize(model, QuantizeConfig(algorithms=algorithms), example=BATCHES[0], calibration=BATCHES)
+        quantized = of_transformer(algorithms=algorithms)
         with torch.no_grad():
             found[algorithms] = sqnr_db(model(test), quantized(test))
     assert found["smooth",] > found[None] + 6
@@ -148,7 +160,7 @@ def test_what_is_applied_is_undone_by_its_inverse() -> None:
 
 
 def test_it_is_a_default_that_says_nothing_where_there_is_no_norm() -> None:
-    found = quantize(transformer(), QuantizeConfig(), example=BATCHES[0], calibration=BATCHES)
+    found = of_transformer()
     assert any(note.startswith("smooth: rescaled 4 of 4 norms") for note in found.plan.notes)
     plain, x = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()).eval(), torch.rand(4, 3, 8, 8)
     for config in (QuantizeConfig(), QuantizeConfig(effort="best"), QuantizeConfig(engine="torch.ao")):
@@ -156,27 +168,27 @@ def test_it_is_a_default_that_says_nothing_where_there_is_no_norm() -> None:
         assert not any(note.startswith("smooth") for note in notes)
     asked = quantize(plain, QuantizeConfig(algorithms=("smooth",)), example=x, calibration=[x])
     assert "smooth declined: there is no layer norm" in asked.plan.notes
-    floats = quantize(transformer(), QuantizeConfig(weights_only=True), example=BATCHES[0], calibration=BATCHES)
+    floats = of_transformer(weights_only=True)
     assert not any(note.startswith("smooth") for note in floats.plan.notes)
 
 
 def test_batches_that_can_be_read_once_make_the_same_model() -> None:
-    often = quantize(transformer(), QuantizeConfig(), example=BATCHES[0], calibration=BATCHES)
-    once = quantize(transformer(), QuantizeConfig(), example=BATCHES[0], calibration=iter(BATCHES))
+    often = of_transformer()
+    once = of_transformer(calibration=iter(BATCHES))
     assert torch.equal(often(tokens(8, seed=3)), once(tokens(8, seed=3)))
 
 
 def test_factors_are_repeated_with_the_ranges_that_belong_to_them(tmp_path: Path) -> None:
-    form = quantize(transformer(), QuantizeConfig(), example=BATCHES[0], calibration=BATCHES)
+    form = of_transformer()
     path = tmp_path / "ranges.json"
     path.write_text(json.dumps(form.ranges))
-    again = quantize(transformer(), QuantizeConfig(ranges_from=str(path)), example=BATCHES[0])
+    again = of_transformer(calibration=(), ranges_from=str(path))
     assert "smooth: as saved with the ranges in 4 of 4 norms" in again.plan.notes
     assert torch.equal(again(tokens(8)), form(tokens(8)))
     assert again.ranges == json.loads(path.read_text())
     for changed in ({"algorithms": ("bias",)}, {"algorithms": None}, {"engine": "torch.ao"}):
         with pytest.raises(UsageError, match="--ranges-from: expected smooth among --algorithms"):
-            quantize(transformer(), QuantizeConfig(ranges_from=str(path), **changed), example=BATCHES[0])
+            of_transformer(calibration=(), ranges_from=str(path), **changed)
 
 
 def test_saved_factors_are_repeated_where_a_layer_behind_the_norm_is_float_now(tmp_path: Path) -> None:
