@@ -143,9 +143,9 @@ def read_benchmark(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         got = getattr(error, "strerror", None) or str(error)
         raise QtoolError(f"'{path}'", "a benchmark.json", got, "give one that qtool benchmark wrote") from error
-    figures = value.get("metrics", value) if isinstance(value, dict) else {}
-    if isinstance(failure := figures.get("error") if isinstance(figures, dict) else None, dict):
-        figures = failure.get("details")
+    value = value if isinstance(value, dict) else {}
+    failure = value.get("error")
+    figures: Any = failure.get("details") if isinstance(failure, dict) else value.get("metrics", value)
     fault = fault_of(figures, READ) if isinstance(figures, dict) else "without its figures"
     if fault:
         raise QtoolError(f"'{path}'", "a benchmark.json", f"JSON {fault}", "give one that qtool benchmark wrote")

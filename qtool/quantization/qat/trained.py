@@ -44,8 +44,9 @@ def trained_parameters(model: nn.Module, example: Any) -> dict[str, bool]:
 def leave_untrained(graph: nn.Module, known: Mapping[str, bool]) -> None:
     """Has those tensors of a graph with live batch-norm stay that do, by ``known``."""
     for name, value in graph.named_parameters(remove_duplicate=False):
-        layer = re.sub(r"\.bn\.\w+$", ".weight", spelled(name))  # torch.ao keeps a layer's batch-norm in it
-        value.requires_grad_(value.requires_grad and known.get(spelled(name), known.get(layer, True)))
+        name = spelled(name)
+        layer = re.sub(r"\.bn\.\w+$", ".weight", name)  # torch.ao keeps a layer's batch-norm in it
+        value.requires_grad_(value.requires_grad and known.get(name, known.get(layer, True)))
 
 
 def let_train(graph: GraphModule, known: Mapping[str, bool]) -> None:
