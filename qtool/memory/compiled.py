@@ -32,7 +32,7 @@ from qtool.errors import QtoolError
 from qtool.memory.buffers import CHANNELS_LAST, Plan, in_order, lays_out, plan
 from qtool.memory.fakes import sized_by_values
 from qtool.memory.scratch import Scratch
-from qtool.steps import moved_buffers, step
+from qtool.steps import forwards, moved_buffers
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,11 @@ class StandIn:
 def stood_in(mode: Any, scratch: Scratch) -> Iterator[None]:
     """Inside the block nothing is compiled: what a setup compiles is captured on its first call, and stood in for."""
     known: dict[Any, Captured] = {}
-    with mock.patch.object(step, "compiled", lambda function, module: StandIn(function, module, mode, scratch, known)):
+
+    def stand_in(function: Callable[..., Any], module: nn.Module) -> StandIn:
+        return StandIn(function, module, mode, scratch, known)
+
+    with mock.patch.object(forwards, "compiled", stand_in):
         yield
 
 
@@ -122,7 +126,7 @@ def capture(function: Callable[..., Any], module: nn.Module, args: Any, kwargs: 
         return keep
 
     def partition(joint: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
-        moved_buffers.keep(joint.graph)  # as step.compiled has it kept
+        moved_buffers.keep(joint.graph)  # as forwards.compiled has it kept
         return min_cut_rematerialization_partition(joint, *args, **kwargs)
 
     def backend(module: fx.GraphModule, inputs: Any) -> Any:

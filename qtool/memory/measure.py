@@ -26,7 +26,8 @@ from torch.autograd.profiler import profile
 
 from qtool.nested import cut, map_tensors, num_samples
 from qtool.recipe import TrainConfig
-from qtool.steps.step import LossFunction, Setup, Step, trained
+from qtool.steps.setup import LossFunction, Setup, trained
+from qtool.steps.step import Step
 from qtool.system import processes
 from qtool.system.devices import current, grow_in_place, memory_used, resolve_device
 

@@ -53,7 +53,8 @@ from qtool.memory.trial import Oracle
 from qtool.models.specs import copied
 from qtool.nested import call, cut, map_tensors, num_samples, split, tensors
 from qtool.recipe import TrainConfig
-from qtool.steps.step import LossFunction, Part, Setup, Step, no_scaler, trained
+from qtool.steps.setup import LossFunction, Setup, no_scaler, trained
+from qtool.steps.step import Part, Step
 from qtool.system import processes
 from qtool.system.devices import resolve_device
 from qtool.system.turns import taking_turns

@@ -29,7 +29,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from qtool.models.specs import copied
 from qtool.nested import num_samples, samples_of
-from qtool.steps.step import LossFunction
+from qtool.steps.setup import LossFunction
 
 LARGEST = 512 * 2**20
 """Bytes of parameters and buffers up to which a model is run."""

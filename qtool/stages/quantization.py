@@ -373,7 +373,7 @@ def _require_judged(source: Source, data: Data) -> None:
     from qtool.data.specs import batches
     from qtool.evaluate import metrics_in
     from qtool.models.specs import modes_kept
-    from qtool.steps.step import answer
+    from qtool.steps.passes import answer
 
     model = source.model
     assert model is not None

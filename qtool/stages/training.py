@@ -310,7 +310,7 @@ def _write_adapter(folder: Path, result: TrainResult) -> dict[str, Path]:
 def _trained(run: Path, source: Source) -> TrainResult:
     """The result of a finished training, with its weights in the model."""
     from qtool.models.specs import load_weights
-    from qtool.steps.loop import History
+    from qtool.steps.history import History
     from qtool.training.stage import TrainResult
 
     assert source.model is not None

@@ -34,7 +34,8 @@ from qtool.evaluate import Sums, evaluate, metrics_in, shared_batches
 from qtool.nested import cut, num_samples, packed, tensors
 from qtool.steps import checkpoint
 from qtool.steps.order import Batches
-from qtool.steps.step import Setup, Step
+from qtool.steps.setup import Setup
+from qtool.steps.step import Step
 from qtool.system import processes
 from qtool.system.generators import own_generators
 from qtool.tasks import Task

@@ -20,11 +20,10 @@ Left out on purpose: validation within an epoch, and more than one learning rate
 from __future__ import annotations
 
 import hashlib
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -36,10 +35,14 @@ from qtool.errors import OutOfMemory, QtoolError
 from qtool.nested import to_float32
 from qtool.recipe import TrainConfig
 from qtool.steps import checkpoint
+from qtool.steps.history import History, Progress
 from qtool.steps.judging import judge, rehearse, rehearse_smallest, require_metric
 from qtool.steps.nonfinite import INPUTS, first_bad_layer, first_bad_parameter, told
 from qtool.steps.order import Batches, Order
-from qtool.steps.step import LossFunction, NotFinite, Setup, Step, answer, learning_rate, micro_size, plain, trained
+from qtool.steps.passes import answer
+from qtool.steps.setup import LossFunction, Setup, plain, trained
+from qtool.steps.step import NotFinite, Step, learning_rate, micro_size
+from qtool.steps.stopping import Best
 from qtool.steps.unreached import LOOKED, Unreached
 from qtool.system import generators, processes
 from qtool.system.devices import current, memory_used, out_of_memory
@@ -85,42 +88,6 @@ class Hooks:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes what ``state_dict`` gave."""
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Where a run is, after each step. ``memory_bytes``: see ``qtool.system.devices.memory_used``; at most 0.1 s old.
-
-    ``metrics`` are those of the last epoch, ``metric`` the task's that decides: ``validation_`` stands before it there.
-    """
-
-    step: int
-    total_steps: int
-    epoch: int
-    loss: float
-    learning_rate: float
-    memory_bytes: int
-    metrics: Mapping[str, float]
-    metric: str
-
-
-@dataclass
-class History:
-    """What happened: one loss per step, one dict of metrics per epoch."""
-
-    losses: list[float] = field(default_factory=list)
-    epochs: list[dict[str, float]] = field(default_factory=list)
-    ends: list[int] = field(default_factory=list)  # how many steps were done after each epoch
-    skipped_steps: int = 0
-    halvings: int = 0  # how often micro-batches were made half as large for lack of memory
-    best_epoch: int | None = None
-    best_metric: float | None = None
-    stopped_early: bool = False
-    seconds: float = 0.0
-
-    @property
-    def steps(self) -> int:
-        return len(self.losses)
 
 
 def fit(
@@ -213,13 +180,11 @@ class _Run:
         total = config.epochs * self.order.num_batches
         self.total = total if config.max_steps is None else min(total, config.max_steps)
         self.history = History()
-        self.epoch, self.batch, self.waited = 0, 0, 0
+        self.epoch, self.batch = 0, 0
         self.largest = 0  # batch that was given so far
         self.test, self.backs_off = None, False
-        self.best: dict[str, Any] | None = None
         self.unstored = checkpoint.Unstored(self.model)
-        self.first_unstored = self.unstored.copies() if config.early_stopping is not None else {}
-        self.best_unstored: dict[str, Any] = {}
+        self.best = Best(setup, task, config.early_stopping, self.folder, self.unstored)
         self.saved: Path | None = None
         self.memory, self.look_again = 0, 0.0
         self.identity = self._identity(identity or {})
@@ -234,7 +199,7 @@ class _Run:
             self._train_epoch()
             self._end_epoch()
         self.optimizer.zero_grad()  # as many bytes as the weights have, and nobody's business behind the last step
-        self._restore_best()
+        self.best.put_back(self.history)
         return self.history
 
     def _train_epoch(self) -> None:
@@ -308,15 +273,15 @@ class _Run:
         self.history.epochs.append(metrics)
         self.history.ends.append(self.history.steps)
         self.history.skipped_steps = self.step.skipped
-        best = self._is_best(metrics)
+        best = self.best.judge(self.history, self.epoch, metrics, to_come=self.history.steps < self.total)
         self.hooks.after_epoch(self.model, self.epoch, metrics)
         self.epoch, self.batch = self.epoch + 1, 0
         self.epoch_rng = generators.rng_state(self._own())
         self._save()
         if best:
-            self._keep_best()
+            self.best.keep()
 
-    # Validation and early stopping
+    # Validation
 
     def _rehearse(self) -> None:
         """Tries the smallest share of a batch and one batch of each part that will be judged, before the first step."""
@@ -343,40 +308,6 @@ class _Run:
         with self._memory_told(*EVALUATION):
             metrics = judge(self.setup, "validation", self.data.validation, self.step.micro_size, self.task)
         return {f"validation_{name}": value for name, value in metrics.items() if name != "num_samples"}
-
-    def _is_best(self, metrics: Mapping[str, float]) -> bool:
-        if self.config.early_stopping is None:
-            return False
-        require_metric(
-            {name.removeprefix("validation_") for name in metrics if name.startswith("validation_")}, self.task
-        )
-        value = metrics[f"validation_{self.task.metric}"]
-        best, more = self.history.best_metric, self.task.higher_is_better
-        better = not math.isnan(value) and (best is None or (value > best if more else value < best))
-        self.waited = 0 if better else self.waited + 1
-        to_come = self.history.steps < self.total  # behind the last step there is nothing to be stopped
-        self.history.stopped_early = to_come and self.waited >= self.config.early_stopping
-        if better:
-            self.history.best_metric, self.history.best_epoch = value, self.epoch
-            self.best_unstored = self.unstored.moved()
-        return better
-
-    def _keep_best(self) -> None:
-        """Keeps the weights as they are, after the epoch's checkpoint, which has them too if it does not come to it."""
-        if self.folder is None:
-            self.best = checkpoint.copied(self.model)
-        else:
-            self.setup.files.keep_best(self.folder, self.model)
-
-    def _restore_best(self) -> None:
-        if self.history.best_epoch is None:
-            return
-        # what had not moved by then is as it began, though it may have since
-        self.unstored.put_back({**self.first_unstored, **self.best_unstored})
-        if self.folder is not None:
-            self.setup.files.take_best(self.folder, self.model)
-            return
-        checkpoint.put_back(self.model, self.best or {})
 
     # Checkpoints
 
@@ -407,11 +338,11 @@ class _Run:
             "place": {
                 "epoch": self.epoch,
                 "batch": self.batch,
-                "waited": self.waited,
+                "waited": self.best.waited,
                 "skipped": self.step.skipped,
                 "largest": self.largest,
             },
-            "buffers": {"now": self.unstored.moved(), "best": self.best_unstored},
+            "buffers": {"now": self.unstored.moved(), "best": self.best.moved},
             "rng": checkpoint.all_rng_states(self._own()),
             "epoch_rng": self.epoch_rng,
         }
@@ -425,11 +356,11 @@ class _Run:
         self.hooks.load_state_dict(state["hooks"])
         buffers = state.get("buffers", {"now": {}, "best": {}})  # checkpoints of earlier versions have none
         self.unstored.put_back(buffers["now"])
-        self.best_unstored = buffers["best"]
+        self.best.moved = buffers["best"]
         self.history = History(**state["history"] | {"halvings": self.history.halvings})
         self.halve(state["history"].get("halvings", 0))
         place = state["place"]
-        self.epoch, self.batch, self.waited = place["epoch"], place["batch"], place["waited"]
+        self.epoch, self.batch, self.best.waited = place["epoch"], place["batch"], place["waited"]
         self.step.skips, self.largest = place["skipped"], place.get("largest", 0)
         self.epoch_rng = state["epoch_rng"]
         if len(state["rng"]) == processes.size():
@@ -438,7 +369,7 @@ class _Run:
         if self.history.steps >= LOOKED:
             self.unreached.close()
         if not self.batch and self.history.best_epoch == self.epoch - 1:
-            self._keep_best()
+            self.best.keep()
 
     def _own(self) -> dict[str, Any]:
         """The generators that data and model have for themselves, as far as they are there by now."""

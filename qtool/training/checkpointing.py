@@ -45,8 +45,8 @@ from qtool.errors import QtoolError, UsageError, kind_of
 from qtool.models.specs import without_cache
 from qtool.nested import tensors
 from qtool.recipe import TrainConfig
-from qtool.steps import step
-from qtool.steps.step import Setup
+from qtool.steps import forwards
+from qtool.steps.setup import Setup
 from qtool.system.generators import of_modules, own_state, put_back
 
 Norm = nn.modules.batchnorm._BatchNorm
@@ -135,12 +135,12 @@ class _Block:
                 return traced(self, args, kwargs)
             return _Pass(self.forward, self.norms, self.buffers, self.generators)(*args, **kwargs)
 
-        self.give_back = step.take_place(block, checkpointed)
+        self.give_back = forwards.take_place(block, checkpointed)
 
     def by_itself(self, args: Any, kwargs: Any) -> Any:
         """A compiled pass, checkpointed from without. The same graphs are run again, so all buffers are put back."""
         if self.compiled is None:
-            self.compiled = step.compiled(self.forward, self.block)
+            self.compiled = forwards.compiled(self.forward, self.block)
         return _Pass(self.compiled, [], self.all_buffers, self.generators)(*args, **kwargs)
 
 

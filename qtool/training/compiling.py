@@ -20,8 +20,8 @@ from torch import nn
 
 from qtool.errors import QtoolError
 from qtool.recipe import TrainConfig
-from qtool.steps import step
-from qtool.steps.step import Setup
+from qtool.steps import forwards
+from qtool.steps.setup import Setup
 from qtool.system.devices import require_compilation, resolve_device
 from qtool.training.checkpointing import blocks
 
@@ -41,7 +41,7 @@ def apply(setup: Setup, example: Any) -> None:
 
     # As nn.Module.compile, but with a frame of our own on top: dynamo skips those of torch's own modules, so that a
     # model that is an nn.Sequential would stay as it is, without a word.
-    model._compiled_call_impl = step.compiled(call, model)
+    model._compiled_call_impl = forwards.compiled(call, model)
     setup.on_close.append(lambda: setattr(model, "_compiled_call_impl", None))
 
 
@@ -52,7 +52,7 @@ def require(model: nn.Module, config: TrainConfig) -> None:
 
 def _compile_forward(block: nn.Module) -> Callable[[], None]:
     """Compiles a block's forward pass, with the checkpointing that may be there already; what takes it back."""
-    return step.take_place(block, step.compiled(block.forward, block))
+    return forwards.take_place(block, forwards.compiled(block.forward, block))
 
 
 def require_compiler(device: str, where: str = "--compile") -> None:

@@ -17,7 +17,7 @@ from qtool.errors import OWN
 from qtool.graphs.structures import quiet_pytree
 from qtool.models.specs import copied
 from qtool.nested import call, tensors
-from qtool.steps.step import Setup
+from qtool.steps.setup import Setup
 
 
 def apply(setup: Setup, example: Any) -> None:

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.optim import Optimizer
 
-from qtool.steps.step import Setup
+from qtool.steps.setup import Setup
 from qtool.system import processes
 
 Make = Callable[[list[nn.Parameter]], Optimizer]

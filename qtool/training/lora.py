@@ -51,7 +51,7 @@ from qtool.models.materialise import fill
 from qtool.nested import NARROW
 from qtool.recipe import TrainConfig
 from qtool.steps import unreached
-from qtool.steps.step import Setup
+from qtool.steps.setup import Setup
 from qtool.system import processes
 from qtool.system.imports import imported
 from qtool.training import nf4

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from qtool.steps.step import Setup
+from qtool.steps.setup import Setup
 
 SMALLEST = 2**20
 

@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 
 from qtool.errors import QtoolError
 from qtool.recipe import TrainConfig
-from qtool.steps.step import Setup, plain_optimizer
+from qtool.steps.setup import Setup, plain_optimizer
 from qtool.steps.trees import register_tensor_class
 from qtool.system import processes
 from qtool.system.devices import resolve_device

@@ -40,7 +40,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from qtool.errors import QtoolWarning
 from qtool.nested import NARROW, map_tensors, to_float32
 from qtool.norms import keeps_statistics
-from qtool.steps.step import Setup, take_place
+from qtool.steps.forwards import take_place
+from qtool.steps.setup import Setup
 from qtool.training.lora import trained_in_full
 from qtool.training.nf4 import NF4Linear
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from qtool.steps.loop import Progress
+from qtool.steps.history import Progress
 from qtool.system.quiet import bar_console
 from qtool.units import bytes_told
 

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from qtool.errors import QtoolError
 from qtool.nested import cut, num_samples
 from qtool.steps import checkpoint
-from qtool.steps.step import LossFunction, Setup, trained
+from qtool.steps.setup import LossFunction, Setup, trained
 from qtool.system import processes
 
 FEW = 2

@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 
 from qtool.nested import NARROW
 from qtool.recipe import TrainConfig
-from qtool.steps.step import Setup
+from qtool.steps.setup import Setup
 from qtool.training import fused_updates, pieces
 from qtool.training.block_states import SMALLEST
 

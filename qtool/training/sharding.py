@@ -38,7 +38,7 @@ from qtool.errors import QtoolError, QtoolWarning, kind_of
 from qtool.models.materialise import fill
 from qtool.nested import map_tensors, tensors
 from qtool.norms import keeps_statistics
-from qtool.steps.step import Setup
+from qtool.steps.setup import Setup
 from qtool.system import processes
 from qtool.training.checkpointing import blocks
 from qtool.training.sharded_files import ShardedFiles

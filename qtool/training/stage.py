@@ -16,10 +16,12 @@ from torch import nn
 
 from qtool.data.specs import example_input
 from qtool.recipe import TrainConfig
+from qtool.steps.history import History
 from qtool.steps.judging import judge
-from qtool.steps.loop import EVALUATION, FEWER_BYTES, HasParts, History, fit, memory_told
+from qtool.steps.loop import EVALUATION, FEWER_BYTES, HasParts, fit, memory_told
 from qtool.steps.order import Batches
-from qtool.steps.step import LossFunction, micro_size
+from qtool.steps.setup import LossFunction
+from qtool.steps.step import micro_size
 from qtool.system.devices import resolve_device
 from qtool.system.generators import seeded
 from qtool.tasks import Task

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from qtool.steps.step import Setup
+from qtool.steps.setup import Setup
 from qtool.training import pieces
 
 EARLY = 3

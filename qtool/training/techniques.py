@@ -1,6 +1,6 @@
 """The list of techniques, in the order in which they are applied.
 
-A technique is a function that changes a Setup (``qtool.steps.step``) before the first step, and the condition
+A technique is a function that changes a Setup (``qtool.steps.setup``) before the first step, and the condition
 under which a config asks for it. To add one: a file with ``apply(setup, example)``, a line here, a key in
 ``TrainConfig``, a test.
 """
@@ -16,7 +16,7 @@ from torch import nn
 from qtool.models.materialise import waits
 from qtool.models.specs import shortcut
 from qtool.recipe import TrainConfig
-from qtool.steps.step import Setup, no_scaler, plain_optimizer
+from qtool.steps.setup import Setup, no_scaler, plain_optimizer
 from qtool.system.devices import resolve_device
 from qtool.training import (
     checkpointing,

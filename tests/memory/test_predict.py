@@ -21,7 +21,7 @@ from qtool.memory.measure import highest_sum, measure
 from qtool.memory.predict import predict
 from qtool.recipe import TrainConfig
 from qtool.steps.loop import task_loss
-from qtool.steps.step import plain
+from qtool.steps.setup import plain
 from qtool.tasks import load_task
 from qtool.training import checkpointing, rules, techniques
 from qtool.training.techniques import setup

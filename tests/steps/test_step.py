@@ -8,42 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from qtool.errors import QtoolError, UsageError
+from qtool.errors import QtoolError
 from qtool.recipe import TrainConfig
-from qtool.steps.step import STAGED, NotFinite, Setup, Step, _reader, answer, learning_rate, no_scaler, plain
+from qtool.steps.setup import plain
+from qtool.steps.step import NotFinite, Step, _reader, learning_rate
 from qtool.system import processes
-
-
-@pytest.mark.parametrize("count", [1, 2])
-def test_what_a_model_does_not_take_is_told(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of several processes as of one; but not what comes from the end of another one."""
-    monkeypatch.setattr(processes, "size", lambda: count)
-    with pytest.raises(
-        QtoolError, match=r"on the inputs of the data; got RuntimeError: (addmm: )?mat1 and mat2.* go together"
-    ):
-        answer(nn.Linear(3, 2), torch.ones(1, 4))
-    for layer, shape in ((nn.Linear(3, 2), (1, 3)), (nn.Conv2d(3, 2, 1), (1, 3, 4, 4))):
-        with pytest.raises(QtoolError, match=r"; return x\.float\(\) for its inputs"):
-            answer(layer, torch.ones(shape, dtype=torch.uint8))
-    with pytest.raises(QtoolError, match="missing 1 required positional"):
-        answer(nn.Bilinear(3, 2, 2), torch.ones(1, 3))
-
-    def full(value):
-        raise torch.OutOfMemoryError
-
-    with pytest.raises(torch.OutOfMemoryError):
-        answer(full, torch.ones(1))
-
-    def complaining(value):
-        raise ValueError("no such class")
-
-    def cut_off(value):
-        raise RuntimeError("[gloo/transport/tcp/pair.cc:537] Connection closed by peer [127.0.0.1]:53406")
-
-    with pytest.raises(QtoolError, match="ValueError: no such class"):
-        answer(complaining, torch.ones(1))
-    with pytest.raises(RuntimeError, match="closed by peer"):
-        answer(cut_off, torch.ones(1))
 
 
 def make_model(seed=0, dtype=torch.float32):
@@ -166,17 +135,6 @@ def test_the_smallest_micro_batch_of_all_processes_is_known_from_sizes(batch, mi
                 count = processes.share(total).count or 1
                 found += [len(part.value) for part in step._parts(torch.randn(count, 6), torch.zeros(count), total)]
             assert step.smallest(total) == min(found), total
-
-
-def test_an_index_that_no_table_has_a_row_for_is_told_as_such():
-    with pytest.raises(QtoolError, match=r"IndexError.*; give indices .* no longer than its positions .*text:FILE:L"):
-        answer(nn.Embedding(4, 2), torch.tensor([[1, 4]]))
-
-
-def test_a_single_sample_that_batch_norm_does_not_take_is_told_as_such():
-    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))
-    with pytest.raises(QtoolError, match=r"--batch-size, .* that leave every micro-batch of every process two samples"):
-        answer(model, torch.randn(1, 6))
 
 
 def test_a_step_whose_gradients_overflow_is_skipped_and_counted():
@@ -303,31 +261,6 @@ def test_a_constant_schedule_and_no_warm_up():
     assert learning_rate(config(warmup=1.0), 3, 4) == 0.5
 
 
-def test_inputs_are_cast_and_laid_out_and_targets_are_not():
-    setup = Setup(make_model(), config(), torch.device("cpu"), lambda p: None, no_scaler(torch.device("cpu")))
-    setup.input_dtype, setup.memory_format = torch.bfloat16, torch.channels_last
-    image, number = setup.place((torch.randn(2, 3, 4, 4), torch.tensor([1, 2])))
-    assert image.dtype == torch.bfloat16
-    assert image.is_contiguous(memory_format=torch.channels_last)
-    assert number.dtype == torch.int64
-    target = {"price": torch.tensor([1001.0, 70_000.0]), "map": torch.randn(2, 3, 4, 4)}
-    assert all(setup.move(target)[name] is value for name, value in target.items())
-
-
-def test_closing_undoes_in_reverse_and_once():
-    done = []
-    with plain(make_model(), config()) as setup:
-        setup.on_close += [lambda: done.append(1), lambda: done.append(2)]
-    setup.close()
-    assert done == [2, 1]
-
-
-@pytest.mark.parametrize("options", [{"precision": "16-mixed"}, {"optimizer": "adamw8bit"}])
-def test_a_plain_step_refuses_what_needs_a_technique(options):
-    with pytest.raises(UsageError, match="without techniques"):
-        plain(make_model(), config(**options))
-
-
 def test_the_backward_pass_runs_in_the_caller_s_thread():
     """A GPU's would otherwise run in a thread of autograd's, with a second workspace of cuBLAS."""
     model, seen = make_model(), []
@@ -337,51 +270,6 @@ def test_the_backward_pass_runs_in_the_caller_s_thread():
     assert seen
     assert not any(seen)
     assert torch._C._is_multithreading_enabled()
-
-
-class OnTheHost:
-    """A tensor of the host that writes down how it gets to a GPU."""
-
-    device, dtype = torch.device("cpu"), torch.float32
-
-    def __init__(self, nbytes=2**20, pinned=False) -> None:
-        self.way, self.nbytes, self.pinned = [], nbytes, pinned
-
-    def numel(self):
-        return self.nbytes // 4
-
-    def element_size(self):
-        return 4
-
-    def is_pinned(self):
-        return self.pinned
-
-    def is_floating_point(self):
-        return True
-
-    def dim(self):
-        return 2
-
-    def pin_memory(self):
-        self.way.append("pinned")
-        return self
-
-    def to(self, *where, **how):
-        self.way.append((*where, *how.items()))
-        return self
-
-
-@pytest.mark.parametrize(
-    ("value", "first"),
-    [(OnTheHost(), ["pinned"]), (OnTheHost(nbytes=STAGED), []), (OnTheHost(nbytes=STAGED, pinned=True), ["pinned"])],
-    ids=["large", "small", "pinned already"],
-)
-def test_inputs_reach_a_gpu_without_waiting_and_are_cast_there(value, first):
-    setup = plain(make_model(), config())
-    setup.device, setup.input_dtype = torch.device("cuda", 0), torch.bfloat16
-    setup._place(value)
-    layout = ("memory_format", torch.preserve_format)
-    assert value.way == [*first, (setup.device, ("non_blocking", True)), (torch.bfloat16, layout)]
 
 
 def test_gradients_in_host_memory_are_corrected_by_a_weight_on_a_gpu():
@@ -420,38 +308,3 @@ def test_halved_to_the_end_a_batch_norm_has_two_samples(norm):
         assert [step.halve() for _ in range(4)] == [True, True, not norm, False]
         step(torch.randn(5, 6), torch.tensor([0, 1, 2, 3, 0]), 0.1)
     assert sizes == ([2, 3] if norm else [1] * 5)
-
-
-@pytest.mark.parametrize(
-    "told",
-    ["\"fft\" not implemented for 'Half'", "Unsupported dtype BFloat16", "could not create a primitive descriptor"],
-)
-def test_what_does_not_run_in_16_bits_is_told_as_the_precision_s(told):
-    def model(value):
-        raise RuntimeError(told)
-
-    with pytest.raises(QtoolError, match="take another --precision"):
-        answer(model, torch.zeros(2))
-    with pytest.raises(QtoolError, match=r"must have the same dtype.*one type of floats \(--precision 32-true"):
-        answer(nn.Linear(2, 2), torch.zeros(1, 2).half())
-
-
-ROWS = torch.zeros(2, dtype=torch.int64)
-
-
-@pytest.mark.parametrize(
-    "meet",
-    [
-        lambda x, y: x.index_add(0, ROWS, y),
-        lambda x, y: x.index_put((ROWS,), y),
-        lambda x, y: x.scatter_add(0, ROWS[:, None], y),
-        lambda x, y: torch.baddbmm(x[None], y[None], y[None]),
-        lambda x, y: torch.lerp(x, y, 0.5),
-        lambda x, y: nn.GRU(2, 2)(y[None]),
-        lambda x, y: nn.functional.conv1d(y[None], y[:, :, None], x[0]),
-    ],
-    ids=["index_add", "index_put", "scatter_add", "baddbmm", "lerp", "gru", "conv"],
-)
-def test_operands_of_different_types_are_told_as_that(meet):
-    with pytest.raises(QtoolError, match="give inputs, weights and buffers of one type of floats"):
-        answer(lambda x: meet(x, x.bfloat16()), torch.zeros(2, 2))

@@ -13,7 +13,7 @@ from qtool.errors import QtoolError
 from qtool.flags import explain
 from qtool.recipe import TrainConfig
 from qtool.runtimes.torch import TorchSession
-from qtool.steps.step import answer
+from qtool.steps.passes import answer
 from qtool.training import compiling
 from qtool.training.techniques import setup
 

@@ -7,7 +7,8 @@ from qtool.recipe import KERNELS, TrainConfig
 from qtool.recipe import OPTIMIZERS as NAMES
 from qtool.steps import trees
 from qtool.steps.loop import task_loss
-from qtool.steps.step import Step, trained
+from qtool.steps.setup import trained
+from qtool.steps.step import Step
 from qtool.tasks import load_task
 from qtool.training import compiling, optimizers
 from qtool.training.optimizers import OPTIMIZERS

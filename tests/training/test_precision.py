@@ -13,7 +13,7 @@ from qtool.errors import QtoolError, QtoolWarning
 from qtool.recipe import PRECISIONS, TrainConfig
 from qtool.steps.loop import fit
 from qtool.steps.order import Batches
-from qtool.steps.step import plain
+from qtool.steps.setup import plain
 from qtool.tasks import load_task
 from qtool.training import precision
 from qtool.training.techniques import setup

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from qtool.errors import QtoolError
 from qtool.recipe import TrainConfig
-from qtool.steps.step import Step, plain, trained
+from qtool.steps.setup import plain, trained
+from qtool.steps.step import Step
 from qtool.system import processes
 from qtool.system.launcher import launch
 from qtool.training import compiling, replicas

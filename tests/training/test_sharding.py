@@ -16,7 +16,8 @@ from torch.nn.utils import parametrizations
 from qtool.errors import QtoolError, QtoolWarning
 from qtool.recipe import TrainConfig
 from qtool.steps import checkpoint, trees
-from qtool.steps.step import Step, trained
+from qtool.steps.setup import trained
+from qtool.steps.step import Step
 from qtool.system.launcher import launch
 from qtool.training import sharded_files
 from qtool.training.techniques import setup

@@ -10,7 +10,7 @@ from torch.utils.data import TensorDataset
 from qtool.errors import OutOfMemory, QtoolError
 from qtool.recipe import TrainConfig
 from qtool.stages import training as stages
-from qtool.steps.loop import Progress
+from qtool.steps.history import Progress
 from qtool.system import machine
 from qtool.tasks import load_task
 from qtool.training.progress import describe, reporter

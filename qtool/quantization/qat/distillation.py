@@ -37,7 +37,8 @@ from qtool.graphs.shapes import same_sizes
 from qtool.nested import micro_batches, per_sample, tensors, to_float32
 from qtool.quantization.calibration.calibrate import MICRO_BATCH
 from qtool.quantization.rewrites.norms import FOLDED, is_live
-from qtool.steps.step import LossFunction, answer
+from qtool.steps.passes import answer
+from qtool.steps.setup import LossFunction
 
 
 class Tap(nn.Module):

@@ -42,7 +42,7 @@ from qtool.quantization.quantizers.learned import learn_steps
 from qtool.quantization.residence import Moved, on
 from qtool.recipe import AUTO, QatConfig
 from qtool.steps.loop import Hooks
-from qtool.steps.step import LossFunction
+from qtool.steps.setup import LossFunction
 from qtool.system.devices import resolve_device
 
 FineTune = Callable[[nn.Module, Hooks, LossFunction | None], Any]
