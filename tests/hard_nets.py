@@ -4,14 +4,23 @@
 in float: across the depthwise convolutions (activation ReLU) and along the residual stream. It computes what a tame net
 does, and per-tensor activations lose most of it. ``hard_transformer`` has three channels in each layer norm that stick
 out, as trained transformers have. ``images`` are smooth, as real ones are.
+
+A ``hard_mobilenet`` is made, and captured, once in a process: nothing may change it.
 """
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from nets_modern import VisionTransformer
 from torch import Tensor, nn
+from torch.fx import GraphModule
 from torch.nn import functional as F
+
+from qtool.graphs.edits import copied
+from qtool.quantization.capturing.float_form import FloatForms
+from qtool.recipe import QuantizeConfig
 
 
 class Block(nn.Module):
@@ -47,6 +56,7 @@ class HardNet(nn.Module):
         return self.linear(F.adaptive_avg_pool2d(x, 1).flatten(1))
 
 
+@functools.cache
 def hard_mobilenet(activation: type[nn.Module] = nn.ReLU, spread: float = 2.0, seed: int = 0) -> HardNet:
     """A net in evaluation mode whose channels inside the blocks are scaled by e^(±``spread``), exactly undone later."""
     generator = torch.Generator().manual_seed(seed)
@@ -63,6 +73,16 @@ def hard_mobilenet(activation: type[nn.Module] = nn.ReLU, spread: float = 2.0, s
             ]
             _rescale(block, *factors)
     return model
+
+
+forms = functools.cache(FloatForms)
+"""Of a net that is made once."""
+
+
+def form_of(model: nn.Module, example: Tensor) -> GraphModule:
+    """A copy of its float form."""
+    kept = forms(model) if isinstance(model, HardNet) else FloatForms(model)
+    return copied(kept(QuantizeConfig(), example))
 
 
 def _rescale(block: Block, first: Tensor, second: Tensor) -> None:

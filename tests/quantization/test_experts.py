@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 import qtool
 from qtool.errors import QtoolError
 from qtool.exporting.stage import export
+from qtool.quantization.capturing.float_form import FloatForms
 from qtool.quantization.stage import quantize
 from qtool.recipe import ExportConfig, QuantizeConfig
 
@@ -34,6 +36,13 @@ class Experts(nn.Module):
         return made
 
 
+@functools.cache
+def captured() -> tuple[FloatForms, list[Tensor]]:
+    """The net, and batches of too few rows for each expert to get one every time."""
+    torch.manual_seed(0)
+    return FloatForms(Experts().eval()), [torch.randn(4, 16) for _ in range(8)]
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -43,12 +52,11 @@ class Experts(nn.Module):
     ],
 )
 def test_experts_are_integer_and_keep_their_own_biases(tmp_path: Path, options: dict[str, Any]) -> None:
-    torch.manual_seed(0)
-    net = Experts().eval()
-    batches = [torch.randn(4, 16) for _ in range(8)]  # too few rows for each expert to get one every time
+    forms, batches = captured()
+    net = forms.model
     with torch.no_grad():
         assert any(len(net.gate(batch).argmax(-1).unique()) < 3 for batch in batches)
-    form = quantize(net, QuantizeConfig(**options), example=batches[0], calibration=batches)
+    form = quantize(net, QuantizeConfig(**options), example=batches[0], calibration=batches, forms=forms)
     assert {unit.name for unit in form.plan.integer_units} == {
         "gate", *(f"experts.{i}.{j}" for i in range(3) for j in (0, 2))
     }  # fmt: skip

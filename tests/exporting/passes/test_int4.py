@@ -11,7 +11,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 import torch
-from hard_nets import hard_mobilenet, images
+from hard_nets import forms, hard_mobilenet, images
 from onnx import numpy_helper
 from torch import nn
 
@@ -33,7 +33,8 @@ BATCHES = [images(24), images(16, seed=1)]
 def quantized_to(bits: int, **options) -> QuantizedModel:
     """Each made once: tests change nothing of it."""
     config = QuantizeConfig(weight_bits=bits, **options)
-    return quantize(hard_mobilenet(nn.ReLU6, 0.3), config, example=BATCHES[0], calibration=BATCHES)
+    model = hard_mobilenet(nn.ReLU6, 0.3)
+    return quantize(model, config, example=BATCHES[0], calibration=BATCHES, forms=forms(model))
 
 
 def bits_of(quantized: QuantizedModel) -> list[int]:

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hard_nets import hard_mobilenet, hard_transformer, images
+from hard_nets import form_of, hard_mobilenet, hard_transformer, images
 from torch import Tensor, nn
 
 from qtool.graphs.edits import copied, parameter
@@ -20,7 +20,6 @@ from qtool.quantization.algorithms.gptq import gptq
 from qtool.quantization.algorithms.part import Part, _samples
 from qtool.quantization.algorithms.soft import SoftWeight
 from qtool.quantization.calibration.calibrate import calibrate
-from qtool.quantization.capturing.float_form import float_form
 from qtool.quantization.engines import pt2e
 from qtool.quantization.placement import Placement
 from qtool.quantization.stage import quantize
@@ -32,7 +31,7 @@ BATCHES = [images(24), images(16, seed=1)]
 
 def subject(model: nn.Module, batches: list[Tensor], steps: int = 60, bits: int = 4, **fields: object) -> Subject:
     """A converted graph, its biases still float."""
-    graph = float_form(model, batches[0])
+    graph = form_of(model, batches[0])
     placement = Placement(graph, get_target("ort-cpu", bits, bits))
     reference = copied(graph)
     prepared = pt2e.prepare(graph, placement)

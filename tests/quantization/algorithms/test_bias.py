@@ -7,7 +7,7 @@ import importlib
 
 import pytest
 import torch
-from hard_nets import hard_mobilenet, images
+from hard_nets import form_of, forms, hard_mobilenet, images
 from test_walk import Count
 from torch import Tensor, nn
 from torch.fx import GraphModule, Interpreter, Node
@@ -30,7 +30,7 @@ BATCHES = [images(24), images(8, seed=1)]
 
 def subject(model: nn.Module, batches: list[Tensor], overrides: dict[str, str] | None = None) -> Subject:
     """A converted graph, its biases still float."""
-    graph = float_form(model, batches[0])
+    graph = form_of(model, batches[0])
     placement = Placement(graph, get_target("ort-cpu"), overrides)
     reference = copied(graph)
     prepared = pt2e.prepare(graph, placement)
@@ -92,7 +92,7 @@ def test_the_output_comes_much_nearer_to_float_on_a_hard_net(engine: str) -> Non
     found = {}
     for algorithms in (None, ("bias",)):
         config = QuantizeConfig(engine=engine, algorithms=algorithms)
-        quantized = quantize(model, config, example=BATCHES[0], calibration=BATCHES)
+        quantized = quantize(model, config, example=BATCHES[0], calibration=BATCHES, forms=forms(model))
         with torch.no_grad():
             found[algorithms] = sqnr_db(model(test), quantized(test))
         assert ("bias: corrected in 12 layers" in quantized.plan.notes) == (algorithms is not None)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from conv_nets import build, example, nets
-from hard_nets import hard_mobilenet, images
+from hard_nets import form_of, hard_mobilenet, images
 from hypothesis import HealthCheck, given, settings
 from test_bias import values_of
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from qtool.errors import UsageError
 from qtool.evaluate import sqnr_db
-from qtool.graphs.edits import copied, parameter
+from qtool.graphs.edits import parameter
 from qtool.graphs.shapes import batch_symbols
 from qtool.nested import call, tensors
 from qtool.quantization.algorithms import Declined, Subject
@@ -38,7 +38,7 @@ BATCHES = [images(24), images(8, seed=1)]
 
 
 def subject(model: nn.Module, batches: list) -> Subject:
-    graph = copied(float_form(model, batches[0]))
+    graph = form_of(model, batches[0])
     write_norms(graph)
     return Subject(graph, graph, Placement(graph, get_target("ort-cpu")), batches)
 

@@ -10,7 +10,7 @@ from typing import cast
 import numpy as np
 import pytest
 import torch
-from hard_nets import hard_mobilenet, images
+from hard_nets import forms, hard_mobilenet, images
 from test_bias import BATCHES, biases, subject
 from torch import Tensor, nn
 
@@ -175,7 +175,7 @@ def test_the_output_comes_nearer_than_by_bias_correction_alone() -> None:
     found = {}
     for algorithms in (("bias",), ("gptq",)):
         config = QuantizeConfig(algorithms=algorithms)
-        quantized = quantize(model, config, example=BATCHES[0], calibration=BATCHES)
+        quantized = quantize(model, config, example=BATCHES[0], calibration=BATCHES, forms=forms(model))
         with torch.no_grad():
             found[algorithms] = sqnr_db(model(test), quantized(test))
     assert found["gptq",] > found["bias",] + 0.5
@@ -184,10 +184,11 @@ def test_the_output_comes_nearer_than_by_bias_correction_alone() -> None:
 def test_of_one_batch_the_halves_judge_each_other_and_one_row_judges_nothing() -> None:
     model, test = hard_mobilenet(), images(64, seed=9)
     config = QuantizeConfig(algorithms=("gptq",))
-    quantized = quantize(model, config, example=BATCHES[0], calibration=[images(40)])
+    samples = {"example": BATCHES[0], "calibration": [images(40)], "forms": forms(model)}
+    quantized = quantize(model, config, **samples)
     assert "gptq: refitted 0 layers" not in quantized.plan.notes
     with torch.no_grad():
-        plain = quantize(model, QuantizeConfig(algorithms=None), example=BATCHES[0], calibration=[images(40)])
+        plain = quantize(model, QuantizeConfig(algorithms=None), **samples)
         assert sqnr_db(model(test), quantized(test)) > sqnr_db(model(test), plain(test)) + 1
     given = subject(nn.Sequential(nn.Linear(4, 3)).eval(), [torch.randn(1, 4)])
     before = {n.name: parameter(given.graph, n.args[1].args[0]).clone() for n in given.anchors()}

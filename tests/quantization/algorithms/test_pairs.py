@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 from pathlib import Path
@@ -29,7 +30,7 @@ from qtool.nested import call, tensors
 from qtool.quantization.algorithms import Declined, Subject, pairs
 from qtool.quantization.algorithms.pairs import costs, matched, order_pairs
 from qtool.quantization.calibration.observers import PerChannelFakeQuantizer, PerChannelWeightObserver
-from qtool.quantization.capturing.float_form import float_form
+from qtool.quantization.capturing.float_form import FloatForms, float_form
 from qtool.quantization.integers import WEIGHTED
 from qtool.quantization.placement import Placement
 from qtool.quantization.quantizers.fake_quantize import fake_quantize
@@ -312,6 +313,11 @@ def test_a_saved_order_is_repeated_and_not_found_anew(tmp_path: Path, monkeypatc
         quantize(model, config, example=X, calibration=[])
 
 
+@functools.cache
+def forms_to_train() -> FloatForms:
+    return FloatForms(nn.Sequential(OfOneSign(), nn.Linear(6, 4)).eval())
+
+
 def trained(config: QuantizeConfig, tuning: QatConfig, *, steps: int = 12) -> tuple[QuantizedModel, Tensor]:
     """QAT whose last steps, ranges frozen, still move weights by several integers; and what it computed at its end."""
     kept: dict[str, Any] = {}
@@ -328,8 +334,8 @@ def trained(config: QuantizeConfig, tuning: QatConfig, *, steps: int = 12) -> tu
         hooks.mode(graph, False)
         kept["output"] = graph(X).detach()
 
-    model = nn.Sequential(OfOneSign(), nn.Linear(6, 4)).eval()
-    made = quantize(model, config, example=X, calibration=[X], qat=fine_tune, tuning=tuning)
+    forms = forms_to_train()
+    made = quantize(forms.model, config, example=X, calibration=[X], qat=fine_tune, tuning=tuning, forms=forms)
     return made, kept["output"]
 
 

@@ -383,15 +383,16 @@ def measured(kind: str, count: int, seed: int) -> Tensor:
 def test_columns_in_units_of_their_own_are_scaled_where_they_come_in(kind: str, tmp_path: Path) -> None:
     model, batches = Table(kind).eval(), [measured(kind, 32, seed) for seed in range(4)]
     test, path = measured(kind, 64, 9), tmp_path / "ranges.json"
-    form = quantize(model, QuantizeConfig(), example=batches[0], calibration=batches)
-    plain = quantize(model, QuantizeConfig(algorithms=("analytic-bias",)), example=batches[0], calibration=batches)
+    given: dict[str, Any] = {"example": batches[0], "forms": FloatForms(model)}
+    form = quantize(model, QuantizeConfig(), calibration=batches, **given)
+    plain = quantize(model, QuantizeConfig(algorithms=("analytic-bias",)), calibration=batches, **given)
     count = 2 if kind == "apart" else 1
     assert any(note.startswith(f"smooth: rescaled {count} of {count} inputs, α") for note in form.plan.notes)
     with torch.no_grad():
         assert sqnr_db(model(test), form(test)) > 30
         assert sqnr_db(model(test), plain(test)) < 15
     path.write_text(json.dumps(form.ranges))
-    again = quantize(model, QuantizeConfig(ranges_from=str(path)), example=batches[0])
+    again = quantize(model, QuantizeConfig(ranges_from=str(path)), **given)
     assert f"smooth: as saved with the ranges in {count} of {count} inputs" in again.plan.notes
     assert torch.equal(again(test), form(test))
 

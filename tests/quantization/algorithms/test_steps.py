@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hard_nets import hard_mobilenet, images
+from hard_nets import forms, hard_mobilenet, images
 from test_adaround import Killed, killed_at
 from test_bias import BATCHES, biases, subject
 from torch import Tensor, nn
@@ -185,12 +185,12 @@ def test_a_run_that_was_killed_goes_on_and_ends_as_one_that_was_not(tmp_path: Pa
 
 def test_saved_ranges_repeat_it_without_data(tmp_path: Path) -> None:
     model, config = hard_mobilenet(), QuantizeConfig(ranges="minmax", algorithms=("steps",))
-    first = quantize(model, config, example=BATCHES[0], calibration=BATCHES)
+    first = quantize(model, config, example=BATCHES[0], calibration=BATCHES, forms=forms(model))
     path = tmp_path / "ranges.json"
     path.write_text(json.dumps(first.ranges))
     read_ranges(path)
     config = dataclasses.replace(config, ranges_from=str(path))
-    again = quantize(model, config, example=BATCHES[0])
+    again = quantize(model, config, example=BATCHES[0], forms=forms(model))
     assert torch.equal(first(BATCHES[0]), again(BATCHES[0]))
     assert any(note.startswith("steps: as saved") for note in again.plan.notes)
 

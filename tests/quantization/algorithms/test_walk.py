@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,11 @@ def walked(graph: torch.fx.GraphModule, batches: list, budget: int = 2**30) -> l
         return list(walk.output())
 
 
+@functools.cache
+def hard_graph() -> torch.fx.GraphModule:
+    return quantize(hard_mobilenet(), QuantizeConfig(), example=images(2), calibration=[images(7)]).graph
+
+
 @settings(max_examples=4, suppress_health_check=list(HealthCheck))
 @given(nets(most=3))
 def test_a_walk_through_any_quantized_net_gives_what_running_it_gives(net) -> None:
@@ -45,7 +51,7 @@ def test_a_budget_of_nothing_spools_every_value_and_leaves_no_file(
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     batches = [images(4), images(3, seed=1)]
-    graph = quantize(hard_mobilenet(), QuantizeConfig(), example=batches[0], calibration=batches).graph
+    graph = hard_graph()
     with Walk(graph, batches, budget=0) as walk:
         for segment in walk.segments:
             walk.advance(segment)
@@ -83,7 +89,7 @@ class Count(TorchDispatchMode):
 
 def test_each_layer_runs_once_and_what_nothing_reads_is_dropped() -> None:
     batches = [images(4), images(4, seed=1)]
-    graph = quantize(hard_mobilenet(), QuantizeConfig(), example=batches[0], calibration=batches).graph
+    graph = hard_graph()
     with Count() as once:
         for batch in batches:
             graph(batch)
@@ -96,7 +102,7 @@ def test_each_layer_runs_once_and_what_nothing_reads_is_dropped() -> None:
 
 def test_what_is_held_stays_until_it_is_released() -> None:
     batches = [images(4)]
-    graph = quantize(hard_mobilenet(), QuantizeConfig(), example=batches[0], calibration=batches).graph
+    graph = hard_graph()
     first, second, *_ = [segment.output for segment in cut(graph)]
     with Walk(graph, batches, held=[first, second]) as walk:
         for segment in walk.segments:
@@ -111,8 +117,7 @@ def test_what_is_held_stays_until_it_is_released() -> None:
 
 
 def test_the_cut_is_at_quantizers() -> None:
-    batches = [images(4)]
-    graph = quantize(hard_mobilenet(), QuantizeConfig(), example=batches[0], calibration=batches).graph
+    graph = hard_graph()
     targets = [str(segment.output.target) for segment in cut(graph)]
     assert targets[-1] == "aten.linear.default"
     assert all("quantize_per_tensor" in name for name in targets[:-1])
@@ -120,7 +125,7 @@ def test_the_cut_is_at_quantizers() -> None:
 
 def test_means_are_those_of_the_values() -> None:
     batches = [images(5), images(300, 8, seed=1)[:, :, :8, :8]]
-    graph = quantize(hard_mobilenet(), QuantizeConfig(), example=images(2), calibration=[images(5)]).graph
+    graph = hard_graph()
     with Walk(graph, batches) as walk:
         for segment in walk.segments:
             for node in segment.nodes[:-1]:

@@ -25,6 +25,7 @@ from qtool.evaluate import sqnr_db
 from qtool.form import QuantizedModel
 from qtool.graphs.operators import DROPOUTS
 from qtool.quantization import targets
+from qtool.quantization.algorithms import steps
 from qtool.quantization.calibration.observers import PerChannelFakeQuantizer
 from qtool.quantization.engines import pt2e
 from qtool.quantization.qat.fine_tune import QatHooks
@@ -121,9 +122,12 @@ STEPS = ("smooth", "equalize", "steps")
 @pytest.mark.parametrize(
     ("options", "drops"), [({}, True), ({"weight_bits": 4}, False), ({"algorithms": STEPS}, False)]
 )
-def test_training_starts_from_what_rounding_made(options: dict[str, Any], drops: bool) -> None:
+def test_training_starts_from_what_rounding_made(
+    options: dict[str, Any], drops: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Channels scaled by e² and back, which equalization undoes and which 8 bits do not hold as they are."""
-    model, batches = hard_mobilenet(), [images(256 if "algorithms" in options else 32)]
+    monkeypatch.setattr(steps, "SAMPLES", 64)
+    model, batches = hard_mobilenet(), [images(64 if "algorithms" in options else 32)]
     if drops:
         model = nn.Sequential(model, nn.Dropout(0.5), nn.Linear(10, 4)).eval()
     made = {
@@ -139,6 +143,8 @@ def test_training_starts_from_what_rounding_made(options: dict[str, Any], drops:
     assert changes[0] == changes[1]
     assert changes[0]
     assert {name for name, entry in made["qat"].ranges.items() if "equalize" in entry}
+    learned = [note for each in made.values() for note in each.plan.notes if note.startswith("steps: ")]
+    assert all("scales and the biases" in note for note in learned), learned
 
 
 class Read:
