@@ -357,10 +357,10 @@ def work(ctx: click.Context) -> Iterator[ModuleType]:
 
 @contextlib.contextmanager
 def whole(place: Path) -> Iterator[None]:
-    """Tells results with something missing as that: a stage writes them whole, whoever edits them may not."""
+    """Tells results with something missing or of another kind as that: a stage writes them whole, an editor may not."""
     try:
         yield
-    except (KeyError, IndexError, TypeError, AttributeError) as error:
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
         raise QtoolError(
             f"'{place}'", "results as the stages wrote them", one_line(f"{type(error).__name__}: {error}"),
             "run the stage again whose JSON was edited; if none was, report this with the traceback that --debug shows",

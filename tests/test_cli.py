@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
+import math
 import os
 import signal
 import subprocess
@@ -500,6 +501,29 @@ def test_results_that_were_cut_are_told_as_such(
     done = invoke(words[0], ".", *words[1:])
     assert done.exit_code == 1
     assert "expected results as the stages wrote them; got KeyError: " in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        ({"outputs": {"model": {"file": "x", "sha256": "x", "size_bytes": "4 KiB"}}}, "ValueError: "),
+        (
+            {
+                "history": {"losses": [2.0, 1.0], "epochs": [{"validation_top1": 0.5}], "ends": [math.inf]},
+                "metric": "top1",
+            },
+            "OverflowError: ",
+        ),
+    ],
+)
+def test_results_with_values_of_another_kind_are_told_as_such(
+    tmp_path: Path, damage: dict[str, Any], told: str
+) -> None:
+    result = {"schema": 1, "stage": "train", "config": {}, "inputs": {}, "outputs": {}, "metrics": {}}
+    (tmp_path / "train.json").write_text(json.dumps(result | {"environment": {}} | damage))
+    done = invoke("report", str(tmp_path))
+    assert done.exit_code == 1
+    assert f"expected results as the stages wrote them; got {told}" in done.stderr
 
 
 def test_json_without_a_command_is_one_object_too() -> None:
