@@ -315,10 +315,10 @@ def test_of_several_processes_the_end_of_another_one_is_no_defect(monkeypatch: p
     assert "process 1 of 2: expected the others to go on; got RuntimeError: [gloo] Connection" in result.stderr
 
 
-def test_an_interrupt_is_130_and_says_that_the_run_resumes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_is_130_and_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     result = inspect_raises(monkeypatch, KeyboardInterrupt())
     assert result.exit_code == 130
-    assert "resumes" in result.stderr
+    assert result.stderr.endswith("qtool: interrupted; run the same command again\n")
     told = json.loads(inspect_raises(monkeypatch, KeyboardInterrupt(), "--json").stdout)["error"]
     assert (told["got"], told["exit_code"]) == ("an interrupt", 130)
 
@@ -617,7 +617,19 @@ def test_an_interrupt_that_a_library_made_another_error_is_still_one(
     error = RuntimeError("Error calling __set_name__ on 'Field'")
     error.__cause__ = interrupt
     result = inspect_raises(monkeypatch, error)
-    assert (result.exit_code, "resumes" in result.stderr, "internal" in result.stderr) == (code, True, False)
+    assert (result.exit_code, "the same command" in result.stderr, "internal" in result.stderr) == (code, True, False)
+
+
+@pytest.mark.parametrize(
+    ("words", "resumes"),
+    [(["quantize", "x"], True), (["export", "x"], False), (["benchmark", "x"], False), (["run", "r.toml"], True)],
+)
+def test_a_command_that_is_stopped_says_that_it_resumes_only_where_it_does(
+    monkeypatch: pytest.MonkeyPatch, words: list[str], resumes: bool
+) -> None:
+    monkeypatch.setattr(pipeline, words[0], Asked(Ended(signal.SIGTERM)))
+    told = invoke(*words).stderr.strip()
+    assert told.endswith("resumes from what is finished" if resumes else "; run the same command again")
 
 
 @pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
@@ -638,7 +650,7 @@ def test_what_fails_of_an_interrupt_that_something_swallowed_is_told_as_that(nam
         "from qtool.cli import main; main(['inspect', 'x'])"
     )
     done = run_python(script)
-    assert (done.returncode, "resumes" in done.stderr, "make" in done.stderr) == (code, True, False)
+    assert (done.returncode, "the same command" in done.stderr, "make" in done.stderr) == (code, True, False)
 
 
 def test_signals_are_as_they_were_once_a_command_has_ended() -> None:
