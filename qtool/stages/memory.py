@@ -147,7 +147,7 @@ def _in_fresh_process(spec: Spec, config: TrainConfig, work: str = "measure") ->
         )  # fmt: skip
     answer: dict[str, Any] = json.loads(told)
     if "error" in answer:
-        raise QtoolError(*answer["error"])
+        raise (UsageError if answer["usage"] else QtoolError)(*answer["error"])
     return answer
 
 
@@ -185,7 +185,8 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
             return _predicted(request, config)
         return _in_group(request, config, work) if config.devices > 1 else _measured(request, config, work)
     except QtoolError as error:
-        return {"error": [error.where, error.expected, error.got, error.do]}
+        told = [error.where, error.expected, error.got, error.do]
+        return {"error": told, "usage": isinstance(error, UsageError)}
 
 
 def _measured(spec: Spec, config: TrainConfig, work: str) -> dict[str, Any]:
