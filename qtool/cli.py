@@ -62,7 +62,7 @@ def main() -> None:
     """
 
 
-def command(name: str, example: str) -> Callable[[Callable[..., None]], click.Command]:
+def command(name: str, example: str, *, resumes: bool = False) -> Callable[[Callable[..., None]], click.Command]:
     """Registers a command, with an example under its help and the options that every command takes."""
 
     def register(function: Callable[..., None]) -> click.Command:
@@ -70,7 +70,7 @@ def command(name: str, example: str) -> Callable[[Callable[..., None]], click.Co
         for word, text in OUTPUT.items():
             inside = word.replace("--", "as_")
             function = click.option(word, inside, cls=Flag, section="Output", is_flag=True, help=text)(function)
-        return main.command(name, cls=Command, example=example)(function)
+        return main.command(name, cls=Command, example=example, resumes=resumes)(function)
 
     return register
 
@@ -89,7 +89,11 @@ mlflow_option = click.option(
 )
 
 
-@command("train", "qtool train --model resnet --data fashion-mnist --epochs 4 --precision bf16-mixed --out runs/a")
+@command(
+    "train",
+    "qtool train --model resnet --data fashion-mnist --epochs 4 --precision bf16-mixed --out runs/a",
+    resumes=True,
+)
 @out_option("Where the weights and train.json go.", required=True)
 @click.option("--resume/--no-resume", default=True, help="Continue a run that was stopped there. [default: resume]")
 @field_options(Recipe, "Source", skip=("variants",), required=("model", "data"))
@@ -105,6 +109,7 @@ def train(ctx: click.Context, out: Path, resume: bool, **_: Any) -> None:
     "quantize",
     "qtool quantize runs/a --mode ptq\n"
     "qtool quantize --model net.py:build --weights net.safetensors --data idx:mnist --out runs/b",
+    resumes=True,
 )
 @click.argument("run_dir", type=RUN_DIR, required=False)
 @out_option("Where the quantized model and quantize.json go. [default: RUN_DIR]")
@@ -127,7 +132,7 @@ def quantize(ctx: click.Context, run_dir: Path | None, out: Path | None, trust: 
     show(ctx, out or run_dir, "quantize")
 
 
-@command("sensitivity", "qtool sensitivity runs/a\nqtool sensitivity runs/a/ptq --samples 256 --json")
+@command("sensitivity", "qtool sensitivity runs/a\nqtool sensitivity runs/a/ptq --samples 256 --json", resumes=True)
 @click.argument("run_dir", type=RUN_DIR, required=False)
 @out_option("Where sensitivity.json goes. [default: RUN_DIR]")
 @trust_option
@@ -196,7 +201,9 @@ def complete_recipe(ctx: click.Context, param: click.Parameter, incomplete: str)
 
 
 @command(
-    "run", "qtool run fashion-mnist\nqtool run my.toml --out runs/a --set train.epochs=8 --set quantize.effort=best"
+    "run",
+    "qtool run fashion-mnist\nqtool run my.toml --out runs/a --set train.epochs=8 --set quantize.effort=best",
+    resumes=True,
 )
 @click.argument("recipe", metavar="RECIPE", shell_complete=complete_recipe)
 @out_option("Where everything goes. [default: runs/NAME-OF-RECIPE]")
@@ -357,10 +364,10 @@ def work(ctx: click.Context) -> Iterator[ModuleType]:
 
 @contextlib.contextmanager
 def whole(place: Path) -> Iterator[None]:
-    """Tells results with something missing as that: a stage writes them whole, whoever edits them may not."""
+    """Tells results with something missing or of another kind as that: a stage writes them whole, an editor may not."""
     try:
         yield
-    except (KeyError, IndexError, TypeError, AttributeError) as error:
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
         raise QtoolError(
             f"'{place}'", "results as the stages wrote them", one_line(f"{type(error).__name__}: {error}"),
             "run the stage again whose JSON was edited; if none was, report this with the traceback that --debug shows",

@@ -193,11 +193,14 @@ def _united(tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 class Command(click.Command):
-    """A command whose options are listed under headings and whose help ends in an example."""
+    """A command whose options are listed under headings and whose help ends in an example.
 
-    def __init__(self, *args: Any, example: str = "", **kwargs: Any) -> None:
+    ``resumes`` says that one that was stopped goes on from what it has left on disk, when it is given again.
+    """
+
+    def __init__(self, *args: Any, example: str = "", resumes: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.example = example
+        self.example, self.resumes = example, resumes
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         sections: dict[str, list[tuple[str, str]]] = {}
@@ -258,9 +261,9 @@ class Program(click.Group):
         except click.Abort as error:
             if isinstance(error.__cause__, EOFError):  # click takes it for the end of what somebody types
                 _leave(_fail(error.__cause__, arguments))
-            _leave(_interrupted(None, arguments))
+            _leave(self._interrupted(None, arguments))
         except Ended as error:
-            _leave(_interrupted(error, arguments))
+            _leave(self._interrupted(error, arguments))
         except click.exceptions.NoArgsIsHelpError as error:
             click.echo(error.format_message(), err=True)
             _leave(UsageError.exit_code)
@@ -272,9 +275,22 @@ class Program(click.Group):
             _leave(_fail(left(error), arguments))
         except Exception as error:
             if ended := interrupt_behind(error) or next(iter(came), None):
-                _leave(_interrupted(ended, arguments))
+                _leave(self._interrupted(ended, arguments))
             _leave(_fail(error, arguments))
         _leave(code if isinstance(code, int) else 0)
+
+    def _interrupted(self, error: BaseException | None, arguments: Sequence[str]) -> int:
+        """Tells what ended the program before its time, a signal or an interrupt, and returns the exit code."""
+        command = next((self.commands[word] for word in arguments if word in self.commands), None)
+        goes_on = isinstance(command, Command) and command.resumes
+        do = f"run the same command again{' and it resumes from what is finished' if goes_on else ''}"
+        how, got, code = "interrupted", "an interrupt", INTERRUPTED
+        if isinstance(error, Ended):
+            how, got, code = f"ended by {error.by.name}", error.by.name, 128 + error.by
+        with contextlib.suppress(OSError):  # the terminal is gone
+            click.echo(f"qtool: {how}; {do}", err=True)
+        _tell_json(QtoolError("qtool", "to finish", got, do), code, arguments)
+        return code
 
 
 def _stand_in_for_closed() -> None:
@@ -300,18 +316,6 @@ def _leave(code: int) -> NoReturn:
 
         leave(code)
     sys.exit(code)
-
-
-def _interrupted(error: BaseException | None, arguments: Sequence[str]) -> int:
-    """Tells what ended the program before its time, a signal or an interrupt, and returns the exit code."""
-    do = "run the same command again and it resumes from what is finished"
-    how, got, code = "interrupted", "an interrupt", INTERRUPTED
-    if isinstance(error, Ended):
-        how, got, code = f"ended by {error.by.name}", error.by.name, 128 + error.by
-    with contextlib.suppress(OSError):  # the terminal is gone
-        click.echo(f"qtool: {how}; {do}", err=True)
-    _tell_json(QtoolError("qtool", "to finish", got, do), code, arguments)
-    return code
 
 
 def _fail(error: Exception, arguments: Sequence[str]) -> int:

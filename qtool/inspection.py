@@ -70,8 +70,10 @@ def describe_run(place: Path) -> dict[str, Any]:
         if has_result(place, stage):
             found[stage] = read_result(place, stage, verify=False, stale=True)
     notes = outdated({stage: found[stage] for stage in STAGES if stage in found}, place)
-    if outcome := refused(place, notes):
-        found["contract"] = outcome
+    try:
+        found |= {"contract": outcome} if (outcome := refused(place)) else {}
+    except QtoolError as error:
+        notes.append(str(error))
     if plan := found.get("export", found.get("quantize", {})).get("plan"):
         found["units"] = _units(plan, _ranges(place, notes), found.get("quantize", {}).get("sensitivity") or ())
     found |= {"notes": notes} if notes else {}

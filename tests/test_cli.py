@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
+import math
 import os
 import signal
 import subprocess
@@ -314,10 +315,10 @@ def test_of_several_processes_the_end_of_another_one_is_no_defect(monkeypatch: p
     assert "process 1 of 2: expected the others to go on; got RuntimeError: [gloo] Connection" in result.stderr
 
 
-def test_an_interrupt_is_130_and_says_that_the_run_resumes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_is_130_and_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     result = inspect_raises(monkeypatch, KeyboardInterrupt())
     assert result.exit_code == 130
-    assert "resumes" in result.stderr
+    assert result.stderr.endswith("qtool: interrupted; run the same command again\n")
     told = json.loads(inspect_raises(monkeypatch, KeyboardInterrupt(), "--json").stdout)["error"]
     assert (told["got"], told["exit_code"]) == ("an interrupt", 130)
 
@@ -502,6 +503,29 @@ def test_results_that_were_cut_are_told_as_such(
     assert "expected results as the stages wrote them; got KeyError: " in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        ({"outputs": {"model": {"file": "x", "sha256": "x", "size_bytes": "4 KiB"}}}, "ValueError: "),
+        (
+            {
+                "history": {"losses": [2.0, 1.0], "epochs": [{"validation_top1": 0.5}], "ends": [math.inf]},
+                "metric": "top1",
+            },
+            "OverflowError: ",
+        ),
+    ],
+)
+def test_results_with_values_of_another_kind_are_told_as_such(
+    tmp_path: Path, damage: dict[str, Any], told: str
+) -> None:
+    result = {"schema": 1, "stage": "train", "config": {}, "inputs": {}, "outputs": {}, "metrics": {}}
+    (tmp_path / "train.json").write_text(json.dumps(result | {"environment": {}} | damage))
+    done = invoke("report", str(tmp_path))
+    assert done.exit_code == 1
+    assert f"expected results as the stages wrote them; got {told}" in done.stderr
+
+
 def test_json_without_a_command_is_one_object_too() -> None:
     done = invoke("--json")
     assert done.exit_code == json.loads(done.stdout)["error"]["exit_code"] == 2
@@ -593,7 +617,19 @@ def test_an_interrupt_that_a_library_made_another_error_is_still_one(
     error = RuntimeError("Error calling __set_name__ on 'Field'")
     error.__cause__ = interrupt
     result = inspect_raises(monkeypatch, error)
-    assert (result.exit_code, "resumes" in result.stderr, "internal" in result.stderr) == (code, True, False)
+    assert (result.exit_code, "the same command" in result.stderr, "internal" in result.stderr) == (code, True, False)
+
+
+@pytest.mark.parametrize(
+    ("words", "resumes"),
+    [(["quantize", "x"], True), (["export", "x"], False), (["benchmark", "x"], False), (["run", "r.toml"], True)],
+)
+def test_a_command_that_is_stopped_says_that_it_resumes_only_where_it_does(
+    monkeypatch: pytest.MonkeyPatch, words: list[str], resumes: bool
+) -> None:
+    monkeypatch.setattr(pipeline, words[0], Asked(Ended(signal.SIGTERM)))
+    told = invoke(*words).stderr.strip()
+    assert told.endswith("resumes from what is finished" if resumes else "; run the same command again")
 
 
 @pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
@@ -614,7 +650,7 @@ def test_what_fails_of_an_interrupt_that_something_swallowed_is_told_as_that(nam
         "from qtool.cli import main; main(['inspect', 'x'])"
     )
     done = run_python(script)
-    assert (done.returncode, "resumes" in done.stderr, "make" in done.stderr) == (code, True, False)
+    assert (done.returncode, "the same command" in done.stderr, "make" in done.stderr) == (code, True, False)
 
 
 def test_signals_are_as_they_were_once_a_command_has_ended() -> None:

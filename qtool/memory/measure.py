@@ -24,10 +24,12 @@ from torch import nn
 from torch._C._autograd import DeviceType
 from torch.autograd.profiler import profile
 
+from qtool.errors import QtoolError
 from qtool.nested import cut, map_tensors, num_samples
 from qtool.recipe import TrainConfig
+from qtool.steps.nonfinite import loss_told, remedy
 from qtool.steps.setup import LossFunction, Setup, trained
-from qtool.steps.step import Step
+from qtool.steps.step import NotFinite, Step
 from qtool.system import processes
 from qtool.system.devices import current, grow_in_place, memory_used, resolve_device
 
@@ -65,7 +67,7 @@ def measure(
     batch at hand: reading data is no part of it.
 
     ``build`` makes the model, within the count. ``held_bytes`` is the growth of the resident set on the CPU, the
-    reserved bytes on a GPU. Raises what the steps raise.
+    reserved bytes on a GPU. Raises what the steps raise, and QtoolError where a loss is not finite.
     """
     device = resolve_device(config.device)
     grow_in_place(device)
@@ -102,7 +104,12 @@ def _run(
     while len(seconds) < steps + min(step.skipped, SKIPPED):
         _wait(setup.device)
         start = time.perf_counter()
-        step(value, target, config.learning_rate, total)
+        try:
+            step(value, target, config.learning_rate, total)
+        except NotFinite as error:
+            got = loss_told(setup.model, error.value, config.learning_rate, error.forward)
+            do = remedy(got, config.precision, stepped=bool(seconds))
+            raise QtoolError(f"measured step {len(seconds) + 1}", "a finite loss", got, do) from error
         _wait(setup.device)
         seconds.append(time.perf_counter() - start)
     del seconds[: min(step.skipped, len(seconds) - 1)]

@@ -1,7 +1,7 @@
 """What a run directory has to tell: each stage's result, each variant's, and what is not there yet.
 
 A report on an unfinished run shows what there is. A result that is missing, damaged or stale becomes a
-sentence, not a failure; only a folder without any result is refused. What a contract that was not kept leaves
+sentence, not a failure; only a folder without any that can be read is refused. What a contract that was not kept leaves
 (``contract.json``) is a result too: why there is nothing else.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from qtool.artifacts import STAGES, from_json, has_result, read_result
-from qtool.errors import QtoolError
+from qtool.errors import QtoolError, unreadable
 from qtool.lineage import outdated, superseded
 from qtool.source import require_run_directory
 
@@ -27,13 +27,14 @@ REFUSED = "contract.json"
 
 @dataclass
 class Run:
-    """One folder's results by stage, its variants, and what is missing or stale in it."""
+    """One folder's results by stage, its variants, and what is missing, unread or stale in it."""
 
     name: str
     path: Path
     results: dict[str, dict[str, Any]] = field(default_factory=dict)
     variants: list[Run] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
+    unread: list[QtoolError] = field(default_factory=list)
     refused: dict[str, Any] | None = None
 
     def get(self, stage: str) -> dict[str, Any]:
@@ -80,7 +81,10 @@ def gather(path: Path) -> Run:
     names = [f"{stage}.json" for stage in STAGES]
     folders = sorted({file.parent for name in (*names, REFUSED) for file in path.glob(f"[!.]*/{name}")})
     run.variants = [_read(folder, folder.name) for folder in folders if folder.name != "checkpoints"]
-    if not any(place.results or place.refused for place in (run, *run.variants)):
+    places = (run, *run.variants)
+    if not any(place.results or place.refused for place in places):
+        if unread := [error for place in places for error in place.unread]:
+            raise unread[0]
         raise QtoolError(
             f"run directory '{path}'",
             f"a result of {', '.join(STAGES)}",
@@ -113,27 +117,32 @@ def _read(path: Path, name: str) -> Run:
         try:
             result = read_result(path, stage, verify=False, stale=True)
         except QtoolError as error:
-            run.missing.append(str(error))
+            run.unread.append(error)
             continue
         run.results[stage] = result
         if result.get("stale"):
             run.missing.append(f"{stage} is stale: {result['stale']}")
     run.missing += outdated(run.results, path)
-    run.refused = refused(path, run.missing)
+    try:
+        run.refused = refused(path)
+    except QtoolError as error:
+        run.unread.append(error)
+    run.missing[:0] = map(str, run.unread)
     return run
 
 
-def refused(run: Path, missing: list[str]) -> dict[str, Any] | None:
-    """The outcome of a contract that was not kept; None where there is none, or none that can be read."""
+def refused(run: Path) -> dict[str, Any] | None:
+    """The outcome of a contract that was not kept; None where there is none. Raises QtoolError for a damaged one."""
     if not (path := run / REFUSED).exists():
         return None
     try:
         outcome = from_json(path.read_text(encoding="utf-8"))
         if not {"met", "chosen", "method", "criteria", "num_samples", "trials", "frontier", "harmful"} <= set(outcome):
             raise ValueError("no outcome of a contract")
-    except (OSError, ValueError, TypeError) as error:
-        missing.append(f"'{path}' cannot be read: {error}")
-        return None
+    except OSError as error:
+        raise unreadable(f"'{path}'", "a contract's outcome", error) from error
+    except (ValueError, TypeError) as error:
+        raise QtoolError(f"'{path}'", "a contract's outcome", str(error), "run 'qtool quantize' again") from error
     return dict(outcome)
 
 

@@ -3,7 +3,8 @@
 A rung changes some fields of the config of the rung below. For each, the peak of a step is predicted here, and a fresh
 process measures it, trains for as long as the config says, and reports the median time from one step to the next, the
 samples per second, the last training loss and the test metrics. A rung that this model cannot take, or that runs
-out of memory, says so and the next one is tried on top of it all the same. Trained from several seeds, each in a
+out of memory, says so and the next one is tried on top of it all the same; where none can be taken the first one's
+error is that of the ladder, and an older ladder's files stay. Trained from several seeds, each in a
 process of its own, a rung has the means of loss and metrics.
 
 A ladder is a TOML file: ``model``, ``data`` and ``task``, a ``[train]`` table for what all rungs share, and one
@@ -68,6 +69,8 @@ def load_ladder(path: Path) -> Ladder:
         if key not in _KEYS:
             raise UsageError(f"ladder key '{key}'", "a known key", repr(key), nearest(key, _KEYS))
     rungs = tuple(_read(rung) for rung in table.get("rungs", ()))
+    if not rungs:
+        raise UsageError(f"ladder '{path}'", "a rung or more", "none", 'write [[rungs]], name = "…" for each')
     ladder = Ladder(
         {k: table[k] for k in ("model", "data", "task") if k in table}, make(TrainConfig, table.get("train", {})), rungs
     )
@@ -111,7 +114,8 @@ def climb(
 
     Each rung is trained from ``seeds`` seeds, beginning with the config's.
     Returns, and writes to ``out/ladder.json`` and ``out/ladder.svg``, plain values for each rung: predicted and
-    measured peak in bytes, seconds per step, samples per second, loss and metrics.
+    measured peak in bytes, seconds per step, samples per second, loss and metrics. Raises the first rung's QtoolError
+    where no rung can be taken.
     """
     wanted = load_ladder(Path(ladder)) if ladder else Ladder({}, TrainConfig(), tuple(Rung(*r) for r in DEFAULT))
     named = {"model": model, "data": data, "task": task}
@@ -121,24 +125,28 @@ def climb(
     wanted = replace(wanted, config=make(TrainConfig, as_dict(wanted.config) | options))
     require_named(wanted.config)
     folder, tell = writable(out), teller(progress)
-    rungs = []
+    rungs, failed = [], []
     for rung, config in zip(wanted.rungs, configs(wanted), strict=True):
         tell(f"{rung.name} …")
-        rungs.append(_rung(rung, config, source, seeds))
+        found = {"name": rung.name, "changes": rung.changes, "published": rung.published}
+        try:
+            rungs.append(found | _rung(config, source, seeds))
+        except QtoolError as error:
+            tell(f"{rung.name}: {error}")
+            rungs.append(found | {"failed": str(error)})
+            failed.append(error)
+    if len(failed) == len(rungs):
+        raise failed[0]
     result = {"ladder": str(ladder or "default"), "source": source, "environment": environment(), "rungs": rungs}
     if folder:
         _write(folder, result)
     return result
 
 
-def _rung(rung: Rung, config: TrainConfig, source: dict[str, str], seeds: int) -> dict[str, Any]:
-    found: dict[str, Any] = {"name": rung.name, "changes": rung.changes, "published": rung.published}
-    try:
-        known = predict_memory(**source, config=config, measure=True, train=True)
-        others = [trained(source, replace(config, seed=config.seed + k)) for k in range(1, seeds)]
-    except QtoolError as error:
-        return found | {"failed": str(error)}
-    found |= {"predicted_bytes": known["predicted"]["peak_bytes"], "error": known["error"], **known["measured"]}
+def _rung(config: TrainConfig, source: dict[str, str], seeds: int) -> dict[str, Any]:
+    known = predict_memory(**source, config=config, measure=True, train=True)
+    others = [trained(source, replace(config, seed=config.seed + k)) for k in range(1, seeds)]
+    found = {"predicted_bytes": known["predicted"]["peak_bytes"], "error": known["error"], **known["measured"]}
     found |= {"samples_per_s": config.batch_size / found["seconds_per_step"]}
     runs = [{"loss": run["loss"], "metrics": run["metrics"]} for run in (known["measured"], *others)]
     names = found["metrics"]

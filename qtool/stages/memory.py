@@ -136,8 +136,10 @@ def _in_fresh_process(spec: Spec, config: TrainConfig, work: str = "measure") ->
     """What another process answers that does ``work``: predict, measure, or train after measuring."""
     from qtool.system.devices import killed_since, memory_kills
 
-    request, kills = json.dumps({**spec, "config": as_dict(config), "work": work}), memory_kills()
-    code, told, said = _asked(request)
+    kills = memory_kills()
+    with TemporaryDirectory() as folder:  # not the other process's, which ends at once when this one does
+        request = json.dumps({**spec, "config": as_dict(config), "work": work, "folder": folder})
+        code, told, said = _asked(request)
     if code or not told.strip():
         short = code == -9 and killed_since(kills)
         how = "a kill, probably for lack of host memory" if short else f"exit code {code}"
@@ -147,7 +149,7 @@ def _in_fresh_process(spec: Spec, config: TrainConfig, work: str = "measure") ->
         )  # fmt: skip
     answer: dict[str, Any] = json.loads(told)
     if "error" in answer:
-        raise QtoolError(*answer["error"])
+        raise (UsageError if answer["usage"] else QtoolError)(*answer["error"])
     return answer
 
 
@@ -179,13 +181,14 @@ def _environment() -> dict[str, str]:
 
 
 def _answer(request: dict[str, Any]) -> dict[str, Any]:
-    config, work = make(TrainConfig, request.pop("config")), request.pop("work")
+    config, work, folder = make(TrainConfig, request.pop("config")), request.pop("work"), request.pop("folder")
     try:
         if work == "predict":
             return _predicted(request, config)
-        return _in_group(request, config, work) if config.devices > 1 else _measured(request, config, work)
+        return _in_group(request, config, work, folder) if config.devices > 1 else _measured(request, config, work)
     except QtoolError as error:
-        return {"error": [error.where, error.expected, error.got, error.do]}
+        told = [error.where, error.expected, error.got, error.do]
+        return {"error": told, "usage": isinstance(error, UsageError)}
 
 
 def _measured(spec: Spec, config: TrainConfig, work: str) -> dict[str, Any]:
@@ -197,13 +200,12 @@ def _measured(spec: Spec, config: TrainConfig, work: str) -> dict[str, Any]:
     return found | {"seconds_alone": found["seconds_per_step"]} | _trained(spec, config)
 
 
-def _in_group(spec: Spec, config: TrainConfig, work: str) -> dict[str, Any]:
-    """What the first of several processes answers; the peaks are the highest of them all."""
+def _in_group(spec: Spec, config: TrainConfig, work: str, folder: str) -> dict[str, Any]:
+    """What the first of several processes answers, each in a file; the peaks are the highest of them all."""
     from qtool.system.launcher import launch
 
-    with TemporaryDirectory() as folder:
-        launch(_one_of_a_group, config.devices, spec, config, work, folder)
-        answers: list[dict[str, Any]] = [json.loads(path.read_text()) for path in sorted(Path(folder).iterdir())]
+    launch(_one_of_a_group, config.devices, spec, config, work, folder)
+    answers: list[dict[str, Any]] = [json.loads(path.read_text()) for path in sorted(Path(folder).iterdir())]
     highest = {key: max(answer[key] for answer in answers) for key in ("peak_bytes", "held_bytes")}
     return answers[0] | highest
 

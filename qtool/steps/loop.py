@@ -37,7 +37,7 @@ from qtool.recipe import TrainConfig
 from qtool.steps import checkpoint
 from qtool.steps.history import History, Progress
 from qtool.steps.judging import judge, rehearse, rehearse_smallest, require_metric
-from qtool.steps.nonfinite import INPUTS, first_bad_layer, first_bad_parameter, told
+from qtool.steps.nonfinite import first_bad_parameter, loss_told, remedy, told
 from qtool.steps.order import Batches, Order
 from qtool.steps.passes import answer
 from qtool.steps.setup import LossFunction, Setup, plain, trained
@@ -404,8 +404,7 @@ class _Run:
             self.progress(Progress(done, self.total, self.epoch, loss, rate, self.memory, last, metric))
 
     def _not_finite(self, error: NotFinite, rate: float) -> QtoolError:
-        cause = first_bad_layer(self.model, error.forward) or "a value that a second forward pass did not repeat"
-        return self._error(f"{error.value} at learning rate {rate:.3g}, first non-finite in {cause}")
+        return self._error(loss_told(self.model, error.value, rate, error.forward))
 
     def _memory_told(self, where: str, expected: str, do: str) -> AbstractContextManager[None]:
         return memory_told(where, expected, do, self.setup.device, self.folder)
@@ -420,9 +419,5 @@ class _Run:
         return checkpoint.last_good(self.saved)
 
     def _error(self, got: str) -> QtoolError:
-        last = self._last()
-        hint = "lower --learning-rate" if self.history.steps else "correct the model, its weights or the task's loss"
-        hint = "correct the data" if INPUTS in got else hint
-        if self.config.precision.startswith("16"):
-            hint += " or use --precision " + self.config.precision.replace("16-", "bf16-") + " (fp16 ends at 65,504)"
-        return QtoolError(f"training step {self.history.steps + 1}", "a finite loss", got, f"{hint}; {last}")
+        do = f"{remedy(got, self.config.precision, stepped=self.history.steps > 0)}; {self._last()}"
+        return QtoolError(f"training step {self.history.steps + 1}", "a finite loss", got, do)

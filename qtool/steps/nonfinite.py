@@ -53,6 +53,21 @@ def told(model: nn.Module, name: str) -> str:
     return f"'{name}'" if found is None else f"the quantization steps of {_told(found).removeprefix(QUANTIZES)}"
 
 
+def loss_told(model: nn.Module, value: float, rate: float, forward: Callable[[], Any]) -> str:
+    """What a step at learning rate ``rate`` got whose loss is ``value``, which is not finite; ``forward`` makes it."""
+    cause = first_bad_layer(model, forward) or "a value that a second forward pass did not repeat"
+    return f"{value} at learning rate {rate:.3g}, first non-finite in {cause}"
+
+
+def remedy(got: str, precision: str, *, stepped: bool) -> str:
+    """What to do about a value that is not finite, by what was told of it and by whether steps went before."""
+    hint = "lower --learning-rate" if stepped else "correct the model, its weights or the task's loss"
+    hint = "correct the data" if INPUTS in got else hint
+    if precision.startswith("16"):
+        hint += " or use --precision " + precision.replace("16-", "bf16-") + " (fp16 ends at 65,504)"
+    return hint
+
+
 def first_bad_layer(model: nn.Module, forward: Callable[[], Any]) -> str | None:
     """What first made a value that is not finite when ``forward`` ran ``model``; None where nothing did this time.
 

@@ -5,9 +5,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 from torch._C._autograd import DeviceType
 
+from qtool.errors import QtoolError
 from qtool.memory import measure
+from qtool.recipe import TrainConfig
+from qtool.steps.loop import task_loss
+from qtool.tasks import Classification
+from qtool.training.techniques import setup
 
 
 def block(at: int, size: int, device: Any) -> SimpleNamespace:
@@ -22,3 +29,21 @@ def test_a_gpu_s_blocks_are_not_counted_as_the_host_s(monkeypatch: pytest.Monkey
     profiled = SimpleNamespace(kineto_results=SimpleNamespace(events=lambda: told))
     monkeypatch.setattr(measure, "profile", lambda **_: nullcontext(profiled))
     assert measure.allocations(lambda: "made") == ([4, -4], "made")
+
+
+@pytest.mark.parametrize(
+    ("value", "rate", "told"),
+    [
+        (1.0, 1e30, r"^measured step 2: expected a finite loss; got nan at .*1e\+30, .*; lower --learning-rate$"),
+        (float("nan"), 0.1, r"^measured step 1: expected .*, first non-finite in the inputs of .*; correct the data$"),
+    ],
+)
+def test_a_loss_that_is_not_finite_is_told_with_its_cause(value: float, rate: float, told: str) -> None:
+    batch = torch.full((8, 4), value), torch.arange(8) % 3
+    config = TrainConfig(device="cpu", learning_rate=rate, grad_clip=None)
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 3))
+
+    with pytest.raises(QtoolError, match=told):
+        measure.measure(build, batch, config, prepare=setup, loss=task_loss(Classification()))

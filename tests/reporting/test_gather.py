@@ -152,6 +152,16 @@ def test_a_folder_without_results_is_refused(tmp_path):
         gather(tmp_path / "file")
 
 
+@pytest.mark.parametrize("name", ["train.json", "contract.json", "ptq/quantize.json"])
+def test_of_results_that_cannot_be_read_the_first_is_told_where_there_is_nothing_else(tmp_path, name):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text('{"schema": 1')
+    with pytest.raises(
+        QtoolError, match=rf"^'{tmp_path / name}': expected .*; got Expecting .*; run 'qtool \w+' again$"
+    ):
+        gather(tmp_path)
+
+
 def test_a_simulation_is_not_sent_to_an_export_that_refuses_it(finished_run):
     for stage in ("export", "benchmark"):
         (finished_run / "qat" / f"{stage}.json").unlink()

@@ -65,6 +65,17 @@ def test_each_rung_is_predicted_measured_and_trained(
     assert "too clever: --activation-checkpointing" in lines[5]
 
 
+def test_a_ladder_of_which_no_rung_can_be_taken_fails_as_the_first_and_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(memory, "_asked", warm.measured)
+    (tmp_path / "ladder.toml").write_text('[[rungs]]\nname = "a"\n[[rungs]]\nname = "b"\nset = { seed = 1 }')
+    with pytest.raises(UsageError, match=r"^data 'absent.*': expected a file; got no folder"):
+        climb(tmp_path / "ladder.toml", model="resnet", data="idx:absent", out=tmp_path / "out", progress=True)
+    assert not (tmp_path / "out").exists()
+    assert [line.partition(" ")[0] for line in capsys.readouterr().err.splitlines()] == ["a", "a:", "b", "b:"]
+
+
 def test_figures_are_whole_where_there_is_little_room(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -116,6 +127,9 @@ def test_what_is_no_ladder_is_refused(tmp_path: Path) -> None:
         load_ladder(path)
     path.write_text("rung = 1")
     with pytest.raises(UsageError, match="did you mean 'rungs'"):
+        load_ladder(path)
+    path.write_text("[train]\nmax_steps = 1")
+    with pytest.raises(UsageError, match="expected a rung or more; got none"):
         load_ladder(path)
     path.write_text('[[rungs]]\nname = "x"\nset = { optimiser = "sgd" }')
     with pytest.raises(UsageError, match=r"rung 'x', 'optimiser'.*did you mean 'optimizer'"):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -19,6 +22,8 @@ from qtool.cli import main
 from qtool.errors import QtoolError, UsageError
 from qtool.reporting.memory import memory_lines
 from qtool.stages import memory as stage
+from qtool.system import launcher
+from qtool.system.signals import Ended
 
 FACTORIES = """
 import torch
@@ -150,13 +155,36 @@ def test_a_measurement_ends_with_the_one_who_asked_for_it(specs: dict[str, str],
     command = [sys.executable, "-P", "-m", "qtool.stages.memory"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, text=True, env=stage._environment()) as process:
         assert process.stdin is not None
-        process.stdin.write(json.dumps({**spec, "config": {"device": "cpu"}}) + "\n")
+        process.stdin.write(json.dumps({**spec, "config": {"device": "cpu"}, "folder": ""}) + "\n")
         process.stdin.flush()
         end = time.monotonic() + 60
         while not (tmp_path / "begun").exists() and time.monotonic() < end:
             time.sleep(0.01)
         process.stdin.close()
         assert process.wait(20) == 1
+
+
+def _answer_that_ends(request: str, temporary: str) -> None:
+    tempfile.tempdir = temporary
+    launcher.launch = lambda *_: os._exit(1)
+    stage._answer(json.loads(request))
+
+
+def test_a_measurement_in_several_processes_that_ends_with_its_asker_leaves_no_files(
+    specs: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+
+    def ended(request: str) -> NoReturn:
+        assert warm.Started(tmp_path / "said", _answer_that_ends, request, str(temporary)).end() == 1
+        raise Ended(signal.SIGTERM)
+
+    monkeypatch.setattr(stage, "_asked", ended)
+    with pytest.raises(Ended):
+        stage._in_fresh_process({**specs, "task": "classification"}, stage.TrainConfig(device="cpu", devices=2))
+    assert not [*temporary.iterdir()]
 
 
 def test_arithmetic_needs_no_model() -> None:
