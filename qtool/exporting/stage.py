@@ -29,9 +29,10 @@ from qtool.exporting.gates.size import size
 from qtool.exporting.reference.integer_reference import IntegerReference
 from qtool.exporting.to_onnx import default_opset, float_to_onnx, quantized_to_onnx, save
 from qtool.form import Plan, QuantizedModel
+from qtool.graphs.structures import written
 from qtool.nested import micro_batches
 from qtool.recipe import ExportConfig
-from qtool.runtimes.onnx_notes import asks_for_exact_sums
+from qtool.runtimes.onnx_notes import OUTPUTS, asks_for_exact_sums
 from qtool.system import allocator
 from qtool.version import __version__
 
@@ -122,7 +123,8 @@ def _export(
 def _metadata(quantized: QuantizedModel, opset: int, metadata: Mapping[str, Any]) -> dict[str, str]:
     own = {"version": __version__, "target": quantized.plan.target, "opset": str(opset)}
     told = {key: json.dumps(value, ensure_ascii=False) for key, value in metadata.items()}
-    return {f"qtool.{key}": value for key, value in {**own, **told}.items()}
+    packed_in = written(quantized(quantized.example))
+    return {f"qtool.{key}": value for key, value in {**own, **told}.items()} | {OUTPUTS: packed_in}
 
 
 def _few(quantized: QuantizedModel, samples: Iterable[Any] | None) -> list[Any]:

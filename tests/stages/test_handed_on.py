@@ -95,6 +95,15 @@ def test_a_benchmark_packs_outputs_as_the_model_does_and_asks_for_a_task_that_no
     assert any("pass task" in note or "with task=" in note for note in untold["notes"])
 
 
+def test_files_tell_what_outputs_are_packed_in_where_no_quantized_model_is_beside_them(tmp_path: Path) -> None:
+    model, data = Named().eval(), batches()
+    exported = qtool.export(qtool.quantize(model, data, task=WrongByName(), effort="fast"), tmp_path, samples=data)
+    wrong = sum(float((model(x)["classes"].argmax(1) != y).sum()) for x, y in data) / 32
+    for files in (exported, exported.files):
+        told = qtool.benchmark(files, data, task=WrongByName(), seconds=0.1, width=1.0, allow_slower=True)
+        assert told["variants"]["fp32"]["accuracy"]["metrics"]["wrong"] == pytest.approx(wrong)
+
+
 def test_a_model_that_training_left_on_a_device_is_quantized_on_the_cpu() -> None:
     model, data = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)), [(torch.randn(8, 6), torch.arange(8) % 3)]
     expected = model(data[0][0])
