@@ -89,9 +89,10 @@ class Hooks:
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run is, after each step. ``memory_bytes``: see ``qtool.system.devices.memory_used``; at most 0.1 s old.
+    """Where a run is, after each step, and once more where an epoch ``ends``, the loss being its mean then.
 
-    ``metrics`` are those of the last epoch, ``metric`` the task's that decides: ``validation_`` stands before it there.
+    ``memory_bytes``: see ``qtool.system.devices.memory_used``; at most 0.1 s old. ``metrics`` are those of the last
+    epoch, ``metric`` the task's that decides: ``validation_`` stands before it there.
     """
 
     step: int
@@ -102,6 +103,7 @@ class Progress:
     memory_bytes: int
     metrics: Mapping[str, float]
     metric: str
+    ends: bool = False
 
 
 @dataclass
@@ -308,6 +310,7 @@ class _Run:
         self.history.epochs.append(metrics)
         self.history.ends.append(self.history.steps)
         self.history.skipped_steps = self.step.skipped
+        self._report(metrics["loss"], learning_rate(self.config, self.history.steps - 1, self.total), ends=True)
         best = self._is_best(metrics)
         self.hooks.after_epoch(self.model, self.epoch, metrics)
         self.epoch, self.batch = self.epoch + 1, 0
@@ -464,13 +467,13 @@ class _Run:
 
     # Telling
 
-    def _report(self, loss: float, rate: float) -> None:
+    def _report(self, loss: float, rate: float, ends: bool = False) -> None:
         if self.progress is not None:
             last = self.history.epochs[-1] if self.history.epochs else {}
             if (now := time.monotonic()) >= self.look_again:  # to ask takes as long as tens of kernels
                 self.memory, self.look_again = memory_used(self.setup.device), now + 0.1
             done, metric = self.history.steps, self.task.metric
-            self.progress(Progress(done, self.total, self.epoch, loss, rate, self.memory, last, metric))
+            self.progress(Progress(done, self.total, self.epoch, loss, rate, self.memory, last, metric, ends))
 
     def _not_finite(self, error: NotFinite, rate: float) -> QtoolError:
         cause = first_bad_layer(self.model, error.forward) or "a value that a second forward pass did not repeat"

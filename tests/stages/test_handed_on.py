@@ -10,6 +10,7 @@ import pytest
 import torch
 from fake_device import DEVICE, Fake
 from torch import nn
+from torch.utils.data import TensorDataset
 
 import qtool
 from qtool.errors import QtoolError, UsageError
@@ -93,6 +94,19 @@ def test_a_benchmark_packs_outputs_as_the_model_does_and_asks_for_a_task_that_no
     untold = qtool.benchmark(tmp_path, data, **options)
     assert "metrics" not in untold["variants"]["fp32"]["accuracy"]
     assert any("pass task" in note or "with task=" in note for note in untold["notes"])
+
+
+def test_a_function_is_told_of_each_epoch_of_a_training_and_of_qat() -> None:
+    told: list[str] = []
+    parts = dict.fromkeys(("train", "validation"), TensorDataset(*map(torch.cat, zip(*batches(), strict=True))))
+    trained = qtool.train(net(), parts, epochs=2, batch_size=8, device="cpu", progress=told.append)
+    assert [line.split()[:4] for line in told] == [["train:", "epoch", str(epoch), "loss"] for epoch in (1, 2)]
+    last = trained.history.epochs[-1]
+    assert f"loss {last['loss']:.4f} " in told[-1]
+    assert told[-1].endswith(f"top1 {last['validation_top1']:.3g}")
+    told.clear()
+    qtool.quantize(trained, parts, mode="qat", effort="fast", device="cpu", progress=told.append)
+    assert [line.split()[:3] for line in told if "epoch" in line] == [["train:", "epoch", "1"]]
 
 
 def test_files_tell_what_outputs_are_packed_in_where_no_quantized_model_is_beside_them(tmp_path: Path) -> None:
