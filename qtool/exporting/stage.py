@@ -37,6 +37,8 @@ from qtool.system import allocator
 from qtool.version import __version__
 
 FILES = {"int8": "model.int8.onnx", "fp32": "model.fp32.onnx", "fp16": "model.fp16.onnx"}
+OWN_NOTES = ("version", "target", "opset", "variant", "outputs", "session", "own_channels", "num_stored")
+"""What a file's metadata holds behind ``qtool.`` for qtool itself."""
 UNIT_SAMPLES = 8
 UNIT_BATCH = 2
 
@@ -74,8 +76,8 @@ def export(
     """Writes ``model.int8.onnx`` with its FP32 and FP16 baselines into ``out`` and proves the INT8 file.
 
     ``samples`` are batches of inputs for the parity gates; without them units are compared on the example
-    inputs and the end-to-end gate is reported as not run. ``metadata`` (preprocessing, labels) is stored in
-    the files as JSON.
+    inputs and the end-to-end gate is reported as not run. ``metadata`` (preprocessing, labels and
+    what else a caller wants) is stored in the files as JSON.
 
     Raises ContractError when a gate fails, QtoolError for an operator without an ONNX form and for a quantization that
     is simulated only.

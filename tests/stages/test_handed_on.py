@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -107,6 +108,25 @@ def test_a_function_is_told_of_each_epoch_of_a_training_and_of_qat() -> None:
     told.clear()
     qtool.quantize(trained, parts, mode="qat", effort="fast", device="cpu", progress=told.append)
     assert [line.split()[:3] for line in told if "epoch" in line] == [["train:", "epoch", "1"]]
+
+
+def test_what_files_are_to_tell_is_in_them_and_is_taken_for_nothing_else(tmp_path: Path) -> None:
+    told = {"commit": "c0ffee", "data": "of May", "labels": ["a", "b", "c"], "notes": {"über": [1, None]}}
+    quantized = qtool.quantize(net(), batches(), effort="fast")
+    exported = qtool.export(quantized, tmp_path, samples=batches(), metadata=told)
+    for path in exported.files.values():
+        found = qtool.inspect(path)["metadata"]
+        assert {name: json.loads(found[f"qtool.{name}"]) for name in told} == told
+    with pytest.raises(QtoolError, match="the spec of its data; got one that was given as a Python object"):
+        qtool.benchmark(exported)
+    for wrong, got in (
+        ({"made": Path()}, r"values that JSON has; got an? \w+ as 'made': .*; pass for example"),
+        ({"opset": 7}, "names that qtool does not use; got 'opset'; give it another name"),
+        ({1: 2}, "a mapping of names to values; got a dict; pass for example"),
+        (["commit"], "a mapping of names to values; got a list; pass for example"),
+    ):
+        with pytest.raises(UsageError, match=f"argument 'metadata': expected {got}"):
+            qtool.export(quantized, tmp_path, samples=batches(), metadata=wrong)  # type: ignore[arg-type]
 
 
 def test_files_tell_what_outputs_are_packed_in_where_no_quantized_model_is_beside_them(tmp_path: Path) -> None:
