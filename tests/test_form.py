@@ -54,6 +54,7 @@ def test_it_is_called_as_the_model_is() -> None:
     expected = quantized((X, BIAS))
     for found in (quantized(X, BIAS), quantized(x=X, bias=BIAS), quantized({"bias": BIAS, "x": X})):
         assert torch.equal(found, expected)
+    assert torch.equal(quantized(X.numpy(), BIAS.numpy()), expected)
     with pytest.raises(QtoolError, match=r"expected 2 input tensors \(x, bias\); got x, bias, labels; pass what"):
         quantized(x=X, bias=BIAS, labels=BIAS)
     with pytest.raises(
@@ -187,9 +188,9 @@ def test_inputs_become_arguments(inputs: Any, expected: Any) -> None:
     ("inputs", "message"),
     [
         (X[:, :2], r"batch 3, 'x': expected float32 of N × 3 × 8 × 8; got float32 of 6 × 2 × 8 × 8"),
-        (X[..., :7], r"'x': expected .*; got float32 of 6 × 3 × 8 × 7"),
+        (X[..., :7], r"'x': expected .*; got float32 of 6 × 3 × 8 × 7; use data of the size that"),
         (X[0], r"'x': expected .*; got float32 of 3 × 8 × 8"),
-        (X.double(), r"'x': expected float32 of .*; got float64 of"),
+        (X.double(), r"'x': expected float32 of .*; got float64 of .*; use data of the type that"),
         ((X, BIAS), r"batch 3: expected 1 input tensors \(x\); got 2"),
     ],
 )
