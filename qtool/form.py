@@ -30,6 +30,7 @@ from qtool.forward import passes_told
 from qtool.graphs.captured import arguments, as_called, call_captured, check_constants, with_constants
 from qtool.graphs.programs import open_graph, save_graph
 from qtool.graphs.shapes import input_values, symbols_of
+from qtool.graphs.structures import quiet_pytree
 from qtool.nested import from_arrays, raw_bytes, tensors
 
 quantized = torch.ops.quantized_decomposed
@@ -158,7 +159,8 @@ class QuantizedModel:
         return _unpickled, (files, self.plan, self.ranges, self.training)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedModel:
-        return QuantizedModel(*(copy.deepcopy(getattr(self, f.name), memo) for f in dataclasses.fields(self)))
+        with quiet_pytree():
+            return QuantizedModel(*(copy.deepcopy(getattr(self, f.name), memo) for f in dataclasses.fields(self)))
 
 
 def _unpickled(
