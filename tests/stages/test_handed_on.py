@@ -6,6 +6,7 @@ import json
 import threading
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -108,6 +109,15 @@ def test_a_function_is_told_of_each_epoch_of_a_training_and_of_qat() -> None:
     told.clear()
     qtool.quantize(trained, parts, mode="qat", effort="fast", device="cpu", progress=told.append)
     assert [line.split()[:3] for line in told if "epoch" in line] == [["train:", "epoch", "1"]]
+
+
+@pytest.mark.parametrize("stage", [qtool.train, qtool.quantize, qtool.sensitivity])
+def test_progress_is_told_by_no_word(stage: Any) -> None:
+    for wrong in ("yes", 1, None):
+        with pytest.raises(
+            UsageError, match=r"'progress': expected True, False, or a function .*; pass for example pro"
+        ):
+            stage(net(), batches(), progress=wrong)
 
 
 def test_what_files_are_to_tell_is_in_them_and_is_taken_for_nothing_else(tmp_path: Path) -> None:
