@@ -15,8 +15,10 @@ a sample of a dataset, is (input, target), an input alone, or a dict of the mode
 under ``labels``; an input of several arguments is a tuple of them, or a dict by name.
 
 Keyword arguments are the fields of the stage's dataclass in :mod:`qtool.recipe` (``help(qtool.recipe)``), the flags of
-the command line by another spelling: ``qtool quantize --help`` tells what each does. ``import qtool`` imports
-none of the libraries it stands on: each function brings its own when it is first used.
+the command line by another spelling: ``qtool quantize --help`` tells what each does. A stage says nothing unless it is
+asked to: ``progress=True`` has it tell on standard error where it is, and a function is given each line
+(``progress=logging.info``), of a training one an epoch. ``import qtool`` imports none of the libraries it stands on:
+each function brings its own when it is first used.
 """
 
 from __future__ import annotations

@@ -30,7 +30,8 @@ from qtool.forward import passes_told
 from qtool.graphs.captured import arguments, as_called, call_captured, check_constants, with_constants
 from qtool.graphs.programs import open_graph, save_graph
 from qtool.graphs.shapes import input_values, symbols_of
-from qtool.nested import raw_bytes, tensors
+from qtool.graphs.structures import quiet_pytree
+from qtool.nested import from_arrays, raw_bytes, tensors
 
 quantized = torch.ops.quantized_decomposed
 QUANTIZE = (quantized.quantize_per_tensor.default, quantized.quantize_per_channel.default)
@@ -119,13 +120,14 @@ class QuantizedModel:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the quantized graph on a batch, integers simulated in float32.
 
-        It takes what the model takes, or all of that as one tuple or dict; what is no tensor may be left out. Raises
-        QtoolError for inputs of another number, name, size or type than the graph's, or another constant.
+        It takes what the model takes, or all of that as one tuple or dict, also as numpy's arrays, and what is no
+        tensor may be left out. Raises QtoolError for inputs of another number, name, size or type than the graph's, or
+        another constant.
         """
         if args and kwargs:
             raise UsageError("inputs", "all by position or all by name", "some of both", "name all of them")
         inputs = kwargs or (as_called(self.graph, args[0]) if len(args) == 1 else args)
-        inputs = with_constants(self.graph, inputs)
+        inputs = with_constants(self.graph, from_arrays(inputs))
         check_inputs(self.graph, inputs, "inputs")
         names = arguments(self.graph) or input_values(self.graph.graph)
         expected = f"the model's arguments ({', '.join(names)})"
@@ -157,7 +159,8 @@ class QuantizedModel:
         return _unpickled, (files, self.plan, self.ranges, self.training)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedModel:
-        return QuantizedModel(*(copy.deepcopy(getattr(self, f.name), memo) for f in dataclasses.fields(self)))
+        with quiet_pytree():
+            return QuantizedModel(*(copy.deepcopy(getattr(self, f.name), memo) for f in dataclasses.fields(self)))
 
 
 def _unpickled(
@@ -186,7 +189,8 @@ def check_inputs(graph: GraphModule, inputs: Any, where: str) -> None:
         raise QtoolError(where, f"{len(kinds)} input tensors ({names})", told, "pass what the model takes")
     for (name, value), tensor in zip(kinds, given, strict=False):
         if tensor.dtype != value.dtype or not _fits(tensor.shape, value.shape):
-            do = "use data of the size that the model was captured with"
+            what = "size" if tensor.dtype == value.dtype else "type"
+            do = f"use data of the {what} that the model was captured with"
             if axes := _might_be_open(tensor, value):
                 do += f", or leave it open when quantizing: --dynamic-axes {','.join(map(str, axes))}"
             raise QtoolError(f"{where}, '{name}'", _describe(value), _describe(tensor), do)

@@ -274,14 +274,21 @@ def split(value: Any, parts: int) -> list[Any]:
     return [cut(value, low, high, size) for low, high in itertools.pairwise(bounds)]
 
 
-def cut(value: Any, low: int, high: int, size: int) -> Any:
-    """Samples ``low`` to ``high`` of a batch of ``size``; single numbers, and what is no tensor, as they are."""
+def cut(value: Any, low: int, high: int, size: int, any_axis: bool = False) -> Any:
+    """Samples ``low`` to ``high`` of a batch of ``size``; single numbers, and what is no tensor, as they are.
+
+    With ``any_axis`` the samples of a tensor may be on a later axis, as those of a recurrent layer's state are, and one
+    that has no axis of that size is left whole.
+    """
     if (low, high) == (0, size):
         return value
     if isinstance(value, list) and len(value) == size and _is_of_samples(value, size):
         return value[low:high]
     if not isinstance(value, Tensor):
-        return _rebuilt(value, lambda item: cut(item, low, high, size))
+        return _rebuilt(value, lambda item: cut(item, low, high, size, any_axis))
+    if any_axis:
+        axis = next((axis for axis, found in enumerate(value.shape) if found == size), None)
+        return value if axis is None else value.narrow(axis, low, high - low)
     if value.dim() and len(value) != size:
         raise QtoolError(
             "batch", f"tensors of {size} samples, to be cut along the batch", f"one of shape {tuple(value.shape)}",

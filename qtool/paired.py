@@ -40,11 +40,14 @@ Sums = dict[str, Tensor]
 
 @torch.no_grad()
 def sums_of(task: Task, output: Any, target: Any) -> tuple[Sums, Tensor]:
-    """The task's sums and weight of every sample of a batch alone, float64. Raises QtoolError where the task does."""
+    """The task's sums and weight of every sample of a batch alone, float64. Raises QtoolError where the task does.
+
+    Whether samples add up to what the batch gave, and so were told apart, is for the caller to compare.
+    """
     task, size = judging(task), num_samples(output)
     rows, weights = [], []
     for index in range(size):
-        one, wanted = (cut(value, index, index + 1, size) for value in (output, target))
+        one, wanted = cut(output, index, index + 1, size, any_axis=True), cut(target, index, index + 1, size)
         loss, weight = loss_of(task, one, wanted)
         rows.append({"loss": float(loss), **{k: float(v) for k, v in metrics_of(task, one, wanted).items()}})
         weights.append(float(weight))

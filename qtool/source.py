@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from qtool.tasks import Task
 
 _QUANTIZED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized")
+_FIXED_MODE = ("ExportedProgram", "_disallow_eval_train")
+"""What refuses train() and eval() of a program's graph: torch.export, and torchao where it prepares or converts one."""
 UNIDENTIFIED = "batches without an identity"
 RESULTS = ("benchmark", "export", "quantize", "train")
 CLOSEST = "search/closest"
@@ -232,23 +234,32 @@ def open_float(
     return dataclasses.replace(source, model=_in_host_memory(source.model)), None
 
 
-def _require_float(model: Any) -> None:
-    """Raises UsageError for a module with torch.ao's observers or quantized modules in it, which are no layers."""
+def _require_float(model: Any, is_other: Callable[[type], bool] | None = None) -> None:
+    """Raises UsageError for torch.ao's observers and quantized modules, which are no layers, or for the kind told, and
+    for torchao's weights, which are no numbers that a gradient or a capture reads.
+    """
+    where, expected = "argument 'model'", "a float model"
     modules = dict(model.named_modules()) if hasattr(model, "named_modules") else {}
     for path, module in modules.items():
-        if any(map(_is_of_torch_ao, type(module).__mro__)):
+        if any(map(is_other or _is_of_torch_ao, type(module).__mro__)):
             raise UsageError(
-                "argument 'model'", "a float model",
-                f"one that torch.ao prepared or converted: '{path}' is a {type(module).__name__}",
+                where, expected, f"one that torch.ao prepared or converted: '{path}' is a {type(module).__name__}",
                 "pass the float model, or this one to qtool.export",
             )  # fmt: skip
+        for name, value in module.named_parameters(path, recurse=False):
+            if type(value).__module__.startswith("torchao."):
+                got = f"one that torchao quantized: '{name}' is {kind_of(value)}"
+                raise UsageError(where, expected, got, "pass the float model")
 
 
 def _is_of_torch_ao(kind: type) -> bool:
     """Whether a class is one of torch.ao's observers, fake-quantizers or converted modules."""
-    if kind.__name__ in ("FloatFunctional", "FXFloatFunctional"):  # whose home is beside the converted ones
-        return False
-    return kind.__name__ in ("ObserverBase", "FakeQuantizeBase") or kind.__module__.startswith(_QUANTIZED)
+    return kind.__name__ in ("ObserverBase", "FakeQuantizeBase") or _is_converted(kind)
+
+
+def _is_converted(kind: type) -> bool:
+    """Whether a class is one of torch.ao's converted modules, beside which that of sums in float has its home."""
+    return kind.__module__.startswith(_QUANTIZED) and kind.__name__ not in ("FloatFunctional", "FXFloatFunctional")
 
 
 def _in_host_memory(model: nn.Module | None) -> nn.Module | None:
@@ -328,8 +339,8 @@ def open_model(
 
 
 def require_model(given: Any) -> None:
-    """Raises UsageError for None, which :func:`open_source` takes for work on the data alone."""
-    if given is None:
+    """Raises UsageError for an object that is no model, None too: :func:`open_source` takes it for the data alone."""
+    if not isinstance(given, str):
         _module(given)
 
 
@@ -347,10 +358,11 @@ def _module(given: Any) -> nn.Module:
         raise UsageError(where, expected, "an exported program", "pass the module that it was exported from")
     if any(kind.__name__ == "ScriptModule" for kind in type(model).__mro__):
         raise UsageError(where, expected, "TorchScript, whose Python code is gone", "pass the module it was made from")
-    if getattr(vars(model).get("train"), "__qualname__", "").startswith("ExportedProgram"):
+    if getattr(vars(model).get("train"), "__qualname__", "").startswith(_FIXED_MODE):
         raise UsageError(where, expected, "an exported program's graph", "pass the module that it was exported from")
     module: nn.Module = model
     require_shapes(module, where)
+    _require_float(module, _is_converted)
     return module
 
 

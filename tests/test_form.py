@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,7 @@ def test_it_is_called_as_the_model_is() -> None:
     expected = quantized((X, BIAS))
     for found in (quantized(X, BIAS), quantized(x=X, bias=BIAS), quantized({"bias": BIAS, "x": X})):
         assert torch.equal(found, expected)
+    assert torch.equal(quantized(X.numpy(), BIAS.numpy()), expected)
     with pytest.raises(QtoolError, match=r"expected 2 input tensors \(x, bias\); got x, bias, labels; pass what"):
         quantized(x=X, bias=BIAS, labels=BIAS)
     with pytest.raises(
@@ -66,7 +68,10 @@ def test_it_is_called_as_the_model_is() -> None:
 
 def test_it_is_pickled_and_copied(made: tuple[Any, QuantizedModel]) -> None:
     inputs, quantized = made
-    for other in (pickle.loads(pickle.dumps(quantized)), copy.deepcopy(quantized)):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # also what torch says of its own trees where they are copied
+        others = (pickle.loads(pickle.dumps(quantized)), copy.deepcopy(quantized))
+    for other in others:
         assert torch.equal(other(inputs), quantized(inputs))
         assert (other.plan, other.ranges) == (quantized.plan, quantized.ranges)
         assert other.graph is not quantized.graph
@@ -187,9 +192,9 @@ def test_inputs_become_arguments(inputs: Any, expected: Any) -> None:
     ("inputs", "message"),
     [
         (X[:, :2], r"batch 3, 'x': expected float32 of N × 3 × 8 × 8; got float32 of 6 × 2 × 8 × 8"),
-        (X[..., :7], r"'x': expected .*; got float32 of 6 × 3 × 8 × 7"),
+        (X[..., :7], r"'x': expected .*; got float32 of 6 × 3 × 8 × 7; use data of the size that"),
         (X[0], r"'x': expected .*; got float32 of 3 × 8 × 8"),
-        (X.double(), r"'x': expected float32 of .*; got float64 of"),
+        (X.double(), r"'x': expected float32 of .*; got float64 of .*; use data of the type that"),
         ((X, BIAS), r"batch 3: expected 1 input tensors \(x\); got 2"),
     ],
 )

@@ -149,6 +149,21 @@ def test_a_task_s_outputs_may_be_packed():
     assert weights.tolist() == [1, 1, 1]
 
 
+def test_outputs_beside_the_answers_need_not_have_the_samples_on_their_first_axis():
+    class First(Classification):
+        def loss(self, output, target):
+            assert output[1].shape == (2, len(target), 5)
+            assert output[2].shape == (7, 4)
+            return super().loss(output[0], target)
+
+        def metrics(self, output, target):
+            return super().metrics(output[0], target)
+
+    output = (nn.functional.one_hot(torch.tensor([0, 1, 1]), 2).float(), torch.zeros(2, 3, 5), torch.zeros(7, 4))
+    sums, _ = sums_of(First(), output, torch.tensor([0, 1, 0]))
+    assert sums["top1"].tolist() == [1, 1, 0]
+
+
 class Found:
     """What share of those of a class is found, which is undefined where there is none."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import warnings
 from pathlib import Path
@@ -17,6 +18,7 @@ import qtool
 from qtool.data.specs import Preprocessing
 from qtool.errors import QtoolError, UsageError, kind_of
 from qtool.models import specs as models
+from qtool.quantization import torchao_api
 from qtool.source import (
     UNIDENTIFIED,
     HasModel,
@@ -256,6 +258,47 @@ def test_what_cannot_be_captured_again_is_told_from_a_module() -> None:
         open_source(exported, None)
     with pytest.raises(UsageError, match=r"weights with values; got 'weight' on the meta device; load the weights"):
         open_source(net.to("meta"), None)
+
+
+class Unquantized(torchao_api.Quantizer):
+    """Leaves all in float: what torchao makes of a graph is no model to train for all that."""
+
+    def annotate(self, model: torch.fx.GraphModule) -> torch.fx.GraphModule:
+        return model
+
+    def validate(self, model: torch.fx.GraphModule) -> None:
+        pass
+
+
+def test_quantized_models_of_other_tools_are_refused_by_each_stage_that_begins_with_a_float_one(
+    small_data: str,
+) -> None:
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+    from torchao.quantization.pt2e.quantize_pt2e import prepare_pt2e
+
+    x, net = torch.ones(2, 1, 4, 4), nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 3))
+    weights = nn.Sequential(nn.Linear(32, 32))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that torch.ao is deprecated
+        prepared = prepare_pt2e(torch.export.export(net.eval(), (x,)).module(), Unquantized())
+        graph = torchao_api.convert_pt2e(copy.deepcopy(prepared))
+        dynamic = torch.ao.quantization.quantize_dynamic(net, {nn.Linear})
+        net.qconfig = torch.ao.quantization.default_qconfig  # type: ignore[assignment]
+        converted = torch.ao.quantization.convert(torch.ao.quantization.prepare(net))
+        quantize_(weights, Int8WeightOnlyConfig())
+    fixed = "an exported program's graph; pass the module that it was exported from"
+    told = {
+        converted: "'0' is a Conv2d; pass the float model, or this one to qtool.export",
+        dynamic: "'2' is a Linear; pass the float model, or this one to qtool.export",
+        prepared: fixed,
+        graph: fixed,
+        weights: r"torchao quantized: '0\.weight' is an? \w+; pass the float model",
+        nn.Linear: "the class Linear; pass the float model",
+    }
+    for stage in (qtool.train, qtool.quantize, qtool.sensitivity, qtool.predict_memory):
+        for model, got in told.items():
+            with pytest.raises(UsageError, match=rf"argument 'model': .*{got}"):
+                stage(model, small_data)  # type: ignore[operator]
 
 
 def test_the_float_model_of_a_quantization_is_opened_again(trained: Path, small_net: str, small_data: str) -> None:

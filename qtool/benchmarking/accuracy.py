@@ -41,9 +41,10 @@ Compare = Callable[[torch.Tensor, torch.Tensor, Any], dict[str, Any]]
 class Scores:
     """Each variant's loss and metrics by a task, added up as the batches come.
 
-    ``structure`` is what the model's outputs are packed in, any tensors in the places of its own; without it a single
-    output is taken as it is, and several as a tuple. Where the task cannot judge them nothing more is added, and
-    ``failure`` says why. ``apart`` says why the metric that decides has no interval, where that is the task's doing.
+    ``structure`` is what the model's outputs are packed in, any tensors in the places of its own; without it, and of a
+    file with another number of outputs, a single output is taken as it is, and several as a tuple. Where the task
+    cannot judge them nothing more is added, and ``failure`` says why. ``apart`` says why the metric that decides has no
+    interval, where that is the task's doing.
     """
 
     def __init__(self, task: Task, structure: Any = None) -> None:
@@ -77,7 +78,7 @@ class Scores:
     def _packed(self, outputs: list[Array]) -> Any:
         values = [torch.from_numpy(value) for value in outputs]
         values = [value.float() if value.is_floating_point() else value for value in values]
-        if self.structure is None:
+        if len(values) != len(list(tensors(self.structure))):
             return values[0] if len(values) == 1 else tuple(values)
         return packed(self.structure, values)
 

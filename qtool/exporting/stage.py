@@ -29,13 +29,16 @@ from qtool.exporting.gates.size import size
 from qtool.exporting.reference.integer_reference import IntegerReference
 from qtool.exporting.to_onnx import default_opset, float_to_onnx, quantized_to_onnx, save
 from qtool.form import Plan, QuantizedModel
+from qtool.graphs.structures import written
 from qtool.nested import micro_batches
 from qtool.recipe import ExportConfig
-from qtool.runtimes.onnx_notes import asks_for_exact_sums
+from qtool.runtimes.onnx_notes import OUTPUTS, asks_for_exact_sums
 from qtool.system import allocator
 from qtool.version import __version__
 
 FILES = {"int8": "model.int8.onnx", "fp32": "model.fp32.onnx", "fp16": "model.fp16.onnx"}
+OWN_NOTES = ("version", "target", "opset", "variant", "outputs", "session", "own_channels", "num_stored")
+"""What a file's metadata holds behind ``qtool.`` for qtool itself."""
 UNIT_SAMPLES = 8
 UNIT_BATCH = 2
 
@@ -73,8 +76,8 @@ def export(
     """Writes ``model.int8.onnx`` with its FP32 and FP16 baselines into ``out`` and proves the INT8 file.
 
     ``samples`` are batches of inputs for the parity gates; without them units are compared on the example
-    inputs and the end-to-end gate is reported as not run. ``metadata`` (preprocessing, labels) is stored in
-    the files as JSON.
+    inputs and the end-to-end gate is reported as not run. ``metadata`` (preprocessing, labels and
+    what else a caller wants) is stored in the files as JSON.
 
     Raises ContractError when a gate fails, QtoolError for an operator without an ONNX form and for a quantization that
     is simulated only.
@@ -122,7 +125,8 @@ def _export(
 def _metadata(quantized: QuantizedModel, opset: int, metadata: Mapping[str, Any]) -> dict[str, str]:
     own = {"version": __version__, "target": quantized.plan.target, "opset": str(opset)}
     told = {key: json.dumps(value, ensure_ascii=False) for key, value in metadata.items()}
-    return {f"qtool.{key}": value for key, value in {**own, **told}.items()}
+    packed_in = written(quantized(quantized.example))
+    return {f"qtool.{key}": value for key, value in {**own, **told}.items()} | {OUTPUTS: packed_in}
 
 
 def _few(quantized: QuantizedModel, samples: Iterable[Any] | None) -> list[Any]:

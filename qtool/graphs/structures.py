@@ -33,11 +33,35 @@ _TRANSFORMERS = re.compile(r'"(transformers\.(?:models\.\w+\.)?modeling_\w+)\.\w
 def name_types(program: torch.export.ExportedProgram) -> None:
     """Gives each class of named tuples and dataclasses of a program's inputs and outputs a name for a file."""
     for spec in (program.call_spec.in_spec, program.call_spec.out_spec):
-        for kind in _classes(spec):
-            if is_dataclass(kind):
-                _name_dataclass(kind)
-            elif kind not in pytree.SUPPORTED_SERIALIZED_TYPES:
-                _register(kind)
+        _name_types(spec)
+
+
+def _name_types(spec: Any) -> None:
+    for kind in _classes(spec):
+        if is_dataclass(kind):
+            _name_dataclass(kind)
+        elif kind not in pytree.SUPPORTED_SERIALIZED_TYPES:
+            _register(kind)
+
+
+def written(value: Any) -> str:
+    """What the tensors of ``value`` are packed in, as JSON: its containers, and what else is in them.
+
+    >>> read(written({"logits": torch.ones(2), "states": (torch.ones(1), None)}))
+    {'logits': tensor([]), 'states': (tensor([]), None)}
+    """
+    found, spec = pytree.tree_flatten(value)
+    _name_types(spec)
+    others = {str(index): leaf for index, leaf in enumerate(found) if not isinstance(leaf, torch.Tensor)}
+    return json.dumps({"spec": pytree.treespec_dumps(spec), "others": others})
+
+
+def read(structure: str) -> Any:
+    """What :func:`written` was given, with empty tensors in it. Raises QtoolError as :func:`know_types` does."""
+    stored = json.loads(structure)
+    _know(stored["spec"])
+    spec = pytree.treespec_loads(stored["spec"])
+    return pytree.tree_unflatten([stored["others"].get(str(i), torch.empty(0)) for i in range(spec.num_leaves)], spec)
 
 
 def know_dataclasses(value: Any) -> bool:
@@ -75,16 +99,20 @@ def know_types(program: str) -> None:
     Raises QtoolError where they are of transformers, which does not import, or of another package, which was not.
     """
     for spec in _specs(json.loads(program)):
-        for module in _TRANSFORMERS.findall(spec):
-            imported(module, f"saved graph with types of '{module}'", "qtool[text]")
-        for found in _NAMED.finditer(spec):
-            if found[0] not in pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE:
-                _make(*found.groups())
-        if foreign := next((name for name in _names(spec) if name not in pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE), None):
-            raise QtoolError(
-                f"saved graph with the type '{foreign}'", "a type that is registered with torch in this process",
-                "one that is not", "import the module that registers it, and open the file after that",
-            )  # fmt: skip
+        _know(spec)
+
+
+def _know(spec: str) -> None:
+    for module in _TRANSFORMERS.findall(spec):
+        imported(module, f"saved graph with types of '{module}'", "qtool[text]")
+    for found in _NAMED.finditer(spec):
+        if found[0] not in pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE:
+            _make(*found.groups())
+    if foreign := next((name for name in _names(spec) if name not in pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE), None):
+        raise QtoolError(
+            f"saved graph with the type '{foreign}'", "a type that is registered with torch in this process",
+            "one that is not", "import the module that registers it, and open the file after that",
+        )  # fmt: skip
 
 
 def _make(sort: str, name: str, joined: str) -> None:

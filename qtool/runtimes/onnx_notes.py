@@ -18,6 +18,8 @@ from qtool.system.machine import sums_in_32_bits
 
 SESSION = "qtool.session"
 """Where a file's metadata tells, as a JSON object, with which options of a session it is to be opened."""
+OUTPUTS = "qtool.outputs"
+"""Where a file's metadata tells what the model's outputs are packed in; a file itself has them one after the other."""
 EXACT_SUMS = "session.x64quantprecision"
 """The option by which products of bytes are added in 32 bits on x86 CPUs without VNNI; it changes nothing on others."""
 METADATA_PROPS = 14

@@ -64,7 +64,7 @@ def benchmark(
         if config.samples is not None and data is None:
             do = "leave it out: files alone are timed on random inputs, and not judged"
             raise UsageError(argument("samples"), "test data beside it", "files alone", do)
-        scores = None if task is None else _scores(open_task(task))
+        scores = None if task is None else _scores(open_task(task), files)
         found = stage.benchmark(
             files, config, batches=_test_batches(open_data(data, 0)), scores=scores, progress=teller(progress)
         )
@@ -91,7 +91,7 @@ def benchmark(
     }  # fmt: skip
     judging = recall_task(recorded.get("source") or {}, trust=trust) if task is None else open_task(task)
     found = stage.benchmark(
-        files, config, batches=_test_batches(opened), scores=_scores(judging, run), subject=subject,
+        files, config, batches=_test_batches(opened), scores=_scores(judging, files, run), subject=subject,
         target=recorded["plan"]["target"], precisions=_recast(config),
         progress=teller(progress),
     )  # fmt: skip
@@ -105,21 +105,30 @@ def benchmark(
     return found
 
 
-def _scores(task: Task | None, run: Path | None = None) -> Scores | None:
-    """What a task makes of the files' outputs, packed as those of the quantized model in ``run``.
+def _scores(task: Task | None, files: Mapping[str, Path], run: Path | None = None) -> Scores | None:
+    """What a task makes of the files' outputs, packed as the model's; None for plain classification.
 
-    None for plain classification, whose top-1 is compared anyway.
+    The top-1 of that is compared anyway.
     """
     from qtool.benchmarking.accuracy import Scores
-    from qtool.stages.quantization import load_quantized
     from qtool.tasks import Classification
 
-    if task is None or isinstance(task, Classification):
-        return None
+    return None if task is None or isinstance(task, Classification) else Scores(task, _structure(files, run))
+
+
+def _structure(files: Mapping[str, Path], run: Path | None) -> Any:
+    """What a model's outputs are packed in: as one of its files tells, or else as the quantized model in ``run``."""
+    from qtool.graphs.structures import read
+    from qtool.runtimes.onnx_notes import OUTPUTS, metadata
+    from qtool.stages.quantization import load_quantized
+
+    for path in files.values():
+        if path.suffix == ".onnx" and path.is_file() and (told := metadata(path).get(OUTPUTS)):
+            return read(told)
     if run is None or not has_result(run, "quantize"):
-        return Scores(task)
+        return None
     model = load_quantized(run)
-    return Scores(task, model(model.example))
+    return model(model.example)
 
 
 def measured(run: Path, config: BenchmarkConfig, tell: Callable[[str], None] = lambda text: None) -> bool:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from qtool.artifacts import alone, earlier, output_path, path_of, require_writable
 from qtool.data.calibration_data import draw
 from qtool.data.given import inputs_of, pairs_of
-from qtool.errors import QtoolError, UsageError
+from qtool.errors import QtoolError, UsageError, kind_of
 from qtool.options import argument, make, require_config
 from qtool.recipe import QuantizeConfig
 from qtool.source import UNIDENTIFIED, Source
@@ -82,10 +82,18 @@ def _changed(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = ""
 
 
 def teller(progress: Progress) -> Callable[[str], None]:
-    """What takes a line about where a stage is: standard error, the caller's function, or nothing."""
+    """What takes a line about where a stage is: standard error, the caller's function, or nothing.
+
+    Raises UsageError for anything else.
+    """
     if progress is True:
         return lambda text: print(text, file=sys.stderr, flush=True)
-    return progress if callable(progress) else lambda text: None
+    if not progress:
+        return lambda text: None
+    if not callable(progress):
+        expected = "True, False, or a function that takes a line"
+        raise UsageError(argument("progress"), expected, kind_of(progress), "pass for example progress=print")
+    return progress
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from qtool.artifacts import mark_stale, read_result, staging, write_result
 from qtool.data.calibration_data import draw
 from qtool.data.given import inputs_of
-from qtool.errors import ContractError, UsageError
+from qtool.errors import ContractError, UsageError, kind_of
 from qtool.lineage import content_of
 from qtool.options import argument, documented
 from qtool.recipe import ExportConfig, as_dict
@@ -41,6 +41,9 @@ if TYPE_CHECKING:
     from qtool.form import QuantizedModel
     from qtool.tasks import Task
 
+OF_DATA = ("labels", "preprocessing")
+"""What files tell of the data that their model is for."""
+
 
 @in_turn
 @documented(ExportConfig)
@@ -65,13 +68,15 @@ def export(
     ``quantized`` is a run directory, a QuantizedModel, or a module that was prepared or converted with eager
     ``torch.ao.quantization`` (then with ``example_inputs``, and ``float_model`` for the gates that compare with it).
     ``samples`` are what parity is judged on: batches, or data to draw them from, whose labels and preprocessing then
-    go into the files; by default the calibration samples that the run directory recorded. A contract that the run was
-    quantized under is judged again on the file, on the same validation samples and by the same task (``validation``
-    and ``task`` where those were objects). Raises ContractError where a gate or that contract fails: then no file
-    takes its name, and an older export is marked stale.
+    go into the files; by default the calibration samples that the run directory recorded. ``metadata`` goes into the
+    files too, as JSON, each of its names behind ``qtool.``; ``labels`` and ``preprocessing`` replace the data's. A
+    contract that the run was quantized under is judged again on the file, on the same validation samples and by the
+    same task (``validation`` and ``task`` where those were objects). Raises ContractError where a gate or that contract
+    fails: then no file takes its name, and an older export is marked stale.
     """
     config = configured(ExportConfig, config, options)
     require_use(config)
+    notes = _plain(metadata or {})
     held: Callable[[Path], Gate] | None = None
     if isinstance(quantized, str | Path):
         run = require_run_directory(Path(quantized), "quantize")
@@ -84,7 +89,7 @@ def export(
         inputs = {
             "quantized": recorded["outputs"]["int8"]["sha256"],
             "quantized_in": os.path.relpath(run.resolve(), folder.resolve()),
-            "source": _digest(recorded["source"]),
+            "source": _digest(recorded["source"] | notes),
         }
         if resume and finished(folder, "export", as_dict(config), inputs, teller(progress)):
             return _exported(folder)
@@ -97,10 +102,10 @@ def export(
         model = _as_quantized(quantized, example_inputs, float_model)
         inputs = {"quantized": UNIDENTIFIED, "content": content_of(model.graph)}
     batches, facts = _opened(samples, config) if drawn is None else (drawn, {})
-    record = seen_from(folder, record) | facts | dict(metadata or {})
+    record = seen_from(folder, record) | facts | {name: notes[name] for name in OF_DATA if name in notes}
     tell = teller(progress)
     tell("export: writing and proving the files")
-    return _export_into(folder, model, config, batches, inputs, record, held, tell)
+    return _export_into(folder, model, config, batches, inputs, record, notes, held, tell)
 
 
 def require_use(config: ExportConfig) -> None:
@@ -111,6 +116,23 @@ def require_use(config: ExportConfig) -> None:
             if getattr(config, name) != getattr(ExportConfig(), name):
                 got = {"tune": "no tuning", "gates": "no gates"}[other]
                 raise UsageError(argument(name), f"'{other}' beside it", got, "add it, or leave it out")
+
+
+def _plain(metadata: Any) -> dict[str, Any]:
+    """What files are to tell, as plain values. Raises UsageError for what JSON does not have, and qtool's own names."""
+    from qtool.exporting.stage import OWN_NOTES
+
+    where, do = argument("metadata"), "pass for example {'commit': 'c0ffee'}"
+    if not isinstance(metadata, Mapping) or not all(isinstance(name, str) for name in metadata):
+        raise UsageError(where, "a mapping of names to values", kind_of(metadata), do)
+    if own := next((name for name in metadata if name in OWN_NOTES), None):
+        raise UsageError(where, "names that qtool does not use", f"'{own}'", "give it another name")
+    for name, value in metadata.items():
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise UsageError(where, "values that JSON has", f"{kind_of(value)} as '{name}': {error}", do) from None
+    return dict(metadata)
 
 
 def _digest(record: Mapping[str, Any]) -> str:
@@ -140,12 +162,13 @@ def _export_into(
     samples: Iterable[Any] | None,
     inputs: Mapping[str, str],
     record: Mapping[str, Any],
+    notes: Mapping[str, Any],
     held: Callable[[Path], Gate] | None,
     tell: Callable[[str], None],
 ) -> ExportResult:
     from qtool.exporting import stage
 
-    metadata = {key: record[key] for key in ("labels", "preprocessing") if record.get(key) is not None}
+    metadata = {**notes, **{key: record[key] for key in OF_DATA if record.get(key) is not None}}
     found: dict[str, Any] = {}
     if config.tune:
         from qtool.stages.tuning import tuned

@@ -225,14 +225,18 @@ def _one_of_a_group(spec: Spec, config: TrainConfig, work: str, folder: str) -> 
 
 def _trained(spec: Spec, config: TrainConfig) -> dict[str, Any]:
     """Trains, without counting; the median time from one step to the next is that of a step."""
+    from qtool.steps.history import Progress as At
     from qtool.training import stage
 
     source = open_source(spec["model"], spec["data"], spec["task"], seed=config.seed)
     assert source.model is not None
     ticks: list[float] = []
-    done = stage.train(
-        source.model, source.data, config, task=source.task, progress=lambda at: ticks.append(time.perf_counter())
-    )
+
+    def tick(at: At) -> None:
+        if not at.ends:
+            ticks.append(time.perf_counter())
+
+    done = stage.train(source.model, source.data, config, task=source.task, progress=tick)
     steps = [after - before for before, after in itertools.pairwise(ticks)]
     found = {"loss": done.history.losses[-1], "metrics": done.metrics, "train_seconds": done.history.seconds}
     return found | ({"seconds_per_step": statistics.median(steps)} if steps else {})

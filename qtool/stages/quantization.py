@@ -328,11 +328,11 @@ def _fine_tuning(
     def fine_tune(model: nn.Module, hooks: Any, loss_fn: Any = None) -> Any:
         from qtool.data.specs import example_input
         from qtool.steps.loop import fit
-        from qtool.training.progress import reporter
+        from qtool.training.progress import each_epoch, reporter
         from qtool.training.techniques import setup
 
         example = None if source.parts is None else example_input(data)
-        with setup(model, config, example) as made, reporter(progress is True) as report:
+        with setup(model, config, example) as made, reporter(each_epoch(progress)) as report:
             made.tell_unreached = _silent  # what stays as it came is as it was trained
             history = fit(
                 model, data, source.task, config, setup=made, hooks=hooks, loss_fn=loss_fn, out=out, resume=resume,

@@ -246,6 +246,7 @@ def _fit(
     """Trains as ``found`` says, which is ``config`` fitted to the memory there is, and commits the result."""
     from qtool.system import processes
     from qtool.training import stage
+    from qtool.training.progress import each_epoch
 
     first, alone, yields = processes.rank() == 0, processes.size() == 1, gives_way(config)
     begun = processes.from_first(halvings(folder)) if yields else 0
@@ -254,7 +255,7 @@ def _fit(
         with held(found.config), at_work(folder if first else None):
             result = stage.train(
                 source.model, source.data, found.config, task=source.task, out=folder, resume=resume,
-                progress=progress is True and first, identity=source.inputs, backs_off=alone and yields,
+                progress=first and each_epoch(progress), identity=source.inputs, backs_off=alone and yields,
                 halvings=begun,
             )  # fmt: skip
     except OutOfMemory as error:

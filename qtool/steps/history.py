@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run is, after each step. ``memory_bytes``: see ``qtool.system.devices.memory_used``; at most 0.1 s old.
+    """Where a run is, after each step, and once more where an epoch ``ends``, the loss being its mean then.
 
-    ``metrics`` are those of the last epoch, ``metric`` the task's that decides: ``validation_`` stands before it there.
+    ``memory_bytes``: see ``qtool.system.devices.memory_used``; at most 0.1 s old. ``metrics`` are those of the last
+    epoch, ``metric`` the task's that decides: ``validation_`` stands before it there.
     """
 
     step: int
@@ -21,6 +22,7 @@ class Progress:
     memory_bytes: int
     metrics: Mapping[str, float]
     metric: str
+    ends: bool = False
 
 
 @dataclass

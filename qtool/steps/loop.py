@@ -273,6 +273,7 @@ class _Run:
         self.history.epochs.append(metrics)
         self.history.ends.append(self.history.steps)
         self.history.skipped_steps = self.step.skipped
+        self._report(metrics["loss"], learning_rate(self.config, self.history.steps - 1, self.total), ends=True)
         best = self.best.judge(self.history, self.epoch, metrics, to_come=self.history.steps < self.total)
         self.hooks.after_epoch(self.model, self.epoch, metrics)
         self.epoch, self.batch = self.epoch + 1, 0
@@ -395,13 +396,13 @@ class _Run:
 
     # Telling
 
-    def _report(self, loss: float, rate: float) -> None:
+    def _report(self, loss: float, rate: float, ends: bool = False) -> None:
         if self.progress is not None:
             last = self.history.epochs[-1] if self.history.epochs else {}
             if (now := time.monotonic()) >= self.look_again:  # to ask takes as long as tens of kernels
                 self.memory, self.look_again = memory_used(self.setup.device), now + 0.1
             done, metric = self.history.steps, self.task.metric
-            self.progress(Progress(done, self.total, self.epoch, loss, rate, self.memory, last, metric))
+            self.progress(Progress(done, self.total, self.epoch, loss, rate, self.memory, last, metric, ends))
 
     def _not_finite(self, error: NotFinite, rate: float) -> QtoolError:
         return self._error(loss_told(self.model, error.value, rate, error.forward))

@@ -1,4 +1,7 @@
-"""A progress bar on standard error: step, loss, learning rate, memory, and the last validation."""
+"""How far a training is: step, loss, learning rate, memory, and the last validation.
+
+Each step moves a bar on standard error; a caller's function, which may write a log, is given a line an epoch.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +31,13 @@ def reporter(wanted: bool | Report | None) -> Iterator[Report | None]:
     with Bar(*columns, console=bar_console()) as bar:
         task = bar.add_task("", total=None)
         yield lambda at: bar.update(task, completed=at.step, total=at.total_steps, description=describe(at))
+
+
+def each_epoch(progress: bool | Callable[[str], None]) -> bool | Report:
+    """What :func:`reporter` is to be given where a caller wants a bar, none, or a line of text for each epoch."""
+    if not callable(progress):
+        return bool(progress)
+    return lambda at: progress(f"train: {describe(at)}") if at.ends else None
 
 
 def describe(at: Progress) -> str:

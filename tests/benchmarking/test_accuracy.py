@@ -399,6 +399,20 @@ def test_outputs_of_an_unknown_structure_are_a_tensor_or_a_tuple_of_them():
     assert seen[-1][1].dtype == torch.int64
 
 
+def test_outputs_of_another_number_than_the_model_has_are_judged_as_they_are():
+    class Any(Margin):
+        def loss(self, output, target):
+            assert isinstance(output, torch.Tensor)
+            return output.sum(), 1.0
+
+        def metrics(self, output, target):
+            return {"margin": output.sum()}
+
+    scores = Scores(Any(), {"logits": torch.zeros(2, 3), "sizes": torch.zeros(2)})
+    scores.add("fp32", [np.ones((2, 3), np.float32)], torch.zeros(2))
+    assert scores.results("fp32")["fp32"]["metrics"]["margin"] == 6
+
+
 def test_a_task_that_cannot_judge_says_why_and_the_outputs_are_compared_all_the_same(sessions, batches):
     scores = Scores(Margin())  # no dict: the task fails
     outputs, _ = predict(sessions, batches(16), scores=scores)

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from qtool.errors import QtoolError
 from qtool.graphs.programs import as_graph, to_program
 from qtool.graphs.pt2_files import load_program, save_program
-from qtool.graphs.structures import know_types
+from qtool.graphs.structures import know_dataclasses, know_types, read, written
 
 
 class Found(NamedTuple):
@@ -75,6 +75,17 @@ def test_a_dataclass_that_was_registered_without_a_name_is_stored_by_its_fields(
     assert (type(alike).__name__, alike.loss) == ("Other", None)
     assert torch.equal(alike.logits, x + 1)
     assert torch.equal(alike.hidden["first"], x.sum(1))
+
+
+def test_a_structure_that_is_written_is_read_with_what_is_no_tensor_in_it() -> None:
+    given = (Heads(torch.ones(2), {"first": torch.ones(3)}), 0.5)
+    know_dataclasses(given)
+    stored = written(given)
+    found, constant = read(stored)
+    assert (type(found), found.loss, constant) == (Heads, None, 0.5)
+    assert isinstance(found.hidden["first"], Tensor)
+    alike, _ = read(stored.replace(":Heads:", ":Else:"))
+    assert (type(alike).__name__, alike.loss) == ("Else", None)
 
 
 def test_types_of_transformers_are_imported_and_no_other_module(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from fake_device import DEVICE, Fake
 from torch import nn
+from torch.utils.data import TensorDataset
 
 import qtool
 from qtool.errors import QtoolError, UsageError
@@ -93,6 +96,56 @@ def test_a_benchmark_packs_outputs_as_the_model_does_and_asks_for_a_task_that_no
     untold = qtool.benchmark(tmp_path, data, **options)
     assert "metrics" not in untold["variants"]["fp32"]["accuracy"]
     assert any("pass task" in note or "with task=" in note for note in untold["notes"])
+
+
+def test_a_function_is_told_of_each_epoch_of_a_training_and_of_qat() -> None:
+    told: list[str] = []
+    parts = dict.fromkeys(("train", "validation"), TensorDataset(*map(torch.cat, zip(*batches(), strict=True))))
+    trained = qtool.train(net(), parts, epochs=2, batch_size=8, device="cpu", progress=told.append)
+    assert [line.split()[:4] for line in told] == [["train:", "epoch", str(epoch), "loss"] for epoch in (1, 2)]
+    last = trained.history.epochs[-1]
+    assert f"loss {last['loss']:.4f} " in told[-1]
+    assert told[-1].endswith(f"top1 {last['validation_top1']:.3g}")
+    told.clear()
+    qtool.quantize(trained, parts, mode="qat", effort="fast", device="cpu", progress=told.append)
+    assert [line.split()[:3] for line in told if "epoch" in line] == [["train:", "epoch", "1"]]
+
+
+@pytest.mark.parametrize("stage", [qtool.train, qtool.quantize, qtool.sensitivity])
+def test_progress_is_told_by_no_word(stage: Any) -> None:
+    for wrong in ("yes", 1):
+        with pytest.raises(
+            UsageError, match=r"'progress': expected True, False, or a function .*; pass for example pro"
+        ):
+            stage(net(), batches(), progress=wrong)
+
+
+def test_what_files_are_to_tell_is_in_them_and_is_taken_for_nothing_else(tmp_path: Path) -> None:
+    told = {"commit": "c0ffee", "data": "of May", "labels": ["a", "b", "c"], "notes": {"über": [1, None]}}
+    quantized = qtool.quantize(net(), batches(), effort="fast")
+    exported = qtool.export(quantized, tmp_path, samples=batches(), metadata=told)
+    for path in exported.files.values():
+        found = qtool.inspect(path)["metadata"]
+        assert {name: json.loads(found[f"qtool.{name}"]) for name in told} == told
+    with pytest.raises(QtoolError, match="the spec of its data; got one that was given as a Python object"):
+        qtool.benchmark(exported)
+    for wrong, got in (
+        ({"made": Path()}, r"values that JSON has; got an? \w+ as 'made': .*; pass for example"),
+        ({"opset": 7}, "names that qtool does not use; got 'opset'; give it another name"),
+        ({1: 2}, "a mapping of names to values; got a dict; pass for example"),
+        (["commit"], "a mapping of names to values; got a list; pass for example"),
+    ):
+        with pytest.raises(UsageError, match=f"argument 'metadata': expected {got}"):
+            qtool.export(quantized, tmp_path, samples=batches(), metadata=wrong)  # type: ignore[arg-type]
+
+
+def test_files_tell_what_outputs_are_packed_in_where_no_quantized_model_is_beside_them(tmp_path: Path) -> None:
+    model, data = Named().eval(), batches()
+    exported = qtool.export(qtool.quantize(model, data, task=WrongByName(), effort="fast"), tmp_path, samples=data)
+    wrong = sum(float((model(x)["classes"].argmax(1) != y).sum()) for x, y in data) / 32
+    for files in (exported, exported.files):
+        told = qtool.benchmark(files, data, task=WrongByName(), seconds=0.1, width=1.0, allow_slower=True)
+        assert told["variants"]["fp32"]["accuracy"]["metrics"]["wrong"] == pytest.approx(wrong)
 
 
 def test_a_model_that_training_left_on_a_device_is_quantized_on_the_cpu() -> None:

@@ -505,10 +505,15 @@ def test_frozen_parameters_stay_and_a_frozen_model_is_refused():
 
 def test_progress_tells_where_the_run_is():
     seen = []
-    fit(make_model(), make_data(), TASK, config(epochs=2), progress=seen.append)
-    assert [at.step for at in seen] == list(range(1, 11))
+    history = fit(make_model(), make_data(), TASK, config(epochs=2), progress=seen.append)
+    steps = [at for at in seen if not at.ends]
+    assert [at.step for at in steps] == list(range(1, 11))
     assert {at.total_steps for at in seen} == {10}
-    assert [at.epoch for at in seen] == [0] * 5 + [1] * 5
+    assert [at.epoch for at in steps] == [0] * 5 + [1] * 5
+    ends = [at for at in seen if at.ends]
+    assert [(at.step, at.epoch, at.loss) for at in ends] == [(5, 0, ends[0].metrics["loss"]), (10, 1, seen[-1].loss)]
+    assert [at.metrics for at in ends] == history.epochs
+    assert ends[0].learning_rate == steps[4].learning_rate
     assert "validation_top1" not in seen[0].metrics
     assert "validation_top1" in seen[-1].metrics
     assert seen[0].learning_rate == pytest.approx(0.002)
@@ -535,5 +540,5 @@ def test_the_device_of_a_training_is_the_current_one_while_it_lasts(monkeypatch)
 
     monkeypatch.setattr(loop, "current", current)
     fit(make_model(), make_data(), TASK, config(max_steps=1), progress=lambda at: seen.append(at.step))
-    assert seen == [torch.device("cpu"), 1, "left"]
+    assert seen == [torch.device("cpu"), 1, 1, "left"]
     assert isinstance(devices.current(torch.device("cuda", 1)), torch.cuda.device)

@@ -99,9 +99,9 @@ def test_resumed_on_one_process_it_comes_to_the_same(runs, name, near):
     seen = []
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        group_runs.run(name, group_runs.EXACT[name] | {"devices": 1}, folder, at_step=lambda at: seen.append(at.step))
+        group_runs.run(name, group_runs.EXACT[name] | {"devices": 1}, folder, at_step=seen.append)
     assert any("quantized again" in str(warning.message) for warning in told) == (name == "8-bit")
-    assert seen == [6, 7, 8, 9, 10]
+    assert [at.step for at in seen if not at.ends] == [6, 7, 8, 9, 10]
     first, second = (_weights(f / name, group_runs.EXACT[name]) for f in (runs / "whole", folder))
     for key, value in first.items():
         assert torch.allclose(value.float(), second[key].float(), atol=near), key

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
+from qtool.models.specs import modes_kept
 from qtool.nested import call, tensors
 from qtool.quantization.capturing.names import spelled
 from qtool.quantization.rewrites.norms import ANCHORS
@@ -25,8 +26,8 @@ def trained_parameters(model: nn.Module, example: Any) -> dict[str, bool]:
     It does not where ``requires_grad`` is off or no gradient comes; of a model whose outputs have none at all the
     former alone counts.
     """
-    model.eval()
-    with torch.enable_grad():
+    with modes_kept(model), torch.enable_grad():
+        model.eval()
         waiting = [output.grad_fn for output in tensors(call(model, example)) if output.grad_fn is not None]
     seen, reached = set(waiting), set()
     while waiting:

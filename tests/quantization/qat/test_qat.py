@@ -241,12 +241,14 @@ def test_what_runs_without_gradients_is_not_trained(engine: str, freeze_bn: floa
     wanted = QuantizeConfig(mode="qat", engine=engine)
     tuning = config(freeze_bn=freeze_bn)
     model = Frozen(whole)
+    model.head.eval()
     x = torch.randn(8, 3, 8, 8)
     quantize(model, wanted, example=x, calibration=[x], qat=look, tuning=tuning)
     head = {name for name in seen if "head" in name or "linear" in name}
     assert {name for name, trains in seen.items() if trains} == (set(seen) if whole else head)
     assert set(seen) > head > set()
     assert all(value.requires_grad for value in model.parameters())
+    assert [part.training for part in model.modules()] == [part is not model.head for part in model.modules()]
 
 
 @pytest.mark.parametrize("freeze_bn", [0.0, 0.5])
