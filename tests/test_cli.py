@@ -293,12 +293,12 @@ def test_whatever_is_raised_is_one_line(
 
 
 def test_debug_shows_the_traceback_and_json_the_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    result = inspect_raises(monkeypatch, ValueError("why"), "--debug", "--json")
+    result = inspect_raises(monkeypatch, RuntimeError("why"), "--debug", "--json")
     assert "Traceback" in result.stderr
     assert json.loads(result.stdout)["error"] == {
         "where": "qtool",
         "expected": "no internal error",
-        "got": "ValueError: why",
+        "got": "RuntimeError: why",
         "do": "run it again with --debug for the traceback and report it",
         "exit_code": 1,
     }
