@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ from qtool.errors import QtoolError, UsageError, kind_of, nearest, one_line, unr
 from qtool.factories import PRETRAINED, is_factory, load_factory
 from qtool.masks import is_finite, masks
 from qtool.models.gpt import gpt2, gpt2_mini
+from qtool.models.grown import buffers_of, grow
 from qtool.models.libraries import LIBRARIES
 from qtool.models.materialise import OTHER_WEIGHTS, WHERE, Target, create
 from qtool.models.nets import mobilenet, resnet
@@ -159,7 +160,8 @@ def _from_factory(spec: str) -> nn.Module:
 def load_weights(model: nn.Module, path: str | Path) -> None:
     """Loads weights into ``model`` in place, all of its keys and no others, in the model's own dtypes.
 
-    What was made in 16 bits becomes as wide as the file has it: a training in float32 leaves that.
+    What was made in 16 bits becomes as wide as the file has it: a training in float32 leaves that. From a run directory
+    buffers come as large as the training left them.
 
     ``path`` is a ``.safetensors``, ``.pt`` or ``.pth`` file or a run directory with a finished train stage. Raises
     UsageError for a path that is not there or has another suffix; QtoolError for a file that does not open, holds code,
@@ -170,8 +172,10 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
     file = weights_file(path)
     where = f"weights '{file}'"
     state = _renamed(_read_state(file, where), model)
-    _require_same_keys(where, model, state)
+    free = buffers_of(model).keys() if path.is_dir() else ()  # of a training of this model
+    _require_same_keys(where, model, state, free)
     _require_finite(where, model, state)
+    grow(model, {key: state[key] for key in free if key in state})
     for key, value in model.state_dict(keep_vars=True).items():
         if value.dtype in NARROW and key in state and state[key].dtype == torch.float32:
             value.data = value.data.float()
@@ -228,14 +232,15 @@ def _renamed(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     return state
 
 
-def _require_same_keys(where: str, model: nn.Module, state: Mapping[str, Tensor]) -> None:
+def _require_same_keys(where: str, model: nn.Module, state: Mapping[str, Tensor], free: Collection[str]) -> None:
+    """Raises QtoolError where names or shapes differ; ``free`` ones may have any shape, or be the state's alone."""
     own = model.state_dict()
     there = {_place(own[key]) for key in state if key in own and own[key].numel()}
     missing = [key for key, value in own.items() if key not in state and _place(value) not in there]
-    unexpected = [key for key in state if key not in own]
+    unexpected = [key for key in state if key not in own and key not in free]
     shapes = [
         f"{key} {tuple(value.shape)} where the model has {tuple(own[key].shape)}"
-        for key, value in state.items() if key in own and value.shape != own[key].shape
+        for key, value in state.items() if key in own and key not in free and value.shape != own[key].shape
     ]  # fmt: skip
     parts = [("missing", missing), ("not in the model", unexpected), ("other shapes", shapes)]
     if got := "; ".join(f"{name}: {few(keys)}" for name, keys in parts if keys):

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from qtool.errors import QtoolError
+from qtool.models.grown import grow
 from qtool.nested import checksum
 from qtool.steps.trees import load_tree, packed, save_tree, unpacked
 from qtool.system import processes
@@ -95,22 +96,8 @@ class Files:
 
 def take(model: nn.Module, state: Mapping[str, Any]) -> None:
     """Loads what :func:`learned` gave; frozen parameters are not in it."""
-    _reshape(model, state)
+    grow(model, state)
     model.load_state_dict(state, strict=False)
-
-
-def _reshape(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Gives buffers the shapes that they have in a state: some grow, or come into being, while a model trains."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    for name, value in state.items():
-        place, _, last = name.rpartition(".")
-        buffers = modules[place]._buffers if place in modules else {}
-        if last in buffers:
-            own = buffers[last]
-            if own is None:
-                buffers[last] = value.to(next((p.device for p in model.parameters()), value.device), copy=True)
-            elif own.shape != value.shape:
-                buffers[last] = own.new_empty(value.shape)
 
 
 def learned(model: nn.Module) -> dict[str, Any]:
@@ -134,7 +121,7 @@ def copied(model: nn.Module) -> dict[str, Any]:
 @torch.no_grad()
 def put_back(model: nn.Module, state: Mapping[str, Any]) -> None:
     """Has a model as :func:`copied` found it."""
-    _reshape(model, state)
+    grow(model, state)
     for name, own in learned(model).items():
         if isinstance(own, Tensor):
             _write(processes.local(own), state[name])
