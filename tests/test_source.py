@@ -190,6 +190,8 @@ def test_what_holds_no_module_is_told(tmp_path: Path) -> None:
         open_source(program, None)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"what builds a model; got an ONNX file; give the PyTorch model"):
         open_source("model.onnx", None)
+    with pytest.raises(UsageError, match=r"what builds a model; got an exported program; give the PyTorch model"):
+        open_source("model.pt2", None)
     with pytest.raises(UsageError, match=r"got a file of weights; name the architecture, and give the file as --weig"):
         open_source("runs/model.safetensors", None)
 

@@ -59,6 +59,7 @@ BUILT_INS: dict[str, Callable[[int, int], nn.Module]] = {
 SUFFIXES = (".safetensors", ".pt", ".pth")
 FILES = {
     ".onnx": ("an ONNX file", "give the PyTorch model that it was exported from"),
+    ".pt2": ("an exported program", "give the PyTorch model that it was exported from"),
     **dict.fromkeys(SUFFIXES, ("a file of weights", "name the architecture, and give the file as --weights")),
 }
 """What the files are that build no model, and what to do with them."""

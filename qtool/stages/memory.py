@@ -145,7 +145,7 @@ def _in_fresh_process(spec: Spec, config: TrainConfig, work: str = "measure") ->
         how = "a kill, probably for lack of host memory" if short else f"exit code {code}"
         raise QtoolError(
             "measurement", "a few steps in a fresh process", f"{how}: {one_line(said[-300:])}",
-            "use a smaller --batch-size, or leave --measure out",
+            f"use a smaller --batch-size{', or leave --measure out' if work == 'measure' else ''}",
         )  # fmt: skip
     answer: dict[str, Any] = json.loads(told)
     if "error" in answer:

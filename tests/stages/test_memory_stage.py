@@ -140,9 +140,10 @@ def test_a_compiled_step_is_predicted_and_measured(
 
 def test_a_failure_in_the_fresh_process_is_told(specs: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stage, "_asked", warm.measured)
-    with pytest.raises(QtoolError, match="fresh process"):
-        stage._in_fresh_process({**specs, "model": specs["model"].replace("net", "broken"), "task": "classification"},
-                                stage.TrainConfig(device="cpu"))  # fmt: skip
+    broken = {**specs, "model": specs["model"].replace("net", "broken"), "task": "classification"}
+    for work, do in (("measure", "batch-size, or leave --measure out"), ("train", "use a smaller --batch-size")):
+        with pytest.raises(QtoolError, match=f"fresh process.*{do}$"):
+            stage._in_fresh_process(broken, stage.TrainConfig(device="cpu"), work)
     with pytest.raises(QtoolError, match="model 'nothing'"):
         stage._in_fresh_process(
             {**specs, "model": "nothing", "task": "classification"}, stage.TrainConfig(device="cpu")
