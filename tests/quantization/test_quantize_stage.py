@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import json
 import weakref
@@ -49,6 +50,16 @@ def net() -> Net:
 
 def made(model: nn.Module, config: QuantizeConfig | None = None, x: Any = X) -> QuantizedModel:
     return quantize(model, config or QuantizeConfig(), example=x, calibration=[x])
+
+
+@functools.cache
+def forms() -> FloatForms:
+    return FloatForms(net())
+
+
+def requantized(config: QuantizeConfig, **given: Any) -> QuantizedModel:
+    """A net that many tests quantize and none changes, captured once."""
+    return quantize(forms().model, config, example=X, forms=forms(), **given)
 
 
 def sqnr_db(reference: Tensor, other: Tensor) -> float:
@@ -130,10 +141,12 @@ def test_saved_ranges_repeat_a_quantization_without_data(method: str, engine: st
 
 def test_training_starts_from_ranges_that_are_given(tmp_path: Path) -> None:
     path, config = tmp_path / "ranges.json", QuantizeConfig(ranges="minmax", algorithms=None)
-    wide = {name: entry | {"high": 2 * entry["high"]} for name, entry in made(net(), config).ranges.items()}
+    wide = {
+        name: entry | {"high": 2 * entry["high"]} for name, entry in requantized(config, calibration=[X]).ranges.items()
+    }
     path.write_text(json.dumps(wide))
     trained = dataclasses.replace(config, mode="qat", ranges_from=str(path))
-    found = quantize(net(), trained, example=X, calibration=[X], qat=lambda *_: None).ranges
+    found = requantized(trained, calibration=[X], qat=lambda *_: None).ranges
     assert {name: entry["high"] for name, entry in found.items()} == pytest.approx(
         {name: entry["high"] for name, entry in wide.items()}, rel=1e-2
     )
@@ -142,9 +155,9 @@ def test_training_starts_from_ranges_that_are_given(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["gptq-small", "gptq", "renorm", "adaround", "brecq", "steps", "bias"])
 def test_what_reads_samples_declines_where_ranges_are_repeated_without_any(name: str, tmp_path: Path) -> None:
     path, config = tmp_path / "ranges.json", QuantizeConfig(algorithms=None)
-    form = made(net(), config)
+    form = requantized(config, calibration=[X])
     path.write_text(json.dumps(form.ranges))
-    again = quantize(net(), QuantizeConfig(algorithms=(name,), ranges_from=str(path)), example=X)
+    again = requantized(QuantizeConfig(algorithms=(name,), ranges_from=str(path)))
     assert any(note.startswith(f"{name} declined: ") and "calibration samples" in note for note in again.plan.notes)
     assert torch.equal(again(X), form(X))
 
@@ -153,8 +166,8 @@ def test_saved_biases_are_not_taken_for_other_weights(tmp_path: Path) -> None:
     path = tmp_path / "ranges.json"
     path.write_text(json.dumps(made(net()).ranges))
     config = QuantizeConfig(weight_bits=7, ranges_from=str(path))
-    assert "gptq-small declined: no calibration samples" in quantize(net(), config, example=X).plan.notes
-    notes = quantize(net(), config, example=X, calibration=[X]).plan.notes
+    assert "gptq-small declined: no calibration samples" in requantized(config).plan.notes
+    notes = requantized(config, calibration=[X]).plan.notes
     assert any(note.startswith("gptq-small: refitted") for note in notes)
 
 
@@ -162,19 +175,19 @@ def test_ranges_of_another_model_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "ranges.json"
     path.write_text(json.dumps(made(nn.Sequential(nn.Conv2d(3, 2, 1))).ranges))
     with pytest.raises(QtoolError, match=r"ranges\.json: expected a range for 'x'"):
-        quantize(net(), QuantizeConfig(ranges_from=str(path)), example=X)
+        requantized(QuantizeConfig(ranges_from=str(path)))
 
 
 @pytest.mark.parametrize("numbers", [None, {}, [], [None], "text", 1.0])
 def test_a_saved_bias_of_other_than_its_channels_is_refused(numbers: object, tmp_path: Path) -> None:
     config = QuantizeConfig(algorithms=("bias",))
-    ranges = quantize(net(), config, example=X, calibration=[X]).ranges
+    ranges = requantized(config, calibration=[X]).ranges
     changed = next(name for name, entry in ranges.items() if "bias" in entry)
     ranges[changed]["bias"] = numbers
     path = tmp_path / "ranges.json"
     path.write_text(json.dumps(ranges))
     with pytest.raises(UsageError, match=rf"finite numbers of what bias changed at '{changed}'"):
-        quantize(net(), dataclasses.replace(config, ranges_from=str(path)), example=X)
+        requantized(dataclasses.replace(config, ranges_from=str(path)))
 
 
 @pytest.mark.parametrize(

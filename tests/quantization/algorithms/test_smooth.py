@@ -397,17 +397,22 @@ def test_columns_in_units_of_their_own_are_scaled_where_they_come_in(kind: str, 
     assert torch.equal(again(test), form(test))
 
 
+@functools.cache
+def table_of_rows() -> FloatForms:
+    return FloatForms(Table("rows").eval())
+
+
 @pytest.mark.parametrize("numbers", [[1.0] * 5, [float("nan")] * 12, "many", None, [[1.0]] * 12])
 def test_saved_factors_of_another_number_of_columns_are_refused(numbers: Any, tmp_path: Path) -> None:
-    model, batches, path = Table("rows").eval(), [measured("rows", 32, 0)], tmp_path / "ranges.json"
-    ranges = quantize(model, QuantizeConfig(), example=batches[0], calibration=batches).ranges
+    forms, batches, path = table_of_rows(), [measured("rows", 32, 0)], tmp_path / "ranges.json"
+    ranges = quantize(forms.model, QuantizeConfig(), example=batches[0], calibration=batches, forms=forms).ranges
     name = next(name for name, entry in ranges.items() if "smooth" in entry)
     ranges[name]["smooth"] = numbers
     path.write_text(json.dumps(ranges))
     with pytest.raises(
         UsageError, match=f"--ranges-from: expected 12 finite numbers of what smooth changed at '{name}'"
     ):
-        quantize(model, QuantizeConfig(ranges_from=str(path)), example=batches[0])
+        quantize(forms.model, QuantizeConfig(ranges_from=str(path)), example=batches[0], forms=forms)
 
 
 def test_what_is_in_float_or_gains_little_has_no_product() -> None:
