@@ -93,6 +93,14 @@ def _paths(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, tuple[Any, 
         yield from _paths(item, (*path, key))
 
 
+def foreign(spec: pytree.TreeSpec) -> str | None:
+    """The first container of a structure that torch looks into and nothing here does; None where there is none."""
+    kind = spec.type
+    if isinstance(kind, type) and not issubclass(kind, Mapping | tuple | list) and not is_dataclass(kind):
+        return kind.__name__
+    return next(filter(None, map(foreign, spec.children())), None)
+
+
 def know_types(program: str) -> None:
     """Registers the container types that the JSON of a saved program names, as far as they are not known here.
 

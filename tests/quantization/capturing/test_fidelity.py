@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
+from torch.utils import _pytree as pytree
 from torch.utils.data import TensorDataset
 
 import qtool
@@ -233,3 +234,21 @@ def test_a_batch_that_has_to_be_a_multiple_of_frames_is_refused_before_the_work(
 
     with pytest.raises(QtoolError, match=r"'Frames': .*any number of samples; got .*of one sample, though it takes 8;"):
         qtool.quantize(Frames().eval(), [torch.randn(8, 8)])
+
+
+class Box:
+    """A container that torch is told of and qtool does not look into."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+def test_outputs_in_a_class_of_ones_own_are_refused() -> None:
+    class Boxing(nn.Linear):
+        def forward(self, x: Tensor) -> dict[str, list[Box]]:
+            return {"all": [Box(super().forward(x))]}
+
+    if Box not in pytree.SUPPORTED_NODES:
+        pytree.register_pytree_node(Box, lambda box: ([box.value], None), lambda values, _: Box(*values))
+    with pytest.raises(QtoolError, match=r"expected outputs in tuples, lists, dicts.*got a Box; return its tensors in"):
+        float_form(Boxing(3, 2), torch.randn(4, 3))
