@@ -229,7 +229,7 @@ def to_program(model: nn.Module, example: Any, axes: tuple[int, ...] = ()) -> to
     args, kwargs = arguments(map_tensors(_at_least_two, example))
     know_dataclasses((args, kwargs))
     axes = tuple({*axes, *open_axes(model)})
-    with torch.no_grad(), allocator.uncollected(), whole_sequences(), _named(model, kwargs):
+    with torch.no_grad(), allocator.uncollected(), whole_sequences(), _named(model, kwargs), _hooks_kept():
         shapes = _dynamic(kwargs, axes) if kwargs else _gathered(model, _dynamic(args, axes))
         export = functools.partial(torch.export.export, model, args, kwargs or None, dynamic_shapes=shapes)
         try:
@@ -281,6 +281,18 @@ def _named(model: nn.Module, names: Collection[str]) -> Iterator[None]:
         model.__class__ = kind
         if before is not None:
             model.forward = before
+
+
+@contextlib.contextmanager
+def _hooks_kept() -> Iterator[None]:
+    """Takes back the hook on all modules' buffers that torch 2.11 leaves where a trace fails; nothing compiles then."""
+    hooks = nn.modules.module._global_buffer_registration_hooks
+    before = set(hooks)
+    try:
+        yield
+    finally:
+        for key in set(hooks) - before:
+            del hooks[key]
 
 
 @contextlib.contextmanager

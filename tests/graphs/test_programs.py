@@ -226,3 +226,29 @@ def test_a_graph_takes_pieces_of_the_batches_that_it_was_captured_for(captured: 
     for made in (graph, open_graph(tmp_path / "graph.pt2")[0]):
         for few in (1, 4, 32):
             torch.testing.assert_close(made(x[:few]), model(x[:few]))
+
+
+class Steps(nn.Module):
+    """Writes a buffer anew in each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count = self.count + 1
+        return x * self.count
+
+
+def test_after_a_trace_that_failed_modules_compile_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.11 leaves a hook on every module's buffers there; here any torch does."""
+
+    def failing(*args: Any, **kwargs: Any) -> None:
+        nn.modules.module.register_module_buffer_registration_hook(lambda module, name, buffer: 1 / 0)
+        raise ValueError("a size that is not known")
+
+    monkeypatch.setattr(torch.export, "export", failing)
+    with pytest.raises(ValueError, match="not known"):
+        to_program(nn.Linear(3, 2), torch.randn(2, 3))
+    compiled = torch.compile(Steps(), backend="eager", fullgraph=True)
+    assert torch.equal(compiled(torch.ones(2)), torch.ones(2))
