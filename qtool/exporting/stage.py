@@ -2,7 +2,7 @@
 
 Files are written into the folder given, which the caller publishes only when this returns; a failed gate raises
 before that. The order of work is the order of cost: translate, size, coverage, parity of units, the integer
-reference, end to end.
+reference, saturation, end to end, and last the baselines.
 """
 
 from __future__ import annotations
