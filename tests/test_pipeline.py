@@ -328,6 +328,8 @@ def build():
             {"export": {"gates": False, "reference_samples": 3}},
             "'reference_samples': expected 'gates' beside it; got no gates",
         ),
+        ({"export": {"tune": True}, "quantize": {"target": "tensorrt"}}, "--tune: expected target 'ort-cpu' or"),
+        ({"export": {"opset": 20}, "quantize": {"weight_bits": 4}}, "--opset: expected 21 or more for 4-bit weights"),
         ({"model": "sorts.py:build"}, "kthvalue"),
     ],
 )
