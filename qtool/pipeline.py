@@ -29,7 +29,7 @@ from qtool.recipe import QatConfig, QuantizeConfig, Recipe
 from qtool.recipe_files import find_recipe, from_anywhere, from_table, load_recipe, to_toml
 from qtool.source import require_run_directory
 from qtool.stages import benchmark, export, quantize, sensitivity, train
-from qtool.stages.benchmarking import measured
+from qtool.stages.benchmarking import measured, require_use
 from qtool.stages.common import Progress, folder_of, run_of, teller, writable
 from qtool.stages.quantization import may_train, require_options
 from qtool.stages.rehearsal import rehearse
@@ -107,12 +107,15 @@ def _opened(
 
 
 def _require_later(recipe: Recipe) -> None:
-    """Raises QtoolError for what later stages would miss on this machine: told before a training, not behind it."""
+    """Raises QtoolError for what later stages would refuse, or miss on this machine: told before a training."""
     from qtool.benchmarking.regression import read_benchmark
+    from qtool.benchmarking.stage import require_no_shapes
     from qtool.runtimes import require
     from qtool.system.devices import resolve_device
 
     resolve_device(recipe.quantize.device)
+    require_use(recipe.benchmark)
+    require_no_shapes(recipe.benchmark)
     require(recipe.benchmark.provider, recipe.benchmark.device)
     if recipe.benchmark.compare:
         read_benchmark(Path(recipe.benchmark.compare))

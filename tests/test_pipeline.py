@@ -283,6 +283,8 @@ def test_recipes_as_objects_need_a_place(tmp_path: Path) -> None:
         ({"quantize": {"device": "cuda:99"}}, "device 'cuda:99': expected that CUDA device"),
         ({"benchmark": {"provider": "torch", "device": "cuda:99"}}, "provider 'torch': expected the CUDA device"),
         ({"benchmark": {"compare": "none.json"}}, "none.json': expected a benchmark.json"),
+        ({"benchmark": {"variants": ["fp32", "bf16"]}}, "--variants bf16: expected --provider torch or openvino"),
+        ({"benchmark": {"shapes": {"x": "1x1x28x28"}}}, "input shapes: expected none beside data.*; got x; leave"),
     ],
 )
 def test_what_a_variant_would_refuse_is_told_before_the_training(
@@ -326,6 +328,8 @@ def build():
             {"export": {"gates": False, "reference_samples": 3}},
             "'reference_samples': expected 'gates' beside it; got no gates",
         ),
+        ({"export": {"tune": True}, "quantize": {"target": "tensorrt"}}, "--tune: expected target 'ort-cpu' or"),
+        ({"export": {"opset": 20}, "quantize": {"weight_bits": 4}}, "--opset: expected 21 or more for 4-bit weights"),
         ({"model": "sorts.py:build"}, "kthvalue"),
     ],
 )

@@ -77,9 +77,8 @@ def benchmark(
     """
     tell = progress or (lambda text: None)
     base = _reference(files, reference)
-    if batches is not None and config.shapes:
-        do = "leave them out, or measure the files alone: qtool benchmark FILE.onnx"
-        raise UsageError("input shapes", "none beside data, whose samples have theirs", ", ".join(config.shapes), do)
+    if batches is not None:
+        require_no_shapes(config)
     earlier = read_benchmark(Path(config.compare)) if config.compare else None
     if config.compare and earlier:
         require_same_model(Path(config.compare), earlier, subject or {})
@@ -110,6 +109,13 @@ def benchmark(
     if config.compare and earlier is not None:
         result["comparison"] = compare_with(Path(config.compare), earlier, result, config.tolerance)
     return result
+
+
+def require_no_shapes(config: BenchmarkConfig) -> None:
+    """Raises UsageError for shapes, which random inputs alone are given."""
+    if config.shapes:
+        do = "leave them out, or measure the files alone: qtool benchmark FILE.onnx"
+        raise UsageError("input shapes", "none beside data, whose samples have theirs", ", ".join(config.shapes), do)
 
 
 def _reference(files: Mapping[str, Path], asked: str | None) -> str:

@@ -2,7 +2,7 @@
 
 Files are written into the folder given, which the caller publishes only when this returns; a failed gate raises
 before that. The order of work is the order of cost: translate, size, coverage, parity of units, the integer
-reference, end to end.
+reference, saturation, end to end, and last the baselines.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ from qtool.exporting.gates.gate import Gate
 from qtool.exporting.gates.other_sizes import OtherSizes
 from qtool.exporting.gates.saturation import saturation, saturation_in_openvino
 from qtool.exporting.gates.size import size
+from qtool.exporting.passes import int4
 from qtool.exporting.reference.integer_reference import IntegerReference
 from qtool.exporting.to_onnx import default_opset, float_to_onnx, quantized_to_onnx, save
+from qtool.exporting.tuning import require_timed
 from qtool.form import Plan, QuantizedModel
 from qtool.graphs.structures import written
 from qtool.nested import micro_batches
@@ -89,9 +91,14 @@ def export(
 
 
 def rehearse(float_graph: GraphModule, example: Any, plan: Plan, config: ExportConfig) -> None:
-    """Raises QtoolError for a simulation, and for an operator of ``float_graph`` without an ONNX form."""
+    """Raises QtoolError for a simulation, a target that is not tuned, operators and weights without an ONNX form."""
     _require_kernels(plan)
-    float_to_onnx(float_graph, example, config.opset or default_opset(plan), plan.target)
+    if config.tune:
+        require_timed(plan)
+    opset = config.opset or default_opset(plan)
+    if any(unit.weight_bits == 4 for unit in plan.units):
+        int4.require(opset)
+    float_to_onnx(float_graph, example, opset, plan.target)
 
 
 def _require_kernels(plan: Plan) -> None:

@@ -88,13 +88,18 @@ def tune(
 
 def check(quantized: QuantizedModel) -> None:
     """Raises UsageError for what cannot be tuned."""
-    if quantized.plan.target not in PROVIDERS:
-        raise UsageError(
-            "--tune", f"target {' or '.join(map(repr, PROVIDERS))}, whose kernels can be timed by name",
-            f"'{quantized.plan.target}'", "leave it out",
-        )  # fmt: skip
+    require_timed(quantized.plan)
     if quantized.float_graph is None:
         raise UsageError("--tune", "a model with its float reference", "none", "pass float_model=…, or leave it out")
+
+
+def require_timed(plan: Plan) -> None:
+    """Raises UsageError for a plan whose target has no kernels to time."""
+    if plan.target not in PROVIDERS:
+        raise UsageError(
+            "--tune", f"target {' or '.join(map(repr, PROVIDERS))}, whose kernels can be timed by name",
+            f"'{plan.target}'", "leave it out",
+        )  # fmt: skip
 
 
 def _promising(

@@ -18,7 +18,8 @@ are 24 GB (GB = 10⁹ bytes). Autocast's 16-bit copies of the weights are tempor
 
 FSDP shards weights, gradients and states evenly, and each GPU takes its share of the batch, so all four
 lines divide by the number of GPUs; a tenth of each GPU is set aside for the CUDA context, the block that
-is gathered at the moment and fragmentation. bitsandbytes' optimizers are counted as if they could be sharded.
+is gathered at the moment and fragmentation. Adafactor and updates in the backward pass, which FSDP does not take, are
+counted as if they could be sharded.
 """
 
 from __future__ import annotations

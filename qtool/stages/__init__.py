@@ -6,7 +6,7 @@ model is asked for, it opens what an earlier stage recorded there. The command l
 call the same functions, and keyword arguments are the fields of the stage's dataclass in
 :mod:`qtool.recipe`.
 
-``progress`` is True for a bar and a line per step on standard error, or a function that takes such lines.
+``progress`` is True for bars and lines on standard error, or a function that takes lines: of a training one an epoch.
 
 Left out on purpose: any knowledge of a technique. Stages never import each other, so what one needs of
 another (fine-tuning inside QAT, calibration samples for the parity gate) is handed over here.

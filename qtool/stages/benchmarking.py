@@ -72,11 +72,7 @@ def benchmark(
         return found
     if not isinstance(what, str | Path):
         raise UsageError(argument("what"), "a run directory, or ONNX files", kind_of(what), "pass what export returned")
-    if "bf16" in config.variants and not config.provider.startswith(("torch", "openvino")):
-        raise UsageError(
-            "--variants bf16", "--provider torch or openvino, which compute in bfloat16",
-            f"--provider {config.provider}", "measure it there: no such ONNX file is exported",
-        )  # fmt: skip
+    require_use(config)
     made = _made(config)
     run = require_run_directory(Path(what), made)
     folder = writable(out) or writable(run) or run
@@ -103,6 +99,15 @@ def benchmark(
         write_result(folder, "benchmark", config=as_dict(config), inputs=inputs, outputs={}, metrics=found)
     _require(found, config, _gains_size_alone(recorded))
     return found
+
+
+def require_use(config: BenchmarkConfig) -> None:
+    """Raises UsageError for a variant of a run directory that the provider has nothing to measure of."""
+    if "bf16" in config.variants and not config.provider.startswith(("torch", "openvino")):
+        raise UsageError(
+            "--variants bf16", "--provider torch or openvino, which compute in bfloat16",
+            f"--provider {config.provider}", "measure it there: no such ONNX file is exported",
+        )  # fmt: skip
 
 
 def _scores(task: Task | None, files: Mapping[str, Path], run: Path | None = None) -> Scores | None:

@@ -305,6 +305,11 @@ def test_methods_fit_groups(algorithm: str, gain: float) -> None:
     assert len(steps) == 4
 
 
+def test_an_opset_without_scales_of_groups_is_refused() -> None:
+    with pytest.raises(UsageError, match="--opset: expected 21 or more for scales of groups; got 20"):
+        to_onnx.quantized_to_onnx(made(Layers(), X, group_size=16), 20)
+
+
 @pytest.mark.parametrize(
     ("options", "part"),
     [
